@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import statistics
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
 from draftsmith.benchmarks.pairs import GREEDY, SAMPLING, TREE, K, Pair, paired_ratio
 from draftsmith.benchmarks.synthetic import random_pair
 from draftsmith.eval.bench.runner import EngineRunner
-from draftsmith.eval.bench.trace import TracedRunner, TraceFile
+from draftsmith.eval.bench.trace import traced
 from draftsmith.eval.cost.clock import Clock, Stopwatch, interleaved, medians
 from draftsmith.modules.decoding.loop import Round
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.trace import DecodeStep
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
-from draftsmith.modules.drafters.eagle.drafting import EagleTreeDrafter
+from draftsmith.modules.drafters.feature_heads import FeatureTreeDrafter
 from draftsmith.modules.targets.base import Session
 from draftsmith.modules.targets.llama import LlamaLM
 
@@ -61,7 +59,7 @@ def steady_rounds(pair: Pair, runner: EngineRunner, forwards: Stopwatch) -> list
         marks.append((pair.clock(), forwards.seconds))
 
     # An untrained head's trees are hardly ever accepted: nearly every token is a round.
-    new_tokens = TREE_ROUNDS if isinstance(runner.drafter, EagleTreeDrafter) else pair.new_tokens
+    new_tokens = TREE_ROUNDS if isinstance(runner.drafter, FeatureTreeDrafter) else pair.new_tokens
     steps = replace(runner, on_round=mark)([pair.prompts[0]], new_tokens, [0])[0].trace.steps
     rounds = [
         RoundTime(end[0] - start[0], end[1] - start[1], step, before)
@@ -121,9 +119,9 @@ class ForwardCosts:
         return read
 
     @torch.inference_mode()
-    def _level(self, drafter: EagleTreeDrafter, size: int) -> Callable[[], None]:
-        target, lean = self._pair.packed[0], drafter.lean
-        stack = lean.stack
+    def _level(self, drafter: FeatureTreeDrafter, size: int) -> Callable[[], None]:
+        target, net = self._pair.packed[0], drafter.net
+        stack = net.stack
         cache = stack.new_cache(1, self._pair.capacity)
         cache.length = self._context
         tokens = torch.ones(size, dtype=torch.int64, device=target.device)
@@ -133,7 +131,7 @@ class ForwardCosts:
 
         @torch.inference_mode()
         def read() -> None:
-            target.lm_head(stack.run(lean.fuse(tokens, features), cos, sin, cache, visible, False))
+            target.lm_head(stack.run(net.fuse(tokens, features), cos, sin, cache, visible, False))
 
         return read
 
@@ -259,14 +257,14 @@ def long_context(pair: Pair, tokens: int, repeats: int) -> Iterator[Number]:
 
 
 def trace_cost(pair: Pair, repeats: int) -> Iterator[Number]:
-    """Decoding with `decode --trace`; lines are worked out and written between prompts, off the clock."""
-    plain = pair.chain(pair.packed, SAMPLING)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "trace.jsonl"
+    """Decoding with `decode --trace`; lines are worked out and written when an answer is complete, off the clock."""
+    session = pair.session or pair.packed[0].session(1, pair.capacity)
+    plain = replace(pair.chain(pair.packed, SAMPLING), session=session)
 
-        def traced() -> None:
-            pair.answer(TracedRunner({"method": "spec"}, plain, TraceFile(file)))()
+    def with_trace() -> None:
+        for seed, prompt in enumerate(pair.prompts):
+            traced(plain, prompt, pair.new_tokens, seed)
 
-        seconds = interleaved({"plain": pair.answer(plain), "traced": traced}, 3 * repeats, pair.clock)
+    seconds = interleaved({"plain": pair.answer(plain), "traced": with_trace}, 3 * repeats, pair.clock)
     cost = 100 * (paired_ratio(seconds["traced"], seconds["plain"]) - 1)
     yield Number(f"spec:k={K} with decode --trace, T=1, time added", pair.name, cost, "%", "<= 2")

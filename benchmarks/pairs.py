@@ -17,10 +17,10 @@ from draftsmith.eval.bench.hf_baseline import load_hf_model
 from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.eval.bench.runner import EngineRunner, Runner
 from draftsmith.eval.cost.clock import Clock, Stopwatch
-from draftsmith.modules.decoding.growth import DynamicTree
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
-from draftsmith.modules.drafters.eagle.drafting import EagleTreeDrafter
+from draftsmith.modules.drafters.feature_heads import FeatureTreeDrafter
+from draftsmith.modules.drafters.growth import DynamicTree
 from draftsmith.modules.lean_rows import OneRow
 from draftsmith.modules.targets.base import Session
 from draftsmith.modules.targets.llama import LlamaLM
@@ -96,12 +96,12 @@ class Pair:
     def head(self) -> Any:
         return random_eagle_head(self.packed[0])
 
-    def tree_drafter(self, forwards: Stopwatch | None = None) -> EagleTreeDrafter:
+    def tree_drafter(self, forwards: Stopwatch | None = None) -> FeatureTreeDrafter:
         target = self.packed[0] if forwards is None else timed_copy(self.packed[0], forwards)
-        drafter = EagleTreeDrafter(self.head, target, TREE, self.capacity)
+        drafter = FeatureTreeDrafter(self.head, target, TREE, self.capacity)
         if forwards is not None:
-            assert isinstance(drafter.rows, OneRow)
-            drafter.rows.stack = timed_stack(drafter.rows.stack, forwards)
+            assert isinstance(drafter.cache, OneRow)
+            drafter.cache.stack = timed_stack(drafter.cache.stack, forwards)
         return drafter
 
     def tree(self, params: SamplingParams, forwards: Stopwatch | None = None) -> EngineRunner:

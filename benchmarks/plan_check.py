@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.benchmarks import training_data
+from draftsmith.benchmarks.training_data import dialogue_lengths, write_responses
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.progress import say
 from draftsmith.launch.cli import main_of
 from draftsmith.modules.types import InputError
-from draftsmith.train.planning.made_up import dialogue_lengths, write_responses
 
 # Hidden size and layers of a Llama over 32,000 tokens: about 90 and 300 million parameters.
 SHAPES = {"90m": (640, 10), "300m": (1024, 19)}

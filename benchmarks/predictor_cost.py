@@ -18,7 +18,7 @@ from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadCon
 from draftsmith.modules.acceptance.policies import OnlinePredictor, Predictor, PredictorStop, ThresholdRule
 from draftsmith.modules.decoding.protocols import Drafter, DraftTree, DraftView
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
-from draftsmith.modules.drafters.eagle.drafting import EagleDrafter
+from draftsmith.modules.drafters.feature_heads import FeatureDrafter
 from draftsmith.modules.sampling import Source
 from draftsmith.modules.types import SamplingParams
 
@@ -41,7 +41,7 @@ def predictors(pair: Pair, repeats: int) -> Iterator[Number]:
         return DraftModelDrafter(draft, [stop], pair.capacity)
 
     def by_eagle(stop: PredictorStop) -> Drafter:
-        return EagleDrafter(eagle, target, [stop], pair.capacity)
+        return FeatureDrafter(eagle, target, [stop], pair.capacity)
 
     for name, make, reader in (("draft model", by_draft, draft), ("EAGLE head", by_eagle, target)):
         size = reader.info.hidden_size

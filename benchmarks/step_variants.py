@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from draftsmith.benchmarks.training_data import SyntheticFeatures, random_target, raw_config
+from draftsmith.benchmarks.training_data import SyntheticFeatures, dialogue_lengths, random_target, raw_config
 from draftsmith.data.store.datasets import collate_features, pack_features
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead, EagleInputs, eagle_loss, shift
 from draftsmith.modules.targets.llama import LlamaLM
@@ -31,7 +31,6 @@ from draftsmith.train.drafter import drafter_config
 from draftsmith.train.drafter_objective import DrafterObjective
 from draftsmith.train.fit import Provenance, fit
 from draftsmith.train.lit_head import LitHead
-from draftsmith.train.planning.made_up import dialogue_lengths
 from draftsmith.train.schedules import lr_schedule
 
 Clock = Callable[[], float]

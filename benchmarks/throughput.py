@@ -29,8 +29,7 @@ from draftsmith.data.store.files import make_directory, write_json, write_text
 from draftsmith.data.store.manifest import git_commit, package_versions, resolved
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.launch.cli import main_of
-from draftsmith.modules import flops
-from draftsmith.modules.drafters.eagle.head import LOOKAHEAD
+from draftsmith.modules.drafters.eagle.head import LOOKAHEAD, eagle_training
 from draftsmith.modules.types import InputError
 from draftsmith.train.telemetry import measured_peak
 
@@ -127,7 +126,7 @@ def step_flops(work: Work, config: ThroughputConfig) -> float:
     lengths = work.samples.lengths
     rows = [max(0, length - LOOKAHEAD) for length in lengths]
     counted = sum(int(work.samples.dataset[i]["loss_mask"][LOOKAHEAD:].sum()) for i in range(len(lengths)))
-    return flops.eagle_training(work.head.config.llama, rows, counted) / sum(lengths)
+    return eagle_training(work.head.config.llama, rows, counted) / sum(lengths)
 
 
 def speed(config: ThroughputConfig) -> Iterator[MeasuredNumber]:

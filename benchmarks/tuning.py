@@ -75,7 +75,7 @@ def check_choice(config: TuneCheckConfig) -> TuneCheck:
     choice = tune(config, setup)
     tune_s = clock() - started
     say(f"tuned: {choice.label} in {tune_s:.1f} s")
-    named = parse_methods(",".join(setup.labels))
+    named = setup.settings
     started = clock()
     sweep = measured_speeds(
         config, setup, named, config.sweep_repeats, lambda count: say(f"swept a prompt, {clock() - started:.0f} s")

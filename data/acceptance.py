@@ -148,57 +148,47 @@ def run(config: AcceptanceConfig) -> Path:
         check_same_tokenizer(config.target, config.drafter)
     target = load(config.target)
     drafter = load_drafter(config.drafter, lambda: target, load)
-    if drafter.head is None:
-        check_pair(target, drafter.lm)
     identity = {**text_identity(config.target), "target": target.info.identity}
     manifest = open_artefact(config.responses, "responses", identity)
-    rows = Rows(config.responses, manifest)
+    rows = Rows(config.responses, manifest, limit=config.limit)
     sampling = config.sampling(manifest.sampling or {})
-    config = dataclasses.replace(config, mode=mode_of(sampling[0]))
-    labels: MixedTextLabels | Rollouts
-    if config.labels == "rollout":
-        labels = rollout_labels(config, sampling, target, drafter)
-    else:
-        labels = mixed_text_labels(config, sampling, target, drafter)
+    first, temperatures = sampling[0], [params.temperature for params in sampling]
+    labels = labels_of(config, sampling, target, drafter)
     plan = StagePlan(
         kind=labels.kind,
         stage="data acceptance",
-        directory=config.output,
-        config=config,
-        num_rows=min(len(rows), config.limit) if config.limit else len(rows),
-        rows_per_shard=config.rows_per_shard,
+        config=dataclasses.replace(config, mode=mode_of(first)),
+        num_rows=len(rows),
         fields=labels.fields,
         inputs={"responses": manifest.digest},
         identity={**manifest.identity, "target": target.info.identity, "draft": drafter.identity},
-        sampling=_sampling(sampling),
+        sampling={
+            "temperature": temperatures if len(temperatures) > 1 else first.temperature,
+            "top_k": first.top_k,
+            "top_p": first.top_p,
+        },
         seed=config.seed,
     )
     run_stage(plan, lambda shard, advance: labels.label_shard(rows, shard, advance))
     return config.output
 
 
-def mixed_text_labels(
+def labels_of(
     config: AcceptanceConfig, sampling: tuple[SamplingParams, ...], target: CausalLM, drafter: FrozenDrafter
-) -> MixedTextLabels:
-    """How to label mixed text.
-
-    Raises:
-        InputError: a trained drafter drafts, which has no states along a text of the target's alone.
-    """
-    if drafter.head is not None:
-        raise InputError("draft", f"{config.drafter}, a head", "a language model", "Pass --labels rollout.")
-    return MixedTextLabels(target, drafter.lm, sampling[0], config.batch_size, config.chunk, config.seed)
-
-
-def rollout_labels(
-    config: AcceptanceConfig, sampling: tuple[SamplingParams, ...], target: CausalLM, drafter: FrozenDrafter
-) -> Rollouts:
+) -> MixedTextLabels | Rollouts:
     """How to draft and label.
 
     Raises:
-        InputError: no draft of this depth fits, or more children are asked for than there are tokens.
+        InputError: target and drafter do not fit each other, or the settings do not fit them.
     """
-    context, vocab_size = min(target.info.max_position, drafter.max_position), target.info.vocab_size
+    vocab_size, own = target.info.vocab_size, drafter.lm.info.vocab_size
+    if own != vocab_size:  # p and q are distributions over the same tokens
+        raise InputError("draft: vocabulary", own, f"{vocab_size}, the target's", "Use a draft of the same family.")
+    if config.labels == "mix":
+        if drafter.head is not None:  # it has no states along a text of the target's alone
+            raise InputError("draft", f"{config.drafter}, a head", "a language model", "Pass --labels rollout.")
+        return MixedTextLabels(target, drafter.lm, sampling[0], config.batch_size, config.chunk, config.seed)
+    context = min(target.info.max_position, drafter.max_position)
     if config.depth >= context:
         raise InputError("depth", config.depth, f"less than the context, {context}", "Draft fewer tokens.")
     if config.children > vocab_size:
@@ -215,19 +205,3 @@ def rollout_labels(
         seed=config.seed,
         context=context,
     )
-
-
-def _sampling(sampling: tuple[SamplingParams, ...]) -> dict[str, Any]:
-    first, temperatures = sampling[0], [params.temperature for params in sampling]
-    return {
-        "temperature": temperatures if len(temperatures) > 1 else temperatures[0],
-        "top_k": first.top_k,
-        "top_p": first.top_p,
-    }
-
-
-def check_pair(target: CausalLM, draft: CausalLM) -> None:
-    """Raises InputError where p and q are not distributions over the same tokens."""
-    if target.info.vocab_size != draft.info.vocab_size:
-        expected = f"{target.info.vocab_size}, the target's"
-        raise InputError("draft: vocabulary", draft.info.vocab_size, expected, "Use a draft of the same family.")

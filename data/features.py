@@ -7,14 +7,12 @@ one safetensors file a shard with one key a row ("0000012"), beside a Parquet in
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from draftsmith.data.answering.batched import by_length, pad_right, set_threads
 from draftsmith.data.models.identity import captured
@@ -25,6 +23,7 @@ from draftsmith.data.progress import Advance, say
 from draftsmith.data.ranks import place
 from draftsmith.data.settings import StageLoading, check_not_negative, check_positive
 from draftsmith.data.store import feature_codec
+from draftsmith.data.store.files import check_disk
 from draftsmith.data.store.manifest import Field, Manifest, open_artefact, volatile
 from draftsmith.data.store.shards import Rows, Shard, ShardContent, StagePlan, read_done, run_stage
 from draftsmith.data.store.writer import sole_writer
@@ -45,9 +44,8 @@ FIELDS = (
     Field("turn", "int32"),
     Field("task", "string"),
 )
-# Beside the states each token has an id and a mask bit in the index; and a file system is never filled to the brim.
+# Beside the states each token has an id and a mask bit in the index.
 INDEX_BYTES_PER_TOKEN = 5
-SPARE_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -94,16 +92,14 @@ def run(config: FeaturesConfig) -> Path:
     set_threads(config.num_threads)
     lm = load_lm(config.target, **config.loading, parallel=config.target_parallel)
     manifest = open_texts(config.responses, config.target, lm.info.identity)
-    rows = Rows(config.responses, manifest)
+    rows = Rows(config.responses, manifest, limit=config.limit)
     capture = () if config.drafter is None else drafters.head_class(config.drafter).capture(lm.info.num_layers)
     shared = config.target_parallel == "tensor"  # all processes are one target, and the first one writes
     plan = StagePlan(
         kind="features",
         stage="data features",
-        directory=config.output,
         config=config,
-        num_rows=min(len(rows), config.limit) if config.limit else len(rows),
-        rows_per_shard=config.rows_per_shard,
+        num_rows=len(rows),
         fields=FIELDS + feature_codec.fields(config.feature_dtype),
         inputs={manifest.kind: manifest.digest},
         identity={**manifest.identity, "target": captured(lm.info.identity, capture)},
@@ -128,12 +124,10 @@ def run(config: FeaturesConfig) -> Path:
     return config.output
 
 
-def open_texts(
-    directory: Path, target: str, identity: Mapping[str, str], field: str = "responses", check: str = "sha256"
-) -> Manifest:
+def open_texts(directory: Path, target: str, identity: Mapping[str, str], field: str = "responses") -> Manifest:
     """Responses of this target, or supervised prompts of its tokenizer.
 
-    identity: the target's. field: what the user passed the directory as. check: as `open_artefact` has it.
+    identity: the target's. field: what the user passed the directory as.
 
     Raises:
         InputError: another artefact, or prompts without answers.
@@ -141,7 +135,7 @@ def open_texts(
     expected: dict[str, Any] = text_identity(target)
     if Manifest.read(directory).kind == "responses":
         expected["target"] = dict(identity)
-    manifest = open_artefact(directory, ("responses", "prompts"), expected, check)
+    manifest = open_artefact(directory, ("responses", "prompts"), expected)
     if manifest.kind == "prompts" and "loss_mask" not in {spec.name for spec in manifest.fields}:
         remedy = "Make responses first (data responses), or data prompts --supervised."
         raise InputError(field, "prompts without answers", "responses, or supervised prompts", remedy)
@@ -169,21 +163,6 @@ def check_room(plan: StagePlan, rows: Rows, token_bytes: int, max_bytes: int) ->
     check_disk(plan.directory, needed, "output", "Free some space, use --limit or another disk.")
 
 
-def check_disk(directory: Path, needed: int, field: str, remedy: str) -> None:
-    """Raises InputError where the disk of `directory`, which need not be there yet, cannot hold `needed` bytes."""
-    existing = next(path for path in (directory, *directory.resolve().parents) if path.exists())
-    free = shutil.disk_usage(existing).free
-    if needed and needed + SPARE_BYTES > free:
-        found, expected = f"{free:,} bytes free at {existing}", f"{needed + SPARE_BYTES:,} for what is left to write"
-        raise InputError(field, found, expected, remedy)
-
-
-def read_features(lm: CausalLM, input_ids: Tensor, capture: Sequence[int] = ()) -> Tensor:
-    """States [B, T, L*H] of right-padded input_ids [B, T]; capture: which (`DraftHead.capture`)."""
-    options: dict[str, Any] = {"capture": tuple(capture)} if capture else {}
-    return lm.features(input_ids, **options)
-
-
 @torch.inference_mode()
 def read_shard(
     lm: CausalLM,
@@ -191,7 +170,7 @@ def read_shard(
     shard: Shard,
     config: FeaturesConfig,
     advance: Advance,
-    capture: Sequence[int] = (),
+    capture: tuple[int, ...] = (),
 ) -> ShardContent:
     """Features of every row of a shard, in batches of like length."""
     rows = source.read(shard.start, shard.stop)
@@ -201,7 +180,7 @@ def read_shard(
             raise InputError(f"row {shard.start + offset}", found, expected, "Make shorter ones, or use --limit.")
     tensors: dict[str, torch.Tensor] = {}
     for batch in by_length([len(row["input_ids"]) for row in rows], config.batch_size):
-        features = read_features(lm, pad_right([rows[i]["input_ids"] for i in batch], lm), capture)
+        features = lm.features(pad_right([rows[i]["input_ids"] for i in batch], lm), capture=capture)
         for i, padded in zip(batch, features, strict=True):
             own = padded[: len(rows[i]["input_ids"])]
             place = first_broken(own)
@@ -225,20 +204,14 @@ def key(row: int) -> str:
 def index_row(number: int, shard: Shard, row: dict[str, Any]) -> dict[str, Any]:
     """The index entry of a response, or of a supervised prompt, which has its own mask."""
     ids = row["input_ids"]
-    start, mask = loss_mask(row)
     return {
         "id": row["id"],
         "row": number,
         "shard": f"{shard.name}.safetensors",
         "length": len(ids),
         "input_ids": ids,
-        "prompt_length": start,
-        "loss_mask": mask,
+        "prompt_length": row["prompt_length"] if "prompt_length" in row else len(row["prompt_ids"]),
+        "loss_mask": answer_mask(row),
         "turn": row.get("turn", 1),
         "task": row["task"],
     }
-
-
-def loss_mask(row: dict[str, Any]) -> tuple[int, list[bool]]:
-    """Where the first answer of a response, or of a supervised prompt, begins, and which tokens [T] the loss counts."""
-    return row["prompt_length"] if "prompt_length" in row else len(row["prompt_ids"]), answer_mask(row)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -15,7 +17,7 @@ from rich.text import Text
 from draftsmith.data.features import key
 from draftsmith.data.models.loading import load_tokenizer, tokenizer_identity
 from draftsmith.data.settings import check_not_negative
-from draftsmith.data.store import feature_codec
+from draftsmith.data.store.feature_codec import stored_features
 from draftsmith.data.store.manifest import Manifest, open_artefact, volatile
 from draftsmith.data.store.reading import open_tensors
 from draftsmith.data.store.shards import Rows
@@ -27,6 +29,7 @@ KINDS = ("prompts", "responses", "acceptance", "rollouts", "features")
 PROMPT, COUNTED = "dim", "bold green"
 # Lowest acceptance probability of each colour.
 BANDS = ((0.8, "green"), (0.4, "yellow"), (0.0, "red"))
+LEGEND = Text.assemble("P of the drafted token: ", *((f">= {lowest} ", style) for lowest, style in BANDS))
 LABELS_SHOWN, DRAFTS_SHOWN = 24, 8
 
 
@@ -83,40 +86,33 @@ def manifest_summary(directory: Path, manifest: Manifest, rows: Rows, tokenizer:
     table = Table(title=f"{manifest.kind} in {directory}", show_header=False, title_justify="left")
     table.add_column(style="cyan")
     table.add_column(overflow="fold")
-    for name, value in manifest.counts.items():
-        table.add_row(name.replace("_", " "), f"{value:,}")
+    entries = {name.replace("_", " "): f"{value:,}" for name, value in manifest.counts.items()}
     if manifest.kind == "responses":
-        for name, text in round_trips(rows, tokenizer).items():
-            table.add_row(name, text)
-    table.add_row("bytes", f"{sum(entry.bytes for entry in manifest.files):,}, every hash right")
-    if manifest.sampling is not None:
-        table.add_row(
-            "sampling", ", ".join(f"{name} {number_text(value)}" for name, value in manifest.sampling.items())
-        )
-    for name, value in manifest.identity.items():
-        text = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
-        table.add_row(name, str(text))
-    table.add_row("made by", manifest.command)
+        entries |= round_trips(rows, tokenizer)
+    entries["bytes"] = f"{sum(entry.bytes for entry in manifest.files):,}, every hash right"
+    nested = {"sampling": manifest.sampling or {}, **manifest.identity}
+    for name, value in nested.items():
+        several = [f"{key} {_plain(one)}" for key, one in value.items()] if isinstance(value, dict) else [str(value)]
+        entries |= {name: ", ".join(several)} if several else {}
+    for entry in {**entries, "made by": manifest.command}.items():
+        table.add_row(*entry)
     return table
 
 
-def number_text(value: float | list[float]) -> str:
-    """A number, or several."""
-    return ", ".join(f"{one:g}" for one in value) if isinstance(value, list) else f"{value:g}"
+def _plain(value: Any) -> str:
+    several = value if isinstance(value, list) else [value]
+    return ", ".join(f"{one:g}" if isinstance(one, float) else str(one) for one in several)
 
 
 def round_trips(rows: Rows, tokenizer: Any) -> dict[str, str]:
     """How many answers survive the way through text exactly: sampled ids -> text -> ids for rows whose ids are the
     model's own; the server's text -> ids -> text, with as many tokens as it counted, for re-tokenised ones."""
-    totals, exact = {False: 0, True: 0}, {False: 0, True: 0}
+    checks = {"token ids as sampled": sampled_exactly, "re-tokenised text": retokenised_exactly}
+    exact: dict[str, list[bool]] = {name: [] for name in checks}
     for row in rows.iterate():
-        kind = row["retokenised"]
-        totals[kind] += 1
-        exact[kind] += retokenised_exactly(row, tokenizer) if kind else sampled_exactly(row, tokenizer)
-    names = {False: "token ids as sampled", True: "re-tokenised text"}
-    return {
-        names[kind]: f"{total:,} rows, {exact[kind]:,} round-trip exactly" for kind, total in totals.items() if total
-    }
+        name = "re-tokenised text" if row["retokenised"] else "token ids as sampled"
+        exact[name].append(checks[name](row, tokenizer))
+    return {name: f"{len(own):,} rows, {sum(own):,} round-trip exactly" for name, own in exact.items() if own}
 
 
 def sampled_exactly(row: dict[str, Any], tokenizer: Any) -> bool:
@@ -145,23 +141,22 @@ def show_row(
     if manifest.kind == "rollouts":
         show_drafts(console, row, manifest.config["depth"], tokenizer)
         return
-    if manifest.kind == "prompts":
-        ids = row.get("input_ids") or row["prompt_ids"]
-        mask = row.get("loss_mask") or [False] * len(ids)
-    else:
-        ids = row["input_ids"]
-        mask = answer_mask(row)
+    ids = row.get("input_ids") or row["prompt_ids"]
+    unanswered = manifest.kind == "prompts" and not row.get("loss_mask")
+    mask = [False] * len(ids) if unanswered else answer_mask(row)
     console.print(masked_text(ids, mask, tokenizer, marked=not console.is_terminal))
     notes = [f"{len(ids)} tokens", f"{sum(mask)} counted by the loss"]
     if manifest.kind == "responses":
         notes.append("ended" if row["ended"] else "cut off")
         notes += ["re-tokenised"] if row["retokenised"] else []
     if manifest.kind == "features":
-        notes.append(feature_note(directory, row))
+        with open_tensors(Path(directory) / row["shard"]) as file:
+            features = stored_features(file, key(row["row"])).float()
+        finite = "all finite" if bool(features.isfinite().all()) else "NOT all finite"
+        notes.append(f"features {list(features.shape)}, standard deviation {features.std():.3f}, {finite}")
     console.print(Text(", ".join(notes), style="cyan"))
     if manifest.kind == "prompts":
-        stretches = [json.loads(row["messages"]), *later_turns(row)]
-        for turn, said in enumerate(stretches, 1):
+        for turn, said in enumerate([json.loads(row["messages"]), *later_turns(row)], 1):
             if turn > 1:
                 console.print(Text(f"(the target's answer, then turn {turn})", style=COUNTED))
             for message in said:
@@ -170,14 +165,11 @@ def show_row(
 
 def masked_text(ids: Sequence[int], mask: Sequence[bool], tokenizer: Any, marked: bool) -> Text:
     """The text, what the mask covers in COUNTED. marked: brackets around it too, for where colour does not show."""
-    text, start = Text(), 0
-    for end in range(1, len(ids) + 1):
-        if end < len(ids) and bool(mask[end]) == bool(mask[start]):
-            continue
-        piece = tokenizer.decode(ids[start:end])  # whole runs: a character may be several tokens
-        counted = bool(mask[start])
+    text = Text()
+    # Whole runs: a character may be several tokens.
+    for counted, run in itertools.groupby(range(len(ids)), lambda at: bool(mask[at])):
+        piece = tokenizer.decode([ids[at] for at in run])
         text.append(f"⟦{piece}⟧" if counted and marked else piece, style=COUNTED if counted else PROMPT)
-        start = end
     return text
 
 
@@ -191,14 +183,13 @@ def show_labels(console: Console, row: dict[str, Any], tokenizer: Any) -> None:
         text.append(tokenizer.decode([ids[at]]), style=band(prob))
         known = at + 1
     console.print(text)
-    legend = bands()
-    legend.append(f"mean {sum(probs) / len(probs):.3f}, mean overlap {sum(row['overlap']) / len(probs):.3f}")
-    console.print(legend)
+    means = f"mean {sum(probs) / len(probs):.3f}, mean overlap {sum(row['overlap']) / len(probs):.3f}"
+    console.print(LEGEND.copy().append(means))
     table = Table("position", "target X", "draft Y", "P", "overlap", "log p(Y)", "log q(Y)")
-    for j in range(min(LABELS_SHOWN, len(probs))):
-        shown = (tokenizer.decode([token]) for token in (ids[places[j]], row["draft_ids"][j]))
+    for j, at in enumerate(places[:LABELS_SHOWN]):
+        shown = (Text(repr(tokenizer.decode([token]))) for token in (ids[at], row["draft_ids"][j]))
         numbers = (f"{row[name][j]:.3f}" for name in ("accept_prob", "overlap", "log_p", "log_q"))
-        table.add_row(str(places[j]), *(Text(repr(piece)) for piece in shown), *numbers, style=band(probs[j]))
+        table.add_row(str(at), *shown, *numbers, style=band(probs[j]))
     console.print(table)
 
 
@@ -208,7 +199,7 @@ def show_drafts(console: Console, row: dict[str, Any], depth: int, tokenizer: An
     ids, starts = row["input_ids"], row["starts"]
     console.print(masked_text(ids, [at in starts for at in range(len(ids))], tokenizer, marked=not console.is_terminal))
     table = Table("start", "temperature", "target X", "draft Y", "P of each")
-    for number, start in list(enumerate(starts))[:DRAFTS_SHOWN]:
+    for number, start in enumerate(starts[:DRAFTS_SHOWN]):
         own = slice(number * depth, (number + 1) * depth)
         probs, drafted = row["accept_prob"][own], Text()
         for token, prob in zip(row["draft_ids"][own], probs, strict=True):
@@ -217,32 +208,12 @@ def show_drafts(console: Console, row: dict[str, Any], depth: int, tokenizer: An
         at = f"{row['temperature'][number]:g}"
         table.add_row(str(start), at, said, drafted, " ".join(f"{prob:.2f}" for prob in probs))
     console.print(table)
-    legend = bands()
-    legend.append("mean of those that are verified, by depth:")
-    for level in range(depth):
-        weights, probs = row["reached"][level::depth], row["accept_prob"][level::depth]
-        verified = sum(weights)
-        kept = sum(weight * prob for weight, prob in zip(weights, probs, strict=True))
-        legend.append(f" {kept / verified:.3f}" if verified else " -")
-    console.print(legend)
-
-
-def bands() -> Text:
-    """What the colours of acceptance probabilities mean."""
-    legend = Text("P of the drafted token: ")
-    for lowest, style in BANDS:
-        legend.append(f">= {lowest} ", style=style)
-    return legend
+    weights, probs = (np.array(row[name]).reshape(-1, depth) for name in ("reached", "accept_prob"))
+    kept, verified = (weights * probs).sum(0), weights.sum(0)
+    by_depth = (f"{one / all_:.3f}" if all_ else "-" for one, all_ in zip(kept, verified, strict=True))
+    console.print(LEGEND.copy().append(f"mean of those that are verified, by depth: {' '.join(by_depth)}"))
 
 
 def band(prob: float) -> str:
     """Colour of an acceptance probability."""
     return next(style for lowest, style in BANDS if prob >= lowest)
-
-
-def feature_note(directory: Path, row: dict[str, Any]) -> str:
-    """Shape and scale of a row's features, and whether all are finite."""
-    with open_tensors(Path(directory) / row["shard"]) as file:
-        features = feature_codec.stored_features(file, key(row["row"])).float()
-    finite = "all finite" if bool(features.isfinite().all()) else "NOT all finite"
-    return f"features {list(features.shape)}, standard deviation {features.std():.3f}, {finite}"

@@ -18,26 +18,21 @@ from torch import Tensor
 from draftsmith.data.answering.batched import by_length, check_lengths, pad_right, row_uniforms
 from draftsmith.data.models.naming import naming
 from draftsmith.data.progress import Advance
+from draftsmith.data.responses import TEXT_FIELDS
 from draftsmith.data.rollouts import kept_of
 from draftsmith.data.store.manifest import Field
 from draftsmith.data.store.shards import Rows, Shard, ShardContent
 from draftsmith.data.text.answers import answer_mask
+from draftsmith.modules.decoding.branches import pieces
 from draftsmith.modules.finite import NO_TOKEN, NonFinite
 from draftsmith.modules.sampling import draw_rows, probabilities
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams
 
 FIELDS = (
-    Field("id", "string"),
-    Field("input_ids", "list<int32>", ("T",)),
-    Field("prompt_length", "int32"),
-    Field("loss_mask", "list<bool>", ("T",)),
-    Field("turn", "int32"),
+    *TEXT_FIELDS,
     Field("draft_ids", "list<int32>", ("R",)),
-    Field("log_p", "list<float32>", ("R",)),
-    Field("log_q", "list<float32>", ("R",)),
-    Field("accept_prob", "list<float32>", ("R",)),
-    Field("overlap", "list<float32>", ("R",)),
+    *(Field(name, "list<float32>", ("R",)) for name in ("log_p", "log_q", "accept_prob", "overlap")),
     Field("task", "string"),
 )
 
@@ -61,82 +56,63 @@ class MixedTextLabels:
 
     def label_shard(self, source: Rows, shard: Shard, advance: Advance) -> ShardContent:
         """Labels of every response of a shard, in batches of like length."""
-        target, draft = self.target, self.draft
         rows = source.read(shard.start, shard.stop)
-        check_lengths(rows, shard.start, min(target.info.max_position, draft.info.max_position))
+        check_lengths(rows, shard.start, min(self.target.info.max_position, self.draft.info.max_position))
         made: list[dict[str, Any]] = [{} for _ in rows]
         for batch in by_length([len(row["input_ids"]) for row in rows], self.batch_size):
             ids, masks = [rows[i]["input_ids"] for i in batch], [answer_mask(rows[i]) for i in batch]
+            counts = [sum(mask) for mask in masks]
             drawn = [
-                row_uniforms("acceptance", self.seed, shard.start + i, sum(mask))
-                for i, mask in zip(batch, masks, strict=True)
+                row_uniforms("acceptance", self.seed, shard.start + i, n) for i, n in zip(batch, counts, strict=True)
             ]
-            uniforms = torch.from_numpy(np.concatenate(drawn))
             with naming([rows[i]["id"] for i in batch]):
-                labels = label(target, draft, ids, masks, self.params, uniforms, self.chunk)
-            for i, own in zip(batch, by_row(labels, [len(own) for own in drawn]), strict=True):
-                made[i] = {**kept_of(rows[i]), **own}
+                labels = self.label(ids, masks, torch.from_numpy(np.concatenate(drawn)))
+            columns = {name: values.split(counts) for name, values in labels.items()}
+            for place, i in enumerate(batch):
+                made[i] = {**kept_of(rows[i]), **{name: parts[place].numpy() for name, parts in columns.items()}}
             advance(len(batch))
         drafted = sum(len(row["draft_ids"]) for row in made)
         return ShardContent(made, {"tokens": sum(len(row["input_ids"]) for row in made), "drafted_tokens": drafted})
 
+    @torch.inference_mode()
+    def label(
+        self, input_ids: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]], uniforms: Tensor
+    ) -> dict[str, Tensor]:
+        """What `label_positions` says of all positions of these rows where their masks [T] are true (never the first),
+        one row after the other: N in all.
 
-@dataclass(frozen=True)
-class Labels:
-    """One entry for each of N positions: the drafted token, log p and log q of it (-inf where p is 0), the probability
-    that the target keeps it, and sum_v min(p, q), which is that probability averaged over q."""
+        One forward of each model; distributions exist for `chunk` positions at a time, in float32.
+        uniforms: [N] float64; uniforms[n] draws Y_n.
 
-    draft_ids: Tensor  # [N] int64
-    log_p: Tensor  # [N] float32, as all below
-    log_q: Tensor
-    accept_prob: Tensor
-    overlap: Tensor
-
-
-@torch.inference_mode()
-def label(
-    target: CausalLM,
-    draft: CausalLM,
-    input_ids: Sequence[Sequence[int]],
-    masks: Sequence[Sequence[bool]],
-    params: SamplingParams,
-    uniforms: Tensor,
-    chunk: int,
-) -> Labels:
-    """Labels of all positions of these rows where their masks [T] are true (never the first), one row after the other:
-    N in all.
-
-    One forward of each model; distributions exist for `chunk` positions at a time, in float32.
-    uniforms: [N] float64; uniforms[n] draws Y_n.
-
-    Raises:
-        NonFinite: a model's logits.
-    """
-    padded = pad_right(input_ids, target)
-    # The hidden state at position t - 1 gives the distribution of the token at t.
-    places = [torch.tensor(mask).nonzero()[:, 0] - 1 for mask in masks]
-    positions = torch.cat(places).to(target.device)
-    owners = torch.cat([torch.full_like(own, i) for i, own in enumerate(places)]).to(target.device)
-    target_hidden = target.features(padded)[owners, positions]
-    draft_hidden = draft.features(padded.to(draft.device))[owners.to(draft.device), positions.to(draft.device)]
-    parts = []
-    for start in range(0, len(positions), chunk):
-        piece = slice(start, start + chunk)
-        target_prob = probabilities(target.lm_head(target_hidden[piece]), params)
-        draft_prob = probabilities(draft.lm_head(draft_hidden[piece]), params).to(target_prob.device)
-        parts.append(label_positions(target_prob, draft_prob, uniforms[piece].to(target_prob.device)))
-    columns = ("draft_ids", "log_p", "log_q", "accept_prob", "overlap")
-    labels = Labels(*(torch.cat([getattr(part, name) for part in parts]).cpu() for name in columns))
-    broken = labels.overlap.isnan().nonzero()  # where p or q has a NaN
-    if len(broken):
-        n = int(broken[0])
-        model = "draft" if labels.draft_ids[n] == NO_TOKEN else "target"
-        raise NonFinite(model=model, position=int(positions[n]) + 1, row=int(owners[n]))
-    return labels
+        Raises:
+            NonFinite: a model's logits.
+        """
+        target, draft, params = self.target, self.draft, self.params
+        padded = pad_right(input_ids, target)
+        # The hidden state at position t - 1 gives the distribution of the token at t.
+        places = [torch.tensor(mask).nonzero()[:, 0] - 1 for mask in masks]
+        positions = torch.cat(places).to(target.device)
+        owners = torch.cat([torch.full_like(own, i) for i, own in enumerate(places)]).to(target.device)
+        target_hidden = target.features(padded)[owners, positions]
+        draft_hidden = draft.features(padded.to(draft.device))[owners.to(draft.device), positions.to(draft.device)]
+        parts = []
+        for piece in pieces(len(positions), self.chunk):
+            target_prob = probabilities(target.lm_head(target_hidden[piece]), params)
+            draft_prob = probabilities(draft.lm_head(draft_hidden[piece]), params).to(target_prob.device)
+            parts.append(label_positions(target_prob, draft_prob, uniforms[piece].to(target_prob.device)))
+        labels = {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]}
+        broken = labels["overlap"].isnan().nonzero()  # where p or q has a NaN
+        if len(broken):
+            n = int(broken[0])
+            model = "draft" if labels["draft_ids"][n] == NO_TOKEN else "target"
+            raise NonFinite(model=model, position=int(positions[n]) + 1, row=int(owners[n]))
+        return labels
 
 
-def label_positions(target_prob: Tensor, draft_prob: Tensor, uniforms: Tensor) -> Labels:
-    """Y ~ q and its labels for distributions p and q, each [N, V] in float32 or wider.
+def label_positions(target_prob: Tensor, draft_prob: Tensor, uniforms: Tensor) -> dict[str, Tensor]:
+    """Y ~ q and its labels for distributions p and q, each [N, V] in float32 or wider: draft_ids [N] int64; and in
+    float32 [N] log_p and log_q of it (-inf where p is 0), accept_prob, the probability that the target keeps it, and
+    overlap, sum_v min(p, q), which is that probability averaged over q.
 
     Greedy distributions are one-hot: then Y is the draft's argmax, and P and the overlap are 1 where the target's is
     the same, else 0. Where p or q has a NaN the overlap is NaN, and where it is q's there is no Y.
@@ -145,10 +121,5 @@ def label_positions(target_prob: Tensor, draft_prob: Tensor, uniforms: Tensor) -
     p, q = (prob.gather(-1, drafted.clamp_min(0)[:, None])[:, 0] for prob in (target_prob, draft_prob))
     accept_prob = (p / q).clamp(max=1.0)  # q > 0: a token of probability zero is never drawn
     overlap = torch.minimum(target_prob, draft_prob).sum(-1).clamp(max=1.0)
-    return Labels(drafted, p.log().float(), q.log().float(), accept_prob.float(), overlap.float())
-
-
-def by_row(labels: Labels, counts: Sequence[int]) -> list[dict[str, np.ndarray]]:
-    """Labels of N positions as one dictionary of columns for each row."""
-    columns = {name: values.split(list(counts)) for name, values in vars(labels).items()}
-    return [{name: values[i].numpy() for name, values in columns.items()} for i in range(len(counts))]
+    labels = {"log_p": p.log(), "log_q": q.log(), "accept_prob": accept_prob, "overlap": overlap}
+    return {"draft_ids": drafted, **{name: values.float() for name, values in labels.items()}}

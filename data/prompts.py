@@ -25,7 +25,6 @@ from draftsmith.data.text.conversations import (
     label_of,
     layout_of,
     parse_columns,
-    recognise,
     shortened_names,
     up_to_last,
 )
@@ -102,17 +101,15 @@ def run(config: PromptsConfig) -> Path:
     source = open_source(config.source, config.split, config.subset, config.revision)
     mapping = parse_columns(config.columns)
     check_columns(source, mapping)
-    selection = select(source, mapping, config)
+    selected, repeated = select(source, mapping, config)
     tokenizer = load_chat_tokenizer(config.target, config.chat_template, config.supervised)
     context = config.max_length or context_length(config.target)
     identity = {**text_identity(config.target), "chat_template": template_hash(tokenizer)}
     plan = StagePlan(
         kind="prompts",
         stage="data prompts",
-        directory=config.output,
         config=config,
-        num_rows=len(selection.rows),
-        rows_per_shard=config.rows_per_shard,
+        num_rows=len(selected),
         fields=SUPERVISED_FIELDS if config.supervised else FIELDS,
         inputs={"source": source.digest},
         identity=identity,
@@ -120,9 +117,9 @@ def run(config: PromptsConfig) -> Path:
 
     def make(shard: Shard, advance: Advance) -> ShardContent:
         rows, counts = [], Counter[str]()
-        for index in selection.rows[shard.start : shard.stop]:
+        for index in selected[shard.start : shard.stop]:
             try:
-                if index in selection.repeated:
+                if index in repeated:
                     raise Repeated("an id that was there before")
                 read = source.row(index)
                 row = prompt_row(index, read, layout_of(read, mapping), tokenizer, config, context, counts)
@@ -153,27 +150,17 @@ def drop(where: str, error: RowError, config: PromptsConfig, counts: Counter[str
     Raises:
         InputError: it is not to be dropped.
     """
+    reason, wanted = "invalid", config.invalid
+    expected, remedy = "a usable row", "Correct it, or pass --invalid drop."
     if isinstance(error, Overlong):
-        if config.overlong == "drop":
-            counts["overlong_dropped"] += 1
-            return
-        expected = "at most the target's context or --max-length"
-        raise InputError(where, error, expected, "Pass --overlong drop.") from error
-    if config.invalid == "error":
-        remedy = "Correct it, or pass --invalid drop."
-        if isinstance(error, Repeated):
-            remedy = "Map another column (--columns id=NAME), or pass --invalid drop, which keeps the first."
-        raise InputError(where, error, "a usable row", remedy) from error
-    counts["duplicate_dropped" if isinstance(error, Repeated) else "invalid_dropped"] += 1
-
-
-@dataclass(frozen=True)
-class Selection:
-    """rows: numbers of the source's rows that pass the filters, in order, and of those that cannot be read, which are
-    dropped later. repeated: those among them whose id an earlier one has."""
-
-    rows: list[int]
-    repeated: frozenset[int]
+        reason, wanted = "overlong", config.overlong
+        expected, remedy = "at most the target's context or --max-length", "Pass --overlong drop."
+    elif isinstance(error, Repeated):
+        reason = "duplicate"
+        remedy = "Map another column (--columns id=NAME), or pass --invalid drop, which keeps the first."
+    if wanted == "error":
+        raise InputError(where, error, expected, remedy) from error
+    counts[f"{reason}_dropped"] += 1
 
 
 def check_columns(source: RowSource, mapping: Mapping[str, str]) -> None:
@@ -193,11 +180,11 @@ def check_columns(source: RowSource, mapping: Mapping[str, str]) -> None:
         except RowError as error:
             raise InputError(source.where(0), error, "a usable row", "Correct the file.") from error
     check_mapping(source.columns, mapping)
-    recognise(source.columns, {}, mapping)
 
 
-def select(source: RowSource, mapping: Mapping[str, str], config: PromptsConfig) -> Selection:
-    """The rows that pass split, task and limit.
+def select(source: RowSource, mapping: Mapping[str, str], config: PromptsConfig) -> tuple[list[int], set[int]]:
+    """Numbers of the rows that pass split, task and limit, in order, and of those that cannot be read, which are
+    dropped later; and which among them have an id that an earlier one has.
 
     Raises:
         InputError: a filter on a column that no row has, nothing left, or a row to be dropped where none is to be.
@@ -207,7 +194,7 @@ def select(source: RowSource, mapping: Mapping[str, str], config: PromptsConfig)
         name: {part.strip() for part in value.split(",")} for name, value in filters.items() if value is not None
     }
     rows: list[int] = []
-    repeated: list[int] = []
+    repeated: set[int] = set()
     first: dict[str, int] = {}
     labelled: set[str] = set()
     for index in range(len(source)):
@@ -223,7 +210,8 @@ def select(source: RowSource, mapping: Mapping[str, str], config: PromptsConfig)
                 raise Repeated(f"the id {own_id[:80]!r}, which {earlier} has too")
         except RowError as error:
             drop(source.where(index), error, config, Counter())
-            repeated += [index] if isinstance(error, Repeated) else []
+            if isinstance(error, Repeated):
+                repeated.add(index)
         rows.append(index)
         if len(rows) == config.limit:
             break
@@ -233,7 +221,7 @@ def select(source: RowSource, mapping: Mapping[str, str], config: PromptsConfig)
     if not rows:
         found = f"no rows with {', '.join(f'{name} {filters[name]}' for name in allowed)}"
         raise InputError("source", found, "at least one row", "Correct the filters.")
-    return Selection(rows, frozenset(repeated))
+    return rows, repeated
 
 
 def default_id(index: int) -> str:
@@ -258,10 +246,10 @@ def prompt_row(
     conversation = layout.conversation(row)
     asked = asked_of(conversation, config.turns)
     encoded: dict[str, Any] = {
-        "id": layout.text(row, "id", default_id(index)),
+        "id": label_of(row, layout.columns, "id", default_id(index)),
         "prompt_ids": prompt_ids(tokenizer, asked.opening),
         "messages": json.dumps(asked.opening, ensure_ascii=False),
-        "task": layout.text(row, "task"),
+        "task": label_of(row, layout.columns, "task"),
         "later": json.dumps(asked.later, ensure_ascii=False),
     }
     length = len(encoded["prompt_ids"]) + 1  # room for one token of an answer

@@ -3,7 +3,7 @@ not text."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -22,7 +22,7 @@ from draftsmith.data.store.datasets import Lists
 from draftsmith.data.store.manifest import Field, Manifest, open_artefact, volatile
 from draftsmith.data.store.shards import Rows, Shard, ShardContent, StagePlan, run_stage
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.data.text.answers import Supervision
+from draftsmith.data.text.answers import Supervision, answer_lengths
 from draftsmith.data.text.template import check_context
 from draftsmith.data.text.turns import (
     AnswerSettings,
@@ -35,12 +35,16 @@ from draftsmith.data.text.turns import (
 )
 from draftsmith.modules.targets.base import CausalLM
 
-FIELDS = (
+# Of a text with answers, and of what is made of it.
+TEXT_FIELDS = (
     Field("id", "string"),
     Field("input_ids", "list<int32>", ("T",)),
     Field("prompt_length", "int32"),
     Field("loss_mask", "list<bool>", ("T",)),
     Field("turn", "int32"),
+)
+FIELDS = (
+    *TEXT_FIELDS,
     Field("ended", "bool"),
     Field("retokenised", "bool"),
     Field("task", "string"),
@@ -108,8 +112,7 @@ def run(config: ResponsesConfig) -> Path:
     """Write the artefact `responses`; returns its directory."""
     set_threads(config.num_threads)
     manifest = open_artefact(config.prompts, "prompts", text_identity(config.target))
-    prompts = Rows(config.prompts, manifest)
-    num_rows = min(len(prompts), config.limit) if config.limit else len(prompts)
+    prompts = Rows(config.prompts, manifest, limit=config.limit)
     if config.engine == "openai":
         engine = ServerEngine(config.server, config.answering, manifest.identity["chat_template"])
         talks = talks_of(config, manifest, engine.context)
@@ -117,15 +120,13 @@ def run(config: ResponsesConfig) -> Path:
     else:
         device = pick_device(config.device)
         lm = load_lm(config.target, config.dtype, device, config.lm_engine, config.trust_remote_code, packed=True)
-        make = in_process(lm, prompts, talks_of(config, manifest, lm.info.max_position), config)
+        make = InProcess(lm, prompts, talks_of(config, manifest, lm.info.max_position), config).make
         target = lm.info.identity
     plan = StagePlan(
         kind="responses",
         stage="data responses",
-        directory=config.output,
         config=config,
-        num_rows=num_rows,
-        rows_per_shard=config.rows_per_shard,
+        num_rows=len(prompts),
         fields=FIELDS,
         inputs={"prompts": manifest.digest},
         identity={**manifest.identity, "target": target},
@@ -145,60 +146,55 @@ def talks_of(config: ResponsesConfig, manifest: Manifest, context: int | None) -
     return lambda row: Talk(row, tokenizer, min(bounds, default=None))
 
 
-def in_process(
-    lm: CausalLM, prompts: Rows, talks: Talks, config: ResponsesConfig
-) -> Callable[[Shard, Advance], ShardContent]:
-    """Answers a shard in batches of like length, in rounds: the first turns of all conversations, the second ones of
+@dataclass(frozen=True)
+class InProcess:
+    """Answers shards in batches of like length, in rounds: the first turns of all conversations, the second ones of
     those that have one, and so on. A batch never crosses a shard, so that a row's company, and with it the last bits of
     its logits, does not depend on what was there before or on the number of ranks."""
-    ends = () if config.ignore_eos else lm.info.eos_ids
 
-    def make(shard: Shard, advance: Advance) -> ShardContent:
-        held = [talks(row) for row in prompts.read(shard.start, shard.stop)]
-        for offset, talk in enumerate(held):
-            check_context(shard.start + offset, len(talk.asked()["prompt_ids"]), lm.info.max_position)
-        shares = {id(talk): 1 / talk.turns_left for talk in held}
-        while waiting := [(offset, talk) for offset, talk in enumerate(held) if talk.prompt is not None]:
-            answer_turns(lm, waiting, shard.start, config, ends, lambda talk: advance(shares[id(talk)]))
-        return shard_content([talk.held() for talk in held])
+    lm: CausalLM
+    prompts: Rows
+    talks: Talks
+    config: ResponsesConfig
 
-    return make
+    def make(self, shard: Shard, advance: Advance) -> ShardContent:
+        """The answers to a shard of the prompts."""
+        talks = [self.talks(row) for row in self.prompts.read(shard.start, shard.stop)]
+        held = [(shard.start + offset, talk, 1 / talk.turns_left) for offset, talk in enumerate(talks)]
+        for number, talk, _ in held:
+            check_context(number, len(talk.asked()["prompt_ids"]), self.lm.info.max_position)
+        while waiting := [entry for entry in held if entry[1].prompt is not None]:
+            self._answer_turns(waiting, advance)
+        return shard_content([talk.held() for talk in talks])
 
+    def _answer_turns(self, waiting: Sequence[tuple[int, Talk, float]], advance: Advance) -> None:
+        """Answer one turn of each conversation. waiting: with their rows' numbers, and how much of a row a turn is."""
+        config = self.config
+        ends = () if config.ignore_eos else self.lm.info.eos_ids
 
-def answer_turns(
-    lm: CausalLM,
-    waiting: Sequence[tuple[int, Talk]],
-    start: int,
-    config: ResponsesConfig,
-    ends: tuple[int, ...],
-    done: Callable[[Talk], None],
-) -> None:
-    """Answer one turn of each conversation. waiting: with their places in the shard, whose first row is `start`."""
+        def uniforms(i: int) -> np.ndarray:
+            number, talk, _ = waiting[i]
+            stage = "responses" if talk.turn == 1 else f"responses/turn-{talk.turn}"
+            return row_uniforms(stage, config.seed, number, config.max_new_tokens)
 
-    def uniforms(i: int) -> np.ndarray:
-        offset, talk = waiting[i]
-        stage = "responses" if talk.turn == 1 else f"responses/turn-{talk.turn}"
-        return row_uniforms(stage, config.seed, start + offset, config.max_new_tokens)
+        def done(batch: Sequence[int]) -> None:
+            advance(sum(waiting[i][2] for i in batch))
 
-    def advance(batch: Sequence[int]) -> None:
-        for i in batch:
-            done(waiting[i][1])
-
-    asked = [talk.asked()["prompt_ids"] for _, talk in waiting]
-    with naming([talk.asked()["id"] for _, talk in waiting]):
-        answers = answer_all(
-            lm, asked, config.sampling, config.max_new_tokens, config.batch_size, uniforms, advance, eos_ids=ends
-        )
-    for (_, talk), tokens in zip(waiting, answers, strict=True):
-        talk.hear(TargetTurn(tokens, ended=tokens[-1] in ends))
+        asked = [talk.asked() for _, talk, _ in waiting]
+        ids = [row["prompt_ids"] for row in asked]
+        with naming([row["id"] for row in asked]):
+            limit, size = config.max_new_tokens, config.batch_size
+            answers = answer_all(self.lm, ids, config.sampling, limit, size, uniforms, done, eos_ids=ends)
+        for (_, talk, _), tokens in zip(waiting, answers, strict=True):
+            talk.hear(TargetTurn(tokens, ended=tokens[-1] in ends))
 
 
 def tell_supervision(directory: Path, manifest: Manifest) -> None:
     """Say what can be learned from the responses, and warn where that is little."""
     if place().rank or "loss_mask" not in {spec.name for spec in manifest.fields}:
         return
-    masks = Rows(directory, manifest, ["loss_mask"]).table()["loss_mask"]
-    learned = Supervision.of(Lists(masks).answer_lengths()[0])
+    masks = Lists.of(Rows(directory, manifest, ["loss_mask"]).table()["loss_mask"])
+    learned = Supervision.of(answer_lengths(masks.values, masks.offsets)[0])
     say(f"responses: {learned.text()}")
     if warning := learned.warning():
         say(warning)

@@ -19,6 +19,7 @@ from draftsmith.data.answering.batched import check_lengths, row_uniforms
 from draftsmith.data.heads.frozen_drafter import FrozenDrafter
 from draftsmith.data.models.naming import naming
 from draftsmith.data.progress import Advance
+from draftsmith.data.responses import TEXT_FIELDS
 from draftsmith.data.store.manifest import Field
 from draftsmith.data.store.shards import Rows, Shard, ShardContent
 from draftsmith.data.text.answers import answer_mask, spans
@@ -33,11 +34,7 @@ from draftsmith.modules.types import SamplingParams
 # Of each drafted token, draft after draft: token i of the list is at depth i % K + 1 of draft i // K.
 LABELS = ("log_q", "log_max_q", "entropy", "repeat", "log_p", "accept_prob", "overlap", "reached")
 FIELDS = (
-    Field("id", "string"),
-    Field("input_ids", "list<int32>", ("T",)),
-    Field("prompt_length", "int32"),
-    Field("loss_mask", "list<bool>", ("T",)),
-    Field("turn", "int32"),
+    *TEXT_FIELDS,
     Field("task", "string"),
     Field("starts", "list<int32>", ("S",)),
     Field("temperature", "list<float32>", ("S",)),
@@ -102,7 +99,7 @@ class Rollouts:
         text, branches = BranchedText(self.target, self.depth), self.drafter.branches(self.depth)
         for offset, row in enumerate(rows):
             with naming([row["id"]]):
-                labelled = label_response(text, branches, row, shard.start + offset, self)
+                labelled = self.label_response(text, branches, row, shard.start + offset)
             made += [labelled] if labelled else []
             advance(1)
         drafts = sum(len(row["starts"]) for row in made)
@@ -110,107 +107,104 @@ class Rollouts:
         short = shard.stop - shard.start - len(made)
         return ShardContent(made, {**counts, "drafted_tokens": drafts * self.depth, "too_short_dropped": short})
 
+    @torch.inference_mode()
+    def label_response(
+        self, text: BranchedText, branches: BranchDrafter, row: dict[str, Any], number: int
+    ) -> dict[str, Any] | None:
+        """The artefact's row of one response, the source's `number`-th; None where no draft has room.
 
-@torch.inference_mode()
-def label_response(
-    text: BranchedText, branches: BranchDrafter, row: dict[str, Any], number: int, rollouts: Rollouts
-) -> dict[str, Any] | None:
-    """The artefact's row of one response, the source's `number`-th; None where no draft has room.
+        text: where the target reads it. branches: where the drafter does.
 
-    text: where the target reads it. branches: where the drafter does.
+        Raises:
+            NonFinite: a model's logits.
+        """
+        ids, depth, target = row["input_ids"], self.depth, self.target
+        most = -(-len(ids) // self.stride)
+        uniforms = torch.from_numpy(row_uniforms("rollouts", self.seed, number, 1 + most * depth))
+        starts = self.starts(answer_mask(row), branches.min_start, float(uniforms[0]))
+        if not starts:
+            return None
+        count = len(starts)
+        # By the row's number too, so that short responses do not all take the first.
+        params = [self.sampling[(number + i) % len(self.sampling)] for i in range(count)]
+        own = uniforms[1 : 1 + count * depth].view(count, depth)
+        drafted = self._draft(text, branches, ids[: starts[-1]], starts, params, None if self.greedy else own)
+        states = target_states(text, starts, drafted.tokens).flatten(0, 1)
+        hidden, tokens = drafted.hidden.flatten(0, 1), drafted.tokens.flatten()
+        every = [params[i // depth] for i in range(count * depth)]
+        parts = []
+        for piece in pieces(len(tokens), self.chunk):
+            p_logits, q_logits = target.lm_head(states[piece]), branches.lm_head(hidden[piece]).to(states.device)
+            parts.append(self.label_drafts(p_logits, q_logits, tokens[piece].to(states.device), every[piece]))
+        labels = {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]}
+        broken = labels["log_p"].isnan().nonzero()
+        if len(broken):
+            n = int(broken[0])
+            raise NonFinite(model="target", position=starts[n // depth] + n % depth)
+        tokens, accept_prob = drafted.tokens.cpu(), labels["accept_prob"].view(count, depth)
+        labels["repeat"] = repeat_scores(ids, starts, tokens)
+        labels["reached"] = reached(accept_prob, tokens, target.info.eos_ids)
+        labels["draft_ids"] = tokens
+        drafts = {"starts": starts, "temperature": [own.temperature for own in params]}
+        return {**kept_of(row), **drafts, **{name: values.flatten().numpy() for name, values in labels.items()}}
 
-    Raises:
-        NonFinite: a model's logits.
-    """
-    ids, depth, target = row["input_ids"], rollouts.depth, rollouts.target
-    most = -(-len(ids) // rollouts.stride)
-    uniforms = torch.from_numpy(row_uniforms("rollouts", rollouts.seed, number, 1 + most * depth))
-    starts = rollouts.starts(answer_mask(row), branches.min_start, float(uniforms[0]))
-    if not starts:
-        return None
-    count = len(starts)
-    # By the row's number too, so that short responses do not all take the first.
-    params = [rollouts.sampling[(number + i) % len(rollouts.sampling)] for i in range(count)]
-    own = uniforms[1 : 1 + count * depth].view(count, depth)
-    drafted = draft(text, branches, ids[: starts[-1]], starts, params, None if rollouts.greedy else own, rollouts)
-    states = target_states(text, starts, drafted.tokens).flatten(0, 1)
-    hidden, tokens = drafted.hidden.flatten(0, 1), drafted.tokens.flatten()
-    every = [params[i // depth] for i in range(count * depth)]
-    parts = []
-    for piece in pieces(len(tokens), rollouts.chunk):
-        p_logits, q_logits = target.lm_head(states[piece]), branches.lm_head(hidden[piece]).to(states.device)
-        parts.append(label_drafts(p_logits, q_logits, tokens[piece].to(states.device), every[piece], rollouts))
-    labels = {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]}
-    broken = labels["log_p"].isnan().nonzero()
-    if len(broken):
-        n = int(broken[0])
-        raise NonFinite(model="target", position=starts[n // depth] + n % depth)
-    labels["repeat"] = repeat_scores(ids, starts, drafted.tokens.cpu()).flatten()
-    labels["reached"] = reached(
-        labels["accept_prob"].view(count, depth), drafted.tokens.cpu(), target.info.eos_ids
-    ).flatten()
-    drafts = {"starts": starts, "temperature": [own.temperature for own in params], "draft_ids": tokens.cpu().numpy()}
-    return {**kept_of(row), **drafts, **{name: values.flatten().numpy() for name, values in labels.items()}}
+    def _draft(
+        self,
+        text: BranchedText,
+        branches: BranchDrafter,
+        ids: Sequence[int],
+        starts: Sequence[int],
+        params: Sequence[SamplingParams],
+        uniforms: Tensor | None,
+    ) -> Drafted:
+        """Drafts from all starts of a text [T], which target and drafter read."""
+        text.open(ids)
+        features = self.drafter.features(ids) if self.drafter.capture else text.features
+        branches.open(ids, features)
+        try:
+            return branches.draft(starts, self.depth, params, uniforms)
+        except NonFinite as error:
+            head = self.drafter.head
+            if head is not None and head.needs_features and features is not None:
+                error.model = "target" if first_broken(features) is not None else error.model
+            raise
 
+    def label_drafts(
+        self, target_logits: Tensor, draft_logits: Tensor, tokens: Tensor, params: Sequence[SamplingParams]
+    ) -> dict[str, Tensor]:
+        """What LABELS names of N drafted tokens [N], `reached` and `repeat` aside, float32 [N]; of C children
+        child_ids, child_log_q and child_prob [N, C] too. Logits [N, V].
 
-def draft(
-    text: BranchedText,
-    branches: BranchDrafter,
-    ids: Sequence[int],
-    starts: Sequence[int],
-    params: Sequence[SamplingParams],
-    uniforms: Tensor | None,
-    rollouts: Rollouts,
-) -> Drafted:
-    """Drafts from all starts of a text [T], which target and drafter read."""
-    drafter = rollouts.drafter
-    text.open(ids)
-    features = drafter.features(ids) if drafter.capture else text.features
-    branches.open(ids, features)
-    try:
-        return branches.draft(starts, rollouts.depth, params, uniforms)
-    except NonFinite as error:
-        reads = drafter.head is not None and drafter.head.needs_features
-        if reads and features is not None and first_broken(features) is not None:
-            error.model = "target"
-        raise
+        Greedy distributions are those at temperature 1 in log_q, log_max_q, entropy and log_p; the overlap is
+        agreement.
+        """
+        greedy = self.greedy
+        drawn = [SamplingParams(1.0)] * len(params) if greedy else params
+        p, q = (row_probabilities(logits, drawn) for logits in (target_logits, draft_logits))
+        known = confidences_of(q, tokens, tokens, tokens)
+        own = p.gather(-1, tokens[:, None])[:, 0]
+        best = target_logits.argmax(-1, keepdim=True)
+        if greedy:
+            overlap = (best[:, 0] == tokens).to(p.dtype)
+            accept_prob = own if self.prob else overlap
+        else:
+            overlap = torch.minimum(p, q).sum(-1).clamp(max=1.0)
+            accept_prob = (own / known.log_q.exp()).clamp(max=1.0)
+        labels = {"log_q": known.log_q, "log_max_q": known.log_max_q, "entropy": known.entropy}
+        labels |= {"log_p": own.log(), "accept_prob": accept_prob, "overlap": overlap}
+        labels = {name: values.float() for name, values in labels.items()}
+        if self.children:
+            child_q, children = top_values(q, self.children)
+            agreed = (children == best).to(p.dtype)
+            child_prob = agreed if greedy and not self.prob else p.gather(-1, children)
+            labels |= {"child_ids": children, "child_log_q": child_q.log().float(), "child_prob": child_prob.float()}
+        return labels
 
 
 def kept_of(row: dict[str, Any]) -> dict[str, Any]:
     """What labels take over from a response."""
     kept = {name: row[name] for name in ("id", "input_ids", "prompt_length", "task")}
     return {**kept, "loss_mask": answer_mask(row), "turn": row.get("turn", 1)}
-
-
-def label_drafts(
-    target_logits: Tensor, draft_logits: Tensor, tokens: Tensor, params: Sequence[SamplingParams], rollouts: Rollouts
-) -> dict[str, Tensor]:
-    """What LABELS names of N drafted tokens [N], `reached` aside, float32 [N]; of C children child_ids, child_log_q and
-    child_prob [N, C] too. Logits [N, V].
-
-    Greedy distributions are those at temperature 1 in log_q, log_max_q, entropy and log_p; the overlap is agreement.
-    """
-    greedy = rollouts.greedy
-    drawn = [SamplingParams(1.0)] * len(params) if greedy else params
-    p, q = (row_probabilities(logits, drawn) for logits in (target_logits, draft_logits))
-    known = confidences_of(q, tokens, tokens, tokens)
-    own = p.gather(-1, tokens[:, None])[:, 0]
-    best = target_logits.argmax(-1, keepdim=True)
-    if greedy:
-        overlap = (best[:, 0] == tokens).to(p.dtype)
-        accept_prob = own if rollouts.prob else overlap
-    else:
-        overlap = torch.minimum(p, q).sum(-1).clamp(max=1.0)
-        accept_prob = (own / known.log_q.exp()).clamp(max=1.0)
-    labels = {"log_q": known.log_q, "log_max_q": known.log_max_q, "entropy": known.entropy}
-    labels |= {"log_p": own.log(), "accept_prob": accept_prob, "overlap": overlap}
-    labels = {name: values.float() for name, values in labels.items()}
-    if rollouts.children:
-        child_q, children = top_values(q, rollouts.children)
-        agreed = (children == best).to(p.dtype)
-        child_prob = agreed if greedy and not rollouts.prob else p.gather(-1, children)
-        labels |= {"child_ids": children, "child_log_q": child_q.log().float(), "child_prob": child_prob.float()}
-    return labels
 
 
 def reached(accept_prob: Tensor, drafted: Tensor, eos_ids: Sequence[int]) -> Tensor:

@@ -5,31 +5,30 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from rich.console import Console
 from rich.text import Text
 
 from draftsmith.data.heads.draft_settings import DraftSettings
-from draftsmith.data.models.device import check_device
-from draftsmith.data.models.loading import load_lm, load_tokenizer
+from draftsmith.data.models.loading import load_tokenizer
 from draftsmith.data.models.naming import naming
-from draftsmith.data.settings import Sampling
+from draftsmith.data.settings import Sampling, check_positive
+from draftsmith.data.store.files import make_directory, write_text
 from draftsmith.data.text.conversations import well_formed
 from draftsmith.data.text.template import RowError, load_chat_tokenizer, prompt_ids
-from draftsmith.eval.bench.load import load_models, trained_for
-from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence
-from draftsmith.eval.bench.runner import EngineRunner, Runner
-from draftsmith.eval.bench.trace import TracedRunner, TraceFile, place_of
+from draftsmith.eval.bench.load import load_run, trained_for
+from draftsmith.eval.bench.prompts import BenchPrompt
+from draftsmith.eval.bench.runner import EngineRunner
+from draftsmith.eval.bench.trace import trace_text, traced
 from draftsmith.eval.settings import AnswerLength, Running
 from draftsmith.modules.decoding.loop import Generation, Round
 from draftsmith.modules.decoding.trace import pool
 from draftsmith.modules.drafters.chains import by_drafter, chain_methods
 from draftsmith.modules.drafters.methods import Named, parse_methods
-from draftsmith.modules.types import InputError, at_least
+from draftsmith.modules.types import InputError
 
 DRAFTED, OWN = "green", "yellow"
 Policy = Literal["auto", "fixed", "threshold", "cost", "online"]
@@ -69,17 +68,11 @@ def run(config: DecodeConfig) -> Generation:
     """Stream the answer to standard output."""
     named = choose_method(config)
     params = config.sampling
-    for name in ("max_new_tokens", "num_threads"):
-        at_least(name, getattr(config, name), 1)
-    check_device(config.device)
-    torch.set_num_threads(config.num_threads)
+    check_positive(config, "max_new_tokens", "num_threads")
     tokenizer, prompt = encode_prompt(config)
-    target = load_lm(config.target, **config.loading)
     bench_prompt = BenchPrompt("on the command line", prompt)
-    longest = longest_sequence([bench_prompt], config.max_new_tokens, target.info.max_position)
-    models = load_models([named], config.paths, longest, params, target, **config.loading)
-    eos_ids = () if config.ignore_eos else tuple(target.info.eos_ids)
-    drafter = named.method.build(replace(models, ends=eos_ids))
+    models = load_run(config, [named], [bench_prompt], config.max_new_tokens, params)
+    drafter = named.method.build(models)
 
     console = Console(highlight=False, soft_wrap=True)
     console.print(legend(named.label))
@@ -94,16 +87,20 @@ def run(config: DecodeConfig) -> Generation:
     def on_round(done: Round) -> None:
         show(stream.push(done.tokens, done.num_accepted))
 
-    runner = EngineRunner(target, drafter, params, tuple(eos_ids), on_round)
-    trace = TraceFile(config.trace) if config.trace is not None else None
-    place = place_of(named.label, config.temperature, bench_prompt)
-    run_once: Runner = runner if trace is None else TracedRunner(place, runner, trace)
+    session = models.target.session(1, models.capacity, () if drafter is None else drafter.capture)
+    runner = EngineRunner(models.target, drafter, params, models.ends, on_round, session)
+    if config.trace is not None:  # to be told before the answer if it may not be written
+        make_directory(config.trace.parent)
+        write_text(config.trace, "")
     start = time.perf_counter()
     with naming([bench_prompt.id]):
-        (generation,) = run_once([prompt], config.max_new_tokens, [config.seed])
+        if config.trace is None:
+            (generation,) = runner([prompt], config.max_new_tokens, [config.seed])
+        else:
+            generation, rounds = traced(runner, prompt, config.max_new_tokens, config.seed)
     elapsed = time.perf_counter() - start
-    if trace is not None:
-        trace.flush()
+    if config.trace is not None:
+        write_text(config.trace, trace_text(named.label, bench_prompt, params, rounds))
     show(stream.finish())
     console.print("\n")
     console.print(Text(footer(generation, elapsed), "dim"))
@@ -144,23 +141,19 @@ def chain_method(config: DecodeConfig) -> str:
 def encode_prompt(config: DecodeConfig) -> tuple[Any, list[int]]:
     """Tokenizer, and the prompt's token ids."""
     try:
-        return _encoded(config)
+        text = well_formed(sys.stdin.read() if config.prompt == "-" else config.prompt, "prompt")
+        if not text.strip():
+            raise InputError("prompt", "no text", "a prompt", 'Write it after the command: draftsmith decode "..."')
+        if config.raw:
+            tokenizer = load_tokenizer(config.target)
+            return tokenizer, list(tokenizer(text)["input_ids"])
+        tokenizer = load_chat_tokenizer(config.target)
+        messages = [{"role": "user", "content": text}]
+        if config.system:
+            messages.insert(0, {"role": "system", "content": well_formed(config.system, "system")})
+        return tokenizer, list(prompt_ids(tokenizer, messages))
     except (RowError, UnicodeDecodeError) as error:
         raise InputError("prompt", error, "text that the chat template takes, in UTF-8", "Correct it.") from error
-
-
-def _encoded(config: DecodeConfig) -> tuple[Any, list[int]]:
-    text = well_formed(sys.stdin.read() if config.prompt == "-" else config.prompt, "prompt")
-    if not text.strip():
-        raise InputError("prompt", "no text", "a prompt", 'Write it after the command: draftsmith decode "..."')
-    if config.raw:
-        tokenizer = load_tokenizer(config.target)
-        return tokenizer, list(tokenizer(text)["input_ids"])
-    tokenizer = load_chat_tokenizer(config.target)
-    messages = [{"role": "user", "content": text}]
-    if config.system:
-        messages.insert(0, {"role": "system", "content": well_formed(config.system, "system")})
-    return tokenizer, list(prompt_ids(tokenizer, messages))
 
 
 def legend(method: str) -> Text:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from draftsmith.data.settings import Loading
+from draftsmith.eval.cost.clock import ClockName, clock_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,11 @@ class Running(Decoding):
 
     num_threads: int = 1
     seed: int = 0
+
+    @property
+    def clock(self) -> ClockName:
+        """The clock of all that is measured with these settings."""
+        return clock_name(self.device, self.num_threads)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -140,9 +140,6 @@ SECTIONS: dict[str, dict[str, Command]] = {
             "eval.studies.policies.study:PoliciesConfig", "Acceptance heads against every stop policy"
         ),
     },
-    "The shipped models": {
-        "embedded build": Command("launch.embedded:BuildConfig", "Train the shipped models again, from their corpus"),
-    },
     "Your shell": {
         "completion": Command(
             "launch.completion:CompletionConfig", "What completes these commands in bash or zsh", ("shell",)

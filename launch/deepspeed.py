@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
-from draftsmith.launch.errors import wrong
 from draftsmith.launch.inner import Launched, check_command
+from draftsmith.modules.types import InputError
 
 LOCAL = ("localhost", "127.0.0.1")
 HOST = r"[A-Za-z0-9][A-Za-z0-9._-]*"
@@ -46,11 +46,11 @@ class DeepspeedConfig(Launched):
     def __post_init__(self) -> None:
         self.check_at_least(num_nodes=0, num_gpus=0)
         if self.include and (self.num_nodes or self.num_gpus):
-            raise wrong("include", repr(self.include), "nothing beside num_nodes and num_gpus", "Pass one kind.")
+            raise InputError("include", repr(self.include), "nothing beside num_nodes and num_gpus", "Pass one kind.")
         if not re.fullmatch(r"[\w.@:,-]*", self.include, re.ASCII):
-            raise wrong("include", repr(self.include), "something like worker-0@worker-1:0,2", "Correct it.")
+            raise InputError("include", repr(self.include), "something like worker-0@worker-1:0,2", "Correct it.")
         if not 0 < self.master_port < 2**16:
-            raise wrong("master_port", self.master_port, "a port, 1 to 65535", "Change it.")
+            raise InputError("master_port", self.master_port, "a port, 1 to 65535", "Change it.")
 
 
 def run(config: DeepspeedConfig) -> int:
@@ -63,7 +63,7 @@ def run(config: DeepspeedConfig) -> int:
         return 0
     if find_spec("deepspeed") is None:
         remedy = 'Run `pip install "draftsmith[deepspeed]"`, or use draftsmith launch torchrun.'
-        raise wrong("deepspeed", "no such package", "DeepSpeed, which is an extra", remedy)
+        raise InputError("deepspeed", "no such package", "DeepSpeed, which is an extra", remedy)
     argv = arguments(config)
     print(f"draftsmith {shlex.join(config.command)}", flush=True)  # the launcher shows the packed form
     os.execv(argv[0], argv)
@@ -73,7 +73,7 @@ def arguments(config: DeepspeedConfig) -> list[str]:
     """The DeepSpeed launcher's words.
 
     Raises:
-        UsageError: the hostfile cannot be used, or the current folder cannot be named in a remote shell.
+        InputError: the hostfile cannot be used, or the current folder cannot be named in a remote shell.
     """
     hosts = read_hosts(config.hostfile)
     words = [sys.executable, "-m", "deepspeed.launcher.runner", f"--hostfile={config.hostfile}"]
@@ -84,7 +84,7 @@ def arguments(config: DeepspeedConfig) -> list[str]:
     if all(host in {*LOCAL, socket.gethostname()} for host in hosts):
         words += ["--no_ssh_check", "--master_addr=127.0.0.1"]  # nothing is remote
     elif not re.fullmatch(r"[\w@%+=:,./-]+", str(Path.cwd()), re.ASCII):
-        raise wrong("current folder", repr(str(Path.cwd())), "letters, digits and ._-", "Work in another one.")
+        raise InputError("current folder", repr(str(Path.cwd())), "letters, digits and ._-", "Work in another one.")
     return [*words, "--module", "draftsmith.launch.deepspeed", pack(config.command)]
 
 
@@ -92,7 +92,7 @@ def read_hosts(hostfile: Path) -> list[str]:
     """Names of the machines.
 
     Raises:
-        UsageError: a line that is not `NAME slots=N`, or none at all.
+        InputError: a line that is not `NAME slots=N`, or none at all.
     """
     hosts = []
     for number, line in enumerate(hostfile.read_text("utf-8").splitlines(), 1):
@@ -101,9 +101,9 @@ def read_hosts(hostfile: Path) -> list[str]:
         if match is not None:
             hosts.append(match[1])
         elif entry:
-            raise wrong(f"{hostfile}, line {number}", repr(line), "NAME slots=GPUS", "Correct it.")
+            raise InputError(f"{hostfile}, line {number}", repr(line), "NAME slots=GPUS", "Correct it.")
     if not hosts:
-        raise wrong(str(hostfile), "no machine", "lines of NAME slots=GPUS", "Add one.")
+        raise InputError(str(hostfile), "no machine", "lines of NAME slots=GPUS", "Add one.")
     return hosts
 
 

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping
 
 import yaml
 
+from draftsmith.modules.types import InputError
+
 # What the operating system says about a path that a user named.
 PATH_ERRORS = {
     FileNotFoundError: ("no such file or directory", "Check the path."),
@@ -25,14 +27,9 @@ class UsageError(Exception):
     """The command line itself is wrong; the message is one line for the user."""
 
 
-def wrong(field: str, found: object, expected: str, remedy: str) -> UsageError:
-    """A message in the form of InputError, which lives beside the tensors' types and would load torch."""
-    return UsageError(f"{field}: found {found}, expected {expected}. {remedy}")
-
-
 def user_message(error: BaseException) -> str | None:
     """One line for an error that its user can mend; None for a defect of ours, which deserves a traceback."""
-    if isinstance(error, UsageError) or _is_input_error(error):
+    if isinstance(error, UsageError | InputError):
         return one_line(str(error))
     if isinstance(error, OSError) and error.filename is not None:
         for kind, (what, remedy) in PATH_ERRORS.items():
@@ -47,18 +44,18 @@ def user_message(error: BaseException) -> str | None:
     return None
 
 
-def yaml_message(error: yaml.YAMLError, path: str | None = None) -> str:
+def yaml_message(error: yaml.YAMLError) -> str:
     """What is wrong with a YAML text, and where."""
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or one_line(str(error))
-    name = path or getattr(mark, "name", None) or "YAML"
+    name = getattr(mark, "name", None) or "YAML"
     place = f"{name}, line {mark.line + 1}, column {mark.column + 1}" if mark is not None else name
     return one_line(f"{place}: found invalid YAML ({problem}), expected `key: value` lines. Correct the file.")
 
 
 def name_model(error: BaseException, config: object) -> None:
     """Name in the error the model whose numbers are none, as the user passed it."""
-    finite = sys.modules.get("draftsmith.modules.finite")  # see `_is_input_error`
+    finite = sys.modules.get("draftsmith.modules.finite")  # it needs torch, and so does who raises it
     if finite is not None and isinstance(error, finite.NonFinite) and error.path is None:
         paths = getattr(config, "paths", None)  # of a command that uses drafters
         name = error.model or ""
@@ -74,10 +71,3 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """` Did you mean X?` or nothing; put right after a full stop."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" Did you mean {close[0]}?" if close else ""
-
-
-def _is_input_error(error: BaseException) -> bool:
-    # InputError lives beside the tensors' types, and importing it would load torch. Where its module was never
-    # loaded, nobody can have raised it.
-    types = sys.modules.get("draftsmith.modules.types")
-    return types is not None and isinstance(error, types.InputError)

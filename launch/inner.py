@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from draftsmith.launch.commands import command_name, configure, unknown_command
-from draftsmith.launch.errors import UsageError, wrong
+from draftsmith.launch.errors import UsageError
+from draftsmith.modules.types import at_least
 
 # Groups whose commands share their work out by rank, but for those that show or measure something.
 SHARED, ALONE = ("data", "train"), ("data inspect",)
@@ -27,10 +28,9 @@ class Launched:
     command: tuple[str, ...] = ()
 
     def check_at_least(self, **least: int) -> None:
-        """Raises UsageError for a setting below its least value."""
+        """Raises InputError for a setting below its least value."""
         for name, smallest in least.items():
-            if getattr(self, name) < smallest:
-                raise wrong(name, getattr(self, name), f"{smallest} or more", "Change it.")
+            at_least(name, getattr(self, name), smallest)
 
 
 def check_dashes(launcher: str, args: Sequence[str]) -> None:

@@ -15,10 +15,11 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
-from draftsmith.launch.errors import wrong
 from draftsmith.launch.inner import Launched, check_command, with_resume
+from draftsmith.modules.types import InputError
 
 POLL_S = 2.0
 ENDED = {
@@ -86,16 +87,16 @@ class SlurmConfig(Launched):
         for name, pattern in {"partition": NAME, "account": NAME, "job_name": NAME, "mem": r"\d+[KMGT]?"}.items():
             value = getattr(self, name)
             if value is not None and not re.fullmatch(pattern, value, re.ASCII):
-                raise wrong(name, repr(value), f"text of the form {pattern}", "Change it.")
+                raise InputError(name, repr(value), f"text of the form {pattern}", "Change it.")
         if not re.fullmatch(PATH, str(self.log_dir.absolute()), re.ASCII):
             found = repr(str(self.log_dir.absolute()))
-            raise wrong("log_dir", found, "a path of letters, digits and @+=:,./-", "Choose another.")
+            raise InputError("log_dir", found, "a path of letters, digits and @+=:,./-", "Choose another.")
         for word in self.sbatch_args:
             if not re.fullmatch(OPTION, word, re.ASCII):
-                raise wrong("sbatch_args", repr(word), "--name or --name=value, without blanks", "Correct it.")
+                raise InputError("sbatch_args", repr(word), "--name or --name=value, without blanks", "Correct it.")
         if self.time is not None and time_limit_seconds(self.time) <= self.signal_before + 60:
             found, expected = f"{self.time}", f"more than signal_before = {self.signal_before} seconds and a minute"
-            raise wrong("time", found, expected, "Raise it, or lower --signal-before.")
+            raise InputError("time", found, expected, "Raise it, or lower --signal-before.")
 
     @property
     def tasks(self) -> int:
@@ -118,7 +119,7 @@ def run(config: SlurmConfig) -> int:
         return 0
     if shutil.which("sbatch") is None:
         remedy = "Call it where SLURM is, or see the script with --dry-run."
-        raise wrong("sbatch", "no such program", "SLURM's commands", remedy)
+        raise InputError("sbatch", "no such program", "SLURM's commands", remedy)
     path = write_script(config, script)
     job = submit(path)
     log = config.log_dir.absolute() / f"{config.job_name}-{job}.log"
@@ -136,20 +137,17 @@ def time_limit_seconds(time_limit: str) -> int:
     """A time limit in SLURM's forms: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S.
 
     Raises:
-        UsageError: none of them.
+        InputError: none of them.
     """
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time_limit, re.ASCII)
     if match is None:
-        raise wrong("time", repr(time_limit), "something like 24:00:00, 90 (minutes) or 2-12", "Correct it.")
+        raise InputError("time", repr(time_limit), "something like 24:00:00, 90 (minutes) or 2-12", "Correct it.")
     days, *given = match.groups()
     parts = [int(part) for part in given if part is not None]
-    if days is not None:
-        hours, minutes, rest = [*parts, 0, 0][:3]
-    elif len(parts) == 3:
-        hours, minutes, rest = parts
-    else:
-        hours, (minutes, rest) = 0, [*parts, 0][:2]
-    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + rest
+    if days is None and len(parts) < 3:
+        parts.insert(0, 0)  # minutes come first
+    hours, minutes, seconds = [*parts, 0, 0][:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def job_script(config: SlurmConfig) -> str:
@@ -215,35 +213,25 @@ def restarts(config: SlurmConfig) -> list[str]:
 
 
 def write_script(config: SlurmConfig, script: str) -> Path:
-    """Write the script to log_dir, under a name that no other script has."""
-    from draftsmith.data.store.files import cannot_write, make_directory
+    """Write the script to log_dir, under the job's name and the time."""
+    from draftsmith.data.store.files import make_directory, write_text
 
     make_directory(config.log_dir)
-    began = time.strftime("%Y%m%d-%H%M%S")
-    for number in range(1000):
-        path = config.log_dir.absolute() / f"{config.job_name}-{began}{f'-{number}' if number else ''}.sh"
-        try:
-            with path.open("x", encoding="utf-8") as file:  # a name is taken by making it
-                file.write(script)
-        except FileExistsError:
-            continue
-        except OSError as error:
-            path.unlink(missing_ok=True)
-            raise cannot_write(path, error) from error
-        return path
-    raise AssertionError(f"a thousand scripts within a second in {config.log_dir}")
+    path = config.log_dir.absolute() / f"{config.job_name}-{datetime.now():%Y%m%d-%H%M%S-%f}.sh"
+    write_text(path, script)
+    return path
 
 
 def submit(script: Path) -> str:
     """The job's number.
 
     Raises:
-        UsageError: sbatch refuses it.
+        InputError: sbatch refuses it.
     """
     result = slurm(["sbatch", "--parsable", str(script)])
     if result.returncode:
         found = (result.stderr or result.stdout).strip() or f"code {result.returncode}"
-        raise wrong("sbatch", repr(found), "a job that the cluster takes", f"Change the settings ({script}).")
+        raise InputError("sbatch", repr(found), "a job that the cluster takes", f"Change the settings ({script}).")
     return result.stdout.strip().split(";")[0]  # a federation adds the cluster's name
 
 

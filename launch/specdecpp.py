@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from draftsmith.launch.steps import PipelineStep, execute
+from draftsmith.modules.types import InputError
 
 if TYPE_CHECKING:
     from draftsmith.eval.studies.specdecpp.study import LoadedStudy, SpecDecPPConfig
@@ -45,7 +46,6 @@ def remember_settings(config: SpecDecPPConfig) -> None:
     from draftsmith.data.store.files import make_directory, write_json
     from draftsmith.data.store.manifest import decisive, differences
     from draftsmith.data.store.reading import read_object
-    from draftsmith.modules.types import InputError
 
     started = config.output / STARTED
     if started.exists():
@@ -130,8 +130,14 @@ def measure_study(config: SpecDecPPConfig, console: Console) -> None:
     from draftsmith.data.store.reading import read_object
     from draftsmith.eval.studies.forward_times import bench_rows, fit_forward_times
     from draftsmith.eval.studies.specdecpp.found import Measurements, drafting, write_study_results
-    from draftsmith.eval.studies.specdecpp.study import choose_fastest, dev_methods, load_study, rollouts_of
-    from draftsmith.eval.studies.specdecpp.sweep import published_head, sweep
+    from draftsmith.eval.studies.specdecpp.study import (
+        choose_fastest,
+        dev_methods,
+        load_study,
+        methods_by_head,
+        rollouts_of,
+    )
+    from draftsmith.eval.studies.specdecpp.sweep import published_head
 
     study = load_study(config, config.heads or config.output / "heads")
     timing = published_head(study.heads) or next(iter(study.heads))
@@ -142,15 +148,15 @@ def measure_study(config: SpecDecPPConfig, console: Console) -> None:
     times = fit_forward_times(drafting(dev_rows), clock)
     rollouts = {split: rollouts_of(study, split) for split in (config.dev_split, config.split)}
     say("Replaying every K, and every h of every head")
-    choice = choose_fastest(study, sweep(rollouts[config.dev_split], study.grid, study.heads), times)
+    chosen = choose_fastest(study, study.sweep(rollouts[config.dev_split]), times)
     tests = [
         bench_step(study, config.split, config.test_prompts, methods, head)
-        for head, methods in choice.methods(config).items()
+        for head, methods in methods_by_head(chosen.values(), config).items()
     ]
     for step in tests:
         execute(step, console)
-    reported = sweep(rollouts[config.split], study.grid, study.heads)
+    reported = study.sweep(rollouts[config.split])
     places = {name: config.output / "data" / name / "acceptance" for name in ("train", "eval")}
     labels = {name: place for name, place in places.items() if place.exists()}
-    runs = [step.done.parent for step in tests]
-    write_study_results(study, Measurements(rollouts, reported, choice, times, dev_rows, clock, runs, labels))
+    runs = {step.done.parent.name: bench_rows(step.done.parent) for step in tests}
+    write_study_results(study, Measurements(rollouts, reported, chosen, times, dev_rows, clock, runs, labels))

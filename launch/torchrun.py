@@ -7,8 +7,8 @@ import re
 import sys
 from dataclasses import dataclass
 
-from draftsmith.launch.errors import wrong
 from draftsmith.launch.inner import Launched, check_command, with_resume
+from draftsmith.modules.types import InputError, at_most
 
 MAX_PROCESSES = 1024  # on one machine; torchrun starts whatever it is told
 
@@ -36,16 +36,15 @@ class TorchrunConfig(Launched):
 
     def __post_init__(self) -> None:
         self.check_at_least(nproc_per_node=1, nnodes=1, max_restarts=0)
-        if self.nproc_per_node > MAX_PROCESSES:
-            raise wrong("nproc_per_node", self.nproc_per_node, f"at most {MAX_PROCESSES}", "One a device is enough.")
+        at_most("nproc_per_node", self.nproc_per_node, MAX_PROCESSES)
         if self.nnodes > 1 and self.rdzv_endpoint is None:
-            raise wrong("rdzv_endpoint", "nothing", "HOST:PORT, with several machines", "Name one of them.")
+            raise InputError("rdzv_endpoint", "nothing", "HOST:PORT, with several machines", "Name one of them.")
         if self.rdzv_endpoint is not None:
             found = re.fullmatch(r"[^\s:]+:(\d{1,5})", self.rdzv_endpoint)
             if found is None or not 0 < int(found[1]) < 2**16:
-                raise wrong("rdzv_endpoint", repr(self.rdzv_endpoint), "HOST:PORT", "Correct it.")
+                raise InputError("rdzv_endpoint", repr(self.rdzv_endpoint), "HOST:PORT", "Correct it.")
         if self.node_rank is not None and not 0 <= self.node_rank < self.nnodes:
-            raise wrong("node_rank", self.node_rank, f"0 to nnodes - 1 = {self.nnodes - 1}", "Correct it.")
+            raise InputError("node_rank", self.node_rank, f"0 to nnodes - 1 = {self.nnodes - 1}", "Correct it.")
 
 
 def run(config: TorchrunConfig) -> int:

@@ -8,7 +8,6 @@ error passes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ContextDecorator
 
 import torch
 from torch import Tensor
@@ -60,33 +59,20 @@ class NonFinite(InputError):
         )
 
 
-class blame(ContextDecorator):
-    """A NonFinite that leaves the block, or the method, is this model's unless another's, and so many tokens on."""
+class blame:
+    """A NonFinite that leaves the block is this model's unless another's, so many tokens on, and of this row where one
+    is named."""
 
-    def __init__(self, model: str | None = None, offset: int = 0):
-        self._model, self._offset = model, offset
+    def __init__(self, model: str | None = None, offset: int = 0, row: int | None = None):
+        self._model, self._offset, self._row = model, offset, row
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, NonFinite):
+            error.row = error.row if self._row is None else self._row
             error.passed(self._model, self._offset)
-
-
-class of_row:
-    """A NonFinite that leaves the block is this row's, and so many tokens on."""
-
-    def __init__(self, row: int, offset: int = 0):
-        self._row, self._offset = row, offset
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, NonFinite):
-            error.row = self._row
-            error.passed(offset=self._offset)
 
 
 def checked(tokens: Tensor, what: str = "logits") -> Tensor:

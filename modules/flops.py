@@ -9,32 +9,8 @@ so a packed batch counts as its documents do.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from draftsmith.modules.layers import LlamaConfig
-
-
-class PredictorShape(Protocol):
-    """Settings of an acceptance head that its FLOPs depend on (modules/acceptance/head.py)."""
-
-    @property
-    def hidden_size(self) -> int: ...
-
-    @property
-    def num_blocks(self) -> int: ...
-
-    @property
-    def input_size(self) -> int: ...
-
-    @property
-    def inner_size(self) -> int: ...
-
-    @property
-    def joins(self) -> bool: ...
-
-    @property
-    def features(self) -> Sequence[str]: ...
-
 
 # Forward, then the gradients of weights and of inputs: as many each as the forward.
 TRAINED = 3
@@ -89,72 +65,6 @@ def rollouts_forward(config: LlamaConfig, texts: Sequence[int], starts: Sequence
 def lm_head_forward(config: LlamaConfig, rows: int) -> float:
     """Logits of `rows` hidden states."""
     return linear(config.hidden_size, config.vocab_size, rows)
-
-
-def fusion_forward(config: LlamaConfig, rows: int) -> float:
-    """The EAGLE head's layer that joins embedding and feature."""
-    return linear(2 * config.hidden_size, config.hidden_size, rows)
-
-
-def eagle_forward(config: LlamaConfig, lengths: Sequence[int]) -> float:
-    """One pass of an EAGLE head whose layers are `config`'s; lengths: rows of each document, which are its tokens less
-    2 in training (`drafters.eagle.shift`). A later pass of `EagleHead.unroll` costs the same: as many keys a query."""
-    return fusion_forward(config, sum(lengths)) + layers_forward(config, lengths)
-
-
-def acceptance_forward(head: PredictorShape, rows: int) -> float:
-    """An acceptance head; tied blocks compute as much as others."""
-    size = head.inner_size
-    read = linear(head.input_size, size, rows) if head.joins else 0.0
-    return read + head.num_blocks * linear(size, size, rows) + linear(size, 1, rows) + _direct(head, rows)
-
-
-def _direct(head: PredictorShape, rows: int) -> float:
-    """Numbers that go straight to the logit."""
-    return linear(len(head.features), 1, rows)
-
-
-def eagle_training(config: LlamaConfig, lengths: Sequence[int], loss_tokens: int, passes: int = 1) -> float:
-    """Forward and backward of an EAGLE head and its loss, from features that are there.
-
-    lengths: rows of each document as in `eagle_forward`. loss_tokens: rows whose logits are made; the target's once,
-    the head's in each of the unrolled `passes`.
-    """
-    rows = sum(lengths)
-    head = passes * TRAINED * eagle_forward(config, lengths)
-    head -= (TRAINED - TRAINED_FIRST) * fusion_forward(config, rows)  # the first pass reads data only
-    return head + (1 + passes * FROZEN_PASSING) * lm_head_forward(config, loss_tokens)
-
-
-def pair_layer(config: LlamaConfig, rows: int) -> float:
-    """Matrices of EAGLE-3's layer, whose attention reads embedding and state side by side."""
-    size = config.hidden_size
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    return layer_matrices(config, rows) + linear(size, queries + 2 * keys, rows)
-
-
-def eagle3_forward(config: LlamaConfig, lengths: Sequence[int]) -> float:
-    """One pass of an EAGLE-3 head from what its fc gives; the entries that later passes see beside are few."""
-    return pair_layer(config, sum(lengths)) + attention(config, causal_pairs(lengths))
-
-
-def eagle3_training(
-    config: LlamaConfig, lengths: Sequence[int], loss_tokens: int, passes: int, draft_vocab: int, trained_lm_head: bool
-) -> float:
-    """Forward and backward of an EAGLE-3 head and its loss, from features that are there. lengths, loss_tokens: as of
-    `eagle_training`."""
-    size, rows = config.hidden_size, sum(lengths)
-    layer = passes * TRAINED * eagle3_forward(config, lengths)
-    fused = TRAINED_FIRST * linear(3 * size, size, rows)
-    lm_head = linear(size, draft_vocab, loss_tokens) * passes * (TRAINED if trained_lm_head else FROZEN_PASSING)
-    return layer + fused + lm_head + lm_head_forward(config, loss_tokens)
-
-
-def acceptance_training(head: PredictorShape, rows: int) -> float:
-    """Forward and backward of an acceptance head over `rows` tokens whose inputs are there."""
-    wide = head.num_blocks or head.joins
-    first = linear(head.input_size, head.inner_size if wide else 1, rows) + _direct(head, rows)
-    return TRAINED * acceptance_forward(head, rows) - (TRAINED - TRAINED_FIRST) * first
 
 
 def parameters_forward(num_parameters: int, tokens: int) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, Self
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -40,30 +40,11 @@ def split_heads(keys_values: Tensor) -> Tensor:
 class KVCache:
     """Keys and values [layers, 2, B, kv_heads, capacity, head_dim]; the first `length` slots are kept tokens."""
 
-    def __init__(
-        self,
-        num_layers: int,
-        batch: int,
-        num_kv_heads: int,
-        capacity: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ):
-        # Zeros, not empty: slots that a mask hides must hold finite numbers, or 0 * nan spoils the attention.
-        self._hold(torch.zeros(num_layers, 2, batch, num_kv_heads, capacity, head_dim, dtype=dtype, device=device))
-        self._written = 0
-
-    @classmethod
-    def over(cls, data: Tensor) -> Self:
-        """An empty cache that keeps its slots in `data`, laid out as above."""
-        cache = cls.__new__(cls)
-        cache._hold(data)
-        return cache
-
-    def _hold(self, data: Tensor) -> None:
+    def __init__(self, data: Tensor, written: int | None = None):
+        """data: finite numbers everywhere, or 0 * nan spoils the attention to slots that a mask hides. written: slots
+        that may hold something; None: all."""
         self.data, self.length = data, 0
-        self._written = self.capacity  # slots that may hold something: of memory that others use too, all
+        self._written = self.capacity if written is None else written
         # Views made once: indexing the big tensor in every layer of every call is measurable on small models.
         self._layers = list(data)
 
@@ -107,8 +88,8 @@ class RowsCache(KVCache):
     be in use: they are the first ones, and their memory never moves, as graphs captured over it require.
     """
 
-    def _hold(self, data: Tensor) -> None:
-        super()._hold(data)
+    def __init__(self, data: Tensor):
+        super().__init__(data)
         _, _, batch, num_kv_heads, capacity, head_dim = data.shape
         # Every slot of every head as one row of a matrix, so that a layer's write is one call with an index made once.
         self._flat = [layer.view(-1, head_dim) for layer in self._layers]
@@ -118,7 +99,6 @@ class RowsCache(KVCache):
     def place(self, slots: Tensor, span: int) -> None:
         """Writes go to slots [B, T]; reads see the first `span` slots of each of the first B rows."""
         self._index, self._span = self._first[: len(slots)] + slots[..., None], span
-        self._written = self.capacity
 
     def write(self, layer: int, start: int, keys_values: Tensor) -> tuple[Tensor, Tensor]:
         """Store [B, T, 2 * kv_heads, D] where `place` said; keys and values [B, kv_heads, span, D]. No use of start."""
@@ -128,7 +108,7 @@ class RowsCache(KVCache):
 
     def row(self, index: int) -> KVCache:
         """One row as a cache of its own with no kept tokens, over the same memory."""
-        return KVCache.over(self.data[:, :, index : index + 1])
+        return KVCache(self.data[:, :, index : index + 1])
 
     def wipe(self, rows: int) -> None:
         """Zeros in the first `rows` rows: what another sequence left may be NaN, which no mask hides."""

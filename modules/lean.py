@@ -140,9 +140,13 @@ class LeanStack:
         self.cos, self.sin = cos.to(device, dtype)[:, None], signed.to(device, dtype)[:, None]  # [positions, 1, D]
         self._strip = torch.zeros(0, 0, dtype=dtype)
 
+    def new_slots(self, batch: int, capacity: int) -> Tensor:
+        """What a cache keeps keys and values in, zeros."""
+        shape = len(self.layers), 2, batch, self.config.num_kv_heads, capacity, self.config.head_dim
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
     def new_cache(self, batch: int, capacity: int) -> KVCache:
-        config = self.config
-        return KVCache(len(self.layers), batch, config.num_kv_heads, capacity, config.head_dim, self.dtype, self.device)
+        return KVCache(self.new_slots(batch, capacity), written=0)
 
     def run(
         self,

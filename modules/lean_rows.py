@@ -169,12 +169,9 @@ class ManyRows:
 
     def __init__(self, stack: LeanStack, forward: Forward, rows: int, capacity: int, static: bool):
         self._stack, self._forward, self.static, self._capacity = stack, forward, static, capacity
-        config = stack.config
         # One slot more at least, for the inputs past the capacity: rows padded to a common width have them.
         slots = -(-(capacity + 1) // ALIGNMENT) * ALIGNMENT
-        self._cache = RowsCache(
-            len(stack.layers), rows, config.num_kv_heads, slots, config.head_dim, stack.dtype, stack.device
-        )
+        self._cache = RowsCache(stack.new_slots(rows, slots))
         self._slots = torch.arange(slots, device=stack.device)
         self.lengths = [0] * rows
         self._chains, self._trees = Graphed(self._read_chains), Graphed(self._read_trees)

@@ -2,14 +2,18 @@
 
 B sequences, T positions, H hidden size, V vocabulary, L captured layers, K drafted tokens, N nodes of a draft tree.
 p is the target's next-token distribution and q the draft's, both AFTER temperature, top-k and top-p.
+
+The command line's errors are from here too, so torch is not imported.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class InputError(ValueError):

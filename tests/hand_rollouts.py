@@ -47,7 +47,6 @@ def hand_rollouts(agreed: Sequence[Sequence[bool]], depth: int, seed: int = 0, h
         log_max_q=found["log_q"],
         entropy=-found["log_q"],
         accept_prob=found["prob"],
-        overlap=found["prob"],
         heads={head: found["logit"]},
         repeat=np.zeros(shape),
     )

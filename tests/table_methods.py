@@ -9,13 +9,13 @@ from table_models import H, TableLM, V
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, HeadPredictor
 from draftsmith.modules.acceptance.policies import CostRule, OnlinePredictor, PredictorStop
 from draftsmith.modules.acceptance.tree_rule import TreeRule, TreeTimes
-from draftsmith.modules.decoding.growth import DynamicTree
 from draftsmith.modules.decoding.protocols import DraftTree, EachRow
 from draftsmith.modules.decoding.stop import Confidence, FixedLength, SelfVerify
 from draftsmith.modules.decoding.tree import StaticTree
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
-from draftsmith.modules.drafters.eagle.drafting import EagleDrafter, EagleTreeDrafter
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
+from draftsmith.modules.drafters.feature_heads import FeatureDrafter, FeatureTreeDrafter
+from draftsmith.modules.drafters.growth import DynamicTree
 from draftsmith.modules.drafters.hierarchical import HierarchicalDrafter
 from draftsmith.modules.drafters.lookahead import LookaheadDrafter
 from draftsmith.modules.drafters.medusa import MedusaConfig, MedusaDrafter, MedusaHead
@@ -101,7 +101,7 @@ def method(name: str, target: TableLM, seed: int = 7, rows: int = 1):
     if name.startswith(("spec:k=", "specdec++", "cost", "online", "confidence", "self-verify", "eagle:k=")):
         if name.endswith("eagle") or name.startswith("eagle"):
             head = random_eagle_head(seed)
-            return lambda: EagleDrafter(head, target, policies(name, seed, target, rows), CAPACITY)
+            return lambda: FeatureDrafter(head, target, policies(name, seed, target, rows), CAPACITY)
         return lambda: DraftModelDrafter(draft, policies(name, seed, draft, rows), CAPACITY)
     if name.startswith("medusa"):
         shape = None if "k=" in name else EAGLE_TREES["eagle-tree"]
@@ -112,7 +112,9 @@ def method(name: str, target: TableLM, seed: int = 7, rows: int = 1):
 
         def tree_drafter():
             rules = [TreeRule(TREE_TIMES, "depth=auto" in name) for _ in range(rows)] if "nodes=auto" in name else None
-            return EagleTreeDrafter(head, target, EAGLE_TREES[name], CAPACITY, rows, acceptance=acceptance, rules=rules)
+            return FeatureTreeDrafter(
+                head, target, EAGLE_TREES[name], CAPACITY, rows, acceptance=acceptance, rules=rules
+            )
 
         return tree_drafter
     return lambda: EachRow([sequence_drafter(name, target, draft, seed) for _ in range(rows)])
@@ -130,7 +132,7 @@ def sequence_drafter(name: str, target: TableLM, draft: TableLM, seed: int):
         k = 1 if name.startswith("pre-verify") or name.endswith("eagle") else 2
         head = random_eagle_head(seed) if name.endswith("eagle") else None
         stops = [FixedLength(k) if name.startswith("pre-verify") else SelfVerify(k)]
-        inner = EagleDrafter(head, middle, stops, CAPACITY) if head else DraftModelDrafter(draft, stops, CAPACITY)
+        inner = FeatureDrafter(head, middle, stops, CAPACITY) if head else DraftModelDrafter(draft, stops, CAPACITY)
         return HierarchicalDrafter(middle, inner, 2 if head else 3, dynamic, CAPACITY)
     if name.startswith("pld"):
         return PromptLookupDrafter(3, 2)

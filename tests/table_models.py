@@ -99,9 +99,6 @@ class TableLM:
         rows = [[self.row(tuple(ids[: t + 1]))[1] for t in range(len(ids))] for ids in input_ids.tolist()]
         return torch.stack([torch.stack(row) for row in rows])
 
-    def batch_session(self, prompts: Sequence[Sequence[int]], capacity: int) -> Any:
-        raise NotImplementedError("tables are decoded one sequence at a time")
-
 
 class TableSession:
     """Remembers which tokens are cached and nothing else; the prefix of a token is what it can see."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 
-from draftsmith.data.embedded.tokenizer import train_tokenizer
+from draftsmith.benchmarks.embedded.tokenizer import train_tokenizer
 
 FAMILIES = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),

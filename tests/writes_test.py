@@ -26,8 +26,6 @@ ALLOWED = {
     ("train/checkpoints.py", "save"): "into that file",
     ("train/checkpoints.py", "mkdir"): "the temporary directory of that file",
     ("train/checkpoints.py", "rename"): "a checkpoint that is deleted gets another name first",
-    ("launch/slurm.py", "open"): "a job script takes a name that is free by making it",
-    ("launch/embedded.py", "save_pretrained"): "transformers' own layout of the models that ship; a build's last step",
 }
 
 

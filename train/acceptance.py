@@ -102,10 +102,7 @@ class TrainAcceptanceConfig(TrainConfig):
             raise InputError("w_acc, w_rej", f"{self.w_acc}, {self.w_rej}", "positive weights", "Change them.")
         if self.mix is not None and not 0 <= self.mix < 1:
             raise InputError("mix", self.mix, "a probability below 1", "With 1 no drafted token would be left.")
-        if self.num_blocks is not None and self.num_blocks < 0:
-            raise InputError("num_blocks", self.num_blocks, "0 (a linear head) or more", "Change it.")
-        if self.width is not None and self.width < 0:
-            raise InputError("width", self.width, "0 (the drafter's) or more", "Change it.")
+        self.check_least(0, "num_blocks", "width")
         if self.features is not None and len(set(self.features)) != len(self.features):
             raise InputError("features", ", ".join(self.features), "each once", "Leave one out.")
 
@@ -183,8 +180,9 @@ def prepare(config: TrainAcceptanceConfig) -> tuple[Any, ...]:
         InputError: as `run`.
     """
     from draftsmith.train.acceptance_objective import AcceptanceObjective
-    from draftsmith.train.data_module import HeadDataModule
-    from draftsmith.train.fit import Provenance, digests, train_and_val
+    from draftsmith.train.data_module import HeadDataModule, train_and_val
+    from draftsmith.train.drafted_tokens import MixedText, RolloutDrafts
+    from draftsmith.train.fit import Provenance, digests
     from draftsmith.train.lit_head import LitHead
 
     config = filled(config)
@@ -197,7 +195,8 @@ def prepare(config: TrainAcceptanceConfig) -> tuple[Any, ...]:
         trust_remote_code=config.trust_remote_code,
     )
     drafter = load_drafter(config.drafter, lambda: load(config.read_model), load)
-    train, val = (open_labels(config, path, labels, drafter) for path in (config.data, config.val))
+    train = open_labels(config, config.data, labels, drafter)
+    val = open_labels(config, config.val, labels, drafter) if config.val is not None else None
     manifest = train.manifest
     if val is not None and val.manifest.sampling != manifest.sampling:
         expected = f"labels made with {manifest.sampling}"
@@ -208,44 +207,27 @@ def prepare(config: TrainAcceptanceConfig) -> tuple[Any, ...]:
     if labels == "rollouts":  # not to be split: its drafts follow all of a text, and were made within the context
         context = max(train.lengths + (val.lengths if val is not None else []), default=0)
     train_samples, val_samples = train_and_val(config, train, val, context)
-    collate = collate_rollouts if labels == "rollouts" else collate_acceptance
+    greedy = label_temperature(manifest) == 0
+    collate: Any = collate_acceptance
+    reader: StateReader = MixedText(drafter, greedy)
+    if labels == "rollouts":
+        collate, reader = collate_rollouts, RolloutDrafts(drafter, head.config, int(manifest.config["depth"]))
     data = HeadDataModule(train_samples, val_samples, collate, num_loss_tokens, config)
-    objective = AcceptanceObjective(reader_of(head.config, labels, manifest, drafter), config.calibrate)
-    module = LitHead(head, objective, config, data.total_steps)
-    inputs = digests(train, val)
-    if config.init is not None:
-        inputs |= starting_weights(config.init)
-    made = {
-        "labels": "rollout" if labels == "rollouts" else "mix",
-        "mode": label_mode(manifest),
-        "drafter": drafter.name,
-    }
+    module = LitHead(head, AcceptanceObjective(reader, config.calibrate), config, data.total_steps)
+    inputs = digests(train, val) | (starting_weights(config.init) if config.init is not None else {})
+    made = {"labels": "rollout" if labels == "rollouts" else "mix", "mode": "greedy" if greedy else "sampling"}
+    made |= {"drafter": drafter.name}
     provenance = Provenance("acceptance", inputs, drafter.identity, manifest.identity, manifest.sampling, made)
     return module, data, config, provenance
 
 
-def open_labels(config: TrainAcceptanceConfig, path: Path | None, labels: Labels, drafter: FrozenDrafter) -> Any:
-    """A data set of labels that this drafter was given; None for no path."""
-    if path is None:
-        return None
+def open_labels(config: TrainAcceptanceConfig, path: Path, labels: Labels, drafter: FrozenDrafter) -> Any:
+    """A data set of labels that this drafter was given."""
     identity = {"draft": drafter.identity}
     if labels == "rollouts":
         return RolloutDataset(path, identity)
     assert config.mix is not None
     return AcceptanceDataset(path, config.mix, config.seed, identity)
-
-
-def label_mode(manifest: Manifest) -> str:
-    return "greedy" if label_temperature(manifest) == 0 else "sampling"
-
-
-def reader_of(head: AcceptanceHeadConfig, labels: Labels, manifest: Manifest, drafter: FrozenDrafter) -> StateReader:
-    """What makes the head's inputs of a batch."""
-    from draftsmith.train.drafted_tokens import MixedText, RolloutDrafts
-
-    if labels == "rollouts":
-        return RolloutDrafts(drafter, head, int(manifest.config["depth"]))
-    return MixedText(drafter, label_mode(manifest) == "greedy")
 
 
 def check_labels(head: AcceptanceHeadConfig, labels: Labels, manifest: Manifest) -> None:
@@ -291,17 +273,17 @@ def make_head(config: TrainAcceptanceConfig, hidden_size: int) -> AcceptanceHead
     generator is left as it was.
 
     Raises:
-        InputError: --init is no acceptance head, of another width, or contradicts a flag.
+        InputError: as of `acceptance_settings`.
     """
+    settings = acceptance_settings(config, hidden_size)
+    if config.init is not None:
+        head = starting_head(config.init, "acceptance", hidden_size)
+        assert isinstance(head, AcceptanceHead)
+        head.config = settings
+        return head
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        settings = acceptance_settings(config, hidden_size)
-        if config.init is None:
-            return AcceptanceHead(settings)
-        head = starting_head(config.init, "acceptance", hidden_size)
-    assert isinstance(head, AcceptanceHead)
-    head.config = settings
-    return head
+        return AcceptanceHead(settings)
 
 
 def num_loss_tokens(data: Any) -> float:

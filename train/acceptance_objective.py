@@ -10,9 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
+from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, acceptance_training
 from draftsmith.modules.drafters.base import TrainStep
-from draftsmith.modules.flops import acceptance_training
 from draftsmith.modules.losses import acceptance_loss
 from draftsmith.modules.metrics import acceptance_metrics, expected_calibration_error, fit_isotonic, fit_platt
 from draftsmith.modules.types import AcceptanceBatch, InputError, LossOutput

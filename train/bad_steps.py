@@ -23,26 +23,27 @@ NAMED = 20
 
 @dataclass
 class _PartMarks:
-    """Numbers of its samples; a mark that is 0 where its loss and gradients are finite, else NaN; and such marks of
-    what frozen models gave, by their flags."""
+    """Numbers of its samples; a mark that is 0 where its loss and gradients are finite, else NaN; and such a mark of
+    the states that a frozen model gave, if it did."""
 
     samples: list[int]
     mark: Tensor
-    inputs: dict[str, Tensor]
+    states: Tensor | None
 
 
 class BadSteps:
     """Watches the parts of each step and counts the steps that were left out.
 
-    limit: the run ends when more steps than this were bad. count: bad steps so far, in this run and those it continues.
-    samples: names of what was in their bad parts, on all ranks, in order of first appearance.
+    limit: the run ends when more steps than this were bad. model: flag of the frozen model. count: bad steps so far, in
+    this run and those it continues. samples: names of what was in their bad parts, on all ranks, in order of first
+    appearance.
     """
 
-    def __init__(self, limit: int):
-        self.limit, self.count = limit, 0
+    def __init__(self, limit: int, model: str = "target"):
+        self.limit, self.model, self.count = limit, model, 0
         self.samples: list[str] = []
         self._parts: list[_PartMarks] = []
-        self._inputs: dict[str, Tensor] = {}
+        self._states: Tensor | None = None
 
     def watch(self, module: nn.Module) -> None:
         """Look at every gradient as this rank computes it, before it is summed with other ranks' and other parts'."""
@@ -54,16 +55,16 @@ class BadSteps:
         """A step begins."""
         self._parts = []
 
-    def given(self, model: str, states: Tensor) -> None:
-        """Hidden states of a frozen model, of the part whose loss is added next. model: its flag."""
-        self._inputs[model] = states.detach().sum(dtype=torch.float32) * 0
+    def given(self, states: Tensor) -> None:
+        """Hidden states of the frozen model, of the part whose loss is added next."""
+        self._states = states.detach().sum(dtype=torch.float32) * 0
 
     def add(self, loss: Tensor, samples: list[int]) -> None:
         """A part's loss, and the numbers of its samples; its gradients follow."""
         # 0 where everything is finite, else NaN: one number on the device, which nothing waits for. (A sum of finite
         # gradients that overflows float32 counts as bad, too.)
-        self._parts.append(_PartMarks(samples, loss.detach().float() * 0, self._inputs))
-        self._inputs = {}
+        self._parts.append(_PartMarks(samples, loss.detach().float() * 0, self._states))
+        self._states = None
 
     def _see(self, gradient: Tensor) -> None:
         if self._parts:
@@ -92,11 +93,10 @@ class BadSteps:
     def add_step(self, name: Callable[[int], str], everything: bool) -> None:
         """Count the running step as bad. everything: no single part was bad, but their sum is."""
         bad = [part for part in self._parts if everything or bool(part.mark.isnan())]
-        broken = [(model, part) for part in bad for model, mark in part.inputs.items() if bool(mark.isnan())]
-        own = [(model, name(i)) for model, part in broken for i in part.samples]
-        frozen = list(chain.from_iterable(gathered(own)))
+        broken = [part for part in bad if part.states is not None and bool(part.states.isnan())]
+        frozen = list(chain.from_iterable(gathered([name(i) for part in broken for i in part.samples])))
         if frozen:
-            raise NonFinite("hidden states", frozen[0][0], None).of([sample for _, sample in frozen])
+            raise NonFinite("hidden states", self.model, None).of(frozen)
         samples = chain.from_iterable(gathered([name(i) for part in bad for i in part.samples]))
         self.samples = list(dict.fromkeys([*self.samples, *samples]))
         self.count += 1

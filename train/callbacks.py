@@ -10,36 +10,23 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any
 
 import lightning.pytorch as pl
 from torch import nn
 
-from draftsmith.data.progress import bar, say
+from draftsmith.data.progress import bar
 from draftsmith.data.store.files import CannotWrite
 from draftsmith.train.checkpoints import FOLDER, Checkpoints, path_of
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.deepspeed import whole_head
 from draftsmith.train.lit_head import LitHead
-from draftsmith.train.metrics import is_first_process, rank
+from draftsmith.train.metrics import rank, say_on_rank_zero
+from draftsmith.train.tau import TauProbe
 from draftsmith.train.telemetry import Telemetry
 
 # Saves a head under a name (best, last) with its step and metrics; called on rank 0.
 SaveHead = Callable[[nn.Module, str, int, dict[str, float]], None]
-
-
-class HeadProbe(Protocol):
-    """A costlier measurement of the head, such as tau, which then picks best/. All ranks call it.
-
-    every: steps between measurements; they are done at validations. monitor: which of its metrics picks best/; larger
-    is better. measured: on what, in words.
-    """
-
-    every: int
-    monitor: str
-    measured: str
-
-    def __call__(self) -> dict[str, float]: ...
 
 
 class BetweenSteps(pl.Callback):
@@ -56,7 +43,7 @@ class BetweenSteps(pl.Callback):
         val_every: int,
         save_head: SaveHead,
         checkpoints: Checkpoints,
-        probe: HeadProbe | None = None,
+        probe: TauProbe | None = None,
     ):
         """val_every: steps between validations."""
         self.config, self.val_every = config, val_every
@@ -75,24 +62,20 @@ class BetweenSteps(pl.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best, self.latest = state_dict["best"], state_dict["latest"]
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        assert isinstance(pl_module, LitHead)
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         self.saved_step = trainer.global_step
         shown = sys.stderr.isatty() and rank() == 0
         name = f"train {pl_module.head.kind}"
         drawn = bar(name, pl_module.total_steps, "steps", trainer.global_step, enabled=shown)
         self._advance = self._bar.enter_context(drawn)
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         self._bar.close()
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
         self._bar.close()
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        assert isinstance(pl_module, LitHead)
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if not batch.last:
             return
         step, final = trainer.global_step, trainer.global_step == pl_module.total_steps
@@ -180,9 +163,3 @@ def log_metrics(trainer: pl.Trainer, metrics: dict[str, float], step: int) -> No
             logger.log_metrics(metrics, step)
         except (OSError, CannotWrite) as error:
             say_on_rank_zero(f"warning: could not write the metrics of step {step} ({error})")
-
-
-def say_on_rank_zero(text: str) -> None:
-    """One line for the user, from one process only; also before the process group is there."""
-    if is_first_process():
-        say(text)

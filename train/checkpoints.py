@@ -57,7 +57,7 @@ class Checkpoints(CheckpointIO):
             manifest = {"kind": "checkpoint", "schema_version": SCHEMA_VERSION, "step": checkpoint["global_step"]}
             write_json(partial / MANIFEST, {**manifest, **self.about, "files": {STATE: entry}})
             if path.exists():  # damaged, or the run would have gone on from it
-                _remove(path)
+                self.remove_checkpoint(path)
             publish(partial, path)
         except (OSError, CannotWrite) as error:
             self.failure = str(error)
@@ -67,25 +67,34 @@ class Checkpoints(CheckpointIO):
 
     def _prune(self, newest: Path) -> None:
         """Keep the newest ones. What is later than the one just written is damaged: the run went on from an earlier."""
-        steps = dict(sorted((_step(found), found) for found in all_in(newest.parent)))
-        upto = [found for step, found in steps.items() if step <= _step(newest)]
-        for found in {*steps.values()} - {*upto[-self.keep :]}:
-            _remove(found)
+        found = all_in(newest.parent)
+        upto = [path for path in found if step_of(path) <= step_of(newest)]
+        for path in set(found) - set(upto[-self.keep :]):
+            self.remove_checkpoint(path)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Tensors and plain values only, nothing that runs (weights_only); on disk until they are copied (mmap)."""
         checkpoint = torch.load(Path(path) / STATE, map_location="cpu", weights_only=True, mmap=True)
-        _count_parts(checkpoint, self.accumulate)
+        # Lightning counts parts; the run that wrote the checkpoint may have had another number of them in a step.
+        parts = checkpoint["global_step"] * self.accumulate
+        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        for counts in (progress["total"], progress["current"]):
+            # Checkpoints are taken in the callbacks of a step's last part, which is not completed then.
+            counts |= {"ready": parts, "started": parts, "processed": parts, "completed": parts - 1}
         return checkpoint
 
     def remove_checkpoint(self, path: Any) -> None:
-        _remove(Path(path))
+        """Under another name first, so that half of one never looks like a damaged one."""
+        gone = Path(path).with_name(f"{Path(path).name}.tmp-gone")
+        shutil.rmtree(gone, ignore_errors=True)
+        Path(path).rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def all_in(folder: Path) -> list[Path]:
     """Checkpoints that were written to their end, oldest first; some may have been damaged since."""
     found = [path for path in folder.glob("step-*") if NAME.fullmatch(path.name)]
-    return sorted(found, key=_step)
+    return sorted(found, key=step_of)
 
 
 def newest_intact(folder: Path, warn: Callable[[str], None]) -> Path | None:
@@ -124,11 +133,9 @@ def damage(path: Path) -> str:
 
 
 def step_of(path: Path | None) -> int:
-    """Steps done when a checkpoint was taken."""
-    return 0 if path is None else _step(path)
-
-
-def _step(path: Path) -> int:
+    """Steps done when a checkpoint was taken, by its name; 0 without one."""
+    if path is None:
+        return 0
     named = NAME.fullmatch(path.name)
     assert named is not None, path
     return int(named[1])
@@ -177,20 +184,3 @@ def _write(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
         file.flush()
         os.fsync(file.fileno())
     return {"bytes": path.stat().st_size, "sha256": hashed.hexdigest()}
-
-
-def _remove(path: Path) -> None:
-    """Remove a checkpoint, under another name first, so that half of one never looks like a damaged one."""
-    gone = path.with_name(f"{path.name}.tmp-gone")
-    shutil.rmtree(gone, ignore_errors=True)
-    path.rename(gone)
-    shutil.rmtree(gone, ignore_errors=True)
-
-
-def _count_parts(checkpoint: dict[str, Any], accumulate: int) -> None:
-    """Lightning counts parts; the run that wrote the checkpoint may have had another number of them in a step."""
-    parts = checkpoint["global_step"] * accumulate
-    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-    for counts in (progress["total"], progress["current"]):
-        # Checkpoints are taken in the callbacks of a step's last part, which is not completed then.
-        counts |= {"ready": parts, "started": parts, "processed": parts, "completed": parts - 1}

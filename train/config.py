@@ -123,24 +123,9 @@ class TrainConfig(RemoteCode):
         unknown = sorted(set(self.track) - set(TRACKERS))
         if unknown:
             raise InputError("track", ", ".join(unknown), f"some of {', '.join(TRACKERS)}", "Change it.")
-        at_least = {
-            "epochs": 1,
-            "max_steps": 0,
-            "batch_size": 1,
-            "tokens_per_batch": 0,
-            "max_length": 0,
-            "accumulate": 1,
-            "devices": 1,
-            "num_workers": 0,
-            "num_threads": 0,
-        }
-        at_least |= {"val_every": 0, "log_every": 1, "save_every": 0, "clip": 0, "weight_decay": 0}
-        at_least |= {"keep": 1, "max_bad_steps": 0}
-        for name, least in at_least.items():
-            value = getattr(self, name)
-            if not least <= value <= MOST:  # which NaN is not
-                expected = f"{least} or more" if not value >= least else f"at most {MOST:,}"
-                raise InputError(name, value, expected, "Change it.")
+        self.check_least(1, "epochs", "batch_size", "accumulate", "devices", "log_every", "keep")
+        self.check_least(0, "max_steps", "tokens_per_batch", "max_length", "num_workers", "num_threads", "val_every")
+        self.check_least(0, "save_every", "clip", "weight_decay", "max_bad_steps")
         if 0 < self.max_length < MIN_LENGTH:
             raise InputError("max_length", self.max_length, f"0 or at least {MIN_LENGTH}", "Change it.")
         for name in ("val_share", "warmup_share", "min_lr_share"):
@@ -152,6 +137,14 @@ class TrainConfig(RemoteCode):
             raise InputError("betas", list(self.betas), "two numbers in [0, 1)", "Change them.")
         if not 0 <= self.seed < 2**63:
             raise InputError("seed", self.seed, "an integer from 0 to 2^63 - 1", "Change it.")
+
+    def check_least(self, least: int, *names: str) -> None:
+        """Raises InputError where one of these settings is smaller, or beyond all use; None is not looked at."""
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and not least <= value <= MOST:  # which NaN is not
+                expected = f"{least} or more" if not value >= least else f"at most {MOST:,}"
+                raise InputError(name, value, expected, "Change it.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,9 +193,8 @@ class TrainDrafterConfig(TrainConfig):
         if self.target_parallel != "none" and self.devices > 1:
             remedy = "Launch with torchrun --nproc-per-node N for tensor; one process has all GPUs for device_map."
             raise InputError("devices", self.devices, f"1 with --target-parallel {self.target_parallel}", remedy)
-        for name, least in {"tau_every": 0, "tau_prompts": 0, "tau_k": 1, "tau_max_new_tokens": 1}.items():
-            if getattr(self, name) < least:
-                raise InputError(name, getattr(self, name), f"{least} or more", "Change it.")
+        self.check_least(0, "tau_every", "tau_prompts")
+        self.check_least(1, "tau_k", "tau_max_new_tokens")
 
     @property
     def drafter(self) -> type[DraftHead]:

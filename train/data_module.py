@@ -21,11 +21,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from draftsmith.data.progress import say
-from draftsmith.data.store.datasets import in_pieces, item_of, name_of
+from draftsmith.data.store.datasets import in_pieces
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.metrics import is_first_process
+from draftsmith.train.metrics import say_on_rank_zero
 
 # Steps whose samples are sorted by length together: enough for little padding, few enough to stay random.
 STEPS_SORTED_TOGETHER = 32
@@ -55,6 +54,11 @@ class Part:
     step_tokens: float
     first: bool
     last: bool
+
+    @property
+    def indices(self) -> list[int]:
+        """Numbers of its samples, fillers aside."""
+        return [key.index for key in self.keys if not key.filler]
 
 
 def move(part: Part, device: torch.device) -> Part:
@@ -138,35 +142,36 @@ class Order:
         return [order[start:stop] for start, stop in itertools.pairwise(bounds.tolist())]
 
 
+def order_of(config: TrainConfig, lengths: Sequence[int]) -> Order:
+    """The steps of a training on samples of these lengths."""
+    return Order(lengths, config.seed, config.batch_size, config.tokens_per_batch, config.group_by_length)
+
+
 def _slices(items: list[int], size: int) -> list[list[int]]:
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 
-class RankSteps:
-    """A batch sampler: the keys of each part of this rank, from step `start` on."""
-
-    def __init__(self, order: Order, start: int, stop: int, rank: int, num_ranks: int, accumulate: int):
-        self.order, self.start, self.stop = order, start, stop
-        self.rank, self.num_ranks, self.accumulate = rank, num_ranks, accumulate
-
-    def __len__(self) -> int:
-        return (self.stop - self.start) * self.accumulate
-
-    def __iter__(self) -> Iterator[list[Key]]:
-        for step in range(self.start, self.stop):
-            epoch, batch = self.order.step(step)
-            for part in range(self.accumulate):
-                slot = part * self.num_ranks + self.rank
-                # Strided, so that samples of like length spread evenly over ranks and parts.
-                own = batch[slot :: self.num_ranks * self.accumulate]
-                yield [Key(epoch, i) for i in own] or [Key(epoch, batch[0], filler=True)]
+def rank_keys(
+    order: Order, start: int, stop: int, rank: int, num_ranks: int, accumulate: int
+) -> Iterator[tuple[Key, ...]]:
+    """The samples of each part of this rank, from step `start` to before `stop`."""
+    for step in range(start, stop):
+        epoch, batch = order.step(step)
+        for part in range(accumulate):
+            # Strided, so that samples of like length spread evenly over ranks and parts.
+            own = batch[part * num_ranks + rank :: num_ranks * accumulate]
+            yield tuple(Key(epoch, i) for i in own) or (Key(epoch, batch[0], filler=True),)
 
 
 class Samples:
-    """Some samples of a dataset under new numbers 0, 1, ..., with their `lengths` in tokens."""
+    """Some samples of a dataset under new numbers 0, 1, ..., with their `lengths` in tokens.
+
+    cached: gives the features [T, L*H] of token ids [T], or None where it has none (`FeatureCache.get`).
+    """
 
     def __init__(self, dataset: Any, indices: Sequence[int]):
         self.dataset, self.indices = dataset, indices
+        self.cached: Callable[[Tensor], Tensor | None] | None = None
         lengths = dataset.lengths
         self.lengths = [lengths[i] for i in indices]
 
@@ -174,25 +179,32 @@ class Samples:
         return len(self.indices)
 
     def item(self, index: int, epoch: int) -> dict[str, Tensor]:
-        return item_of(self.dataset, self.indices[index], epoch)
+        item = self.dataset.item(self.indices[index], epoch)
+        features = None if self.cached is None else self.cached(item["input_ids"])
+        return item if features is None else {**item, "features": features}
 
     def name(self, index: int) -> str:
         """What a user knows a sample by."""
-        return name_of(self.dataset, self.indices[index])
+        return self.dataset.name(self.indices[index])
 
 
-class Keyed(Dataset):
-    """Samples by `Key`. The epoch comes with the key, so that reader processes that are ahead of each other, in
-    different epochs, do not disturb one another."""
+class Batches(Dataset):
+    """Collated samples by their keys. The epoch comes with a key, so that reader processes that are ahead of each
+    other, in different epochs, do not disturb one another."""
 
-    def __init__(self, samples: Samples):
-        self.samples = samples
+    def __init__(self, samples: Samples, collate: Callable[[list[Any]], Any]):
+        self.samples, self.collate = samples, collate
 
-    def __getitem__(self, key: Key) -> tuple[Key, Any]:
+    def __getitem__(self, keys: tuple[Key, ...]) -> tuple[tuple[Key, ...], Any]:
+        return keys, self.collate([self._item(key) for key in keys])
+
+    def _item(self, key: Key) -> dict[str, Tensor]:
         item = self.samples.item(key.index, key.epoch)
-        if key.filler:
-            item = {**item, "loss_mask": torch.zeros_like(item["loss_mask"])}
-        return key, item
+        return {**item, "loss_mask": torch.zeros_like(item["loss_mask"])} if key.filler else item
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
 
 class StepLoader:
@@ -202,29 +214,29 @@ class StepLoader:
     step's tokens, whatever the accumulation, the ranks and the strategy. It holds a step's parts in memory at once.
     """
 
-    def __init__(self, loader: DataLoader, steps: RankSteps, count: Callable[[Any], float], reached: Callable[[], int]):
-        self._loader, self._steps, self._count, self._reached = loader, steps, count, reached
+    def __init__(self, data: HeadDataModule, trainer: pl.Trainer):
+        self._data, self._trainer, self._start = data, trainer, 0
 
     def __len__(self) -> int:
-        """All parts of the training, those of steps before `start` included: Lightning counts from the beginning."""
-        return self._steps.stop * self._steps.accumulate
+        """All parts of the training, those before a continued run's too: Lightning counts from the beginning."""
+        return self._data.total_steps * self._data.config.accumulate
 
     def __iter__(self) -> Iterator[Part]:
-        parts: list[tuple[tuple[Key, ...], Any, float]] = []
-        for keys, data in self._loader:
-            parts.append((keys, data, self._count(data)))
-            if len(parts) == self._steps.accumulate:
-                total = sum(tokens for *_, tokens in parts)
-                for i, (own, own_data, tokens) in enumerate(parts):
-                    yield Part(own_data, own, tokens, total, i == 0, i == len(parts) - 1)
-                parts = []
+        data, trainer, accumulate = self._data, self._trainer, self._data.config.accumulate
+        rank, num_ranks = trainer.global_rank, trainer.world_size
+        keys = rank_keys(data.order, self._start, data.total_steps, rank, num_ranks, accumulate)
+        batches = iter(data.batches(data.train, keys))
+        while step := list(itertools.islice(batches, accumulate)):
+            counts = [data.count(batch) for _, batch in step]
+            for i, ((own, batch), tokens) in enumerate(zip(step, counts, strict=True)):
+                yield Part(batch, own, tokens, sum(counts), i == 0, i == accumulate - 1)
 
     def state_dict(self) -> dict[str, int]:
         """What Lightning stores; checkpoints are taken between steps only."""
-        return {"step": self._reached()}
+        return {"step": self._trainer.global_step}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self._steps.start = state["step"]
+        self._start = state["step"]
 
 
 def held_out(num_samples: int, share: float, seed: int = 0) -> tuple[list[int], list[int]]:
@@ -242,17 +254,41 @@ def held_out(num_samples: int, share: float, seed: int = 0) -> tuple[list[int], 
     return train, val
 
 
-def cut_to_context(dataset: Any, config: TrainConfig, context: int, overlap: int = 0) -> Any:
-    """The data set with samples longer than --max-length, or than the frozen model's `context`, split and not dropped.
+def train_and_val(
+    config: TrainConfig, train: Any, val: Any | None, context: int, overlap: int = 0, told: bool = True
+) -> tuple[Samples, Samples]:
+    """Training and validation samples; `val` is the dataset of --val, if it is given.
 
-    overlap: as in `data.datasets.Pieces`.
+    Sequences longer than --max-length, or than the frozen model's `context`, are split and not dropped, which is told;
+    their pieces share `overlap` tokens.
+
+    Raises:
+        InputError: there are too few of them.
     """
+    if not len(train):
+        raise InputError("data", f"{config.data} without samples", "at least one", "Check the stage that made it.")
     limit = min(config.max_length or context, context)
-    pieces = in_pieces(dataset, limit, overlap)
-    if pieces is not dataset and is_first_process():
-        longer = sum(length > limit for length in dataset.lengths)
-        say(f"{longer:,} of {len(dataset):,} sequences are longer than {limit:,} tokens: split into pieces")
-    return pieces
+
+    def cut(dataset: Any) -> Any:
+        pieces = in_pieces(dataset, limit, overlap)
+        if told and pieces is not dataset:
+            longer = sum(length > limit for length in dataset.lengths)
+            said = f"{longer:,} of {len(dataset):,} sequences are longer than {limit:,} tokens: split into pieces"
+            say_on_rank_zero(said)
+        return pieces
+
+    train = cut(train)
+    if val is not None:
+        val = cut(val)
+        return Samples(train, range(len(train))), Samples(val, range(len(val)))
+    if config.val_share == 0:
+        raise InputError("val_share", 0, "a share above 0, or --val", "Validation picks the best head.")
+    rows = train.conversations  # those, and pieces of one sequence, stay on one side
+    kept = set(held_out(len(set(rows)), config.val_share)[0])
+    return (
+        Samples(train, [i for i, row in enumerate(rows) if row in kept]),
+        Samples(train, [i for i, row in enumerate(rows) if row not in kept]),
+    )
 
 
 class HeadDataModule(pl.LightningDataModule):
@@ -273,17 +309,12 @@ class HeadDataModule(pl.LightningDataModule):
     ):
         super().__init__()
         self.train, self.val, self.collate, self.count, self.config = train, val, collate, count, config
-        self.order = Order(
-            train.lengths, config.seed, config.batch_size, config.tokens_per_batch, config.group_by_length
-        )
+        self.order = order_of(config, train.lengths)
         self.total_steps = config.max_steps or config.epochs * self.order.steps_per_epoch
 
     def train_dataloader(self) -> StepLoader:
         assert self.trainer is not None
-        trainer, accumulate = self.trainer, self.config.accumulate
-        steps = RankSteps(self.order, 0, self.total_steps, trainer.global_rank, trainer.world_size, accumulate)
-        loader = self._loader(self.train, steps)
-        return StepLoader(loader, steps, self.count, lambda: trainer.global_step)
+        return StepLoader(self, self.trainer)
 
     def transfer_batch_to_device(self, batch: Part, device: torch.device, dataloader_idx: int) -> Part:
         return move(batch, device)
@@ -293,31 +324,19 @@ class HeadDataModule(pl.LightningDataModule):
         memory shows at once."""
         lengths, shares = self.val.lengths, self.config.accumulate * num_ranks
         order = sorted(range(len(self.val)), key=lengths.__getitem__, reverse=True)[rank::num_ranks]
-        batches: list[list[Key]] = []
+        batches: list[tuple[Key, ...]] = []
         while order:
             by_tokens = self.config.tokens_per_batch // (shares * lengths[order[0]])
             size = max(1, by_tokens if self.config.tokens_per_batch else self.config.batch_size // shares)
-            batches.append([Key(0, i) for i in order[:size]])
+            batches.append(tuple(Key(0, i) for i in order[:size]))
             order = order[size:]
-        for keys, data in self._loader(self.val, batches):
+        for keys, data in self.batches(self.val, batches):
             tokens = self.count(data)
             yield Part(data, keys, tokens, tokens, True, True)
 
-    def _loader(self, samples: Samples, batches: Any) -> DataLoader:
+    def batches(self, samples: Samples, keys: Any) -> DataLoader:
+        """Collated samples with their keys, of each batch of keys, read by `num_workers` processes."""
+        workers = self.config.num_workers
         return DataLoader(
-            Keyed(samples),
-            batch_sampler=batches,
-            num_workers=self.config.num_workers,
-            collate_fn=_Collate(self.collate),
-            pin_memory=torch.cuda.is_available(),
+            Batches(samples, self.collate), batch_size=None, sampler=keys, num_workers=workers, collate_fn=_as_it_is
         )
-
-
-class _Collate:
-    """Keeps the keys beside the collated data. A class, not a closure: reader processes may have to pickle it."""
-
-    def __init__(self, collate: Callable[[list[Any]], Any]):
-        self._collate = collate
-
-    def __call__(self, samples: list[tuple[Key, Any]]) -> tuple[tuple[Key, ...], Any]:
-        return tuple(key for key, _ in samples), self._collate([item for _, item in samples])

@@ -143,8 +143,8 @@ class ZeroStrategy(DeepSpeedStrategy):
     def _zero(self) -> Any:
         return self.deepspeed_engine.optimizer
 
-    def whole_state(self) -> dict[str, Tensor]:
-        """The module's state dict with whole tensors. All ranks must call it."""
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """With whole tensors. All ranks must call it."""
         from deepspeed.utils import safe_get_full_fp32_param
 
         assert self.lightning_module is not None
@@ -153,9 +153,6 @@ class ZeroStrategy(DeepSpeedStrategy):
             name: safe_get_full_fp32_param(value) if hasattr(value, "ds_id") else value.detach()
             for name, value in state.items()
         }
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        return self.whole_state()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """What torch's `Optimizer.state_dict` gives on one device; empty on ranks other than 0. All ranks call it."""
@@ -225,7 +222,7 @@ def whole_head(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[nn.M
     devices = [strategy.root_device] if strategy.root_device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), strategy.root_device:
         whole = type(head)(head.config)
-    state = strategy.whole_state()
+    state = strategy.lightning_module_state_dict()
     whole.load_state_dict({name.removeprefix("head."): value for name, value in state.items()})
     whole.train(head.training)
     module.head = whole

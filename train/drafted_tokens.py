@@ -1,12 +1,10 @@
 """What an acceptance head reads while it is trained: a frozen drafter's states of a batch's drafted tokens, made anew
-in every step rather than stored."""
+in every step rather than stored. They hold frozen models, none of which is a torch module's child."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -35,23 +33,6 @@ class DraftedTokens:
     log_q: Tensor | None = None
 
 
-class StateReader(Protocol):
-    """Gives a head its inputs. It holds frozen models, and none of them is a torch module's child.
-
-    drafter: what drafts. weighted: tokens have weights. model: the name of what drafts, for errors.
-    """
-
-    drafter: FrozenDrafter
-    weighted: bool
-    model: str
-
-    def read(self, data: Any, with_log_q: bool = False) -> DraftedTokens:
-        """States and labels of a collated batch."""
-
-    def flops(self, part: Part, lengths: Sequence[int]) -> tuple[float, int]:
-        """Model FLOPs of `read`, and how many tokens it gives. lengths: of the part's rows."""
-
-
 class MixedText:
     """Labels of mixed text (SpecDec++, section 3.3): the draft reads z, and its states are those after each token."""
 
@@ -62,6 +43,7 @@ class MixedText:
         self.drafter, self.lm, self.model, self.greedy = drafter, drafter.lm, drafter.name, greedy
 
     def read(self, data: AcceptanceTokens, with_log_q: bool = False) -> DraftedTokens:
+        """States and labels of a collated batch."""
         with torch.no_grad():
             hidden = self.lm.features(data.z_ids)
         mask = data.loss_mask
@@ -81,6 +63,7 @@ class MixedText:
         return result
 
     def flops(self, part: Part, lengths: Sequence[int]) -> tuple[float, int]:
+        """Model FLOPs of `read`, and how many tokens it gives. lengths: of the part's rows."""
         return features_flops(self.lm, lengths), int(part.tokens)
 
 
@@ -111,8 +94,8 @@ class RolloutDrafts:
             return values.unsqueeze(2).expand(*shape, labelled[0].shape[2], *values.shape[2:]) if tree else values
 
         ids, accept_prob = (chosen(values) for values in labelled)
-        numbers = {part.name: getattr(known, part.name) for part in dataclasses.fields(known)}
-        known = TokenConfidences(**{name: chosen(values) for name, values in numbers.items() if values is not None})
+        numbers = {name: chosen(values) for name, values in vars(known).items() if values is not None}
+        known = TokenConfidences(**numbers)
         batch = AcceptanceBatch(
             hidden=chosen(of_children(self.states(data))),
             accept_prob=accept_prob,
@@ -143,19 +126,20 @@ class RolloutDrafts:
             return self.branches.embed(ids).to(ids.device)
 
     def flops(self, part: Part, lengths: Sequence[int]) -> tuple[float, int]:
+        """As of `MixedText`."""
         data: RolloutTokens = part.data
         predicted = data.num_labelled * (data.child_ids.shape[2] if self.head.judges == "tree" else 1)
-        return self._read_flops(data), predicted
-
-    def _read_flops(self, data: RolloutTokens) -> float:
-        texts = [starts[-1] for starts in data.starts]
+        texts, starts = [own[-1] for own in data.starts], [start for own in data.starts for start in own]
         levels = data.draft_ids.shape[1] - (self.head.state == "before")
-        starts = [start for starts in data.starts for start in starts]
         lm, head = self.drafter.lm, self.drafter.head
         if head is not None:
             read = features_flops(lm, texts) if head.needs_features else 0.0
-            return read + head.branches_flops(head.config, texts, starts, levels)
+            return read + head.branches_flops(head.config, texts, starts, levels), predicted
         config = llama_of(lm)
         if config is None:
-            return features_flops(lm, [*texts, len(starts) * levels])
-        return flops.rollouts_forward(config, texts, starts, levels)
+            return features_flops(lm, [*texts, len(starts) * levels]), predicted
+        return flops.rollouts_forward(config, texts, starts, levels), predicted
+
+
+# Gives a head its inputs.
+StateReader = MixedText | RolloutDrafts

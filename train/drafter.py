@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 import torch
 from torch import Tensor
 
-from draftsmith.data.features import read_features
 from draftsmith.data.heads.directory import starting_head, starting_settings, starting_weights
 from draftsmith.data.models.identity import captured
 from draftsmith.data.models.loading import load_lm, read_config
@@ -26,7 +25,7 @@ from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.targets.llama import SUPPORTED, LlamaLM, llama_config
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainDrafterConfig
-from draftsmith.train.feature_cache import CachedFeatures, FeatureCache, check_cache_room
+from draftsmith.train.feature_cache import FeatureCache, check_cache_room
 from draftsmith.train.strategies import local_device, model_dtype
 
 if TYPE_CHECKING:
@@ -75,10 +74,9 @@ def prepare(config: TrainDrafterConfig) -> tuple[Any, ...]:
         InputError: the data was made with another target, is damaged or empty, or the disk cannot hold the cache.
     """
     # Lightning takes seconds to import, and --help needs none of it.
-    from draftsmith.train.data_module import HeadDataModule
-    from draftsmith.train.drafter_objective import DrafterObjective
-    from draftsmith.train.feature_source import FeatureSource
-    from draftsmith.train.fit import Provenance, digests, train_and_val
+    from draftsmith.train.data_module import HeadDataModule, train_and_val
+    from draftsmith.train.drafter_objective import DrafterObjective, FeatureSource
+    from draftsmith.train.fit import Provenance, digests
     from draftsmith.train.lit_head import LitHead
     from draftsmith.train.metrics import is_first_process
     from draftsmith.train.tau import TauProbe, probe_prompts
@@ -145,7 +143,7 @@ def open_cache(
     if say_room:
         check_cache_room(cache, samples, target.info.hidden_size * max(1, len(layers)), directory)
     for part in samples:
-        part.dataset = CachedFeatures(part.dataset, cache)
+        part.cached = cache.get
     return cache
 
 
@@ -197,15 +195,9 @@ class FrozenWeights:
         self._target = target
 
     def last_layer(self) -> dict[str, Tensor]:
-        target = self._target
-        if isinstance(target, LlamaLM):
-            layer = target.model.layers[-1]
-        else:
-            from draftsmith.modules.targets.hf import HFLM
-
-            assert isinstance(target, HFLM)
-            layer = target.model.base_model.layers[-1]
-        return {name: weight.cpu() for name, weight in layer.state_dict().items()}
+        target: Any = self._target
+        layers = target.model.layers if isinstance(target, LlamaLM) else target.model.base_model.layers
+        return {name: weight.cpu() for name, weight in layers[-1].state_dict().items()}
 
     def lm_head(self) -> Tensor:
         target: Any = self._target
@@ -229,7 +221,7 @@ def target_shape(path: str) -> LlamaConfig:
 
 
 def feature_std(
-    samples: Samples, target: CausalLM, capture: Sequence[int] = (), stored: FeatureDtype | None = None
+    samples: Samples, target: CausalLM, capture: tuple[int, ...] = (), stored: FeatureDtype | None = None
 ) -> float:
     """Standard deviation of the features' elements over the first samples: the noise's unit.
 
@@ -240,7 +232,7 @@ def feature_std(
         item: Mapping[str, Tensor] = samples.item(i, 0)
         features = None if stored else item.get("features")
         if features is None:
-            features = read_features(target, item["input_ids"][None].to(target.device), capture)[0]
+            features = target.features(item["input_ids"][None].to(target.device), capture=capture)[0]
             place = first_broken(features)
             if place is not None:
                 raise NonFinite("hidden states", "target", place).of([samples.name(i)])

@@ -9,7 +9,6 @@ stored ones are.
 from __future__ import annotations
 
 import hashlib
-import os
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,17 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.utils.data import Dataset
 
-from draftsmith.data.features import check_disk
 from draftsmith.data.progress import say
 from draftsmith.data.store import feature_codec
-from draftsmith.data.store.datasets import Item, broken_features
-from draftsmith.data.store.feature_codec import FeatureDtype
-from draftsmith.data.store.files import CannotWrite, make_directory, write_json, write_tensors
-from draftsmith.data.store.manifest import differences, flatten, warn_not_compared, without_unrecorded
+from draftsmith.data.store.feature_codec import FeatureDtype, FeatureFiles
+from draftsmith.data.store.files import CannotWrite, check_disk, make_directory, write_json, write_tensors
+from draftsmith.data.store.manifest import changes
 from draftsmith.data.store.reading import read_object
 from draftsmith.modules.finite import first_broken
 from draftsmith.modules.types import InputError
@@ -62,12 +57,11 @@ class FeatureCache:
         self._begin({"kind": "feature-cache", "target": dict(identity), "dtype": dtype, "model_dtype": model_dtype})
         self._shards: set[str] = set()
         self._where: dict[str, str] = {}
-        self._files: dict[tuple[int, str], Any] = {}
-        self._pending: dict[str, dict[str, Tensor]] = {}  # encoded, not yet handed to the writer
-        self._pending_bytes = 0
-        self._writing: dict[str, dict[str, Tensor]] = {}
+        self._files = FeatureFiles(self._directory, "Delete it: its rows are computed again.")
+        self._unwritten: dict[str, dict[str, Tensor]] = {}  # encoded
+        self._new_bytes = 0  # of those that no shard is being written of
         self._writer: ThreadPoolExecutor | None = None
-        self._written: Future[str] | None = None
+        self._writing: Future[tuple[str, list[str]]] | None = None
         self._full = False
         self._looked = -LOOK_EVERY_S
         self._look()
@@ -75,46 +69,38 @@ class FeatureCache:
     @property
     def num_rows(self) -> int:
         """Rows that are there, as far as this process has seen."""
-        return len(self._where) + len(self._pending) + len(self._writing)
+        return len(self._where) + len(self._unwritten)
 
     def get(self, input_ids: Tensor) -> Tensor | None:
         """The features [T, H] (bf16) of a row with token ids [T], if they are there."""
         name = row_name(input_ids)
-        for waiting in (self._pending, self._writing):
-            if name in waiting:
-                return feature_codec.decode(waiting[name])
+        if name in self._unwritten:
+            return feature_codec.decode(self._unwritten[name])
         if name not in self._where:
             self._look()
         shard = self._where.get(name)
-        if shard is None:
-            return None
-        features = feature_codec.stored_features(self._open(shard), name)
-        place = first_broken(features)
-        if place is not None:
-            raise broken_features(self._directory / shard, f"row {name}", place)
-        return features
+        return None if shard is None else self._files.read(shard, name, f"row {name}")
 
     def put(self, input_ids: Tensor, features: Tensor) -> Tensor:
         """Keep the features [T, H] of a row with token ids [T] (on the CPU); they are returned as `get` gives them."""
         encoded = feature_codec.encode(features, self.dtype)
         name = row_name(input_ids)
-        known = name in self._where or name in self._pending or name in self._writing
+        known = name in self._where or name in self._unwritten
         if not (self._full or known) and first_broken(features) is None:
             # Copies: the batch that they are slices of would stay in memory.
-            self._pending[name] = {suffix: tensor.to("cpu", copy=True) for suffix, tensor in encoded.items()}
-            self._pending_bytes += sum(tensor.nbytes for tensor in encoded.values())
-            if self._pending_bytes >= SHARD_BYTES:
+            self._unwritten[name] = {suffix: tensor.to("cpu", copy=True) for suffix, tensor in encoded.items()}
+            self._new_bytes += sum(tensor.nbytes for tensor in encoded.values())
+            if self._new_bytes >= SHARD_BYTES:
                 self.flush(wait=False)
         return feature_codec.decode(encoded)
 
     def flush(self, wait: bool = True) -> None:
         """Write what has been put. wait: return when it is on the disk."""
         self._collect()
-        if self._pending and not self._full:
-            self._writing, self._pending, self._pending_bytes = self._pending, {}, 0
+        if self._unwritten:
+            self._new_bytes = 0
             self._writer = self._writer or ThreadPoolExecutor(1)
-            tensors = {name + suffix: t for name, row in self._writing.items() for suffix, t in row.items()}
-            self._written = self._writer.submit(self._write, tensors)
+            self._writing = self._writer.submit(self._write, dict(self._unwritten))
         if wait:
             self._collect()
 
@@ -125,35 +111,34 @@ class FeatureCache:
 
     def _collect(self) -> None:
         """Wait for the shard that is being written, if any. A disk that is full ends the writing, not the training."""
-        if self._written is None:
+        writing, self._writing = self._writing, None
+        if writing is None:
             return
         try:
-            shard = self._written.result()
+            shard, names = writing.result()
         except (OSError, CannotWrite) as error:
-            self._full = True
-            self._pending = {}
+            self._full, self._unwritten = True, {}
             say(f"feature cache: {self._directory}: {error}. Nothing more is cached; training goes on without.")
-        else:
-            self._shards.add(shard)
-            self._where |= dict.fromkeys(self._writing, shard)
-        self._writing, self._written = {}, None
+            return
+        self._shards.add(shard)
+        self._where |= dict.fromkeys(names, shard)
+        for name in names:
+            del self._unwritten[name]
 
-    def _write(self, tensors: dict[str, Tensor]) -> str:
-        """The shard's name, once it is on the disk. Names are drawn: runs that share the directory agree on none."""
-        name = f"{uuid.uuid4().hex}.safetensors"
-        write_tensors(self._directory / name, tensors)
-        return name
+    def _write(self, rows: dict[str, dict[str, Tensor]]) -> tuple[str, list[str]]:
+        """The shard's name and its rows', once it is on the disk. Names are drawn: runs that share the directory agree
+        on none."""
+        shard = f"{uuid.uuid4().hex}.safetensors"
+        tensors = {name + suffix: tensor for name, row in rows.items() for suffix, tensor in row.items()}
+        write_tensors(self._directory / shard, tensors)
+        return shard, list(rows)
 
     def _begin(self, about: dict[str, Any]) -> None:
         directory, path = self._directory, self._directory / ABOUT
         make_directory(directory)
         if path.exists():
-            kept = read_object(path, {}, "Delete the cache's directory.")
-            differing, unrecorded = without_unrecorded(differences(flatten(about), flatten(kept)))
-            warn_not_compared(str(path), unrecorded)
-            if differing:
-                found = f"{directory} with another " + "; ".join(f"{k}: {was}, now {now}" for k, now, was in differing)
-                remedy = "Delete it, or pass another --feature-cache."
+            if changed := changes(path, about, read_object(path, {}, "Delete the cache's directory.")):
+                found, remedy = f"{directory} with another {changed}", "Delete it, or pass another --feature-cache."
                 raise InputError("feature_cache", found, "features of this target and dtype", remedy)
         elif any(".tmp" not in entry.name for entry in directory.iterdir()):
             # Another rank may have written it since.
@@ -173,46 +158,12 @@ class FeatureCache:
         self._looked = time.monotonic()
         for path in self._directory.glob("*.safetensors"):
             if path.name not in self._shards:
-                names = [name for name in self._open(path.name).keys() if "." not in name]  # noqa: SIM118
-                self._where |= dict.fromkeys(names, path.name)
+                self._where |= dict.fromkeys(self._files.keys(path.name), path.name)
                 self._shards.add(path.name)
-
-    def _open(self, name: str) -> Any:
-        """The shard, opened once in each process."""
-        place = (os.getpid(), name)
-        if place not in self._files:
-            path = self._directory / name
-            try:
-                self._files[place] = safe_open(path, framework="pt")
-            except (SafetensorError, OSError) as error:
-                remedy = "Delete it: its rows are computed again."
-                raise InputError(str(path), f"unreadable ({error})", "a safetensors shard", remedy) from error
-        return self._files[place]
 
     def __getstate__(self) -> dict[str, Any]:
         """State for a reader process: it reads what is on the disk."""
-        return {**self.__dict__, "_files": {}, "_pending": {}, "_writing": {}, "_writer": None, "_written": None}
-
-
-class CachedFeatures(Dataset):
-    """Texts (a `ResponsesDataset`, or pieces of it) whose items have features where the cache holds them."""
-
-    def __init__(self, texts: Any, cache: FeatureCache):
-        self.texts, self.cache, self.manifest = texts, cache, texts.manifest
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of each item."""
-        return self.texts.lengths
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-    def __getitem__(self, index: int) -> Item:
-        """Fields of FeatureBatch for one sequence; features [T, H] bf16 only if they are there."""
-        item = self.texts[index]
-        features = self.cache.get(item["input_ids"])
-        return item if features is None else {**item, "features": features}
+        return {**self.__dict__, "_unwritten": {}, "_writer": None, "_writing": None}
 
 
 def check_cache_room(cache: FeatureCache, samples: Sequence[Samples], width: int, directory: Path) -> None:

@@ -23,7 +23,6 @@ from torch import nn
 
 from draftsmith.data.heads.card import model_card
 from draftsmith.data.heads.directory import head_fields, save_head
-from draftsmith.data.store.datasets import answers_in, conversations_of
 from draftsmith.data.store.files import make_directory, write_json, write_text
 from draftsmith.data.store.manifest import (
     decisive,
@@ -38,15 +37,16 @@ from draftsmith.data.store.manifest import (
 from draftsmith.data.store.reading import read_object
 from draftsmith.data.text.answers import Supervision
 from draftsmith.modules.types import InputError
-from draftsmith.train.callbacks import BetweenSteps, HeadProbe, SaveHead, say_on_rank_zero
+from draftsmith.train.callbacks import BetweenSteps, SaveHead
 from draftsmith.train.checkpoints import FOLDER, Checkpoints, all_in, newest_intact, step_of
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.data_module import HeadDataModule, Samples, cut_to_context, held_out
+from draftsmith.train.data_module import HeadDataModule, Samples
 from draftsmith.train.lit_head import LitHead
 from draftsmith.train.loggers import HeadArtifact, make_loggers
-from draftsmith.train.metrics import is_first_process
+from draftsmith.train.metrics import is_first_process, say_on_rank_zero
 from draftsmith.train.signals import StopOnSignal, exit_code
 from draftsmith.train.strategies import trainer_arguments, world_size
+from draftsmith.train.tau import TauProbe
 
 READ_MODEL = "read_model"
 STARTED, FINISHED, RESOLVED = "started.json", "training.json", "config.yaml"
@@ -79,10 +79,10 @@ def finished(config: TrainConfig) -> Path | None:
     if config.resume and done.exists():
         begun = read_object(config.output / STARTED, {}, "Choose another output.")
         now = flatten({"config": decisive(config)})
-        differing = differences({key: now[key] for key in now if key in begun}, {key: begun.get(key) for key in now})
-        changed = [entry for entry in differing if entry[0] in begun]  # earlier versions had fewer settings
-        if changed:
-            found = "another " + "; ".join(f"{key}: {new}, trained with {was}" for key, new, was in changed)
+        recorded = now.keys() & begun.keys()  # earlier versions had fewer settings
+        differing = differences({key: now[key] for key in recorded}, {key: begun[key] for key in recorded})
+        if differing:
+            found = "another " + "; ".join(f"{key}: {new}, trained with {was}" for key, new, was in differing)
             remedy = f"Leave them out, or train anew in another output: {config.output} is finished."
             raise InputError("resume", found, "the settings of the finished training", remedy)
         say_on_rank_zero(f"{config.output} holds a finished training: nothing is left to do, and nothing is changed")
@@ -94,38 +94,13 @@ def finished(config: TrainConfig) -> Path | None:
     return None
 
 
-def train_and_val(
-    config: TrainConfig, train: Any, val: Any | None, context: int, overlap: int = 0
-) -> tuple[Samples, Samples]:
-    """Training and validation samples; `val` is the dataset of --val, if it is given.
-
-    Sequences longer than --max-length, or than the frozen model's `context`, are split and not dropped; their pieces
-    share `overlap` tokens.
-    """
-    if not len(train):
-        raise InputError("data", f"{config.data} without samples", "at least one", "Check the stage that made it.")
-    train = cut_to_context(train, config, context, overlap)
-    if val is not None:
-        val = cut_to_context(val, config, context, overlap)
-        return Samples(train, range(len(train))), Samples(val, range(len(val)))
-    if config.val_share == 0:
-        raise InputError("val_share", 0, "a share above 0, or --val", "Validation picks the best head.")
-    rows = conversations_of(train)  # those, and pieces of one sequence, stay on one side
-    train_rows, _ = held_out(len(set(rows)), config.val_share)
-    kept = set(train_rows)
-    return (
-        Samples(train, [i for i, row in enumerate(rows) if row in kept]),
-        Samples(train, [i for i, row in enumerate(rows) if row not in kept]),
-    )
-
-
 def digests(train: Any, val: Any | None) -> dict[str, str]:
     """Hashes of the content that a head is trained and validated on."""
     return {"data": train.manifest.digest} | ({"val": val.manifest.digest} if val is not None else {})
 
 
 def fit(
-    module: LitHead, data: HeadDataModule, config: TrainConfig, provenance: Provenance, probe: HeadProbe | None = None
+    module: LitHead, data: HeadDataModule, config: TrainConfig, provenance: Provenance, probe: TauProbe | None = None
 ) -> Path:
     """Train, or go on training, and return best/.
 
@@ -254,11 +229,8 @@ def _made_from(provenance: Provenance) -> dict[str, Any]:
 
 
 def tell_supervision(train: Samples) -> dict[str, float]:
-    """Say what will be learned, and warn where that is little; the numbers, none for data without answers."""
-    lengths = answers_in(train.dataset, train.indices)
-    if lengths is None:
-        return {}
-    learned = Supervision.of(lengths)
+    """Say what will be learned, and warn where that is little; its numbers."""
+    learned = Supervision.of(train.dataset.answer_lengths(train.indices))
     say_on_rank_zero(f"data: {learned.text()}")
     if warning := learned.warning():
         say_on_rank_zero(warning)

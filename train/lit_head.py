@@ -72,10 +72,6 @@ class Objective(ABC):
         """Model FLOPs (modules/flops.py) of a training part, forward and backward: the head's, the loss' and those of
         the frozen model's forward where it runs in the step. From shapes, without waiting for a device."""
 
-    def end_epoch(self) -> None:
-        """What was computed in this epoch is to be read in the next."""
-        return
-
     def state(self, head: Any) -> dict[str, Any]:
         """What a checkpoint holds of it."""
         return {}
@@ -92,7 +88,7 @@ class LitHead(pl.LightningModule):
         super().__init__()
         self.head, self.objective, self.config, self.total_steps = head, objective, config, total_steps
         self.means = Means()
-        self.bad_steps = BadSteps(config.max_bad_steps)
+        self.bad_steps = BadSteps(config.max_bad_steps, objective.model)
         # The running step is left out on all ranks: something in it was not finite.
         self.skips_step = False
         # Set by this rank's signal handler; then agreed on by all ranks, so that all stop after the same step.
@@ -102,79 +98,30 @@ class LitHead(pl.LightningModule):
         # The part at hand is its step's last one.
         self.ends_step = True
         self._grad_norm = 0.0
-        self._epoch = 0
-
-    def autocast(self) -> AbstractContextManager:
-        """bf16 where the config says so, under every strategy alike; weights and optimizer stay float32."""
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16")
-
-    def loss(self, part: Part) -> LossOutput:
-        """Mean loss over the part's tokens, in training."""
-        given = self.objective.read(part)
-        if given.states is not None:
-            self.bad_steps.given(self.objective.model, given.states)
-        return self.objective.loss(self.head, given, self._step(part.keys))
-
-    @torch.no_grad()
-    def validate(self, parts: Iterable[Part]) -> dict[str, float]:
-        """The objective's metrics.
-
-        Raises:
-            NonFinite: the states of a frozen model. InputError: there is nothing to measure.
-        """
-        return self.objective.validate(self.head, self._validated(parts))
-
-    def _validated(self, parts: Iterable[Part]) -> Iterator[tuple[Part, Given]]:
-        for part in parts:
-            part = move(part, self.device)
-            given = self.objective.read(part, validating=True)
-            if given.states is not None and not bool(given.states.sum(dtype=torch.float32).isfinite()):
-                samples = cast(Any, self.trainer).datamodule.val
-                names = [samples.name(key.index) for key in part.keys if not key.filler]
-                raise NonFinite("hidden states", self.objective.model, None).of(names)
-            yield part, given
-
-    def flops(self, part: Part) -> float:
-        """FLOPs as of the objective; fillers aside."""
-        return self.objective.flops(self.head, part, self._step([key for key in part.keys if not key.filler]))
-
-    def _step(self, keys: Sequence[Key]) -> TrainStep:
-        """Where the training stands, for these samples."""
-        seeds = [(self.config.seed * 1_000_003 + key.epoch) * 1_000_003 + key.index for key in keys]
-        lengths = [self.samples.lengths[key.index] for key in keys]
-        return TrainStep(self.trainer.global_step, self.total_steps, lengths, seeds)
-
-    def on_train_start(self) -> None:
-        self.bad_steps.watch(self.head)
-
-    def on_train_batch_start(self, batch: Part, batch_idx: int) -> None:
-        if batch.keys[0].epoch != self._epoch:
-            self._epoch = batch.keys[0].epoch
-            self.objective.end_epoch()
-
-    def on_train_end(self) -> None:
-        self.objective.end_epoch()
-
-    @property
-    def samples(self) -> Samples:
-        """What is trained on. Lightning declares no `datamodule` on its trainer, which has one all the same."""
-        return cast(Any, self.trainer).datamodule.train
-
-    def lengths_of(self, part: Part) -> list[int]:
-        """Tokens of each document of a training part, padding and fillers aside."""
-        lengths = self.samples.lengths
-        return [lengths[key.index] for key in part.keys if not key.filler]
 
     def training_step(self, part: Part, batch_idx: int) -> Tensor:
         if part.first:
             self._begin_step(part.step_tokens)
         with self.autocast():
             output = self.loss(part)
-        self.bad_steps.add(output.loss, [key.index for key in part.keys if not key.filler])
+        self.bad_steps.add(output.loss, part.indices)
         self.means.add(finite(output))
         self.ends_step = part.last
         # DDP takes the mean over ranks and Lightning divides by the accumulated parts: undo both, for a sum.
         return output.loss * (part.tokens * num_ranks() * self.config.accumulate / self._step_tokens)
+
+    def loss(self, part: Part) -> LossOutput:
+        """Mean loss over the part's tokens, in training."""
+        given = self.objective.read(part)
+        if given.states is not None:
+            self.bad_steps.given(given.states)
+        return self.objective.loss(self.head, given, self._step(part.keys))
+
+    def _step(self, keys: Sequence[Key]) -> TrainStep:
+        """Where the training stands, for these samples."""
+        seeds = [(self.config.seed * 1_000_003 + key.epoch) * 1_000_003 + key.index for key in keys]
+        lengths = [self.samples.lengths[key.index] for key in keys]
+        return TrainStep(self.trainer.global_step, self.total_steps, lengths, seeds)
 
     def _begin_step(self, own_tokens: float) -> None:
         """Agree with the other ranks on how many tokens the step counts, and on whether to stop after it."""
@@ -191,7 +138,7 @@ class LitHead(pl.LightningModule):
         """Clip, or leave the step out."""
         if not self.ends_step:  # DeepSpeed counts the parts itself: Lightning takes each for a step
             return
-        name = self._sample_name
+        name = self.samples.name
         if self.trainer.strategy.handles_gradient_accumulation:  # DeepSpeed clips inside its step
             self.skips_step, _ = self.bad_steps.agree(None, name)
             return
@@ -204,12 +151,48 @@ class LitHead(pl.LightningModule):
         elif self.config.clip:
             torch.nn.utils.clip_grads_with_norm_(params, self.config.clip, norm)
 
-    def _sample_name(self, index: int) -> str:
-        return self.samples.name(index)
+    def autocast(self) -> AbstractContextManager:
+        """bf16 where the config says so, under every strategy alike; weights and optimizer stay float32."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16")
+
+    @torch.no_grad()
+    def validate(self, parts: Iterable[Part]) -> dict[str, float]:
+        """The objective's metrics.
+
+        Raises:
+            NonFinite: the states of a frozen model. InputError: there is nothing to measure.
+        """
+        return self.objective.validate(self.head, self._validated(parts))
+
+    def _validated(self, parts: Iterable[Part]) -> Iterator[tuple[Part, Given]]:
+        for part in parts:
+            part = move(part, self.device)
+            given = self.objective.read(part, validating=True)
+            if given.states is not None and not bool(given.states.sum(dtype=torch.float32).isfinite()):
+                samples = cast(Any, self.trainer).datamodule.val
+                names = [samples.name(i) for i in part.indices]
+                raise NonFinite("hidden states", self.objective.model, None).of(names)
+            yield part, given
+
+    def flops(self, part: Part) -> float:
+        """FLOPs as of the objective; fillers aside."""
+        return self.objective.flops(self.head, part, self._step([key for key in part.keys if not key.filler]))
+
+    def on_train_start(self) -> None:
+        self.bad_steps.watch(self.head)
+
+    @property
+    def samples(self) -> Samples:
+        """What is trained on. Lightning declares no `datamodule` on its trainer, which has one all the same."""
+        return cast(Any, self.trainer).datamodule.train
+
+    def lengths_of(self, part: Part) -> list[int]:
+        """Tokens of each document of a training part, padding and fillers aside."""
+        return [self.samples.lengths[i] for i in part.indices]
 
     def count_bad_step(self) -> None:
         """The step was left out by the strategy, on all ranks, though no rank saw anything but finite numbers."""
-        self.bad_steps.add_step(self._sample_name, everything=True)
+        self.bad_steps.add_step(self.samples.name, everything=True)
 
     @property
     def grad_norm(self) -> float:
@@ -237,12 +220,11 @@ class LitHead(pl.LightningModule):
         if config.optimizer == "muon":
             optimizer = MuonAdamW(matrices, vectors, config.lr, config.betas, weight_decay=config.weight_decay)
         else:
-            groups = [
-                {"params": matrices, "weight_decay": config.weight_decay},
-                {"params": vectors, "weight_decay": 0.0},
-            ]
-            groups = [group for group in groups if group["params"]]
-            optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas)
+            groups = [(matrices, config.weight_decay), (vectors, 0.0)]
+            optimizer = torch.optim.AdamW(
+                [{"params": params, "weight_decay": decay} for params, decay in groups if params],
+                lr=config.lr, betas=config.betas,
+            )  # fmt: skip
         share = lr_schedule(config.schedule, self.total_steps, config.warmup_share, config.min_lr_share)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, share)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

@@ -44,13 +44,13 @@ class CsvLogger(Logger):
         self.path = path
         self._rows: list[dict[str, str]] = []
         self._columns = ["step"]
+        self._whole = False  # the file holds all rows
         if resumed_step and path.exists():
             with path.open(newline="") as file:
                 reader = csv.DictReader(file)
                 # A line cut short by a kill has no step or no rest.
                 self._rows = [r for r in reader if (r["step"] or "x").isdigit() and int(r["step"]) <= resumed_step]
                 self._columns = list(reader.fieldnames or ["step"])
-        self._started = False
 
     @property
     def name(self) -> str:
@@ -73,25 +73,17 @@ class CsvLogger(Logger):
         new = [name for name in row if name not in self._columns]
         self._rows.append(row)
         self._columns += new
-        if new or not self._started:
-            self._started = False  # until the whole file is there: a full disk may cut it short
-            self._rewrite()
-            self._started = True
-            return
-        self._started = False
-        append(self.path, self._csv([row]))
-        self._started = True
-
-    def _rewrite(self) -> None:
-        write_text(self.path, self._csv(self._rows, header=True))
-
-    def _csv(self, rows: Iterable[Mapping[str, str]], header: bool = False) -> str:
+        appends, self._whole = self._whole and not new, False  # a full disk may cut the file short
         text = io.StringIO(newline="")
         writer = csv.DictWriter(text, self._columns, restval="")
-        if header:
+        if appends:
+            writer.writerow(row)
+            append(self.path, text.getvalue())
+        else:
             writer.writeheader()
-        writer.writerows(rows)
-        return text.getvalue()
+            writer.writerows(self._rows)
+            write_text(self.path, text.getvalue())
+        self._whole = True
 
 
 class WandbLogger(Logger):
@@ -156,7 +148,7 @@ class HeadArtifact(pl.Callback):
     def __init__(self, directory: Path):
         self._directory = directory
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         complete = trainer.global_step == pl_module.total_steps
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger) and complete and self._directory.is_dir():

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
+from draftsmith.data.progress import say
 from draftsmith.modules.types import LossOutput
 
 T = TypeVar("T")
@@ -26,6 +27,12 @@ def rank() -> int:
 def is_first_process() -> bool:
     """True on one process of a run; also before the process group is there, from what the launcher has set."""
     return not getattr(rank_zero_only, "rank", 0)
+
+
+def say_on_rank_zero(text: str) -> None:
+    """One line for the user, from one process only; also before the process group is there."""
+    if is_first_process():
+        say(text)
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:

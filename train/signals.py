@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from draftsmith.data.progress import say
-from draftsmith.train.lit_head import SIGNALS, LitHead
+from draftsmith.train.lit_head import SIGNALS
 from draftsmith.train.metrics import is_first_process
 
 REQUEUE_S = 60
@@ -30,8 +30,7 @@ class StopOnSignal(pl.Callback):
     def __init__(self) -> None:
         self._before: dict[signal.Signals, Any] = {}
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        assert isinstance(pl_module, LitHead)
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if threading.current_thread() is not threading.main_thread():
             return  # Python delivers signals to the main thread only
 
@@ -49,10 +48,10 @@ class StopOnSignal(pl.Callback):
             signal.signal(number, before if before is not None else signal.SIG_DFL)
         self._before = {}
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         self._restore()
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
         self._restore()
 
 

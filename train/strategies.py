@@ -12,19 +12,23 @@ from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
 
 
+def device_kind(config: TrainConfig) -> str:
+    """cpu or gpu; for a plan, a GPU that is asked for need not be here."""
+    if config.accelerator != "auto":
+        return config.accelerator
+    return "gpu" if torch.cuda.device_count() else "cpu"
+
+
 def accelerator(config: TrainConfig) -> str:
-    """cpu or gpu, resolved.
+    """cpu or gpu.
 
     Raises:
         InputError: when a GPU is asked for and there is none, or fewer than asked for.
     """
-    available = torch.cuda.device_count()
-    if config.accelerator == "cpu" or (config.accelerator == "auto" and not available):
-        return "cpu"
-    wanted, _ = _devices(config)
-    if available < wanted:
-        raise InputError("devices", f"{available} CUDA devices", str(wanted), "Pass --accelerator cpu.")
-    return "gpu"
+    kind, available = device_kind(config), torch.cuda.device_count()
+    if kind == "gpu" and available < _devices(config)[0]:
+        raise InputError("devices", f"{available} CUDA devices", str(_devices(config)[0]), "Pass --accelerator cpu.")
+    return kind
 
 
 def _devices(config: TrainConfig) -> tuple[int, int]:
@@ -55,9 +59,7 @@ def local_device(config: TrainConfig) -> str:
 
 def model_dtype(config: TrainConfig) -> str:
     """Type of the frozen model's weights: on a CPU float32 is faster than bf16 at the row counts of small models."""
-    if config.model_dtype == "auto" and accelerator(config) == "cpu":
-        return "float32"
-    return config.model_dtype
+    return "float32" if config.model_dtype == "auto" and device_kind(config) == "cpu" else config.model_dtype
 
 
 def trainer_arguments(config: TrainConfig) -> dict[str, Any]:

@@ -26,7 +26,8 @@ from draftsmith.train.metrics import num_ranks, rank, sum_over_ranks
 
 
 class TauProbe:
-    """Greedy chain decoding of prompts, as `draftsmith decode` does it: a `callbacks.HeadProbe`."""
+    """Greedy chain decoding of prompts, as `draftsmith decode` does it. All ranks call it, at validations; its tau then
+    picks best/. measured: on what, in words."""
 
     monitor = "tau"
 

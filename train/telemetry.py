@@ -146,24 +146,20 @@ class Telemetry(pl.Callback):
         self._clock, self._peak = clock, peak
         self._window, self._mark = StepWindow(), 0.0
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        module = cast(Any, pl_module)
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if self._peak is None:
-            enough = module.total_steps >= MEASURED_FROM_STEPS
-            self._peak = peak_flops(module.device, module.config.precision, enough)
+            enough = pl_module.total_steps >= MEASURED_FROM_STEPS
+            self._peak = peak_flops(pl_module.device, pl_module.config.precision, enough)
         self._mark = self._clock()
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Part, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Part, batch_idx: int) -> None:
         self._window.waited_s += self._pass()
-        module = cast(Any, pl_module)
-        self._window.tokens += sum(module.lengths_of(batch))
+        self._window.tokens += sum(pl_module.lengths_of(batch))
         self._window.slots += num_slots(batch)
-        self._window.flops += module.flops(batch)
+        self._window.flops += pl_module.flops(batch)
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Part, batch_idx: int
+        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Part, batch_idx: int
     ) -> None:
         self._pass()
         self._window.steps += batch.last

@@ -10,13 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftsmith.modules.finite import NO_TOKEN, NonFinite
-from draftsmith.modules.sampling import best_tokens, draw_rows, probabilities
+from draftsmith.modules.decoding.loop import Setup, generate, session_capacity
+from draftsmith.modules.finite import NonFinite
+from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.base import CausalLM, check_ids
 from draftsmith.modules.types import InputError, SamplingParams
-
-# Rows that have ended cost compute until they are dropped, and dropping copies the cache: drop a fifth at a time.
-DROP_SHARE = 0.2
 
 
 def row_uniforms(stage: str, seed: int, row: int, count: int) -> np.ndarray:
@@ -29,68 +27,38 @@ def row_uniforms(stage: str, seed: int, row: int, count: int) -> np.ndarray:
     return np.random.Generator(np.random.Philox(key=int.from_bytes(name[:16], "little"))).random(count)
 
 
-@torch.inference_mode()
+class OwnUniforms(TorchSource):
+    """The uniforms of one row, as `row_uniforms` gives them, one a token."""
+
+    def __init__(self, uniforms: Sequence[float]):
+        self._uniforms = list(reversed(uniforms))
+
+    def _fill(self) -> None:
+        raise AssertionError("more draws than tokens")
+
+
 def answer(
     lm: CausalLM,
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,
     max_new_tokens: int,
-    uniforms: Tensor | None,
+    uniforms: Sequence[Sequence[float]] | None,
     eos_ids: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """The target's answers, each up to and including an end token, `max_new_tokens`, or the end of the context.
 
-    prompts: each shorter than the context. uniforms: [B, max_new_tokens] float64, [i, j] draws token j of row i;
-    None when greedy. eos_ids: end tokens; None takes the target's, () never ends.
+    prompts: each shorter than the context. uniforms: of each row, one for every token; None when greedy. eos_ids: end
+    tokens; None takes the target's, () never ends.
 
     Raises:
         NonFinite: the target's logits, of the prompt `row`.
     """
-    for prompt in prompts:
-        check_ids(prompt, lm.info.vocab_size)
-    limits = torch.tensor([min(max_new_tokens, lm.info.max_position - len(prompt)) for prompt in prompts])
-    ends = lm.info.eos_ids if eos_ids is None else eos_ids
-    end_tokens = torch.tensor(ends, dtype=torch.int64, device=lm.device)
-    answers = torch.zeros(len(prompts), max_new_tokens, dtype=torch.int64)
-    lengths = limits.clone()
-    steps = int(limits.max())
-    session, logits = lm.batch_session(prompts, max(len(p) for p in prompts) + steps)
-    rows = torch.arange(len(prompts))  # the prompts that are still in the session
-    alive = torch.ones(len(prompts), dtype=torch.bool)  # of them, those that have not ended
-    for step in range(steps):
-        tokens = _draw(logits, params, None if uniforms is None else uniforms[rows, step])
-        drawn = tokens.cpu()
-        if int(drawn.min()) == NO_TOKEN:
-            _check(drawn, rows, alive, prompts, step)
-        answers[rows, step] = drawn
-        ended = alive & torch.isin(tokens, end_tokens).cpu()
-        lengths[rows[ended]] = step + 1
-        full = step + 1 >= limits[rows]  # another token would have no position in the context
-        alive &= ~ended & ~full
-        if not alive.any():
-            break
-        if full.any() or alive.sum() <= (1 - DROP_SHARE) * len(alive):
-            kept = alive.nonzero()[:, 0]
-            session.select(kept.to(lm.device))
-            rows, tokens = rows[kept], tokens[kept.to(lm.device)]
-            alive = alive[kept]
-        logits = session.step(tokens.clamp_min(0))
-    return [answers[i, :length].tolist() for i, length in enumerate(lengths.tolist())]
-
-
-def _draw(logits: Tensor, params: SamplingParams, uniforms: Tensor | None) -> Tensor:
-    """One token a row, [B] on the logits' device; NO_TOKEN where there is none."""
-    if params.greedy:
-        return best_tokens(logits)
-    assert uniforms is not None
-    return draw_rows(probabilities(logits, params), uniforms.to(logits.device))
-
-
-def _check(drawn: Tensor, rows: Tensor, alive: Tensor, prompts: Sequence[Sequence[int]], step: int) -> None:
-    """Raises NonFinite where a row that has not ended has no token."""
-    broken = rows[alive & (drawn == NO_TOKEN)].tolist()
-    if broken:
-        raise NonFinite(model="target", position=len(prompts[broken[0]]) + step, row=broken[0])
+    sources = [OwnUniforms(own) for own in uniforms or [()] * len(prompts)]
+    # No fixed shapes: each would be captured anew for every batch.
+    capacity = session_capacity(max(map(len, prompts)), max_new_tokens, 0)
+    setup = Setup(session=lm.session(len(prompts), min(capacity, lm.info.max_position + 1), static=False), max_nodes=0)
+    made = generate(lm, None, prompts, params, max_new_tokens, sources, eos_ids, setup)
+    return [generation.tokens for generation in made]
 
 
 def by_length(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
@@ -119,7 +87,7 @@ def answer_all(
         drawn = None
         if not params.greedy:
             assert uniforms is not None, "sampling draws with the rows' own uniforms"
-            drawn = torch.from_numpy(np.stack([uniforms(i) for i in batch]))
+            drawn = [uniforms(i).tolist() for i in batch]
         try:
             made = answer(lm, [prompts[i] for i in batch], params, max_new_tokens, drawn, eos_ids)
         except NonFinite as error:

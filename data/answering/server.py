@@ -33,7 +33,7 @@ from draftsmith.data.store.reading import read_object
 from draftsmith.data.store.shards import DONE, Rows, Shard, ShardContent
 from draftsmith.data.text.template import check_context, context_length
 from draftsmith.data.text.turns import AnswerSettings, Talk, Talks, TargetTurn, shard_content
-from draftsmith.modules.types import InputError
+from draftsmith.modules.types import InputError, at_least
 
 if TYPE_CHECKING:
     import httpx
@@ -73,16 +73,12 @@ class ServerConfig:
     api_key_env: str = volatile("OPENAI_API_KEY")
 
     def __post_init__(self) -> None:
-        if self.concurrency < 1:
-            raise InputError("server.concurrency", self.concurrency, "1 or more", "Pass a positive number.")
+        for name, least in {"concurrency": 1, "retries": 0, "max_failed": 0}.items():
+            at_least(f"server.{name}", getattr(self, name), least)
         if not 0 < self.timeout_s < math.inf:
             raise InputError("server.timeout_s", self.timeout_s, "a positive number of seconds", "Correct it.")
-        for name in ("retries", "max_failed"):
-            if getattr(self, name) < 0:
-                raise InputError(f"server.{name}", getattr(self, name), "0 or more", "Pass a number that is not less.")
         if not _is_address(self.url):
-            expected = "http://HOST:PORT/v1, or https"
-            raise InputError("server.url", self.url, expected, "Correct it.")
+            raise InputError("server.url", self.url, "http://HOST:PORT/v1, or https", "Correct it.")
 
 
 def _is_address(url: str) -> bool:

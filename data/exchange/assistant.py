@@ -13,7 +13,7 @@ from torch import Tensor
 from draftsmith.data.models.checkpoint import INDEX, weight_map
 from draftsmith.data.models.hub import model_directory
 from draftsmith.data.models.loading import load_tokenizer, load_transformers, tokenizer_identity
-from draftsmith.data.store.files import copy_file, whole_directory, write_json
+from draftsmith.data.store.files import copy_file, make_directory, write_json
 from draftsmith.data.store.reading import read_object
 from draftsmith.modules.interop import hf_assisted
 from draftsmith.modules.interop.base import Finding
@@ -27,25 +27,22 @@ PROMPTS = ("def add(a, b):", "The first of them is")
 MAX_NEW_TOKENS = 24
 
 
-def write_assistant(draft_path: str, tuning: Tuning, directory: str | Path) -> Path:
-    """The draft's own files with `generation_config.json` set by the tuning; whole or not at all. Weights are
-    safetensors only. The draft's own README.md is left out: the directory is another one.
+def write_assistant(draft_path: str, tuning: Tuning, directory: Path) -> Path:
+    """The draft's own files with `generation_config.json` set by the tuning, into a directory of the caller's. Weights
+    are safetensors only. The draft's own README.md is left out: the directory is another one.
 
     Raises:
-        InputError: a draft without safetensors, with shards missing or code of its own; `directory` is there already.
+        InputError: a draft without safetensors, with shards missing or code of its own; nothing is written then.
     """
-    source, directory = model_directory(draft_path), Path(directory)
-    files = _files(source)
-    if directory.exists() and any(directory.iterdir()):
-        raise InputError("output", f"{directory}, which holds files", "a new directory", "Choose another.")
-    config = read_object(source / "config.json", {}, FETCH)
+    source = model_directory(draft_path)
+    files, config = _files(source), read_object(source / "config.json", {}, FETCH)
     # Without the file transformers takes the end tokens from config.json; with it, only from there.
     ends = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(key) is not None}
     fields = read_object(source / SETTINGS, {}, FETCH) if (source / SETTINGS).exists() else ends
-    with whole_directory(directory) as partial:
-        for file in files:
-            copy_file(file, partial / file.name)  # the content: a hub cache holds links
-        write_json(partial / SETTINGS, hf_assisted.generation_config(fields, tuning))
+    make_directory(directory)
+    for file in files:
+        copy_file(file, directory / file.name)  # the content: a hub cache holds links
+    write_json(directory / SETTINGS, hf_assisted.generation_config(fields, tuning))
     return directory
 
 
@@ -94,7 +91,7 @@ def check_assistant(directory: str | Path, target: str) -> tuple[list[Finding], 
         "vocab_size": draft.config.get_text_config().vocab_size,
         "target_vocab_size": large.config.get_text_config().vocab_size,
     }
-    findings = [*_check_settings(stored, settings), *_check_vocabulary(source, target, facts)]
+    findings = [*_check_settings(stored), *_check_vocabulary(source, target, facts)]
     if not any(finding.level == "error" for finding in findings):
         rounds, found = _compare(large, draft, [load_tokenizer(target)(text).input_ids for text in PROMPTS])
         longest = max(rounds, default=0)
@@ -105,16 +102,12 @@ def check_assistant(directory: str | Path, target: str) -> tuple[list[Finding], 
     return findings, facts
 
 
-def _check_settings(stored: dict[str, Any], loaded: dict[str, Any]) -> list[Finding]:
-    """The three settings, on disk and in memory."""
+def _check_settings(stored: dict[str, Any]) -> list[Finding]:
+    """The three settings."""
     from transformers.utils import is_sklearn_available
 
-    findings = []
-    for name in FIELDS:
-        if name not in stored:
-            findings.append(Finding("error", name, f"absent from {SETTINGS}: transformers takes its own default"))
-        elif stored[name] != loaded[name]:
-            findings.append(Finding("error", name, f"{stored[name]} in {SETTINGS}, {loaded[name]} once loaded"))
+    absent = f"absent from {SETTINGS}: transformers takes its own default"
+    findings = [Finding("error", name, absent) for name in FIELDS if name not in stored]
     schedule, threshold = stored.get(FIELDS[1], "constant"), stored.get(FIELDS[2])
     if schedule != "constant":
         findings.append(Finding("note", FIELDS[1], f"{schedule}: transformers changes the number in every round"))

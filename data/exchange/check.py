@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from rich.console import Console
@@ -15,11 +14,10 @@ from torch import nn
 
 from draftsmith.data.exchange.assistant import check_assistant
 from draftsmith.data.exchange.directory import read_package
-from draftsmith.data.exchange.record import against_record, read_record
+from draftsmith.data.exchange.record import against_model, against_record, read_record
 from draftsmith.data.exchange.states import StateSource, make_trial, state_source
 from draftsmith.data.heads.directory import build_head, kind_at, load_head
 from draftsmith.data.settings import Dtype, Loading
-from draftsmith.data.store.manifest import compare_identity
 from draftsmith.modules.interop import formats, hf_assisted
 from draftsmith.modules.interop.base import Finding, HeadFormat, Measure
 from draftsmith.modules.types import InputError
@@ -128,7 +126,10 @@ def check_head(directory: Path, format: HeadFormat, source: StateSource, head: n
     record = read_record(directory)
     if record is not None:
         report.findings += against_record(record, reading, format)
-        report.findings += other_model(record, source.drafter.identity)
+        differing, unrecorded = against_model(record, source.drafter.identity)
+        other, unknown = "is another than the model that the head was trained for", "not recorded with the head"
+        report.findings += [Finding("error", f"the model's {key}", other) for key in differing]
+        report.findings += [Finding("note", f"the model's {key}", f"{unknown}, so not compared") for key in unrecorded]
     ours = head
     if ours is None:
         try:
@@ -142,50 +143,26 @@ def check_head(directory: Path, format: HeadFormat, source: StateSource, head: n
     return report
 
 
-def other_model(record: Mapping[str, Any], identity: Mapping[str, str]) -> list[Finding]:
-    """A line for an export that says that its head was trained for another model than the one that is given."""
-    recorded = record["head"].get("target") or {}
-    if not recorded:
-        return []
-    differing, unrecorded = compare_identity({"model": identity}, {"model": recorded})
-    text = "is another than the model that the head was trained for"
-    found = [Finding("error", f"the model's {key.removeprefix('model.')}", text) for key, _, _ in differing]
-    text = "not recorded with the head, so not compared"
-    return found + [Finding("note", f"the model's {key.removeprefix('model.')}", text) for key in unrecorded]
-
-
 def print_report(report: Report, directory: str, format: str) -> None:
     """What differs first, then what was measured, then what is worth knowing."""
     console = Console(highlight=False)
-    errors = [finding for finding in report.findings if finding.level == "error"]
     said = f": {report.used}" if report.used else ""
     console.print(Text.assemble((f"{directory} as {format} reads it", "bold"), said))
-    if errors:
-        console.print(findings_table("differs", errors, "red"))
-    if report.measures:
-        console.print(measures_table(report.measures))
-    notes = [finding for finding in report.findings if finding.level == "note"]
-    if notes:
-        console.print(findings_table("read as", notes, "dim"))
-    good = report.failures == 0
-    said = "nothing differs" if good else f"{report.failures} difference{'s' if report.failures > 1 else ''}"
-    console.print(Text(said, "green" if good else "bold red"))
 
+    def show(headings: tuple[str, ...], rows: list[tuple[Text | str, ...]]) -> None:
+        table = Table(*headings, box=None, pad_edge=False, header_style="bold")
+        for row in rows:
+            table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+        if rows:
+            console.print(table)
 
-def findings_table(heading: str, findings: Sequence[Finding], style: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column(heading, style=style, overflow="fold")
-    table.add_column("")
-    for finding in findings:
-        table.add_row(Text(finding.where), Text(finding.text))
-    return table
+    def lines(level: str, style: str) -> list[tuple[Text | str, ...]]:
+        return [(Text(f.where, style, overflow="fold"), f.text) for f in report.findings if f.level == level]
 
-
-def measures_table(measures: Sequence[Measure]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("measured", "", "bar", ""):
-        table.add_column(name)
-    for measure in measures:
-        mark = Text("ok", "green") if measure.passed else Text("DIFFERS", "bold red")
-        table.add_row(Text(measure.name), Text(measure.value), Text(measure.bar), mark)
-    return table
+    marks = {True: Text("ok", "green"), False: Text("DIFFERS", "bold red")}
+    show(("differs", ""), lines("error", "red"))
+    show(("measured", "", "bar", ""), [(m.name, m.value, m.bar, marks[m.passed]) for m in report.measures])
+    show(("read as", ""), lines("note", "dim"))
+    count = report.failures
+    good = Text("nothing differs", "green")
+    console.print(Text(f"{count} difference{'s' if count > 1 else ''}", "bold red") if count else good)

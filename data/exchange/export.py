@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from torch import Tensor, nn
 
 from draftsmith.data.exchange.assistant import write_assistant
 from draftsmith.data.exchange.check import (
@@ -20,8 +20,8 @@ from draftsmith.data.exchange.check import (
     report_of_assistant,
 )
 from draftsmith.data.exchange.directory import SAFEAI
-from draftsmith.data.exchange.record import RECORD, make_record
-from draftsmith.data.exchange.states import StateSource, state_source
+from draftsmith.data.exchange.record import RECORD, made_with, make_record
+from draftsmith.data.exchange.states import state_source
 from draftsmith.data.heads.card import draft_model_card, model_card
 from draftsmith.data.heads.directory import build_head, head_config, head_fields, named_kind
 from draftsmith.data.heads.measured import measured_of
@@ -30,7 +30,6 @@ from draftsmith.data.models.hub import loadable, model_directory
 from draftsmith.data.models.loading import DTYPES, load_lm, tokenizer_identity
 from draftsmith.data.settings import Dtype, Loading
 from draftsmith.data.store.files import whole_directory, write_json, write_tensors, write_text, write_torch
-from draftsmith.data.store.manifest import git_commit, package_versions
 from draftsmith.data.store.reading import open_tensors, read_object
 from draftsmith.data.store.writer import occupied, sole_writer
 from draftsmith.modules.interop import formats, formats_of, hf_assisted
@@ -109,28 +108,30 @@ def run(config: ExportConfig) -> int:
 
 def export_head(config: ExportConfig, directory: Path) -> tuple[Report, str]:
     """Write and check a head; the report, and the command that serves it."""
-    format = formats()[config.format]
-    manifest = _head_manifest(config, format)
+    format, path = formats()[config.format], Path(given(config, "head", "the head's directory"))
+    manifest = head_manifest(path, format, config.weights)
     recorded = manifest.get("config") or manifest.get("imported") or {}
-    target, draft = config.target or recorded.get("target"), _draft(config, recorded)
-    source = state_source(format, target, draft, config.loading)
-    head: Any = original(_head_of(config), format.kind, source)
-    state = exported_state(head, config.weights)
-    package = format.write(head.config, state, next(iter(state.values())).dtype)
+    # Earlier versions recorded a drafting head by its kind.
+    draft = config.draft or config.eagle or recorded.get("draft") or recorded.get("eagle")
+    source = state_source(format, config.target or recorded.get("target"), draft, config.loading)
+    head: Any = original(path, format.kind, source)
+    dtype = next(head.parameters()).dtype if config.weights == "auto" else DTYPES[config.weights]
+    state = {name: tensor.detach().cpu().to(dtype) for name, tensor in head.named_parameters()}  # tied ones once
+    package = format.write(head.config, state, dtype)
     fields = {**package.config, **format.completed(source.facts.raw, manifest)}
     package = Package(fields, package.tensors, package.metadata)
     write_package(directory, package)
     if format.torch_copy:
-        write_torch(directory / SAFEAI, {**package.tensors, **aliases_of(package)})
-    origin = {
-        "path": str(config.head),
-        "sha256": manifest["sha256"]["model.safetensors"],
-        "target": manifest.get("target"),
-    }
-    record = make_record(format.name, head.config, format.recorded(state, package), origin, made_with())
-    write_json(directory / RECORD, record)
+        aliases = {name: package.tensors[own] for name, own in package.metadata.items() if own in package.tensors}
+        write_torch(directory / SAFEAI, {**package.tensors, **aliases})
+    sha256 = manifest["sha256"]["model.safetensors"]
+    origin = {"path": str(path), "sha256": sha256, "target": manifest.get("target")}
+    write_json(directory / RECORD, make_record(format.name, head.config, format.recorded(state, package), origin))
     report = check_head(directory, format, source, build_head(format.kind, head.config, state))
-    command = format.serve(served(config, format, source))
+    measured = measured_of(path)
+    verifier = loadable(config.target) if format.predicts and source.head_path is None and config.target else None
+    count = config.num_drafted or num_drafted(measured, format)
+    command = format.serve(Served(loadable(source.path), str(config.output), count, source.head_path, verifier))
     notes = list(format.notes)
     if format.target_index and (note := index_for_target(source.path, directory)):
         notes.append(note)
@@ -139,56 +140,40 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[Report, str]:
         "command": command,
         "checks": passed(report),
         "head": origin,
-        "weights": str(next(iter(state.values())).dtype).removeprefix("torch."),
+        "weights": str(dtype).removeprefix("torch."),
         "notes": notes,
     }
     facts = {**manifest, "head": head_fields(head), "license": config.license}
-    card = model_card(format.kind, facts, measured=measured_of(_head_of(config)), export=export)
-    write_text(directory / "README.md", card)
+    write_text(directory / "README.md", model_card(format.kind, facts, measured=measured, export=export))
     return report, "\n\n".join([command, *notes])
 
 
-def _head_of(config: ExportConfig) -> Path:
-    if config.head is None:
-        raise InputError("head", "none", "the head's directory", "Pass --head.")
-    return config.head
+def given(config: ExportConfig, flag: str, what: str) -> str:
+    """The value of a flag that this format needs.
+
+    Raises:
+        InputError: it was not given.
+    """
+    if getattr(config, flag) is None:
+        raise InputError(flag, "none", what, f"Pass --{flag}.")
+    return str(getattr(config, flag))
 
 
-def _head_manifest(config: ExportConfig, format: HeadFormat) -> dict[str, Any]:
+def head_manifest(head: Path, format: HeadFormat, weights: str) -> dict[str, Any]:
     """The manifest of the head that is to be exported.
 
     Raises:
         InputError: no head, or not one that the format holds in the type that is asked for.
     """
-    kind = head_config(_head_of(config))["kind"]
+    kind = head_config(head)["kind"]
     if kind != format.kind:
         holds = [other.name for other in formats_of(kind)]
         remedy = f"Choose {' or '.join(holds)}." if holds else f"No format holds {named_kind(kind)} head yet."
         expected = f"{named_kind(format.kind)} head, which {format.name} holds"
-        raise InputError("head", f"{config.head}, {named_kind(kind)} head", expected, remedy)
-    if format.float32 and config.weights not in ("auto", "float32"):
-        raise InputError("weights", config.weights, f"float32: {format.name} reads nothing else", "Leave it out.")
-    return read_object(_head_of(config) / "manifest.json", HEAD_MANIFEST, "Copy or train the head again.")
-
-
-def _draft(config: ExportConfig, recorded: dict[str, Any]) -> str | Path | None:
-    """What an acceptance head reads: as given, or as its training recorded it; earlier versions name a head apart."""
-    return config.draft or config.eagle or recorded.get("draft") or recorded.get("eagle")
-
-
-def served(config: ExportConfig, format: HeadFormat, source: StateSource) -> Served:
-    """What the printed command names."""
-    verifier = loadable(config.target) if format.predicts and source.head_path is None and config.target else None
-    count = config.num_drafted or num_drafted(_head_of(config), format)
-    return Served(loadable(source.path), str(config.output), count, source.head_path, verifier)
-
-
-def exported_state(head: nn.Module, weights: str) -> dict[str, Tensor]:
-    """The head's parameters in the type that is to be written; tied ones once."""
-    return {
-        name: tensor.detach().cpu() if weights == "auto" else tensor.detach().cpu().to(DTYPES[weights])
-        for name, tensor in head.named_parameters()
-    }
+        raise InputError("head", f"{head}, {named_kind(kind)} head", expected, remedy)
+    if format.float32 and weights not in ("auto", "float32"):
+        raise InputError("weights", weights, f"float32: {format.name} reads nothing else", "Leave it out.")
+    return read_object(head / "manifest.json", HEAD_MANIFEST, "Copy or train the head again.")
 
 
 def write_package(directory: Path, package: Package) -> None:
@@ -198,11 +183,6 @@ def write_package(directory: Path, package: Package) -> None:
     write_tensors(directory / "model.safetensors", tensors, {"format": "pt", **package.metadata})
     # safetensors keeps others from reading it; a server often runs as somebody else.
     (directory / "model.safetensors").chmod((directory / "config.json").stat().st_mode)
-
-
-def aliases_of(package: Package) -> dict[str, Tensor]:
-    """The further names of tensors that are stored once."""
-    return {name: package.tensors[own] for name, own in package.metadata.items() if own in package.tensors}
 
 
 def index_for_target(target: str, directory: Path) -> str:
@@ -219,21 +199,18 @@ def index_for_target(target: str, directory: Path) -> str:
     return f"{source} has no {INDEX}, which this code needs beside the target: copy {TARGET_INDEX} there by that name."
 
 
-def num_drafted(head: Path, format: HeadFormat) -> int:
-    """Drafted tokens a round: of the fastest chain that was measured of this head, else the format's own."""
-    measured = measured_of(head) or {"methods": []}
-    chains = ((re.fullmatch(rf"{format.kind}:k=(\d+)", row["method"]), row["speedup"]) for row in measured["methods"])
+def num_drafted(measured: Mapping[str, Any] | None, format: HeadFormat) -> int:
+    """Drafted tokens a round: of the fastest chain that was measured of the head, else the format's own."""
+    rows = [] if measured is None else measured["methods"]
+    chains = ((re.fullmatch(rf"{format.kind}:k=(\d+)", row["method"]), row["speedup"]) for row in rows)
     speeds = {int(chain[1]): speedup for chain, speedup in chains if chain}
     return max(speeds, key=speeds.__getitem__, default=format.num_drafted)
 
 
 def export_assistant(config: ExportConfig, directory: Path) -> tuple[Report, str]:
     """Write and check a draft model with measured settings; the report, and the lines of Python that use it."""
-    wanted = {"draft": "the draft model", "target": "its target", "results": "a directory of eval bench"}
-    for flag, what in wanted.items():
-        if getattr(config, flag) is None:
-            raise InputError(flag, "none", what, f"Pass --{flag}.")
-    draft, target, results = str(config.draft), str(config.target), Path(str(config.results))
+    draft, target = given(config, "draft", "the draft model"), given(config, "target", "its target")
+    results = Path(given(config, "results", "a directory of eval bench"))
     if not (results / "results.json").exists():
         raise InputError("results", f"{results} without results.json", "a directory of eval bench", "Check the path.")
     identity = load_lm(draft, "auto", engine=config.engine, trust_remote_code=config.trust_remote_code).info.identity
@@ -251,7 +228,3 @@ def export_assistant(config: ExportConfig, directory: Path) -> tuple[Report, str
 def passed(report: Report) -> list[str]:
     """What the card says of the check."""
     return [f"{measure.name}: {measure.value} ({measure.bar})" for measure in report.measures]
-
-
-def made_with() -> dict[str, Any]:
-    return {"packages": package_versions(), "git_commit": git_commit()}

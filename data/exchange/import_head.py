@@ -8,38 +8,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
 from draftsmith.data.exchange.directory import package_directory, read_package, weight_files
-from draftsmith.data.exchange.record import read_record
+from draftsmith.data.exchange.record import against_model, made_with, read_record
 from draftsmith.data.exchange.states import StateSource, state_source
 from draftsmith.data.heads.card import model_card
 from draftsmith.data.heads.directory import build_head, check_sizes, head_fields, named_kind, save_head
 from draftsmith.data.models.loading import tokenizer_identity
 from draftsmith.data.progress import say
-from draftsmith.data.store.manifest import (
-    compare_identity,
-    file_sha256,
-    git_commit,
-    package_versions,
-    warn_not_compared,
-)
+from draftsmith.data.store.manifest import file_sha256, warn_not_compared
 from draftsmith.data.store.writer import occupied, sole_writer
-from draftsmith.modules.drafters import head_class, learned
+from draftsmith.modules.drafters import head_class
 from draftsmith.modules.interop import formats
-from draftsmith.modules.interop.base import HeadFormat, Package, Parsed
+from draftsmith.modules.interop.base import HeadFormat, Parsed
 from draftsmith.modules.interop.detect import detect
 from draftsmith.modules.interop.specdec_pp import UNCORRECTED
 from draftsmith.modules.types import InputError
 
 if TYPE_CHECKING:
-    from torch import nn
-
     Producer = str
 else:
     Producer = Literal[("auto", *formats())]
-
-NARROW = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -86,14 +74,21 @@ def run(config: ImportConfig) -> Path:
     shapes = {name: tuple(tensor.shape) for name, tensor in package.tensors.items()}
     format = formats()[detect(package.config, shapes) if config.format == "auto" else config.format]
     _check_flags(config, format)
-    source = _source(config, format)
+    source = None
+    if getattr(config, format.reads) is not None:
+        loading = {"dtype": "auto", "engine": config.engine, "trust_remote_code": config.trust_remote_code}
+        source = state_source(format, config.target, config.draft, loading)
     facts = None if source is None else source.facts
-    parsed = _with_run_time_values(config, format.parse(package, facts))
+    parsed = format.parse(package, facts)
+    if config.w_rej != 1.0:
+        notes = [note for note in parsed.notes if note != UNCORRECTED]
+        notes.append(f"w_rej {config.w_rej:g} is taken, as given")
+        parsed = Parsed(dataclasses.replace(parsed.config, w_rej=config.w_rej), parsed.state, tuple(notes))
     if source is not None:
-        info = source.drafter.lm.info
-        check_sizes("head", config.directory, parsed.config, info.hidden_size, info.vocab_size)
-        _check_record(config, states_flag(format), source)
-    head = build(format, parsed, package)
+        _check_model(config, format, parsed, source)
+    if odd := [name for name, tensor in parsed.state.items() if not bool(tensor.isfinite().all())]:
+        raise InputError("weights", f"infinite or undefined values in {odd[0]}", "numbers", "Fetch the head again.")
+    head = build_head(format.kind, parsed.config, parsed.state)
     manifest = _manifest(config, format, parsed, source)
     save_head(config.output, head, manifest, model_card(format.kind, {**manifest, "head": head_fields(head)}))
     # What the system itself would not compute of the directory as it lies there.
@@ -102,79 +97,39 @@ def run(config: ImportConfig) -> Path:
     return config.output
 
 
-def states_flag(format: HeadFormat) -> Literal["target", "draft"]:
-    """The flag of the model whose hidden states a head of this format reads."""
-    return "draft" if format.predicts else "target"
-
-
 def _check_flags(config: ImportConfig, format: HeadFormat) -> None:
     """Raises InputError for flags of the other kind of head, which would be passed over."""
-    flag, other = states_flag(format), "target" if format.predicts else "draft"
+    other = "target" if format.predicts else "draft"
     if getattr(config, other) is not None:
-        expected = f"--{flag}: this is {named_kind(format.kind)} head ({format.name})"
-        raise InputError(other, getattr(config, other), expected, f"Pass --{flag} in its place.")
+        expected = f"--{format.reads}: this is {named_kind(format.kind)} head ({format.name})"
+        raise InputError(other, getattr(config, other), expected, f"Pass --{format.reads} in its place.")
     if not format.w_rej and config.w_rej != 1.0:
         wanted = " or ".join(name for name, known in formats().items() if known.w_rej)
         raise InputError("w_rej", config.w_rej, f"a head of {wanted}: this is one of {format.name}", "Leave it out.")
 
 
-def _source(config: ImportConfig, format: HeadFormat) -> StateSource | None:
-    """What gives the hidden states that the head reads, where it was given."""
-    if getattr(config, states_flag(format)) is None:
-        return None
-    own = {"engine": config.engine, "trust_remote_code": config.trust_remote_code}
-    return state_source(format, config.target, config.draft, {"dtype": "auto", **own})
-
-
-def _check_record(config: ImportConfig, flag: str, source: StateSource) -> None:
-    """A head that this project exported says what it was trained for, which another model's name would cover up.
+def _check_model(config: ImportConfig, format: HeadFormat, parsed: Parsed, source: StateSource) -> None:
+    """Does the head fit the model? One that this project exported also says what it was trained for, which another
+    model's name would cover up.
 
     Raises:
-        InputError: the model is another one.
+        InputError: other sizes, or another model.
     """
+    info = source.drafter.lm.info
+    check_sizes("head", config.directory, parsed.config, info.hidden_size, info.vocab_size)
     record = read_record(package_directory(config.directory))
-    recorded = (record or {}).get("head", {}).get("target") or {}
-    of_model = {key: value for key, value in recorded.items() if key not in learned()}
-    if not of_model:
-        return
-    differing, unrecorded = compare_identity({flag: source.drafter.identity}, {flag: of_model})
+    differing, unrecorded = against_model(record, source.drafter.identity, with_drafter=False)
     if differing:
-        names = ", ".join(key.removeprefix(f"{flag}.") for key, _, _ in differing)
-        found = f"{source.path}, which is another model than the head was trained for ({names} differ)"
-        remedy = f"Pass that one; or leave --{flag} out, and train the head on with --init."
-        raise InputError(flag, found, "the model it was trained for", remedy)
-    warn_not_compared(str(config.directory), unrecorded)
-
-
-def _with_run_time_values(config: ImportConfig, parsed: Parsed) -> Parsed:
-    if config.w_rej == 1.0:
-        return parsed
-    changed = dataclasses.replace(parsed.config, w_rej=config.w_rej)
-    notes = [note for note in parsed.notes if note != UNCORRECTED]
-    return dataclasses.replace(parsed, config=changed, notes=(*notes, f"w_rej {config.w_rej:g} is taken, as given"))
-
-
-def build(format: HeadFormat, parsed: Parsed, package: Package) -> nn.Module:
-    """The head, with exactly the parsed weights, in the dtype of the file; an acceptance head is float32.
-
-    Raises:
-        InputError: tensors that are missing, unknown or of another shape, or values that are no numbers.
-    """
-    if odd := [name for name, tensor in parsed.state.items() if not bool(tensor.isfinite().all())]:
-        raise InputError("weights", f"infinite or undefined values in {odd[0]}", "numbers", "Fetch the head again.")
-    stored = {name.removeprefix("model."): tensor.dtype for name, tensor in package.tensors.items()}
-    state = {
-        # Formats parse into float32, from which the narrower dtypes come back as they were.
-        name: tensor.to(stored[name]) if not format.float32 and stored.get(name) in NARROW else tensor
-        for name, tensor in parsed.state.items()
-    }
-    return build_head(format.kind, parsed.config, state)
+        found = f"{source.path}, which is another model than the head was trained for ({', '.join(differing)} differ)"
+        remedy = f"Pass that one; or leave --{format.reads} out, and train the head on with --init."
+        raise InputError(format.reads, found, "the model it was trained for", remedy)
+    warn_not_compared(config.directory, unrecorded)
 
 
 def _manifest(config: ImportConfig, format: HeadFormat, parsed: Parsed, source: StateSource | None) -> dict[str, Any]:
     """What is known of the head: no settings, data or losses of a training."""
     files = weight_files(package_directory(config.directory))
-    flag, identity = states_flag(format), None if source is None else source.drafter.identity
+    flag, identity = format.reads, None if source is None else source.drafter.identity
     imported = {
         "producer": format.name,
         "path": config.directory,
@@ -187,8 +142,7 @@ def _manifest(config: ImportConfig, format: HeadFormat, parsed: Parsed, source: 
         "models": {} if source is None else {flag: identity, **tokenizer_identity(source.path)},
         "sampling": None,
         "imported": imported,
-        "packages": package_versions(),
-        "git_commit": git_commit(),
+        **made_with(),
     }
 
 
@@ -197,7 +151,7 @@ def _report(config: ImportConfig, format: HeadFormat, parsed: Parsed, errors: li
 
     errors: what the system would not compute of the directory.
     """
-    out, flag = shlex.quote(str(config.output)), states_flag(format)
+    out, flag = shlex.quote(str(config.output)), format.reads
     given = getattr(config, flag)
     path = shlex.quote(given) if given else flag.upper()
     say(f"{format.kind} head in the format of {format.system}: {config.output}")

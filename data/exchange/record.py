@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.data.store.manifest import compare_identity, git_commit, package_versions
 from draftsmith.data.store.reading import read_object
+from draftsmith.modules.drafters import learned
 from draftsmith.modules.interop import formats
 from draftsmith.modules.interop.base import Finding, HeadFormat, Reading
 
@@ -28,17 +30,15 @@ def content_hash(tensor: Tensor) -> str:
     return hashlib.sha256(str(tuple(data.shape)).encode() + data.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
-def make_record(
-    format: str, config: Any, state: Mapping[str, Tensor], head: Mapping[str, Any], made_with: Mapping[str, Any]
-) -> dict[str, Any]:
+def make_record(format: str, config: Any, state: Mapping[str, Tensor], head: Mapping[str, Any]) -> dict[str, Any]:
     """config, state: the head as it was exported, in the export's type. head: where it lies, its sha256, what it was
-    trained for. made_with: versions and commit."""
+    trained for."""
     return {
         "format": format,
         "head": dict(head),
         "config": dataclasses.asdict(config),
         "tensors": {name: content_hash(tensor) for name, tensor in sorted(state.items())},
-        **made_with,
+        **made_with(),
     }
 
 
@@ -71,3 +71,24 @@ def against_record(record: Mapping[str, Any], reading: Reading, format: HeadForm
         if extra and not (name.endswith(".bias") and not tensor.any()):
             found.append(Finding("error", name, "was not exported, and this system computes with it"))
     return found + format.settings_differ(record["config"], reading)
+
+
+def against_model(
+    record: Mapping[str, Any] | None, identity: Mapping[str, str], with_drafter: bool = True
+) -> tuple[list[str], list[str]]:
+    """Hashes by which the model of this identity is another than the head was trained for, and those that were not
+    recorded. Nothing differs from a record that is absent or names no model.
+
+    with_drafter: the hash of a drafting head, whose hidden states an acceptance head reads, is one of them.
+    """
+    recorded = (record or {}).get("head", {}).get("target") or {}
+    recorded = {key: value for key, value in recorded.items() if with_drafter or key not in learned()}
+    if not recorded:
+        return [], []
+    differing, unrecorded = compare_identity({"model": identity}, {"model": recorded})
+    return [key.removeprefix("model.") for key, _, _ in differing], [key.removeprefix("model.") for key in unrecorded]
+
+
+def made_with() -> dict[str, Any]:
+    """Versions and commit, as manifests have them."""
+    return {"packages": package_versions(), "git_commit": git_commit()}

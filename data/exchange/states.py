@@ -16,13 +16,12 @@ from draftsmith.data.heads.frozen_drafter import FrozenDrafter, load_drafter
 from draftsmith.data.models.loading import load_lm, load_tokenizer, read_config
 from draftsmith.data.text.template import RowError, prompt_ids
 from draftsmith.modules.acceptance.head import Feature, feature_value
-from draftsmith.modules.decoding.confidence import TokenConfidences, confidences_of
+from draftsmith.modules.decoding.confidence import confidences_of
 from draftsmith.modules.interop.base import HeadFormat, Probe, TargetFacts, Trial
 from draftsmith.modules.kv_cache import NoCache
-from draftsmith.modules.layers import rope_frequencies
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.targets.hf import HFLM
-from draftsmith.modules.targets.llama import SUPPORTED, LlamaLM, llama_config
+from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import InputError, SamplingParams
 
 # Editing tasks, which any model can do and answers at some length: a head shows what it is worth on its target's text.
@@ -106,12 +105,7 @@ def facts_of(path: str, lm: CausalLM) -> TargetFacts:
         embed, head = model.get_input_embeddings(), model.get_output_embeddings()
     else:
         embed, head = model.embed_tokens, model.lm_head
-    raw = read_config(path)
-    try:
-        inv_freq = rope_frequencies(llama_config(raw)) if raw.get("model_type") in SUPPORTED else None
-    except InputError:  # of a model that only transformers can build
-        inv_freq = None
-    return TargetFacts(raw, embed.weight.detach().cpu(), head.weight.detach().cpu(), inv_freq)
+    return TargetFacts(read_config(path), embed.weight.detach().cpu(), head.weight.detach().cpu())
 
 
 def make_trial(format: HeadFormat, source: StateSource, head: Any) -> Trial:
@@ -141,10 +135,9 @@ def predictor_inputs(probes: Sequence[Probe], source: StateSource) -> dict[str, 
     known = confidences_of(branches.lm_head(before).float().softmax(-1), ids, depth, torch.ones_like(depth))
     # What the texts repeat does not matter: any numbers will do that a head may meet.
     known = dataclasses.replace(known, repeat=(ids % 5 - 2).float())
-    known = TokenConfidences(*(getattr(known, field.name).cpu() for field in dataclasses.fields(known)))
     states = {"state_before": before, "state_after": after, "embedding": branches.embed(ids)}
     numbers = {name: feature_value(name, known)[:, None] for name in get_args(Feature)}
-    return {name: state.float().cpu() for name, state in states.items()} | numbers
+    return {name: values.float().cpu() for name, values in (states | numbers).items()}
 
 
 @torch.inference_mode()
@@ -157,8 +150,9 @@ def make_probes(path: str, lm: CausalLM, longest: int) -> list[Probe]:
     probes = []
     for prompt, reply in zip(prompts, answers, strict=True):
         ids = torch.tensor([*prompt, *reply])
-        features = lm.features(ids[None].to(lm.device))[0].float().cpu()
-        probes.append(Probe(ids, len(prompt), features, before_final_norm(lm, ids)))
+        features = lm.features(ids[None].to(lm.device))[0]
+        choices = lm.lm_head(features).argmax(-1).cpu()
+        probes.append(Probe(ids, len(prompt), choices, features.float().cpu(), before_final_norm(lm, ids)))
     return probes
 
 

@@ -6,17 +6,17 @@ A benchmark may add `measured.json` and write the card anew (data/heads/measured
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from draftsmith.data.store.files import whole_directory, write_json, write_tensors, write_text
 from draftsmith.data.store.manifest import compare_identity, file_sha256, warn_not_compared
-from draftsmith.data.store.reading import check_shape, read_object, read_tensors
+from draftsmith.data.store.reading import read_object, read_tensors
 from draftsmith.modules import drafters
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.drafters.base import DraftHead
+from draftsmith.modules.interop.base import misfits
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 SCHEMA_VERSION = 1
+AGAIN = "Copy or train the head again."
 # What an acceptance head says of its labels: mix or rollout, sampling or greedy, of a draft model or a drafter's kind.
 LABELS = ("labels", "mode", "drafter")
 
@@ -74,61 +75,51 @@ def save_head(directory: str | Path, head: Any, manifest: Mapping[str, Any], car
         write_json(partial / "config.json", config, indent=2)
         write_tensors(partial / "model.safetensors", state)
         write_text(partial / "README.md", card)
-        sha256 = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(partial.iterdir())}
+        sha256 = {file.name: file_sha256(file) for file in sorted(partial.iterdir())}
         write_json(partial / "manifest.json", {"kind": "head", **manifest, "sha256": sha256}, indent=2)
     return directory
 
 
-def head_config(directory: str | Path) -> dict[str, Any]:
-    """The parsed `config.json` of a complete head directory.
+def head_config(directory: str | Path, kind: str | None = None) -> dict[str, Any]:
+    """The parsed `config.json` of a complete head directory. kind: the one that is expected.
 
     Raises:
-        InputError: not a head directory, an unfinished one, or one whose files changed after it was written.
+        InputError: not a head directory, an unfinished one, one whose files changed after it was written, or a head of
+            another kind.
     """
     directory = Path(directory)
     if not (directory / "manifest.json").exists() or not (directory / "config.json").exists():
-        raise InputError(
-            "head", directory, "a head directory (config.json, manifest.json)", "Train one, or check the path."
-        )
-    again = "Copy or train the head again."
-    manifest = read_object(directory / "manifest.json", {"sha256?": {"*": str}}, again)
+        expected = "a head directory (config.json, manifest.json)"
+        raise InputError("head", directory, expected, "Train one, or check the path.")
+    manifest = read_object(directory / "manifest.json", {"sha256?": {"*": str}}, AGAIN)
     for name, sha256 in manifest.get("sha256", {}).items():
         file = directory / name
-        if name != "README.md" and (not file.exists() or hashlib.sha256(file.read_bytes()).hexdigest() != sha256):
-            raise InputError(
-                str(file), "missing or changed content", f"sha256 {sha256[:12]}", "Copy or train the head again."
-            )
+        if name != "README.md" and (not file.exists() or file_sha256(file) != sha256):
+            raise InputError(str(file), "missing or changed content", f"sha256 {sha256[:12]}", AGAIN)
     known = {"target?": (dict, None), "sampling?": (dict, None)}
-    config = read_object(directory / "config.json", {"kind": object, "head": dict, **known}, again)
+    config = read_object(directory / "config.json", {"kind": object, "head": dict, **known}, AGAIN)
     if config["kind"] not in head_kinds():
         raise InputError("kind", config["kind"], " or ".join(head_kinds()), f"{directory} is no head of this version.")
-    check_shape(directory / "config.json", config["head"], shape_of(class_of(config["kind"]).Config), again, "head")
+    if kind not in (None, config["kind"]):
+        found, expected = f"{directory}, {named_kind(config['kind'])} head", f"{named_kind(str(kind))} head"
+        raise InputError("head", found, expected, "Pass it with its own flag.")
     return config
-
-
-def shape_of(config_class: type) -> dict[str, Any]:
-    """What JSON of a config dataclass has to hold before it is built: its required numbers, and those of what is nested
-    in it."""
-    hints, found = get_type_hints(config_class), {}
-    for field in dataclasses.fields(config_class):
-        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        if required and dataclasses.is_dataclass(hints[field.name]):
-            found[field.name] = shape_of(hints[field.name])
-        elif required and hints[field.name] in (int, float, str, bool):
-            found[field.name] = hints[field.name]
-    return found
 
 
 def config_from_json(config_class: type, values: Mapping[str, Any]) -> Any:
     """A config dataclass of JSON values, nested ones too; JSON's lists are tuples.
 
     Raises:
-        TypeError, KeyError: a name that is absent or unknown.
+        TypeError, KeyError: a name that is absent or unknown, or a value of another type.
     """
-    hints = get_type_hints(config_class)
-    nested = {name: hints[name] for name in values if dataclasses.is_dataclass(hints[name])}
-    built = {name: config_from_json(kind, values[name]) for name, kind in nested.items()}
-    return config_class(**{name: built.get(name, _frozen(value)) for name, value in values.items()})
+    hints, built = get_type_hints(config_class), {}
+    for name, value in values.items():
+        kind = hints[name]
+        wanted = dict if dataclasses.is_dataclass(kind) else (int, float) if kind is float else kind
+        if wanted in (dict, (int, float), int, str, bool) and not isinstance(value, wanted):
+            raise TypeError(f"{name}: {value!r}")
+        built[name] = config_from_json(kind, value) if wanted is dict else _frozen(value)
+    return config_class(**built)
 
 
 def _frozen(value: Any) -> Any:
@@ -138,8 +129,8 @@ def _frozen(value: Any) -> Any:
 def drafter_identity(directory: str | Path, owner: CausalLM) -> dict[str, str]:
     """What an acceptance head records of a head that drafts for `owner`, whose own identity it keeps: the hidden states
     that it reads come from both."""
-    weights = (Path(directory) / "model.safetensors").read_bytes()
-    return {**owner.info.identity, head_config(directory)["kind"]: hashlib.sha256(weights).hexdigest()[:16]}
+    weights = file_sha256(Path(directory) / "model.safetensors")
+    return {**owner.info.identity, head_config(directory)["kind"]: weights[:16]}
 
 
 def another_mode(directory: str | Path, params: SamplingParams) -> str | None:
@@ -187,7 +178,7 @@ def load_head(
     kind: the kind that is expected.
     identity: of what the head reads, where that is not the model alone (`drafter_identity`).
     """
-    config = _config_of_kind(directory, kind)
+    config = head_config(directory, kind)
     if target is not None:
         check_sizes("head", directory, _settings(config), target.info.hidden_size, target.info.vocab_size)
         _check_identity(directory, config, target.info.identity if identity is None else identity)
@@ -210,14 +201,6 @@ def load_draft_head(directory: str | Path, target: CausalLM) -> DraftHead:
     return head
 
 
-def _config_of_kind(directory: str | Path, kind: str | None) -> dict[str, Any]:
-    config = head_config(directory)
-    if kind is not None and config["kind"] != kind:
-        found, expected = f"{directory}, {named_kind(config['kind'])} head", f"{named_kind(kind)} head"
-        raise InputError("head", found, expected, "Pass it with its own flag.")
-    return config
-
-
 def named_kind(kind: str) -> str:
     """A kind with its article."""
     return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
@@ -229,7 +212,7 @@ def _settings(config: dict[str, Any]) -> Any:
         return config_from_json(class_of(config["kind"]).Config, config["head"])
     except (TypeError, KeyError) as error:  # a name that is absent, unknown, or of another type
         found = f"settings that are none of {named_kind(config['kind'])} head ({error})"
-        raise InputError("config.json", found, "what training wrote", "Copy or train the head again.") from error
+        raise InputError("config.json", found, "what training wrote", AGAIN) from error
 
 
 def build_head(kind: str, config: Any, state: Mapping[str, Tensor]) -> Any:
@@ -241,12 +224,11 @@ def build_head(kind: str, config: Any, state: Mapping[str, Tensor]) -> Any:
         InputError: a tensor is missing, unknown or of another shape.
     """
     head = class_of(kind)(config)
-    expected = {name: tensor.shape for name, tensor in head.named_parameters()}
-    wrong = sorted(set(expected) ^ set(state))
-    wrong += sorted(name for name in set(expected) & set(state) if state[name].shape != expected[name])
+    wrong = misfits({name: tuple(tensor.shape) for name, tensor in head.named_parameters()}, state)
     if wrong:
-        found = f"{len(wrong)} tensors missing, unknown or of another shape ({', '.join(wrong[:4])})"
-        raise InputError("model.safetensors", found, "the tensors that config.json asks for", "Copy or train it again.")
+        found = ", ".join(f"{name} {text}" for name, text in list(wrong.items())[:8])
+        found += f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+        raise InputError("weights", found, "the tensors that config.json asks for", "Check config.json and the file.")
     # Not strict: a tied block's other names are not in `state`.
     head.load_state_dict(state, strict=False, assign=True)
     return head
@@ -258,12 +240,12 @@ def head_settings(directory: str | Path, kind: str) -> Any:
     Raises:
         InputError: no head, or one of another kind.
     """
-    return _settings(_config_of_kind(directory, kind))
+    return _settings(head_config(directory, kind))
 
 
 def _read_head(directory: str | Path, config: dict[str, Any]) -> nn.Module:
     """The head on the CPU, in the type of its file."""
-    state = read_tensors(Path(directory) / "model.safetensors", "Copy or train the head again.")
+    state = read_tensors(Path(directory) / "model.safetensors", AGAIN)
     return build_head(config["kind"], _settings(config), state)
 
 
@@ -318,7 +300,7 @@ def starting_settings(directory: str | Path, kind: str, width: int | None = None
     """
     if not Path(directory).is_dir():
         raise InputError("init", directory, "one of the names in --help, or a head directory", "Check the path.")
-    settings = _settings(_config_of_kind(directory, kind))
+    settings = head_settings(directory, kind)
     if width is not None:
         check_sizes("init", directory, settings, width, vocab_size)
     return settings

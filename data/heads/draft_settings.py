@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +39,18 @@ class DraftSettings:
         Raises:
             InputError: two of a kind, or a head that does not draft.
         """
-        return drafters_by_kind(self.draft or (), {} if self.eagle is None else {"eagle": str(self.eagle)})
+        found: dict[str, str] = {}
+        old = [] if self.eagle is None else [("eagle", str(self.eagle))]
+        for kind, directory in [*((kind_at(name) or MODEL, name) for name in self.draft or ()), *old]:
+            if kind == "acceptance":
+                remedy = "Pass it with --acceptance."
+                raise InputError("draft", f"{directory}, an acceptance head", "a model or head that drafts", remedy)
+            if kind in found:
+                what = "draft models" if kind == MODEL else f"{kind} heads"
+                both = f"{found[kind]} and {directory}, two {what}"
+                raise InputError("draft", both, "one of a kind", "Leave one of them out.")
+            found[kind] = directory
+        return found
 
     @property
     def paths(self) -> dict[str, str]:
@@ -48,18 +58,3 @@ class DraftSettings:
         own = {spec.name for spec in dataclasses.fields(self)} & set(ROLES)
         given = {role: getattr(self, role) for role in ROLES if role in own}
         return {role: str(path) for role, path in given.items() if path} | self.drafters
-
-
-def drafters_by_kind(directories: Sequence[str], heads: Mapping[str, str]) -> dict[str, str]:
-    """The same as `DraftSettings.drafters`. heads: kind -> directory, where it is known."""
-    found: dict[str, str] = {}
-    for kind, directory in [*((kind_at(name) or MODEL, name) for name in directories), *heads.items()]:
-        if kind == "acceptance":
-            remedy = "Pass it with --acceptance."
-            raise InputError("draft", f"{directory}, an acceptance head", "a model or head that drafts", remedy)
-        if kind in found:
-            what = "draft models" if kind == MODEL else f"{kind} heads"
-            both = f"{found[kind]} and {directory}, two {what}"
-            raise InputError("draft", both, "one of a kind", "Leave one of them out.")
-        found[kind] = directory
-    return found

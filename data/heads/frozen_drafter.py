@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from draftsmith.data.features import read_features
 from draftsmith.data.heads.directory import drafter_identity, kind_at, load_draft_head
 from draftsmith.modules.decoding.branches import BranchDrafter, DraftModelBranches
 from draftsmith.modules.drafters.base import DraftHead
@@ -52,7 +51,7 @@ class FrozenDrafter:
         """[T, L*H]: what the head reads of the target along a text; None for a language model."""
         if self.head is None or not self.head.needs_features:
             return None
-        return read_features(self.lm, torch.tensor([text], device=self.lm.device), self.capture)[0]
+        return self.lm.features(torch.tensor([text], device=self.lm.device), capture=self.capture)[0]
 
 
 def load_drafter(draft: str | Path, target: Callable[[], CausalLM], load: Callable[[str], CausalLM]) -> FrozenDrafter:

@@ -42,7 +42,7 @@ SHAPE = {
 def write_measured(directory: str | Path, measured: Mapping[str, Any]) -> None:
     """Keep what was measured of the head, in the place of what was there before, and write its card anew.
 
-    measured: `settings`, `methods`, `prompts`, `clock`, `hardware`, `date`, `git_commit` (eval/bench/cards.py).
+    measured: `settings`, `methods`, `prompts`, `clock`, `hardware`, `date`, `git_commit` (eval/bench/command.py).
 
     Raises:
         InputError: not a head directory.

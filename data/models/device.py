@@ -28,15 +28,13 @@ def check_device(name: str) -> None:
         device = torch.device(name)
     except RuntimeError as error:
         raise InputError("device", repr(name), "cpu, cuda or cuda:N", "Correct it.") from error
-    if device.type == "cpu":
-        if device.index:
-            raise InputError("device", name, "cpu, which is one device", "Pass --device cpu.")
-        return
-    if device.type != "cuda":
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type not in ("cpu", "cuda"):
         raise InputError("device", name, "cpu, cuda or cuda:N", "Correct it.")
-    if not torch.cuda.is_available():
+    if device.type == "cpu" and device.index:
+        raise InputError("device", name, "cpu, which is one device", "Pass --device cpu.")
+    if device.type == "cuda" and not count:
         raise InputError("device", name, "a device of this machine (no GPU is visible)", "Pass --device cpu.")
-    count = torch.cuda.device_count()
-    if device.index is not None and device.index >= count:
+    if device.type == "cuda" and (device.index or 0) >= count:
         last = "cuda:0" if count == 1 else f"cuda:0 to cuda:{count - 1}"
         raise InputError("device", name, f"one of the {count} visible: {last}", "Correct it.")

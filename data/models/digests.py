@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 import os
 import sys
 import time
@@ -26,8 +25,7 @@ from draftsmith.data.store.files import CannotWrite, make_directory, write_json
 from draftsmith.data.store.reading import open_tensors
 
 VERSION = 1  # of what a remembered file means
-CHUNK = 1 << 22  # values read at once: a model is never in memory for this
-THREADS = 4  # one reads and hashes about a gigabyte a second
+THREADS = 4  # each reads and hashes a tensor at a time, about a gigabyte a second
 SAID_FROM = 4e9  # bytes that take long enough to say so
 # A file that was written less than this before it was read may be written again without its time showing it.
 SETTLED_NS = 2_000_000_000
@@ -66,7 +64,7 @@ def weights_hash(digests: dict[str, TensorDigest]) -> str:
     others = {digest for name, digest in by_name.items() if not _is_output(name)}
     kept = {name: digest for name, digest in by_name.items() if not (_is_output(name) and digest in others)}
     listed = [[name, digest.shape, digest.kind, digest.sha256] for name, digest in sorted(kept.items())]
-    return hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:16]
+    return _sha256(listed)[:16]
 
 
 def output_hash(digests: dict[str, TensorDigest], names: Iterable[str]) -> str | None:
@@ -78,6 +76,10 @@ def output_hash(digests: dict[str, TensorDigest], names: Iterable[str]) -> str |
 def tensor_hash(tensor: torch.Tensor) -> str:
     """Content hash of a tensor's values in bf16, so that it does not depend on the dtype it was loaded in."""
     return hashlib.sha256(_bytes(tensor.detach().to("cpu"), "float")).hexdigest()[:16]
+
+
+def _sha256(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def _bare_name(name: str) -> str:
@@ -105,19 +107,9 @@ def _read(file: Path) -> dict[str, TensorDigest]:
 
 
 def _digest(opened: Any, name: str) -> TensorDigest:
-    view = opened.get_slice(name)
-    shape = tuple(view.get_shape())
-    content = hashlib.sha256()
-    if not shape or 0 in shape:
-        parts = iter([opened.get_tensor(name)])
-    else:
-        rows = max(1, CHUNK // math.prod(shape[1:]))
-        parts = (view[start : start + rows] for start in range(0, shape[0], rows))
-    kind = "float"
-    for part in parts:
-        kind = "float" if part.dtype in FLOATS else str(part.dtype)
-        content.update(_bytes(part, kind))
-    return TensorDigest(shape, kind, content.hexdigest())
+    tensor = opened.get_tensor(name)
+    kind = "float" if tensor.dtype in FLOATS else str(tensor.dtype)
+    return TensorDigest(tuple(tensor.shape), kind, hashlib.sha256(_bytes(tensor, kind)).hexdigest())
 
 
 def _bytes(tensor: torch.Tensor, kind: str) -> Any:
@@ -157,15 +149,11 @@ def _remembered(file: Path) -> dict[str, TensorDigest] | None:
     """None where nothing is known of the file as it is now; what cannot be read is not known."""
     entry = _entry(file)
     try:
-        if entry is None:
+        content = json.loads(entry.read_text("utf-8")) if entry is not None else {}
+        tensors = content["tensors"]
+        if content["stamp"] != _stamp(file) or content["sha256"] != _sha256(tensors):
             return None
-        content = json.loads(entry.read_text("utf-8"))
-        if content["stamp"] != _stamp(file):
-            return None
-        body = json.dumps(content["tensors"])
-        if content["sha256"] != hashlib.sha256(body.encode()).hexdigest():
-            return None
-        return {n: TensorDigest(tuple(shape), kind, sha) for n, (shape, kind, sha) in content["tensors"].items()}
+        return {n: TensorDigest(tuple(shape), kind, sha) for n, (shape, kind, sha) in tensors.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
@@ -175,8 +163,7 @@ def _remember(file: Path, stamp: dict[str, int], digests: dict[str, TensorDigest
     if entry is None:
         return
     tensors = {name: [list(digest.shape), digest.kind, digest.sha256] for name, digest in digests.items()}
-    sha256 = hashlib.sha256(json.dumps(tensors).encode()).hexdigest()
-    content = {"file": str(file.resolve()), "stamp": stamp, "tensors": tensors, "sha256": sha256}
+    content = {"file": str(file.resolve()), "stamp": stamp, "tensors": tensors, "sha256": _sha256(tensors)}
     with contextlib.suppress(CannotWrite):  # a read-only or full disk: hashed again the next time
         make_directory(entry.parent)
         write_json(entry, content)

@@ -7,13 +7,18 @@ dividing by it loses nothing, and a decoded value is exact in bf16: what is read
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from draftsmith.data.store.manifest import Field
+from draftsmith.modules.finite import first_broken
+from draftsmith.modules.types import InputError
 
 FeatureDtype = Literal["bf16", "fp8"]
 SCALE = ".scale"  # of a row's fp8 values, beside them under their key
@@ -62,6 +67,47 @@ def stored_features(file: Any, key: str) -> Tensor:
     values = file.get_tensor(key)
     coded = values.dtype == torch.float8_e4m3fn
     return decode({"": values, SCALE: file.get_tensor(key + SCALE)} if coded else {"": values})
+
+
+class FeatureFiles:
+    """The safetensors files of a directory of features, each opened once in each process: a forked reader must not
+    share its parent's, and a spawned one gets none."""
+
+    def __init__(self, directory: Path, remedy: str):
+        """remedy: for a file that cannot be read."""
+        self._directory, self._remedy = Path(directory), remedy
+        self._files: dict[tuple[int, str], Any] = {}
+
+    def keys(self, name: str) -> list[str]:
+        """Rows of a file."""
+        return [key for key in self._open(name).keys() if not key.endswith(SCALE)]  # noqa: SIM118 (it is no mapping)
+
+    def read(self, name: str, key: str, row: str) -> Tensor:
+        """A row's features [T, H] in bf16. row: what a user knows it by.
+
+        Raises:
+            InputError: the file is damaged, or a number in it is not finite.
+        """
+        features = stored_features(self._open(name), key)
+        position = first_broken(features)
+        if position is not None:
+            found = f"NaN or infinity in {row}, position {position}"
+            remedy = "Its target was broken, or it was damaged: check the target, delete the file and make it again."
+            raise InputError(str(self._directory / name), found, "finite features", remedy)
+        return features
+
+    def _open(self, name: str) -> Any:
+        place = (os.getpid(), name)
+        if place not in self._files:
+            path = self._directory / name
+            try:
+                self._files[place] = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise InputError(str(path), f"unreadable ({error})", "a safetensors shard", self._remedy) from error
+        return self._files[place]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_files": {}}
 
 
 def token_bytes(hidden_size: int, dtype: FeatureDtype) -> int:

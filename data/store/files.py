@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from draftsmith.modules.types import InputError
 
 AGAIN = "Free some space or choose another place, then give the command again."
+SPARE_BYTES = 64 * 2**20  # a file system is never filled to the brim
 REMEDIES = {
     errno.EROFS: "Choose a place that can be written.",
     errno.EACCES: "Choose a place that you may write.",
@@ -74,14 +76,10 @@ def writing(path: Path, needed: int | None = None, remedy: str | None = None) ->
     """
     try:
         yield
-    except InputError:
-        raise
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
+        if isinstance(error, SafetensorError) and number_of(error) is None:
+            raise
         raise cannot_write(path, error, needed, remedy) from error
-    except Exception as error:
-        if type(error).__name__ == "SafetensorError" and number_of(error) is not None:
-            raise cannot_write(path, error, needed, remedy) from error
-        raise
 
 
 def number_of(error: BaseException) -> int | None:
@@ -97,7 +95,7 @@ def cannot_write(path: Path, error: BaseException, needed: int | None = None, re
     number = number_of(error)
     said = os.strerror(number) if number is not None else " ".join(str(error).split())
     try:
-        free = f"{shutil.disk_usage(_existing(Path(path))).free / 1e6:,.1f} MB free"
+        free = f"{shutil.disk_usage(_existing(Path(path).parent)).free / 1e6:,.1f} MB free"
     except OSError:
         free = ""
     if number in REMEDIES:
@@ -106,9 +104,18 @@ def cannot_write(path: Path, error: BaseException, needed: int | None = None, re
     return CannotWrite(str(path), "; ".join(filter(None, about)), "room to write it", remedy or AGAIN)
 
 
+def check_disk(directory: Path, needed: int, field: str, remedy: str) -> None:
+    """Raises InputError where the disk of `directory`, which need not be there yet, cannot hold `needed` bytes."""
+    existing = _existing(directory)
+    free = shutil.disk_usage(existing).free
+    if needed and needed + SPARE_BYTES > free:
+        found, expected = f"{free:,} bytes free at {existing}", f"{needed + SPARE_BYTES:,} for what is left to write"
+        raise InputError(field, found, expected, remedy)
+
+
 def _existing(path: Path) -> Path:
-    """The nearest folder above that is there."""
-    return next((folder for folder in path.absolute().parents if folder.exists()), Path("/"))
+    """The path, or the nearest folder above that is there."""
+    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
 
 
 def _sync(path: Path) -> None:

@@ -14,7 +14,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,11 @@ class FileEntry:
     bytes: int
     sha256: str
     rows: int
+
+    @classmethod
+    def of(cls, raw: Mapping[str, Any]) -> FileEntry:
+        """Of the object that a file has of it."""
+        return cls(**{name: raw[name] for name in FILE})
 
 
 @dataclass(frozen=True)
@@ -127,7 +132,7 @@ class Manifest:
         if unknown := sorted(raw.keys() - {spec.name for spec in dataclasses.fields(Manifest)}):
             raise InputError(str(path), f"damaged (unknown: {unknown[0]})", "a manifest of this program", remedy)
         raw["fields"] = tuple(Field(f["name"], f["dtype"], tuple(f["shape"])) for f in raw["fields"])
-        raw["files"] = tuple(FileEntry(**{name: entry[name] for name in FILE}) for entry in raw["files"])
+        raw["files"] = tuple(map(FileEntry.of, raw["files"]))
         return Manifest(**{spec.name: raw[spec.name] for spec in dataclasses.fields(Manifest) if spec.name in raw})
 
 
@@ -205,6 +210,14 @@ def without_unrecorded(differing: Iterable[tuple[str, Any, Any]]) -> tuple[list[
     listed = list(differing)
     lacking = [key for key, one, other in listed if key.split(".")[-1] in LATER and None in (one, other)]
     return [entry for entry in listed if entry[0] not in lacking], lacking
+
+
+def changes(where: Path, now: Mapping[str, Any], before: Mapping[str, Any]) -> str:
+    """What differs in nested settings, `seed: 0, now 1; ...`; empty where nothing does. Hashes that an earlier version
+    did not take are told and do not count. where: the file that has the settings of before."""
+    differing, unrecorded = without_unrecorded(differences(flatten(now), flatten(before)))
+    warn_not_compared(str(where), unrecorded)
+    return "; ".join(f"{key}: {was}, now {is_now}" for key, is_now, was in differing)
 
 
 def warn_not_compared(where: str, keys: Sequence[str]) -> None:
@@ -304,31 +317,28 @@ def volatile(default: Any = dataclasses.MISSING, **kwargs: Any) -> Any:
     return dataclasses.field(metadata={"volatile": True}, **kwargs)
 
 
+def _settings(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field, Any]]:
+    """Dotted names, fields and values of a configuration and those inside of it; settings that it shares come last."""
+    for spec in sorted(dataclasses.fields(config), key=lambda field: bool(field.kw_only)):
+        value = getattr(config, spec.name)
+        if dataclasses.is_dataclass(value):
+            yield from _settings(value, f"{prefix}{spec.name}.")
+        else:
+            yield prefix + spec.name, spec, value
+
+
 def decisive(config: Any) -> dict[str, Any]:
     """The fields of a configuration that decide what is written: all but the volatile ones, nested ones dotted."""
-    kept: dict[str, Any] = {}
-    for spec in dataclasses.fields(config):
-        value = getattr(config, spec.name)
-        if spec.metadata.get("volatile"):
-            continue
-        if dataclasses.is_dataclass(value):
-            kept |= {f"{spec.name}.{key}": inner for key, inner in decisive(value).items()}
-        else:
-            kept[spec.name] = json.loads(json.dumps(value, default=str))
-    return kept
+    kept = {name: value for name, spec, value in _settings(config) if not spec.metadata.get("volatile")}
+    return json.loads(json.dumps(kept, default=str))
 
 
 def command_line(stage: str, config: Any) -> str:
     """`draftsmith STAGE --field value ...` with the fields that differ from their defaults."""
-    return shlex.join(["draftsmith", *stage.split(), *_arguments(config, "")])
-
-
-def _arguments(config: Any, prefix: str) -> Iterable[str]:
-    for spec in sorted(dataclasses.fields(config), key=lambda field: bool(field.kw_only)):  # shared settings last
-        value = getattr(config, spec.name)
-        if dataclasses.is_dataclass(value):
-            yield from _arguments(value, f"{prefix}{spec.name}.")
-        elif value != spec.default:
+    words = ["draftsmith", *stage.split()]
+    for name, spec, value in _settings(config):
+        if value != spec.default:
             as_json = isinstance(value, bool | list | tuple | dict | None)
             plain = json.dumps(value, default=str) if as_json else str(value)
-            yield from (f"--{prefix}{spec.name}".replace("_", "-"), plain)
+            words += [f"--{name}".replace("_", "-"), plain]
+    return shlex.join(words)

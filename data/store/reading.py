@@ -15,7 +15,6 @@ from torch import Tensor
 from draftsmith.modules.types import InputError
 
 REMEDY = "Delete it and give the command that wrote it again."
-NUMBER = (int, float)
 # What a file may hold, as JSON of types: {"files": [{"name": str}], "counts": {"*": int}, "seed?": (int, None)}. A name
 # with `?` may be absent, `*` stands for all names, a tuple for alternatives, `object` for anything. Other names may be
 # there: later versions add some.
@@ -93,53 +92,42 @@ def check_shape(path: Path, found: Any, shape: Shape, remedy: str = REMEDY, plac
     """Raises:
     InputError: it has another shape.
     """
-    if wrong := misfit(found, shape, place):
-        raise InputError(str(path), wrong[0], wrong[1], remedy)
+    for wrong, expected in misfits(found, shape, place):
+        raise InputError(str(path), wrong, expected, remedy)
 
 
-def misfit(found: Any, shape: Shape, place: str = "") -> tuple[str, str] | None:
-    """What was found where, and what was expected there; None where all is right."""
-    if shape is object:
-        return None
+def misfits(found: Any, shape: Shape, place: str = "") -> Iterator[tuple[str, str]]:
+    """What is wrong where, and what is expected there."""
     if isinstance(shape, tuple):
-        options = [misfit(found, option, place) for option in shape]
-        if None in options:
-            return None
+        options = [next(misfits(found, option, place), None) for option in shape]
         # Of an object that is none of them, the objection inside of it says more.
-        inner = [wrong for wrong, option in zip(options, shape, strict=True) if isinstance(option, type(found))]
-        return inner[0] if inner else (_said(found, place), " or ".join(_name(option) for option in shape))
-    if isinstance(shape, dict):
-        return _misfit_of_object(found, shape, place)
-    if isinstance(shape, list):
-        if not isinstance(found, list):
-            return _said(found, place), "a list"
-        parts = (misfit(item, shape[0], f"{place}[{number}]") for number, item in enumerate(found))
-        return next((wrong for wrong in parts if wrong), None)
-    kinds = NUMBER if shape is float else (shape,)
-    right = found is None if shape is None else isinstance(found, kinds) and isinstance(found, bool) <= (shape is bool)
-    return None if right else (_said(found, place), _name(shape))
+        inner = [
+            wrong for wrong, option in zip(options, shape, strict=True) if wrong and isinstance(option, type(found))
+        ]
+        if None not in options:
+            yield inner[0] if inner else (_said(found, place), _name(shape))
+    elif not _is_a(found, shape):
+        yield _said(found, place), _name(shape)
+    elif isinstance(shape, list):
+        for number, item in enumerate(found):
+            yield from misfits(item, shape[0], f"{place}[{number}]")
+    elif isinstance(shape, dict):
+        inside = f"{place}." if place else ""
+        for name, expected in shape.items():
+            key = name.removesuffix("?")
+            if name == key != "*" and key not in found:
+                yield f"no {inside}{key}", _name(expected)
+            named = found if name == "*" else {key} & found.keys()
+            for own in named:
+                yield from misfits(found[own], expected, f"{inside}{own}")
 
 
-def _misfit_of_object(found: Any, shape: dict[str, Shape], place: str) -> tuple[str, str] | None:
-    if not isinstance(found, dict):
-        return _said(found, place), "an object"
-    for name, expected in shape.items():
-        if name == "*":
-            parts = (misfit(value, expected, _inner(place, key)) for key, value in found.items())
-            if wrong := next((wrong for wrong in parts if wrong), None):
-                return wrong
-            continue
-        key = name.removesuffix("?")
-        if key not in found:
-            if name == key:
-                return f"no {_inner(place, key)}", _name(expected)
-        elif wrong := misfit(found[key], expected, _inner(place, key)):
-            return wrong
-    return None
-
-
-def _inner(place: str, key: str) -> str:
-    return f"{place}.{key}" if place else key
+def _is_a(found: Any, shape: Shape) -> bool:
+    """By its own type, not by what it holds."""
+    if shape is object or shape is None:
+        return shape is object or found is None
+    kind = shape if isinstance(shape, type) else type(shape)
+    return isinstance(found, (int, float) if kind is float else kind) and isinstance(found, bool) <= (kind is bool)
 
 
 def _said(found: Any, place: str) -> str:
@@ -153,4 +141,4 @@ def _name(shape: Shape) -> str:
         return " or ".join(_name(option) for option in shape)
     if shape is None:
         return "null"
-    return NAMES.get(dict if isinstance(shape, dict) else list if isinstance(shape, list) else shape, "a value")
+    return NAMES.get(shape if isinstance(shape, type) else type(shape), "a value")

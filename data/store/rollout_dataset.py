@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.rollouts import CHILD_FIELDS, FIELDS
-from draftsmith.data.store.datasets import ArtefactDataset, Item, Lists, check_finite_labels
+from draftsmith.data.store.datasets import ArtefactDataset, Item
 from draftsmith.data.store.manifest import open_artefact
 from draftsmith.modules.decoding.confidence import TokenConfidences
 
@@ -81,16 +81,12 @@ class RolloutDataset(ArtefactDataset):
         listed = (spec for spec in (*FIELDS, *CHILD_FIELDS) if spec.dtype.startswith("list"))
         self._fields = [spec for spec in listed if spec.name != "loss_mask"]  # of an item it is about the drafts
         columns = [spec.name for spec in self._fields if self.children or spec not in CHILD_FIELDS]
-        table = self._read_table(directory, manifest, columns)
-        self._lists = {name: Lists(table[name]) for name in columns}
-        check_finite_labels(directory, self._names, self._lists["accept_prob"])
+        super().__init__(directory, manifest, [name for name in columns if name != "input_ids"])
+        self._check_finite_labels(directory)
+        # And of the drafts that hang off a response: what it takes to read them.
+        self.lengths = (self._lists["input_ids"].lengths + self._lists["draft_ids"].lengths).tolist()
 
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of each response and of the drafts that hang off it: what it takes to read them."""
-        return (self._lists["input_ids"].lengths + self._lists["draft_ids"].lengths).tolist()
-
-    def __getitem__(self, row: int) -> Item:
+    def item(self, row: int, epoch: int) -> Item:
         """input_ids [T] and starts [S], int64, and what RolloutTokens has of the S drafts."""
         own = {name: values[row] for name, values in self._lists.items()}
         sizes = {"T": len(own["input_ids"]), "S": len(own["starts"]), "K": self.depth, "C": self.children}

@@ -8,6 +8,7 @@ them, so a shard is there whole or not at all. Rank 0 writes the manifest once e
 from __future__ import annotations
 
 import bisect
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -29,16 +30,14 @@ from draftsmith.data.store.manifest import (
     Field,
     FileEntry,
     Manifest,
+    changes,
     command_line,
     decisive,
-    differences,
     file_sha256,
     flatten,
     git_commit,
     package_versions,
     resolved,
-    warn_not_compared,
-    without_unrecorded,
 )
 from draftsmith.data.store.reading import read_object
 from draftsmith.data.store.writer import HOLDER, LOCK
@@ -57,6 +56,7 @@ DROPPED = "_dropped"  # behind the reason, in counts
 SPLIT = "rows_split"  # in counts: rows of the table that an input row has beyond its first
 DONE = {"files": [FILE], "counts": {"rows": int, "*": int}}
 BEGIN_AGAIN = "Delete the directory and run the stage again."
+WAIT_S = 3600.0  # for other ranks, without any progress
 POLL_S = 0.1  # and 5 ms a shard: looking costs one stat for each
 
 
@@ -89,28 +89,29 @@ class ShardContent:
 class StagePlan:
     """Everything about a run of a stage except how one shard is made.
 
-    stage: the command, `data responses`. config: its configuration dataclass. fields: of the table; those whose dtype
-    is not in ARROW describe tensors. wait_s: how long rank 0 waits for other ranks without any progress, in seconds.
-    alone: this process makes all shards, whatever its rank; the others only help it.
+    stage: the command, `data responses`. config: its configuration dataclass, which has `output` and `rows_per_shard`.
+    fields: of the table; those whose dtype is not in ARROW describe tensors. alone: this process makes all shards,
+    whatever its rank; the others only help it.
     """
 
     kind: str
     stage: str
-    directory: Path
     config: Any
     num_rows: int
-    rows_per_shard: int
     fields: tuple[Field, ...]
     inputs: dict[str, str]
     identity: dict[str, Any]
     sampling: dict[str, Any] | None = None
     seed: int | None = None
-    wait_s: float = 3600.0
     alone: bool = False
 
     @property
+    def directory(self) -> Path:
+        return Path(self.config.output)
+
+    @property
     def shards(self) -> list[Shard]:
-        step, total = self.rows_per_shard, self.num_rows
+        step, total = self.config.rows_per_shard, self.num_rows
         return [Shard(i, start, min(start + step, total)) for i, start in enumerate(range(0, total, step))]
 
     @property
@@ -141,7 +142,11 @@ def run_stage(plan: StagePlan, make_shard: Callable[[Shard, Advance], ShardConte
     with bar(plan.kind, total, "rows", total - left, enabled=rank == 0) as advance:
         for shard in todo:
             write_shard(plan, shard, make_shard(shard, advance))
-    return _finish(plan) if rank == 0 else _await_manifest(plan)
+    if rank == 0:
+        _wait(plan, lambda: _unfinished(plan), "shards of other ranks")
+        return _finish(plan)
+    _wait(plan, lambda: _unfinished(plan) + (not (directory / MANIFEST).exists()), "shards or the manifest")
+    return Manifest.read(directory)
 
 
 def begin(plan: StagePlan) -> None:
@@ -152,8 +157,8 @@ def begin(plan: StagePlan) -> None:
     """
     directory = plan.directory
     make_directory(directory)
-    decides = {"kind": plan.kind, "config": decisive(plan.config), "inputs": plan.inputs, "identity": plan.identity}
-    state = {"rows": plan.num_rows, **flatten(decides)}
+    made_of = {"config": decisive(plan.config), "inputs": plan.inputs, "identity": plan.identity}
+    state = flatten({"rows": plan.num_rows, "kind": plan.kind, **made_of})
     path = directory / STARTED
     if not path.exists():
         own = (STARTED, LOCK, HOLDER)
@@ -164,10 +169,8 @@ def begin(plan: StagePlan) -> None:
         write_json(path, {"command": plan.command, "state": state})
         return
     begun = read_object(path, {"state": dict}, BEGIN_AGAIN)["state"]
-    differing, unrecorded = without_unrecorded(differences(state, begun))
-    warn_not_compared(str(path), unrecorded)
-    if differing:
-        found = f"{directory}, begun with another " + "; ".join(f"{k}: {was}, now {now}" for k, now, was in differing)
+    if changed := changes(path, state, begun):
+        found = f"{directory}, begun with another {changed}"
         remedy = "Choose another directory or delete it."
         raise InputError("output", found, "the configuration it was begun with", remedy)
 
@@ -204,32 +207,31 @@ def write_shard(plan: StagePlan, shard: Shard, content: ShardContent) -> None:
     write_json(directory / f"{shard.name}.done.json", record)
 
 
-def _unfinished(plan: StagePlan) -> list[Shard]:
-    return [shard for shard in plan.shards if read_done(plan.directory, shard) is None]
+def _unfinished(plan: StagePlan) -> int:
+    return sum(read_done(plan.directory, shard) is None for shard in plan.shards)
 
 
-def _poll(plan: StagePlan, left: Callable[[], int], what: str) -> None:
+def _wait(plan: StagePlan, left: Callable[[], int], what: str) -> None:
     """Wait until left() is 0; the deadline moves on while it falls."""
-    before, deadline = left(), time.monotonic() + plan.wait_s
+    before, deadline = left(), time.monotonic() + WAIT_S
     while before:
         time.sleep(POLL_S + 0.005 * len(plan.shards))
         now = left()
         if now < before:
-            before, deadline = now, time.monotonic() + plan.wait_s
+            before, deadline = now, time.monotonic() + WAIT_S
         elif time.monotonic() > deadline:
-            found = f"{now} {what} missing after {plan.wait_s:.0f} s"
+            found = f"{now} {what} missing after {WAIT_S:.0f} s"
             raise InputError("ranks", found, "all of them", f"Continue, on any number of ranks: {plan.command}")
 
 
 def _finish(plan: StagePlan) -> Manifest:
-    _poll(plan, lambda: len(_unfinished(plan)), "shards of other ranks")
     counts: Counter[str] = Counter({"shards": len(plan.shards), "read": plan.num_rows})
     files: list[FileEntry] = []
     for shard in plan.shards:
         done = read_done(plan.directory, shard)
         assert done is not None
         counts.update(done["counts"])
-        files += [FileEntry(**{name: entry[name] for name in FILE}) for entry in done["files"]]
+        files += map(FileEntry.of, done["files"])
     if counts["rows"] == 0:
         remedy = "Check the filters and what was dropped."
         raise InputError(f"{plan.stage}: output", f"no rows left ({account(counts)})", "at least one", remedy)
@@ -271,25 +273,20 @@ def account(counts: Mapping[str, int]) -> str:
     return f"read {counts['read']:,}, kept {counts['rows'] - extra:,}{rows}, dropped {lost}"
 
 
-def _await_manifest(plan: StagePlan) -> Manifest:
-    manifest = plan.directory / MANIFEST
-    _poll(plan, lambda: len(_unfinished(plan)) + (not manifest.exists()), "shards or the manifest")
-    return Manifest.read(plan.directory)
-
-
 class Rows:
     """The table of an opened artefact by global row number, one shard in memory at a time."""
 
-    def __init__(self, directory: Path, manifest: Manifest, columns: list[str] | None = None):
-        self._directory, self._columns = Path(directory), columns
-        self._files = [entry for entry in manifest.files if entry.name.endswith(".parquet")]
-        self._ends: list[int] = []
-        for entry in self._files:
-            self._ends.append(entry.rows + (self._ends[-1] if self._ends else 0))
-        self._cached: tuple[int, pa.Table | None] = (-1, None)
+    def __init__(self, directory: Path, manifest: Manifest, columns: list[str] | None = None, limit: int = 0):
+        """columns: of all. limit: only the first so many rows; 0 takes all."""
+        files = [entry for entry in manifest.files if entry.name.endswith(".parquet")]
+        self._paths, self._columns = [Path(directory) / entry.name for entry in files], columns
+        self._ends = list(itertools.accumulate(entry.rows for entry in files))
+        total = self._ends[-1] if files else 0
+        self._num_rows = min(limit, total) if limit else total
+        self._shard: tuple[int, pa.Table] | None = None
 
     def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        return self._num_rows
 
     def read(self, start: int, stop: int) -> list[dict[str, Any]]:
         """Rows [start, stop) as dictionaries of Python values."""
@@ -299,25 +296,20 @@ class Rows:
         row, stop = start, len(self) if stop is None else min(stop, len(self))
         while row < stop:
             index = bisect.bisect_right(self._ends, row)
-            first = self._ends[index] - self._files[index].rows
-            table = self._table(index)
-            count = min(stop, self._ends[index]) - row
-            yield from table.slice(row - first, count).to_pylist()
-            row += count
+            if self._shard is None or self._shard[0] != index:
+                self._shard = (index, self._read(index))
+            table = self._shard[1]
+            here = table.num_rows - (self._ends[index] - row)
+            part = table.slice(here, stop - row)
+            yield from part.to_pylist()
+            row += part.num_rows
 
     def table(self) -> pa.Table:
         """All rows at once, a chunk a shard: in one, lists would end at 2^31 items."""
-        return pa.concat_tables([self._read(index) for index in range(len(self._files))])
-
-    def _table(self, index: int) -> pa.Table:
-        if self._cached[0] != index:
-            self._cached = (index, self._read(index))
-        table = self._cached[1]
-        assert table is not None
-        return table
+        return pa.concat_tables([self._read(index) for index in range(len(self._paths))])
 
     def _read(self, index: int) -> pa.Table:
-        path = self._directory / self._files[index].name
+        path = self._paths[index]
         try:
             return pq.read_table(path, columns=self._columns, partitioning=None)
         except (pa.ArrowException, OSError, KeyError) as error:

@@ -56,15 +56,7 @@ class Holder:
         return f"process {self.pid} on {self.host} (`{self.command}`, since {self.since})"
 
 
-@dataclass
-class _HeldDirectory:
-    lock: FileLock
-    made: bool  # the directory, for this
-    count: int
-    ended: threading.Event
-
-
-_held: dict[str, _HeldDirectory] = {}
+_held: set[str] = set()  # directories, by this process
 
 
 def sole_writer(shared: bool = False) -> Callable[[Callable[[Any], T]], Callable[[Any], T]]:
@@ -100,15 +92,14 @@ def writing_alone(directory: Path, shared: bool = False) -> Iterator[None]:
         return
     key = os.path.realpath(directory)
     if key in _held:
-        _held[key].count += 1
-    else:
-        _held[key] = _take(directory)
-    try:
         yield
-    finally:
-        _held[key].count -= 1
-        if not _held[key].count:
-            _give_back(directory, _held.pop(key))
+        return
+    with _sole_holder(directory):
+        _held.add(key)
+        try:
+            yield
+        finally:
+            _held.remove(key)
 
 
 def occupied(directory: Path) -> bool:
@@ -119,21 +110,11 @@ def occupied(directory: Path) -> bool:
     return any(path.name not in (LOCK, HOLDER) and ".tmp-" not in path.name for path in directory.iterdir())
 
 
-def _take(directory: Path) -> _HeldDirectory:
+@contextmanager
+def _sole_holder(directory: Path) -> Iterator[None]:
     made = not directory.exists()
     make_directory(directory)
-    lock = FileLock(directory / LOCK)
-    deadline = time.monotonic() + GRACE_S
-    with writing(directory, remedy="It has no locks: choose a place on another file system."):
-        while True:
-            try:
-                lock.acquire(timeout=0.5)
-                break
-            except Timeout as error:
-                holder = read_holder(directory)
-                # A killed process' children may hold its lock for a moment longer.
-                if time.monotonic() > deadline or (holder is not None and _alive(holder)):
-                    raise _taken(directory, holder) from error
+    lock = _locked(directory)
     try:
         before = read_holder(directory)
         if before is not None:
@@ -144,19 +125,34 @@ def _take(directory: Path) -> _HeldDirectory:
         raise
     ended = threading.Event()
     threading.Thread(target=_beat, args=(directory / HOLDER, ended), daemon=True, name="sign of life").start()
-    return _HeldDirectory(lock, made, 1, ended)
+    try:
+        yield
+    finally:
+        ended.set()
+        # The files go while the lock is held: whoever opened this one before finds that it has no name, and opens
+        # another.
+        for name in (HOLDER, LOCK):
+            with suppress(OSError):
+                (directory / name).unlink(missing_ok=True)
+        lock.release()
+        if made:
+            with suppress(OSError):  # it holds something, as it should
+                directory.rmdir()
 
 
-def _give_back(directory: Path, held: _HeldDirectory) -> None:
-    held.ended.set()
-    # The files go while the lock is held: whoever opened this one before finds that it has no name, and opens another.
-    for name in (HOLDER, LOCK):
-        with suppress(OSError):
-            (directory / name).unlink(missing_ok=True)
-    held.lock.release()
-    if held.made:
-        with suppress(OSError):  # it holds something, as it should
-            directory.rmdir()
+def _locked(directory: Path) -> FileLock:
+    """The directory's lock, held. A killed process' children may hold it for a moment longer."""
+    lock = FileLock(directory / LOCK)
+    deadline = time.monotonic() + GRACE_S
+    with writing(directory, remedy="It has no locks: choose a place on another file system."):
+        while True:
+            try:
+                lock.acquire(timeout=0.5)
+                return lock
+            except Timeout as error:
+                holder = read_holder(directory)
+                if time.monotonic() > deadline or (holder is not None and _alive(holder)):
+                    raise _taken(directory, holder) from error
 
 
 def _this_process() -> Holder:

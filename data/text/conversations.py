@@ -56,17 +56,12 @@ class OpenTurns:
 class Layout:
     """How a data set's rows are read. `columns`: our name -> theirs, for what can be mapped."""
 
-    name: str
     columns: Mapping[str, str]
     read: Callable[[Mapping[str, Any], Mapping[str, str]], Conversation]
 
     def conversation(self, row: Mapping[str, Any]) -> Conversation:
         """Raises RowError where the row is empty or not what its layout promises."""
         return self.read(row, self.columns)
-
-    def text(self, row: Mapping[str, Any], column: str, default: str = "") -> str:
-        """`id`, `task` or `split` of a row, as of `label_of`."""
-        return label_of(row, self.columns, column, default)
 
 
 def label_columns(columns: Sequence[str], mapping: Mapping[str, str]) -> dict[str, str]:
@@ -105,29 +100,15 @@ def parse_columns(text: str) -> dict[str, str]:
     return mapping
 
 
-def recognise(columns: Sequence[str], sample: Mapping[str, Any], mapping: Mapping[str, str]) -> Layout:
-    """The layout of a data set with these columns, by the first one that fits; `mapping` goes before guesses.
-
-    sample: one row, which tells lists of messages from lists of strings.
-
-    Raises:
-        InputError: nothing fits; it names the columns found and the flag that maps them.
-    """
-    check_mapping(columns, mapping)
-    layout = _fitting(columns, sample, mapping)
-    if layout is None:
-        remedy = "Map them: --columns prompt=NAME[,answer=NAME]."
-        raise InputError("columns", shortened_names(columns), KNOWN_COLUMNS, remedy)
-    return layout
-
-
 def check_mapping(columns: Sequence[str], mapping: Mapping[str, str]) -> None:
-    """Raises InputError for a mapping to a column that no row has."""
+    """Raises InputError for a mapping to a column that no row has, and for columns of no shape that is known; it names
+    the columns found and the flag that maps them."""
+    found = shortened_names(columns)
     absent = sorted(set(mapping.values()) - set(columns))
     if absent:
-        raise InputError(
-            "columns", absent[0], f"a column of the data: {shortened_names(columns)}", "Correct --columns."
-        )
+        raise InputError("columns", absent[0], f"a column of the data: {found}", "Correct --columns.")
+    if _fitting(columns, {}, mapping) is None:
+        raise InputError("columns", found, KNOWN_COLUMNS, "Map them: --columns prompt=NAME[,answer=NAME].")
 
 
 def layout_of(row: Mapping[str, Any], mapping: Mapping[str, str]) -> Layout:
@@ -155,20 +136,20 @@ def _fitting(columns: Sequence[str], sample: Mapping[str, Any], mapping: Mapping
     chat = mapping.get("messages") or (None if "prompt" in mapping else _first(CHAT_COLUMNS, columns))
     if chat:
         names["messages"] = chat
-        return Layout(_message_style(sample.get(chat)), names, _read_messages)
+        return Layout(names, _read_messages)
     if "prompt" not in mapping:
         if has("turns"):
-            return Layout("turns", names, _read_turns)
+            return Layout(names, _read_turns)
         if has("instruction"):
-            return Layout("alpaca", names, _read_alpaca)
+            return Layout(names, _read_alpaca)
     if "prompt" in mapping or has("prompt"):
         names.setdefault("prompt", "prompt")
         if has("answer"):
             names.setdefault("answer", "answer")
         if isinstance(sample.get(names["prompt"]), list):
             names["messages"] = names["prompt"]
-            return Layout("messages", names, _read_messages)
-        return Layout("prompt", names, _read_prompt)
+            return Layout(names, _read_messages)
+        return Layout(names, _read_prompt)
     return None
 
 
@@ -239,11 +220,6 @@ def user_turns(conversation: Conversation) -> tuple[Messages, tuple[str, ...]]:
 
 def _first(names: Sequence[str], columns: Sequence[str]) -> str | None:
     return next((name for name in names if name in columns), None)
-
-
-def _message_style(value: Any) -> str:
-    first = value[0] if isinstance(value, list) and value else None
-    return "sharegpt" if isinstance(first, Mapping) and "from" in first else "messages"
 
 
 def _read_messages(row: Mapping[str, Any], columns: Mapping[str, str]) -> Conversation:

@@ -3,57 +3,56 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from draftsmith.data.heads.draft_settings import DraftSettings
-from draftsmith.data.heads.measured import CARD, WEIGHTS
+from draftsmith.data.heads.draft_settings import MODEL, DraftSettings
+from draftsmith.data.heads.measured import CARD, WEIGHTS, write_measured
 from draftsmith.data.models.device import check_device
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.progress import say
-from draftsmith.data.settings import Sampling
+from draftsmith.data.settings import Sampling, check_not_negative, check_positive, comma_numbers
 from draftsmith.data.store.files import write_json
 from draftsmith.data.store.manifest import file_sha256
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.data.text.conversations import Turns
-from draftsmith.eval.bench.cards import check_cards, heads_of, write_cards
 from draftsmith.eval.bench.hf_baseline import BASELINES
-from draftsmith.eval.bench.journal import JOURNAL, Journal, unfinished_auto
+from draftsmith.eval.bench.journal import Journal, unfinished_auto
 from draftsmith.eval.bench.load import check_methods, load_models, warn_about_sampling
-from draftsmith.eval.bench.prompt_runner import PromptRunner, every_prompt_failed
-from draftsmith.eval.bench.prompts import Chat, Questions, longest_conversation, read_questions, task_sources
+from draftsmith.eval.bench.prompt_runner import PromptRunner
+from draftsmith.eval.bench.prompts import BenchPrompt, Chat, longest_conversation, read_questions, task_sources
 from draftsmith.eval.bench.results import (
     BASELINE,
     COLUMNS,
     PER_PROMPT,
     RESULTS,
-    Row,
     describe,
     failures_of,
     of_methods,
     write_rows,
 )
-from draftsmith.eval.bench.runner import RunnerSettings, make_runners
+from draftsmith.eval.bench.runner import make_runners
 from draftsmith.eval.bench.summary import summarise
-from draftsmith.eval.bench.tables import results_table, task_tables
-from draftsmith.eval.bench.trace import first_of_each_task, trace_prompts, write_texts
+from draftsmith.eval.bench.tables import results_tables, screen
+from draftsmith.eval.bench.trace import first_of_each_task, write_trace
 from draftsmith.eval.cost.auto import times_of_run
-from draftsmith.eval.cost.clock import ClockName, clock_name
 from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
 from draftsmith.modules.drafters.methods import Models, Named, known_methods, parse_methods
-from draftsmith.modules.targets.base import CausalLM
-from draftsmith.modules.types import InputError, SamplingParams, at_least
+from draftsmith.modules.types import InputError, SamplingParams
 
 # Settings that change nothing of what is measured: an interrupted run may go on with others.
 INCIDENTAL = ("output", "card", "traces")
+
+# What a head's card needs of the meta and the rows of results.json.
+CARD_META = ("date", "git_commit", "clock", "hardware", "versions", "prompts", "target", "settings")
+CARD_ROW = ("tau", "tau_ci95", "prompts", "tokens", "speedup", "speedup_ci95", "matches_ar")
 
 ENTRY = {"group": int, "temperature": float, "rows": [COLUMNS]}  # of the journal
 
@@ -73,11 +72,9 @@ class BenchConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running):
         methods: name:setting=value, separated by commas; ar is always measured. One model: ar, pld:k=10:ngram=3,
             lookahead:w=15:n=5:g=15, hf. With a draft: spec:k=5, specdec++:h=0.7:min=2:max=20:calibrated=off,
             cost:c=auto:min=1:max=16, online:c=auto:by=q:max=16, confidence:t=0.4:min=1:max=20, self-verify:k=10,
-            pearl:k=5, hf-assisted:k=5:t=0. With an EAGLE head: eagle:k=5, eagle-tree:tree=eagle-1,
-            eagle2:nodes=60:depth=6:topk=10:value=on:rerank=on (nodes=auto, nodes=auto:depth=auto: as is worth the time;
-            value=head: by a head of trees), and specdec++, cost, online, confidence or self-verify with
-            drafter=eagle. Three models: pre-verify:k=10, pre+self-verify:k=10, hsddw:k=10:max=20, each with
-            drafter=eagle where the head was trained for --mid.
+            pearl:k=5, hf-assisted:k=5:t=0; these five policies also with drafter=KIND, by a trained head of that kind.
+            Three models: pre-verify:k=10, pre+self-verify:k=10, hsddw:k=10:max=20. A head's own methods begin with its
+            kind; README.md lists them all.
         method: one more method, as the decode.yaml of `draftsmith eval tune` names it.
         turns: which user turns of a conversation are asked. all: one after the other; every method is asked a later
             turn after the answers that ar gave to the earlier ones. first: the first. last: the last, after recorded
@@ -118,31 +115,16 @@ class BenchConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running):
     output: Path = dataclasses.field(kw_only=True)
 
     @property
+    def all_temperatures(self) -> list[float]:
+        """`temperatures`, or the one `temperature`."""
+        if self.temperatures is None:
+            return [self.temperature]
+        return comma_numbers("temperatures", self.temperatures, float)
+
+    @property
     def modes(self) -> list[SamplingParams]:
         """Sampling at each temperature."""
         return [SamplingParams(temperature, self.top_k, self.top_p) for temperature in self.all_temperatures]
-
-    @property
-    def all_temperatures(self) -> list[float]:
-        """`temperatures`, or the one `temperature`.
-
-        Raises:
-            InputError: not numbers, or one of them twice.
-        """
-        if self.temperatures is None:
-            return [self.temperature]
-        try:
-            found = [float(part) for part in self.temperatures.split(",")]
-        except ValueError as error:
-            expected = "numbers separated by commas"
-            raise InputError("temperatures", repr(self.temperatures), expected, "For example 0,1.") from error
-        if len(set(found)) < len(found):
-            raise InputError("temperatures", self.temperatures, "each temperature once", "Remove one of them.")
-        return found
-
-    @property
-    def clock(self) -> ClockName:
-        return clock_name(self.device, self.num_threads)
 
 
 def run(config: BenchConfig) -> int:
@@ -150,9 +132,8 @@ def run(config: BenchConfig) -> int:
     1 where prompts failed, else 0."""
     results = bench(config)
     console = Console(highlight=False)
-    console.print(results_table(results))
-    for table in task_tables(results):
-        console.print(table)
+    for table in results_tables(results):
+        console.print(screen(table))
     for failure in results["failures"]:
         where = ", ".join(str(failure[key]) for key in ("task", "id") if failure[key])
         about = f"turn {failure['turn']}, temperature {failure['temperature']:g}"
@@ -169,81 +150,56 @@ def bench(config: BenchConfig) -> dict[str, Any]:
         InputError: bad settings, models or prompts; an unfinished run of other settings in `output`; no prompt that
             could be measured.
     """
-    named = with_baseline(parse_methods(asked_for(config), BASELINES))
+    asked = parse_methods(asked_for(config), BASELINES)
+    named = [*parse_methods(BASELINE), *(item for item in asked if item.label != BASELINE)]  # every speed-up is over it
     sources = check(config, named)
     torch.set_num_threads(config.num_threads)
-    questions = read_questions(sources, config.target, config.split, config.keep_tasks, config.limit, config.turns)
+    files = read_questions(sources, config.target, config.split, config.keep_tasks, config.limit, config.turns)
+    prompts = [prompt for file in files for prompt in file]
     target = load_lm(config.target, **config.loading)
     chat, context = Chat(config.target), target.info.max_position
-    room = longest_conversation(questions, chat, config.max_new_tokens, context)
+    room = longest_conversation(prompts, chat, config.max_new_tokens, context)
     models = load_models(named, config.paths, room, config.modes[0], target, **config.loading)
     if models.acceptance is not None:
         for params in config.modes[1:]:
             warn_about_sampling(str(config.acceptance), params)
-    eos_ids = () if config.ignore_eos else tuple(target.info.eos_ids)
-    models = dataclasses.replace(models, ends=eos_ids)
+    models = dataclasses.replace(models, ends=() if config.ignore_eos else models.ends)
     models.times.load_state_dict(unfinished_auto(config.output) or (times_of_run(config.costs) if config.costs else {}))
-    settings = RunnerSettings(config.modes, eos_ids, config.batch_size, config.dtype, config.trust_remote_code)
-    runners = make_runners(named, models, settings)
+    runners = make_runners(named, models, config.modes, config.batch_size, **config.loading)
     prompt_runner = PromptRunner(runners, chat, context, room, config.max_new_tokens, config.repeats, config.seed)
-    meta = meta_of(config, named, questions, models)  # after the runners, which may measure costs
-    journal = Journal(config.output, decided_by(meta, questions), ENTRY, models.times.state_dict())
-    rows = measured_rows(config, prompt_runner, questions, journal)
-    results = {"meta": meta, "methods": result_rows(config, rows, target), "failures": failures_of(rows)}
+    meta = meta_of(config, named, prompts, models)  # after the runners, which may measure costs
+    journal = Journal(config.output, decided_by(meta, prompts), ENTRY, models.times.state_dict())
+    rows = prompt_runner.run_all(files, config.batch_size, journal)
+    methods: list[dict[str, Any]] = []
+    for params in config.modes:
+        compare = params.greedy and target.dtype == torch.float32
+        measured = of_methods(rows, params.temperature)
+        methods += summarise(measured, config.clock, config.seed, compare, params.temperature)
+    results = {"meta": meta, "methods": methods, "failures": failures_of(rows)}
     if config.traces:
         own = [row for row in rows if row["method"] == BASELINE and row["error"] is None]
         first = first_of_each_task(own, config.traces)
-        trace_prompts(config.output, first, named, models, settings, config.max_new_tokens, prompt_runner.seeds)
-        write_texts(config.output, config.target, first)
-    publish_run(config, rows, results)
+        write_trace(config.output, first, named, models, config.modes, config.max_new_tokens, config.seed)
+    (config.output / RESULTS).unlink(missing_ok=True)  # one always belongs to the rows beside it
+    write_rows(config.output / PER_PROMPT, rows)
+    write_json(config.output / RESULTS, results)
+    journal.remove()
     if config.card:
-        for directory in write_cards(results, named, config.paths):
+        for kind, directory in heads_of(named, config.paths).items():
+            write_measured(directory, measured_of_head(results, named, kind))
             say(f"Model card: {Path(directory) / CARD}")
     return results
 
 
-def measured_rows(
-    config: BenchConfig, prompt_runner: PromptRunner, questions: Questions, journal: Journal
-) -> list[Row]:
-    """Rows of all prompts; those of an interrupted run of the same settings are not measured again."""
-    groups = questions.groups(config.batch_size)
-    if any(entry["group"] not in range(len(groups)) for entry in journal.entries):
-        found, remedy = "a group of prompts that there is not", "Delete it and measure again."
-        raise InputError(str(journal.path), found, f"numbers below {len(groups)}", remedy)
-    total = len(questions.all) * len(prompt_runner.runners)
-    done = sum(len(groups[entry["group"]]) for entry in journal.entries)
-    if done:
-        print(
-            f"draftsmith: going on with an interrupted run: {done} of {total} prompts are measured ({journal.path})",
-            file=sys.stderr,
-        )
-    if done < total:
-        prompt_runner.warm_up([*questions.spare, *questions.all], config.batch_size)
-    with between_prompts(total, done) as progress:
-        rows = prompt_runner.run_all(groups, journal, progress)
-    if all(row["error"] is not None for row in rows):
-        journal.remove()
-        raise every_prompt_failed(rows[-1]["error"])
-    return rows
-
-
-def result_rows(config: BenchConfig, rows: Sequence[Row], target: CausalLM) -> list[dict[str, Any]]:
-    """One row a method and temperature."""
-    found = []
-    for params in config.modes:
-        compare = params.greedy and target.dtype == torch.float32
-        measured = of_methods(rows, params.temperature)
-        found += summarise(measured, config.clock, config.seed, compare, params.temperature)
-    return found
-
-
-def meta_of(config: BenchConfig, named: Sequence[Named], questions: Questions, models: Models) -> dict[str, Any]:
+def meta_of(
+    config: BenchConfig, named: Sequence[Named], prompts: Sequence[BenchPrompt], models: Models
+) -> dict[str, Any]:
     heads = heads_of(named, config.paths)
     return describe(
         "bench",
         config,
         models.target,
-        questions.all,
+        prompts,
         str(config.prompts or config.tasks),
         {"draft": models.draft, "mid": models.mid},
         clock=config.clock,
@@ -255,31 +211,13 @@ def meta_of(config: BenchConfig, named: Sequence[Named], questions: Questions, m
     )
 
 
-def decided_by(meta: Mapping[str, Any], questions: Questions) -> dict[str, Any]:
+def decided_by(meta: Mapping[str, Any], prompts: Sequence[BenchPrompt]) -> dict[str, Any]:
     """What a measurement depends on: all but paths of output, dates and the like."""
     settings = {name: value for name, value in meta["settings"].items() if name not in INCIDENTAL}
     machine = {name: meta["hardware"].get(name) for name in ("cpu", "gpu", "torch_threads")}
-    names = [[prompt.id, prompt.task] for prompt in questions.all]
+    names = [[prompt.id, prompt.task] for prompt in prompts]
     kept = {name: meta[name] for name in ("target", "models", "heads", "prompts", "versions")}
     return {"settings": settings, **kept, "names": names, "hardware": machine}
-
-
-def publish_run(config: BenchConfig, rows: Sequence[Row], results: Mapping[str, Any]) -> None:
-    """Rows, then results.json: a results.json always belongs to the rows beside it."""
-    (config.output / RESULTS).unlink(missing_ok=True)
-    write_rows(config.output / PER_PROMPT, rows)
-    write_json(config.output / RESULTS, results)
-    (config.output / JOURNAL).unlink()
-
-
-@contextmanager
-def between_prompts(total: int, done: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar that is drawn only when it is advanced: one that redraws itself takes CPU time from the clocks."""
-    left = (TextColumn("prompts, left"), TimeRemainingColumn())
-    columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), *left)
-    with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as progress:
-        task = progress.add_task("measuring", total=total, completed=done)
-        yield lambda count: progress.update(task, advance=count, refresh=True)
 
 
 def asked_for(config: BenchConfig) -> str:
@@ -288,23 +226,15 @@ def asked_for(config: BenchConfig) -> str:
     return config.methods if config.method is None or config.method in listed else f"{config.methods},{config.method}"
 
 
-def with_baseline(named: Sequence[Named]) -> list[Named]:
-    """`ar` first: every speed-up is against it, listed or not."""
-    rest = [method for method in named if method.label != BASELINE]
-    return [*parse_methods(BASELINE), *rest]
-
-
 def check(config: BenchConfig, named: Sequence[Named]) -> list[tuple[str, str]]:
     """What can be found wrong before anything is loaded. Returns (task, source) of the prompts' files."""
-    for field in ("repeats", "num_threads", "max_new_tokens", "batch_size"):
-        at_least(field, getattr(config, field), 1)
-    for field in ("limit", "traces"):
-        at_least(field, getattr(config, field), 0)
+    check_positive(config, "repeats", "num_threads", "max_new_tokens", "batch_size")
+    check_not_negative(config, "limit", "traces")
     if config.batch_size > 1:
         check_batch(config, named)
     check_methods(named, config.paths)
     if config.card:
-        check_cards(named, config.paths)
+        check_cards(heads_of(named, config.paths))
     check_device(config.device)
     assert config.modes  # which checks them
     return task_sources(config.prompts, config.tasks)
@@ -319,3 +249,34 @@ def check_batch(config: BenchConfig, named: Sequence[Named]) -> None:
         if not item.method.batchable:
             able = ", ".join(name for name, method in known_methods().items() if method.batchable)
             raise InputError("methods", f"{item.label} {size}", f"some of {able}", "Measure it with --batch-size 1.")
+
+
+def heads_of(named: Sequence[Named], paths: Mapping[str, str]) -> dict[str, str]:
+    """Kind -> directory of the heads that some method uses. paths: role or kind -> what the user passed."""
+    used = {need for item in named for need in item.method.needs} - {MODEL, "mid"}
+    return {kind: path for kind, path in paths.items() if kind in used}
+
+
+def check_cards(heads: Mapping[str, str]) -> None:
+    """Check that cards can be written, before anything is measured. heads: of `heads_of`.
+
+    Raises:
+        InputError: no method uses a head, or the directory of one cannot be written to.
+    """
+    if not heads:
+        remedy = "Pass --draft HEAD or --acceptance HEAD with a method that uses it, or leave --card out."
+        raise InputError("card", "no method that uses a head", "a head to write the card of", remedy)
+    for kind, directory in heads.items():
+        if Path(directory).is_dir() and not os.access(directory, os.W_OK):
+            remedy = "Copy it to a place of your own, or leave --card out."
+            raise InputError(kind, f"{directory}, which cannot be written to", "a head directory of yours", remedy)
+
+
+def measured_of_head(results: Mapping[str, Any], named: Sequence[Named], kind: str) -> dict[str, Any]:
+    """What `measured.json` holds of one head: the rows of the methods that used it, and how they were taken."""
+    labels = {item.label for item in named if kind in item.method.needs}
+    rows = []
+    for row in (row for row in results["methods"] if row["method"] in labels):
+        by_task = {task: {key: part[key] for key in CARD_ROW} for task, part in row.get("by_task", {}).items()}
+        rows.append({**{key: row[key] for key in ("method", "temperature", *CARD_ROW)}, "by_task": by_task})
+    return {"schema_version": 1, **{name: results["meta"][name] for name in CARD_META}, "methods": rows}

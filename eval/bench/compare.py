@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,12 @@ from draftsmith.data.progress import say
 from draftsmith.data.store.files import make_directory, write_text
 from draftsmith.data.store.manifest import differences, flatten, without_unrecorded
 from draftsmith.data.store.reading import check_shape, read_object
-from draftsmith.eval.bench.results import BASELINE, RESULTS, MeasuredPrompt, Row, of_methods, read_rows
+from draftsmith.eval.bench.results import BASELINE, RESULTS, Row, of_methods, read_rows, totals_of
 from draftsmith.eval.bench.summary import MeasuredResamples, speedup, tokens_per_s
 from draftsmith.eval.bench.tables import mode
 from draftsmith.eval.bootstrap import Floats
 from draftsmith.eval.cost.clock import ClockName
 from draftsmith.eval.report.tables import Column, Table, interval, markdown, on_screen
-from draftsmith.modules.decoding.trace import pool
 from draftsmith.modules.types import InputError
 
 # Settings without which two runs did not do the same work.
@@ -34,7 +34,7 @@ META = {
     **{name: dict for name in ("target", "hardware", "versions", "models", "heads")},
 }
 SHA256_DIGITS = 64
-BOTH = tuple[list[MeasuredPrompt], list[MeasuredPrompt]]
+BOTH = tuple[list[Row], list[Row]]
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ class Bench:
     meta: Mapping[str, Any]
     rows: Sequence[Row]
 
-    @property
-    def methods(self) -> dict[float, dict[str, list[MeasuredPrompt]]]:
-        """Temperature -> method -> what was measured, in the order of the run."""
+    @cached_property
+    def methods(self) -> dict[float, dict[str, list[Row]]]:
+        """Temperature -> method -> its rows, in the order of the run."""
         temperatures = dict.fromkeys(row["temperature"] for row in self.rows)
         return {temperature: of_methods(self.rows, temperature) for temperature in temperatures}
 
@@ -113,68 +113,58 @@ def check_comparable(first: Bench, second: Bench) -> None:
     """Raises:
     InputError: one error that lists all that makes the runs incomparable.
     """
-    differing, _ = identity_differences(first, second)
+    differing, _ = without_unrecorded(differences(identity(first.meta), identity(second.meta)))
     if not set(first.methods) & set(second.methods):
-        differing.append(("temperatures", listed(first.methods), listed(second.methods)))
+        ours, theirs = (", ".join(f"{each:g}" for each in bench.methods) for bench in (first, second))
+        differing.append(("temperatures", ours, theirs))
     if differing:
-        found = said(differing)
         expected = "runs of the same target, tokenizer, sampling, dtype and prompts"
-        raise InputError("runs", found, expected, "Measure both with the same settings.")
-
-
-def identity_differences(first: Bench, second: Bench) -> tuple[list[tuple[str, Any, Any]], list[str]]:
-    """What two runs do not share, and what one of them does not record."""
-    return without_unrecorded(differences(*(flatten(identity(bench.meta)) for bench in (first, second))))
+        raise InputError("runs", said(differing), expected, "Measure both with the same settings.")
 
 
 def identity(meta: Mapping[str, Any]) -> dict[str, Any]:
     """What two runs must share."""
     settings = {name: meta["settings"][name] for name in SAME_SETTINGS}
-    return {"target": meta["target"], **settings, "prompts": {"sha256": meta["prompts"]["sha256"]}}
+    return flatten({"target": meta["target"], **settings, "prompts": {"sha256": meta["prompts"]["sha256"]}})
+
+
+def machine(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """What makes tokens per second of two runs those of different machines."""
+    hardware = {name: meta["hardware"].get(name) for name in ("cpu", "gpu", "cpu_count")}
+    settings = {name: meta["settings"][name] for name in SAME_SPEED}
+    return flatten({"hardware": hardware, "versions": meta["versions"], "clock": meta["clock"], **settings})
+
+
+def drafters(meta: Mapping[str, Any]) -> dict[str, Any]:
+    return flatten({name: meta[name] for name in ("models", "heads")})
 
 
 def said(differing: Sequence[tuple[str, Any, Any]]) -> str:
     """Hashes by their first twelve digits."""
+
+    def short(value: Any) -> Any:
+        return value[:12] if isinstance(value, str) and len(value) == SHA256_DIGITS else value
+
     return "; ".join(f"{key} {short(a)} and {short(b)}" for key, a, b in differing)
-
-
-def short(value: Any) -> Any:
-    return value[:12] if isinstance(value, str) and len(value) == SHA256_DIGITS else value
-
-
-def listed(temperatures: Sequence[float] | Mapping[float, Any]) -> str:
-    return ", ".join(f"{temperature:g}" for temperature in temperatures)
-
-
-def speed_differences(first: Bench, second: Bench) -> list[tuple[str, Any, Any]]:
-    """What makes tokens per second of the two runs those of different machines."""
-
-    def of(meta: Mapping[str, Any]) -> dict[str, Any]:
-        machine = {name: meta["hardware"].get(name) for name in ("cpu", "gpu", "cpu_count")}
-        settings = {name: meta["settings"][name] for name in SAME_SPEED}
-        return flatten({"hardware": machine, "versions": meta["versions"], "clock": meta["clock"], **settings})
-
-    return differences(of(first.meta), of(second.meta))
 
 
 def notes_of(first: Bench, second: Bench) -> list[str]:
     """What a reader must know before the tables."""
-    notes = []
-    slower = speed_differences(first, second)
-    if slower:
+    notes, (mine, theirs) = [], (first.meta, second.meta)
+    if slower := differences(machine(mine), machine(theirs)):
         notes.append(f"Taken on different machines, versions or threads ({said(slower)}): tokens/s are left out.")
-    drafters = [flatten({name: bench.meta[name] for name in ("models", "heads")}) for bench in (first, second)]
-    differing, unrecorded = without_unrecorded(differences(*drafters))
+    differing, unrecorded = without_unrecorded(differences(drafters(mine), drafters(theirs)))
     if differing:
         notes.append(f"They draft with different models or heads ({said(differing)}).")
-    unrecorded += identity_differences(first, second)[1]
+    unrecorded += without_unrecorded(differences(identity(mine), identity(theirs)))[1]
     if unrecorded:
         notes.append(f"Not compared, for one of them does not record it: {', '.join(sorted(unrecorded))}.")
-    notes += auto_notes(first.meta, second.meta)
+    notes += auto_notes(mine, theirs)
     for temperature in dict.fromkeys([*first.methods, *second.methods]):
-        mine, theirs = (bench.methods.get(temperature, {}) for bench in (first, second))
-        for letter, own, other in (("A", mine, theirs), ("B", theirs, mine)):
-            alone = [label for label in own if label not in other]
+        for letter, own, other in (("A", first, second), ("B", second, first)):
+            alone = [
+                label for label in own.methods.get(temperature, {}) if label not in other.methods.get(temperature, ())
+            ]
             if alone:
                 notes.append(f"Only in {letter}, {mode(temperature)}: {', '.join(alone)}.")
     failed = [sum(row["error"] is not None for row in bench.rows) for bench in (first, second)]
@@ -197,30 +187,24 @@ def auto_notes(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]
 
 def compare_runs(first: Bench, second: Bench, seed: int) -> list[Table]:
     """A table for each temperature that both have."""
-    comparable = not speed_differences(first, second)
+    comparable = machine(first.meta) == machine(second.meta)
     clock: ClockName = first.meta["clock"]
     tables = []
-    for temperature, mine in first.methods.items():
-        theirs = second.methods.get(temperature)
-        if theirs is None:
-            continue
+    for temperature in (each for each in first.methods if each in second.methods):
+        mine, theirs = first.methods[temperature], second.methods[temperature]
         base = paired(mine[BASELINE], theirs[BASELINE])
         rows = [
-            {"method": label, **row_of(paired(mine[label], theirs[label]), base, clock, seed, comparable)}
+            {"method": label, **compared(paired(mine[label], theirs[label]), base, clock, seed, comparable)}
             for label in mine
             if label in theirs
         ]
-        tables.append(table_of(rows, temperature, len(base[0]), comparable, first.meta["clock"]))
+        tables.append(table_of(rows, temperature, len(base[0]), comparable, clock))
     return tables
 
 
-def paired(mine: Sequence[MeasuredPrompt], theirs: Sequence[MeasuredPrompt]) -> BOTH:
+def paired(mine: Sequence[Row], theirs: Sequence[Row]) -> BOTH:
     """What both measured: the same prompts in the same order."""
-
-    def by_prompt(items: Sequence[MeasuredPrompt]) -> dict[tuple[int, int], MeasuredPrompt]:
-        return {(item.prompt.number, item.prompt.turn): item for item in items}
-
-    ours, others = by_prompt(mine), by_prompt(theirs)
+    ours, others = ({(row["prompt"], row["turn"]): row for row in rows} for rows in (mine, theirs))
     common = [key for key in ours if key in others]
     if not common:
         remedy = "Measure both again, or look at their failures."
@@ -228,33 +212,32 @@ def paired(mine: Sequence[MeasuredPrompt], theirs: Sequence[MeasuredPrompt]) -> 
     return [ours[key] for key in common], [others[key] for key in common]
 
 
-def row_of(items: BOTH, base: BOTH, clock: ClockName, seed: int, comparable: bool) -> Row:
+def compared(items: BOTH, base: BOTH, clock: ClockName, seed: int, comparable: bool) -> Row:
     """One method: B over A. The bootstrap draws the same prompts for both runs and for their baselines."""
     first, second = items
     drawn = MeasuredResamples(first, seed)
 
-    def gain(run: int) -> Floats:
-        return drawn.tokens_per_s(items[run], clock) / drawn.tokens_per_s(base[run], clock)
+    def speeds(rows: Sequence[Row]) -> Floats:
+        return drawn.tokens_per_s(rows, clock)
 
     found: Row = {}
+
+    def add(name: str, value: float, ends: list[float] | None) -> None:
+        low, high = ends or (None, None)
+        found.update(
+            {name: value, f"{name}_low": low, f"{name}_high": high, f"{name}_ci": interval(ends, between=" to ")}
+        )
+
     if comparable:
-        found["speed"] = tokens_per_s(second, clock) / tokens_per_s(first, clock)
-        found |= ends("speed", drawn, lambda: drawn.tokens_per_s(second, clock) / drawn.tokens_per_s(first, clock))
+        faster = tokens_per_s(second, clock) / tokens_per_s(first, clock)
+        add("speed", faster, drawn.interval(lambda: speeds(second) / speeds(first)))
     found["gain_a"], found["gain_b"] = (speedup(items[run], base[run], clock) for run in (0, 1))
-    found["gain"] = found["gain_b"] / found["gain_a"]
-    found |= ends("gain", drawn, lambda: gain(1) / gain(0))
-    found["tau_a"], found["tau_b"] = (pool(item.trace for item in own).tau for own in items)
-    found["tau"] = found["tau_b"] - found["tau_a"]
-    found |= ends("tau", drawn, lambda: drawn.tau(second) - drawn.tau(first))
-    equal = sum(a.tokens == b.tokens for a, b in zip(first, second, strict=True))
+    gains = drawn.interval(lambda: speeds(second) / speeds(base[1]) / (speeds(first) / speeds(base[0])))
+    add("gain", found["gain_b"] / found["gain_a"], gains)
+    found["tau_a"], found["tau_b"] = (totals_of(own).tau for own in items)
+    add("tau", found["tau_b"] - found["tau_a"], drawn.interval(lambda: drawn.tau(second) - drawn.tau(first)))
+    equal = sum(a["token_ids"] == b["token_ids"] for a, b in zip(first, second, strict=True))
     return {**found, "equal": f"{equal} of {len(first)}"}
-
-
-def ends(name: str, drawn: MeasuredResamples, ratio: Callable[[], Floats]) -> Row:
-    """The 95 % interval, as numbers and as the text of a cell."""
-    found = drawn.interval(ratio)
-    low, high = found or (None, None)
-    return {f"{name}_low": low, f"{name}_high": high, f"{name}_ci": interval(found, between=" to ")}
 
 
 def table_of(rows: Sequence[Row], temperature: float, prompts: int, comparable: bool, clock: ClockName) -> Table:

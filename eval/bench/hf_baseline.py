@@ -6,12 +6,14 @@ then stops passing position ids.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from draftsmith.data.models.hub import model_directory
 from draftsmith.data.models.loading import DTYPES, load_transformers
@@ -50,12 +52,7 @@ class HFAssisted(Method):
 BASELINES: dict[str, type[Method]] = {"hf": HFGenerate, "hf-assisted": HFAssisted}
 
 
-@dataclass(frozen=True)
-class Call:
-    """One target call: how many tokens were in its cache, and the tokens [T] it was fed."""
-
-    num_cached: int
-    fed: Any
+Call = tuple[int, Tensor]  # of the target: how many tokens were in its cache, and the tokens [T] that it was fed
 
 
 def trace_of(calls: Sequence[Call], prompt_length: int, tokens: Sequence[int]) -> DecodeTrace:
@@ -64,27 +61,21 @@ def trace_of(calls: Sequence[Call], prompt_length: int, tokens: Sequence[int]) -
     Before the first call the prompt is known; before a later one, one token more than is cached. What is fed beyond the
     known tokens was drafted; the growth of the known tokens until the next call was emitted. Assisted generation drafts
     before its first target call, so the prefill is a round like any other.
+
+    The common beginning of a draft and what was emitted is what was accepted: a rejected token is never drawn again in
+    its own place, because the residual distribution gives it no mass.
     """
-    known = [0, *(call.num_cached + 1 - prompt_length for call in calls[1:]), len(tokens)]
+    known = [0, *(num_cached + 1 - prompt_length for num_cached, _ in calls[1:]), len(tokens)]
     steps = []
-    for i, call in enumerate(calls):
-        drafted = [int(token) for token in call.fed[prompt_length + known[i] - call.num_cached :]]
-        emitted = list(tokens[known[i] : known[i + 1]])
-        steps.append(DecodeStep(len(drafted), common_prefix(drafted, emitted), len(emitted), len(drafted)))
+    for i, (num_cached, fed) in enumerate(calls):
+        drafted, emitted = fed[prompt_length + known[i] - num_cached :].tolist(), tokens[known[i] : known[i + 1]]
+        equal = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(drafted, emitted, strict=False))
+        accepted = sum(1 for _ in equal)
+        steps.append(DecodeStep(len(drafted), accepted, len(emitted), len(drafted)))
     return DecodeTrace(steps, prefill_calls=0)
 
 
-def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """Length of the common beginning. Of a draft and what was emitted it is the number of accepted tokens: a rejected
-    token is never drawn again in its own place, because the residual distribution gives it no mass."""
-    count = 0
-    for a, b in zip(left, right, strict=False):
-        if a != b:
-            break
-        count += 1
-    return count
-
-
+@dataclass(frozen=True)
 class HFRunner:
     """`generate` of one transformers model, assisted by another when `assistant` is given.
 
@@ -93,17 +84,12 @@ class HFRunner:
     confidence_threshold: a round ends early after a drafted token of lower probability; 0 never.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        params: SamplingParams,
-        eos_ids: Sequence[int],
-        assistant: Any | None = None,
-        num_assistant_tokens: int = 5,
-        confidence_threshold: float = 0.0,
-    ):
-        self._model, self._params, self._eos_ids, self._assistant = model, params, tuple(eos_ids), assistant
-        self._num_assistant_tokens, self._confidence_threshold = num_assistant_tokens, confidence_threshold
+    model: Any
+    params: SamplingParams
+    eos_ids: Sequence[int]
+    assistant: Any | None = None
+    num_assistant_tokens: int = 5
+    confidence_threshold: float = 0.0
 
     def __call__(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seeds: Sequence[int]) -> list[Generation]:
         """Generate one after the other, and cut at the first end token and at `max_new_tokens` before counting."""
@@ -114,48 +100,48 @@ class HFRunner:
 
         def record(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             cache = kwargs.get("past_key_values")
-            calls.append(Call(int(cache.get_seq_length()) if cache is not None else 0, kwargs["input_ids"][0]))
+            calls.append((int(cache.get_seq_length()) if cache is not None else 0, kwargs["input_ids"][0]))
 
-        input_ids = torch.tensor([list(prompt)], device=self._model.device)
-        limit = getattr(self._model.config, "max_position_embeddings", None)
+        input_ids = torch.tensor([list(prompt)], device=self.model.device)
+        limit = getattr(self.model.config, "max_position_embeddings", None)
         room = min(max_new_tokens, limit - len(prompt)) if limit else max_new_tokens
-        hook = self._model.register_forward_pre_hook(record, with_kwargs=True)
+        hook = self.model.register_forward_pre_hook(record, with_kwargs=True)
         try:
             output = self._generate(input_ids, room, seed)
         finally:
             hook.remove()
         tokens = output[0, len(prompt) :].tolist()
-        end = next((i for i, token in enumerate(tokens) if token in self._eos_ids), None)
+        end = next((i for i, token in enumerate(tokens) if token in self.eos_ids), None)
         tokens = tokens if end is None else tokens[: end + 1]
         return Generation(tokens, trace_of(calls, len(prompt), tokens), end is not None)
 
     def _generate(self, input_ids: Any, max_new_tokens: int, seed: int) -> Any:
         from transformers import GenerationConfig
 
-        params = self._params
+        params = self.params
         sampling: dict[str, Any] = {"do_sample": False}
         if not params.greedy:
             # 0 and 1 switch the filters off in transformers as here; None would bring its default top_k of 50 back.
             sampling = {"do_sample": True, "temperature": params.temperature, "top_k": params.top_k,
                         "top_p": params.top_p}  # fmt: skip
-        end = {"eos_token_id": list(self._eos_ids) or None, "pad_token_id": self._eos_ids[0] if self._eos_ids else 0}
-        if self._assistant is not None:
+        end = {"eos_token_id": list(self.eos_ids) or None, "pad_token_id": self.eos_ids[0] if self.eos_ids else 0}
+        if self.assistant is not None:
             # `generate` reads these three from the assistant, and one assistant serves all settings of a run.
-            self._assistant.generation_config = GenerationConfig(
-                num_assistant_tokens=self._num_assistant_tokens,
+            self.assistant.generation_config = GenerationConfig(
+                num_assistant_tokens=self.num_assistant_tokens,
                 num_assistant_tokens_schedule="constant",
-                assistant_confidence_threshold=self._confidence_threshold,
+                assistant_confidence_threshold=self.confidence_threshold,
                 **end,
             )
         config = GenerationConfig(max_new_tokens=max_new_tokens, **sampling, **end)
         with torch.random.fork_rng(enabled=not params.greedy):
             if not params.greedy:
                 torch.manual_seed(seed)
-            return self._model.generate(
+            return self.model.generate(
                 input_ids,
                 attention_mask=torch.ones_like(input_ids),
                 generation_config=config,
-                assistant_model=self._assistant,
+                assistant_model=self.assistant,
             )
 
 

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
+
+import torch
+import yaml
 
 from draftsmith.data.heads.directory import another_mode, drafter_identity, head_config, load_head
 from draftsmith.data.heads.draft_settings import MODEL, ROLES
+from draftsmith.data.models.device import check_device
 from draftsmith.data.models.loading import check_same_tokenizer, load_lm
-from draftsmith.eval.bench.trees import read_tree
+from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence
 from draftsmith.eval.cost.auto import MeasuredTimes
 from draftsmith.modules.acceptance.head import AcceptanceHead
-from draftsmith.modules.decoding.tree import StaticTree
+from draftsmith.modules.decoding.tree import MAX_NODES, StaticTree
+from draftsmith.modules.drafters import learned
 from draftsmith.modules.drafters.methods import Models, Named, check_needs
 from draftsmith.modules.targets.base import CausalLM
-from draftsmith.modules.types import InputError, SamplingParams
+from draftsmith.modules.types import InputError, SamplingParams, at_most
 
 # Tokens beyond prompt and answer that a drafter's cache may hold: no draft of a round is longer.
 DRAFT_ROOM = 130
@@ -68,6 +76,24 @@ def load_models(
     return Models(target, draft, mid, heads, acceptance, dict(paths), capacity, ends, trees, MeasuredTimes())
 
 
+def load_run(
+    config: Any, named: Sequence[Named], prompts: Sequence[BenchPrompt], max_new_tokens: int, params: SamplingParams
+) -> Models:
+    """The target of a command's settings and the models of its methods, with room for these prompts and answers, on
+    the threads that the settings say.
+
+    Raises:
+        InputError: as `load_models`; no such device; a prompt that leaves no room in the context.
+    """
+    check_methods(named, config.paths)
+    check_device(config.device)
+    torch.set_num_threads(config.num_threads)
+    target = load_lm(config.target, **config.loading)
+    longest = longest_sequence(prompts, max_new_tokens, target.info.max_position)
+    models = load_models(named, config.paths, longest, params, target, **config.loading)
+    return replace(models, ends=()) if config.ignore_eos else models
+
+
 def head_owner(named: Iterable[Named], kind: str) -> str:
     """The model that the run's head of this kind was trained for: target or mid."""
     owners = {item.method.drafts_for for item in named if kind in item.method.needs}
@@ -117,7 +143,9 @@ def check_predicts(directory: str, head: AcceptanceHead, wanted: set[str]) -> No
 def trained_for(directory: str) -> str:
     """The drafter that an acceptance head was trained for: `draft`, or a head's kind."""
     config = head_config(directory)
-    return config.get("drafter") or ("eagle" if "eagle" in (config.get("target") or {}) else MODEL)
+    # Heads of earlier versions say it only by the drafter's hash, which stands beside those of its target.
+    of_target = config.get("target") or {}
+    return config.get("drafter") or next((kind for kind in learned() if kind in of_target), MODEL)
 
 
 def load_draft(role: str, paths: Mapping[str, str], target: CausalLM, longest: int, **how: Any) -> CausalLM:
@@ -140,3 +168,23 @@ def warn_about_sampling(directory: str, params: SamplingParams) -> None:
     warning = another_mode(directory, params)
     if warning is not None:
         print(f"draftsmith: warning: {warning}", file=sys.stderr)
+
+
+def read_tree(name: str) -> StaticTree:
+    """A tree of configs/trees by name, or a YAML file that lists paths of ranks.
+
+    Raises:
+        InputError: no such tree, or one that is not a tree.
+    """
+    trees = files("draftsmith.configs") / "trees"
+    shipped = trees / f"{name}.yaml"
+    source = shipped if shipped.is_file() else Path(name)
+    if not source.is_file():
+        names = ", ".join(sorted(file.name.removesuffix(".yaml") for file in trees.iterdir()))
+        raise InputError("tree", repr(name), f"a YAML file, or one of: {names}", "Correct the path.")
+    try:
+        tree = StaticTree.from_paths([[int(rank) for rank in path] for path in yaml.safe_load(source.read_text())])
+    except (yaml.YAMLError, TypeError, ValueError, RecursionError) as error:
+        raise InputError("tree", f"{name}: {error}", "a list of paths such as [0, 1]", "Correct it.") from error
+    at_most("tree, nodes", len(tree.parents), MAX_NODES)
+    return tree

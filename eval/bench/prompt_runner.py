@@ -8,16 +8,20 @@ with the same tokens), so this is a conversation that it could have had itself, 
 
 from __future__ import annotations
 
-import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from draftsmith.data.models.naming import naming
 from draftsmith.data.text.template import RowError
 from draftsmith.eval.bench.journal import Journal
 from draftsmith.eval.bench.prompts import BenchPrompt, Chat
-from draftsmith.eval.bench.results import BASELINE, MeasuredPrompt, Row, failed_row, measured_row
+from draftsmith.eval.bench.results import BASELINE, Row, row_of
 from draftsmith.eval.bench.runner import Runner, learned_by, remember, teach
 from draftsmith.eval.cost.clock import rotated, wall_time
 from draftsmith.modules.decoding.loop import Generation
@@ -58,11 +62,13 @@ def measure_group(
     runners: Mapping[str, Runner],
     group: Sequence[BenchPrompt],
     number: int,
+    temperature: float,
     max_new_tokens: int,
     repeats: int,
     seeds: Sequence[int],
-) -> dict[str, list[MeasuredPrompt]]:
-    """Every method on a group of prompts, interleaved: a machine that slows down slows all methods down alike.
+) -> list[Row]:
+    """Rows of every method on a group of prompts, interleaved: a machine that slows down slows all methods down alike.
+    Tokens and counts are those of the first repeat.
 
     number: of the group. The order of methods rotates with it and with the repeat. seeds: of the prompts: repeats redo
     the same work, and methods share their random numbers.
@@ -77,17 +83,17 @@ def measure_group(
         for label in rotated(list(runners), number + repeat):
             restore[label]()
             runs[label].append(answered(label, runners[label], group, max_new_tokens, seeds))
-    return {label: medians_of(number, group, runs[label]) for label in runners}
+    rows = []
+    for label, own in runs.items():
+        walls, cpus = [run[1] / len(group) for run in own], [run[2] / len(group) for run in own]
+        for prompt, made in zip(group, own[0][0], strict=True):
+            rows.append(row_of(prompt, number, label, temperature, made, walls, cpus))
+    return rows
 
 
-def medians_of(number: int, group: Sequence[BenchPrompt], runs: Sequence[Run]) -> list[MeasuredPrompt]:
-    """Tokens and counts of the first run, medians of the clocks."""
-    walls, cpus = tuple(run[1] / len(group) for run in runs), tuple(run[2] / len(group) for run in runs)
-    wall_s, cpu_s = statistics.median(walls), statistics.median(cpus)
-    return [
-        MeasuredPrompt(prompt, number, made.tokens, made.trace, made.ended, wall_s, cpu_s, walls, cpus)
-        for prompt, made in zip(group, runs[0][0], strict=True)
-    ]
+def seed_of(prompt: BenchPrompt, seed: int) -> int:
+    """A prompt's seed in a run of this one depends on its number and turn only."""
+    return seed + prompt.number + TURN_SEED * (prompt.turn - 1)
 
 
 @dataclass(frozen=True)
@@ -128,10 +134,6 @@ class PromptRunner:
                 last = failure
         raise every_prompt_failed(str(last) if last else "too long for the target's context") from last
 
-    def seeds(self, group: Sequence[BenchPrompt]) -> list[int]:
-        """A prompt's seed depends on its number and turn only."""
-        return [self.seed + prompt.number + TURN_SEED * (prompt.turn - 1) for prompt in group]
-
     def too_long(self, prompt: BenchPrompt) -> str | None:
         """Why a prompt cannot be asked."""
         length = len(prompt.prompt_ids)
@@ -141,65 +143,89 @@ class PromptRunner:
             return f"{length} tokens, with an answer more than the {self.room} that were planned for"
         return None
 
-    def run(self, group: Sequence[BenchPrompt], number: int, temperature: float) -> Iterator[Row]:
+    def run(self, group: Sequence[BenchPrompt], number: int, temperature: float) -> list[Row]:
         """Rows of all turns of a group; those of failed prompts say why, and are not asked further."""
         runners = self.runners[temperature]
-        failures: list[tuple[BenchPrompt, str]] = []
+        rows: list[Row] = []
+
+        def failed(prompt: BenchPrompt, why: str) -> None:
+            left = f"; so turns up to {prompt.turn + len(prompt.later)} were not asked" if prompt.later else ""
+            rows.extend(row_of(prompt, number, label, temperature, error=why + left) for label in runners)
+
         while group:
             reasons = [self.too_long(prompt) for prompt in group]
-            failures += [(prompt, why) for prompt, why in zip(group, reasons, strict=True) if why]
-            fitting = [prompt for prompt, why in zip(group, reasons, strict=True) if not why]
-            found: Mapping[str, Sequence[MeasuredPrompt]] = {}
+            for prompt, why in zip(group, reasons, strict=True):
+                if why:
+                    failed(prompt, why)
+            group = [prompt for prompt, why in zip(group, reasons, strict=True) if not why]
+            if not group:
+                break
+            limits = (self.max_new_tokens, self.repeats, [seed_of(prompt, self.seed) for prompt in group])
             try:
-                if fitting:
-                    seeds = self.seeds(fitting)
-                    found = measure_group(runners, fitting, number, self.max_new_tokens, self.repeats, seeds)
+                found = measure_group(runners, group, number, temperature, *limits)
             except Failed as failure:
-                failures += [(prompt, str(failure)) for prompt in fitting]
-            for label, items in found.items():
-                yield from (measured_row(item, label, temperature) for item in items)
-            group = []
-            for item in found.get(BASELINE, ()):
-                if not item.prompt.later:
-                    continue
-                try:
-                    group.append(self.chat.next_turn(item.prompt, item.tokens))
-                except RowError as error:
-                    later, turn = item.prompt.later[1:], item.prompt.turn + 1
-                    failures.append((replace(item.prompt, prompt_ids=[], later=later, turn=turn), str(error)))
-        for prompt, why in failures:
-            left = f"; so turns up to {prompt.turn + len(prompt.later)} were not asked" if prompt.later else ""
-            yield from (failed_row(prompt, number, label, temperature, why + left) for label in runners)
+                for prompt in group:
+                    failed(prompt, str(failure))
+                break
+            rows += found
+            answers = [row["token_ids"] for row in found if row["method"] == BASELINE]
+            asked, group = group, []
+            for prompt, answer in zip(asked, answers, strict=True):
+                if prompt.later:
+                    try:
+                        group.append(self.chat.next_turn(prompt, answer))
+                    except RowError as error:
+                        refused = replace(prompt, prompt_ids=[], later=prompt.later[1:], turn=prompt.turn + 1)
+                        failed(refused, str(error))
+        return rows
 
-    def run_all(
-        self, groups: Sequence[Sequence[BenchPrompt]], journal: Journal, progress: Callable[[int], None]
-    ) -> list[Row]:
-        """Rows of all groups at all temperatures: those that the journal holds, and those it still lacks, which are run
-        by methods that know what they knew when it ended.
+    def run_all(self, files: Sequence[Sequence[BenchPrompt]], batch_size: int, journal: Journal) -> list[Row]:
+        """Rows of all prompts at all temperatures: those that the journal holds, and those it still lacks, which are
+        run by methods that know what they knew when it ended. Consecutive prompts of one file are a group.
 
-        progress: is told how many more prompts are done.
+        Raises:
+            InputError: no prompt could be measured; a journal of other groups.
         """
-        kept = {(entry["group"], entry["temperature"]): entry["rows"] for entry in journal.entries}
+        groups = [file[start : start + batch_size] for file in files for start in range(0, len(file), batch_size)]
         for entry in journal.entries:
+            if entry["group"] not in range(len(groups)) or entry["temperature"] not in self.runners:
+                found = f"group {entry['group']} at temperature {entry['temperature']:g}, which there is not"
+                raise InputError(str(journal.path), found, "groups of this run", "Delete it and measure again.")
             for label, states in entry.get("learned", {}).items():
                 teach(self.runners[entry["temperature"]][label], states)
+        kept = {(entry["group"], entry["temperature"]): entry["rows"] for entry in journal.entries}
+        total, done = sum(map(len, files)) * len(self.runners), sum(len(groups[number]) for number, _ in kept)
+        if done:
+            about = f"{done} of {total} prompts are measured ({journal.path})"
+            print(f"draftsmith: going on with an interrupted run: {about}", file=sys.stderr)
+        if done < total:
+            self.warm_up([prompt for file in files for prompt in file], batch_size)
         rows: list[Row] = []
-        for number, group in enumerate(groups):
-            for temperature, runners in self.runners.items():
-                done = kept.get((number, temperature))
-                if done is None:
-                    done = list(self.run(group, number, temperature))
-                    learned = {label: states for label in runners if (states := learned_by(runners[label]))}
-                    journal.add({"group": number, "temperature": temperature, "rows": done, "learned": learned})
-                    progress(len(group))
-                rows += done
-        temperatures, labels = list(self.runners), list(next(iter(self.runners.values())))
-        return sorted(
-            rows,
-            key=lambda row: (
-                temperatures.index(row["temperature"]), labels.index(row["method"]), row["prompt"], row["turn"]
-            ),
-        )  # fmt: skip
+        with between_prompts(total, done) as progress:
+            for number, group in enumerate(groups):
+                for temperature, runners in self.runners.items():
+                    if (number, temperature) not in kept:
+                        own = kept[number, temperature] = self.run(group, number, temperature)
+                        learned = {label: states for label in runners if (states := learned_by(runners[label]))}
+                        journal.add({"group": number, "temperature": temperature, "rows": own, "learned": learned})
+                        progress(len(group))
+                    rows += kept[number, temperature]
+        if all(row["error"] is not None for row in rows):
+            journal.remove()
+            raise every_prompt_failed(rows[-1]["error"])
+        places = [(temperature, label) for temperature, own in self.runners.items() for label in own]
+        by_method = {place: number for number, place in enumerate(places)}
+        return sorted(rows, key=lambda row: (by_method[row["temperature"], row["method"]], row["prompt"], row["turn"]))
+
+
+@contextmanager
+def between_prompts(total: int, done: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar that is drawn only when it is advanced: one that redraws itself takes CPU time from the clocks."""
+    left = (TextColumn("prompts, left"), TimeRemainingColumn())
+    columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), *left)
+    with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as progress:
+        task = progress.add_task("measuring", total=total, completed=done)
+        yield lambda count: progress.update(task, advance=count, refresh=True)
 
 
 def every_prompt_failed(why: str) -> InputError:

@@ -4,9 +4,11 @@ in groups, turn by turn."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,15 +48,12 @@ class BenchPrompt:
 
 @dataclass(frozen=True)
 class PromptRow:
-    """One prompt before it is selected; its token ids are made only when it is.
-
-    content: the row as it was found, of an artefact or a file. where: its file and line.
-    """
+    """One prompt before it is selected. prompt: makes its token ids, once it is. where: its file and line."""
 
     id: str
     task: str
     split: str
-    content: Any
+    prompt: Callable[[], BenchPrompt]
     where: str = ""
 
 
@@ -78,23 +77,22 @@ def read_prompts(
         InputError: nothing there, rows of an unknown shape, two of one id, an artefact of another tokenizer, or no row
             left.
     """
-    prompt_of = artefact_prompt(turns) if is_artefact(source) else chat_prompt(target, turns)
     rows = kept_rows(source, target, split, keep_tasks, turns)
-    return [prompt_of(row) for row in itertools.islice(rows, skip, skip + limit if limit else None)]
+    return [row.prompt() for row in itertools.islice(rows, skip, skip + limit if limit else None)]
 
 
 def kept_rows(
     source: str, target: str, split: str | None, keep_tasks: str | None, turns: Turns = "last"
 ) -> Iterator[PromptRow]:
     """Rows of this split and these tasks, as of `read_prompts`; at least one."""
-    path, split = Path(resolve_model(source)), named_split(split)
+    split = named_split(split)
     wanted = {task.strip() for task in keep_tasks.split(",")} if keep_tasks else None
-    seen_tasks, seen_splits = set(), set()
+    seen: dict[str, set[str]] = {"tasks": set(), "splits": set()}
     places: dict[str, str] = {}
     found = False
-    for row in artefact_rows(path, target, turns) if is_artefact(source) else chat_rows(source, split):
-        seen_tasks.add(row.task)
-        seen_splits.add(row.split)
+    for row in all_rows(source, target, split, turns):
+        seen["tasks"].add(row.task)
+        seen["splits"].add(row.split)
         if (split and row.split != split) or (wanted is not None and row.task not in wanted):
             continue
         if row.where and places.setdefault(row.id, row.where) != row.where:  # results are told apart by ids
@@ -103,48 +101,33 @@ def kept_rows(
         found = True
         yield row
     if not found:
-        there = f"tasks {sorted_names(seen_tasks)}; splits {sorted_names(seen_splits)}"
+        there = "; ".join(f"{name} {', '.join(sorted(filter(None, own))) or 'none'}" for name, own in seen.items())
         remedy = "Check --split and --keep-tasks; --split none takes all splits."
         asked = " and ".join(f"{name} {value}" for name, value in (("split", split), ("tasks", keep_tasks)) if value)
         found_none = f"no matching row{f' of {asked}' if asked else ''} in {source} ({there})"
         raise InputError("prompts", found_none, "at least one", remedy)
 
 
-def is_artefact(source: str) -> bool:
-    """A directory that `data prompts` wrote, or began."""
-    path = Path(resolve_model(source))
-    return (path / MANIFEST).exists() or (path / STARTED).exists()
-
-
 def has_splits(source: str, target: str) -> bool:
     """Whether its rows, or those of some, say which split they are of."""
-    if is_artefact(source):
-        return any(row.split for row in artefact_rows(Path(resolve_model(source)), target))
     try:
-        return any(row.split for row in chat_rows(source, None))
+        return any(row.split for row in all_rows(source, target))
     except InputError as error:
         if error.field == "split":  # a data set of several splits, each of its own files
             return True
         raise
 
 
-def sorted_names(names: Iterable[str]) -> str:
-    return ", ".join(sorted(name for name in names if name)) or "none"
+def all_rows(source: str, target: str, split: str | None = None, turns: Turns = "last") -> Iterator[PromptRow]:
+    """Rows of a directory that `data prompts` wrote, or began, or of a file or data set of chats. split: of a data
+    set."""
+    path = Path(resolve_model(source))
+    if (path / MANIFEST).exists() or (path / STARTED).exists():
+        return artefact_rows(path, target, turns)
+    return chat_rows(source, target, split, turns)
 
 
-def artefact_prompt(turns: Turns) -> Callable[[PromptRow], BenchPrompt]:
-    """Row of an artefact -> prompt; with turns all, with its later turns, up to one that is more than a user's."""
-
-    def prompt(row: PromptRow) -> BenchPrompt:
-        found = row.content
-        later = user_texts(found) if turns == "all" else ()
-        messages = tuple(json.loads(found["messages"])) if later else ()
-        return BenchPrompt(row.id, list(found["prompt_ids"]), row.task, messages, later)
-
-    return prompt
-
-
-def artefact_rows(directory: Path, target: str, turns: Turns = "last") -> Iterator[PromptRow]:
+def artefact_rows(directory: Path, target: str, turns: Turns) -> Iterator[PromptRow]:
     """Rows of a prompts artefact made with the target's tokenizer, and where later turns are asked its template."""
     manifest = open_artefact(directory, "prompts", text_identity(target))
     if turns == "all" and has_later_turns(manifest):
@@ -152,11 +135,17 @@ def artefact_rows(directory: Path, target: str, turns: Turns = "last") -> Iterat
         if ours != theirs:
             found = f"{directory} made with chat template {theirs}"
             raise InputError("prompts", found, f"{ours}, the target's: later turns need it", "Pass --turns first.")
+
+    def prompt(row: Mapping[str, Any], task: str) -> BenchPrompt:
+        later = user_texts(row) if turns == "all" else ()
+        messages = tuple(json.loads(row["messages"])) if later else ()
+        return BenchPrompt(str(row["id"]), list(row["prompt_ids"]), task, messages, later)
+
     for entry in manifest.files:
-        if not entry.name.endswith(".parquet"):
-            continue
-        for row in pq.read_table(directory / entry.name).to_pylist():
-            yield PromptRow(str(row["id"]), row.get("task") or "", row.get("split") or "", row)
+        if entry.name.endswith(".parquet"):
+            for row in pq.read_table(directory / entry.name).to_pylist():
+                task = row.get("task") or ""
+                yield PromptRow(str(row["id"]), task, row.get("split") or "", functools.partial(prompt, row, task))
 
 
 def user_texts(row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -165,92 +154,61 @@ def user_texts(row: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(said[0]["content"] for said in plain)
 
 
-def chat_rows(source: str, split: str | None) -> Iterator[PromptRow]:
-    """Rows of a file or data set of chats; `content` is the row as it was found."""
-    opened = open_source(source, split)
-    for number in range(len(opened)):
-        where = opened.where(number)
-        try:
-            raw = opened.row(number)
-            columns = label_columns([name for name, value in raw.items() if value is not None], {})
-            row_id, task, own = (label_of(raw, columns, name) for name in ("id", "task", "split"))
-        except RowError as error:
-            raise unusable(where, error) from error
-        yield PromptRow(row_id or str(number), task, (split or "") if opened.split_taken else own, raw, where)
-
-
-def unusable(where: str, error: RowError) -> InputError:
-    """A row that cannot be asked."""
-    remedy = "Correct the row, or pass what `data prompts --invalid drop` makes of the file."
-    return InputError(where, error, "a conversation with a user turn", remedy)
-
-
-def chat_prompt(target: str, turns: Turns) -> Any:
-    """Row -> prompt by the target's chat template; with its messages where more turns may follow them."""
-    tokenizer = load_chat_tokenizer(target)
+def chat_rows(source: str, target: str, split: str | None, turns: Turns) -> Iterator[PromptRow]:
+    """Rows of a file or data set of chats, read by the target's chat template; a prompt has its messages where more
+    turns may follow them."""
+    opened, tokenizer = open_source(source, split), load_chat_tokenizer(target)
     # Prompts that are too long are told by their ids, by whoever asks them.
     tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
 
-    def prompt(row: PromptRow) -> BenchPrompt:
-        try:
-            conversation = layout_of(row.content, {}).conversation(row.content)
-            messages, later = (
-                (up_to_last("user", conversation.messages), ()) if turns == "last" else user_turns(conversation)
-            )
-            later = later if turns == "all" else ()
+    def prompt(raw: Mapping[str, Any], name: str, task: str, where: str) -> BenchPrompt:
+        with usable(where):
+            conversation = layout_of(raw, {}).conversation(raw)
+            last = turns == "last"
+            messages, later = (up_to_last("user", conversation.messages), ()) if last else user_turns(conversation)
             ids = list(prompt_ids(tokenizer, messages))
-        except RowError as error:
-            raise unusable(row.where, error) from error
-        return BenchPrompt(row.id, ids, row.task, tuple(messages) if later else (), later)
+        goes_on = turns == "all" and bool(later)
+        return BenchPrompt(name, ids, task, tuple(messages) if goes_on else (), later if goes_on else ())
 
-    return prompt
+    for number in range(len(opened)):
+        where = opened.where(number)
+        with usable(where):
+            raw = opened.row(number)
+            columns = label_columns([name for name, value in raw.items() if value is not None], {})
+            row_id, task, own = (label_of(raw, columns, name) for name in ("id", "task", "split"))
+        name, own = row_id or str(number), (split or "") if opened.split_taken else own
+        yield PromptRow(name, task, own, functools.partial(prompt, raw, name, task, where), where)
 
 
-@dataclass(frozen=True)
-class Questions:
-    """files: for each file its prompts, numbered through all files. spare: prompts that are not measured, to warm up
-    with."""
-
-    files: list[list[BenchPrompt]]
-    spare: list[BenchPrompt]
-
-    @property
-    def all(self) -> list[BenchPrompt]:
-        return [prompt for file in self.files for prompt in file]
-
-    def groups(self, size: int) -> list[list[BenchPrompt]]:
-        """Consecutive questions of one file, `size` together; the last group of a file may be smaller."""
-        return [file[start : start + size] for file in self.files for start in range(0, len(file), size)]
+@contextmanager
+def usable(where: str) -> Iterator[None]:
+    """Raises:
+    InputError: a row that cannot be asked.
+    """
+    try:
+        yield
+    except RowError as error:
+        remedy = "Correct the row, or pass what `data prompts --invalid drop` makes of the file."
+        raise InputError(where, error, "a conversation with a user turn", remedy) from error
 
 
 def read_questions(
-    sources: Sequence[tuple[str, str]],
-    target: str,
-    split: str | None,
-    keep_tasks: str | None,
-    limit: int,
-    turns: Turns,
-) -> Questions:
-    """The prompts of (name, source) pairs, the first `limit` of each (0: all). A name becomes the task of its prompts;
-    an empty one leaves them their own.
+    sources: Sequence[tuple[str, str]], target: str, split: str | None, keep_tasks: str | None, limit: int, turns: Turns
+) -> list[list[BenchPrompt]]:
+    """The prompts of (name, source) pairs, the first `limit` of each (0: all), numbered through all of them. A name
+    becomes the task of its prompts; an empty one leaves them their own.
 
     Raises:
         InputError: as `read_prompts`.
     """
-    files: list[list[BenchPrompt]] = []
-    spare: list[BenchPrompt] = []
-    number = 0
-    for name, source in sources:
-        # One prompt more than is measured, where there is one, is the warm-up.
-        found = read_prompts(source, target, split, keep_tasks, limit + 1 if limit else 0, turns)
-        if limit:
-            found, left = found[:limit], found[limit:]
-            spare += left
-        if name:
-            found = [dataclasses.replace(prompt, task=name) for prompt in found]
-        files.append([dataclasses.replace(prompt, number=number + i) for i, prompt in enumerate(found)])
-        number += len(found)
-    return Questions(files, spare)
+    number = itertools.count()
+    return [
+        [
+            dataclasses.replace(prompt, task=name or prompt.task, number=next(number))
+            for prompt in read_prompts(source, target, split, keep_tasks, limit, turns)
+        ]
+        for name, source in sources
+    ]
 
 
 def task_sources(prompts: str | None, tasks: str | None) -> list[tuple[str, str]]:
@@ -339,14 +297,14 @@ def longest_sequence(prompts: Sequence[BenchPrompt], max_new_tokens: int, contex
     return min(length + max_new_tokens, context)
 
 
-def longest_conversation(questions: Questions, chat: Chat, max_new_tokens: int, context: int) -> int:
+def longest_conversation(prompts: Sequence[BenchPrompt], chat: Chat, max_new_tokens: int, context: int) -> int:
     """Tokens of the longest question, its later turns and all their answers; questions that do not fit left out.
 
     Raises:
         InputError: none fits.
     """
-    fitting = [prompt for prompt in [*questions.all, *questions.spare] if len(prompt.prompt_ids) < context]
+    fitting = [prompt for prompt in prompts if len(prompt.prompt_ids) < context]
     if not fitting:
-        found = f"{context} or more tokens in each prompt, prompt {questions.all[0].id} the first"
+        found = f"{context} or more tokens in each prompt, prompt {prompts[0].id} the first"
         raise InputError("prompts", found, f"at most {context - 1}, the target's context", "Shorten them.")
     return min(max(chat.longest(prompt, max_new_tokens) for prompt in fitting), context)

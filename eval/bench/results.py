@@ -24,8 +24,8 @@ import hashlib
 import json
 import os
 import platform
+import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,8 @@ from draftsmith.data.models.loading import tokenizer_identity
 from draftsmith.data.store.files import write_table
 from draftsmith.data.store.manifest import command_line, git_commit, package_versions, resolved
 from draftsmith.eval.bench.prompts import BenchPrompt
-from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, pool
+from draftsmith.modules.decoding.loop import Generation
+from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, Totals, pool
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
 
@@ -67,79 +68,65 @@ COLUMNS: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True)
-class MeasuredPrompt:
-    """One method on one prompt: what it emitted, what that took, and medians over repeats of both clocks [s].
+NOT_ANSWERED = Generation([], DecodeTrace(prefill_calls=0), False)
+
+
+def row_of(
+    prompt: BenchPrompt,
+    group: int,
+    method: str,
+    temperature: float,
+    made: Generation = NOT_ANSWERED,
+    wall_s: Sequence[float] = (),
+    cpu_s: Sequence[float] = (),
+    error: str | None = None,
+) -> Row:
+    """One method on one prompt, as JSON and Parquet hold it.
 
     group: number of the questions that were answered together, turn by turn. The clocks saw the whole group; each of
         its prompts carries an equal share, so only sums over whole groups mean anything.
-    wall_s_runs, cpu_s_runs: shares of every repeat, in the order taken.
+    wall_s, cpu_s: shares of every repeat, in the order taken. error: why the prompt was not measured.
     """
-
-    prompt: BenchPrompt
-    group: int
-    tokens: list[int]
-    trace: DecodeTrace
-    ended: bool
-    wall_s: float
-    cpu_s: float
-    wall_s_runs: tuple[float, ...] = ()
-    cpu_s_runs: tuple[float, ...] = ()
-
-
-def measured_row(item: MeasuredPrompt, method: str, temperature: float) -> Row:
-    """One row, as JSON and Parquet hold it."""
-    totals = pool([item.trace])
+    totals = pool([made.trace])
     return {
         "method": method,
         "temperature": temperature,
-        "prompt": item.prompt.number,
-        "turn": item.prompt.turn,
-        "group": item.group,
-        "id": item.prompt.id,
-        "task": item.prompt.task,
-        "prompt_tokens": len(item.prompt.prompt_ids),
-        "prompt_ids": item.prompt.prompt_ids if method == BASELINE else None,
+        "prompt": prompt.number,
+        "turn": prompt.turn,
+        "group": group,
+        "id": prompt.id,
+        "task": prompt.task,
+        "prompt_tokens": len(prompt.prompt_ids),
+        "prompt_ids": prompt.prompt_ids if method == BASELINE else None,
         "tokens": totals.num_tokens,
-        "ended": item.ended,
-        "wall_s": item.wall_s,
-        "cpu_s": item.cpu_s,
-        "wall_s_runs": list(item.wall_s_runs),
-        "cpu_s_runs": list(item.cpu_s_runs),
+        "ended": made.ended,
+        "wall_s": statistics.median(wall_s or [0.0]),
+        "cpu_s": statistics.median(cpu_s or [0.0]),
+        "wall_s_runs": list(wall_s),
+        "cpu_s_runs": list(cpu_s),
         **{name: getattr(totals, name) for name in COUNTS},
-        "prefill_emitted": item.trace.prefill_emitted,
-        "prefill_calls": item.trace.prefill_calls,
-        "token_ids": item.tokens,
-        "rounds": [dataclasses.asdict(step) for step in item.trace.steps],
-        "error": None,
+        "prefill_emitted": made.trace.prefill_emitted,
+        "prefill_calls": made.trace.prefill_calls,
+        "token_ids": made.tokens,
+        "rounds": [dataclasses.asdict(step) for step in made.trace.steps],
+        "error": error,
     }
 
 
-def failed_row(prompt: BenchPrompt, group: int, method: str, temperature: float, error: str) -> Row:
-    """The row of a prompt that was not measured."""
-    nothing = MeasuredPrompt(prompt, group, [], DecodeTrace(prefill_calls=0), False, 0.0, 0.0)
-    return {**measured_row(nothing, method, temperature), "error": error}
+def totals_of(rows: Sequence[Row]) -> Totals:
+    """Sums of the counts."""
+    sums = {name: sum(row[name] for row in rows) for name in COUNTS}
+    return Totals(prompts=len(rows), num_tokens=sum(row["tokens"] for row in rows), **sums)
 
 
-def measured_prompt_of(row: Mapping[str, Any]) -> MeasuredPrompt:
-    """What `measured_row` was given; the prompt without its tokens where the row has none."""
-    prompt = BenchPrompt(row["id"], list(row["prompt_ids"] or []), row["task"], turn=row["turn"], number=row["prompt"])
-    steps = [DecodeStep(**step) for step in row["rounds"]]
-    trace = DecodeTrace(steps, row["prefill_emitted"], row["prefill_calls"])
-    runs = tuple(row["wall_s_runs"]), tuple(row["cpu_s_runs"])
-    return MeasuredPrompt(
-        prompt, row["group"], list(row["token_ids"]), trace, row["ended"], row["wall_s"], row["cpu_s"], *runs
-    )
-
-
-def of_methods(rows: Sequence[Mapping[str, Any]], temperature: float) -> dict[str, list[MeasuredPrompt]]:
-    """Method -> what was measured of it at this temperature; failed prompts left out."""
-    found: dict[str, list[MeasuredPrompt]] = {}
+def of_methods(rows: Sequence[Row], temperature: float) -> dict[str, list[Row]]:
+    """Method -> its rows at this temperature; failed prompts left out."""
+    found: dict[str, list[Row]] = {}
     for row in rows:
         if row["temperature"] == temperature:
             own = found.setdefault(row["method"], [])
             if row["error"] is None:
-                own.append(measured_prompt_of(row))
+                own.append(row)
     return found
 
 
@@ -160,7 +147,7 @@ def arrow_type(shape: Any) -> Any:
     return {str: pa.string(), int: pa.int32(), float: pa.float64(), bool: pa.bool_()}[shape]
 
 
-def schema() -> Any:
+def schema() -> pa.Schema:
     """Arrow schema of the file."""
     return pa.schema([(name, arrow_type(shape)) for name, shape in COLUMNS.items()])
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -14,13 +14,11 @@ from draftsmith.eval.bench.hf_baseline import HFAssisted, HFGenerate, HFRunner, 
 from draftsmith.modules.decoding.learner import Learner
 from draftsmith.modules.decoding.loop import Generation, Round, Setup, generate
 from draftsmith.modules.decoding.protocols import Drafter
-from draftsmith.modules.drafters.methods import Method, Models, Named
+from draftsmith.modules.drafters.methods import Models, Named
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.base import CausalLM, Session
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import InputError, SamplingParams
-
-Built = TypeVar("Built")
 
 
 class Runner(Protocol):
@@ -69,67 +67,42 @@ class EngineRunner:
         return made
 
 
-@dataclass(frozen=True)
-class RunnerSettings:
-    """How methods answer.
-
-    modes: ways of sampling, of which each has its own runner. eos_ids: tokens that end an answer. batch_size: most
-    prompts of a group. dtype, trust_remote_code: of the models that transformers runs itself.
-    """
-
-    modes: Sequence[SamplingParams]
-    eos_ids: tuple[int, ...]
-    batch_size: int = 1
-    dtype: str = "float32"
-    trust_remote_code: bool = False
-
-
-def make_runners(named: Sequence[Named], models: Models, how: RunnerSettings) -> dict[float, dict[str, Runner]]:
+def make_runners(
+    named: Sequence[Named], models: Models, modes: Sequence[SamplingParams], rows: int = 1, **how: Any
+) -> dict[float, dict[str, Runner]]:
     """Temperature -> label -> method. Sessions serve every temperature, and drafters that learn nothing; transformers'
-    models are loaded only for the methods that use them."""
-    loaded: dict[str, Any] = {}
+    models are loaded only for the methods that use them.
 
-    def hf_model(flag: str) -> Any:
-        if flag not in loaded:
-            path, device = str(models.paths[flag]), str(models.target.device)
-            loaded[flag] = load_hf_model(path, how.dtype, device, how.trust_remote_code)
-        return loaded[flag]
-
-    sessions: dict[tuple[int, ...], Session] = {}  # by what is captured; a GPU's graphs are worth keeping
-    if how.batch_size > 1:
+    modes: ways of sampling, one a temperature. rows: most prompts of a group. how: as of `load_lm`, for models that
+        transformers runs itself.
+    """
+    if rows > 1:
         check_rows("target", models.target)
         check_rows("draft", models.draft)
-    runners: dict[float, dict[str, Runner]] = {params.temperature: {} for params in how.modes}
+
+    @functools.cache
+    def hf_model(flag: str) -> Any:
+        return load_hf_model(models.paths[flag], how["dtype"], how["device"], how["trust_remote_code"])
+
+    sessions: dict[tuple[int, ...], Session] = {}  # by what is captured; a GPU's graphs are worth keeping
+    runners: dict[float, dict[str, Runner]] = {params.temperature: {} for params in modes}
     for label, method in ((item.label, item.method) for item in named):
-        made: Sequence[Runner]
         if isinstance(method, HFAssisted | HFGenerate):
             assistant = (hf_model("draft"), method.k, method.t) if isinstance(method, HFAssisted) else ()
-            made = [HFRunner(hf_model("target"), params, how.eos_ids, *assistant) for params in how.modes]
-        else:
-            made = engine_runners(method, models, how, how.batch_size, sessions)
-        for params, each in zip(how.modes, made, strict=True):
-            runners[params.temperature][label] = each
+            for params in modes:
+                runners[params.temperature][label] = HFRunner(hf_model("target"), params, models.ends, *assistant)
+            continue
+        drafter = method.build(models, rows)
+        capture = () if drafter is None else drafter.capture
+        if capture not in sessions:
+            sessions[capture] = models.target.session(rows, models.capacity, capture)
+        for number, params in enumerate(modes):
+            if number and learners_of(drafter):  # every way of sampling learns for itself
+                drafter = method.build(models, rows)
+            runners[params.temperature][label] = EngineRunner(
+                models.target, drafter, params, models.ends, session=sessions[capture], paths=models.paths, rows=rows
+            )
     return runners
-
-
-def engine_runners(
-    method: Method,
-    models: Models,
-    how: RunnerSettings,
-    rows: int = 1,
-    sessions: dict[tuple[int, ...], Session] | None = None,
-) -> list[EngineRunner]:
-    """A method of this engine: a runner for every way of sampling. sessions: those to use, by what they capture, to
-    which those are added that are made; None makes one for each group."""
-    drafters = built_for_each(partial(method.build, models, rows), len(how.modes))
-    capture = () if drafters[0] is None else drafters[0].capture
-    if sessions is not None and capture not in sessions:
-        sessions[capture] = models.target.session(rows, models.capacity, capture)
-    session = None if sessions is None else sessions[capture]
-    return [
-        EngineRunner(models.target, drafter, params, how.eos_ids, session=session, paths=models.paths, rows=rows)
-        for drafter, params in zip(drafters, how.modes, strict=True)
-    ]
 
 
 def check_rows(role: str, lm: CausalLM | None) -> None:
@@ -177,10 +150,3 @@ def remember(owner: Any) -> Callable[[], None]:
     """What puts everything back that it knows now: repeated work is the same work."""
     states = learned_by(owner)
     return lambda: teach(owner, states)
-
-
-def built_for_each(build: Callable[[], Built], count: int) -> list[Built]:
-    """As many as asked for of what `build` makes, all of them one where it learns nothing: a drafter for every way of
-    sampling."""
-    first = build()
-    return [first, *(build() if learners_of(first) else first for _ in range(count - 1))]

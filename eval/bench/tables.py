@@ -1,43 +1,59 @@
-"""results.json as tables: on the screen and in Markdown. Pure functions of its content."""
+"""results.json as tables: on the screen and in Markdown."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from rich.table import Table
+from rich.table import Table as Printed
 
-from draftsmith.data.heads.markdown import markdown_lines
-from draftsmith.eval.report.tables import Column, interval, on_screen, plain_table
-from draftsmith.eval.report.tables import Table as ReportTable
+from draftsmith.eval.report.tables import Column, Table, interval, on_screen
 
-HEADINGS = ("method", "tokens/s", "speed-up", "95 % CI", "tau", "95 % CI", "discarded", "= ar")
+COLUMNS = (
+    Column("method", "method"),
+    Column("tokens_per_s", "tokens/s", ",.1f"),
+    Column("speedup", "speed-up", ".2fx"),
+    Column("speedup_ci", "95 % CI"),
+    Column("tau", "tau", ".2f"),
+    Column("tau_ci", "95 % CI"),
+    Column("discarded", "discarded", ".0%"),
+    Column("equal", "= ar"),
+)
 POOLED, MACRO = "all, pooled", "mean of tasks"
 SHOWN_FAILURES = 5
 METHOD_WIDTH = 12  # narrower terminals fold a method's name, not the numbers
 
 
-def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """One method's row, in the order of HEADINGS."""
-    drafts = row["num_draft_tokens"] > 0
-    return (
-        row["method"],
-        f"{row['tokens_per_s']:,.1f}",
-        f"{row['speedup']:.2f}x",
-        interval(row.get("speedup_ci95")),
-        f"{row['tau']:.2f}",
-        interval(row.get("tau_ci95")),
-        f"{row['discard_rate']:.0%}" if drafts else "",
-        verdict(row),
-    )
+def results_tables(results: Mapping[str, Any]) -> list[Table]:
+    """For each temperature the methods; then, where prompts are of several tasks, the methods by task."""
+    temperatures = temperatures_of(results)
+    found = []
+    for number, temperature in enumerate(temperatures, start=1):
+        rows = rows_at(results, temperature)
+        fastest = max(row["speedup"] for row in rows)
+        shown = [{**row, **cells(row), "fastest": row["speedup"] == fastest} for row in rows]
+        title = mode(temperature).capitalize()
+        found.append(Table("methods", title, COLUMNS, shown, caption(results) if number == len(temperatures) else ""))
+    several = len(results["methods"][0].get("by_task", ())) > 1
+    tasks = (by_task(results, temperature) for temperature in temperatures if several)
+    return [*found, *(table for table in tasks if table is not None)]
 
 
-def verdict(row: Mapping[str, Any]) -> str:
-    """Whether the greedy output equals the autoregressive one; `-` where that is no fair test."""
-    matches = row.get("matches_ar")
-    if matches is None:
-        return "-"
-    return "yes" if matches else f"no ({row.get('num_differing', '?')})"
+def screen(table: Table) -> Printed:
+    """Fits in 100 columns with room for a name, and in 80 with folded names."""
+    return on_screen(table, bold="fastest", joint=" ", first_width=METHOD_WIDTH)
+
+
+def cells(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a row's cells hold that is not a number of it."""
+    matches = row.get("matches_ar")  # None where it is no fair test
+    equal = "-" if matches is None else "yes" if matches else f"no ({row.get('num_differing', '?')})"
+    return {
+        "speedup_ci": interval(row.get("speedup_ci95")),
+        "tau_ci": interval(row.get("tau_ci95")),
+        "discarded": row["discard_rate"] if row["num_draft_tokens"] else None,
+        "equal": equal,
+    }
 
 
 def temperatures_of(results: Mapping[str, Any]) -> list[float]:
@@ -91,81 +107,29 @@ def left_out(results: Mapping[str, Any]) -> str:
     return f" Left out because they failed ({len(names)}): {', '.join(names[:SHOWN_FAILURES])}{more}."
 
 
-def results_table(results: Mapping[str, Any]) -> Table:
-    """Fits in 100 columns with room for a name, and in 80 with folded names. Temperatures follow each other."""
-    table = plain_table(caption=caption(results), caption_justify="left")
-    table.add_column(HEADINGS[0], overflow="fold", min_width=METHOD_WIDTH)
-    for heading in HEADINGS[1:]:
-        table.add_column(heading, justify="right", no_wrap=" " not in heading)
-    several = len(temperatures_of(results)) > 1
-    for temperature in temperatures_of(results):
-        rows = rows_at(results, temperature)
-        if several:
-            table.add_row(mode(temperature), style="dim")
-        fastest = max(row["speedup"] for row in rows)
-        for row in rows:
-            table.add_row(*cells(row), style="bold" if row["speedup"] == fastest else None)
-    return table
-
-
-def by_task(results: Mapping[str, Any], temperature: float) -> ReportTable | None:
+def by_task(results: Mapping[str, Any], temperature: float) -> Table | None:
     """Speed-up and tau of every method on every task, and over tasks, as in table 1 of EAGLE-2; None where prompts
     carry no tasks."""
     baseline, *rows = rows_at(results, temperature)
-    if not rows or not baseline.get("by_task"):
+    tasks = baseline.get("by_task")
+    if not rows or not tasks:
         return None
+    titles = {**{task: task.replace("_", " ") for task in tasks}, "pooled": POOLED, "macro": MACRO}
     columns = [Column("method", "method")]
-    for task in baseline["by_task"]:
-        columns += pair(task, task.replace("_", " "))
-    columns += [*pair("pooled", POOLED), *pair("macro", MACRO)]
-    return ReportTable(
-        name=f"by-task-t{temperature:g}",
-        title=f"Speed-up and tau by task, {mode(temperature)}",
-        columns=columns,
-        rows=[{"method": row["method"], **task_cells(row)} for row in rows],
-        note=f"{POOLED}: ratio of sums over the prompts of all tasks. {MACRO}: mean over tasks, each counting alike. "
-        "Prompts of the tasks: "
-        + ", ".join(f"{task} {part['prompts']}" for task, part in baseline["by_task"].items())
-        + ". Distinct 4-grams of ar's answers: "
-        + ", ".join(grams_of(baseline))
-        + ".",
+    for key, title in titles.items():
+        below = Column(f"{key}.tau", f"{title}: tau", ".2f", below=True)
+        columns += [Column(f"{key}.speedup", title, ".2fx"), below]
+    shown = []
+    for row in rows:
+        macro = {name: row.get(f"macro_{name}") for name in ("speedup", "tau")}
+        parts = {**row["by_task"], "pooled": row, "macro": macro}
+        numbers = {f"{key}.{name}": part[name] for key, part in parts.items() for name in ("speedup", "tau")}
+        shown.append({"method": row["method"], **numbers})
+    counts = ", ".join(f"{task} {part['prompts']}" for task, part in tasks.items())
+    grams = ((task, part["distinct_4grams"]) for task, part in tasks.items())
+    loops = ", ".join(f"{task} {share:.2f}" for task, share in grams if share is not None)
+    note = (
+        f"{POOLED}: ratio of sums over the prompts of all tasks. {MACRO}: mean over tasks, each counting alike. "
+        f"Prompts of the tasks: {counts}. Distinct 4-grams of ar's answers: {loops}."
     )
-
-
-def pair(key: str, title: str) -> list[Column]:
-    return [
-        Column(f"{key}.speedup", title, ".2fx"),
-        Column(f"{key}.tau", f"{title}: tau", ".2f", below=True),
-    ]
-
-
-def task_cells(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of one method by the keys of `by_task`'s columns; intervals beside them for whoever draws it."""
-    found: dict[str, Any] = {}
-    for task, part in {**row["by_task"], "pooled": row}.items():
-        for name in ("speedup", "tau"):
-            low, high = part.get(f"{name}_ci95") or (None, None)
-            found |= {f"{task}.{name}": part[name], f"{task}.{name}_low": low, f"{task}.{name}_high": high}
-    return found | {"macro.speedup": row.get("macro_speedup"), "macro.tau": row.get("macro_tau")}
-
-
-def grams_of(row: Mapping[str, Any]) -> list[str]:
-    parts = ((task, part["distinct_4grams"]) for task, part in row["by_task"].items())
-    return [f"{task} {grams:.2f}" for task, grams in parts if grams is not None]
-
-
-def task_tables(results: Mapping[str, Any]) -> list[Table]:
-    """`by_task` for the screen, one for each temperature; none for a single task, which `results_table` shows."""
-    if len(results["methods"][0].get("by_task", ())) < 2:
-        return []
-    found = (by_task(results, temperature) for temperature in temperatures_of(results))
-    return [on_screen(table, joint=" ", first_width=METHOD_WIDTH) for table in found if table is not None]
-
-
-def markdown_table(results: Mapping[str, Any]) -> str:
-    """The same tables for a README or a model card: a table for each temperature, then those by task."""
-    parts = []
-    for temperature in temperatures_of(results):
-        title = [f"{mode(temperature).capitalize()}:", ""] if len(temperatures_of(results)) > 1 else []
-        parts.append("\n".join(title + markdown_lines(HEADINGS, [cells(row) for row in rows_at(results, temperature)])))
-    return "\n\n".join([*parts, caption(results)]) + "\n"
+    return Table(f"by-task-t{temperature:g}", f"Speed-up and tau by task, {mode(temperature)}", columns, shown, note)

@@ -1,158 +1,118 @@
 """Traces: one JSON line a round, for reports and for studying where a method loses its time or its tokens.
 
-What a line holds is collected while decoding and worked out between prompts, off the clock: a traced run keeps
-references to distributions and logits, and the arithmetic on them comes later.
+Decoding keeps what a line is made of, distributions and logits too; the arithmetic on it comes when the answer is
+complete, off the clock.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from draftsmith.data.models.loading import load_tokenizer
-from draftsmith.data.store.files import append, make_directory, write_json, write_text
-from draftsmith.data.store.reading import read_lines
-from draftsmith.eval.bench.hf_baseline import HFAssisted, HFGenerate
+from draftsmith.data.store.files import append, write_json, write_text
+from draftsmith.eval.bench.hf_baseline import BASELINES
+from draftsmith.eval.bench.prompt_runner import seed_of
 from draftsmith.eval.bench.prompts import BenchPrompt
-from draftsmith.eval.bench.runner import EngineRunner, RunnerSettings, engine_runners
-from draftsmith.eval.cost.clock import Stopwatch, wall_time
+from draftsmith.eval.bench.results import Row
+from draftsmith.eval.bench.runner import EngineRunner, make_runners
+from draftsmith.eval.cost.clock import Stopwatch, Timed, wall_time
 from draftsmith.modules.acceptance.policies import PredictorStop
 from draftsmith.modules.decoding.confidence import draft_distribution
 from draftsmith.modules.decoding.loop import Generation, Round
-from draftsmith.modules.decoding.protocols import Drafter, DraftTree, DraftView, Verdict
+from draftsmith.modules.decoding.protocols import DraftTree, DraftView, StopPolicy, Verdict
 from draftsmith.modules.decoding.stop import Around, entropy
 from draftsmith.modules.drafters.methods import Models, Named
+from draftsmith.modules.drafters.row_drafter import RowDrafter
 from draftsmith.modules.sampling import probabilities
-from draftsmith.modules.targets.base import CausalLM, Session
 from draftsmith.modules.types import SamplingParams
 
 TRACE, TEXTS = "trace.jsonl", "texts.json"  # of a run of `eval bench`
 
 
-class TraceFile:
-    """Rounds of any number of runners, appended to one JSON-lines file by `flush`."""
+@dataclass(frozen=True)
+class TracedRound:
+    """One round with its seconds in forwards of the target and in proposals; what its stop policy was shown, and what
+    a predictor said of the first of these tokens."""
 
-    def __init__(self, path: Path):
-        self.path = path
-        self._pending: list[Callable[[], dict[str, Any]]] = []
-        make_directory(path.parent)
-        write_text(path, "")
+    done: Round
+    target_s: float
+    draft_s: float
+    views: Sequence[DraftView] = ()
+    predicted: Sequence[float] = ()
 
-    def add(self, line: Callable[[], dict[str, Any]]) -> None:
-        self._pending.append(line)
+    def line(self, params: SamplingParams) -> dict[str, Any]:
+        """The round as JSON values."""
+        done, tree = self.done, self.done.tree
+        found: dict[str, Any] = {"emitted": done.tokens, "target_s": self.target_s}
+        if tree is None or done.verdict is None or done.step is None:
+            return {**found, "prefill": True}
+        found |= {
+            "drafted": list(tree.tokens),
+            "parents": list(tree.parents),
+            "accepted": list(done.verdict.path),
+            "next_token": done.verdict.next_token,
+            "num_drafted": done.step.num_drafted,
+            "num_accepted": done.step.num_accepted,
+            "num_emitted": done.step.num_emitted,
+            "draft_calls": done.step.draft_calls,
+            "draft_s": self.draft_s,
+        }
+        if tree.tokens:
+            found["accept_prob"] = accept_probs(tree, done.verdict, done.logits, params)
+        if tree.last_unread:
+            found["beside"] = "the drafter's calls of this round could run beside the target's"
+        if tree.draft_prob is not None:
+            found["q"] = [float(own[token]) for own, token in zip(tree.draft_prob, tree.tokens, strict=True)]
+        if tree.values is not None:
+            found["value"] = list(tree.values)
+        if self.views:
+            seen = [draft_distribution(view) for view in self.views]
+            found["entropy"] = [entropy(distribution) for distribution in seen]
+            if tree.draft_prob is None:
+                found["q"] = [float(own[view.token]) for own, view in zip(seen, self.views, strict=True)]
+        if self.predicted:
+            found["head"] = list(self.predicted)
+        return found
 
-    def flush(self) -> None:
-        """Work out and write what was collected."""
-        append(self.path, "".join(json.dumps(line()) + "\n" for line in self._pending))
-        self._pending = []
+
+def traced(
+    runner: EngineRunner, prompt: Sequence[int], max_new_tokens: int, seed: int
+) -> tuple[Generation, list[TracedRound]]:
+    """An answer and its rounds. runner: with a session of its target's."""
+    target_watch, draft_watch = Stopwatch(wall_time), Stopwatch(wall_time)
+    chains = runner.drafter if isinstance(runner.drafter, RowDrafter) else None
+    stop = None if chains is None else chains.wrap_stops(_WatchedStop)[0]
+    rounds: list[TracedRound] = []
+
+    def on_round(done: Round) -> None:
+        if done.logits is not None and done.logits.is_cuda:  # where scores are good until the next call only
+            done = replace(done, logits=done.logits.clone())
+        rounds.append(TracedRound(done, target_watch.take(), draft_watch.take(), *(stop.take() if stop else ())))
+        if runner.on_round is not None:
+            runner.on_round(done)
+
+    session: Any = Timed(runner.session, target_watch, "extend")
+    drafter: Any = None if runner.drafter is None else Timed(runner.drafter, draft_watch, "propose")
+    try:
+        own = replace(runner, session=session, drafter=drafter, on_round=on_round)
+        return own([prompt], max_new_tokens, [seed])[0], rounds
+    finally:
+        if chains is not None:
+            chains.wrap_stops(lambda around: around.policy)
 
 
-def place_of(label: str, temperature: float, prompt: BenchPrompt) -> dict[str, Any]:
-    """What a line says of its place in the run."""
+def trace_text(label: str, prompt: BenchPrompt, params: SamplingParams, rounds: Sequence[TracedRound]) -> str:
+    """The lines of an answer, each with its place in the run."""
     own = {"prompt": prompt.number, "id": prompt.id, "task": prompt.task, "turn": prompt.turn}
-    return {"method": label, "temperature": temperature, **own}
-
-
-class TracedRunner:
-    """An `EngineRunner` whose answers are traced. place: what every line begins with (`place_of`)."""
-
-    def __init__(self, place: Mapping[str, Any], runner: EngineRunner, file: TraceFile):
-        self._place, self._runner, self._file = dict(place), runner, file
-
-    def __call__(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seeds: Sequence[int]) -> list[Generation]:
-        return [self._answer(prompt, max_new_tokens, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
-
-    def _answer(self, prompt: Sequence[int], max_new_tokens: int, seed: int) -> Generation:
-        runner, target_watch, draft_watch = self._runner, Stopwatch(wall_time), Stopwatch(wall_time)
-        drafter = None if runner.drafter is None else _TimedDrafter(runner.drafter, draft_watch)
-        stop = _WatchedStop(runner.drafter) if hasattr(runner.drafter, "stops") else None
-        rounds = _Rounds(self._place, runner.params, target_watch, draft_watch, stop, self._file)
-
-        def on_round(done: Round) -> None:
-            rounds(done)
-            if runner.on_round is not None:
-                runner.on_round(done)
-
-        target: Any = _TimedTarget(runner.target, target_watch)
-        try:
-            traced = replace(runner, target=target, drafter=drafter, on_round=on_round, session=None)
-            return traced([prompt], max_new_tokens, [seed])[0]
-        finally:
-            if stop is not None:
-                stop.restore()
-
-
-class _Rounds:
-    """`on_round`: one line a round."""
-
-    def __init__(
-        self,
-        place: Mapping[str, Any],
-        params: SamplingParams,
-        target_watch: Stopwatch,
-        draft_watch: Stopwatch,
-        stop: _WatchedStop | None,
-        file: TraceFile,
-    ):
-        self._place, self._params = place, params
-        self._target, self._drafter, self._stop, self._file = target_watch, draft_watch, stop, file
-        self._number = 0
-
-    def __call__(self, done: Round) -> None:
-        target_s, draft_s = self._target.take(), self._drafter.take()
-        views, predicted = self._stop.take() if self._stop is not None else ([], [])
-        place, number, params = self._place, self._number, self._params
-        self._number += 1
-        # On CUDA scores are good until the next call only.
-        logits = done.logits.clone() if done.logits is not None and done.logits.is_cuda else done.logits
-
-        def line() -> dict[str, Any]:
-            found: dict[str, Any] = {**place, "round": number, "emitted": done.tokens, "target_s": target_s}
-            if done.tree is None or done.verdict is None or done.step is None:
-                return {**found, "prefill": True}
-            tree = done.tree
-            found |= {
-                "drafted": list(tree.tokens),
-                "parents": list(tree.parents),
-                "accepted": list(done.verdict.path),
-                "next_token": done.verdict.next_token,
-                "num_drafted": done.step.num_drafted,
-                "num_accepted": done.step.num_accepted,
-                "num_emitted": done.step.num_emitted,
-                "draft_calls": done.step.draft_calls,
-                "draft_s": draft_s,
-            }
-            if tree.tokens:
-                found["accept_prob"] = accept_probs(tree, done.verdict, logits, params)
-            if tree.last_unread:
-                found["beside"] = "the drafter's calls of this round could run beside the target's"
-            if tree.draft_prob is not None:
-                found["q"] = [
-                    float(distribution[token]) for distribution, token in zip(tree.draft_prob, tree.tokens, strict=True)
-                ]
-            if tree.values is not None:
-                found["value"] = list(tree.values)
-            return found | _looked_at(views, predicted, tree.draft_prob)
-
-        self._file.add(line)
-
-
-def _looked_at(views: Sequence[DraftView], predicted: Sequence[float], distributions: Tensor | None) -> dict[str, Any]:
-    """What the stop policy could see of each drafted token. predicted: what it said of the first of them."""
-    if not views:
-        return {}
-    own = [draft_distribution(view) for view in views]
-    found: dict[str, Any] = {"entropy": [entropy(distribution) for distribution in own]}
-    if distributions is None:
-        found["q"] = [float(distribution[view.token]) for distribution, view in zip(own, views, strict=True)]
-    if predicted:
-        found["head"] = list(predicted)
-    return found
+    place = {"method": label, "temperature": params.temperature, **own}
+    lines = ({**place, "round": number, **done.line(params)} for number, done in enumerate(rounds))
+    return "".join(json.dumps(line) + "\n" for line in lines)
 
 
 def accept_probs(
@@ -183,53 +143,16 @@ def accept_probs(
     return found
 
 
-class _TimedTarget:
-    """A target whose sessions' forwards are timed."""
-
-    def __init__(self, lm: CausalLM, watch: Stopwatch):
-        self._lm, self._watch = lm, watch
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._lm, name)
-
-    def session(self, *args: Any, **how: Any) -> Any:
-        return _TimedSession(self._lm.session(*args, **how), self._watch)
-
-
-class _TimedSession:
-    def __init__(self, session: Session, watch: Stopwatch):
-        self._session, self.extend = session, watch.timed(session.extend)
-        self.reset, self.keep, self.select = session.reset, session.keep, session.select
-        self.capture, self.static = session.capture, session.static
-
-    @property
-    def lengths(self) -> Sequence[int]:
-        return self._session.lengths
-
-
-class _TimedDrafter:
-    """A drafter whose proposals are timed."""
-
-    def __init__(self, drafter: Drafter, watch: Stopwatch):
-        self.capture, self.propose = drafter.capture, watch.timed(drafter.propose)
-        self.start, self.advance, self.select = drafter.start, drafter.advance, drafter.select
-
-
 class _WatchedStop(Around):
     """A stop policy that remembers what it was shown in this round."""
 
-    def __init__(self, drafter: Any):
-        super().__init__(drafter.stops[0])
-        self._drafter = drafter
-        drafter.stops[0] = self
+    def __init__(self, policy: StopPolicy):
+        super().__init__(policy)
         self._views: list[DraftView] = []
 
     def should_stop(self, view: DraftView) -> bool:
         self._views.append(view)
         return super().should_stop(view)
-
-    def restore(self) -> None:
-        self._drafter.stops[0] = self.policy
 
     def take(self) -> tuple[list[DraftView], list[float]]:
         """What was shown in this round, and of the first tokens the probabilities that they are accepted, by a
@@ -241,7 +164,38 @@ class _WatchedStop(Around):
         return views, policy.probs[int(policy.predictor.late) :]
 
 
-def first_of_each_task(rows: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:
+def write_trace(
+    directory: Path,
+    rows: Sequence[Row],
+    named: Sequence[Named],
+    models: Models,
+    modes: Sequence[SamplingParams],
+    max_new_tokens: int,
+    seed: int,
+) -> None:
+    """trace.jsonl: one more run of every method of this engine on the prompts of these rows, off the clock. texts.json,
+    what it reads like: `tokens`, the text of every token in it by its id, and `prompts`, one for each of the rows by
+    its number and turn, "0/1".
+
+    rows: of the baseline, with prompt_ids. seed: of the run.
+    """
+    runners: Any = make_runners([item for item in named if type(item.method) not in BASELINES.values()], models, modes)
+    ids: set[int] = set()
+    write_text(directory / TRACE, "")
+    for row in rows:
+        prompt = BenchPrompt(row["id"], list(row["prompt_ids"]), row["task"], turn=row["turn"], number=row["prompt"])
+        for label, runner in runners[row["temperature"]].items():
+            _, rounds = traced(runner, prompt.prompt_ids, max_new_tokens, seed_of(prompt, seed))
+            append(directory / TRACE, trace_text(label, prompt, runner.params, rounds))
+            for done in (traced_round.done for traced_round in rounds):
+                ids.update(done.tokens, done.tree.tokens if done.tree else ())
+    tokenizer = load_tokenizer(models.paths["target"])
+    tokens = {str(i): tokenizer.decode([i]) for i in sorted(ids)}
+    prompts = {f"{row['prompt']}/{row['turn']}": tokenizer.decode(row["prompt_ids"]) for row in rows}
+    write_json(directory / TEXTS, {"tokens": tokens, "prompts": prompts})
+
+
+def first_of_each_task(rows: Sequence[Row], count: int) -> list[Row]:
     """The baseline's rows that hold the first `count` questions of each task, in all their turns."""
     numbers: dict[str, list[int]] = {}
     for row in rows:
@@ -249,42 +203,3 @@ def first_of_each_task(rows: Sequence[Mapping[str, Any]], count: int) -> list[Ma
         if row["prompt"] not in seen and len(seen) < count:
             seen.append(row["prompt"])
     return [row for row in rows if row["prompt"] in numbers[row["task"]]]
-
-
-def trace_prompts(
-    directory: Path,
-    rows: Sequence[Mapping[str, Any]],
-    named: Sequence[Named],
-    models: Models,
-    how: RunnerSettings,
-    max_new_tokens: int,
-    seeds: Callable[[Sequence[BenchPrompt]], Sequence[int]],
-) -> None:
-    """One more run of every method of this engine on the prompts of these rows, off the clock: trace.jsonl.
-
-    rows: of the baseline, with prompt_ids.
-    """
-    engine: dict[float, dict[str, EngineRunner]] = {params.temperature: {} for params in how.modes}
-    for item in named:
-        if not isinstance(item.method, HFGenerate | HFAssisted):
-            for runner in engine_runners(item.method, models, how):
-                engine[runner.params.temperature][item.label] = runner
-    file = TraceFile(directory / TRACE)
-    for row in rows:
-        prompt = BenchPrompt(row["id"], list(row["prompt_ids"]), row["task"], turn=row["turn"], number=row["prompt"])
-        for label, runner in engine[row["temperature"]].items():
-            traced = TracedRunner(place_of(label, row["temperature"], prompt), runner, file)
-            traced([prompt.prompt_ids], max_new_tokens, seeds([prompt]))
-            file.flush()
-
-
-def write_texts(directory: Path, target: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """texts.json, what trace.jsonl reads like: `tokens`, the text of every token in it by its id, and `prompts`, one
-    for each of the traced rows by its number and turn, "0/1"."""
-    tokenizer = load_tokenizer(target)
-    ids: set[int] = set()
-    for found in read_lines(directory / TRACE, {"emitted": [int], "drafted?": [int]}):
-        ids |= {*found["emitted"], *found.get("drafted", ())}
-    tokens = {str(i): tokenizer.decode([i]) for i in sorted(ids)}
-    prompts = {f"{row['prompt']}/{row['turn']}": tokenizer.decode(row["prompt_ids"]) for row in rows}
-    write_json(directory / TEXTS, {"tokens": tokens, "prompts": prompts})

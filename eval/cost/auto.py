@@ -22,7 +22,7 @@ from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.results import RESULTS
 from draftsmith.eval.bench.runner import EngineRunner, Runner
 from draftsmith.eval.cost.clock import Clock, clock_of, interleaved
-from draftsmith.eval.cost.forwards import PROPOSALS, STEPS, DraftCost, draft_cost, straight, target_curves
+from draftsmith.eval.cost.machine import PROPOSALS, STEPS, DraftCost, draft_cost, straight, target_curves
 from draftsmith.eval.replay.record import Recording, TargetAnswers
 from draftsmith.modules.acceptance.tree_rule import TreeTimes
 from draftsmith.modules.decoding.loop import Generation
@@ -103,11 +103,10 @@ def times_of_run(directory: Path) -> dict[str, dict[str, Any]]:
     remedy = "Name the --output of a finished `draftsmith eval bench` or `draftsmith eval tune`."
     if not path.is_file():
         raise InputError("costs", f"no {RESULTS} in {directory}", "the directory of a finished run", remedy)
-    meta = read_object(path, {}).get("meta")
-    found = {kind: meta.get(kind, {}) if isinstance(meta, dict) else {} for kind in ("step_costs", "tree_times")}
-    costs = found["step_costs"]
-    numbers = isinstance(costs, dict) and all(isinstance(c, int | float) and c > 0 for c in costs.values())
-    if not numbers or not isinstance(found["tree_times"], dict) or not any(found.values()):
+    shape = {"meta": {"step_costs?": {"*": float}, "tree_times?": dict}}
+    meta = read_object(path, shape, remedy)["meta"]
+    found = {kind: meta.get(kind, {}) for kind in ("step_costs", "tree_times")}
+    if not any(found.values()) or any(c <= 0 for c in found["step_costs"].values()):
         raise InputError("costs", f"{path} without measured costs", "a run that measured some", remedy)
     return found
 
@@ -119,33 +118,25 @@ def measure_step_cost(models: Models, drafter: str, rows: int, clock: Clock) -> 
     A round of n drafted tokens takes round_s + n step_s: a target call and what goes with it, and for every token the
     draft step, the predictor and the row that the target reads more. c = step_s / round_s.
     """
-    made: dict[str, Generation] = {}
     room = models.target.info.max_position
     prompts, seeds = [[1] * max(1, min(C_PROMPT, room // 2))] * rows, [0] * rows
-
-    def answer(name: str, runner: Runner, count: int) -> Callable[[], None]:
-        def call() -> None:
-            made[name] = runner(prompts, count, seeds)[0]
-
-        return call
-
     short, long = (fixed_runner(models, drafter, rows, k) for k in (SHORT, LONG))
     started = clock()
-    answer("prompt", short, 1)()
+    short(prompts, 1, seeds)
     slow = clock() - started > SLOW_S
     count = min(C_TOKENS // 2 if slow else C_TOKENS, room - len(prompts[0]))
+    few, many = (drafted_and_rounds(runner(prompts, count, seeds)[0]) for runner in (short, long))
     calls = {
-        "prompt": answer("prompt", short, 1),
-        "short": answer("short", short, count),
-        "long": answer("long", long, count),
+        "prompt": lambda: short(prompts, 1, seeds),
+        "short": lambda: short(prompts, count, seeds),
+        "long": lambda: long(prompts, count, seeds),
     }
-    taken = interleaved(calls, 1 if slow else C_REPEATS, clock)
+    taken = interleaved(calls, 1 if slow else C_REPEATS, clock, warm=True)
     # A ratio of runs of the same moment each time: what else the machine does comes and goes.
-    found = [
-        ratio(per_round(made["short"], few - prompt_s), per_round(made["long"], many - prompt_s))
-        for prompt_s, few, many in zip(taken["prompt"], taken["short"], taken["long"], strict=True)
-    ]
-    return statistics.median(found)
+    return statistics.median(
+        ratio((few[0], (few_s - prompt_s) / few[1]), (many[0], (many_s - prompt_s) / many[1]))
+        for prompt_s, few_s, many_s in zip(taken["prompt"], taken["short"], taken["long"], strict=True)
+    )
 
 
 def fixed_runner(models: Models, drafter: str, rows: int, k: int) -> Runner:
@@ -156,10 +147,10 @@ def fixed_runner(models: Models, drafter: str, rows: int, k: int) -> Runner:
     return EngineRunner(models.target, chains, greedy, (), session=session, rows=rows)
 
 
-def per_round(made: Generation, seconds: float) -> tuple[float, float]:
-    """Drafted tokens of a round, on average, and its seconds."""
+def drafted_and_rounds(made: Generation) -> tuple[float, int]:
+    """Drafted tokens of a round, on average, and the rounds."""
     rounds = max(len(made.trace.steps), 1)
-    return made.trace.num_draft_tokens / rounds, seconds / rounds
+    return made.trace.num_draft_tokens / rounds, rounds
 
 
 def ratio(short: tuple[float, float], long: tuple[float, float]) -> float:

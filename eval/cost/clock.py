@@ -41,10 +41,12 @@ def rotated(names: Sequence[T], turn: int) -> list[T]:
     return [*names[turn:], *names[:turn]]
 
 
-def interleaved(calls: Mapping[str, Callable[[], Any]], repeats: int, clock: Clock) -> dict[str, list[float]]:
+def interleaved(
+    calls: Mapping[str, Callable[[], Any]], repeats: int, clock: Clock, warm: bool = False
+) -> dict[str, list[float]]:
     """Seconds of every call, `repeats` times in rotating order after one uncounted run each: item i of all lists was
-    taken in the same minute, so ratios of them are fair on a machine whose speed drifts."""
-    for call in calls.values():
+    taken in the same minute, so ratios of them are fair on a machine whose speed drifts. warm: each has just run."""
+    for call in () if warm else calls.values():
         call()
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for repeat in range(repeats):
@@ -55,9 +57,9 @@ def interleaved(calls: Mapping[str, Callable[[], Any]], repeats: int, clock: Clo
     return seconds
 
 
-def medians(calls: Mapping[str, Callable[[], Any]], repeats: int, clock: Clock) -> dict[str, float]:
-    """Median seconds of every call."""
-    return {name: statistics.median(taken) for name, taken in interleaved(calls, repeats, clock).items()}
+def medians(calls: Mapping[str, Callable[[], Any]], repeats: int, clock: Clock, warm: bool = False) -> dict[str, float]:
+    """Median seconds of every call, as of `interleaved`."""
+    return {name: statistics.median(taken) for name, taken in interleaved(calls, repeats, clock, warm).items()}
 
 
 class Stopwatch:
@@ -86,3 +88,15 @@ class Stopwatch:
         """The seconds so far; counting begins anew."""
         seconds, self.seconds = self.seconds, 0.0
         return seconds
+
+
+class Timed:
+    """An object of which some calls are timed; all else is its own."""
+
+    def __init__(self, inner: Any, watch: Stopwatch, *calls: str):
+        self._inner = inner
+        for name in calls:
+            setattr(self, name, watch.timed(getattr(inner, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)

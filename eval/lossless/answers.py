@@ -1,7 +1,11 @@
-"""Answers of a method by one of the decoder's loops, and what had been drafted where each of their tokens was decided.
+"""Answers of a method, and what had been drafted where each of their tokens was decided.
 
 What stands in a `DraftedPlace` is known before its token is: a drafter's distribution depends on what came before, and
 a policy keeps the token that it looked at. So given its place, too, a token of a lossless method follows the target.
+
+Greedy answers are held against autoregression's, token by token, or, outside float32, against what is next to the best
+there: a model read with another number of rows rounds differently, which in bfloat16 changes tokens. There a token may
+be within a stated gap of the best logit of a float32 reference. Lengths are checked everywhere.
 """
 
 from __future__ import annotations
@@ -9,15 +13,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from draftsmith.modules.decoding.loop import Round, Setup, generate
+from draftsmith.eval.bench.prompts import BenchPrompt
+from draftsmith.eval.bench.runner import EngineRunner
+from draftsmith.modules.decoding.loop import Round, room_for
 from draftsmith.modules.decoding.protocols import Drafter
-from draftsmith.modules.sampling import TorchSource
-from draftsmith.modules.targets.base import CausalLM, Session
+from draftsmith.modules.drafters.methods import Method, Models
+from draftsmith.modules.targets.base import CausalLM, ModelInfo, Session
 from draftsmith.modules.types import SamplingParams
+
+GREEDY = SamplingParams()
 
 
 @dataclass(frozen=True)
@@ -40,64 +49,45 @@ class PlacedAnswer:
     places: list[DraftedPlace]
 
 
-class DecodingLoop(Protocol):
-    """A method, run by one of the loops. `name` is single or batched."""
+@dataclass(frozen=True)
+class PlacedRunner:
+    """A method that answers so many prompts together. ends: tokens that end an answer."""
 
-    name: str
+    target: CausalLM
+    drafter: Drafter | None
+    ends: tuple[int, ...]
+    rows: int = 1
+    session: Session | None = None
+
+    @classmethod
+    def of(cls, method: Method, models: Models, rows: int) -> PlacedRunner:
+        """With a drafter of its own. Prompts that are alone get a session each, others share one."""
+        drafter = method.build(models, rows)
+        capture = () if drafter is None else drafter.capture
+        session = models.target.session(rows, models.capacity, capture) if rows > 1 else None
+        return cls(models.target, drafter, models.ends, rows, session)
+
+    @property
+    def loop(self) -> str:
+        """How the decoder runs, as results name it."""
+        return "single" if self.rows == 1 else "batched"
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, max_new_tokens: int, seeds: Sequence[int]
     ) -> list[PlacedAnswer]:
         """An answer to each prompt; the same seed gives the same tokens."""
+        found: list[PlacedAnswer] = []
+        for start in range(0, len(prompts), self.rows):
+            group = slice(start, start + self.rows)
+            places: list[list[DraftedPlace]] = [[] for _ in prompts[group]]
 
+            def on_round(done: Round, own: list[list[DraftedPlace]] = places) -> None:
+                own[done.row] += places_of(done)
 
-@dataclass(frozen=True)
-class SingleLoop:
-    """`modules.decoding.loop.generate`, one prompt after the other."""
-
-    target: CausalLM
-    drafter: Drafter | None
-    ends: tuple[int, ...]
-    session: Session | None = None
-    name = "single"
-
-    def __call__(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, max_new_tokens: int, seeds: Sequence[int]
-    ) -> list[PlacedAnswer]:
-        return [
-            answer
-            for prompt, seed in zip(prompts, seeds, strict=True)
-            for answer in self.answers([prompt], params, max_new_tokens, [seed])
-        ]
-
-    def answers(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, max_new_tokens: int, seeds: Sequence[int]
-    ) -> list[PlacedAnswer]:
-        """Answers to prompts that are decoded together."""
-        places: list[list[DraftedPlace]] = [[] for _ in prompts]
-        made = generate(
-            self.target,
-            self.drafter,
-            prompts,
-            params,
-            max_new_tokens,
-            [TorchSource(seed) for seed in seeds],
-            self.ends,
-            Setup(lambda done: places[done.row].extend(places_of(done)), self.session),
-        )
-        return [PlacedAnswer(answer.tokens, own) for answer, own in zip(made, places, strict=True)]
-
-
-@dataclass(frozen=True)
-class BatchedLoop(SingleLoop):
-    """The same with all prompts together, as `eval bench --batch-size` and CUDA decode."""
-
-    name = "batched"
-
-    def __call__(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, max_new_tokens: int, seeds: Sequence[int]
-    ) -> list[PlacedAnswer]:
-        return self.answers(prompts, params, max_new_tokens, seeds)
+            runner = EngineRunner(self.target, self.drafter, params, self.ends, on_round, self.session, rows=self.rows)
+            answers = runner(prompts[group], max_new_tokens, seeds[group])
+            found += [PlacedAnswer(answer.tokens, own) for answer, own in zip(answers, places, strict=True)]
+        return found
 
 
 def places_of(done: Round) -> list[DraftedPlace]:
@@ -125,3 +115,56 @@ def ends_as_asked(tokens: Sequence[int], ends: Sequence[int], most: int) -> bool
     if not tokens or any(token in ends for token in tokens[:-1]):
         return False
     return len(tokens) == most or (len(tokens) < most and tokens[-1] in ends)
+
+
+def greedy_answers(
+    runner: PlacedRunner, prompts: Sequence[BenchPrompt], max_new_tokens: int, seed: int
+) -> list[list[int]]:
+    """An answer to each prompt."""
+    ids, seeds = [prompt.prompt_ids for prompt in prompts], [seed] * len(prompts)
+    return [answer.tokens for answer in runner(ids, GREEDY, max_new_tokens, seeds)]
+
+
+def greedy_test(
+    answers: Sequence[list[int]],
+    expected: Sequence[list[int]],
+    prompts: Sequence[BenchPrompt],
+    ends: Sequence[int],
+    max_new_tokens: int,
+    reference: CausalLM | None,
+    info: ModelInfo,
+    max_gap: float,
+) -> dict[str, Any]:
+    """Equality with `expected`, or, with a float32 `reference`, the largest gap to its best token; and that every
+    answer ends with an end token or is as long as it may be. info: of the target."""
+    first, gaps, ended = None, [0.0], True
+    for prompt, answer, wanted in zip(prompts, answers, expected, strict=True):
+        most = room_for(prompt.prompt_ids, max_new_tokens, info)
+        right_end = ends_as_asked(answer, ends, most)
+        ended &= right_end
+        wrong = not right_end or (reference is None and answer != wanted)
+        if wrong and first is None:
+            place = next((i for i, (a, b) in enumerate(zip(answer, wanted, strict=False)) if a != b), None)
+            first = {"prompt": prompt.id, "place": min(len(answer), len(wanted)) if place is None else place}
+        if reference is not None and answer:
+            gaps.append(largest_gap(reference, prompt.prompt_ids, answer))
+    identical = sum(answer == wanted for answer, wanted in zip(answers, expected, strict=True))
+    close = all(gap <= max_gap for gap in gaps)  # false of NaN, too
+    found: dict[str, Any] = {
+        "prompts": len(prompts),
+        "tokens": sum(map(len, answers)),
+        "identical": identical,
+        "ended_as_asked": ended,
+        "first_difference": first,
+        "passed": ended and (identical == len(prompts) if reference is None else close),
+    }
+    return found if reference is None else found | {"largest_logit_gap": max(gaps, key=lambda gap: (gap != gap, gap))}
+
+
+@torch.inference_mode()
+def largest_gap(reference: CausalLM, prompt: Sequence[int], answer: Sequence[int]) -> float:
+    """max over the answer's tokens of (best logit - its logit), teacher-forced."""
+    ids = torch.tensor([[*prompt, *answer]], device=reference.device)
+    logits = reference.lm_head(reference.features(ids)[0, len(prompt) - 1 : -1]).double()
+    chosen = logits.gather(-1, ids[0, len(prompt) :, None])[:, 0]
+    return float((logits.max(-1).values - chosen).max())

@@ -14,9 +14,6 @@ from torch import Tensor
 
 from draftsmith.modules.sampling import residual
 
-SHARPER, FLATTER = 0.8, 1.25  # temperatures of a wrong draft, by the one that its distribution is stated at
-TARGET_SHARPER = 0.9
-TOO_OFTEN = 1.25
 UNLIKELY = 0.15
 
 
@@ -32,29 +29,10 @@ def acceptance(p: Tensor, q: Tensor) -> Tensor:
 
 
 def sharpened(distribution: Tensor, temperature: float) -> Tensor:
+    """The distribution at so much of its temperature."""
     powered = distribution.pow(1 / temperature)
     total = powered.sum(-1, keepdim=True)
     return torch.where(total > 0, powered / total, distribution)
-
-
-def replaced_from_target(p: Tensor, q: Tensor) -> Tensor:
-    """A rejected token is replaced by a draw from p, not from the residual."""
-    return emitted(q, acceptance(p, q), p)
-
-
-def sharper_draft(p: Tensor, q: Tensor) -> Tensor:
-    """Drafts are drawn at 0.8 of the temperature that q is stated at."""
-    return emitted(sharpened(q, SHARPER), acceptance(p, q), residual(p, q))
-
-
-def flatter_draft(p: Tensor, q: Tensor) -> Tensor:
-    """The same at 1.25 of it."""
-    return emitted(sharpened(q, FLATTER), acceptance(p, q), residual(p, q))
-
-
-def accepted_too_often(p: Tensor, q: Tensor) -> Tensor:
-    """Accepted with min(1, 1.25 p / q)."""
-    return emitted(q, acceptance(TOO_OFTEN * p, q), residual(p, q))
 
 
 def reused_accept_draw(p: Tensor, q: Tensor) -> Tensor:
@@ -87,23 +65,16 @@ def dropped_if_unlikely(p: Tensor, q: Tensor) -> Tensor:
     return kept + dropped * p + rejected * residual(p, q)
 
 
-def second_chance(p: Tensor, children: Tensor) -> Tensor:
-    """At a tree's node a token that is none of its children (bool [..., V]) is drawn once more."""
-    missed = (p * ~children).sum(-1, keepdim=True)
-    return p * children + missed * p
-
-
-def sharper_target(p: Tensor) -> Tensor:
-    """The target is sampled at 0.9 of the temperature asked for."""
-    return sharpened(p, TARGET_SHARPER)
-
-
 # Of tokens that had been drawn from q; of those that had been looked for among a node's children; of all.
 OF_DRAFTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "rejected tokens replaced by draws from p": replaced_from_target,
-    "drafts drawn at 0.8 of their temperature": sharper_draft,
-    "drafts drawn at 1.25 of their temperature": flatter_draft,
-    "drafts accepted with 1.25 p/q": accepted_too_often,
+    "rejected tokens replaced by draws from p": lambda p, q: emitted(q, acceptance(p, q), p),
+    "drafts drawn at 0.8 of their temperature": lambda p, q: emitted(
+        sharpened(q, 0.8), acceptance(p, q), residual(p, q)
+    ),
+    "drafts drawn at 1.25 of their temperature": lambda p, q: emitted(
+        sharpened(q, 1.25), acceptance(p, q), residual(p, q)
+    ),
+    "drafts accepted with 1.25 p/q": lambda p, q: emitted(q, acceptance(1.25 * p, q), residual(p, q)),
     "a draft's own draw decides on it": reused_accept_draw,
     "the draw that rejects a token replaces it": reused_own_draw,
     "drafts of q < 0.15 taken back": dropped_if_unlikely,
@@ -121,9 +92,10 @@ def defective(name: str, p: Tensor, q: Tensor, children: Tensor, first: Tensor) 
     """The distribution [N, V] under a defect: q is 0 where nothing was drawn, children bool [N, V] false where none was
     chosen; there it is p. first: bool [N], of a round."""
     if name == OF_ALL:
-        return sharper_target(p)
+        return sharpened(p, 0.9)
     if name == OF_NODES:
-        return torch.where(children.any(-1, keepdim=True), second_chance(p, children), p)
+        missed = (p * ~children).sum(-1, keepdim=True)
+        return torch.where(children.any(-1, keepdim=True), p * children + missed * p, p)
     drawn = q.sum(-1, keepdim=True) > 0
     if name == OF_FIRST:
         return torch.where(drawn & first[:, None], reused_own_draw(p, q), p)

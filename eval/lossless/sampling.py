@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.eval.bench.prompts import BenchPrompt
-from draftsmith.eval.lossless.answers import DecodingLoop, PlacedAnswer, answer_seed, ends_as_asked
+from draftsmith.eval.lossless.answers import PlacedAnswer, PlacedRunner, answer_seed, ends_as_asked
 from draftsmith.eval.lossless.evidence import Decided, Evidence
 from draftsmith.eval.lossless.power import Growth, Power, power_of
+from draftsmith.eval.lossless.settings import LosslessConfig
 from draftsmith.modules.decoding.loop import room_for
 from draftsmith.modules.sampling import probabilities
-from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams
 
 CELLS = 2**21  # of [N, V] that are looked at in one go
@@ -35,31 +35,16 @@ TIED_LOGIT = {torch.float32: 1e-3, torch.float64: 1e-6}
 TIED_MASS = 1e-4
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What a test is asked: to find a mean total variation of `bias` with probability `power`, and to fail a lossless
-    method with probability at most `level`."""
-
-    params: SamplingParams
-    max_new_tokens: int
-    ends: tuple[int, ...]
-    bias: float
-    power: float
-    level: float
-    together: int
-    seed: int
-    max_gap: float
-
-
 @dataclass
 class SamplingTest:
-    """One method by one loop. `say` is told what it will cost, before it costs it."""
+    """One method, run in one way. level: the probability to fail a lossless method, at most. `say` is told what the
+    test will cost, before it costs it."""
 
     label: str
-    loop: DecodingLoop
-    target: CausalLM
+    runner: PlacedRunner
     prompts: Sequence[BenchPrompt]
-    asked: Asked
+    config: LosslessConfig
+    level: float
     say: Callable[[str], None] = print
     evidence: Evidence = field(default_factory=Evidence)
     answers: int = 0
@@ -76,7 +61,7 @@ class SamplingTest:
         if self.failed:
             return self._row(None)
         power = self._power()
-        wanted = power.needed(self.asked.power, self.asked.level)
+        wanted = power.needed(self.config.power, self.level)
         self._announce(wanted)
         while self.tokens < wanted and not self.failed:
             self._sample()
@@ -84,34 +69,34 @@ class SamplingTest:
 
     @property
     def failed(self) -> bool:
-        return self.wrong_ends > 0 or not self.evidence.p_value > self.asked.level
+        return self.wrong_ends > 0 or not self.evidence.p_value > self.level
 
     def _announce(self, wanted: float) -> None:
         tokens = max(self.tokens, math.ceil(wanted))
         more = self.seconds * (tokens / self.tokens - 1)
         answers = math.ceil(tokens * self.answers / self.tokens)
         self.say(
-            f"{self.label}, {self.loop.name} loop: {tokens:,} tokens in {answers:,} answers find a bias of TV "
-            f"{self.asked.bias:g} with probability {self.asked.power:g}; about {more:.0f} s more"
+            f"{self.label}, {self.runner.loop} loop: {tokens:,} tokens in {answers:,} answers find a bias of TV "
+            f"{self.config.bias:g} with probability {self.config.power:g}; about {more:.0f} s more"
         )
 
     def _sample(self, keep: bool = False) -> None:
         """One group of answers, and what it is evidence of."""
         began = time.perf_counter()
-        asked = self.asked
-        numbers = range(self.answers, self.answers + asked.together)
+        config, target = self.config, self.runner.target
+        numbers = range(self.answers, self.answers + config.batch_size)
         which = [number % len(self.prompts) for number in numbers]
         prompts = [self.prompts[i] for i in which]
         seeds = [
-            answer_seed(asked.seed, self.label, self.loop.name, prompt.id, number)
+            answer_seed(config.seed, self.label, self.runner.loop, prompt.id, number)
             for prompt, number in zip(prompts, numbers, strict=True)
         ]
         ids = [prompt.prompt_ids for prompt in prompts]
-        made = self.loop(ids, asked.params, asked.max_new_tokens, seeds)
+        made = self.runner(ids, config.sampling, config.sampled_tokens, seeds)
         self.answers += len(made)
         for prompt, answer in zip(ids, made, strict=True):
-            most = room_for(prompt, asked.max_new_tokens, self.target.info)
-            self.wrong_ends += not ends_as_asked(answer.tokens, asked.ends, most)
+            most = room_for(prompt, config.sampled_tokens, target.info)
+            self.wrong_ends += not ends_as_asked(answer.tokens, self.runner.ends, most)
         for row, (place, answer) in enumerate(zip(which, made, strict=True)):
             if not answer.tokens:
                 continue
@@ -129,19 +114,19 @@ class SamplingTest:
     def _decided(self, prompt: Sequence[int], answer: PlacedAnswer, before: list[int]) -> Decided:
         """The answer's tokens with the target's own distributions, read in one go; those of probability 0 are
         counted, and left out."""
-        device = self.target.device
-        ids = torch.tensor([[*prompt, *answer.tokens]], device=device)
-        logits = self.target.lm_head(self.target.features(ids)[0, len(prompt) - 1 : -1])
-        target = probabilities(logits, self.asked.params).double()
+        lm = self.runner.target
+        ids = torch.tensor([[*prompt, *answer.tokens]], device=lm.device)
+        logits = lm.lm_head(lm.features(ids)[0, len(prompt) - 1 : -1])
+        target = probabilities(logits, self.config.sampling).double()
         token = ids[0, len(prompt) :]
         draft, children = torch.zeros_like(target), torch.zeros_like(target, dtype=torch.bool)
         for row, place in enumerate(answer.places):
             if place.distribution is not None:
                 draft[row] = place.distribution
             children[row, list(place.children)] = True
-        first = torch.tensor([place.first for place in answer.places], device=device)
+        first = torch.tensor([place.first for place in answer.places], device=lm.device)
         same = [answer.tokens[:i] == before[:i] and i < len(before) for i in range(len(answer.tokens))]
-        copied = torch.tensor([before[i] if known else -1 for i, known in enumerate(same)], device=device)
+        copied = torch.tensor([before[i] if known else -1 for i, known in enumerate(same)], device=lm.device)
         found = Decided(token, target, draft, children, first, copied)
         chance = target.gather(1, token[:, None])[:, 0]
         if bool((chance > 0).all()):
@@ -151,7 +136,7 @@ class SamplingTest:
 
     def _possible(self, logits: Tensor, token: Tensor) -> Tensor:
         """[N] bool: the token would be kept if its logit were a little larger, or top_p."""
-        params, tied = self.asked.params, TIED_LOGIT.get(self.target.dtype, self.asked.max_gap)
+        params, tied = self.config.sampling, TIED_LOGIT.get(self.runner.target.dtype, self.config.max_gap)
         wider = SamplingParams(params.temperature, params.top_k, min(1.0, params.top_p + TIED_MASS))
         raised = logits.float() + tied * F.one_hot(token, logits.shape[1])
         return probabilities(raised, wider).gather(1, token[:, None])[:, 0] > 0
@@ -163,7 +148,7 @@ class SamplingTest:
         self._kept = []
         count = min(POWER_TOKENS, max(1, POWER_CELLS // found.target.shape[1]), len(found.token))
         index = torch.linspace(0, len(found.token) - 1, count).long().to(found.token.device)
-        return power_of(rows_of(found, index), self.asked.bias, torch.Generator().manual_seed(self.asked.seed))
+        return power_of(rows_of(found, index), self.config.bias, torch.Generator().manual_seed(self.config.seed))
 
     def _row(self, power: Power | None) -> dict[str, Any]:
         return {
@@ -171,7 +156,7 @@ class SamplingTest:
             "tokens": self.tokens,
             "seconds": self.seconds,
             "p_value": self.evidence.p_value,
-            "level": self.asked.level,
+            "level": self.level,
             "strongest_bet": self.evidence.strongest,
             "impossible": self.evidence.impossible,
             "wrong_ends": self.wrong_ends,
@@ -184,15 +169,12 @@ class SamplingTest:
         large a bias."""
 
         def found(growths: Mapping[str, Growth]) -> dict[str, dict[str, float]]:
-            return {
-                name: {"tv": each.tv, "found_with": each.chance(self.tokens, self.asked.level)}
-                for name, each in growths.items()
-            }
+            chances = {name: each.chance(self.tokens, self.level) for name, each in growths.items()}
+            return {name: {"tv": growths[name].tv, "found_with": chance} for name, chance in chances.items()}
 
-        chances = [each["found_with"] for each in found(power.large).values()]
         return {
-            "bias": self.asked.bias,
-            "with_probability": min(chances, default=None),
+            "bias": self.config.bias,
+            "with_probability": min((each["found_with"] for each in found(power.large).values()), default=None),
             "biases": found(power.biases),
             "defects": found(power.defects),
         }

@@ -3,13 +3,13 @@ own."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from draftsmith.eval.replay.rollouts import TargetAnswer
+from draftsmith.modules.decoding.confidence import entropies
 from draftsmith.modules.finite import checked
 from draftsmith.modules.sampling import Source, best_tokens, draw_rows, probabilities, residual
 from draftsmith.modules.types import SamplingParams
@@ -38,31 +38,6 @@ class ReadAnswer:
     text: TargetText
     features: Tensor
     logits: Tensor
-
-
-def num_equal(drafted: Sequence[int], text: Sequence[int]) -> int:
-    """Leading tokens that are the same. A coupled draft differs from the text exactly where it is rejected."""
-    pairs = enumerate(zip(drafted, text, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(drafted), len(text)))
-
-
-@dataclass(frozen=True)
-class RoundVerdict:
-    """What the text says of a round's draft. accepted: tokens that are kept, within the answer. past_end: tokens beyond
-    these that the target would have gone on with. labelled: tokens down to and with the first rejected one, within the
-    answer."""
-
-    accepted: int
-    past_end: int
-    labelled: int
-
-
-def verdict_of(drafted: Sequence[int], reading: ReadAnswer, start: int) -> RoundVerdict:
-    """The verdict on a draft that begins before answer token `start`."""
-    left = len(reading.answer.tokens) - start
-    equal = num_equal(drafted, reading.text.tokens[start:])
-    accepted = min(equal, left)
-    return RoundVerdict(accepted, equal - accepted, min(equal + 1, len(drafted), left))
 
 
 class CoupledSource:
@@ -95,60 +70,61 @@ class CoupledSource:
 
 
 class CoupledDraws:
-    """The same for rounds that draft side by side, one from each place of the answer, and what is known of their
-    tokens. Greedy drafts are the argmax."""
+    """The same for rounds that draft side by side, one from each place of the answer. Greedy drafts are the argmax.
+
+    known: `confidence_columns` of what was drawn, [S, K] each.
+    """
 
     def __init__(self, reading: ReadAnswer, depth: int, params: SamplingParams, seed: int):
-        """depth: tokens of a draft. seed: of the draws that the text does not decide."""
+        """depth: tokens of a draft, K. seed: of the draws that the text does not decide."""
         self._text, self._params = reading.text, params
         self._starts = torch.arange(1, len(reading.answer.tokens))
         shape = (len(self._starts), depth)
         self._free = torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         self._on_text = torch.ones(len(self._starts), dtype=torch.bool)
-        self.known = {
-            name: torch.full(shape, torch.nan, dtype=torch.float64)
-            for name in ("log_q", "log_max_q", "entropy", "accept_prob", "overlap")
-        }
+        self.known: dict[str, Tensor] = {}
 
     def __call__(self, piece: slice, level: int, logits: Tensor) -> Tensor:
-        greedy, text = self._params.greedy, self._text
-        distributions = logits.float().softmax(-1) if greedy else probabilities(logits, self._params)
-        # Past its end the text says nothing: the last token stands in for what is not looked at.
-        place = self._starts[piece] + level
-        within, place = place < len(text.tokens), place.clamp(max=len(text.tokens) - 1)
-        wanted = torch.tensor(text.tokens)[place].to(distributions.device)
-        if text.distributions is None:
-            tokens, on_text = checked(best_tokens(logits)), self._on_text[piece]
-            accept = overlap = (tokens == wanted).double()
+        if self._params.greedy:
+            distributions, tokens = logits.float().softmax(-1), checked(best_tokens(logits))
         else:
-            tokens, on_text = self._draw(piece, level, distributions, text.distributions[place], wanted, within)
-            overlap = torch.minimum(distributions, text.distributions[place]).sum(-1).double()
-            accept = (_at(text.distributions[place], tokens) / _at(distributions, tokens)).clamp_max(1)
-        self._on_text[piece] = on_text & within & (tokens == wanted).cpu()
-        found = {
-            "log_q": _at(distributions, tokens).log(),
-            "log_max_q": distributions.amax(-1).double().log(),
-            "entropy": -torch.xlogy(distributions, distributions).sum(-1).double(),
-            "accept_prob": accept,
-            "overlap": overlap,
-        }
-        for name, values in found.items():
-            self.known[name][piece, level] = values.cpu()
+            distributions = probabilities(logits, self._params)
+            tokens = self._draw(piece, level, distributions)
+        columns = confidence_columns(distributions, tokens, self._text, self._starts[piece] + level)
+        for name, values in columns.items():
+            self.known.setdefault(name, torch.full_like(self._free, torch.nan))[piece, level] = values.cpu()
         return tokens
 
-    def _draw(
-        self, piece: slice, level: int, distributions: Tensor, target: Tensor, wanted: Tensor, within: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Tokens [s], and which drafts had been on the text before them. distributions, target [s, V]; wanted, within
-        [s]."""
-        on_text = self._on_text[piece] & within
-        place = (self._starts[piece] + level).clamp(max=len(self._text.uniforms) - 1)
-        uniforms = torch.tensor(self._text.uniforms, dtype=torch.float64)[place].to(distributions.device)
-        follows = on_text.to(distributions.device)
+    def _draw(self, piece: slice, level: int, distributions: Tensor) -> Tensor:
+        """Tokens [s] from distributions [s, V]."""
+        text, place, device = self._text, self._starts[piece] + level, distributions.device
+        on_text, place = self._on_text[piece] & (place < len(text.tokens)), place.clamp(max=len(text.tokens) - 1)
+        assert text.distributions is not None
+        target, wanted = text.distributions[place], torch.tensor(text.tokens)[place].to(device)
+        uniforms = torch.tensor(text.uniforms, dtype=torch.float64)[place].to(device)
+        follows = on_text.to(device)
         keep = follows & (uniforms * _at(target, wanted) < _at(distributions, wanted))
         free = torch.where(follows[:, None], residual(distributions, target), distributions)
-        others = checked(draw_rows(free, self._free[piece, level].to(distributions.device)))
-        return torch.where(keep, wanted, others), on_text
+        others = checked(draw_rows(free, self._free[piece, level].to(device)))
+        tokens = torch.where(keep, wanted, others)
+        self._on_text[piece] = on_text & (tokens == wanted).cpu()
+        return tokens
+
+
+def confidence_columns(distributions: Tensor, tokens: Tensor, text: TargetText, places: Tensor) -> dict[str, Tensor]:
+    """Columns of `ChainRollouts` for tokens [s], drawn from distributions [s, V] at these places [s] of the text:
+    `log_q`, `log_max_q`, `entropy`, and when sampling `accept_prob`, which past the text's end says nothing; float64
+    [s] each."""
+    own = _at(distributions, tokens)
+    columns = {
+        "log_q": own.log(),
+        "log_max_q": distributions.amax(-1).double().log(),
+        "entropy": entropies(distributions).double(),
+    }
+    if text.distributions is not None:
+        target = text.distributions[places.clamp(max=len(text.tokens) - 1)]
+        columns["accept_prob"] = (_at(target, tokens) / own).clamp_max(1)
+    return columns
 
 
 def _at(distributions: Tensor, tokens: Tensor) -> Tensor:

@@ -7,13 +7,22 @@ hold here too.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from draftsmith.eval.replay.rollouts import ChainRollouts, Floats, Ints, TargetAnswer, TreeRollouts
 from draftsmith.modules.acceptance.head import AcceptanceHead
-from draftsmith.modules.acceptance.tree_rule import TreeRule
+from draftsmith.modules.acceptance.policies import (
+    ConfidenceName,
+    OnlinePredictor,
+    PredictionRule,
+    Predictor,
+    PredictorStop,
+)
+from draftsmith.modules.decoding.confidence import log_odds_of
+from draftsmith.modules.decoding.protocols import DraftView
 from draftsmith.modules.decoding.stop import RunningEntropy
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
 from draftsmith.modules.decoding.tree import num_candidates
@@ -34,31 +43,12 @@ def head_probs(logits: Floats, head: AcceptanceHead, calibrated: bool) -> Floats
     return torch.sigmoid(head.calibrated(raw) if calibrated else raw).numpy()
 
 
-def threshold(rollouts: ChainRollouts, probs: Floats, h: float, limits: tuple[int, int], late: bool) -> Ints:
-    """[S]: the rule of SpecDec++ (section 3.2): the first length n of the least or more at which 1 - (product of the
-    probs of the tokens predicted so far) > h, else the most.
-
-    probs [S, K]: acceptance probabilities of the drafted tokens, by whatever predictor. limits: fewest and most tokens.
-    late: when the n-th token is drafted those before it are predicted, and it is not (a head of state `after`); else it
-    is predicted too.
-    """
-    survival = np.cumprod(probs, axis=1)
-    if late:
-        survival = np.concatenate([np.ones((len(probs), 1)), survival[:, :-1]], axis=1)
-    return first_true(rollouts, 1 - survival > h, *limits)
-
-
 def confidence_lengths(rollouts: ChainRollouts, t: float, minimum: int, maximum: int) -> Ints:
     """[S]: the first length of `minimum` or more whose last token's probability is below t, else `maximum`."""
-    return first_true(rollouts, np.exp(rollouts.log_q) < t, minimum, maximum)
-
-
-def first_true(rollouts: ChainRollouts, stop: np.ndarray, minimum: int, maximum: int) -> Ints:
-    """[S]: the first length n from `minimum` on with stop[:, n - 1], [S, K]; else `maximum`."""
     assert 1 <= minimum <= maximum <= rollouts.depth
-    may = stop[:, minimum - 1 : maximum].copy()
-    may[:, -1] = True
-    return may.argmax(1) + minimum
+    stop = np.exp(rollouts.log_q[:, minimum - 1 : maximum]) < t
+    stop[:, -1] = True
+    return stop.argmax(1) + minimum
 
 
 def oracle(rollouts: ChainRollouts) -> Ints:
@@ -106,35 +96,105 @@ def self_verify(rollouts: ChainRollouts, k: int) -> list[DecodeTrace]:
     return traces
 
 
-def replay_tree(rollouts: TreeRollouts, nodes: int, depth: int, rule: TreeRule | None = None) -> list[DecodeTrace]:
-    """One trace an answer, of `DynamicTree(nodes, depth, topk)`. rule: ends the draft where it chooses, takes as
-    many of the nodes as it chooses, and learns on from answer to answer."""
-    assert 1 <= depth <= rollouts.depth and nodes >= 1
-    most_levels = np.full(len(rollouts.start), depth + 1) if rollouts.levels is None else rollouts.levels
+class RecordedPredictor(Predictor, Protocol):
+    """A predictor of recorded rounds. row: the number of the round that is being played."""
 
-    def size(row: int, levels: int) -> tuple[int, int]:
-        """Nodes and levels of a tree that may have so many levels."""
-        if rule is None:
-            return min(nodes, num_candidates(rollouts.topk, levels)), levels
-        assert rollouts.values is not None and rollouts.frontier is not None
-        ends = (n for n in range(1, levels) if not rule.deeper(rollouts.frontier[row, n - 1].tolist))
-        levels = next(ends, levels)
-        most = min(nodes, num_candidates(rollouts.topk, levels))
-        assert rollouts.values.shape[2] >= most
-        return rule.choose(rollouts.values[row, levels - 1, :most].tolist()), levels
+    row: int
+
+
+class KnownPredictor:
+    """Says what was recorded, or worked out from it."""
+
+    learns = False
+
+    def __init__(self, probs: Floats, late: bool):
+        """probs [S, K]: of every drafted token, whatever predictor says it. late: a token's is known one token
+        later."""
+        self._probs: list[list[float]] = probs.tolist()
+        self.late, self.row = late, 0
+
+    def reset(self) -> None:
+        """Nothing is remembered of a prompt."""
+
+    def start_round(self) -> None:
+        """Nothing is remembered."""
+
+    def prob(self, view: DraftView) -> float:
+        place = view.num_drafted - 1 - self.late
+        return 1.0 if place < 0 else self._probs[self.row][place]
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
+        """Nothing is learned."""
+
+
+class RecordedOnline(OnlinePredictor):
+    """`OnlinePredictor` on recorded confidences."""
+
+    def __init__(self, rollouts: ChainRollouts, confidence: ConfidenceName = "q", repeats: bool = True):
+        super().__init__(confidence, repeats)
+        self._features: list[list[list[float]]] = online_features(rollouts, confidence, repeats).tolist()
+        self.row = 0
+
+    def prob(self, view: DraftView) -> float:
+        self._seen.append(tuple(self._features[self.row][view.num_drafted - 1]))
+        return self.model.prob(self._seen[-1])
+
+
+def online_features(rollouts: ChainRollouts, confidence: ConfidenceName, repeats: bool) -> Floats:
+    """[S, K, F]: what `OnlinePredictor` learns from."""
+    log_prob = rollouts.log_q if confidence == "q" else rollouts.log_max_q
+    features = [log_odds_of(torch.from_numpy(log_prob)).numpy()]
+    if repeats:
+        assert rollouts.repeat is not None, "looked for when chains are recorded"
+        features.append(rollouts.repeat)
+    return np.stack(features, -1)
+
+
+def replay_by_prediction(
+    rollouts: ChainRollouts, predictor: RecordedPredictor, rule: PredictionRule, min_drafted: int, max_drafted: int
+) -> list[DecodeTrace]:
+    """One trace an answer, of `PredictorStop` with this predictor and this rule: what decoding answer after answer
+    would have drafted. Like the decoder's own, a policy does not hear of an answer's last round."""
+    assert 1 <= min_drafted <= max_drafted <= rollouts.depth
+    stop = PredictorStop(predictor, rule, min_drafted, max_drafted)
+    nothing = torch.empty(0, 0)
+    views = [DraftView(n + 1, -1, nothing, nothing, None) for n in range(max_drafted)]
+    available, accepted = np.minimum(rollouts.available(), max_drafted).tolist(), accepted_of(rollouts).tolist()
+    traces = []
+    for answer, first in first_rounds(rollouts):
+        last = (0, 0)  # drafted and accepted in the round before, which the policy has yet to hear of
+
+        def play(row: int, most: int) -> tuple[int, int, int]:
+            nonlocal last
+            stop.observe(*last)
+            predictor.row, drafted = row, 0
+            limit = min(available[row], most)
+            if limit:
+                stop.start_round()
+                while drafted < limit:
+                    drafted += 1
+                    if stop.should_stop(views[drafted - 1]):
+                        break
+            last = drafted, min(drafted, accepted[row])
+            return *last, drafted
+
+        stop.reset()
+        traces.append(walk_rounds(answer, first, play))
+    return traces
+
+
+def replay_tree(rollouts: TreeRollouts, nodes: int, depth: int) -> list[DecodeTrace]:
+    """One trace an answer, of `DynamicTree(nodes, depth, topk)`."""
+    assert 1 <= depth <= rollouts.depth and nodes >= 1
 
     def play(row: int, most: int) -> tuple[int, int, int]:
-        levels = min(depth + 1, int(most_levels[row]), most)
+        levels = min(depth + 1, int(rollouts.levels[row]), most)
         if levels < 1:
             return 0, 0, 0
-        taken, levels = size(row, levels)
+        taken = min(nodes, num_candidates(rollouts.topk, levels))
         rank = rollouts.rank[row, levels - 1]
         outside = np.flatnonzero((rank < 0) | (rank >= taken))
-        accepted = int(outside[0]) if len(outside) else len(rank)
-        text = rollouts.answers[rollouts.answer[row]].tokens
-        if rule is not None and rollouts.start[row] + accepted + 1 < len(text):  # drafters never hear of the last round
-            rule.observe(taken, levels, accepted)
-        return taken, accepted, levels
+        return taken, int(outside[0]) if len(outside) else len(rank), levels
 
     return [walk_rounds(answer, first, play) for answer, first in first_rounds(rollouts)]
 

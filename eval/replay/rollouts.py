@@ -11,15 +11,26 @@ rollouts: rounds of a replay walk X from t to t + accepted + 1.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
+
+from draftsmith.data.store.files import make_directory, write_json, write_table
+from draftsmith.data.store.manifest import differences, flatten, warn_not_compared, without_unrecorded
+from draftsmith.data.store.reading import read_object
+from draftsmith.eval.bench.prompts import BenchPrompt
+from draftsmith.modules.types import InputError
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+SETTINGS, HEAD, META = "rollouts.json", "head:", b"draftsmith"
 
 
 @dataclass(frozen=True)
@@ -43,10 +54,9 @@ class ChainRollouts:
     the prefill's). For answer a the rounds are consecutive, start 1 .. len(tokens) - 1. token [S, K]: drafted, along X
     until the first rejection and then as the draft itself goes on. num_accepted [S]: of a draft of K tokens, at most
     what is left of X. log_q, log_max_q, entropy [S, K]: of the distribution that token was drawn from (greedy: the
-    draft's softmax), log q of the token itself, nats. accept_prob, overlap [S, K]: min(1, p/q) of the token (greedy: 1
-    or 0) and sum_v min(p, q) (greedy: the same), down to and with the first rejected token; NaN below it and beyond X's
-    end. heads: label -> raw logits [S, K] of an acceptance head for each token; of one that reads the state after it,
-    NaN where the drafter has not read the token.
+    draft's softmax), log q of the token itself, nats. accept_prob [S, K]: min(1, p/q) of the token (greedy: 1 or 0),
+    down to and with the first rejected token; NaN below it and beyond X's end. heads: label -> raw logits [S, K] of an
+    acceptance head for each token; of one that reads the state after it, NaN where the drafter has not read the token.
     accept_along [S, K]: min(1, p/q) of every drafted token where the target reads the draft itself, so below the first
     rejection too: what a policy that knew p and q would look at. None: not asked for, or greedy.
     repeat [S, K]: how each token goes on with a repetition of prompt and answer (`acceptance.repeats.Repeats.score`).
@@ -65,7 +75,6 @@ class ChainRollouts:
     log_max_q: Floats
     entropy: Floats
     accept_prob: Floats
-    overlap: Floats
     heads: Mapping[str, Floats] = field(default_factory=dict)
     past_end: Ints | None = None
     accept_along: Floats | None = None
@@ -91,15 +100,9 @@ class TreeRollouts:
 
     rank [S, D, D]: for trees of at most d+1 levels ([:, d]), the place that the candidate on X at level j+1 has among
     all candidates of these levels, by value, best first; -1 where no candidate is on X. A tree of m nodes holds
-    exactly the candidates of rank < m, so it accepts as many levels as ranks below m follow each other. confidence,
-    on_text [S, D]: of the head's first child of the node on X at level j: its own confidence (probability by the head
-    that gives values), and whether X goes on with it; NaN where the walk has left the tree, or X is over.
-    levels [S]: that the drafter's context allowed, D where None. place [S, D]: of the children of the node on X at
-    level j the one on X, 0 for the most probable, -1 where it is not among the topk, or where `confidence` is NaN.
-    values [S, D, M]: of trees of at most d+1 levels ([:, d]) the values of the best M candidates, best first, which are
-    logarithms of probabilities; -inf where there are fewer. frontier [S, D, topk]: the same of the nodes of level j
-    that are expanded, or would be next. None: not recorded.
-    `rank` goes on past X's end token, with what the target would have gone on with, as a round's `num_accepted` does.
+    exactly the candidates of rank < m, so it accepts as many levels as ranks below m follow each other. It goes on past
+    X's end token, with what the target would have gone on with, as a round's `num_accepted` does.
+    levels [S]: at most D, that the drafter's context allowed.
     """
 
     answers: list[TargetAnswer]
@@ -107,12 +110,7 @@ class TreeRollouts:
     start: Ints
     topk: int
     rank: Ints
-    confidence: Floats
-    on_text: Floats
-    levels: Ints | None = None
-    place: Ints | None = None
-    values: Floats | None = None
-    frontier: Floats | None = None
+    levels: Ints
 
     @property
     def depth(self) -> int:
@@ -136,3 +134,75 @@ def joined(parts: Sequence[Rollouts]) -> Rollouts:
     before = np.cumsum([0, *(len(part.answers) for part in parts)])
     arrays["answer"] = np.concatenate([part.answer + n for part, n in zip(parts, before, strict=False)])
     return replace(first, answers=[answer for part in parts for answer in part.answers], **arrays)
+
+
+def recorded(
+    directory: Path,
+    prompts: Sequence[BenchPrompt],
+    settings: Mapping[str, Any],
+    record: Callable[[BenchPrompt, int], ChainRollouts],
+    progress: Callable[[int], None] = lambda count: None,
+) -> ChainRollouts:
+    """Rollouts of all prompts: answers that are in the directory are read, the others recorded and written there, one a
+    Parquet file with one row a round, so that recording can go on where it was interrupted.
+
+    settings: JSON that says what they were made with. record: makes the rollouts of a prompt and its number.
+
+    Raises:
+        InputError: the directory holds rollouts that were made otherwise.
+    """
+    make_directory(directory)
+    made_with = json.loads(json.dumps({**settings, "prompts": [prompt.id for prompt in prompts]}))
+    path = directory / SETTINGS
+    if path.exists():
+        different, unrecorded = without_unrecorded(differences(flatten(read_object(path, {})), flatten(made_with)))
+        warn_not_compared(str(path), unrecorded)
+        if different:
+            found = f"rollouts in {directory} made with another {', '.join(name for name, _, _ in different)}"
+            raise InputError("output", found, "the settings of this run", "Choose another directory, or remove it.")
+    else:
+        write_json(path, made_with)
+    parts = []
+    for number, prompt in enumerate(prompts):
+        file = directory / f"answer-{number:05d}.parquet"
+        if not file.exists():
+            write_answer(record(prompt, number), file)
+        parts.append(read_answer(file))
+        progress(1)
+    return joined(parts)
+
+
+def write_answer(rollouts: ChainRollouts, path: Path) -> None:
+    """One answer's rounds; the answer itself, and the arrays' shapes, go into the file's metadata."""
+    (answer,) = rollouts.answers
+    arrays = {HEAD + label: logits for label, logits in rollouts.heads.items()}
+    arrays |= {name: value for name, value in vars(rollouts).items() if isinstance(value, np.ndarray)}
+    columns = {}
+    for name, array in arrays.items():
+        flat = pa.array(array.reshape(-1))
+        columns[name] = flat if array.ndim == 1 else pa.FixedSizeListArray.from_arrays(flat, array.shape[1])
+    shapes = {name: array.shape[1:] for name, array in arrays.items()}
+    meta = {META: json.dumps({"answer": asdict(answer), "shapes": shapes})}
+    write_table(path, pa.table(columns).replace_schema_metadata(meta))
+
+
+def read_answer(path: Path) -> ChainRollouts:
+    """What `write_answer` wrote, of earlier versions too, which kept more columns.
+
+    Raises:
+        InputError: the file is something else.
+    """
+    try:
+        table = pq.read_table(path)
+        meta = json.loads(table.schema.metadata[META])
+        arrays = {}
+        for name, shape in meta["shapes"].items():
+            column = table.column(name).combine_chunks()
+            flat = column.flatten() if shape else column
+            arrays[name] = flat.to_numpy(zero_copy_only=False).reshape(len(table), *shape)
+        heads = {name.removeprefix(HEAD): array for name, array in arrays.items() if name.startswith(HEAD)}
+        known = {item.name: arrays[item.name] for item in fields(ChainRollouts) if item.name in arrays}
+        return ChainRollouts(answers=[TargetAnswer(**meta["answer"])], heads=heads, **known)
+    except Exception as error:  # of Arrow, of JSON, or of what is not in it
+        found = f"damaged ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+        raise InputError(str(path), found, "rollouts of one answer", "Delete it: it is recorded again.") from error

@@ -4,67 +4,86 @@ from __future__ import annotations
 
 import datetime
 import importlib.util
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from draftsmith.data.progress import say
 from draftsmith.data.store.files import make_directory, write_text
-from draftsmith.data.tracking import switched_off
-from draftsmith.eval.report.settings import ReportConfig
+from draftsmith.data.store.manifest import resolved
+from draftsmith.data.tracking import Choice, switched_off
 from draftsmith.modules.types import InputError
 
-if TYPE_CHECKING:
-    from draftsmith.eval.report.page import Section
-
 PACKAGES = ("altair", "vl_convert", "jinja2")  # of the extra `report`
+FORMATS = ("png", "svg", "md", "csv", "tex")
 TRACE_BYTES = 2_600_000  # of all traces together: the page stays under 5 MB
 
 
+@dataclass(frozen=True)
+class ReportConfig:
+    """Shows finished runs as one HTML file that needs no network: tables, charts, and traces round by round.
+
+    Attributes:
+        runs: directories of `eval bench`, of studies and of `eval tune`; each holds results.json. Benchmarks of the
+            same target, prompts, sampling and machine share their tables, others are sections of their own.
+        output: the HTML file.
+        title: its title.
+        figures: directory that receives the charts and tables as files of their own.
+        formats: of these files: charts as png and svg, tables as md (Markdown), csv and tex (LaTeX, booktabs).
+        track: wandb logs tables, charts and the page to Weights & Biases.
+        wandb: auto goes online when a key is found and offline without one.
+        project: Weights & Biases project.
+        run_name: of the Weights & Biases run; without it the output's name.
+    """
+
+    runs: tuple[Path, ...]
+    output: Path = field(kw_only=True)
+    title: str = "Draftsmith report"
+    figures: Path | None = None
+    formats: tuple[str, ...] = FORMATS
+    track: tuple[str, ...] = ()
+    wandb: Choice = "auto"
+    project: str = "draftsmith"
+    run_name: str = ""
+
+    def __post_init__(self) -> None:
+        for name, known in (("formats", FORMATS), ("track", ("wandb",))):
+            unknown = sorted(set(getattr(self, name)) - set(known))
+            if unknown:
+                raise InputError(name, ", ".join(unknown), f"some of {', '.join(known)}", "Change it.")
+        if not self.runs:
+            raise InputError("runs", "none", "one or more directories of runs", "Name them: eval report RUN ...")
+
+
 def run(config: ReportConfig) -> Path:
-    """Write the page and whatever else is asked for; returns the page's path."""
-    require_packages()
+    """Write the page and whatever else is asked for; returns the page's path.
+
+    Raises:
+        InputError: the extra is not installed, or a run is none.
+    """
+    if missing := missing_packages():
+        found = f"{', '.join(missing)} not installed"
+        raise InputError("report", found, "the packages of reports", "Run: pip install 'draftsmith[report]'")
     from draftsmith.eval.report.files import write_figures
     from draftsmith.eval.report.page import render
     from draftsmith.eval.report.runs import comparable, read_runs
     from draftsmith.eval.report.sections import make_sections
 
-    runs = read_runs(config.runs)
-    sections = make_sections(comparable(runs), TRACE_BYTES)
+    sections = make_sections(comparable(read_runs(config.runs)), TRACE_BYTES)
     date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-    write_page(config.output, render(config.title, date, sections))
+    make_directory(config.output.parent)
+    write_text(config.output, render(config.title, date, sections))
     say(f"Written to {config.output} ({config.output.stat().st_size / 1e6:.1f} MB)")
     if config.figures is not None:
         written = write_figures(sections, config.figures, config.formats)
         say(f"{len(written)} files of charts and tables in {config.figures}")
-    log(config, sections)
+    if "wandb" in config.track and not switched_off(config.wandb):
+        from draftsmith.eval.report.tracking import log_report
+
+        name = config.run_name or f"report {config.output.stem}"
+        log_report(config.output, sections, config.wandb, project=config.project, name=name, config=resolved(config))
     return config.output
 
 
 def missing_packages() -> list[str]:
     """Packages that reports need and that are not installed."""
     return [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-
-
-def require_packages() -> None:
-    """Raises:
-    InputError: the extra is not installed.
-    """
-    missing = missing_packages()
-    if missing:
-        found = f"{', '.join(missing)} not installed"
-        raise InputError("report", found, "the packages of reports", "Run: pip install 'draftsmith[report]'")
-
-
-def write_page(path: Path, page: str) -> None:
-    """Whole or not at all."""
-    make_directory(path.parent)
-    write_text(path, page)
-
-
-def log(config: ReportConfig, sections: list[Section]) -> None:
-    """Log the page to Weights & Biases, where that is asked for."""
-    if "wandb" not in config.track or switched_off(config.wandb):
-        return
-    from draftsmith.eval.report.tracking import log_report
-
-    log_report(config, sections)

@@ -6,26 +6,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import altair as alt
 
 Rows = Sequence[Mapping[str, Any]]
+Draw = Callable[[Rows], Any]  # rows to an Altair chart
 MAX_CELL_LABELS = 260  # more numbers than that in a heatmap are not read
 PANEL_WIDTH, PANEL_HEIGHT, PANEL_COLUMNS = 230, 200, 3
 HEIGHT, BAR_HEIGHT = 320, 27
 SQUARE = 360  # pixels of a side where x and y are of one kind
-UNIT = alt.Scale(domain=[0, 1])
 # Keys of rows that read better as words.
 WORDS = {"speedup": "speed-up", "tau": "τ", "low": "from", "high": "to", "tokens_per_s": "tokens/s"}
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """How the rows of a study's table are drawn. title, note: may name the study's settings, `{tree}`."""
+    """How the rows of a table are drawn. title, note: may name the run's settings, `{tree}`."""
 
     title: str
-    draw: Callable[[Rows], Any]
+    draw: Draw
     note: str = ""
 
 
@@ -62,43 +63,42 @@ def room(specification: Mapping[str, Any]) -> dict[str, int]:
         return {str(row.get(key)) for row in rows for key in keys}
 
     entry, names = (max(map(len, named(channel)), default=least) for channel, least in (("color", 0), ("y", 6)))
-    return {"panels": len({row.get(panel) for row in rows}) if panel else 1, "entry": entry, "names": names}
+    return {"panels": count(rows, panel) if panel else 1, "entry": entry, "names": names}
 
 
-def panels(layers: Sequence[Any], rows: Rows, key: str, **sizes: Any) -> Any:
-    """A panel for each value of `key`, in the order of the rows. sizes: other than of a panel with axes of numbers."""
-    count = len({row.get(key) for row in rows})
-    facet = alt.Facet(f"{key}:N", header=alt.Header(title=None, labelLimit=PANEL_WIDTH), sort=None)
-    drawn = alt.layer(*layers).properties(**{"width": PANEL_WIDTH, "height": PANEL_HEIGHT, **sizes})
-    return drawn.facet(facet=facet, data=values(rows), columns=2 if count in (2, 4) else PANEL_COLUMNS)
+def count(rows: Rows, key: str) -> int:
+    """Different values under `key`."""
+    return len({row.get(key) for row in rows})
 
 
-def single(layers: Sequence[Any], rows: Rows, **sizes: Any) -> Any:
-    """One panel, as wide as there is room."""
-    return alt.layer(*layers, data=values(rows)).properties(**{"height": HEIGHT, **sizes})
+def drawn(layers: Sequence[Any], rows: Rows, panel: str | None = None, **sizes: Any) -> Any:
+    """Layers over each other: one panel, as wide as there is room; or one for each value of `panel`, in the order of
+    the rows. sizes: other than of a panel with axes of numbers."""
+    data = alt.Data(values=[dict(row) for row in rows])
+    if panel is None:
+        return alt.layer(*layers, data=data).properties(**{"height": HEIGHT, **sizes})
+    facet = alt.Facet(f"{panel}:N", header=alt.Header(title=None, labelLimit=PANEL_WIDTH), sort=None)
+    one = alt.layer(*layers).properties(**{"width": PANEL_WIDTH, "height": PANEL_HEIGHT, **sizes})
+    return one.facet(facet=facet, data=data, columns=2 if count(rows, panel) in (2, 4) else PANEL_COLUMNS)
 
 
-def values(rows: Rows) -> alt.Data:
-    return alt.Data(values=[dict(row) for row in rows])
-
-
-def known(rows: Rows, *keys: str) -> list[Mapping[str, Any]]:
-    """Rows that have a value for each of these."""
-    return [row for row in rows if all(row.get(key) is not None for key in keys)]
-
-
-def quantitative(title: str, form: str = "", zero: bool = False, log: bool = False) -> dict[str, Any]:
-    """Settings of a quantitative x or y. form: of its numbers, as d3 writes them. zero: begin there; else no mark
-    stands on the edge."""
+def number(
+    channel: Any, key: str, title: str, form: str = "", zero: bool = False, log: bool = False, unit: bool = False
+) -> Any:
+    """A quantitative x or y. form: of its numbers, as d3 writes them. zero: begin there; else no mark stands on the
+    edge. unit: from 0 to 1."""
     scale = alt.Scale(zero=True) if zero else alt.Scale(zero=False, padding=10)
-    scale = alt.Scale(type="log", padding=10) if log else scale
+    scale = alt.Scale(type="log", padding=10) if log else alt.Scale(domain=[0, 1]) if unit else scale
     axis = alt.Axis(tickCount=6, format=form) if form else alt.Axis(tickCount=6)
-    return {"title": title, "scale": scale, "axis": axis}
+    return channel(f"{key}:Q", title=title, scale=scale, axis=axis)
 
 
-def names(**more: Any) -> dict[str, Any]:
-    """Settings of names along y, in the order of the rows: they say what they are, and none is left out."""
-    return {"title": None, "sort": None, "axis": alt.Axis(grid=False, labelOverlap=False), **more}
+x_number, y_number = partial(number, alt.X), partial(number, alt.Y)
+
+
+def names(key: str, **more: Any) -> Any:
+    """Names along y, in the order of the rows: they say what they are, and none is left out."""
+    return alt.Y(f"{key}:N", title=None, sort=None, axis=alt.Axis(grid=False, labelOverlap=False), **more)
 
 
 def colour(key: str, title: str = "", channel: Any = alt.Color) -> Any:
@@ -120,32 +120,42 @@ def interval_marks(base: Any, across: Any, band: bool = False, along: str = "y")
     """Marks from `low` to `high`: a band around a line, or a rule through another mark. across: the channel that they
     lie on."""
     both = base.transform_filter("isValid(datum.low) && isValid(datum.high)")
-    drawn = both.mark_area(style="band") if band else both.mark_rule(style="interval")
+    marked = both.mark_area(style="band") if band else both.mark_rule(style="interval")
     start, end = (alt.Y, alt.Y2) if along == "y" else (alt.X, alt.X2)
     low = start("low:Q", **{key: across[key] for key in ("title", "scale", "axis")})
-    return drawn.encode(**{along: low, f"{along}2": end("high:Q")})
+    return marked.encode(**{along: low, f"{along}2": end("high:Q")})
 
 
-def lines(x: Any, y: Any, series: Any, tooltip: Sequence[alt.Tooltip], band: bool = False, many: bool = False) -> Any:
-    """A line with its points for each of the series. band: with intervals from `low` to `high`. many: points that only
-    answer to the pointer."""
+def lines(
+    x: Any, y: Any, series: Any, tooltip: Sequence[alt.Tooltip], panel: str | None = None, *, band: bool = False,
+    many: bool = False, over: Sequence[Any] = (),
+) -> Draw:  # fmt: skip
+    """Draws a line with its points for each of the series; rows without y are left out. band: with intervals from `low`
+    to `high`. many: points that only answer to the pointer. over: more layers."""
     base = alt.Chart().encode(x, series)
     point: Any = "transparent" if many else alt.OverlayMarkDef(filled=True, size=38)
     line = base.mark_line(point=point).encode(y, tooltip=list(tooltip))
-    return [interval_marks(base, y, band=True), line] if band else [line]
+    layers = [*([interval_marks(base, y, band=True)] if band else []), line, *over]
+    key = str(y.shorthand).partition(":")[0]
+    return lambda rows: drawn(layers, [row for row in rows if row.get(key) is not None], panel)
+
+
+def points(x: Any, y: Any, series: str, tooltip: Sequence[alt.Tooltip], legend: str = "", **size: Any) -> Any:
+    """A point a row, with a colour and a shape for each of the series."""
+    marks = colour(series, legend), colour(series, legend, alt.Shape)
+    return alt.Chart().mark_point().encode(x, y, *marks, **size, tooltip=list(tooltip))
 
 
 def diagonal() -> Any:
     """y = x, between 0 and 1."""
-    ends = values([{"x": 0, "y": 0}, {"x": 1, "y": 1}])
+    ends = alt.Data(values=[{"x": 0, "y": 0}, {"x": 1, "y": 1}])
     return alt.Chart(ends).mark_line(style="reference").encode(x="x:Q", y="y:Q")
 
 
 def counted(key: str) -> alt.Size:
     """A point's area by how much it stands for."""
-    return alt.Size(
-        f"{key}:Q", title=word(key), scale=alt.Scale(range=[24, 420], zero=True), legend=alt.Legend(tickCount=3)
-    )
+    scale = alt.Scale(range=[24, 420], zero=True)
+    return alt.Size(f"{key}:Q", title=word(key), scale=scale, legend=alt.Legend(tickCount=3))
 
 
 def heatmap(rows: Rows, x: Any, y: Any, value: tuple[str, str, str], tooltip: Sequence[alt.Tooltip]) -> list[Any]:
@@ -165,28 +175,5 @@ def heatmap(rows: Rows, x: Any, y: Any, value: tuple[str, str, str], tooltip: Se
 
 def cell_sizes(rows: Rows, x: str, y: str, width: int = 30) -> dict[str, Any]:
     """Sizes of a heatmap's panel: room for its numbers, and for all columns. width: least of a cell."""
-    columns, levels = (len({row.get(key) for row in rows}) for key in (x, y))
-    return {"width": alt.Step(max(width, min(48, (PANEL_WIDTH + 60) // columns))), "height": BAR_HEIGHT * levels}
-
-
-def reliability(rows: Rows, panel: str) -> Any:
-    """Predicted against observed probabilities of `predictor`s, a point a bin."""
-    base = alt.Chart().encode(
-        alt.X("predicted:Q", **{**quantitative("predicted probability of acceptance", ".2f"), "scale": UNIT}),
-        alt.Y("observed:Q", **{**quantitative("accepted", ".2f"), "scale": UNIT}),
-        colour("predictor"),
-    )
-    tooltip = tips("predictor", panel, "count", predicted=".2f", observed=".2f")
-    points = base.mark_point().encode(counted("count"), tooltip=tooltip)
-    return panels([diagonal(), base.mark_line(), points], rows, panel)
-
-
-def by_depth(rows: Rows, key: str, panel: str) -> Any:
-    """A measure of `predictor`s by place in the draft."""
-    shown = known(rows, key)
-    tooltip = tips("predictor", panel, "depth", "tokens", **{key: ".3f"})
-    x, y = (
-        alt.X("depth:Q", **quantitative("place in the draft", "d")),
-        alt.Y(f"{key}:Q", **quantitative(key.upper(), ".3f")),
-    )
-    return panels(lines(x, y, colour("predictor"), tooltip), shown, panel)
+    cell = max(width, min(48, (PANEL_WIDTH + 60) // count(rows, x)))
+    return {"width": alt.Step(cell), "height": BAR_HEIGHT * count(rows, y)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,10 @@ from draftsmith.eval.report import tables
 from draftsmith.eval.report.drawing import Chart
 from draftsmith.eval.report.page import VEGA_LITE, Section
 from draftsmith.eval.report.tables import Table
-from draftsmith.eval.report.themes import PAPER, chart_config
+from draftsmith.eval.report.themes import COLOURS, chart_config
 
 WIDTH = 600  # pixels of a single panel; PNG has three for each, for print
 SCALE = 3
-TEXTS: dict[str, Callable[[Table], str]] = {
-    "md": tables.markdown,
-    "csv": tables.comma_separated,
-    "tex": tables.latex,
-}
 
 
 def write_figures(sections: Sequence[Section], directory: Path, formats: Collection[str]) -> list[Path]:
@@ -41,15 +36,17 @@ def write_figures(sections: Sequence[Section], directory: Path, formats: Collect
 def contents(figure: Table | Chart, formats: Collection[str]) -> dict[str, bytes]:
     """Format -> file content, of those of `formats` that suit the figure."""
     if isinstance(figure, Table):
-        return {form: write(figure).encode() for form, write in TEXTS.items() if form in formats}
+        writers = {"md": tables.markdown, "csv": tables.comma_separated, "tex": tables.latex}
+        return {form: write(figure).encode() for form, write in writers.items() if form in formats}
     if figure.specification is None:
         return {}
     specification = on_paper(figure.specification)
+    options: dict[str, Any] = {"vl_version": VEGA_LITE, "allowed_base_urls": []}
     found = {}
     if "png" in formats:
-        found["png"] = png(specification)
+        found["png"] = vl_convert.vegalite_to_png(specification, scale=SCALE, **options)
     if "svg" in formats:
-        found["svg"] = svg(specification)
+        found["svg"] = vl_convert.vegalite_to_svg(specification, **options).encode()
     return found
 
 
@@ -59,12 +56,4 @@ def on_paper(specification: Mapping[str, Any]) -> dict[str, Any]:
     if "facet" not in sized:
         sized.setdefault("width", WIDTH)
     # A system's own font need not be where the image is made or shown.
-    return {**sized, "config": {**chart_config("light"), "background": PAPER["light"], "font": "sans-serif"}}
-
-
-def png(specification: Mapping[str, Any]) -> bytes:
-    return vl_convert.vegalite_to_png(dict(specification), vl_version=VEGA_LITE, scale=SCALE, allowed_base_urls=[])
-
-
-def svg(specification: Mapping[str, Any]) -> bytes:
-    return vl_convert.vegalite_to_svg(dict(specification), vl_version=VEGA_LITE, allowed_base_urls=[]).encode()
+    return {**sized, "config": {**chart_config("light"), "background": COLOURS["paper"][0], "font": "sans-serif"}}

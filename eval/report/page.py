@@ -11,7 +11,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
@@ -22,7 +22,7 @@ from markupsafe import Markup
 
 from draftsmith.eval.report import tables
 from draftsmith.eval.report.drawing import Chart
-from draftsmith.eval.report.themes import INK, KINDS, LINE, PAPER, QUIET, SERIES, page_themes
+from draftsmith.eval.report.themes import css_variables, page_themes
 
 # The version of Vega-Lite that Altair writes, as vl-convert counts them: 6.1.0 -> 6.1.
 VEGA_LITE = ".".join(altair.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
@@ -43,50 +43,32 @@ class Section:
     facts: Sequence[tuple[str, Sequence[tuple[str, str]]]] = ()
     commands: Sequence[str] = ()
     viewer: Mapping[str, Any] | None = None
-    warnings: Sequence[str] = field(default_factory=tuple)
+    warnings: Sequence[str] = ()
 
 
 def render(title: str, date: str, sections: Sequence[Section]) -> str:
     """The whole page. Everything but this project's own assets is escaped."""
-    drawings: dict[str, Any] = {}
-    shown = [_for_template(section, drawings) for section in sections]
+    charts = {
+        f"{section.name}-{figure.name}": figure.specification
+        for section in sections
+        for figure in section.figures
+        if isinstance(figure, Chart) and figure.specification is not None
+    }
     scripts = [bundle(), asset("report.js")]
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    template = environment.from_string(asset("template.html.jinja"))
-    return template.render(
+    return environment.from_string(asset("template.html.jinja")).render(
         title=title,
         date=date,
-        sections=shown,
+        sections=sections,
         policy=policy(scripts),
-        css=Markup(f"{variables()}\n{asset('report.css')}"),
+        css=Markup(f"{css_variables()}\n{asset('report.css')}"),
         scripts=[Markup(script) for script in scripts],
-        charts=json_text(drawings),
+        charts=json_text(charts),
         themes=json_text(page_themes()),
         tree=Markup(asset("tree.vega.json")),
-        kinds=list(KINDS),
+        tables=tables,
+        json_text=json_text,
     )
-
-
-def _for_template(section: Section, drawings: dict[str, Any]) -> dict[str, Any]:
-    """A section with its tables as cells; its charts go into `drawings` under their anchors."""
-    figures = []
-    for figure in section.figures:
-        anchor = f"{section.name}-{figure.name}"
-        shown: dict[str, Any] = {"anchor": anchor, "title": figure.title, "note": figure.note}
-        if isinstance(figure, tables.Table):
-            shown |= {
-                "cells": tables.text_cells(figure),
-                "columns": [(column.title, tables.is_number(figure, column.key)) for column in figure.columns],
-                "groups": tables.groups(figure.columns),
-            }
-        elif figure.specification is None:
-            shown |= {"empty": True}
-        else:
-            drawings[anchor] = figure.specification
-        figures.append(shown)
-    viewer = json_text(section.viewer) if section.viewer is not None else None
-    taken = (len(section.viewer["prompts"]), section.viewer["total"]) if section.viewer is not None else (0, 0)
-    return {"section": section, "figures": figures, "viewer": viewer, "taken": taken}
 
 
 @functools.cache
@@ -115,15 +97,3 @@ def policy(scripts: Sequence[str]) -> str:
     allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
     rest = "style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
     return f"default-src 'none'; script-src 'unsafe-eval' {allowed}; {rest}"
-
-
-def variables() -> str:
-    """Colours as CSS variables, each for both themes."""
-    pairs = {"ink": INK, "quiet": QUIET, "line": LINE, "paper": PAPER}
-    found = {name: (pair["light"], pair["dark"]) for name, pair in pairs.items()}
-    found["accent"] = (SERIES["light"][0], SERIES["dark"][0])
-    for kind, colours in KINDS.items():
-        for number, part in enumerate(("ink", "behind")):
-            found[f"{kind}-{part}"] = (colours["light"][number], colours["dark"][number])
-    lines = (f"  --{name}: light-dark({light}, {dark});" for name, (light, dark) in found.items())
-    return ":root {\n  color-scheme: light dark;\n" + "\n".join(lines) + "\n}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +22,12 @@ from draftsmith.modules.types import InputError
 MEASURE = "Measure it again."
 NUMBER, INTERVAL = (float, None), ([(float, None)], None)
 # What a part of a benchmark may say; earlier versions say less.
+NUMBERS = (
+    "tokens_per_s speedup tau wall_s cpu_s prompts tokens num_target_calls num_draft_tokens num_accepted num_discarded "
+    "draft_calls discard_rate verification_rate distinct_4grams num_differing macro_speedup macro_tau ended"
+)
 PART: dict[str, Any] = {
-    **{f"{name}?": NUMBER for name in ("tokens_per_s", "speedup", "tau", "wall_s", "cpu_s", "prompts", "tokens")},
-    **{f"{name}?": NUMBER for name in ("num_target_calls", "num_draft_tokens", "num_accepted", "num_discarded")},
-    **{f"{name}?": NUMBER for name in ("draft_calls", "discard_rate", "verification_rate", "distinct_4grams")},
-    **{f"{name}?": NUMBER for name in ("num_differing", "macro_speedup", "macro_tau", "ended")},
+    **{f"{name}?": NUMBER for name in NUMBERS.split()},
     **{f"{name}?": INTERVAL for name in ("speedup_ci95", "tau_ci95")},
     "matches_ar?": (bool, None),
 }
@@ -68,14 +70,11 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     """
     directories = [path.parent if path.name == RESULTS else path for path in paths]
     resolved = [path.resolve() for path in directories]
-    twice = [str(path) for number, path in enumerate(directories) if resolved[number] in resolved[:number]]
-    if twice:
+    if twice := [path for number, path in enumerate(directories) if resolved[number] in resolved[:number]]:
         raise InputError("runs", f"{twice[0]} twice", "each run once", "Name it once.")
-    names = [path.name for path in resolved]
-    runs = []
-    for directory, path, name in zip(directories, resolved, names, strict=True):
-        runs.append(Run(directory, name if names.count(name) == 1 else f"{path.parent.name}/{name}", _read(directory)))
-    return runs
+    seen = Counter(path.name for path in resolved)
+    names = [path.name if seen[path.name] == 1 else f"{path.parent.name}/{path.name}" for path in resolved]
+    return [Run(path, name, _read(path)) for path, name in zip(directories, names, strict=True)]
 
 
 def _read(directory: Path) -> Mapping[str, Any]:
@@ -134,18 +133,18 @@ def temperature_of(run: Run, row: Mapping[str, Any]) -> float:
 
 
 def prompt_rows(run: Run) -> list[dict[str, Any]]:
-    """A benchmark's raw rows, one for each method, temperature, prompt and turn; none where they were not kept."""
-    if (run.path / PER_PROMPT).exists():
-        wanted = {"method", "temperature", "id", "task", "turn", "tokens", "wall_s", "cpu_s", "error", "prompt"}
-        path = run.path / PER_PROMPT
-        try:
-            file = pq.ParquetFile(path)
-            names = file.schema_arrow.names
-            rows = file.read(columns=[name for name in names if name in wanted]).to_pylist()
-        except (pa.ArrowException, OSError) as error:
-            found = f"unreadable ({' '.join(str(error).split())})"
-            raise InputError(str(path), found, "rows of `draftsmith eval bench`", MEASURE) from error
-        if absent := [name for name in COLUMNS if name not in names]:
-            raise InputError(str(path), f"no column {absent[0]}", "rows of `draftsmith eval bench`", MEASURE)
-        return rows
-    return []
+    """What is drawn of a benchmark's rows, one for each method, temperature, prompt and turn; none where they were not
+    kept."""
+    path = run.path / PER_PROMPT
+    if not path.exists():
+        return []
+    expected = "rows of `draftsmith eval bench`"
+    try:
+        file = pq.ParquetFile(path)
+        known = file.schema_arrow.names
+        if absent := [name for name in COLUMNS if name not in known]:
+            raise InputError(str(path), f"no column {absent[0]}", expected, MEASURE)
+        return file.read([*COLUMNS, *(name for name in ("temperature", "task") if name in known)]).to_pylist()
+    except (pa.ArrowException, OSError) as error:
+        found = f"unreadable ({' '.join(str(error).split())})"
+        raise InputError(str(path), found, expected, MEASURE) from error

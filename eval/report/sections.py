@@ -5,43 +5,31 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from draftsmith.data.store.manifest import flatten
 from draftsmith.eval.bench.trace import TRACE
-from draftsmith.eval.report import draw_calibration, draw_eagle2, draw_hsddw, draw_policies, draw_specdecpp, draw_tune
-from draftsmith.eval.report.benchmark import bench_figures, mode
+from draftsmith.eval.report.benchmark import bench_figures, temperature_text
 from draftsmith.eval.report.drawing import Chart, Drawing, chart
 from draftsmith.eval.report.page import Section
 from draftsmith.eval.report.runs import Run, temperatures
+from draftsmith.eval.report.study_charts import STUDIES
 from draftsmith.eval.report.tables import Column, Table, from_json
-from draftsmith.eval.report.viewer import share, viewer_data
+from draftsmith.eval.report.viewer import viewer_data
 
-# Kind of a study -> what the page calls it, and how it draws those of its tables that are for drawing.
-STUDIES: dict[str, tuple[str, Mapping[str, Drawing]]] = {
-    "specdecpp": ("SpecDec++: when to stop drafting", draw_specdecpp.DRAWINGS),
-    "eagle2": ("EAGLE-2: draft trees", draw_eagle2.DRAWINGS),
-    "hsddw": ("HSDDW: entropy and draft windows", draw_hsddw.DRAWINGS),
-    "calibration": ("Calibration of acceptance", draw_calibration.DRAWINGS),
-    "policies": ("Stop policies: what an acceptance head is worth", draw_policies.DRAWINGS),
-    "tune": ("Tuning for this machine", draw_tune.DRAWINGS),
-}
 MAX_FAILURES = 6  # that are told one by one
 
 
 def make_sections(groups: Sequence[Sequence[Run]], trace_bytes: int) -> list[Section]:
     """groups: of `comparable`. trace_bytes: of all traces in the page together."""
     traced = [run for runs in groups for run in runs if run.kind == "bench" and (run.path / TRACE).exists()]
-    each = share(trace_bytes, traced)
-    names: set[str] = set()
-    sections = []
+    each = trace_bytes // max(1, len(traced))
+    sections: list[Section] = []
     for runs in groups:
         made = _bench_section(runs, each) if runs[0].kind == "bench" else _study_section(runs[0])
-        name = made.name
-        while made.name in names:
-            made = dataclasses.replace(made, name=f"{name}-{len(names)}")
-        names.add(made.name)
+        while made.name in {other.name for other in sections}:
+            made = dataclasses.replace(made, name=f"{made.name}-{len(sections)}")
         sections.append(made)
     return sections
 
@@ -49,13 +37,12 @@ def make_sections(groups: Sequence[Sequence[Run]], trace_bytes: int) -> list[Sec
 def _bench_section(runs: Sequence[Run], trace_bytes: int) -> Section:
     traces = [viewer_data(run.path, trace_bytes) for run in runs]
     viewer = next((trace for trace in traces if trace is not None), None)
-    return dataclasses.replace(_section(runs), figures=bench_figures(runs), viewer=viewer, warnings=_failures(runs))
+    return _section("Benchmark", runs, bench_figures(runs), viewer=viewer, warnings=_failures(runs))
 
 
 def _study_section(run: Run) -> Section:
-    _, drawings = STUDIES.get(run.kind, ("", {}))
-    figures = [_figure(table, drawings.get(table.name), run) for table in from_json(run.results)]
-    return dataclasses.replace(_section([run]), figures=figures)
+    title, drawings = STUDIES.get(run.kind, (run.kind, {}))
+    return _section(title, [run], [_figure(table, drawings.get(table.name), run) for table in from_json(run.results)])
 
 
 def _figure(table: Table, drawing: Drawing | None, run: Run) -> Table | Chart:
@@ -68,17 +55,15 @@ def _figure(table: Table, drawing: Drawing | None, run: Run) -> Table | Chart:
     return dataclasses.replace(table, title=table.title or table.name, columns=[Column(key, key) for key in keys])
 
 
-def _section(runs: Sequence[Run]) -> Section:
-    """All but the figures."""
-    kind, named = runs[0].kind, ", ".join(run.name for run in runs)
-    title = "Benchmark" if kind == "bench" else STUDIES.get(kind, (kind,))[0]
+def _section(title: str, runs: Sequence[Run], figures: Sequence[Table | Chart], **more: Any) -> Section:
     return Section(
-        name=re.sub(r"[^A-Za-z0-9_-]+", "-", f"{kind}-{runs[0].name}").strip("-"),
-        title=f"{title} · {named}",
+        name=re.sub(r"[^A-Za-z0-9_-]+", "-", f"{runs[0].kind}-{runs[0].name}").strip("-"),
+        title=f"{title} · {', '.join(run.name for run in runs)}",
         about=about(runs[0]),
-        figures=(),
+        figures=figures,
         facts=[fact for run in runs for fact in facts(run, run.name if len(runs) > 1 else "")],
         commands=[str(run.meta["command"]) for run in runs if run.meta.get("command")],
+        **more,
     )
 
 
@@ -92,7 +77,7 @@ def about(run: Run) -> str:
     if prompts:
         parts.append(f"{prompts.get('count', '?')} prompts of {prompts.get('source', 'an unnamed source')}")
     if run.kind == "bench":
-        parts.append(" and ".join(mode(value) for value in temperatures(run)))
+        parts.append(" and ".join(temperature_text(value) for value in temperatures(run)))
     for key in ("top_k", "top_p"):
         if settings.get(key) not in (None, 0, 1, 1.0):
             parts.append(f"{key.replace('_', '-')} {settings[key]:g}")

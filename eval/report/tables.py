@@ -53,7 +53,7 @@ class Table:
 
 
 def drawn_data(name: str, rows: Iterable[Row]) -> Table:
-    """A table whose rows only a chart shows (`eval/report/draw_*.py`)."""
+    """A table whose rows only a chart shows (`eval/report/study_charts.py`)."""
     return Table(name, rows=plain(list(rows)))
 
 
@@ -65,12 +65,13 @@ def to_json(tables: Sequence[Table]) -> list[dict[str, Any]]:
 def from_json(results: Row) -> list[Table]:
     """The tables of a study's results.json. Earlier versions kept `figures`: tables, and charts with how they are
     drawn, whose names and rows are those of today's."""
-    return [_table(item) for item in results.get("tables") or results.get("figures") or ()]
-
-
-def _table(item: Row) -> Table:
-    columns = [Column(**column) for column in item.get("columns", ())]
-    return Table(item["name"], item.get("title", ""), columns, item.get("rows", ()), item.get("note", ""))
+    return [
+        Table(
+            item["name"], item.get("title", ""), [Column(**column) for column in item.get("columns", ())],
+            item.get("rows", ()), item.get("note", ""),
+        )
+        for item in results.get("tables") or results.get("figures") or ()
+    ]  # fmt: skip
 
 
 def plain(value: Any) -> Any:
@@ -113,14 +114,15 @@ def groups(columns: Sequence[Column]) -> list[tuple[str, int]]:
     return [(name, len(list(members))) for name, members in itertools.groupby(columns, lambda column: column.group)]
 
 
-def is_number(table: Table, key: str) -> bool:
-    """Whether a column is aligned as numbers: whatever it holds besides nothing is one, or looks like one."""
-    values = [row.get(key) for row in table.rows if row.get(key) not in (None, "")]
-    return bool(values) and all(_looks_like_one(value) for value in values)
+def numbers(table: Table) -> list[bool]:
+    """For each column whether it is aligned as numbers: whatever it holds besides nothing is one, or looks like one."""
 
+    def looks_like_one(value: Any) -> bool:
+        return isinstance(value, int | float) or (isinstance(value, str) and value[:1].isdigit())
 
-def _looks_like_one(value: Any) -> bool:
-    return isinstance(value, int | float) or (isinstance(value, str) and value[:1].isdigit())
+    values = ([row.get(column.key) for row in table.rows] for column in table.columns)
+    known = ([value for value in column if value not in (None, "")] for column in values)
+    return [bool(column) and all(map(looks_like_one, column)) for column in known]
 
 
 def plain_table(**kwargs: Any) -> Printed:
@@ -152,23 +154,20 @@ def on_screen(table: Table, bold: str = "", joint: str = "\n", first_width: int 
     return shown
 
 
-def headings(table: Table) -> list[str]:
-    """One heading a column, its group before it: for forms that have one row of them."""
-    return [f"{column.group}: {column.title}" if column.group else column.title for column in table.columns]
-
-
 def markdown(table: Table) -> str:
+    headings = [f"{column.group}: {column.title}" if column.group else column.title for column in table.columns]
     rows = [[cell.replace("\n", " ") for cell in row] for row in text_cells(table)]
-    lines = [f"**{table.title}**", "", *markdown_lines(headings(table), rows)]
+    lines = [f"**{table.title}**", "", *markdown_lines(headings, rows)]
     return "\n".join([*lines, *(["", table.note] if table.note else [])]) + "\n"
 
 
 def comma_separated(table: Table) -> str:
     """The values as they are, unrounded, under the keys."""
     out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow([column.key for column in table.columns])
-    writer.writerows([row.get(column.key) for column in table.columns] for row in table.rows)
+    keys = [column.key for column in table.columns]
+    writer = csv.DictWriter(out, keys, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(table.rows)
     return out.getvalue()
 
 
@@ -176,13 +175,12 @@ def latex(table: Table) -> str:
     """A `tabular` for the booktabs package; title and note are comments, as captions are the paper's own words."""
     import pandas as pd
 
-    frame = pd.DataFrame(text_cells(table), columns=range(len(table.columns)), dtype=str)
-    if groups(table.columns):
-        frame.columns = pd.MultiIndex.from_tuples([(column.group, column.title) for column in table.columns])
-    else:
-        frame.columns = pd.Index([column.title for column in table.columns])
+    grouped = bool(groups(table.columns))
+    titles = [(column.group, column.title) if grouped else column.title for column in table.columns]
+    frame = pd.DataFrame(text_cells(table), columns=range(len(titles)), dtype=str)
+    frame.columns = pd.MultiIndex.from_tuples(titles) if grouped else pd.Index(titles)
     style = frame.style.hide(axis="index").format(escape="latex").format_index(escape="latex", axis="columns")
-    aligned = "".join("r" if is_number(table, column.key) else "l" for column in table.columns)
+    aligned = "".join("r" if number else "l" for number in numbers(table))
     text = style.to_latex(hrules=True, column_format=aligned, multicol_align="c")
     about = "".join(f"% {' '.join(part.split())}\n" for part in (table.title, table.note) if part)
     return about + text

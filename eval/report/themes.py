@@ -7,30 +7,37 @@ from typing import Any, Literal
 
 Theme = Literal["light", "dark"]
 
-INK = {"light": "#1d2530", "dark": "#e4e8ee"}
-QUIET = {"light": "#5b6673", "dark": "#9aa5b3"}
-LINE = {"light": "#dfe3e8", "dark": "#343c47"}
-PAPER = {"light": "#ffffff", "dark": "#171b21"}
 # Okabe and Ito's colours, darkened and lightened until each has a contrast of 3 to its paper.
 SERIES = {
     "light": ["#0b62a8", "#c8560a", "#08805f", "#a8377c", "#7a6a00", "#2d8fb8", "#6a51a3", "#7b4a2d"],
     "dark": ["#6db3f2", "#ff9d57", "#4fcf9f", "#f08fc5", "#e6d158", "#8fdcf0", "#b8a2f0", "#d7a585"],
 }
-# How a token came -> (its ink, what lies behind it). `eval/report/viewer.py` says what the kinds are.
-KINDS: dict[str, dict[str, tuple[str, str]]] = {
-    "accepted": {"light": ("#0a5c36", "#d3f2e0"), "dark": ("#a5ecc6", "#12432c")},
-    "bonus": {"light": ("#0b4f91", "#d6e8fb"), "dark": ("#a9d3ff", "#123a63")},
-    "correction": {"light": ("#8f3b00", "#ffe3cc"), "dark": ("#ffc597", "#5a2a08")},
-    "alone": {"light": ("#4a5563", "#eceff3"), "dark": ("#c3ccd6", "#2b323c")},
-    "discarded": {"light": ("#9b1c3a", "#fbe3e8"), "dark": ("#ffb0c0", "#55182a")},
+# Light, dark. The last ten say how a token came, its ink and what lies behind it; `viewer.py` has the kinds.
+COLOURS = {
+    "ink": ("#1d2530", "#e4e8ee"),
+    "quiet": ("#5b6673", "#9aa5b3"),
+    "line": ("#dfe3e8", "#343c47"),
+    "paper": ("#ffffff", "#171b21"),
+    "accent": (SERIES["light"][0], SERIES["dark"][0]),
+    "accepted-ink": ("#0a5c36", "#a5ecc6"),
+    "accepted-behind": ("#d3f2e0", "#12432c"),
+    "bonus-ink": ("#0b4f91", "#a9d3ff"),
+    "bonus-behind": ("#d6e8fb", "#123a63"),
+    "correction-ink": ("#8f3b00", "#ffc597"),
+    "correction-behind": ("#ffe3cc", "#5a2a08"),
+    "alone-ink": ("#4a5563", "#c3ccd6"),
+    "alone-behind": ("#eceff3", "#2b323c"),
+    "discarded-ink": ("#9b1c3a", "#ffb0c0"),
+    "discarded-behind": ("#fbe3e8", "#55182a"),
 }
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Liberation Sans', sans-serif"
 
 
 def chart_config(theme: Theme) -> dict[str, Any]:
     """Vega-Lite's `config`: everything about a chart that is not its data."""
-    ink, quiet, line = INK[theme], QUIET[theme], LINE[theme]
-    first = SERIES[theme][0]
+    found = colours(theme)
+    ink, quiet, line, paper, first = (found[name] for name in ("ink", "quiet", "line", "paper", "accent"))
+    words = {"labelColor": ink, "titleColor": ink, "labelFontSize": 12, "titleFontSize": 12}
     # The ends of viridis that would vanish on the paper are left out.
     ramp = {"scheme": "viridis", "extent": [0.0, 0.88] if theme == "light" else [0.25, 1.0]}
     return {
@@ -39,13 +46,11 @@ def chart_config(theme: Theme) -> dict[str, Any]:
         "padding": 6,
         "view": {"stroke": None, "continuousWidth": 600, "continuousHeight": 300},
         "axis": {
+            **words,
             "labelColor": quiet,
-            "titleColor": ink,
             "gridColor": line,
             "domainColor": quiet,
             "tickColor": quiet,
-            "labelFontSize": 12,
-            "titleFontSize": 12,
             "titleFontWeight": 600,
             "titlePadding": 10,
             "labelLimit": 340,
@@ -54,12 +59,9 @@ def chart_config(theme: Theme) -> dict[str, Any]:
             "labelSeparation": 6,
         },
         "legend": {
+            **words,
             "symbolBaseFillColor": quiet,
             "symbolBaseStrokeColor": quiet,
-            "labelColor": ink,
-            "titleColor": ink,
-            "labelFontSize": 12,
-            "titleFontSize": 12,
             "labelLimit": 420,
             "symbolLimit": 40,
             "orient": "bottom",
@@ -74,7 +76,7 @@ def chart_config(theme: Theme) -> dict[str, Any]:
         "bar": {"color": first},
         "line": {"color": first, "strokeWidth": 2},
         "point": {"color": first, "filled": True, "size": 55, "opacity": 0.9},
-        "rect": {"stroke": PAPER[theme], "strokeWidth": 1},
+        "rect": {"stroke": paper, "strokeWidth": 1},
         "text": {"color": ink, "fontSize": 12},
         "style": {
             "reference": {"color": quiet, "stroke": quiet, "strokeDash": [5, 4], "strokeWidth": 1.2, "opacity": 0.9},
@@ -85,17 +87,17 @@ def chart_config(theme: Theme) -> dict[str, Any]:
     }
 
 
+def colours(theme: Theme) -> dict[str, str]:
+    return {name: pair[theme == "dark"] for name, pair in COLOURS.items()}
+
+
 def page_themes() -> dict[str, Any]:
-    """What the page's script needs: the charts' config, and the colours of trees."""
+    """What the page's script needs: the charts' config, and the colours, which are those of trees too."""
     themes: tuple[Theme, Theme] = ("light", "dark")
-    return {
-        theme: {
-            "config": chart_config(theme),
-            "ink": INK[theme],
-            "quiet": QUIET[theme],
-            "kinds": {
-                kind: dict(zip(("ink", "behind"), colours[theme], strict=True)) for kind, colours in KINDS.items()
-            },
-        }
-        for theme in themes
-    }
+    return {theme: {"config": chart_config(theme), "colours": colours(theme)} for theme in themes}
+
+
+def css_variables() -> str:
+    """Colours as CSS variables, each for both themes."""
+    lines = (f"  --{name}: light-dark({light}, {dark});" for name, (light, dark) in COLOURS.items())
+    return ":root {\n  color-scheme: light dark;\n" + "\n".join(lines) + "\n}"

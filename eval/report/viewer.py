@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,33 +61,34 @@ def viewer_data(directory: Path, max_bytes: int) -> dict[str, Any] | None:
     if not (directory / TRACE).exists() or not (directory / TEXTS).exists():
         return None
     sizes: dict[Prompt, int] = {}
-    tasks: dict[Prompt, str] = {}
-    ids: dict[Prompt, str] = {}
-    for line in _lines(directory / TRACE):
-        prompt = _prompt(line)
-        tasks[prompt], ids[prompt] = line.get("task") or "", str(line.get("id", line["prompt"]))
+    named: dict[Prompt, dict[str, Any]] = {}
+    for prompt, line in _lines(directory):
+        named[prompt] = {"id": str(line.get("id", line["prompt"])), "task": line.get("task") or "", "turn": prompt[1]}
         sizes[prompt] = sizes.get(prompt, 0) + len(json.dumps(_round(line), separators=(",", ":"))) + 1
-    chosen = shown_prompts(sizes, tasks, max_bytes)
+    chosen = shown_prompts(sizes, {prompt: said["task"] for prompt, said in named.items()}, max_bytes)
     answers: dict[tuple[str, float, Prompt], list[dict[str, Any]]] = {}
-    for line in _lines(directory / TRACE):
-        if _prompt(line) in chosen:
-            key = (line["method"], float(line.get("temperature", 0.0)), _prompt(line))
+    used: set[int] = set()
+    for prompt, line in _lines(directory):
+        if prompt in chosen:
+            key = (line["method"], float(line.get("temperature", 0.0)), prompt)
             answers.setdefault(key, []).append(_round(line))
-    number = {prompt: index for index, prompt in enumerate(chosen)}
+            used |= {*line["emitted"], *line.get("drafted", ()), line.get("next_token")} - {None}
     methods = list(dict.fromkeys(method for method, _, _ in answers))
     texts = read_object(directory / TEXTS, {"prompts": {"*": str}, "tokens": {"*": str}}, AGAIN)
-    asked = {prompt: texts["prompts"].get(f"{prompt[0]}/{prompt[1]}", "") for prompt in chosen}
-    used = sorted({token for rounds in answers.values() for item in rounds for token in _tokens(item)})
+    asked = texts["prompts"]
     return {
         "methods": methods,
-        "prompts": [
-            {"id": ids[prompt], "task": tasks[prompt], "turn": prompt[1], "text": asked[prompt]} for prompt in chosen
-        ],
+        "prompts": [{**named[prompt], "text": asked.get(f"{prompt[0]}/{prompt[1]}", "")} for prompt in chosen],
         "answers": [
-            {"method": methods.index(method), "temperature": temperature, "prompt": number[prompt], "rounds": rounds}
+            {
+                "method": methods.index(method),
+                "temperature": temperature,
+                "prompt": chosen.index(prompt),
+                "rounds": rounds,
+            }
             for (method, temperature, prompt), rounds in answers.items()
         ],
-        "tokens": {token: texts["tokens"].get(str(token), f"<{token}>") for token in used},
+        "tokens": {token: texts["tokens"].get(str(token), f"<{token}>") for token in sorted(used)},
         "total": len(sizes),
     }
 
@@ -105,45 +106,25 @@ def shown_prompts(sizes: Mapping[Prompt, int], tasks: Mapping[Prompt, str], max_
     return chosen
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    yield from read_lines(path, LINE, AGAIN)
-
-
-def _prompt(line: Mapping[str, Any]) -> Prompt:
-    return int(line["prompt"]), int(line.get("turn") or 0)
-
-
-def _tokens(item: Mapping[str, Any]) -> list[int]:
-    return [*item["emitted"], *item.get("drafted", ()), *([item["next"]] if item.get("next") is not None else [])]
+def _lines(directory: Path) -> Iterator[tuple[Prompt, dict[str, Any]]]:
+    for line in read_lines(directory / TRACE, LINE, AGAIN):
+        yield (int(line["prompt"]), int(line.get("turn") or 0)), line
 
 
 def _round(line: Mapping[str, Any]) -> dict[str, Any]:
     """A line as the page has it: times in milliseconds, a chain without its parents, nothing that is empty."""
-    found: dict[str, Any] = {"emitted": line["emitted"], "kinds": kinds(line), "target_ms": _ms(line.get("target_s"))}
+    found = {"emitted": line["emitted"], "kinds": kinds(line), "target_ms": _short(line.get("target_s"), 1000)}
     if line.get("prefill"):
         return {**found, "prefill": True}
     if not line.get("drafted"):
         return found
     found |= {"drafted": line["drafted"], "accepted": line["accepted"], "next": line.get("next_token")}
-    found |= {"draft_ms": _ms(line.get("draft_s")), "draft_calls": line.get("draft_calls")}
+    found |= {"draft_ms": _short(line.get("draft_s"), 1000), "draft_calls": line.get("draft_calls")}
     if list(line["parents"]) != list(range(-1, len(line["drafted"]) - 1)):
         found["parents"] = line["parents"]
-    for key in PER_NODE:
-        if line.get(key):
-            found[key] = [_short(value) for value in line[key]]
-    if line.get("beside"):
-        found["beside"] = True
-    return found
+    found |= {key: [_short(value) for value in line[key]] for key in PER_NODE if line.get(key)}
+    return {**found, "beside": True} if line.get("beside") else found
 
 
-def _short(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.3g}")
-
-
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else float(f"{1000 * seconds:.3g}")
-
-
-def share(max_bytes: int, parts: Sequence[Any]) -> int:
-    """Bytes for each of several traces."""
-    return max_bytes // max(1, len(parts))
+def _short(value: float | None, scale: float = 1) -> float | None:
+    return None if value is None else float(f"{scale * value:.3g}")

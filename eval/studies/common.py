@@ -1,13 +1,13 @@
 """What studies share: settings, models and prompts, rollouts, benches below the study's directory, and results.json.
 
-A study finds numbers and writes them down as tables; `eval/report/draw_*.py` draws those that are charts.
+A study finds numbers and writes them down as tables; `eval/report/study_charts.py` draws those that are charts.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -31,10 +31,10 @@ from draftsmith.eval.bench.load import check_methods, load_models
 from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence, read_prompts
 from draftsmith.eval.bench.results import RESULTS, describe
 from draftsmith.eval.bench.runner import EngineRunner
-from draftsmith.eval.replay.record import ChainRecorder, Recording, TargetAnswers
-from draftsmith.eval.replay.rollouts import ChainRollouts
-from draftsmith.eval.replay.store import recorded
-from draftsmith.eval.report.tables import Table, on_screen, plain, to_json
+from draftsmith.eval.replay.chains import ChainRecorder
+from draftsmith.eval.replay.record import Recording, TargetAnswers
+from draftsmith.eval.replay.rollouts import ChainRollouts, recorded
+from draftsmith.eval.report.tables import Table, interval, on_screen, plain, to_json
 from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.decoding.loop import Generation, Round
@@ -258,25 +258,19 @@ def measured(
         temperature=params.temperature,
         output=bench_directory(config, params, name),
     )
-    results = measured_before(config, to_measure) or bench(to_measure)
-    return {row["method"]: row for row in results["methods"]}
+    path, results = to_measure.output / RESULTS, None
+    if path.exists() and not (config.output / RESULTS).exists():
+        results = read_object(path, {"meta": {"settings": dict}, "methods": [dict]})
+        if results["meta"]["settings"] == resolved(to_measure):
+            say(f"Measured before: {path}")
+        else:
+            results = None
+    return {row["method"]: row for row in (results or bench(to_measure))["methods"]}
 
 
 def bench_directory(config: StudyConfig, params: SamplingParams, name: str = "bench") -> Path:
     """Directory in which `measured` keeps a run."""
     return config.output / f"{name}-t{params.temperature:g}"
-
-
-def measured_before(study: StudyConfig, config: BenchConfig) -> dict[str, Any] | None:
-    """The bench's results, where it was finished with these settings and the study was not."""
-    path = config.output / RESULTS
-    if (study.output / RESULTS).exists() or not path.exists():
-        return None
-    results = read_object(path, {"meta": {"settings": dict}, "methods": [dict]})
-    if results["meta"]["settings"] != resolved(config):
-        return None
-    say(f"Measured before: {path}")
-    return results
 
 
 def write_results(
@@ -324,3 +318,15 @@ def slug(*parts: str) -> str:
     """A key of the summary: `pre+self-verify`, `T=1` -> `pre_self_verify_t1`."""
     text = "_".join(parts).lower().replace("=", "").replace(",", "")
     return "".join(char if char.isalnum() or char == "." else "_" for char in text)
+
+
+def speed_columns(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Mode, speed-up with its interval, as ends and as text, and tau of a measured method."""
+    low, high = row["speedup_ci95"] or (None, None)
+    ends = {"low": low, "high": high, "ci": interval(row["speedup_ci95"])}
+    return {"mode": row["mode"], "speedup": row["speedup"], **ends, "tau": row["tau"]}
+
+
+def summarised(rows: Iterable[Mapping[str, Any]], keys: Sequence[str], by: Sequence[str]) -> dict[str, Any]:
+    """Numbers of a table for the summary: each of these keys of every row, named by what the row is of."""
+    return {f"{key}_{slug(*(str(row[name]) for name in by))}": row[key] for row in rows for key in keys}

@@ -3,7 +3,6 @@ is: the rows of tables and diagrams."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from draftsmith.eval.replay.replay import online_features
 from draftsmith.eval.replay.rollouts import ChainRollouts, Floats
-from draftsmith.eval.replay.stop_rules import online_features
 from draftsmith.eval.report.tables import Column, plain
 from draftsmith.modules.acceptance.online_logistic import OnlineLogistic
 from draftsmith.modules.acceptance.policies import ConfidenceName
@@ -143,31 +142,21 @@ def fitted_probs(rollouts: ChainRollouts, fit: ChainRollouts) -> Floats:
 def quality(score: Tensor, prob: Tensor | None, accept_prob: Tensor) -> dict[str, Any]:
     """tokens, auc, and where there is a probability brier, ece and kl [nats], all against soft labels; None where there
     are fewer than MIN_TOKENS tokens, or no probability, or where a number is not defined. All [N]."""
-    found: dict[str, Any] = {"tokens": len(score), "auc": None, "brier": None, "ece": None, "kl": None}
-    if len(score) < MIN_TOKENS:
-        return found
-    found["auc"] = _finite(soft_label_auc(score, accept_prob))
-    if prob is not None:
-        found["brier"] = _finite(brier(prob, accept_prob))
-        found["ece"] = _finite(expected_calibration_error(prob, accept_prob))
-        # A softmax that rounds to 0 or 1 would cost infinitely much.
-        found["kl"] = _finite(binary_kl(torch.logit(prob.double(), eps=1e-6), accept_prob))
-    return found
-
-
-def _finite(value: Tensor) -> float | None:
-    number = float(value)
-    return number if math.isfinite(number) else None
+    numbers: dict[str, Tensor] = {}
+    if len(score) >= MIN_TOKENS:
+        numbers["auc"] = soft_label_auc(score, accept_prob)
+        if prob is not None:
+            numbers["brier"] = brier(prob, accept_prob)
+            numbers["ece"] = expected_calibration_error(prob, accept_prob)
+            # A softmax that rounds to 0 or 1 would cost infinitely much.
+            numbers["kl"] = binary_kl(torch.logit(prob.double(), eps=1e-6), accept_prob)
+    found = {name: float(value) if value.isfinite() else None for name, value in numbers.items()}
+    return {"tokens": len(score), **dict.fromkeys(("auc", "brier", "ece", "kl")), **found}
 
 
 def quality_rows(tokens: LabelledTokens, predictions: Mapping[str, Prediction]) -> list[dict[str, Any]]:
     """One row a predictor: its name, the mean label of the tokens, and its quality."""
-    label = tokens.accept_prob
-    accepted = float(label.mean()) if len(label) else None
-    return [
-        plain({"predictor": name, "accepted": accepted, **quality(said.score, said.prob, label)})
-        for name, said in predictions.items()
-    ]
+    return _quality_rows(tokens.accept_prob, predictions)
 
 
 def quality_by(
@@ -176,11 +165,16 @@ def quality_by(
     """`quality_rows` of these predictors for each value of `key`, depth or task."""
     label, shown = tokens.accept_prob, list(shown)
     for value, mask in by_value(getattr(tokens, key)).items():
-        own = label[torch.from_numpy(mask)]
-        for name in shown:
-            said = predictions[name].part(mask)
-            numbers = {"accepted": float(own.mean()), **quality(said.score, said.prob, own)}
-            yield {key: value, "predictor": name, **plain(numbers)}
+        own = {name: predictions[name].part(mask) for name in shown}
+        yield from ({key: value, **row} for row in _quality_rows(label[torch.from_numpy(mask)], own))
+
+
+def _quality_rows(label: Tensor, predictions: Mapping[str, Prediction]) -> list[dict[str, Any]]:
+    accepted = label.mean() if len(label) else torch.tensor(torch.nan)
+    return [
+        plain({"predictor": name, "accepted": float(accepted), **quality(said.score, said.prob, label)})
+        for name, said in predictions.items()
+    ]
 
 
 def by_value(values: NDArray[np.generic]) -> Mapping[str | int, NDArray[np.bool_]]:

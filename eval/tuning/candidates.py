@@ -7,31 +7,30 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from draftsmith.eval.cost.machine import AR, DecodingCosts, family_of
+from draftsmith.eval.bench.results import BASELINE
+from draftsmith.eval.cost.machine import DecodingCosts, family_of
 from draftsmith.eval.replay import replay
-from draftsmith.eval.replay.rollouts import ChainRollouts, Ints, TargetAnswer, TreeRollouts
-from draftsmith.eval.replay.stop_rules import KnownPredictor, RecordedOnline, RecordedPredictor, replay_by_prediction
-from draftsmith.modules.acceptance.head import AcceptanceHead
-from draftsmith.modules.acceptance.policies import CostRule, PredictionRule, ThresholdRule
+from draftsmith.eval.replay.replay import KnownPredictor, RecordedOnline, RecordedPredictor, replay_by_prediction
+from draftsmith.eval.replay.rollouts import ChainRollouts, TargetAnswer, TreeRollouts
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, pool
 from draftsmith.modules.decoding.tree import MAX_NODES, num_candidates
 from draftsmith.modules.drafters.chains import (
-    ByHead,
     ByPrediction,
     ConfidenceStop,
-    CostAware,
     FixedK,
+    HeadByCost,
     Online,
     SelfVerification,
     SpecDecPlusPlus,
     by_drafter,
     chain_methods,
 )
-from draftsmith.modules.drafters.methods import DynamicTrees, Named, parse_methods, tree_methods
+from draftsmith.modules.drafters.methods import Models, Named, parse_methods
 from draftsmith.modules.drafters.prompt_lookup import PromptLookup
+from draftsmith.modules.drafters.trees import DynamicTrees, tree_methods
 
 HEAD = "acceptance"  # label of its logits in the rollouts
-# Settings are weighed at these values; the coarse grid has every second of them.
+# Settings are weighed at these values.
 THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
 NGRAMS = (2, 3)
 NODES = (4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 60)
@@ -39,55 +38,54 @@ NODES = (4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 60)
 
 @dataclass(frozen=True)
 class Grid:
-    """depth: longest chain. tree_depth: most expansions of a tree. topks: its widths. coarse: every second value."""
+    """depth: longest chain. tree_depth: most expansions of a tree. topks: its widths."""
 
     depth: int
     tree_depth: int
     topks: tuple[int, ...]
-    coarse: bool
 
-    def labels(self, given: Collection[str], reader: str | None) -> Iterator[str]:
+    def settings(self, given: Collection[str], reader: str | None) -> list[Named]:
         """Every setting that the given drafters allow. reader: the one that an acceptance head was trained for."""
-        step = 2 if self.coarse else 1
-        lengths = [k for k in range(1, self.depth + 1) if not self.coarse or k <= 4 or k % 2 == 0]
-        longest = sorted({self.depth, max(self.depth // 2, 1)}, reverse=True)[::step]
-        yield AR
+        return parse_methods(",".join(self._labels(given, reader)))
+
+    def _labels(self, given: Collection[str], reader: str | None) -> Iterator[str]:
+        lengths = range(1, self.depth + 1)
+        longest = sorted({self.depth, max(self.depth // 2, 1)}, reverse=True)
+        limits = [f"min={least}:max={m}" for m in longest for least in (1, 2) if least <= m]
+        yield BASELINE
         yield from (f"pld:k={k}:ngram={ngram}" for k in lengths[1::2] for ngram in NGRAMS)
         for drafter, fixed in chain_methods().items():
             if drafter not in given:
                 continue
             own = by_drafter(drafter)
             yield from (f"{fixed}:k={k}" for k in lengths)
-            yield from (f"confidence:t={t}:max={m}{own}" for t in THRESHOLDS[:9:step] for m in longest)
+            yield from (f"confidence:t={t}:max={m}{own}" for t in THRESHOLDS[:9] for m in longest)
             yield from (f"self-verify:k={m}{own}" for m in longest)
             yield from (f"online:max={m}:by={by}{own}" for m in longest for by in ("q", "max_q"))
             if drafter == reader:
-                yield from self._specdecpp(step, longest, own)
-                yield from (f"cost:max={m}:min={least}{own}" for m in longest for least in (1, 2) if least <= m)
+                yield from (
+                    f"specdec++:h={h}:{within}:calibrated={calibrated}{own}"
+                    for calibrated in ("off", "on")
+                    for h in THRESHOLDS
+                    for within in limits
+                )
+                yield from (f"cost:{within}{own}" for within in limits)
         for name in (name for kind, name in tree_methods().items() if kind in given):
             for topk in self.topks:
-                for depth in range(1, self.tree_depth + 1, step):
+                for depth in range(1, self.tree_depth + 1):
                     most = min(num_candidates(topk, depth + 1), MAX_NODES)
-                    yield from (f"{name}:nodes={n}:depth={depth}:topk={topk}" for n in NODES[::step] if n <= most)
-
-    def _specdecpp(self, step: int, longest: Sequence[int], own: str) -> Iterator[str]:
-        for calibrated in ("off", "on"):
-            for h in THRESHOLDS[::step]:
-                for minimum in (1, 2)[-1 if self.coarse else 0 :]:
-                    limits = f"min={minimum}:max="
-                    yield from (f"specdec++:h={h}:{limits}{max(m, 2)}:calibrated={calibrated}{own}" for m in longest)
+                    yield from (f"{name}:nodes={n}:depth={depth}:topk={topk}" for n in NODES if n <= most)
 
 
 @dataclass(frozen=True)
 class Recorded:
     """Rollouts by what drafted them: chains by `draft` or a head's kind, trees by their family (`family_of`), lookups
-    by their longest n-gram; the acceptance head; and c of each drafter of chains on this machine (`MachineTimes`)."""
+    by their longest n-gram. models: the acceptance head, and c of each drafter of chains on this machine."""
 
     chains: Mapping[str, ChainRollouts]
     trees: Mapping[str, TreeRollouts]
-    head: AcceptanceHead | None
+    models: Models | None
     lookups: Mapping[int, ChainRollouts] = field(default_factory=dict)
-    step_costs: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def answers(self) -> list[TargetAnswer]:
@@ -98,7 +96,7 @@ class Recorded:
     def traces(self, named: Named) -> list[DecodeTrace]:
         """What decoding with these settings does, one trace an answer."""
         method = named.method
-        if named.label == AR:
+        if named.label == BASELINE:
             return [alone(answer) for answer in self.answers]
         if isinstance(method, DynamicTrees):
             assert method.by_values and method.nodes != "auto" and method.depth != "auto"
@@ -108,31 +106,24 @@ class Recorded:
             return replay.replay(lookups, replay.fixed_k(lookups, method.k), calls_per_token=0)
         rollouts = self.chains[method.needs[0]]
         if isinstance(method, ByPrediction):
-            predictor, rule = self._predictor(method, rollouts), self._rule(method)
-            return replay_by_prediction(rollouts, predictor, rule, *method.limits)
+            assert self.models is not None
+            predictor, rule = recorded_predictor(method, rollouts, self.models), method.rule(self.models, 1)
+            return replay_by_prediction(rollouts, predictor, rule, method.min, method.max)
         if isinstance(method, SelfVerification):
             return replay.self_verify(rollouts, method.k)
-        return replay.replay(rollouts, self._lengths(named, rollouts))
-
-    def _lengths(self, named: Named, rollouts: ChainRollouts) -> Ints:
-        method = named.method
         if isinstance(method, ConfidenceStop):
-            return replay.confidence_lengths(rollouts, method.t, method.min, method.max)
+            lengths = replay.confidence_lengths(rollouts, method.t, method.min, method.max)
+            return replay.replay(rollouts, lengths)
         assert isinstance(method, FixedK)
-        return replay.fixed_k(rollouts, method.k)
+        return replay.replay(rollouts, replay.fixed_k(rollouts, method.k))
 
-    def _predictor(self, method: ByPrediction, rollouts: ChainRollouts) -> RecordedPredictor:
-        if isinstance(method, Online):
-            return RecordedOnline(rollouts, method.by, method.repeats)
-        assert self.head is not None and isinstance(method, ByHead)
-        probs = replay.head_probs(rollouts.heads[HEAD], self.head, method.uses_calibrated)
-        return KnownPredictor(probs, late=self.head.config.late)
 
-    def _rule(self, method: ByPrediction) -> PredictionRule:
-        if isinstance(method, SpecDecPlusPlus):
-            return ThresholdRule(method.h)
-        assert isinstance(method, CostAware)
-        return CostRule(self.step_costs[method.drafter] if isinstance(method.c, str) else method.c)
+def recorded_predictor(method: ByPrediction, rollouts: ChainRollouts, models: Models) -> RecordedPredictor:
+    if isinstance(method, Online):
+        return RecordedOnline(rollouts, method.by, method.repeats)
+    assert models.acceptance is not None and isinstance(method, SpecDecPlusPlus | HeadByCost)
+    probs = replay.head_probs(rollouts.heads[HEAD], models.acceptance, method.calibrated)
+    return KnownPredictor(probs, late=models.acceptance.config.late)
 
 
 def alone(answer: TargetAnswer) -> DecodeTrace:
@@ -154,10 +145,10 @@ class Predicted:
         return self.named.label
 
 
-def predict(labels: Sequence[str], recorded: Recorded, costs: DecodingCosts) -> list[Predicted]:
+def predict(settings: Sequence[Named], recorded: Recorded, costs: DecodingCosts) -> list[Predicted]:
     """Every setting's speed: tokens by seconds, both summed over the answers."""
     found = []
-    for named in parse_methods(",".join(labels)):
+    for named in settings:
         traces, family = recorded.traces(named), family_of(named)
         totals = pool(traces)
         took = float(np.sum([costs.seconds(trace, named) for trace in traces]))
@@ -174,15 +165,13 @@ def best_of_families(predicted: Sequence[Predicted]) -> list[Predicted]:
     return sorted(best.values(), key=lambda item: -item.tokens_per_s)
 
 
-def probes(labels: Sequence[str]) -> dict[str, list[Named]]:
+def probes(settings: Sequence[Named]) -> dict[str, list[Named]]:
     """Family -> two of its settings that draft little and much, by which its costs are told apart."""
     by_family: dict[str, list[Named]] = {}
-    for named in parse_methods(",".join(labels)):
+    for named in settings:
         by_family.setdefault(family_of(named), []).append(named)
-    return {family: _ends(named) for family, named in by_family.items()}
-
-
-def _ends(settings: Sequence[Named]) -> list[Named]:
-    """One from each side of the middle of a list that goes from short drafts to long ones."""
-    places = sorted({len(settings) // 4, (3 * len(settings)) // 4})
-    return [settings[place] for place in places]
+    # Settings go from short drafts to long ones: one from each side of the middle.
+    return {
+        family: [named[place] for place in sorted({len(named) // 4, 3 * len(named) // 4})]
+        for family, named in by_family.items()
+    }

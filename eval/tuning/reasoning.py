@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from draftsmith.eval.cost.machine import AR, DecodingCosts
+from draftsmith.eval.bench.results import BASELINE
+from draftsmith.eval.cost.machine import DecodingCosts
 from draftsmith.eval.report.tables import Column, Table, drawn_data, plain
 from draftsmith.eval.tuning.candidates import Predicted, best_of_families
 
@@ -39,13 +40,10 @@ class Choice:
         return max(self.predicted, key=lambda item: item.tokens_per_s).label
 
     @property
-    def speeds(self) -> Mapping[str, float]:
-        """What the choice rests on."""
-        return self.measured or {item.label: item.tokens_per_s for item in self.predicted}
-
-    @property
     def speedup(self) -> float:
-        return self.speeds[self.label] / self.speeds[AR]
+        """Over decoding without a draft, by what the choice rests on."""
+        speeds = self.measured or {item.label: item.tokens_per_s for item in self.predicted}
+        return speeds[self.label] / speeds[BASELINE]
 
     @property
     def basis(self) -> str:
@@ -57,22 +55,20 @@ class Choice:
 
 def rows(choice: Choice) -> list[dict[str, Any]]:
     """The best setting of every family, fastest first."""
-    base = choice.expected(AR).tokens_per_s
-    found = []
+    base, found = choice.expected(BASELINE).tokens_per_s, []
     for item in best_of_families(choice.predicted):
         measured = choice.measured.get(item.label)
-        found.append(
-            {
-                "family": item.family,
-                "setting": item.label,
-                "tau": plain(item.tau),
-                "predicted": plain(item.tokens_per_s),
-                "speedup": plain(item.tokens_per_s / base),
-                "measured": plain(measured),
-                "measured_speedup": plain(measured / choice.measured[AR]) if measured is not None else None,
-                "chosen": "chosen" if item.label == choice.label else "",
-            }
-        )
+        row = {
+            "family": item.family,
+            "setting": item.label,
+            "tau": item.tau,
+            "predicted": item.tokens_per_s,
+            "speedup": item.tokens_per_s / base,
+            "measured": measured,
+            "measured_speedup": measured / choice.measured[BASELINE] if measured is not None else None,
+            "chosen": "chosen" if item.label == choice.label else "",
+        }
+        found.append(plain(row))
     return found
 
 
@@ -94,27 +90,18 @@ def tables(choice: Choice) -> list[Table]:
 
 def length_rows(choice: Choice) -> Iterator[Table]:
     """Predicted speed by the length of chains, and by the size of trees: the best at each."""
-    chains: dict[tuple[str, int], Predicted] = {}
-    trees: dict[tuple[str, int], Predicted] = {}
-    for item in choice.predicted:
-        settings = dict(part.split("=") for part in item.label.split(":")[1:])
-        if "nodes" in settings:
-            keep_best(trees, (item.family, int(settings["nodes"])), item)
-        elif "k" in settings:
-            keep_best(chains, (item.family, int(settings["k"])), item)
-    for name, best in (("predicted-by-k", chains), ("predicted-by-nodes", trees)):
+    for name, setting in (("predicted-by-k", "k"), ("predicted-by-nodes", "nodes")):
+        best: dict[tuple[str, int], Predicted] = {}
+        for item in sorted(choice.predicted, key=lambda item: item.tokens_per_s):
+            if hasattr(item.named.method, setting):
+                best[item.family, getattr(item.named.method, setting)] = item
         points = [
             {"family": family, "length": length, "setting": item.label, "tau": item.tau,
              "tokens_per_s": item.tokens_per_s}
-            for (family, length), item in sorted(best.items())
+            for (family, length), item in sorted(best.items(), key=lambda entry: entry[0])
         ]  # fmt: skip
         if points:
             yield drawn_data(name, points)
-
-
-def keep_best(best: dict[tuple[str, int], Predicted], key: tuple[str, int], item: Predicted) -> None:
-    if key not in best or item.tokens_per_s > best[key].tokens_per_s:
-        best[key] = item
 
 
 def target_rows(costs: DecodingCosts) -> list[dict[str, Any]]:
@@ -138,13 +125,14 @@ def draft_rows(costs: DecodingCosts) -> list[dict[str, Any]]:
 def summary(choice: Choice) -> dict[str, Any]:
     """Flat, for whoever quotes it."""
     best = choice.expected(choice.label)
-    return {
+    found = {
         "chosen": choice.label,
-        "speedup": plain(choice.speedup),
+        "speedup": choice.speedup,
         "basis": choice.basis,
-        "tau": plain(best.tau),
-        "predicted_tokens_per_s": plain(best.tokens_per_s),
-        "measured_tokens_per_s": plain(choice.measured.get(choice.label)),
+        "tau": best.tau,
+        "predicted_tokens_per_s": best.tokens_per_s,
+        "measured_tokens_per_s": choice.measured.get(choice.label),
         "settings": len(choice.predicted),
-        **{f"{name}_s": plain(seconds) for name, seconds in choice.spent.items()},
+        **{f"{name}_s": seconds for name, seconds in choice.spent.items()},
     }
+    return plain(found)

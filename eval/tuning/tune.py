@@ -10,36 +10,34 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import torch
 import yaml
 from rich.console import Console
 
 from draftsmith.data.heads.draft_settings import DraftSettings
-from draftsmith.data.models.device import check_device
-from draftsmith.data.models.loading import load_lm
 from draftsmith.data.progress import say
-from draftsmith.data.settings import Sampling
+from draftsmith.data.settings import Sampling, check_not_negative, check_positive, comma_numbers
 from draftsmith.data.store.files import make_directory, write_json, write_text
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.eval.bench.load import load_models, trained_for
+from draftsmith.eval.bench.load import load_run, trained_for
 from draftsmith.eval.bench.prompt_runner import answered, measure_group
-from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence, read_prompts
-from draftsmith.eval.bench.results import RESULTS, MeasuredPrompt, describe
-from draftsmith.eval.bench.runner import EngineRunner, remember
+from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
+from draftsmith.eval.bench.results import BASELINE, RESULTS, Row, describe, of_methods
+from draftsmith.eval.bench.runner import make_runners, remember
 from draftsmith.eval.bench.summary import tokens_per_s
-from draftsmith.eval.cost.clock import Clock, ClockName, clock_name, clock_of
-from draftsmith.eval.cost.machine import AR, DecodingCosts, family_of, measure_costs
-from draftsmith.eval.replay.lookup import LookupRecorder
-from draftsmith.eval.replay.record import ChainRecorder, Recording, TargetAnswers, record_all
+from draftsmith.eval.cost.clock import clock_of
+from draftsmith.eval.cost.machine import DecodingCosts, family_of, measure_costs
+from draftsmith.eval.replay.chains import ChainRecorder, LookupRecorder
+from draftsmith.eval.replay.record import Recording, TargetAnswers, record_all
 from draftsmith.eval.replay.trees import TreeRecorder
 from draftsmith.eval.report.tables import on_screen, to_json
 from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
 from draftsmith.eval.tuning.candidates import HEAD, NGRAMS, Grid, Predicted, Recorded, best_of_families, predict, probes
 from draftsmith.eval.tuning.reasoning import Choice, summary, tables
 from draftsmith.modules.drafters.chains import chain_methods
-from draftsmith.modules.drafters.methods import DynamicTrees, Models, Named, parse_method, parse_methods
+from draftsmith.modules.drafters.methods import Models, Named, parse_method
+from draftsmith.modules.drafters.trees import DynamicTrees
 from draftsmith.modules.types import InputError, at_least
 
 DECODE = "decode.yaml"
@@ -57,13 +55,10 @@ class TuneConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running):
         prompts: JSONL, JSON or Parquet file of chats, a prompts artefact, a data set, or embedded:prompts; take some
             that are like those to come, and not those that speed is reported on.
         acceptance: acceptance head directory.
-        acceptance_reads: drafter that the acceptance head was trained for, where it does not say: draft, or a head's
-            kind.
         limit: use the first so many prompts; 0 takes all.
         depth: longest chain of drafted tokens.
         tree_depth: most levels that a tree is expanded.
         topk: widths of trees, separated by commas; each is recorded by itself.
-        grid: full, or coarse for every second setting.
         verify: best settings that are decoded for real, one a family; 0 trusts the prediction.
         repeats: runs of each of them on every prompt; the median counts.
         output: directory that receives decode.yaml and results.json.
@@ -72,12 +67,10 @@ class TuneConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running):
     target: str = "embedded:target"
     prompts: str = "embedded:prompts"
     acceptance: str | None = None
-    acceptance_reads: str | None = None
     limit: int = 16
     depth: int = 16
     tree_depth: int = 6
     topk: str = "4,8"
-    grid: Literal["full", "coarse"] = "full"
     verify: int = 4
     repeats: int = 2
     output: Path = dataclasses.field(kw_only=True)
@@ -85,19 +78,12 @@ class TuneConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running):
     @property
     def reader(self) -> str | None:
         """The drafter whose states the acceptance head reads; None without one."""
-        return self.acceptance and (self.acceptance_reads or trained_for(self.acceptance))
-
-    @property
-    def clock(self) -> ClockName:
-        return clock_name(self.device, self.num_threads)
+        return self.acceptance and trained_for(self.acceptance)
 
     def weighed(self) -> Grid:
         """The settings in question."""
-        try:
-            topks = tuple(sorted({int(text) for text in self.topk.split(",")}))
-        except ValueError as error:
-            raise InputError("topk", repr(self.topk), "integers, separated by commas", "Correct it.") from error
-        return Grid(self.depth, self.tree_depth, topks, self.grid == "coarse")
+        topks = tuple(sorted(comma_numbers("topk", self.topk, int)))
+        return Grid(self.depth, self.tree_depth, topks)
 
 
 @dataclass(frozen=True)
@@ -106,8 +92,7 @@ class Setup:
 
     models: Models
     prompts: list[BenchPrompt]
-    eos_ids: tuple[int, ...]
-    labels: list[str]
+    settings: list[Named]
 
 
 @sole_writer()
@@ -123,7 +108,7 @@ def run(config: TuneConfig) -> Path:
     more = {"clock": config.clock, **setup.models.times.state_dict()}
     meta = describe("tune", config, setup.models.target, setup.prompts, config.prompts, models, **more)
     results = {"meta": meta, "tables": to_json(found), "summary": summary(choice)}
-    write_json(config.output / RESULTS, {**results, "costs": choice.costs.to_json()})
+    write_json(config.output / RESULTS, {**results, "costs": dataclasses.asdict(choice.costs)})
     say(f"{choice.label}: written to {config.output / DECODE}. Use it: draftsmith decode --config FILE '...'")
     return config.output
 
@@ -131,28 +116,21 @@ def run(config: TuneConfig) -> Path:
 def prepare(config: TuneConfig) -> Setup:
     """Check the settings and load what they name."""
     check(config)
-    torch.set_num_threads(config.num_threads)
     grid = config.weighed()
     prompts = read_prompts(config.prompts, config.target, config.split, config.keep_tasks, config.limit)
-    target = load_lm(config.target, **config.loading)
+    settings = grid.settings(config.paths, config.reader)
+    models = load_run(config, settings, prompts, config.max_new_tokens, config.sampling)
+    vocab_size = models.target.info.vocab_size
     for topk in grid.topks:
-        if topk > target.info.vocab_size:
-            raise InputError("topk", topk, f"{target.info.vocab_size}, the vocabulary, or less", "Lower it.")
-    labels = list(grid.labels(config.paths, config.reader))
-    longest = longest_sequence(prompts, config.max_new_tokens, target.info.max_position)
-    models = load_models(
-        parse_methods(",".join(labels)), config.paths, longest, config.sampling, target, **config.loading
-    )
-    eos_ids = () if config.ignore_eos else tuple(target.info.eos_ids)
-    return Setup(replace(models, ends=eos_ids), prompts, eos_ids, labels)
+        if topk > vocab_size:
+            raise InputError("topk", topk, f"{vocab_size}, the vocabulary, or less", "Lower it.")
+    return Setup(models, prompts, settings)
 
 
 def check(config: TuneConfig) -> None:
     """What can be found wrong before anything is loaded."""
-    for field in ("max_new_tokens", "depth", "tree_depth", "repeats", "num_threads"):
-        at_least(field, getattr(config, field), 1)
-    for field in ("limit", "verify"):
-        at_least(field, getattr(config, field), 0)
+    check_positive(config, "max_new_tokens", "depth", "tree_depth", "repeats", "num_threads")
+    check_not_negative(config, "limit", "verify")
     for topk in config.weighed().topks:
         at_least("topk", topk, 1)
     if not config.drafters:
@@ -160,7 +138,6 @@ def check(config: TuneConfig) -> None:
     if config.reader is not None and config.reader not in config.drafters:
         found = f"a head for what {config.reader} drafts, which is not given"
         raise InputError("acceptance", found, "--draft with it", "Pass --draft DIR too.")
-    check_device(config.device)
 
 
 def tune(config: TuneConfig, setup: Setup) -> Choice:
@@ -174,18 +151,28 @@ def tune(config: TuneConfig, setup: Setup) -> Choice:
         spent[what] = clock() - started
         return result
 
-    say(f"{len(setup.labels)} settings on {len(setup.prompts)} prompts")
+    def take_costs() -> DecodingCosts:
+        for name in recorded.chains:
+            setup.models.times.step_cost(setup.models, name)  # which the rules of cost and online ask for
+        probed = {family: [item.method for item in named] for family, named in probes(setup.settings).items()}
+        return measure_costs(setup.models, setup.prompts, probed, config.sampling, config.seed, clock)
+
+    def decode(finalists: Sequence[Predicted]) -> dict[str, float]:
+        named = [Named(BASELINE, parse_method(BASELINE)), *(item.named for item in finalists)]
+        return measured_speeds(config, setup, named, config.repeats) if finalists else {}
+
+    say(f"{len(setup.settings)} settings on {len(setup.prompts)} prompts")
     recorded = timed("recording", lambda: record(config, setup))
-    costs = timed("costs", lambda: take_costs(config, setup, clock))
-    predicted = timed("prediction", lambda: predict(setup.labels, recorded, costs))
-    finalists = [item for item in best_of_families(predicted) if item.family != AR][: config.verify]
-    measured = timed("verification", lambda: decode_finalists(config, setup, finalists))
+    costs = timed("costs", take_costs)
+    predicted = timed("prediction", lambda: predict(setup.settings, recorded, costs))
+    finalists = [item for item in best_of_families(predicted) if item.family != BASELINE][: config.verify]
+    measured = timed("verification", lambda: decode(finalists))
     return Choice(predicted, measured, costs, spent)
 
 
 def record(config: TuneConfig, setup: Setup) -> Recorded:
     """One recording a drafter, from which all settings are replayed."""
-    how = Recording(config.sampling, config.depth, config.max_new_tokens, config.seed, setup.eos_ids)
+    how = Recording(config.sampling, config.depth, config.max_new_tokens, config.seed, setup.models.ends)
     models = setup.models
     answers = TargetAnswers(models.target, how)
     head = models.acceptance
@@ -194,26 +181,12 @@ def record(config: TuneConfig, setup: Setup) -> Recorded:
         heads = {HEAD: head} if head is not None and config.reader == drafter else {}
         recorder = ChainRecorder(models, drafter, how, heads, answers)
         chains[drafter] = record_all(recorder, setup.prompts)
-    for named in parse_methods(",".join(setup.labels)):
+    for named in setup.settings:
         if isinstance(named.method, DynamicTrees) and family_of(named) not in trees:
             tree_recorder = TreeRecorder(models, named.method, replace(how, depth=config.tree_depth), answers)
             trees[family_of(named)] = record_all(tree_recorder, setup.prompts)
     lookups = {ngram: record_all(LookupRecorder(answers, how, ngram), setup.prompts) for ngram in NGRAMS}
-    step_costs = {name: models.times.step_cost(models, name) for name in chains}
-    return Recorded(chains, trees, head, lookups, step_costs)
-
-
-def take_costs(config: TuneConfig, setup: Setup, clock: Clock) -> DecodingCosts:
-    settings = {family: [item.method for item in named] for family, named in probes(setup.labels).items()}
-    return measure_costs(setup.models, setup.prompts, settings, config.sampling, config.seed, clock)
-
-
-def decode_finalists(config: TuneConfig, setup: Setup, finalists: Sequence[Predicted]) -> dict[str, float]:
-    """Label -> tokens/s of `ar` and the finalists, decoded for real; empty where there are none."""
-    if not finalists:
-        return {}
-    named = [Named(AR, parse_method(AR)), *(item.named for item in finalists)]
-    return measured_speeds(config, setup, named, config.repeats)
+    return Recorded(chains, trees, models, lookups)
 
 
 def measured_speeds(
@@ -224,22 +197,18 @@ def measured_speeds(
     progress: Callable[[int], None] = lambda count: None,
 ) -> dict[str, float]:
     """Label -> tokens/s, interleaved prompt by prompt as in the bench."""
-    models = setup.models
-    runners = {
-        item.label: EngineRunner(models.target, item.method.build(models), config.sampling, setup.eos_ids)
-        for item in named
-    }
+    runners = make_runners(named, setup.models, [config.sampling])[config.temperature]
     for label, runner in runners.items():  # uncounted: the first run of a method pays for its set-up
         restore = remember(runner)
         answered(label, runner, setup.prompts[:1], config.max_new_tokens, [config.seed])
         restore()
-    measured: dict[str, list[MeasuredPrompt]] = {label: [] for label in runners}
+    rows: list[Row] = []
     for number, prompt in enumerate(setup.prompts):
-        found = measure_group(runners, [prompt], number, config.max_new_tokens, repeats, [config.seed + number])
-        for label, items in found.items():
-            measured[label] += items
+        limits = (config.max_new_tokens, repeats, [config.seed + number])
+        rows += measure_group(runners, [prompt], number, config.temperature, *limits)
         progress(1)
-    return {label: tokens_per_s(items, config.clock) for label, items in measured.items()}
+    measured = of_methods(rows, config.temperature)
+    return {label: tokens_per_s(measured[label], config.clock) for label in runners}
 
 
 def decode_yaml(config: TuneConfig, choice: Choice) -> str:

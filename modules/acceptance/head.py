@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal
+from operator import mul
+from typing import Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from draftsmith.modules import flops
+from draftsmith.modules.acceptance.policies import Predictor
 from draftsmith.modules.acceptance.repeats import RepeatScores
 from draftsmith.modules.decoding.confidence import (
     MAX_LOGIT,
-    TokenConfidence,
     TokenConfidences,
     confidence_of,
     log_odds,
     log_odds_of,
     sigmoid,
-    wide,
 )
 from draftsmith.modules.decoding.protocols import DraftView
 from draftsmith.modules.finite import NonFinite
 
 LARGEST_TABLE = 2**24  # numbers, 64 MiB: of what a first layer makes of every token, worked out beforehand
 State = Literal["after", "before"]
+Number = TypeVar("Number", float, Tensor)
 Feature = Literal["log_q", "logit_q", "logit_max_q", "entropy", "depth", "temperature", "repeat"]
 
 
@@ -142,16 +142,17 @@ class AcceptanceHead(nn.Module):
             logit = logit + self.direct(features.float())
         return logit.squeeze(-1)
 
-    def corrected(self, logit: Tensor) -> Tensor:
+    def corrected(self, logit: Number) -> Number:
         """The raw logit without the loss' weights: the optimum is w_acc P / (w_acc P + w_rej (1-P)), so add
         log(w_rej/w_acc)."""
         return logit + math.log(self.config.w_rej / self.config.w_acc)
 
-    def calibrated(self, logit: Tensor) -> Tensor:
+    def calibrated(self, logit: Number) -> Number:
         """The logit of a probability: corrected, then as fitted on held-out tokens."""
         logit = self.corrected(logit)
         if self.config.knots:
-            return interpolate(logit, self.config.knots)
+            found = interpolate(torch.as_tensor(logit), self.config.knots)
+            return found if isinstance(logit, Tensor) else found.item()
         scale, shift = self.config.calibration
         return scale * logit + shift
 
@@ -162,40 +163,25 @@ class AcceptanceHead(nn.Module):
         return torch.stack(torch.broadcast_tensors(*values), -1)
 
 
+# Of tokens [..]: log q(y) from -MAX_LOGIT on; the log-odds of q(y) and of max q within MAX_LOGIT; the distribution's
+# entropy in nats; the logarithm of the place in the round, from 1; the temperature; and how the token goes on with a
+# repetition of the text (`acceptance.repeats.Repeats.score`), where whoever feeds the head looked for one.
+FEATURE_VALUES: dict[Feature, Callable[[TokenConfidences], Tensor | None]] = {
+    "log_q": lambda known: known.log_q.clamp_min(-MAX_LOGIT),
+    "logit_q": lambda known: log_odds_of(known.log_q),
+    "logit_max_q": lambda known: log_odds_of(known.log_max_q),
+    "entropy": lambda known: known.entropy,
+    "depth": lambda known: known.depth.log(),
+    "temperature": lambda known: known.temperature,
+    "repeat": lambda known: known.repeat,
+}
+
+
 def feature_value(name: Feature, known: TokenConfidences) -> Tensor:
-    """One of them, of tokens [..]: log q(y) from -MAX_LOGIT on; the log-odds of q(y) and of max q within MAX_LOGIT;
-    the distribution's entropy in nats; the logarithm of the place in the round, from 1; the temperature; and how the
-    token goes on with a repetition of the text (`acceptance.repeats.Repeats.score`)."""
-    if name == "log_q":
-        return known.log_q.clamp_min(-MAX_LOGIT)
-    if name == "logit_q":
-        return log_odds_of(known.log_q)
-    if name == "logit_max_q":
-        return log_odds_of(known.log_max_q)
-    if name == "entropy":
-        return known.entropy
-    if name == "depth":
-        return known.depth.log()
-    if name == "temperature":
-        return known.temperature
-    assert known.repeat is not None, "looked for by whoever feeds this head"
-    return known.repeat
-
-
-def scalar_value(name: Feature, known: TokenConfidence, view: DraftView) -> float:
-    """`feature_value` of the token shown; `repeat` is not of the token alone."""
-    if name == "log_q":
-        return max(known.log_q, -MAX_LOGIT)
-    if name == "logit_q":
-        return log_odds(known.log_q)
-    if name == "logit_max_q":
-        return log_odds(known.log_max_q)
-    if name == "entropy":
-        return known.entropy
-    if name == "depth":
-        return math.log(view.num_drafted)
-    assert name == "temperature"
-    return view.temperature
+    """One of `FEATURE_VALUES`."""
+    value = FEATURE_VALUES[name](known)
+    assert value is not None, "looked for by whoever feeds this head"
+    return value
 
 
 def interpolate(logit: Tensor, knots: tuple[tuple[float, float], ...]) -> Tensor:
@@ -207,8 +193,25 @@ def interpolate(logit: Tensor, knots: tuple[tuple[float, float], ...]) -> Tensor
     return y[left] + share * (y[right] - y[left])
 
 
-class HeadPredictor:
-    """P^ of drafted tokens by an acceptance head, one by one while decoding."""
+def acceptance_forward(head: AcceptanceHeadConfig, rows: int) -> float:
+    """An acceptance head; tied blocks compute as much as others."""
+    size = head.inner_size
+    read = flops.linear(head.input_size, size, rows) if head.joins else 0.0
+    return read + head.num_blocks * flops.linear(size, size, rows) + flops.linear(size + len(head.features), 1, rows)
+
+
+def acceptance_training(head: AcceptanceHeadConfig, rows: int) -> float:
+    """Forward and backward of an acceptance head over `rows` tokens whose inputs are there."""
+    wide = head.num_blocks or head.joins
+    first = flops.linear(head.input_size, head.inner_size if wide else 1, rows) + flops.linear(
+        len(head.features), 1, rows
+    )
+    return flops.TRAINED * acceptance_forward(head, rows) - (flops.TRAINED - flops.TRAINED_FIRST) * first
+
+
+class HeadPredictor(Predictor):
+    """P^ of drafted tokens by an acceptance head, one by one while decoding: the head's arithmetic in few calls, with
+    what the first layer makes of every token worked out beforehand where the vocabulary is not too large."""
 
     learns = False
 
@@ -217,12 +220,21 @@ class HeadPredictor:
         probability; else the raw output, which the paper's threshold is for."""
         config = head.config
         assert config.late or embed is not None
-        self.late = config.late
-        self._names = config.features
-        self._logit = _OnCpu(head, embed) if head.out.weight.device.type == "cpu" else _OnDevice(head, embed)
-        self._correction = math.log(config.w_rej / config.w_acc) if calibrated else 0.0
-        self._knots = config.knots if calibrated else ()
-        self._scale, self._shift = config.calibration if calibrated else (1.0, 0.0)
+        self.late, self._names = config.late, config.features
+        self._embed = None if config.late else embed
+        self._first: Tensor | None = None
+        if head.join is not None:
+            # Columns of the state, of the token's embedding where it is read, of the features.
+            weight, self._bias = head.join.weight.detach(), head.join.bias.detach()
+            features = weight.shape[1] - len(config.features)
+            self._first = torch.cat([weight[:, : config.hidden_size], weight[:, features:]], 1)
+            self._of_token = weight[:, config.hidden_size : features]
+        linears: list = [block.linear for block in head.blocks]
+        self._blocks = [(linear.weight.detach(), linear.bias.detach()) for linear in linears]
+        self._out, self._shift = head.out.weight.detach()[0], head.out.bias.item()
+        self._direct: list[float] = [] if head.direct is None else head.direct.weight[0].tolist()
+        self._table: Tensor | None = None
+        self._calibrated = head.calibrated if calibrated else None
         self._before: list[float] = []  # of a late one: features of the token that it speaks of next
         self._repeats = RepeatScores() if "repeat" in config.features else None
 
@@ -251,113 +263,46 @@ class HeadPredictor:
         logit = self._logit(view, values)
         if not math.isfinite(logit):
             raise NonFinite("output", "acceptance", -2 if self.late else -1)  # of the last token but one, or the last
-        return self._prob(logit)
+        return sigmoid(logit if self._calibrated is None else self._calibrated(logit))
 
     def _features(self, view: DraftView) -> list[float]:
-        """Features of the token that is asked about."""
+        """`FEATURE_VALUES` of the token that is asked about."""
         if not self._names:
             return []
         known = confidence_of(view)
-        repeat = self._repeats.score(view) if self._repeats is not None else 0.0
-        values = [repeat if name == "repeat" else scalar_value(name, known, view) for name in self._names]
+        found: dict[Feature, float] = {
+            "log_q": max(known.log_q, -MAX_LOGIT),
+            "logit_q": log_odds(known.log_q),
+            "logit_max_q": log_odds(known.log_max_q),
+            "entropy": known.entropy,
+            "depth": math.log(view.num_drafted),
+            "temperature": view.temperature,
+            "repeat": 0.0 if self._repeats is None else self._repeats.score(view),
+        }
+        values = [found[name] for name in self._names]
         if self.late:
             values, self._before = self._before, values
         return values
 
-    def _prob(self, logit: float) -> float:
-        logit += self._correction
-        if self._knots:
-            place = min(max(bisect_right(self._knots, (logit, math.inf)), 1), len(self._knots) - 1)
-            (x0, y0), (x1, y1) = self._knots[place - 1], self._knots[place]
-            logit = y0 + min(max((logit - x0) / (x1 - x0), 0.0), 1.0) * (y1 - y0)
-        else:
-            logit = self._scale * logit + self._shift
-        return sigmoid(logit)
+    def _logit(self, view: DraftView, values: list[float]) -> float:
+        """The raw logit. values: the head's features of the token that is asked about."""
+        x = view.hidden.float()
+        if self._first is not None:
+            given = torch.cat([x, torch.tensor(values, device=x.device)]) if values else x
+            x = torch.addmv(self._token_part(view), self._first, given)
+        for weight, bias in self._blocks:
+            x = x + F.silu(torch.addmv(bias, weight, x))
+        return self._out.dot(x).item() + self._shift + sum(map(mul, self._direct, values))
 
-    def observe(self, num_drafted: int, num_accepted: int) -> None:
-        """Nothing is learned while decoding."""
-
-
-class _OnDevice:
-    """A head's raw logit of one token, by the head."""
-
-    def __init__(self, head: AcceptanceHead, embed: Callable[[Tensor], Tensor] | None):
-        self._head, self._embed, self._device = head, embed, head.out.weight.device
-
-    def __call__(self, view: DraftView, values: list[float]) -> float:
-        """values: the head's features of the token that is asked about."""
-        embeds = None
-        if self._head.config.state == "before":
-            assert self._embed is not None
-            embeds = self._embed(torch.tensor(view.token, device=self._device))
-        features = torch.tensor(values, device=self._device) if values else None
-        with torch.inference_mode():
-            return self._head(view.hidden, embeds, features).item()
-
-
-class _OnCpu:
-    """The head's arithmetic in fewer and shorter calls, which are most of the cost at this size: numpy's where they
-    start no threads of their own, into memory that is used again, and with what the first layer makes of every token
-    worked out beforehand."""
-
-    def __init__(self, head: AcceptanceHead, embed: Callable[[Tensor], Tensor] | None):
-        config = head.config
-        size, inner, count = config.hidden_size, config.inner_size, len(config.features)
-        self._embed = embed if config.state == "before" else None
-        x, given, z = torch.empty(inner + count), torch.empty(size + count), torch.empty(inner)
-        # Views of the same memory: what the blocks work on, and behind it what goes straight to the logit.
-        self._x, self._direct, self._out_of = x.numpy()[:inner], x.numpy()[inner:], x.numpy()
-        self._inner, self._z = z, z.numpy()
-        self._state, self._values = given.numpy()[:size], given.numpy()[size:]
-        self._join: Callable[[], object] | None = None
-        if head.join is not None:
-            # Columns of the state, of the token's embedding where it is read, of the features.
-            weight, self._bias = head.join.weight.detach().float(), head.join.bias.detach().float()
-            features = weight.shape[1] - count
-            self._join = product(torch.cat([weight[:, :size], weight[:, features:]], 1), given, x[:inner])
-            self._of_token = weight[:, size:features]
-        linears: list = [block.linear for block in head.blocks]
-        self._blocks = [
-            (product(linear.weight.detach(), x[:inner], z), linear.bias.detach().numpy()) for linear in linears
-        ]
-        direct = [head.direct.weight.detach()[0]] if head.direct is not None else []
-        self._weights = torch.cat([head.out.weight.detach()[0], *direct]).numpy()
-        self._shift = head.out.bias.item()
-        self._table: Any = None
-
-    def __call__(self, view: DraftView, values: list[float]) -> float:
-        """values: the head's features of the token that is asked about."""
-        x, z = self._x, self._z
-        hidden = wide(view.states).numpy()[-1]
-        if self._join is None:
-            x[:] = hidden
-        else:
-            self._state[:] = hidden
-            if values:
-                self._values[:] = self._direct[:] = values
-            self._join()
-            x += self._by_token(view) if self._table is None else self._table[view.token]
-        for multiply, bias in self._blocks:
-            multiply()
-            z += bias
-            F.silu(self._inner, inplace=True)
-            x += z
-        return float(self._weights.dot(self._out_of)) + self._shift
-
-    def _by_token(self, view: DraftView) -> Any:
-        """The part of the first layer that the token decides, its bias included, [H]."""
+    def _token_part(self, view: DraftView) -> Tensor:
+        """The part of the first layer that the token decides, its bias included, [W]."""
         if self._embed is None:
-            return self._bias.numpy()
-        vocabulary = view.logits.shape[-1]
-        if vocabulary * len(self._bias) > LARGEST_TABLE:
-            return torch.addmv(self._bias, self._of_token, self._embed(torch.tensor(view.token)).float()).numpy()
-        embeds = self._embed(torch.arange(vocabulary)).float()
-        self._table = torch.addmm(self._bias, embeds, self._of_token.T).numpy()
+            return self._bias
+        if self._table is None:
+            vocabulary, device = view.logits.shape[-1], self._bias.device
+            if vocabulary * len(self._bias) > LARGEST_TABLE:
+                token = torch.tensor(view.token, device=device)
+                return torch.addmv(self._bias, self._of_token, self._embed(token).float())
+            embeds = self._embed(torch.arange(vocabulary, device=device)).float()
+            self._table = torch.addmm(self._bias, embeds, self._of_token.T)
         return self._table[view.token]
-
-
-def product(weight: Tensor, x: Tensor, out: Tensor) -> Callable[[], object]:
-    """What writes weight [m, n] x into `out`, again and again."""
-    if weight.numel() < 8192:  # from there on numpy's may start threads, whatever torch was told
-        return partial(weight.contiguous().numpy().dot, x.numpy(), out=out.numpy())
-    return partial(torch.mv, weight.contiguous(), x, out=out)

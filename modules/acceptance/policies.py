@@ -13,7 +13,7 @@ from draftsmith.modules.acceptance.online_logistic import OnlineLogistic
 from draftsmith.modules.acceptance.repeats import RepeatScores
 from draftsmith.modules.decoding.confidence import log_odds, log_prob_of
 from draftsmith.modules.decoding.learner import Learner
-from draftsmith.modules.decoding.protocols import DraftView
+from draftsmith.modules.decoding.protocols import DraftView, StopPolicy
 
 ConfidenceName = Literal["q", "max_q"]
 
@@ -30,15 +30,18 @@ class Predictor(Protocol):
 
     def reset(self) -> None:
         """A new prompt begins; what was learned lasts."""
+        return None
 
     def start_round(self) -> None:
         """A new draft begins."""
+        return None
 
     def prob(self, view: DraftView) -> float:
         """Probability in [0, 1]; 1 where there is no token to predict for yet."""
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         """The verdict on the round's draft."""
+        return None
 
 
 class PredictionRule(Protocol):
@@ -53,9 +56,10 @@ class PredictionRule(Protocol):
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         """The verdict on a round's draft."""
+        return None
 
 
-class ThresholdRule:
+class ThresholdRule(PredictionRule):
     """Enough once P(some token so far is rejected) = 1 - survival exceeds h (SpecDec++, section 3.2)."""
 
     def __init__(self, h: float):
@@ -63,9 +67,6 @@ class ThresholdRule:
 
     def enough(self, survival: float, unseen: int) -> bool:
         return not 1 - survival <= self.h
-
-    def observe(self, num_drafted: int, num_accepted: int) -> None:
-        """Nothing is learned."""
 
 
 class RecentRatio(Learner):
@@ -96,7 +97,7 @@ class RecentRatio(Learner):
         self._above, self._below = state["above"], state["below"]
 
 
-class CostRule:
+class CostRule(PredictionRule):
     """Enough once one more token is worth less than its time.
 
     Time is counted in target calls: a round of n drafted tokens takes 1 + c n. One more token adds, where everything
@@ -132,7 +133,7 @@ class CostRule:
         self._acceptance.add(num_accepted, min(num_accepted + 1, num_drafted))
 
 
-class PredictorStop:
+class PredictorStop(StopPolicy):
     """A stop policy of a predictor and a rule. What they have learned lasts from prompt to prompt.
 
     probs: what the predictor said in this round, one number for each time that it was asked.
@@ -168,7 +169,7 @@ class PredictorStop:
             self.rule.observe(num_drafted, num_accepted)
 
 
-class OnlinePredictor:
+class OnlinePredictor(Predictor):
     """Predicts from the draft's own confidence and from repetitions of the text, by a logistic fit to the verdicts so
     far: no training before."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.modules.acceptance.head import LARGEST_TABLE, AcceptanceHead
-from draftsmith.modules.decoding.confidence import SMALLEST, confidences_of_children
+from draftsmith.modules.decoding.confidence import SMALLEST, TokenConfidences
 from draftsmith.modules.sampling import probabilities
 from draftsmith.modules.types import SamplingParams
 
@@ -45,8 +46,12 @@ class TreePredictor:
         if head.config.features:
             # A head is told of the distribution that a token would be drawn from, as it was when it was trained.
             if not (params.greedy or (params.temperature == 1 and params.top_k == 0 and params.top_p == 1)):
-                log_q = probabilities(logits, params).clamp_min(SMALLEST).log()
-            known = confidences_of_children(log_q, tokens, depth, params.temperature)
+                log_q = probabilities(logits, params).log()
+            log_q = log_q.clamp_min(math.log(SMALLEST))
+            entropy = -torch.linalg.vecdot(log_q.exp(), log_q)[:, None]
+            place, heat = (log_q.new_full((1, 1), value) for value in (depth, params.temperature))
+            largest = log_q.amax(-1, keepdim=True)
+            known = TokenConfidences(log_q.gather(-1, tokens), largest, entropy, place, heat)
             features = head.feature_values(known).float()
             x = x + F.linear(features, self._of_features)
         return F.logsigmoid(head.calibrated(head.rest(x, features)))

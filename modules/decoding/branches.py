@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -38,34 +37,6 @@ class Drafted:
 
     tokens: Tensor  # [S, K] int64
     hidden: Tensor  # [S, K, H]
-
-
-class BranchDrafter(Protocol):
-    """A chain drafter that drafts from many places of one text. No call needs a gradient or gives one."""
-
-    min_start: int
-
-    def open(self, tokens: Sequence[int], features: Tensor | None = None) -> None:
-        """Read a text of T tokens in the place of the last one; features [T, H] of the target, where it reads them."""
-
-    def draft(
-        self, starts: Sequence[int], depth: int, params: Sequence[SamplingParams], uniforms: Tensor | None = None
-    ) -> Drafted:
-        """`depth` tokens from each of S starts, none before `min_start` nor behind the text.
-
-        params: one for each start. uniforms: [S, depth] float64 in [0, 1), each draws its token; None where all is
-        greedy.
-        """
-
-    def states(self, starts: Sequence[int], drafted: Tensor) -> Tensor:
-        """[S, K + 1, H] of the drafter over drafts [S, K]: the states before y_1 .. y_K, then the one after y_K. So
-        those before the tokens are [:, :-1], and those once it has read them [:, 1:]. A head may be trained on them."""
-
-    def embed(self, ids: Tensor) -> Tensor:
-        """The token embeddings [.., H] that the drafter reads."""
-
-    def lm_head(self, hidden: Tensor) -> Tensor:
-        """Logits [.., V] of its states."""
 
 
 @contextmanager
@@ -102,10 +73,6 @@ class BranchedText:
         """[T, H]: the states once each token of the text was read."""
         return self._features
 
-    def before(self, starts: Tensor) -> Tensor:
-        """[S, H]: the states that predict the first tokens of branches."""
-        return self._features[starts.to(self._device) - 1]
-
     def read(self, starts: Sequence[int], branches: Tensor) -> Tensor:
         """[S, n, H]: the states after the tokens of branches [S, n]; nothing of them is kept."""
         read = []
@@ -133,7 +100,7 @@ class BranchedText:
 def target_states(text: BranchedText, starts: Sequence[int], drafted: Tensor) -> Tensor:
     """[S, K, H]: the states of the model that has read `text` before each token of drafts [S, K], in one call for each
     group of drafts; `lm_head` of them are the logits of what it would say there itself."""
-    first = text.before(torch.tensor(starts))[:, None]
+    first = text.features[torch.tensor(starts) - 1][:, None]
     return torch.cat([first, text.read(starts, drafted[:, :-1])], 1) if drafted.shape[1] > 1 else first
 
 
@@ -173,41 +140,54 @@ def draw_tokens(logits: Tensor, params: Sequence[SamplingParams], uniforms: Tens
     return draw_rows(row_probabilities(logits, params), uniforms.to(logits.device))
 
 
-class SideBySide(ABC):
-    """The loop of a `BranchDrafter`: a group of drafts grows by one token of each at a time.
+class BranchDrafter(ABC):
+    """Drafts chains from many places of one text: a group of them grows by one token of each at a time. No call needs a
+    gradient or gives one.
 
-    model: the flag of what drafts, for errors.
+    min_start: the first place that it drafts from. model: what drafts, for errors.
     """
 
+    min_start: int
     model: str
 
-    def __init__(self, depth: int, device: torch.device):
-        """depth: most tokens of a draft."""
-        self.device, self._depth, self._group = device, depth, group_of(depth)
+    def __init__(self, lm: CausalLM, depth: int):
+        """lm: the model whose embeddings it reads, and whose lm_head, unless it has its own. depth: most tokens of a
+        draft."""
+        self._lm, self.device, self._depth, self._group = lm, lm.device, depth, group_of(depth)
+        self._text = torch.empty(0)  # [T - min_start + 1, H] the states that predict what follows its prefixes
 
     @abstractmethod
     def open(self, tokens: Sequence[int], features: Tensor | None = None) -> None:
-        """The same as `BranchDrafter.open`."""
+        """Read a text of T tokens in the place of the last one; features [T, F] of the target, where it reads them."""
 
-    @abstractmethod
     def _before(self, starts: Tensor) -> Tensor:
         """[S, H]: the states that predict the first tokens."""
+        return self._text[starts.to(self._text.device) - self.min_start]
 
     @abstractmethod
     def _step(self, starts: Tensor, level: int, tokens: Tensor, hidden: Tensor) -> Tensor:
         """[S, H]: the states after tokens [S], which `hidden` [S, H] predicted, in drafts of `level` tokens so far."""
 
-    @abstractmethod
-    def _drop(self) -> None:
+    def _drop(self) -> None:  # noqa: B027 (nothing to forget is usual)
         """Forget the drafts."""
 
-    @abstractmethod
+    def embed(self, ids: Tensor) -> Tensor:
+        """The token embeddings [.., H] that the drafter reads."""
+        return self._lm.embed(ids.to(self.device))
+
     def lm_head(self, hidden: Tensor) -> Tensor:
         """Logits [.., V] of the drafter's states."""
+        return self._lm.lm_head(hidden)
 
     def draft(
         self, starts: Sequence[int], depth: int, params: Sequence[SamplingParams], uniforms: Tensor | None = None
     ) -> Drafted:
+        """`depth` tokens from each of S starts, none before `min_start` nor behind the text.
+
+        params: one for each start. uniforms: [S, depth] float64 in [0, 1), each draws its token; None where all is
+        greedy.
+        """
+
         def draw(piece: slice, level: int, logits: Tensor) -> Tensor:
             return draw_tokens(logits, params[piece], None if uniforms is None else uniforms[piece, level])
 
@@ -238,6 +218,8 @@ class SideBySide(ABC):
         return Drafted(torch.cat(drafts), torch.cat(states))
 
     def states(self, starts: Sequence[int], drafted: Tensor) -> Tensor:
+        """[S, K + 1, H] of the drafter over drafts [S, K]: the states before y_1 .. y_K, then the one after y_K. So
+        those before the tokens are [:, :-1], and those once it has read them [:, 1:]. A head may be trained on them."""
         found = []
         for piece in pieces(len(starts), self._group):
             own = torch.tensor(starts[piece])
@@ -251,35 +233,27 @@ class SideBySide(ABC):
         return torch.cat(found)
 
 
-class DraftModelBranches(SideBySide):
+class DraftModelBranches(BranchDrafter):
     """Drafts of a small language model, as `DraftModelDrafter` makes them one at a time."""
 
     min_start, model = 1, "draft"
 
     def __init__(self, lm: CausalLM, depth: int):
         """depth: most tokens of a draft."""
-        super().__init__(depth, lm.device)
-        self._lm, self.text = lm, BranchedText(lm, depth)
+        super().__init__(lm, depth)
+        self.text = BranchedText(lm, depth)
 
     def open(self, tokens: Sequence[int], features: Tensor | None = None) -> None:
         self.text.open(tokens)
+        self._text = self.text.features
 
     def states(self, starts: Sequence[int], drafted: Tensor) -> Tensor:
         # Unlike a drafter that reads its own states, a language model reads whole branches at once.
-        first = self.text.before(torch.tensor(starts))[:, None]
+        first = self._before(torch.tensor(starts))[:, None]
         return torch.cat([first, self.text.read(starts, drafted)], 1)
-
-    def _before(self, starts: Tensor) -> Tensor:
-        return self.text.before(starts)
 
     def _step(self, starts: Tensor, level: int, tokens: Tensor, hidden: Tensor) -> Tensor:
         return self.text.level(starts, level, tokens[:, None])[:, 0]
 
     def _drop(self) -> None:
         self.text.drop()
-
-    def embed(self, ids: Tensor) -> Tensor:
-        return self._lm.embed(ids.to(self._lm.device))
-
-    def lm_head(self, hidden: Tensor) -> Tensor:
-        return self._lm.lm_head(hidden)

@@ -95,18 +95,6 @@ def confidences_of(distributions: Tensor, tokens: Tensor, depth: Tensor, tempera
     )
 
 
-def confidences_of_children(
-    log_distributions: Tensor, tokens: Tensor, depth: int, temperature: float
-) -> TokenConfidences:
-    """Confidences of k tokens [n, k] that may follow each of n distributions, whose logarithms are [n, V], all at one
-    depth. log q is [n, k]; what a distribution's tokens have in common [n, 1], and what all have [1, 1]."""
-    log_distributions = log_distributions.clamp_min(math.log(SMALLEST))
-    entropy = -torch.linalg.vecdot(log_distributions.exp(), log_distributions)
-    depths, temperatures = (log_distributions.new_full((1, 1), value) for value in (depth, temperature))
-    largest = log_distributions.amax(-1, keepdim=True)
-    return TokenConfidences(log_distributions.gather(-1, tokens), largest, entropy[:, None], depths, temperatures)
-
-
 def entropies(distributions: Tensor) -> Tensor:
     """-sum p log p [nats] of distributions [.., V]; entries of probability zero add nothing."""
     return -torch.xlogy(distributions, distributions).sum(-1)

@@ -94,7 +94,7 @@ def generate(
     """
     ends = frozenset(target.info.eos_ids if eos_ids is None else eos_ids)
     rows = [
-        _DecodedRow(number, prompt, source, ends, room_for(prompt, max_new_tokens, target.info))
+        RowAnswer(ends, room_for(prompt, max_new_tokens, target.info), number, len(prompt), source)
         for number, (prompt, source) in enumerate(zip(prompts, sources, strict=True))
     ]
     capture = () if drafter is None else drafter.capture
@@ -105,8 +105,7 @@ def generate(
     if session.capture != capture:
         raise ValueError(f"session: captures {session.capture}, and the drafter reads {capture}")
     session.reset(len(rows))
-    batch = _RowBatch(rows, session, drafter, params, setup.on_round)
-    batch.limit, batch.max_nodes = target.info.max_position, max_nodes
+    batch = _RowBatch(rows, session, drafter, params, setup, target.info.max_position)
     batch.prefill(prompts)
     while batch.drop_done():
         batch.round()
@@ -145,13 +144,23 @@ def room_for(prompt: Sequence[int], max_new_tokens: int, info: ModelInfo) -> int
 
 
 class RowAnswer:
-    """Emitted tokens, what they cost, and whether generation is over."""
+    """One sequence: emitted tokens, what they cost, and whether its generation is over.
 
-    def __init__(self, ends: frozenset[int], room: int):
+    ends: tokens that end it. room: most tokens. number, num_prompt: of the prompt, from 0, and its length. source: its
+    own random numbers.
+    """
+
+    def __init__(self, ends: frozenset[int], room: int, number: int, num_prompt: int, source: Source):
         self.ends, self.room = ends, room
+        self.number, self.num_prompt, self.source = number, num_prompt, source
         self.tokens: list[int] = []
         self.trace = DecodeTrace()
         self.ended = False
+
+    @property
+    def num_read(self) -> int:
+        """Tokens that the target has read: all but the last."""
+        return self.num_prompt + len(self.tokens) - 1
 
     @property
     def done(self) -> bool:
@@ -170,38 +179,21 @@ class RowAnswer:
         return tokens
 
 
-class _DecodedRow(RowAnswer):
-    """One sequence: its answer so far, and its own random numbers. number: of the prompt, from 0."""
-
-    def __init__(self, number: int, prompt: Sequence[int], source: Source, ends: frozenset[int], room: int):
-        super().__init__(ends, room)
-        self.number, self.num_prompt, self.source = number, len(prompt), source
-
-    @property
-    def num_read(self) -> int:
-        """Tokens that the target has read: all but the last."""
-        return self.num_prompt + len(self.tokens) - 1
-
-
 class _RowBatch:
-    """The rows that are decoded together, in the order of the session's.
-
-    limit: positions of the target's context. max_nodes: as of `generate`.
-    """
-
-    limit: int
-    max_nodes: int
+    """The rows that are decoded together, in the order of the session's. limit: positions of the target's context."""
 
     def __init__(
         self,
-        rows: list[_DecodedRow],
+        rows: list[RowAnswer],
         session: Session,
         drafter: Drafter | None,
         params: SamplingParams,
-        on_round: Callable[[Round], None] | None,
+        setup: Setup,
+        limit: int,
     ):
         self._rows, self._session, self._drafter = rows, session, drafter
-        self._params, self._on_round = params, on_round
+        self._params, self._on_round = params, setup.on_round
+        self._limit, self._max_nodes = limit, setup.max_nodes
         self._sources = [row.source for row in rows]
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> None:
@@ -263,7 +255,7 @@ class _RowBatch:
         # A draft may not outrun the context: node positions go up to kept + depth. Nor is there any use in drafting
         # past the last token wanted, whose value the round's own token gives.
         limits = [
-            0 if row.done else min(row.room - len(row.tokens) - 1, self.limit - row.num_read - 1, self.max_nodes)
+            0 if row.done else min(row.room - len(row.tokens) - 1, self._limit - row.num_read - 1, self._max_nodes)
             for row in self._rows
         ]
         trees: Sequence[DraftTree] = [NO_DRAFT] * len(limits)
@@ -272,7 +264,7 @@ class _RowBatch:
         return [None if row.done else tree for row, tree in zip(self._rows, trees, strict=True)]
 
     def _commit(
-        self, row: _DecodedRow, tree: DraftTree, verdict: Verdict, read_path: Sequence[int], scores: Scores, place: int
+        self, row: RowAnswer, tree: DraftTree, verdict: Verdict, read_path: Sequence[int], scores: Scores, place: int
     ) -> Outcome | None:
         """The end of a round: what a row emits, and what its drafter is to hear; None where the answer is complete.
         place: of the row in the session. read_path: of the verdict's path what the target has read."""

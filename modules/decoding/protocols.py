@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from draftsmith.modules.finite import of_row
+from draftsmith.modules.finite import blame
 from draftsmith.modules.sampling import Source
 from draftsmith.modules.types import SamplingParams
 
@@ -108,21 +108,25 @@ class DraftView:
 
 class StopPolicy(Protocol):
     """Says when a chain is long enough. It may look at drafted tokens that stay in the draft, and the drafter keeps
-    the token it has just shown: dropping it because of its value would bias the output distribution."""
+    the token it has just shown: dropping it because of its value would bias the output distribution. What a subclass
+    leaves out does nothing."""
 
     max_drafted: int
 
     def reset(self) -> None:
         """A new prompt begins: forget what is of the last one."""
+        return None
 
     def start_round(self) -> None:
         """A new draft begins."""
+        return None
 
     def should_stop(self, view: DraftView) -> bool:
         """True when `view.token` is to be the draft's last."""
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         """The verdict on the round's draft."""
+        return None
 
 
 class Drafter(Protocol):
@@ -172,36 +176,21 @@ class EachRow:
     def start(self, prompts: Sequence[Sequence[int]], features: Sequence[Tensor], first_tokens: Sequence[int]) -> None:
         self._rows = self.drafters[: len(prompts)]
         for row, drafter in enumerate(self._rows):
-            with of_row(row):
+            with blame(row=row):
                 drafter.start(prompts[row], features[row], first_tokens[row])
 
     def propose(self, limits: Sequence[int], params: SamplingParams, sources: Sequence[Source]) -> list[DraftTree]:
         trees = []
         for row, (drafter, limit) in enumerate(zip(self._rows, limits, strict=True)):
-            with of_row(row):
+            with blame(row=row):
                 trees.append(drafter.propose(limit, params, sources[row]) if limit > 0 else NO_DRAFT)
         return trees
 
     def advance(self, outcomes: Sequence[Outcome | None]) -> None:
         for row, (drafter, outcome) in enumerate(zip(self._rows, outcomes, strict=True)):
-            with of_row(row):
+            with blame(row=row):
                 if outcome is not None:
                     drafter.advance(outcome)
 
     def select(self, rows: Sequence[int]) -> None:
         self._rows = [self._rows[row] for row in rows]
-
-
-class NestedDrafter(Drafter, Protocol):
-    """A drafter that can serve a model which itself drafts for another: what it was told may be taken back.
-
-    needs_features: it reads the features of the model it drafts for.
-    """
-
-    needs_features: bool
-
-    def commit(self, row: int, tokens: Sequence[int], features: Tensor | None) -> None:
-        """T more tokens of a row, none of them drafted here; features [T, F] of the tokens before each."""
-
-    def rewind(self, row: int, length: int) -> None:
-        """Keep the first `length` tokens of a row only."""

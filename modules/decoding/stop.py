@@ -11,26 +11,17 @@ from draftsmith.modules.decoding.confidence import draft_distribution, entropies
 from draftsmith.modules.decoding.protocols import DraftView, StopPolicy
 
 
-class FixedLength:
+class FixedLength(StopPolicy):
     """Draft K tokens a round (Leviathan et al. 2023)."""
 
     def __init__(self, k: int):
         self.max_drafted = k
 
-    def reset(self) -> None:
-        """Nothing is remembered."""
-
-    def start_round(self) -> None:
-        """Nothing is remembered."""
-
     def should_stop(self, view: DraftView) -> bool:
         return view.num_drafted >= self.max_drafted
 
-    def observe(self, num_drafted: int, num_accepted: int) -> None:
-        """Nothing is learned."""
 
-
-class Confidence:
+class Confidence(StopPolicy):
     """Stop once the drafted token's own probability falls below `threshold` (assisted generation of transformers).
 
     The token that falls below stays in the draft. Greedy drafts look at the softmax at temperature 1.
@@ -39,12 +30,6 @@ class Confidence:
     def __init__(self, threshold: float, min_drafted: int, max_drafted: int):
         self.threshold, self.min_drafted, self.max_drafted = threshold, min_drafted, max_drafted
 
-    def reset(self) -> None:
-        """Nothing is remembered."""
-
-    def start_round(self) -> None:
-        """Nothing is remembered."""
-
     def should_stop(self, view: DraftView) -> bool:
         if view.num_drafted >= self.max_drafted:
             return True
@@ -52,11 +37,8 @@ class Confidence:
             view.num_drafted >= self.min_drafted and not draft_distribution(view)[view.token].item() >= self.threshold
         )
 
-    def observe(self, num_drafted: int, num_accepted: int) -> None:
-        """Nothing is learned."""
 
-
-class Around:
+class Around(StopPolicy):
     """Another policy, to which something is added at some of its calls.
 
     innermost: the policy itself, for those who look at its numbers.
@@ -118,7 +100,7 @@ class RunningEntropy:
             self._count += 1
 
 
-class SelfVerify(RunningEntropy):
+class SelfVerify(RunningEntropy, StopPolicy):
     """Stop once the entropy of the distribution that a token was drawn from exceeds the running mean at rejected tokens
     (HSDDW, self-verification)."""
 

@@ -7,7 +7,7 @@ prefill included (it yields the first token). N_draft drafted tokens that were v
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 
 @dataclass(frozen=True)
@@ -99,16 +99,5 @@ class Totals:
 def pool(traces: Iterable[DecodeTrace]) -> Totals:
     """Sums over prompts."""
     items = list(traces)
-
-    def total(name: str) -> int:
-        return sum(getattr(trace, name) for trace in items)
-
-    return Totals(
-        prompts=len(items),
-        num_tokens=total("num_tokens"),
-        num_target_calls=total("num_target_calls"),
-        num_draft_tokens=total("num_draft_tokens"),
-        num_accepted=total("num_accepted"),
-        num_discarded=total("num_discarded"),
-        draft_calls=total("draft_calls"),
-    )
+    summed = [spec.name for spec in fields(Totals) if spec.name != "prompts"]
+    return Totals(len(items), **{name: sum(getattr(trace, name) for trace in items) for name in summed})

@@ -1,7 +1,7 @@
 """Drafters, learned and training-free: whatever proposes tokens for a target to verify.
 
 The folder is the registry. A learned drafter is a file NAME.py, or NAME/head.py, with a `DraftHead` (base.py) of that
-kind. Names and one line of help are read from the source, so that the command line knows them before torch is there.
+`kind`. Names and one line of help are read from the source, so that the command line knows them before torch is there.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import functools
 import importlib
 import importlib.abc
 import pkgutil
+import re
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,7 @@ def learned() -> dict[str, str]:
     """Kind of every learned drafter -> the first line of its docstring (of the folder, where it has one)."""
     found = {}
     for name in sorted(module.name for module in pkgutil.iter_modules(__path__)):
-        if name != "base" and _is_learned(_source(_module_of(name))):
+        if re.search(rf'^    kind = "{name}"$', _source(_module_of(name)), re.MULTILINE):
             found[name] = (ast.get_docstring(ast.parse(_source(f"{__name__}.{name}"))) or name).splitlines()[0]
     return found
 
@@ -50,11 +51,3 @@ def _source(module: str) -> str:
     spec = find_spec(module)
     assert spec is not None and isinstance(spec.loader, importlib.abc.InspectLoader), module
     return spec.loader.get_source(module) or ""
-
-
-def _is_learned(source: str) -> bool:
-    """A class of it is a `DraftHead`."""
-    if "DraftHead" not in source:
-        return False
-    classes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef))
-    return any(isinstance(base, ast.Name) and base.id == "DraftHead" for node in classes for base in node.bases)

@@ -18,27 +18,16 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
+from draftsmith.modules.acceptance.head import AcceptanceHead
+from draftsmith.modules.acceptance.tree_rule import TreeRule
 from draftsmith.modules.decoding.branches import BranchDrafter
-from draftsmith.modules.decoding.protocols import NestedDrafter, StopPolicy
+from draftsmith.modules.decoding.protocols import Drafter, StopPolicy
+from draftsmith.modules.decoding.tree import StaticTree
+from draftsmith.modules.drafters.growth import DynamicTree
+from draftsmith.modules.drafters.row_drafter import RowDrafter
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import FeatureBatch, LossOutput
-
-
-class DraftHeadConfig(Protocol):
-    """The shape of a drafter's net, a frozen dataclass of JSON values and of such dataclasses: `head` of config.json.
-
-    The sizes are those of the target it drafts for. max_position: the longest text that it and its target can read.
-    """
-
-    @property
-    def hidden_size(self) -> int: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def max_position(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -91,7 +80,9 @@ class DraftHead(nn.Module, ABC):
     """A trained drafter: its net, how it learns and how it drafts. It is built of its config, with random weights.
 
     kind: its name, that of its file or folder; config.json and the command line say it.
-    Config: class of `config`, a `DraftHeadConfig`.
+    Config: class of `config`, the shape of its net: a frozen dataclass of JSON values and of such dataclasses, `head`
+        of config.json. It has hidden_size and vocab_size, of the target it drafts for, and max_position, the longest
+        text that it and its target can read.
     Settings: class of what `train KIND` asks beside what all trainings of drafters ask (train/config.py): a
         frozen dataclass with keyword fields that all have defaults. Its docstring's `Attributes` become help,
         `__post_init__` checks; a field with metadata {"volatile": True} decides nothing of the weights.
@@ -130,7 +121,7 @@ class DraftHead(nn.Module, ABC):
 
     @classmethod
     @abstractmethod
-    def shape(cls, settings: Any, target: LlamaConfig) -> DraftHeadConfig:
+    def shape(cls, settings: Any, target: LlamaConfig) -> Any:
         """The `Config` of a new head for this target."""
 
     @classmethod
@@ -169,8 +160,21 @@ class DraftHead(nn.Module, ABC):
     # -- decoding
 
     @abstractmethod
-    def drafter(self, target: CausalLM, stops: Sequence[StopPolicy], capacity: int) -> NestedDrafter:
+    def drafter(self, target: CausalLM, stops: Sequence[StopPolicy], capacity: int) -> RowDrafter:
         """What drafts chains with it, a stop policy a row. capacity: most tokens of a text, drafts included."""
+
+    def tree_drafter(
+        self,
+        target: CausalLM,
+        shape: StaticTree | DynamicTree,
+        capacity: int,
+        rows: int = 1,
+        acceptance: AcceptanceHead | None = None,
+        rules: Sequence[TreeRule] | None = None,
+    ) -> Drafter:
+        """What drafts trees with it, for its methods of trees (trees.py). acceptance, rules: of dynamic ones, an
+        acceptance head that gives the nodes' values, and what decides each row's size."""
+        raise NotImplementedError(f"{self.kind} drafts no trees")
 
     @abstractmethod
     def branches(self, target: CausalLM, depth: int) -> BranchDrafter:

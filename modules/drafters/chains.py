@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from draftsmith.modules.acceptance.head import HeadPredictor
 from draftsmith.modules.acceptance.policies import (
@@ -17,15 +17,16 @@ from draftsmith.modules.acceptance.policies import (
     PredictorStop,
     ThresholdRule,
 )
-from draftsmith.modules.decoding.protocols import NestedDrafter, StopPolicy
+from draftsmith.modules.decoding.protocols import StopPolicy
 from draftsmith.modules.decoding.stop import Confidence, FixedLength, SelfVerify, UntilEnd
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.drafters.methods import Method, Models, known_methods
+from draftsmith.modules.drafters.row_drafter import RowDrafter
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, at_least, between
 
 
-def build_chains(models: Models, drafter: str, stops: Sequence[StopPolicy]) -> NestedDrafter:
+def build_chains(models: Models, drafter: str, stops: Sequence[StopPolicy]) -> RowDrafter:
     """What drafts chains (`draft`, or the kind of a trained drafter) for as many rows as there are policies, each of
     which ends its row's drafts, as does an end token.
 
@@ -37,7 +38,7 @@ def build_chains(models: Models, drafter: str, stops: Sequence[StopPolicy]) -> N
     return bare_chains(models, drafter, models.target, stops)
 
 
-def bare_chains(models: Models, drafter: str, target: CausalLM, stops: Sequence[StopPolicy]) -> NestedDrafter:
+def bare_chains(models: Models, drafter: str, target: CausalLM, stops: Sequence[StopPolicy]) -> RowDrafter:
     """The same for any model as the target, and without a look at end tokens."""
     if drafter == "draft":
         assert models.draft is not None
@@ -74,7 +75,7 @@ class Chain(Method, ABC):
     def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
         """A fresh one for each row."""
 
-    def build(self, models: Models, rows: int = 1) -> NestedDrafter:
+    def build(self, models: Models, rows: int = 1) -> RowDrafter:
         return build_chains(models, self.needs[0], self.policies(models, rows))
 
 
@@ -108,20 +109,24 @@ class StopRule(Chain, ABC):
     def needs(self) -> tuple[str, ...]:
         return (self.drafter,)
 
-    def check_lengths(self, least: int, most: int) -> None:
-        at_least("min", least, 1)
-        at_least("max", most, least)
+
+@dataclass(frozen=True)
+class Bounded(StopRule, ABC):
+    """At least min, at most max drafted tokens a round."""
+
+    min: int = 1
+    max: int = 20
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("min", self.min, 1)
+        at_least("max", self.max, self.min)
 
 
 @dataclass(frozen=True)
-class ByPrediction(StopRule, ABC):
+class ByPrediction(Bounded, ABC):
     """A chain that ends by the probabilities that its tokens are accepted: one predictor and one rule, whatever is
     drafted."""
-
-    @property
-    @abstractmethod
-    def limits(self) -> tuple[int, int]:
-        """Fewest and most drafted tokens of a round."""
 
     @abstractmethod
     def predictors(self, models: Models, count: int) -> Sequence[Predictor]:
@@ -133,30 +138,18 @@ class ByPrediction(StopRule, ABC):
 
     def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
         predictors = self.predictors(models, rows)
-        return [PredictorStop(predictor, self.rule(models, rows), *self.limits) for predictor in predictors]
+        return [PredictorStop(predictor, self.rule(models, rows), self.min, self.max) for predictor in predictors]
+
+
+def head_predictors(models: Models, drafter: str, count: int, calibrated: bool) -> Sequence[Predictor]:
+    """Predictors of the drafter's acceptance head. calibrated: its probability; else its raw output."""
+    assert models.acceptance is not None
+    first = HeadPredictor(models.acceptance, models.embedder(drafter).embed, calibrated)
+    return [first, *(first.beside() for _ in range(count - 1))]
 
 
 @dataclass(frozen=True)
-class ByHead(ByPrediction, ABC):
-    """Stopped by what the acceptance head of the drafter says."""
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        return (self.drafter, "acceptance")
-
-    @property
-    @abstractmethod
-    def uses_calibrated(self) -> bool:
-        """Whether by its calibrated probability; else by its raw output."""
-
-    def predictors(self, models: Models, count: int) -> Sequence[Predictor]:
-        assert models.acceptance is not None
-        first = HeadPredictor(models.acceptance, models.embedder(self.drafter).embed, self.uses_calibrated)
-        return [first, *(first.beside() for _ in range(count - 1))]
-
-
-@dataclass(frozen=True)
-class SpecDecPlusPlus(ByHead):
+class SpecDecPlusPlus(ByPrediction):
     """SpecDec++: stopped by the acceptance head once 1 - (product of its outputs) > h.
 
     calibrated: off applies h to the head's raw output, as the paper does; on to its calibrated probability.
@@ -164,21 +157,18 @@ class SpecDecPlusPlus(ByHead):
 
     h: float = 0.7
     min: int = 2
-    max: int = 20
     calibrated: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         between("h", self.h, 0, 1)
-        self.check_lengths(self.min, self.max)
 
     @property
-    def limits(self) -> tuple[int, int]:
-        return self.min, self.max
+    def needs(self) -> tuple[str, ...]:
+        return (self.drafter, "acceptance")
 
-    @property
-    def uses_calibrated(self) -> bool:
-        return self.calibrated
+    def predictors(self, models: Models, count: int) -> Sequence[Predictor]:
+        return head_predictors(models, self.drafter, count, self.calibrated)
 
     def rule(self, models: Models, rows: int) -> PredictionRule:
         return ThresholdRule(self.h)
@@ -193,30 +183,29 @@ class CostAware(ByPrediction, ABC):
     """
 
     c: float | Literal["auto"] = "auto"
-    min: int = 1
     max: int = 16
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.c, str) and not self.c > 0:
             raise InputError("c", self.c, "a number above 0, or auto", "Correct it.")
-        self.check_lengths(self.min, self.max)
-
-    @property
-    def limits(self) -> tuple[int, int]:
-        return self.min, self.max
 
     def rule(self, models: Models, rows: int) -> PredictionRule:
-        if not isinstance(self.c, str):
-            return CostRule(self.c)
-        return CostRule(models.times.step_cost(models, self.drafter, rows))
+        return CostRule(models.times.step_cost(models, self.drafter, rows) if isinstance(self.c, str) else self.c)
 
 
 @dataclass(frozen=True)
-class HeadByCost(CostAware, ByHead):
+class HeadByCost(CostAware):
     """The acceptance head's calibrated probabilities, and the cost of drafting on: no threshold to choose."""
 
-    uses_calibrated = True
+    calibrated: ClassVar[bool] = True
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (self.drafter, "acceptance")
+
+    def predictors(self, models: Models, count: int) -> Sequence[Predictor]:
+        return head_predictors(models, self.drafter, count, self.calibrated)
 
 
 @dataclass(frozen=True)
@@ -235,17 +224,14 @@ class Online(CostAware):
 
 
 @dataclass(frozen=True)
-class ConfidenceStop(StopRule):
+class ConfidenceStop(Bounded):
     """Stopped once the drafted token's probability q falls below t, as in transformers' assisted generation."""
 
     t: float = 0.4
-    min: int = 1
-    max: int = 20
 
     def __post_init__(self) -> None:
         super().__post_init__()
         between("t", self.t, 0, 1)
-        self.check_lengths(self.min, self.max)
 
     def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
         return [Confidence(self.t, self.min, self.max) for _ in range(rows)]

@@ -13,7 +13,6 @@ from draftsmith.modules.decoding.protocols import (
     Drafter,
     DraftTree,
     EachRow,
-    NestedDrafter,
     Outcome,
     StopPolicy,
     chain_parents,
@@ -22,6 +21,7 @@ from draftsmith.modules.decoding.stop import FixedLength, RunningEntropy, SelfVe
 from draftsmith.modules.decoding.verify import verify
 from draftsmith.modules.drafters.chains import bare_chains, check_drafter
 from draftsmith.modules.drafters.methods import Method, Models
+from draftsmith.modules.drafters.row_drafter import RowDrafter
 from draftsmith.modules.finite import NonFinite, blame
 from draftsmith.modules.sampling import Source, best_token, probabilities
 from draftsmith.modules.targets.base import CausalLM, Scores
@@ -37,7 +37,7 @@ class HierarchicalDrafter:
     inner: M1. rule: the entropies of M2's distributions in this round, and what they are compared with.
     """
 
-    def __init__(self, middle: CausalLM, inner: NestedDrafter, max_drafted: int, dynamic: bool, capacity: int):
+    def __init__(self, middle: CausalLM, inner: RowDrafter, max_drafted: int, dynamic: bool, capacity: int):
         """inner: M1 for a single row, whose target is M2. max_drafted: most tokens handed to the target.
 
         dynamic: go on drafting while M2 is sure of itself (HSDDW); else hand over after one verification by M2.
@@ -180,14 +180,16 @@ class PreVerification(Method):
     def policy(self) -> StopPolicy:
         return FixedLength(self.k)
 
-    def build(self, models: Models, rows: int = 1) -> Drafter:
-        return EachRow([self.hierarchy(models, self.k + 1, dynamic=False) for _ in range(rows)])
+    @property
+    def handed_over(self) -> tuple[int, bool]:
+        """Most tokens handed to the target at once, and whether M1 and M2 take turns until then."""
+        return self.k + 1, False
 
-    def hierarchy(self, models: Models, max_drafted: int, dynamic: bool) -> HierarchicalDrafter:
-        """The hierarchy of one row."""
-        assert models.mid is not None
-        inner = bare_chains(models, self.drafter, models.mid, [self.policy()])
-        return HierarchicalDrafter(models.mid, inner, max_drafted, dynamic, models.capacity)
+    def build(self, models: Models, rows: int = 1) -> Drafter:
+        middle = models.mid
+        assert middle is not None
+        inner = [bare_chains(models, self.drafter, middle, [self.policy()]) for _ in range(rows)]
+        return EachRow([HierarchicalDrafter(middle, own, *self.handed_over, models.capacity) for own in inner])
 
 
 @dataclass(frozen=True)
@@ -215,8 +217,9 @@ class Hsddw(PreAndSelfVerification):
         at_least("max", self.max, 1)
         at_most("max", self.max, MAX_HANDED_OVER)
 
-    def build(self, models: Models, rows: int = 1) -> Drafter:
-        return EachRow([self.hierarchy(models, self.max, dynamic=True) for _ in range(rows)])
+    @property
+    def handed_over(self) -> tuple[int, bool]:
+        return self.max, True
 
 
 METHODS = {"pre-verify": PreVerification, "pre+self-verify": PreAndSelfVerification, "hsddw": Hsddw}

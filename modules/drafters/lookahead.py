@@ -60,21 +60,12 @@ class LookaheadDrafter:
         # The window's nodes are not shared: each stands for a place in it. Too little room: no guesses this round.
         self._places: list[int] = []
         if max_drafted >= self.window + self.ngram - 2:
-            above = -1
-            heads = []
-            for token in self._rows[0]:
-                tokens.append(token)
-                parents.append(above)
-                above = len(tokens) - 1
-                heads.append(above)
-            self._places = heads
-            for row in self._rows[1:]:
-                below = []
-                for parent, token in zip(self._places, row, strict=True):
-                    tokens.append(token)
-                    parents.append(parent)
-                    below.append(len(tokens) - 1)
-                self._places = below
+            above = [-1, *range(len(tokens), len(tokens) + self.window - 1)]  # the first row is a chain
+            for row in self._rows:
+                self._places = list(range(len(tokens), len(tokens) + self.window))
+                tokens += row
+                parents += above
+                above = self._places
         return DraftTree(tuple(tokens), tuple(parents))
 
     def advance(self, outcome: Outcome) -> None:

@@ -15,16 +15,15 @@ from torch.utils.checkpoint import checkpoint
 
 from draftsmith.modules import flops
 from draftsmith.modules.acceptance.head import ResidualBlock
-from draftsmith.modules.decoding.branches import SideBySide
-from draftsmith.modules.decoding.chain import draft_chains
-from draftsmith.modules.decoding.growth import Level, grow_static
-from draftsmith.modules.decoding.protocols import NO_DRAFT, DraftTree, Outcome, StopPolicy
+from draftsmith.modules.decoding.branches import BranchDrafter
+from draftsmith.modules.decoding.protocols import DraftTree, StopPolicy
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.tree import StaticTree
 from draftsmith.modules.drafters.base import DraftHead, HeadCard, TrainStep
 from draftsmith.modules.drafters.chains import FixedK
-from draftsmith.modules.drafters.methods import Method, Models
-from draftsmith.modules.finite import blame
+from draftsmith.modules.drafters.growth import Level, grow_static
+from draftsmith.modules.drafters.row_drafter import DraftedRow, RowDrafter
+from draftsmith.modules.drafters.trees import StaticTrees
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.losses import CHUNK_ELEMENTS
 from draftsmith.modules.sampling import Source
@@ -146,6 +145,9 @@ class MedusaHead(DraftHead):
     def drafter(self, target: CausalLM, stops: Sequence[StopPolicy], capacity: int) -> MedusaDrafter:
         return MedusaDrafter(self, target, stops)
 
+    def tree_drafter(self, target: CausalLM, shape: Any, capacity: int, rows: int = 1, *_: Any) -> MedusaDrafter:
+        return MedusaDrafter(self, target, [FixedLength(1)] * rows, shape)
+
     def branches(self, target: CausalLM, depth: int) -> MedusaBranches:
         at_most("depth", depth, self.config.num_heads)
         return MedusaBranches(self, target, depth)
@@ -179,46 +181,30 @@ def token_loss(hidden: Tensor, labels: Tensor, target: CausalLM) -> tuple[Tensor
     return torch.stack(entropies).sum(), torch.stack(hits).sum()
 
 
-class MedusaDrafter:
+class MedusaDrafter(RowDrafter):
     """Drafts chains or, given a shape, trees: all from the target's state that gave the last token, in one pass."""
 
-    capture: tuple[int, ...] = ()
-    needs_features = True
+    model = "medusa"
 
     def __init__(
         self, head: MedusaHead, target: CausalLM, stops: Sequence[StopPolicy], shape: StaticTree | None = None
     ):
         """stops: a policy for each row, which chains end by."""
-        self._head, self._target, self.stops, self._shape = in_type_of(head, target), target, list(stops), shape
-        self._stops: list[StopPolicy] = []
-        self._tokens: list[list[int]] = []
-        self._features: list[Tensor] = []  # [H] each
-        self._num_drafted: list[int] = []
+        super().__init__(stops)
+        self._head, self._target, self._shape = in_type_of(head, target), target, shape
 
-    def start(self, prompts: Sequence[Sequence[int]], features: Sequence[Tensor], first_tokens: Sequence[int]) -> None:
-        self._stops = self.stops[: len(prompts)]
-        for stop in self._stops:
-            stop.reset()
-        self._tokens = [[*prompt, token] for prompt, token in zip(prompts, first_tokens, strict=True)]
-        self._features = [own[-1] for own in features]
-        self._num_drafted = [0] * len(prompts)
+    def _deepest(self, row: DraftedRow) -> int:
+        return self._head.config.num_heads
 
-    @blame("medusa")
-    def propose(self, limits: Sequence[int], params: SamplingParams, sources: Sequence[Source]) -> list[DraftTree]:
-        limits = [min(limit, self._head.config.num_heads) for limit in limits]
-        if max(limits) < 1:
-            trees = [NO_DRAFT] * len(limits)
+    def _draft(self, limits: Sequence[int], params: SamplingParams, sources: Sequence[Source]) -> list[DraftTree]:
+        states = self._head(torch.stack([row.features[-1] for row in self._rows]))
+        if self._shape is None:
+            trees = self._drawn(states, limits, params, sources)
         else:
-            states = self._head(torch.stack(self._features))
-            if self._shape is None:
-                trees = self._chains(states, limits, params, sources)
-            else:
-                trees = self._trees(self._shape, states, limits)
-            trees = [dataclasses.replace(tree, draft_calls=1) if tree.tokens else tree for tree in trees]
-        self._num_drafted = [len(tree.tokens) for tree in trees]
-        return trees
+            trees = self._trees(self._shape, states, limits)
+        return [dataclasses.replace(tree, draft_calls=1) if tree.tokens else tree for tree in trees]
 
-    def _chains(
+    def _drawn(
         self, states: list[Tensor], limits: Sequence[int], params: SamplingParams, sources: Sequence[Source]
     ) -> list[DraftTree]:
         levels = iter(states)
@@ -229,7 +215,7 @@ class MedusaDrafter:
             return self._target.lm_head(hidden), hidden
 
         logits, hidden = step()
-        return draft_chains(logits, hidden, step, self._stops, limits, params, sources, self._tokens)
+        return self._chains(logits, hidden, step, limits, params, sources)
 
     def _trees(self, shape: StaticTree, states: list[Tensor], limits: Sequence[int]) -> list[DraftTree]:
         def level(depth: int, count: int) -> Level:
@@ -242,61 +228,35 @@ class MedusaDrafter:
 
         return grow_static(shape, level(0, 1), expand, limits)
 
-    def advance(self, outcomes: Sequence[Outcome | None]) -> None:
-        for row, outcome in enumerate(outcomes):
-            if outcome is not None:
-                self.commit(row, outcome.emitted, outcome.features)
-                self._stops[row].observe(self._num_drafted[row], outcome.num_accepted)
-
-    def select(self, rows: Sequence[int]) -> None:
-        self._stops = [self._stops[row] for row in rows]
-        self._tokens = [self._tokens[row] for row in rows]
-        self._features = [self._features[row] for row in rows]
-        self._num_drafted = [self._num_drafted[row] for row in rows]
-
     def commit(self, row: int, tokens: Sequence[int], features: Tensor | None) -> None:
-        assert features is not None and len(features) == len(tokens)
-        self._tokens[row] += tokens
-        self._features[row] = features[-1]
-
-    def rewind(self, row: int, length: int) -> None:
-        del self._tokens[row][length:]
+        self._rows[row].features = self._rows[row].features[:0]  # the last one is all that is read
+        super().commit(row, tokens, features)
 
 
-class MedusaBranches(SideBySide):
+class MedusaBranches(BranchDrafter):
     """Drafts from many places of one text. What a head says of a place does not depend on the draft before it."""
 
     min_start, model = 2, "medusa"  # a draft follows a token that a state of the text gave
 
     def __init__(self, head: MedusaHead, target: CausalLM, depth: int):
-        super().__init__(depth, target.device)
-        self._head, self._target = in_type_of(head, target), target
-        self._features = torch.empty(0)
+        super().__init__(target, depth)
+        self._head = in_type_of(head, target)
 
     def open(self, tokens: Sequence[int], features: Tensor | None = None) -> None:
         assert features is not None and len(features) == len(tokens)
-        self._features = features
+        self._text = features
 
     def _level(self, starts: Tensor, level: int) -> Tensor:
         if level == len(self._head.heads):
             expected = f"at most {level - 1} for a head that reads the state after a token"
             raise InputError("depth", level, expected, "Make labels of shorter drafts, or pass --state before.")
-        return self._head.heads[level](self._features[starts.to(self.device) - 2])
+        return self._head.heads[level](super()._before(starts))
 
     def _before(self, starts: Tensor) -> Tensor:
         return self._level(starts, 0)
 
     def _step(self, starts: Tensor, level: int, tokens: Tensor, hidden: Tensor) -> Tensor:
         return self._level(starts, level + 1)
-
-    def _drop(self) -> None:
-        """Nothing is kept of drafts."""
-
-    def embed(self, ids: Tensor) -> Tensor:
-        return self._target.embed(ids.to(self.device))
-
-    def lm_head(self, hidden: Tensor) -> Tensor:
-        return self._target.lm_head(hidden)
 
 
 def in_type_of(head: MedusaHead, target: CausalLM) -> MedusaHead:
@@ -314,20 +274,10 @@ class MedusaChain(FixedK):
 
 
 @dataclass(frozen=True)
-class MedusaTree(Method):
+class MedusaTree(StaticTrees):
     """Medusa heads draft a tree a round, a YAML list of paths of ranks: node by node what its head thinks probable."""
 
-    tree: str = "eagle-1"
     uses = ("medusa",)
-
-    @property
-    def trees(self) -> tuple[str, ...]:
-        return (self.tree,)
-
-    def build(self, models: Models, rows: int = 1) -> MedusaDrafter:
-        shape = models.trees[self.tree]
-        at_most("medusa, ranks", max(shape.ranks) + 1, models.target.info.vocab_size)
-        return MedusaDrafter(models.heads["medusa"], models.target, [FixedLength(1)] * rows, shape)
 
 
 METHODS = {"medusa": MedusaTree, "medusa-chain": MedusaChain}

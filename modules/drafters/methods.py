@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import importlib
 import pkgutil
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import UnionType
@@ -111,34 +110,6 @@ class Autoregressive(Method):
 
     def build(self, models: Models, rows: int = 1) -> Drafter | None:
         return None
-
-
-@dataclass(frozen=True)
-class DynamicTrees(Method, ABC):
-    """Trees that are chosen in every round: of the candidates, topk children of every node that is expanded, the best.
-
-    nodes: auto takes as many in every round as are worth their time on this machine, which is measured once.
-    depth: times that nodes are expanded; auto, with nodes=auto, expands as often in every round as is worth its time.
-    """
-
-    nodes: int | Literal["auto"] = 60
-    depth: int | Literal["auto"] = 6
-    topk: int = 10
-
-    @property
-    @abstractmethod
-    def by_values(self) -> bool:
-        """Whether the nodes are the best of all candidates, so that a recording of these says what any number of nodes
-        does."""
-
-    @abstractmethod
-    def fixed(self, models: Models, nodes: int, depth: int) -> Drafter:
-        """What drafts trees of one size, whatever `nodes` and `depth` are."""
-
-
-def tree_methods() -> dict[str, str]:
-    """Kind of a trained drafter -> the name of its method of dynamic trees."""
-    return {method.uses[0]: name for name, method in known_methods().items() if issubclass(method, DynamicTrees)}
 
 
 @dataclass(frozen=True)

@@ -8,20 +8,16 @@ the output becomes a probability. Tensors: `join.*` where there is more to read 
 
 from __future__ import annotations
 
-import itertools
-import math
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.modules.acceptance.head import AcceptanceHeadConfig, Feature, State
-from draftsmith.modules.interop.base import Finding, ForeignHead, Package, Parsed, Reading, Served, TargetFacts
-from draftsmith.modules.interop.predictor import PredictorFormat
-from draftsmith.modules.types import InputError
+from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, Feature
+from draftsmith.modules.interop.base import Finding, ForeignHead, Package, Reading, Served, TargetFacts, misfits
+from draftsmith.modules.interop.predictor import PredictorFormat, unreadable
 
 FORMAT, VERSION = "draftsmith-acceptance", 1
 LIMIT = 12.0  # of logarithms and log-odds
@@ -57,7 +53,8 @@ FORWARD = (
     "z = straight lines between the knots (x, y), end values beyond them; without knots scale * z + shift",
     "P = sigmoid(z)",
 )
-CONFIG = ("hidden_size", "width", "num_blocks", "tied", "judges", "w_acc", "w_rej", "calibration", "knots", "inputs")
+COUNTS = ("hidden_size", "width", "num_blocks")
+CONFIG = (*COUNTS, "tied", "judges", "w_acc", "w_rej", "calibration", "knots", "inputs")
 # What is said of the head and computed with by nobody.
 SAID = ("format", "format_version", "dtype", "law", "judged", "forward", "drafter", "sampling")
 
@@ -107,66 +104,30 @@ class Acceptance(PredictorFormat):
         return Package(fields, tensors)
 
     def read(self, package: Package, target: TargetFacts | None = None) -> Reading:
-        """What a server would hold that goes by `config.json`. weights: by the file's names. settings: the config's.
+        """What a server would hold that goes by `config.json`. weights: by the file's names. settings: `config`, as
+        ours.
 
         target: the model whose hidden states the head reads: the draft, or the target of an EAGLE head.
         """
-        config = package.config
-        refused = _refused(config)
-        if refused:
-            unread = [Finding("error", name, "not read: config.json does not say how") for name in package.tensors]
-            return Reading({}, {}, (*refused, *unread), ())
-        findings = [Finding("note", key, "a field that is not read") for key in config if key not in (*CONFIG, *SAID)]
-        width = (target.raw.get("hidden_size") if target is not None else None) or config["hidden_size"]
-        if width != config["hidden_size"]:
-            found = f"{config['hidden_size']}, but the model's hidden states have width {width}"
+        raw = package.config
+        if refused := _refused(raw):
+            return unreadable(package, [refused], "config.json does not say how")
+        config = _config_of(raw)
+        findings = [Finding("note", key, "a field that is not read") for key in raw if key not in (*CONFIG, *SAID)]
+        if target is not None and target.hidden_size not in (None, config.hidden_size):
+            found = f"{config.hidden_size}, but the model's hidden states have width {target.hidden_size}"
             findings.append(Finding("error", "hidden_size", found))
-        weights: dict[str, Tensor] = {}
-        for name, shape in _shapes(config).items():
-            tensor = package.tensors.get(name)
-            if tensor is None or tuple(tensor.shape) != shape:
-                found = "missing" if tensor is None else f"shape {list(tensor.shape)} where {list(shape)} is wanted"
-                findings.append(Finding("error", name, found))
-                tensor = torch.full(shape, torch.nan)
-            weights[name] = tensor.detach().float()
+        with torch.device("meta"):
+            shapes = {name: tuple(weight.shape) for name, weight in AcceptanceHead(config).named_parameters()}
+        findings += [Finding("error", name, text) for name, text in misfits(shapes, package.tensors).items()]
+        weights = {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
+        fitting = {name: tensor for name, tensor in package.tensors.items() if tuple(tensor.shape) == shapes.get(name)}
+        weights |= {name: tensor.detach().float() for name, tensor in fitting.items()}
         used = tuple(name for name in weights if name in package.tensors)
-        findings += [Finding("error", name, "no such parameter") for name in package.tensors if name not in weights]
-        return Reading(weights, {name: config[name] for name in CONFIG}, tuple(findings), used)
+        return Reading(weights, {"config": config}, tuple(findings), used)
 
-    def parse(self, package: Package, target: TargetFacts | None = None) -> Parsed:
-        """The head as it was written.
-
-        Raises:
-            InputError: a config that cannot be gone by, or tensors that are not those it asks for.
-        """
-        reading = self.read(package, target)
-        for finding in reading.errors:
-            found = f"{finding.where}: {finding.text}"
-            raise InputError("head", found, f"a whole head of the format {FORMAT} {VERSION}", "Export it again.")
-        fields = {name: package.config[name] for name in CONFIG if name != "inputs"}
-        fields["width"] = fields["width"] if fields["width"] != fields["hidden_size"] else 0
-        fields["calibration"] = tuple(fields["calibration"])
-        fields["knots"] = tuple(tuple(knot) for knot in fields["knots"])
-        state, features = _state_and_features(package.config)
-        return Parsed(AcceptanceHeadConfig(**fields, state=state, features=features), dict(reading.weights))
-
-    def accept_prob(self, reading: Reading, inputs: Mapping[str, Tensor]) -> Tensor:
-        """P [N], by `forward` of the config. inputs: name -> [N, size] of each of `inputs`."""
-        weights, settings = reading.weights, reading.settings
-        names = [part["name"] for part in settings["inputs"]]
-        given = [inputs[name].float() for name in names]
-        x = given[0]
-        if _joins(settings):
-            x = F.linear(torch.cat(given, -1), weights["join.weight"], weights["join.bias"])
-        for i in range(settings["num_blocks"]):
-            block = f"blocks.{0 if settings['tied'] else i}.linear"
-            x = x + F.silu(F.linear(x, weights[f"{block}.weight"], weights[f"{block}.bias"]))
-        z = F.linear(x, weights["out.weight"], weights["out.bias"])
-        numbers = [values for name, values in zip(names, given, strict=True) if name in FEATURES]
-        if numbers:
-            z = z + F.linear(torch.cat(numbers, -1), weights["direct.weight"])
-        z = z[..., 0] + math.log(settings["w_rej"] / settings["w_acc"])
-        return torch.sigmoid(_calibrated(z, settings))
+    def ours(self, reading: Reading) -> tuple[AcceptanceHeadConfig, dict[str, Tensor]]:
+        return reading.settings["config"], dict(reading.weights)
 
     def own_prob(self, head: Any, inputs: Mapping[str, Tensor]) -> Tensor:
         """The calibrated output."""
@@ -183,53 +144,33 @@ class Acceptance(PredictorFormat):
         return shlex.join(["draftsmith", "check", served.directory, "--format", "acceptance", *models])
 
 
-def _refused(config: Mapping[str, Any]) -> list[Finding]:
+def _refused(raw: Mapping[str, Any]) -> Finding | None:
     """What makes a config one that cannot be gone by."""
-    if config.get("format") != FORMAT or config.get("format_version") != VERSION:
-        found = f"{config.get('format')} {config.get('format_version')} where {FORMAT} {VERSION} is wanted"
-        return [Finding("error", "format", found)]
-    missing = [Finding("error", name, "missing") for name in CONFIG if name not in config]
-    names = [part.get("name") for part in config.get("inputs", ())]
-    known = {f"state_{state}" for state in STATES} | {"embedding"} | set(FEATURES)
-    if missing or not set(names) <= known or names != [part["name"] for part in _expected_inputs(config)]:
-        missing = missing or [Finding("error", "inputs", f"{names}, which is no order of inputs that is known")]
-    return missing
+    if raw.get("format") != FORMAT or raw.get("format_version") != VERSION:
+        found = f"{raw.get('format')} {raw.get('format_version')} where {FORMAT} {VERSION} is wanted"
+        return Finding("error", "format", found)
+    for name in CONFIG:
+        if name not in raw:
+            return Finding("error", name, "missing")
+    for name in COUNTS:
+        if not isinstance(raw[name], int):
+            return Finding("error", name, f"{raw[name]} where a whole number is wanted")
+    config = _config_of(raw)
+    if [part.get("name") for part in raw["inputs"]] != [
+        part["name"] for part in inputs_of(config.hidden_size, config.state, config.features)
+    ]:
+        names = [part.get("name") for part in raw["inputs"]]
+        return Finding("error", "inputs", f"{names}, which is no order of inputs that is known")
+    return None
 
 
-def _expected_inputs(config: Mapping[str, Any]) -> list[dict[str, Any]]:
-    state, features = _state_and_features(config)
-    return inputs_of(config["hidden_size"], state, features)
-
-
-def _state_and_features(config: Mapping[str, Any]) -> tuple[State, tuple[Any, ...]]:
-    names = [part["name"] for part in config["inputs"]]
-    state: State = "before" if names[:1] == ["state_before"] else "after"
-    return state, tuple(name for name in names if name in FEATURES)
-
-
-def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors that the config asks for."""
-    size, parts = config["width"], config["inputs"]
-    wide = sum(part["size"] for part in parts)
-    shapes: dict[str, tuple[int, ...]] = {}
-    if _joins(config):
-        shapes |= {"join.weight": (size, wide), "join.bias": (size,)}
-    for i in range(min(config["num_blocks"], 1) if config["tied"] else config["num_blocks"]):
-        shapes |= {f"blocks.{i}.linear.weight": (size, size), f"blocks.{i}.linear.bias": (size,)}
-    shapes |= {"out.weight": (1, size), "out.bias": (1,)}
-    numbers = sum(part["name"] in FEATURES for part in parts)
-    return shapes | ({"direct.weight": (1, numbers)} if numbers else {})
-
-
-def _joins(config: Mapping[str, Any]) -> bool:
-    return len(config["inputs"]) > 1 or config["width"] != config["hidden_size"]
-
-
-def _calibrated(z: Tensor, settings: Mapping[str, Any]) -> Tensor:
-    if not settings["knots"]:
-        scale, shift = settings["calibration"]
-        return scale * z + shift
-    result = torch.full_like(z, settings["knots"][0][1])
-    for (x0, y0), (x1, y1) in itertools.pairwise(settings["knots"]):
-        result = torch.where(z >= x0, y0 + (y1 - y0) * ((z - x0) / (x1 - x0)).clamp(max=1), result)
-    return result
+def _config_of(raw: Mapping[str, Any]) -> AcceptanceHeadConfig:
+    names = [part.get("name") for part in raw["inputs"]]
+    return AcceptanceHeadConfig(
+        **{name: raw[name] for name in ("hidden_size", "num_blocks", "tied", "judges", "w_acc", "w_rej")},
+        width=raw["width"] if raw["width"] != raw["hidden_size"] else 0,
+        calibration=tuple(raw["calibration"]),
+        knots=tuple(tuple(knot) for knot in raw["knots"]),
+        state="before" if names[:1] == ["state_before"] else "after",
+        features=tuple(name for name in names if name in FEATURES),
+    )

@@ -12,6 +12,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from draftsmith.modules.types import InputError
+
 
 @dataclass(frozen=True)
 class Package:
@@ -26,14 +28,16 @@ class Package:
 class TargetFacts:
     """What a format needs to know of the model that a head reads.
 
-    raw: its `config.json`. embed_tokens, lm_head: [V, H], where they are at hand. inv_freq: [head_dim / 2], the rotary
-    frequencies of its layers, where this project computes them itself.
+    raw: its `config.json`. embed_tokens, lm_head: [V, H], where they are at hand.
     """
 
     raw: Mapping[str, Any]
     embed_tokens: Tensor | None = None
     lm_head: Tensor | None = None
-    inv_freq: Tensor | None = None
+
+    @property
+    def hidden_size(self) -> int | None:
+        return self.raw.get("hidden_size") or (self.raw.get("text_config") or {}).get("hidden_size")
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ class Reading:
 
     weights: float32, under the names of our head (`fc.weight`, `layers.0.self_attn.q_proj.bias`, `model.0...`); what
         the system would leave uninitialised is NaN, so that no comparison can pass by chance.
-    settings: scalars that the forward needs beside weights (`eagle1/reference.py` and `specdec_pp.py` say which).
+    settings: what the forward needs beside weights (`reader.py` and the formats of predictors say which).
     used: names on disk that the system read.
     """
 
@@ -94,12 +98,13 @@ class Parsed:
 class Probe:
     """One prompt with the model's answer, and its hidden states [T, H] in float32.
 
-    ids: [T]. start: where the answer begins. features: after the final norm. before_norm: the same before it; None
-    where the model does not show them.
+    ids: [T]. start: where the answer begins. choices [T]: the model's greedy choice of the token behind each. features:
+    after the final norm. before_norm: the same before it; None where the model does not show them.
     """
 
     ids: Tensor
     start: int
+    choices: Tensor
     features: Tensor
     before_norm: Tensor | None
 
@@ -195,6 +200,11 @@ class HeadFormat(ABC):
     notes: ClassVar[tuple[str, ...]] = ()
     w_rej: ClassVar[bool] = False
 
+    @property
+    def reads(self) -> Literal["target", "draft"]:
+        """The flag of the model whose hidden states the head reads."""
+        return "draft" if self.predicts else "target"
+
     @abstractmethod
     def recognises(self, found: ForeignHead) -> bool:
         """Is this the format of a foreign directory? Asked once those that are known and not read are ruled out."""
@@ -204,7 +214,7 @@ class HeadFormat(ABC):
         """Our head (its config dataclass and its `named_parameters`) as that system wants it.
 
         Raises:
-            InputError: the reason and the remedy, where the format cannot hold the head.
+            InputError: as of `check`.
         """
 
     @abstractmethod
@@ -235,8 +245,15 @@ class HeadFormat(ABC):
     def compare(self, reading: Reading, head: nn.Module, package: Package, trial: Trial) -> list[Measure]:
         """The system's reading beside the same head as one of ours, in float32, on real text."""
 
-    def holds(self, head: Mapping[str, Any]) -> bool:
-        """Can it hold a head of these settings (`head` of its config.json), as far as they tell?"""
+    def check(self, config: Any) -> None:  # noqa: B027 (a format may hold every head)
+        """Raises InputError with the reason and the remedy where the format cannot hold a head of these settings."""
+
+    def holds(self, config: Any) -> bool:
+        """Does `check` pass?"""
+        try:
+            self.check(config)
+        except InputError:
+            return False
         return True
 
     def completed(self, target: Mapping[str, Any], manifest: Mapping[str, Any]) -> dict[str, Any]:
@@ -250,6 +267,17 @@ class HeadFormat(ABC):
     def settings_differ(self, config: Mapping[str, Any], reading: Reading) -> list[Finding]:
         """The settings of an exported head (its config as JSON values) against those that the system takes."""
         return []
+
+
+def misfits(shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """What is wrong with tensors that are to be a net's parameters, by name; strict."""
+    wrong = {name: "is missing" for name in sorted(shapes.keys() - tensors.keys())}
+    wrong |= {name: "is unknown" for name in sorted(tensors.keys() - shapes.keys())}
+    return wrong | {
+        name: f"is {list(tensors[name].shape)} in place of {list(shape)}"
+        for name, shape in shapes.items()
+        if name in tensors and tuple(tensors[name].shape) != shape
+    }
 
 
 def largest(values: Tensor) -> float:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from draftsmith.modules.interop import formats
@@ -25,67 +25,41 @@ def detect(config: Mapping[str, Any], names_and_shapes: Mapping[str, tuple[int, 
         InputError: what it is instead: another public head, a whole model, a head of this package, or nothing known.
     """
     found = ForeignHead(config, names_and_shapes)
-    for rule in REFUSED:
-        if rule.applies(found):
-            raise InputError("directory", rule.what + _named(found), CAN_READ, rule.remedy)
+    named = f", {found.architecture}" if found.architecture else ""
+    for known in REFUSED:
+        if known.fits(found):
+            raise InputError("directory", known.what + named, CAN_READ, known.remedy)
     for name, format in formats().items():
         if format.recognises(found):
             return name
     first = ", ".join(sorted(names_and_shapes)[:4]) or "none"
-    what = f"tensors of no head that is known ({first}){_named(found)}"
+    what = f"tensors of no head that is known ({first}){named}"
     raise InputError("directory", what, CAN_READ, "Check the path, or name its format with --format.")
-
-
-def _named(found: ForeignHead) -> str:
-    return f", {found.architecture}" if found.architecture else ""
 
 
 @dataclass(frozen=True)
 class KnownFormat:
-    """One kind of directory that is known and not read: how it is recognised, what it is, what to do."""
+    """One kind of directory that is known and not read: what it is, what to do, and its marks, of which any decides.
+
+    tensors: what a tensor's bare name begins with. architecture: what the first architecture begins with. config: a
+    field, and what its value begins with, as text. rule: what these cannot say.
+    """
 
     what: str
-    applies: Callable[[ForeignHead], bool]
+    tensors: str | None = None
+    architecture: str | None = None
+    config: Mapping[str, str] = field(default_factory=dict)
+    rule: Callable[[ForeignHead], bool] = lambda found: False
     remedy: str = LATER
 
-
-def _speculators(found: ForeignHead, kinds: tuple[str, ...] = ()) -> bool:
-    kind = found.config.get("speculators_model_type")
-    return kind in kinds if kinds else kind is not None or "speculators_config" in found.config
-
-
-def _own(found: ForeignHead) -> bool:
-    return isinstance(found.config.get("kind"), str) and isinstance(found.config.get("head"), Mapping)
-
-
-def _old_speculators(found: ForeignHead) -> bool:
-    return _speculators(found, ("eagle",)) or found.has(r"fusion_fc\.") or found.has(r"pre_lm_head_layernorm\.")
-
-
-def _quantised(found: ForeignHead) -> bool:
-    packed = any(re.search(r"\.(qweight|qzeros|weight_scale|weight_packed|SCB)$", name) for name in found.shapes)
-    return packed or bool(found.config.get("quantization_config"))
-
-
-def _medusa_with_heads(found: ForeignHead) -> bool:
-    return found.has(r"\d+\.\d+\.linear\.") and found.has(r"\d+\.\d+\.weight$")
-
-
-def _hydra(found: ForeignHead) -> bool:
-    by_name = found.has(r"hydra_|prefix_embeding_layer\.|input_embed_fn\.")
-    return by_name or any(key.startswith("hydra_") for key in found.config)
-
-
-def _dflash(found: ForeignHead) -> bool:
-    named = re.search(r"DFlash|DSpark", found.architecture) is not None or "dflash_config" in found.config
-    # One norm of all features, beside the layers; EAGLE-3 has it inside its first layer.
-    return named or ("hidden_norm.weight" in found.bare and found.has(r"layers\.\d+\.self_attn\."))
-
-
-def _extra_norms(found: ForeignHead) -> bool:
-    # At the top only: layers of other models have such norms inside.
-    norms = r"(enorm|hnorm|embedding_layernorm|hidden_states_layernorm|(pre_)?lm_head_layernorm)\.weight$"
-    return found.has(norms) or bool(found.config.get("add_para_norm"))
+    def fits(self, found: ForeignHead) -> bool:
+        values = {name: str(found.config[name]) for name in self.config if name in found.config}
+        return (
+            (self.tensors is not None and found.has(self.tensors))
+            or (self.architecture is not None and re.match(self.architecture, found.architecture) is not None)
+            or any(re.match(self.config[name], value) for name, value in values.items())
+            or self.rule(found)
+        )
 
 
 def _eagle3(found: ForeignHead) -> bool:
@@ -103,42 +77,68 @@ def _eagle3(found: ForeignHead) -> bool:
 def _causal_lm(found: ForeignHead) -> bool:
     """Layers and an embedding, as a whole model has them, and nothing that fuses."""
     stack = r"(language_model\.)?(model\.)?(layers|transformer\.h|h|decoder\.layers|gpt_neox\.layers)\.\d+\."
-    embedding = any(re.search(r"(embed_tokens|wte|embed_in|word_embeddings)\.", name) for name in found.bare)
+    embedding = found.has(r"(.*\.)?(embed_tokens|wte|embed_in|word_embeddings)\.")
     return found.has(stack) and embedding and not found.has(r"(eh_proj|fc)\.")
 
 
+TYPE = "speculators_model_type"
 # In this order: a rule may rely on those above it having found nothing.
 REFUSED = (
     KnownFormat(
         "one of draftsmith's own heads",
-        _own,
-        "It needs no import: pass it with --draft or --acceptance, or write it for others with draftsmith export.",
+        rule=lambda found: isinstance(found.config.get("kind"), str) and isinstance(found.config.get("head"), Mapping),
+        remedy="It needs no import: pass it with --draft or --acceptance, or write it for others with draftsmith "
+        "export.",
     ),
-    KnownFormat("an EAGLE head in the old layout of speculators (fusion_fc, transformer)", _old_speculators),
-    KnownFormat("a P-EAGLE head of speculators (peagle)", lambda found: _speculators(found, ("peagle",))),
-    KnownFormat("an EAGLE-3 head of speculators (eagle3)", lambda found: _speculators(found, ("eagle3",))),
     KnownFormat(
-        "a DFlash head of speculators (dflash)", lambda found: _speculators(found, ("dflash", "dflash2", "dspark"))
+        "an EAGLE head in the old layout of speculators (fusion_fc, transformer)",
+        tensors=r"fusion_fc\.|pre_lm_head_layernorm\.",
+        config={TYPE: "eagle$"},
     ),
-    KnownFormat("a head of speculators", _speculators),
-    KnownFormat(
-        "Medusa heads with the whole model around them (medusa_head)", lambda found: found.has(r"medusa_head\.")
-    ),
-    KnownFormat("Medusa heads in the layout of a server (medusa_heads)", lambda found: found.has(r"medusa_heads\.")),
+    KnownFormat("a P-EAGLE head of speculators (peagle)", config={TYPE: "peagle$"}),
+    KnownFormat("an EAGLE-3 head of speculators (eagle3)", config={TYPE: "eagle3$"}),
+    KnownFormat("a DFlash head of speculators (dflash)", config={TYPE: "dflash2?$|dspark$"}),
+    KnownFormat("a head of speculators", config={TYPE: "(?!None$)", "speculators_config": ""}),
+    KnownFormat("Medusa heads with the whole model around them (medusa_head)", tensors=r"medusa_head\."),
+    KnownFormat("Medusa heads in the layout of a server (medusa_heads)", tensors=r"medusa_heads\."),
     KnownFormat(
         "Medusa heads in the layout of vLLM's former MedusaModel",
-        lambda found: found.has(r"blocks\.\d+\.layers\.\d+\.") or found.architecture == "MedusaModel",
+        tensors=r"blocks\.\d+\.layers\.\d+\.",
+        architecture="MedusaModel$",
     ),
-    KnownFormat("Medusa heads (v1, with their own output layers)", _medusa_with_heads),
-    KnownFormat("Medusa heads (v2, with the target's output layer)", lambda found: found.has(r"\d+\.\d+\.linear\.")),
-    KnownFormat("Hydra heads", _hydra),
-    KnownFormat("a DFlash head", _dflash),
-    KnownFormat("a P-EAGLE head", lambda found: re.match("p-?eagle", found.architecture, re.IGNORECASE) is not None),
-    KnownFormat("an EAGLE-3 head", _eagle3),
-    KnownFormat("an EAGLE head with norms of its inputs or outputs (HASS, add_para_norm)", _extra_norms),
     KnownFormat(
-        "an EAGLE head in the layout of vLLM's former EAGLEModel", lambda found: found.architecture == "EAGLEModel"
+        "Medusa heads (v1, with their own output layers)",
+        rule=lambda found: found.has(r"\d+\.\d+\.linear\.") and found.has(r"\d+\.\d+\.weight$"),
     ),
-    KnownFormat("a causal language model", _causal_lm, "A whole model drafts as it is: pass it with --draft."),
-    KnownFormat("quantised weights", _quantised, "Import the directory that they were made from."),
+    KnownFormat("Medusa heads (v2, with the target's output layer)", tensors=r"\d+\.\d+\.linear\."),
+    KnownFormat(
+        "Hydra heads",
+        tensors=r"hydra_|prefix_embeding_layer\.|input_embed_fn\.",
+        rule=lambda found: any(key.startswith("hydra_") for key in found.config),
+    ),
+    KnownFormat(
+        "a DFlash head",
+        architecture=".*(DFlash|DSpark)",
+        config={"dflash_config": ""},
+        # One norm of all features, beside the layers; EAGLE-3 has it inside its first layer.
+        rule=lambda found: "hidden_norm.weight" in found.bare and found.has(r"layers\.\d+\.self_attn\."),
+    ),
+    KnownFormat("a P-EAGLE head", architecture="(?i)p-?eagle"),
+    KnownFormat("an EAGLE-3 head", rule=_eagle3),
+    KnownFormat(
+        "an EAGLE head with norms of its inputs or outputs (HASS, add_para_norm)",
+        # At the top only: layers of other models have such norms inside.
+        tensors=r"(enorm|hnorm|embedding_layernorm|hidden_states_layernorm|(pre_)?lm_head_layernorm)\.weight$",
+        config={"add_para_norm": "True"},
+    ),
+    KnownFormat("an EAGLE head in the layout of vLLM's former EAGLEModel", architecture="EAGLEModel$"),
+    KnownFormat(
+        "a causal language model", rule=_causal_lm, remedy="A whole model drafts as it is: pass it with --draft."
+    ),
+    KnownFormat(
+        "quantised weights",
+        tensors=r".*\.(qweight|qzeros|weight_scale|weight_packed|SCB)$",
+        config={"quantization_config": "{'"},
+        remedy="Import the directory that they were made from.",
+    ),
 )

@@ -10,15 +10,11 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from draftsmith.modules.drafters.eagle.head import EagleConfig
+from draftsmith.modules.drafters.eagle.net import EagleConfig
 from draftsmith.modules.interop.base import Package, Parsed, Served, TargetFacts
-from draftsmith.modules.interop.eagle1.directory import write_head
-from draftsmith.modules.interop.eagle1.format import EagleFormat
-from draftsmith.modules.interop.eagle1.reader import Biases, Reader, Sizes, max_positions, sizes
-from draftsmith.modules.interop.eagle1.rope import Rope, conflict, safeailab_rope, transformers_rope
+from draftsmith.modules.interop.eagle1 import Biases, EagleFormat
+from draftsmith.modules.interop.reader import Reader, max_positions
+from draftsmith.modules.interop.rope import PARTIAL, Rope, conflict, safeailab_rope, transformers_rope
 from draftsmith.modules.types import InputError
 
 ELSEWHERE = "Export it with --format vllm or --format sglang."
@@ -30,12 +26,13 @@ class SafeAILab(EagleFormat):
     name = "eagle"
     system = "SafeAILab/EAGLE"
     truncates = False
+    reads_head_dim = False
     target_index = True
     notes = (
         "Its tree of total_token 60, depth 5 and top_k 10 counts the root: here it is eagle2:nodes=59:depth=5:topk=10.",
     )
 
-    def write(self, config: EagleConfig, state: Mapping[str, Tensor], dtype: torch.dtype) -> Package:
+    def check(self, config: EagleConfig) -> None:
         llama, scaling = config.llama, config.llama.rope_scaling
         if llama.head_dim * llama.num_heads != llama.hidden_size:
             expected = f"hidden_size / num_heads = {llama.hidden_size // llama.num_heads}"
@@ -46,12 +43,7 @@ class SafeAILab(EagleFormat):
             found = f"linear by {scaling.factor:g} on base {llama.rope_theta:g}"
             rule = f"{self.system} takes that base under linear scaling, whatever rope_theta says"
             raise InputError("rope_scaling", found, f"a factor over 1 on base 10000: {rule}", ELSEWHERE)
-        return write_head(config, state, dtype, plain_fields(config))
-
-    def holds(self, head: Mapping[str, Any]) -> bool:
-        llama = head.get("llama") or {}
-        square = llama.get("head_dim", 0) * llama.get("num_heads", 0) == llama.get("hidden_size", 0)
-        return square and (llama.get("rope_scaling") or {}).get("kind") != "llama3"
+        super().check(config)
 
     def parse(self, package: Package, target: TargetFacts | None = None) -> Parsed:
         """head_dim and llama3 scaling, which that code cannot have, are taken by the field: heads for vLLM come in the
@@ -77,9 +69,6 @@ class SafeAILab(EagleFormat):
         """`bias` is fc's and true unless said (ea_model.py); `qkv_bias` is that of q, k and v (cnets1.py)."""
         return Biases(fc=bool(raw.get("bias", True)), qkv=bool(raw.get("qkv_bias", False)), o=False, mlp=False)
 
-    def sizes(self, raw: Mapping[str, Any]) -> Sizes:
-        return sizes(raw, head_dim=False)
-
     def rope(self, raw: Mapping[str, Any]) -> Rope:
         return safeailab_rope(raw)
 
@@ -93,13 +82,13 @@ class SafeAILab(EagleFormat):
         )
         if "bias" not in raw:
             reader.note("bias", "gives fc a bias: the field is absent and its default is true")
-        heads, head_dim = reader.settings["num_heads"], reader.settings["head_dim"]
+        heads, head_dim = reader.settings["llama"].num_heads, reader.settings["llama"].head_dim
         if raw.get("head_dim") not in (None, head_dim):
             reader.error("head_dim", f"ignores {raw['head_dim']} and takes hidden_size / {heads} heads = {head_dim}")
         if scaling := raw.get("rope_scaling"):
             _check_scaling(reader, scaling)
         meant, does = transformers_rope(raw), safeailab_rope(raw)
-        if (meant.kind, meant.theta) != (does.kind, does.theta):
+        if meant.theta != does.theta or (meant.kind != does.kind and not meant.kind.startswith(PARTIAL)):
             rule = "it reads rope_theta and rope_scaling only, not rope_parameters"
             if scaling:
                 rule = "under rope_scaling its base is always 10000"
@@ -112,13 +101,13 @@ class SafeAILab(EagleFormat):
         """`load_state_dict(..., strict=False)`; names as they are. It fills its embedding from the target and loads the
         file over it."""
         if name in reader.slots:
-            reader.fill(name, name, f"size mismatch for {name}")
+            reader.fill(name, reader.package.tensors[name], [name], f"size mismatch for {name}")
         elif name == "embed_tokens.weight":
             rows = reader.raw.get("vocab_size") if reader.target is None else reader.target.raw.get("vocab_size")
             same = "loads it over the target's, which is the same"
             reader.fill_embedding(name, rows, f"size mismatch for {name}", same)
         elif "lm_head" in name:
-            reader.dropped_lm_head(name)
+            reader.replaced(name, reader.differs(name, "lm_head"), "drops it and takes the target's")
         elif name == "fc.bias":
             reader.dropped(name, "because config.json says `bias: false`")
         elif name.removeprefix("model.") in reader.slots:
@@ -131,12 +120,6 @@ class SafeAILab(EagleFormat):
         if longest > reader.settings["max_position"]:
             reader.note("max_position_embeddings", f"grows its rotary table on demand, to the target's {longest}")
             reader.settings["max_position"] = longest
-
-
-def plain_fields(config: EagleConfig) -> dict[str, Any]:
-    """What vLLM reads too."""
-    fields: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "bias": False}
-    return fields | ({"qkv_bias": True} if config.llama.qkv_bias else {})
 
 
 def _check_scaling(reader: Reader, scaling: Mapping[str, Any]) -> None:

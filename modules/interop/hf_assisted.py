@@ -6,7 +6,7 @@ What is absent there is transformers' default: 20 drafted tokens a round and a c
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,9 +52,7 @@ def choose_tuning(results: Mapping[str, Any], draft: Mapping[str, str]) -> Tunin
     Raises:
         InputError: results of another draft, or without a method that transformers could follow.
     """
-    meta, rows = results.get("meta"), results.get("methods")
-    if not isinstance(meta, Mapping) or not isinstance(rows, Sequence) or "methods" not in meta:
-        raise InputError("results", "no meta or methods", "results.json of eval bench", "Check the path.")
+    meta, rows = results["meta"], results["methods"]
     measured = meta.get("models", {}).get("draft")
     # Results of earlier versions lack some hashes.
     if not measured or any(draft.get(key) != value for key, value in measured.items()):

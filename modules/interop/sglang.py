@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.modules.drafters.eagle.head import EagleConfig
+from draftsmith.modules.drafters.eagle.net import EagleConfig
 from draftsmith.modules.interop.base import Package, Served
-from draftsmith.modules.interop.eagle1.detect import SGLANG_CLASS as CLASS
-from draftsmith.modules.interop.eagle1.directory import write_head
-from draftsmith.modules.interop.eagle1.format import EagleFormat
-from draftsmith.modules.interop.eagle1.reader import Biases, Reader, parts_of, positive
-from draftsmith.modules.interop.eagle1.rope import transformers_rope
+from draftsmith.modules.interop.eagle1 import SGLANG_CLASS as CLASS
+from draftsmith.modules.interop.eagle1 import Biases, EagleFormat
+from draftsmith.modules.interop.reader import Reader, parts_of, positive
+from draftsmith.modules.interop.rope import transformers_rope
 
 # Modules whose shorter tensors it fills up with zeros, for MLPs of odd widths (layers/linear.py).
 PADDED = ("gate_proj", "up_proj", "down_proj", "o_proj")
@@ -32,11 +31,12 @@ class SGLang(EagleFormat):
     system = "SGLang"
     zero_bias = True
 
+    def fields(self, config: EagleConfig) -> dict[str, Any]:
+        return {"architectures": [CLASS], "bias": False, "attention_bias": config.llama.qkv_bias}
+
     def write(self, config: EagleConfig, state: Mapping[str, Tensor], dtype: torch.dtype) -> Package:
         """Zero biases are added that it would otherwise fill at random (fc) or has beside those of q, k and v (o)."""
-        llama = config.llama
-        fields = {"architectures": [CLASS], "bias": False, "attention_bias": llama.qkv_bias}
-        package = write_head(config, state, dtype, fields)
+        llama, package = config.llama, super().write(config, state, dtype)
         zeros = {"fc.bias": torch.zeros(llama.hidden_size, dtype=dtype)}
         if llama.qkv_bias:
             for i in range(llama.num_layers):
@@ -89,7 +89,7 @@ class SGLang(EagleFormat):
     def load(self, reader: Reader, name: str) -> None:
         """Prepend `model.`, except to what has `lm_head` in its name, which it skips."""
         if "lm_head" in name:
-            reader.dropped_lm_head(name)
+            reader.replaced(name, reader.differs(name, "lm_head"), "drops it and takes the target's")
         elif name == "embed_tokens.weight":
             _load_embedding(reader, name)
         elif all(slot in reader.slots for slot in parts_of(name)):
@@ -111,30 +111,23 @@ def _check_dtype(reader: Reader) -> None:
     in float16 where that is float32 (configs/model_config.py, _get_and_verify_dtype)."""
     if reader.target is None:
         return
-    own, theirs = (_dtype(raw) for raw in (reader.raw, reader.target.raw))
+    named = [str(raw.get("dtype") or raw.get("torch_dtype") or "float32") for raw in (reader.raw, reader.target.raw)]
+    own, theirs = ("float16" if name == "float32" else name for name in named)
     if own == theirs:
         reader.note("dtype", f"runs head and target in {own}")
     else:
         reader.note("dtype", f"runs the head in {own} and the target in {theirs}, unless --dtype says otherwise")
 
 
-def _dtype(raw: Mapping[str, Any]) -> str:
-    named = raw.get("dtype") or raw.get("torch_dtype") or "float32"
-    return "float16" if named == "float32" else str(named)
-
-
 def _load_embedding(reader: Reader, name: str) -> None:
     """Loaded, then replaced (speculative/eagle_worker_v2.py, init_lm_head)."""
-    differ = reader.embeds_differ(name)
     shape = list(reader.package.tensors[name].shape)
     expected = [positive(reader.raw, "vocab_size"), reader.slots["fc.weight"].shape[0]]
     if shape != expected:
         reader.error(name, f"raises: a table of another shape (file {shape}, model {expected})")
-    elif differ is False:
-        reader.note(name, "puts the target's in its place, which is the same")
     else:
-        found = "which differs" if differ else "which is not at hand to compare"
-        reader.error(name, f"silently puts the target's in its place, {found}")
+        differ = reader.differs(name, "embed_tokens")
+        reader.replaced(name, differ, f"{'silently ' * (differ is not False)}puts the target's in its place")
 
 
 def _check_length(reader: Reader) -> None:
@@ -153,5 +146,5 @@ def _check_length(reader: Reader) -> None:
 def _context(raw: Mapping[str, Any]) -> int:
     """Positions that SGLang derives: linear scaling multiplies them (utils/hf_transformers/common.py)."""
     rope = transformers_rope(raw)
-    stretched = rope.factor if rope.kind == "linear" else 1.0
+    stretched = rope.scaling.factor if rope.kind == "linear" else 1.0
     return int(stretched * positive(raw, "max_position_embeddings"))

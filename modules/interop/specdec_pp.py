@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.modules.acceptance.head import AcceptanceHeadConfig
@@ -22,13 +21,12 @@ from draftsmith.modules.interop.base import (
     Finding,
     ForeignHead,
     Package,
-    Parsed,
     Reading,
     Served,
     TargetFacts,
     matrix_size,
 )
-from draftsmith.modules.interop.predictor import PredictorFormat
+from draftsmith.modules.interop.predictor import PredictorFormat, unreadable
 from draftsmith.modules.types import InputError
 
 FIELDS = ("hidden_size", "num_layers")
@@ -38,6 +36,8 @@ UNCORRECTED = (
     "corrected for them"
 )
 
+OVERWRITTEN = "overwritten by"
+
 
 class SpecDecPP(PredictorFormat):
     """Its class is fed the state after the token alone, and holds one block, or several that are the same one."""
@@ -46,6 +46,8 @@ class SpecDecPP(PredictorFormat):
     system = "SpecDec_pp"
     torch_copy = True
     w_rej = True
+    tolerated = OVERWRITTEN
+    assumed = (UNCORRECTED,)
 
     def recognises(self, found: ForeignHead) -> bool:
         """Residual blocks numbered in one Sequential, and a last layer of two classes (SpecDec_pp, wrap_model.py)."""
@@ -56,10 +58,21 @@ class SpecDecPP(PredictorFormat):
         last = [name[1] for name in names if name[2] is None and name[3] == "weight"]
         return len(last) == 1 and matrix_size(found.shapes[f"model.{last[0]}.weight"], 0) == 2
 
-    def holds(self, head: Mapping[str, Any]) -> bool:
-        blocks = bool(head.get("tied")) or head.get("num_blocks", 2) <= 1
-        published = head.get("state", "after") == "after" and not head.get("features") and head.get("judges") != "tree"
-        return blocks and published
+    def check(self, config: AcceptanceHeadConfig) -> None:
+        """Refuses several blocks with weights of their own, and inputs that their class does not have."""
+        if not config.as_published:
+            extra = [f"the state {config.state} the token"] * (config.state != "after") + list(config.features)
+            found = f"a head that predicts for a {config.judges} by {', '.join(extra) or 'the state after the token'}"
+            expected = (
+                "one that predicts for a chain by the state after the token alone, all that SpecDec_pp's class is fed"
+            )
+            remedy = "Write it with its inputs: draftsmith export --format acceptance."
+            raise InputError("head", found, expected, remedy)
+        if config.num_blocks > 1 and not config.tied:
+            found = f"{config.num_blocks} blocks, each with its own weights"
+            expected = "tied blocks or at most one: SpecDec_pp's class repeats one block object"
+            remedy = "Train one for it: draftsmith train acceptance --tied true (or --num-blocks 1)."
+            raise InputError("head", found, expected, remedy)
 
     def write(
         self, config: AcceptanceHeadConfig, state: Mapping[str, Tensor], dtype: torch.dtype = torch.float32
@@ -68,16 +81,9 @@ class SpecDecPP(PredictorFormat):
 
         Our one logit z becomes two, (0, z): softmax([0, z])[1] = sigmoid(z). Like theirs, the output is the raw one;
         our correction for the loss weights and the fitted calibration have no place in the file.
-
-        Raises:
-            InputError: several blocks with weights of their own, or inputs that their class does not have.
         """
-        _check_inputs(config)
+        self.check(config)
         n = config.num_blocks
-        if n > 1 and not config.tied:
-            expected = "tied blocks or at most one: SpecDec_pp's class repeats one block object"
-            remedy = "Train one for it: draftsmith train acceptance --tied true (or --num-blocks 1)."
-            raise InputError("head", f"{n} blocks, each with its own weights", expected, remedy)
         tensors = {f"model.0.linear.{part}": state[f"blocks.0.linear.{part}"] for part in PARTS if n}
         for part in PARTS:
             accepted = state[f"out.{part}"]
@@ -93,12 +99,15 @@ class SpecDecPP(PredictorFormat):
         target: the model whose hidden states it reads, which is the DRAFT.
         """
         width, n = package.config.get("hidden_size"), package.config.get("num_layers", 0)
-        refused = _refused(width, n)
-        if refused:
-            unread = [Finding("error", name, "not read: the class cannot be built") for name in package.tensors]
-            return Reading({}, {}, (*refused, *unread), ())
+        if refused := _refused(width, n):
+            return unreadable(package, refused, "the class cannot be built")
         assert isinstance(width, int) and isinstance(n, int)
-        findings = _config_findings(package.config, target)
+        findings = [Finding("note", key, "a field that is not read") for key in package.config if key not in FIELDS]
+        if "num_layers" not in package.config:
+            findings.append(Finding("note", "num_layers", "absent: no residual block"))
+        if target is not None and target.hidden_size not in (None, width):
+            expected = f"the draft's hidden states have width {target.hidden_size}"
+            findings.append(Finding("error", "hidden_size", f"{width}, but {expected}: the first matrix product fails"))
         block = {f"model.0.linear.{part}": [f"model.{i}.linear.{part}" for i in range(n)] for part in PARTS if n}
         names = block | {f"model.{n}.{part}": [f"model.{n}.{part}"] for part in PARTS}
         weights: dict[str, Tensor] = {}
@@ -113,36 +122,16 @@ class SpecDecPP(PredictorFormat):
         findings += [Finding("error", name, "no such parameter: dropped without a word") for name in unknown]
         return Reading(weights, {"hidden_size": width, "num_layers": n}, tuple(findings), tuple(used))
 
-    def parse(self, package: Package, target: TargetFacts | None = None) -> Parsed:
-        """A tied head that computes what theirs does: the logit is the difference of their two.
-
-        target: the DRAFT, where it is at hand.
-
-        Raises:
-            InputError: a head that their class cannot hold whole.
-        """
-        reading = self.read(package, target)
-        overwritten = [finding for finding in reading.errors if "overwritten by" in finding.text]
-        for finding in reading.errors:
-            if finding not in overwritten:
-                found = f"{finding.where}: {finding.text}"
-                raise InputError("head", found, "a whole SpecDec++ acceptance head", "Check where it comes from.")
+    def ours(self, reading: Reading) -> tuple[AcceptanceHeadConfig, dict[str, Tensor]]:
+        """A tied head whose logit is the difference of their two: P = softmax(logits)[1]
+        (specdec_pp/hf_generation.py)."""
         n = reading.settings["num_layers"]
         state = {f"blocks.0.linear.{part}": reading.weights[f"model.0.linear.{part}"].clone() for part in PARTS if n}
         for part in PARTS:
             rejected, accepted = reading.weights[f"model.{n}.{part}"]
             state[f"out.{part}"] = (accepted - rejected)[None]
         config = AcceptanceHeadConfig(reading.settings["hidden_size"], num_blocks=n, w_acc=1.0, w_rej=1.0, tied=True)
-        notes = [f"{finding.where}: {finding.text}" for finding in overwritten]
-        return Parsed(config, state, (*notes, UNCORRECTED))
-
-    def accept_prob(self, reading: Reading, inputs: Mapping[str, Tensor]) -> Tensor:
-        """`softmax(head(hidden.float()))[..., 1]` (specdec_pp/hf_generation.py) of the state after the token."""
-        weights, n = reading.weights, reading.settings["num_layers"]
-        x = inputs["state_after"].float()
-        for _ in range(n):
-            x = x + F.silu(F.linear(x, weights["model.0.linear.weight"], weights["model.0.linear.bias"]))
-        return F.linear(x, weights[f"model.{n}.weight"], weights[f"model.{n}.bias"]).softmax(-1)[..., 1]
+        return config, state
 
     def own_prob(self, head: Any, inputs: Mapping[str, Tensor]) -> Tensor:
         """The raw output: our correction for the loss weights and the calibration have no place in the file."""
@@ -159,19 +148,6 @@ class SpecDecPP(PredictorFormat):
         return shlex.join(words)
 
 
-def _check_inputs(config: AcceptanceHeadConfig) -> None:
-    """Raises InputError for a head that reads more than the state after the token, or predicts for a tree's
-    children."""
-    extra = [f"the state {config.state} the token"] * (config.state != "after") + list(config.features)
-    if extra or config.judges != "chain":
-        found = f"a head that predicts for a {config.judges} by {', '.join(extra) or 'the state after the token'}"
-        expected = (
-            "one that predicts for a chain by the state after the token alone, all that SpecDec_pp's class is fed"
-        )
-        remedy = "Write it with its inputs: draftsmith export --format acceptance."
-        raise InputError("head", found, expected, remedy)
-
-
 def _refused(width: object, n: object) -> list[Finding]:
     """Fields with which their constructor fails."""
     findings = []
@@ -180,23 +156,6 @@ def _refused(width: object, n: object) -> list[Finding]:
     if not isinstance(n, int) or n < 0:
         findings.append(Finding("error", "num_layers", f"{n} where a number of residual blocks is needed"))
     return findings
-
-
-def _config_findings(config: Mapping[str, Any], target: TargetFacts | None) -> list[Finding]:
-    findings = [Finding("note", key, "a field that is not read") for key in config if key not in FIELDS]
-    if "num_layers" not in config:
-        findings.append(Finding("note", "num_layers", "absent: no residual block"))
-    width, expected = config["hidden_size"], _width_of(target)
-    if expected is not None and width != expected:
-        text = f"{width}, but the draft's hidden states have width {expected}: the first matrix product fails"
-        findings.append(Finding("error", "hidden_size", text))
-    return findings
-
-
-def _width_of(target: TargetFacts | None) -> int | None:
-    if target is None:
-        return None
-    return target.raw.get("hidden_size") or (target.raw.get("text_config") or {}).get("hidden_size")
 
 
 def _loaded(
@@ -216,7 +175,7 @@ def _loaded(
         if torch.equal(tensors[alias], tensors[last]):
             findings.append(Finding("note", alias, f"a copy of {last}: the blocks are one object"))
         else:
-            findings.append(Finding("error", alias, f"overwritten by {last}, which differs: the blocks are one object"))
+            findings.append(Finding("error", alias, f"{OVERWRITTEN} {last}, which differs: the blocks are one object"))
     if tensors[last].dtype != torch.float32:
         findings.append(Finding("note", last, f"{tensors[last].dtype} on disk, float32 in memory"))
     return tensors[last].detach().float(), findings

@@ -10,24 +10,10 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from draftsmith.modules.drafters.eagle.head import EagleConfig
-from draftsmith.modules.interop.base import Package, Served
-from draftsmith.modules.interop.eagle import plain_fields
-from draftsmith.modules.interop.eagle1.detect import SGLANG_CLASS
-from draftsmith.modules.interop.eagle1.directory import write_head
-from draftsmith.modules.interop.eagle1.format import EagleFormat
-from draftsmith.modules.interop.eagle1.reader import (
-    ROTARY_BUFFERS,
-    Biases,
-    Reader,
-    config_number,
-    max_positions,
-    parts_of,
-)
-from draftsmith.modules.interop.eagle1.rope import transformers_rope
+from draftsmith.modules.interop.base import Served
+from draftsmith.modules.interop.eagle1 import SGLANG_CLASS, Biases, EagleFormat
+from draftsmith.modules.interop.reader import ROTARY_BUFFERS, Reader, config_number, max_positions, parts_of
+from draftsmith.modules.interop.rope import transformers_rope
 
 CLASS = "EagleLlamaForCausalLM"
 # Whose config always has `layer_types` (transformers 5).
@@ -37,15 +23,12 @@ RESIZED = ("default", "linear", "llama3", "ntk", "proportional")
 
 
 class VLLM(EagleFormat):
-    """What `--speculative-config '{"method": "eagle", ...}'` takes."""
+    """What `--speculative-config '{"method": "eagle", ...}'` takes: the directory of SafeAILab/EAGLE, also for a head
+    whose head_dim or rope only vLLM holds."""
 
     name = "vllm"
     system = "vLLM"
     uninitialised = "uninitialised memory"
-
-    def write(self, config: EagleConfig, state: Mapping[str, Tensor], dtype: torch.dtype) -> Package:
-        """The same directory as for SafeAILab/EAGLE, and also for a head whose head_dim or rope only vLLM holds."""
-        return write_head(config, state, dtype, plain_fields(config))
 
     def serve(self, served: Served) -> str:
         settings = {"method": "eagle", "model": served.directory, "num_speculative_tokens": served.num_drafted}
@@ -123,7 +106,7 @@ class VLLM(EagleFormat):
 
 def _check_layer_types(reader: Reader) -> None:
     """The head's layers count on from the target's, its `layer_types` do not (models/llama.py, LlamaAttention)."""
-    raw, layers = reader.raw, reader.settings["num_layers"]
+    raw, layers = reader.raw, reader.settings["llama"].num_layers
     typed = len(raw.get("layer_types") or []) or (layers if raw.get("model_type") in LAYER_TYPED else 0)
     if not typed or reader.target is None:
         return

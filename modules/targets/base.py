@@ -112,16 +112,6 @@ class Session(Protocol):
         """Go on with these rows only (ascending)."""
 
 
-class BatchSession(Protocol):
-    """Several sequences generated together, one token each a step."""
-
-    def step(self, tokens: Tensor) -> Tensor:
-        """Read tokens [B], one a row; logits [B, V] of what follows."""
-
-    def select(self, rows: Tensor) -> None:
-        """Go on with these rows only (indices [B'])."""
-
-
 class CausalLM(Protocol):
     """A language model: the lean Llama (`targets/llama.py`) or any transformers model (`targets/hf.py`).
 
@@ -140,12 +130,6 @@ class CausalLM(Protocol):
         capture: what features are. (): the state after the final norm. Else the residual stream's states after the
         first so many layers, ascending and fewer than all, side by side: (2, 16, 29) are those that EAGLE-3 reads.
         static: shapes are to recur; None takes them on CUDA only.
-        """
-
-    def batch_session(self, prompts: Sequence[Sequence[int]], capacity: int) -> tuple[BatchSession, Tensor]:
-        """Read prompts of any lengths; the session, and logits [B, V] of each prompt's next token.
-
-        capacity: most tokens a row may reach, prompt included.
         """
 
     def features(self, input_ids: Tensor, position_ids: Tensor | None = None, capture: tuple[int, ...] = ()) -> Tensor:

@@ -29,18 +29,7 @@ class HFLM:
         self.device, self.dtype = weight.device, weight.dtype
 
     def session(self, rows: int, capacity: int, capture: tuple[int, ...] = (), static: bool | None = None) -> HFSession:
-        """Raises:
-        InputError: several rows, whose lengths transformers' caches do not tell apart.
-        """
-        if rows > 1:
-            found = "a model that only transformers can run"
-            raise InputError("model", found, "a Llama-family model, to decode in batches", "Pass --batch-size 1.")
-        return HFSession(self, capture)
-
-    @torch.inference_mode()
-    def batch_session(self, prompts: Sequence[Sequence[int]], capacity: int) -> tuple[HFBatchSession, Tensor]:
-        session = HFBatchSession(self, prompts)
-        return session, session.prefill(prompts)
+        return HFSession(self, rows, capture)
 
     def features(self, input_ids: Tensor, position_ids: Tensor | None = None, capture: tuple[int, ...] = ()) -> Tensor:
         # As decoding computes them, whatever a training around this does with its own weights.
@@ -89,29 +78,32 @@ class HFLM:
 
 
 class HFSession:
-    """One sequence over an `HFLM`. Only layers with plain key/value caches can drop tokens: others are refused by
-    transformers' own cache, loudly."""
+    """A `Session` over an `HFLM`. Only layers with plain key/value caches can drop tokens: others are refused by
+    transformers' own cache, loudly.
+
+    transformers' caches do not tell rows' lengths apart. So several rows are padded at the left, go on together, and
+    drop nothing: enough to answer prompts, and not for drafts.
+    """
 
     static = False
 
-    def __init__(self, lm: HFLM, capture: tuple[int, ...] = ()):
-        # No config: sliding-window layers then keep all keys, and the mask does the windowing; dropping drafted tokens
-        # from a rolling buffer would be impossible.
-        self._lm, self._cache, self._length, self.capture = lm, DynamicCache(), 0, capture
-
-    @property
-    def lengths(self) -> Sequence[int]:
-        return [self._length]
+    def __init__(self, lm: HFLM, rows: int, capture: tuple[int, ...] = ()):
+        self._lm, self.capture = lm, capture
+        self.reset(rows)
 
     def reset(self, rows: int) -> None:
-        assert rows <= 1
-        self.keep([0])
+        # No config: sliding-window layers then keep all keys, and the mask does the windowing; dropping drafted tokens
+        # from a rolling buffer would be impossible.
+        self._cache, self.lengths = DynamicCache(), [0] * rows
+        self._mask = torch.zeros(rows, 0, dtype=torch.int64, device=self._lm.device) if rows > 1 else None
 
     @torch.inference_mode()
     def extend(
         self, tokens: Rows | Tensor, parents: Sequence[Sequence[int]] | None = None, num_logits: int = 1
     ) -> Scores:
-        lm, length = self._lm, self._length
+        if self._mask is not None:
+            return self._extend_rows(self._mask, tokens, parents, num_logits)
+        lm, (length,) = self._lm, self.lengths
         ids = torch.as_tensor(tokens[0], device=lm.device)
         count = len(ids)
         positions = torch.arange(length + count, device=lm.device)
@@ -122,6 +114,31 @@ class HFSession:
             positions[length:] = depths + length
             hidden, features = self._read(ids, positions, attention_mask=lm.tree_attention(visible, positions))
         return Scores(lm.lm_head(hidden[:, count - num_logits :]), features)
+
+    def _extend_rows(
+        self, mask: Tensor, tokens: Rows | Tensor, parents: Sequence[Sequence[int]] | None, num_logits: int
+    ) -> Scores:
+        """Prompts of any lengths, then as many tokens of each row. mask: which slots hold tokens, [B, length]."""
+        lm, counts = self._lm, [len(own) for own in tokens]
+        width, fewest = max(counts), min(counts)
+        if parents is not None or (fewest < width and any(self.lengths)) or num_logits > fewest:
+            raise no_drafts()
+        padded = [[0] * (width - len(own)) + [int(token) for token in own] for own in tokens]
+        padding = torch.tensor([width - count for count in counts], device=lm.device)
+        fed = torch.arange(width, device=lm.device) >= padding[:, None]
+        self._mask = mask = torch.cat([mask, fed.long()], 1)
+        hidden, features = lm.read(
+            self.capture,
+            input_ids=torch.tensor(padded, device=lm.device),
+            attention_mask=mask,
+            position_ids=(mask.cumsum(-1)[:, -width:] - 1).clamp_min(0),
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+        if fewest < width:  # what a row has comes first
+            features = torch.stack([own.roll(count, 0) for own, count in zip(features, counts, strict=True)])
+        return Scores(lm.lm_head(hidden[:, -num_logits:]), features)
 
     def step(self, tokens: Rows | Tensor) -> tuple[Tensor, Tensor]:
         scores = self.extend(tokens)
@@ -137,11 +154,15 @@ class HFSession:
         found = self._lm.read(
             self.capture, input_ids=ids[None], position_ids=own, past_key_values=self._cache, use_cache=True, **masked
         )
-        self._length += len(ids)
+        self.lengths = [self.lengths[0] + len(ids)]
         return found
 
     @torch.inference_mode()
     def keep(self, lengths: Sequence[int], slots: Sequence[Sequence[int]] | None = None) -> None:
+        if self._mask is not None:
+            if list(lengths) != self.lengths or any(slots or ()):
+                raise no_drafts()
+            return
         length, path = lengths[0], list(slots[0]) if slots else []
         cached = self._cache.get_seq_length()
         end = length + len(path)
@@ -153,43 +174,17 @@ class HFSession:
             for layer in self._cache.layers:
                 index = kept.to(layer.keys.device)
                 layer.keys, layer.values = layer.keys.index_select(2, index), layer.values.index_select(2, index)
-        self._length = end
+        self.lengths = [end]
 
     def select(self, rows: Sequence[int]) -> None:
-        assert list(rows) == [0]
+        if self._mask is None:
+            assert list(rows) == [0]
+            return
+        index = torch.tensor(rows, device=self._lm.device)
+        self._mask, self.lengths = self._mask[index], [self.lengths[row] for row in rows]
+        self._cache.batch_select_indices(index)
 
 
-class HFBatchSession:
-    """Rows of different lengths, padded at the left with an attention mask."""
-
-    def __init__(self, lm: HFLM, prompts: Sequence[Sequence[int]]):
-        width = max(len(prompt) for prompt in prompts)
-        padding = torch.tensor([width - len(prompt) for prompt in prompts], device=lm.device)
-        self._lm, self._cache = lm, DynamicCache()
-        self._mask = (torch.arange(width, device=lm.device)[None] >= padding[:, None]).long()
-
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        width = self._mask.shape[1]
-        ids = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
-        positions = (self._mask.cumsum(-1) - 1).clamp_min(0)
-        return self._forward(torch.tensor(ids, device=self._lm.device), positions)
-
-    @torch.inference_mode()
-    def step(self, tokens: Tensor) -> Tensor:
-        self._mask = torch.cat([self._mask, self._mask.new_ones(len(tokens), 1)], dim=1)
-        return self._forward(tokens[:, None], self._mask.sum(-1, keepdim=True) - 1)
-
-    def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
-        hidden, _ = self._lm.read(
-            input_ids=ids,
-            attention_mask=self._mask,
-            position_ids=positions,
-            past_key_values=self._cache,
-            use_cache=True,
-        )
-        return self._lm.lm_head(hidden[:, -1])
-
-    @torch.inference_mode()
-    def select(self, rows: Tensor) -> None:
-        self._mask = self._mask[rows]
-        self._cache.batch_select_indices(rows)
+def no_drafts() -> InputError:
+    found = "a model that only transformers can run"
+    return InputError("model", found, "a Llama-family model, to decode in batches", "Pass --batch-size 1.")

@@ -111,11 +111,6 @@ class LlamaLM:
     ) -> LlamaSession:
         return LlamaSession(self, rows, capacity, capture, static)
 
-    @torch.inference_mode()
-    def batch_session(self, prompts: Sequence[Sequence[int]], capacity: int) -> tuple[LlamaBatchSession, Tensor]:
-        session = LlamaBatchSession(self, prompts, capacity)
-        return session, session.prefill(prompts)
-
     def features(self, input_ids: Tensor, position_ids: Tensor | None = None, capture: tuple[int, ...] = ()) -> Tensor:
         check_capture(capture, self.info.num_layers)
         if position_ids is not None and not torch.equal(
@@ -199,45 +194,3 @@ def _inferring(read: Callable[..., Any], *inputs: Any) -> Any:
         return read(*inputs)
     with torch.inference_mode():
         return read(*inputs)
-
-
-class LlamaBatchSession:
-    """Rows of different lengths, padded at the LEFT so that all write the same cache slot; padding is masked."""
-
-    def __init__(self, lm: LlamaLM, prompts: Sequence[Sequence[int]], capacity: int):
-        self._lm = lm
-        width = max(len(prompt) for prompt in prompts)
-        self._padding = torch.tensor([width - len(prompt) for prompt in prompts], device=lm.device)
-        self._cache = lm.stack.new_cache(len(prompts), capacity + int(self._padding.max()))
-
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        width = max(len(prompt) for prompt in prompts)
-        ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=self._lm.device)
-        slots = torch.arange(width, device=self._lm.device)
-        # A padded query sees itself only, so that its softmax stays finite; nothing sees it.
-        visible = (slots[None, None] >= self._padding[:, None, None]) & (slots[None, :, None] >= slots[None, None])
-        visible = visible | torch.eye(width, dtype=torch.bool, device=self._lm.device)
-        return self._forward(ids, visible[:, None])
-
-    @torch.inference_mode()
-    def step(self, tokens: Tensor) -> Tensor:
-        slots = torch.arange(self._cache.length + 1, device=self._lm.device)
-        visible = slots[None] >= self._padding[:, None]
-        return self._forward(tokens[:, None], visible[:, None, None])
-
-    def _forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        lm, cache = self._lm, self._cache
-        start, length = cache.length, ids.shape[1]
-        slots = torch.arange(start, start + length, device=lm.device)
-        positions = (slots[None] - self._padding[:, None]).clamp_min(0)
-        if lm.config.sliding_window is not None:
-            every = torch.arange(start + length, device=lm.device)
-            mask = mask & (slots[:, None] - every[None] < lm.config.sliding_window)
-        hidden = lm.stack.run(lm.embed(ids), lm.stack.cos[positions], lm.stack.sin[positions], cache, mask, False)
-        cache.length += length
-        return lm.lm_head(lm.norm(hidden[:, -1]))
-
-    @torch.inference_mode()
-    def select(self, rows: Tensor) -> None:
-        self._padding = self._padding[rows]
-        self._cache.select_rows(rows)

@@ -19,12 +19,10 @@ ROWS = [
     Row("no value", "decode Hi --target", ("--target", "requires an argument")),
     Row("no such config", "train eagle --config nosuch", ("nosuch", "eagle-small")),
     Row("a config that is a directory", "train eagle --config {target}", ("--config", "directory")),
-    # The demo and the shipped models.
+    # The demo.
     Row("demo: output is a file", "demo --output {chats}", ("prompts.jsonl", "File exists")),
     Row("demo: a flag that is none", "demo --full maybe", ("maybe",)),
     Row("completion: no such shell", "completion csh", ("csh", "zsh")),
-    Row("embedded build: output is a file", "embedded build --output {chats}", ("prompts.jsonl",)),
-    Row("embedded build: no threads", "embedded build --output {out} --num-threads many", ("num-threads", "many")),
     # decode.
     Row("decode: no such method", f"decode Hi {TARGET}--method nosuch", ("nosuch",)),
     Row("decode: two methods", f"decode Hi {TARGET}--method ar,pld", ("ar,pld",)),

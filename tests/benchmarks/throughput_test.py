@@ -13,12 +13,12 @@ from draftsmith.benchmarks import throughput
 from draftsmith.benchmarks.step_peak import peak_above, peak_of
 from draftsmith.benchmarks.step_variants import Bare, Padded, Shape, TakenStep, Work, padded_loss, train_ours
 from draftsmith.benchmarks.throughput import ThroughputConfig, paired_steps, slower, tokens_per_s
+from draftsmith.benchmarks.training_data import dialogue_lengths
 from draftsmith.data.store.datasets import collate_features
 from draftsmith.launch.cli import main_of
 from draftsmith.modules import losses
 from draftsmith.modules.drafters.eagle.head import eagle_loss, shift
 from draftsmith.modules.types import InputError
-from draftsmith.train.planning.made_up import dialogue_lengths
 
 TINY = Shape(hidden=64, vocab=48, tokens=160, documents=12, scale=0.1)
 

@@ -9,7 +9,7 @@ from tiny_models import tiny_llama_dir, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from draftsmith.data.answering.batched import row_uniforms
-from draftsmith.data.mixed_text import label, label_positions
+from draftsmith.data.mixed_text import MixedTextLabels, label_positions
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.shards import Rows
@@ -94,11 +94,11 @@ def test_labels_of_one_position_by_hand():
     p = torch.tensor([[0.5, 0.3, 0.2, 0.0]] * 3)
     q = torch.tensor([[0.25, 0.5, 0.0, 0.25]] * 3)
     labels = label_positions(p, q, torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64))
-    assert labels.draft_ids.tolist() == [0, 1, 3]
-    torch.testing.assert_close(labels.accept_prob, torch.tensor([1.0, 0.6, 0.0]))
-    torch.testing.assert_close(labels.overlap, torch.full((3,), 0.25 + 0.3))
-    assert labels.log_p.tolist()[2] == -torch.inf
-    assert labels.accept_prob.dtype == labels.log_p.dtype == torch.float32
+    assert labels["draft_ids"].tolist() == [0, 1, 3]
+    torch.testing.assert_close(labels["accept_prob"], torch.tensor([1.0, 0.6, 0.0]))
+    torch.testing.assert_close(labels["overlap"], torch.full((3,), 0.25 + 0.3))
+    assert labels["log_p"].tolist()[2] == -torch.inf
+    assert labels["accept_prob"].dtype == labels["log_p"].dtype == torch.float32
 
 
 def test_p_averaged_over_drafts_is_the_overlap():
@@ -109,7 +109,7 @@ def test_p_averaged_over_drafts_is_the_overlap():
     grid = (torch.arange(20_000, dtype=torch.float64) + 0.5) / 20_000
     labels = label_positions(p.expand(20_000, -1), q.expand(20_000, -1), grid)
     # The grid is off by at most one point for each of 50 tokens.
-    assert labels.accept_prob.double().mean() == pytest.approx(float(torch.minimum(p, q).sum()), abs=50 / 20_000)
+    assert labels["accept_prob"].double().mean() == pytest.approx(float(torch.minimum(p, q).sum()), abs=50 / 20_000)
 
 
 def test_the_chunk_size_changes_nothing(pair):
@@ -117,10 +117,12 @@ def test_the_chunk_size_changes_nothing(pair):
     ids = [[1, 50, 60, 4, 2, 70, 80, 90], [1, 51, 4, 2, 71, 81]]
     masks = [[False] * start + [True] * (len(row) - start) for row, start in zip(ids, (5, 4), strict=True)]
     uniforms = torch.from_numpy(row_uniforms("x", 0, 0, 5))
-    whole = label(target, draft, ids, masks, SamplingParams(1.0), uniforms, 512)
-    parts = label(target, draft, ids, masks, SamplingParams(1.0), uniforms, 2)
-    for name, values in vars(whole).items():
-        torch.testing.assert_close(getattr(parts, name), values)
+    whole, parts = (
+        MixedTextLabels(target, draft, SamplingParams(1.0), 2, chunk, 0).label(ids, masks, uniforms)
+        for chunk in (512, 2)
+    )
+    for name, values in whole.items():
+        torch.testing.assert_close(parts[name], values)
 
 
 def test_only_a_chunk_of_positions_is_ever_scored(pair, monkeypatch):
@@ -129,7 +131,8 @@ def test_only_a_chunk_of_positions_is_ever_scored(pair, monkeypatch):
     for lm in (target, draft):
         head = lm.lm_head
         monkeypatch.setattr(lm, "lm_head", lambda h, head=head: (sizes.append(len(h)), head(h))[1])
-    label(target, draft, [[1, *range(50, 70)]], [[False, *[True] * 20]], SamplingParams(), torch.zeros(20), 6)
+    labels = MixedTextLabels(target, draft, SamplingParams(), 1, 6, 0)
+    labels.label([[1, *range(50, 70)]], [[False, *[True] * 20]], torch.zeros(20))
     assert sizes == [6, 6, 6, 6, 6, 6, 2, 2]
 
 

@@ -10,13 +10,13 @@ from broken_models import CONTEXT, V, models, small_lm
 
 from draftsmith.data.answering.batched import answer_all
 from draftsmith.data.heads.frozen_drafter import FrozenDrafter
-from draftsmith.data.mixed_text import label
+from draftsmith.data.mixed_text import MixedTextLabels
 from draftsmith.data.models.naming import naming
-from draftsmith.data.rollouts import Rollouts, label_response
+from draftsmith.data.rollouts import Rollouts
 from draftsmith.eval.bench.prompts import BenchPrompt
-from draftsmith.eval.replay.along import accept_along
+from draftsmith.eval.replay.chains import ChainRecorder, accept_along
 from draftsmith.eval.replay.coupling import CoupledDraws
-from draftsmith.eval.replay.record import ChainRecorder, Recording
+from draftsmith.eval.replay.record import Recording
 from draftsmith.modules.decoding.branches import BranchedText
 from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.types import SamplingParams
@@ -38,12 +38,12 @@ def test_labels_of_every_position(broken, params):
     lms = {name: small_lm(seed, LATE if name == broken else None) for name, seed in (("target", 1), ("draft", 2))}
     count = sum(map(sum, MASKS))
     with pytest.raises(NonFinite) as caught:
-        label(lms["target"], lms["draft"], TEXTS, MASKS, params, uniforms(count), 4)
+        MixedTextLabels(lms["target"], lms["draft"], params, 2, 4, 0).label(TEXTS, MASKS, uniforms(count))
     error = caught.value
     # A text is read at once, and what attention masks it multiplies by zero: its first label is none already.
     assert (error.model, error.row, error.position) == (broken, 2, STARTS[2])
-    labels = label(small_lm(1), small_lm(2), TEXTS, MASKS, params, uniforms(count), 4)
-    assert labels.overlap.isfinite().all() and len(labels.draft_ids) == count
+    labels = MixedTextLabels(small_lm(1), small_lm(2), params, 2, 4, 0).label(TEXTS, MASKS, uniforms(count))
+    assert labels["overlap"].isfinite().all() and len(labels["draft_ids"]) == count
 
 
 @pytest.mark.parametrize("params", MODES, ids=str)
@@ -58,7 +58,7 @@ def test_labels_of_rounds(broken, drafting, params):
     row = {"id": "x", "input_ids": text, "prompt_length": start, "task": ""}
     how = Rollouts(target, drafter, 3, 1, (params,), 0, False, 4, 0, CONTEXT)
     with pytest.raises(NonFinite) as caught, naming(["row-0"]):
-        label_response(BranchedText(target, 3), drafter.branches(3), row, 0, how)
+        how.label_response(BranchedText(target, 3), drafter.branches(3), row, 0)
     assert caught.value.model == broken and caught.value.prompt == "row-0"
     assert caught.value.position == start + 1  # where drafts begin
 
@@ -97,7 +97,7 @@ def test_what_the_target_says_along_a_draft():
     wanted = next(token for token in unseen if token in recorded.token[:, :2])  # followed by a token of its draft
     target = small_lm(1, ("embed_tokens.weight", (wanted, 0)))
     with pytest.raises(NonFinite) as caught:
-        accept_along(target, TEXTS[0], reading, how.params, recorded)
+        accept_along(BranchedText(target, 3), target, TEXTS[0], how.params, recorded)
     assert caught.value.model == "target" and caught.value.position > len(TEXTS[0])
 
 

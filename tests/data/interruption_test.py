@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from draftsmith.data.store import shards
 from draftsmith.data.store.manifest import MANIFEST, Manifest, command_line, file_sha256
 from draftsmith.data.store.shards import Shard, ShardContent, StagePlan, run_stage
 from draftsmith.modules.types import InputError
@@ -114,10 +115,12 @@ def test_rank_0_says_what_is_missing_when_another_rank_never_delivers(tmp_path, 
     @dataclasses.dataclass(frozen=True)
     class Config:
         output: Path = tmp_path / "out"
+        rows_per_shard: int = 1
 
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    plan = StagePlan("prompts", "data prompts", tmp_path / "out", Config(), 4, 1, (), {}, {}, wait_s=0.2)
+    monkeypatch.setattr(shards, "WAIT_S", 0.2)
+    plan = StagePlan("prompts", "data prompts", Config(), 4, (), {}, {})
     with pytest.raises(InputError, match=r"ranks: found 2 shards of other ranks missing"):
         run_stage(plan, lambda shard, advance: ShardContent([], {"invalid_dropped": 1}))
     assert Shard(1, 1, 2).name + ".done.json" not in {p.name for p in plan.directory.iterdir()}

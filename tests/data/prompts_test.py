@@ -13,7 +13,7 @@ from tiny_models import CONTEXT, tiny_tokenizer
 from draftsmith.data.prompts import PromptsConfig, run
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.shards import Rows
-from draftsmith.data.text.conversations import parse_columns, recognise, up_to_last
+from draftsmith.data.text.conversations import check_mapping, label_of, layout_of, parse_columns, up_to_last
 from draftsmith.data.text.sources import open_source
 from draftsmith.data.text.template import RowError, load_chat_tokenizer, supervised_ids
 from draftsmith.modules.types import InputError
@@ -53,22 +53,21 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("name", "row", "messages"), LAYOUTS)
 def test_a_layout_is_recognised_by_its_columns(name, row, messages):
-    layout = recognise(list(row), row, {})
-    assert (layout.name, layout.conversation(row).messages) == (name, messages)
+    assert layout_of(row, {}).conversation(row).messages == messages, name
 
 
 def test_columns_can_be_mapped():
     row = {"question": "Hi", "reply": "Ho", "key": 7, "kind": "edit"}
-    layout = recognise(list(row), row, parse_columns("prompt=question, answer=reply,id=key,task=kind"))
+    layout = layout_of(row, parse_columns("prompt=question, answer=reply,id=key,task=kind"))
     assert layout.conversation(row).messages == HI
-    assert (layout.text(row, "id"), layout.text(row, "task"), layout.text(row, "split")) == ("7", "edit", "")
+    assert [label_of(row, layout.columns, name) for name in ("id", "task", "split")] == ["7", "edit", ""]
 
 
 def test_unknown_columns_are_named_with_the_flag_that_maps_them():
     with pytest.raises(InputError, match=r"columns: found question, reply, expected .*--columns prompt=NAME"):
-        recognise(["question", "reply"], {"question": "Hi"}, {})
+        check_mapping(["question", "reply"], {})
     with pytest.raises(InputError, match=r"found nothing, expected a column of the data: question"):
-        recognise(["question"], {}, {"prompt": "nothing"})
+        check_mapping(["question"], {"prompt": "nothing"})
     with pytest.raises(InputError, match="expected NAME=COLUMN"):
         parse_columns("question")
 
@@ -93,7 +92,7 @@ def test_the_prompt_ends_at_the_last_user_turn_and_keeps_earlier_answers():
     ],
 )
 def test_a_row_that_cannot_be_used_says_why(row, what):
-    layout = recognise(list(row), {"messages": HI} if "messages" in row else row, {})
+    layout = layout_of({"messages": HI} if "messages" in row else row, {})
     with pytest.raises(RowError, match=what):
         layout.conversation(row)
 

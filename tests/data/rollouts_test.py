@@ -19,7 +19,7 @@ from draftsmith.data.heads.frozen_drafter import FrozenDrafter
 from draftsmith.data.inspect import InspectConfig
 from draftsmith.data.inspect import run as inspect
 from draftsmith.data.models.loading import load_lm
-from draftsmith.data.rollouts import Rollouts, label_drafts, label_response, reached
+from draftsmith.data.rollouts import Rollouts, reached
 from draftsmith.data.store.manifest import MANIFEST, Manifest, file_sha256
 from draftsmith.data.store.rollout_dataset import RolloutDataset, collate_rollouts
 from draftsmith.data.store.shards import Rows, Shard
@@ -200,7 +200,7 @@ def test_labels_give_the_distribution_of_how_many_tokens_the_decoder_accepts(par
         branched = BranchedText(target, 2)
         branched.open(text)
         states = target_states(branched, starts, drafts).flatten(0, 1)
-        labels = label_drafts(states, own, drafts.flatten(), [params] * count, settings(sampling=(params,)))
+        labels = settings(sampling=(params,)).label_drafts(states, own, drafts.flatten(), [params] * count)
         q, kept = labels["log_q"].exp().view(-1, 2), labels["accept_prob"].view(-1, 2)
         possible = q[:, 0] * q[:, 1] > 0
         weights = q.prod(1)[possible]
@@ -219,7 +219,7 @@ def test_drafts_follow_the_drafters_distribution():
     seen: Counter[tuple[int, ...]] = Counter()
     for number in range(300):
         row = {"id": "a", "input_ids": ids, "prompt_length": len(PROMPT), "task": None}
-        made = label_response(text, drafter, row, number, rollouts)
+        made = rollouts.label_response(text, drafter, row, number)
         assert made is not None and made["starts"] == [3]
         seen[tuple(made["draft_ids"].tolist())] += 1
     distribution = {}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.modules import flops
-from draftsmith.modules.decoding.branches import SideBySide
+from draftsmith.modules.decoding.branches import BranchDrafter
 from draftsmith.modules.drafters.base import DraftHead, TargetWeights, TrainStep
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.losses import soft_cross_entropy
@@ -95,7 +95,7 @@ class BigramHead(DraftHead):
     def drafter(self, target: CausalLM, stops: Any, capacity: int) -> Any:
         raise NotImplementedError("the test does not decode")
 
-    def branches(self, target: CausalLM, depth: int) -> SideBySide:
+    def branches(self, target: CausalLM, depth: int) -> BranchDrafter:
         return BigramBranches(self, target, depth)
 
     @classmethod
@@ -103,7 +103,7 @@ class BigramHead(DraftHead):
         return flops.linear(2 * config.hidden_size, config.hidden_size, sum(texts) + len(starts) * levels)
 
 
-class BigramBranches(SideBySide):
+class BigramBranches(BranchDrafter):
     """Drafts of a bigram head: its own states take the place of the target's behind the text."""
 
     min_start, model = 2, "bigram"

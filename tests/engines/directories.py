@@ -19,7 +19,7 @@ reading.json
     raises, errors, notes: texts of its findings. dropped: names in the file that it does not use.
 reading.safetensors
     weights.NAME: `Reading.weights`, NaN where nothing defined is. logits [T, V]: on the rows above, by
-    `modules/interop/eagle1/reference.py`; NaN from such weights.
+    `modules/interop/compare.py`; NaN from such weights.
 
 It runs with this project's Python. The engines live in environments of their own and read only what is written here.
 """
@@ -50,7 +50,7 @@ from draftsmith.data.models.loading import load_lm
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.interop import formats
 from draftsmith.modules.interop.base import Package, Reading
-from draftsmith.modules.interop.eagle1 import reference
+from draftsmith.modules.interop.compare import net_of
 
 LENGTH = 48
 SPREAD = 0.1  # of random weights: far from any initial value
@@ -144,7 +144,7 @@ def break_and_predict(defect: Defect, case: Path, directory: Path) -> None:
 
 def predicted_logits(reading: Reading, ours: Mapping[str, Tensor]) -> Tensor:
     table = reading.weights["embed_tokens.weight"] if reading.settings["embed"] == "file" else ours["embed_tokens"]
-    hidden = reference.hidden(reading, table[ours["ids"][1:]], ours["features"])
+    hidden = net_of(reading, LENGTH)(table[ours["ids"][1:]][None], ours["features"][None])[0]
     return reading.settings["logit_scale"] * hidden @ ours["lm_head"].T
 
 

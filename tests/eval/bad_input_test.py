@@ -9,7 +9,7 @@ import pytest
 from quick_heads import varied_acceptance_head
 from tiny_models import CONTEXT, tiny_llama_dir, tiny_tokenizer
 
-from draftsmith.data.embedded.tokenizer import train_tokenizer
+from draftsmith.benchmarks.embedded.tokenizer import train_tokenizer
 from draftsmith.data.heads.directory import drafter_identity, save_head
 from draftsmith.data.models.loading import load_lm
 from draftsmith.launch.cli import main

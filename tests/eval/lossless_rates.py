@@ -10,6 +10,7 @@ alarms.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 import time
 from pathlib import Path
@@ -23,9 +24,10 @@ from planted_biases import PLANTED, Planted
 
 from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.bench.prompts import read_prompts
-from draftsmith.eval.lossless.command import LosslessConfig, asked_tests, loop_of
+from draftsmith.eval.lossless.answers import PlacedRunner
 from draftsmith.eval.lossless.power import Power
 from draftsmith.eval.lossless.sampling import SamplingTest
+from draftsmith.eval.lossless.settings import LosslessConfig
 from draftsmith.modules.drafters.methods import Models, parse_methods
 
 CAPACITY = 512
@@ -39,7 +41,7 @@ class Known(SamplingTest):
     powers: dict[tuple[str, str], Power] = {}
 
     def _power(self) -> Power:
-        key = (self.label, self.loop.name)
+        key = (self.label, self.runner.loop)
         if key not in self.powers:
             self.powers[key] = super()._power()
         self._kept = []
@@ -52,9 +54,9 @@ def found_in(planted: Planted, seed: int, config: LosslessConfig, models: Models
     with pytest.MonkeyPatch.context() as patch:
         if planted.plant is not None:
             planted.plant(patch)
-        asked = asked_tests(config, models.target, TESTS, seed)
-        loop = loop_of(method, planted.loop, models, config)
-        row = Known(planted.method, loop, models.target, prompts, asked, lambda text: None).run()
+        runner = PlacedRunner.of(method, models, 1 if planted.loop == "single" else config.batch_size)
+        config = dataclasses.replace(config, seed=seed)
+        row = Known(planted.method, runner, prompts, config, config.alpha / TESTS, lambda text: None).run()
     return not row["passed"], row["tokens"]
 
 
@@ -66,7 +68,8 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     config = LosslessConfig("embedded:target", "embedded:prompts", Path("."))
-    models = Models(load_lm(config.target), load_lm("embedded:draft"), capacity=CAPACITY)
+    target = load_lm(config.target)
+    models = Models(target, load_lm("embedded:draft"), capacity=CAPACITY, ends=tuple(target.info.eos_ids))
     prompts = read_prompts(config.prompts, config.target, "test", None, config.sampled_prompts)
     results: dict[str, list[tuple[bool, int]]] = {name: [] for name in given.only}
     for seed in range(given.first_seed, given.first_seed + given.runs):

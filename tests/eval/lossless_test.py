@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -11,11 +11,10 @@ from planted_biases import PLANTED, Planted, child_twice, past_the_end
 
 from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.bench.prompts import BenchPrompt
-from draftsmith.eval.lossless import greedy
-from draftsmith.eval.lossless.answers import answer_seed, ends_as_asked
+from draftsmith.eval.lossless import answers as placed
+from draftsmith.eval.lossless.answers import PlacedRunner, answer_seed, ends_as_asked, greedy_test
 from draftsmith.eval.lossless.command import LosslessConfig, certify, run
 from draftsmith.eval.lossless.defects import OF_NODES
-from draftsmith.eval.lossless.greedy import greedy_test
 from draftsmith.launch.cli import main
 from draftsmith.modules.decoding import verify
 from draftsmith.modules.decoding.protocols import DraftTree, EachRow
@@ -75,8 +74,8 @@ def loaded(models) -> tuple[Models, list[BenchPrompt]]:
 def planted_row(loaded, planted: Planted, tmp_path: Path, monkeypatch, **changes) -> dict:
     """The result of the planted method's loop."""
     lms, prompts = loaded
-    monkeypatch.setattr("draftsmith.eval.lossless.command.LOOPS", (planted.loop,))
-    monkeypatch.setattr("draftsmith.eval.lossless.command.in_batches", lambda *_: False)
+    rows = 1 if planted.loop == "single" else FLAGS["batch_size"]
+    monkeypatch.setattr("draftsmith.eval.lossless.command.rows_tested", lambda *_: [rows])
     monkeypatch.setattr("draftsmith.eval.lossless.sampling.POWER_TOKENS", 128)
     planted.plant(monkeypatch)
     settings = {**FLAGS, "bias": 0.04, "max_new_tokens": 4, "ignore_eos": True, **changes}
@@ -118,16 +117,14 @@ def test_a_second_draw_at_a_trees_nodes_is_found(loaded, tmp_path, monkeypatch):
 
 def test_an_end_token_that_does_not_end_is_found(models, loaded, tmp_path, monkeypatch):
     lms, prompts = loaded
-    common = greedy.greedy_answers(loop_without_ends(lms), prompts, 12, 1, 0)[0][5]
-    monkeypatch.setattr("draftsmith.eval.lossless.command.ends_of", lambda *_: (common,))
-    row = planted_row(loaded, Planted(past_the_end), tmp_path, monkeypatch)
+    common = placed.greedy_answers(without_ends(lms), prompts, 12, 0)[0][5]
+    ending = (replace(lms, ends=(common,)), prompts)
+    row = planted_row(ending, Planted(past_the_end), tmp_path, monkeypatch)
     assert not row["passed"] and row["sampling"]["wrong_ends"] > 0
 
 
-def loop_without_ends(lms: Models):
-    from draftsmith.eval.lossless.answers import SingleLoop
-
-    return SingleLoop(lms.target, None, ())
+def without_ends(lms: Models) -> PlacedRunner:
+    return PlacedRunner(lms.target, None, ())
 
 
 def test_a_biased_sampler_fails_with_exit_code_1_and_the_result_says_by_what(models, tmp_path, monkeypatch):
@@ -149,11 +146,11 @@ def test_a_token_that_the_target_cannot_emit_is_found_at_once(loaded, tmp_path, 
 
 
 def test_the_batched_loops_greedy_answers_are_tested_too(models, tmp_path, monkeypatch):
-    real = greedy.greedy_answers
+    real = placed.greedy_answers
 
-    def changed(loop, *more):
-        answers = real(loop, *more)
-        if loop.name == "batched":
+    def changed(runner, *more):
+        answers = real(runner, *more)
+        if runner.loop == "batched":
             answers[1][-1] += 1
         return answers
 
@@ -176,7 +173,7 @@ def test_another_dtype_is_compared_by_the_gap_to_the_best_logit(models, tmp_path
 def test_a_truncated_empty_or_overlong_answer_fails_outside_float32(cut, models, loaded):
     """A gap looks at the tokens that are there: lengths are held against the rule, too."""
     target, prompts = load_lm(models["target"]), [BenchPrompt("0", [5, 6, 7])]
-    expected = greedy.greedy_answers(loop_without_ends(loaded[0]), prompts, 8, 1, 0)
+    expected = placed.greedy_answers(without_ends(loaded[0]), prompts, 8, 0)
 
     def tested(answers) -> dict:
         return greedy_test(answers, expected, prompts, (), 8, target, target.info, max_gap=1e9)
@@ -187,8 +184,8 @@ def test_a_truncated_empty_or_overlong_answer_fails_outside_float32(cut, models,
 
 
 def test_a_gap_that_is_no_number_fails(models, loaded, monkeypatch):
-    expected = greedy.greedy_answers(loop_without_ends(loaded[0]), loaded[1], 8, 1, 0)
-    monkeypatch.setattr(greedy, "largest_gap", lambda *_: float("nan"))
+    expected = placed.greedy_answers(without_ends(loaded[0]), loaded[1], 8, 0)
+    monkeypatch.setattr(placed, "largest_gap", lambda *_: float("nan"))
     found = greedy_test(expected, expected, loaded[1], (), 8, loaded[0].target, loaded[0].target.info, max_gap=1e9)
     assert not found["passed"] and found["largest_logit_gap"] != found["largest_logit_gap"]
 

@@ -125,7 +125,7 @@ def test_a_killed_process_is_continued(config, models, tmp_path):
 
 
 def test_a_damaged_journal_is_told(tmp_path):
-    Journal(tmp_path, {"a": 1}).add({"group": 0})
+    Journal(tmp_path, {"a": 1}, object, {}).add({"group": 0})
     (tmp_path / "journal.jsonl").write_text((tmp_path / "journal.jsonl").read_text() + "nonsense\n")
     with pytest.raises(InputError, match="damaged in line 3"):
-        Journal(tmp_path, {"a": 1})
+        Journal(tmp_path, {"a": 1}, object, {})

@@ -2,41 +2,43 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from draftsmith.data.embedded.tasks import HEADLINE_TASKS
+from draftsmith.benchmarks.embedded.tasks import HEADLINE_TASKS
 from draftsmith.launch import demo
-from draftsmith.launch.commands import configure
+from draftsmith.launch.commands import command_name, configure
 from draftsmith.launch.steps import PipelineStep, execute
-
-
-def every_step(full: bool) -> list[PipelineStep]:
-    config, profile, sized = demo.DemoConfig(full=full), demo.load_profile(full), Path("runs/demo/sized")
-    bench = demo.bench_step(config, profile, sized, "dev", demo.dev_methods(), profile.dev_prompts, 2)
-    stages = [*demo.data_steps(config, profile, sized), *demo.training_steps(config, profile, sized)]
-    return [*stages, bench, demo.page_step(sized)]
 
 
 @pytest.mark.parametrize("full", [False, True])
 def test_every_step_is_a_command_that_parses(full):
-    for step in every_step(full):
-        assert configure(" ".join(step.argv[:2]), step.argv[2:])[1] is not None
+    config = demo.DemoConfig(full=full)
+    for step in demo.demo_steps(config, ["spec:k=4", "eagle:k=5"]):
+        name = command_name(step.argv)
+        settings = configure(name, step.argv[len(name.split()) :])[1]
+        # What it writes last lies in what it was told to write.
+        assert step.done == settings.output or step.done.parent == settings.output
+        assert step.done.is_relative_to(config.directory)
 
 
 def test_steps_are_done_by_what_their_command_writes_last():
-    names = [step.done.name for step in every_step(False)]
-    assert names == ["manifest.json"] * 4 + ["training.json"] * 2 + ["results.json", "report.html"]
+    names = [step.done.name for step in demo.demo_steps(demo.DemoConfig())]
+    results = ["results.json"] * 2
+    assert names == ["manifest.json"] * 4 + ["training.json"] * 2 + results + ["README.md", "report.html"]
 
 
 def test_the_demo_measures_headline_tasks_only():
-    assert set(demo.load_profile(False).tasks.split(",")) <= set(HEADLINE_TASKS)
+    for step in demo.demo_steps(demo.DemoConfig()):
+        if step.argv[:2] == ("eval", "bench"):
+            assert set(step.argv[step.argv.index("--keep-tasks") + 1].split(",")) <= set(HEADLINE_TASKS)
 
 
-def test_full_differs_only_where_it_says():
-    quick, full = demo.load_profile(False), demo.load_profile(True)
-    assert full.eagle_steps > quick.eagle_steps and full.tasks == quick.tasks
+def test_full_does_the_same_steps_with_larger_sizes(tmp_path):
+    quick, full = (demo.demo_steps(demo.DemoConfig(tmp_path, full=full)) for full in (False, True))
+    assert [step.title for step in quick] == [step.title for step in full]
+    for one, other in zip(quick, full, strict=True):
+        changed = [b for a, b in zip(one.argv, other.argv, strict=True) if a != b and str(tmp_path) not in b]
+        assert all(word.isdecimal() for word in changed)
 
 
 def test_the_fastest_setting_of_each_method_is_chosen():

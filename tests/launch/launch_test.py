@@ -21,8 +21,8 @@ from torch.distributed.run import get_args_parser
 
 from draftsmith.launch import cli, deepspeed, slurm
 from draftsmith.launch.commands import configure
-from draftsmith.launch.errors import UsageError
 from draftsmith.launch.inner import with_resume
+from draftsmith.modules.types import InputError
 
 # What a shell, sbatch or an argument parser would take for something else.
 NASTY = [
@@ -144,7 +144,7 @@ def test_packed_words_come_back_and_mean_nothing_to_a_shell(words):
 def test_a_hostfile_names_machines_and_slots(tmp_path, line):
     file = tmp_path / "hosts"
     file.write_text(f"# machines\nworker-0 slots=8\n{line}\n")
-    with pytest.raises(UsageError, match="line 3"):
+    with pytest.raises(InputError, match="line 3"):
         deepspeed.read_hosts(file)
     file.write_text("# machines\n\nworker-0 slots=8\n10.0.0.2 slots=4 # smaller\n")
     assert deepspeed.read_hosts(file) == ["worker-0", "10.0.0.2"]
@@ -267,7 +267,7 @@ def test_only_what_goes_on_is_requeued():
     ],
 )
 def test_what_sbatch_could_read_otherwise_is_refused(name, value):
-    with pytest.raises(UsageError, match=name):
+    with pytest.raises(InputError, match=name):
         slurm.SlurmConfig(("train", "eagle"), **{name: value})
 
 

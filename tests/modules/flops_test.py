@@ -15,8 +15,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from draftsmith.modules import flops
-from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
-from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead, eagle_loss
+from draftsmith.modules.acceptance.head import (
+    AcceptanceHead,
+    AcceptanceHeadConfig,
+    acceptance_forward,
+    acceptance_training,
+)
+from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead, eagle_forward, eagle_loss, eagle_training
 from draftsmith.modules.layers import LlamaConfig, LlamaModel
 from draftsmith.modules.losses import acceptance_loss
 from draftsmith.modules.types import AcceptanceBatch
@@ -77,7 +82,7 @@ def test_training_an_eagle_head(config, passes):
         hidden = head.unroll(embeds, features, passes)
         eagle_loss(hidden, wanted, [mask] * passes, lm_head).loss.backward()
 
-    ours = flops.eagle_training(config, lengths, loss_tokens, passes)
+    ours = eagle_training(config, lengths, loss_tokens, passes)
     # Later passes compute the scores of all earlier passes' keys as well, which the mask then hides: pass j has
     # (j + 1) T keys a query, in forward and backward.
     unseen = sum((j + 1) * LENGTH**2 * BATCH - flops.causal_pairs(lengths) for j in range(passes))
@@ -86,7 +91,7 @@ def test_training_an_eagle_head(config, passes):
     assert counted(step) == ours + flops.lm_head_forward(config, 1)
     with torch.no_grad():
         forward = counted(lambda: head(embeds, features))
-    assert forward == flops.eagle_forward(config, lengths) + hidden_half(config, lengths, 1)
+    assert forward == eagle_forward(config, lengths) + hidden_half(config, lengths, 1)
 
 
 @pytest.mark.parametrize("num_blocks", [0, 1, 3])
@@ -98,9 +103,9 @@ def test_training_an_acceptance_head(num_blocks, shape):
     numbers = torch.randn(BATCH, LENGTH, 2) if config.features else None
     batch = AcceptanceBatch(hidden, torch.rand(BATCH, LENGTH), torch.ones(BATCH, LENGTH, dtype=torch.bool))
     rows = BATCH * LENGTH
-    assert counted(lambda: head(hidden, embeds, numbers)) == flops.acceptance_forward(config, rows)
+    assert counted(lambda: head(hidden, embeds, numbers)) == acceptance_forward(config, rows)
     trained = counted(lambda: acceptance_loss(head(hidden, embeds, numbers), batch).loss.backward())
-    assert trained == flops.acceptance_training(config, rows)
+    assert trained == acceptance_training(config, rows)
 
 
 def test_drafts_that_hang_off_a_text_are_counted_as_if_each_had_been_read_alone():

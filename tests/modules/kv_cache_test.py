@@ -21,7 +21,7 @@ def joined(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 def filled_cache(length: int) -> KVCache:
     """Layer l, key or value, row b and slot s hold the number that says so."""
-    cache = KVCache(LAYERS, BATCH, HEADS, CAPACITY, DIM, torch.float32, CPU)
+    cache = KVCache(torch.zeros(LAYERS, 2, BATCH, HEADS, CAPACITY, DIM), written=0)
     shape = (BATCH, HEADS, length, DIM)
     rows = torch.arange(BATCH).view(-1, 1, 1, 1)
     slots = torch.arange(length).view(1, 1, -1, 1)
@@ -93,7 +93,7 @@ def test_a_node_sees_the_kept_tokens_its_ancestors_and_itself(choices, start):
 
 
 def test_rows_write_at_their_own_slots_and_read_the_span():
-    cache = RowsCache(LAYERS, BATCH, HEADS, CAPACITY, DIM, torch.float32, CPU)
+    cache = RowsCache(torch.zeros(LAYERS, 2, BATCH, HEADS, CAPACITY, DIM))
     slots = torch.tensor([[3, 4], [0, 1]])  # two of three rows are in use
     new = torch.arange(2 * 2 * 2 * HEADS * DIM, dtype=torch.float32).view(2, 2, 2 * HEADS, DIM) + 1
     cache.place(slots, 6)
@@ -108,7 +108,7 @@ def test_rows_write_at_their_own_slots_and_read_the_span():
 
 
 def test_a_row_is_a_cache_of_its_own_over_the_same_memory_which_never_moves():
-    cache = RowsCache(LAYERS, BATCH, HEADS, CAPACITY, DIM, torch.float32, CPU)
+    cache = RowsCache(torch.zeros(LAYERS, 2, BATCH, HEADS, CAPACITY, DIM))
     memory = cache.data.data_ptr()
     for row in range(BATCH):
         own = cache.row(row)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from mutants.mutant import BATCH, CUBE, EXACT, LIMITS, ROWS_ALONE, TRACE, TREE, Mutant, emitted
 
 VERIFY, LOOP, TRACE_PY, CHAIN = (f"modules/decoding/{name}.py" for name in ("verify", "loop", "trace", "chain"))
-LEARN = "test_policies_that_learn_answer_the_same_and_learn_from_their_own_rows"
 DRAFTERS = "modules/drafters"
 CACHE, CACHE_TEST = "modules/kv_cache.py", "tests/modules/kv_cache_test.py"
 PARITY, ROWS = "tests/modules/targets/parity_test.py", "tests/modules/targets/session_test.py"
@@ -71,14 +70,10 @@ MUTANTS = [
            (ROWS_ALONE,)),
     Mutant("chain-unseen-padding-is-a-draft", CHAIN, "_chain(own[: max(end, 0)], None", "_chain(own, None",
            (ROWS_ALONE,)),
-    Mutant("draft-model-hears-of-one-more", f"{DRAFTERS}/draft_model.py",
-           "observe(self._num_drafted[row], outcome.num_accepted)",
-           "observe(self._num_drafted[row], outcome.num_accepted + 1)",
-           (f"{BATCH}::test_tokens_are_transformers_and_counts_the_single_loops[1-self-verify:k=6]",)),
-    Mutant("eagle-hears-of-one-more", f"{DRAFTERS}/eagle/drafting.py",
-           "self._stops[row].observe(self._num_drafted[row], outcome.num_accepted)",
-           "self._stops[row].observe(self._num_drafted[row], outcome.num_accepted + 1)",
-           (f"{BATCH}::{LEARN}[1-online:c=0.01:max=5:drafter=eagle]",)),
+    Mutant("policies-hear-of-one-more", f"{DRAFTERS}/row_drafter.py",
+           "observe(len(row.tree.tokens), outcome.num_accepted)",
+           "observe(len(row.tree.tokens), outcome.num_accepted + 1)",
+           ("tests/modules/drafters/row_drafter_test.py",)),
     Mutant("pearl-keeps-stale-distributions", f"{DRAFTERS}/pearl.py",
            "self._waiting[accepted:], self._distributions[accepted:]",
            "self._waiting[accepted:], self._distributions[: len(self._distributions) - accepted]",
@@ -95,8 +90,8 @@ MUTANTS = [
            "self._keep(len(self._tokens) + len(verdict.path))", "self._keep(len(self._tokens) + len(verdict.path) - 1)",
            (f"{TRACE}::test_no_model_reads_the_same_text_twice[greedy-hierarchy]",)),
     Mutant("draft-model-keeps-a-rejected-token", f"{DRAFTERS}/draft_model.py",
-           "min(outcome.num_accepted, self._num_drafted[row] - 1)",
-           "min(outcome.num_accepted + 1, self._num_drafted[row] - 1)",
+           "min(outcome.num_accepted, len(row.tree.tokens) - 1)",
+           "min(outcome.num_accepted + 1, len(row.tree.tokens) - 1)",
            emitted("spec:k=2")),
     Mutant("draft-model-context-off-by-one", f"{DRAFTERS}/draft_model.py", "self._lm.info.max_position + 1",
            "self._lm.info.max_position", (f"{BATCH}::test_a_draft_of_a_shorter_context_stops_drafting_row_by_row",)),
@@ -116,10 +111,10 @@ MUTANTS = [
            "tokens = tokens[: self.room - len(self.tokens) + 1]", (CUTS,)),
     Mutant("loop-drafts-past-the-last-token", LOOP, "min(row.room - len(row.tokens) - 1, ",
            "min(row.room - len(row.tokens), ", (OUTRUNS,)),
-    Mutant("loop-drafts-past-the-context", LOOP, "self.limit - row.num_read - 1", "self.limit - row.num_read",
+    Mutant("loop-drafts-past-the-context", LOOP, "self._limit - row.num_read - 1", "self._limit - row.num_read",
            (OUTRUNS,),
            reason="An answer's room ends with the context (`room_for`), so that this bound is never the smallest."),
-    Mutant("loop-more-nodes-than-allowed", LOOP, "row.num_read - 1, self.max_nodes)", "row.num_read - 1)", (OUTRUNS,)),
+    Mutant("loop-more-nodes-than-allowed", LOOP, "row.num_read - 1, self._max_nodes)", "row.num_read - 1)", (OUTRUNS,)),
     Mutant("loop-a-prompt-that-fills-the-context", LOOP, "if not 0 < len(prompt) < limit:",
            "if not 0 < len(prompt) <= limit:", (f"{BATCH}::test_what_the_single_loop_refuses_is_refused",)),
     Mutant("loop-room-past-the-context", LOOP, "min(max_new_tokens, limit - len(prompt))",

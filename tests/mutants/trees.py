@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from mutants.mutant import LIMITS, TREE, Mutant, replayed
 
-TREE_PY, GROWN = "modules/decoding/tree.py", "modules/decoding/growth.py"
-DRAFTING, READER = "modules/drafters/eagle/drafting.py", "modules/lean_rows.py"
+TREE_PY, GROWN = "modules/decoding/tree.py", "modules/drafters/growth.py"
+DRAFTING, READER = "modules/drafters/feature_heads.py", "modules/lean_rows.py"
 EAGLE, LEAN = "modules/drafters/eagle/head.py", "modules/lean.py"
-NET, CHAIN = (f"modules/drafters/eagle/{name}.py" for name in ("net", "chain"))
+NET = "modules/drafters/eagle/net.py"
 EAGLE_TREES, EAGLE_TEST = "tests/modules/drafters/eagle_tree_test.py", "tests/modules/drafters/eagle_test.py"
 CONTEXTS = f"{LIMITS}::test_a_tree_is_drafted_to_the_end_of_the_heads_context_as_a_chain_is"
 CACHE_TEST = "tests/modules/kv_cache_test.py"
@@ -33,7 +33,7 @@ MUTANTS = [
            (EAGLE_TREES,)),
     Mutant("tree-one-level-too-deep", GROWN, "for row in growing if depth < depths[row]",
            "for row in growing if depth <= depths[row]", (EAGLE_TREES,)),
-    Mutant("eagle-keeps-drafted-rows", DRAFTING, "        self.rows.keep(committed)\n", "",
+    Mutant("eagle-keeps-drafted-rows", DRAFTING, "        self.cache.keep(committed)\n", "",
            (EAGLE_TREES, EAGLE_TEST)),
     Mutant("tree-frontier-with-another-parents-state", GROWN,
            "above, frontier = chosen // width, chosen + count",
@@ -41,9 +41,9 @@ MUTANTS = [
     Mutant("tree-parents-by-their-old-numbers", GROWN,
            "tuple([places[parent] for parent in parents])",
            "tuple([min(parent, len(taken) - 1) for parent in parents])", (EAGLE_TREES,)),
-    Mutant("tree-context-one-too-short", DRAFTING, "self._positions - length - len(ids) + 1)",
-           "self._positions - length - len(ids))", (CONTEXTS,)),
-    Mutant("tree-rule-hears-of-rounds-without-a-draft", DRAFTING, "outcome is not None and num_nodes:",
+    Mutant("tree-context-one-too-short", DRAFTING, "self._positions + 2 - len(row.tokens)",
+           "self._positions + 1 - len(row.tokens)", (CONTEXTS,)),
+    Mutant("tree-rule-hears-of-rounds-without-a-draft", DRAFTING, "outcome is not None and row.tree.tokens:",
            "outcome is not None:", (EAGLE_TREES,)),
     Mutant("static-tree-takes-the-next-rank", GROWN, "[shape.ranks[node] for node in nodes]",
            "[max(shape.ranks[node] - 1, 0) for node in nodes]", (EAGLE_TREES,)),
@@ -54,19 +54,16 @@ MUTANTS = [
            (CACHE_TEST,)),
     Mutant("tree-mask-depths-from-1", LEAN, "depths.append(depths[parent] + 1 if parent >= 0 else 0)",
            "depths.append(depths[parent] + 1 if parent >= 0 else 1)", ("tests/modules/targets/parity_test.py",)),
-    Mutant("eagle-features-of-its-own-token", EAGLE, "features=batch.features[:, :-2],",
-           "features=batch.features[:, 1:-1],",
+    Mutant("eagle-features-of-its-own-token", EAGLE, "        features=features[:, at(0)],",
+           "        features=features[:, at(1)],", (EAGLE_TEST,)),
+    Mutant("eagle-mask-one-row-early", EAGLE, "batch.loss_mask[:, at(2)]", "batch.loss_mask[:, at(1)]",
            (EAGLE_TEST,)),
-    Mutant("eagle-mask-one-row-early", EAGLE, "loss_mask=batch.loss_mask[:, 2:],",
-           "loss_mask=batch.loss_mask[:, 1:-1],",
-           (EAGLE_TEST,)),
-    Mutant("eagle-flat-mask-one-row-early", EAGLE, "batch.loss_mask[:, rows + 2]", "batch.loss_mask[:, rows + 1]",
-           (EAGLE_TEST,)),
+    Mutant("eagle-flat-rows-one-early", EAGLE, "return rows + ahead", "return rows + max(ahead - 1, 0)", (EAGLE_TEST,)),
     Mutant("eagle-steps-lose-a-row", EAGLE, "self.position_ids >= step", "self.position_ids > step",
-           ("tests/train/eagle_test.py",)),
+           ("tests/train/eagle_test.py", "tests/train/agreement_test.py")),
     Mutant("eagle-rows-see-the-newer-pass-only", NET, "ahead == i - j for i in range(1, j + 1)",
            "ahead == 0 for i in range(1, j + 1)", (EAGLE_TEST,)),
     Mutant("eagle-passes-see-one-true-row-too-many", NET, "[ahead <= -j, ", "[ahead <= 1 - j, ", (EAGLE_TEST,)),
-    Mutant("eagle-context-one-too-long", DRAFTING, "self._positions - length - len(ids) + 1)",
-           "self._positions - length - len(ids) + 2)", (CONTEXTS,)),
+    Mutant("eagle-context-one-too-long", DRAFTING, "self._positions + 2 - len(row.tokens)",
+           "self._positions + 3 - len(row.tokens)", (CONTEXTS,)),
 ]  # fmt: skip

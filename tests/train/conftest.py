@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from eagle_trainings import config
 from tiny_models import tiny_llama_dir
 
 from draftsmith.data import acceptance, features, prompts, responses
+from draftsmith.train.run import run
 
 NUM_PROMPTS = 48
 
@@ -77,3 +79,11 @@ def rollouts(artefacts, tmp_path_factory) -> Path:
         num_threads=1,
     )
     return acceptance.run(settings)
+
+
+@pytest.fixture(scope="session")
+def eagle_run(artefacts, tmp_path_factory) -> Path:
+    """Output of a short training of an EAGLE head."""
+    output = tmp_path_factory.mktemp("eagle") / "run"
+    run(config(artefacts, output, tau_every=12))
+    return output

@@ -12,14 +12,14 @@ import torch
 from draftsmith.modules.types import FeatureBatch, InputError
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.data_module import (
+    Batches,
     HeadDataModule,
-    Keyed,
     Order,
     Part,
-    RankSteps,
     Samples,
     held_out,
     move,
+    rank_keys,
 )
 
 LENGTHS = [5 + (i * 37) % 50 for i in range(103)]
@@ -40,7 +40,7 @@ class Numbers:
 def keys_of_step(order: Order, step: int, num_ranks: int, accumulate: int):
     parts = []
     for rank in range(num_ranks):
-        parts += list(RankSteps(order, step, step + 1, rank, num_ranks, accumulate))
+        parts += list(rank_keys(order, step, step + 1, rank, num_ranks, accumulate))
     return parts
 
 
@@ -109,10 +109,9 @@ def test_order_depends_on_the_seed_only():
 
 def test_a_filler_counts_nothing():
     order = Order([5], 0, 4)
-    (part,) = list(RankSteps(order, 0, 1, rank=1, num_ranks=2, accumulate=1))
-    (key,) = part
-    assert key.filler
-    _, item = Keyed(Samples(Numbers(), [7]))[key]
+    (keys,) = rank_keys(order, 0, 1, rank=1, num_ranks=2, accumulate=1)
+    assert len(keys) == 1 and keys[0].filler
+    _, (item,) = Batches(Samples(Numbers(), [7]), list)[keys]
     assert item["input_ids"].tolist() == [7, 0] and not item["loss_mask"].any()
 
 

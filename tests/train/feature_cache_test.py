@@ -19,8 +19,8 @@ from draftsmith.data.store import feature_codec
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import InputError
 from draftsmith.train import feature_cache
-from draftsmith.train.data_module import Samples
-from draftsmith.train.feature_cache import CachedFeatures, FeatureCache, check_cache_room
+from draftsmith.train.data_module import Batches, Key, Samples
+from draftsmith.train.feature_cache import FeatureCache, check_cache_room
 from draftsmith.train.run import run
 
 IDENTITY = {"config": "abc", "lm_head": "def", "layers": "final-norm"}
@@ -176,9 +176,9 @@ class Counted:
 def counted(monkeypatch) -> Counted:
     counter, real = Counted(), LlamaLM.features
 
-    def features(self, input_ids, position_ids=None):
+    def features(self, input_ids, position_ids=None, capture=()):
         counter.tokens += input_ids.numel()
-        return real(self, input_ids, position_ids)
+        return real(self, input_ids, position_ids, capture)
 
     monkeypatch.setattr(LlamaLM, "features", features)
     monkeypatch.setattr("draftsmith.train.planning.plan.announce", lambda config: None)  # which tries a step
@@ -223,8 +223,10 @@ def test_reader_processes_read_what_is_there(artefacts, tmp_path):
     for i in range(0, 10, 2):
         cache.put(data[i]["input_ids"], target.features(data[i]["input_ids"][None])[0])
     cache.flush()
-    cached = CachedFeatures(data, cache)
-    loader = torch.utils.data.DataLoader(cached, batch_size=None, sampler=range(10), num_workers=1)
+    samples = Samples(data, range(10))
+    samples.cached = cache.get
+    keys = [(Key(0, i),) for i in range(10)]
+    loader = torch.utils.data.DataLoader(Batches(samples, lambda items: items[0]), None, sampler=keys, num_workers=1)
     held = {tuple(data[i]["input_ids"].tolist()) for i in range(0, 10, 2)}
-    for item in loader:
+    for _, item in loader:
         assert ("features" in item) == (tuple(item["input_ids"].tolist()) in held)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import shutil
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from online_cases import config, texts
@@ -16,10 +19,10 @@ from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.datasets import (
     AcceptanceDataset,
     Lists,
-    check_finite_labels,
     collate_acceptance,
     collate_features,
 )
+from draftsmith.data.store.manifest import MANIFEST, file_sha256
 from draftsmith.modules.drafters.eagle.head import EagleHead
 from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.types import InputError
@@ -71,8 +74,8 @@ class Spoiled:
     def __getattr__(self, name):
         return getattr(self._lm, name)
 
-    def features(self, input_ids, position_ids=None):
-        states = self._lm.features(input_ids, position_ids).clone()
+    def features(self, input_ids, position_ids=None, capture=()):
+        states = self._lm.features(input_ids, position_ids, capture).clone()
         states[1, :, 0] = math.nan
         return states
 
@@ -111,20 +114,20 @@ def test_a_draft_that_reads_nan_ends_the_training_of_its_acceptance_head(artefac
 
 
 def test_only_a_loss_that_nothing_given_explains_is_a_bad_step():
-    steps, finite, broken = BadSteps(limit=5), torch.ones(4, 3), torch.full((4, 3), math.inf)
+    steps, finite, broken = BadSteps(limit=5, model="draft"), torch.ones(4, 3), torch.full((4, 3), math.inf)
     steps.begin()
-    steps.given("target", finite)
+    steps.given(finite)
     steps.add(torch.tensor(math.nan), [0, 1])
     assert steps.agree(None, str)[0] and steps.count == 1 and steps.samples == ["0", "1"]
     # What was not finite and did not reach the loss is no error.
     steps.begin()
-    steps.given("target", broken)
+    steps.given(broken)
     steps.add(torch.tensor(1.0), [2])
     assert not steps.agree(None, str)[0]
     # Of several parts those count whose own loss is none; samples are named up to a few.
     steps.begin()
     for number, states in enumerate([finite, broken]):
-        steps.given("draft", states)
+        steps.given(states)
         steps.add(torch.tensor(math.nan), list(range(10 * number, 10 * number + 9)))
     with pytest.raises(NonFinite, match="10, 11, 12, 13, 14 and 4 more") as caught:
         steps.agree(None, str)
@@ -147,16 +150,22 @@ def test_a_cache_keeps_no_nan_and_gives_none(tmp_path, dtype, monkeypatch):
         cache.get(ids)
 
 
-def test_labels_that_are_none_are_named_by_their_row(tmp_path):
-    class Ids:
-        def read(self, start, stop):
-            return [{"id": f"row-{start}"}]
-
+def test_labels_that_are_none_are_named_by_their_row(artefacts, tmp_path):
     labels = [[0.5, 1.0], [], [0.25], [1.0, math.nan], [math.inf]]
-    column = Lists(pa.chunked_array([pa.array(labels, pa.list_(pa.float32()))]))
-    with pytest.raises(InputError, match=r"labels of row row-3"):
-        check_finite_labels(tmp_path, Ids(), column)
-    check_finite_labels(tmp_path, Ids(), Lists(pa.chunked_array([pa.array(labels[:3], pa.list_(pa.float32()))])))
+    lists = [Lists.of(pa.chunked_array([pa.array(part, pa.list_(pa.float32()))])) for part in (labels, labels[:3])]
+    assert [own.first_broken() for own in lists] == [3, None]
+    directory = shutil.copytree(artefacts.acceptance, tmp_path / "labels")
+    about = json.loads((directory / MANIFEST).read_text())
+    entry = about["files"][0]
+    table = pq.read_table(directory / entry["name"])
+    broken = [[math.nan] * len(row) if i == 1 else row for i, row in enumerate(table["accept_prob"].to_pylist())]
+    place = table.column_names.index("accept_prob")
+    table = table.set_column(place, table.schema.field(place), pa.array(broken, table.schema.field(place).type))
+    pq.write_table(table, directory / entry["name"])
+    entry |= {"bytes": (directory / entry["name"]).stat().st_size, "sha256": file_sha256(directory / entry["name"])}
+    (directory / MANIFEST).write_text(json.dumps(about))
+    with pytest.raises(InputError, match=f"labels of row {table['id'][1]}"):
+        AcceptanceDataset(directory)
 
 
 def test_stored_features_are_not_looked_at_twice(artefacts, tmp_path):
@@ -166,4 +175,4 @@ def test_stored_features_are_not_looked_at_twice(artefacts, tmp_path):
     features = module.objective.target.features(batch.input_ids)
     module.bad_steps.begin()
     module.training_step(part_of(dataclasses.replace(batch, features=features)), 0)
-    assert module.bad_steps._parts[0].inputs == {}
+    assert module.bad_steps._parts[0].states is None

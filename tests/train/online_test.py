@@ -20,8 +20,7 @@ from draftsmith.modules.drafters.eagle.head import EagleHead
 from draftsmith.modules.types import FeatureBatch, InputError
 from draftsmith.train.data_module import Key, Part, Samples
 from draftsmith.train.drafter import feature_std, make_head
-from draftsmith.train.drafter_objective import DrafterObjective
-from draftsmith.train.feature_source import FeatureSource
+from draftsmith.train.drafter_objective import DrafterObjective, FeatureSource
 from draftsmith.train.lit_head import LitHead
 from draftsmith.train.run import run
 

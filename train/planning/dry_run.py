@@ -1,19 +1,18 @@
-"""Code run on tensors that have a shape and no numbers: what it would hold in memory, and how much it would compute.
+"""Code run on tensors that have a shape and no numbers: what it would hold in memory.
 
-torch's own tools do this for a plain module: FakeTensorMode, FlopCounterMode, and MemTracker of torch.distributed. None
-of them runs a training step of ours. In FakeTensorMode a loss mask selects an unknown number of rows; MemTracker
-refuses a module that is called twice without a common root, as an unrolled draft does, and the module hooks of
-FlopCounterMode fail in a backward pass that runs inside a forward. So this is a mode of our own over FakeTensorMode,
-with the counter's formulas.
+torch's own tools do this for a plain module: FakeTensorMode, and MemTracker of torch.distributed. Neither runs a
+training step of ours. In FakeTensorMode a loss mask selects an unknown number of rows; MemTracker refuses a module that
+is called twice without a common root, as an unrolled draft does. So this is a mode of our own over FakeTensorMode.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,33 +20,24 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
-from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 from draftsmith.modules.types import InputError
-from draftsmith.train.planning.heap import Heap
+from draftsmith.train.data_module import Part
+from draftsmith.train.lit_head import LitHead
 
 aten = torch.ops.aten
 # Elements of the largest real tensor: token ids of the largest batch, but not who sees whom in a long text.
 MOST_REAL = 2**22
-WORKING = "working"
+# What bytes are of.
+FROZEN, WEIGHTS, GRADIENTS, OPTIMIZER, BATCH, WORKING = (
+    "frozen", "weights", "gradients", "optimizer", "batch", "working",
+)  # fmt: skip
 SELECTS = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
 
 
 class NotRehearsed(InputError):
     """Code that goes by numbers, and so cannot run without them."""
-
-
-@dataclass(frozen=True)
-class HeldBytes:
-    """Bytes at one moment by what they are of. freed: those that a CPU's process has freed and keeps."""
-
-    parts: dict[str, int] = field(default_factory=dict)
-    freed: int = 0
-
-    @property
-    def total(self) -> int:
-        return sum(self.parts.values()) + self.freed
 
 
 @dataclass
@@ -56,7 +46,6 @@ class _Block:
 
     part: str
     size: int
-    place: int | None = None
 
 
 class DryRun(TorchDispatchMode):
@@ -64,21 +53,18 @@ class DryRun(TorchDispatchMode):
     values (token ids, masks, places), and so are single numbers. Weights that were made outside may be used.
 
     part: what tensors that are made now are counted as. now: bytes of each part. made: of all that was ever made.
-    peaks: of each phase, its moment of most. flops: of matrix products. attention_flops: of causal attention only the
-    half that is needed.
+    peaks: of each phase, bytes by part at its moment of most.
     """
 
-    def __init__(self, on_cpu: bool):
-        """on_cpu: memory is a CPU's, whose process keeps some of what it has freed."""
+    def __init__(self) -> None:
         super().__init__()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._blocks = WeakIdKeyDictionary()
-        self._heap = Heap() if on_cpu else None
         self._phase = ""
         self.part = WORKING
         self.now: dict[str, int] = {}
-        self.peaks: dict[str, HeldBytes] = {}
-        self.made, self.flops, self.attention_flops = 0, 0.0, 0.0
+        self.peaks: dict[str, dict[str, int]] = {}
+        self.made = 0
 
     @contextmanager
     def making(self, part: str) -> Iterator[None]:
@@ -98,8 +84,7 @@ class DryRun(TorchDispatchMode):
 
     def begin(self, phase: str) -> None:
         """What is most from here on is this phase's; of one that has been before, anew."""
-        self._phase = phase
-        self.peaks[phase] = self._moment()
+        self._phase, self.peaks[phase] = phase, dict(self.now)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:  # asked for as often as anything else
@@ -113,11 +98,6 @@ class DryRun(TorchDispatchMode):
         if func in SELECTS:
             args = (args[0], _places(args[1]), *args[2:])
         out = self._run(func, args, kwargs)
-        packet = func.overloadpacket
-        if packet in ATTENTION:
-            self.attention_flops += ATTENTION[packet](*args, **kwargs)
-        elif packet in flop_registry:
-            self.flops += flop_registry[packet](*args, **kwargs, out_val=out)
         for tensor in _tensors(out):
             storage = tensor.untyped_storage()
             if storage not in self._blocks:
@@ -147,22 +127,14 @@ class DryRun(TorchDispatchMode):
 
     def _made(self, storage: torch.UntypedStorage) -> None:
         self._blocks[storage] = block = _Block(self.part, storage.nbytes())
-        if self._heap is not None:
-            block.place = self._heap.take(block.size)
         self.made += block.size
         self.now[block.part] = self.now.get(block.part, 0) + block.size
         weakref.finalize(storage, self._freed, block).atexit = False
-        held = sum(self.now.values()) + (self._heap.end - self._heap.used if self._heap is not None else 0)
-        if held > self.peaks.setdefault(self._phase, HeldBytes()).total:
-            self.peaks[self._phase] = self._moment()
+        if sum(self.now.values()) > sum(self.peaks.get(self._phase, {}).values()):
+            self.peaks[self._phase] = dict(self.now)
 
     def _freed(self, block: _Block) -> None:
         self.now[block.part] -= block.size
-        if self._heap is not None:
-            self._heap.give(block.place, block.size)
-
-    def _moment(self) -> HeldBytes:
-        return HeldBytes(dict(self.now), self._heap.end - self._heap.used if self._heap is not None else 0)
 
 
 def _tensors(*values: Any) -> list[Tensor]:
@@ -193,23 +165,56 @@ def _places(indices: Any) -> list[Tensor | None]:
     return places
 
 
-def _attention(
-    query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0, causal: bool = False, **_: Any
-) -> float:
-    """Scores and weighted values, [B, heads, T, D] each: a multiply-add counts 2."""
-    batch, heads, rows, size = query.shape
-    keys = key.shape[2]
-    pairs = rows * (rows + 1) / 2 if causal and rows == keys else rows * keys
-    return 2.0 * batch * heads * pairs * (size + value.shape[3])
+@dataclass(frozen=True)
+class HeldBytes:
+    """Bytes that a training takes in one process.
+
+    libraries: and the interpreter, where the device is the CPU. frozen: frozen models as they stay; loading: most while
+    they are read, themselves included. weights: of what is trained. optimizer: its averages. batch: of the samples of
+    one part. peaks: of forward, backward and update, each the moment of most, by part.
+    """
+
+    libraries: int
+    frozen: int
+    loading: int
+    weights: int
+    optimizer: int
+    batch: int
+    peaks: dict[str, dict[str, int]]
 
 
-def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **_: Any) -> float:
-    """Gradients of both products, for both of their sides; what a kernel computes anew is not counted."""
-    return 2 * _attention(query, key, value, 0.0, rest[3])
+def dry_step(run: DryRun, module: LitHead, part: Part, lengths: Sequence[int], accumulates: bool, on_gpu: bool) -> int:
+    """Take two steps, so that the peaks are the second one's: in the first one there are no averages yet. Returns the
+    bytes of these. part: with `lengths` tokens."""
+    trained = [parameter for parameter in module.head.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.register_post_accumulate_grad_hook(lambda p: run.count_as(GRADIENTS, p.grad))
+    optimizer = module.configure_optimizers()["optimizer"]
+    for group in optimizer.param_groups:
+        if on_gpu and "foreach" in group:
+            group["foreach"] = True  # as torch chooses on a GPU: all temporaries at once
+    trainer: Any = SimpleNamespace(global_step=module.total_steps)  # when all passes run
+    trainer.datamodule = SimpleNamespace(train=SimpleNamespace(lengths=list(lengths)))
+    module.trainer = trainer
+    for number in range(2):
+        for first in (True, False) if accumulates else (True,):
+            run.begin("forward")
+            with module.autocast():
+                loss = module.loss(part).loss
+            if first:
+                optimizer.zero_grad()  # Lightning does it here: the last step's gradients are there until then
+            run.begin("backward")
+            loss.backward()
+            del loss
+        run.begin("update")
+        norm = torch.nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None])
+        torch.nn.utils.clip_grads_with_norm_(trained, 1.0, norm)
+        with run.making(OPTIMIZER if number == 0 else run.part):
+            optimizer.step()
+    return averages(optimizer)
 
 
-# torch's counter does not know the attention of a CPU, which is what runs here whatever device is planned for.
-ATTENTION: dict[Any, Callable[..., float]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-}
+def averages(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of an optimizer's state, counters aside."""
+    values = (value for state in optimizer.state.values() for value in state.values())
+    return sum(value.nbytes for value in values if isinstance(value, Tensor) and value.ndim)

@@ -7,49 +7,61 @@ that have a shape and no numbers.
 
 from __future__ import annotations
 
+import dataclasses
 import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
+import pyarrow.compute as pc
 import torch
 
-from draftsmith.data.features import INDEX_BYTES_PER_TOKEN, check_disk
-from draftsmith.data.ranks import place
+from draftsmith.data.features import INDEX_BYTES_PER_TOKEN
 from draftsmith.data.store import feature_codec
 from draftsmith.data.store.feature_codec import FeatureDtype
-from draftsmith.train.acceptance import TrainAcceptanceConfig
-from draftsmith.train.config import TrainConfig, TrainDrafterConfig
-from draftsmith.train.data_module import Order
+from draftsmith.data.store.files import check_disk
+from draftsmith.data.store.manifest import MANIFEST, Manifest
+from draftsmith.data.store.shards import Rows
+from draftsmith.data.text.answers import conversation_numbers
+from draftsmith.modules.drafters.base import TrainStep
+from draftsmith.train.config import TrainConfig
+from draftsmith.train.data_module import Order, order_of, train_and_val
 from draftsmith.train.lit_head import LitHead
-from draftsmith.train.planning.documents import TrainingDocuments, training_documents
-from draftsmith.train.planning.dry_run import DryRun, NotRehearsed
-from draftsmith.train.planning.frozen import FROZEN, frozen_model
-from draftsmith.train.planning.memory import LAYOUTS, Memory, Resident, Strategy, memory
-from draftsmith.train.planning.step import BATCH, WEIGHTS, Counted, batch_of, dry_step
-from draftsmith.train.planning.subjects import AcceptanceTraining, DrafterTraining
+from draftsmith.train.planning.dry_run import BATCH, FROZEN, WEIGHTS, DryRun, HeldBytes, NotRehearsed, dry_step
+from draftsmith.train.planning.memory import LAYOUTS, Layout, Memory, Strategy, memory
+from draftsmith.train.planning.subjects import PlannedTraining, planned_training
+from draftsmith.train.strategies import device_kind, world_size
 
 # Of parts, only so many steps of an epoch are looked at for the largest.
 STEPS_LOOKED_AT = 2000
-# FLOPs are counted on a document of so many tokens at most: a longer one takes more attention, and that is known.
-COUNTED_TOKENS = 512
+# Of the tokens of documents that are not there yet.
+ASSUMED_LOSS_SHARE = 0.6
+# FLOPs of an epoch are those of so many of its documents, from the shortest to the longest.
+COUNTED_DOCUMENTS = 32
 
 
 @dataclass(frozen=True)
-class LargestPart:
-    """The documents of the largest part that a rank computes at once. tokens: with padding, where a batch has some."""
+class TrainingDocuments:
+    """The training samples: tokens of each (of one with drafts, theirs too), the share of tokens that the loss counts,
+    and where that is from."""
 
-    lengths: list[int]
-    tokens: int
+    lengths: Sequence[int]
+    loss_share: float
+    source: str
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
 
 
 @dataclass(frozen=True)
 class TrainingPlan:
     """What a training takes. Bytes, elements, tokens and model FLOPs.
 
-    memories: (strategy, offload) -> of one rank. checkpoint_bytes: of one; disk_bytes: most on the disk at a time.
-    feature_bytes: dtype -> on disk; None where there are none.
+    part_tokens: most that a rank computes at once, padding included. memories: by layout, of one rank.
+    checkpoint_bytes: of one; disk_bytes: most on the disk at a time. feature_bytes: dtype -> on disk; None where there
+    are none. features_stored: they are there.
     """
 
     job: str
@@ -61,12 +73,13 @@ class TrainingPlan:
     steps_per_epoch: int
     steps: int
     step_flops: float
-    part: LargestPart
-    strategy: tuple[Strategy, bool]
-    memories: dict[tuple[Strategy, bool], Memory]
+    part_tokens: int
+    strategy: Layout
+    memories: dict[Layout, Memory]
     checkpoint_bytes: int
     disk_bytes: int
     feature_bytes: dict[str, int] | None
+    features_stored: bool
 
     @property
     def epochs(self) -> float:
@@ -78,101 +91,151 @@ class TrainingPlan:
         return self.memories[self.strategy]
 
 
-Training = DrafterTraining | AcceptanceTraining
-
-
 def plan_of(config: TrainConfig, world: int = 0, samples: int = 60_000, length: int = 512) -> TrainingPlan:
     """The plan of a training, by its settings.
 
     world: ranks; 0 takes what a launcher has set, or the config's. samples, length: as of `training_documents`.
 
     Raises:
-        InputError: a model that is none, or of a family that the head cannot take its layer from; NotRehearsed: one
-            whose code cannot run without numbers.
+        InputError: a model that is none, or of a family that the head cannot take its layer from; or data that the
+            training itself would refuse. NotRehearsed: a model whose code cannot run without numbers.
     """
-    training = training_of(config)
+    training = planned_training(config)
     documents = training_documents(config, training, samples, length)
-    world = planned_world(config, world)
+    world = world or world_size(config)
     order = order_of(config, documents.lengths)
-    part = largest_part(order, documents, world * config.accumulate, training.packed)
+    largest, part_tokens = largest_part(order, documents.lengths, world * config.accumulate, training.packed)
     steps = config.max_steps or config.epochs * order.steps_per_epoch
-    run = Rehearsal(config, training, part, documents, steps)
-    resident = run.resident
+    module, held, flops = rehearsed(config, training, documents, largest, steps)
     if getattr(config, "target_parallel", "none") == "tensor":
-        resident = Resident(resident.base, resident.frozen // world, resident.loading // world)
+        held = dataclasses.replace(held, frozen=held.frozen // world, loading=held.loading // world)
     strategy = planned_strategy(config, world)
     shown = {key for key in LAYOUTS if key[0] != "one process" or world == 1} | {strategy}
-    checkpoint = run.step.weights + run.step.optimizer
+    checkpoint = held.weights + held.optimizer
     return TrainingPlan(
         job=training.job,
         model=training.frozen.path,
-        trained=run.trained,
+        trained=sum(p.numel() for p in module.head.parameters() if p.requires_grad),
         frozen=training.frozen.params,
         documents=documents,
         world=world,
         steps_per_epoch=order.steps_per_epoch,
         steps=steps,
-        step_flops=run.flops(documents, steps / order.steps_per_epoch) / order.steps_per_epoch,
-        part=part,
+        step_flops=flops / order.steps_per_epoch,
+        part_tokens=part_tokens,
         strategy=strategy,
-        memories={key: memory(resident, run.step, config.accumulate, key[0], world, key[1]) for key in shown},
+        memories={key: memory(held, config.accumulate, key, world) for key in shown},
         checkpoint_bytes=checkpoint,
         # One more than are kept while the newest is written; best/, last/ and the one that replaces either.
-        disk_bytes=(config.keep + 1) * checkpoint + 3 * run.step.weights,
+        disk_bytes=(config.keep + 1) * checkpoint + 3 * held.weights,
         feature_bytes=feature_bytes(training.feature_size, documents.tokens) if training.feature_size else None,
+        features_stored=training.stored,
     )
 
 
-def training_of(config: TrainConfig) -> Training:
-    dtype = planned_dtype(config)
-    if isinstance(config, TrainDrafterConfig):
-        return DrafterTraining(config, frozen_model(config.target, dtype))
-    assert isinstance(config, TrainAcceptanceConfig)
-    return AcceptanceTraining(config, frozen_model(config.read_model, dtype))
+def rehearsed(
+    config: TrainConfig, training: PlannedTraining, documents: TrainingDocuments, largest: Sequence[int], total: int
+) -> tuple[LitHead, HeldBytes, float]:
+    """The module after a dry run of its largest step, what it held, and FLOPs of an epoch.
 
-
-class Rehearsal:
-    """A training's models and its largest step, run dry.
-
-    trained: elements of its head. resident, step: bytes.
+    largest: tokens of the documents of the largest part. total: steps.
     """
-
-    def __init__(
-        self, config: TrainConfig, training: Training, part: LargestPart, documents: TrainingDocuments, steps: int
-    ):
-        self._training, self._share = training, documents.loss_share
-        on_cpu = planned_device(config) == "cpu"
-        run = DryRun(on_cpu)
-        try:
-            with torch.random.fork_rng(devices=[]), run:
-                self._model, frozen, loading = training.frozen.loaded(run, on_cpu, config.engine)
-                read = run.now[FROZEN]
-                with run.making(WEIGHTS):
-                    head = training.head()
-                with run.making(FROZEN):
-                    module = LitHead(head, training.objective(self._model), config, steps)
-                with run.making(BATCH):
-                    batch = batch_of(training, part.lengths, documents.loss_share)
-                self.step = dry_step(run, module, batch, part.lengths, config.accumulate > 1, not on_cpu)
-                longest = int(min(COUNTED_TOKENS, training.context, training.frozen.context))
-                self._counted = Counted(run, training, module, longest)
-        except RuntimeError as error:  # torch's, of an operator that needs numbers, or has no fake form
-            found = f"{training.frozen.path}, whose code goes by numbers ({str(error).partition(chr(10))[0][:200]})"
-            raise NotRehearsed("model", found, "one that runs without weights", "Train it without a plan.") from error
-        self.trained = sum(parameter.numel() for parameter in head.parameters() if parameter.requires_grad)
-        # Tables of the head, and a frozen head that drafts.
-        more = run.now[FROZEN] - read + run.now[WEIGHTS] - self.step.weights
-        # Of a GPU's libraries nothing is known, nor does torch count them.
-        self.resident = Resident(own_memory() if on_cpu else 0, frozen + more, loading)
-
-    def flops(self, documents: TrainingDocuments, epochs: float) -> float:
-        """FLOPs of an epoch, on average over so many."""
-        counted = self._counted.of(documents.lengths, documents.loss_share)
-        return counted + self._training.read_flops(self._model, documents.lengths, epochs)
+    on_cpu, run = device_kind(config) == "cpu", DryRun()
+    try:
+        with torch.random.fork_rng(devices=[]), run:
+            model, frozen, loading = training.frozen.loaded(run, on_cpu, config.engine)
+            read = run.now[FROZEN]
+            with run.making(WEIGHTS):
+                head = training.head()
+            with run.making(FROZEN):
+                module = LitHead(head, training.objective(model), config, total)
+            with run.making(BATCH):
+                part = training.part(largest, documents.loss_share)
+            optimizer = dry_step(run, module, part, largest, config.accumulate > 1, not on_cpu)
+            batch, peaks = run.now[BATCH], dict(run.peaks)  # which what follows would raise
+            flops = epoch_flops(config, training, module, documents)
+    except RuntimeError as error:  # torch's, of an operator that needs numbers, or has no fake form
+        found = f"{training.frozen.path}, whose code goes by numbers ({str(error).partition(chr(10))[0][:200]})"
+        raise NotRehearsed("model", found, "one that runs without weights", "Train it without a plan.") from error
+    weights = sum(parameter.nbytes for parameter in head.parameters() if parameter.requires_grad)
+    # Tables of the head, and a frozen head that drafts.
+    frozen += run.now[FROZEN] - read + run.now[WEIGHTS] - weights
+    # Of a GPU's libraries nothing is known, nor does torch count them.
+    libraries = own_memory() if on_cpu else 0
+    return module, HeldBytes(libraries, frozen, loading, weights, optimizer, batch, peaks), flops
 
 
-def largest_part(order: Any, documents: TrainingDocuments, shares: int, packed: bool) -> LargestPart:
-    """The largest of what a rank computes at once, over the steps of the first epoch.
+def epoch_flops(config: TrainConfig, training: PlannedTraining, module: LitHead, documents: TrainingDocuments) -> float:
+    """FLOPs of an epoch at the end of a training, when all of its passes run; on average over its epochs."""
+    apart = -(-len(documents.lengths) // COUNTED_DOCUMENTS)
+    lengths = sorted(documents.lengths)[apart // 2 :: apart]
+    step = TrainStep(module.total_steps, module.total_steps, lengths, ())
+
+    def flops(stored: bool | None = None) -> float:
+        part = training.part(lengths, documents.loss_share, stored)
+        part = dataclasses.replace(part, tokens=training.loss_tokens(part.data))
+        return module.objective.flops(module.head, part, step)
+
+    counted = flops()
+    if getattr(config, "features", "online") == "cache":  # filled in the first epoch and read in the others
+        read = flops(stored=True)
+        epochs = module.total_steps / order_of(config, documents.lengths).steps_per_epoch
+        counted = read + (counted - read) * min(1.0, 1 / epochs)
+    return counted * documents.tokens / sum(lengths)
+
+
+class _Texts:
+    """A data set of which only lengths and conversations are known."""
+
+    manifest = None
+
+    def __init__(self, lengths: list[int], conversations: list[int]):
+        self.lengths, self.conversations = lengths, conversations
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+
+def training_documents(config: TrainConfig, training: PlannedTraining, samples: int, length: int) -> TrainingDocuments:
+    """The training samples of the artefact, split at the context where they are longer, and without held-out ones.
+
+    samples, length: what is assumed where there is no artefact.
+    """
+    directory = config.data
+    if (directory / MANIFEST).exists():
+        texts, share = _read(directory)
+        said = str(directory)
+    else:
+        texts, share = _Texts([length] * samples, list(range(samples))), ASSUMED_LOSS_SHARE
+        said = f"assumed: {samples:,} samples of {length} tokens, as {directory} is not there"
+    val = None if config.val is None else texts
+    train, _ = train_and_val(config, texts, val, training.context, training.lookahead, told=False)
+    return TrainingDocuments(train.lengths, share, said)
+
+
+def has_texts(directory: Path) -> bool:
+    """True for a complete artefact whose rows have tokens and answers: what a training reads."""
+    return (directory / MANIFEST).exists() and "input_ids" in {field.name for field in Manifest.read(directory).fields}
+
+
+def _read(directory: Path) -> tuple[_Texts, float]:
+    """The rows of an artefact, and the share of all tokens that a loss counts."""
+    manifest = Manifest.read(directory)
+    columns = {"features": ["length"], "rollouts": ["input_ids", "draft_ids"]}.get(manifest.kind, ["input_ids"])
+    turns = ["turn"] if "turn" in {spec.name for spec in manifest.fields} else []
+    table = Rows(directory, manifest, [*columns, *turns]).table()
+    parts = [table[name] if name == "length" else pc.list_value_length(table[name]) for name in columns]
+    lengths = [sum(sizes) for sizes in zip(*(part.to_pylist() for part in parts), strict=True)]
+    own = conversation_numbers(table["turn"].to_numpy()) if turns else list(range(len(lengths)))
+    counts = manifest.counts
+    named = (name for name in ("loss_tokens", "response_tokens", "drafted_tokens") if name in counts)
+    counted = counts.get(next(named, ""), sum(lengths))
+    return _Texts(lengths, own), counted / max(1, sum(lengths))
+
+
+def largest_part(order: Order, lengths: Sequence[int], shares: int, packed: bool) -> tuple[list[int], int]:
+    """Tokens of the documents that a rank computes at once where these are most, over the steps of the first epoch; and
+    of all of them, with their padding.
 
     shares: ranks times accumulated parts, over which a step's samples are dealt out in turn. packed: without padding.
     """
@@ -180,46 +243,24 @@ def largest_part(order: Any, documents: TrainingDocuments, shares: int, packed: 
     for step in range(min(order.steps_per_epoch, STEPS_LOOKED_AT)):
         _, batch = order.step(step)
         for slot in range(min(shares, len(batch))):
-            lengths = [documents.lengths[i] for i in batch[slot::shares]]
-            tokens = sum(lengths) if packed else max(lengths) * len(lengths)
+            own = [lengths[i] for i in batch[slot::shares]]
+            tokens = sum(own) if packed else max(own) * len(own)
             if tokens > most:
-                best, most = lengths, tokens
-    return LargestPart(best, most)
+                best, most = own, tokens
+    return best, most
 
 
-def planned_world(config: TrainConfig, world: int) -> int:
-    """world: what was asked for; 0 takes what a launcher has set, or the config's devices."""
-    return world or (place().world if place().launched else config.devices)
-
-
-def planned_device(config: TrainConfig) -> str:
-    """cpu or gpu; unlike in a training, a GPU that is planned for need not be here."""
-    if config.accelerator != "auto":
-        return config.accelerator
-    return "gpu" if torch.cuda.is_available() else "cpu"
-
-
-def planned_strategy(config: TrainConfig, world: int) -> tuple[Strategy, bool]:
+def planned_strategy(config: TrainConfig, world: int) -> Layout:
     name = str(config.strategy)
     if name == "auto":
         return ("ddp" if world > 1 else "one process"), False
     return cast(Strategy, name.removesuffix("_offload")), name.endswith("_offload")
 
 
-def order_of(config: TrainConfig, lengths: Sequence[int]) -> Any:
-    """The steps as the data module makes them."""
-    return Order(lengths, config.seed, config.batch_size, config.tokens_per_batch, config.group_by_length)
-
-
 def feature_bytes(size: int, tokens: int) -> dict[str, int]:
     """Bytes on disk, with their index. size: elements of a token's."""
     dtypes: tuple[FeatureDtype, ...] = ("bf16", "fp8")
     return {dtype: tokens * (feature_codec.token_bytes(size, dtype) + INDEX_BYTES_PER_TOKEN) for dtype in dtypes}
-
-
-def planned_dtype(config: TrainConfig) -> str:
-    """Type of the frozen model's weights, as `strategies.model_dtype` has it."""
-    return "float32" if config.model_dtype == "auto" and planned_device(config) == "cpu" else config.model_dtype
 
 
 def own_memory() -> int:

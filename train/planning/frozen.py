@@ -15,9 +15,7 @@ from draftsmith.modules.targets.base import CausalLM, ModelInfo
 from draftsmith.modules.targets.hf import HFLM
 from draftsmith.modules.targets.llama import SUPPORTED, LlamaLM, llama_config, model_from_state
 from draftsmith.modules.types import InputError
-from draftsmith.train.planning.dry_run import DryRun
-
-FROZEN = "frozen"
+from draftsmith.train.planning.dry_run import FROZEN, DryRun
 
 
 @dataclass(frozen=True)
@@ -30,10 +28,7 @@ class FrozenModel:
 
     path: str
     config: Any
-    hidden_size: int
-    vocab_size: int
-    num_layers: int
-    context: int
+    info: ModelInfo
     params: int
     stored: torch.dtype
     dtype: torch.dtype
@@ -50,11 +45,10 @@ class FrozenModel:
         On a CPU a checkpoint is mapped. Read by our lean path in its own type, it stays so, beside the fused copies of
         what it holds in parts; in another type, or by transformers, it is there beside the whole model.
         """
+        lm: CausalLM
         with run.making(FROZEN):
-            info = ModelInfo(self.hidden_size, self.vocab_size, self.num_layers, self.context, (), {})
-            model = self._model()
-            before = run.made
-            lm = LlamaLM(model, info) if isinstance(model, LlamaModel) else HFLM(model, info)
+            model, before = self._model(), run.made
+            lm = LlamaLM(model, self.info) if isinstance(model, LlamaModel) else HFLM(model, self.info)
         size, fused = run.now[FROZEN], run.made - before
         if not on_cpu:
             return lm, size, size
@@ -64,7 +58,7 @@ class FrozenModel:
 
     def _model(self) -> Any:
         if self.llama is None:
-            return _from_config(self.config, self.dtype)
+            return AutoModelForCausalLM.from_config(self.config, dtype=self.dtype)
         with torch.device("meta"):
             shapes = {name: weight.shape for name, weight in LlamaModel(self.llama).named_parameters()}
         state = {name: torch.empty(shape, dtype=self.dtype) for name, shape in shapes.items()}
@@ -82,27 +76,24 @@ def frozen_model(path: str, dtype: str) -> FrozenModel:
     raw = read_config(path)
     stored = DTYPES.get(str(raw.get("dtype") or raw.get("torch_dtype") or "float32"), torch.float32)
     width = stored if dtype == "auto" else DTYPES[dtype]
+    config: Any
+    model: Any
     if raw.get("model_type") in SUPPORTED:
         config = llama_config(raw)
+        sizes = (config.hidden_size, config.vocab_size, config.num_layers, config.max_position)
         with torch.device("meta"):
-            params = sum(p.numel() for p in LlamaModel(config).parameters())
-        sizes = config.hidden_size, config.vocab_size, config.num_layers, config.max_position
-        return FrozenModel(path, config, *sizes, params, stored, width)
-
-    try:
-        auto = AutoConfig.from_pretrained(str(model_directory(path)))
-        with torch.device("meta"):
-            model = _from_config(auto, width)
-    except (ValueError, KeyError, OSError) as error:
-        found = f"{path} ({raw.get('model_type')}: {str(error).splitlines()[0]})"
-        remedy = "Only models that transformers knows by their config.json can be planned."
-        raise InputError("model", found, "a causal language model", remedy) from error
-    text = auto.get_text_config()
-    context = getattr(text, "max_position_embeddings", None) or 2048
+            model = LlamaModel(config)
+    else:
+        try:
+            config = AutoConfig.from_pretrained(str(model_directory(path)))
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config, dtype=width)
+        except (ValueError, KeyError, OSError) as error:
+            found = f"{path} ({raw.get('model_type')}: {str(error).splitlines()[0]})"
+            remedy = "Only models that transformers knows by their config.json can be planned."
+            raise InputError("model", found, "a causal language model", remedy) from error
+        text = config.get_text_config()
+        context = getattr(text, "max_position_embeddings", None) or 2048
+        sizes = (text.hidden_size, text.vocab_size, text.num_hidden_layers, context)
     params = sum(p.numel() for p in model.parameters())
-    sizes = text.hidden_size, text.vocab_size, text.num_hidden_layers, context
-    return FrozenModel(path, auto, *sizes, params, stored, width)
-
-
-def _from_config(config: Any, dtype: torch.dtype) -> Any:
-    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return FrozenModel(path, config, ModelInfo(*sizes, (), {}), params, stored, width)

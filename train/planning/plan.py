@@ -15,12 +15,12 @@ from draftsmith.data.answering.batched import set_threads
 from draftsmith.data.progress import say
 from draftsmith.data.store.files import write_json
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.metrics import is_first_process
-from draftsmith.train.planning.documents import has_texts
+from draftsmith.train.metrics import say_on_rank_zero
 from draftsmith.train.planning.dry_run import NotRehearsed
-from draftsmith.train.planning.estimate import TrainingPlan, check_room, plan_of, planned_device
+from draftsmith.train.planning.estimate import TrainingPlan, check_room, has_texts, plan_of
 from draftsmith.train.planning.measure import measure_steps
 from draftsmith.train.planning.memory import LAYOUTS
+from draftsmith.train.strategies import device_kind
 
 WIDEST = 100  # longer lines are hard to read
 
@@ -30,24 +30,21 @@ def run(config: Any) -> Path | None:
     set_threads(config.num_threads)
     import_deepspeed(config)
     plan = plan_of(config, config.world, config.assume_samples, config.assume_length)
-    screen = Console(highlight=False)
-    console = Console(highlight=False, width=min(screen.width, WIDEST))
+    console = Console(highlight=False, width=min(Console().width, WIDEST))
     print_plan(plan, config, console)
-    measured = None
-    if config.measure:
-        measured = measure_steps(config, plan)
+    measured = measure_steps(config) if config.measure else None
+    if measured is not None:
         console.print(measured.text(plan), markup=False)
     if config.json is None:
         return None
-    numbers = {**as_numbers(plan), "measured": dataclasses.asdict(measured) if measured else None}
-    write_json(config.json, numbers)
+    write_json(config.json, {**as_numbers(plan), "measured": dataclasses.asdict(measured) if measured else None})
     return config.json
 
 
 def import_deepspeed(config: TrainConfig) -> None:
     """What a training on it has imported by the time it reads its models: part of its memory."""
     if str(config.strategy).startswith("deepspeed"):
-        if planned_device(config) == "cpu":
+        if device_kind(config) == "cpu":
             os.environ["DS_ACCELERATOR"] = "cpu"  # as the strategy does: else it looks for a GPU and warns
         try:
             import deepspeed  # noqa: F401
@@ -68,11 +65,9 @@ def announce(config: TrainConfig) -> None:
     try:
         plan = plan_of(config)
     except NotRehearsed as error:  # the training may run all the same
-        if is_first_process():
-            say(f"no plan: {error}")
+        say_on_rank_zero(f"no plan: {error}")
         return
-    if is_first_process():
-        say(short_plan(plan))
+    say_on_rank_zero(short_plan(plan))
     check_room(plan, config.output)
 
 
@@ -81,10 +76,10 @@ def short_plan(plan: TrainingPlan) -> str:
     own = plan.own
     ranks = f"{plan.world} ranks" if plan.world > 1 else "1 rank"
     return (
-        f"plan: {short_count(plan.trained).strip()} trained and {short_count(plan.frozen).strip()} frozen parameters, "
-        f"about {size(own.peak)} of memory a rank ({ranks}, {LAYOUTS[plan.strategy]}; most in: {own.phase})\n"
-        f"plan: {plan.steps:,} steps, {plan.steps_per_epoch:,} an epoch, {short_count(plan.step_flops)}FLOPs each; "
-        f"checkpoints {size(plan.checkpoint_bytes)} each, {size(plan.disk_bytes)} at most"
+        f"plan: {short(plan.trained)}trained and {short(plan.frozen)}frozen parameters, "
+        f"about {short(own.peak)}B of memory a rank ({ranks}, {LAYOUTS[plan.strategy]}; most in: {own.phase})\n"
+        f"plan: {plan.steps:,} steps, {plan.steps_per_epoch:,} an epoch, {short(plan.step_flops)}FLOPs each; "
+        f"checkpoints {short(plan.checkpoint_bytes)}B each, {short(plan.disk_bytes)}B at most"
     )
 
 
@@ -93,60 +88,53 @@ def print_plan(plan: TrainingPlan, config: TrainConfig, console: Console) -> Non
     facts = Table.grid(padding=(0, 2))
     facts.add_column(no_wrap=True, style="cyan")
     facts.add_column()
-    for name, value in fact_rows(plan, config):
+    for name, value in fact_rows(plan, config).items():
         facts.add_row(name, value)
     console.print(facts)
     console.print(f"\nMemory of a rank, {memory_unit(plan)[0]}; * as configured, off: with offload to host memory")
     console.print(memory_table(plan))
 
 
-def fact_rows(plan: TrainingPlan, config: TrainConfig) -> list[tuple[str, str]]:
+def fact_rows(plan: TrainingPlan, config: TrainConfig) -> dict[str, str]:
     documents, per_step = plan.documents, plan.documents.tokens / plan.steps_per_epoch
-    rows = [
-        ("parameters", f"{short_count(plan.trained).strip()} trained, {short_count(plan.frozen).strip()} frozen"),
-        ("data", f"{documents.source}: {len(documents.lengths):,} training samples, {documents.tokens:,} tokens"),
-        (
-            "steps",
-            f"{plan.steps:,} of {per_step:,.0f} tokens: {plan.epochs:.3g} epochs of {plan.steps_per_epoch:,} steps; "
-            f"{per_step * plan.steps:,.0f} tokens in all",
-        ),
-        (
-            "compute",
-            f"{short_count(plan.step_flops)}FLOPs a step, {short_count(plan.step_flops * plan.steps)}FLOPs in all",
-        ),
-        (
-            "largest part",
-            f"{plan.part.tokens:,} tokens on a rank at once ({plan.world} ranks, {config.accumulate} parts)",
-        ),
-        (
-            "checkpoints",
-            f"{size(plan.checkpoint_bytes)} each, float32 weights and averages; {size(plan.disk_bytes)} at most, with "
-            f"best/ and last/",
-        ),
-    ]
+    rows = {
+        "parameters": f"{short(plan.trained)}trained, {short(plan.frozen)}frozen",
+        "data": f"{documents.source}: {len(documents.lengths):,} training samples, {documents.tokens:,} tokens",
+        "steps": f"{plan.steps:,} of {per_step:,.0f} tokens: {plan.epochs:.3g} epochs of {plan.steps_per_epoch:,} "
+        f"steps; {per_step * plan.steps:,.0f} tokens in all",
+        "compute": f"{short(plan.step_flops)}FLOPs a step, {short(plan.step_flops * plan.steps)}FLOPs in all",
+        "largest part": f"{plan.part_tokens:,} tokens on a rank at once "
+        f"({plan.world} ranks, {config.accumulate} parts)",
+        "checkpoints": f"{short(plan.checkpoint_bytes)}B each, float32 weights and averages; "
+        f"{short(plan.disk_bytes)}B at most, with best/ and last/",
+    }
     if plan.feature_bytes:
-        there = "on disk" if documents.kind == "features" and not documents.assumed else "if stored"
-        rows.append((f"features {there}", ", ".join(f"{size(v)} in {k}" for k, v in plan.feature_bytes.items())))
+        there = "on disk" if plan.features_stored else "if stored"
+        rows[f"features {there}"] = ", ".join(f"{short(v)}B in {k}" for k, v in plan.feature_bytes.items())
     return rows
 
 
 def memory_table(plan: TrainingPlan) -> Table:
     """A row a part, a column a strategy."""
-    keys = [key for key in LAYOUTS if key in plan.memories]
+    shown = {key: plan.memories[key] for key in LAYOUTS if key in plan.memories}
+    _, divisor, digits = memory_unit(plan)
+
+    def cells(sizes: list[int]) -> list[str]:
+        return [f"{size / divisor:,.{digits}f}" for size in sizes]
+
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("part")
-    for key in keys:
+    for key in shown:
         table.add_column(LAYOUTS[key] + ("*" if key == plan.strategy else ""), justify="right")
-    _, divisor, digits = memory_unit(plan)
     for name in plan.own.parts:
-        values = [plan.memories[key].parts[name] for key in keys]
+        values = [found.parts[name] for found in shown.values()]
         if any(values):
-            table.add_row(name, *(f"{value / divisor:,.{digits}f}" for value in values))
+            table.add_row(name, *cells(values))
     table.add_section()
-    table.add_row("most at a time", *(f"{plan.memories[key].peak / divisor:,.{digits}f}" for key in keys), style="bold")
-    table.add_row("which is in", *(plan.memories[key].phase for key in keys))
-    if any(plan.memories[key].host for key in keys):
-        table.add_row("host memory", *(f"{plan.memories[key].host / divisor:,.{digits}f}" for key in keys))
+    table.add_row("most at a time", *cells([found.peak for found in shown.values()]), style="bold")
+    table.add_row("which is in", *(found.phase for found in shown.values()))
+    if any(found.host for found in shown.values()):
+        table.add_row("host memory", *cells([found.host for found in shown.values()]))
     return table
 
 
@@ -157,24 +145,17 @@ def memory_unit(plan: TrainingPlan) -> tuple[str, float, int]:
 
 def as_numbers(plan: TrainingPlan) -> dict[str, Any]:
     """The plan as JSON values."""
-    numbers = {name: value for name, value in dataclasses.asdict(plan).items() if name not in ("documents", "memories")}
     documents = plan.documents
-    numbers["documents"] = {"source": documents.source, "samples": len(documents.lengths), "tokens": documents.tokens}
-    numbers["memories"] = {LAYOUTS[key]: dataclasses.asdict(value) for key, value in plan.memories.items()}
-    return numbers
+    return {
+        **dataclasses.asdict(dataclasses.replace(plan, memories={})),
+        "documents": {"source": documents.source, "samples": len(documents.lengths), "tokens": documents.tokens},
+        "memories": {LAYOUTS[key]: dataclasses.asdict(value) for key, value in plan.memories.items()},
+    }
 
 
-def short_count(number: float) -> str:
+def short(number: float) -> str:
     """1234567 -> `1.23 M`, to be followed by a unit or a noun."""
-    for step, letter in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
+    for step, letter in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= step:
             return f"{number / step:.3g} {letter}"
     return f"{number:,.0f} "
-
-
-def size(number: float) -> str:
-    """Bytes for people: 1234567 -> `1.23 MB`."""
-    for step, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if number >= step:
-            return f"{number / step:.3g} {unit}"
-    return f"{number:.0f} B"

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from draftsmith.data.store.manifest import volatile
-from draftsmith.modules.types import InputError
 from draftsmith.train.acceptance import TrainAcceptanceConfig
 from draftsmith.train.config import TrainDrafterConfig
 from draftsmith.train.drafter import drafter_config
@@ -38,9 +37,8 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         super().__post_init__()  # type: ignore[misc]  # of the training that it is mixed into
-        for name, least in {"world": 0, "assume_samples": 2, "assume_length": 4}.items():
-            if getattr(self, name) < least:
-                raise InputError(name, getattr(self, name), f"{least} or more", "Change it.")
+        for least, name in ((0, "world"), (2, "assume_samples"), (4, "assume_length")):
+            self.check_least(least, name)  # type: ignore[attr-defined]
 
 
 @functools.cache

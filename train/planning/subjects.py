@@ -4,11 +4,13 @@ any length without content. A learned drafter's is one class, whatever the draft
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from draftsmith.data.acceptance import AcceptanceConfig
 from draftsmith.data.heads.directory import class_of, head_settings, kind_at
@@ -18,115 +20,124 @@ from draftsmith.data.store.datasets import Item, collate_acceptance, collate_fea
 from draftsmith.data.store.manifest import MANIFEST, Manifest
 from draftsmith.data.store.rollout_dataset import collate_rollouts
 from draftsmith.modules.acceptance.head import AcceptanceHead
-from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.train.acceptance import TrainAcceptanceConfig, acceptance_settings, check_labels, filled, labels_of
 from draftsmith.train.acceptance_objective import AcceptanceObjective
-from draftsmith.train.config import TrainDrafterConfig
+from draftsmith.train.config import TrainConfig, TrainDrafterConfig
+from draftsmith.train.data_module import Key, Part
 from draftsmith.train.drafted_tokens import MixedText, RolloutDrafts
 from draftsmith.train.drafter import head_shape, target_shape
 from draftsmith.train.drafter_objective import DrafterObjective
 from draftsmith.train.lit_head import Objective
-from draftsmith.train.planning.frozen import FrozenModel
-from draftsmith.train.telemetry import features_flops
+from draftsmith.train.planning.frozen import FrozenModel, frozen_model
+from draftsmith.train.strategies import model_dtype
 
 
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Modules made within are of this type; fake ones cannot be converted later."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+class PlannedTraining(ABC):
+    """A training that is planned.
 
-
-def _answered(length: int, counted: int) -> Item:
-    return {"input_ids": torch.zeros(length, dtype=torch.int64), "loss_mask": torch.arange(length) >= length - counted}
-
-
-class DrafterTraining:
-    """A drafter on a target's features. stored: they come with the data; else the target makes them in the step.
-
-    job: kind of the head. kind: of the data, where there are none yet. feature_size: elements of a token's features.
+    job: kind of the head. kind: of the data, where there are none yet. frozen: the model that reads the data. context:
+    most tokens of a document: longer ones are split. lookahead: tokens that their pieces share. packed: batches have no
+    padding. counted: share of the answers' tokens that the loss counts. feature_size: elements of a token's features,
+    stored: they come with the data; else the target makes them in the step. head: makes one with random weights.
+    objective: what it learns of `frozen`, as that was made in the dry run. samples: makes a batch of samples without
+    content, of so many tokens each, of which the last ones count in the loss; with features, or without. loss_tokens:
+    of such a batch, as the training counts them.
     """
+
+    job: str
+    kind: str
+    frozen: FrozenModel
+    context: int
+    packed: bool
+    lookahead = 0
+    counted = 1.0
+    feature_size = 0
+    stored = False
+
+    @abstractmethod
+    def head(self) -> nn.Module: ...
+
+    @abstractmethod
+    def objective(self, model: CausalLM) -> Objective: ...
+
+    @abstractmethod
+    def samples(self, lengths: Sequence[int], counts: Sequence[int], stored: bool) -> Any: ...
+
+    @abstractmethod
+    def loss_tokens(self, data: Any) -> int: ...
+
+    def part(self, lengths: Sequence[int], loss_share: float, stored: bool | None = None) -> Part:
+        """A part of a step: documents of these lengths, of whose tokens a share is of answers."""
+        counts = [round(length * loss_share * self.counted) for length in lengths]
+        keys = tuple(Key(0, number) for number in range(len(lengths)))
+        data = self.samples(lengths, counts, self.stored if stored is None else stored)
+        return Part(data, keys, sum(counts), sum(counts), True, True)
+
+
+def planned_training(config: TrainConfig) -> PlannedTraining:
+    """Raises:
+    InputError: a model that is none, or of a family that the head cannot take its layer from."""
+    if isinstance(config, TrainDrafterConfig):
+        return PlannedDrafter(config)
+    assert isinstance(config, TrainAcceptanceConfig)
+    return PlannedAcceptance(config)
+
+
+class PlannedDrafter(PlannedTraining):
+    """A drafter on a target's features."""
 
     kind = "responses"
 
-    def __init__(self, config: TrainDrafterConfig, target: FrozenModel):
-        self.config, self.frozen, self.job = config, target, config.kind
-        self.lookahead = config.drafter.lookahead
-        self._shape = head_shape(config, target.llama or target_shape(config.target))
+    def __init__(self, config: TrainDrafterConfig):
+        drafter, frozen = config.drafter, frozen_model(config.target, model_dtype(config))
+        self.config, self.job, self.frozen, self.lookahead = config, config.kind, frozen, drafter.lookahead
+        self._shape = head_shape(config, frozen.llama or target_shape(config.target))
+        # A head to fine-tune may reach less far than the target.
+        self.context = min(frozen.info.max_position, self._shape.max_position)
+        self.packed = bool(config.tokens_per_batch)
         self.stored = (config.data / MANIFEST).exists() and Manifest.read(config.data).kind == "features"
-        self.feature_size = 0
-        if config.drafter.needs_features:
-            self.feature_size = target.hidden_size * max(1, len(config.drafter.capture(target.num_layers)))
+        if drafter.needs_features:
+            self.feature_size = frozen.info.hidden_size * max(1, len(drafter.capture(frozen.info.num_layers)))
 
-    @property
-    def context(self) -> int:
-        """Most tokens of a document: a head to fine-tune may reach less far than the target."""
-        return min(self.frozen.context, self._shape.max_position)
-
-    @property
-    def packed(self) -> bool:
-        """Batches have no padding."""
-        return bool(self.config.tokens_per_batch)
-
-    def head(self) -> DraftHead:
+    def head(self) -> nn.Module:
         return self.config.drafter(self._shape)
 
-    def objective(self, target: CausalLM) -> Objective:
-        return DrafterObjective(self.config.drafter, self.config, target)
+    def objective(self, model: CausalLM) -> Objective:
+        return DrafterObjective(self.config.drafter, self.config, model)
 
-    def read_flops(self, target: CausalLM, lengths: Sequence[int], epochs: float) -> float:
-        """FLOPs of the target's forward in an epoch, on average over so many."""
-        if self.stored or not self.feature_size:
-            return 0.0
-        # A cache is filled in the first epoch and read in the others.
-        return features_flops(target, lengths) * (min(1.0, 1 / epochs) if self.config.features == "cache" else 1.0)
+    def samples(self, lengths: Sequence[int], counts: Sequence[int], stored: bool) -> Any:
+        items = []
+        for length, count in zip(lengths, counts, strict=True):
+            items.append(_answered("input_ids", length, count) | {"position_ids": torch.arange(length)})
+            if self.feature_size and stored:
+                items[-1]["features"] = torch.empty(length, self.feature_size, dtype=torch.bfloat16)
+        return (pack_features if self.packed else collate_features)(items)
 
-    def item(self, length: int, counted: int, read: bool = False) -> Item:
-        item = _answered(length, counted) | {"position_ids": torch.arange(length)}
-        if self.feature_size and (self.stored or read):
-            item["features"] = torch.empty(length, self.feature_size, dtype=torch.bfloat16)
-        return item
-
-    def collate(self, items: Sequence[Item]) -> Any:
-        return (pack_features if self.config.tokens_per_batch else collate_features)(items)
+    def loss_tokens(self, data: Any) -> int:
+        return self.config.drafter.num_loss_tokens(data)
 
 
-class AcceptanceTraining:
+class PlannedAcceptance(PlannedTraining):
     """An acceptance head on the states of a frozen drafter, which reads in every step."""
 
-    job, lookahead, feature_size = "acceptance", 0, 0
+    job = "acceptance"
 
-    def __init__(self, config: TrainAcceptanceConfig, model: FrozenModel):
-        """model: the draft, or the model that a head drafts for."""
-        self.config, self.frozen = filled(config), model
+    def __init__(self, config: TrainAcceptanceConfig):
+        self.config, self.frozen = filled(config), frozen_model(config.read_model, model_dtype(config))
         self.kind, manifest = labels_of(config)
-        self._settings = acceptance_settings(config, model.hidden_size)
+        self._settings = acceptance_settings(config, self.frozen.info.hidden_size)
         if manifest is not None:
             check_labels(self._settings, self.kind, manifest)
         made = manifest.config if manifest is not None else {}
         # Where there are no labels yet, as they are made if nothing else is asked for.
         self._depth, self._children = made.get("depth", AcceptanceConfig.depth), made.get("children", 1)
+        # Texts of rollouts are read one by one, and not split: their drafts follow all of them.
+        self.packed = self.kind == "rollouts"
+        self.context = sys.maxsize if self.packed else self.frozen.info.max_position
+        self.counted = 1 - (self.config.mix or 0)
 
-    @property
-    def context(self) -> int:
-        """Drafts follow all of their text, which is not split."""
-        return sys.maxsize if self.kind == "rollouts" else self.frozen.context
-
-    @property
-    def packed(self) -> bool:
-        """Texts are read one by one, and drafts have no padding; mixed text has some."""
-        return self.kind == "rollouts"
-
-    def read_flops(self, model: CausalLM, lengths: Sequence[int], epochs: float) -> float:
-        """None: what a drafter reads is part of every step."""
-        return 0.0
-
-    def head(self) -> AcceptanceHead:
+    def head(self) -> nn.Module:
         return AcceptanceHead(self._settings)
 
     def objective(self, model: CausalLM) -> Objective:
@@ -139,12 +150,12 @@ class AcceptanceTraining:
             return AcceptanceObjective(MixedText(drafter, greedy=False), "none")
         return AcceptanceObjective(RolloutDrafts(drafter, self._settings, self._depth), "none")
 
-    def item(self, length: int, counted: int, read: bool = False) -> Item:
-        if self.kind == "acceptance":
-            item = _answered(length, round(counted * (1 - (self.config.mix or 0))))
-            labels = {name: torch.zeros(length) for name in ("accept_prob", "log_q", "overlap")}
-            return {"z_ids": item["input_ids"], "loss_mask": item["loss_mask"], **labels}
-        return self._drafts(length, counted)
+    def samples(self, lengths: Sequence[int], counts: Sequence[int], stored: bool) -> Any:
+        item, collate = (self._drafts, collate_rollouts) if self.packed else (_mixed, collate_acceptance)
+        return collate([item(length, count) for length, count in zip(lengths, counts, strict=True)])
+
+    def loss_tokens(self, data: Any) -> int:
+        return int(data.loss_mask.sum())
 
     def _drafts(self, length: int, counted: int) -> Item:
         """A text and the drafts at its end: `RolloutDataset`'s fields."""
@@ -160,5 +171,22 @@ class AcceptanceTraining:
         item["starts"] += text
         return item
 
-    def collate(self, items: Sequence[Item]) -> Any:
-        return (collate_rollouts if self.kind == "rollouts" else collate_acceptance)(items)
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Modules made within are of this type; fake ones cannot be converted later."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _answered(ids: str, length: int, counted: int) -> Item:
+    return {ids: torch.zeros(length, dtype=torch.int64), "loss_mask": torch.arange(length) >= length - counted}
+
+
+def _mixed(length: int, counted: int) -> Item:
+    labels = {name: torch.zeros(length) for name in ("accept_prob", "log_q", "overlap")}
+    return _answered("z_ids", length, counted) | labels

@@ -361,17 +361,17 @@ class Viewer {
     const place = this.part("round").querySelector(".tree");
     if (!place || this.open === null) return;
     const round = this.answer().rounds[this.open];
-    const colours = themes[theme()];
+    const { colours } = themes[theme()];
     const nodes = [{ id: -1, parent: null, text: "", kept: true, ink: colours.ink, behind: colours.quiet, about: { node: "root" } }];
     const depth = [];
     round.drafted.forEach((token, node) => {
       const parent = round.parents[node];
       depth.push(parent < 0 ? 1 : depth[parent] + 1);
       const fate = this.fate(round, node);
-      const colour = colours.kinds[fate === "accepted" ? "accepted" : "discarded"];
+      const kind = fate === "accepted" ? "accepted" : "discarded";
       const about = { token: visible(this.text(token)), fate };
       for (const key of ["q", "value", "accept_prob"]) if (round[key]?.[node] != null) about[key] = round[key][node];
-      nodes.push({ id: node, parent, text: visible(this.text(token)), kept: fate === "accepted", ink: colour.ink, behind: colour.behind, about });
+      nodes.push({ id: node, parent, text: visible(this.text(token)), kept: fate === "accepted", ink: colours[`${kind}-ink`], behind: colours[`${kind}-behind`], about });
     });
     const parents = new Set(round.parents);
     const leaves = round.drafted.filter((_, node) => !parents.has(node)).length;

@@ -13,11 +13,11 @@ import torch
 from draftsmith.data.heads.draft_settings import DraftSettings
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.load import warn_about_sampling
-from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
+from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.eval.replay.record import Recording
 from draftsmith.eval.report.tables import Column, Table, drawn_data
 from draftsmith.eval.settings import Decoding
-from draftsmith.eval.studies.common import StudyContext, load_study_models, recorded_chains, write_results
+from draftsmith.eval.studies.common import StudyContext, load_study_models, mode, recorded_chains, write_results
 from draftsmith.eval.studies.predictors import (
     ENTROPY,
     LABELS,
@@ -36,7 +36,6 @@ from draftsmith.eval.studies.predictors import (
 )
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.decoding.confidence import log_odds_of
-from draftsmith.modules.drafters.methods import Models
 from draftsmith.modules.metrics import fit_platt
 from draftsmith.modules.types import InputError, SamplingParams, at_least
 
@@ -125,48 +124,33 @@ class CalibrationConfig(DraftSettings, Decoding):
 @sole_writer()
 def run(config: CalibrationConfig) -> Path:
     """Record rollouts at every temperature, look at what predictors say of them, write output/results.json. Run again,
-    it goes on from the rollouts that are there."""
+    it goes on from the rollouts that are there. It warns of every temperature that the head's labels were not made
+    at."""
     if config.quick:
         config = dataclasses.replace(config, **QUICK)
     torch.set_num_threads(1)
-    prompts = read_prompts(config.prompts, config.target, config.split, config.keep_tasks, config.limit)
-    to_fit = read_prompts(config.prompts, config.target, config.fit_split, config.keep_tasks, config.fit_limit)
-    models = load_all(config, [*prompts, *to_fit])
-    found: dict[str, tuple[LabelledTokens, dict[str, Prediction]]] = {}
-    for temperature in config.temperatures:
-        name = f"T={temperature:g}"
-        fit, tokens = (
-            recorded_tokens(config, models, own, temperature, f"{name}-{use}")
-            for own, use in ((to_fit, "fit"), (prompts, "reported"))
-        )
-        found[name] = tokens, predictions(tokens, fit, head_of(models))
-    context = StudyContext(models, prompts)
-    return write_results("calibration", config, context, tables_of(found), summary_of(found), ["calibration"])
-
-
-def load_all(config: CalibrationConfig, prompts: Sequence[BenchPrompt]) -> Models:
-    """The pair and the head. It warns of every temperature that the head's labels were not made at."""
-    first, *others = config.temperatures
-    models = load_study_models(
-        config, config.paths, [f"specdec++:drafter={config.drafter}"], config.sampling(first), prompts
+    prompts, to_fit = (
+        read_prompts(config.prompts, config.target, split, config.keep_tasks, limit)
+        for split, limit in ((config.split, config.limit), (config.fit_split, config.fit_limit))
     )
+    first, *others = config.temperatures
+    methods = [f"specdec++:drafter={config.drafter}"]
+    models = load_study_models(config, config.paths, methods, config.sampling(first), [*prompts, *to_fit])
     for temperature in others:
         warn_about_sampling(config.acceptance, config.sampling(temperature))
-    return models
-
-
-def head_of(models: Models) -> AcceptanceHead:
-    assert isinstance(models.acceptance, AcceptanceHead)
-    return models.acceptance
-
-
-def recorded_tokens(
-    config: CalibrationConfig, models: Models, prompts: Sequence[BenchPrompt], temperature: float, name: str
-) -> LabelledTokens:
-    """Tokens of rollouts that are recorded in output/rollouts/NAME, or read from there."""
-    how = Recording(config.sampling(temperature), config.depth, config.max_new_tokens, config.seed, models.ends)
-    directory = config.output / "rollouts" / name
-    return labelled_tokens(recorded_chains(directory, models, config.drafter, prompts, how, {HEAD: head_of(models)}))
+    head = models.acceptance
+    assert isinstance(head, AcceptanceHead)
+    found: dict[str, tuple[LabelledTokens, dict[str, Prediction]]] = {}
+    for temperature in config.temperatures:
+        how = Recording(config.sampling(temperature), config.depth, config.max_new_tokens, config.seed, models.ends)
+        fit, tokens = (
+            labelled_tokens(recorded_chains(directory, models, config.drafter, own, how, {HEAD: head}))
+            for own, use in ((to_fit, "fit"), (prompts, "reported"))
+            for directory in [config.output / "rollouts" / f"{mode(temperature)}-{use}"]
+        )
+        found[mode(temperature)] = tokens, predictions(tokens, fit, head)
+    tables, context = tables_of(found), StudyContext(models, prompts)
+    return write_results("calibration", config, context, tables, summary_of(tables[0]), [tables[0].name])
 
 
 def predictions(tokens: LabelledTokens, fit: LabelledTokens, head: AcceptanceHead) -> dict[str, Prediction]:
@@ -186,43 +170,40 @@ def predictions(tokens: LabelledTokens, fit: LabelledTokens, head: AcceptanceHea
     return found
 
 
-def overall_rows(found: Findings) -> list[dict[str, Any]]:
-    """One row for each temperature and predictor."""
-    return [
-        {"temperature": temperature, **row, "what": WHAT[row["predictor"]]}
-        for temperature, own in found.items()
+def tables_of(found: Findings) -> list[Table]:
+    """The table of all tokens first; diagrams, and tables by place in the draft and by task."""
+
+    def by(key: str, shown: Sequence[str]) -> list[dict[str, Any]]:
+        return [{"temperature": at, **row} for at, own in found.items() for row in quality_by(*own, key, shown)]
+
+    overall = [
+        {"temperature": at, **row, "what": WHAT[row["predictor"]]}
+        for at, own in found.items()
         for row in quality_rows(*own)
     ]
-
-
-def rows_by(found: Findings, key: str, shown: Sequence[str]) -> list[dict[str, Any]]:
-    """One row for each temperature, value of `key` (depth or task) and predictor."""
-    return [{"temperature": name, **row} for name, own in found.items() for row in quality_by(*own, key, shown)]
-
-
-def tables_of(found: Findings) -> list[Table]:
-    named = (Column("temperature", "temperature"), Column("predictor", "predictor"))
+    temperature, predictor = Column("temperature", "temperature"), Column("predictor", "predictor")
     note = (
         LABELS + " AUC ranks only: the head's three are one ranking. What is fitted is fitted on prompts that are not "
         "reported; the online fit starts at q's word and learns from the verdicts of the reported prompts as they come."
     )
-    title, columns = "Acceptance head beside the draft's own confidence", [*named, *QUALITY, Column("what", "what")]
-    tables = [Table("calibration", title, columns, overall_rows(found), note)]
+    title = "Acceptance head beside the draft's own confidence"
+    columns = [temperature, predictor, *QUALITY, Column("what", "what")]
+    tables = [Table("calibration", title, columns, overall, note)]
     for name, shown in DIAGRAMS.items():
-        rows = [{"temperature": mode, **row} for mode, own in found.items() for row in reliability_rows(*own, shown)]
+        rows = [{"temperature": at, **row} for at, own in found.items() for row in reliability_rows(*own, shown)]
         tables.append(drawn_data(f"reliability-{name}", rows))
-    tables += [drawn_data(f"{key}-by-depth", rows_by(found, "depth", shown)) for key, shown in BY_DEPTH.items()]
+    tables += [drawn_data(f"{key}-by-depth", by("depth", shown)) for key, shown in BY_DEPTH.items()]
     for key in ("depth", "task"):
-        rows = rows_by(found, key, (CALIBRATED, Q, FITTED_Q, ONLINE))
-        columns = [named[0], Column(key, key), named[1], *QUALITY]
+        columns = [temperature, Column(key, key), predictor, *QUALITY]
+        rows = by(key, (CALIBRATED, Q, FITTED_Q, ONLINE))
         tables.append(Table(f"calibration-by-{key}", f"{key.title()} by {key}", columns, rows, LABELS))
     return tables
 
 
-def summary_of(found: Findings) -> dict[str, Any]:
+def summary_of(overall: Table) -> dict[str, Any]:
     """Flat numbers: `TEMPERATURE, PREDICTOR: auc` and so on."""
     return {
         f"{row['temperature']}, {row['predictor']}: {key}": row[key]
-        for row in overall_rows(found)
+        for row in overall.rows
         for key in ("auc", "brier", "ece", "kl")
     }

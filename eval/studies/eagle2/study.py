@@ -3,31 +3,26 @@ ablations, and what the number of nodes and the depth are worth."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pandas as pd
+
 from draftsmith.data.settings import comma_numbers
 from draftsmith.data.store.writer import sole_writer
+from draftsmith.eval.bench.load import read_tree
 from draftsmith.eval.bench.prompts import BenchPrompt
-from draftsmith.eval.bench.trees import read_tree
 from draftsmith.eval.replay.record import Recording, record_all
 from draftsmith.eval.replay.replay import replay_tree
 from draftsmith.eval.replay.trees import TreeRecorder
-from draftsmith.eval.studies.common import (
-    StudyConfig,
-    StudyContext,
-    decode_prompts,
-    measured,
-    prepare,
-    reduced,
-    write_results,
-)
-from draftsmith.eval.studies.eagle2.found import ModeResults, TreeSize, summary_of, tables_of
-from draftsmith.eval.studies.eagle2.nodes import Node, nodes_of
+from draftsmith.eval.report.tables import Row
+from draftsmith.eval.studies import common
+from draftsmith.eval.studies.eagle2.found import COUNTS, TreeSize, ablation_table, size_tables, summary_of
+from draftsmith.eval.studies.eagle2.nodes import COLUMNS, node_tables, nodes_of
 from draftsmith.modules.decoding.loop import Round
-from draftsmith.modules.decoding.trace import Totals, pool
-from draftsmith.modules.drafters.eagle.methods import Eagle2
+from draftsmith.modules.decoding.trace import pool
+from draftsmith.modules.drafters.eagle.head import Eagle2
 from draftsmith.modules.types import InputError, SamplingParams, at_least
 
 # Beside the dynamic trees: EAGLE-1's static tree, and a chain.
@@ -35,7 +30,7 @@ REFERENCES = ("eagle:k=5", "eagle-tree")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle2Config(StudyConfig):
+class Eagle2Config(common.StudyConfig):
     """Repeats the experiments of EAGLE-2 with an EAGLE head: which drafted tokens are accepted, what ranking them by
     value and reranking them adds, and how many to draft.
 
@@ -58,17 +53,10 @@ class Eagle2Config(StudyConfig):
     measured_nodes: str = "4,8,16,32,60"
     measured_depths: str = "2,4,6"
 
-    @property
-    def sizes(self) -> list[TreeSize]:
-        """Sizes of the trees whose counts are replayed."""
-        counts, depths = comma_numbers("nodes", self.nodes, int), comma_numbers("depths", self.depths, int)
-        return [TreeSize(count, depth, self.topk) for depth in depths for count in counts]
-
-    @property
-    def measured_sizes(self) -> list[TreeSize]:
-        counts = comma_numbers("measured_nodes", self.measured_nodes, int)
-        depths = comma_numbers("measured_depths", self.measured_depths, int)
-        return [TreeSize(count, depth, self.topk) for depth in depths for count in counts]
+    def sizes(self, nodes: str, depths: str) -> list[TreeSize]:
+        """Sizes of all these numbers of nodes, each with all these depths; names of the settings that hold them."""
+        counts, levels = (comma_numbers(name, getattr(self, name), int) for name in (nodes, depths))
+        return [TreeSize(count, depth, self.topk) for depth in levels for count in counts]
 
     @property
     def ablated_sizes(self) -> list[TreeSize]:
@@ -102,52 +90,51 @@ def run(config: Eagle2Config) -> Path:
         raise InputError("draft", given, "an EAGLE head", "Pass --draft: a head of `draftsmith train eagle`.")
     at_least("topk", config.topk, 1)
     if config.quick:
-        config = reduced(config, {"limit": 6, "repeats": 1}, QUICK)
-    replayed, timed = config.sizes, config.measured_sizes
+        config = common.reduced(config, {"limit": 6, "repeats": 1}, QUICK)
+    replayed, timed = config.sizes("nodes", "depths"), config.sizes("measured_nodes", "measured_depths")
     strange = [size for size in timed if size not in replayed]
     if strange:
         expected = "nodes and depths that are also replayed"
         raise InputError("measured_nodes", strange[0].label, expected, "Add them to --nodes and --depths.")
-    labels = list(dict.fromkeys([*REFERENCES, *ablation_labels(config), *(size.label for size in timed)]))
-    context = prepare(config, [*labels, f"eagle-tree:tree={config.tree}", *(size.label for size in replayed)])
-    found = [look(config, context, labels, params) for params in config.sampling]
-    references, shape = list(REFERENCES), read_tree(config.tree)
-    tables = tables_of(config.ablated_sizes, references, timed, shape, found, config.seed)
-    return write_results("eagle2", config, context, tables, summary_of(config.ablated_sizes, timed, found))
-
-
-def ablation_labels(config: Eagle2Config) -> list[str]:
-    """Labels of both parts on and off, at every size."""
-    return [label for size in config.ablated_sizes for label in size.ablations.values()]
-
-
-def look(config: Eagle2Config, context: StudyContext, labels: Sequence[str], params: SamplingParams) -> ModeResults:
-    """Everything in one mode."""
-    static = watch(config, context, f"eagle-tree:tree={config.tree}", params)
-    dynamic = watch(config, context, config.ablated_sizes[0].label, params)
-    return ModeResults(
-        params.temperature,
-        static,
-        dynamic,
-        replays(config, context, params),
-        measured(config, labels, params),
+    ablated, static = config.ablated_sizes, f"eagle-tree:tree={config.tree}"
+    ablations = [label for size in ablated for label in size.ablations.values()]
+    labels = list(dict.fromkeys([*REFERENCES, *ablations, *(size.label for size in timed)]))
+    context = common.prepare(config, [*labels, static, *(size.label for size in replayed)])
+    nodes = {label: watch(config, context, label) for label in (static, ablated[0].label)}
+    counts = pd.DataFrame([row for params in config.sampling for row in replays(config, context, replayed, params)])
+    speeds = pd.DataFrame(
+        {"mode": common.mode(params.temperature), **row}
+        for params in config.sampling
+        for row in common.measured(config, labels, params).values()
     )
+    tables = [
+        ablation_table(ablated, REFERENCES, speeds),
+        *node_tables(nodes[static], nodes[ablated[0].label], read_tree(config.tree), config.seed),
+        *size_tables(timed, counts, speeds),
+    ]
+    return common.write_results("eagle2", config, context, tables, summary_of(tables))
 
 
-def watch(config: Eagle2Config, context: StudyContext, label: str, params: SamplingParams) -> list[Node]:
+def watch(config: Eagle2Config, context: common.StudyContext, label: str) -> pd.DataFrame:
     """Decode all prompts with one method; the nodes that have a verdict."""
-    seen: list[Node] = []
+    seen: list[Row] = []
+    for params in config.sampling:
 
-    def on_round(prompt: BenchPrompt, done: Round) -> None:
-        seen.extend(nodes_of(prompt, done, params, context.eos_ids))
+        def on_round(prompt: BenchPrompt, done: Round, params: SamplingParams = params) -> None:
+            seen.extend(nodes_of(prompt, done, params, context.eos_ids))
 
-    decode_prompts(config, context, label, params, on_round)
-    return seen
+        common.decode_prompts(config, context, label, params, on_round)
+    return pd.DataFrame(seen, columns=COLUMNS)
 
 
-def replays(config: Eagle2Config, context: StudyContext, params: SamplingParams) -> dict[TreeSize, Totals]:
+def replays(
+    config: Eagle2Config, context: common.StudyContext, sizes: Sequence[TreeSize], params: SamplingParams
+) -> Iterator[Row]:
     """Counts of every size, from one recording of the largest trees."""
-    depth = max(size.depth for size in config.sizes)
+    depth = max(size.depth for size in sizes)
     how = Recording(params, depth, config.max_new_tokens, config.seed, context.eos_ids)
     rollouts = record_all(TreeRecorder(context.models, Eagle2(nodes=1, topk=config.topk), how), context.prompts)
-    return {size: pool(replay_tree(rollouts, size.nodes, size.depth)) for size in config.sizes}
+    for size in sizes:
+        totals = pool(replay_tree(rollouts, size.nodes, size.depth))
+        row = {"mode": common.mode(params.temperature), "size": str(size), "nodes": size.nodes, "depth": size.depth}
+        yield row | {"tau": totals.tau, "tokens": totals.num_tokens} | {name: getattr(totals, name) for name in COUNTS}

@@ -1,88 +1,42 @@
-"""What `draftsmith eval hsddw` found, as tables: pure functions of what was watched and measured."""
+"""What `draftsmith eval hsddw` found, as tables: functions of frames of what was watched and measured.
+
+watched: a row a method at the common window, what was drafted and by whom. verified, windows: the rows of
+`Watcher`, with mode and method; windows also have `length`, the tokens of their answer. speeds: rows of benches
+with mode, method and window k.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 
 from draftsmith.eval.bootstrap import mean_interval
-from draftsmith.eval.report.tables import Column, Row, Table, drawn_data, interval, plain
-from draftsmith.eval.studies.common import mean, mode, slug
-from draftsmith.eval.studies.hsddw.watch import Observations
-from draftsmith.modules.decoding.trace import Totals, pool
+from draftsmith.eval.report.tables import Column, Row, Table, drawn_data, plain
+from draftsmith.eval.studies.common import speed_columns, summarised
 from draftsmith.modules.metrics import soft_label_auc
 
 # HSDDW, table 2: speed-up on MT-Bench at T=1.
 PAPER = {"SD": 2.40, "pre-verify": 2.53, "self-verify": 2.63, "pre+self-verify": 2.69, "HSDDW": 2.95}
-# Methods of fixed windows, where no rule chose the tokens by their entropy -> whose verdicts are taken from them.
-ENTROPY_FROM = {"SD": ("M1 by target",), "pre-verify": ("M1 by M2", "M2 by target")}
+# Methods of fixed windows, where no rule chose the tokens by their entropy; the only ones whose verdicts are counted.
+FIXED = ("SD", "pre-verify")
 DYNAMIC = ("self-verify", "HSDDW")  # methods whose windows entropy ends
 ENTROPY_STEP, ENTROPY_END = 0.25, 6.0  # nats; the last bin holds everything above
 NUM_TENTHS = 10
 
 
-@dataclass(frozen=True)
-class WindowSpeed:
-    """One measured method. name: in tables; k: its window; row: of the bench's results."""
-
-    temperature: float
-    name: str
-    k: int
-    row: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class WatchedMethod:
-    """One method watched at one window: what was seen, what it cost, and tokens of every answer by the prompt's id."""
-
-    temperature: float
-    name: str
-    seen: Observations
-    totals: Totals
-    lengths: dict[str, int]
-
-
-def tables_of(
-    k: int, examples: int, watched: Sequence[WatchedMethod], speeds: Sequence[WindowSpeed], seed: int
-) -> list[Table]:
-    """k: the window that methods were watched at. examples: answers whose windows are shown one by one."""
-    dynamic = [item for item in watched if item.name in DYNAMIC]
-    return [
-        ablation_table(k, speeds),
-        drawn_data("hsddw-window-sensitivity", [window_speed(item) for item in speeds]),
-        drawn_data("hsddw-tau-by-window", [{**named(item), "k": item.k, "tau": item.row["tau"]} for item in speeds]),
-        entropy_table(watched),
-        drawn_data("hsddw-entropy-density", density_rows(watched)),
-        redundancy_table(k, watched),
-        drawn_data("hsddw-windows", window_rows(dynamic, examples)),
-        drawn_data("hsddw-window-by-position", tenths(dynamic, "drafted", seed)),
-        drawn_data("hsddw-threshold-by-position", tenths(dynamic, "threshold", seed)),
-    ]
-
-
-def named(item: WatchedMethod | WindowSpeed) -> dict[str, Any]:
-    """Mode and method of a row."""
-    return {"mode": mode(item.temperature), "method": item.name}
-
-
-def ablation_table(k: int, speeds: Sequence[WindowSpeed]) -> Table:
+def ablation_table(k: int, speeds: pd.DataFrame) -> Table:
     """Table 2: each method at the same window, and at the best of those measured."""
     rows = []
-    for temperature, name, group in families(speeds):
-        at_k = next(item.row for item in group if item.k == k)
-        best = max(group, key=lambda item: item.row["speedup"])
-        worst = min(item.row["speedup"] for item in group)
-        rows.append(
-            {
-                **named(best), "speedup": at_k["speedup"], "ci": interval(at_k["speedup_ci95"]), "tau": at_k["tau"],
-                "best_k": best.k, "best": best.row["speedup"], "lost": 1 - worst / best.row["speedup"],
-                "paper": PAPER.get(name) if temperature == 1 else None,
-            }
-        )  # fmt: skip
+    for (mode, method), own in speeds.groupby(["mode", "method"], sort=False):
+        best = own.loc[own["speedup"].idxmax()]
+        found = {"method": method, **speed_columns(own[own["k"] == k].iloc[0]), "best_k": best["k"]}
+        lost = 1 - own["speedup"].min() / best["speedup"]
+        paper = PAPER.get(method) if mode == "T=1" else None
+        rows.append({**found, "best": best["speedup"], "lost": lost, "paper": paper})
     columns = [
         Column("mode", "mode"), Column("method", "method"), Column("speedup", f"speed-up, k={k}", ".2fx"),
         Column("ci", "95 % CI"), Column("tau", "tau", ".2f"), Column("best_k", "best k", "d"),
@@ -97,48 +51,32 @@ def ablation_table(k: int, speeds: Sequence[WindowSpeed]) -> Table:
     return Table("hsddw-ablation", "HSDDW: what each part adds", columns, plain(rows), note)
 
 
-def families(speeds: Sequence[WindowSpeed]) -> Iterator[tuple[float, str, list[WindowSpeed]]]:
-    """Measurements of one method in one mode, in the order measured."""
-    for key in dict.fromkeys((item.temperature, item.name) for item in speeds):
-        yield *key, [item for item in speeds if (item.temperature, item.name) == key]
+def speed_tables(k: int, speeds: pd.DataFrame) -> list[Table]:
+    """Table 2 and figure 7."""
+    taus = speeds[["mode", "method", "k", "tau"]].to_dict("records")
+    keys = ("method", "k", "tokens_per_s")
+    gains = [{**speed_columns(row), **{key: row[key] for key in keys}} for row in speeds.to_dict("records")]
+    return [
+        ablation_table(k, speeds),
+        drawn_data("hsddw-window-sensitivity", gains),
+        drawn_data("hsddw-tau-by-window", taus),
+    ]
 
 
-def window_speed(item: WindowSpeed) -> Row:
-    """Figure 7."""
-    low, high = item.row["speedup_ci95"] or (None, None)
-    found = {"speedup": item.row["speedup"], "low": low, "high": high, "tokens_per_s": item.row["tokens_per_s"]}
-    return {**named(item), "k": item.k, **found}
-
-
-def by_verifier(watched: Sequence[WatchedMethod]) -> Iterator[tuple[str, str, dict[bool, list[float]]]]:
-    """Mode, drafter and verifier, and the entropies of accepted and rejected tokens: of methods whose windows are
-    fixed."""
-    for item in watched:
-        for by in ENTROPY_FROM.get(item.name, ()):
-            own = [one for one in item.seen.verified if one.by == by]
-            split = {verdict: [one.entropy for one in own if one.accepted is verdict] for verdict in (True, False)}
-            yield mode(item.temperature), by, split
-
-
-def entropy_auc(accepted: Sequence[float], rejected: Sequence[float]) -> float | None:
-    """Probability that a rejected token was drawn from a distribution of higher entropy than an accepted one."""
-    if not accepted and not rejected:
-        return None
-    score = torch.tensor([*accepted, *rejected], dtype=torch.float64)
-    label = torch.tensor([0.0] * len(accepted) + [1.0] * len(rejected))
-    return plain(float(soft_label_auc(score, label)))
-
-
-def entropy_table(watched: Sequence[WatchedMethod]) -> Table:
-    """The means of figure 6, and what entropy is worth as a predictor."""
-    rows = [
-        {
-            "mode": at, "by": by, "accepted": len(values[True]), "rejected": len(values[False]),
-            "mean_accepted": mean(values[True]), "mean_rejected": mean(values[False]),
-            "auc": entropy_auc(values[True], values[False]),
-        }
-        for at, by, values in by_verifier(watched)
-    ]  # fmt: skip
+def entropy_tables(verified: pd.DataFrame) -> list[Table]:
+    """Figure 6 and its means, and what entropy is worth as a predictor: of methods whose windows are fixed."""
+    fixed = verified[verified["method"].isin(FIXED)]
+    rows = []
+    densities: list[Row] = []
+    for (mode, by), own in fixed.groupby(["mode", "by"], sort=False):
+        accepted, rejected = (own["entropy"][own["accepted"] == verdict] for verdict in (True, False))
+        counts = {"accepted": len(accepted), "rejected": len(rejected)}
+        means = {"mean_accepted": accepted.mean(), "mean_rejected": rejected.mean()}
+        label = torch.tensor([not verdict for verdict in own["accepted"]], dtype=torch.float64)
+        auc = soft_label_auc(torch.tensor(own["entropy"].to_list(), dtype=torch.float64), label)
+        rows.append({"mode": mode, "by": by, **counts, **means, "auc": float(auc)})
+        for verdict, values in (("accepted", accepted), ("rejected", rejected)):
+            densities += density({"panel": f"{by}, {mode}", "verdict": verdict}, values)
     columns = [
         Column("mode", "mode"), Column("by", "drafted, verified"), Column("accepted", "accepted", ",d"),
         Column("rejected", "rejected", ",d"), Column("mean_accepted", "mean entropy, accepted", ".2f"),
@@ -149,36 +87,23 @@ def entropy_table(watched: Sequence[WatchedMethod]) -> Table:
         "the first rejected one of every draft, windows fixed. AUC: how often a rejected token's entropy is the higher "
         "of two."
     )
-    return Table("hsddw-entropy", "Entropy of accepted and rejected tokens", columns, plain(rows), note)
+    return [
+        Table("hsddw-entropy", "Entropy of accepted and rejected tokens", columns, plain(rows), note),
+        drawn_data("hsddw-entropy-density", densities),
+    ]
 
 
-def density_rows(watched: Sequence[WatchedMethod]) -> list[Row]:
-    """Figure 6."""
-    edges = np.arange(0, ENTROPY_END, ENTROPY_STEP)
-    rows: list[Row] = []
-    for at, by, split in by_verifier(watched):
-        for verdict, values in split.items():
-            places = np.minimum(np.floor(np.asarray(values) / ENTROPY_STEP).astype(int), len(edges) - 1)
-            counts = np.bincount(places, minlength=len(edges)) if values else np.zeros(len(edges), int)
-            said = {"panel": f"{by}, {at}", "verdict": "accepted" if verdict else "rejected"}
-            for edge, count in zip(edges + ENTROPY_STEP / 2, counts, strict=True):
-                rows.append({**said, "entropy": edge, "share": count / max(len(values), 1), "tokens": int(count)})
-    return rows
+def density(said: Row, entropies: pd.Series) -> Iterator[Row]:
+    """Shares of the entropies by bins of ENTROPY_STEP."""
+    edges = np.arange(0, ENTROPY_END + ENTROPY_STEP, ENTROPY_STEP)
+    counts, _ = np.histogram(entropies.clip(upper=ENTROPY_END), edges)
+    for low, count in zip(edges, counts, strict=False):
+        share = count / max(len(entropies), 1)
+        yield {**said, "entropy": low + ENTROPY_STEP / 2, "share": share, "tokens": count}
 
 
-def redundancy_table(k: int, watched: Sequence[WatchedMethod]) -> Table:
+def redundancy_table(k: int, watched: Sequence[Row]) -> Table:
     """Table 4."""
-    rows = []
-    for item in watched:
-        inner, totals, made = pool([item.seen.inner]), item.totals, item.seen.origin.total()
-        rows.append(
-            {
-                **named(item), "drafted": totals.num_draft_tokens, "accepted": totals.num_accepted,
-                "redundancy": totals.redundancy, "inner": inner.redundancy if inner.num_draft_tokens else None,
-                "utilisation": totals.verification_rate,
-                **{model: item.seen.origin[model] / max(made, 1) for model in ("M1", "M2", "target")},
-            }
-        )  # fmt: skip
     columns = [
         Column("mode", "mode"), Column("method", f"method, k={k}"), Column("drafted", "drafted", ",d"),
         Column("accepted", "accepted", ",d"), Column("redundancy", "sigma", ".0%"),
@@ -190,48 +115,45 @@ def redundancy_table(k: int, watched: Sequence[WatchedMethod]) -> Table:
         "target's utilisation: its inferences by the length of the output, less is better. From: who made the tokens "
         "of the answers; those of the target are corrections and bonus tokens."
     )
-    return Table("hsddw-redundancy", "What is drafted in vain", columns, plain(rows), note)
+    return Table("hsddw-redundancy", "What is drafted in vain", columns, plain(watched), note)
 
 
-def window_rows(watched: Sequence[WatchedMethod], count: int) -> Iterator[Row]:
-    """Figure 8: windows of single answers, the longest of the first method."""
-    longest = watched[0].lengths if watched else {}
-    for item in watched:
-        for prompt in sorted(longest, key=lambda prompt: -longest[prompt])[:count]:
-            for window in item.seen.windows:
-                if window.prompt == prompt:
-                    row = asdict(window)
-                    said = {"panel": f"{row.pop('prompt')}, {mode(item.temperature)}", "method": item.name}
-                    yield {**said, "round": row.pop("number"), **row}
+def window_tables(windows: pd.DataFrame, examples: int, seed: int) -> list[Table]:
+    """Figure 8: windows of so many single answers, the longest of the first method; and means over all answers."""
+    dynamic = windows[windows["method"].isin(DYNAMIC)]
+    first = dynamic.groupby(["mode", "method"], sort=False).ngroup() == 0
+    lengths = dynamic[first].groupby("prompt", sort=False)["length"].first()
+    longest = lengths.sort_values(ascending=False, kind="stable").index[:examples]
+    columns = ["method", "round", "start", "drafted", "accepted", "threshold"]
+    shown = [
+        {"panel": f"{prompt}, {mode}", **row}
+        for (mode, _), own in dynamic.groupby(["mode", "method"], sort=False)
+        for prompt in longest
+        for row in own.loc[own["prompt"] == prompt, columns].to_dict("records")
+    ]
+    return [
+        drawn_data("hsddw-windows", shown),
+        drawn_data("hsddw-window-by-position", tenths(dynamic, "drafted", seed)),
+        drawn_data("hsddw-threshold-by-position", tenths(dynamic, "threshold", seed)),
+    ]
 
 
-def tenths(watched: Sequence[WatchedMethod], of: str, seed: int) -> list[Row]:
-    """Means of a window's field by tenths of the answers, 95 % intervals over prompts."""
-    rows: list[Row] = []
-    for item in watched:
-        places = [
-            min(NUM_TENTHS * window.start // item.lengths[window.prompt], NUM_TENTHS - 1)
-            for window in item.seen.windows
-        ]
-        for place in sorted(set(places)):
-            own = [window for window, there in zip(item.seen.windows, places, strict=True) if there == place]
-            values = [float(getattr(window, of)) for window in own]
-            low, high = mean_interval(values, [window.prompt for window in own], seed)
-            found = {of: mean(values), "low": low, "high": high, "rounds": len(own)}
-            rows.append(plain({**named(item), "position": (place + 0.5) / NUM_TENTHS, **found}))
-    return rows
+def tenths(windows: pd.DataFrame, of: str, seed: int) -> Iterator[Row]:
+    """Means of a column by tenths of the answers, 95 % intervals over prompts."""
+    place = (NUM_TENTHS * windows["start"] // windows["length"]).clip(upper=NUM_TENTHS - 1)
+    for (mode, method), own in windows.groupby(["mode", "method"], sort=False):
+        for tenth, part in own.groupby(place):
+            low, high = mean_interval(part[of], part["prompt"], seed)
+            found = {of: part[of].mean(), "low": low, "high": high, "rounds": len(part)}
+            yield {"mode": mode, "method": method, "position": (tenth + 0.5) / NUM_TENTHS, **found}
 
 
-def summary_of(k: int, watched: Sequence[WatchedMethod], speeds: Sequence[WindowSpeed]) -> dict[str, Any]:
+def summary_of(tables: Sequence[Table]) -> dict[str, Any]:
     """Flat numbers that texts quote."""
-    found: dict[str, Any] = {}
-    for row in ablation_table(k, speeds).rows:
-        for key in ("speedup", "tau", "best", "best_k"):
-            found[f"{key}_{slug(row['method'], row['mode'])}"] = row[key]
-    for row in entropy_table(watched).rows:
-        for key in ("mean_accepted", "mean_rejected", "auc"):
-            found[f"entropy_{key}_{slug(row['by'], row['mode'])}"] = row[key]
-    for row in redundancy_table(k, watched).rows:
-        for key in ("redundancy", "utilisation"):
-            found[f"{key}_{slug(row['method'], row['mode'])}"] = row[key]
-    return found
+    rows = {table.name: table.rows for table in tables}
+    entropies = summarised(rows["hsddw-entropy"], ("mean_accepted", "mean_rejected", "auc"), ("by", "mode"))
+    return {
+        **summarised(rows["hsddw-ablation"], ("speedup", "tau", "best", "best_k"), ("method", "mode")),
+        **{f"entropy_{key}": value for key, value in entropies.items()},
+        **summarised(rows["hsddw-redundancy"], ("redundancy", "utilisation"), ("method", "mode")),
+    }

@@ -5,10 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
-
-import numpy as np
-from numpy.typing import NDArray
 
 from draftsmith.data.progress import say
 from draftsmith.data.store.manifest import open_artefact
@@ -32,60 +28,50 @@ def parted(config: PoliciesConfig) -> tuple[list[BenchPrompt], PoliciesConfig]:
         InputError: prompts that would be in both, too few to part, or none.
     """
     splits = has_splits(config.prompts, config.target)
-    split = named_split(config.split) if splits else None
-    config = dataclasses.replace(config, split=split)
-    if config.dev_prompts is not None:
-        dev_split = named_split(config.dev_split) if has_splits(config.dev_prompts, config.target) else None
-        return chosen_on(config, config.dev_prompts, dev_split), config
-    dev_split = named_split(config.dev_split) if splits else None
-    if dev_split == split:
+    config = dataclasses.replace(config, split=named_split(config.split) if splits else None)
+    source = config.dev_prompts or config.prompts
+    dev_splits = splits if config.dev_prompts is None else has_splits(source, config.target)
+    dev_split = named_split(config.dev_split) if dev_splits else None
+    if config.dev_prompts is None and dev_split == config.split:
         return hold_out(config)
-    if split is None or dev_split is None:
+    if config.dev_prompts is None and None in (config.split, dev_split):
         found = f"{config.dev_split or 'none'}, with split {config.split or 'none'}: the same prompts would be in both"
         remedy = "Name two splits, none for both (the last quarter is held out then), or pass --dev-prompts."
         raise InputError("dev_split", found, "other prompts than the reported ones", remedy)
-    return chosen_on(config, config.prompts, dev_split), config
-
-
-def chosen_on(config: PoliciesConfig, source: str, split: str | None, skip: int = 0) -> list[BenchPrompt]:
-    return read_prompts(source, config.target, split, config.keep_tasks, config.dev_limit, skip=skip)
+    return read_prompts(source, config.target, dev_split, config.keep_tasks, config.dev_limit), config
 
 
 def hold_out(config: PoliciesConfig) -> tuple[list[BenchPrompt], PoliciesConfig]:
     """The last quarter of the prompts for choosing; of the others as many as are to be reported."""
-    total = sum(1 for _ in kept_rows(config.prompts, config.target, config.split, config.keep_tasks))
+    source = config.prompts, config.target, config.split, config.keep_tasks
+    total = sum(1 for _ in kept_rows(*source))
     if total < 2:
         found = f"{total} prompt in {config.prompts}"
         raise InputError("prompts", found, "two or more, some to choose settings on", "Pass --dev-prompts.")
     reported = total - -(-total // HELD_OUT)
-    dev = chosen_on(config, config.prompts, config.split, skip=reported)
+    dev = read_prompts(*source, config.dev_limit, skip=reported)
     limit = min(config.limit or reported, reported)
     say(f"Settings are chosen on {len(dev)} prompts of the last {total - reported}; the first {limit} are reported.")
     return dev, dataclasses.replace(config, limit=limit, bench_limit=min(config.bench_limit, limit))
 
 
 def training_texts(config: PoliciesConfig) -> Iterator[Sequence[int]]:
-    """What heads were trained on, as token ids; nothing where nobody says it."""
+    """What heads were trained on, as token ids; nothing where nobody says it.
+
+    Raises:
+        InputError: what is no artefact, or one without `input_ids`.
+    """
     for directory in config.train_text:
-        yield from texts_of(directory)
+        manifest = open_artefact(directory)
+        if all(field.name != "input_ids" for field in manifest.fields):
+            found = f"{directory}, an artefact of {manifest.kind} without input_ids"
+            raise InputError("train_text", found, "responses, features, acceptance labels or rollouts", "Name another.")
+        for row in Rows(directory, manifest, ["input_ids"]).iterate():
+            yield row["input_ids"]
     train_split = named_split(config.train_split)
     if not config.train_text and train_split is not None and has_splits(config.prompts, config.target):
         for prompt in read_prompts(config.prompts, config.target, train_split):
             yield prompt.prompt_ids
-
-
-def texts_of(directory: Path) -> Iterator[list[int]]:
-    """Token ids of every row of an artefact that has `input_ids`.
-
-    Raises:
-        InputError: none, or one without them.
-    """
-    manifest = open_artefact(directory)
-    if all(field.name != "input_ids" for field in manifest.fields):
-        found = f"{directory}, an artefact of {manifest.kind} without input_ids"
-        raise InputError("train_text", found, "responses, features, acceptance labels or rollouts", "Name another.")
-    for row in Rows(directory, manifest, ["input_ids"]).iterate():
-        yield row["input_ids"]
 
 
 def ngrams_of(tokens: Sequence[int], n: int) -> Iterator[Gram]:
@@ -101,11 +87,3 @@ def overlap(tokens: Sequence[int], known: set[Gram], n: int) -> float:
 
 def known_grams(texts: Iterable[Sequence[int]], n: int) -> set[Gram]:
     return {gram for tokens in texts for gram in ngrams_of(tokens, n)}
-
-
-def least_third(overlaps: Sequence[float]) -> NDArray[np.bool_]:
-    """[N]: the third (rounded up) with the least overlap, of equal ones the first."""
-    order = np.argsort(np.asarray(overlaps), kind="stable")
-    chosen = np.zeros(len(order), bool)
-    chosen[order[: -(-len(order) // 3)]] = True
-    return chosen

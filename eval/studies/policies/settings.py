@@ -8,7 +8,7 @@ from pathlib import Path
 from draftsmith.data.settings import comma_numbers
 from draftsmith.eval.bench.load import trained_for
 from draftsmith.eval.studies.common import StudyConfig, head_directories
-from draftsmith.eval.studies.policies.families import PolicyGrid
+from draftsmith.eval.studies.policies.comparison import PolicyGrid
 from draftsmith.modules.drafters.chains import chain_methods
 from draftsmith.modules.types import InputError, at_least, between
 
@@ -23,8 +23,8 @@ class PoliciesConfig(StudyConfig):
         draft: what drafts chains: a draft model, a trained head, or several of them.
         heads: folders of acceptance heads by name, head directories or trainings' outputs. Each is used with the
             drafter that it was trained for, at the temperatures of its labels' mode: greedy, or sampling.
-        draft_heads: deprecated, the old name of --heads for the draft model's.
-        eagle_heads: deprecated, the old name of --heads for an EAGLE head's.
+        draft_heads: deprecated, the same as --heads.
+        eagle_heads: deprecated, the same as --heads.
         split: prompts that are reported; none takes all.
         dev_prompts: a source of prompts that settings are chosen on, where they are in another than `prompts`.
         dev_split: split of the prompts that settings are chosen on. Where it is the reported one, or the rows name no
@@ -74,6 +74,26 @@ class PoliciesConfig(StudyConfig):
             tuple(sorted({max(1, deepest // 2), deepest})),
         )
 
+    @property
+    def head_places(self) -> dict[str, dict[str, Path]]:
+        """Drafter -> directories of the acceptance heads that were trained for it, by name.
+
+        Raises:
+            InputError: a folder without heads, a head for a drafter that is not given, or two of one name.
+        """
+        found: dict[str, dict[str, Path]] = {drafter: {} for drafter in self.chain_drafters}
+        for folder in filter(None, (*self.heads, self.draft_heads, self.eagle_heads)):
+            for name, place in head_directories(folder).items():
+                drafter = trained_for(str(place))
+                if drafter not in found:
+                    told = f"{place}, for what {drafter} drafts, which is not given"
+                    raise InputError("heads", told, "--draft with it", "Pass --draft DIR too.")
+                if name in found[drafter]:
+                    told = f"{place} and {found[drafter][name]}"
+                    raise InputError("heads", told, "one head of a name", "Rename one of them.")
+                found[drafter][name] = place
+        return found
+
     def check(self) -> None:
         """
         Raises:
@@ -88,11 +108,4 @@ class PoliciesConfig(StudyConfig):
                 between(name, value, 0, 10 if name == "cs" else 1)
         if not self.chain_drafters:
             raise InputError("draft", "nothing", "a drafter", "Pass --draft: a draft model, a head, or several.")
-        for name in ("draft", "eagle"):
-            if getattr(self, f"{name}_heads") is not None and name not in self.drafters:
-                found, expected = f"heads of what {name} drafts without it", "--draft with it"
-                raise InputError(f"{name}_heads", found, expected, "Pass --draft DIR too.")
-        for place in (place for folder in self.heads for place in head_directories(folder).values()):
-            if trained_for(str(place)) not in self.chain_drafters:
-                found = f"{place}, for what {trained_for(str(place))} drafts, which is not given"
-                raise InputError("heads", found, "--draft with it", "Pass --draft DIR too.")
+        _ = self.head_places

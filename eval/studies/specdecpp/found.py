@@ -16,7 +16,6 @@ from draftsmith.eval.studies import common
 from draftsmith.eval.studies.forward_times import (
     ForwardTimes,
     Row,
-    bench_rows,
     explained,
     fit_forward_times,
     gain_interval,
@@ -24,8 +23,8 @@ from draftsmith.eval.studies.forward_times import (
     theory_rows,
 )
 from draftsmith.eval.studies.specdecpp.kl import constant_kl, kl_rows, read_labels
-from draftsmith.eval.studies.specdecpp.study import BEST_HEAD, BEST_K, ChosenRules, LoadedStudy, theorem_h
-from draftsmith.eval.studies.specdecpp.sweep import LengthRule, Setting, front, published_head, replayed
+from draftsmith.eval.studies.specdecpp.study import BEST_HEAD, BEST_K, LoadedStudy, theorem_h
+from draftsmith.eval.studies.specdecpp.sweep import LengthRule, Setting, front, published_head
 from draftsmith.modules.decoding.trace import pool
 
 # Huang et al. 2024, table of KL: w_rej = 6, by depth 0..4.
@@ -34,58 +33,64 @@ PAPER_EVAL_KL = {(6.0, depth): kl for depth, kl in enumerate((0.637, 0.596, 0.58
 # GSM8K +9.4 %.
 PAPER_GAIN = "+7.2 to +11.1 %"
 PAPER_R2, PAPER_THEORY_ERROR = ">= 0.98", "within 6.2 %"
-
-
 ORACLE, KNOWN = "greedy oracle (lemma 2.1)", "true p/q, h by theorem 3.1"
+GAINS = ("gain_theory", "gain_theory_ci", "gain_measured", "gain_measured_ci")
 
 
 @dataclass(frozen=True)
 class Measurements:
-    """All that was measured. rollouts: by split. settings: the sweep on the reported split. dev_rows: of the
-    bench on the dev prompts, which `times` are fitted to. clock: of the benches, cpu or wall. runs: benches on the
-    reported prompts. labels: `train` and `eval` artefacts that exist."""
+    """All that was measured. rollouts: by split. settings: the sweep on the reported split. chosen: on the dev prompts,
+    by what they are called in tables. times: fitted to `dev_rows`, of the bench on the dev prompts. clock: of the
+    benches, cpu or wall. runs: rows of the benches on the reported prompts, by `run_name`. labels: `train` and `eval`
+    artefacts that exist."""
 
     rollouts: Mapping[str, ChainRollouts]
     settings: Sequence[Setting]
-    choice: ChosenRules
+    chosen: Mapping[str, LengthRule]
     times: ForwardTimes
     dev_rows: Sequence[Row]
     clock: str
-    runs: Sequence[Path]
+    runs: Mapping[str, Sequence[Row]]
     labels: Mapping[str, Path]
 
 
 def write_study_results(study: LoadedStudy, found: Measurements) -> Path:
     """results.json of the study, whose tables are printed."""
-    config, draft, times = study.config, study.models.draft, found.times
+    config, draft, times, clock = study.config, study.models.draft, found.times, found.clock
     assert draft is not None
     throughput = throughput_rows(study, found)
-    by_run = {run.name: bench_rows(run) for run in found.runs}
-    rows = drafting([row for own in by_run.values() for row in own])
-    fits = fits_of(found, by_run)
+    rows = drafting([row for own in found.runs.values() for row in own])
+    fits = fits_of(found)
     theory = [
         {"run": name, **row, "difference_dev": dev["difference"]}
-        for name, own in by_run.items()
-        for row, dev in zip(
-            theory_rows(own, fits[name], found.clock), theory_rows(own, times, found.clock), strict=True
-        )
+        for name, own in found.runs.items()
+        for row, dev in zip(theory_rows(own, fits[name], clock), theory_rows(own, times, clock), strict=True)
     ]
+    points = [
+        {
+            "method": row["method"], "id": row["id"], "measured": row[f"{clock}_s"],
+            "predicted": times.seconds(row["num_draft_tokens"], row["num_target_calls"]),
+        }
+        for row in rows
+    ]  # fmt: skip
     sets = {name: read_labels(path, draft, config.seed, config.label_prompts) for name, path in found.labels.items()}
     tables = [
         throughput_table(throughput),
         *rate_tables(study, found),
-        *kl_tables(kl_rows(study.heads, sets), constant_kl(sets["eval"])),
-        *regression_tables(fits, theory, time_points(rows, times, found.clock)),
+        *kl_tables(kl_rows(study.heads, sets), constant_kl(sets["eval"][1])),
+        *regression_tables(fits, theory),
+        drawn_data("specdecpp-time-fit", points),
     ]
+    errors = {key: max(abs(row[key]) for row in drafting(theory)) for key in ("difference", "difference_dev")}
     numbers = {
         "t_draft_ms": times.t_draft * 1e3,
         "t_target_ms": times.t_target * 1e3,
         "c": times.t_draft / times.t_target,
         "theorem_h": theorem_h(times),
         "r2": times.r2,
-        "r2_test": explained(rows, times, found.clock),
-        "largest_theory_error": max(abs(row["difference"]) for row in theory if row["method"] != "ar"),
-        "largest_theory_error_dev": max(abs(row["difference_dev"]) for row in theory if row["method"] != "ar"),
+        "r2_test": explained(rows, times, clock),
+        "largest_theory_error": errors["difference"],
+        "largest_theory_error_dev": errors["difference_dev"],
         **{f"{row['role']}: {key}": row[key] for row in throughput for key in ("rule", "head", *GAINS)},
     }
     context = common.StudyContext(study.models, study.prompts[config.split])
@@ -97,20 +102,16 @@ def drafting(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row["method"] != "ar"]
 
 
-def fits_of(found: Measurements, by_run: Mapping[str, Sequence[Row]]) -> dict[str, ForwardTimes]:
+def fits_of(found: Measurements) -> dict[str, ForwardTimes]:
     """Times of the dev bench, of its methods with and without a head alone, and of each bench on the reported
     prompts."""
-    dev = drafting(found.dev_rows)
     parts = {
-        "dev, fixed K only": [row for row in dev if row["method"].startswith("spec:")],
-        "dev, specdec++ only": [row for row in dev if row["method"].startswith("specdec++")],
-        **{name: drafting(rows) for name, rows in by_run.items()},
+        "dev, fixed K only": [row for row in found.dev_rows if row["method"].startswith("spec:")],
+        "dev, specdec++ only": [row for row in found.dev_rows if row["method"].startswith("specdec++")],
+        **{name: drafting(rows) for name, rows in found.runs.items()},
     }
     fits = {name: fit_forward_times(rows, found.clock) for name, rows in parts.items()}
     return {"dev, all drafting methods": found.times, **fits}
-
-
-GAINS = ("gain_theory", "gain_theory_ci", "gain_measured", "gain_measured_ci")
 
 
 def throughput_rows(study: LoadedStudy, found: Measurements) -> list[dict[str, Any]]:
@@ -118,7 +119,7 @@ def throughput_rows(study: LoadedStudy, found: Measurements) -> list[dict[str, A
     config = study.config
     h = theorem_h(found.times)
     known = {} if h is None else {KNOWN: LengthRule(known=True, h=h)}
-    rules = {**found.choice.settings, **known, ORACLE: LengthRule()}
+    rules = {**found.chosen, **known, ORACLE: LengthRule()}
     dev, test = (
         {rule: prompt_seconds(study, own, rule, found.times) for rule in rules.values()}
         for own in (found.rollouts[config.dev_split], found.rollouts[config.split])
@@ -126,25 +127,26 @@ def throughput_rows(study: LoadedStudy, found: Measurements) -> list[dict[str, A
     fixed = rules[BEST_K]
     rows = []
     for role, rule in rules.items():
-        row = {
+        row = dict.fromkeys(GAINS) | {
             "role": role,
             "head": rule.head,
             "rule": rule.label,
             "dev_theory": _rate(dev[rule]),
             "test_theory": _rate(test[rule]),
             "paper": PAPER_GAIN if role == BEST_HEAD else None,
-            **measured_columns(study, rule, fixed, found.runs, found.clock),
         }
+        if rule.can_run:
+            row |= measured_columns(study, rule, fixed, found)
         if rule != fixed:
             row["gain_theory"] = _rate(test[rule]) / _rate(test[fixed]) - 1
             row["gain_theory_ci"] = gains(ratio_interval(test[rule], test[fixed], config.seed))
-        rows.append(plain({**dict.fromkeys(GAINS), **row}))
+        rows.append(plain(row))
     return rows
 
 
 def prompt_seconds(study: LoadedStudy, rollouts: ChainRollouts, rule: LengthRule, times: ForwardTimes) -> Floats:
     """[prompts, 2]: tokens, and their seconds by the cost model."""
-    totals = [pool([trace]) for trace in replayed(rollouts, rule, study.grid, study.heads)]
+    totals = [pool([trace]) for trace in study.replayed(rollouts, rule)]
     return np.array([(t.num_tokens, times.seconds(t.num_draft_tokens, t.num_target_calls)) for t in totals])
 
 
@@ -154,22 +156,20 @@ def _rate(prompts: Floats) -> float:
     return float(tokens / seconds)
 
 
-def measured_columns(
-    study: LoadedStudy, rule: LengthRule, fixed: LengthRule, runs: Sequence[Path], clock: str
-) -> dict[str, Any]:
-    """Throughput of a rule in the first bench run that decoded with it (and its head), over `ar` and over the best
-    fixed K of the same run. Nothing for what no decoder can run."""
+def measured_columns(study: LoadedStudy, rule: LengthRule, fixed: LengthRule, found: Measurements) -> dict[str, Any]:
+    """Throughput of a rule in the first bench that decoded with it (and its head), over `ar` and over the best fixed K
+    of the same bench."""
     config = study.config
-    if not rule.can_run:
-        return {}
     method, baseline = (r.method(config.min_drafted, config.max_drafted) for r in (rule, fixed))
-    run = next(run for run in runs if rule.head is None or run.name == run_name(config.split, rule.head))
-    rows = bench_rows(run)
-    rates = {row["method"]: row["measured"] for row in theory_rows(rows, ForwardTimes(1.0, 1.0, 0.0, 0), clock)}
+    own = [rows for name, rows in found.runs.items() if rule.head is None or name == run_name(config.split, rule.head)]
+    rates = {
+        name: _rate(np.array([(row["tokens"], row[f"{found.clock}_s"]) for row in own[0] if row["method"] == name]))
+        for name in ("ar", method, baseline)
+    }
     columns: dict[str, Any] = {"measured": rates[method], "speedup": rates[method] / rates["ar"]}
     if rule != fixed:
         columns["gain_measured"] = rates[method] / rates[baseline] - 1
-        columns["gain_measured_ci"] = gains(gain_interval(rows, method, baseline, clock, config.seed))
+        columns["gain_measured_ci"] = gains(gain_interval(own[0], method, baseline, found.clock, config.seed))
     return columns
 
 
@@ -183,18 +183,7 @@ def gains(ends: Sequence[float] | None) -> str | None:
     return interval(ends, "+.1%", " to ") or None
 
 
-def time_points(rows: Sequence[Mapping[str, Any]], times: ForwardTimes, clock: str) -> list[dict[str, Any]]:
-    """Predicted and measured seconds of every row."""
-    return [
-        {
-            "method": row["method"], "id": row["id"], "measured": row[f"{clock}_s"],
-            "predicted": times.seconds(row["num_draft_tokens"], row["num_target_calls"]),
-        }
-        for row in rows
-    ]  # fmt: skip
-
-
-def throughput_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+def throughput_table(rows: Sequence[Row]) -> Table:
     """Tables 1 and 3: the chosen settings, by the cost model on both splits and measured."""
     columns = [
         Column("role", "setting"), Column("head", "head"),
@@ -214,14 +203,26 @@ def throughput_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     return Table("specdecpp-throughput", "Best throughput (SpecDec++, tables 1 and 3)", columns, rows, note)
 
 
-def rate_row(series: str, setting: Setting, times: ForwardTimes) -> dict[str, Any]:
-    """A setting as a point of discard rate against verification rate."""
-    totals = setting.totals
-    return {
-        "series": series, "setting": setting.rule.label, "head": setting.rule.head,
-        "discard_rate": totals.discard_rate, "verification_rate": totals.verification_rate, "tau": totals.tau,
-        "theory": times.tokens_per_s(totals),
-    }  # fmt: skip
+def rate_tables(study: LoadedStudy, found: Measurements) -> list[Table]:
+    """Verification rate against discard rate: figure 4, and fixed K beside every head's thresholds by its weight."""
+    named = rate_series(found.settings, found.chosen[BEST_HEAD], published_head(study.heads))
+    weights = [
+        ("fixed K" if head is None else f"w_rej {study.heads[head].config.w_rej:g}", setting)
+        for setting in found.settings
+        for head in [setting.rule.head]
+        if setting.rule.k or head is not None
+    ]
+
+    def point(series: str, setting: Setting) -> Row:
+        rule, totals = setting.rule, setting.totals
+        rates = {"discard_rate": totals.discard_rate, "verification_rate": totals.verification_rate, "tau": totals.tau}
+        theory = found.times.tokens_per_s(totals)
+        return {"series": series, "setting": rule.label, "head": rule.head, **rates, "theory": theory}
+
+    return [
+        drawn_data("specdecpp-rates", [point(name, setting) for name, own in named.items() for setting in own]),
+        drawn_data("specdecpp-all-heads", [point(name, setting) for name, setting in weights]),
+    ]
 
 
 def rate_series(settings: Sequence[Setting], best_head: LengthRule, published: str | None) -> dict[str, list[Setting]]:
@@ -241,25 +242,11 @@ def rate_series(settings: Sequence[Setting], best_head: LengthRule, published: s
         series["published head (w_rej 6, D 3), raw"] = of(published, False)
     series["Pareto front of all heads and h"] = front(heads)
     series["confidence: until q(y) < t"] = [setting for setting in settings if setting.rule.t]
-    series["greedy oracle (lemma 2.1)"] = [setting for setting in settings if setting.rule == LengthRule()]
+    series[ORACLE] = [setting for setting in settings if setting.rule == LengthRule()]
     return series
 
 
-def rate_tables(study: LoadedStudy, found: Measurements) -> list[Table]:
-    """Verification rate against discard rate: series, and every setting by its head's weight."""
-    best_head, settings = found.choice.settings[BEST_HEAD], found.settings
-    named = rate_series(settings, best_head, published_head(study.heads))
-    series = [rate_row(name, setting, found.times) for name, own in named.items() for setting in own]
-    points = []
-    for setting in settings:
-        head = setting.rule.head
-        if setting.rule.k or head is not None:
-            name = "fixed K" if head is None else f"w_rej {study.heads[head].config.w_rej:g}"
-            points.append(rate_row(name, setting, found.times))
-    return [drawn_data("specdecpp-rates", series), drawn_data("specdecpp-all-heads", points)]
-
-
-def kl_tables(rows: Sequence[Mapping[str, Any]], constant: float | None) -> list[Table]:
+def kl_tables(rows: Sequence[Row], constant: float | None) -> list[Table]:
     """KL by (w_rej, D), and its eval column as lines. rows: of `kl_rows`. constant: the eval KL of the best
     constant."""
     table = [{**plain(row), "paper": PAPER_EVAL_KL.get((row["w_rej"], row["depth"]))} for row in rows]
@@ -290,11 +277,8 @@ def kl_tables(rows: Sequence[Mapping[str, Any]], constant: float | None) -> list
     ]
 
 
-def regression_tables(
-    fits: Mapping[str, ForwardTimes], theory: Sequence[Mapping[str, Any]], points: Sequence[Mapping[str, Any]]
-) -> list[Table]:
-    """Forward times (table 2, section 4.2). fits: by what they are of. theory: rows of `theory_rows`. points: predicted
-    and measured seconds of single prompts."""
+def regression_tables(fits: Mapping[str, ForwardTimes], theory: Sequence[Row]) -> list[Table]:
+    """Forward times (table 2, section 4.2). fits: by what they are of. theory: rows of `theory_rows`."""
     fitted = [
         {
             "of": name, "t_draft": times.t_draft * 1e3, "t_target": times.t_target * 1e3,
@@ -325,5 +309,4 @@ def regression_tables(
             "Theory: the run's own counts at times fitted to the same run, as in the paper; beside it at the times of "
             "the dev bench, which ran at another moment. ar was not part of the fits: its target calls read one row.",
         ),
-        drawn_data("specdecpp-time-fit", points),
     ]  # fmt: skip

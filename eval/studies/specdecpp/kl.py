@@ -4,7 +4,6 @@ and depth."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,9 @@ MIX = 0.15
 BATCH = 16
 
 
-@dataclass(frozen=True)
-class LabelledStates:
-    """N drafted tokens of an `acceptance` artefact: the draft's hidden states once it has read them [N, H], and their
-    labels [N]."""
-
-    hidden: Tensor
-    accept_prob: Tensor
+# N drafted tokens of an `acceptance` artefact: the draft's hidden states once it has read them [N, H], and their labels
+# [N].
+LabelledStates = tuple[Tensor, Tensor]
 
 
 @torch.inference_mode()
@@ -45,7 +40,7 @@ def read_labels(directory: Path, draft: CausalLM, seed: int, limit: int) -> Labe
         mask = batch.loss_mask.to(draft.device)
         hidden.append(draft.features(batch.z_ids.to(draft.device))[mask].float())
         accept_prob.append(batch.accept_prob.to(draft.device)[mask])
-    return LabelledStates(torch.cat(hidden), torch.cat(accept_prob))
+    return torch.cat(hidden), torch.cat(accept_prob)
 
 
 @torch.inference_mode()
@@ -62,18 +57,17 @@ def kl_rows(heads: Mapping[str, AcceptanceHead], sets: Mapping[str, LabelledStat
         if not head.config.as_published:
             continue
         row: dict[str, Any] = {"head": name, "w_rej": head.config.w_rej, "depth": head.config.num_blocks}
-        for kind, tokens in sets.items():
-            raw = head(tokens.hidden)
+        for kind, (hidden, label) in sets.items():
+            raw = head(hidden)
             row |= {
-                f"{kind}_kl": float(binary_kl(raw, tokens.accept_prob)),
-                f"{kind}_kl_corrected": float(binary_kl(head.corrected(raw), tokens.accept_prob)),
-                f"{kind}_auc": float(soft_label_auc(raw, tokens.accept_prob)),
+                f"{kind}_kl": float(binary_kl(raw, label)),
+                f"{kind}_kl_corrected": float(binary_kl(head.corrected(raw), label)),
+                f"{kind}_auc": float(soft_label_auc(raw, label)),
             }
         rows.append(row)
     return sorted(rows, key=lambda row: (row["w_rej"], row["depth"]))
 
 
-def constant_kl(tokens: LabelledStates) -> float:
+def constant_kl(label: Tensor) -> float:
     """KL [nats] of the best constant prediction, the mean label: what a head that looks at nothing reaches."""
-    mean = tokens.accept_prob.double().mean()
-    return float(binary_kl(torch.logit(mean).expand(len(tokens.accept_prob)), tokens.accept_prob))
+    return float(binary_kl(torch.logit(label.double().mean()).expand(len(label)), label))

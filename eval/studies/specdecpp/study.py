@@ -4,7 +4,7 @@ trained by the command, launch/specdecpp.py."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,13 @@ from draftsmith.eval.studies.specdecpp.sweep import (
     PUBLISHED_H,
     LengthRule,
     Setting,
-    SweepGrid,
-    best,
     published_head,
     rejection_bound,
+    replayed,
+    rules,
 )
 from draftsmith.modules.acceptance.head import AcceptanceHead
+from draftsmith.modules.decoding.trace import DecodeTrace, pool
 from draftsmith.modules.drafters.methods import Models
 from draftsmith.modules.types import InputError, at_least, between
 
@@ -156,23 +157,14 @@ class LoadedStudy:
     places: dict[str, Path]
     prompts: dict[str, list[BenchPrompt]]
 
-    @property
-    def grid(self) -> SweepGrid:
-        config = self.config
-        return SweepGrid(config.ks, config.thresholds, list(self.heads), config.min_drafted, config.max_drafted)
+    def replayed(self, rollouts: ChainRollouts, rule: LengthRule) -> list[DecodeTrace]:
+        """What decoding with one rule would have done: a trace an answer."""
+        return replayed(rollouts, rule, (self.config.min_drafted, self.config.max_drafted), self.heads)
 
-
-@dataclass(frozen=True)
-class ChosenRules:
-    """Settings chosen on the dev prompts, by what they are called in tables."""
-
-    settings: dict[str, LengthRule]
-
-    def methods(self, config: SpecDecPPConfig) -> dict[str, list[str]]:
-        """Head -> methods of the bench run that loads it, those without a head among them; a method is in it once."""
-        named = [(rule.head, rule.method(config.min_drafted, config.max_drafted)) for rule in self.settings.values()]
-        heads = dict.fromkeys(head for head, _ in named if head is not None)
-        return {head: list(dict.fromkeys(method for own, method in named if own in (None, head))) for head in heads}
+    def sweep(self, rollouts: ChainRollouts) -> list[Setting]:
+        """Every fixed K, and every threshold of every head."""
+        found = rules(self.config.ks, self.config.thresholds, self.heads)
+        return [Setting(rule, pool(self.replayed(rollouts, rule))) for rule in found]
 
 
 BEST_K, BEST_T, BEST_HEAD, PUBLISHED, PUBLISHED_CALIBRATED = (
@@ -221,33 +213,40 @@ def dev_methods(config: SpecDecPPConfig) -> list[str]:
     """What the times of the cost model are fitted to: fixed lengths over the whole range, and the published rule."""
     ks, count = sorted(config.ks), 3 if config.quick else 5
     spread = sorted({ks[round(i * (len(ks) - 1) / (count - 1))] for i in range(count)})
-    rules = [
+    timed = [
         *(LengthRule(k=k) for k in spread),
         LengthRule(head="any", h=PUBLISHED_H),
         LengthRule(head="any", h=0.5, calibrated=True),
     ]
-    return [rule.method(config.min_drafted, config.max_drafted) for rule in rules]
+    return [rule.method(config.min_drafted, config.max_drafted) for rule in timed]
 
 
-def choose_fastest(study: LoadedStudy, settings: Sequence[Setting], times: ForwardTimes) -> ChosenRules:
-    """The fastest settings by the cost model."""
-    fixed = [setting for setting in settings if setting.rule.k]
-    stopped = [setting for setting in settings if setting.rule.head is not None]
+def choose_fastest(study: LoadedStudy, settings: Sequence[Setting], times: ForwardTimes) -> dict[str, LengthRule]:
+    """The fastest settings by the cost model, the first of equals, by what they are called in tables."""
+
+    def fastest(kind: Callable[[LengthRule], object]) -> LengthRule:
+        return max((one for one in settings if kind(one.rule)), key=lambda one: times.tokens_per_s(one.totals)).rule
+
     found = {
-        BEST_K: best(fixed, times.tokens_per_s).rule,
-        BEST_T: best([s for s in settings if s.rule.t], times.tokens_per_s).rule,
-        BEST_HEAD: best(stopped, times.tokens_per_s).rule,
+        BEST_K: fastest(lambda rule: rule.k),
+        BEST_T: fastest(lambda rule: rule.t),
+        BEST_HEAD: fastest(lambda rule: rule.head is not None),
     }
     published = published_head(study.heads)
     if published is not None:
         found[PUBLISHED] = LengthRule(head=published, h=PUBLISHED_H)
-        own = [s for s in stopped if s.rule.head == published and s.rule.calibrated]
-        found[PUBLISHED_CALIBRATED] = best(own, times.tokens_per_s).rule
+        found[PUBLISHED_CALIBRATED] = fastest(lambda rule: rule.head == published and rule.calibrated)
     h = theorem_h(times)
     if h is not None:
-        head = best([s for s in stopped if s.rule.calibrated], times.tokens_per_s).rule.head
-        found[BOUND] = LengthRule(head=head, h=h, calibrated=True)
-    return ChosenRules(found)
+        found[BOUND] = LengthRule(head=fastest(lambda rule: rule.calibrated).head, h=h, calibrated=True)
+    return found
+
+
+def methods_by_head(chosen: Iterable[LengthRule], config: SpecDecPPConfig) -> dict[str, list[str]]:
+    """Head -> methods of the bench run that loads it, those without a head among them; a method is in it once."""
+    named = [(rule.head, rule.method(config.min_drafted, config.max_drafted)) for rule in chosen]
+    heads = dict.fromkeys(head for head, _ in named if head is not None)
+    return {head: list(dict.fromkeys(method for own, method in named if own in (None, head))) for head in heads}
 
 
 def theorem_h(times: ForwardTimes) -> float | None:

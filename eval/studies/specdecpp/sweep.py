@@ -3,7 +3,7 @@ bound that theorem 3.1 sets to thresholds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +11,8 @@ import numpy as np
 from draftsmith.eval.replay import replay
 from draftsmith.eval.replay.rollouts import ChainRollouts, Floats
 from draftsmith.modules.acceptance.head import AcceptanceHead
-from draftsmith.modules.decoding.trace import DecodeTrace, Totals, pool
+from draftsmith.modules.acceptance.policies import ThresholdRule
+from draftsmith.modules.decoding.trace import DecodeTrace, Totals
 
 # SpecDec++ section 4: the head and the threshold that its headline numbers are of.
 PUBLISHED_W_REJ, PUBLISHED_DEPTH, PUBLISHED_H = 6.0, 3, 0.7
@@ -70,54 +71,35 @@ class Setting:
     rule: LengthRule
     totals: Totals
 
-    @property
-    def point(self) -> tuple[float, float]:
-        """Discard rate and verification rate; less of each is better."""
-        return self.totals.discard_rate, self.totals.verification_rate
 
-
-@dataclass(frozen=True)
-class SweepGrid:
-    """Settings that are swept. heads: names. minimum, maximum: drafted tokens under a threshold."""
-
-    ks: Sequence[int]
-    thresholds: Sequence[float]
-    heads: Sequence[str]
-    minimum: int
-    maximum: int
-
-    def rules(self) -> Iterable[LengthRule]:
-        """Fixed K first, then thresholds on q, then each head's thresholds, raw and calibrated, then the oracle."""
-        yield from (LengthRule(k=k) for k in self.ks)
-        yield from (LengthRule(t=t) for t in self.thresholds)
-        for head in self.heads:
-            for calibrated in (False, True):
-                yield from (LengthRule(head=head, h=h, calibrated=calibrated) for h in self.thresholds)
-        yield LengthRule()
-
-
-def sweep(rollouts: ChainRollouts, grid: SweepGrid, heads: Mapping[str, AcceptanceHead]) -> list[Setting]:
-    """Every rule of the grid on these rollouts: the counts that decoding with it would have had, exactly."""
-    return [Setting(rule, pool(replayed(rollouts, rule, grid, heads))) for rule in grid.rules()]
+def rules(ks: Iterable[int], thresholds: Sequence[float], heads: Iterable[str]) -> Iterator[LengthRule]:
+    """Fixed K first, then thresholds on q, then each head's thresholds, raw and calibrated, then the oracle."""
+    yield from (LengthRule(k=k) for k in ks)
+    yield from (LengthRule(t=t) for t in thresholds)
+    for head in heads:
+        for calibrated in (False, True):
+            yield from (LengthRule(head=head, h=h, calibrated=calibrated) for h in thresholds)
+    yield LengthRule()
 
 
 def replayed(
-    rollouts: ChainRollouts, rule: LengthRule, grid: SweepGrid, heads: Mapping[str, AcceptanceHead]
+    rollouts: ChainRollouts, rule: LengthRule, limits: tuple[int, int], heads: Mapping[str, AcceptanceHead]
 ) -> list[DecodeTrace]:
-    """One rule, one trace an answer."""
+    """One trace an answer: the counts that decoding with this rule would have had, exactly. limits: fewest and most
+    drafted tokens under a head's threshold."""
     if rule.k:
-        lengths = replay.fixed_k(rollouts, rule.k)
-    elif rule.t:
-        lengths = replay.confidence_lengths(rollouts, rule.t, 1, grid.maximum)
-    elif rule.known:
-        lengths = replay.threshold(rollouts, true_probs(rollouts), rule.h, (1, grid.maximum), late=False)
+        return replay.replay(rollouts, replay.fixed_k(rollouts, rule.k))
+    if rule.t:
+        return replay.replay(rollouts, replay.confidence_lengths(rollouts, rule.t, 1, limits[1]))
+    if rule.known:
+        predictor, minimum = replay.KnownPredictor(true_probs(rollouts), late=False), 1
     elif rule.head is None:
-        lengths = replay.oracle(rollouts)
+        return replay.replay(rollouts, replay.oracle(rollouts))
     else:
         head = heads[rule.head]
         probs = replay.head_probs(rollouts.heads[rule.head], head, rule.calibrated)
-        lengths = replay.threshold(rollouts, probs, rule.h, (grid.minimum, grid.maximum), head.config.late)
-    return replay.replay(rollouts, lengths)
+        predictor, minimum = replay.KnownPredictor(probs, head.config.late), limits[0]
+    return replay.replay_by_prediction(rollouts, predictor, ThresholdRule(rule.h), minimum, limits[1])
 
 
 def true_probs(rollouts: ChainRollouts) -> Floats:
@@ -136,14 +118,10 @@ def published_head(heads: Mapping[str, AcceptanceHead]) -> str | None:
     return None
 
 
-def best(settings: Iterable[Setting], throughput: Callable[[Totals], float]) -> Setting:
-    """The fastest by `throughput` [tokens/s]; the first of equals."""
-    return max(settings, key=lambda setting: throughput(setting.totals))
-
-
 def front(settings: Sequence[Setting]) -> list[Setting]:
     """Settings on the Pareto front of discard rate and verification rate, by rising discard rate."""
-    return [settings[i] for i in pareto_front([setting.point for setting in settings])]
+    points = [(setting.totals.discard_rate, setting.totals.verification_rate) for setting in settings]
+    return [settings[i] for i in pareto_front(points)]
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:

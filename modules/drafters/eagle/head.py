@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.modules import flops
-from draftsmith.modules.decoding.branches import BranchDrafter
-from draftsmith.modules.decoding.protocols import NestedDrafter, StopPolicy
-from draftsmith.modules.drafters.base import DraftHead, HeadCard, TargetWeights, TrainStep
-from draftsmith.modules.drafters.eagle.drafting import EagleBranches, EagleDrafter
-from draftsmith.modules.drafters.eagle.net import EagleConfig, EagleNet, Rope
+from draftsmith.modules.drafters.base import HeadCard, TargetWeights, TrainStep
+from draftsmith.modules.drafters.chains import FixedK
+from draftsmith.modules.drafters.eagle.net import EagleConfig, EagleNet, LeanEagle, Rope
+from draftsmith.modules.drafters.feature_heads import FeatureHead
+from draftsmith.modules.drafters.trees import DynamicTrees, StaticTrees
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.losses import LmHead, soft_cross_entropy
 from draftsmith.modules.packing import Documents
@@ -108,36 +108,34 @@ class EagleInputs:
 
 
 def shift(batch: FeatureBatch) -> EagleInputs:
-    """The one place where the pairing is made. Token x_{t+1} sits at position t, as in SafeAILab's code and servers."""
-    assert batch.features is not None, "the target reads the batch first"
-    if batch.lengths is not None:
-        return _shift_flat(batch, batch.lengths)
-    return EagleInputs(
-        next_ids=batch.input_ids[:, 1:-1],
-        features=batch.features[:, :-2],
-        target_features=batch.features[:, 1:-1],
-        predicted_ids=batch.input_ids[:, 2:],
-        loss_mask=batch.loss_mask[:, 2:],
-        position_ids=batch.position_ids[:, :-2],
-    )
+    """The one place where the pairing is made. Token x_{t+1} sits at position t, as in SafeAILab's code and servers. Of
+    documents laid end to end no row pairs tokens of two."""
+    ids, features, documents = batch.input_ids, batch.features, None
+    assert features is not None, "the target reads the batch first"
+    if batch.lengths is None:
+        count = max(ids.shape[1] - LOOKAHEAD, 0)
 
+        def at(ahead: int) -> Any:  # the rows' tokens so far ahead
+            return slice(ahead, count + ahead)
 
-def _shift_flat(batch: FeatureBatch, lengths: Sequence[int]) -> EagleInputs:
-    """The same for documents laid end to end: no row pairs tokens of two documents."""
-    assert batch.features is not None
-    sizes = torch.tensor(list(lengths), dtype=torch.int64, device=batch.input_ids.device)
-    left = (
-        sizes.repeat_interleave(sizes) - batch.position_ids[0]
-    )  # tokens from here to the document's end, this one too
-    rows = (left > LOOKAHEAD).nonzero()[:, 0]
+    else:
+        sizes = torch.tensor(list(batch.lengths), dtype=torch.int64, device=ids.device)
+        # Tokens from here to the document's end, this one too.
+        left = sizes.repeat_interleave(sizes) - batch.position_ids[0]
+        rows = (left > LOOKAHEAD).nonzero()[:, 0]
+        documents = Documents.of([n - LOOKAHEAD for n in batch.lengths if n > LOOKAHEAD], ids.device)
+
+        def at(ahead: int) -> Any:
+            return rows + ahead
+
     return EagleInputs(
-        next_ids=batch.input_ids[:, rows + 1],
-        features=batch.features[:, rows],
-        target_features=batch.features[:, rows + 1],
-        predicted_ids=batch.input_ids[:, rows + 2],
-        loss_mask=batch.loss_mask[:, rows + 2],
-        position_ids=batch.position_ids[:, rows],
-        documents=Documents.of([length - LOOKAHEAD for length in lengths if length > LOOKAHEAD], rows.device),
+        next_ids=ids[:, at(1)],
+        features=features[:, at(0)],
+        target_features=features[:, at(1)],
+        predicted_ids=ids[:, at(2)],
+        loss_mask=batch.loss_mask[:, at(2)],
+        position_ids=batch.position_ids[:, at(0)],
+        documents=documents,
     )
 
 
@@ -184,7 +182,7 @@ def eagle_loss(
     return LossOutput(loss, sums, dict.fromkeys(sums, count))
 
 
-class EagleHead(EagleNet, DraftHead):
+class EagleHead(EagleNet, FeatureHead):
     """EAGLE-1: it reads the target's state after the final norm, and its own state in the place of the next one."""
 
     kind = "eagle"
@@ -294,20 +292,40 @@ class EagleHead(EagleNet, DraftHead):
     @classmethod
     def flops(cls, config: EagleConfig, settings: EagleSettings, step: TrainStep, loss_tokens: int) -> float:
         rows = [max(length - LOOKAHEAD, 0) for length in step.lengths]
-        return flops.eagle_training(config.llama, rows, loss_tokens, settings.num_passes(step))
+        return eagle_training(config.llama, rows, loss_tokens, settings.num_passes(step))
 
     # -- decoding
 
-    def drafter(self, target: CausalLM, stops: Sequence[StopPolicy], capacity: int) -> NestedDrafter:
-        return EagleDrafter(self, target, stops, capacity)
-
-    def branches(self, target: CausalLM, depth: int) -> BranchDrafter:
-        return EagleBranches(self, target, depth)
+    def lean(self, target: CausalLM) -> LeanEagle:
+        return LeanEagle(self, target)
 
     @classmethod
     def branches_flops(cls, config: EagleConfig, texts: Sequence[int], starts: Sequence[int], levels: int) -> float:
-        fused = flops.fusion_forward(config.llama, sum(texts) + len(starts) * levels)
+        fused = fusion_forward(config.llama, sum(texts) + len(starts) * levels)
         return fused + flops.rollouts_forward(config.llama, texts, starts, levels)
+
+
+def fusion_forward(config: LlamaConfig, rows: int) -> float:
+    """The EAGLE head's layer that joins embedding and feature."""
+    return flops.linear(2 * config.hidden_size, config.hidden_size, rows)
+
+
+def eagle_forward(config: LlamaConfig, lengths: Sequence[int]) -> float:
+    """One pass of an EAGLE head whose layers are `config`'s; lengths: rows of each document, which are its tokens less
+    2 in training (`shift`). A later pass of `EagleHead.unroll` costs the same: as many keys a query."""
+    return fusion_forward(config, sum(lengths)) + flops.layers_forward(config, lengths)
+
+
+def eagle_training(config: LlamaConfig, lengths: Sequence[int], loss_tokens: int, passes: int = 1) -> float:
+    """Forward and backward of an EAGLE head and its loss, from features that are there.
+
+    lengths: rows of each document as in `eagle_forward`. loss_tokens: rows whose logits are made; the target's once,
+    the head's in each of the unrolled `passes`.
+    """
+    rows = sum(lengths)
+    head = passes * flops.TRAINED * eagle_forward(config, lengths)
+    head -= (flops.TRAINED - flops.TRAINED_FIRST) * fusion_forward(config, rows)  # the first pass reads data only
+    return head + (1 + passes * flops.FROZEN_PASSING) * flops.lm_head_forward(config, loss_tokens)
 
 
 def noise_like(features: Tensor, step: TrainStep, size: float, flat: bool) -> Tensor:
@@ -330,3 +348,27 @@ def choices(target: CausalLM, hidden: Tensor, rows: Tensor) -> Tensor:
     chosen = [target.lm_head(some.to(target.dtype)).argmax(-1) for some in hidden[rows].split(CHOICE_ROWS)]
     found[rows] = torch.cat(chosen) if chosen else found[rows]
     return found
+
+
+@dataclass(frozen=True)
+class EagleChain(FixedK):
+    """An EAGLE head drafts a chain of k tokens a round (Li et al. 2024)."""
+
+    uses = ("eagle",)
+
+
+@dataclass(frozen=True)
+class EagleStaticTree(StaticTrees):
+    """EAGLE-1's static tree (Li et al. 2024): 25 nodes, or any tree from a YAML list of paths of ranks."""
+
+    uses = ("eagle",)
+
+
+@dataclass(frozen=True)
+class Eagle2(DynamicTrees):
+    """EAGLE-2's dynamic trees (Li et al. 2024) of an EAGLE head."""
+
+    uses = ("eagle",)
+
+
+METHODS = {"eagle": EagleChain, "eagle-tree": EagleStaticTree, "eagle2": Eagle2}

@@ -13,7 +13,10 @@ from torch import Tensor, nn
 
 from draftsmith.modules.diagonal import diagonal_attention
 from draftsmith.modules.layers import DecoderLayer, LlamaConfig, RopeScaling, rope_table
+from draftsmith.modules.lean import LeanStack
+from draftsmith.modules.packed import LeanLinear
 from draftsmith.modules.packing import Documents
+from draftsmith.modules.targets.base import CausalLM
 
 Rope = Literal["target", "plain"]
 
@@ -144,3 +147,20 @@ class EagleNet(nn.Module):
         with torch.no_grad():
             self.fc.weight.mul_(0.1)
             self.fc.weight[:, size:] += torch.eye(size)
+
+
+class LeanEagle:
+    """The net for inference (`feature_heads.FeatureNet`), beside the target whose embedding and lm_head it uses."""
+
+    def __init__(self, net: EagleNet, target: CausalLM):
+        self._embed, self.lm_head = target.embed, target.lm_head
+        layers: list = list(net.layers)
+        self.stack = LeanStack(layers, net.config.llama, target.dtype, target.device, pack=target.packed)
+        self.fc = LeanLinear(net.fc.weight, net.fc.bias, target.packed)
+
+    def project(self, features: Tensor) -> Tensor:
+        """The head's states are what it takes for features."""
+        return features
+
+    def fuse(self, ids: Tensor, states: Tensor) -> Tensor:
+        return self.fc(torch.cat([self._embed(ids), states], -1))

@@ -285,7 +285,7 @@ class Eagle3Head(Eagle3Net, DraftHead):
     @classmethod
     def flops(cls, config: Eagle3Config, settings: Eagle3Settings, step: TrainStep, loss_tokens: int) -> float:
         sizes = config.llama, step.lengths, loss_tokens, settings.num_passes(step), config.draft_vocab_size
-        return flops.eagle3_training(*sizes, settings.train_lm_head)
+        return eagle3_training(*sizes, settings.train_lm_head)
 
     # -- decoding
 
@@ -299,7 +299,7 @@ class Eagle3Head(Eagle3Net, DraftHead):
     def branches_flops(cls, config: Eagle3Config, texts: Sequence[int], starts: Sequence[int], levels: int) -> float:
         llama, levels_read = config.llama, len(starts) * levels
         read = flops.linear(3 * llama.hidden_size, llama.hidden_size, sum(texts))
-        beside = flops.pair_layer(llama, 1) - flops.layer_matrices(llama, 1)  # the embedding's half of the projections
+        beside = pair_layer(llama, 1) - flops.layer_matrices(llama, 1)  # the embedding's half of the projections
         return read + (sum(texts) + levels_read) * beside + flops.rollouts_forward(llama, texts, starts, levels)
 
 
@@ -347,3 +347,22 @@ def along_drafts(pairs: Eagle3Inputs, values: Tensor, shape: torch.Size) -> tupl
         length = length + reached
     assert inside is not None
     return [*sums, (length * inside).sum()], [*counts, inside.sum()]
+
+
+def pair_layer(config: LlamaConfig, rows: int) -> float:
+    """FLOPs of the matrices of the layer, whose attention reads embedding and state side by side."""
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    return flops.layer_matrices(config, rows) + flops.linear(config.hidden_size, queries + 2 * keys, rows)
+
+
+def eagle3_training(
+    config: LlamaConfig, lengths: Sequence[int], loss_tokens: int, passes: int, draft_vocab: int, trained_lm_head: bool
+) -> float:
+    """Forward and backward of a head and its loss, from features that are there; what later passes see beside the first
+    is little. lengths: tokens of each document. loss_tokens: those whose logits are made, the target's once."""
+    size, rows = config.hidden_size, sum(lengths)
+    layer = pair_layer(config, rows) + flops.attention(config, flops.causal_pairs(lengths))
+    fused = flops.TRAINED_FIRST * flops.linear(3 * size, size, rows)
+    logits = flops.linear(size, draft_vocab, loss_tokens)
+    head = passes * logits * (flops.TRAINED if trained_lm_head else flops.FROZEN_PASSING)
+    return passes * flops.TRAINED * layer + fused + head + flops.lm_head_forward(config, loss_tokens)

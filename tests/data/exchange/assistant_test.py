@@ -183,8 +183,3 @@ def test_end_tokens_of_the_config_are_kept_where_there_was_no_file(tmp_path):
     directory = write_assistant(str(source), Tuning(3), tmp_path / "out")
     expected = json.loads((source / "config.json").read_text())["eos_token_id"]
     assert json.loads((directory / "generation_config.json").read_text())["eos_token_id"] == expected
-
-
-def test_what_is_there_is_not_overwritten(written):
-    with pytest.raises(InputError, match=r"output: found .*which holds files"):
-        write_assistant(DRAFT, Tuning(3), written)

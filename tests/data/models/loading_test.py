@@ -88,9 +88,11 @@ def test_another_architecture_runs_on_the_transformers_engine(make, tmp_path):
     torch.testing.assert_close(tree[2], logits([*tokens, 6, 8])[-1], **close)
     session.keep([5], [[6, 7]])
     torch.testing.assert_close(session.extend([[11]]).logits[0, 0], logits([*tokens, 6, 8, 11])[-1], **close)
-    rows, first = lm.batch_session([[1, 2, 3], [4]], 10)
-    torch.testing.assert_close(first, torch.stack([logits([1, 2, 3])[-1], logits([4])[-1]]), **close)
-    second = rows.step(torch.tensor([7, 8]))
+    rows = lm.session(2, 10)
+    torch.testing.assert_close(
+        rows.extend([[1, 2, 3], [4]]).logits[:, 0], torch.stack([logits([1, 2, 3])[-1], logits([4])[-1]]), **close
+    )
+    second = rows.step([[7], [8]])[0]
     torch.testing.assert_close(second, torch.stack([logits([1, 2, 3, 7])[-1], logits([4, 8])[-1]]), **close)
 
 

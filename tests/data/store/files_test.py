@@ -28,7 +28,7 @@ from draftsmith.data.store.files import (
     write_text,
     write_torch,
 )
-from draftsmith.data.store.reading import misfit, read_lines
+from draftsmith.data.store.reading import misfits, read_lines
 from draftsmith.launch.cli import main
 from draftsmith.launch.errors import user_message
 from draftsmith.modules.types import InputError
@@ -208,7 +208,7 @@ def test_a_file_in_the_way_of_a_directory(tmp_path):
     ],
 )
 def test_what_does_not_fit_a_shape_is_named(found, shape, wrong):
-    said = misfit(found, shape)
+    said = next(misfits(found, shape), None)
     assert said is None if wrong is None else said is not None and said[0] == wrong
 
 

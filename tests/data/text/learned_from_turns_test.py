@@ -20,8 +20,8 @@ from draftsmith.data.text.answers import Supervision, answer_lengths, answer_mas
 from draftsmith.modules.drafters.eagle.head import LOOKAHEAD
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.fit import train_and_val
-from draftsmith.train.planning.documents import training_documents
+from draftsmith.train.data_module import train_and_val
+from draftsmith.train.planning.estimate import training_documents
 
 
 def test_features_of_a_row_are_those_of_its_tokens(answered, oracle, tmp_path):
@@ -75,7 +75,7 @@ def test_drafts_of_rollouts_begin_within_answers(answered, tmp_path):
     assert starts <= allowed
     beyond_first = [(row["id"], spans(row["loss_mask"])[0][1]) for row in rows]
     assert any(start >= first for name, first in beyond_first for other, start in starts if other == name)
-    assert RolloutDataset(config.output).answers.lengths(range(len(rows))).sum() == sum(
+    assert RolloutDataset(config.output).answer_lengths(range(len(rows))).sum() == sum(
         sum(row["loss_mask"]) for row in rows
     )
 
@@ -117,7 +117,7 @@ def test_artefacts_of_earlier_versions_give_the_same_training_data(source, tmp_p
         assert len(new) == len(old) == NUM_ROWS
         for i in range(NUM_ROWS):
             assert all(torch.equal(new[i][name], old[i][name]) for name in new[i])
-        assert new.answers.lengths([1, 2, 4]).tolist() == old.answers.lengths([1, 2, 4]).tolist()
+        assert new.answer_lengths([1, 2, 4]).tolist() == old.answer_lengths([1, 2, 4]).tolist()
 
 
 def test_supervised_rows_keep_the_sources_answers_of_all_turns(source, tmp_path, tokenizer):

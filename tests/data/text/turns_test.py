@@ -35,7 +35,7 @@ from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.manifest import file_sha256
 from draftsmith.data.store.shards import account
 from draftsmith.data.text.answers import spans
-from draftsmith.data.text.conversations import Conversation, asked_of, recognise
+from draftsmith.data.text.conversations import Conversation, asked_of, layout_of
 from draftsmith.data.text.template import RowError
 from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.modules.types import InputError
@@ -62,7 +62,7 @@ def test_every_user_turn_is_asked_and_the_recorded_answers_are_left_out(messages
 
 def test_turns_of_fastchat_are_all_asked_and_an_empty_one_is_the_rows_fault():
     row = {"turns": ["a", "b", "c"]}
-    layout = recognise(list(row), row, {})
+    layout = layout_of(row, {})
     assert [part[0]["content"] for part in asked_of(layout.conversation(row), "all").later] == ["b", "c"]
     assert asked_of(layout.conversation(row), "last").not_asked == 2  # its first turn is all that can be asked so
     with pytest.raises(RowError, match="a later turn has no text"):

@@ -127,7 +127,7 @@ def test_sampling_repeats_with_its_seed_and_is_not_compared(config, tmp_path):
         assert [row["matches_ar"] for row in found["methods"]] == [None] * 3
         tokens.append([row["token_ids"] for row in read_rows(tmp_path)])
     assert tokens[0] == tokens[1] != tokens[2]
-    assert len(tokens[0]) == 3 * 2  # the third prompt of the file warmed up and was left out
+    assert len(tokens[0]) == 3 * 2
 
 
 def test_an_answer_ends_at_the_end_token_unless_told_otherwise(config, per_prompt, tmp_path):
@@ -177,7 +177,7 @@ def test_a_prompts_artefact_gives_the_same_prompts_as_its_file(models, tmp_path)
         ({"prompts": None}, "exactly one of them"),
         ({"prompts": None, "tasks": "absent.jsonl"}, "absent.jsonl"),
         ({"temperatures": "0,hot"}, "temperatures: found '0,hot'"),
-        ({"temperatures": "0,0.0"}, "each temperature once"),
+        ({"temperatures": "0,0.0"}, "temperatures: found '0,0.0'"),
         ({"temperatures": "0,-1"}, "temperature: found -1"),
     ],
 )

@@ -10,8 +10,9 @@ import pytest
 
 from draftsmith.eval.bench.compare import compare_runs, open_bench
 from draftsmith.eval.bench.prompts import BenchPrompt
-from draftsmith.eval.bench.results import MeasuredPrompt, failed_row, measured_row, write_rows
+from draftsmith.eval.bench.results import Row, row_of, write_rows
 from draftsmith.launch.cli import main
+from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
 
 META: dict[str, Any] = {
@@ -24,18 +25,18 @@ META: dict[str, Any] = {
 }  # fmt: skip
 
 
-def item(number: int, tokens: list[int], cpu_s: float, rounds: int) -> MeasuredPrompt:
+def item(number: int, tokens: list[int], cpu_s: float, rounds: int) -> Row:
     """An answer of one prefill token, and the rest spread over so many rounds."""
     per_round, rest = divmod(len(tokens) - 1, rounds)
     steps = [DecodeStep(5, per_round - 1 + (i < rest), per_round + (i < rest), 5) for i in range(rounds)]
     trace = DecodeTrace(steps, prefill_emitted=1)
     prompt = BenchPrompt(str(number), [1, 2], "task", number=number)
-    return MeasuredPrompt(prompt, number, tokens, trace, False, cpu_s, cpu_s, (cpu_s,), (cpu_s,))
+    return row_of(prompt, number, "ar", 0.0, Generation(tokens, trace, False), [cpu_s], [cpu_s])
 
 
-def write(directory: Path, methods: dict[str, list[MeasuredPrompt]], more: tuple = (), **changes: Any) -> str:
+def write(directory: Path, methods: dict[str, list[Row]], more: tuple = (), **changes: Any) -> str:
     directory.mkdir()
-    rows = [measured_row(each, method, 0.0) for method, items in methods.items() for each in items]
+    rows = [{**row, "method": method} for method, items in methods.items() for row in items]
     write_rows(directory / "prompts.parquet", [*rows, *more])
     (directory / "results.json").write_text(json.dumps({"meta": {**META, **changes}, "methods": []}))
     return str(directory)
@@ -101,7 +102,8 @@ def test_tokens_per_second_of_different_machines_are_left_out(tmp_path):
 
 def test_prompts_that_one_run_failed_on_are_left_out_of_both(tmp_path):
     first = write(tmp_path / "a", {"ar": AR, "spec": SLOW})
-    failed = tuple(failed_row(AR[1].prompt, 1, method, 0.0, "too long") for method in ("ar", "spec"))
+    prompt = BenchPrompt("1", [1, 2], "task", number=1)
+    failed = tuple(row_of(prompt, 1, method, 0.0, error="too long") for method in ("ar", "spec"))
     second = write(tmp_path / "b", {"ar": AR[:1], "spec": FAST[:1]}, failed)
     (table,) = compare_runs(open_bench(first), open_bench(second), seed=0)
     assert table.rows[1]["speed"] == 2.0 and table.rows[1]["speed_ci"] == "" and table.rows[1]["equal"] == "1 of 1"

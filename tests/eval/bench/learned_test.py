@@ -17,10 +17,9 @@ from draftsmith.eval.bench.prompt_runner import measure_group
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.runner import (
     EngineRunner,
-    RunnerSettings,
-    engine_runners,
     learned_by,
     learners_of,
+    make_runners,
     remember,
     teach,
 )
@@ -29,11 +28,11 @@ from draftsmith.modules.acceptance.policies import RecentRatio
 from draftsmith.modules.acceptance.tree_rule import TreeRule, TreeTimes
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.drafters.medusa import MedusaHead, MedusaSettings
-from draftsmith.modules.drafters.methods import Models, known_methods, parse_method
+from draftsmith.modules.drafters.methods import Models, known_methods, parse_method, parse_methods
 from draftsmith.modules.types import SamplingParams
 
 PARAMS, COUNT = SamplingParams(1.0), 24
-MODES = RunnerSettings([SamplingParams(), PARAMS], ())
+MODES = [SamplingParams(), PARAMS]
 GROUPS = [[BenchPrompt(str(n), [7 + n, 30, 9 * n + 1])] for n in range(3)]
 # Every method of this engine, those with more ways to go by several.
 LEARNING = ["online:c=0.1:max=5", "online:c=0.1:max=5:by=max_q:repeats=off", "cost:c=0.02:max=5",
@@ -95,12 +94,13 @@ def test_what_outlives_an_answer_is_found_whatever_holds_it(lms, label):
 
 @pytest.mark.parametrize("label", LEARNING)
 def test_ways_of_sampling_share_a_drafter_only_where_nothing_is_learned(lms, label):
-    greedy, sampling = engine_runners(parse_method(label), for_method(lms, label), MODES)
+    found = make_runners(parse_methods(label), for_method(lms, label), MODES)
+    greedy, sampling = found[0.0][label], found[1.0][label]
     before = learned_by(sampling)
     greedy([GROUPS[0][0].prompt_ids], COUNT, [0])
     assert learned_by(sampling) == before != learned_by(greedy)
-    first, second = engine_runners(parse_method("spec:k=3"), lms, MODES)
-    assert first.drafter is second.drafter
+    first, second = make_runners(parse_methods("spec:k=3"), lms, MODES).values()
+    assert first["spec:k=3"].drafter is second["spec:k=3"].drafter
 
 
 def test_state_that_nobody_marked_is_noticed(lms):
@@ -136,10 +136,10 @@ def test_repeats_teach_nothing_more(lms):
     once, thrice = (runner(lms, LEARNING[0]) for _ in range(2))
     for number, group in enumerate(GROUPS):
         found = [
-            measure_group({"online": made}, group, number, COUNT, repeats, [number])["online"][0]
+            measure_group({"online": made}, group, number, 1.0, COUNT, repeats, [number])[0]
             for made, repeats in ((once, 1), (thrice, 3))
         ]
-        assert found[0].tokens == found[1].tokens and found[0].trace == found[1].trace
+        assert all(found[0][name] == found[1][name] for name in ("token_ids", "rounds"))
     assert learned_by(once) == learned_by(thrice)
 
 

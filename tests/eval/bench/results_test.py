@@ -10,7 +10,9 @@ import pyarrow.parquet as pq
 from draftsmith.data.store.reading import check_shape
 from draftsmith.eval.bench.command import ENTRY
 from draftsmith.eval.bench.journal import Journal
-from draftsmith.eval.bench.results import PER_PROMPT, measured_prompt_of, measured_row, read_rows, schema
+from draftsmith.eval.bench.prompts import BenchPrompt
+from draftsmith.eval.bench.results import PER_PROMPT, read_rows, row_of, schema
+from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
 
 STEP = pa.struct([(name, pa.int32()) for name in ("num_drafted", "num_accepted", "num_emitted", "draft_calls")])
@@ -42,14 +44,13 @@ def test_rows_of_an_earlier_run_are_read_and_give_back_what_was_measured(tmp_pat
     pq.write_table(pa.Table.from_pylist([ROW], pa.schema(COLUMNS)), tmp_path / PER_PROMPT)
     (row,) = read_rows(tmp_path)
     assert row == ROW
-    item = measured_prompt_of(row)
-    assert item.trace == DecodeTrace([DecodeStep(2, 1, 2, 2)], prefill_emitted=1)
-    assert measured_row(item, "ar", 0.0) == ROW
+    made = Generation([7, 8, 9], DecodeTrace([DecodeStep(2, 1, 2, 2)], prefill_emitted=1), True)
+    assert row_of(BenchPrompt("p", [5, 6], "edit", number=3), 2, "ar", 0.0, made, [0.5], [0.25]) == ROW
 
 
 def test_the_journal_of_an_earlier_run_goes_on(tmp_path):
     entry = {"group": 2, "temperature": 0.0, "rows": [{**ROW, "task": None}], "learned": {"online": [{"w": [0.5]}]}}
     decided = {"settings": {"seed": 0}}
-    Journal(tmp_path, decided, ENTRY).add(entry)
-    assert Journal(tmp_path, decided, ENTRY).entries == [json.loads(json.dumps(entry))]
+    Journal(tmp_path, decided, ENTRY, {}).add(entry)
+    assert Journal(tmp_path, decided, ENTRY, {}).entries == [json.loads(json.dumps(entry))]
     check_shape(tmp_path, {key: entry[key] for key in ("group", "temperature", "rows")}, ENTRY, "", "")  # nor `learned`

@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 
 import pytest
 from rich.console import Console
 
-from draftsmith.eval.bench.prompt_runner import medians_of
 from draftsmith.eval.bench.prompts import BenchPrompt
-from draftsmith.eval.bench.results import (
-    MeasuredPrompt,
-    failed_row,
-    failures_of,
-    measured_row,
-    of_methods,
-    read_rows,
-    write_rows,
-)
+from draftsmith.eval.bench.results import Row, failures_of, of_methods, read_rows, row_of, write_rows
 from draftsmith.eval.bench.summary import distinct_4grams, summarise
-from draftsmith.eval.bench.tables import METHOD_WIDTH, by_task, caption, markdown_table, results_table
-from draftsmith.eval.report.tables import markdown, on_screen
+from draftsmith.eval.bench.tables import by_task, caption, results_tables, screen
+from draftsmith.eval.report.tables import markdown
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
 
 
 def measured(
     tokens: list[int], steps: list[DecodeStep], cpu_s: float, wall_s: float, task: str = "", group: int = 0
-) -> MeasuredPrompt:
-    trace = DecodeTrace(steps, prefill_emitted=1)
-    return MeasuredPrompt(BenchPrompt("id", [1, 2], task), group, tokens, trace, False, wall_s=wall_s, cpu_s=cpu_s)
+) -> Row:
+    made = Generation(tokens, DecodeTrace(steps, prefill_emitted=1), False)
+    return row_of(BenchPrompt("id", [1, 2], task), group, "ar", 0.0, made, [wall_s], [cpu_s])
 
 
 AR = [
@@ -78,23 +68,23 @@ def test_the_interval_is_seeded_and_holds_the_bootstrap_extremes():
 def test_what_was_timed_together_is_resampled_together():
     # Groups of two prompts, each with an equal share of its group's seconds: whole groups give 3x and 5/3x, as above
     # with their tokens halved, while resampling prompts would mix a share with its mate's.
-    def halves(items: list[MeasuredPrompt]) -> list[MeasuredPrompt]:
-        return [dataclasses.replace(i, wall_s=i.wall_s / 2, cpu_s=i.cpu_s / 2, tokens=t)
-                for i in items for t in (i.tokens[:1], i.tokens[1:])]  # fmt: skip
+    def halves(items: list[Row]) -> list[Row]:
+        return [{**row, "wall_s": row["wall_s"] / 2, "cpu_s": row["cpu_s"] / 2, "tokens": count}
+                for row in items for count in (1, row["tokens"] - 1)]  # fmt: skip
 
     row = summarise({"ar": halves(AR), "spec": halves(SPEC)}, "cpu", seed=0, compare=True)[1]
     assert row["speedup_ci95"] == pytest.approx([5 / 3, 3.0])
-    one_group = [dataclasses.replace(item, group=0) for item in AR]
+    one_group = [{**item, "group": 0} for item in AR]
     assert summarise({"ar": one_group}, "cpu", seed=0, compare=True)[0]["speedup_ci95"] is None
 
 
 def test_a_group_of_several_tasks_has_no_row_by_task():
-    mixed = [dataclasses.replace(item, group=0) for item in AR]
+    mixed = [{**item, "group": 0} for item in AR]
     assert "by_task" not in summarise({"ar": mixed}, "cpu", seed=0, compare=True)[0]
 
 
 def test_different_output_is_reported_and_unfair_comparison_is_not_made():
-    other = [SPEC[0], dataclasses.replace(SPEC[1], tokens=[4, 5, 6, 8])]
+    other = [SPEC[0], {**SPEC[1], "token_ids": [4, 5, 6, 8]}]
     row = summarise({"ar": AR, "spec": other}, "cpu", seed=0, compare=True)[1]
     assert (row["matches_ar"], row["num_differing"]) == (False, 1)
     assert summarise({"ar": AR, "spec": other}, "cpu", seed=0, compare=False)[1]["matches_ar"] is None
@@ -109,16 +99,15 @@ def test_distinct_4grams_of_a_loop():
 
 
 def test_medians_over_repeats_are_taken_for_each_clock():
-    generation = Generation([1], DecodeTrace(prefill_emitted=1), True)
-    runs = [([generation], 3.0, 1.0), ([generation], 1.0, 9.0), ([generation], 2.0, 2.0)]
-    (item,) = medians_of(0, [BenchPrompt("id", [1])], runs)
-    assert (item.wall_s, item.cpu_s) == (2.0, 2.0)
+    made = Generation([1], DecodeTrace(prefill_emitted=1), True)
+    row = row_of(BenchPrompt("id", [1]), 0, "ar", 0.0, made, [3.0, 1.0, 2.0], [1.0, 9.0, 2.0])
+    assert (row["wall_s"], row["cpu_s"]) == (2.0, 2.0)
 
 
 SETTINGS = {"temperature": 0.0, "dtype": "float32", "device": "cpu", "num_threads": 1, "repeats": 3}
 
 
-def results_of(methods: dict[str, list[MeasuredPrompt]], *temperatures: float) -> dict:
+def results_of(methods: dict[str, list[Row]], *temperatures: float) -> dict:
     rows = [row for t in temperatures or (0.0,) for row in summarise(methods, "cpu", 0, True, t)]
     return json.loads(json.dumps({"meta": {"clock": "cpu", "settings": SETTINGS}, "methods": rows}))
 
@@ -126,26 +115,29 @@ def results_of(methods: dict[str, list[MeasuredPrompt]], *temperatures: float) -
 def shown(width: int, *tables) -> str:
     console = Console(width=width, record=True, file=io.StringIO())
     for table in tables:
-        console.print(table)
+        console.print(screen(table))
     return console.export_text()
+
+
+def markdown_tables(results: dict) -> str:
+    return "\n".join(map(markdown, results_tables(results)))
 
 
 def test_tables_fit_in_100_columns_and_say_the_same():
     long_name = "specdec++:h=0.7:min=2:max=20:calibrated=on"
     results = results_of({"ar": AR, long_name: SPEC, "spec:k=5": SPEC})
-    text = shown(100, results_table(results), on_screen(by_task(results, 0.0), joint=" ", first_width=METHOD_WIDTH))
+    text, written = shown(100, *results_tables(results)), markdown_tables(results)
     assert "…" not in text and all(len(line) <= 100 for line in text.splitlines())
-    markdown = markdown_table(results)
-    assert f"| {long_name} | 1.8 | 2.00x | 1.67-3.00 | 1.75 | 1.50-2.00 | 43% | yes |" in markdown
+    assert f"| {long_name} | 1.8 | 2.00x | 1.67-3.00 | 1.75 | 1.50-2.00 | 43% | yes |" in written
     for part in ("2.00x", "1.67-3.00", "1.75", "43%", "2 prompts, 7 tokens", "greedy", "CPU time"):
-        assert part in text and (part in markdown)
+        assert part in text and part in written
 
 
 def test_the_mean_of_tasks_is_named_apart_from_the_pooled_ratio():
     # Task a: 3 tokens in 1 s against 3 s, 2 calls. Task b: 4 tokens in 3 s against 5 s, 2 calls; twice, so that tasks
     # weigh differently. Pooled: 11 tokens in 7 s against 13 s, 6 calls.
-    twice = [SPEC[0], SPEC[1], dataclasses.replace(SPEC[1], group=2)]
-    row = summarise({"ar": [AR[0], AR[1], dataclasses.replace(AR[1], group=2)], "spec": twice}, "cpu", 0, True)[1]
+    twice = [SPEC[0], SPEC[1], {**SPEC[1], "group": 2}]
+    row = summarise({"ar": [AR[0], AR[1], {**AR[1], "group": 2}], "spec": twice}, "cpu", 0, True)[1]
     assert (row["speedup"], row["tau"]) == (pytest.approx(13 / 7), 11 / 6)
     assert (row["macro_speedup"], row["macro_tau"]) == (pytest.approx((3 + 5 / 3) / 2), (1.5 + 2.0) / 2)
     table = by_task(results_of({"ar": AR, "spec": SPEC}), 0.0)
@@ -158,10 +150,9 @@ def test_the_mean_of_tasks_is_named_apart_from_the_pooled_ratio():
 def test_turns_of_one_question_are_resampled_together():
     # Two questions of two turns. Question 1 is 3x in both turns, question 2 is 1x in both: resamples are 1x, 3x or the
     # mix of both, (8/4)/(8/8) = 2x, never something between, and the extremes have probability 1/4 each.
-    def turns(per_turn: float, question: int) -> list[MeasuredPrompt]:
-        one = [measured([1, 2], [DecodeStep(1, 0, 1, 1)], per_turn, per_turn, group=question) for _ in range(2)]
-        return [dataclasses.replace(item, prompt=dataclasses.replace(item.prompt, turn=i + 1))
-                for i, item in enumerate(one)]  # fmt: skip
+    def turns(per_turn: float, question: int) -> list[Row]:
+        one = measured([1, 2], [DecodeStep(1, 0, 1, 1)], per_turn, per_turn, group=question)
+        return [{**one, "turn": turn} for turn in (1, 2)]
 
     ar, fast = [*turns(3.0, 0), *turns(1.0, 1)], [*turns(1.0, 0), *turns(1.0, 1)]
     row = summarise({"ar": ar, "fast": fast}, "cpu", 0, True)[1]
@@ -176,7 +167,9 @@ def test_each_temperature_has_its_own_rows_and_its_own_table():
     ]  # fmt: skip
     assert by_task(results, 1.0).title == "Speed-up and tau by task, temperature 1"
     assert "greedy and temperature 1" in caption(results)
-    assert "Greedy:\n\n| method" in markdown_table(results) and "Temperature 1:\n\n| method" in markdown_table(results)
+    written = markdown_tables(results)
+    assert "**Greedy**\n\n| method" in written and "**Temperature 1**\n\n| method" in written
+    assert written.count("greedy and temperature 1, float32") == 1
 
 
 def test_failed_prompts_are_named_under_the_table():
@@ -190,17 +183,16 @@ def test_results_of_earlier_versions_are_still_shown():
     results = results_of({"ar": AR, "spec": SPEC})
     for row in results["methods"]:
         del row["temperature"], row["tau_ci95"]
-    assert "| spec | 1.8 | 2.00x | 1.67-3.00 | 1.75 |  | 43% | yes |" in markdown_table(results)
+    assert "| spec | 1.8 | 2.00x | 1.67-3.00 | 1.75 |  | 43% | yes |" in markdown_tables(results)
 
 
 def test_rows_come_back_as_they_were_measured(tmp_path):
     prompt = BenchPrompt("id", [1, 2], "a", number=3, turn=2)
-    runs = {"wall_s_runs": (4.0, 6.0), "cpu_s_runs": (1.0, 1.5)}
-    item = dataclasses.replace(SPEC[0], prompt=prompt, group=3, **runs)
-    failed = failed_row(prompt, 3, "ar", 0.5, "too long")
-    write_rows(tmp_path / "prompts.parquet", [measured_row(item, "ar", 0.5), failed])
+    made = Generation([1, 2, 3], DecodeTrace([DecodeStep(4, 1, 2, 4)], prefill_emitted=1), False)
+    row = row_of(prompt, 3, "ar", 0.5, made, [4.0, 6.0], [1.0, 1.5])
+    write_rows(tmp_path / "prompts.parquet", [row, row_of(prompt, 3, "ar", 0.5, error="too long")])
     read = read_rows(tmp_path)
-    assert of_methods(read, 0.5) == {"ar": [item]} and of_methods(read, 0.0) == {}
+    assert of_methods(read, 0.5) == {"ar": [row]} and of_methods(read, 0.0) == {}
     assert failures_of(read) == [
         {"prompt": 3, "id": "id", "task": "a", "turn": 2, "temperature": 0.5, "error": "too long"}
     ]
@@ -209,9 +201,7 @@ def test_rows_come_back_as_they_were_measured(tmp_path):
 
 def test_many_methods_go_into_rows_of_the_table_by_task():
     methods = {f"spec:k={k}": SPEC for k in range(1, 21)}
-    text = shown(
-        80, on_screen(by_task(results_of({"ar": AR, **methods}), 0.0), joint=" ", first_width=METHOD_WIDTH)
-    ).splitlines()
+    text = shown(80, by_task(results_of({"ar": AR, **methods}), 0.0)).splitlines()
     for method in methods:
         (place,) = (i for i, line in enumerate(text) if line.split()[:1] == [method])
         assert text[place].split()[1:] == ["3.00x", "1.50", "1.67x", "2.00", "2.00x", "1.75", "2.33x", "1.75"]

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import pytest
 
-from draftsmith.eval.cost.forwards import DraftCost
-from draftsmith.eval.cost.machine import DecodingCosts, Overhead, TimedAnswer, drafter_of, family_of, overhead
+from draftsmith.eval.cost.machine import (
+    DecodingCosts,
+    DraftCost,
+    Overhead,
+    TimedAnswer,
+    drafter_of,
+    family_of,
+    overhead,
+)
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
 from draftsmith.modules.drafters.methods import Named, parse_methods
@@ -71,7 +77,3 @@ def test_what_is_beyond_the_forwards_is_found_again():
     # Noise that makes a step's share negative is not taken for a gain.
     noisy = overhead([probe(*short), probe(*long, extra=4.0)], bare)
     assert noisy.round >= 0 and noisy.step >= 0
-
-
-def test_costs_come_back_from_json():
-    assert DecodingCosts.from_json(json.loads(json.dumps(COSTS.to_json()))) == COSTS

@@ -11,8 +11,7 @@ from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.cost.auto import MeasuredTimes, times_of
 from draftsmith.eval.cost.clock import clock_of
-from draftsmith.eval.cost.forwards import DraftCost, straight
-from draftsmith.eval.cost.machine import measure_costs
+from draftsmith.eval.cost.machine import DraftCost, measure_costs, straight
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.drafters.methods import parse_method
 from draftsmith.modules.types import SamplingParams

@@ -17,17 +17,15 @@ from tiny_models import CONTEXT, tiny_llama_dir
 from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
 from draftsmith.eval.replay import replay
-from draftsmith.eval.replay.lookup import LookupRecorder
-from draftsmith.eval.replay.record import ChainRecorder, Recording, TargetAnswers, record_all
+from draftsmith.eval.replay.chains import ChainRecorder, LookupRecorder
+from draftsmith.eval.replay.record import Recording, TargetAnswers, record_all
 from draftsmith.eval.replay.rollouts import ChainRollouts, TreeRollouts
 from draftsmith.eval.replay.trees import TreeRecorder
 from draftsmith.eval.tuning.candidates import HEAD, Recorded
-from draftsmith.modules.acceptance.tree_rule import TreeRule, TreeTimes
-from draftsmith.modules.decoding.growth import DynamicTree
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.trace import DecodeTrace, pool
-from draftsmith.modules.drafters.eagle.drafting import EagleTreeDrafter
-from draftsmith.modules.drafters.eagle.methods import Eagle2
+from draftsmith.modules.drafters.eagle.head import Eagle2
+from draftsmith.modules.drafters.growth import DynamicTree
 from draftsmith.modules.drafters.methods import Models, parse_method, parse_methods
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
@@ -76,7 +74,7 @@ class World:
         return [generate_one(target, drafter, prompt, *how).trace for prompt in prompts]
 
     def replayed(self, name: str) -> list[DecodeTrace]:
-        recorded = Recorded(self.chains, {f"eagle2/{TOPK}": self.trees}, self.models.acceptance, {NGRAM: self.lookups})
+        recorded = Recorded(self.chains, {f"eagle2/{TOPK}": self.trees}, self.models, {NGRAM: self.lookups})
         (named,) = parse_methods(name)
         return recorded.traces(named)
 
@@ -147,34 +145,19 @@ def test_a_replay_is_the_decoders_trace(request, which, name):
     assert 0 < totals.num_accepted < totals.num_draft_tokens
 
 
-@pytest.mark.parametrize(
-    ("predicted", "auto", "any_depth", "nodes"),
-    [(True, False, False, 7), (False, True, False, 30), (True, True, True, 30), (False, True, True, 30)],
-)
-def test_a_replay_of_predicted_trees_and_of_their_size_is_the_decoders_trace(tiny, predicted, auto, any_depth, nodes):
-    models, times = tiny.models, TreeTimes(1.0, 0.2, tuple(10 + 0.01 * n for n in range(31)))
-    head = varied_tree_head(models.target.info.hidden_size) if predicted else None
-    rules = [TreeRule(times, any_depth) for _ in range(2)] if auto else [None, None]
+@pytest.mark.parametrize("nodes", [7, 30])
+def test_a_replay_of_trees_that_a_head_ranks_is_the_decoders_trace(tiny, nodes):
+    models = dataclasses.replace(tiny.models, acceptance=varied_tree_head(tiny.models.target.info.hidden_size))
     shape = DynamicTree(nodes, TREE_DEPTH, TOPK)
-    own = rules[:1] if auto else None
-    drafter = EagleTreeDrafter(models.heads["eagle"], models.target, shape, models.capacity, acceptance=head, rules=own)
-    method = Eagle2(nodes=1, topk=TOPK, value="head" if predicted else "on")
+    drafter = models.heads["eagle"].tree_drafter(models.target, shape, models.capacity, acceptance=models.acceptance)
     recorder = TreeRecorder(
-        dataclasses.replace(models, acceptance=head),
-        method,
-        tree_recording(tiny.new_tokens, tiny.eos_ids),
-        keep_values=30 if auto else 0,
+        models, Eagle2(nodes=1, topk=TOPK, value="head"), tree_recording(tiny.new_tokens, tiny.eos_ids)
     )
     rollouts, decoded = record_all(recorder, tiny.prompts), tiny.decoded_by(drafter)
-    assert replay.replay_tree(rollouts, nodes, TREE_DEPTH, rules[1]) == decoded
+    assert replay.replay_tree(rollouts, nodes, TREE_DEPTH) == decoded
     totals = pool(decoded)
     assert 0 < totals.num_accepted < totals.num_draft_tokens
-    assert predicted == (rollouts.rank != tiny.trees.rank).any()
-    if auto:
-        sizes = {(step.draft_calls, step.num_drafted) for trace in decoded for step in trace.steps}
-        assert rules[0].pace == rules[1].pace and len(sizes) > 2
-        # Rows that are read together or one by one differ in the last bits.
-        assert rules[0].trust == pytest.approx(rules[1].trust, rel=1e-5)
+    assert (rollouts.rank != tiny.trees.rank).any()
 
 
 def test_the_tiny_world_meets_the_ends_it_is_made_for(tiny):
@@ -228,16 +211,3 @@ def test_head_logits_are_those_of_the_state_that_has_read_the_token(embedded):
         states = draft.features(torch.tensor([ids]))[0, -DEPTH:]
         expected = embedded.models.acceptance(states).tolist()
         assert rollouts.heads[HEAD][row] == pytest.approx(expected, abs=1e-3)
-
-
-def test_best_children_on_the_text(embedded):
-    """The chain of best children is what the same head drafts as a chain: their confidences are its probabilities."""
-    trees, chains = embedded.trees, embedded.chains["eagle"]
-    assert (trees.start == chains.start).all()
-    for row in range(0, len(trees.start), 5):
-        follows = int(np.nanargmin(np.append(trees.on_text[row], 0.0)))  # levels at which the best child was on X
-        for level in range(min(follows + 1, TREE_DEPTH + 1)):
-            if not np.isnan(trees.confidence[row, level]):
-                assert trees.confidence[row, level] == pytest.approx(np.exp(chains.log_q[row, level]), abs=1e-3)
-                assert trees.on_text[row, level] == chains.accept_prob[row, level]
-                assert (trees.place[row, level] == 0) == bool(trees.on_text[row, level])

@@ -11,6 +11,7 @@ from hand_rollouts import hand_rollouts
 
 from draftsmith.eval.replay import replay
 from draftsmith.eval.replay.rollouts import ChainRollouts, TargetAnswer, TreeRollouts
+from draftsmith.modules.acceptance.policies import ThresholdRule
 from draftsmith.modules.decoding.stop import SelfVerify
 
 DEPTH = 5
@@ -32,12 +33,17 @@ def rows(count: int = 2) -> ChainRollouts:
 )  # fmt: skip
 def test_a_threshold_is_passed_not_met_and_asks_of_the_tokens_before_the_last(h, minimum, maximum, length):
     rollouts = rows()
-    probs = np.tile(PROBS, (len(rollouts.start), 1))
-    assert replay.threshold(rollouts, probs, h, (minimum, maximum), True).tolist() == [length] * len(rollouts.start)
+
+    def drafted(late: bool) -> list[int]:
+        predictor = replay.KnownPredictor(np.tile(PROBS, (len(rollouts.start), 1)), late)
+        (trace,) = replay.replay_by_prediction(rollouts, predictor, ThresholdRule(h), minimum, maximum)
+        return [step.num_drafted for step in trace.steps if step.num_drafted]
+
+    assert set(drafted(late=True)) == {length}
     # A head that predicts for the last token too is one token earlier, where the least allows it.
-    early = replay.threshold(rollouts, probs, h, (minimum, maximum), False).tolist()
-    predicted_too = next((n for n in range(minimum, maximum) if 1 - np.prod(PROBS[:n]) > h), maximum)
-    assert early == [predicted_too] * len(rollouts.start)
+    assert set(drafted(late=False)) == {
+        next((n for n in range(minimum, maximum) if 1 - np.prod(PROBS[:n]) > h), maximum)
+    }
 
 
 @pytest.mark.parametrize(
@@ -80,8 +86,7 @@ def test_the_oracle_leaves_an_answers_last_token_to_the_target():
 def test_a_tree_of_n_nodes_holds_the_candidates_of_rank_below_n(nodes, rounds):
     # On the text: the second and the third best at the first place, the best at the second.
     rank = np.array([[[1, -1], [1, 2]], [[0, -1], [0, -1]]])
-    nothing = np.zeros((2, 2))
     answer = TargetAnswer("row", "task", 5, [0, 1, 2], True, 50)
-    rollouts = TreeRollouts([answer], np.zeros(2, np.int64), np.array([1, 2]), 2, rank, nothing, nothing)
+    rollouts = TreeRollouts([answer], np.zeros(2, np.int64), np.array([1, 2]), 2, rank, np.full(2, 2))
     (trace,) = replay.replay_tree(rollouts, nodes, 1)
     assert [(step.num_drafted, step.num_accepted) for step in trace.steps] == rounds

@@ -18,15 +18,20 @@ from tiny_models import CONTEXT, tiny_llama_dir
 
 from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.bench.prompts import BenchPrompt
+from draftsmith.eval.replay.chains import ChainRecorder
 from draftsmith.eval.replay.coupling import CoupledDraws, CoupledSource, ReadAnswer, TargetText
-from draftsmith.eval.replay.record import ChainRecorder, Recording, TargetAnswers, record_all
-from draftsmith.eval.replay.replay import fixed_k, head_probs, replay
-from draftsmith.eval.replay.rollouts import ChainRollouts, TargetAnswer
-from draftsmith.eval.replay.stop_rules import KnownPredictor, RecordedOnline, replay_by_prediction
-from draftsmith.eval.replay.store import read_answer, write_answer
-from draftsmith.eval.studies.policies.families import RAW, Policy
-from draftsmith.eval.studies.policies.replayed import PolicyReplay, predictors_of
-from draftsmith.eval.studies.specdecpp.sweep import LengthRule, SweepGrid, replayed
+from draftsmith.eval.replay.record import Recording, TargetAnswers, record_all
+from draftsmith.eval.replay.replay import (
+    KnownPredictor,
+    RecordedOnline,
+    fixed_k,
+    head_probs,
+    replay,
+    replay_by_prediction,
+)
+from draftsmith.eval.replay.rollouts import ChainRollouts, TargetAnswer, read_answer, write_answer
+from draftsmith.eval.studies.policies.comparison import RAW, DrafterMode, Policy, PolicyReplay
+from draftsmith.eval.studies.specdecpp.sweep import LengthRule, replayed
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, HeadPredictor
 from draftsmith.modules.acceptance.policies import CostRule, OnlinePredictor, PredictorStop, ThresholdRule
 from draftsmith.modules.decoding.loop import generate_one
@@ -124,7 +129,7 @@ def test_studies_replay_heads_of_either_kind_as_the_decoder_asks_them(world, dra
     """The sweep of SpecDec++'s study and the policies' player, against methods of `eval bench`."""
     rollouts, heads = world.recorded(drafter, GREEDY), {label: world.heads[label]}
     models = dataclasses.replace(world.models, acceptance=world.heads[label])
-    played, lengths = PolicyReplay(rollouts, predictors_of(rollouts, rollouts, heads)), set()
+    played, lengths = PolicyReplay(DrafterMode(drafter, GREEDY, heads, rollouts, rollouts), rollouts), set()
     for minimum, h, calibrated in ((1, 0.4, True), (2, 0.6, False), (DEPTH, 0.4, True)):
         rule = LengthRule(head=label, h=h, calibrated=calibrated)
         method = f"{rule.method(minimum, DEPTH)}:drafter={drafter}"
@@ -133,7 +138,7 @@ def test_studies_replay_heads_of_either_kind_as_the_decoder_asks_them(world, dra
             generate_one(models.target, chain, prompt.prompt_ids, GREEDY, NEW_TOKENS, TorchSource(0), ()).trace
             for prompt in world.prompts
         ]
-        assert replayed(rollouts, rule, SweepGrid((), (), [label], minimum, DEPTH), heads) == decoded
+        assert replayed(rollouts, rule, (minimum, DEPTH), heads) == decoded
         policy = Policy("h", h, label if calibrated else label + RAW, minimum, DEPTH)
         assert played.traces(policy, 0.1) == decoded
         lengths |= {step.num_drafted for trace in decoded for step in trace.steps}
@@ -161,13 +166,13 @@ def test_drafts_end_at_end_tokens_in_replays_too(world, drafter, side_by_side):
             for prompt in world.prompts
         ]
 
-    grid, by = SweepGrid((), (), [], 1, DEPTH), f":drafter={drafter}"
+    limits, by = (1, DEPTH), f":drafter={drafter}"
     fixed = replay(rollouts, fixed_k(rollouts, DEPTH))
     assert fixed == decoded(f"{'spec' if drafter == 'draft' else 'eagle'}:k={DEPTH}")
-    assert replayed(rollouts, LengthRule(t=0.2), grid, {}) == decoded(f"confidence:t=0.2:min=1:max={DEPTH}{by}")
+    assert replayed(rollouts, LengthRule(t=0.2), limits, {}) == decoded(f"confidence:t=0.2:min=1:max={DEPTH}{by}")
     for label in world.heads:
         rule = LengthRule(head=label, h=0.4, calibrated=True)
-        assert replayed(rollouts, rule, grid, world.heads) == decoded(rule.method(1, DEPTH) + by, label)
+        assert replayed(rollouts, rule, limits, world.heads) == decoded(rule.method(1, DEPTH) + by, label)
     online = replay_by_prediction(rollouts, RecordedOnline(rollouts), CostRule(0.1), 1, DEPTH)
     assert online == decoded(f"online:c=0.1:max={DEPTH}{by}")
 
@@ -200,7 +205,7 @@ def test_drafts_side_by_side_are_the_drafters_own(world, drafter):
     """Greedy nothing is drawn: all but the last bits of logits must agree with one draft after another."""
     alone, together = (world.recorded(drafter, GREEDY, **how) for how in ({}, {"side_by_side": True}))
     assert together.accept_along is None
-    for name in ("token", "num_accepted", "past_end", "accept_prob", "overlap"):
+    for name in ("token", "num_accepted", "past_end", "accept_prob"):
         np.testing.assert_array_equal(getattr(together, name), getattr(alone, name))
     for name in ("log_q", "log_max_q", "entropy"):
         np.testing.assert_allclose(getattr(together, name), getattr(alone, name), atol=2e-4)

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 from report_runs import CHAIN, HOSTILE, METHODS, TOKENS, bench_run, study_run
 
-from draftsmith.eval.report.command import run
-from draftsmith.eval.report.settings import ReportConfig
+from draftsmith.eval.report.command import ReportConfig, run
 
 INSTALL = "no chromium on PATH: apt-get install chromium (Debian), or any Chromium under that name"
 

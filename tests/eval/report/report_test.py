@@ -33,15 +33,15 @@ from report_runs import (
 from wandb_file import offline_runs
 
 from draftsmith.eval.report import tables
+from draftsmith.eval.report.benchmark import DRAWINGS as OF_A_BENCH
 from draftsmith.eval.report.benchmark import speeds
-from draftsmith.eval.report.command import run
-from draftsmith.eval.report.draw_bench import DRAWINGS as OF_A_BENCH
+from draftsmith.eval.report.command import ReportConfig, run
 from draftsmith.eval.report.drawing import Chart, chart
 from draftsmith.eval.report.files import contents
 from draftsmith.eval.report.page import VEGA_LITE, json_text
 from draftsmith.eval.report.runs import comparable, read_runs
-from draftsmith.eval.report.sections import STUDIES, make_sections
-from draftsmith.eval.report.settings import ReportConfig
+from draftsmith.eval.report.sections import make_sections
+from draftsmith.eval.report.study_charts import STUDIES
 from draftsmith.eval.report.tables import Table
 from draftsmith.eval.report.viewer import kinds, shown_prompts, viewer_data
 from draftsmith.launch.cli import main

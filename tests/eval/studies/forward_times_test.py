@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from draftsmith.eval.bench.prompts import BenchPrompt
-from draftsmith.eval.bench.results import PER_PROMPT, MeasuredPrompt, failed_row, measured_row, write_rows
+from draftsmith.eval.bench.results import PER_PROMPT, row_of, write_rows
 from draftsmith.eval.studies.forward_times import (
     ForwardTimes,
     bench_rows,
@@ -18,6 +18,7 @@ from draftsmith.eval.studies.forward_times import (
     theory_rows,
 )
 from draftsmith.eval.studies.specdecpp.sweep import pareto_front
+from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, pool
 
 
@@ -74,8 +75,8 @@ def test_gains_are_resampled_in_pairs():
 
 def test_rows_of_a_bench_without_prompts_that_failed(tmp_path):
     prompts = [BenchPrompt("1", [5, 6]), BenchPrompt("2", [7])]
-    made = MeasuredPrompt(prompts[0], 0, [8], DecodeTrace(prefill_emitted=1), True, 0.1, 0.1)
-    rows = [measured_row(made, "ar", 0.0), failed_row(prompts[1], 1, "ar", 0.0, "too long")]
+    made = Generation([8], DecodeTrace(prefill_emitted=1), True)
+    rows = [row_of(prompts[0], 0, "ar", 0.0, made, [0.1], [0.1]), row_of(prompts[1], 1, "ar", 0.0, error="too long")]
     write_rows(tmp_path / PER_PROMPT, rows)
     assert [row["id"] for row in bench_rows(tmp_path)] == ["1"]
 

@@ -11,18 +11,18 @@ import yaml
 
 from draftsmith.eval.bench.command import asked_for
 from draftsmith.eval.cost import machine
-from draftsmith.eval.cost.forwards import DraftCost
-from draftsmith.eval.cost.machine import DecodingCosts, Overhead
+from draftsmith.eval.cost.machine import DecodingCosts, DraftCost, Overhead
 from draftsmith.eval.replay.rollouts import ChainRollouts, TargetAnswer
 from draftsmith.eval.report.tables import from_json
 from draftsmith.eval.tuning.candidates import Grid, Recorded, best_of_families, predict, probes
 from draftsmith.eval.tuning.reasoning import Choice
 from draftsmith.launch.cli import main
 from draftsmith.launch.commands import configure
+from draftsmith.modules.drafters.chains import ByPrediction
 from draftsmith.modules.drafters.methods import parse_methods
 
 GIVEN = {"draft": "d", "eagle": "e", "acceptance": "a"}
-SMALL = ["--depth", "3", "--tree-depth", "1", "--topk", "2", "--grid", "coarse", "--verify", "2", "--repeats", "1",
+SMALL = ["--depth", "3", "--tree-depth", "1", "--topk", "2", "--verify", "2", "--repeats", "1",
          "--limit", "2", "--max-new-tokens", "10", "--ignore-eos"]  # fmt: skip
 
 
@@ -77,7 +77,7 @@ def test_decode_and_bench_take_the_file(tuned, models, capsys, tmp_path):
     [
         ([], "--draft"),
         (["--draft", "eagle", "--acceptance", "acceptance"], "a head for what draft drafts, which is not given"),
-        (["--draft", "draft", "--topk", "4,x"], "integers"),
+        (["--draft", "draft", "--topk", "4,x"], "topk: found '4,x'"),
         (["--draft", "draft", "--topk", "0"], "1 or more"),
         (["--eagle", "eagle", "--topk", "100000"], "the vocabulary"),
         (["--draft", "draft", "--depth", "0"], "depth"),
@@ -115,7 +115,7 @@ def test_the_setting_that_pays_depends_on_the_costs(accepts, row_s, step_s, best
     curve = {1: 1.0, 9: 1.0 + 8 * row_s}
     costs = DecodingCosts(10, 0.0, curve, curve, {"draft": DraftCost(0, step_s, step_s)})
     recorded = Recorded({"draft": rollouts([accepts] * 60, 4)}, {}, None)
-    predicted = predict(["ar", *(f"spec:k={k}" for k in range(1, 5))], recorded, costs)
+    predicted = predict(parse_methods("ar,spec:k=1,spec:k=2,spec:k=3,spec:k=4"), recorded, costs)
     assert Choice(predicted, {}, costs, {}).label == best
     speeds = {item.label: item.tokens_per_s for item in predicted}
     assert speeds["ar"] == pytest.approx(61 / 60)  # the first token came with the prefill, which is free here
@@ -125,17 +125,18 @@ def test_the_setting_that_pays_depends_on_the_costs(accepts, row_s, step_s, best
 
 
 def test_the_grid_holds_what_the_models_allow():
-    grid = Grid(16, 6, (4, 8), coarse=False)
-    labels = list(grid.labels(GIVEN, "draft"))
-    named = parse_methods(",".join(labels))  # every one is a method, none is there twice
-    assert {f"spec:k={k}" for k in range(1, 17)} <= set(labels)
-    families = probes(labels)
+    grid = Grid(16, 6, (4, 8))
+    named = grid.settings(GIVEN, "draft")  # every one is a method, none is there twice
+    labels = {item.label for item in named}
+    assert {f"spec:k={k}" for k in range(1, 17)} <= labels
+    families = probes(named)
     assert {"ar", "pld", "spec", "eagle", "specdec++", "eagle2/4", "eagle2/8"} <= set(families)
     assert all(len(settings) == (1 if family == "ar" else 2) for family, settings in families.items())
-    coarse = list(Grid(16, 6, (4, 8), coarse=True).labels(GIVEN, "draft"))
-    assert set(coarse) <= set(labels) and len(coarse) < len(named) / 2
-    assert not [label for label in grid.labels({"draft"}, None) if "eagle" in label or "specdec" in label]
-    of_head = [label for label in grid.labels(GIVEN, "eagle") if label.startswith("specdec++")]
+    assert not [item for item in grid.settings({"draft"}, None) if "eagle" in item.label or "specdec" in item.label]
+    for depth in (1, 2, 3):  # no longer drafts than were recorded, and none twice
+        short = Grid(depth, 1, (4,)).settings(GIVEN, "draft")
+        assert max(item.method.limits[1] for item in short if isinstance(item.method, ByPrediction)) == depth
+    of_head = [item.label for item in grid.settings(GIVEN, "eagle") if item.label.startswith("specdec++")]
     assert of_head and all(label.endswith("drafter=eagle") for label in of_head)
 
 
@@ -143,4 +144,4 @@ def test_what_a_round_takes_beyond_its_forwards_counts():
     flat = {1: 1.0, 9: 1.0}
     costs = DecodingCosts(10, 0.0, flat, flat, {"draft": DraftCost(0, 0, 0)}, {"spec": Overhead(9.0, 0)})
     recorded = Recorded({"draft": rollouts([1] * 20, 2)}, {}, None)
-    assert Choice(predict(["ar", "spec:k=1"], recorded, costs), {}, costs, {}).label == "ar"
+    assert Choice(predict(parse_methods("ar,spec:k=1"), recorded, costs), {}, costs, {}).label == "ar"

@@ -12,12 +12,12 @@ from tiny_models import CONTEXT, tiny_llama_dir
 
 from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.bench.runner import learned_by
-from draftsmith.modules.decoding.growth import DynamicTree
 from draftsmith.modules.decoding.loop import Setup, generate, generate_one
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.trace import pool
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
-from draftsmith.modules.drafters.eagle.drafting import EagleDrafter, EagleTreeDrafter
+from draftsmith.modules.drafters.feature_heads import FeatureDrafter, FeatureTreeDrafter
+from draftsmith.modules.drafters.growth import DynamicTree
 from draftsmith.modules.drafters.methods import Models, parse_method
 from draftsmith.modules.sampling import TorchSource, probabilities
 from draftsmith.modules.targets.llama import LlamaLM
@@ -91,9 +91,9 @@ def test_fixed_shapes_change_nothing(world, kind):
     if kind == "ar":
         drafter: Any = None
     elif kind == "eagle":
-        drafter = EagleDrafter(world.eagle, world.target, [FixedLength(4) for _ in range(5)], CONTEXT, static=True)
+        drafter = FeatureDrafter(world.eagle, world.target, [FixedLength(4) for _ in range(5)], CONTEXT, static=True)
     elif kind == "eagle2":
-        drafter = EagleTreeDrafter(world.eagle, world.target, DynamicTree(8, 2, 3), CONTEXT, 5, static=True)
+        drafter = FeatureTreeDrafter(world.eagle, world.target, DynamicTree(8, 2, 3), CONTEXT, 5, static=True)
     else:
         policy = parse_method("self-verify:k=6" if kind == "self-verify" else "spec:k=5")
         stops = policy.policies(None, 5)
@@ -179,9 +179,9 @@ def test_a_draft_of_a_shorter_context_stops_drafting_row_by_row(world):
 def test_a_head_of_a_shorter_context_stops_drafting_row_by_row(world):
     prompts = [*world.prompts[:3], (world.prompts[-1] * CONTEXT)[:45]]
     most = 40
-    batched = EagleDrafter(world.eagle, world.target, [FixedLength(4) for _ in prompts], most)
+    batched = FeatureDrafter(world.eagle, world.target, [FixedLength(4) for _ in prompts], most)
     made = in_groups(world, batched, 4, prompts)
-    single = EagleDrafter(world.eagle, world.target, [FixedLength(4)], most)
+    single = FeatureDrafter(world.eagle, world.target, [FixedLength(4)], most)
     for prompt, one in zip(prompts, made, strict=True):
         assert one == world.run("eagle", prompt, NEW_TOKENS, drafter=single)
         # By hand: what is read ends with the context; a drafted token needs no room until it is read.

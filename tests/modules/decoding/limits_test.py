@@ -10,13 +10,13 @@ import torch
 from table_methods import CAPACITY, method, random_eagle_head
 from table_models import PROMPT, TableLM, V
 
-from draftsmith.modules.decoding.growth import DynamicTree
 from draftsmith.modules.decoding.loop import Generation, Round, RowAnswer, Setup, generate_one
 from draftsmith.modules.decoding.protocols import DraftTree, EachRow
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.verify import verify
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
-from draftsmith.modules.drafters.eagle.drafting import EagleDrafter, EagleTreeDrafter
+from draftsmith.modules.drafters.feature_heads import FeatureDrafter, FeatureTreeDrafter
+from draftsmith.modules.drafters.growth import DynamicTree
 from draftsmith.modules.drafters.hierarchical import HierarchicalDrafter
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
@@ -38,7 +38,7 @@ SEEDS = range(4)
     ],
 )
 def test_an_answer_is_cut_at_the_first_end_token_and_at_its_room(room, emitted, kept, ended):
-    answer = RowAnswer(frozenset([9]), room)
+    answer = RowAnswer(frozenset([9]), room, 0, 3, TorchSource(0))
     assert answer.emit(emitted) == kept == answer.tokens
     assert answer.ended == ended and answer.done == (ended or len(kept) == room)
 
@@ -202,8 +202,8 @@ def test_a_hierarchy_goes_on_while_no_entropy_of_the_last_round_is_above_the_mea
 def test_a_tree_is_drafted_to_the_end_of_the_heads_context_as_a_chain_is(capacity):
     """A tree of one child a level is the chain of the same tokens."""
     target, head = TableLM(1), random_eagle_head(7)
-    chain = EagleDrafter(head, target, [FixedLength(3)], capacity)
-    tree = EagleTreeDrafter(head, target, DynamicTree(nodes=3, depth=2, topk=1), capacity)
+    chain = FeatureDrafter(head, target, [FixedLength(3)], capacity)
+    tree = FeatureTreeDrafter(head, target, DynamicTree(nodes=3, depth=2, topk=1), capacity)
     steps = [generate_one(target, drafter, PROMPT, GREEDY, 14, TorchSource(0)).trace.steps for drafter in (chain, tree)]
     drafted = [[step.num_drafted for step in own] for own in steps]
     assert drafted[0] == drafted[1]

@@ -6,16 +6,18 @@ import pytest
 import torch
 from table_models import TableLM, V
 from tiny_models import tiny_llama_dir
+from wide_head import wide_head
 
 from draftsmith.data.models.loading import load_lm
 from draftsmith.modules.decoding import branches
 from draftsmith.modules.decoding.branches import BranchedText, DraftModelBranches, target_states
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
-from draftsmith.modules.drafters.eagle.drafting import EagleBranches, EagleDrafter
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
+from draftsmith.modules.drafters.feature_heads import FeatureBranches, FeatureDrafter
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.sampling import pick
+from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import SamplingParams
 
 DEPTH = 4
@@ -120,8 +122,16 @@ def test_an_eagle_heads_drafts_and_states_are_the_decoders(lm, text, group):
     for weight in head.parameters():
         weight.data.normal_(std=0.4)
     features = lm.features(torch.tensor([text]))[0]
-    drafter = EagleBranches(head, lm, DEPTH)
-    check(drafter, lambda stop: EagleDrafter(head, lm, [stop], 64), text, features, lm.info.vocab_size)
+    drafter = FeatureBranches(head, lm, DEPTH)
+    check(drafter, lambda stop: FeatureDrafter(head, lm, [stop], 64), text, features, lm.info.vocab_size)
+
+
+def test_a_head_of_captured_layers_and_fewer_tokens_drafts_as_the_decoder_does(lm, text, group):
+    if not isinstance(lm, LlamaLM):
+        pytest.skip("the head takes its sizes from a lean target")
+    head = wide_head(lm)
+    features = lm.features(torch.tensor([text]), capture=head.capture(lm.info.num_layers))[0]
+    check(head.branches(lm, DEPTH), lambda stop: head.drafter(lm, [stop], 64), text, features, lm.info.vocab_size)
 
 
 def test_the_target_reads_all_drafts_of_a_text_at_once(lm, text, group):

@@ -26,7 +26,8 @@ from draftsmith.modules.drafters import head_class, learned
 from draftsmith.modules.drafters.base import DraftHead, TrainStep
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.drafters.eagle.head import EagleConfig
-from draftsmith.modules.drafters.methods import DynamicTrees, Models, known_methods
+from draftsmith.modules.drafters.methods import Models, known_methods
+from draftsmith.modules.drafters.trees import DynamicTrees
 from draftsmith.modules.layers import LlamaConfig, RopeScaling
 from draftsmith.modules.losses import acceptance_loss
 from draftsmith.modules.targets.base import ModelInfo

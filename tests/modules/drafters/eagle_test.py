@@ -10,8 +10,8 @@ from table_models import PROMPT, H, TableLM, V
 
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.stop import FixedLength
-from draftsmith.modules.drafters.eagle.drafting import EagleDrafter
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead, shift
+from draftsmith.modules.drafters.feature_heads import FeatureDrafter
 from draftsmith.modules.layers import DecoderLayer, LlamaConfig, RopeScaling
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import FeatureBatch, SamplingParams
@@ -117,7 +117,7 @@ def test_the_drafter_computes_what_training_computed(prompt, num_layers):
     """Round after round, the first drafted token comes from the head's teacher-forced row on TRUE features, and the
     j-th from the head unrolled on its own ones: nothing of an old draft is left in the cache, no position is off."""
     lm, head, spy = TableLM(3), make_head(1, num_layers), Spy(3)
-    done = generate_one(lm, EagleDrafter(head, lm, [spy], 64), prompt, SamplingParams(1.0), 24, TorchSource(0))
+    done = generate_one(lm, FeatureDrafter(head, lm, [spy], 64), prompt, SamplingParams(1.0), 24, TorchSource(0))
     emitted = 1
     accepted = set()
     for step, drafted in zip(done.trace.steps, spy.rounds, strict=False):
@@ -164,9 +164,9 @@ def test_starting_from_the_targets_layer_copies_it_and_passes_features_through()
 
 def test_a_drafter_is_used_for_one_prompt_after_another():
     lm, head, params = TableLM(3), make_head(), SamplingParams()
-    drafter = EagleDrafter(head, lm, [FixedLength(2)], 64)
+    drafter = FeatureDrafter(head, lm, [FixedLength(2)], 64)
     for prompt in (PROMPT, (1, 1, 2), (3,), PROMPT):
-        fresh = EagleDrafter(head, lm, [FixedLength(2)], 64)
+        fresh = FeatureDrafter(head, lm, [FixedLength(2)], 64)
         again = generate_one(lm, drafter, prompt, params, 10, TorchSource(0))
         assert again == generate_one(lm, fresh, prompt, params, 10, TorchSource(0))
 
@@ -174,7 +174,9 @@ def test_a_drafter_is_used_for_one_prompt_after_another():
 def test_a_head_whose_context_is_full_drafts_no_more():
     lm = TableLM(3)
     head = EagleHead(dataclasses.replace(make_head().config, llama=dataclasses.replace(LLAMA, max_position=8))).double()
-    done = generate_one(lm, EagleDrafter(head, lm, [FixedLength(3)], 64), PROMPT, SamplingParams(), 20, TorchSource(0))
+    done = generate_one(
+        lm, FeatureDrafter(head, lm, [FixedLength(3)], 64), PROMPT, SamplingParams(), 20, TorchSource(0)
+    )
     assert done.tokens == generate_one(lm, None, PROMPT, SamplingParams(), 20, TorchSource(0)).tokens
     drafted = [step.num_drafted for step in done.trace.steps]
     assert drafted[0] == 3 and drafted[-5:] == [0] * 5

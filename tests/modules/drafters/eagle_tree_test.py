@@ -15,11 +15,11 @@ from draftsmith.modules.acceptance import tree as acceptance_tree
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.acceptance.policies import RecentRatio
 from draftsmith.modules.acceptance.tree_rule import TreeRule, TreeTimes
-from draftsmith.modules.decoding.growth import DynamicTree
 from draftsmith.modules.decoding.protocols import Outcome
 from draftsmith.modules.decoding.tree import StaticTree
-from draftsmith.modules.drafters.eagle.drafting import EagleTreeDrafter
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
+from draftsmith.modules.drafters.feature_heads import FeatureTreeDrafter
+from draftsmith.modules.drafters.growth import DynamicTree
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.sampling import TorchSource, probabilities
 from draftsmith.modules.types import SamplingParams
@@ -109,7 +109,7 @@ def propose(
     params: SamplingParams = GREEDY,
     **how,
 ):
-    drafter = EagleTreeDrafter(head, lm, shape, 32, static=static, **how)
+    drafter = FeatureTreeDrafter(head, lm, shape, 32, static=static, **how)
     features = lm.features(torch.tensor([tokens[:-1]]))[0]
     drafter.start([tokens[:-1]], [features], [tokens[-1]])
     return drafter.propose([max_drafted], params, [TorchSource(0)])[0], drafter
@@ -221,4 +221,4 @@ def tree_paths(slow: SlowHead, shape: StaticTree) -> list[tuple[int, ...]]:
 def test_the_trees_rows_leave_the_cache_when_the_round_ends():
     head, lm = random_head(0), TableLM(0, support=(V,))
     _, drafter = propose(head, lm, DynamicTree(8, 3, 3), 6, [*PROMPT, 1])
-    assert drafter.rows.lengths == [len(PROMPT)]
+    assert drafter.cache.lengths == [len(PROMPT)]

@@ -10,15 +10,16 @@ from draftsmith.eval.bench.hf_baseline import BASELINES
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.drafters import learned
 from draftsmith.modules.drafters.chains import FixedK, HeadByCost, Online, SpecDecPlusPlus
-from draftsmith.modules.drafters.eagle.methods import EagleChain, tree_head
+from draftsmith.modules.drafters.eagle.head import EagleChain
 from draftsmith.modules.drafters.methods import Models, check_needs, known_methods, parse_method, parse_methods
+from draftsmith.modules.drafters.trees import tree_head
 from draftsmith.modules.types import InputError
 
 
 def test_methods_and_settings_are_read_in_order():
     named = parse_methods("ar, spec:k=3,specdec++:h=0.5:min=1:max=9:calibrated=on,eagle")
     assert [item.label for item in named] == ["ar", "spec:k=3", "specdec++:h=0.5:min=1:max=9:calibrated=on", "eagle"]
-    assert [item.method for item in named[1:]] == [FixedK(3), SpecDecPlusPlus(0.5, 1, 9, True), EagleChain()]
+    assert [item.method for item in named[1:]] == [FixedK(3), SpecDecPlusPlus(1, 9, 0.5, True), EagleChain()]
 
 
 def test_a_cost_is_a_number_or_measured():

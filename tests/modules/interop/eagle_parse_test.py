@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from foreign_heads import CONTEXT, FAMILIES, LLAMA3, H, V, changed, facts, llama, random_head, state_of
+from plain_eagle import hidden
 
+from draftsmith.data.heads.directory import build_head
 from draftsmith.modules.drafters.eagle.head import EagleHead
 from draftsmith.modules.interop import formats
 from draftsmith.modules.interop.base import Package, TargetFacts
-from draftsmith.modules.interop.eagle1 import reference
 from draftsmith.modules.types import InputError
 
 SYSTEMS = {name: formats()[name] for name in ("eagle", "vllm", "sglang")}
@@ -121,7 +122,8 @@ def test_attention_and_mlp_biases_are_kept_where_their_system_uses_them():
 )
 def test_what_our_head_cannot_be_is_refused(kind, config, tensors, words):
     with pytest.raises(InputError, match=words):
-        SYSTEMS[kind].parse(changed(written(kind), config, tensors), TARGET)
+        parsed = SYSTEMS[kind].parse(changed(written(kind), config, tensors), TARGET)
+        build_head("eagle", parsed.config, parsed.state)
 
 
 @pytest.mark.parametrize("kind", SYSTEMS)
@@ -161,7 +163,7 @@ def test_a_parsed_head_computes_what_its_system_does(kind, family):
     embeds, features = torch.randn(9, H), torch.randn(9, H)
     # float32; the issue's own bound for the check
     torch.testing.assert_close(
-        reference.hidden(reading, embeds, features), head(embeds[None], features[None])[0], rtol=0, atol=1e-4
+        hidden(reading, embeds, features), head(embeds[None], features[None])[0], rtol=0, atol=1e-4
     )
 
 
@@ -171,5 +173,5 @@ def test_old_and_new_spelling_give_the_same_head(kind):
     package = SYSTEMS[kind].write(head.config, state_of(head), torch.float32)
     for one in ({"rope_parameters": ...}, {"rope_theta": ..., "rope_scaling": ...}):
         assert SYSTEMS[kind].parse(changed(package, one), TARGET).config == head.config
-        frequencies = SYSTEMS[kind].read(changed(package, one), TARGET).settings["inv_freq"]
-        assert torch.equal(frequencies, SYSTEMS[kind].read(package, TARGET).settings["inv_freq"])
+        rotation = SYSTEMS[kind].read(changed(package, one), TARGET).settings["llama"]
+        assert rotation == SYSTEMS[kind].read(package, TARGET).settings["llama"]

@@ -14,6 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from draftsmith.modules.drafters.eagle.head import EagleConfig
 from draftsmith.modules.interop import formats
 from draftsmith.modules.interop.base import Served
+from draftsmith.modules.layers import rope_frequencies
 from draftsmith.modules.types import InputError
 
 FORMATS = {name: formats()[name] for name in ("eagle", "vllm", "sglang")}
@@ -49,7 +50,7 @@ def test_transformers_reads_the_rope_and_the_sizes_that_the_head_has(kind, famil
     assert (rope["rope_type"], rope["rope_theta"]) == (want.rope_scaling.kind, want.rope_theta)
     if want.rope_scaling.kind != "default":
         frequencies, _ = ROPE_INIT_FUNCTIONS[rope["rope_type"]](read, torch.device("cpu"))
-        found = FORMATS[kind].read(package, None).settings["inv_freq"]
+        found = rope_frequencies(FORMATS[kind].read(package, None).settings["llama"])
         # two float32 evaluations of the same formula
         torch.testing.assert_close(found, frequencies, rtol=1e-6, atol=0)
     assert (read.head_dim, read.num_key_value_heads, read.num_hidden_layers) == (

@@ -53,7 +53,6 @@ def test_the_fastest_setting_that_transformers_can_follow_is_taken(speeds, k, th
         (results({"spec:k=5": 1}, {**DRAFT, "lm_head": "other"}), "measurements with the draft .*'other'"),
         (results({"ar": 1}, None), "measurements with the draft None"),
         (results({"ar": 1, "pld": 2, "eagle:k=3": 3}), "found ar, pld, eagle:k=3, .*Run eval bench with --methods"),
-        ({"rows": []}, "results.json of eval bench"),
     ],
 )
 def test_results_that_say_nothing_of_this_draft_are_refused(found, message):

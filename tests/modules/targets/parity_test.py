@@ -254,20 +254,39 @@ def test_captured_states_are_transformers_own_before_the_final_norm(case, engine
 
 def test_batches_of_different_lengths_and_after_rows_have_ended(case, engine):
     prompts = [case.tokens(length, seed=length) for length in (3, 12, 1, 9)]
-    session, logits = case.engines[engine].batch_session(prompts, capacity=20)
+    session = case.engines[engine].session(4, 20, static=False)
     rows = [list(prompt) for prompt in prompts]
 
     def check(logits: torch.Tensor) -> None:
         assert_close(logits, torch.stack([case.logits(row)[-1] for row in rows]))
 
-    check(logits)
+    scores = session.extend(prompts)
+    check(scores.logits[:, 0])
+    for row, features in zip(rows, scores.features, strict=True):
+        whole = case.engines[engine].features(torch.tensor([row]))[0]
+        assert_close(features[: len(row)], whole)
     for seed in range(4):
         if seed == 2:
-            session.select(torch.tensor([3, 0]))
-            rows = [rows[3], rows[0]]
+            session.select([0, 3])
+            rows = [rows[0], rows[3]]
         step = case.tokens(len(rows), seed=20 + seed)
         rows = [row + [token] for row, token in zip(rows, step, strict=True)]
-        check(session.step(torch.tensor(step)))
+        check(session.step([[token] for token in step])[0])
+        assert list(session.lengths) == [len(row) for row in rows]
+
+
+def test_rows_that_only_transformers_runs_take_no_drafts(case):
+    session = case.engines["hf"].session(2, 20)
+    session.extend([case.tokens(3), case.tokens(5)])
+    session.keep([3, 5], [(), ()])
+    ragged = [[1, 2], [3]]
+    for draft in (
+        lambda: session.extend([[1, 2], [3, 4]], [[-1, -1]] * 2),
+        lambda: session.extend(ragged),
+        lambda: session.keep([2, 5]),
+    ):
+        with pytest.raises(InputError, match="--batch-size 1"):
+            draft()
 
 
 def test_trees_of_a_model_whose_layers_have_different_windows(tmp_path):

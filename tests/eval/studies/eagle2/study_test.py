@@ -6,18 +6,17 @@ from __future__ import annotations
 import json
 import math
 
+import pandas as pd
 import pytest
 import torch
 
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.report.tables import from_json
-from draftsmith.eval.studies.eagle2.cost import fit_tree_cost, predicted_by_others
-from draftsmith.eval.studies.eagle2.found import ModeResults, TreeSize, predicted_speedups
-from draftsmith.eval.studies.eagle2.nodes import Node, by_confidence, by_position, correlation, node_names, nodes_of
+from draftsmith.eval.studies.eagle2.found import TreeSize, fit_tree_cost, size_tables
+from draftsmith.eval.studies.eagle2.nodes import COLUMNS, node_names, node_tables, nodes_of
 from draftsmith.launch.cli import main
 from draftsmith.modules.decoding.loop import Round
 from draftsmith.modules.decoding.protocols import DraftTree, Verdict
-from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, pool
 from draftsmith.modules.decoding.tree import StaticTree
 from draftsmith.modules.types import SamplingParams
 
@@ -40,76 +39,114 @@ def round_of(path: tuple[int, ...], values: tuple[float, ...] | None = VALUES) -
 
 def test_nodes_below_the_root_and_the_accepted_path_have_a_verdict():
     greedy = list(nodes_of(PROMPT, round_of((0, 3)), SamplingParams(), ()))
-    assert [(node.index, node.accepted) for node in greedy] == [(0, 1), (1, 0), (2, 0), (3, 1), (5, 0)]
+    assert [(node["node"], node["accepted"]) for node in greedy] == [(0, 1), (1, 0), (2, 0), (3, 1), (5, 0)]
     sampling = list(nodes_of(PROMPT, round_of((0, 3)), SamplingParams(1.0), ()))
     expected = [(0, 0.7), (1, 0.1), (2, 0.25), (3, 0.75), (5, 0.1)]
-    assert [(node.index, pytest.approx(node.accepted)) for node in sampling] == expected
-    assert [node.confidence for node in sampling] == pytest.approx([0.6, 0.3, 0.5, 0.4, 0.5])
-    assert {(node.prompt, node.task) for node in sampling} == {("a", "rename")}
+    assert [(node["node"], pytest.approx(node["accepted"])) for node in sampling] == expected
+    assert [node["confidence"] for node in sampling] == pytest.approx([0.6, 0.3, 0.5, 0.4, 0.5])
+    assert {(node["prompt"], node["task"]) for node in sampling} == {("a", "rename")}
 
 
 def test_nothing_below_an_accepted_end_token_counts():
-    assert [node.index for node in nodes_of(PROMPT, round_of((0, 3)), SamplingParams(), (3,))] == [0, 1, 2, 3]
+    assert [node["node"] for node in nodes_of(PROMPT, round_of((0, 3)), SamplingParams(), (3,))] == [0, 1, 2, 3]
 
 
 def test_the_prefill_has_no_nodes_and_a_static_tree_no_confidence():
     assert list(nodes_of(PROMPT, Round([0], 0), SamplingParams(), ())) == []
-    assert {node.confidence for node in nodes_of(PROMPT, round_of((0,), None), SamplingParams(), ())} == {None}
+    assert {node["confidence"] for node in nodes_of(PROMPT, round_of((0,), None), SamplingParams(), ())} == {None}
+
+
+SHAPE = StaticTree.from_paths([[0], [1], [0, 0], [0, 2], [0, 2, 0]])
+
+
+def frame(*nodes: tuple) -> pd.DataFrame:
+    """Nodes of greedy decoding: prompt, number, confidence, acceptance."""
+    return pd.DataFrame([("T=0", prompt, "", *rest) for prompt, *rest in nodes], columns=COLUMNS)
+
+
+def named(tables: list) -> dict:
+    return {table.name: list(table.rows) for table in tables}
 
 
 def test_acceptance_by_position_by_hand():
     """Prompt a reaches the root's best child three times and accepts it twice, prompt b once and never."""
-    shape = StaticTree.from_paths([[0], [1], [0, 0], [0, 2], [0, 2, 0]])
-    assert node_names(shape) == ["0", "1", "0.0", "0.2", "0.2.0"]
-    seen = [("a", 0, 1.0), ("a", 0, 1.0), ("a", 0, 0.0), ("b", 0, 0.0), ("a", 3, 0.25)]
-    found = by_position([Node(prompt, "", index, None, accepted) for prompt, index, accepted in seen], shape)
-    assert [(place.name, place.depth, place.accepted, place.count) for place in found] == [
+    assert node_names(SHAPE) == ["0", "1", "0.0", "0.2", "0.2.0"]
+    seen = [("a", 0, None, 1.0), ("a", 0, None, 1.0), ("a", 0, None, 0.0), ("b", 0, None, 0.0), ("a", 3, None, 0.25)]
+    found = named(node_tables(frame(*seen), frame(), SHAPE, seed=0))["eagle2-acceptance-by-position"]
+    assert [(row["position"], row["depth"], row["accepted"], row["reached"]) for row in found] == [
         ("0", 1, 0.5, 4), ("0.2", 2, 0.25, 1)
     ]  # fmt: skip
     # Prompts' own rates 2/3 and 0: their quartiles are a quarter of the way in.
-    assert (found[0].low, found[0].high) == (pytest.approx(2 / 3 / 4), pytest.approx(2 / 3 * 3 / 4))
+    assert (found[0]["low"], found[0]["high"]) == pytest.approx((2 / 3 / 4, 2 / 3 * 3 / 4), abs=1e-5)
+
+
+def test_cells_of_a_task_need_some_nodes():
+    seen = frame(*[("a", 0, None, 1.0)] * 5, *[("a", 1, None, 1.0)] * 4)
+    (cell,) = named(node_tables(seen, frame(), SHAPE, seed=0))["eagle2-acceptance-by-task"]
+    assert (cell["position"], cell["task"], cell["reached"]) == ("0", "all", 5)
 
 
 def test_bins_of_confidence_and_the_correlation_by_hand():
-    nodes = [Node("a", "", 0, sure, accepted) for sure, accepted in [(0.05, 0.0), (0.15, 0.5), (0.95, 1.0), (1.0, 0.6)]]
-    bins = by_confidence(nodes, 10, seed=0)
-    assert [(one.confidence, one.accepted, one.count) for one in bins] == [
-        (0.05, 0.0, 1), (0.15, 0.5, 1), (pytest.approx(0.975), 0.8, 2)
+    nodes = frame(*[("a", 0, sure, accepted) for sure, accepted in [(0.05, 0), (0.15, 0.5), (0.95, 1), (1.0, 0.6)]])
+    found = named(node_tables(frame(), nodes, SHAPE, seed=0))
+    bins = found["eagle2-acceptance-by-confidence"]
+    assert [(row["confidence"], row["accepted"], row["nodes"]) for row in bins] == [
+        (0.05, 0.0, 1), (0.15, 0.5, 1), (0.975, 0.8, 2)
     ]  # fmt: skip
-    assert {one.low for one in bins} == {None}  # one prompt says nothing of others
+    assert {row["low"] for row in bins} == {None}  # one prompt says nothing of others
     # Deviations from the means 0.5375 and 0.525: -0.4875, -0.3875, 0.4125, 0.4625 and -0.525, -0.025, 0.475, 0.075.
     product = 0.4875 * 0.525 + 0.3875 * 0.025 + 0.4125 * 0.475 + 0.4625 * 0.075
     squares = (0.4875**2 + 0.3875**2 + 0.4125**2 + 0.4625**2) * (0.525**2 + 0.025**2 + 0.475**2 + 0.075**2)
-    assert correlation(nodes) == pytest.approx(product / math.sqrt(squares))
-    assert correlation(nodes[:1]) is None
+    assert found["eagle2-confidence"][0]["correlation"] == pytest.approx(product / math.sqrt(squares), abs=1e-5)
+    (alone,) = named(node_tables(frame(), nodes[:1], SHAPE, seed=0))["eagle2-confidence"]
+    assert alone["correlation"] is None
 
 
 def row(calls: int, drafted: int, forwards: int, tokens: int = 100) -> dict[str, float]:
     """A bench's row whose seconds are 1 + 0.5 a call + 0.01 a drafted token + 0.1 a forward."""
     seconds = 1 + 0.5 * calls + 0.01 * drafted + 0.1 * forwards
     counts = {"num_target_calls": calls, "num_draft_tokens": drafted, "draft_calls": forwards}
-    return {"tokens": tokens, "tokens_per_s": tokens / seconds, **counts}
+    speed = {"tokens_per_s": tokens / seconds, "speedup": 51 / seconds, "speedup_ci95": None, "tau": 2.0}
+    return {"mode": "T=0", "tokens": tokens, **speed, **counts}
+
+
+MEASURED = {TreeSize(8, 2, 10): row(40, 300, 80), TreeSize(16, 4, 10): row(30, 600, 150),
+            TreeSize(60, 1, 10): row(45, 2000, 90), TreeSize(60, 6, 10): row(25, 1500, 200)}  # fmt: skip
+
+
+def tables_of_sizes(timed: list[TreeSize]) -> dict:
+    """Of these measured sizes, and of one that was replayed alone: 10 rounds of 8 drafted and 5 emitted, 3 forwards
+    each, after the prefill."""
+    alone = pd.Series({"num_target_calls": 11, "num_draft_tokens": 80, "draft_calls": 30, "tokens": 51, "tau": 51 / 11})
+    counts = {TreeSize(8, 3, 10): alone, **MEASURED}
+    replayed = [
+        {**own, "mode": "T=0", "size": str(size), "nodes": size.nodes, "depth": size.depth}
+        for size, own in counts.items()
+    ]
+    rows = [{"method": "ar", **row(100, 0, 0)}, *({"method": size.label, **MEASURED[size]} for size in timed)]
+    return named(size_tables(timed, pd.DataFrame(replayed), pd.DataFrame(rows)))
 
 
 def test_the_cost_fit_finds_what_the_seconds_are_made_of():
-    rows = [row(100, 0, 0), row(40, 300, 80), row(30, 600, 150), row(45, 2000, 90), row(25, 1500, 200)]
-    cost = fit_tree_cost(rows)
+    cost = fit_tree_cost(pd.DataFrame([row(100, 0, 0), *MEASURED.values()]))
     assert (cost.fixed, *cost.weights) == pytest.approx((1, 0.5, 0.01, 0.1), rel=1e-6)
-    assert predicted_by_others(rows) == pytest.approx([100 / one["tokens_per_s"] for one in rows], rel=1e-6)
-    assert predicted_by_others(rows[:4]) == [None] * 4
 
 
 def test_replayed_counts_are_priced_by_the_measured_ones():
-    """A size that was not measured: 10 rounds of 8 drafted and 5 emitted, 3 forwards each, after the prefill."""
-    measured = {(40, 300, 80): TreeSize(8, 2, 10), (30, 600, 150): TreeSize(16, 4, 10),
-                (45, 2000, 90): TreeSize(60, 1, 10), (25, 1500, 200): TreeSize(60, 6, 10)}  # fmt: skip
-    rows = {"ar": row(100, 0, 0), **{size.label: row(*counts) for counts, size in measured.items()}}
-    trace = DecodeTrace([DecodeStep(8, 4, 5, 3)] * 10, prefill_emitted=1)
-    found = ModeResults(0.0, [], [], {TreeSize(8, 3, 10): pool([trace])}, rows)
+    found = tables_of_sizes(list(MEASURED))
     seconds = 1 + 0.5 * 11 + 0.01 * 80 + 0.1 * 30
     expected = (51 / seconds) / (100 / 51)  # ar: 100 tokens in 1 + 0.5 * 100 seconds
-    assert predicted_speedups(list(measured.values()), found) == {TreeSize(8, 3, 10): pytest.approx(expected)}
-    assert predicted_speedups(list(measured.values())[:2], found) == {}
+    assert [row["speedup"] for row in found["eagle2-predicted-speed"] if row["depth"] == 3] == [
+        pytest.approx(expected, rel=1e-4)
+    ]
+    # Each measured size by the cost of the others, which is the same one.
+    assert [row["error"] for row in found["eagle2-prediction"]] == pytest.approx([0] * 4, abs=1e-4)
+
+
+def test_too_few_measured_sizes_predict_nothing():
+    found = tables_of_sizes(list(MEASURED)[:3])
+    assert found["eagle2-predicted-speed"] == []
+    assert {row["predicted"] for row in found["eagle2-prediction"]} == {None}
 
 
 def test_ablations_name_every_combination_once():

@@ -8,20 +8,14 @@ import math
 from collections import Counter
 from functools import partial
 
+import pandas as pd
 import pytest
 from table_models import PROMPT, TableLM, warped
 
 from draftsmith.eval.report.tables import from_json
-from draftsmith.eval.studies.hsddw.found import (
-    WatchedMethod,
-    WindowSpeed,
-    ablation_table,
-    density_rows,
-    entropy_table,
-    redundancy_table,
-    tenths,
-)
-from draftsmith.eval.studies.hsddw.watch import Observations, RoundWindow, VerifiedToken, Watcher
+from draftsmith.eval.studies.hsddw.found import ablation_table, entropy_tables, tenths
+from draftsmith.eval.studies.hsddw.study import drafted_row
+from draftsmith.eval.studies.hsddw.watch import Watcher
 from draftsmith.launch.cli import main
 from draftsmith.modules.decoding.loop import Setup, generate_one
 from draftsmith.modules.decoding.protocols import EachRow
@@ -99,12 +93,12 @@ def test_what_is_watched_is_what_happens(middle, eos):
     greedy, watch = SamplingParams(), Setup(partial(watcher.on_round, "a"))
     made = generate_one(TARGET, drafter, PROMPT, greedy, TOKENS, TorchSource(0), eos, watch)
     verified, origin, windows = simulated(k, middle, eos)
-    seen = watcher.seen
-    assert Counter((one.by, round(one.entropy, 9), one.accepted) for one in seen.verified) == Counter(
+    seen = watcher
+    assert Counter((one["by"], round(one["entropy"], 9), one["accepted"]) for one in seen.verified) == Counter(
         (by, round(value, 9), accepted) for by, value, accepted in verified
     )
-    assert {one.accepted for one in seen.verified} == {True, False}
-    assert (seen.origin, [window.drafted for window in seen.windows]) == (origin, windows)
+    assert {one["accepted"] for one in seen.verified} == {True, False}
+    assert (seen.origin, [window["drafted"] for window in seen.windows]) == (origin, windows)
     assert origin.total() == len(made.tokens) - 1  # all but the prefill's
     assert sum(step.num_drafted for step in made.trace.steps) == sum(windows)
 
@@ -117,13 +111,13 @@ def test_windows_carry_the_threshold_that_they_were_drafted_under():
     watch = Setup(partial(watcher.on_round, "a"))
     made = generate_one(TARGET, drafter, PROMPT, params, TOKENS, TorchSource(1), (), watch)
     rejected: list[float] = []
-    verified = iter(watcher.seen.verified)
-    for window in watcher.seen.windows:
-        assert window.threshold == pytest.approx(sum(rejected) / len(rejected) if rejected else 0.0)
-        own = [next(verified) for _ in range(min(window.accepted + 1, window.drafted))]
-        rejected += [one.entropy for one in own if not one.accepted]
+    verified = iter(watcher.verified)
+    for window in watcher.windows:
+        assert window["threshold"] == pytest.approx(sum(rejected) / len(rejected) if rejected else 0.0)
+        own = [next(verified) for _ in range(min(window["accepted"] + 1, window["drafted"]))]
+        rejected += [one["entropy"] for one in own if not one["accepted"]]
     steps = [step for step in made.trace.steps if step.num_drafted]
-    assert [window.start for window in watcher.seen.windows][:2] == [1, 1 + steps[0].num_emitted]
+    assert [window["start"] for window in watcher.windows][:2] == [1, 1 + steps[0].num_emitted]
     assert len(rejected) > 3
 
 
@@ -131,8 +125,7 @@ def test_redundancy_and_utilisation_by_hand():
     """Two rounds: 5 drafted, 3 kept, 4 emitted; 5 drafted, 1 kept, 2 emitted. With the prefill 3 calls for 7 tokens,
     the paper's eta. M1 drafted 4 for M2, which kept 1."""
     totals = pool([DecodeTrace([DecodeStep(5, 3, 4, 5), DecodeStep(5, 1, 2, 5)], prefill_emitted=1)])
-    seen = Observations(inner=DecodeTrace([DecodeStep(4, 1, 2, 4)]), origin=Counter(M1=1, M2=3, target=2))
-    row = redundancy_table(5, [WatchedMethod(1.0, "HSDDW", seen, totals, {})]).rows[0]
+    row = drafted_row(DecodeTrace([DecodeStep(4, 1, 2, 4)]), Counter(M1=1, M2=3, target=2), totals)
     assert (row["drafted"], row["accepted"]) == (10, 4)
     assert (row["redundancy"], row["inner"]) == (pytest.approx(0.6), pytest.approx(0.75))
     assert row["utilisation"] == pytest.approx(3 / 7, abs=1e-5)
@@ -141,30 +134,34 @@ def test_redundancy_and_utilisation_by_hand():
 
 def test_entropies_of_accepted_and_rejected_tokens_by_hand():
     values = [(0.1, True), (0.3, True), (0.3, False), (7.0, False)]
-    seen = Observations(verified=[VerifiedToken("a", "M1 by target", value, accepted) for value, accepted in values])
-    watched = [WatchedMethod(0.0, "SD", seen, pool([]), {}), WatchedMethod(0.0, "HSDDW", seen, pool([]), {})]
-    (row,) = entropy_table(watched).rows  # windows that entropy ended say nothing of entropy
+    seen = [
+        {"mode": "T=0", "method": method, "prompt": "a", "by": "M1 by target", "entropy": value, "accepted": accepted}
+        for method in ("SD", "HSDDW")  # windows that entropy ended say nothing of entropy
+        for value, accepted in values
+    ]
+    table, density = entropy_tables(pd.DataFrame(seen))
+    (row,) = table.rows
     assert (row["accepted"], row["rejected"], row["mean_accepted"], row["mean_rejected"]) == (2, 2, 0.2, 3.65)
     assert row["auc"] == 3.5 / 4  # of four pairs three in order, and a tie
-    shares = {(r["verdict"], r["entropy"]): r["share"] for r in density_rows(watched) if r["share"]}
+    shares = {(r["verdict"], r["entropy"]): r["share"] for r in density.rows if r["share"]}
     assert shares == {("accepted", 0.125): 0.5, ("accepted", 0.375): 0.5, ("rejected", 0.375): 0.5,
                       ("rejected", 5.875): 0.5}  # fmt: skip
 
 
 def test_ablation_takes_the_common_window_and_the_best():
-    def speed(k: int, speedup: float) -> WindowSpeed:
-        return WindowSpeed(1.0, "SD", k, {"speedup": speedup, "speedup_ci95": [1.0, 2.0], "tau": k / 2})
+    def speed(k: int, speedup: float) -> dict:
+        named = {"mode": "T=1", "method": "SD", "k": k}
+        return {**named, "speedup": speedup, "speedup_ci95": [1.0, 2.0], "tau": k / 2}
 
-    (row,) = ablation_table(4, [speed(2, 2.0), speed(4, 1.5), speed(8, 1.0)]).rows
+    (row,) = ablation_table(4, pd.DataFrame([speed(2, 2.0), speed(4, 1.5), speed(8, 1.0)])).rows
     assert (row["speedup"], row["tau"], row["best_k"], row["best"], row["lost"]) == (1.5, 2.0, 2, 2.0, 0.5)
     assert row["paper"] == 2.40
 
 
 def test_windows_are_averaged_by_tenths_of_their_own_answer():
-    windows = [RoundWindow("a", 0, 1, 2, 1, 0.0), RoundWindow("a", 1, 19, 6, 1, 1.0), RoundWindow("b", 0, 1, 4, 1, 0.0)]
-    rows = tenths(
-        [WatchedMethod(1.0, "HSDDW", Observations(windows=windows), pool([]), {"a": 20, "b": 100})], "drafted", seed=0
-    )
+    columns = ["prompt", "length", "start", "drafted"]
+    windows = pd.DataFrame([("a", 20, 1, 2), ("a", 20, 19, 6), ("b", 100, 1, 4)], columns=columns)
+    rows = list(tenths(windows.assign(mode="T=1", method="HSDDW"), "drafted", seed=0))
     assert [(row["position"], row["drafted"], row["rounds"]) for row in rows] == [(0.05, 3.0, 2), (0.95, 6.0, 1)]
     assert rows[0]["low"] >= 2 and rows[0]["high"] <= 4 and rows[1]["low"] is None
 

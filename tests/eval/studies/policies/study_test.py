@@ -16,15 +16,25 @@ from draftsmith.data.heads.directory import drafter_identity, save_head
 from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.replay.rollouts import ChainRollouts
 from draftsmith.eval.report.tables import from_json
-from draftsmith.eval.studies.policies.bars import bar_rows
-from draftsmith.eval.studies.policies.comparison import DrafterMode, PolicyComparison, compare_policies
-from draftsmith.eval.studies.policies.families import FITTED, FIXED, KNOWN, ORACLE, Policy, PolicyGrid
-from draftsmith.eval.studies.policies.prompts import known_grams, least_third, overlap, parted, training_texts
-from draftsmith.eval.studies.policies.replayed import Gain, PolicyReplay, gain, predictors_of, rate
+from draftsmith.eval.studies.policies.comparison import (
+    FITTED,
+    FIXED,
+    KNOWN,
+    ORACLE,
+    DrafterMode,
+    Gain,
+    Policy,
+    PolicyComparison,
+    PolicyGrid,
+    PolicyReplay,
+    compare_policies,
+    gain,
+    rate,
+)
+from draftsmith.eval.studies.policies.prompts import known_grams, overlap, parted, training_texts
 from draftsmith.eval.studies.policies.settings import PoliciesConfig
-from draftsmith.eval.studies.policies.study import DrafterHeads
-from draftsmith.eval.studies.policies.tables import predictions, tables_of
-from draftsmith.eval.studies.predictors import labelled_tokens
+from draftsmith.eval.studies.policies.study import has_labels_of
+from draftsmith.eval.studies.policies.tables import head_rows, predictions, tables_of
 from draftsmith.launch.cli import main
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.drafters.methods import parse_method
@@ -55,13 +65,12 @@ def scene_of(params: SamplingParams) -> DrafterMode:
 @pytest.fixture(scope="module")
 def compared() -> PolicyComparison:
     scene = scene_of(SamplingParams(1.0))
-    shares = np.linspace(0, 1, 7).tolist()
-    return compare_policies(scene, GRID, CS, shares, least_third(shares), seed=0)
+    return compare_policies(scene, GRID, CS, np.linspace(0, 1, 7).tolist(), seed=0)
 
 
-def player(agreed: list[list[bool]], **kwargs) -> PolicyReplay:
+def player(agreed: list[list[bool]]) -> PolicyReplay:
     rollouts = hand_rollouts(agreed, depth=4)
-    return PolicyReplay(rollouts, predictors_of(rollouts, rollouts, {}))
+    return PolicyReplay(DrafterMode("draft", GREEDY, {}, rollouts, rollouts), rollouts)
 
 
 def test_time_is_a_round_and_c_a_drafted_token():
@@ -88,13 +97,13 @@ def test_a_gain_is_a_ratio_of_sums_and_its_interval_of_paired_prompts():
     assert found.value == pytest.approx(0.1)  # 40/10 over 40/11
     # The resamples: both prompts, twice the first (5/4 - 1), twice the second (nothing).
     assert (found.low, found.high) == (0.0, 0.25)
-    alone = gain(own, base, 0, mask=[True, False])
+    alone = gain(own[:1], base[:1], 0)
     assert alone.value == 0.25 and np.isnan(alone.low) and alone.text == "+25.0%"
 
 
 def test_settings_are_chosen_on_dev_and_tried_on_others(compared):
     scene = compared.scene
-    dev = PolicyReplay(scene.dev, predictors_of(scene.dev, scene.dev, scene.heads))
+    dev = PolicyReplay(scene, scene.dev)
     for at in compared.at:
         rates = {k: rate(dev.pairs(Policy("k", k), at.c)) for k in GRID.ks}
         assert rates[at.fixed.policy.value] == max(rates.values())
@@ -109,24 +118,25 @@ def test_settings_are_chosen_on_dev_and_tried_on_others(compared):
 def test_a_policy_that_knows_the_accept_draw_beats_those_that_do_not(compared):
     """In these rollouts `accept_along` is the accept draw itself: the first token that will be rejected is the last."""
     at = compared.at[0]
-    oracle = compared.totals(at, at.chosen[f"{KNOWN}, cost rule"])
+    oracle = compared.totals(at, at.chosen[f"{KNOWN}, cost rule"].policy)
     rounds = oracle.num_target_calls - oracle.prompts
     assert oracle.num_discarded <= rounds  # one a round that met a rejection
     best = max(compared.gain(at, chosen).value for chosen in at.of("free"))
     assert compared.gain(at, at.chosen[f"{KNOWN}, cost rule"]).value > best
-    assert compared.totals(at, at.chosen[ORACLE]).num_discarded == 0
+    assert compared.totals(at, at.chosen[ORACLE].policy).num_discarded == 0
 
 
 def test_the_logistic_of_q_is_fitted_on_dev_only():
-    scene = scene_of(GREEDY)
-    fitted = predictors_of(scene.test, scene.dev, {})[FITTED]()
-    swapped = predictors_of(scene.dev, scene.test, {})[FITTED]()
+    scene = dataclasses.replace(scene_of(GREEDY), heads={})
+    other = dataclasses.replace(scene, dev=scene.test, test=scene.dev)
+    fitted = PolicyReplay(scene, scene.test).predictor(FITTED)
+    swapped = PolicyReplay(other, other.test).predictor(FITTED)
     log_q = scene.test.log_q[0, 0]
     # The same confidence means another probability where the fit is another.
     x = np.log(np.exp(log_q) / (1 - np.exp(log_q)))
     view = dataclasses.make_dataclass("View", ["num_drafted"])(1)
     first = np.log(fitted.prob(view) / (1 - fitted.prob(view)))
-    again = predictors_of(scene.test, scene.dev, {})[FITTED]().prob(view)
+    again = PolicyReplay(scene, scene.test).predictor(FITTED).prob(view)
     assert fitted.prob(view) == again and np.isfinite([x, first]).all()
     assert swapped.prob(view) != fitted.prob(view)
 
@@ -143,26 +153,29 @@ def test_families_are_what_is_compared():
     assert {family.role for family in families.values()} == {"fixed", "free", "looking", "fitted", "head", "oracle"}
 
 
-def test_bars_say_what_was_reached(compared):
-    rows = bar_rows([compared], [])
+def test_the_head_is_held_against_the_best_of_every_other_kind(compared):
+    rows = list(head_rows([compared]))
     assert len(rows) == 4 * len(CS)
-    for row in rows:
-        assert row["reached"] in ("yes", "no")
-    # The head is held against both kinds of training-free policies, with one bar.
-    beside = [row for row in rows if row["what"] == "head over the training-free that looks for repetitions"]
-    assert {row["bar"] for row in beside} == {0.01}
-    for at, row in zip(compared.at, beside, strict=True):
-        expected = compared.gain(at, at.best("head"), at.best("looking")).value
-        assert row["value"] == pytest.approx(expected, rel=1e-4, abs=1e-9)
-    over = {row["c"]: row for row in rows if row["what"] == "head over the best fixed K"}
-    for at in compared.at:
+    by_what = {what: [row for row in rows if row["what"] == what] for what in {row["what"] for row in rows}}
+    for at, of_fixed, of_free, of_looking, share in zip(
+        compared.at,
+        by_what["head over the best fixed K"],
+        by_what["head over the best training-free that goes by confidence"],
+        by_what["head over the training-free that looks for repetitions"],
+        by_what["share of the gain with true p/q known"],
+        strict=True,
+    ):
         head = at.best("head")
-        assert over[at.name]["value"] == pytest.approx(compared.gain(at, head).value, rel=1e-4)
-        assert over[at.name]["bar"] == 0.035
         assert head.dev_gain == max(chosen.dev_gain for chosen in at.of("head"))
-    greedy = compare_policies(scene_of(GREEDY), GRID, CS, [0.0] * 7, least_third([0.0] * 7), 0)
-    assert {row["bar"] for row in bar_rows([greedy], [])} == {0.08, 0.03}
-    assert bar_rows([dataclasses.replace(greedy, scene=dataclasses.replace(greedy.scene, heads={}))], []) == []
+        for row, base in ((of_fixed, at.fixed), (of_free, at.best("free")), (of_looking, at.best("looking"))):
+            made = compared.gain(at, head, base)
+            assert row["value"] == pytest.approx(made.value, rel=1e-4, abs=1e-9)
+            assert (row["c"], row["interval"], row["base"]) == (at.name, made.ends, base.family.name)
+        most = compared.gain(at, at.best("ceiling")).value
+        assert share["value"] == pytest.approx(compared.gain(at, head).value / most, rel=1e-4)
+    assert (
+        list(head_rows([compare_policies(dataclasses.replace(compared.scene, heads={}), GRID, CS, [0.0] * 7, 0)])) == []
+    )
 
 
 def test_figures_cover_policies_tasks_overlap_and_quality(compared):
@@ -176,8 +189,8 @@ def test_figures_cover_policies_tasks_overlap_and_quality(compared):
     thirds = [row for row in figures["policies-overlap"].rows if row["at"] == at.name]
     assert [(row["count"], round(row["overlap"], 3)) for row in thirds] == [(3, 0.167), (4, 0.75)]
     quality = {row["predictor"]: row for row in figures["policies-quality"].rows}
-    tokens = labelled_tokens(compared.scene.test)
-    said = predictions(compared.scene, tokens)["head"].prob
+    tokens, everything = predictions(compared.scene)
+    said = everything["head"].prob
     brier = np.square(said.numpy() - tokens.accept_prob.numpy()).mean()
     assert quality["head"]["brier"] == pytest.approx(brier, rel=1e-4)
     assert quality["head"]["tokens"] == compared.scene.test.verified().sum()
@@ -190,14 +203,21 @@ def test_overlap_by_hand():
     assert known == {(1, 2, 3), (2, 3, 4)}
     assert overlap([0, 1, 2, 3, 9], known, 3) == pytest.approx(1 / 3)
     assert overlap([1, 2], known, 3) == 0.0
-    assert least_third([0.5, 0.1, 0.9, 0.1]).tolist() == [False, True, False, True]
+    scene = DrafterMode("draft", GREEDY, {}, hand(2, 0), hand(4, 0))
+    found = compare_policies(scene, GRID, CS, [0.5, 0.1, 0.9, 0.1], 0)
+    assert found.least_known.tolist() == [False, True, False, True]
 
 
-def test_heads_are_used_in_the_mode_of_their_labels():
-    heads = {name: head_of() for name in ("greedy", "warm", "range", "unknown")}
-    own = DrafterHeads(heads, {}, {"greedy": [0.0], "warm": [1.0], "range": [0.0, 0.5, 1.0], "unknown": []})
-    assert list(own.at(GREEDY)) == ["greedy", "range", "unknown"]
-    assert list(own.at(SamplingParams(0.7))) == ["warm", "range", "unknown"]
+def test_heads_are_used_in_the_mode_of_their_labels(tmp_path):
+    made_with = {"greedy": {"temperature": 0.0}, "warm": {"temperature": [1.0]}, "range": {"temperature": [0.0, 0.5]}}
+    for name in (*made_with, "unknown"):
+        save_head(tmp_path / name, head_of(), {"sampling": made_with.get(name)}, "card")
+
+    def used(params: SamplingParams) -> list[str]:
+        return [name for name in (*made_with, "unknown") if has_labels_of(tmp_path / name, params)]
+
+    assert used(GREEDY) == ["greedy", "range", "unknown"]
+    assert used(SamplingParams(0.7)) == ["warm", "range", "unknown"]
 
 
 def test_policies_are_methods_of_the_bench():
@@ -217,7 +237,7 @@ def test_policies_are_methods_of_the_bench():
 
 @pytest.mark.parametrize(
     ("changes", "field"),
-    [({"draft": None}, "draft"), ({"eagle_heads": "x"}, "eagle_heads"), ({"hs": "0.5,1"}, "hs"),
+    [({"draft": None}, "draft"), ({"eagle_heads": Path("x")}, "heads"), ({"hs": "0.5,1"}, "hs"),
      ({"ngram": 0}, "ngram"), ({"cs": "0"}, "cs"), ({"max_drafted": 0}, "max_drafted")],
 )  # fmt: skip
 def test_impossible_settings_are_refused(changes, field):
@@ -294,14 +314,17 @@ def test_the_command_on_tiny_models(models, tmp_path, capsys):
     results = json.loads(kept.read_text())
     assert results["meta"]["kind"] == "policies" and set(results["meta"]["c"]) == {"draft", "eagle"}
     figures = {figure.name: figure for figure in from_json(results)}
-    scenes = {row["scene"] for row in figures["policies-bars"].rows}
+    scenes = {row["scene"] for row in figures["policies-head"].rows}
     assert scenes == {"draft model, greedy", "draft model, T=1", "EAGLE chain, greedy", "EAGLE chain, T=1"}
     policies = [row["policy"] for row in figures["policies-gains-eagle-t1"].rows]
     assert "new: calibrated, cost rule" in policies and not any(name.startswith("old") for name in policies)
     capsys.readouterr()
     second = argv.index(str(tmp_path / "eagle")) - 1
     assert main([*argv[:second], "--eagle_heads", str(tmp_path / "draft"), *argv[second + 2 :]]) == 2
-    assert "trained for another model" in capsys.readouterr().err
+    assert "one head of a name" in capsys.readouterr().err
+    assert main([*argv[:second], "--eagle_heads", str(tmp_path / "eagle"), *argv[second + 2 :]]) == 0
+    by_its_old_name = from_json(json.loads(kept.read_text()))
+    assert {figure.name: figure for figure in by_its_old_name} == figures
     # One drafter alone, from what was recorded with both.
     del argv[argv.index("--eagle") : argv.index("--eagle") + 2]
     assert main(argv) == 2

@@ -16,19 +16,19 @@ from draftsmith.eval.replay.replay import head_probs
 from draftsmith.eval.report.tables import from_json
 from draftsmith.eval.studies.common import head_directories, load_heads
 from draftsmith.eval.studies.forward_times import ForwardTimes
-from draftsmith.eval.studies.specdecpp.kl import LabelledStates, constant_kl, kl_rows
+from draftsmith.eval.studies.specdecpp.kl import constant_kl, kl_rows
 from draftsmith.eval.studies.specdecpp.study import (
     BEST_HEAD,
     BEST_K,
     BOUND,
     PUBLISHED,
-    ChosenRules,
     LoadedStudy,
     SpecDecPPConfig,
     choose_fastest,
+    methods_by_head,
     theorem_h,
 )
-from draftsmith.eval.studies.specdecpp.sweep import LengthRule, SweepGrid, best, front, published_head, replayed, sweep
+from draftsmith.eval.studies.specdecpp.sweep import LengthRule, front, published_head, replayed
 from draftsmith.launch import specdecpp
 from draftsmith.launch.cli import main
 from draftsmith.launch.commands import configure
@@ -53,7 +53,8 @@ def config_of(**changes) -> SpecDecPPConfig:
 def settings():
     # The draft agrees with everything but every third token.
     rollouts = hand_rollouts([[i % 3 != 0 for i in range(13)]], depth=4, head="w6-d3")
-    return sweep(rollouts, SweepGrid((1, 2, 4), (0.2, 0.9), ["w6-d3"], 1, 4), {"w6-d3": head_of()})
+    config = config_of(ks=(1, 2, 4), thresholds=(0.2, 0.9), min_drafted=1, max_drafted=4)
+    return LoadedStudy(config, None, {"w6-d3": head_of()}, {}, {}).sweep(rollouts)
 
 
 def test_fixed_k_and_the_oracle_by_hand(settings):
@@ -92,44 +93,46 @@ def test_the_published_head_is_found_by_weight_and_depth():
     assert published_head({"e": head_of(state="before"), "f": head_of(features=("log_q",))}) is None
 
 
-def test_the_cost_model_chooses(settings):
+@pytest.mark.parametrize(("ks", "t_draft", "best"), [((1, 2, 4), 1.0, 2), ((1, 4), 1.0, 1), ((1, 4), 0.1, 4)])
+def test_the_cost_model_chooses(settings, ks, t_draft, best):
     """(drafted, target calls): K=1 (8, 9), K=2 (8, 5), K=4 (16, 5)."""
-    fixed = [s for s in settings if s.rule.k]
-    assert best(fixed, ForwardTimes(1.0, 1.0, 1, 1).tokens_per_s).rule == LengthRule(k=2)
-    assert best(fixed[::2], ForwardTimes(1.0, 1.0, 1, 1).tokens_per_s).rule == LengthRule(k=1)
-    assert best(fixed[::2], ForwardTimes(0.1, 1.0, 1, 1).tokens_per_s).rule == LengthRule(k=4)
+    left = [s for s in settings if s.rule.k in (0, *ks)]
+    study = LoadedStudy(config_of(), None, {"w6-d3": head_of()}, {}, {})
+    assert choose_fastest(study, left, ForwardTimes(t_draft, 1.0, 1, 1))[BEST_K] == LengthRule(k=best)
 
 
 def test_one_bench_for_each_head_with_the_fixed_k_in_all():
     rules = {BEST_K: LengthRule(k=5), BEST_HEAD: LengthRule(head="a", h=0.4), PUBLISHED: LengthRule(head="b", h=0.7)}
-    methods = ChosenRules(rules).methods(config_of())
+    methods = methods_by_head(rules.values(), config_of())
     assert methods == {
         "a": ["spec:k=5", "specdec++:h=0.4:min=2:max=20"],
         "b": ["spec:k=5", "specdec++:h=0.7:min=2:max=20"],
     }
-    same = ChosenRules({**rules, PUBLISHED: LengthRule(head="a", h=0.4)}).methods(config_of())
+    same = methods_by_head({**rules, PUBLISHED: LengthRule(head="a", h=0.4)}.values(), config_of())
     assert same == {"a": methods["a"]}
 
 
 def test_kl_raw_and_corrected_by_the_formula():
     torch.manual_seed(0)
-    tokens = LabelledStates(torch.randn(50, 4), torch.rand(50))
+    hidden, label = torch.randn(50, 4), torch.rand(50)
     head = head_of(depth=0)
-    (row,) = kl_rows({"x": head}, {"eval": tokens})
-    p, logit = tokens.accept_prob.double(), (tokens.hidden @ head.out.weight[0] + head.out.bias).double()
+    (row,) = kl_rows({"x": head}, {"eval": (hidden, label)})
+    p, logit = label.double(), (hidden @ head.out.weight[0] + head.out.bias).double()
     for key, said in (("eval_kl", torch.sigmoid(logit)), ("eval_kl_corrected", torch.sigmoid(logit + math.log(6)))):
         expected = (p * (p / said).log() + (1 - p) * ((1 - p) / (1 - said)).log()).mean()
         assert row[key] == pytest.approx(float(expected))
     assert (row["w_rej"], row["depth"]) == (6.0, 0)
     said = p.mean()
     expected = (p * (p / said).log() + (1 - p) * ((1 - p) / (1 - said)).log()).mean()
-    assert constant_kl(tokens) == pytest.approx(float(expected))
+    assert constant_kl(label) == pytest.approx(float(expected))
 
 
 def test_a_rule_that_knows_p_ends_with_the_token_that_is_rejected():
     """Greedily true probabilities are 1 and 0, and any threshold between sees the first 0."""
-    rollouts, grid = hand_rollouts([[i % 3 != 0 for i in range(13)]], depth=4), SweepGrid((), (), [], 3, 4)
-    known, oracle = (pool(replayed(rollouts, rule, grid, {})) for rule in (LengthRule(known=True, h=0.8), LengthRule()))
+    rollouts = hand_rollouts([[i % 3 != 0 for i in range(13)]], depth=4)
+    known, oracle = (
+        pool(replayed(rollouts, rule, (3, 4), {})) for rule in (LengthRule(known=True, h=0.8), LengthRule())
+    )
     assert known.num_target_calls == oracle.num_target_calls == 1 + 4
     assert (known.num_draft_tokens, oracle.num_draft_tokens) == (8 + 4, 8)
     assert LengthRule(known=True, h=0.8).label == "h=0.8, true p/q" and not LengthRule(known=True, h=0.8).can_run
@@ -138,15 +141,15 @@ def test_a_rule_that_knows_p_ends_with_the_token_that_is_rejected():
 def test_the_theorems_threshold_is_chosen_where_it_is_one(settings):
     heads = {"w6-d3": head_of()}
     study = LoadedStudy(config_of(), None, heads, {}, {})
-    rule = choose_fastest(study, settings, ForwardTimes(0.2, 1.0, 1.0, 9)).settings[BOUND]
+    rule = choose_fastest(study, settings, ForwardTimes(0.2, 1.0, 1.0, 9))[BOUND]
     assert (rule.head, rule.h, rule.calibrated) == ("w6-d3", 0.8, True)
     assert theorem_h(ForwardTimes(1.0, 0.5, 1.0, 9)) is None and theorem_h(ForwardTimes(-0.1, 1.0, 1.0, 9)) is None
-    assert BOUND not in choose_fastest(study, settings, ForwardTimes(1.0, 0.5, 1.0, 9)).settings
+    assert BOUND not in choose_fastest(study, settings, ForwardTimes(1.0, 0.5, 1.0, 9))
 
 
 @pytest.mark.parametrize("more", [{"state": "before", "features": ("log_q",)}, {"features": ("entropy",)}])
 def test_labels_of_mixed_text_try_no_head_that_reads_more(more):
-    tokens = LabelledStates(torch.randn(5, 4), torch.rand(5))
+    tokens = torch.randn(5, 4), torch.rand(5)
     rows = kl_rows({"new": head_of(**more), "published": head_of()}, {"eval": tokens})
     assert [row["head"] for row in rows] == ["published"]
 

@@ -1,0 +1,1 @@
+"""The models, prompts and card that ship in data/embedded: what makes them, from installed packages' code on."""

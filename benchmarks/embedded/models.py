@@ -1,0 +1,146 @@
+"""Training of the embedded models: the target, grown from a small one, and the drafts, distilled on its own text.
+
+Stages save to a work folder and are skipped when their file is there. Steps and seeds are fixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from draftsmith.benchmarks.embedded.language_model import (
+    PaddedBatch,
+    Recipe,
+    TokenRow,
+    batches,
+    distillation_loss,
+    evaluate,
+    grow,
+    init_weights,
+    next_token_loss,
+    train_steps,
+)
+from draftsmith.data.store.files import write_tensors
+from draftsmith.modules.layers import LlamaConfig, LlamaModel
+
+MAX_POSITION = 1024
+Log = Callable[[str], None]
+LossOf = Callable[[LlamaModel, PaddedBatch], Tensor]
+
+
+@dataclass(frozen=True)
+class DraftRecipe:
+    """How a draft is made.
+
+    start: training on the corpus, before distillation; None takes the first layers of the target's seedling.
+    distil: training on what the target answers.
+    """
+
+    num_layers: int
+    start: Recipe | None
+    distil: Recipe
+
+
+# Name -> (layers, recipe). Each grows from the one before: depth is cheap to add once the rest has learned to copy.
+TARGET_STAGES = {
+    "seedling": (2, Recipe(steps=3600, min_lr_fraction=0.2, seed=1)),
+    "sapling": (6, Recipe(steps=900, decay_from=1.0 - 1e-9, lr=3e-3, seed=2)),
+    "target": (12, Recipe(steps=900, decay_from=0.3, lr=3e-3, min_lr_fraction=0.03, seed=3)),
+}
+# The two-layer draft stops early on purpose: trained as long as the target's seedling, two layers come to agree with
+# 99 % of its tokens, which no draft of a real model does, and leave nothing to measure.
+DRAFTS = {
+    "draft": DraftRecipe(
+        2,
+        start=Recipe(steps=1300, decay_from=0.75, min_lr_fraction=0.1, seed=1),
+        distil=Recipe(steps=100, lr=5e-4, warmup=10, decay_from=0.1, min_lr_fraction=0.03, seed=4),
+    ),
+    "draft-small": DraftRecipe(
+        1, start=None, distil=Recipe(steps=400, lr=3e-3, decay_from=0.1, min_lr_fraction=0.03, seed=5)
+    ),
+}
+
+
+def architecture(vocab_size: int, num_layers: int) -> LlamaConfig:
+    """Llama with tied embeddings; narrow and deep, so that a draft of few layers is cheap beside it."""
+    return LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=128,
+        intermediate_size=352,
+        num_layers=num_layers,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=32,
+        max_position=MAX_POSITION,
+        tie_embeddings=True,
+    )
+
+
+@dataclass(frozen=True)
+class Builder:
+    """Trains the shipped models in a work folder. dev: held-out rows, of which a stage says how well it knows them."""
+
+    work: Path
+    dev: Sequence[TokenRow]
+    pad: int
+    seed: int
+    log: Log
+
+    def target(self, rows: Sequence[TokenRow], vocab_size: int) -> LlamaModel:
+        """seedling -> sapling -> target."""
+        model: LlamaModel | None = None
+        for name, (num_layers, recipe) in TARGET_STAGES.items():
+            if model is None:
+                model = LlamaModel(architecture(vocab_size, num_layers))
+                init_weights(model, self.seed)
+            else:
+                model = grow(model, num_layers, self.seed + num_layers)
+            self._stage(name, model, recipe, rows, next_token_loss)
+        assert model is not None
+        return model
+
+    def draft(
+        self, name: str, target: LlamaModel, rows: Sequence[TokenRow], own_text: Sequence[TokenRow]
+    ) -> LlamaModel:
+        """A draft that knows the language from `rows` or from the seedling, distilled on text that the target wrote."""
+        plan = DRAFTS[name]
+        draft = LlamaModel(architecture(target.config.vocab_size, plan.num_layers))
+        if plan.start is None:
+            load_weights(draft, self._path("seedling"))
+        elif not self._path(name).exists():
+            init_weights(draft, self.seed)
+            self._stage(f"{name}-start", draft, plan.start, rows, next_token_loss)
+        self._stage(name, draft, plan.distil, own_text, distillation_loss(target))
+        return draft
+
+    def _stage(self, name: str, model: LlamaModel, recipe: Recipe, rows: Sequence[TokenRow], loss_of: LossOf) -> None:
+        """Train, or read what was trained; the loss is said every 50 steps, the held-out one every 500 and at last."""
+
+        def report(step: int, loss: float) -> None:
+            if step % 50 == 0:
+                self.log(f"{name} step {step}/{recipe.steps} loss {loss:.4f}")
+            if step % 500 == 499 or step == recipe.steps - 1:
+                held_out, top1 = evaluate(model, self.dev, self.pad)
+                self.log(f"{name} step {step + 1}: held-out loss {held_out:.4f}, top-1 {top1:.4f}")
+
+        if not self._path(name).exists():
+            train_steps(model, batches(rows, recipe, self.pad), recipe, loss_of, report)
+            save_weights(model, self._path(name))
+        load_weights(model, self._path(name))
+
+    def _path(self, name: str) -> Path:
+        return self.work / f"{name}.safetensors"
+
+
+def save_weights(model: LlamaModel, path: Path) -> None:
+    """One safetensors file, complete or absent."""
+    write_tensors(path, {k: v for k, v in model.state_dict().items() if k != "lm_head.weight"})
+
+
+def load_weights(model: LlamaModel, path: Path) -> None:
+    """Inverse of `save_weights`. Layers that `model` lacks are left out; the tied lm_head follows the embedding."""
+    model.load_state_dict({k: v for k, v in load_file(path).items() if k in model.state_dict()}, strict=False)

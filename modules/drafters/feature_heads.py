@@ -1,0 +1,268 @@
+"""Heads that draft token by token, from the target's features and then from their own states: EAGLE and what follows
+it. Chains and trees for rows of sequences, and drafts side by side, over any such net.
+
+A head of this make is a `FeatureHead`: it says how it computes (`lean`) and what it learns; its methods are one line
+each (`chains.FixedK`, `trees.StaticTrees`, `trees.DynamicTrees`).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from draftsmith.modules.acceptance.head import AcceptanceHead
+from draftsmith.modules.acceptance.tree import TreePredictor
+from draftsmith.modules.acceptance.tree_rule import TreeRule
+from draftsmith.modules.decoding.branches import BranchDrafter, as_decoding, branch_mask
+from draftsmith.modules.decoding.protocols import DraftTree, Outcome, StopPolicy
+from draftsmith.modules.decoding.stop import FixedLength
+from draftsmith.modules.decoding.tree import StaticTree
+from draftsmith.modules.drafters.base import DraftHead
+from draftsmith.modules.drafters.growth import DynamicTree, Level, grow_dynamic, grow_static
+from draftsmith.modules.drafters.row_drafter import DraftedRow, RowDrafter
+from draftsmith.modules.kv_cache import KVCache
+from draftsmith.modules.lean import LeanStack, as_bias
+from draftsmith.modules.lean_rows import CachedRows, Run, cached_rows, picked_of
+from draftsmith.modules.sampling import Source
+from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.types import SamplingParams
+
+
+class FeatureNet(Protocol):
+    """A head's net for inference, beside its target. Pair t is token t + 1 and the feature of token t.
+
+    stack: its layers, whose outputs are the states that stand for features behind the text.
+    """
+
+    stack: LeanStack
+
+    def project(self, features: Tensor) -> Tensor:
+        """The target's features [.., F] as such states [.., H]."""
+
+    def fuse(self, ids: Tensor, states: Tensor) -> Tensor:
+        """What the layers read, [.., H'], of pairs of ids [..] and states [.., H]."""
+
+    def lm_head(self, states: Tensor) -> Tensor:
+        """Logits [.., V] over the TARGET's vocabulary; -inf for tokens that the head does not know."""
+
+
+class FeatureHead(DraftHead):
+    """A `DraftHead` that drafts with a `FeatureNet`. The embeddings it reads are the target's."""
+
+    @abstractmethod
+    def lean(self, target: CausalLM) -> FeatureNet:
+        """Its net for inference, in the target's type and on its device."""
+
+    def drafter(self, target: CausalLM, stops: Sequence[StopPolicy], capacity: int) -> FeatureDrafter:
+        return FeatureDrafter(self, target, stops, capacity)
+
+    def tree_drafter(
+        self,
+        target: CausalLM,
+        shape: StaticTree | DynamicTree,
+        capacity: int,
+        rows: int = 1,
+        acceptance: AcceptanceHead | None = None,
+        rules: Sequence[TreeRule] | None = None,
+    ) -> FeatureTreeDrafter:
+        return FeatureTreeDrafter(self, target, shape, capacity, rows, acceptance=acceptance, rules=rules)
+
+    def branches(self, target: CausalLM, depth: int) -> BranchDrafter:
+        return FeatureBranches(self, target, depth)
+
+
+def forward(
+    net: FeatureNet, run: Run, picked: Tensor | slice | None, ids: Any, states: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Feed pairs: logits and states of what is picked (`lean_rows.Forward`)."""
+    if not isinstance(ids, Tensor):
+        ids = torch.tensor(ids, device=net.stack.device)
+    hidden = picked_of(run(net.fuse(ids, states)), picked)
+    return net.lm_head(hidden), hidden
+
+
+class FeatureDrafter(RowDrafter):
+    """Drafts chains.
+
+    cache: the pairs that the head has read of each row. _beside: slots of it that nodes of one position need.
+
+    Pairs of committed tokens are read with TRUE target features; what was drafted on the head's own states is dropped
+    from its cache after every round (EAGLE, section 4.3).
+    """
+
+    _beside = 0
+
+    def __init__(
+        self,
+        head: FeatureHead,
+        target: CausalLM,
+        stops: Sequence[StopPolicy],
+        capacity: int,
+        static: bool | None = None,
+    ):
+        """stops: a policy for each row. capacity: most tokens a row may reach, drafts included. static: as of
+        `CausalLM.session`."""
+        super().__init__(stops)
+        self.model, self.capture = head.kind, head.capture(target.info.num_layers)
+        self._positions = min(capacity, head.config.max_position)
+        self.net = net = head.lean(target)
+        self.cache: CachedRows = cached_rows(
+            net.stack, partial(forward, net), len(self.stops), self._positions + self._beside, static
+        )
+
+    def start(self, prompts: Sequence[Sequence[int]], features: Sequence[Tensor], first_tokens: Sequence[int]) -> None:
+        super().start(prompts, features, first_tokens)
+        self.cache.reset(len(prompts))
+
+    def _deepest(self, row: DraftedRow) -> int:
+        return self._positions + 2 - len(row.tokens)
+
+    def _draft(self, limits: Sequence[int], params: SamplingParams, sources: Sequence[Source]) -> list[DraftTree]:
+        ids, features = [], []
+        for row, read, limit in zip(self._rows, self.cache.lengths, limits, strict=True):
+            unread = row.tokens[read + 1 :] if limit > 0 else []  # pair t holds token t + 1
+            ids.append(unread)
+            features.append(self.net.project(row.features[: len(unread)]))
+            row.features = row.features[len(unread) :]
+        logits, hidden = self.cache.extend((ids, features))
+        committed = self.cache.lengths
+        trees = self._grow(logits, hidden, limits, params, sources)
+        self.cache.keep(committed)
+        return trees
+
+    def _grow(
+        self,
+        logits: Tensor,
+        hidden: Tensor,
+        limits: Sequence[int],
+        params: SamplingParams,
+        sources: Sequence[Source],
+    ) -> list[DraftTree]:
+        """A draft from logits [B, 1, V] and hidden [B, 1, H] of the last pairs read."""
+        cache, states = self.cache, hidden[:, 0]
+
+        def step(tokens: list[list[int]] | Tensor) -> tuple[Tensor, Tensor]:
+            nonlocal states
+            logits, states = cache.step(tokens, states)
+            return logits, states
+
+        return self._chains(logits[:, 0], states, step, limits, params, sources)
+
+    def select(self, rows: Sequence[int]) -> None:
+        super().select(rows)
+        self.cache.select(rows)
+
+    def rewind(self, row: int, length: int) -> None:
+        super().rewind(row, length)
+        lengths = list(self.cache.lengths)
+        lengths[row] = min(lengths[row], length - 1)
+        own = self._rows[row]
+        own.features = own.features[: length - 1 - lengths[row]]
+        self.cache.keep(lengths)
+
+
+class FeatureTreeDrafter(FeatureDrafter):
+    """Drafts trees, level by level: one forward of the head a level. Their nodes are chosen, not drawn."""
+
+    def __init__(
+        self,
+        head: FeatureHead,
+        target: CausalLM,
+        shape: StaticTree | DynamicTree,
+        capacity: int,
+        rows: int = 1,
+        static: bool | None = None,
+        acceptance: AcceptanceHead | None = None,
+        rules: Sequence[TreeRule] | None = None,
+    ):
+        """acceptance: a head of trees, whose probabilities are the nodes' values. rules: how far each row's dynamic
+        tree is to grow, and how many of its `nodes` to take."""
+        assert rules is None or (isinstance(shape, DynamicTree) and shape.value and shape.rerank)
+        self.shape, self.rules = shape, rules
+        if isinstance(shape, DynamicTree):
+            self._beside, width = shape.depth * shape.topk, shape.topk
+        else:
+            self._beside = width = len(shape.parents)
+        super().__init__(head, target, [FixedLength(1)] * rows, capacity, static)
+        self._predictor = (
+            None if acceptance is None else TreePredictor(acceptance, target.embed, target.info.vocab_size)
+        )
+        own = torch.eye(width, dtype=torch.bool, device=target.device)
+        self._own = as_bias(own, target.dtype)  # nodes of a level see themselves and not each other
+
+    def _grow(
+        self,
+        logits: Tensor,
+        hidden: Tensor,
+        limits: Sequence[int],
+        params: SamplingParams,
+        sources: Sequence[Source],
+    ) -> list[DraftTree]:
+        level, seen = Level(hidden, logits), hidden.new_zeros(len(limits), 1, 0)
+
+        def expand(tokens: Tensor, above: Tensor, depth: int) -> Level:
+            nonlocal level, seen
+            batch, count = tokens.shape
+            above = above[..., None]
+            states = level.hidden.gather(1, above.expand(-1, -1, level.hidden.shape[-1]))
+            own = self._own[:count, :count].expand(batch, -1, -1)
+            seen = torch.cat([seen.gather(1, above.expand(-1, -1, seen.shape[-1])), own], -1)
+            found = self.cache.nodes((tokens, states), seen, depth)
+            level = Level(found[1], found[0])
+            return level
+
+        if isinstance(self.shape, StaticTree):
+            return grow_static(self.shape, level, expand, limits)
+        rules = None if self.rules is None else [self.rules[row.number] for row in self._rows]
+        return grow_dynamic(self.shape, level, expand, limits, params, self._predictor, rules)
+
+    def advance(self, outcomes: Sequence[Outcome | None]) -> None:
+        for row, outcome in zip(self._rows, outcomes, strict=True):
+            # Rounds that the context's end leaves without a draft teach nothing.
+            if self.rules is not None and outcome is not None and row.tree.tokens:
+                rule, tree = self.rules[row.number], row.tree
+                rule.observe(len(tree.tokens), tree.draft_calls, outcome.num_accepted)
+        super().advance(outcomes)
+
+
+class FeatureBranches(BranchDrafter):
+    """Drafts as `FeatureDrafter` makes them: pairs of the text are read with the target's features, those of a draft
+    with the head's own states."""
+
+    min_start = 2  # pair t holds tokens t and t + 1
+
+    def __init__(self, head: FeatureHead, target: CausalLM, depth: int):
+        """depth: most tokens of a draft."""
+        super().__init__(target, depth)
+        self.model, self._net = head.kind, head.lean(target)
+        self._cache: KVCache | None = None
+
+    def open(self, tokens: Sequence[int], features: Tensor | None = None) -> None:
+        assert features is not None and len(features) == len(tokens)
+        net, pairs = self._net, len(tokens) - 1
+        self._cache = net.stack.new_cache(1, pairs + self._group * (self._depth + 1))
+        ids = torch.tensor(tokens[1:], device=self.device)
+        with as_decoding(self.device):
+            self._text = net.stack.chain(net.fuse(ids, net.project(features[:-1])), self._cache)
+        self._cache.length = pairs
+
+    def _step(self, starts: Tensor, level: int, tokens: Tensor, hidden: Tensor) -> Tensor:
+        cache, device = self._cache, self.device
+        assert cache is not None, "open a text first"
+        positions, visible = branch_mask(starts - 1, len(self._text), level, 1)
+        x = self._net.fuse(tokens.to(device), hidden)
+        hidden = self._net.stack.graft(x, positions.to(device), visible.to(device), cache)
+        cache.length += len(tokens)
+        return hidden
+
+    def _drop(self) -> None:
+        assert self._cache is not None
+        self._cache.keep(len(self._text))
+
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        return self._net.lm_head(hidden)

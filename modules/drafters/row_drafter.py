@@ -1,0 +1,116 @@
+"""What drafters share that draft for several rows with one model: texts, stop policies, limits, verdicts."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.modules.decoding.chain import Step, draft_chains
+from draftsmith.modules.decoding.protocols import NO_DRAFT, DraftTree, Outcome, StopPolicy
+from draftsmith.modules.finite import blame
+from draftsmith.modules.sampling import Source
+from draftsmith.modules.types import SamplingParams
+
+
+@dataclass
+class DraftedRow:
+    """A row that is drafted for.
+
+    number: of its policy. tokens: all that are committed, of which a draft model has read the first `read`. features:
+    [T, F] of the target that a head has not read. tree: this round's draft, until its verdict.
+    """
+
+    number: int
+    stop: StopPolicy
+    tokens: list[int]
+    features: Tensor
+    read: int = 0
+    tree: DraftTree = NO_DRAFT
+
+
+class RowDrafter(ABC):
+    """A `Drafter` without what reads and drafts. It can also serve a model that drafts for another itself (HSDDW): such
+    a model tells it of tokens and takes them back.
+
+    needs_features: it reads the features of the model it drafts for. model: its name in errors. stops: a policy for
+    each row that it can be started with.
+    """
+
+    capture: tuple[int, ...] = ()
+    needs_features = True
+    model: str
+
+    def __init__(self, stops: Sequence[StopPolicy]):
+        self.stops = list(stops)
+        self._rows: list[DraftedRow] = []  # those in use
+
+    @abstractmethod
+    def _deepest(self, row: DraftedRow) -> int:
+        """Most tokens that its model's context, or its size, lets it draft; below 1 there is no draft."""
+
+    @abstractmethod
+    def _draft(self, limits: Sequence[int], params: SamplingParams, sources: Sequence[Source]) -> Sequence[DraftTree]:
+        """Read what has not been read of the rows whose limit is above 0, one of them at least, and draft for them."""
+
+    def _chains(
+        self,
+        logits: Tensor,
+        states: Tensor,
+        step: Step,
+        limits: Sequence[int],
+        params: SamplingParams,
+        sources: Sequence[Source],
+    ) -> list[DraftTree]:
+        """Chains by the rows' policies (`draft_chains`)."""
+        stops, contexts = [row.stop for row in self._rows], [row.tokens for row in self._rows]
+        return draft_chains(logits, states, step, stops, limits, params, sources, contexts)
+
+    def wrap_stops(self, wrap: Callable[[Any], Any]) -> Sequence[Any]:
+        """Put in each row's policy's place, from the next `start` on, what `wrap` makes of it, and return these: for
+        those who watch, and who take away again what they put around it."""
+        self.stops = [wrap(stop) for stop in self.stops]
+        return self.stops
+
+    def start(self, prompts: Sequence[Sequence[int]], features: Sequence[Tensor], first_tokens: Sequence[int]) -> None:
+        self._rows = []
+        for number, (prompt, own, token) in enumerate(zip(prompts, features, first_tokens, strict=True)):
+            stop = self.stops[number]
+            stop.reset()
+            self._rows.append(DraftedRow(number, stop, [*prompt, token], own))
+
+    def propose(self, limits: Sequence[int], params: SamplingParams, sources: Sequence[Source]) -> list[DraftTree]:
+        limits = [min(limit, self._deepest(row)) for limit, row in zip(limits, self._rows, strict=True)]
+        trees = [NO_DRAFT] * len(limits)
+        if max(limits) > 0:
+            with blame(self.model):
+                trees = list(self._draft(limits, params, sources))
+        for row, tree in zip(self._rows, trees, strict=True):
+            row.tree = tree
+        return trees
+
+    def advance(self, outcomes: Sequence[Outcome | None]) -> None:
+        for number, (row, outcome) in enumerate(zip(self._rows, outcomes, strict=True)):
+            if outcome is not None:
+                self.commit(number, outcome.emitted, outcome.features)
+                row.stop.observe(len(row.tree.tokens), outcome.num_accepted)
+            row.tree = NO_DRAFT
+
+    def select(self, rows: Sequence[int]) -> None:
+        self._rows = [self._rows[row] for row in rows]
+
+    def commit(self, row: int, tokens: Sequence[int], features: Tensor | None) -> None:
+        """T more tokens of a row; features [T, F] of the tokens before each."""
+        own = self._rows[row]
+        own.tokens += tokens
+        if self.needs_features:
+            assert features is not None and len(features) == len(tokens)
+            own.features = torch.cat([own.features, features]) if len(own.features) else features
+
+    def rewind(self, row: int, length: int) -> None:
+        """Keep the first `length` tokens of a row only."""
+        del self._rows[row].tokens[length:]

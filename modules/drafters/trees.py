@@ -1,0 +1,134 @@
+"""Methods that draft one tree a round, with any trained drafter that drafts trees (`DraftHead.tree_drafter`)."""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from draftsmith.modules.acceptance.head import AcceptanceHead
+from draftsmith.modules.acceptance.tree_rule import TreeRule
+from draftsmith.modules.decoding.protocols import Drafter
+from draftsmith.modules.decoding.tree import MAX_NODES, num_candidates
+from draftsmith.modules.drafters.growth import DynamicTree
+from draftsmith.modules.drafters.methods import Method, Models, known_methods
+from draftsmith.modules.types import InputError, at_least, at_most
+
+MOST_LEVELS = 8  # expansions of a tree of depth=auto
+
+
+@dataclass(frozen=True)
+class StaticTrees(Method, ABC):
+    """The same tree of ranks in every round: 25 nodes of EAGLE-1, or any tree from a YAML list of paths of ranks."""
+
+    tree: str = "eagle-1"
+
+    @property
+    def trees(self) -> tuple[str, ...]:
+        return (self.tree,)
+
+    def build(self, models: Models, rows: int = 1) -> Drafter:
+        shape, (kind,) = models.trees[self.tree], self.uses
+        at_most(f"tree {self.tree}, ranks", max(shape.ranks) + 1, models.target.info.vocab_size)
+        return models.heads[kind].tree_drafter(models.target, shape, models.capacity, rows)
+
+
+@dataclass(frozen=True)
+class DynamicTrees(Method, ABC):
+    """EAGLE-2's trees: the topk best nodes of a level are expanded depth times, the nodes best are verified.
+
+    nodes: auto takes as many in every round as are worth their time on this machine, which is measured once.
+    depth: auto, with nodes=auto, expands as often in every round as is worth its time.
+    value: what nodes are ranked by. on: the product of confidences along the path; off: a node's own confidence; head:
+        the product of an acceptance head's probabilities.
+    rerank: off keeps the expanded nodes, level by level.
+    """
+
+    nodes: int | Literal["auto"] = 60
+    depth: int | Literal["auto"] = 6
+    topk: int = 10
+    value: Literal["on", "off", "head"] = "on"
+    rerank: bool = True
+    predicts = "tree"
+
+    def __post_init__(self) -> None:
+        for name, value in (("depth", self.most_depth), ("topk", self.topk)):
+            at_least(name, value, 1)
+        if self.depth == "auto" and self.nodes != "auto":
+            raise InputError("depth", f"auto with nodes={self.nodes}", "nodes=auto with it", "Give a depth.")
+        if self.nodes == "auto":
+            if self.value == "off" or not self.rerank:
+                found = "auto with value=off or rerank=off"
+                raise InputError("nodes", found, "values that are probabilities", "Give a number of nodes.")
+            return
+        at_least("nodes", self.nodes, 1)
+        at_most("nodes", self.nodes, MAX_NODES)
+        at_most("nodes", self.nodes, self.num_candidates)
+
+    @property
+    def num_candidates(self) -> int:
+        """Nodes that a tree may be chosen from."""
+        if self.rerank:
+            return num_candidates(self.topk, self.most_depth + 1)
+        return self.topk * (self.most_depth + 1)
+
+    @property
+    def most_depth(self) -> int:
+        """`depth`, or what auto may take."""
+        return MOST_LEVELS if self.depth == "auto" else self.depth
+
+    @property
+    def most_nodes(self) -> int:
+        """`nodes`, or as many as auto may take."""
+        return min(MAX_NODES, self.num_candidates) if self.nodes == "auto" else self.nodes
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (*self.uses, "acceptance") if self.value == "head" else self.uses
+
+    @property
+    def by_values(self) -> bool:
+        """Whether the nodes are the best of all candidates, so that a recording of these says what any number of nodes
+        does."""
+        return self.value != "off" and self.rerank
+
+    def build(self, models: Models, rows: int = 1) -> Drafter:
+        if self.nodes != "auto":
+            return self.fixed(models, self.nodes, self.most_depth, rows)
+        trees = f"trees of topk {self.topk}, value {self.value}"
+        times = models.times.tree_times(models, trees, lambda levels: self.fixed(models, self.topk, levels))
+        rules = [TreeRule(times, self.depth == "auto") for _ in range(rows)]
+        return self.fixed(models, self.most_nodes, self.most_depth, rows, rules)
+
+    def fixed(
+        self, models: Models, nodes: int, depth: int, rows: int = 1, rules: Sequence[TreeRule] | None = None
+    ) -> Drafter:
+        """What drafts trees of at most one size, whatever `nodes` and `depth` are."""
+        at_most("topk", self.topk, models.target.info.vocab_size)
+        shape = DynamicTree(nodes, depth, self.topk, self.value != "off", self.rerank)
+        acceptance = tree_head(models) if self.value == "head" else None
+        head = models.heads[self.uses[0]]
+        return head.tree_drafter(models.target, shape, models.capacity, rows, acceptance, rules)
+
+
+def tree_head(models: Models) -> AcceptanceHead:
+    """The run's acceptance head, one for trees (`eval.bench.load` sees to that).
+
+    Raises:
+        InputError: it reads what nobody has: a node's own state, which only its expansion would give, or the text.
+    """
+    head = models.acceptance
+    assert head is not None and head.config.judges == "tree"
+    if head.config.state != "before":
+        found, remedy = "a head that reads the state after the token", "Train one with --state before."
+        raise InputError("acceptance, value=head", found, "a head that reads the state before it", remedy)
+    if "repeat" in head.config.features:
+        found, remedy = "a head that looks for repetitions", "Train one with other --features."
+        raise InputError("acceptance, value=head", found, "one that does not", remedy)
+    return head
+
+
+def tree_methods() -> dict[str, str]:
+    """Kind of a trained drafter -> the name of its method of dynamic trees."""
+    return {method.uses[0]: name for name, method in known_methods().items() if issubclass(method, DynamicTrees)}

@@ -1,0 +1,123 @@
+"""Rotary settings of a foreign `config.json`: as each system reads them, and whether their two spellings agree.
+
+The old spelling is `rope_theta` and `rope_scaling`, the new one (transformers 5) `rope_parameters`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.modules.layers import LlamaConfig, RopeScaling, rope_frequencies
+from draftsmith.modules.types import InputError
+
+BASE = 10000.0  # where nothing is said
+KNOWN = ("default", "linear", "llama3")  # kinds that our layers compute
+PARTIAL = "partial_rotary_factor"
+# What a kind of scaling cannot do without (transformers' modeling_rope_utils.py).
+REQUIRED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Base and scaling. The kind may be one that our layers do not compute: another scaling, or PARTIAL and its value
+    where only a part of every head is rotated."""
+
+    theta: float
+    scaling: RopeScaling
+
+    @staticmethod
+    def of(llama: LlamaConfig) -> Rope:
+        return Rope(llama.rope_theta, llama.rope_scaling)
+
+    @property
+    def kind(self) -> str:
+        return self.scaling.kind
+
+    def __str__(self) -> str:
+        scaled = "" if self.kind == "default" else f", {self.kind} scaling by {self.scaling.factor:g}"
+        return f"base {self.theta:g}{scaled}"
+
+
+def transformers_rope(raw: Mapping[str, Any]) -> Rope:
+    """Rotary settings as transformers 5 folds both spellings into one, which vLLM 0.33.0 and SGLang 0.5.23 read:
+    `rope_scaling` before `rope_parameters`, a base inside them before the one outside (modeling_rope_utils.py)."""
+    rope = _preferred(raw)
+    inside, outside = rope.get("rope_theta"), raw.get("rope_theta")
+    original = raw.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+    partial = float(rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0)
+    scaling = RopeScaling(
+        kind=_kind(rope) if partial == 1.0 else f"{PARTIAL} {partial:g}",
+        factor=float(rope.get("factor") or 1.0),
+        low_freq_factor=float(rope.get("low_freq_factor") or 1.0),
+        high_freq_factor=float(rope.get("high_freq_factor") or 4.0),
+        original_max_position=original or raw.get("max_position_embeddings", 2048),
+    )
+    return Rope(float(inside if inside is not None else BASE if outside is None else outside), scaling)
+
+
+def safeailab_rope(raw: Mapping[str, Any]) -> Rope:
+    """Rotary settings as SafeAILab/EAGLE reads them (cnets1.py, _init_rope): the old spelling only, and base 10000
+    under any scaling."""
+    if scaling := _block(raw, "rope_scaling"):
+        return Rope(BASE, RopeScaling(str(scaling.get("type")), float(scaling.get("factor") or 1.0)))
+    base = raw.get("rope_theta")
+    return Rope(BASE if base is None else float(base), RopeScaling())
+
+
+def frequencies(llama: LlamaConfig, rope: Rope) -> Tensor:
+    """[head_dim / 2], float32; NaN where the kind is none that our layers compute."""
+    if rope.kind not in KNOWN:
+        return torch.full((llama.head_dim // 2,), math.nan)
+    return rope_frequencies(dataclasses.replace(llama, rope_theta=rope.theta, rope_scaling=rope.scaling))
+
+
+def missing_keys(raw: Mapping[str, Any]) -> list[str]:
+    """What the scaling needs and config.json does not say, in the spelling that transformers prefers."""
+    rope = _preferred(raw)
+    return [key for key in REQUIRED.get(_kind(rope), ()) if rope.get(key) is None]
+
+
+def conflict(raw: Mapping[str, Any]) -> str | None:
+    """How the two spellings contradict each other, or None. What only one of them says is no contradiction."""
+    old, new = _block(raw, "rope_scaling"), _block(raw, "rope_parameters")
+    bases = {
+        "rope_theta": raw.get("rope_theta"),
+        "rope_scaling.rope_theta": old.get("rope_theta"),
+        "rope_parameters.rope_theta": new.get("rope_theta"),
+    }
+    said = {name: float(base) for name, base in bases.items() if base is not None}
+    if len(set(said.values())) > 1:
+        return " but ".join(f"{name} {base:g}" for name, base in said.items())
+    if new and "rope_scaling" in raw and _scaling(old) != _scaling(new):
+        return f"rope_scaling {dict(old) or None} but rope_parameters {dict(new)}"
+    return None
+
+
+def _block(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    block = raw.get(key) or {}
+    if not isinstance(block, Mapping):
+        raise InputError(key, repr(block), "an object or null", "Correct config.json.")
+    return block
+
+
+def _preferred(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    return _block(raw, "rope_scaling") or _block(raw, "rope_parameters")
+
+
+def _kind(rope: Mapping[str, Any]) -> str:
+    return rope.get("rope_type") or rope.get("type") or "default"
+
+
+def _scaling(rope: Mapping[str, Any]) -> tuple[Any, ...]:
+    kind = _kind(rope)
+    if kind == "default":
+        return (kind,)
+    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    return (kind, *(None if rope.get(key) is None else float(rope[key]) for key in keys))

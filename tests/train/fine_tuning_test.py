@@ -1,0 +1,124 @@
+"""What a head starts from: random weights, the target's, or another head's."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import shutil
+
+import pytest
+import torch
+from eagle_trainings import a_module, a_part, config
+from safetensors.torch import load_file
+from tiny_models import tiny_llama_dir
+
+from draftsmith.data.heads.directory import load_head, save_head
+from draftsmith.data.models.loading import load_lm
+from draftsmith.modules.drafters.eagle.head import EagleHead
+from draftsmith.modules.types import InputError
+from draftsmith.train.drafter import make_head, prepare
+from draftsmith.train.run import run
+
+
+def test_a_head_can_start_from_the_targets_last_layer(artefacts, tmp_path):
+    target = load_lm(str(artefacts.target))
+    head, other = (
+        make_head(config(artefacts, tmp_path, init=init), target) for init in ("target-last-layer", "random")
+    )
+    last = target.model.layers[-1].mlp.up_proj.weight
+    assert torch.equal(head.layers[0].mlp.up_proj.weight, last) and not torch.equal(
+        other.layers[0].mlp.up_proj.weight, last
+    )
+
+
+def test_initial_weights_depend_on_the_seed_alone(artefacts, tmp_path):
+    target = load_lm(str(artefacts.target))
+
+    def weight(seed: int) -> torch.Tensor:
+        state = torch.random.get_rng_state()
+        head: EagleHead = make_head(config(artefacts, tmp_path, seed=seed, init="random"), target)
+        assert torch.equal(torch.random.get_rng_state(), state)
+        torch.rand(3)
+        return head.fc.weight
+
+    assert torch.equal(weight(1), weight(1)) and not torch.equal(weight(1), weight(2))
+
+
+def test_a_family_whose_layers_the_head_cannot_take_is_refused(artefacts, tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=300, eos_token_id=3)
+    GPT2LMHeadModel(sizes).save_pretrained(tmp_path / "gpt2")
+    target = load_lm(str(tmp_path / "gpt2"))
+    with pytest.raises(InputError, match="layers are those of llama, mistral, qwen2, qwen3"):
+        make_head(config(artefacts, tmp_path / "run", target=str(tmp_path / "gpt2")), target)
+
+
+@pytest.mark.parametrize("init", ["random", "target-last-layer"])
+def test_a_head_takes_its_shape_and_weights_from_a_target_on_either_engine(artefacts, tmp_path, init):
+    settings = config(artefacts, tmp_path, init=init)
+    lean, universal = (make_head(settings, load_lm(str(artefacts.target), engine=e)) for e in ("lean", "hf"))
+    assert lean.config == universal.config
+    assert all(torch.equal(a, b) for a, b in zip(lean.parameters(), universal.parameters(), strict=True))
+
+
+def test_fine_tuning_starts_at_the_heads_own_loss(artefacts, tmp_path, eagle_run):
+    """Of a target that is not the recorded one, too: a head is fine-tuned for a changed model."""
+    other = tmp_path / "head"
+    shutil.copytree(eagle_run / "best", other)
+    config_file = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config_file, "target": {"config": "another"}}))
+    manifest = json.loads((other / "manifest.json").read_text())
+    manifest["sha256"]["config.json"] = hashlib.sha256((other / "config.json").read_bytes()).hexdigest()
+    (other / "manifest.json").write_text(json.dumps(manifest))
+    module, data, *_ = prepare(config(artefacts, tmp_path / "run", init=str(other)))
+    part = a_part(artefacts, data.val.indices)
+    loaded = a_module(artefacts, tmp_path)
+    loaded.head = load_head(eagle_run / "best")
+    fresh = a_module(artefacts, tmp_path)
+    found, wanted = module.validate([part]), loaded.validate([part])
+    assert {name: found[name] for name in wanted} == wanted and found["loss"] < fresh.validate([part])["loss"]
+    assert all(p.requires_grad for p in module.head.parameters())
+
+
+def test_a_fine_tuned_head_goes_on_only_from_the_same_start(artefacts, tmp_path, eagle_run):
+    start = shutil.copytree(eagle_run / "best", tmp_path / "start")
+    settings = config(artefacts, tmp_path / "run", init=str(start), max_steps=2, tau_prompts=0)
+    run(settings)
+    before, after = load_file(start / "model.safetensors"), load_file(tmp_path / "run" / "last" / "model.safetensors")
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    sha256 = hashlib.sha256((start / "model.safetensors").read_bytes()).hexdigest()
+    assert json.loads((tmp_path / "run" / "last" / "manifest.json").read_text())["inputs"]["init"] == sha256
+    (tmp_path / "run" / "training.json").unlink()  # as if it had been interrupted
+    shutil.rmtree(start)
+    save_head(start, a_module(artefacts, tmp_path).head, {}, "card")  # another head of the same shape at the same path
+    with pytest.raises(InputError, match=r"another inputs\.init"):
+        run(dataclasses.replace(settings, resume=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"num_layers": 2}, r"num_layers: found 2, expected 1, as the head of --init has"),
+        ({"init": "target-first-layer"}, "init: found target-first-layer"),
+        ({"target": "NARROW"}, "init: found .* of width 32, expected width 16"),
+    ],
+)
+def test_a_start_that_does_not_fit_is_refused(artefacts, tmp_path, eagle_run, changes, expected):
+    settings = config(artefacts, tmp_path / "run", **{"init": str(eagle_run / "best"), **changes})
+    if settings.target == "NARROW":
+        settings = dataclasses.replace(settings, target=str(tiny_llama_dir(tmp_path / "narrow", hidden=16)))
+    with pytest.raises(InputError, match=expected):
+        make_head(settings, load_lm(settings.target))
+
+
+def test_a_head_with_plain_positions_leaves_the_targets_scaling_out(artefacts, tmp_path):
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling |= {"original_max_position_embeddings": 64, "rope_theta": 5e5}
+    path = str(tiny_llama_dir(tmp_path / "scaled", rope_parameters=scaling))
+    heads = [make_head(config(artefacts, tmp_path, target=path, rope=r), load_lm(path)) for r in ("target", "plain")]
+    assert [head.config.llama.rope_scaling.kind for head in heads] == ["llama3", "default"]
+    saved = save_head(tmp_path / "head", heads[0], {}, "card")
+    with pytest.raises(InputError, match="rope: found plain, expected target"):
+        make_head(config(artefacts, tmp_path, target=path, rope="plain", init=str(saved)), load_lm(path))

@@ -1,0 +1,78 @@
+"""Tau of a drafter in training: what is decoded, and what is counted."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from eagle_trainings import a_module, config
+
+from draftsmith.data.store.datasets import FeatureDataset
+from draftsmith.data.store.manifest import Manifest
+from draftsmith.data.store.shards import Rows
+from draftsmith.modules.decoding.loop import generate_one
+from draftsmith.modules.decoding.stop import FixedLength
+from draftsmith.modules.drafters.feature_heads import FeatureDrafter
+from draftsmith.modules.sampling import TorchSource
+from draftsmith.modules.types import InputError, SamplingParams
+from draftsmith.train.data_module import Samples
+from draftsmith.train.tau import TauProbe, held_out_prompts, probe_prompts
+
+
+def test_tau_is_emitted_tokens_by_target_calls_of_real_decoding(artefacts, tmp_path):
+    module = a_module(artefacts, tmp_path)
+    prompts = list(held_out_prompts(Samples(FeatureDataset(artefacts.features), range(3))))
+    assert len(prompts) == 3
+    target, tokens, calls, behind = module.objective.target, 0, 0, 0
+    plain = generate_one(target, None, prompts[0], SamplingParams(), 10, TorchSource(0))
+    ends = plain.tokens[3:4]  # as if it ended there
+    target.info = dataclasses.replace(target.info, eos_ids=tuple(ends))
+    for prompt in prompts:
+        drafter = FeatureDrafter(module.head, target, [FixedLength(2)], 128)
+        generation = generate_one(target, drafter, prompt, SamplingParams(), 10, TorchSource(0), eos_ids=())
+        tokens, calls = tokens + len(generation.tokens), calls + 1 + len(generation.trace.steps)
+        first = generation.tokens.index(ends[0]) if ends[0] in generation.tokens else 9
+        behind += 9 - first
+    assert tokens == 30 and behind > 0
+    probe = TauProbe(module, target, prompts, config(artefacts, tmp_path, tau_k=2, tau_max_new_tokens=10), 1)
+    assert probe() == {"tau": tokens / calls, "tau_behind_end": behind / tokens}
+    assert probe.measured.endswith("tokens, 10 each, end tokens ignored, chains of 2")
+    until_end = config(artefacts, tmp_path, tau_k=2, tau_max_new_tokens=10, tau_ignore_eos=False)
+    short = TauProbe(module, target, prompts[:1], until_end, 1)()
+    drafter = FeatureDrafter(module.head, target, [FixedLength(2)], 128)
+    shorter = generate_one(target, drafter, prompts[0], SamplingParams(), 10, TorchSource(0))
+    assert len(shorter.tokens) < 10 and short == {"tau": len(shorter.tokens) / (1 + len(shorter.trace.steps))}
+
+
+class Conversations:
+    """Samples of 20 tokens with answers at these places."""
+
+    def __init__(self, *answers: list[tuple[int, int]]):
+        self.answers, self.lengths = answers, [20] * len(answers)
+
+    def __len__(self) -> int:
+        return len(self.answers)
+
+    def item(self, row: int, epoch: int) -> dict[str, torch.Tensor]:
+        mask = torch.zeros(20, dtype=torch.bool)
+        for start, end in self.answers[row]:
+            mask[start:end] = True
+        return {"input_ids": torch.arange(20), "loss_mask": mask}
+
+
+def test_tau_is_measured_on_prompts_as_long_as_conversations_get(artefacts, tmp_path):
+    rows = Conversations([(3, 5), (8, 9)], [(2, 4), (10, 12)], [(0, 4)], [(7, 20)], [(4, 6), (9, 10), (15, 20)])
+    samples = Samples(rows, range(5))
+    # The first answer of the first, the second of the second, and so on; then those that are left.
+    assert [len(prompt) for prompt in held_out_prompts(samples)] == [3, 10, 7, 9, 8, 2, 15, 4]
+    settings = config(artefacts, tmp_path, tau_prompts=3, tau_max_new_tokens=8)
+    assert [len(prompt) for prompt in probe_prompts(settings, samples, 256)] == [3, 10, 7]
+    # An answer of the stated length has room behind each, where there are such.
+    assert [len(prompt) for prompt in probe_prompts(settings, samples, 16)] == [3, 7, 8]
+    assert [len(prompt) for prompt in probe_prompts(settings, samples, 9)] == [3, 7, 8]
+    served = artefacts.responses.with_name("prompts")
+    ids = [row["prompt_ids"] for row in Rows(served, Manifest.read(served)).read(0, 3)]
+    assert probe_prompts(dataclasses.replace(settings, tau_data=served), samples, 256) == ids
+    with pytest.raises(InputError, match="an artefact of kind features, expected kind prompts"):
+        probe_prompts(dataclasses.replace(settings, tau_data=artefacts.features), samples, 256)
