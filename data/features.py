@@ -7,6 +7,7 @@ one safetensors file a shard with one key a row ("0000012"), beside a Parquet in
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 
 from draftsmith.data.answering.batched import by_length, pad_right, set_threads
 from draftsmith.data.models.identity import captured
-from draftsmith.data.models.loading import load_lm, text_identity
+from draftsmith.data.models.loading import llama_shape, load_lm, text_identity
 from draftsmith.data.models.naming import naming
 from draftsmith.data.models.parallel import DONE, tell, told
 from draftsmith.data.progress import Advance, say
@@ -58,6 +59,7 @@ class FeaturesConfig(StageLoading):
         output: Directory to write.
         drafter: Kind of the drafter that they are for, as `train` names it, where it reads other states than those
             after the final norm.
+        layers: Layers that the drafter reads, where they are other ones than it would choose for this target.
         max_bytes: Most bytes to write; 0 leaves it to the free disk space.
         limit: Only the first so many rows; 0 takes all.
         batch_size: Rows read together.
@@ -71,6 +73,7 @@ class FeaturesConfig(StageLoading):
     target: str = volatile()
     output: Path = volatile()
     drafter: str | None = volatile(None)
+    layers: tuple[int, ...] = volatile(())
     max_bytes: int = volatile(0)
     limit: int = 0
     batch_size: int = 8
@@ -93,7 +96,7 @@ def run(config: FeaturesConfig) -> Path:
     lm = load_lm(config.target, **config.loading, parallel=config.target_parallel)
     manifest = open_texts(config.responses, config.target, lm.info.identity)
     rows = Rows(config.responses, manifest, limit=config.limit)
-    capture = () if config.drafter is None else drafters.head_class(config.drafter).capture(lm.info.num_layers)
+    capture = states_for(config, lm)
     shared = config.target_parallel == "tensor"  # all processes are one target, and the first one writes
     plan = StagePlan(
         kind="features",
@@ -122,6 +125,26 @@ def run(config: FeaturesConfig) -> Path:
     if shared:
         tell(DONE, lm.device)
     return config.output
+
+
+def states_for(config: FeaturesConfig, lm: CausalLM) -> tuple[int, ...]:
+    """What the drafter learns from (`DraftHead.learns_from`), of its default shape but for `layers`.
+
+    Raises:
+        InputError: layers for a drafter that chooses none, or not those that it can read.
+    """
+    if config.drafter is None:
+        head, known = None, set[str]()
+    else:
+        head = drafters.head_class(config.drafter)
+        known = {field.name for field in dataclasses.fields(head.Settings)}
+    if config.layers and "layers" not in known:
+        remedy = "Leave --layers out, or name another --drafter."
+        raise InputError("layers", " ".join(map(str, config.layers)), "none: it reads the final state", remedy)
+    if head is None:
+        return ()
+    settings = head.Settings(**({"layers": config.layers} if config.layers else {}))
+    return head.learns_from(head.shape(settings, llama_shape(lm, config.target)), lm.info.num_layers)
 
 
 def open_texts(directory: Path, target: str, identity: Mapping[str, str], field: str = "responses") -> Manifest:

@@ -87,7 +87,7 @@ class TableLM:
     def session(
         self, rows: int, capacity: int, capture: tuple[int, ...] = (), static: bool | None = None
     ) -> TableSession:
-        return TableSession(self, rows, capacity)
+        return TableSession(self, rows, capacity, capture)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         return self._embedding[input_ids]
@@ -97,17 +97,21 @@ class TableLM:
 
     def features(self, input_ids: Tensor, position_ids: Tensor | None = None, capture: tuple[int, ...] = ()) -> Tensor:
         rows = [[self.row(tuple(ids[: t + 1]))[1] for t in range(len(ids))] for ids in input_ids.tolist()]
-        return torch.stack([torch.stack(row) for row in rows])
+        return captured(torch.stack([torch.stack(row) for row in rows]), capture)
+
+
+def captured(features: Tensor, capture: Sequence[int]) -> Tensor:
+    """What layers give: other arrangements of the feature [.., H], side by side."""
+    return torch.cat([features.roll(number, -1) for number in capture], -1) if capture else features
 
 
 class TableSession:
     """Remembers which tokens are cached and nothing else; the prefix of a token is what it can see."""
 
-    capture: tuple[int, ...] = ()
     static = False
 
-    def __init__(self, lm: TableLM, rows: int, capacity: int):
-        self._lm, self._most, self._capacity = lm, rows, capacity
+    def __init__(self, lm: TableLM, rows: int, capacity: int, capture: tuple[int, ...] = ()):
+        self._lm, self._most, self._capacity, self.capture = lm, rows, capacity, capture
         self._cached: list[list[int]] = [[] for _ in range(rows)]
 
     @property
@@ -126,7 +130,8 @@ class TableSession:
         # What is padding is to be looked at by nobody.
         logits = [torch.stack([row[0] for row in own[-num_logits:]]) if own else torch.empty(0, V) for own in read]
         features = [torch.stack([row[1] for row in own]) if own else torch.empty(0, H) for own in read]
-        return Scores(*(pad_sequence(part, True, torch.nan).double() for part in (logits, features)))
+        scores, states = (pad_sequence(part, True, torch.nan).double() for part in (logits, features))
+        return Scores(scores, captured(states, self.capture))
 
     def step(self, tokens: Any) -> tuple[Tensor, Tensor]:
         scores = self.extend(tokens)

@@ -29,14 +29,15 @@ class WideHead(EagleHead):
 
     kind = "wide"
 
-    def __init__(self, config: EagleConfig):
+    def __init__(self, config: EagleConfig, num_layers: int):
         super().__init__(config)
+        self.num_layers = num_layers
         self.features_in = nn.Linear(2 * config.hidden_size, config.hidden_size)
         self.own_lm_head = nn.Linear(config.hidden_size, len(KNOWN), bias=False)
 
-    @classmethod
-    def capture(cls, num_layers):
-        return (0, num_layers - 1)
+    @property
+    def capture(self):
+        return (0, self.num_layers - 1)
 
     def lean(self, target):
         return LeanWide(self, target)
@@ -45,7 +46,7 @@ class WideHead(EagleHead):
 def wide_head(lm) -> WideHead:
     """One for a lean target, with random weights, in float64."""
     torch.manual_seed(0)
-    made = WideHead(EagleConfig.for_target(lm.config)).double().requires_grad_(False)
+    made = WideHead(EagleConfig.for_target(lm.config), lm.info.num_layers).double().requires_grad_(False)
     for weight in made.parameters():
         weight.normal_(std=0.3)
     return made

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draftsmith.data.heads.directory import starting_head, starting_settings, starting_weights
 from draftsmith.data.models.identity import captured
-from draftsmith.data.models.loading import load_lm, read_config
+from draftsmith.data.models.loading import llama_shape, load_lm
 from draftsmith.data.store.datasets import FeatureDataset, ResponsesDataset, collate_features, pack_features
 from draftsmith.data.store.feature_codec import FeatureDtype, rounded
 from draftsmith.data.store.manifest import Manifest, open_artefact
@@ -22,7 +22,7 @@ from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.finite import NonFinite, first_broken
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.targets.base import CausalLM
-from draftsmith.modules.targets.llama import SUPPORTED, LlamaLM, llama_config
+from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainDrafterConfig
 from draftsmith.train.feature_cache import FeatureCache, check_cache_room
@@ -85,16 +85,18 @@ def prepare(config: TrainDrafterConfig) -> tuple[Any, ...]:
     target = load_lm(
         config.target, dtype, device, config.engine, config.trust_remote_code, parallel=config.target_parallel
     )
-    layers = drafter.capture(target.info.num_layers)
-    train = open_data(config.data, config, target)
-    val = open_data(config.val, config, target) if config.val is not None else None
-    head = make_head(config, target)
+    shape = shape_for(config, target)
+    layers = drafter.learns_from(shape, target.info.num_layers)
+    train = open_data(config.data, config, target, layers)
+    val = open_data(config.val, config, target, layers) if config.val is not None else None
     # A head to fine-tune may reach less far than its target.
-    context = min(target.info.max_position, head.config.max_position)
+    context = min(target.info.max_position, shape.max_position)
     train_samples, val_samples = train_and_val(config, train, val, context, drafter.lookahead)
-    cache = open_cache(config, target, (train_samples, val_samples), say_room=is_first_process())
+    head = make_head(config, target, lambda: _token_counts(train_samples, target))
+    cache = open_cache(config, target, layers, (train_samples, val_samples), say_room=is_first_process())
     collate = pack_features if config.tokens_per_batch else collate_features
-    data = HeadDataModule(train_samples, val_samples, collate, drafter.num_loss_tokens, config)
+    count = functools.partial(drafter.loss_count, settings=config)
+    data = HeadDataModule(train_samples, val_samples, collate, count, config)
     std = 1.0
     if drafter.needs_features:
         std = feature_std(train_samples, target, layers, config.feature_dtype if cache is not None else None)
@@ -109,9 +111,15 @@ def prepare(config: TrainDrafterConfig) -> tuple[Any, ...]:
     return module, data, config, provenance, probe
 
 
-def open_data(directory: Path, config: TrainDrafterConfig, target: CausalLM) -> FeatureDataset | ResponsesDataset:
-    """Features, or texts for the target to read. Features are hashed to see that they are intact; from HASHED_BYTES on
-    only their files' sizes are compared.
+def _token_counts(samples: Samples, target: CausalLM) -> Tensor:
+    return samples.dataset.token_counts(samples.indices, target.info.vocab_size)
+
+
+def open_data(
+    directory: Path, config: TrainDrafterConfig, target: CausalLM, layers: Sequence[int]
+) -> FeatureDataset | ResponsesDataset:
+    """Features of these layers (`DraftHead.learns_from`), or texts for the target to read. Features are hashed to see
+    that they are intact; from HASHED_BYTES on only their files' sizes are compared.
 
     Raises:
         InputError: another artefact, one of another target, or features of other layers than the drafter reads.
@@ -122,14 +130,14 @@ def open_data(directory: Path, config: TrainDrafterConfig, target: CausalLM) -> 
             remedy = "Leave --features at online: these are read, not computed."
             raise InputError("features", f"cache, and features in {directory}", "responses to compute them of", remedy)
         size = sum(entry.bytes for entry in manifest.files)
-        identity = captured(target.info.identity, config.drafter.capture(target.info.num_layers))
+        identity = captured(target.info.identity, layers)
         return FeatureDataset(directory, {"target": identity}, check="sha256" if size < HASHED_BYTES else "size")
     open_artefact(directory, ("responses", "prompts", "features"), check="size")
     return ResponsesDataset(directory, config.target, target.info.identity)
 
 
 def open_cache(
-    config: TrainDrafterConfig, target: CausalLM, samples: Sequence[Samples], say_room: bool
+    config: TrainDrafterConfig, target: CausalLM, layers: Sequence[int], samples: Sequence[Samples], say_room: bool
 ) -> FeatureCache | None:
     """The cache of `--features cache`, from which the samples are read from now on where it has them.
 
@@ -138,7 +146,6 @@ def open_cache(
     if config.features != "cache":
         return None
     directory = config.feature_cache or config.output / "feature-cache"
-    layers = config.drafter.capture(target.info.num_layers)
     cache = FeatureCache(directory, captured(target.info.identity, layers), config.feature_dtype, str(target.dtype))
     if say_room:
         check_cache_room(cache, samples, target.info.hidden_size * max(1, len(layers)), directory)
@@ -147,25 +154,33 @@ def open_cache(
     return cache
 
 
-def make_head(config: TrainDrafterConfig, target: CausalLM) -> DraftHead:
-    """Initial weights depend on the seed (and the target) alone and leave torch's global generator as it was.
+def make_head(config: TrainDrafterConfig, target: CausalLM, counts: Callable[[], Tensor] | None = None) -> DraftHead:
+    """Initial weights depend on the seed (and the target and the data) alone and leave torch's global generator as it
+    was. counts: gives how often each token is learned from, [V]; None where a head cannot ask.
 
     Raises:
         InputError: the target is of a family whose layers the head cannot take its shape from, or the head to
             fine-tune is none, does not fit the target or contradicts the settings.
     """
     drafter = config.drafter
-    shape = head_shape(config, target.config if isinstance(target, LlamaLM) else target_shape(config.target))
+    shape = shape_for(config, target)
     if config.init not in drafter.starts:
         head = starting_head(config.init, config.kind, target.info.hidden_size, target.info.vocab_size)
         assert isinstance(head, DraftHead)
+        head.freeze(config)
         return head
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         head = drafter(shape)
-    if config.init != "random":
-        head.start(config.init, FrozenWeights(target, config.init, in_parts=config.target_parallel == "tensor"))
+    in_parts = config.target_parallel == "tensor"
+    head.start(config.init, FrozenWeights(target, config.init, in_parts, counts))
+    head.freeze(config)
     return head
+
+
+def shape_for(config: TrainDrafterConfig, target: CausalLM) -> Any:
+    """`head_shape` for a target that is loaded."""
+    return head_shape(config, llama_shape(target, config.target))
 
 
 def head_shape(config: TrainDrafterConfig, target: LlamaConfig) -> Any:
@@ -182,42 +197,39 @@ def head_shape(config: TrainDrafterConfig, target: LlamaConfig) -> Any:
 
 
 class FrozenWeights:
-    """Weights of a target (`base.TargetWeights`).
+    """What a new head may start from (`base.TargetWeights`).
 
     Raises:
-        InputError: no process has all of them.
+        InputError: weights are asked for of which no process has all.
     """
 
-    def __init__(self, target: CausalLM, start: str, in_parts: bool):
-        """start: what `init` names. in_parts: the target's layers are split over processes."""
-        if in_parts:
-            raise InputError("init", f"{start} of a target in parts", "whole layers", "Pass --init random.")
-        self._target = target
+    def __init__(self, target: CausalLM, start: str, in_parts: bool, counts: Callable[[], Tensor] | None):
+        """start: what `init` names. in_parts: the target's layers are split over processes. counts: as of
+        `make_head`."""
+        self._target, self._start, self._in_parts, self._counts = target, start, in_parts, counts
 
     def last_layer(self) -> dict[str, Tensor]:
+        if self._in_parts:
+            raise InputError("init", f"{self._start} of a target in parts", "whole layers", "Pass --init random.")
         target: Any = self._target
         layers = target.model.layers if isinstance(target, LlamaLM) else target.model.base_model.layers
         return {name: weight.cpu() for name, weight in layers[-1].state_dict().items()}
 
     def lm_head(self) -> Tensor:
+        if self._in_parts:
+            remedy = "Pass --init with a head's directory, or train without --target-parallel tensor."
+            raise InputError("target_parallel", "tensor", "a target whose lm_head one process has", remedy)
         target: Any = self._target
         layer = target.model.lm_head if isinstance(target, LlamaLM) else target.model.get_output_embeddings()
         return layer.weight.detach().cpu()
 
+    def token_counts(self) -> Tensor:
+        assert self._counts is not None
+        return self._counts()
 
-def target_shape(path: str) -> LlamaConfig:
-    """Sizes of a Llama-family target that runs by transformers.
-
-    Raises:
-        InputError: another family, or a switch that the head's layers do not have.
-    """
-    raw = read_config(path)
-    try:
-        return llama_config(raw)
-    except InputError as error:
-        found = f"{path} ({error.field}: {raw.get(error.field)})"
-        expected = f"a target whose layers are those of {', '.join(SUPPORTED)}: the head is one of them"
-        raise InputError("target", found, expected, "Train a head for another target.") from error
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        return self._target.info.eos_ids
 
 
 def feature_std(

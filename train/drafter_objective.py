@@ -35,11 +35,12 @@ class DrafterObjective(Objective):
         source: FeatureSource | None = None,
     ):
         """settings: `head_class.Settings`. feature_std: of the elements of the features. source: of the features of
-        batches that come without; None is the target alone."""
+        batches that come without; None is the target alone, after its final norm."""
         self.monitor, self.larger_is_better = head_class.monitor, head_class.larger_is_better
+        self.head_class = head_class
         self.settings, self.target, self.feature_std = settings, target, feature_std
         self.reads = head_class.needs_features
-        self.source = source or FeatureSource(target, head_class.capture(target.info.num_layers))
+        self.source = source or FeatureSource(target)
 
     def read(self, part: Part, validating: bool = False) -> Given:
         data = self.features_of(part.data)
@@ -76,7 +77,7 @@ class DrafterObjective(Objective):
     def flops(self, head: DraftHead, part: Part, step: TrainStep) -> float:
         computed = self.reads and part.data.features is None
         online = features_flops(self.target, step.lengths) if computed else 0.0
-        return online + head.flops(head.config, self.settings, step, int(part.tokens))
+        return online + head.flops(head.config, self.settings, step, self.head_class.num_loss_tokens(part.data))
 
 
 class FeatureSource:

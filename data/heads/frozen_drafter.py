@@ -40,7 +40,7 @@ class FrozenDrafter:
     @property
     def capture(self) -> tuple[int, ...]:
         """What its head reads of the target."""
-        return () if self.head is None else self.head.capture(self.lm.info.num_layers)
+        return () if self.head is None else self.head.capture
 
     def branches(self, depth: int) -> BranchDrafter:
         """What drafts from many places of a text, at most `depth` tokens each."""

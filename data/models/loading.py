@@ -21,6 +21,7 @@ from draftsmith.data.models.digests import tensor_hash
 from draftsmith.data.models.hub import model_directory
 from draftsmith.data.models.identity import encoding_hash, model_identity, template_hash, vocabulary_hash
 from draftsmith.data.models.parallel import check_placed, placement
+from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.targets.base import CausalLM, ModelInfo
 from draftsmith.modules.targets.llama import SUPPORTED, LlamaLM, llama_config, model_from_state
 from draftsmith.modules.types import InputError
@@ -273,3 +274,23 @@ def check_same_tokenizer(target: str, draft: str, flag: str = "draft") -> None:
             f"the tokenizer of {target} ({ours})",
             "Use a draft of the same family.",
         )
+
+
+def llama_shape(lm: CausalLM, path: str) -> LlamaConfig:
+    """Sizes of a model that is loaded. Raises as `target_shape`."""
+    return lm.config if isinstance(lm, LlamaLM) else target_shape(path)
+
+
+def target_shape(path: str) -> LlamaConfig:
+    """Sizes of a Llama-family target that runs by transformers.
+
+    Raises:
+        InputError: another family, or a switch that the head's layers do not have.
+    """
+    raw = read_config(path)
+    try:
+        return llama_config(raw)
+    except InputError as error:
+        found = f"{path} ({error.field}: {raw.get(error.field)})"
+        expected = f"a target whose layers are those of {', '.join(SUPPORTED)}: the head is one of them"
+        raise InputError("target", found, expected, "Train a head for another target.") from error

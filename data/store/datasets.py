@@ -123,6 +123,14 @@ class ArtefactDataset(Dataset):
         lengths, owner = answer_lengths(self.answers.values, self.answers.offsets)
         return lengths[np.isin(owner, np.asarray(rows, dtype=np.int64))]
 
+    def token_counts(self, rows: Sequence[int], vocab_size: int) -> Tensor:
+        """How often [vocab_size] each token occurs in the answers of these rows."""
+        counts = np.zeros(vocab_size, dtype=np.int64)
+        for row in rows:
+            answered = self._lists["input_ids"][row][self.answers[row].astype(bool)]
+            counts += np.bincount(answered, minlength=vocab_size)
+        return torch.from_numpy(counts)
+
     def _check_finite_labels(self, directory: Path) -> None:
         row = self._lists["accept_prob"].first_broken()
         if row is not None:
@@ -213,6 +221,10 @@ class Pieces(Dataset):
 
     def __len__(self) -> int:
         return len(self._places)
+
+    def token_counts(self, pieces: Sequence[int], vocab_size: int) -> Tensor:
+        """As of the samples that the pieces are of."""
+        return self.dataset.token_counts(sorted({self.rows[piece] for piece in pieces}), vocab_size)
 
     def item(self, index: int, epoch: int) -> Item:
         """The fields of the sample's item, cut."""

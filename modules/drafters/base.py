@@ -49,13 +49,20 @@ class TrainStep:
 
 
 class TargetWeights(Protocol):
-    """Weights of the target that a new head may start from, on the CPU."""
+    """What a new head may start from: weights of the target, on the CPU, and how often it is to draft which token."""
 
     def last_layer(self) -> dict[str, Tensor]:
         """State dict of its last decoder layer, by the names of `modules.layers.DecoderLayer`."""
 
     def lm_head(self) -> Tensor:
         """[V, H]."""
+
+    def token_counts(self) -> Tensor:
+        """[V] int64, how often each token occurs in the answers that are trained on."""
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer."""
 
 
 @dataclass(frozen=True)
@@ -105,10 +112,15 @@ class DraftHead(nn.Module, ABC):
 
     config: Any
 
+    @property
+    def capture(self) -> tuple[int, ...]:
+        """What it reads of its target to draft: () is the state after the final norm, [.., H]; else the residual states
+        after the first so many layers, side by side [.., L*H] (`CausalLM.session`)."""
+        return ()
+
     @classmethod
-    def capture(cls, num_layers: int) -> tuple[int, ...]:
-        """What it reads of a target of so many layers: () is the state after the final norm, [.., H]; else the residual
-        states after the first so many layers, side by side [.., L*H] (`CausalLM.session`)."""
+    def learns_from(cls, config: Any, num_layers: int) -> tuple[int, ...]:
+        """What `loss` reads of a target of so many layers, in the same way. config: of the head."""
         return ()
 
     @classmethod
@@ -129,17 +141,26 @@ class DraftHead(nn.Module, ABC):
         """Raises InputError where the settings contradict the shape of the head that is to be trained on."""
 
     def start(self, name: str, weights: TargetWeights) -> None:
-        """Begin as `starts` names it, in the place of the random weights that it has; not called for `random`."""
-        raise NotImplementedError(f"{self.kind} has no start {name}")
+        """Begin as `starts` names it; it has random weights."""
+        if name != "random":
+            raise NotImplementedError(f"{self.kind} has no start {name}")
+
+    def freeze(self, settings: Any) -> None:
+        """Mark the weights that are not to be trained."""
 
     @classmethod
     @abstractmethod
     def num_loss_tokens(cls, batch: FeatureBatch) -> int:
         """Tokens that count in the loss of a batch, whose features need not be there yet."""
 
+    @classmethod
+    def loss_count(cls, batch: FeatureBatch, settings: Any) -> float:
+        """What `loss` is a mean over in a batch: by it the parts of a step are weighted. Its tokens, as a rule."""
+        return cls.num_loss_tokens(batch)
+
     @abstractmethod
     def loss(self, batch: FeatureBatch, target: CausalLM, settings: Any, step: TrainStep | None) -> LossOutput:
-        """Mean over the tokens that count, with sums and counts of what is reported.
+        """Mean over `loss_count`, with sums and counts of what is reported.
 
         batch: with features where the drafter needs them. target: frozen; its `embed` and `lm_head` pass gradients on.
         step: None in validation, which is the same whenever it is asked: no noise, no schedule.

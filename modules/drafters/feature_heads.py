@@ -108,7 +108,7 @@ class FeatureDrafter(RowDrafter):
         """stops: a policy for each row. capacity: most tokens a row may reach, drafts included. static: as of
         `CausalLM.session`."""
         super().__init__(stops)
-        self.model, self.capture = head.kind, head.capture(target.info.num_layers)
+        self.model, self.capture = head.kind, head.capture
         self._positions = min(capacity, head.config.max_position)
         self.net = net = head.lean(target)
         self.cache: CachedRows = cached_rows(

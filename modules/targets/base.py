@@ -46,10 +46,10 @@ def check_ids(tokens: Sequence[int], vocab_size: int) -> None:
 
 def check_capture(capture: Sequence[int], num_layers: int) -> None:
     """Raises:
-    ValueError: layers that no residual state before the final norm lies behind, or that are not ascending.
+    ValueError: layers that the model has not, or that are not ascending.
     """
-    if capture and (list(capture) != sorted(set(capture)) or not 0 <= capture[0] <= capture[-1] < num_layers):
-        raise ValueError(f"capture: got {tuple(capture)}, expected ascending numbers from 0 to {num_layers - 1}")
+    if capture and (list(capture) != sorted(set(capture)) or not 0 <= capture[0] <= capture[-1] <= num_layers):
+        raise ValueError(f"capture: got {tuple(capture)}, expected ascending numbers from 0 to {num_layers}")
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,8 @@ class CausalLM(Protocol):
         """An empty session for at most `rows` rows of at most `capacity` cached tokens each, drafts included.
 
         capture: what features are. (): the state after the final norm. Else the residual stream's states after the
-        first so many layers, ascending and fewer than all, side by side: (2, 16, 29) are those that EAGLE-3 reads.
+        first so many layers, ascending, side by side, the last one of them the state after the final norm: (2, 16,
+            29) are those that EAGLE-3 reads of 32 layers, and (2, 16, 29, 32) what it learns from.
         static: shapes are to recur; None takes them on CUDA only.
         """
 

@@ -44,7 +44,12 @@ class HFLM:
         hidden = found.last_hidden_state.to(self.device)
         if not capture:
             return hidden, hidden
-        return hidden, torch.cat([found.hidden_states[number].to(self.device) for number in capture], -1)
+        return hidden, torch.cat([self._state(found, number) for number in capture], -1)
+
+    def _state(self, found: Any, number: int) -> Tensor:
+        """The state after so many layers; after all of them that after the final norm."""
+        state = found.last_hidden_state if number == self.info.num_layers else found.hidden_states[number]
+        return state.to(self.device)
 
     def tree_attention(self, visible: Tensor, positions: Tensor) -> Tensor | dict[str, Tensor]:
         """The additive mask [1, 1, T, S] of T nodes, from visible [T, S] (bool) and the positions [S] of all slots, the

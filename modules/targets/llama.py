@@ -120,8 +120,8 @@ class LlamaLM:
         # As decoding computes them, whatever a training around this does with its own weights.
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
             taps: Taps = dict.fromkeys(capture, self.embeddings)
-            hidden = self.stack.chain(self.embed(input_ids), NoCache(), taps)
-            return torch.cat([*taps.values()], -1).view(*input_ids.shape, -1) if capture else self.norm(hidden)
+            final = self.norm(self.stack.chain(self.embed(input_ids), NoCache(), taps))
+            return _captured(taps, final, self.info.num_layers) if capture else final
 
     def embed(self, input_ids: Tensor) -> Tensor:
         return F.embedding(input_ids, self.embeddings)
@@ -184,8 +184,15 @@ def _forward(
         hidden = lm.norm(run(x))
         return lm.lm_head(picked_of(hidden, picked)), hidden
     taps: Taps = dict.fromkeys(capture, x)
-    logits = lm.lm_head(picked_of(lm.norm(run(x, taps=taps)), picked))
-    return logits, torch.cat([*taps.values()], -1).view(*x.shape[:-1], -1)
+    final = lm.norm(run(x, taps=taps))
+    return lm.lm_head(picked_of(final, picked)), _captured(taps, final, lm.info.num_layers)
+
+
+def _captured(taps: Taps, final: Tensor, num_layers: int) -> Tensor:
+    """States side by side, [.., L*H]; behind all layers it is the one after the final norm, [.., H]."""
+    if num_layers in taps:
+        taps[num_layers] = final.reshape(-1, final.shape[-1])
+    return torch.cat([*taps.values()], -1).view(*final.shape[:-1], -1)
 
 
 def _inferring(read: Callable[..., Any], *inputs: Any) -> Any:

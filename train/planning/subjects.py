@@ -15,6 +15,7 @@ from torch import nn
 from draftsmith.data.acceptance import AcceptanceConfig
 from draftsmith.data.heads.directory import class_of, head_settings, kind_at
 from draftsmith.data.heads.frozen_drafter import FrozenDrafter
+from draftsmith.data.models.loading import target_shape
 from draftsmith.data.rollouts import CHILD_FIELDS, FIELDS
 from draftsmith.data.store.datasets import Item, collate_acceptance, collate_features, pack_features
 from draftsmith.data.store.manifest import MANIFEST, Manifest
@@ -26,8 +27,8 @@ from draftsmith.train.acceptance_objective import AcceptanceObjective
 from draftsmith.train.config import TrainConfig, TrainDrafterConfig
 from draftsmith.train.data_module import Key, Part
 from draftsmith.train.drafted_tokens import MixedText, RolloutDrafts
-from draftsmith.train.drafter import head_shape, target_shape
-from draftsmith.train.drafter_objective import DrafterObjective
+from draftsmith.train.drafter import head_shape
+from draftsmith.train.drafter_objective import DrafterObjective, FeatureSource
 from draftsmith.train.lit_head import Objective
 from draftsmith.train.planning.frozen import FrozenModel, frozen_model
 from draftsmith.train.strategies import model_dtype
@@ -93,18 +94,22 @@ class PlannedDrafter(PlannedTraining):
         drafter, frozen = config.drafter, frozen_model(config.target, model_dtype(config))
         self.config, self.job, self.frozen, self.lookahead = config, config.kind, frozen, drafter.lookahead
         self._shape = head_shape(config, frozen.llama or target_shape(config.target))
+        self._layers = drafter.learns_from(self._shape, frozen.info.num_layers)
         # A head to fine-tune may reach less far than the target.
         self.context = min(frozen.info.max_position, self._shape.max_position)
         self.packed = bool(config.tokens_per_batch)
         self.stored = (config.data / MANIFEST).exists() and Manifest.read(config.data).kind == "features"
         if drafter.needs_features:
-            self.feature_size = frozen.info.hidden_size * max(1, len(drafter.capture(frozen.info.num_layers)))
+            self.feature_size = frozen.info.hidden_size * max(1, len(self._layers))
 
     def head(self) -> nn.Module:
-        return self.config.drafter(self._shape)
+        head = self.config.drafter(self._shape)
+        head.freeze(self.config)
+        return head
 
     def objective(self, model: CausalLM) -> Objective:
-        return DrafterObjective(self.config.drafter, self.config, model)
+        source = FeatureSource(model, self._layers)
+        return DrafterObjective(self.config.drafter, self.config, model, source=source)
 
     def samples(self, lengths: Sequence[int], counts: Sequence[int], stored: bool) -> Any:
         items = []
@@ -115,7 +120,7 @@ class PlannedDrafter(PlannedTraining):
         return (pack_features if self.packed else collate_features)(items)
 
     def loss_tokens(self, data: Any) -> int:
-        return self.config.drafter.num_loss_tokens(data)
+        return self.config.drafter.loss_count(data, self.config)
 
 
 class PlannedAcceptance(PlannedTraining):

@@ -223,8 +223,8 @@ class EagleHead(EagleNet, FeatureHead):
             raise InputError("rope", "plain", expected, f"Leave --rope out, {another}")
 
     def start(self, name: str, weights: TargetWeights) -> None:
-        assert name == "target-last-layer"
-        self.init_from_target(weights.last_layer())
+        if name == "target-last-layer":
+            self.init_from_target(weights.last_layer())
 
     @classmethod
     def num_loss_tokens(cls, batch: FeatureBatch) -> int:

@@ -12,12 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.modules import flops
-from draftsmith.modules.decoding.branches import BranchDrafter
-from draftsmith.modules.decoding.protocols import NestedDrafter, StopPolicy
-from draftsmith.modules.drafters.base import DraftHead, HeadCard, TargetWeights, TrainStep
+from draftsmith.modules.drafters.base import HeadCard, TargetWeights, TrainStep
+from draftsmith.modules.drafters.chains import FixedK
 from draftsmith.modules.drafters.eagle.net import Rope
 from draftsmith.modules.drafters.eagle3.loss import Distances, Kind, Objective, distances
-from draftsmith.modules.drafters.eagle3.net import Eagle3Config, Eagle3Net, layer_like
+from draftsmith.modules.drafters.eagle3.net import Eagle3Config, Eagle3Net, LeanEagle3, layer_like
+from draftsmith.modules.drafters.feature_heads import FeatureHead
+from draftsmith.modules.drafters.trees import DynamicTrees, StaticTrees
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.packing import documents_of
 from draftsmith.modules.targets.base import CausalLM
@@ -159,7 +160,7 @@ def paired(batch: FeatureBatch, mask: Mask) -> Eagle3Inputs:
     )
 
 
-class Eagle3Head(Eagle3Net, DraftHead):
+class Eagle3Head(Eagle3Net, FeatureHead):
     """EAGLE-3: it reads the inputs of three of the target's layers, and its own state in the place of the next ones. It
     has an lm_head of its own, often over fewer tokens than the target's; the embedding is the target's and not in this
     directory."""
@@ -171,12 +172,12 @@ class Eagle3Head(Eagle3Net, DraftHead):
     starts = ("random", "target-last-layer")
     monitor = "chain_length"
 
-    @classmethod
-    def capture(cls, config: Eagle3Config) -> tuple[int, ...]:
-        return config.capture
+    @property
+    def capture(self) -> tuple[int, ...]:
+        return self.config.capture
 
     @classmethod
-    def training_capture(cls, config: Eagle3Config, num_layers: int) -> tuple[int, ...]:
+    def learns_from(cls, config: Eagle3Config, num_layers: int) -> tuple[int, ...]:
         return (*config.capture, num_layers)  # the last one for the target's distributions
 
     @classmethod
@@ -215,14 +216,23 @@ class Eagle3Head(Eagle3Net, DraftHead):
     def start(self, name: str, weights: TargetWeights) -> None:
         lm_head = weights.lm_head()
         if self.config.reduced:
-            self.use_draft_vocabulary(draft_vocabulary(weights.token_counts(), self.config.draft_vocab_size), lm_head)
+            self.use_draft_vocabulary(
+                draft_vocabulary(weights.token_counts(), self.config.draft_vocab_size, weights.end_ids), lm_head
+            )
         else:
             self.use_draft_vocabulary(self.d2t, lm_head)
         if name == "target-last-layer":
             self.init_from_target(weights.last_layer())
 
+    def freeze(self, settings: Eagle3Settings) -> None:
+        self.lm_head.requires_grad_(settings.train_lm_head)
+
     @classmethod
-    def num_loss_tokens(cls, batch: FeatureBatch, settings: Eagle3Settings) -> int:
+    def num_loss_tokens(cls, batch: FeatureBatch) -> int:
+        return int(counted(batch, "input").sum())
+
+    @classmethod
+    def loss_count(cls, batch: FeatureBatch, settings: Eagle3Settings) -> float:
         if settings.normalizer == "padded":
             return batch.input_ids.numel()
         chosen = counted(batch, settings.token_mask)
@@ -260,11 +270,10 @@ class Eagle3Head(Eagle3Net, DraftHead):
         weights = torch.stack(inside).to(torch.promote_types(dtype, torch.float32))
         if settings.normalizer == "sequence":
             weights = weights / torch.bincount(pairs.owner, minlength=1)[pairs.owner]
-        lm_head = self.lm_head.weight if settings.train_lm_head else self.lm_head.weight.detach()
         found = distances(
             settings.objective,
             lambda part: target.lm_head(pairs.wanted[part].to(target.dtype)),
-            self.lm_head.weight if settings.train_lm_head else self.lm_head.weight.detach(),
+            self.lm_head.weight,
             self.d2t if self.config.reduced else None,
             predictions,
             weights,
@@ -279,7 +288,7 @@ class Eagle3Head(Eagle3Net, DraftHead):
         if self.config.reduced:
             sums["known"] = found.known.sum()
         counts = dict.fromkeys(sums, torch.tensor(len(pairs.place), device=weights.device))
-        counts["loss"] = torch.tensor(self.num_loss_tokens(batch, settings), device=weights.device)
+        counts["loss"] = torch.tensor(self.loss_count(batch, settings), device=weights.device)
         return LossOutput(total / counts["loss"].clamp_min(1), sums, counts), pairs, found
 
     @classmethod
@@ -289,11 +298,8 @@ class Eagle3Head(Eagle3Net, DraftHead):
 
     # -- decoding
 
-    def drafter(self, target: CausalLM, stops: Sequence[StopPolicy], capacity: int) -> NestedDrafter:
-        raise NotImplementedError
-
-    def branches(self, target: CausalLM, depth: int) -> BranchDrafter:
-        raise NotImplementedError
+    def lean(self, target: CausalLM) -> LeanEagle3:
+        return LeanEagle3(self, target)
 
     @classmethod
     def branches_flops(cls, config: Eagle3Config, texts: Sequence[int], starts: Sequence[int], levels: int) -> float:
@@ -366,3 +372,27 @@ def eagle3_training(
     logits = flops.linear(size, draft_vocab, loss_tokens)
     head = passes * logits * (flops.TRAINED if trained_lm_head else flops.FROZEN_PASSING)
     return passes * flops.TRAINED * layer + fused + head + flops.lm_head_forward(config, loss_tokens)
+
+
+@dataclass(frozen=True)
+class Eagle3Chain(FixedK):
+    """An EAGLE-3 head drafts a chain of k tokens a round (Li et al. 2025)."""
+
+    uses = ("eagle3",)
+
+
+@dataclass(frozen=True)
+class Eagle3Tree(DynamicTrees):
+    """An EAGLE-3 head drafts the dynamic trees of EAGLE-2 (Li et al. 2025, section 3)."""
+
+    uses = ("eagle3",)
+
+
+@dataclass(frozen=True)
+class Eagle3StaticTree(StaticTrees):
+    """An EAGLE-3 head drafts EAGLE-1's static tree, or any from a YAML list of paths of ranks."""
+
+    uses = ("eagle3",)
+
+
+METHODS = {"eagle3": Eagle3Chain, "eagle3-tree": Eagle3Tree, "eagle3-static": Eagle3StaticTree}

@@ -105,7 +105,7 @@ class Eagle3Net(nn.Module):
         self.fc_norm = nn.ModuleList(RMSNorm(size, eps) for _ in range(norms))
         self.layer = PairLayer(config.llama)
         self.norm = RMSNorm(size, eps)
-        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False).requires_grad_(False)
         self.register_buffer("d2t", torch.arange(config.draft_vocab_size), persistent=config.reduced)
         cos, sin = rope_table(config.llama, config.max_position)
         self.register_buffer("cos", cos, persistent=False)

@@ -130,7 +130,7 @@ def test_a_head_of_captured_layers_and_fewer_tokens_drafts_as_the_decoder_does(l
     if not isinstance(lm, LlamaLM):
         pytest.skip("the head takes its sizes from a lean target")
     head = wide_head(lm)
-    features = lm.features(torch.tensor([text]), capture=head.capture(lm.info.num_layers))[0]
+    features = lm.features(torch.tensor([text]), capture=head.capture)[0]
     check(head.branches(lm, DEPTH), lambda stop: head.drafter(lm, [stop], 64), text, features, lm.info.vocab_size)
 
 

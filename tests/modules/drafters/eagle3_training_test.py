@@ -129,7 +129,7 @@ def test_documents_end_to_end_have_the_loss_of_those_apart(dialect: dict[str, An
     for packed in (False, True):
         head, batch = head_of(), batch_of(packed)
         output = head.loss(batch, TARGET, settings, None)
-        count = head.num_loss_tokens(batch, settings)
+        count = head.loss_count(batch, settings)
         assert output.counts["loss"] == count
         (output.loss * count).backward()
         losses.append([output.loss.detach() * count, head.fc.weight.grad])
@@ -139,8 +139,9 @@ def test_documents_end_to_end_have_the_loss_of_those_apart(dialect: dict[str, An
 
 def test_only_what_is_to_be_trained_gets_a_gradient() -> None:
     for trained in (False, True):
-        head = head_of()
-        head.loss(batch_of(), TARGET, Eagle3Settings(passes=PASSES, train_lm_head=trained), None).loss.backward()
+        head, settings = head_of(), Eagle3Settings(passes=PASSES, train_lm_head=trained)
+        head.freeze(settings)
+        head.loss(batch_of(), TARGET, settings, None).loss.backward()
         missing = {name for name, weight in head.named_parameters() if weight.grad is None or not weight.grad.any()}
         assert missing == (set() if trained else {"lm_head.weight"})
 
