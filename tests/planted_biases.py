@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from draftsmith.modules.decoding import chain, loop, verify
 from draftsmith.modules.decoding.protocols import DraftTree
-from draftsmith.modules.drafters import draft_model
+from draftsmith.modules.drafters import row_drafter
 from draftsmith.modules.sampling import TorchSource, pick, probabilities
 from draftsmith.modules.types import SamplingParams
 
@@ -39,7 +39,7 @@ def wrong_q(patch) -> None:
         made = real(logits, states, step, stops, limits, at(params, 0.8), sources, contexts)
         return [DraftTree(tree.tokens, tree.parents, flattened(tree.draft_prob, 0.8)) for tree in made]
 
-    patch.setattr(draft_model, "draft_chains", drafted)
+    patch.setattr(row_drafter, "draft_chains", drafted)
 
 
 def dropping(patch, low) -> None:
@@ -51,7 +51,7 @@ def dropping(patch, low) -> None:
             return DraftTree(tree.tokens[:-1], tree.parents[:-1], tree.draft_prob[:-1])
         return tree
 
-    patch.setattr(draft_model, "draft_chains", lambda *args: [dropped(tree) for tree in real(*args)])
+    patch.setattr(row_drafter, "draft_chains", lambda *args: [dropped(tree) for tree in real(*args)])
 
 
 def drops_unlikely(patch) -> None:

@@ -109,8 +109,8 @@ class BigramBranches(BranchDrafter):
     min_start, model = 2, "bigram"
 
     def __init__(self, head: BigramHead, target: CausalLM, depth: int):
-        super().__init__(depth, target.device)
-        self._head, self._target = head, target
+        super().__init__(target, depth)
+        self._head = head
         self._states = torch.empty(0)
 
     def open(self, tokens: Sequence[int], features: Tensor | None = None) -> None:
@@ -125,9 +125,3 @@ class BigramBranches(BranchDrafter):
 
     def _drop(self) -> None:
         """Nothing is kept."""
-
-    def embed(self, ids: Tensor) -> Tensor:
-        return self._target.embed(ids.to(self.device))
-
-    def lm_head(self, hidden: Tensor) -> Tensor:
-        return self._target.lm_head(hidden)

@@ -205,7 +205,7 @@ def test_a_job_script_starts_the_words_and_runs_nothing_else(stubs):
     assert calls(stubs, "srun") == [[*options, sys.executable, "-m", "draftsmith", *words, "--resume"]]
     assert not (stubs / "injected").exists()
     # sbatch reads options up to the first line that is no comment.
-    head = script[: script.index("\necho")]
+    head = script[: script.index("\necho")].replace(str(stubs), "")
     assert [line for line in head.splitlines() if "99" in line or not line.startswith("#")] == []
 
 

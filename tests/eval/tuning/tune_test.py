@@ -135,7 +135,7 @@ def test_the_grid_holds_what_the_models_allow():
     assert not [item for item in grid.settings({"draft"}, None) if "eagle" in item.label or "specdec" in item.label]
     for depth in (1, 2, 3):  # no longer drafts than were recorded, and none twice
         short = Grid(depth, 1, (4,)).settings(GIVEN, "draft")
-        assert max(item.method.limits[1] for item in short if isinstance(item.method, ByPrediction)) == depth
+        assert max(item.method.max for item in short if isinstance(item.method, ByPrediction)) == depth
     of_head = [item.label for item in grid.settings(GIVEN, "eagle") if item.label.startswith("specdec++")]
     assert of_head and all(label.endswith("drafter=eagle") for label in of_head)
 
