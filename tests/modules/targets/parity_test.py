@@ -232,8 +232,8 @@ def test_a_session_starts_over_and_goes_back(case, session):
     assert_close(session.extend([other], num_logits=9).logits[0], case.logits(other))
 
 
-@pytest.mark.parametrize("capture", [(0, 1), (1,)])
-def test_captured_states_are_transformers_own_before_the_final_norm(case, engine, capture):
+@pytest.mark.parametrize("capture", [(0, 1), (1,), (0, 2), (2,)])
+def test_captured_states_are_transformers_own(case, engine, capture):
     """Of whole texts and of texts read piece by piece, as chains and as trees, whichever way they are cached."""
     lm, tokens = case.engines[engine], case.tokens(17)
     with torch.no_grad():
@@ -249,7 +249,7 @@ def test_captured_states_are_transformers_own_before_the_final_norm(case, engine
         found.append(session.extend([tokens[9:]], [range(-1, 7)]).features[:, :8])
         assert_close(torch.cat(found, 1), expected)
     with pytest.raises(ValueError, match="capture"):
-        lm.session(1, 40, (lm.info.num_layers,)).extend([tokens])
+        lm.session(1, 40, (lm.info.num_layers + 1,)).extend([tokens])
 
 
 def test_batches_of_different_lengths_and_after_rows_have_ended(case, engine):
