@@ -1,4 +1,4 @@
-"""The benchmark of training-time test: both attentions are the same function, and its numbers are ratios of its runs."""
+"""The benchmark of training-time test: both attentions are one function, and its numbers are ratios of its runs."""
 
 from __future__ import annotations
 
