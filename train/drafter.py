@@ -11,12 +11,16 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 import torch
 from torch import Tensor
 
-from draftsmith.data.heads.directory import starting_head, starting_settings, starting_weights
+from draftsmith.data.heads.diagnosis import Subject, bad_numbers, curve_of, diagnose, report
+from draftsmith.data.heads.directory import load_draft_head, starting_head, starting_settings, starting_weights
+from draftsmith.data.heads.readings import texts_of
 from draftsmith.data.models.identity import captured
 from draftsmith.data.models.loading import llama_shape, load_lm
+from draftsmith.data.progress import say
 from draftsmith.data.store.datasets import FeatureDataset, ResponsesDataset, collate_features, pack_features
 from draftsmith.data.store.feature_codec import FeatureDtype, rounded
 from draftsmith.data.store.manifest import Manifest, open_artefact
+from draftsmith.data.store.reading import read_object
 from draftsmith.modules.drafters import head_class
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.finite import NonFinite, first_broken
@@ -35,6 +39,8 @@ if TYPE_CHECKING:
 STD_SAMPLES = 32
 # Hashing goes at about 1 GB/s: half a minute at most.
 HASHED_BYTES = 32 * 2**30
+# Validation samples that a diagnosis reads: seconds, beside what the training took.
+DIAGNOSED = 64
 
 
 @functools.cache
@@ -109,6 +115,32 @@ def prepare(config: TrainDrafterConfig) -> tuple[Any, ...]:
     inputs = digests(train, val) | ({} if config.init in drafter.starts else starting_weights(config.init))
     provenance = Provenance(config.kind, inputs, target.info.identity, train.manifest.identity)
     return module, data, config, provenance, probe
+
+
+def explain(best: Path, config: TrainDrafterConfig, target: CausalLM, val: Samples) -> None:
+    """Print why, where the numbers of the trained head are bad. One process does.
+
+    val: the samples that they were measured on.
+    """
+    made = read_object(best / "manifest.json", {"metrics": dict})
+    bad = bad_numbers(made["metrics"])
+    if not bad:
+        return
+    say(f"warning: {bad}")
+    if config.target_parallel == "tensor":  # which all processes would have to read together
+        say(f"See why: draftsmith diagnose {best} --data {config.data} --target {config.target}")
+        return
+    items = (val.item(number, 0) for number in range(min(DIAGNOSED, len(val))))
+    rows = ({name: item[name].tolist() for name in ("input_ids", "loss_mask")} for item in items)
+    try:
+        head, shape = load_draft_head(best, target), llama_shape(target, config.target)
+        texts = texts_of(rows, min(target.info.max_position, head.config.max_position))
+        data, curve = val.dataset.manifest, curve_of(best)
+        found = diagnose(Subject(head, target, config.target, texts, data, made, shape, curve))
+    except (InputError, NonFinite) as error:
+        say(f"warning: no diagnosis: {error}")
+        return
+    say(report(*found))
 
 
 def _token_counts(samples: Samples, target: CausalLM) -> Tensor:

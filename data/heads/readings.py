@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.data.heads.directory import build_head
+from draftsmith.data.heads.directory import build_head, head_state
 from draftsmith.data.text.answers import answer_mask
 from draftsmith.modules.decoding.branches import pieces
 from draftsmith.modules.drafters.base import DraftHead
@@ -76,10 +76,11 @@ def other_readings(head: DraftHead, target: LlamaConfig | None, num_layers: int)
     """
     own = head.capture or (num_layers,)
     layers = [tuple(layer + by for layer in own) for by in (-1, 1)]
-    if len(own) > 1:
+    if len(head.capture) == 3:
         layers.append((2, num_layers // 2, num_layers - 3))
-    last = num_layers - (1 if head.capture else 0)
-    layers = [one for one in layers if one != own and 0 <= one[0] < one[-1] + (len(one) == 1) <= last + 1]
+    layers = [
+        one for one in layers if one != own and list(one) == sorted(set(one)) and 0 <= one[0] <= one[-1] < num_layers
+    ]
     found = [Reading("as it is", head, own)]
     found += [Reading(f"layers {' '.join(map(str, one))}", head, one) for one in dict.fromkeys(layers)]
     llama = getattr(head.config, "llama", None)
@@ -88,7 +89,6 @@ def other_readings(head: DraftHead, target: LlamaConfig | None, num_layers: int)
     ropes = {(COMMON_BASE, RopeScaling())}
     if target is not None:
         ropes |= {(target.rope_theta, RopeScaling()), (target.rope_theta, target.rope_scaling)}
-    weights = dict(head.named_parameters()) | dict(head.named_buffers())
     for theta, scaling in sorted(ropes, key=str):
         if theta == llama.rope_theta and scaling.kind == llama.rope_scaling.kind:
             continue
@@ -96,7 +96,7 @@ def other_readings(head: DraftHead, target: LlamaConfig | None, num_layers: int)
             head.config, llama=dataclasses.replace(llama, rope_theta=theta, rope_scaling=scaling)
         )
         label = f"rotary base {theta:g}" + ("" if scaling.kind == "default" else f", scaling {scaling.kind}")
-        found.append(Reading(label, reshaped(head, config, weights), own))
+        found.append(Reading(label, reshaped(head, config), own))
     return found
 
 
@@ -168,7 +168,7 @@ def agreed(drafted: Tensor, starts: Tensor, ids: Tensor, choices: Tensor, mask: 
     return torch.stack([(compared & right).sum(0), compared.sum(0)]).double()
 
 
-def reshaped(head: DraftHead, config: Any, weights: Mapping[str, Tensor]) -> DraftHead:
+def reshaped(head: DraftHead, config: Any) -> DraftHead:
     """The same weights in a head of another config."""
-    made = build_head(head.kind, config, weights)
+    made = build_head(head.kind, config, head_state(head))
     return made.to(next(head.parameters()).device).eval().requires_grad_(False)
