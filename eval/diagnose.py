@@ -16,6 +16,8 @@ from draftsmith.data.store.reading import read_object
 from draftsmith.data.store.shards import Rows
 from draftsmith.modules.types import InputError
 
+ANSWER = "Make responses first (data responses)."
+
 
 @dataclass(frozen=True)
 class DiagnoseConfig(Loading):
@@ -43,6 +45,8 @@ def run(config: DiagnoseConfig) -> list[Finding]:
     """
     check_positive(config, "limit")
     manifest = open_artefact(config.data, ("responses", "features", "prompts"), text_identity(config.target), "size")
+    if "input_ids" not in {spec.name for spec in manifest.fields}:
+        raise InputError("data", f"{config.data}, prompts without answers", "answers", ANSWER)
     target = load_lm(config.target, **config.loading)
     head = load_draft_head(config.head, target)
     try:
@@ -52,7 +56,7 @@ def run(config: DiagnoseConfig) -> list[Finding]:
     rows = Rows(config.data, manifest, limit=config.limit).iterate()
     texts = texts_of(rows, min(target.info.max_position, head.config.max_position))
     if not texts:
-        raise InputError("data", f"{config.data} without answers", "answers", "Make responses first (data responses).")
+        raise InputError("data", f"{config.data} without answers", "answers", ANSWER)
     made = read_object(config.head / "manifest.json", {})
     subject = Subject(head, target, config.target, texts, manifest, made, shape, curve_of(config.head))
     answers = sum(sum(text.mask) for text in texts)

@@ -113,8 +113,10 @@ def measure(target: CausalLM, texts: Sequence[AnsweredText], readings: Sequence[
     tallies = [torch.zeros(2, reading.depth, dtype=torch.float64) for reading in readings]
     sums = torch.zeros(5, dtype=torch.float64)  # tokens, chosen, -log p, unknown tokens, unknown choices
     for text in texts:
-        ids, places = torch.tensor(text.ids), torch.tensor(text.mask).nonzero()[:, 0]
-        places = places[places > 0]
+        ids, mask = torch.tensor(text.ids), torch.tensor(text.mask)
+        places = mask[1:].nonzero()[:, 0] + 1
+        # The first token of an answer is never drafted: the target gives it when it has read the prompt.
+        starts = places[mask[places - 1]]
         read = target.features(ids[None].to(target.device), capture=layers)[0]
         states = dict(zip(layers, read.chunk(len(layers), -1), strict=True))
         choices, log_p = said(target, states[last], ids)
@@ -122,11 +124,11 @@ def measure(target: CausalLM, texts: Sequence[AnsweredText], readings: Sequence[
         sums[:3] += torch.tensor([len(places), (choices == ids[1:])[after].sum(), -log_p[after].sum()])
         for number, (reading, branches) in enumerate(zip(readings, drafting, strict=True)):
             branches.open(text.ids, torch.cat([states[layer] for layer in reading.layers], -1))
-            starts = places[places >= branches.min_start]
-            if not len(starts):
+            begun = starts[starts >= branches.min_start]
+            if not len(begun):
                 continue
-            drafted = branches.draft(starts.tolist(), reading.depth, [SamplingParams()] * len(starts))
-            tallies[number] += agreed(drafted.tokens.cpu(), starts, ids, choices, torch.tensor(text.mask))
+            drafted = branches.draft(begun.tolist(), reading.depth, [SamplingParams()] * len(begun))
+            tallies[number] += agreed(drafted.tokens.cpu(), begun, ids, choices, mask)
             if number == 0:
                 known = branches.lm_head(drafted.hidden[:1, 0])[0].isfinite().cpu()
                 sums[3:] += torch.tensor([(~known[ids[places]]).sum(), (~known[choices[after]]).sum()])
