@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 import torch
 from torch import Tensor
 
-from draftsmith.data.heads.diagnosis import Subject, bad_numbers, curve_of, diagnose, report
-from draftsmith.data.heads.directory import load_draft_head, starting_head, starting_settings, starting_weights
-from draftsmith.data.heads.readings import texts_of
+from draftsmith.data.heads.diagnosis import bad_numbers, diagnose
+from draftsmith.data.heads.directory import starting_head, starting_settings, starting_weights
 from draftsmith.data.models.identity import captured
 from draftsmith.data.models.loading import llama_shape, load_lm
 from draftsmith.data.progress import say
@@ -118,29 +117,16 @@ def prepare(config: TrainDrafterConfig) -> tuple[Any, ...]:
 
 
 def explain(best: Path, config: TrainDrafterConfig, target: CausalLM, val: Samples) -> None:
-    """Print why, where the numbers of the trained head are bad. One process does.
-
-    val: the samples that they were measured on.
-    """
-    made = read_object(best / "manifest.json", {"metrics": dict})
-    bad = bad_numbers(made["metrics"])
-    if not bad:
-        return
-    say(f"warning: {bad}")
-    if config.target_parallel == "tensor":  # which all processes would have to read together
-        say(f"See why: draftsmith diagnose {best} --data {config.data} --target {config.target}")
-        return
-    items = (val.item(number, 0) for number in range(min(DIAGNOSED, len(val))))
-    rows = ({name: item[name].tolist() for name in ("input_ids", "loss_mask")} for item in items)
-    try:
-        head, shape = load_draft_head(best, target), llama_shape(target, config.target)
-        texts = texts_of(rows, min(target.info.max_position, head.config.max_position))
-        data, curve = val.dataset.manifest, curve_of(best)
-        found = diagnose(Subject(head, target, config.target, texts, data, made, shape, curve))
-    except (InputError, NonFinite) as error:
-        say(f"warning: no diagnosis: {error}")
-        return
-    say(report(*found))
+    """Print why, where the numbers of the trained head are bad. val: the samples that they were measured on."""
+    bad = bad_numbers(read_object(best / "manifest.json", {"metrics": dict})["metrics"])
+    if bad and config.target_parallel == "tensor":  # which all processes would have to read together
+        bad += f". See why: draftsmith diagnose {best} --data {config.data} --target {config.target}"
+    elif bad:
+        items = [val.item(number, 0) for number in range(min(DIAGNOSED, len(val)))]
+        rows = [{name: item[name].tolist() for name in ("input_ids", "loss_mask")} for item in items]
+        bad += f"\n{diagnose(best, target, config.target, rows, val.dataset.manifest)}"
+    if bad:
+        say(f"warning: {bad}")
 
 
 def _token_counts(samples: Samples, target: CausalLM) -> Tensor:

@@ -120,11 +120,6 @@ class DraftHead(nn.Module, ABC):
         after the first so many layers, side by side [.., L*H] (`CausalLM.session`)."""
         return ()
 
-    @property
-    def longest(self) -> int | None:
-        """Most tokens of a draft; None where that does not depend on it."""
-        return None
-
     @classmethod
     def learns_from(cls, config: Any, num_layers: int) -> tuple[int, ...]:
         """What `loss` reads of a target of so many layers, in the same way. config: of the head."""

@@ -86,10 +86,6 @@ class MedusaHead(DraftHead):
             for _ in range(config.num_heads)
         )
 
-    @property
-    def longest(self) -> int:
-        return self.config.num_heads
-
     def forward(self, features: Tensor) -> list[Tensor]:
         """The state of every head, [.., H] each, from the target's features [.., H]."""
         return [head(features) for head in self.heads]

@@ -12,16 +12,13 @@ import transformers
 from tiny_models import tiny_llama_dir
 
 from draftsmith.data import prompts, responses
-from draftsmith.data.heads import diagnosis
-from draftsmith.data.heads.diagnosis import Finding, Subject, bad_numbers, report, trained
-from draftsmith.data.heads.directory import load_draft_head, save_head
-from draftsmith.data.heads.readings import AnsweredText, agreed, measure, reshaped, texts_of
+from draftsmith.data.heads.diagnosis import bad_numbers, by_depth, template, trained
+from draftsmith.data.heads.directory import build_head, head_state, load_draft_head, save_head
+from draftsmith.data.heads.readings import agreed
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.shards import Rows
-from draftsmith.eval import diagnose
-from draftsmith.modules.drafters.eagle3.head import Eagle3Head
-from draftsmith.modules.types import InputError
+from draftsmith.eval.diagnose import DiagnoseConfig, run
 from draftsmith.train.drafter import drafter_config
 from draftsmith.train.run import run as train
 
@@ -87,13 +84,20 @@ def sound(world, tmp_path_factory) -> Path:
     return trained_head(world, tmp_path_factory.mktemp("sound") / "run", passes=4, steps=90)
 
 
-def diagnosed(world, head: Path, data: Path | None = None) -> list[Finding]:
-    return diagnose.run(diagnose.DiagnoseConfig(head=head, data=data or world.responses, target=str(world.target)))
+@pytest.fixture
+def diagnosed(world, capsys):
+    """Name of each finding -> its line, with the causes in their order under `likeliest` and `also`."""
 
+    def diagnosed(head: Path, data: Path | None = None) -> dict[str, str]:
+        capsys.readouterr()
+        run(DiagnoseConfig(head=head, data=data or world.responses, target=str(world.target)))
+        lines = capsys.readouterr().out.splitlines()
+        causes = [line for line in lines if line.startswith(("Likeliest cause", "Also"))]
+        return {line[5:].partition(":")[0]: line for line in lines if line[:5] in ("ok   ", "BAD  ")} | {
+            "verdict": next(iter(causes), lines[-1])
+        }
 
-def likeliest(findings: list[Finding]) -> str:
-    """The name of what is told first; nothing where all is well."""
-    return max(findings, key=lambda found: found.lost).name if any(found.lost for found in findings) else ""
+    return diagnosed
 
 
 def changed(world, sound: Path, output: Path, **changes) -> Path:
@@ -101,113 +105,103 @@ def changed(world, sound: Path, output: Path, **changes) -> Path:
     head = load_draft_head(sound, load_lm(str(world.target)))
     manifest = json.loads((sound / "manifest.json").read_text())
     del manifest["sha256"], manifest["kind"]
-    return save_head(output, reshaped(head, dataclasses.replace(head.config, **changes)), manifest, "card")
+    other = build_head(head.kind, dataclasses.replace(head.config, **changes), head_state(head))
+    return save_head(output, other, manifest, "card")
 
 
-def test_a_sound_head_has_a_clean_bill(world, sound, capsys):
-    findings = diagnosed(world, sound)
-    shown = capsys.readouterr().out
-    assert likeliest(findings) == "" and "Nothing is wrong" in shown
-    assert [found.name for found in findings] == [
-        "answers", "template", "amount", "vocabulary", "depth", "layers"
-    ]  # fmt: skip
-    assert "100.0% of the answers begin where a served prompt ends" in shown
+def test_a_sound_head_has_a_clean_bill(diagnosed, sound):
+    found = diagnosed(sound)
+    assert found.pop("verdict") == "Nothing is wrong."
+    assert list(found) == ["answers", "template", "amount", "vocabulary", "depth", "layers"]
+    assert "100.0% of the answers begin where a served prompt ends" in found["template"]
+    assert "100.0% of the answers' tokens are the target's first choice" in found["answers"]
 
 
-def test_answers_of_another_model(world, sound, tmp_path, capsys):
+def test_answers_of_another_model(world, diagnosed, sound, tmp_path):
     others = answered_by(make_target(tmp_path / "other", seed=7), world.prompts, tmp_path / "responses")
-    findings = diagnosed(world, sound, others)
-    assert likeliest(findings) == "answers"
-    assert "Likeliest cause (answers)" in capsys.readouterr().out
-    cause = next(found.cause for found in findings if found.name == "answers")
-    assert "another target is recorded" in cause
+    assert diagnosed(sound, others)["verdict"].startswith("Likeliest cause (answers): ")
 
 
-def test_its_own_answers_at_temperature_1_are_no_defect(world, sound, tmp_path):
+def test_its_own_answers_at_temperature_1_are_no_defect(world, diagnosed, sound, tmp_path):
     own = answered_by(world.target, world.prompts, tmp_path / "responses", temperature=1.0)
-    assert not next(found for found in diagnosed(world, sound, own) if found.name == "answers").lost
+    assert diagnosed(sound, own)["answers"].startswith("ok ")
 
 
-def test_layers_other_than_those_it_was_trained_on(world, sound, tmp_path):
+def test_layers_other_than_those_it_was_trained_on(world, diagnosed, sound, tmp_path):
     head = changed(world, sound, tmp_path / "head", capture=tuple(layer + 1 for layer in LAYERS))
-    findings = diagnosed(world, head)
-    assert likeliest(findings) == "layers"
-    assert "layers 2 4 6" in max(findings, key=lambda found: found.lost).cause
+    verdict = diagnosed(head)["verdict"]
+    assert verdict.startswith("Likeliest cause (layers): ") and "layers 2 4 6" in verdict
 
 
-def test_another_rotary_base_than_it_was_trained_with(world, sound, tmp_path):
+def test_another_rotary_base_than_it_was_trained_with(world, diagnosed, sound, tmp_path):
     llama = load_draft_head(sound, load_lm(str(world.target))).config.llama
     head = changed(world, sound, tmp_path / "head", llama=dataclasses.replace(llama, rope_theta=3.0))
-    findings = diagnosed(world, head)
-    assert likeliest(findings) == "rotary"
-    assert "rotary base 10000" in max(findings, key=lambda found: found.lost).cause
+    verdict = diagnosed(head)["verdict"]
+    assert verdict.startswith("Likeliest cause (rotary): ") and "rotary base 10000" in verdict
 
 
-def test_a_draft_vocabulary_without_frequent_tokens(world, sound, tmp_path):
+def test_a_draft_vocabulary_without_frequent_tokens(world, diagnosed, sound, tmp_path):
     target = load_lm(str(world.target))
     whole = load_draft_head(sound, target)
     counts = torch.zeros(target.info.vocab_size)
     for row in Rows(world.responses, Manifest.read(world.responses)).iterate():
         counts += torch.bincount(torch.tensor(row["input_ids"])[row["prompt_length"] :], minlength=len(counts))
     kept = counts.argsort(descending=True)[5:].sort().values
-    head = Eagle3Head(dataclasses.replace(whole.config, draft_vocab_size=len(kept)))
-    head.load_state_dict(
-        {name: tensor for name, tensor in whole.state_dict().items() if name != "lm_head.weight"}, strict=False
-    )
-    head.use_draft_vocabulary(kept, whole.lm_head.weight)
-    directory = save_head(tmp_path / "head", head, {"target": target.info.identity}, "card")
-    findings = diagnosed(world, directory)
-    assert likeliest(findings) == "vocabulary"
-    lost = next(found.lost for found in findings if found.name == "vocabulary")
-    assert lost == pytest.approx(float(1 - counts[kept].sum() / counts.sum()), abs=1e-6)
+    state = {**head_state(whole), "d2t": kept, "lm_head.weight": whole.lm_head.weight[kept]}
+    head = build_head("eagle3", dataclasses.replace(whole.config, draft_vocab_size=len(kept)), state)
+    found = diagnosed(save_head(tmp_path / "head", head, {"target": target.info.identity}, "card"))
+    assert found["verdict"].startswith("Likeliest cause (vocabulary): ")
+    assert f"it cannot draft {1 - counts[kept].sum() / counts.sum():.1%} of" in found["vocabulary"]
 
 
-def test_a_head_trained_on_one_pass_and_what_training_says_of_it(world, tmp_path, capsys):
-    head = trained_head(world, tmp_path / "run", passes=1, steps=70)
-    findings = diagnosed(world, head)
-    assert likeliest(findings) == "depth"
-    assert "(passes was 1)" in max(findings, key=lambda found: found.lost).cause
-    assert "Likeliest cause (depth)" in capsys.readouterr().out
+def test_a_head_trained_on_one_pass(world, diagnosed, tmp_path):
+    verdict = diagnosed(trained_head(world, tmp_path / "run", passes=1, steps=70))["verdict"]
+    assert verdict.startswith("Likeliest cause (depth): ") and "(passes was 1)" in verdict
 
 
-def test_agreement_is_what_the_head_says_of_itself_in_validation(world, sound):
-    """Validation reads whole batches in passes of training-time test; here drafts are made as in decoding. It counts the
+def test_later_tokens_are_no_cause_where_the_first_is_bad_or_nothing_is_trained_on_them():
+    assert by_depth([0.9, 0.5], "passes", 1).lost == pytest.approx(0.4)
+    assert not by_depth([0.4, 0.1], "passes", 1).lost
+    assert not by_depth([0.9, 0.5], "", None).lost
+    assert not by_depth([0.9, 0.8], "unroll", 1).lost
+
+
+def test_agreement_is_what_the_head_says_of_itself_in_validation(diagnosed, sound):
+    """Validation reads whole batches in passes of training-time test; drafts here are made as in decoding. It counts the
     token behind an answer's end too."""
     metrics = json.loads((sound / "manifest.json").read_text())["metrics"]
-    measured = diagnosed(world, sound)
-    shown = next(found.measured for found in measured if found.name == "depth").rpartition(": ")[2]
+    shown = diagnosed(sound)["depth"].rpartition(": ")[2]
     own = [metrics[f"agreement_{number}"] for number in range(1, 5)]
     assert [float(share) for share in shown.split(", ")] == pytest.approx(own, abs=0.02)
 
 
 def test_shares_of_drafts_against_a_loop():
-    ids, choices = torch.tensor([1, 2, 3, 4, 5, 6]), torch.tensor([2, 3, 4, 9, 6])
-    mask, starts = torch.tensor([0, 0, 1, 1, 1, 1]).bool(), torch.tensor([2, 3, 5])
-    drafted = torch.tensor([[3, 4, 9], [4, 5, 6], [6, 7, 7]])
+    ids, choices = torch.tensor([1, 2, 3, 4, 5, 6]), torch.tensor([-1, 3, 4, 9, 6, -1])
+    drafted, starts = torch.tensor([[3, 4, 9], [4, 5, 6], [6, 7, 7]]), torch.tensor([2, 3, 5])
     right, compared = [0] * 3, [0] * 3
     for draft, start in zip(drafted.tolist(), starts.tolist(), strict=True):
         for depth, token in enumerate(draft):
             place = start + depth
-            if place == len(ids) or not mask[place]:
+            if place == len(ids):
                 break
             compared[depth] += 1
             right[depth] += token == choices[place - 1]
             if token != choices[place - 1] or token != ids[place]:
                 break
-    assert agreed(drafted, starts, ids, choices, mask).tolist() == [right, compared]
+    assert agreed(drafted, starts, ids, choices).tolist() == [right, compared]
     assert compared == [3, 2, 1]
 
 
 @pytest.mark.parametrize("by", [-2, 1])
-def test_a_mask_that_does_not_begin_behind_the_served_prompt(world, sound, by):
-    target, data = load_lm(str(world.target)), Manifest.read(world.responses)
-    texts = texts_of(Rows(world.responses, data).iterate(), 256)
-    moved = [AnsweredText(text.ids, list(torch.tensor(text.mask).roll(by))) for text in texts]
-    subject = Subject(load_draft_head(sound, target), target, str(world.target), moved, data)
-    finding = diagnosis.template(subject)
-    assert finding.lost == 1 and "<|assistant|>" in finding.cause
+def test_a_mask_that_does_not_begin_behind_the_served_prompt(world, by):
+    data = Manifest.read(world.responses)
+    rows = list(Rows(world.responses, data).iterate())
+    moved = [{**row, "loss_mask": torch.tensor(row["loss_mask"]).roll(by).tolist()} for row in rows]
+    finding = template(str(world.target), moved, data)
+    assert finding.lost == 1 and "<|assistant|>" in finding.advice
     other = dataclasses.replace(data, identity={**data.identity, "chat_template": "0123"})
-    assert "template 0123" in diagnosis.template(dataclasses.replace(subject, texts=texts, data=other)).cause
+    assert "two templates" in template(str(world.target), rows, other).advice
+    assert not template(str(world.target), rows, data).lost
 
 
 @pytest.mark.parametrize(
@@ -219,15 +213,14 @@ def test_a_mask_that_does_not_begin_behind_the_served_prompt(world, sound, by):
         ("1.0 0.8 0.6", "0.5 0.6 0.70", "0.5 0.6 0.70", "still learned"),
     ],
 )
-def test_validation_against_training(val_loss, val_top1, train_top1, cause):
-    columns = zip(val_loss.split(), val_top1.split(), train_top1.split(), strict=True)
-    curve = [
-        {"step": str(step), "val/loss": loss, "val/top1": top1, "train/top1": learned}
-        for step, (loss, top1, learned) in enumerate(columns)
-    ]
-    (finding,) = trained(curve)
-    assert (cause in finding.cause) if cause else not finding.lost
-    assert not list(trained(curve[:1]))  # a single validation says nothing
+def test_validation_against_training(tmp_path, val_loss, val_top1, train_top1, cause):
+    columns = list(zip(val_loss.split(), val_top1.split(), train_top1.split(), strict=True))
+    file, head = tmp_path / "metrics.csv", "step,val/loss,val/top1,train/top1\n"
+    file.write_text(head + "".join(f"{i},,,{row[2]}\n{i},{row[0]},{row[1]},\n" for i, row in enumerate(columns)))
+    (finding,) = trained(file)
+    assert (finding.lost and cause in finding.advice) if cause else not finding.lost
+    file.write_text(head + "0,1.0,0.5,0.5\n")  # a single validation says nothing
+    assert not list(trained(file)) and not list(trained(tmp_path / "none.csv"))
 
 
 def test_only_bad_numbers_are_explained():
@@ -235,7 +228,6 @@ def test_only_bad_numbers_are_explained():
     assert "first" in bad_numbers({"top1": 0.4})
     assert "later" in bad_numbers({"agreement_1": 0.9, "agreement_2": 0.4, "top1": 0.9})
     assert not bad_numbers({"loss": 3.0})
-    assert "None of these is the cause: sad." in report([Finding("answers", "fine")], "sad")
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "medusa"])
