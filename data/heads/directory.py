@@ -69,8 +69,7 @@ def save_head(directory: str | Path, head: Any, manifest: Mapping[str, Any], car
         "sampling": manifest.get("sampling"),
         **{name: manifest[name] for name in LABELS if name in manifest},
     }
-    # Tied blocks share storage, which safetensors refuses: each tensor is stored once, under its first name.
-    state = {name: tensor.detach().cpu().contiguous() for name, tensor in head.named_parameters()}
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in stored_tensors(head).items()}
     with whole_directory(directory) as partial:
         write_json(partial / "config.json", config, indent=2)
         write_tensors(partial / "model.safetensors", state)
@@ -78,6 +77,14 @@ def save_head(directory: str | Path, head: Any, manifest: Mapping[str, Any], car
         sha256 = {file.name: file_sha256(file) for file in sorted(partial.iterdir())}
         write_json(partial / "manifest.json", {"kind": "head", **manifest, "sha256": sha256}, indent=2)
     return directory
+
+
+def stored_tensors(head: nn.Module) -> dict[str, Tensor]:
+    """What a head's file holds: parameters and persistent buffers. Tied blocks share storage, which safetensors
+    refuses: each tensor is there once, under its first name."""
+    parameters = {name for name, _ in head.named_parameters(remove_duplicate=False)}
+    buffers = {name: tensor for name, tensor in head.state_dict().items() if name not in parameters}
+    return dict(head.named_parameters()) | buffers
 
 
 def head_config(directory: str | Path, kind: str | None = None) -> dict[str, Any]:
@@ -218,13 +225,13 @@ def _settings(config: dict[str, Any]) -> Any:
 def build_head(kind: str, config: Any, state: Mapping[str, Tensor]) -> Any:
     """A head of these settings and weights, in the type of the weights.
 
-    state: by the names of `named_parameters`; of a tied block, once.
+    state: by the names of `stored_tensors`.
 
     Raises:
         InputError: a tensor is missing, unknown or of another shape.
     """
     head = class_of(kind)(config)
-    wrong = misfits({name: tuple(tensor.shape) for name, tensor in head.named_parameters()}, state)
+    wrong = misfits({name: tuple(tensor.shape) for name, tensor in stored_tensors(head).items()}, state)
     if wrong:
         found = ", ".join(f"{name} {text}" for name, text in list(wrong.items())[:8])
         found += f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
