@@ -107,7 +107,7 @@ def head_lines(sized: Path) -> list[str]:
         f"acceptance head: AUC {acceptance['auc']:.3f} (of the draft's own q(y): {acceptance['auc_q']:.3f}), "
         f"calibrated ECE {acceptance['ece_platt']:.3f}",
         f"EAGLE head: top-1 {eagle['top1']:.3f}, top-3 {eagle['top3']:.3f} of the target's choices",
-        f"EAGLE-3 head: top-1 {eagle3['top1']:.3f}; {eagle3['accepted']:.3f} of its first tokens would be accepted at T=1",
+        f"EAGLE-3 head: top-1 {eagle3['top1']:.3f}; a first token is accepted with {eagle3['accepted']:.3f} at T=1",
     ]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.data.heads.directory import build_head, head_state
+from draftsmith.data.heads.directory import build_head, stored_tensors
 from draftsmith.data.text.answers import answer_mask
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.layers import LlamaConfig, RopeScaling
@@ -63,7 +63,7 @@ def readings_of(head: DraftHead, target: LlamaConfig | None, num_layers: int) ->
     for theta, scaling in sorted(ropes, key=str):
         if (theta, scaling.kind) != (llama.rope_theta, llama.rope_scaling.kind):
             turned = dataclasses.replace(llama, rope_theta=theta, rope_scaling=scaling)
-            other = build_head(head.kind, dataclasses.replace(head.config, llama=turned), head_state(head))
+            other = build_head(head.kind, dataclasses.replace(head.config, llama=turned), stored_tensors(head))
             found.append(Reading(f"rotary base {theta:g}, scaling {scaling.kind}", other.eval().to(device), own))
     return found
 

@@ -13,7 +13,7 @@ from tiny_models import tiny_llama_dir
 
 from draftsmith.data import prompts, responses
 from draftsmith.data.heads.diagnosis import bad_numbers, by_depth, template, trained
-from draftsmith.data.heads.directory import build_head, head_state, load_draft_head, save_head
+from draftsmith.data.heads.directory import build_head, stored_tensors, load_draft_head, save_head
 from draftsmith.data.heads.readings import agreed
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.manifest import Manifest
@@ -105,7 +105,7 @@ def changed(world, sound: Path, output: Path, **changes) -> Path:
     head = load_draft_head(sound, load_lm(str(world.target)))
     manifest = json.loads((sound / "manifest.json").read_text())
     del manifest["sha256"], manifest["kind"]
-    other = build_head(head.kind, dataclasses.replace(head.config, **changes), head_state(head))
+    other = build_head(head.kind, dataclasses.replace(head.config, **changes), stored_tensors(head))
     return save_head(output, other, manifest, "card")
 
 
@@ -147,7 +147,7 @@ def test_a_draft_vocabulary_without_frequent_tokens(world, diagnosed, sound, tmp
     for row in Rows(world.responses, Manifest.read(world.responses)).iterate():
         counts += torch.bincount(torch.tensor(row["input_ids"])[row["prompt_length"] :], minlength=len(counts))
     kept = counts.argsort(descending=True)[5:].sort().values
-    state = {**head_state(whole), "d2t": kept, "lm_head.weight": whole.lm_head.weight[kept]}
+    state = {**stored_tensors(whole), "d2t": kept, "lm_head.weight": whole.lm_head.weight[kept]}
     head = build_head("eagle3", dataclasses.replace(whole.config, draft_vocab_size=len(kept)), state)
     found = diagnosed(save_head(tmp_path / "head", head, {"target": target.info.identity}, "card"))
     assert found["verdict"].startswith("Likeliest cause (vocabulary): ")
@@ -167,8 +167,8 @@ def test_later_tokens_are_no_cause_where_the_first_is_bad_or_nothing_is_trained_
 
 
 def test_agreement_is_what_the_head_says_of_itself_in_validation(diagnosed, sound):
-    """Validation reads whole batches in passes of training-time test; drafts here are made as in decoding. It counts the
-    token behind an answer's end too."""
+    """Validation reads whole batches in passes of training-time test; drafts here are made as in decoding. It counts
+    the token behind an answer's end too."""
     metrics = json.loads((sound / "manifest.json").read_text())["metrics"]
     shown = diagnosed(sound)["depth"].rpartition(": ")[2]
     own = [metrics[f"agreement_{number}"] for number in range(1, 5)]
