@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.data.heads.directory import build_head, stored_tensors
@@ -20,6 +21,8 @@ from draftsmith.modules.types import SamplingParams
 
 # What published heads were trained with, whatever their targets have.
 COMMON_BASE = 10_000.0
+# Of a text; the logits of so many are made at once.
+MOST_TOKENS = 2048
 
 
 @dataclass(frozen=True)
@@ -74,15 +77,15 @@ def measure(
 ) -> Measured:
     """Read every row's text once with the target, and as often as asked with the head.
 
-    rows: of an artefact with answers; what is behind a context is left out. depth: tokens of the first reading's
-    drafts; the others draft one.
+    rows: of an artefact with answers; what is behind MOST_TOKENS or a context is left out. depth: tokens of the first
+    reading's drafts; the others draft one.
 
     Raises:
         NonFinite: the head's logits.
     """
     last = target.info.num_layers
     layers = tuple(sorted({last, *(layer for reading in readings for layer in reading.layers)}))
-    context = min([target.info.max_position, *(reading.head.config.max_position for reading in readings)])
+    context = min([MOST_TOKENS, target.info.max_position, *(reading.head.config.max_position for reading in readings)])
     depths = [depth, *[1] * len(readings)][: len(readings)]
     drafting = [reading.head.branches(target, own) for reading, own in zip(readings, depths, strict=True)]
     tallies = [torch.zeros(2, own) for own in depths]
@@ -92,9 +95,9 @@ def measure(
         places = mask[1:].nonzero()[:, 0]  # tokens that an answer's follow
         read = target.features(ids[None].to(target.device), capture=layers)[0]
         states = dict(zip(layers, read.chunk(len(layers), -1), strict=True))
-        logits = target.lm_head(states[last][places]).float().cpu()
-        choices = torch.full_like(ids, -1).scatter(0, places, logits.argmax(-1))
-        surprise = torch.nn.functional.cross_entropy(logits, ids[places + 1], reduction="sum")
+        logits = target.lm_head(states[last][places.to(target.device)]).float()
+        choices = torch.full_like(ids, -1).scatter(0, places, logits.argmax(-1).cpu())
+        surprise = F.cross_entropy(logits, ids[places + 1].to(target.device), reduction="sum")
         sums[:3] += torch.tensor([len(places), (choices[places] == ids[places + 1]).sum(), surprise])
         # The first token of an answer is never drafted: the target gives it once it has read the prompt.
         begun = places[mask[places]] + 1
