@@ -40,14 +40,14 @@ class Measured:
 
     chosen: share of the answers' tokens that are the target's first choice. perplexity: of them, under the target at
     temperature 1. agreement: of each reading, how often a draft's first, second, ... token is the target's first choice
-    where those before it were right and the text's. unknown: share of the target's first choices that the first
-    reading's head cannot draft.
+    where those before it were right and the text's. unknown: shares of the answers' tokens and of the target's first
+    choices that the first reading's head cannot draft.
     """
 
     chosen: float
     perplexity: float
     agreement: list[list[float]]
-    unknown: float
+    unknown: tuple[float, float]
 
 
 def readings_of(head: DraftHead, target: LlamaConfig | None, num_layers: int) -> list[Reading]:
@@ -89,7 +89,7 @@ def measure(
     depths = [depth, *[1] * len(readings)][: len(readings)]
     drafting = [reading.head.branches(target, own) for reading, own in zip(readings, depths, strict=True)]
     tallies = [torch.zeros(2, own) for own in depths]
-    sums = torch.zeros(4, dtype=torch.float64)  # tokens, chosen, -log p, unknown
+    sums = torch.zeros(5, dtype=torch.float64)  # tokens, chosen, -log p, unknown tokens, unknown choices
     for row in rows:
         ids, mask = torch.tensor(row["input_ids"][:context]), torch.tensor(answer_mask(row)[:context], dtype=torch.bool)
         places = mask[1:].nonzero()[:, 0]  # tokens that an answer's follow
@@ -110,10 +110,10 @@ def measure(
             tallies[number] += agreed(drafted.tokens.cpu(), starts, ids, choices)
             if number == 0:
                 known = branches.lm_head(drafted.hidden[:1, 0])[0].isfinite().cpu()
-                sums[3] += (~known[choices[places]]).sum()
-    _, chosen, surprise, unknown = (sums / sums[0].clamp_min(1)).tolist()
+                sums[3:] += torch.stack([(~known[tokens]).sum() for tokens in (ids[places + 1], choices[places])])
+    _, chosen, surprise, *unknown = (sums / sums[0].clamp_min(1)).tolist()
     agreement = [[right / count for right, count in tally.T.tolist() if count] for tally in tallies]
-    return Measured(chosen, math.exp(min(surprise, 100.0)), agreement, unknown)
+    return Measured(chosen, math.exp(min(surprise, 100.0)), agreement, (unknown[0], unknown[1]))
 
 
 def agreed(drafted: Tensor, starts: Tensor, ids: Tensor, choices: Tensor) -> Tensor:
