@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -126,7 +126,9 @@ class EagleFormat(HeadFormat):
             expected = f"a divisor of hidden_size {llama.hidden_size}: transformers refuses any other"
             raise InputError("num_heads", llama.num_heads, expected, "Train the head for a target of other sizes.")
 
-    def write(self, config: EagleConfig, state: Mapping[str, Tensor], dtype: torch.dtype) -> Package:
+    def write(
+        self, config: EagleConfig, state: Mapping[str, Tensor], dtype: torch.dtype, target: TargetFacts | None = None
+    ) -> Package:
         """The tensors as they are, in `dtype`."""
         self.check(config)
         shapes = {name: slot.shape for name, slot in eagle_slots(config).items()}
@@ -202,18 +204,7 @@ class EagleFormat(HeadFormat):
         return state
 
     def settings_differ(self, config: Mapping[str, Any], reading: Reading) -> list[Finding]:
-        """Sizes and rotary frequencies."""
-        ours = LlamaConfig(**{**config["llama"], "rope_scaling": RopeScaling(**config["llama"]["rope_scaling"])})
-        theirs = reading.settings["llama"]
-        found = [
-            Finding("error", name, f"{getattr(theirs, name)} in this system, exported with {getattr(ours, name)}")
-            for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim", "rms_eps")
-            if getattr(theirs, name) != getattr(ours, name)
-        ]
-        one, other = (frequencies(llama, Rope.of(llama)) for llama in (ours, theirs))
-        if one.shape != other.shape or not torch.allclose(one, other, rtol=1e-5):
-            found.append(Finding("error", "rope", "other rotary frequencies than the head was exported with"))
-        return found
+        return sizes_differ(config, reading)
 
 
 def with_biases(llama: LlamaConfig, biases: Biases) -> EagleConfig:
@@ -253,6 +244,21 @@ def producer(found: ForeignHead) -> str:
     if not (wide or odd or newer) and simple:
         return "eagle"  # under SGLang's class name too, which SafeAILab's code does not read
     return "sglang" if name == SGLANG_CLASS else "vllm"
+
+
+def sizes_differ(config: Mapping[str, Any], reading: Reading) -> list[Finding]:
+    """Sizes and rotary frequencies of an exported head against those that a system takes."""
+    ours = LlamaConfig(**{**config["llama"], "rope_scaling": RopeScaling(**config["llama"]["rope_scaling"])})
+    theirs = reading.settings["llama"]
+    found = [
+        Finding("error", name, f"{getattr(theirs, name)} in this system, exported with {getattr(ours, name)}")
+        for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim", "rms_eps")
+        if getattr(theirs, name) != getattr(ours, name)
+    ]
+    one, other = (frequencies(llama, Rope.of(llama)) for llama in (ours, theirs))
+    if one.shape != other.shape or not torch.allclose(one, other, rtol=1e-5):
+        found.append(Finding("error", "rope", "other rotary frequencies than the head was exported with"))
+    return found
 
 
 def llama_fields(llama: LlamaConfig, dtype: torch.dtype) -> dict[str, Any]:
@@ -316,8 +322,14 @@ def surroundings(reader: Reader, truncates: bool) -> None:
         reader.error("hidden_size", f"cannot fuse features of width {target.raw['hidden_size']} at width {hidden}")
 
 
-def check_fields(raw: Mapping[str, Any], llama: LlamaConfig, target: TargetFacts | None) -> None:
-    """Raises InputError for every field that our head could not follow."""
+def check_fields(
+    raw: Mapping[str, Any],
+    llama: LlamaConfig,
+    target: TargetFacts | None,
+    whole: Sequence[str] = ("vocab_size", "draft_vocab_size", "hot_vocab_size"),
+) -> None:
+    """Raises InputError for every field that our head could not follow. whole: those that are to be the target's
+    vocabulary."""
     if both := conflict(raw):
         raise InputError("rope_parameters", both, "one rotary setting", "Keep in config.json what it was trained with.")
     if lacking := missing_keys(raw):
@@ -329,7 +341,7 @@ def check_fields(raw: Mapping[str, Any], llama: LlamaConfig, target: TargetFacts
             expected = "nothing" if plain is None else f"{plain} or nothing"
             raise InputError(f"config.json, {field}", raw[field], expected, UNSUPPORTED)
     vocab = llama.vocab_size if target is None else target.raw.get("vocab_size", llama.vocab_size)
-    for field in ("vocab_size", "draft_vocab_size", "hot_vocab_size"):
+    for field in whole:
         if raw.get(field) not in (None, vocab):
             expected = f"the target's whole vocabulary ({vocab})"
             remedy = "Heads of a truncated vocabulary are not supported."

@@ -137,12 +137,22 @@ class Eagle3Net(nn.Module):
         none are given. documents: of a flat batch [1, N, ..], which needs position_ids; drafts that run out of their
         document mean nothing.
         """
-        rows = states.shape[1]
+        return self.follow(embeds, self.read(states), num_passes, position_ids, documents)
+
+    def follow(
+        self,
+        embeds: Tensor,
+        hidden: Tensor,
+        num_passes: int,
+        position_ids: Tensor | None = None,
+        documents: Documents | None = None,
+    ) -> list[Tensor]:
+        """`unroll` from g [B, T, H] on, or from what stands in its place."""
+        rows = hidden.shape[1]
         attention, layer = self.layer.self_attn, self.layer
         if position_ids is None:
-            position_ids = torch.arange(rows, device=states.device)[None]
+            position_ids = torch.arange(rows, device=hidden.device)[None]
         normed = layer.input_layernorm(embeds)
-        hidden = self.read(states)
         passes: list[Tensor] = []
         own: list[tuple[Tensor, Tensor]] = []
         for j in range(num_passes):
