@@ -104,7 +104,7 @@ class Speculators(Eagle3Format):
             reader.fill(name, reader.package.tensors[name], [own], f"size mismatch for {name}")
         elif name == "d2t" and reduced:
             fill_d2t(reader, name)
-        elif name == "t2d" and reduced:
+        elif name == "t2d" or (name == "d2t" and not reader.package.tensors[name].any()):
             reader.used.append(name)
         elif name == "embed_tokens.weight":
             reader.fill_embedding(name, llama.vocab_size, f"size mismatch for {name}", "loads it, the target's")
