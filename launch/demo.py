@@ -100,13 +100,14 @@ def head_lines(sized: Path) -> list[str]:
     """What training measured on held-out samples."""
     numbers = {
         name: json.loads((sized / f"{name}-head" / "training.json").read_text())["best"]
-        for name in ("acceptance", "eagle")
+        for name in ("acceptance", "eagle", "eagle3")
     }
-    acceptance, eagle = numbers["acceptance"], numbers["eagle"]
+    acceptance, eagle, eagle3 = numbers["acceptance"], numbers["eagle"], numbers["eagle3"]
     return [
         f"acceptance head: AUC {acceptance['auc']:.3f} (of the draft's own q(y): {acceptance['auc_q']:.3f}), "
         f"calibrated ECE {acceptance['ece_platt']:.3f}",
         f"EAGLE head: top-1 {eagle['top1']:.3f}, top-3 {eagle['top3']:.3f} of the target's choices",
+        f"EAGLE-3 head: top-1 {eagle3['top1']:.3f}; a first token is accepted with {eagle3['accepted']:.3f} at T=1",
     ]
 
 
@@ -131,6 +132,7 @@ def report(console: Console, sized: Path, chosen: Mapping[str, str], seconds: fl
         "report": sized / "report.html",
         "results": sized / "test" / "results.json",
         "EAGLE head": sized / "eagle-head" / "best",
+        "EAGLE-3 head": sized / "eagle3-head" / "best",
         "acceptance head": sized / "acceptance-head" / "best",
         "EAGLE head for vLLM": sized / "vllm",
     }

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 
 def diagonal_attention(
@@ -107,8 +108,6 @@ def _gather(grad: Tensor, shared: Tensor) -> Tensor:
 @functools.cache
 def _flex() -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Causal attention and its log-sum-exp on a GPU."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
     compiled: Any = torch.compile(flex_attention, dynamic=False)
 
     @functools.lru_cache(maxsize=8)

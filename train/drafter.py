@@ -131,6 +131,11 @@ def open_data(
             raise InputError("features", f"cache, and features in {directory}", "responses to compute them of", remedy)
         size = sum(entry.bytes for entry in manifest.files)
         identity = captured(target.info.identity, layers)
+        theirs, ours = (found.get("layers", "none") for found in (manifest.identity.get("target", {}), identity))
+        if theirs != ours:
+            expected = f"those of {ours}, which this head learns from"
+            remedy = f"Make them with data features --drafter {config.kind}."
+            raise InputError("data", f"features of layers {theirs}", expected, remedy)
         return FeatureDataset(directory, {"target": identity}, check="sha256" if size < HASHED_BYTES else "size")
     open_artefact(directory, ("responses", "prompts", "features"), check="size")
     return ResponsesDataset(directory, config.target, target.info.identity)

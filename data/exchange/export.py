@@ -23,7 +23,7 @@ from draftsmith.data.exchange.directory import SAFEAI
 from draftsmith.data.exchange.record import RECORD, made_with, make_record
 from draftsmith.data.exchange.states import state_source
 from draftsmith.data.heads.card import draft_model_card, model_card
-from draftsmith.data.heads.directory import build_head, head_config, head_fields, head_state, named_kind
+from draftsmith.data.heads.directory import build_head, head_config, head_fields, named_kind, stored_tensors
 from draftsmith.data.heads.measured import measured_of
 from draftsmith.data.models.checkpoint import INDEX
 from draftsmith.data.models.hub import loadable, model_directory
@@ -117,10 +117,8 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[Report, str]:
     source = state_source(format, config.target or recorded.get("target"), draft, config.loading)
     head: Any = original(path, format.kind, source)
     dtype = next(head.parameters()).dtype if config.weights == "auto" else DTYPES[config.weights]
-    state = {
-        name: tensor.cpu().to(dtype) if tensor.is_floating_point() else tensor.cpu()
-        for name, tensor in head_state(head).items()
-    }
+    state = {name: stored.detach().cpu() for name, stored in stored_tensors(head).items()}
+    state = {name: stored.to(dtype) if stored.is_floating_point() else stored for name, stored in state.items()}
     package = format.write(head.config, state, dtype, source.facts)
     fields = {**package.config, **format.completed(source.facts.raw, manifest)}
     package = Package(fields, package.tensors, package.metadata)

@@ -54,12 +54,6 @@ def head_fields(head: nn.Module) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
-def head_state(head: nn.Module) -> dict[str, Tensor]:
-    """What the file of a head holds: its parameters, a tied one once, and its tables, as of a draft vocabulary."""
-    buffers = ((name, buffer) for name, buffer in head.named_buffers() if name in head.state_dict())
-    return {name: tensor.detach() for name, tensor in (*head.named_parameters(), *buffers)}
-
-
 def save_head(directory: str | Path, head: Any, manifest: Mapping[str, Any], card: str) -> Path:
     """Write a head directory under a temporary name and rename it; an older one of that name is replaced.
 
@@ -75,8 +69,7 @@ def save_head(directory: str | Path, head: Any, manifest: Mapping[str, Any], car
         "sampling": manifest.get("sampling"),
         **{name: manifest[name] for name in LABELS if name in manifest},
     }
-    # Tied blocks share storage, which safetensors refuses: each tensor is stored once, under its first name.
-    state = {name: tensor.cpu().contiguous() for name, tensor in head_state(head).items()}
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in stored_tensors(head).items()}
     with whole_directory(directory) as partial:
         write_json(partial / "config.json", config, indent=2)
         write_tensors(partial / "model.safetensors", state)
@@ -84,6 +77,14 @@ def save_head(directory: str | Path, head: Any, manifest: Mapping[str, Any], car
         sha256 = {file.name: file_sha256(file) for file in sorted(partial.iterdir())}
         write_json(partial / "manifest.json", {"kind": "head", **manifest, "sha256": sha256}, indent=2)
     return directory
+
+
+def stored_tensors(head: nn.Module) -> dict[str, Tensor]:
+    """What a head's file holds: parameters and persistent buffers. Tied blocks share storage, which safetensors
+    refuses: each tensor is there once, under its first name."""
+    parameters = {name for name, _ in head.named_parameters(remove_duplicate=False)}
+    buffers = {name: tensor for name, tensor in head.state_dict().items() if name not in parameters}
+    return dict(head.named_parameters()) | buffers
 
 
 def head_config(directory: str | Path, kind: str | None = None) -> dict[str, Any]:
@@ -224,13 +225,13 @@ def _settings(config: dict[str, Any]) -> Any:
 def build_head(kind: str, config: Any, state: Mapping[str, Tensor]) -> Any:
     """A head of these settings and weights, in the type of the weights.
 
-    state: as of `head_state`.
+    state: by the names of `stored_tensors`.
 
     Raises:
         InputError: a tensor is missing, unknown or of another shape.
     """
     head = class_of(kind)(config)
-    wrong = misfits({name: tuple(tensor.shape) for name, tensor in head_state(head).items()}, state)
+    wrong = misfits({name: tuple(tensor.shape) for name, tensor in stored_tensors(head).items()}, state)
     if wrong:
         found = ", ".join(f"{name} {text}" for name, text in list(wrong.items())[:8])
         found += f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""

@@ -199,10 +199,16 @@ def net3_of(reading: Reading, positions: int) -> Eagle3Net:
     llama = llama if followed else dataclasses.replace(llama, rope_scaling=RopeScaling())
     flags = {name: settings[name] for name in ("fc_norm", "norm_output", "norm_before_residual")}
     net = Eagle3Net(Eagle3Config(llama, (0, 1, 2), settings["draft_vocab_size"], **flags)).requires_grad_(False)
-    net.load_state_dict({name: reading.weights[name] for name in net.state_dict()})
-    inside = 0 <= int(net.d2t.min()) <= int(net.d2t.max()) < llama.vocab_size
-    if not inside:
-        net.d2t.copy_(torch.arange(len(net.d2t)))
+    weights, drafted = dict(reading.weights), reading.weights.get("d2t")
+    inside = True
+    if drafted is not None:  # ours are ascending, a system's need not be
+        inside = (
+            len(drafted.unique()) == len(drafted) and 0 <= int(drafted.min()) <= int(drafted.max()) < llama.vocab_size
+        )
+        order = drafted.argsort() if inside else torch.arange(len(drafted))
+        weights["lm_head.weight"] = weights["lm_head.weight"][order]
+        weights["d2t"] = drafted[order] if inside else order
+    net.load_state_dict({name: weights[name] for name in net.state_dict()})
     if not followed or not inside or any(bool(weight.isnan().any()) for weight in net.parameters()):
         for weight in (net.fc.weight, net.lm_head.weight):
             weight.fill_(math.nan)

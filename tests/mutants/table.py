@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from mutants import decoder, learning, sampling, stopping, trees
+from mutants import decoder, eagle3, learning, sampling, stopping, trees
 
-MUTANTS = [*decoder.MUTANTS, *sampling.MUTANTS, *stopping.MUTANTS, *trees.MUTANTS, *learning.MUTANTS]
+MUTANTS = [*decoder.MUTANTS, *sampling.MUTANTS, *stopping.MUTANTS, *trees.MUTANTS, *eagle3.MUTANTS,
+           *learning.MUTANTS]  # fmt: skip

@@ -61,9 +61,10 @@ MUTANTS = [
     Mutant("eagle-flat-rows-one-early", EAGLE, "return rows + ahead", "return rows + max(ahead - 1, 0)", (EAGLE_TEST,)),
     Mutant("eagle-steps-lose-a-row", EAGLE, "self.position_ids >= step", "self.position_ids > step",
            ("tests/train/eagle_test.py", "tests/train/agreement_test.py")),
-    Mutant("eagle-rows-see-the-newer-pass-only", NET, "ahead == i - j for i in range(1, j + 1)",
-           "ahead == 0 for i in range(1, j + 1)", (EAGLE_TEST,)),
-    Mutant("eagle-passes-see-one-true-row-too-many", NET, "[ahead <= -j, ", "[ahead <= 1 - j, ", (EAGLE_TEST,)),
+    Mutant("eagle-rows-see-the-newer-pass-only", NET, "entries[0], entries[1:])", "entries[0], entries[-1:])",
+           (EAGLE_TEST,)),
+    Mutant("eagle-passes-stay-at-the-first-position", NET, "at = (position_ids + j)", "at = position_ids",
+           (EAGLE_TEST,)),
     Mutant("eagle-context-one-too-long", DRAFTING, "self._positions + 2 - len(row.tokens)",
            "self._positions + 3 - len(row.tokens)", (CONTEXTS,)),
 ]  # fmt: skip

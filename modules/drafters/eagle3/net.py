@@ -16,6 +16,7 @@ from draftsmith.modules.lean import LeanLayer, LeanNorm, LeanStack
 from draftsmith.modules.packed import LeanLinear
 from draftsmith.modules.packing import Documents
 from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.types import InputError
 
 NUM_STATES = 3
 
@@ -106,6 +107,7 @@ class Eagle3Net(nn.Module):
         self.norm = RMSNorm(size, eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False).requires_grad_(False)
         self.register_buffer("d2t", torch.arange(config.draft_vocab_size), persistent=config.reduced)
+        self.register_load_state_dict_post_hook(check_ids)
         cos, sin = rope_table(config.llama, config.max_position)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
@@ -200,6 +202,15 @@ class Eagle3Net(nn.Module):
             self.layer.post_attention_layernorm.weight.copy_(layer_state["post_attention_layernorm.weight"])
             self.fc.weight.mul_(0.1)
             self.fc.weight[:, -size:] += torch.eye(size)
+
+
+def check_ids(net: Eagle3Net, _: Any) -> None:
+    """Raises InputError where `d2t` is not what the net drafts: ids of the target, each once, ascending."""
+    ids = net.d2t
+    if not bool((ids[1:] > ids[:-1]).all()) or not 0 <= int(ids[0]) <= int(ids[-1]) < net.config.vocab_size:
+        found = f"ids from {int(ids.min())} to {int(ids.max())} in no order"
+        expected = f"ascending ids below {net.config.vocab_size}"
+        raise InputError("d2t", found, expected, "Take the head's directory from where it was trained.")
 
 
 class LeanPairLayer(LeanLayer):

@@ -21,7 +21,7 @@ from draftsmith.data.exchange.import_head import run as import_head
 from draftsmith.data.exchange.record import RECORD, against_record, read_record
 from draftsmith.data.exchange.states import facts_of, make_probes
 from draftsmith.data.heads.card import model_card
-from draftsmith.data.heads.directory import head_fields, head_state, load_head, save_head
+from draftsmith.data.heads.directory import head_fields, load_head, save_head, stored_tensors
 from draftsmith.data.models.loading import load_lm
 from draftsmith.modules.interop import formats
 from draftsmith.modules.types import InputError
@@ -76,7 +76,7 @@ def test_a_head_comes_back_as_it_was(exported, head_dir, target, tmp_path, check
     import_head(ImportConfig(directory=str(exported(format)), output=tmp_path / "back", target=target))
     head, back = load_head(head_dir), load_head(tmp_path / "back")
     assert head.config == back.config and head.config.reduced
-    assert all(torch.equal(tensor, head_state(back)[name]) for name, tensor in head_state(head).items())
+    assert all(torch.equal(tensor, stored_tensors(back)[name]) for name, tensor in stored_tensors(head).items())
 
 
 def swap(weight: torch.Tensor) -> torch.Tensor:

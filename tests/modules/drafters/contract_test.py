@@ -26,6 +26,7 @@ from draftsmith.modules.drafters import head_class, learned
 from draftsmith.modules.drafters.base import DraftHead, TrainStep
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.drafters.eagle.head import EagleConfig
+from draftsmith.modules.drafters.eagle3.head import Eagle3Head
 from draftsmith.modules.drafters.eagle3.net import Eagle3Config, layer_like
 from draftsmith.modules.drafters.methods import Models, known_methods
 from draftsmith.modules.drafters.trees import DynamicTrees
@@ -119,6 +120,8 @@ def head(fresh) -> nn.Module:
     head = fresh()
     for weight in head.parameters():
         weight.data.normal_(std=0.5)
+    if isinstance(head, Eagle3Head):
+        head.use_draft_vocabulary(torch.arange(1, V))
     return head
 
 

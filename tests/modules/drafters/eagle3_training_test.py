@@ -176,7 +176,7 @@ def test_validation_foretells_drafts() -> None:
                         break
                     p = TARGET.lm_head(features[s, 3 * H :]).softmax(-1)
                     q = head.lm_head(head.norm(hidden[j][0, t])).softmax(-1)
-                    own = float(torch.minimum(p[D2T], q).sum())
+                    own = torch.minimum(p[D2T], q).sum().item()
                     if name == "agreement":
                         own = float(int(D2T[q.argmax()]) == int(p.argmax()))
                     reach[name][j][0] += chance * own
@@ -219,3 +219,37 @@ def test_a_draft_vocabulary_of_the_targets_size_is_whole() -> None:
     config = Eagle3Head.shape(Eagle3Settings(version="3.1", rope_theta=7.0), LLAMA)
     assert config.fc_norm and config.norm_output and config.llama.rope_theta == 7.0
     assert dataclasses.asdict(config)["capture"] == (2, 4, 5)
+
+
+class Linear(Target):
+    """A target whose embedding and lm_head are all that a drafter asks for."""
+
+    device, packed = torch.device("cpu"), False
+
+
+@pytest.mark.parametrize("late", [{}, {"fc_norm": True, "norm_output": True}, {"norm_before_residual": True}], ids=str)
+@pytest.mark.parametrize("reduced", [False, True])
+def test_decoding_computes_what_training_computed(late: dict[str, bool], reduced: bool) -> None:
+    """States and logits of drafts from a text, token by token."""
+    shape = Eagle3Config(layer_like(LLAMA), (2, 4, 5), len(D2T) if reduced else V, **late)
+    torch.manual_seed(2)
+    head = Eagle3Head(shape).double().requires_grad_(False)
+    for weight in head.parameters():
+        weight.normal_(std=0.4)
+    head.cos, head.sin = head.cos.double(), head.sin.double()
+    if reduced:
+        head.use_draft_vocabulary(D2T)
+    text, drafted, target = [3, 1, 4, 1, 5, 9], [2, 6, 5], Linear()
+    features = torch.randn(len(text), 3 * H, dtype=torch.float64)
+    branches: Any = head.branches(target, len(drafted))  # type: ignore[arg-type]  # what is there is all it needs
+    branches.open(text, features)
+    found = branches.states([len(text)], torch.tensor([drafted]))[0]
+    embeds = target.embed(torch.tensor([*text, *drafted]))[None, 1:]
+    passes = head.unroll(embeds, features[None, : len(text) - 1], len(drafted) + 1)
+    for j, hidden in enumerate(passes):
+        wanted = hidden[0, len(text) - 2]
+        assert (found[j] - wanted).abs().max() < 1e-9
+        logits = branches.lm_head(found[j])
+        assert (logits[head.d2t] - head.lm_head(head.logits_input(wanted))).abs().max() < 1e-9
+        unknown = sorted(set(range(V)) - set(head.d2t.tolist()))
+        assert logits[unknown].eq(-torch.inf).all()

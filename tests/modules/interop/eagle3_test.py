@@ -23,12 +23,11 @@ from foreign_heads import (
     facts,
     llama,
     random_eagle3,
-    state_of,
 )
 from plain_eagle3 import PlainEagle3
 from torch import Tensor
 
-from draftsmith.data.heads.directory import build_head, head_state
+from draftsmith.data.heads.directory import build_head, stored_tensors
 from draftsmith.modules.interop import formats
 from draftsmith.modules.interop.base import Package, Probe, Served, Trial
 from draftsmith.modules.interop.compare import DRAFT_STEPS, Drafting3, net3_of
@@ -44,7 +43,7 @@ ABSOLUTE = {"d2t": D2T}
 
 def written(name: str, dtype: torch.dtype = torch.float32, **settings: Any) -> Package:
     head = random_eagle3(**settings)
-    return SYSTEMS[name].write(head.config, head_state(head), dtype, TARGET)
+    return SYSTEMS[name].write(head.config, stored_tensors(head), dtype, TARGET)
 
 
 # What each system holds beside the plain head.
@@ -65,14 +64,14 @@ CASES = [(case, name) for case, (_, names) in HELD.items() for name in names]
 def test_a_head_comes_back_bit_by_bit(case, name, reduced):
     for dtype in (torch.float32, torch.bfloat16):
         head = random_eagle3(reduced=reduced, **HELD[case][0]).to(dtype)
-        package = SYSTEMS[name].write(head.config, head_state(head), dtype, TARGET)
+        package = SYSTEMS[name].write(head.config, stored_tensors(head), dtype, TARGET)
         shapes = {key: tuple(tensor.shape) for key, tensor in package.tensors.items()}
         for reader in {SYSTEMS[name], detect(package.config, shapes)}:
             parsed = reader.parse(package, TARGET)
             assert parsed.config == head.config
-            again = head_state(build_head("eagle3", parsed.config, parsed.state))
-            assert again.keys() == head_state(head).keys()
-            for key, tensor in head_state(head).items():
+            again = stored_tensors(build_head("eagle3", parsed.config, parsed.state))
+            assert again.keys() == stored_tensors(head).keys()
+            for key, tensor in stored_tensors(head).items():
                 assert again[key].dtype == tensor.dtype and torch.equal(again[key], tensor), key
         reading = SYSTEMS[name].read(package, TARGET)
         assert reading.errors == [] and set(reading.used) | {"embed_tokens.weight"} >= package.tensors.keys()
@@ -117,9 +116,9 @@ def test_layers_are_numbered_as_each_system_does_and_left_out_where_they_are_its
         assert config.get(IDS) is None and "eagle_config" not in config
     head = random_eagle3()
     other = facts(num_hidden_layers=16)  # its default are others
-    assert SYSTEMS["vllm"].write(head.config, head_state(head), torch.float32, other).config[IDS] == list(DEFAULT)
+    assert SYSTEMS["vllm"].write(head.config, stored_tensors(head), torch.float32, other).config[IDS] == list(DEFAULT)
     with pytest.raises(InputError, match=r"layers: found \[2, 6, 9\], expected \[2, 8, 13\], .*--format vllm"):
-        SYSTEMS["eagle"].write(head.config, head_state(head), torch.float32, other)
+        SYSTEMS["eagle"].write(head.config, stored_tensors(head), torch.float32, other)
 
 
 def test_the_tables_of_a_draft_vocabulary():
@@ -293,7 +292,7 @@ def test_foreign_spellings_are_one_head():
         shapes = {key: tuple(tensor.shape) for key, tensor in package.tensors.items()}
         parsed = detect(package.config, shapes).parse(package, TARGET)
         assert parsed.config == head.config
-        assert all(torch.equal(parsed.state[key], tensor) for key, tensor in head_state(head).items())
+        assert all(torch.equal(parsed.state[key], tensor) for key, tensor in stored_tensors(head).items())
     order = torch.randperm(len(D2T), generator=torch.Generator().manual_seed(1))
     shuffled = changed(
         plain,
@@ -368,7 +367,7 @@ MISREAD = {
 def test_a_head_that_would_work_when_read_in_another_way_is_found(said):
     """Nothing but how often it agrees with the target tells these."""
     head, vllm = attentive(), SYSTEMS["vllm"]
-    package = vllm.write(head.config, head_state(head), torch.float32, TARGET)
+    package = vllm.write(head.config, stored_tensors(head), torch.float32, TARGET)
     if said == "ids in d2t":  # the table is meant as it is
         head.use_draft_vocabulary(torch.arange(8))
     trial = trial_of(head)
@@ -386,7 +385,7 @@ def test_a_head_that_would_work_when_read_in_another_way_is_found(said):
 
 def test_a_head_that_stands_beside_its_own_tokens_is_found():
     head, vllm = attentive(), SYSTEMS["vllm"]
-    package = vllm.write(head.config, head_state(head), torch.float32, TARGET)
+    package = vllm.write(head.config, stored_tensors(head), torch.float32, TARGET)
     measure = vllm.compare(vllm.read(package, TARGET), head, package, trial_of(head, shift=0))[-1]
     assert "with each state beside its own token instead of the next" in measure.value
 
@@ -431,11 +430,3 @@ def test_the_serving_commands():
         assert json.loads(words[name][-1]) == {"method": "eagle3", "model": "my heads/one", "num_speculative_tokens": 4}
     assert words["sglang"][words["sglang"].index("--speculative-algorithm") + 1] == "EAGLE3"
     assert words["eagle"][-2:] == ["my heads/one", "--no-eagle3"]
-
-
-def test_a_head_directory_keeps_its_draft_vocabulary():
-    head = random_eagle3()
-    assert head_state(head).keys() == state_of(head).keys() | {"d2t"}
-    assert torch.equal(build_head("eagle3", head.config, head_state(head)).d2t, D2T)
-    with pytest.raises(InputError, match="d2t is missing"):
-        build_head("eagle3", head.config, state_of(head))

@@ -1,0 +1,52 @@
+"""Mutants of EAGLE-3: alignment, training-time test, losses, drafting."""
+
+from __future__ import annotations
+
+from mutants.mutant import Mutant
+
+HEAD, NET, LOSS = (f"modules/drafters/eagle3/{name}.py" for name in ("head", "net", "loss"))
+DIAGONAL = "modules/diagonal.py"
+TRAINING, NET_TEST, LOSS_TEST = (
+    f"tests/modules/drafters/eagle3_{name}_test.py" for name in ("training", "net", "loss")
+)
+DIAGONAL_TEST = "tests/modules/diagonal_test.py"
+
+MUTANTS = [
+    Mutant("eagle3-predicts-a-row-late", HEAD, "self.position - 1 - number", "self.position - number", (TRAINING,)),
+    Mutant("eagle3-drafts-begin-before-the-text", HEAD, "self.place > number", "self.place >= number", (TRAINING,)),
+    Mutant("eagle3-mask-one-token-early", HEAD, 'if mask == "previous":', 'if mask != "predicted":', (TRAINING,)),
+    Mutant("eagle3-sequences-weigh-by-their-tokens", HEAD, 'if settings.normalizer == "sequence":',
+           'if settings.normalizer == "none":', (TRAINING,)),
+    Mutant("eagle3-passes-weigh-alike", HEAD, "[settings.pass_decay**i", "[1.0**i", (TRAINING,)),
+    Mutant("eagle3-layers-may-collapse", HEAD, "list(layers) != sorted(set(layers))", "list(layers) != sorted(layers)",
+           (TRAINING,)),
+    Mutant("eagle3-rare-tokens-first", HEAD, "wanted.sort(descending=True", "wanted.sort(descending=False",
+           (TRAINING,)),
+    Mutant("eagle3-reach-forgets-what-came-before", HEAD, "reached = reached * chance", "reached = chance",
+           (TRAINING,)),
+    Mutant("eagle3-rope-stays-at-the-first-pass", NET, "at = (position_ids + j)", "at = position_ids", (NET_TEST,)),
+    Mutant("eagle3-embeddings-stay-at-the-first-pass", NET, "normed[:, j : j + rows]", "normed[:, :rows]", (NET_TEST,)),
+    Mutant("eagle3-state-before-embedding", NET, "torch.cat([self.input_norm(embeds), normed], -1)",
+           "torch.cat([normed, self.input_norm(embeds)], -1)", (TRAINING,)),
+    Mutant("eagle3-output-norm-lost-in-decoding", NET, "return states if self._output_norm is None else",
+           "return states if True else", (TRAINING,)),
+
+              Mutant("eagle3-residual-is-the-normed-state", NET,
+           "(state if self.config.norm_before_residual else hidden)",
+           "state", (NET_TEST,)),
+    Mutant("eagle3-draft-ids-taken-for-the-targets", NET, "index_copy_(-1, self._d2t, logits)",
+           "index_copy_(-1, torch.arange(logits.shape[-1]), logits)", (TRAINING,)),
+    Mutant("eagle3-acceptance-of-renormed-p", LOSS, "_acceptance(p * wanted.share, q)", "_acceptance(p, q)",
+           (LOSS_TEST,)),
+    Mutant("eagle3-unknown-tokens-count", LOSS, "weights[:, part] * known[part] if objective.drop_unknown else",
+           "weights[:, part] if objective.drop_unknown else", (LOSS_TEST,)),
+    Mutant("eagle3-lam-grows-with-acceptance", LOSS, "lam = (-objective.eta * accepted).exp()",
+           "lam = 1 - (-objective.eta * accepted).exp()", (LOSS_TEST,)),
+
+              Mutant("diagonal-own-entries-in-a-softmax-of-their-own", DIAGONAL,
+           "            total = torch.logaddexp(norm, scores.logsumexp(-1))\n",
+           "            total = scores.logsumexp(-1)\n", (DIAGONAL_TEST,)),
+    Mutant("diagonal-backward-by-its-own-norm", DIAGONAL, "            norm = total\n", "", (DIAGONAL_TEST,)),
+    Mutant("diagonal-shared-heads-in-another-order", DIAGONAL, "shared.repeat_interleave(groups, 1)",
+           "shared.repeat(1, groups, 1, 1)", (DIAGONAL_TEST,)),
+]  # fmt: skip
