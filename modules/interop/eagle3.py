@@ -18,7 +18,6 @@ from draftsmith.modules.drafters.eagle3.net import Eagle3Config, Eagle3Net
 from draftsmith.modules.interop.base import (
     Finding,
     ForeignHead,
-    HeadFormat,
     Measure,
     Package,
     Parsed,
@@ -27,8 +26,8 @@ from draftsmith.modules.interop.base import (
     Trial,
     flat,
 )
-from draftsmith.modules.interop.compare import DRAFT_STEPS, compare_eagle3, layers_beside
-from draftsmith.modules.interop.eagle1 import AGAIN, UNSUPPORTED, Biases, check_embedding, check_fields, sizes_differ
+from draftsmith.modules.interop.compare import compare_eagle3, layers_beside
+from draftsmith.modules.interop.eagle1 import UNSUPPORTED, LlamaFormat, check_embedding, check_fields, refuse
 from draftsmith.modules.interop.eagle1 import llama_fields as fields_of
 from draftsmith.modules.interop.reader import (
     ROTARY_BUFFERS,
@@ -39,7 +38,7 @@ from draftsmith.modules.interop.reader import (
     positive,
     slots_of,
 )
-from draftsmith.modules.interop.rope import Rope, transformers_rope
+from draftsmith.modules.interop.rope import transformers_rope
 from draftsmith.modules.layers import LlamaConfig, RopeScaling
 from draftsmith.modules.types import InputError
 
@@ -65,19 +64,15 @@ class Dialect(NamedTuple):
     format: str
 
 
-class Eagle3Format(HeadFormat):
-    """A directory of `config.json` and one weights file, read by the rules of one system.
+class Eagle3Format(LlamaFormat):
+    """A directory of an EAGLE-3 head.
 
-    layer: what it calls the head's layer in a file. accepted: all that it takes for that. uninitialised: what a matrix
-    holds that no tensor fills. reads_head_dim: it honours the field.
+    layer: what the system calls the head's layer in a file. accepted: all that it takes for that.
     """
 
     kind = "eagle3"
-    probe_room = DRAFT_STEPS
     layer: ClassVar[str] = "midlayer"
     accepted: ClassVar[tuple[str, ...]] = ("midlayer", "layers.0")
-    uninitialised: ClassVar[str] = "random numbers"
-    reads_head_dim: ClassVar[bool] = True
 
     @abstractmethod
     def flags(self, raw: Mapping[str, Any]) -> Flags:
@@ -86,25 +81,6 @@ class Eagle3Format(HeadFormat):
     @abstractmethod
     def ids(self, raw: Mapping[str, Any]) -> tuple[int, ...] | None:
         """The layers that it reads by `config.json`, in our numbering; None: its default."""
-
-    @abstractmethod
-    def biases(self, raw: Mapping[str, Any]) -> Biases:
-        """Which linear layers it creates with a bias."""
-
-    @abstractmethod
-    def check_config(self, reader: Reader) -> None:
-        """Findings about the config's fields."""
-
-    @abstractmethod
-    def load(self, reader: Reader, name: str) -> None:
-        """What it does with a tensor of the file."""
-
-    def finish(self, reader: Reader) -> None:
-        """What is left to say once all is read."""
-
-    def rope(self, raw: Mapping[str, Any]) -> Rope:
-        """The rotary settings it goes by."""
-        return transformers_rope(raw)
 
     def fields(self, config: Eagle3Config, dtype: torch.dtype, ids: tuple[int, ...] | None) -> dict[str, Any]:
         """`config.json`. ids: the layers in our numbering, where they are not the target's default."""
@@ -129,15 +105,8 @@ class Eagle3Format(HeadFormat):
             "qkv_bias": (llama.qkv_bias, "no bias of q, k and v: SafeAILab/EAGLE and SGLang have none in EAGLE-3"),
             "qk_norm": (llama.qk_norm, "no norm of q and k: a layer of Llama has none"),
             "o_bias": (llama.o_bias, "no bias of o_proj: SafeAILab/EAGLE has none"),
-            "mlp_bias": (llama.mlp_bias, "no bias in the MLP: SafeAILab/EAGLE and SGLang ignore it"),
-            "sliding_window": (llama.sliding_window, "none: these systems' heads see everything"),
         }
-        for field, (found, expected) in reasons.items():
-            if found:
-                raise InputError(field, found, expected, AGAIN)
-        if llama.hidden_size % llama.num_heads:
-            expected = f"a divisor of hidden_size {llama.hidden_size}: transformers refuses any other"
-            raise InputError("num_heads", llama.num_heads, expected, "Train the head for a target of other sizes.")
+        refuse(llama, reasons)
 
     def write(
         self, config: Eagle3Config, state: Mapping[str, Tensor], dtype: torch.dtype, target: TargetFacts | None = None
@@ -216,19 +185,11 @@ class Eagle3Format(HeadFormat):
     def compare(self, reading: Reading, head: nn.Module, package: Package, trial: Trial) -> list[Measure]:
         return compare_eagle3(reading, head, package, trial)
 
-    def completed(self, target: Mapping[str, Any], manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """The type to run in: the target's, whatever type the weights are stored in."""
-        named = target.get("dtype") or target.get("torch_dtype")
-        return {"torch_dtype": named, "dtype": named} if named else {}
-
-    def recorded(self, state: Mapping[str, Tensor], package: Package) -> Mapping[str, Tensor]:
-        return state
-
     def settings_differ(self, config: Mapping[str, Any], reading: Reading) -> list[Finding]:
         """Sizes, rotary frequencies, layers and switches."""
         theirs = {name: reading.settings[name] for name in (*Flags._fields, "capture", "draft_vocab_size")}
         ours = {name: config[name] for name in theirs} | {"capture": tuple(config["capture"])}
-        return sizes_differ(config, reading) + [
+        return super().settings_differ(config, reading) + [
             Finding("error", name, f"{theirs[name]} in this system, exported with {ours[name]}")
             for name in theirs
             if theirs[name] != ours[name]

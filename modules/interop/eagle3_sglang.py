@@ -5,7 +5,6 @@ What it does not know it ignores, tensors and fields alike; what it does not fin
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,7 +24,7 @@ from draftsmith.modules.interop.eagle3 import (
     said_ids,
 )
 from draftsmith.modules.interop.reader import Reader, parts_of
-from draftsmith.modules.interop.sglang import PADDED, check_dtype, check_length, load_embedding
+from draftsmith.modules.interop.sglang import PADDED, check_dtype, check_length, command, load_embedding
 from draftsmith.modules.types import InputError
 
 
@@ -50,13 +49,7 @@ class SGLang3(Eagle3Format):
         return {} if ids is None else {"eagle_config": block}
 
     def serve(self, served: Served) -> str:
-        """A chain of num_drafted tokens; the token that the target itself gave is counted among those it verifies."""
-        return (
-            f"python -m sglang.launch_server --model-path {shlex.quote(served.model)} --speculative-algorithm EAGLE3"
-            f" --speculative-draft-model-path {shlex.quote(served.directory)}"
-            f" --speculative-num-steps {served.num_drafted} --speculative-eagle-topk 1"
-            f" --speculative-num-draft-tokens {served.num_drafted + 1}"
-        )
+        return command(served, "EAGLE3")
 
     def flags(self, raw: Mapping[str, Any]) -> Flags:
         return Flags(bool(raw.get("fc_norm") or raw.get("use_aux_norm")), bool(raw.get("norm_output")))

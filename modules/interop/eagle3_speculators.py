@@ -5,8 +5,6 @@ The layer's settings are a config of their own inside `config.json`; unknown ten
 
 from __future__ import annotations
 
-import json
-import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +15,7 @@ from draftsmith.modules.drafters.eagle3.net import Eagle3Config
 from draftsmith.modules.interop.base import Package, Served, TargetFacts
 from draftsmith.modules.interop.eagle1 import Biases, llama_fields
 from draftsmith.modules.interop.eagle3 import IDS, Eagle3Format, Flags, fill_d2t, said_ids
+from draftsmith.modules.interop.eagle3_vllm import VLLM3
 from draftsmith.modules.interop.reader import Reader
 from draftsmith.modules.types import InputError
 
@@ -66,8 +65,8 @@ class Speculators(Eagle3Format):
         return {**super().completed(target, manifest), "speculators_config": config}
 
     def serve(self, served: Served) -> str:
-        settings = {"method": "eagle3", "model": served.directory, "num_speculative_tokens": served.num_drafted}
-        return f"vllm serve {shlex.quote(served.model)} --speculative-config {shlex.quote(json.dumps(settings))}"
+        """vLLM reads these directories as they are."""
+        return VLLM3().serve(served)
 
     def flags(self, raw: Mapping[str, Any]) -> Flags:
         return Flags(*(bool(raw.get(name)) for name in Flags._fields))

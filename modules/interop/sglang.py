@@ -46,13 +46,7 @@ class SGLang(EagleFormat):
         return Package(package.config, {**package.tensors, **zeros}, package.metadata)
 
     def serve(self, served: Served) -> str:
-        """A chain of num_drafted tokens; the token that the target itself gave is counted among those it verifies."""
-        return (
-            f"python -m sglang.launch_server --model-path {shlex.quote(served.model)} --speculative-algorithm EAGLE"
-            f" --speculative-draft-model-path {shlex.quote(served.directory)}"
-            f" --speculative-num-steps {served.num_drafted} --speculative-eagle-topk 1"
-            f" --speculative-num-draft-tokens {served.num_drafted + 1}"
-        )
+        return command(served, "EAGLE")
 
     def biases(self, raw: Mapping[str, Any]) -> Biases:
         """`attention_bias` or `bias` give q, k, v and o one; the MLP never has any, fc always (models/llama.py)."""
@@ -106,6 +100,16 @@ class SGLang(EagleFormat):
     def finish(self, reader: Reader) -> None:
         check_length(reader)
         check_dtype(reader)
+
+
+def command(served: Served, algorithm: str) -> str:
+    """A chain of num_drafted tokens; the token that the target itself gave is counted among those it verifies."""
+    return (
+        f"python -m sglang.launch_server --model-path {shlex.quote(served.model)} --speculative-algorithm {algorithm}"
+        f" --speculative-draft-model-path {shlex.quote(served.directory)}"
+        f" --speculative-num-steps {served.num_drafted} --speculative-eagle-topk 1"
+        f" --speculative-num-draft-tokens {served.num_drafted + 1}"
+    )
 
 
 def check_dtype(reader: Reader) -> None:
