@@ -27,7 +27,7 @@ from draftsmith.modules.interop.base import (
     flat,
 )
 from draftsmith.modules.interop.compare import compare_eagle3, layers_beside
-from draftsmith.modules.interop.eagle1 import UNSUPPORTED, LlamaFormat, check_embedding, check_fields, refuse
+from draftsmith.modules.interop.eagle1 import UNSUPPORTED, Biases, LlamaFormat, check_embedding, check_fields, refuse
 from draftsmith.modules.interop.eagle1 import llama_fields as fields_of
 from draftsmith.modules.interop.reader import (
     ROTARY_BUFFERS,
@@ -67,12 +67,14 @@ class Dialect(NamedTuple):
 class Eagle3Format(LlamaFormat):
     """A directory of an EAGLE-3 head.
 
-    layer: what the system calls the head's layer in a file. accepted: all that it takes for that.
+    layer: what the system calls the head's layer in a file. accepted: all that it takes for that. counts_layers: it
+    builds as many as `config.json` says.
     """
 
     kind = "eagle3"
     layer: ClassVar[str] = "midlayer"
     accepted: ClassVar[tuple[str, ...]] = ("midlayer", "layers.0")
+    counts_layers: ClassVar[bool] = True
 
     @abstractmethod
     def flags(self, raw: Mapping[str, Any]) -> Flags:
@@ -140,7 +142,8 @@ class Eagle3Format(LlamaFormat):
     def read(self, package: Package, target: TargetFacts | None = None) -> Reading:
         raw = flat(package.config)
         llama, flags, biases = llama_config(raw, self.rope(raw), self.reads_head_dim), self.flags(raw), self.biases(raw)
-        llama = dataclasses.replace(llama, qkv_bias=biases.qkv, o_bias=biases.o, mlp_bias=biases.mlp)
+        count = llama.num_layers if self.counts_layers else 1
+        llama = dataclasses.replace(llama, num_layers=count, qkv_bias=biases.qkv, o_bias=biases.o, mlp_bias=biases.mlp)
         drafted = llama.vocab_size if raw.get("draft_vocab_size") is None else positive(raw, "draft_vocab_size", 1)
         shape = Eagle3Config(llama, (0, 1, 2), drafted, **flags._asdict())
         reader = Reader(Package(raw, package.tensors), target, self.system, llama, eagle3_slots(shape))
@@ -169,7 +172,7 @@ class Eagle3Format(LlamaFormat):
         flags = flags_of(self.flags(raw), raw, tensors)
         capture = capture_of(self.ids(raw), target)
         drafted = take_vocabulary(tensors, raw, llama, target, notes)
-        kept = own_biases(tensors)
+        kept = own_switches(tensors, self.biases(raw), self.system)
         longest = max(llama.max_position, max_positions(target))
         if longest > llama.max_position:
             raised = f"max_position_embeddings {llama.max_position} is raised to the target's {longest}, as vLLM does"
@@ -282,8 +285,7 @@ def surroundings(reader: Reader) -> None:
         reader.note("embed_tokens", "takes the target's")
     if capture is not None and (len(capture) != 3 or list(capture) != sorted(set(capture))):
         reader.error("layers", f"reads the target's layers {list(capture)}, not three distinct ones")
-    layers = positive(raw, "num_hidden_layers", 1)
-    if layers != 1 and raw.get("num_hidden_layers") is not None and reader.system != "SafeAILab/EAGLE":
+    if (layers := reader.settings["llama"].num_layers) != 1:
         reader.error("num_hidden_layers", f"builds {layers} layers, which this check and our head do not")
     if target is None:
         return
@@ -385,9 +387,16 @@ def take_vocabulary(
     return drafted
 
 
-def own_biases(tensors: dict[str, Tensor]) -> dict[str, bool]:
-    """Switches of a layer by its tensors; biases of zeros are taken out."""
+def own_switches(tensors: dict[str, Tensor], biases: Biases, system: str) -> dict[str, bool]:
+    """Switches of the layer, by its tensors. biases: those that the system builds; of zeros they are left out."""
+    parts = {"qkv_bias": "self_attn.q_proj.bias", "o_bias": "self_attn.o_proj.bias", "mlp_bias": "mlp.up_proj.bias"}
+    for (switch, part), built in zip(parts.items(), (biases.qkv, biases.o, biases.mlp), strict=True):
+        bias = tensors.get(f"layer.{part}")
+        if built != (bias is not None) and (bias is None or bool(bias.any())):
+            found = f"{'no' if built else 'a'} {part} in the file"
+            expected = f"{'one' if built else 'none'}, as {system} builds it by config.json"
+            raise InputError("weights", found, expected, f"Correct attention_bias or mlp_bias ({switch}).")
     for name in [name for name, tensor in tensors.items() if name.endswith(".bias") and not tensor.any()]:
         del tensors[name]
-    parts = {"qkv_bias": "self_attn.q_proj.bias", "o_bias": "self_attn.o_proj.bias", "mlp_bias": "mlp.up_proj.bias"}
-    return {name: f"layer.{part}" in tensors for name, part in (parts | {"qk_norm": "self_attn.q_norm.weight"}).items()}
+    switches = parts | {"qk_norm": "self_attn.q_norm.weight"}
+    return {switch: f"layer.{part}" in tensors for switch, part in switches.items()}

@@ -33,6 +33,7 @@ class SafeAILab3(Eagle3Format):
     name = "eagle"
     system = SafeAILab.system
     accepted = ("midlayer",)
+    counts_layers = False
     reads_head_dim = False
     target_index = True
     notes = (

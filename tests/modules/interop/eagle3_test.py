@@ -404,6 +404,8 @@ def test_a_head_that_stands_beside_its_own_tokens_is_found():
         ({IDS: "all"}, {}, "expected a list of integers"),
         ({"fc_norm": True}, {}, "fc_norm: found no norm of the three states"),
         ({}, {"embed_tokens.weight": rand(V, H)}, "an embedding that differs from the target's"),
+        ({}, {"@self_attn.q_proj.bias": rand(H)}, "weights: found a self_attn.q_proj.bias.*none, as vLLM builds it"),
+        ({"attention_bias": True}, {}, "weights: found no self_attn.q_proj.bias"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "use_aux_hidden_state"),
     ],
 )
@@ -412,6 +414,22 @@ def test_what_our_head_cannot_be_is_refused(config, tensors, words):
     with pytest.raises(InputError, match=words):
         parsed = SYSTEMS["vllm"].parse(package, TARGET)
         build_head("eagle3", parsed.config, parsed.state)
+
+
+def test_biases_are_kept_where_the_system_uses_them():
+    sizes = {"q": H, "k": 4, "v": 4, "o": H}
+    biases = {f"midlayer.self_attn.{name}_proj.bias": rand(size) for name, size in sizes.items()}
+    copy = changed(written("vllm"), {"attention_bias": True}, biases)
+    parsed, reading = SYSTEMS["vllm"].parse(copy, TARGET), SYSTEMS["vllm"].read(copy, TARGET)
+    assert reading.errors == [] and parsed.config.llama.qkv_bias and parsed.config.llama.o_bias
+    head = build_head("eagle3", parsed.config, parsed.state)
+    ids, states = torch.arange(6), torch.randn(6, 3 * H)
+    ours, theirs = (Drafting3(TARGET.embed_tokens, net, TARGET.lm_head) for net in (head, net3_of(reading, 20)))
+    assert torch.equal(ours.draft(ids, head.read(states)), theirs.draft(ids, theirs.net.read(states)))
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in biases.items()}
+    for config in ({}, {"attention_bias": True}):
+        parsed = SYSTEMS["vllm"].parse(changed(written("vllm"), config, zeros), TARGET)
+        assert parsed.config == random_eagle3().config
 
 
 def test_without_a_target_only_a_head_that_names_its_layers_is_read():
