@@ -1,4 +1,4 @@
-"""Tiny random EAGLE-1 heads, their target's facts, and broken copies of what is written of them."""
+"""Tiny random EAGLE-1 and EAGLE-3 heads, their target's facts, and broken copies of what is written of them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
+from draftsmith.modules.drafters.eagle3.head import Eagle3Head
+from draftsmith.modules.drafters.eagle3.net import Eagle3Config
 from draftsmith.modules.interop.base import Package, TargetFacts
 from draftsmith.modules.layers import LlamaConfig, RopeScaling
 
@@ -69,3 +71,20 @@ def changed(package: Package, config: Mapping[str, Any] = {}, tensors: Mapping[s
         {key: value for key, value in fields.items() if value is not ...},
         {name: tensor for name, tensor in state.items() if tensor is not None},
     )
+
+
+D2T = torch.tensor([0, 2, 3, 7, 8, 12, 13, 19])
+LAYERS = 12
+DEFAULT = (2, 6, 9)  # of so many
+
+
+def random_eagle3(llama_config: LlamaConfig = LLAMA, reduced: bool = True, **settings: Any) -> Eagle3Head:
+    """An EAGLE-3 head whose parameters are all random."""
+    torch.manual_seed(4)
+    config = Eagle3Config(llama_config, settings.pop("capture", DEFAULT), len(D2T) if reduced else V, **settings)
+    head = Eagle3Head(config).requires_grad_(False)
+    for weight in head.parameters():
+        weight.normal_(std=0.4)
+    if reduced:
+        head.use_draft_vocabulary(D2T)
+    return head

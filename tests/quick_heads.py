@@ -14,6 +14,7 @@ from torch import Tensor
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, HeadPredictor
 from draftsmith.modules.acceptance.policies import PredictorStop, ThresholdRule
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead, EagleInputs, eagle_loss, shift
+from draftsmith.modules.drafters.eagle3.head import Eagle3Head, Eagle3Settings, draft_vocabulary
 from draftsmith.modules.types import FeatureBatch
 from draftsmith.train.muon import MuonAdamW
 
@@ -41,6 +42,29 @@ def quick_eagle_head(target: Any, rows: Sequence[Sequence[int]], steps: int, bat
         if step > steps // 2:
             for group in optimizer.param_groups:
                 group["lr"] *= 0.97
+    return head.eval().requires_grad_(False)
+
+
+def quick_eagle3_head(target: Any, rows: Sequence[Sequence[int]], steps: int, draft_vocab: int = 0) -> Eagle3Head:
+    """The same of an EAGLE-3 head, by its own loss. draft_vocab: tokens that it can draft, those of the rows first."""
+    torch.manual_seed(0)
+    settings = Eagle3Settings(draft_vocab=draft_vocab, passes=2)
+    head = Eagle3Head(Eagle3Head.shape(settings, target.config))
+    width = min(map(len, rows))
+    ids = torch.tensor([row[-width:] for row in rows])
+    counts = torch.bincount(ids.flatten(), minlength=head.config.vocab_size)
+    tokens = draft_vocabulary(counts, head.config.draft_vocab_size) if head.config.reduced else head.d2t
+    head.use_draft_vocabulary(tokens, target.model.lm_head.weight)
+    features = target.features(ids, capture=Eagle3Head.learns_from(head.config, target.info.num_layers))
+    positions = torch.arange(width).expand_as(ids)
+    batch = FeatureBatch(ids, features, torch.ones_like(ids, dtype=torch.bool), positions)
+    trained = [weight for weight in head.parameters() if weight.requires_grad]
+    matrices = [weight for weight in trained if weight.ndim == 2]
+    optimizer = MuonAdamW(matrices, [weight for weight in trained if weight.ndim != 2], 5e-3, weight_decay=0.0)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        head.loss(batch, target, settings, None).loss.backward()
+        optimizer.step()
     return head.eval().requires_grad_(False)
 
 

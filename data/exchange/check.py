@@ -18,14 +18,16 @@ from draftsmith.data.exchange.record import against_model, against_record, read_
 from draftsmith.data.exchange.states import StateSource, make_trial, state_source
 from draftsmith.data.heads.directory import build_head, kind_at, load_head
 from draftsmith.data.settings import Dtype, Loading
-from draftsmith.modules.interop import formats, hf_assisted
-from draftsmith.modules.interop.base import Finding, HeadFormat, Measure
+from draftsmith.modules.interop import format_names, formats_of, hf_assisted
+from draftsmith.modules.interop.base import Finding, ForeignHead, HeadFormat, Measure, Package
+from draftsmith.modules.interop.detect import detect, named_format
 from draftsmith.modules.types import InputError
 
 if TYPE_CHECKING:
-    FormatName = str
+    FormatName = Checked = str
 else:
-    FormatName = Literal[(*formats(), hf_assisted.NAME)]
+    FormatName = Literal[(*format_names(), hf_assisted.NAME)]
+    Checked = Literal[("auto", *format_names(), hf_assisted.NAME)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +37,8 @@ class CheckConfig(Loading):
 
     Attributes:
         directory: The directory to check.
-        format: The system that is to read it.
+        format: The system that is to read it; auto finds out whose directory it is, checks it for that one and says in
+            a line what every other makes of it.
         target: The target model; for hf-assisted too.
         draft: The draft whose hidden states an acceptance head reads (specdec_pp, acceptance): a model, or the
             directory of a drafting head, then with its --target.
@@ -45,7 +48,7 @@ class CheckConfig(Loading):
     """
 
     directory: Path
-    format: FormatName
+    format: Checked = "auto"
     target: str | None = None
     draft: str | None = None
     eagle: Path | None = None
@@ -76,13 +79,58 @@ def run(config: CheckConfig) -> int:
         if config.target is None:
             raise InputError("target", "none", "the target that the draft assists", "Pass --target.")
         report = report_of_assistant(config.directory, config.target)
-    else:
-        format = formats()[config.format]
-        source = state_source(format, config.target, config.draft or config.eagle, config.loading)
-        head = original(config.head, format.kind, source) if config.head is not None else None
-        report = check_head(config.directory, format, source, head)
-    print_report(report, str(config.directory), config.format)
+        print_report(report, str(config.directory), config.format)
+        return 1 if report.failures else 0
+    package = foreign_package(config.directory)
+    shapes = {name: tuple(tensor.shape) for name, tensor in package.tensors.items()}
+    found = (package.config, shapes)
+    format = detect(*found) if config.format == "auto" else named_format(config.format, *found)
+    source = state_source(format, config.target, config.draft or config.eagle, config.loading)
+    head = original(config.head, format.kind, source) if config.head is not None else None
+    report = check_head(config.directory, format, source, head)
+    print_report(report, str(config.directory), format.name)
+    if config.format == "auto":
+        print_verdicts(config.directory, format, source, report, head)
     return 1 if report.failures else 0
+
+
+def foreign_package(directory: Path) -> Package:
+    """What another system wrote.
+
+    Raises:
+        InputError: no such directory, or one of our own heads.
+    """
+    package = read_package(str(directory))
+    if kind_at(directory) is not None:
+        remedy = f"Write it for others: draftsmith export --head {directory} --format FORMAT --output DIR"
+        raise InputError("directory", f"{directory}, one of draftsmith's own heads", "another system's", remedy)
+    return package
+
+
+def print_verdicts(
+    directory: Path, written: HeadFormat, source: StateSource, own: Report, head: nn.Module | None
+) -> None:
+    """Whose directory it is, and in a line each what the systems make of it, beside the head as its own would have it.
+
+    written: whose it is; own: the report by that one.
+    """
+    console, package = Console(highlight=False, soft_wrap=True), read_package(str(directory))
+    shapes = {name: tuple(tensor.shape) for name, tensor in package.tensors.items()}
+    said = written.dialect(ForeignHead(package.config, shapes))
+    console.print(f"\nWritten as {said} does.", markup=False)
+    if head is None:
+        try:
+            parsed = written.parse(package, source.facts)
+        except InputError:  # the report has said so
+            return
+        head = build_head(written.kind, parsed.config, parsed.state)
+    for format in formats_of(written.kind):
+        report = own if format is written else check_head(directory, format, source, head)
+        wrong = [f"{f.where}: {f.text}" for f in report.findings if f.level == "error"]
+        wrong += [f"{m.name}: {m.value} ({m.bar})" for m in report.measures if not m.passed]
+        more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        verdict = f"another head, or none ({wrong[0]}{more})" if wrong else "computes this head"
+        console.print(f"  {format.name}: {verdict}", markup=False)
 
 
 def report_of_assistant(directory: Path, target: str) -> Report:
@@ -117,10 +165,7 @@ def check_head(directory: Path, format: HeadFormat, source: StateSource, head: n
 
     head: the original, if there is one; else the directory is imported.
     """
-    package = read_package(str(directory))
-    if kind_at(directory) is not None:
-        remedy = f"Write it for others: draftsmith export --format {format.name} --head {directory}"
-        raise InputError("directory", f"{directory}, one of draftsmith's own heads", "another system's", remedy)
+    package = foreign_package(directory)
     reading = format.read(package, source.facts)
     report = Report(list(reading.findings), used=f"{len(reading.used)} of {len(package.tensors)} tensors used")
     record = read_record(directory)
@@ -139,7 +184,7 @@ def check_head(directory: Path, format: HeadFormat, source: StateSource, head: n
             report.findings.append(Finding("error", "import", str(error)))
             return report
     ours = ours.float()
-    report.measures += format.compare(reading, ours, package, make_trial(format, source, ours))
+    report.measures += format.compare(reading, ours, package, make_trial(format, source, ours, reading))
     return report
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from draftsmith.data.models.checkpoint import MOST, MOST_POSITIONS, MOST_SIZE, read_model_json, weight_map
 from draftsmith.data.models.hub import model_directory
 from draftsmith.data.store.reading import open_tensors
-from draftsmith.modules.interop.base import Package
+from draftsmith.modules.interop.base import Package, flat
 from draftsmith.modules.types import InputError
 
 # In the order in which vLLM, SGLang and huggingface_hub prefer them.
@@ -57,7 +57,7 @@ def read_package(path: str) -> Package:
     if index is not None and (wrong := sorted(weight_map(index, FETCH).keys() ^ tensors.keys())):
         found = f"{len(wrong)} tensors that only it or only its files have ({', '.join(wrong[:3])})"
         raise InputError(str(index), found, "the tensors of its files", FETCH)
-    _check_sizes(directory / "config.json", config, tensors)
+    _check_sizes(directory / "config.json", flat(config), tensors)
     if files[0].suffix == ".safetensors" and (directory / SAFEAI).exists():
         _check_equal(tensors, metadata, read_torch(member(directory, SAFEAI, "the directory")), files[0].name)
     return Package(config, tensors, metadata)

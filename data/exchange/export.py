@@ -23,7 +23,7 @@ from draftsmith.data.exchange.directory import SAFEAI
 from draftsmith.data.exchange.record import RECORD, made_with, make_record
 from draftsmith.data.exchange.states import state_source
 from draftsmith.data.heads.card import draft_model_card, model_card
-from draftsmith.data.heads.directory import build_head, head_config, head_fields, named_kind
+from draftsmith.data.heads.directory import build_head, head_config, head_fields, named_kind, stored_tensors
 from draftsmith.data.heads.measured import measured_of
 from draftsmith.data.models.checkpoint import INDEX
 from draftsmith.data.models.hub import loadable, model_directory
@@ -49,9 +49,9 @@ class ExportConfig(Loading):
     """Write a head as another system loads it, check it by that system's rules, and print the command that serves it.
 
     Attributes:
-        format: eagle (SafeAILab/EAGLE), vllm and sglang take EAGLE heads; specdec_pp an acceptance head with tied
-            blocks; acceptance any acceptance head, with a statement of what a server must feed it; hf-assisted a draft
-            model, for transformers' assisted generation.
+        format: eagle (SafeAILab/EAGLE), vllm and sglang take EAGLE-1 and EAGLE-3 heads, speculators EAGLE-3; specdec_pp
+            an acceptance head with tied blocks; acceptance any acceptance head, with a statement of what a server must
+            feed it; hf-assisted a draft model, for transformers' assisted generation.
         output: The directory to write; new or empty.
         head: The head's directory, such as runs/eagle-head/best.
         target: The target model. Default: the one named in the head's manifest.
@@ -108,7 +108,8 @@ def run(config: ExportConfig) -> int:
 
 def export_head(config: ExportConfig, directory: Path) -> tuple[Report, str]:
     """Write and check a head; the report, and the command that serves it."""
-    format, path = formats()[config.format], Path(given(config, "head", "the head's directory"))
+    path = Path(given(config, "head", "the head's directory"))
+    format = format_for(path, config.format)
     manifest = head_manifest(path, format, config.weights)
     recorded = manifest.get("config") or manifest.get("imported") or {}
     # Earlier versions recorded a drafting head by its kind.
@@ -116,8 +117,9 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[Report, str]:
     source = state_source(format, config.target or recorded.get("target"), draft, config.loading)
     head: Any = original(path, format.kind, source)
     dtype = next(head.parameters()).dtype if config.weights == "auto" else DTYPES[config.weights]
-    state = {name: tensor.detach().cpu().to(dtype) for name, tensor in head.named_parameters()}  # tied ones once
-    package = format.write(head.config, state, dtype)
+    state = {name: stored.detach().cpu() for name, stored in stored_tensors(head).items()}
+    state = {name: stored.to(dtype) if stored.is_floating_point() else stored for name, stored in state.items()}
+    package = format.write(head.config, state, dtype, source.facts)
     fields = {**package.config, **format.completed(source.facts.raw, manifest)}
     package = Package(fields, package.tensors, package.metadata)
     write_package(directory, package)
@@ -126,7 +128,7 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[Report, str]:
         write_torch(directory / SAFEAI, {**package.tensors, **aliases})
     sha256 = manifest["sha256"]["model.safetensors"]
     origin = {"path": str(path), "sha256": sha256, "target": manifest.get("target")}
-    write_json(directory / RECORD, make_record(format.name, head.config, format.recorded(state, package), origin))
+    write_json(directory / RECORD, make_record(format, head.config, format.recorded(state, package), origin))
     report = check_head(directory, format, source, build_head(format.kind, head.config, state))
     measured = measured_of(path)
     verifier = loadable(config.target) if format.predicts and source.head_path is None and config.target else None
@@ -159,18 +161,27 @@ def given(config: ExportConfig, flag: str, what: str) -> str:
     return str(getattr(config, flag))
 
 
+def format_for(head: Path, name: str) -> HeadFormat:
+    """The format of this name that holds heads of its kind.
+
+    Raises:
+        InputError: no head, or of a kind that no format of this name holds.
+    """
+    kind = head_config(head)["kind"]
+    if (name, kind) not in formats():
+        holds = [other.name for other in formats_of(kind)]
+        remedy = f"Choose {' or '.join(holds)}." if holds else f"No format holds {named_kind(kind)} head yet."
+        held = " or ".join(f"{named_kind(own)} head" for known, own in formats() if known == name)
+        raise InputError("head", f"{head}, {named_kind(kind)} head", f"{held}, which {name} holds", remedy)
+    return formats()[name, kind]
+
+
 def head_manifest(head: Path, format: HeadFormat, weights: str) -> dict[str, Any]:
     """The manifest of the head that is to be exported.
 
     Raises:
-        InputError: no head, or not one that the format holds in the type that is asked for.
+        InputError: it is asked for in a type that the format has not.
     """
-    kind = head_config(head)["kind"]
-    if kind != format.kind:
-        holds = [other.name for other in formats_of(kind)]
-        remedy = f"Choose {' or '.join(holds)}." if holds else f"No format holds {named_kind(kind)} head yet."
-        expected = f"{named_kind(format.kind)} head, which {format.name} holds"
-        raise InputError("head", f"{head}, {named_kind(kind)} head", expected, remedy)
     if format.float32 and weights not in ("auto", "float32"):
         raise InputError("weights", weights, f"float32: {format.name} reads nothing else", "Leave it out.")
     return read_object(head / "manifest.json", HEAD_MANIFEST, "Copy or train the head again.")

@@ -18,16 +18,16 @@ from draftsmith.data.progress import say
 from draftsmith.data.store.manifest import file_sha256, warn_not_compared
 from draftsmith.data.store.writer import occupied, sole_writer
 from draftsmith.modules.drafters import head_class
-from draftsmith.modules.interop import formats
+from draftsmith.modules.interop import format_names, formats
 from draftsmith.modules.interop.base import HeadFormat, Parsed
-from draftsmith.modules.interop.detect import detect
+from draftsmith.modules.interop.detect import detect, named_format
 from draftsmith.modules.interop.specdec_pp import UNCORRECTED
 from draftsmith.modules.types import InputError
 
 if TYPE_CHECKING:
     Producer = str
 else:
-    Producer = Literal[("auto", *formats())]
+    Producer = Literal[("auto", *format_names())]
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class ImportConfig:
         output: The head directory to write; new or empty.
         target: The model that an EAGLE head drafts for. It is recorded, and the head is refused on other models.
         draft: The draft model that an acceptance head was trained for; recorded in the same way.
-        format: Whose head it is: eagle (SafeAILab), vllm, sglang, specdec_pp, or acceptance, which export writes; auto
-            finds out.
+        format: Whose head it is: eagle (SafeAILab), vllm, sglang, speculators, specdec_pp, or acceptance, which export
+            writes; auto finds out.
         w_rej: Loss weight of rejected tokens that an acceptance head was trained with (SpecDec_pp's
             --weight_mismatch), which no file says; it corrects the calibrated output.
         engine: How the target or draft is read; lean for Llama-family weights, hf for any transformers model.
@@ -72,7 +72,8 @@ def run(config: ImportConfig) -> Path:
         raise InputError("output", f"{config.output}, which exists", "a new directory", "Choose another, or remove it.")
     package = read_package(config.directory)
     shapes = {name: tuple(tensor.shape) for name, tensor in package.tensors.items()}
-    format = formats()[detect(package.config, shapes) if config.format == "auto" else config.format]
+    named = (package.config, shapes)
+    format = detect(*named) if config.format == "auto" else named_format(config.format, *named)
     _check_flags(config, format)
     source = None
     if getattr(config, format.reads) is not None:
@@ -104,7 +105,7 @@ def _check_flags(config: ImportConfig, format: HeadFormat) -> None:
         expected = f"--{format.reads}: this is {named_kind(format.kind)} head ({format.name})"
         raise InputError(other, getattr(config, other), expected, f"Pass --{format.reads} in its place.")
     if not format.w_rej and config.w_rej != 1.0:
-        wanted = " or ".join(name for name, known in formats().items() if known.w_rej)
+        wanted = " or ".join(known.name for known in formats().values() if known.w_rej)
         raise InputError("w_rej", config.w_rej, f"a head of {wanted}: this is one of {format.name}", "Leave it out.")
 
 

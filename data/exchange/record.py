@@ -30,11 +30,14 @@ def content_hash(tensor: Tensor) -> str:
     return hashlib.sha256(str(tuple(data.shape)).encode() + data.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
-def make_record(format: str, config: Any, state: Mapping[str, Tensor], head: Mapping[str, Any]) -> dict[str, Any]:
+def make_record(
+    format: HeadFormat, config: Any, state: Mapping[str, Tensor], head: Mapping[str, Any]
+) -> dict[str, Any]:
     """config, state: the head as it was exported, in the export's type. head: where it lies, its sha256, what it was
     trained for."""
     return {
-        "format": format,
+        "format": format.name,
+        "kind": format.kind,
         "head": dict(head),
         "config": dataclasses.asdict(config),
         "tensors": {name: content_hash(tensor) for name, tensor in sorted(state.items())},
@@ -57,8 +60,9 @@ def read_record(directory: Path) -> dict[str, Any] | None:
 
 def against_record(record: Mapping[str, Any], reading: Reading, format: HeadFormat) -> list[Finding]:
     """What a system holds in memory against what was exported. format: by which it was read."""
-    written = formats().get(record["format"])
-    if written is None or written.kind != format.kind:
+    # Earlier versions knew one kind of head by each name.
+    kind = record.get("kind", format.kind)
+    if kind != format.kind or (record["format"], kind) not in formats():
         return [Finding("error", RECORD, f"this was exported as {record['format']}")]
     found = []
     for name, expected in record["tensors"].items():

@@ -17,7 +17,7 @@ from draftsmith.data.models.loading import load_lm, load_tokenizer, read_config
 from draftsmith.data.text.template import RowError, prompt_ids
 from draftsmith.modules.acceptance.head import Feature, feature_value
 from draftsmith.modules.decoding.confidence import confidences_of
-from draftsmith.modules.interop.base import HeadFormat, Probe, TargetFacts, Trial
+from draftsmith.modules.interop.base import HeadFormat, Probe, Reading, TargetFacts, Trial
 from draftsmith.modules.kv_cache import NoCache
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.targets.hf import HFLM
@@ -108,13 +108,14 @@ def facts_of(path: str, lm: CausalLM) -> TargetFacts:
     return TargetFacts(read_config(path), embed.weight.detach().cpu(), head.weight.detach().cpu())
 
 
-def make_trial(format: HeadFormat, source: StateSource, head: Any) -> Trial:
-    """Text that the model itself wrote, for what a format compares. head: one of ours."""
+def make_trial(format: HeadFormat, source: StateSource, head: Any, reading: Reading) -> Trial:
+    """Text that the model itself wrote, for what a format compares. head: one of ours. reading: the system's."""
     longest, lm = source.drafter.max_position, source.drafter.lm
     if format.predicts:
         return Trial(source.facts, inputs=predictor_inputs(make_probes(source.path, lm, longest), source))
     longest = min(head.config.max_position, longest) - format.probe_room
-    return Trial(source.facts, make_probes(source.path, lm, longest))
+    layers = format.layers(reading, head, lm.info.num_layers)
+    return Trial(source.facts, make_probes(source.path, lm, longest, layers))
 
 
 def predictor_inputs(probes: Sequence[Probe], source: StateSource) -> dict[str, Tensor]:
@@ -141,8 +142,9 @@ def predictor_inputs(probes: Sequence[Probe], source: StateSource) -> dict[str, 
 
 
 @torch.inference_mode()
-def make_probes(path: str, lm: CausalLM, longest: int) -> list[Probe]:
-    """path: of the model, for its tokenizer. longest: most tokens of a probe, so that a head has positions for it."""
+def make_probes(path: str, lm: CausalLM, longest: int, layers: tuple[int, ...] = ()) -> list[Probe]:
+    """path: of the model, for its tokenizer. longest: most tokens of a probe, so that a head has positions for it.
+    layers: ascending, those whose states are asked for."""
     longest = min(longest, lm.info.max_position)
     room = min(MAX_NEW_TOKENS, longest // 2)
     prompts = [ids[: longest - room] for ids in encoded(load_tokenizer(path), PROMPTS)]
@@ -152,7 +154,11 @@ def make_probes(path: str, lm: CausalLM, longest: int) -> list[Probe]:
         ids = torch.tensor([*prompt, *reply])
         features = lm.features(ids[None].to(lm.device))[0]
         choices = lm.lm_head(features).argmax(-1).cpu()
-        probes.append(Probe(ids, len(prompt), choices, features.float().cpu(), before_final_norm(lm, ids)))
+        states: dict[int, Tensor] = {}
+        if layers:
+            parts = lm.features(ids[None].to(lm.device), capture=layers)[0].float().cpu().chunk(len(layers), -1)
+            states = dict(zip(layers, parts, strict=True))
+        probes.append(Probe(ids, len(prompt), choices, features.float().cpu(), before_final_norm(lm, ids), states))
     return probes
 
 

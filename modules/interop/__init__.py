@@ -16,17 +16,23 @@ if TYPE_CHECKING:
 
 
 @functools.cache
-def formats() -> dict[str, HeadFormat]:
-    """Every format of heads by its name."""
+def formats() -> dict[tuple[str, str], HeadFormat]:
+    """Every format of heads by its name and the kind of our heads that it holds: a server's name stands for as many
+    formats as it loads kinds of heads."""
     from draftsmith.modules.interop.base import HeadFormat
 
-    found: dict[str, HeadFormat] = {}
+    found: dict[tuple[str, str], HeadFormat] = {}
     for file in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{file.name}")
         classes = (value for value in vars(module).values() if isinstance(value, type))
         own = (value for value in classes if issubclass(value, HeadFormat) and value.__module__ == module.__name__)
-        found |= {value.name: value() for value in own if "name" in vars(value)}
+        found |= {(value.name, value.kind): value() for value in own if "name" in vars(value)}
     return found
+
+
+def format_names() -> tuple[str, ...]:
+    """As users write them."""
+    return tuple(dict.fromkeys(name for name, _ in formats()))
 
 
 def formats_of(kind: str) -> list[HeadFormat]:

@@ -79,7 +79,11 @@ class Acceptance(PredictorFormat):
         return {name: manifest.get(name) for name in ("drafter", "sampling")}
 
     def write(
-        self, config: AcceptanceHeadConfig, state: Mapping[str, Tensor], dtype: torch.dtype = torch.float32
+        self,
+        config: AcceptanceHeadConfig,
+        state: Mapping[str, Tensor],
+        dtype: torch.dtype = torch.float32,
+        target: TargetFacts | None = None,
     ) -> Package:
         """Any acceptance head; in float32 whatever `dtype`, as it decodes."""
         fields = {

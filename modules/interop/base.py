@@ -39,6 +39,10 @@ class TargetFacts:
     def hidden_size(self) -> int | None:
         return self.raw.get("hidden_size") or (self.raw.get("text_config") or {}).get("hidden_size")
 
+    @property
+    def num_layers(self) -> int | None:
+        return self.raw.get("num_hidden_layers") or (self.raw.get("text_config") or {}).get("num_hidden_layers")
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -69,7 +73,8 @@ class Reading:
     """A head as one system holds it in memory.
 
     weights: float32, under the names of our head (`fc.weight`, `layers.0.self_attn.q_proj.bias`, `model.0...`); what
-        the system would leave uninitialised is NaN, so that no comparison can pass by chance.
+        the system would leave uninitialised is NaN, so that no comparison can pass by chance. A table of token ids is
+        int64.
     settings: what the forward needs beside weights (`reader.py` and the formats of predictors say which).
     used: names on disk that the system read.
     """
@@ -99,7 +104,8 @@ class Probe:
     """One prompt with the model's answer, and its hidden states [T, H] in float32.
 
     ids: [T]. start: where the answer begins. choices [T]: the model's greedy choice of the token behind each. features:
-    after the final norm. before_norm: the same before it; None where the model does not show them.
+    after the final norm. before_norm: the same before it; None where the model does not show them. states: number k ->
+    the residual state [T, H] after the first k layers, of those that were asked for.
     """
 
     ids: Tensor
@@ -107,6 +113,7 @@ class Probe:
     choices: Tensor
     features: Tensor
     before_norm: Tensor | None
+    states: Mapping[int, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -165,10 +172,35 @@ class ForeignHead:
         return matrix_size(self.bare.get(name), 0)
 
     @property
+    def sizes(self) -> Mapping[str, Any]:
+        """The config's fields, with those of the layer that speculators have inside it at the top."""
+        return flat(self.config)
+
+    @property
     def fuses_two(self) -> bool:
         """EAGLE-1's mark: fc reads an embedding and one feature, both of the width that it gives."""
         width = self.rows("fc.weight")
         return width is not None and self.columns("fc.weight") == 2 * width
+
+    @property
+    def eagle3(self) -> bool:
+        """EAGLE-3's marks: tables of a draft vocabulary, norms of two inputs, attention that reads both at once."""
+        if self.has(r"midlayer\.|layers\.\d+\.hidden_norm\.|fc_norm\.|aux_norm_|d2t$|t2d$"):
+            return True
+        query, output = (f"layers.0.self_attn.{name}_proj.weight" for name in ("q", "o"))
+        width = self.rows(output)
+        if width is not None and self.columns(query) == 2 * width:
+            return True
+        several = self.columns("fc.weight") is not None and not self.fuses_two and "norm.weight" in self.bare
+        named = "eagle3" in self.architecture.lower() or "eagle_config" in self.config
+        named = named or self.config.get("speculators_model_type") == "eagle3"
+        return several or (named and not self.fuses_two)
+
+
+def flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A `config.json` whose fields of the layers stand at the top, where those of speculators do not have them."""
+    inner = config.get("transformer_layer_config")
+    return {**(inner if isinstance(inner, Mapping) else {}), **config}
 
 
 def matrix_size(shape: tuple[int, ...] | None, index: int) -> int | None:
@@ -210,8 +242,12 @@ class HeadFormat(ABC):
         """Is this the format of a foreign directory? Asked once those that are known and not read are ruled out."""
 
     @abstractmethod
-    def write(self, config: Any, state: Mapping[str, Tensor], dtype: torch.dtype) -> Package:
-        """Our head (its config dataclass and its `named_parameters`) as that system wants it.
+    def write(
+        self, config: Any, state: Mapping[str, Tensor], dtype: torch.dtype, target: TargetFacts | None = None
+    ) -> Package:
+        """Our head (its config dataclass and the tensors of its directory) as that system wants it.
+
+        target: the model whose hidden states it reads, for what depends on it.
 
         Raises:
             InputError: as of `check`.
@@ -245,6 +281,10 @@ class HeadFormat(ABC):
     def compare(self, reading: Reading, head: nn.Module, package: Package, trial: Trial) -> list[Measure]:
         """The system's reading beside the same head as one of ours, in float32, on real text."""
 
+    def dialect(self, found: ForeignHead) -> str:
+        """Whose directory this is, as messages say it."""
+        return self.system
+
     def check(self, config: Any) -> None:  # noqa: B027 (a format may hold every head)
         """Raises InputError with the reason and the remedy where the format cannot hold a head of these settings."""
 
@@ -255,6 +295,10 @@ class HeadFormat(ABC):
         except InputError:
             return False
         return True
+
+    def layers(self, reading: Reading, head: Any, num_layers: int) -> tuple[int, ...]:
+        """The target's layers whose states `compare` reads beside its features, `Probe.states`."""
+        return ()
 
     def completed(self, target: Mapping[str, Any], manifest: Mapping[str, Any]) -> dict[str, Any]:
         """More fields of `config.json`, by the target's own and by the manifest of the head that is exported."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from draftsmith.modules.drafters.eagle.net import EagleConfig, EagleNet
+from draftsmith.modules.drafters.eagle3.net import Eagle3Config, Eagle3Net
 from draftsmith.modules.interop.base import Measure, Package, Reading, Trial, largest
 from draftsmith.modules.interop.rope import KNOWN, Rope, frequencies, transformers_rope
 from draftsmith.modules.layers import RopeScaling
@@ -52,15 +53,19 @@ class Drafting:
         """[T, H]."""
         return self.net(self.embedding[ids][None], features[None])[0]
 
+    def of_states(self, states: Tensor) -> Tensor:
+        """Logits [T, V]."""
+        return states @ self.lm_head.T
+
     def logits(self, ids: Tensor, features: Tensor) -> Tensor:
         """[T, V]."""
-        return self.states(ids, features) @ self.lm_head.T
+        return self.of_states(self.states(ids, features))
 
     def draft(self, ids: Tensor, features: Tensor) -> Tensor:
         """[T + DRAFT_STEPS, V]: logits of all rows, then of a greedy draft from the last one, on its own states."""
         for _ in range(DRAFT_STEPS):
             states = self.states(ids, features)
-            chosen = (states[-1:] @ self.lm_head.T).nan_to_num(-math.inf).argmax(-1)
+            chosen = self.of_states(states[-1:]).nan_to_num(-math.inf).argmax(-1)
             ids, features = torch.cat([ids, chosen]), torch.cat([features, states[-1:]])
         return self.logits(ids, features)
 
@@ -78,18 +83,25 @@ def compare_eagle(reading: Reading, head: nn.Module, package: Package, trial: Tr
     positions = max(len(ids) for ids, _ in inputs) + DRAFT_STEPS
     theirs = Drafting(table, net_of(reading, positions), scale * lm_head)
     ours = Drafting(embedding, head, lm_head)
+    return [
+        *differences(theirs, ours, inputs, inputs),
+        working(trial, theirs, inputs, other_readings(reading, package, trial, theirs, inputs)),
+    ]
+
+
+def differences(theirs: Drafting, ours: Drafting, their_inputs: Inputs, our_inputs: Inputs) -> list[Measure]:
+    """Logits of two readings over the same texts, fed and drafted."""
     fed, drafted, size = 0.0, 0.0, 0.0
-    for ids, features in inputs:
-        our_logits = ours.draft(ids, features)
-        differences = theirs.draft(ids, features) - our_logits
-        size = max(size, largest(our_logits))
-        fed, drafted = max(fed, largest(differences[: len(ids)])), max(drafted, largest(differences[len(ids) :]))
-    number = sum(len(ids) for ids, _ in inputs)
-    others = other_readings(reading, package, trial, theirs, inputs)
+    for (ids, features), own in zip(their_inputs, our_inputs, strict=True):
+        our_logits, their_logits = ours.draft(*own), theirs.draft(ids, features)
+        # Tokens that a head cannot draft have -inf.
+        apart = torch.where(their_logits == our_logits, 0.0, their_logits - our_logits)
+        size = max(size, largest(our_logits[our_logits.isfinite()]))
+        fed, drafted = max(fed, largest(apart[: len(ids)])), max(drafted, largest(apart[len(ids) :]))
+    number = sum(len(ids) for ids, _ in our_inputs)
     return [
         difference(f"logits of {number} rows", fed, size),
-        difference(f"logits in {len(inputs)} drafts", drafted, size),
-        working(trial, theirs, inputs, others),
+        difference(f"logits in {len(our_inputs)} drafts", drafted, size),
     ]
 
 
@@ -149,5 +161,109 @@ def other_readings(
     target = dataclasses.replace(llama, rope_theta=rope.theta, rope_scaling=rope.scaling)
     if rope.kind in KNOWN and not torch.equal(frequencies(llama, rope), frequencies(llama, Rope.of(llama))):
         yield "the rotary settings of the target", read_as(settings=settings | {"llama": target}), inputs
+    if settings["embed"] == "file":
+        yield "the target's embedding", plain, inputs
+
+
+@dataclass(frozen=True)
+class Drafting3(Drafting):
+    """How an EAGLE-3 head drafts, from g [T, H] on. net: an `Eagle3Net`; lm_head is not read."""
+
+    def states(self, ids: Tensor, features: Tensor) -> Tensor:
+        net: Any = self.net
+        return net.follow(self.embedding[ids][None], features[None], 1)[0][0]
+
+    def of_states(self, states: Tensor) -> Tensor:
+        net: Any = self.net
+        logits = net.lm_head(net.logits_input(states))
+        return logits.new_full((len(logits), len(self.embedding)), -math.inf).index_copy_(1, net.d2t, logits)
+
+    def inputs(self, trial: Trial, capture: tuple[int, ...], shift: int = 1) -> Inputs:
+        """Token ids and g of each probe; undefined where the target has no such layers."""
+        net: Any = self.net
+        rows: Inputs = []
+        for probe in trial.probes:
+            ids, last = probe.ids[shift:], len(probe.ids) - 1
+            none = torch.full_like(probe.features, math.nan)
+            states = torch.cat([probe.states.get(number, none) for number in capture], -1)[:last]
+            fits = states.shape[-1] == net.fc.in_features
+            rows.append((ids[:last], net.read(states) if fits else none[:last]))
+        return rows
+
+
+def net3_of(reading: Reading, positions: int) -> Eagle3Net:
+    """As `net_of`."""
+    settings = reading.settings
+    llama = dataclasses.replace(settings["llama"], max_position=positions)
+    followed = llama.rope_scaling.kind in KNOWN
+    llama = llama if followed else dataclasses.replace(llama, rope_scaling=RopeScaling())
+    flags = {name: settings[name] for name in ("fc_norm", "norm_output", "norm_before_residual")}
+    net = Eagle3Net(Eagle3Config(llama, (0, 1, 2), settings["draft_vocab_size"], **flags)).requires_grad_(False)
+    weights, drafted = dict(reading.weights), reading.weights.get("d2t")
+    inside = True
+    if drafted is not None:  # ours are ascending, a system's need not be
+        inside = (
+            len(drafted.unique()) == len(drafted) and 0 <= int(drafted.min()) <= int(drafted.max()) < llama.vocab_size
+        )
+        order = drafted.argsort() if inside else torch.arange(len(drafted))
+        weights["lm_head.weight"] = weights["lm_head.weight"][order]
+        weights["d2t"] = drafted[order] if inside else order
+    net.load_state_dict({name: weights[name] for name in net.state_dict()})
+    if not followed or not inside or any(bool(weight.isnan().any()) for weight in net.parameters()):
+        for weight in (net.fc.weight, net.lm_head.weight):
+            weight.fill_(math.nan)
+    return net
+
+
+def layers_beside(layers: Iterable[int], num_layers: int) -> tuple[int, ...]:
+    """The layers, and those one before and one after them, of so many."""
+    near = {number + step for number in layers for step in (-1, 0, 1)}
+    return tuple(sorted(number for number in near if 0 <= number < num_layers))
+
+
+def compare_eagle3(reading: Reading, head: nn.Module, package: Package, trial: Trial) -> list[Measure]:
+    """As `compare_eagle`. trial: with the states of `layers_beside`."""
+    assert trial.facts.embed_tokens is not None and trial.facts.lm_head is not None
+    embedding, lm_head = trial.facts.embed_tokens.float(), trial.facts.lm_head.float()
+    table = reading.weights.get("embed_tokens.weight", embedding)
+    positions = max(len(probe.ids) for probe in trial.probes) + DRAFT_STEPS
+    theirs = Drafting3(table, net3_of(reading, positions), lm_head)
+    ours, config = Drafting3(embedding, head, lm_head), cast(Any, head).config
+    inputs = theirs.inputs(trial, reading.settings["capture"])
+    return [
+        *differences(theirs, ours, inputs, ours.inputs(trial, config.capture)),
+        working(trial, theirs, inputs, other_readings3(reading, package, trial, theirs, inputs)),
+    ]
+
+
+def other_readings3(
+    reading: Reading, package: Package, trial: Trial, theirs: Drafting3, inputs: Inputs
+) -> Iterator[tuple[str, Drafting, Inputs]]:
+    """What an EAGLE-3 head may have been made for, if not for what the system does with it."""
+    assert trial.facts.embed_tokens is not None
+    weights, settings = reading.weights, reading.settings
+    capture, positions = settings["capture"], max(len(ids) for ids, _ in inputs)
+
+    def read_as(weights: Mapping[str, Tensor] = weights, **changes: Any) -> tuple[Drafting3, Inputs]:
+        other = dataclasses.replace(reading, weights=weights, settings={**settings, **changes})
+        drafting = dataclasses.replace(theirs, net=net3_of(other, positions))
+        return drafting, drafting.inputs(trial, capture)
+
+    for name, step in (("one later", 1), ("one earlier", -1)):
+        yield f"layers {name}", theirs, theirs.inputs(trial, tuple(number + step for number in capture))
+    yield "the three layers in the opposite order", theirs, theirs.inputs(trial, capture[::-1])
+    projections = [f"layer.self_attn.{name}_proj.weight" for name in "qkv"]
+    swapped = {name: torch.cat(weights[name].chunk(2, dim=1)[::-1], dim=1) for name in projections}
+    yield "the state before the embedding in q, k and v", *read_as({**weights, **swapped})
+    residual = "as it is" if settings["norm_before_residual"] else "after its norm"
+    yield f"the state {residual} as the residual", *read_as(norm_before_residual=not settings["norm_before_residual"])
+    if "d2t" in weights and "d2t" in package.tensors:
+        yield "ids in d2t", *read_as({**weights, "d2t": package.tensors["d2t"].long()})
+    plain = dataclasses.replace(theirs, embedding=trial.facts.embed_tokens.float())
+    yield "each state beside its own token instead of the next", plain, plain.inputs(trial, capture, shift=0)
+    llama, rope = settings["llama"], transformers_rope(trial.facts.raw)
+    if rope.kind in KNOWN and not torch.equal(frequencies(llama, rope), frequencies(llama, Rope.of(llama))):
+        target = dataclasses.replace(llama, rope_theta=rope.theta, rope_scaling=rope.scaling)
+        yield "the rotary settings of the target", *read_as(llama=target)
     if settings["embed"] == "file":
         yield "the target's embedding", plain, inputs

@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from draftsmith.modules.interop import formats
-from draftsmith.modules.interop.base import ForeignHead
+from draftsmith.modules.interop.base import ForeignHead, HeadFormat
 from draftsmith.modules.types import InputError
 
-CAN_READ = "an EAGLE-1 head (SafeAILab, vLLM, SGLang) or an acceptance head of SpecDec_pp"
+CAN_READ = "an EAGLE-1 or EAGLE-3 head (SafeAILab, vLLM, SGLang, speculators) or an acceptance head of SpecDec_pp"
 LATER = "Importing it is not supported yet."
 
 
-def detect(config: Mapping[str, Any], names_and_shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """The format of a head that this package reads: a name of `formats`.
+def detect(config: Mapping[str, Any], names_and_shapes: Mapping[str, tuple[int, ...]]) -> HeadFormat:
+    """The format of a head that this package reads: one of `formats`.
 
     Raises:
         InputError: what it is instead: another public head, a whole model, a head of this package, or nothing known.
@@ -29,12 +29,19 @@ def detect(config: Mapping[str, Any], names_and_shapes: Mapping[str, tuple[int, 
     for known in REFUSED:
         if known.fits(found):
             raise InputError("directory", known.what + named, CAN_READ, known.remedy)
-    for name, format in formats().items():
+    for format in formats().values():
         if format.recognises(found):
-            return name
+            return format
     first = ", ".join(sorted(names_and_shapes)[:4]) or "none"
     what = f"tensors of no head that is known ({first}){named}"
     raise InputError("directory", what, CAN_READ, "Check the path, or name its format with --format.")
+
+
+def named_format(name: str, config: Mapping[str, Any], names_and_shapes: Mapping[str, tuple[int, ...]]) -> HeadFormat:
+    """The format of this name that is for the kind of head in a directory, however badly it is written."""
+    own = [format for (known, _), format in formats().items() if known == name]
+    kind = "eagle3" if ForeignHead(config, names_and_shapes).eagle3 else "eagle"
+    return next((format for format in own if format.kind == kind), own[0])
 
 
 @dataclass(frozen=True)
@@ -62,18 +69,6 @@ class KnownFormat:
         )
 
 
-def _eagle3(found: ForeignHead) -> bool:
-    if found.has(r"midlayer\.|layers\.\d+\.hidden_norm\.|fc_norm\.|aux_norm_|d2t$|t2d$"):
-        return True
-    query, output = (f"layers.0.self_attn.{name}_proj.weight" for name in ("q", "o"))
-    width = found.rows(output)
-    if width is not None and found.columns(query) == 2 * width:  # attention reads embedding and feature side by side
-        return True
-    several = found.columns("fc.weight") is not None and not found.fuses_two and "norm.weight" in found.bare
-    named = "eagle3" in found.architecture.lower() or "eagle_config" in found.config
-    return several or (named and not found.fuses_two)
-
-
 def _causal_lm(found: ForeignHead) -> bool:
     """Layers and an embedding, as a whole model has them, and nothing that fuses."""
     stack = r"(language_model\.)?(model\.)?(layers|transformer\.h|h|decoder\.layers|gpt_neox\.layers)\.\d+\."
@@ -96,9 +91,12 @@ REFUSED = (
         config={TYPE: "eagle$"},
     ),
     KnownFormat("a P-EAGLE head of speculators (peagle)", config={TYPE: "peagle$"}),
-    KnownFormat("an EAGLE-3 head of speculators (eagle3)", config={TYPE: "eagle3$"}),
     KnownFormat("a DFlash head of speculators (dflash)", config={TYPE: "dflash2?$|dspark$"}),
-    KnownFormat("a head of speculators", config={TYPE: "(?!None$)", "speculators_config": ""}),
+    KnownFormat(
+        "a head of speculators",
+        config={TYPE: "(?!None$|eagle3$)"},
+        rule=lambda found: TYPE not in found.config and "speculators_config" in found.config,
+    ),
     KnownFormat("Medusa heads with the whole model around them (medusa_head)", tensors=r"medusa_head\."),
     KnownFormat("Medusa heads in the layout of a server (medusa_heads)", tensors=r"medusa_heads\."),
     KnownFormat(
@@ -124,7 +122,6 @@ REFUSED = (
         rule=lambda found: "hidden_norm.weight" in found.bare and found.has(r"layers\.\d+\.self_attn\."),
     ),
     KnownFormat("a P-EAGLE head", architecture="(?i)p-?eagle"),
-    KnownFormat("an EAGLE-3 head", rule=_eagle3),
     KnownFormat(
         "an EAGLE head with norms of its inputs or outputs (HASS, add_para_norm)",
         # At the top only: layers of other models have such norms inside.

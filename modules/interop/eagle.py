@@ -15,6 +15,7 @@ from draftsmith.modules.interop.base import Package, Parsed, Served, TargetFacts
 from draftsmith.modules.interop.eagle1 import Biases, EagleFormat
 from draftsmith.modules.interop.reader import Reader, max_positions
 from draftsmith.modules.interop.rope import PARTIAL, Rope, conflict, safeailab_rope, transformers_rope
+from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.types import InputError
 
 ELSEWHERE = "Export it with --format vllm or --format sglang."
@@ -33,16 +34,7 @@ class SafeAILab(EagleFormat):
     )
 
     def check(self, config: EagleConfig) -> None:
-        llama, scaling = config.llama, config.llama.rope_scaling
-        if llama.head_dim * llama.num_heads != llama.hidden_size:
-            expected = f"hidden_size / num_heads = {llama.hidden_size // llama.num_heads}"
-            raise InputError("head_dim", llama.head_dim, f"{expected}: {self.system} ignores the field", ELSEWHERE)
-        if scaling.kind == "llama3":
-            raise InputError("rope_scaling", "llama3", f"none or linear: {self.system} refuses every other", ELSEWHERE)
-        if scaling.kind == "linear" and (llama.rope_theta != 10000 or scaling.factor <= 1):
-            found = f"linear by {scaling.factor:g} on base {llama.rope_theta:g}"
-            rule = f"{self.system} takes that base under linear scaling, whatever rope_theta says"
-            raise InputError("rope_scaling", found, f"a factor over 1 on base 10000: {rule}", ELSEWHERE)
+        check_layer(config.llama, self.system)
         super().check(config)
 
     def parse(self, package: Package, target: TargetFacts | None = None) -> Parsed:
@@ -82,19 +74,7 @@ class SafeAILab(EagleFormat):
         )
         if "bias" not in raw:
             reader.note("bias", "gives fc a bias: the field is absent and its default is true")
-        heads, head_dim = reader.settings["llama"].num_heads, reader.settings["llama"].head_dim
-        if raw.get("head_dim") not in (None, head_dim):
-            reader.error("head_dim", f"ignores {raw['head_dim']} and takes hidden_size / {heads} heads = {head_dim}")
-        if scaling := raw.get("rope_scaling"):
-            _check_scaling(reader, scaling)
-        meant, does = transformers_rope(raw), safeailab_rope(raw)
-        if meant.theta != does.theta or (meant.kind != does.kind and not meant.kind.startswith(PARTIAL)):
-            rule = "it reads rope_theta and rope_scaling only, not rope_parameters"
-            if scaling:
-                rule = "under rope_scaling its base is always 10000"
-            reader.error("rope_theta", f"computes with {does}, not with {meant} as config.json says: {rule}")
-        if raw.get("hidden_act", "silu") != "silu":
-            reader.error("hidden_act", f"computes with {raw['hidden_act']}, which this check and our head do not")
+        check_rope(reader)
         reader.unread("attention_bias", "mlp_bias", "hot_vocab_size", "logit_scale")
 
     def load(self, reader: Reader, name: str) -> None:
@@ -120,6 +100,38 @@ class SafeAILab(EagleFormat):
         if longest > reader.settings["max_position"]:
             reader.note("max_position_embeddings", f"grows its rotary table on demand, to the target's {longest}")
             reader.settings["max_position"] = longest
+
+
+def check_layer(llama: LlamaConfig, system: str) -> None:
+    """Refuses sizes and rotary settings that its code does not go by."""
+    scaling = llama.rope_scaling
+    if llama.head_dim * llama.num_heads != llama.hidden_size:
+        expected = f"hidden_size / num_heads = {llama.hidden_size // llama.num_heads}"
+        raise InputError("head_dim", llama.head_dim, f"{expected}: {system} ignores the field", ELSEWHERE)
+    if scaling.kind == "llama3":
+        raise InputError("rope_scaling", "llama3", f"none or linear: {system} refuses every other", ELSEWHERE)
+    if scaling.kind == "linear" and (llama.rope_theta != 10000 or scaling.factor <= 1):
+        found = f"linear by {scaling.factor:g} on base {llama.rope_theta:g}"
+        rule = f"{system} takes that base under linear scaling, whatever rope_theta says"
+        raise InputError("rope_scaling", found, f"a factor over 1 on base 10000: {rule}", ELSEWHERE)
+
+
+def check_rope(reader: Reader) -> None:
+    """Fields of the layer that it goes by in its own way."""
+    raw = reader.raw
+    heads, head_dim = reader.settings["llama"].num_heads, reader.settings["llama"].head_dim
+    if raw.get("head_dim") not in (None, head_dim):
+        reader.error("head_dim", f"ignores {raw['head_dim']} and takes hidden_size / {heads} heads = {head_dim}")
+    if scaling := raw.get("rope_scaling"):
+        _check_scaling(reader, scaling)
+    meant, does = transformers_rope(raw), safeailab_rope(raw)
+    if meant.theta != does.theta or (meant.kind != does.kind and not meant.kind.startswith(PARTIAL)):
+        rule = "it reads rope_theta and rope_scaling only, not rope_parameters"
+        if scaling:
+            rule = "under rope_scaling its base is always 10000"
+        reader.error("rope_theta", f"computes with {does}, not with {meant} as config.json says: {rule}")
+    if raw.get("hidden_act", "silu") != "silu":
+        reader.error("hidden_act", f"computes with {raw['hidden_act']}, which this check and our head do not")
 
 
 def _check_scaling(reader: Reader, scaling: Mapping[str, Any]) -> None:

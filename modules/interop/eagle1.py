@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -67,19 +67,14 @@ class Biases(NamedTuple):
     mlp: bool
 
 
-class EagleFormat(HeadFormat):
-    """A directory of `config.json` and one weights file, read by the rules of one system.
+class LlamaFormat(HeadFormat):
+    """A directory of `config.json` and one weights file whose layers are Llama's, read by the rules of one system.
 
-    zero_bias: it puts zeros into the biases of q, k, v and o before it loads. uninitialised: what else a parameter
-    holds that no tensor fills. truncates: the draft's logits end at the config's vocab_size. reads_head_dim: it honours
-    the field.
+    uninitialised: what a parameter holds that no tensor fills. reads_head_dim: it honours the field.
     """
 
-    kind = "eagle"
     probe_room = DRAFT_STEPS
-    zero_bias: ClassVar[bool] = False
     uninitialised: ClassVar[str] = "random numbers"
-    truncates: ClassVar[bool] = True
     reads_head_dim: ClassVar[bool] = True
 
     @abstractmethod
@@ -101,6 +96,31 @@ class EagleFormat(HeadFormat):
         """The rotary settings it goes by."""
         return transformers_rope(raw)
 
+    def completed(self, target: Mapping[str, Any], manifest: Mapping[str, Any]) -> dict[str, Any]:
+        """The type to run in: the target's, whatever type the weights are stored in. SGLang would otherwise run a head
+        in another type than its target."""
+        named = target.get("dtype") or target.get("torch_dtype")
+        return {"torch_dtype": named, "dtype": named} if named else {}
+
+    def recorded(self, state: Mapping[str, Tensor], package: Package) -> Mapping[str, Tensor]:
+        return state
+
+    def settings_differ(self, config: Mapping[str, Any], reading: Reading) -> list[Finding]:
+        """Sizes and rotary frequencies."""
+        return sizes_differ(config, reading)
+
+
+class EagleFormat(LlamaFormat):
+    """A directory of an EAGLE-1 head.
+
+    zero_bias: the system puts zeros into the biases of q, k, v and o before it loads. truncates: the draft's logits end
+    at the config's vocab_size.
+    """
+
+    kind = "eagle"
+    zero_bias: ClassVar[bool] = False
+    truncates: ClassVar[bool] = True
+
     def fields(self, config: EagleConfig) -> dict[str, Any]:
         """Fields of `config.json` beside those of every Llama; vLLM and SafeAILab's code go by the same."""
         fields: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "bias": False}
@@ -116,17 +136,12 @@ class EagleFormat(HeadFormat):
             "fc_bias": (config.fc_bias, "no bias: vLLM drops it silently, and no two systems keep it alike"),
             "qk_norm": (llama.qk_norm, "no norm of q and k: none of these systems has one in an EAGLE-1 head"),
             "o_bias": (llama.o_bias, "no bias of o_proj: SafeAILab/EAGLE and Qwen-type heads have none"),
-            "mlp_bias": (llama.mlp_bias, "no bias in the MLP: SafeAILab/EAGLE and SGLang ignore it"),
-            "sliding_window": (llama.sliding_window, "none: these systems' heads see everything"),
         }
-        for field, (found, expected) in reasons.items():
-            if found:
-                raise InputError(field, found, expected, AGAIN)
-        if llama.hidden_size % llama.num_heads:
-            expected = f"a divisor of hidden_size {llama.hidden_size}: transformers refuses any other"
-            raise InputError("num_heads", llama.num_heads, expected, "Train the head for a target of other sizes.")
+        refuse(llama, reasons)
 
-    def write(self, config: EagleConfig, state: Mapping[str, Tensor], dtype: torch.dtype) -> Package:
+    def write(
+        self, config: EagleConfig, state: Mapping[str, Tensor], dtype: torch.dtype, target: TargetFacts | None = None
+    ) -> Package:
         """The tensors as they are, in `dtype`."""
         self.check(config)
         shapes = {name: slot.shape for name, slot in eagle_slots(config).items()}
@@ -192,28 +207,19 @@ class EagleFormat(HeadFormat):
     def compare(self, reading: Reading, head: nn.Module, package: Package, trial: Trial) -> list[Measure]:
         return compare_eagle(reading, head, package, trial)
 
-    def completed(self, target: Mapping[str, Any], manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """The type to run in: the target's, whatever type the weights are stored in. SGLang would otherwise run a head
-        in another type than its target."""
-        named = target.get("dtype") or target.get("torch_dtype")
-        return {"torch_dtype": named, "dtype": named} if named else {}
 
-    def recorded(self, state: Mapping[str, Tensor], package: Package) -> Mapping[str, Tensor]:
-        return state
-
-    def settings_differ(self, config: Mapping[str, Any], reading: Reading) -> list[Finding]:
-        """Sizes and rotary frequencies."""
-        ours = LlamaConfig(**{**config["llama"], "rope_scaling": RopeScaling(**config["llama"]["rope_scaling"])})
-        theirs = reading.settings["llama"]
-        found = [
-            Finding("error", name, f"{getattr(theirs, name)} in this system, exported with {getattr(ours, name)}")
-            for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim", "rms_eps")
-            if getattr(theirs, name) != getattr(ours, name)
-        ]
-        one, other = (frequencies(llama, Rope.of(llama)) for llama in (ours, theirs))
-        if one.shape != other.shape or not torch.allclose(one, other, rtol=1e-5):
-            found.append(Finding("error", "rope", "other rotary frequencies than the head was exported with"))
-        return found
+def refuse(llama: LlamaConfig, reasons: Mapping[str, tuple[Any, str]]) -> None:
+    """Raises InputError for a layer that no system has. reasons: more switches, what they are and what is expected."""
+    common = {
+        "mlp_bias": (llama.mlp_bias, "no bias in the MLP: SafeAILab/EAGLE and SGLang ignore it"),
+        "sliding_window": (llama.sliding_window, "none: these systems' heads see everything"),
+    }
+    for field, (found, expected) in {**reasons, **common}.items():
+        if found:
+            raise InputError(field, found, expected, AGAIN)
+    if llama.hidden_size % llama.num_heads:
+        expected = f"a divisor of hidden_size {llama.hidden_size}: transformers refuses any other"
+        raise InputError("num_heads", llama.num_heads, expected, "Train the head for a target of other sizes.")
 
 
 def with_biases(llama: LlamaConfig, biases: Biases) -> EagleConfig:
@@ -253,6 +259,21 @@ def producer(found: ForeignHead) -> str:
     if not (wide or odd or newer) and simple:
         return "eagle"  # under SGLang's class name too, which SafeAILab's code does not read
     return "sglang" if name == SGLANG_CLASS else "vllm"
+
+
+def sizes_differ(config: Mapping[str, Any], reading: Reading) -> list[Finding]:
+    """Sizes and rotary frequencies of an exported head against those that a system takes."""
+    ours = LlamaConfig(**{**config["llama"], "rope_scaling": RopeScaling(**config["llama"]["rope_scaling"])})
+    theirs = reading.settings["llama"]
+    found = [
+        Finding("error", name, f"{getattr(theirs, name)} in this system, exported with {getattr(ours, name)}")
+        for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim", "rms_eps")
+        if getattr(theirs, name) != getattr(ours, name)
+    ]
+    one, other = (frequencies(llama, Rope.of(llama)) for llama in (ours, theirs))
+    if one.shape != other.shape or not torch.allclose(one, other, rtol=1e-5):
+        found.append(Finding("error", "rope", "other rotary frequencies than the head was exported with"))
+    return found
 
 
 def llama_fields(llama: LlamaConfig, dtype: torch.dtype) -> dict[str, Any]:
@@ -316,8 +337,14 @@ def surroundings(reader: Reader, truncates: bool) -> None:
         reader.error("hidden_size", f"cannot fuse features of width {target.raw['hidden_size']} at width {hidden}")
 
 
-def check_fields(raw: Mapping[str, Any], llama: LlamaConfig, target: TargetFacts | None) -> None:
-    """Raises InputError for every field that our head could not follow."""
+def check_fields(
+    raw: Mapping[str, Any],
+    llama: LlamaConfig,
+    target: TargetFacts | None,
+    whole: Sequence[str] = ("vocab_size", "draft_vocab_size", "hot_vocab_size"),
+) -> None:
+    """Raises InputError for every field that our head could not follow. whole: those that are to be the target's
+    vocabulary."""
     if both := conflict(raw):
         raise InputError("rope_parameters", both, "one rotary setting", "Keep in config.json what it was trained with.")
     if lacking := missing_keys(raw):
@@ -329,7 +356,7 @@ def check_fields(raw: Mapping[str, Any], llama: LlamaConfig, target: TargetFacts
             expected = "nothing" if plain is None else f"{plain} or nothing"
             raise InputError(f"config.json, {field}", raw[field], expected, UNSUPPORTED)
     vocab = llama.vocab_size if target is None else target.raw.get("vocab_size", llama.vocab_size)
-    for field in ("vocab_size", "draft_vocab_size", "hot_vocab_size"):
+    for field in whole:
         if raw.get(field) not in (None, vocab):
             expected = f"the target's whole vocabulary ({vocab})"
             remedy = "Heads of a truncated vocabulary are not supported."

@@ -4,7 +4,7 @@ log of what fills them. The rules themselves, where systems differ, are in the f
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -48,7 +48,7 @@ def slots_of(module: nn.Module, zero_bias: bool = False) -> dict[str, Slot]:
     """
 
     def start(name: str) -> float:
-        if name.endswith("norm.weight"):
+        if "norm." in name:
             return 1.0
         return 0.0 if zero_bias and ".self_attn." in name and name.endswith(".bias") else math.nan
 
@@ -206,13 +206,14 @@ class Reader:
             return
         self.weights |= dict(zip(slots, tensor.to(torch.float32).split(rows), strict=True))
 
-    def fill_split(self, name: str, pads: tuple[str, ...] = ()) -> None:
+    def fill_split(self, name: str, pads: tuple[str, ...] = (), own: str = "") -> None:
         """Tensor `name` into slots, as vLLM and SGLang fill them: fused or not, cut where it is longer than its share
         of a split parameter.
 
-        pads: modules whose shorter tensors are filled up with zeros; all others stop the system.
+        pads: modules whose shorter tensors are filled up with zeros; all others stop the system. own: our name for it,
+        where that is another.
         """
-        tensor, parts, dim = self.package.tensors[name], parts_of(name), split_dim(name)
+        tensor, parts, dim = self.package.tensors[name], parts_of(own or name), split_dim(own or name)
         if len(parts) > 1:
             self.note(name, f"takes it for {', '.join(part.split('.')[-2] for part in parts)} in one")
         if dim is not None and dim < tensor.ndim:
@@ -266,13 +267,14 @@ class Reader:
             compared = "which differs from the target's" if differ else "the target's is not at hand"
             self.note(name, f"embeds with the file's table; {compared}")
 
-    def missing(self, random: str, zero_bias: bool) -> None:
+    def missing(self, random: str, zero_bias: bool, shown: Callable[[str], str] = str) -> None:
         """Give every slot that no tensor filled what it holds then; `random` says what that is. zero_bias: a bias of
-        o_proj is meant to be zeros then."""
-        for name, slot in self.slots.items():
-            if name in self.weights:
+        o_proj is meant to be zeros then. shown: a slot's name in the system's files."""
+        for slot_name, slot in self.slots.items():
+            if slot_name in self.weights:
                 continue
-            self.weights[name] = torch.full((), slot.start).expand(slot.shape)
+            name = shown(slot_name)
+            self.weights[slot_name] = torch.full((), slot.start).expand(slot.shape)
             if any(finding.where == name for finding in self.findings):
                 continue
             if zero_bias and name.endswith("o_proj.bias"):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.modules.drafters.eagle.net import EagleConfig
-from draftsmith.modules.interop.base import Package, Served
+from draftsmith.modules.interop.base import Package, Served, TargetFacts
 from draftsmith.modules.interop.eagle1 import SGLANG_CLASS as CLASS
 from draftsmith.modules.interop.eagle1 import Biases, EagleFormat
 from draftsmith.modules.interop.reader import Reader, parts_of, positive
@@ -34,7 +34,9 @@ class SGLang(EagleFormat):
     def fields(self, config: EagleConfig) -> dict[str, Any]:
         return {"architectures": [CLASS], "bias": False, "attention_bias": config.llama.qkv_bias}
 
-    def write(self, config: EagleConfig, state: Mapping[str, Tensor], dtype: torch.dtype) -> Package:
+    def write(
+        self, config: EagleConfig, state: Mapping[str, Tensor], dtype: torch.dtype, target: TargetFacts | None = None
+    ) -> Package:
         """Zero biases are added that it would otherwise fill at random (fc) or has beside those of q, k and v (o)."""
         llama, package = config.llama, super().write(config, state, dtype)
         zeros = {"fc.bias": torch.zeros(llama.hidden_size, dtype=dtype)}
@@ -44,13 +46,7 @@ class SGLang(EagleFormat):
         return Package(package.config, {**package.tensors, **zeros}, package.metadata)
 
     def serve(self, served: Served) -> str:
-        """A chain of num_drafted tokens; the token that the target itself gave is counted among those it verifies."""
-        return (
-            f"python -m sglang.launch_server --model-path {shlex.quote(served.model)} --speculative-algorithm EAGLE"
-            f" --speculative-draft-model-path {shlex.quote(served.directory)}"
-            f" --speculative-num-steps {served.num_drafted} --speculative-eagle-topk 1"
-            f" --speculative-num-draft-tokens {served.num_drafted + 1}"
-        )
+        return command(served, "EAGLE")
 
     def biases(self, raw: Mapping[str, Any]) -> Biases:
         """`attention_bias` or `bias` give q, k, v and o one; the MLP never has any, fc always (models/llama.py)."""
@@ -91,7 +87,7 @@ class SGLang(EagleFormat):
         if "lm_head" in name:
             reader.replaced(name, reader.differs(name, "lm_head"), "drops it and takes the target's")
         elif name == "embed_tokens.weight":
-            _load_embedding(reader, name)
+            load_embedding(reader, name)
         elif all(slot in reader.slots for slot in parts_of(name)):
             reader.fill_split(name, pads=PADDED)
         elif name.removeprefix("model.") in reader.slots:
@@ -102,11 +98,21 @@ class SGLang(EagleFormat):
             reader.dropped(name, "because it has no such parameter")
 
     def finish(self, reader: Reader) -> None:
-        _check_length(reader)
-        _check_dtype(reader)
+        check_length(reader)
+        check_dtype(reader)
 
 
-def _check_dtype(reader: Reader) -> None:
+def command(served: Served, algorithm: str) -> str:
+    """A chain of num_drafted tokens; the token that the target itself gave is counted among those it verifies."""
+    return (
+        f"python -m sglang.launch_server --model-path {shlex.quote(served.model)} --speculative-algorithm {algorithm}"
+        f" --speculative-draft-model-path {shlex.quote(served.directory)}"
+        f" --speculative-num-steps {served.num_drafted} --speculative-eagle-topk 1"
+        f" --speculative-num-draft-tokens {served.num_drafted + 1}"
+    )
+
+
+def check_dtype(reader: Reader) -> None:
     """Types of computation: with `--dtype auto` target and draft each run in the type that their own config names, and
     in float16 where that is float32 (configs/model_config.py, _get_and_verify_dtype)."""
     if reader.target is None:
@@ -119,7 +125,7 @@ def _check_dtype(reader: Reader) -> None:
         reader.note("dtype", f"runs the head in {own} and the target in {theirs}, unless --dtype says otherwise")
 
 
-def _load_embedding(reader: Reader, name: str) -> None:
+def load_embedding(reader: Reader, name: str) -> None:
     """Loaded, then replaced (speculative/eagle_worker_v2.py, init_lm_head)."""
     shape = list(reader.package.tensors[name].shape)
     expected = [positive(reader.raw, "vocab_size"), reader.slots["fc.weight"].shape[0]]
@@ -130,7 +136,7 @@ def _load_embedding(reader: Reader, name: str) -> None:
         reader.replaced(name, differ, f"{'silently ' * (differ is not False)}puts the target's in its place")
 
 
-def _check_length(reader: Reader) -> None:
+def check_length(reader: Reader) -> None:
     """It refuses a target of a longer context than the draft's (configs/model_config.py, _derive_context_length)."""
     if reader.target is None:
         return

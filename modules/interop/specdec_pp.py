@@ -75,7 +75,11 @@ class SpecDecPP(PredictorFormat):
             raise InputError("head", found, expected, remedy)
 
     def write(
-        self, config: AcceptanceHeadConfig, state: Mapping[str, Tensor], dtype: torch.dtype = torch.float32
+        self,
+        config: AcceptanceHeadConfig,
+        state: Mapping[str, Tensor],
+        dtype: torch.dtype = torch.float32,
+        target: TargetFacts | None = None,
     ) -> Package:
         """The head in float32 whatever `dtype`: their code runs it in float32 beside a draft of any type.
 

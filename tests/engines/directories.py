@@ -127,7 +127,7 @@ def break_and_predict(defect: Defect, case: Path, directory: Path) -> None:
         package = Package(*defect.apply(exported.config, exported.tensors, ours))
         (directory / kind / "directory").mkdir(parents=True)
         write_package(directory / kind / "directory", package)
-        reading = formats()[kind].read(package, facts)
+        reading = formats()[kind, "eagle"].read(package, facts)
         raises = [f.text for f in reading.errors if " raises: " in f.text]
         prediction = {
             "raises": raises,

@@ -65,9 +65,8 @@ class Eagle3Config:
 
 def layer_like(target: LlamaConfig, rope_theta: float | None = None, plain_rope: bool = False) -> LlamaConfig:
     """One layer like the target's, as far as servers hold it: no biases, no q/k norms, no window."""
-    layer = dataclasses.replace(
-        target, num_layers=1, sliding_window=None, qk_norm=False, qkv_bias=False, o_bias=False, mlp_bias=False
-    )
+    without = ("qk_norm", "qkv_bias", "o_bias", "mlp_bias", "tie_embeddings")
+    layer = dataclasses.replace(target, num_layers=1, sliding_window=None, **dict.fromkeys(without, False))
     if plain_rope:
         layer = dataclasses.replace(layer, rope_scaling=RopeScaling())
     return layer if rope_theta is None else dataclasses.replace(layer, rope_theta=rope_theta)
@@ -139,12 +138,22 @@ class Eagle3Net(nn.Module):
         none are given. documents: of a flat batch [1, N, ..], which needs position_ids; drafts that run out of their
         document mean nothing.
         """
-        rows = states.shape[1]
+        return self.follow(embeds, self.read(states), num_passes, position_ids, documents)
+
+    def follow(
+        self,
+        embeds: Tensor,
+        hidden: Tensor,
+        num_passes: int,
+        position_ids: Tensor | None = None,
+        documents: Documents | None = None,
+    ) -> list[Tensor]:
+        """`unroll` from g [B, T, H] on, or from what stands in its place."""
+        rows = hidden.shape[1]
         attention, layer = self.layer.self_attn, self.layer
         if position_ids is None:
-            position_ids = torch.arange(rows, device=states.device)[None]
+            position_ids = torch.arange(rows, device=hidden.device)[None]
         normed = layer.input_layernorm(embeds)
-        hidden = self.read(states)
         passes: list[Tensor] = []
         own: list[tuple[Tensor, Tensor]] = []
         for j in range(num_passes):

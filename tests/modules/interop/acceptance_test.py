@@ -19,7 +19,7 @@ from draftsmith.modules.interop.base import Package, Served, TargetFacts
 from draftsmith.modules.interop.detect import detect
 from draftsmith.modules.types import InputError
 
-FORMAT = formats()["acceptance"]
+FORMAT = formats()["acceptance", "acceptance"]
 HIDDEN, VOCAB, TOKENS = 6, 11, 12
 ALL: tuple[Feature, ...] = get_args(Feature)
 REPEAT = torch.arange(TOKENS) % 5 - 2.0
@@ -128,7 +128,7 @@ def test_a_head_comes_back_as_it_was(name):
         key: value.tolist() for key, value in head.named_parameters()
     }
     shapes = {key: tuple(value.shape) for key, value in package.tensors.items()}
-    assert detect(package.config, shapes) == "acceptance"
+    assert detect(package.config, shapes).name == "acceptance"
 
 
 def changed(package: Package, tensors: dict | None = None, **config) -> Package:
@@ -161,7 +161,7 @@ def test_specdec_pp_refuses_what_its_class_is_not_fed():
     for name in ("late with numbers", "before", "all", "tree"):
         head = a_head(CASES[name])
         with pytest.raises(InputError, match=r"predicts for a (chain|tree) by .*export --format acceptance") as error:
-            formats()["specdec_pp"].write(head.config, dict(head.named_parameters()))
+            formats()["specdec_pp", "acceptance"].write(head.config, dict(head.named_parameters()))
         assert "\n" not in str(error.value)
 
 

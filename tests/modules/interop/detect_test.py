@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from draftsmith.modules.interop import formats
-from draftsmith.modules.interop.detect import detect
+from draftsmith.modules.interop.base import ForeignHead
+from draftsmith.modules.interop.detect import detect, named_format
 from draftsmith.modules.types import InputError
 
 H, V, INTER, AUX = 64, 512, 176, 3
@@ -122,16 +123,6 @@ def speculators(kind: str) -> dict:
 
 # What the message says, config.json, tensors.
 REFUSED = [
-    ("an EAGLE-3 head, LlamaForCausalLM,", EAGLE_1 | {"draft_vocab_size": 128}, EAGLE_3),  # SafeAILab
-    ("an EAGLE-3 head, LlamaForCausalLMEagle3", of("LlamaForCausalLMEagle3"), EAGLE_3),  # SpecForge, SGLang
-    ("an EAGLE-3 head, Eagle3LlamaForCausalLM", of("Eagle3LlamaForCausalLM"), AS_LAYERS),  # vLLM
-    ("an EAGLE-3 head, LlamaForCausalLMEagle3", of("LlamaForCausalLMEagle3"), FULL_VOCABULARY),  # ModelOpt
-    ("an EAGLE-3 head, Eagle3Qwen3ForCausalLM",
-        of("Eagle3Qwen3ForCausalLM"), AS_LAYERS | {"layers.0.self_attn.q_norm.weight": (16,)},
-    ),
-    ("an EAGLE-3 head,", {}, {n: s for n, s in AS_LAYERS.items() if n not in ("fc.weight", "d2t", "t2d")}),
-    ("an EAGLE-3 head", {}, {f"model.{name}": shape for name, shape in EAGLE_3.items()}),
-    ("an EAGLE-3 head of speculators", speculators("eagle3"), AS_LAYERS | {"embed_tokens.weight": (V, H)}),
     ("a P-EAGLE head of speculators", speculators("peagle"), AS_LAYERS | {"mask_hidden": (1, 1, AUX * H)}),
     ("a P-EAGLE head, PEagleDraftModel", of("PEagleDraftModel"), AS_LAYERS),
     ("a DFlash head of speculators", speculators("dflash"), DFLASH),
@@ -174,11 +165,33 @@ REFUSED = [
 ]  # fmt: skip
 
 
+# Format, what `check` says of its writer, config.json, tensors.
+EAGLE_3_READ = [
+    ("eagle", "SafeAILab/EAGLE", EAGLE_1 | {"draft_vocab_size": 128}, EAGLE_3),
+    ("eagle", "SafeAILab/EAGLE", {}, {n: s for n, s in EAGLE_3.items() if n not in ("fc.weight", "d2t", "t2d")}),
+    ("sglang", "SGLang (SpecForge, ModelOpt)", of("LlamaForCausalLMEagle3"), EAGLE_3),
+    ("sglang", "SGLang (SpecForge, ModelOpt)", of("LlamaForCausalLMEagle3") | {"fc_norm": True}, FULL_VOCABULARY),
+    ("sglang", "SGLang (SpecForge, ModelOpt)", {}, AS_LAYERS | {"aux_norm_low.weight": (H,)}),
+    ("vllm", "vLLM", of("Eagle3LlamaForCausalLM"), AS_LAYERS),
+    ("vllm", "vLLM", of("LlamaForCausalLMEagle3") | {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}, EAGLE_3),
+    ("vllm", "vLLM", of("LlamaForCausalLMEagle3") | {"norm_before_residual": True}, EAGLE_3),
+    ("vllm", "NeMo Automodel", of("LlamaEagle3DraftModel"), {f"model.{n}": s for n, s in AS_LAYERS.items()}),
+    ("speculators", "speculators", speculators("eagle3"), AS_LAYERS | {"embed_tokens.weight": (V, H)}),
+]
+
+
 @pytest.mark.parametrize("case", READ)
 def test_the_producer_is_recognised(case):
     expected, config, shapes = READ[case]
-    assert expected in formats()
-    assert detect(config, shapes) == expected
+    format = detect(config, shapes)
+    assert format is formats()[expected, format.kind]
+
+
+@pytest.mark.parametrize(("name", "dialect", "config", "shapes"), EAGLE_3_READ)
+def test_whose_eagle3_it_is(name, dialect, config, shapes):
+    format = detect(config, shapes)
+    assert (format.name, format.kind, format.dialect(ForeignHead(config, shapes))) == (name, "eagle3", dialect)
+    assert all(named_format(own, config, shapes).kind == "eagle3" for own in ("eagle", "vllm", "sglang"))
 
 
 @pytest.mark.parametrize(("said", "config", "shapes"), REFUSED)
@@ -194,4 +207,5 @@ def test_what_is_known_and_not_read_is_refused_by_its_name(said, config, shapes)
 
 @pytest.mark.parametrize("architectures", [None, [], "LlamaForCausalLMEagle", [None], [["LlamaForCausalLM"]]])
 def test_architectures_of_another_form_name_nobody(architectures):
-    assert detect(LLAMA | {"architectures": architectures}, EAGLE) == "eagle"
+    format = detect(LLAMA | {"architectures": architectures}, EAGLE)
+    assert (format.name, format.kind) == ("eagle", "eagle")

@@ -13,7 +13,7 @@ from draftsmith.modules.interop import formats
 from draftsmith.modules.interop.base import Package, TargetFacts
 from draftsmith.modules.types import InputError
 
-SYSTEMS = {name: formats()[name] for name in ("eagle", "vllm", "sglang")}
+SYSTEMS = {name: formats()[name, "eagle"] for name in ("eagle", "vllm", "sglang")}
 TARGET = facts()
 BIAS = torch.arange(1.0, H + 1)
 FIRST_NORM, O_BIAS = "layers.0.input_layernorm.weight", "layers.0.self_attn.o_proj.bias"

@@ -19,7 +19,7 @@ from draftsmith.modules.interop import formats
 from draftsmith.modules.interop.base import Package
 from draftsmith.modules.types import InputError
 
-SYSTEMS = {name: formats()[name] for name in ("eagle", "vllm", "sglang")}
+SYSTEMS = {name: formats()[name, "eagle"] for name in ("eagle", "vllm", "sglang")}
 TARGET = facts()
 Q_BIAS, Q, NORM = "layers.0.self_attn.q_proj.bias", "layers.0.self_attn.q_proj.weight", "post_attention_layernorm"
 FIRST_NORM = "layers.0.input_layernorm.weight"

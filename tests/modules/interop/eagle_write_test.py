@@ -17,7 +17,7 @@ from draftsmith.modules.interop.base import Served
 from draftsmith.modules.layers import rope_frequencies
 from draftsmith.modules.types import InputError
 
-FORMATS = {name: formats()[name] for name in ("eagle", "vllm", "sglang")}
+FORMATS = {name: formats()[name, "eagle"] for name in ("eagle", "vllm", "sglang")}
 NOT_FOR_SAFEAILAB = ("llama3 rope", "wide heads", "linear rope, other base")
 PAIRS = [(f, name) for f in FORMATS for name in FAMILIES if not (f == "eagle" and name in NOT_FOR_SAFEAILAB)]
 

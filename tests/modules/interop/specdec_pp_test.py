@@ -18,7 +18,7 @@ from draftsmith.modules.interop.base import Package, Served, TargetFacts
 from draftsmith.modules.types import InputError
 
 HIDDEN = 8
-FORMAT = formats()["specdec_pp"]
+FORMAT = formats()["specdec_pp", "acceptance"]
 DRAFT = TargetFacts({"hidden_size": HIDDEN})
 
 
