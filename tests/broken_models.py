@@ -10,6 +10,8 @@ from run_models import run_models
 
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
+from draftsmith.modules.drafters.eagle3.head import Eagle3Head
+from draftsmith.modules.drafters.eagle3.net import Eagle3Config, layer_like
 from draftsmith.modules.drafters.medusa import MedusaConfig, MedusaHead
 from draftsmith.modules.drafters.methods import Models
 from draftsmith.modules.layers import LlamaConfig, LlamaModel, rope_table
@@ -49,13 +51,16 @@ def models(broken: str | None = None, tree: bool = False) -> Models:
     }
     torch.manual_seed(4)
     eagle = EagleHead(EagleConfig(CONFIG)).requires_grad_(False)
+    eagle3 = Eagle3Head(Eagle3Config(layer_like(CONFIG), (0, 1), V)).requires_grad_(False)
     medusa = MedusaHead(MedusaConfig(H, V, CONTEXT, num_heads=3)).requires_grad_(False)
     settings: dict[str, Any] = {"state": "before", "judges": "tree", "features": ("log_q",)} if tree else {}
     acceptance = AcceptanceHead(AcceptanceHeadConfig(H, num_blocks=1, **settings)).requires_grad_(False)
     if broken == "eagle":
         spoil(eagle, *inner)
+    if broken == "eagle3":
+        spoil(eagle3, "layer.mlp.down_proj.weight", (0, 0))
     if broken == "medusa":
         spoil(medusa, "heads.0.0.linear.weight", (0, 0))
     if broken == "acceptance":
         spoil(acceptance, "out.weight", (0, 0))
-    return run_models(*lms.values(), eagle=eagle, medusa=medusa, acceptance=acceptance, capacity=CONTEXT)
+    return run_models(*lms.values(), eagle=eagle, eagle3=eagle3, medusa=medusa, acceptance=acceptance, capacity=CONTEXT)

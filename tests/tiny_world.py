@@ -13,6 +13,8 @@ from draftsmith.data.heads.directory import save_head
 from draftsmith.data.models.loading import load_lm
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
+from draftsmith.modules.drafters.eagle3.head import Eagle3Head
+from draftsmith.modules.drafters.eagle3.net import Eagle3Config, layer_like
 from draftsmith.modules.drafters.medusa import MedusaHead, MedusaSettings
 from draftsmith.modules.targets.llama import llama_config
 
@@ -20,7 +22,7 @@ NUM_PROMPTS = 5
 
 
 def make_tiny_world(root: Path) -> dict[str, str]:
-    """target, draft, eagle, acceptance and prompts: flag -> path below `root`, where a `medusa` is too."""
+    """target, draft, eagle, acceptance and prompts: flag -> path below `root`, where `eagle3` and `medusa` are too."""
     target = tiny_llama_dir(root / "target", seed=0, layers=3)
     model = transformers.AutoModelForCausalLM.from_pretrained(target)
     generator = torch.Generator().manual_seed(1)
@@ -38,6 +40,8 @@ def make_tiny_world(root: Path) -> dict[str, str]:
     raw = json.loads((Path(target) / "config.json").read_text())
     eagle = EagleHead(EagleConfig.for_target(llama_config(raw)))
     save_head(root / "eagle", eagle, {"target": target_lm.info.identity}, "card")
+    shape = Eagle3Config(layer_like(llama_config(raw)), (0, 1, 2), llama_config(raw).vocab_size)
+    save_head(root / "eagle3", Eagle3Head(shape), {"target": target_lm.info.identity}, "card")
     medusa = MedusaHead(MedusaHead.shape(MedusaSettings(num_heads=3), llama_config(raw)))
     save_head(root / "medusa", medusa, {"target": target_lm.info.identity}, "card")
     rows = [

@@ -149,7 +149,7 @@ def open_data(
             raise InputError("features", f"cache, and features in {directory}", "responses to compute them of", remedy)
         size = sum(entry.bytes for entry in manifest.files)
         identity = captured(target.info.identity, layers)
-        theirs, ours = (found.get("layers", "none") for found in (manifest.identity.get("target", {}), identity))
+        theirs, ours = (found.get("layers", "final-norm") for found in (manifest.identity.get("target", {}), identity))
         if theirs != ours:
             expected = f"those of {ours}, which this head learns from"
             remedy = f"Make them with data features --drafter {config.kind}."

@@ -85,6 +85,7 @@ ROWS = [
         f"data features --responses {{responses}} {TARGET}{OUT}--drafter eagle --layers 0 1 2", ("layers",)),
     Row("train medusa: no heads", f"train medusa --data {{features}} {TARGET}{OUT}--num-heads 0", ("num_heads",)),
     Row("train medusa: no weight", f"train medusa --data {{features}} {TARGET}{OUT}--head-decay 0", ("head_decay",)),
+    Row("plan eagle3: no such target", "plan eagle3 --target ./nosuch", ("./nosuch",)),
     Row("plan medusa: no such target", "plan medusa --target ./nosuch", ("./nosuch",)),
     Row("plan eagle: no such target", "plan eagle --target ./nosuch", ("./nosuch",)),
     Row("plan eagle: ranks", f"plan eagle {TARGET}--world -1", ("world", "-1")),

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from quick_heads import quick_eagle_head, varied_acceptance_head
+from quick_heads import quick_eagle3_head, quick_eagle_head, varied_acceptance_head
 from run_models import run_models
 
 from draftsmith.data.models.loading import load_lm
@@ -38,6 +38,7 @@ CHEAP = {
     "self-verify": "self-verify:k=6",
     "eagle": "eagle:k=3",
     "eagle2": "eagle2:nodes=9:depth=2:topk=3",
+    "eagle3-tree": "eagle3-tree:nodes=9:depth=2:topk=3",
     "pre-verify": "pre-verify:k=4",
     "pre+self-verify": "pre+self-verify:k=5",
     "hsddw": "hsddw:k=5:max=12",
@@ -69,6 +70,7 @@ class World:
     small: Any = field(default_factory=lambda: load_lm("embedded:draft-small"))
     answers: list[list[int]] = field(default_factory=list)
     eagle: Any = None
+    eagle3: Any = None
     medusa: Any = None
 
     def drafter(self, name: str) -> Any:
@@ -81,7 +83,7 @@ class World:
         elif "mid" in method.needs:
             models = run_models(self.target, self.small, self.draft, capacity=CAPACITY)
         else:
-            heads = {"eagle": self.eagle, "medusa": self.medusa, "acceptance": acceptance}
+            heads = {"eagle": self.eagle, "eagle3": self.eagle3, "medusa": self.medusa, "acceptance": acceptance}
             models = run_models(self.target, self.draft, **heads, capacity=CAPACITY)
         return method.build(models)
 
@@ -128,6 +130,7 @@ def world():
     assert {len(answer) for answer in WORLD.answers} == {NEW_TOKENS} and len(prompts) == NUM_PROMPTS
     rows = [[*prompt, *answer][-160:] for prompt, answer in zip(prompts, WORLD.answers, strict=True)]
     WORLD.eagle = quick_eagle_head(WORLD.target, rows, steps=240, batch_size=7)
+    WORLD.eagle3 = quick_eagle3_head(WORLD.target, rows, steps=60)
     info = WORLD.target.info
     # Untrained: every head's state is the target's own, which is right where the text repeats itself.
     WORLD.medusa = MedusaHead(MedusaConfig(info.hidden_size, info.vocab_size, info.max_position)).requires_grad_(False)

@@ -20,7 +20,7 @@ from draftsmith.modules.types import InputError
 from draftsmith.train import drafter
 from draftsmith.train.acceptance import TrainAcceptanceConfig
 from draftsmith.train.drafter import drafter_config, make_head
-from draftsmith.train.drafter_objective import DrafterObjective
+from draftsmith.train.drafter_objective import DrafterObjective, FeatureSource
 from draftsmith.train.fit import fit
 from draftsmith.train.prepare import prepare
 from draftsmith.train.run import run
@@ -116,9 +116,9 @@ class Captured:
 
 def test_residual_states_of_layers_are_read_where_a_drafter_asks_for_them(artefacts, tmp_path, monkeypatch):
     bigram = drafters.head_class("bigram")
-    monkeypatch.setattr(bigram, "capture", classmethod(lambda cls, num_layers: (0, num_layers - 1)))
+    monkeypatch.setattr(bigram, "learns_from", classmethod(lambda cls, config, num_layers: (0, num_layers - 1)))
     settings = {"target": str(artefacts.target), "output": tmp_path / "run", **QUICK}
-    with pytest.raises(InputError, match=r"made with another target\.layers: final-norm here, 0,1 given"):
+    with pytest.raises(InputError, match="features of layers final-norm, expected those of 0,1"):
         drafter.prepare(drafter_config("bigram")(data=artefacts.features, **settings))
     monkeypatch.setattr(features, "load_lm", lambda *args, **kwargs: Captured(load_lm(*args, **kwargs)))
     asked = {"responses": artefacts.responses, "target": str(artefacts.target), "num_threads": 1}
@@ -127,7 +127,7 @@ def test_residual_states_of_layers_are_read_where_a_drafter_asks_for_them(artefa
     stored, plain = FeatureDataset(made)[3]["features"], FeatureDataset(artefacts.features)[3]["features"]
     assert torch.equal(stored, torch.cat([plain, 2 * plain], -1))
     target = Captured(load_lm(str(artefacts.target)))
-    objective = DrafterObjective(bigram, None, target)
+    objective = DrafterObjective(bigram, None, target, source=FeatureSource(target, (0, 1)))
     batch = collate_features([ResponsesDataset(artefacts.responses, str(artefacts.target), target.info.identity)[3]])
     online = objective.features_of(batch).features[0]
     torch.testing.assert_close(online, stored.float(), rtol=2**-8, atol=1e-3)  # bf16

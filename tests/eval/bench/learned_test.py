@@ -27,6 +27,8 @@ from draftsmith.modules.acceptance.online_logistic import OnlineLogistic
 from draftsmith.modules.acceptance.policies import RecentRatio
 from draftsmith.modules.acceptance.tree_rule import TreeRule, TreeTimes
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
+from draftsmith.modules.drafters.eagle3.head import Eagle3Head
+from draftsmith.modules.drafters.eagle3.net import Eagle3Config, layer_like
 from draftsmith.modules.drafters.medusa import MedusaHead, MedusaSettings
 from draftsmith.modules.drafters.methods import Models, known_methods, parse_method, parse_methods
 from draftsmith.modules.types import SamplingParams
@@ -39,6 +41,7 @@ LEARNING = ["online:c=0.1:max=5", "online:c=0.1:max=5:by=max_q:repeats=off", "co
             "eagle2:nodes=auto:topk=2", "eagle2:nodes=auto:depth=auto:topk=2:value=head"]  # fmt: skip
 OTHERS = ["ar", "spec:k=3", "specdec++:h=0.4:min=1:max=5", "confidence:t=0.3:max=5", "self-verify:k=4", "eagle:k=3",
           "eagle-tree", "eagle2:nodes=5:depth=2:topk=2", "pre-verify:k=3", "pre+self-verify:k=3", "hsddw:k=3:max=6",
+          "eagle3:k=3", "eagle3-tree:nodes=5:depth=2:topk=2", "eagle3-static",
           "medusa", "medusa-chain:k=3", "pld:k=4:ngram=2", "lookahead:w=3:n=3:g=3", "pearl:k=2"]  # fmt: skip
 
 
@@ -48,8 +51,10 @@ def lms(models) -> Models:
     torch.manual_seed(0)
     eagle = EagleHead(EagleConfig.for_target(target.config)).eval().requires_grad_(False)
     head = varied_acceptance_head(draft.info.hidden_size)
+    shape = Eagle3Config(layer_like(target.config), (0, 1), target.config.vocab_size)
+    eagle3 = Eagle3Head(shape).eval().requires_grad_(False)
     medusa = MedusaHead(MedusaHead.shape(MedusaSettings(), target.config)).eval().requires_grad_(False)
-    return run_models(target, draft, draft, eagle=eagle, medusa=medusa, acceptance=head, capacity=300)
+    return run_models(target, draft, draft, eagle=eagle, eagle3=eagle3, medusa=medusa, acceptance=head, capacity=300)
 
 
 def for_method(lms: Models, label: str) -> Models:
@@ -60,8 +65,9 @@ def for_method(lms: Models, label: str) -> Models:
 def runner(lms: Models, label: str, batch: bool = False):
     method, models = parse_method(label), for_method(lms, label)
     if batch:
-        session = models.target.session(2, models.capacity)
-        return EngineRunner(models.target, method.build(models, 2), PARAMS, (), session=session, rows=2)
+        drafter = method.build(models, 2)
+        session = models.target.session(2, models.capacity, getattr(drafter, "capture", ()))
+        return EngineRunner(models.target, drafter, PARAMS, (), session=session, rows=2)
     return EngineRunner(models.target, method.build(models), PARAMS, ())
 
 
