@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 import torch
 from torch import Tensor
 
+from draftsmith.data.heads.diagnosis import bad_numbers, diagnose
 from draftsmith.data.heads.directory import starting_head, starting_settings, starting_weights
 from draftsmith.data.models.identity import captured
 from draftsmith.data.models.loading import llama_shape, load_lm
+from draftsmith.data.progress import say
 from draftsmith.data.store.datasets import FeatureDataset, ResponsesDataset, collate_features, pack_features
 from draftsmith.data.store.feature_codec import FeatureDtype, rounded
 from draftsmith.data.store.manifest import Manifest, open_artefact
+from draftsmith.data.store.reading import read_object
 from draftsmith.modules.drafters import head_class
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.finite import NonFinite, first_broken
@@ -35,6 +38,8 @@ if TYPE_CHECKING:
 STD_SAMPLES = 32
 # Hashing goes at about 1 GB/s: half a minute at most.
 HASHED_BYTES = 32 * 2**30
+# Validation samples that a diagnosis reads: seconds, beside what the training took.
+DIAGNOSED = 64
 
 
 @functools.cache
@@ -109,6 +114,19 @@ def prepare(config: TrainDrafterConfig) -> tuple[Any, ...]:
     inputs = digests(train, val) | ({} if config.init in drafter.starts else starting_weights(config.init))
     provenance = Provenance(config.kind, inputs, target.info.identity, train.manifest.identity)
     return module, data, config, provenance, probe
+
+
+def explain(best: Path, config: TrainDrafterConfig, target: CausalLM, val: Samples) -> None:
+    """Print why, where the numbers of the trained head are bad. val: the samples that they were measured on."""
+    bad = bad_numbers(read_object(best / "manifest.json", {"metrics": dict})["metrics"])
+    if bad and config.target_parallel == "tensor":  # which all processes would have to read together
+        bad += f". See why: draftsmith diagnose {best} --data {config.data} --target {config.target}"
+    elif bad:
+        items = [val.item(number, 0) for number in range(min(DIAGNOSED, len(val)))]
+        rows = [{name: item[name].tolist() for name in ("input_ids", "loss_mask")} for item in items]
+        bad += f"\n{diagnose(best, target, config.target, rows, val.dataset.manifest)}"
+    if bad:
+        say(f"warning: {bad}")
 
 
 def _token_counts(samples: Samples, target: CausalLM) -> Tensor:

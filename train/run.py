@@ -7,6 +7,8 @@ from pathlib import Path
 from draftsmith.data.answering.batched import set_threads
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.train.acceptance import TrainAcceptanceConfig, filled
+from draftsmith.train.config import TrainDrafterConfig
+from draftsmith.train.drafter import explain
 from draftsmith.train.prepare import TrainedConfig, prepare
 
 
@@ -20,6 +22,7 @@ def run(config: TrainedConfig) -> Path:
     """
     # Lightning takes seconds to import, and --help needs none of it.
     from draftsmith.train.fit import finished, fit
+    from draftsmith.train.metrics import is_first_process
     from draftsmith.train.planning.plan import announce
 
     set_threads(config.num_threads)
@@ -29,4 +32,9 @@ def run(config: TrainedConfig) -> Path:
     if done is not None:
         return done
     announce(config)
-    return fit(*prepare(config))
+    prepared = prepare(config)
+    best = fit(*prepared)
+    if isinstance(config, TrainDrafterConfig) and is_first_process():
+        module, data, *_ = prepared
+        explain(best, config, module.objective.target, data.val)
+    return best

@@ -191,6 +191,7 @@ class EagleHead(EagleNet, FeatureHead):
     defaults: ClassVar[dict[str, Any]] = {"epochs": 10, "lr": 3e-5, "betas": (0.9, 0.95), "clip": 0.5}
     starts = ("random", "target-last-layer")
     lookahead = LOOKAHEAD
+    passes = "unroll"
 
     @classmethod
     def card(cls, head: Mapping[str, Any]) -> HeadCard:

@@ -170,6 +170,7 @@ class Eagle3Head(Eagle3Net, FeatureHead):
     # SafeAILab/EAGLE eagle/traineagle3, but for the learning rate, SpecForge's and TorchSpec's.
     defaults: ClassVar[dict[str, Any]] = {"epochs": 10, "lr": 1e-4, "betas": (0.9, 0.95), "clip": 0.5}
     starts = ("random", "target-last-layer")
+    passes = "passes"
     monitor = "chain_length"
 
     @property

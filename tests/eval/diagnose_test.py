@@ -1,0 +1,244 @@
+"""A planted defect is named first, and a sound head has none."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from tiny_models import tiny_llama_dir
+
+from draftsmith.data import prompts, responses
+from draftsmith.data.heads.diagnosis import bad_numbers, by_depth, template, trained
+from draftsmith.data.heads.directory import build_head, load_draft_head, save_head, stored_tensors
+from draftsmith.data.heads.readings import agreed
+from draftsmith.data.models.loading import load_lm
+from draftsmith.data.store.manifest import Manifest
+from draftsmith.data.store.shards import Rows
+from draftsmith.eval.diagnose import DiagnoseConfig, run
+from draftsmith.train.drafter import drafter_config
+from draftsmith.train.run import run as train
+
+NUM_PROMPTS, LAYERS = 24, (2, 4, 6)
+pytestmark = pytest.mark.slow  # a head that knows its answers takes some seconds
+
+
+def make_target(root: Path, seed: int) -> Path:
+    """A tiny target that is sure of what it says, so that a head learns it by heart in a hundred steps."""
+    path = tiny_llama_dir(root, seed=seed, layers=8, hidden=64)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    model.lm_head.weight.data.mul_(4)
+    model.save_pretrained(path)
+    return path
+
+
+def answered_by(target: Path, prompts_dir: Path, output: Path, temperature: float = 0.0) -> Path:
+    return responses.run(
+        responses.ResponsesConfig(
+            prompts=prompts_dir, target=str(target), output=output, max_new_tokens=24, temperature=temperature,
+            num_threads=1,
+        )
+    )  # fmt: skip
+
+
+def trained_head(world, output: Path, passes: int, steps: int) -> Path:
+    """Validated on what it learned. Its manifest says that this was a lot: nobody waits for as much in a test."""
+    settings = drafter_config("eagle3")(
+        data=world.responses, val=world.responses, target=str(world.target), output=output, layers=LAYERS,
+        draft_vocab=0, passes=passes, optimizer="muon", lr=0.02, schedule="hold", normalizer="tokens", epochs=1000,
+        max_steps=steps, batch_size=NUM_PROMPTS, val_every=steps, log_every=5, tau_prompts=0, wandb="off",
+        num_threads=1,
+    )  # fmt: skip
+    best = train(settings)
+    manifest = json.loads((best / "manifest.json").read_text())
+    manifest["samples"]["training"] |= {"answer_tokens": 90_000}
+    (best / "manifest.json").write_text(json.dumps(manifest))
+    return best
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    target: Path
+    prompts: Path
+    responses: Path
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> World:
+    torch.set_num_threads(1)
+    root = tmp_path_factory.mktemp("diagnose")
+    target = make_target(root / "target", seed=0)
+    rows = [{"prompt": f"def add{i}(a, b): " + "a + " * (i % 7)} for i in range(NUM_PROMPTS)]
+    (root / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = prompts.run(
+        prompts.PromptsConfig(source=str(root / "prompts.jsonl"), target=str(target), output=root / "prompts")
+    )
+    return World(target, made, answered_by(target, made, root / "responses"))
+
+
+@pytest.fixture(scope="module")
+def sound(world, tmp_path_factory) -> Path:
+    return trained_head(world, tmp_path_factory.mktemp("sound") / "run", passes=4, steps=90)
+
+
+@pytest.fixture
+def diagnosed(world, capsys):
+    """Name of each finding -> its line, with the causes in their order under `likeliest` and `also`."""
+
+    def diagnosed(head: Path, data: Path | None = None) -> dict[str, str]:
+        capsys.readouterr()
+        run(DiagnoseConfig(head=head, data=data or world.responses, target=str(world.target)))
+        lines = capsys.readouterr().out.splitlines()
+        causes = [line for line in lines if line.startswith(("Likeliest cause", "Also"))]
+        return {line[5:].partition(":")[0]: line for line in lines if line[:5] in ("ok   ", "BAD  ")} | {
+            "verdict": next(iter(causes), lines[-1])
+        }
+
+    return diagnosed
+
+
+def changed(world, sound: Path, output: Path, **changes) -> Path:
+    """The sound head's weights with another config."""
+    head = load_draft_head(sound, load_lm(str(world.target)))
+    manifest = json.loads((sound / "manifest.json").read_text())
+    del manifest["sha256"], manifest["kind"]
+    other = build_head(head.kind, dataclasses.replace(head.config, **changes), stored_tensors(head))
+    return save_head(output, other, manifest, "card")
+
+
+def test_a_sound_head_has_a_clean_bill(diagnosed, sound):
+    found = diagnosed(sound)
+    assert found.pop("verdict") == "Nothing is wrong."
+    assert list(found) == ["answers", "template", "amount", "vocabulary", "depth", "layers"]
+    assert "100.0% of the answers begin where a served prompt ends" in found["template"]
+    assert "100.0% of the answers' tokens are the target's first choice" in found["answers"]
+
+
+def test_answers_of_another_model(world, diagnosed, sound, tmp_path):
+    others = answered_by(make_target(tmp_path / "other", seed=7), world.prompts, tmp_path / "responses")
+    assert diagnosed(sound, others)["verdict"].startswith("Likeliest cause (answers): ")
+
+
+def test_its_own_answers_at_temperature_1_are_no_defect(world, diagnosed, sound, tmp_path):
+    own = answered_by(world.target, world.prompts, tmp_path / "responses", temperature=1.0)
+    assert diagnosed(sound, own)["answers"].startswith("ok ")
+
+
+def test_layers_other_than_those_it_was_trained_on(world, diagnosed, sound, tmp_path):
+    head = changed(world, sound, tmp_path / "head", capture=tuple(layer + 1 for layer in LAYERS))
+    verdict = diagnosed(head)["verdict"]
+    assert verdict.startswith("Likeliest cause (layers): ") and "layers 2 4 6" in verdict
+
+
+def test_another_rotary_base_than_it_was_trained_with(world, diagnosed, sound, tmp_path):
+    llama = load_draft_head(sound, load_lm(str(world.target))).config.llama
+    head = changed(world, sound, tmp_path / "head", llama=dataclasses.replace(llama, rope_theta=3.0))
+    verdict = diagnosed(head)["verdict"]
+    assert verdict.startswith("Likeliest cause (rotary): ") and "rotary base 10000" in verdict
+
+
+def test_a_draft_vocabulary_without_frequent_tokens(world, diagnosed, sound, tmp_path):
+    target = load_lm(str(world.target))
+    whole = load_draft_head(sound, target)
+    counts = torch.zeros(target.info.vocab_size)
+    for row in Rows(world.responses, Manifest.read(world.responses)).iterate():
+        counts += torch.bincount(torch.tensor(row["input_ids"])[row["prompt_length"] :], minlength=len(counts))
+    kept = counts.argsort(descending=True)[5:].sort().values
+    state = {**stored_tensors(whole), "d2t": kept, "lm_head.weight": whole.lm_head.weight[kept]}
+    head = build_head("eagle3", dataclasses.replace(whole.config, draft_vocab_size=len(kept)), state)
+    found = diagnosed(save_head(tmp_path / "head", head, {"target": target.info.identity}, "card"))
+    assert found["verdict"].startswith("Likeliest cause (vocabulary): ")
+    assert f"it cannot draft {1 - counts[kept].sum() / counts.sum():.1%} of" in found["vocabulary"]
+
+
+def test_a_head_trained_on_one_pass(world, diagnosed, tmp_path):
+    verdict = diagnosed(trained_head(world, tmp_path / "run", passes=1, steps=70))["verdict"]
+    assert verdict.startswith("Likeliest cause (depth): ") and "(passes was 1)" in verdict
+
+
+def test_later_tokens_are_no_cause_where_the_first_is_bad_or_nothing_is_trained_on_them():
+    assert by_depth([0.9, 0.5], "passes", 1).lost == pytest.approx(0.4)
+    assert not by_depth([0.4, 0.1], "passes", 1).lost
+    assert not by_depth([0.9, 0.5], "", None).lost
+    assert not by_depth([0.9, 0.8], "unroll", 1).lost
+
+
+def test_agreement_is_what_the_head_says_of_itself_in_validation(diagnosed, sound):
+    """Validation reads whole batches in passes of training-time test; drafts here are made as in decoding. It counts
+    the token behind an answer's end too."""
+    metrics = json.loads((sound / "manifest.json").read_text())["metrics"]
+    shown = diagnosed(sound)["depth"].rpartition(": ")[2]
+    own = [metrics[f"agreement_{number}"] for number in range(1, 5)]
+    assert [float(share) for share in shown.split(", ")] == pytest.approx(own, abs=0.02)
+
+
+def test_shares_of_drafts_against_a_loop():
+    ids, choices = torch.tensor([1, 2, 3, 4, 5, 6]), torch.tensor([-1, 3, 4, 9, 6, -1])
+    drafted, starts = torch.tensor([[3, 4, 9], [4, 5, 6], [6, 7, 7]]), torch.tensor([2, 3, 5])
+    right, compared = [0] * 3, [0] * 3
+    for draft, start in zip(drafted.tolist(), starts.tolist(), strict=True):
+        for depth, token in enumerate(draft):
+            place = start + depth
+            if place == len(ids):
+                break
+            compared[depth] += 1
+            right[depth] += token == choices[place - 1]
+            if token != choices[place - 1] or token != ids[place]:
+                break
+    assert agreed(drafted, starts, ids, choices).tolist() == [right, compared]
+    assert compared == [3, 2, 1]
+
+
+@pytest.mark.parametrize("by", [-2, 1])
+def test_a_mask_that_does_not_begin_behind_the_served_prompt(world, by):
+    data = Manifest.read(world.responses)
+    rows = list(Rows(world.responses, data).iterate())
+    moved = [{**row, "loss_mask": torch.tensor(row["loss_mask"]).roll(by).tolist()} for row in rows]
+    finding = template(str(world.target), moved, data)
+    assert finding.lost == 1 and "<|assistant|>" in finding.advice
+    other = dataclasses.replace(data, identity={**data.identity, "chat_template": "0123"})
+    assert "another template" in template(str(world.target), rows, other).advice
+    assert not template(str(world.target), rows, data).lost
+
+
+@pytest.mark.parametrize(
+    ("val_loss", "val_top1", "train_top1", "cause"),
+    [
+        ("1.0 0.8 0.7", "0.6 0.7 0.71", "0.6 0.7 0.72", ""),
+        ("1.0 0.8 0.9", "0.6 0.7 0.69", "0.6 0.7 0.75", "overfits"),
+        ("1.0 0.8 0.8", "0.6 0.7 0.70", "0.7 0.9 0.95", "overfits"),
+        ("1.0 0.8 0.6", "0.5 0.6 0.70", "0.5 0.6 0.70", "still learned"),
+    ],
+)
+def test_validation_against_training(tmp_path, val_loss, val_top1, train_top1, cause):
+    columns = list(zip(val_loss.split(), val_top1.split(), train_top1.split(), strict=True))
+    file, head = tmp_path / "metrics.csv", "step,val/loss,val/top1,train/top1\n"
+    file.write_text(head + "".join(f"{i},,,{row[2]}\n{i},{row[0]},{row[1]},\n" for i, row in enumerate(columns)))
+    (finding,) = trained(file)
+    assert (finding.lost and cause in finding.advice) if cause else not finding.lost
+    file.write_text(head + "0,1.0,0.5,0.5\n")  # a single validation says nothing
+    assert not list(trained(file)) and not list(trained(tmp_path / "none.csv"))
+
+
+def test_only_bad_numbers_are_explained():
+    assert not bad_numbers({"agreement_1": 0.7, "agreement_2": 0.6, "agreement_3": 0.6})
+    assert "first" in bad_numbers({"top1": 0.4})
+    assert "later" in bad_numbers({"agreement_1": 0.9, "agreement_2": 0.4, "top1": 0.9})
+    assert not bad_numbers({"loss": 3.0})
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "medusa"])
+def test_a_training_with_bad_numbers_ends_with_a_diagnosis(world, tmp_path, capsys, kind):
+    own = {"layers": LAYERS} if kind == "eagle3" else {}
+    train(
+        drafter_config(kind)(
+            data=world.responses, target=str(world.target), output=tmp_path / "run", max_steps=2, batch_size=8,
+            val_share=0.5, tau_prompts=0, wandb="off", num_threads=1, **own,
+        )
+    )  # fmt: skip
+    shown = capsys.readouterr().out
+    assert "warning: the first token is right less often than 50%" in shown
+    assert "ok   answers: 100.0%" in shown and "Likeliest cause (amount)" in shown
