@@ -24,7 +24,8 @@ from draftsmith.modules.interop.detect import detect, named_format
 from draftsmith.modules.types import InputError
 
 if TYPE_CHECKING:
-    FormatName = Checked = str
+    FormatName = str
+    Checked = str
 else:
     FormatName = Literal[(*format_names(), hf_assisted.NAME)]
     Checked = Literal[("auto", *format_names(), hf_assisted.NAME)]
