@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # A file's tests share models: they stay together in one process.
 PYTEST := $(BIN)/python -m pytest --numprocesses logical --dist loadfile
 TYPES := .typecheck
-ENGINES := safeailab vllm sglang
+ENGINES := safeailab vllm sglang speculators
 ENGINE_ENVS := .engines
 
 .DEFAULT_GOAL := help
@@ -20,7 +20,7 @@ help:
 	@echo "make demo     set up .venv and run the whole pipeline on the embedded models"
 	@echo "make test     set up .venv with the dev extra and run the tests (PYTEST_ARGS='-m \"not slow\"')"
 	@echo "make test-cluster  the launchers on a real SLURM of two nodes, here (installs Debian's slurm-wlm and munge)"
-	@echo "make test-engines  exports read by the released code of SafeAILab, vLLM and SGLang, on a CPU (2.7 GB of disk)"
+	@echo "make test-engines  exports read by the released code of SafeAILab, vLLM, SGLang and speculators, on a CPU (2.7 GB of disk)"
 	@echo "make mutants  small wrong changes of the decoder, one by one: the tests notice each (MUTANT_ARGS='--only batch')"
 	@echo "make lint     ruff        make format   ruff's fixes and formatter"
 	@echo "make types    mypy        make wheel    build the wheel and check what is in it"

@@ -18,13 +18,14 @@ from draftsmith.data.exchange.record import against_model, against_record, read_
 from draftsmith.data.exchange.states import StateSource, make_trial, state_source
 from draftsmith.data.heads.directory import build_head, kind_at, load_head
 from draftsmith.data.settings import Dtype, Loading
-from draftsmith.modules.interop import format_names, formats_of, hf_assisted
+from draftsmith.modules.interop import format_names, formats, formats_of, hf_assisted
 from draftsmith.modules.interop.base import Finding, ForeignHead, HeadFormat, Measure, Package
 from draftsmith.modules.interop.detect import detect, named_format
 from draftsmith.modules.types import InputError
 
 if TYPE_CHECKING:
-    FormatName = Checked = str
+    FormatName = str
+    Checked = str
 else:
     FormatName = Literal[(*format_names(), hf_assisted.NAME)]
     Checked = Literal[("auto", *format_names(), hf_assisted.NAME)]
@@ -81,11 +82,14 @@ def run(config: CheckConfig) -> int:
         report = report_of_assistant(config.directory, config.target)
         print_report(report, str(config.directory), config.format)
         return 1 if report.failures else 0
+    models = (config.target, config.draft or config.eagle, config.loading)
+    # A server's formats all read the same model's states: what is missing of it is said before the directory is read.
+    named = [format for (name, _), format in formats().items() if name == config.format]
+    source = state_source(named[0], *models) if named else None
     package = foreign_package(config.directory)
-    shapes = {name: tuple(tensor.shape) for name, tensor in package.tensors.items()}
-    found = (package.config, shapes)
-    format = detect(*found) if config.format == "auto" else named_format(config.format, *found)
-    source = state_source(format, config.target, config.draft or config.eagle, config.loading)
+    found = (package.config, {name: tuple(tensor.shape) for name, tensor in package.tensors.items()})
+    format = named_format(config.format, *found) if named else detect(*found)
+    source = source or state_source(format, *models)
     head = original(config.head, format.kind, source) if config.head is not None else None
     report = check_head(config.directory, format, source, head)
     print_report(report, str(config.directory), format.name)

@@ -120,7 +120,7 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[Report, str]:
     state = {name: stored.detach().cpu() for name, stored in stored_tensors(head).items()}
     state = {name: stored.to(dtype) if stored.is_floating_point() else stored for name, stored in state.items()}
     package = format.write(head.config, state, dtype, source.facts)
-    fields = {**package.config, **format.completed(source.facts.raw, manifest)}
+    fields = {**package.config, **format.completed(source.facts.raw, manifest, loadable(source.path))}
     package = Package(fields, package.tensors, package.metadata)
     write_package(directory, package)
     if format.torch_copy:

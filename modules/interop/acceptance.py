@@ -75,7 +75,7 @@ class Acceptance(PredictorFormat):
     def recognises(self, found: ForeignHead) -> bool:
         return found.config.get("format") == FORMAT
 
-    def completed(self, target: Mapping[str, Any], manifest: Mapping[str, Any]) -> dict[str, Any]:
+    def completed(self, target: Mapping[str, Any], manifest: Mapping[str, Any], path: str) -> dict[str, Any]:
         return {name: manifest.get(name) for name in ("drafter", "sampling")}
 
     def write(

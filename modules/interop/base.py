@@ -300,8 +300,9 @@ class HeadFormat(ABC):
         """The target's layers whose states `compare` reads beside its features, `Probe.states`."""
         return ()
 
-    def completed(self, target: Mapping[str, Any], manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """More fields of `config.json`, by the target's own and by the manifest of the head that is exported."""
+    def completed(self, target: Mapping[str, Any], manifest: Mapping[str, Any], path: str) -> dict[str, Any]:
+        """More fields of `config.json`, by the target's own and by the manifest of the exported head. path: of the
+        model whose hidden states it reads."""
         return {}
 
     def recorded(self, state: Mapping[str, Tensor], package: Package) -> Mapping[str, Tensor]:

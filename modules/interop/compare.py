@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -244,7 +244,7 @@ def other_readings3(
     weights, settings = reading.weights, reading.settings
     capture, positions = settings["capture"], max(len(ids) for ids, _ in inputs)
 
-    def read_as(weights: Mapping[str, Tensor] = weights, **changes: Any) -> tuple[Drafting3, Inputs]:
+    def read_as(weights: dict[str, Tensor] = weights, **changes: Any) -> tuple[Drafting3, Inputs]:
         other = dataclasses.replace(reading, weights=weights, settings={**settings, **changes})
         drafting = dataclasses.replace(theirs, net=net3_of(other, positions))
         return drafting, drafting.inputs(trial, capture)

@@ -96,7 +96,7 @@ class LlamaFormat(HeadFormat):
         """The rotary settings it goes by."""
         return transformers_rope(raw)
 
-    def completed(self, target: Mapping[str, Any], manifest: Mapping[str, Any]) -> dict[str, Any]:
+    def completed(self, target: Mapping[str, Any], manifest: Mapping[str, Any], path: str) -> dict[str, Any]:
         """The type to run in: the target's, whatever type the weights are stored in. SGLang would otherwise run a head
         in another type than its target."""
         named = target.get("dtype") or target.get("torch_dtype")

@@ -172,7 +172,7 @@ class Eagle3Format(LlamaFormat):
         flags = flags_of(self.flags(raw), raw, tensors)
         capture = capture_of(self.ids(raw), target)
         drafted = take_vocabulary(tensors, raw, llama, target, notes)
-        kept = own_switches(tensors, self.biases(raw), self.system)
+        kept: dict[str, Any] = own_switches(tensors, self.biases(raw), self.system)
         longest = max(llama.max_position, max_positions(target))
         if longest > llama.max_position:
             raised = f"max_position_embeddings {llama.max_position} is raised to the target's {longest}, as vLLM does"

@@ -59,10 +59,9 @@ class Speculators(Eagle3Format):
             "tie_word_embeddings": False,
         }
 
-    def completed(self, target: Mapping[str, Any], manifest: Mapping[str, Any]) -> dict[str, Any]:
-        recorded = manifest.get("config") or manifest.get("imported") or {}
-        config = speculators_config(recorded.get("target"), target.get("architectures"))
-        return {**super().completed(target, manifest), "speculators_config": config}
+    def completed(self, target: Mapping[str, Any], manifest: Mapping[str, Any], path: str) -> dict[str, Any]:
+        config = speculators_config(path, target.get("architectures"))
+        return {**super().completed(target, manifest, path), "speculators_config": config}
 
     def serve(self, served: Served) -> str:
         """vLLM reads these directories as they are."""

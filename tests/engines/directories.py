@@ -21,11 +21,19 @@ reading.safetensors
     weights.NAME: `Reading.weights`, NaN where nothing defined is. logits [T, V]: on the rows above, by
     `modules/interop/compare.py`; NaN from such weights.
 
+Of EAGLE-3 heads OUT/eagle3/CASE/speculators, an export, and beside it OUT/eagle3/CASE/ours.safetensors:
+
+ids [T + 1], states [T, 3H]
+    Row t has ids[t + 1] and the target's states of ids[t].
+logits.J [T, draft vocabulary], d2t
+    Of the J-th token of a draft from every row, each behind its own states.
+
 It runs with this project's Python. The engines live in environments of their own and read only what is written here.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Mapping
@@ -34,6 +42,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -48,6 +57,8 @@ from draftsmith.data.exchange.states import facts_of
 from draftsmith.data.heads.directory import save_head
 from draftsmith.data.models.loading import load_lm
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
+from draftsmith.modules.drafters.eagle3.head import Eagle3Head
+from draftsmith.modules.drafters.eagle3.net import Eagle3Config, layer_like
 from draftsmith.modules.interop import formats
 from draftsmith.modules.interop.base import Package, Reading
 from draftsmith.modules.interop.compare import net_of
@@ -78,6 +89,17 @@ CASES = {
     "head-dim": Case(("vllm", "sglang"), extra={"head_dim": 16}),
     "qwen2": Case(("eagle", "vllm", "sglang"), family="qwen2"),
 }
+
+
+# EAGLE-3, of a target of eight layers; whose default is 2, 4 and 5. Sizes and switches of the head.
+EAGLE3: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "reduced": {"draft_vocab_size": 100},
+    "layers": {"draft_vocab_size": 100, "capture": (1, 3, 6)},
+    "late": {"draft_vocab_size": 100, "fc_norm": True, "norm_output": True},
+    "residual": {"norm_before_residual": True},
+}
+PASSES = 3
 
 
 def random_head(target: Path, num_layers: int) -> EagleHead:
@@ -118,6 +140,27 @@ def write(case: Case, directory: Path) -> None:
 
 
 @torch.inference_mode()
+def write_eagle3(settings: Mapping[str, Any], directory: Path) -> None:
+    target = tiny_llama_dir(directory / "target", layers=8)
+    lm = load_lm(str(target), engine="lean")
+    plain = Eagle3Config(layer_like(lm.config), (2, 4, 5), lm.info.vocab_size)
+    torch.manual_seed(1)
+    head = Eagle3Head(dataclasses.replace(plain, **settings)).requires_grad_(False)
+    for weight in head.parameters():
+        weight.add_(2 * SPREAD * torch.randn_like(weight))
+    if head.config.reduced:
+        head.use_draft_vocabulary(torch.randperm(lm.info.vocab_size)[: head.config.draft_vocab_size].sort().values)
+    saved = save_head(directory / "head", head, {"target": lm.info.identity}, "")
+    config = ExportConfig(format="speculators", head=saved, target=str(target), output=directory / "speculators")
+    assert export(config) == 0, "export says why"
+    ids = torch.randint(lm.info.vocab_size, (1, LENGTH + 1))
+    states = lm.features(ids, capture=head.capture)[:, :-1].contiguous()
+    passes = head.unroll(lm.embed(F.pad(ids[:, 1:], (0, PASSES - 1))), states, PASSES)
+    logits = {f"logits.{j}": head.lm_head(head.logits_input(hidden))[0].clone() for j, hidden in enumerate(passes)}
+    save_file({"ids": ids[0], "states": states[0], "d2t": head.d2t.clone(), **logits}, directory / "ours.safetensors")
+
+
+@torch.inference_mode()
 def break_and_predict(defect: Defect, case: Path, directory: Path) -> None:
     """The case's exports with the defect, and what our readers say of them."""
     lm = load_lm(str(case / "target"), engine="lean")
@@ -152,6 +195,9 @@ def main(output: Path) -> None:
     for name, case in CASES.items():
         (output / name).mkdir(parents=True)
         write(case, output / name)
+    for name, settings in EAGLE3.items():
+        (output / "eagle3" / name).mkdir(parents=True)
+        write_eagle3(settings, output / "eagle3" / name)
     for name, defect in DEFECTS.items():
         break_and_predict(defect, output / defect.case, output / "broken" / name)
 

@@ -65,8 +65,16 @@ class Eagle3Config:
 
 def layer_like(target: LlamaConfig, rope_theta: float | None = None, plain_rope: bool = False) -> LlamaConfig:
     """One layer like the target's, as far as servers hold it: no biases, no q/k norms, no window."""
-    without = ("qk_norm", "qkv_bias", "o_bias", "mlp_bias", "tie_embeddings")
-    layer = dataclasses.replace(target, num_layers=1, sliding_window=None, **dict.fromkeys(without, False))
+    layer = dataclasses.replace(
+        target,
+        num_layers=1,
+        sliding_window=None,
+        qk_norm=False,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        tie_embeddings=False,
+    )
     if plain_rope:
         layer = dataclasses.replace(layer, rope_scaling=RopeScaling())
     return layer if rope_theta is None else dataclasses.replace(layer, rope_theta=rope_theta)
