@@ -10,7 +10,7 @@ import dataclasses
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
@@ -66,9 +66,10 @@ def run(config: UnrollConfig) -> Path:
     taken = medians(steps, config.repeats, clock_of("cpu", 1))
     seconds = {variant: taken[json.dumps(variant)] for variant in variants}
     peaks = {variant: in_new_process(config, *variant) for variant in variants}
-    numbers = {"one pass, seconds": seconds[1, False], "one pass, peak MB": peaks[1, False] / 1e6}
+    numbers: dict[str, float] = {"one pass, seconds": seconds[1, False], "one pass, peak MB": peaks[1, False] / 1e6}
     for passes in PASSES:
-        for name, found in {"time": seconds, "peak memory": peaks}.items():
+        measured: dict[str, Mapping[tuple[int, bool], float]] = {"time": seconds, "peak memory": peaks}
+        for name, found in measured.items():
             numbers[f"{passes} passes / one, {name}"] = found[passes, False] / found[1, False]
             numbers[f"{passes} passes, diagonal / masked, {name}"] = found[passes, False] / found[passes, True]
     path = config.output / "unroll.json"
@@ -113,7 +114,7 @@ def masked_attention(query: Tensor, first: tuple[Tensor, Tensor], own: Sequence[
 
 def in_new_process(config: UnrollConfig, passes: int, masked: bool) -> int:
     """Bytes at the peak of a step, above what is there before."""
-    sizes = dataclasses.asdict(dataclasses.replace(config, output=None))
+    sizes = {**dataclasses.asdict(config), "output": str(config.output)}
     words = [sys.executable, __file__, "--peak", json.dumps([sizes, passes, masked])]
     done = subprocess.run(words, check=True, capture_output=True, text=True)
     return int(done.stdout.split()[-1])

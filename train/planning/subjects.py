@@ -120,7 +120,7 @@ class PlannedDrafter(PlannedTraining):
         return (pack_features if self.packed else collate_features)(items)
 
     def loss_tokens(self, data: Any) -> int:
-        return self.config.drafter.loss_count(data, self.config)
+        return int(self.config.drafter.loss_count(data, self.config))
 
 
 class PlannedAcceptance(PlannedTraining):

@@ -170,7 +170,7 @@ class Eagle3Net(nn.Module):
             # A draft that would leave the context is none that counts: the loss has no token there.
             at = (position_ids + j).clamp_max(len(self.cos) - 1)
             cos, sin = self.cos[at][:, None].to(pair.dtype), self.sin[at][:, None].to(pair.dtype)
-            projected = attention.project(pair, cos, sin)
+            projected: tuple[Tensor, ...] = attention.project(pair, cos, sin)
             if documents is not None:
                 projected = tuple(documents.heads_side_by_side(part) for part in projected)
             query, key, value = projected
