@@ -356,6 +356,9 @@ def take_vocabulary(
     lm_head."""
     offsets, marks, vocab = tensors.pop("d2t", None), tensors.pop("t2d", None), llama.vocab_size
     lm_head = tensors.get("lm_head.weight")
+    for name, tensor, size in (("d2t", offsets, 1), ("t2d", marks, 1), ("lm_head.weight", lm_head, 2)):
+        if tensor is not None and tensor.ndim != size:
+            raise InputError(name, f"a tensor {list(tensor.shape)}", f"{size} dimension(s)", "Fetch the head again.")
     drafted = raw.get("draft_vocab_size") or (vocab if lm_head is None else len(lm_head))
     if lm_head is not None and len(lm_head) != drafted:
         remedy = "Correct config.json."

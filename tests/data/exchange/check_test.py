@@ -121,6 +121,15 @@ def test_an_export_as_it_was_written_passes(exported, checked, format):
     assert "hs[2]" in said  # which state of the target is fed, by transformers' numbering: two layers, after the norm
 
 
+def test_without_a_format_every_system_that_holds_such_heads_gets_a_verdict(copy_of, checked):
+    directory = copy_of("eagle")
+    (directory / RECORD).unlink()
+    code, said = checked(directory, "auto")
+    assert code == 0 and "Written as SafeAILab/EAGLE does." in said
+    assert "eagle: computes this head" in said and "vllm: computes this head" in said
+    assert "sglang: another head, or none" in said and "speculators" not in said
+
+
 def test_the_original_head_is_what_logits_are_compared_with(exported, checked, eagle_dir, tiny_target, tmp_path):
     other = EagleHead(load_head(eagle_dir).config)
     torch.nn.init.normal_(other.fc.weight)
