@@ -87,6 +87,9 @@ def prepare(config: TrainDrafterConfig) -> tuple[Any, ...]:
     from draftsmith.train.tau import TauProbe, probe_prompts
 
     drafter, dtype, device = config.drafter, model_dtype(config), local_device(config)
+    if drafter.whole_weights and "stage_3" in config.strategy:
+        expected = f"ddp, or stage 1 or 2: {config.kind} heads are not trained in parts"
+        raise InputError("strategy", config.strategy, expected, "Choose another --strategy.")
     target = load_lm(
         config.target, dtype, device, config.engine, config.trust_remote_code, parallel=config.target_parallel
     )

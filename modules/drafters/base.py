@@ -97,6 +97,7 @@ class DraftHead(nn.Module, ABC):
     starts: what --init may name beside a head's directory; `random` are the weights it is built with.
     lookahead: rows fewer than tokens that its alignment leaves of a sequence. Pieces of a long one share so many.
     needs_features: it reads hidden states of the target.
+    whole_weights: its loss reads weights outside of their modules, so that no rank may hold parts of them (ZeRO-3).
     passes: the setting that says how many tokens of its own drafts it is trained on; none where it has no such.
     monitor, larger_is_better: the validation metric that picks best/.
     """
@@ -108,6 +109,7 @@ class DraftHead(nn.Module, ABC):
     starts: ClassVar[tuple[str, ...]] = ("random",)
     lookahead: ClassVar[int] = 1
     needs_features: ClassVar[bool] = True
+    whole_weights: ClassVar[bool] = False
     passes: ClassVar[str] = ""
     monitor: ClassVar[str] = "top1"
     larger_is_better: ClassVar[bool] = True

@@ -74,6 +74,8 @@ ROWS = [
     Row("train eagle3: layers that the target has not", f"train eagle3 --data {{features}} {TARGET}{OUT}--layers 0 1 2",
         ("layers",)),
     Row("train eagle3: layers that collapse", f"train eagle3 --data {{features}} {TARGET}{OUT}", ("layers", "three")),
+    Row("train eagle3: a strategy that splits its lm_head",
+        f"train eagle3 --data {{features}} {TARGET}{OUT}--strategy deepspeed_stage_3", ("strategy", "stage 1 or 2")),
     Row("train eagle3: no passes", f"train eagle3 --data {{features}} {TARGET}{OUT}--passes 0", ("passes",)),
     Row("train eagle3: no decay", f"train eagle3 --data {{features}} {TARGET}{OUT}--pass-decay 0", ("pass_decay",)),
     Row("train eagle3: passes after the end", f"train eagle3 --data {{features}} {TARGET}{OUT}--passes-after 1",

@@ -172,6 +172,7 @@ class Eagle3Head(Eagle3Net, FeatureHead):
     starts = ("random", "target-last-layer")
     passes = "passes"
     monitor = "chain_length"
+    whole_weights = True  # of its lm_head
 
     @property
     def capture(self) -> tuple[int, ...]:
