@@ -56,6 +56,9 @@ def drafter_config(kind: str) -> type[TrainDrafterConfig]:
     def check(self: Any) -> None:
         TrainDrafterConfig.__post_init__(self)
         getattr(own.Settings, "__post_init__", lambda settings: None)(self)
+        if own.whole_weights and "stage_3" in self.strategy:
+            expected = f"ddp, or stage 1 or 2: {kind} heads are not trained in parts"
+            raise InputError("strategy", self.strategy, expected, "Choose another --strategy.")
 
     about = [_first_paragraph(part) for part in (own.Settings, TrainDrafterConfig)]
     return dataclasses.make_dataclass(
@@ -87,9 +90,6 @@ def prepare(config: TrainDrafterConfig) -> tuple[Any, ...]:
     from draftsmith.train.tau import TauProbe, probe_prompts
 
     drafter, dtype, device = config.drafter, model_dtype(config), local_device(config)
-    if drafter.whole_weights and "stage_3" in config.strategy:
-        expected = f"ddp, or stage 1 or 2: {config.kind} heads are not trained in parts"
-        raise InputError("strategy", config.strategy, expected, "Choose another --strategy.")
     target = load_lm(
         config.target, dtype, device, config.engine, config.trust_remote_code, parallel=config.target_parallel
     )
