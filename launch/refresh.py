@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from rich.console import Console
 
+from draftsmith.launch.commands import configure
 from draftsmith.launch.errors import did_you_mean
-from draftsmith.launch.steps import PipelineStep, execute, remember_settings
+from draftsmith.launch.steps import STARTED, PipelineStep, execute, remember_settings
 from draftsmith.modules.types import InputError
 
 if TYPE_CHECKING:
@@ -42,15 +43,16 @@ def make(config: RefreshConfig) -> Path:
     from draftsmith.data.store.reading import read_object
 
     console, done = Console(highlight=False), config.output / REFRESHED
-    if done.exists():
+    if (config.output / STARTED).exists():
         remember_settings(config)
+    if done.exists():
         report(read_object(done, {"modes": [dict], "verdict": str, "recommended": str}), config, console)
         return config.output
     method = chain_of(config)
     before, training, after = steps(config, method)
     seen = prepare(config, training)
-    remember_settings(config)
     execute(before, console, partly=True)
+    remember_settings(config)  # now that nothing of them was refused
     train(training, console, config.output / COST)
     execute(after, console, partly=True)
     found = outcome(config, method, seen)
@@ -110,7 +112,6 @@ def prepare(config: RefreshConfig, training: PipelineStep) -> set[int]:
     from draftsmith.data.store.files import make_directory, write_text
     from draftsmith.eval.bench.prompts import read_questions
     from draftsmith.eval.refresh import also_in
-    from draftsmith.launch.commands import configure
     from draftsmith.train.drafter import open_data, shape_for
 
     kind, name = training.argv[1], " ".join(training.argv[:2])
@@ -152,7 +153,7 @@ def recipe_of(config: RefreshConfig, kind: str) -> dict[str, Any]:
         raise InputError(str(file), f"lr_share {share!r}", "a number above 0", "Correct it.")
     made = read_object(config.head / "manifest.json", {"config?": (dict, None)}).get("config") or {}
     decisive = {name for name, spec in known.items() if not spec.metadata.get("volatile")}
-    own = {name: made[name] for name in made.keys() & decisive - set(NOT_KEPT)}
+    own = {name: value for name, value in made.items() if name in decisive and name not in NOT_KEPT}
     if made.get("init", "random") in head_class(kind).starts:  # else it was trained on already, at a rate for that
         own["lr"] = float(own.get("lr", known["lr"].default)) * share
     chosen = {name: value for name, value in recipe.items() if name in known}
