@@ -20,6 +20,7 @@ from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.results import BASELINE, Row, totals_of
 from draftsmith.eval.bench.summary import MeasuredResamples, speedup, tokens_per_s
 from draftsmith.eval.bench.tables import mode
+from draftsmith.eval.bootstrap import Floats
 from draftsmith.eval.report.tables import Column, Table, interval
 from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
 from draftsmith.modules.types import InputError
@@ -79,18 +80,17 @@ def also_in(data: Path, prompts: Iterable[BenchPrompt]) -> set[int]:
         InputError: all of them do.
     """
     asked: dict[tuple[int, ...], int] = {tuple(prompt.prompt_ids): prompt.number for prompt in prompts}
-    manifest, found = Manifest.read(data), set()
-    columns = [
-        name for name in ("input_ids", "loss_mask", "prompt_length") if name in {f.name for f in manifest.fields}
-    ]
+    manifest, found = Manifest.read(data), set[int]()
+    there = {spec.name for spec in manifest.fields}
+    columns: list[str] = [name for name in ("input_ids", "loss_mask", "prompt_length") if name in there]
     for row in Rows(data, manifest, columns).iterate():
         start = next(iter(spans(answer_mask(row))), (0, 0))[0]
-        found.add(asked.get(tuple(row["input_ids"][:start])))
-    known = found - {None}
-    if len(known) == len(asked):
+        number = asked.get(tuple(row["input_ids"][:start]))
+        found |= set() if number is None else {number}
+    if len(found) == len(asked):
         expected = f"prompts that {data} does not answer"
-        raise InputError("prompts", f"{len(known)}, all of which are in the data", expected, "Pass held-out ones.")
-    return known
+        raise InputError("prompts", f"{len(found)}, all of which are in the data", expected, "Pass held-out ones.")
+    return found
 
 
 def judge(gain: Sequence[float] | None, prompts: int, worth: float) -> Verdict:
@@ -155,15 +155,6 @@ def gain_of(
     first, second = ([with_depths(row, depths) for row in own] for own in rows)
     drawn, taus = MeasuredResamples(first, config.seed), [totals_of(own).tau for own in (first, second)]
     gain, prompts = drawn.interval(lambda: drawn.tau(second) / drawn.tau(first)), len({row["prompt"] for row in first})
-    by_depth = []
-    for depth in range(1, depths + 1):
-        names = f"kept_{depth}", f"tried_{depth}"
-        kept, tried = ([sum(row[name] for row in own) for own in (first, second)] for name in names)
-        shares = [part / whole if whole else None for part, whole in zip(kept, tried, strict=True)]
-        difference = None
-        if None not in shares:
-            difference = drawn.interval(lambda names=names: drawn.ratio(second, *names) - drawn.ratio(first, *names))
-        by_depth.append({"depth": depth, "before": shares[0], "after": shares[1], "difference_ci95": difference})
     return {
         "prompts": prompts,
         **{f"tau_{name}": tau for name, tau in zip(("before", "after"), taus, strict=True)},
@@ -174,10 +165,24 @@ def gain_of(
         "speedup_before": speedup(rows[0], base[0], clock),
         "speedup_after": speedup(rows[1], base[1], clock),
         "ar_tokens_per_s": tokens_per_s(base[1], clock),
-        "accepted": by_depth,
+        "accepted": [accepted_at(depth, first, second, drawn) for depth in range(1, depths + 1)],
         "verdict": judge(gain, prompts, config.worth),
         "prompts_needed": prompts_needed(taus[1] / taus[0], gain, prompts, config.worth),
     }
+
+
+def accepted_at(depth: int, first: Sequence[Row], second: Sequence[Row], drawn: MeasuredResamples) -> Row:
+    """How often the token at this depth was accepted, where those before were; None where there was none. first,
+    second: of `with_depths`."""
+    names = f"kept_{depth}", f"tried_{depth}"
+    kept, tried = ([sum(row[name] for row in own) for own in (first, second)] for name in names)
+    shares = [part / whole if whole else None for part, whole in zip(kept, tried, strict=True)]
+
+    def difference() -> Floats:
+        return drawn.ratio(second, *names) - drawn.ratio(first, *names)
+
+    ends = None if None in shares else drawn.interval(difference)
+    return {"depth": depth, "before": shares[0], "after": shares[1], "difference_ci95": ends}
 
 
 def paid_after(found: Row, cost_s: float) -> float | None:

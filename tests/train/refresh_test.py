@@ -88,7 +88,7 @@ def test_the_training_is_the_heads_own_with_the_recipe(world, refreshed):
     assert now["inputs"]["init"] == file_sha256(world.head / "model.safetensors")
     assert now["target"] == load_lm(str(world.target)).info.identity
     config, before = now["config"], own["config"]
-    assert config["lr"] == pytest.approx(0.2 * before["lr"]) and config["max_steps"] == 6
+    assert config["lr"] == pytest.approx(0.5 * before["lr"]) and config["max_steps"] == 6
     kept = ("batch_size", "token_weight", "feature_weight", "val_share", "optimizer", "unroll")
     assert {name: config[name] for name in kept} == {name: before[name] for name in kept}
     assert (config["schedule"], config["unroll_after"]) == ("linear", 0.0)  # of configs/refresh.yaml
@@ -192,7 +192,7 @@ def test_an_eagle3_head_of_the_embedded_target(tmp_path):
     )  # fmt: skip
     found = read(refresh.run(config))
     assert found["method"] == "eagle3:k=2" and found["modes"][0]["tau_before"] >= 1
-    assert found["training"]["lr"] == pytest.approx(0.2 * 1e-4)  # of its kind: nothing is known of its own training
+    assert found["training"]["lr"] == pytest.approx(0.5 * 1e-4)  # of its kind: nothing is known of its own training
     assert "passes_after" in found["training"] and "unroll_after" not in found["training"]
 
 
