@@ -161,25 +161,28 @@ def recipe_of(config: RefreshConfig, kind: str) -> dict[str, Any]:
 
 
 def train(step: PipelineStep, console: Console, file: Path) -> None:
-    """Train, or go on, and add up what all starts took in `file`, an unfinished one too; one that is killed outright
-    leaves none of its own."""
+    """Train, or go on, and add up in `file` what all starts took; one that is killed outright leaves nothing of its
+    own."""
     from draftsmith.data.store.files import write_json
 
     if step.done.exists():  # also where another command has trained it, whose cost nobody knows
         return execute(step, console)
-    spent = read_cost(file) or {"wall_s": 0.0, "cpu_s": 0.0}
+    spent = read_cost(file)
     wall, cpu = time.monotonic(), time.process_time()
     try:
         execute(step, console)
     finally:
         wall, cpu = time.monotonic() - wall, time.process_time() - cpu
-        write_json(file, {"wall_s": spent["wall_s"] + wall, "cpu_s": spent["cpu_s"] + cpu})
+        finished = step.done.exists()
+        write_json(file, {"wall_s": spent["wall_s"] + wall, "cpu_s": spent["cpu_s"] + cpu, "finished": finished})
 
 
-def read_cost(file: Path) -> dict[str, float] | None:
+def read_cost(file: Path) -> dict[str, Any]:
+    """What all starts took, and whether they came to the end of the training."""
     from draftsmith.data.store.reading import read_object
 
-    return read_object(file, {"wall_s": float, "cpu_s": float}) if file.exists() else None
+    nothing = {"wall_s": 0.0, "cpu_s": 0.0, "finished": False}
+    return read_object(file, {"wall_s": float, "cpu_s": float, "finished": bool}) if file.exists() else nothing
 
 
 def outcome(config: RefreshConfig, method: str, seen: set[int]) -> dict[str, Any]:
@@ -198,7 +201,8 @@ def outcome(config: RefreshConfig, method: str, seen: set[int]) -> dict[str, Any
     made = read_object(best / "manifest.json", {"samples": dict, "config": dict})
     samples, settings, spent = made["samples"]["training"], made["config"], read_cost(config.output / COST)
     batch = settings["tokens_per_batch"] or settings["batch_size"] * samples["tokens"] / samples["samples"]
-    seconds = None if spent is None else spent[f"{before.meta['clock']}_s"]
+    known = {name: spent[name] for name in ("wall_s", "cpu_s") if spent["finished"]}
+    seconds = known.get(f"{before.meta['clock']}_s")
     return {
         "schema_version": 1,
         "kind": "refresh",
@@ -211,7 +215,7 @@ def outcome(config: RefreshConfig, method: str, seen: set[int]) -> dict[str, Any
         "verdict": verdict,
         "recommended": str(best if verdict == "worth it" else config.output / "old"),
         "prompts_left_out": len(seen),
-        "cost": {"steps": steps, "tokens": round(steps * batch), **(spent or {}), "device": config.device},
+        "cost": {"steps": steps, "tokens": round(steps * batch), **known, "device": config.device},
         "paid_after_tokens": [None if seconds is None else paid_after(row, seconds) for row in modes],
         "training": settings,
         "versions": package_versions(),

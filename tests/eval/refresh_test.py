@@ -92,7 +92,7 @@ def config(**changes) -> RefreshConfig:
     return RefreshConfig(Path("head"), "t", Path("data"), "prompts", Path("out"), **changes)
 
 
-BEFORE = [[(3, 0), (3, 1), (3, 3)], [(3, 1), (2, 1)]]
+BEFORE = [[(3, 0), (3, 1), (3, 3)], [(3, 1), (1, 1)]]
 AFTER = [[(3, 3), (3, 3)], [(3, 2), (1, 0)]]
 
 
@@ -106,7 +106,7 @@ def test_tau_and_acceptance_by_depth_by_hand():
     assert found["gain_ci95"] == pytest.approx([(5 / 3) / (5 / 3), (9 / 3) / (8 / 4)])
     first, second, third = found["accepted"]
     # Round by round, where those before were accepted: token 1 of all, token 2 where one was, token 3 where two were.
-    assert (first["before"], second["before"], third["before"]) == (4 / 5, 1 / 4, 1 / 1)
+    assert (first["before"], second["before"], third["before"]) == (4 / 5, 1 / 3, 1 / 1)
     assert (first["after"], second["after"], third["after"]) == (3 / 4, 3 / 3, 2 / 3)
     assert first["difference_ci95"] == pytest.approx([1 / 2 - 2 / 2, 2 / 2 - 2 / 3])
     assert found["verdict"] == "cannot tell" and found["prompts"] == 2

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 import torch
 import transformers
 import yaml
+from rich.console import Console
 from safetensors.torch import load_file
 from tiny_models import tiny_llama_dir
 
@@ -27,6 +29,7 @@ from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.manifest import file_sha256
 from draftsmith.eval.refresh import RefreshConfig, overall
 from draftsmith.launch import refresh
+from draftsmith.launch.steps import PipelineStep
 from draftsmith.modules.drafters.eagle3.head import Eagle3Head, Eagle3Settings
 from draftsmith.modules.types import InputError
 
@@ -128,6 +131,45 @@ def test_a_finished_refresh_says_it_again_and_does_nothing(world, refreshed, cap
     assert before == {path: path.stat().st_mtime_ns for path in refreshed.rglob("*.*") if path.is_file()}
     with pytest.raises(InputError, match=r"output: found .*begun with max_steps 6"):
         refresh.run(settings(world, "whole", max_steps=7))
+
+
+@pytest.mark.parametrize("verdict", ["worth it", "worse", "not worth it", "cannot tell"])
+def test_only_a_head_that_is_worth_it_is_recommended(world, refreshed, monkeypatch, capsys, verdict):
+    rows = [{**row, "verdict": verdict} for row in read(refreshed)["modes"]]
+    monkeypatch.setattr("draftsmith.eval.refresh.gains", lambda *_: rows)
+    config = settings(world, "whole")
+    found = refresh.outcome(config, "eagle:k=3", set())
+    place = "training/best" if verdict == "worth it" else "old"
+    assert found["verdict"] == verdict and found["recommended"] == str(refreshed / place)
+    refresh.report(found, config, Console(width=200))
+    said = capsys.readouterr().out
+    assert ("keep the head as it was" in said.lower()) == (verdict != "worth it") and f"{place}." in said
+
+
+def test_the_cost_adds_up_over_starts_and_is_unknown_of_another_command(tmp_path, monkeypatch):
+    step, file = PipelineStep("Training", ("train", "eagle"), tmp_path / "training.json"), tmp_path / "cost.json"
+
+    def work(step: PipelineStep, console: Any) -> None:
+        end = time.process_time() + 0.05
+        while time.process_time() < end:
+            pass
+        if not file.exists():
+            raise SystemExit(143)
+        step.done.write_text("{}")
+
+    monkeypatch.setattr(refresh, "execute", work)
+    with pytest.raises(SystemExit):
+        refresh.train(step, Console(), file)
+    first = refresh.read_cost(file)
+    assert first["cpu_s"] >= 0.05 and not first["finished"]
+    refresh.train(step, Console(), file)
+    whole = refresh.read_cost(file)
+    assert whole["finished"] and whole["cpu_s"] >= first["cpu_s"] + 0.05 and whole["wall_s"] >= first["wall_s"] + 0.05
+    refresh.train(step, Console(), file)  # it is done
+    assert refresh.read_cost(file) == whole
+    file.unlink()
+    refresh.train(step, Console(), file)
+    assert not file.exists() and not refresh.read_cost(file)["finished"]
 
 
 def killed(config: RefreshConfig) -> None:
