@@ -100,7 +100,7 @@ def judge(gain: Sequence[float] | None, prompts: int, worth: float) -> Verdict:
         return "worse"
     if high < 1 + worth:
         return "not worth it"
-    return "worth it" if low > 1 else "cannot tell"
+    return "worth it" if low > 1 + worth else "cannot tell"
 
 
 def overall(verdicts: Collection[Verdict]) -> Verdict:
@@ -112,7 +112,7 @@ def prompts_needed(value: float, gain: Sequence[float] | None, prompts: int, wor
     """Prompts from which an interval around the same value would tell, as it narrows with their square root."""
     if gain is None:
         return None
-    distance = max(value - 1, 1 + worth - value, 1e-3)  # to where the interval must end
+    distance = max(abs(value - 1 - worth), 1e-3)  # to where the interval must end
     return max(LEAST_PROMPTS, math.ceil(prompts * ((gain[1] - gain[0]) / 2 / distance) ** 2))
 
 

@@ -10,7 +10,7 @@ SAYS_TEST, RUNS_TEST = "tests/eval/refresh_test.py", "tests/train/refresh_test.p
 MUTANTS = [
     Mutant("refresh-worse-by-the-wrong-end", SAYS, "    if high < 1:", "    if low < 1:", (SAYS_TEST,)),
     Mutant("refresh-any-gain-counts", SAYS, "    if high < 1 + worth:", "    if high < 1:", (SAYS_TEST,)),
-    Mutant("refresh-worth-it-at-one", SAYS, 'if low > 1 else "cannot tell"', 'if low >= 1 else "cannot tell"',
+    Mutant("refresh-worth-it-above-one", SAYS, 'if low > 1 + worth else "cannot tell"', 'if low > 1 else "cannot tell"',
            (SAYS_TEST,)),
     Mutant("refresh-sure-of-few-prompts", SAYS, "and prompts >= LEAST_PROMPTS", "and prompts > LEAST_PROMPTS",
            (SAYS_TEST,)),
