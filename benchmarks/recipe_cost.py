@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -48,7 +49,7 @@ class MeasuredTraining:
         self.after = getattr(self.config, "passes_after", None) or getattr(self.config, "unroll_after", 0.0)
 
     def step(self, share: float, phase: str) -> None:
-        """Read, forward, backward, clip and update, on the batch at this share of the first epoch."""
+        """Read, forward, backward, clip and update."""
         order, samples, module = self.data.order, self.data.train, self.module
         epoch, chosen = order.step(int(share * order.steps_per_epoch))
         keys, batch = self.batches[tuple(Key(epoch, i) for i in chosen)]
@@ -64,26 +65,28 @@ class MeasuredTraining:
         self.optimizer.zero_grad()
 
 
+class Steps(Protocol):
+    """A training whose steps can be taken one by one. after: as of `StepCost`."""
+
+    after: float
+
+    def step(self, share: float, phase: str) -> None:
+        """Take the batch at this share of an epoch, as a step of this phase."""
+
+
 def measured_costs(
-    trainings: Mapping[str, Callable[[float, str], object]],
-    after: Mapping[str, float],
-    batches: int,
-    rounds: int,
-    clock: Clock = time.process_time,
+    trainings: Mapping[str, Steps], batches: int, rounds: int, clock: Clock = time.process_time
 ) -> dict[str, StepCost]:
     """Name -> cost of its steps: of each of `batches` batches, spread over an epoch, the median of `rounds`; the mean
-    over them. All trainings take their turn at a batch before the next one: a machine that slows down favours none.
-
-    trainings: name -> takes the batch at a share of the epoch, as a step of a phase. after: as of `StepCost`.
-    """
+    over them. All trainings take their turn at a batch before the next one: a machine that slows down favours none."""
     sums = dict.fromkeys(((name, phase) for name in trainings for phase in PHASES), 0.0)
     for number in range(batches):
         share = number / batches
-        calls = {f"{name} {phase}": functools.partial(trainings[name], share, phase) for name, phase in sums}
+        calls = {f"{name} {phase}": functools.partial(trainings[name].step, share, phase) for name, phase in sums}
         taken = medians(calls, rounds, clock)
         for name, phase in sums:
             sums[name, phase] += taken[f"{name} {phase}"] / batches
-    return {name: StepCost(sums[name, "early"], sums[name, "late"], after[name]) for name in trainings}
+    return {name: StepCost(sums[name, "early"], sums[name, "late"], own.after) for name, own in trainings.items()}
 
 
 def read_costs(path: Path, names: Sequence[str]) -> dict[str, StepCost]:

@@ -8,25 +8,26 @@ decides nothing, and a run can be repeated. Heads are measured by decoding held-
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
-from rich.console import Console
 
 from draftsmith.benchmarks.recipe_cost import MeasuredTraining, StepCost, measured_costs, read_costs
+from draftsmith.benchmarks.recipe_tables import TEMPERATURES, K, compared, tables
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.progress import say
-from draftsmith.data.store.files import make_directory, write_json, write_text
+from draftsmith.data.store.files import write_json, write_text
 from draftsmith.data.store.manifest import git_commit, package_versions, resolved
 from draftsmith.data.store.reading import read_object
 from draftsmith.data.store.writer import sole_writer
@@ -43,16 +44,13 @@ from draftsmith.eval.bench.results import (
     write_rows,
 )
 from draftsmith.eval.bench.runner import make_runners
-from draftsmith.eval.bench.summary import MeasuredResamples
-from draftsmith.eval.bootstrap import NUM_RESAMPLES, Floats
-from draftsmith.eval.report.tables import Column, Table, comma_separated, interval, markdown, on_screen
+from draftsmith.eval.report.tables import comma_separated, markdown
 from draftsmith.launch.cli import main_of
 from draftsmith.modules.drafters.methods import parse_methods
 from draftsmith.modules.types import InputError, SamplingParams, at_least
 
-RESULT, STEPS, REPORT = "result.json", "steps.json", "recipes"
-BASE = "base"
-K, TEMPERATURES = 5, {"greedy": 0.0, "T=1": 1.0}
+RESULT, STEPS = "result.json", "steps.json"
+BASE, FEATURES = "base", ("base", "eagle1")  # steps are measured on what these learn from
 CONFIGS = {"eagle": "eagle-small", "eagle3": "eagle3-small"}
 EDITS = "add_docstring,add_type_hints,remove_docstring,remove_type_hints,rename,sort_imports,wrap_in_try"
 
@@ -178,6 +176,8 @@ class RecipesConfig:
             raise InputError("cpu_seconds", self.cpu_seconds, "a positive number", "Change it.")
         if unknown := sorted(set(self.names) - RECIPES.keys()):
             raise InputError("recipes", ", ".join(unknown), f"some of {', '.join(RECIPES)}", "Change it.")
+        if BASE not in self.names:
+            raise InputError("recipes", self.recipes, f"{BASE} among them: the others are compared with it", "Add it.")
 
     @property
     def names(self) -> list[str]:
@@ -217,16 +217,12 @@ def run(config: RecipesConfig) -> Path:
     return write_report(config, steps)
 
 
-def draftsmith(*words: str) -> float:
-    """Run a command on one thread; its CPU seconds.
+def python(*words: str) -> float:
+    """Run it on one thread; its CPU seconds.
 
     Raises:
         InputError: it failed; with the end of what it said.
     """
-    return python("-m", "draftsmith", *words)
-
-
-def python(*words: str) -> float:
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [sys.executable, *words], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -251,34 +247,28 @@ def make_data(config: RecipesConfig) -> None:
         prompts: ["prompts", "--source", own.prompts, *rows],
         responses: ["responses", "--prompts", str(prompts), "--batch-size", "128", *answering],
     }
-    for recipe in (RECIPES[name] for name in config.names):
+    for recipe in (RECIPES[name] for name in (*FEATURES, *config.names)):
         size = config.more_answers if recipe.more else config.answers
         words = ["features", "--responses", str(responses), "--limit", str(size), "--drafter", recipe.kind]
         stages[config.features(recipe.kind, recipe.more)] = words
     for directory, words in stages.items():
-        draftsmith("data", *words, "--target", own.target, "--output", str(directory))
+        python("-m", "draftsmith", "data", *words, "--target", own.target, "--output", str(directory))
         say(f"data: {directory}")
 
 
 def step_costs(config: RecipesConfig) -> dict[str, StepCost]:
-    """Of the first recipe of each cost: measured once, and then read."""
+    """Of the first recipe of each cost, whichever are asked for: measured once, and then read."""
     path = config.steps_of or config.output / STEPS
-    names = list(dict.fromkeys(map(costs_like, config.names)))
+    names = list(dict.fromkeys(map(costs_like, RECIPES)))
     if config.steps_of or config.report or path.exists():
         return read_costs(path, names)
     torch.set_num_threads(1)
-    like = {costs_like(name): name for name in reversed(config.names)}  # whose data is there
-    trainings = {name: MeasuredTraining(RECIPES[name].kind, words_at(config, like[name])) for name in names}
-    steps: dict[str, Callable[[float, str], object]] = {name: own.step for name, own in trainings.items()}
-    after = {name: own.after for name, own in trainings.items()}
-    costs = measured_costs(steps, after, config.batches, config.rounds)
+    rest = ["--max-steps", "1000", "--output", str(config.output / "none")]  # nothing is written there
+    trainings = {name: MeasuredTraining(RECIPES[name].kind, [*config.training(name), *rest]) for name in names}
+    costs = measured_costs(trainings, config.batches, config.rounds)
     measured = {name: dataclasses.asdict(cost) for name, cost in costs.items()}
     write_json(path, {"costs": measured, "hardware": hardware("cpu"), "packages": package_versions()})
     return costs
-
-
-def words_at(config: RecipesConfig, name: str) -> list[str]:
-    return [*config.training(name), "--max-steps", "1000", "--output", str(config.output / "none")]
 
 
 def train_all(config: RecipesConfig, steps: Mapping[str, int]) -> None:
@@ -323,7 +313,8 @@ def trained(config: RecipesConfig, name: str, seed: int, steps: int) -> str:
         shutil.rmtree(directory, ignore_errors=True)
         rhythm = ["--max-steps", str(steps), "--val-every", str(steps), "--seed", str(seed)]
         kind = RECIPES[name].kind
-        cpu_s = draftsmith("train", kind, *config.training(name), *rhythm, "--output", str(directory))
+        words = ["train", kind, *config.training(name), *rhythm, "--output", str(directory)]
+        cpu_s = python("-m", "draftsmith", *words)
         own = dataclasses.asdict(config.source)
         python(__file__, "--decode", json.dumps([own, config.limit, config.max_new_tokens, kind, str(directory)]))
         for path in directory.iterdir():
@@ -343,12 +334,12 @@ def decode(own: Domain, limit: int, max_new_tokens: int, kind: str, directory: P
     target = load_lm(own.target, packed=True)
     longest = longest_sequence(prompts, max_new_tokens, target.info.max_position)
     models = load_models(named, {kind: str(directory / "last")}, longest, modes[0], target)
-    rows = [
-        row_of(prompt, prompt.number, label, temperature, *runner([prompt.prompt_ids], max_new_tokens, [number]))
-        for temperature, runners in make_runners(named, models, modes).items()
-        for label, runner in runners.items()
-        for number, prompt in enumerate(prompts)
-    ]
+    rows = []
+    for temperature, runners in make_runners(named, models, modes).items():
+        for prompt, (label, runner) in itertools.product(prompts, runners.items()):
+            (made,) = runner([prompt.prompt_ids], max_new_tokens, [prompt.number])
+            row = row_of(prompt, prompt.number, label, temperature, made)
+            rows.append({**row, "prompt_ids": prompt.prompt_ids})  # with which a copy can be told
     write_rows(directory / PER_PROMPT, rows)
 
 
@@ -358,112 +349,41 @@ def by_mode(directory: Path) -> dict[str, list[Row]]:
     return {mode: next(iter(of_methods(rows, value).values())) for mode, value in TEMPERATURES.items()}
 
 
-class Drawn:
-    """Bootstrap resamples of prompts and of seeds, the same for all that is compared."""
-
-    def __init__(self, rows: Sequence[Row], seeds: int):
-        self.prompts = MeasuredResamples(rows, 0)
-        self._seeds = np.random.default_rng(0).integers(seeds, size=(seeds, NUM_RESAMPLES))
-
-    def tau(self, runs: Sequence[Sequence[Row]]) -> Floats:
-        """[NUM_RESAMPLES]: mean over drawn seeds of tau over drawn prompts; runs: the rows of each seed."""
-        taus = np.stack([self.prompts.tau(rows) for rows in runs])
-        return np.take_along_axis(taus, self._seeds, 0).mean(0)
-
-    def interval(self, values: Floats) -> list[float] | None:
-        return self.prompts.interval(lambda: values)
-
-
-def mean_tau(runs: Sequence[Sequence[Row]]) -> float:
-    return float(np.mean([totals_of(rows).tau for rows in runs]))
-
-
-def acceptance(runs: Sequence[Sequence[Row]]) -> list[float]:
-    """How often the first, second, ... token of a draft is accepted where those before it were, over all seeds."""
-    rounds = [step for rows in runs for row in rows for step in row["rounds"]]
-    reached = [[step for step in rounds if step["num_drafted"] > d and step["num_accepted"] >= d] for d in range(K)]
-    return [sum(step["num_accepted"] > d for step in own) / max(1, len(own)) for d, own in enumerate(reached)]
-
-
-def compared(runs: Sequence[Sequence[Row]], base: Sequence[Sequence[Row]]) -> dict[str, Any]:
-    """Tau, and its difference from and ratio to that of the base's runs with the same seeds; 95 % intervals."""
-    drawn = Drawn(base[0], len(base))
-    own, other = drawn.tau(runs), drawn.tau(base)
-    tau, base_tau = mean_tau(runs), mean_tau(base)
-    measured = {"tau": (tau, own), "difference": (tau - base_tau, own - other), "ratio": (tau / base_tau, own / other)}
-    found: dict[str, Any] = {"seeds": [totals_of(rows).tau for rows in runs], "acceptance": acceptance(runs)}
-    for name, (value, resampled) in measured.items():
-        found |= {name: value, f"{name}_ci95": drawn.interval(resampled)}
-    return found
-
-
 def results(config: RecipesConfig, steps: Mapping[str, int]) -> list[dict[str, Any]]:
-    """A row for each recipe of which all seeds are there, and of the base; its numbers by mode."""
-    runs: dict[str, tuple[list[float], dict[str, list[list[Row]]]]] = {}
-    for name in dict.fromkeys([BASE, *steps]):
-        places = [config.output / "runs" / f"{name}-{seed}" for seed in range(config.seeds)]
-        done = [finished(place, decided_by(config, name, steps[name])) for place in places if name in steps]
-        seconds = [own["cpu_s"] for own in done if own is not None]
-        if len(seconds) == config.seeds:
-            modes = [by_mode(place) for place in places]
-            runs[name] = seconds, {mode: [own[mode] for own in modes] for mode in TEMPERATURES}
-    if BASE not in runs:
-        raise InputError(
-            "recipes", f"no {config.seeds} seeds of {BASE}", "them: the others are compared with it", "Add it."
-        )
+    """Of each recipe of which all seeds are there: its numbers by mode, beside the base's."""
+    places = {name: [config.output / "runs" / f"{name}-{seed}" for seed in range(config.seeds)] for name in steps}
+    done = {
+        name: [finished(path, decided_by(config, name, steps[name])) for path in own] for name, own in places.items()
+    }
+    whole = {name: [run["cpu_s"] for run in own if run] for name, own in done.items() if all(own)}
+    if BASE not in whole:
+        expected = f"{config.seeds} runs of {BASE}, which the others are compared with"
+        raise InputError("output", f"{config.output} without them", expected, "Run it without --report.")
+    modes = {name: [by_mode(path) for path in places[name]] for name in whole}
+    runs = {name: {mode: [own[mode] for own in seeds] for mode in TEMPERATURES} for name, seeds in modes.items()}
     return [
         {
             "recipe": name,
             "settings": RECIPES[name].text(config.more_answers),
             "steps": steps[name],
-            "cpu_s": float(np.mean(seconds)),
-            **{mode: compared(own[mode], runs[BASE][1][mode]) for mode in TEMPERATURES},
+            "cpu_s": statistics.fmean(cpu_s),
+            **{mode: compared(runs[name][mode], runs[BASE][mode]) for mode in TEMPERATURES},
         }
-        for name, (seconds, own) in runs.items()
-    ]
-
-
-def tables(config: RecipesConfig, found: Sequence[Mapping[str, Any]]) -> list[Table]:
-    """Tau and what it is to the base's; how its drafts are accepted, token by token."""
-    first = [Column("recipe", "recipe"), Column("settings", "differs in")]
-    taus, depths = [*first, Column("steps", "steps", "d"), Column("cpu_s", "CPU s", ".0f")], first[:1]
-    rows = []
-    for own in found:
-        row = {key: own[key] for key in ("recipe", "settings", "steps", "cpu_s")}
-        for mode in TEMPERATURES:
-            part = own[mode]
-            row |= {f"{mode} tau": part["tau"], f"{mode} ratio": part["ratio"]}
-            row |= {f"{mode} {name}_ci95": interval(part[f"{name}_ci95"]) for name in ("tau", "ratio")}
-            row |= {f"{mode} difference": part["difference"]}
-            row |= {f"{mode} difference_ci95": interval(part["difference_ci95"], "+.2f", " ")}
-            row |= {f"{mode} accepted {d + 1}": value for d, value in enumerate(part["acceptance"])}
-        rows.append(row)
-    for mode in TEMPERATURES:
-        for key, title, form in (
-            ("tau", "tau", ".2f"),
-            ("difference", f"less {BASE}", "+.2f"),
-            ("ratio", "ratio", ".2f"),
-        ):
-            taus += [Column(f"{mode} {key}", title, form, mode), Column(f"{mode} {key}_ci95", "95 %", "", mode)]
-        depths += [Column(f"{mode} accepted {d}", str(d), ".2f", mode) for d in range(1, K + 1)]
-    many = f"{config.seeds} seeds, {config.limit} test prompts of up to {config.max_new_tokens} tokens, chains of {K}"
-    title = f"{config.domain}, {config.cpu_seconds:g} CPU seconds"
-    about = f"CPU s: of the whole training, start and validation included; the steps alone are {config.cpu_seconds:g}."
-    return [
-        Table("tau", f"{title}: tokens a target call ({many})", taus, rows, about),
-        Table("depth", f"{title}: acceptance of a draft's tokens where those before were accepted", depths, rows),
+        for name, cpu_s in whole.items()
     ]
 
 
 def write_report(config: RecipesConfig, steps: Mapping[str, int]) -> Path:
-    found = results(config, steps)
-    shown, path = tables(config, found), make_directory(config.output) / f"{REPORT}.json"
+    found, path = results(config, steps), config.output / "recipes.json"
+    drafts = f"{config.limit} test prompts, answers of up to {config.max_new_tokens} tokens, chains of {K}"
+    shown = tables(found, f"{config.domain}, {config.cpu_seconds:g} CPU seconds, {config.seeds} seeds, {drafts}")
     for table in shown:
-        Console(highlight=False).print(on_screen(table))
-        write_text(config.output / f"{REPORT}-{table.name}.csv", comma_separated(table))
-    write_text(config.output / f"{REPORT}.md", "\n".join(markdown(table) for table in shown))
+        write_text(path.with_name(f"recipes-{table.name}.csv"), comma_separated(table))
+    text = "\n".join(markdown(table) for table in shown)
+    write_text(path.with_suffix(".md"), text)
     meta = {"settings": resolved(config), "hardware": hardware("cpu"), "packages": package_versions()}
     write_json(path, {"meta": {**meta, "git_commit": git_commit()}, "recipes": found})
+    say(f"{text}\nWritten to {path.with_suffix('.md')}")
     return path
 
 
