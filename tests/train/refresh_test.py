@@ -153,7 +153,7 @@ def test_the_cost_adds_up_over_starts_and_is_unknown_of_another_command(tmp_path
         end = time.process_time() + 0.05
         while time.process_time() < end:
             pass
-        if not file.exists():
+        if not file.exists() and not step.done.exists():
             raise SystemExit(143)
         step.done.write_text("{}")
 
@@ -209,7 +209,7 @@ def test_a_killed_refresh_goes_on_and_comes_to_the_same(world, refreshed, tmp_pa
 def test_prompts_that_the_data_answers_are_left_out(world, artefacts, tmp_path):
     held_out, trained_on = world.prompts.read_text(), json.dumps({"prompt": "def add1(a, b): a + "}) + "\n"
     mixed = tmp_path / "mixed.jsonl"
-    mixed.write_text(trained_on + held_out)
+    mixed.write_text(trained_on + held_out + json.dumps({"prompt": "too long " * 300}) + "\n")  # which the bench names
     config = settings(world, "mixed", prompts=str(mixed), temperatures="0", max_steps=1, max_new_tokens=4)
     found = read(refresh.run(config))
     assert found["prompts_left_out"] == 1 and found["modes"][0]["prompts"] == NUM_PROMPTS
