@@ -79,15 +79,16 @@ def also_in(data: Path, prompts: Iterable[BenchPrompt]) -> set[int]:
     Raises:
         InputError: all of them do.
     """
-    asked: dict[tuple[int, ...], int] = {tuple(prompt.prompt_ids): prompt.number for prompt in prompts}
+    asked: dict[tuple[int, ...], set[int]] = {}
+    for prompt in prompts:
+        asked.setdefault(tuple(prompt.prompt_ids), set()).add(prompt.number)
     manifest, found = Manifest.read(data), set[int]()
     there = {spec.name for spec in manifest.fields}
     columns: list[str] = [name for name in ("input_ids", "loss_mask", "prompt_length") if name in there]
     for row in Rows(data, manifest, columns).iterate():
         start = next(iter(spans(answer_mask(row))), (0, 0))[0]
-        number = asked.get(tuple(row["input_ids"][:start]))
-        found |= set() if number is None else {number}
-    if len(found) == len(asked):
+        found |= asked.get(tuple(row["input_ids"][:start]), set())
+    if len(found) == sum(map(len, asked.values())):
         expected = f"prompts that {data} does not answer"
         raise InputError("prompts", f"{len(found)}, all of which are in the data", expected, "Pass held-out ones.")
     return found
