@@ -216,7 +216,9 @@ def outcome(config: RefreshConfig, method: str, seen: set[int]) -> dict[str, Any
         "recommended": str(best if verdict == "worth it" else config.output / "old"),
         "prompts_left_out": len(seen),
         "cost": {"steps": steps, "tokens": round(steps * batch), **known, "device": config.device},
-        "paid_after_tokens": [None if seconds is None else paid_after(row, seconds) for row in modes],
+        "paid_after_tokens": [
+            paid_after(row, seconds) if seconds and row["verdict"] == "worth it" else None for row in modes
+        ],
         "training": settings,
         "versions": package_versions(),
         "git_commit": git_commit(),
