@@ -127,7 +127,7 @@ class EagleFormat(LlamaFormat):
         return fields | ({"qkv_bias": True} if config.llama.qkv_bias else {})
 
     def recognises(self, found: ForeignHead) -> bool:
-        return found.fuses_two and producer(found) == self.name
+        return found.fuses_two and not found.eagle3 and producer(found) == self.name
 
     def check(self, config: EagleConfig) -> None:
         """Refuses the switches that none of the three systems holds."""

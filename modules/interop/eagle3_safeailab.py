@@ -17,7 +17,15 @@ from draftsmith.modules.drafters.eagle3.net import Eagle3Config
 from draftsmith.modules.interop.base import Package, Served, TargetFacts
 from draftsmith.modules.interop.eagle import SafeAILab, check_layer, check_rope
 from draftsmith.modules.interop.eagle1 import Biases
-from draftsmith.modules.interop.eagle3 import Eagle3Format, Flags, default_layers, fill_d2t, said_flag, said_ids
+from draftsmith.modules.interop.eagle3 import (
+    DEFAULT,
+    Eagle3Format,
+    Flags,
+    default_layers,
+    fill_d2t,
+    said_flag,
+    said_ids,
+)
 from draftsmith.modules.interop.reader import Reader, max_positions
 from draftsmith.modules.interop.rope import Rope, safeailab_rope
 from draftsmith.modules.types import InputError
@@ -80,6 +88,9 @@ class SafeAILab3(Eagle3Format):
 
     def ids(self, raw: Mapping[str, Any]) -> tuple[int, ...] | None:
         return None
+
+    def num_states(self, raw: Mapping[str, Any]) -> int:
+        return len(DEFAULT)
 
     def biases(self, raw: Mapping[str, Any]) -> Biases:
         return Biases(fc=False, qkv=False, o=False, mlp=False)

@@ -63,7 +63,7 @@ class VLLM3(Eagle3Format):
         else:
             reader.error("architectures", f"builds no EAGLE-3 head of Llama for {name}: write {CLASS}")
         if said_flag(raw, "norm_before_fc"):
-            reader.error("norm_before_fc", "norms the three states as one, which this check and our head do not")
+            reader.error("norm_before_fc", "norms the states as one, which this check and our head do not")
         if raw.get("target_hidden_size") not in (None, raw.get("hidden_size")):
             reader.error("target_hidden_size", "reads states of another width, which this check and our head do not")
         if "sliding_attention" in (raw.get("layer_types") or []):
