@@ -28,19 +28,28 @@ from draftsmith.modules.interop.base import (
     flat,
 )
 from draftsmith.modules.interop.compare import compare_eagle3, layers_beside
-from draftsmith.modules.interop.eagle1 import UNSUPPORTED, Biases, LlamaFormat, check_embedding, check_fields, refuse
+from draftsmith.modules.interop.draft_vocabulary import take_vocabulary
+from draftsmith.modules.interop.eagle1 import (
+    UNSUPPORTED,
+    Biases,
+    LlamaFormat,
+    as_stored,
+    check_embedding,
+    check_fields,
+    longest_text,
+    refuse,
+)
 from draftsmith.modules.interop.eagle1 import llama_fields as fields_of
 from draftsmith.modules.interop.reader import (
     ROTARY_BUFFERS,
     Reader,
     Slot,
     llama_config,
-    max_positions,
     positive,
     slots_of,
 )
 from draftsmith.modules.interop.rope import transformers_rope
-from draftsmith.modules.layers import LlamaConfig, RopeScaling
+from draftsmith.modules.layers import RopeScaling
 from draftsmith.modules.types import InputError
 
 CLASS = "LlamaForCausalLMEagle3"  # vLLM's and SGLang's alike
@@ -190,14 +199,9 @@ class Eagle3Format(LlamaFormat):
         capture = capture_of(self.ids(raw), target, states_of(tensors, llama.hidden_size))
         drafted = take_vocabulary(tensors, raw, llama, target, notes)
         kept: dict[str, Any] = own_switches(tensors, self.biases(raw), self.system)
-        longest = max(llama.max_position, max_positions(target))
-        if longest > llama.max_position:
-            raised = f"max_position_embeddings {llama.max_position} is raised to the target's {longest}, as vLLM does"
-            notes.append(raised)
+        longest = longest_text(llama, target, notes)
         llama = dataclasses.replace(llama, num_layers=1, max_position=longest, **kept)
-        narrow = (torch.bfloat16, torch.float16, torch.int64)
-        state = {name: tensor if tensor.dtype in narrow else tensor.float() for name, tensor in tensors.items()}
-        return Parsed(Eagle3Config(llama, capture, drafted, **flags._asdict()), state, tuple(notes))
+        return Parsed(Eagle3Config(llama, capture, drafted, **flags._asdict()), as_stored(tensors), tuple(notes))
 
     def layers(self, reading: Reading, head: Any, num_layers: int) -> tuple[int, ...]:
         return layers_beside((*(reading.settings["capture"] or ()), *head.config.capture), num_layers)
@@ -263,32 +267,6 @@ def dialect(found: ForeignHead) -> Dialect:
     if found.has(r"midlayer\.") or name in ("", "LlamaForCausalLM"):
         return Dialect("SafeAILab/EAGLE", "eagle")
     return Dialect("vLLM", "vllm")
-
-
-def table_fault(ids: Tensor, marks: Tensor | None, vocab: int) -> str:
-    """What is wrong with the target's ids [N] of a draft vocabulary, beside its marks; empty where nothing is."""
-    if int(ids.min()) < 0 or int(ids.max()) >= vocab:
-        return f"tokens beyond the target's {vocab}"
-    if len(ids.unique()) != len(ids):
-        return "the same token twice"
-    if marks is not None and not torch.equal(marks.nonzero()[:, 0], ids.sort().values):
-        return "other tokens than t2d marks"
-    return ""
-
-
-def fill_d2t(reader: Reader, name: str) -> None:
-    """The table of the file, as every system reads it: what is added to a drafted id."""
-    table, drafted = reader.package.tensors[name], reader.settings["draft_vocab_size"]
-    reader.used.append(name)
-    if tuple(table.shape) != (drafted,):
-        reader.error(name, f"raises: a weight of another shape (file {list(table.shape)}, model [{drafted}])")
-        return
-    ids = table.long() + torch.arange(drafted)
-    if fault := table_fault(ids, reader.package.tensors.get("t2d"), reader.settings["llama"].vocab_size):
-        absolute = not table_fault(table.long(), reader.package.tensors.get("t2d"), reader.settings["llama"].vocab_size)
-        reason = "the file has ids where all systems want offsets (d2t[i] = id - i)" if absolute else "another head's?"
-        reader.error(name, f"adds each entry to its place and drafts {fault}: {reason}")
-    reader.weights["d2t"] = ids
 
 
 def surroundings(reader: Reader) -> None:
@@ -370,51 +348,6 @@ def capture_of(ids: tuple[int, ...] | None, target: TargetFacts | None, num_stat
         expected += "" if count is None else f", below {count}"
         raise InputError("layers", list(layers), expected, "Pass the target that the head was trained for.")
     return layers
-
-
-def take_vocabulary(
-    tensors: dict[str, Tensor],
-    raw: Mapping[str, Any],
-    llama: LlamaConfig,
-    target: TargetFacts | None,
-    notes: list[str],
-) -> int:
-    """The size of the draft vocabulary. `tensors` then have `d2t` as ids, ascending, where it is reduced, and an
-    lm_head."""
-    offsets, marks, vocab = tensors.pop("d2t", None), tensors.pop("t2d", None), llama.vocab_size
-    lm_head = tensors.get("lm_head.weight")
-    for name, tensor, size in (("d2t", offsets, 1), ("t2d", marks, 1), ("lm_head.weight", lm_head, 2)):
-        if tensor is not None and tensor.ndim != size:
-            raise InputError(name, f"a tensor {list(tensor.shape)}", f"{size} dimension(s)", "Fetch the head again.")
-    drafted = raw.get("draft_vocab_size") or (vocab if lm_head is None else len(lm_head))
-    if lm_head is not None and len(lm_head) != drafted:
-        remedy = "Correct config.json."
-        raise InputError("config.json, draft_vocab_size", drafted, f"the {len(lm_head)} rows of lm_head", remedy)
-    ids = torch.arange(vocab)
-    if offsets is not None and offsets.numel():
-        ids = offsets.long() + torch.arange(len(offsets))
-        if table_fault(ids, marks, vocab) and not table_fault(offsets.long(), marks, vocab):
-            ids = offsets.long()
-            notes.append("d2t has ids in the place of offsets, which no server reads so: they are taken as ids")
-    elif drafted != vocab and marks is not None:
-        ids = marks.nonzero()[:, 0]
-        notes.append("d2t is not in the file: the tokens are those that t2d marks")
-    fault = f"{len(ids)} tokens" if len(ids) != drafted else table_fault(ids, marks, vocab)
-    if fault:
-        expected = f"{drafted} different ones of the target's {vocab}, those that t2d marks"
-        raise InputError("d2t", fault, expected, "Fetch the head again.")
-    if lm_head is None:
-        if target is None or target.lm_head is None:
-            raise InputError("lm_head.weight", "none", "one, or the target whose own it is", "Pass --target.")
-        tensors["lm_head.weight"] = target.lm_head[ids].clone()
-        notes.append("lm_head is not in the file: it is the target's")
-    order = ids.argsort()
-    if not torch.equal(ids[order], ids):
-        ids, tensors["lm_head.weight"] = ids[order], tensors["lm_head.weight"][order]
-        notes.append("the draft vocabulary is sorted by id")
-    if drafted != vocab:
-        tensors["d2t"] = ids
-    return drafted
 
 
 def own_switches(tensors: dict[str, Tensor], biases: Biases, system: str) -> dict[str, bool]:

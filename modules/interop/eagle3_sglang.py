@@ -12,6 +12,7 @@ import torch
 
 from draftsmith.modules.drafters.eagle3.net import Eagle3Config
 from draftsmith.modules.interop.base import Served
+from draftsmith.modules.interop.draft_vocabulary import fill_d2t
 from draftsmith.modules.interop.eagle1 import Biases
 from draftsmith.modules.interop.eagle3 import (
     CLASS,
@@ -19,7 +20,6 @@ from draftsmith.modules.interop.eagle3 import (
     OLD_NORMS,
     Eagle3Format,
     Flags,
-    fill_d2t,
     said_flag,
     said_ids,
 )

@@ -13,10 +13,12 @@ from torch import Tensor
 
 from draftsmith.modules.drafters.eagle3.net import Eagle3Config
 from draftsmith.modules.interop.base import Package, Served, TargetFacts
+from draftsmith.modules.interop.draft_vocabulary import fill_d2t
 from draftsmith.modules.interop.eagle1 import Biases, llama_fields
-from draftsmith.modules.interop.eagle3 import DEFAULT, IDS, Eagle3Format, Flags, fill_d2t, said_ids
+from draftsmith.modules.interop.eagle3 import DEFAULT, IDS, Eagle3Format, Flags, said_ids
 from draftsmith.modules.interop.eagle3_vllm import VLLM3
 from draftsmith.modules.interop.reader import Reader
+from draftsmith.modules.interop.vllm import check_window
 from draftsmith.modules.types import InputError
 
 VERSION = "0.9.0"
@@ -94,8 +96,7 @@ class Speculators(Eagle3Format):
             reader.note("norm_before_residual", "takes false: config.json does not say; vLLM takes true")
         if raw.get("norm_before_fc"):
             reader.error("norm_before_fc", "norms the states as one, which this check and our head do not")
-        if "sliding_attention" in (raw.get("layer_types") or []):
-            reader.error("layer_types", "attends within a sliding window, which this check and our head do not")
+        check_window(reader)
         reader.unread("logit_scale")
 
     def load(self, reader: Reader, name: str) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.modules.diagonal import diagonal_attention
+from draftsmith.modules.drafters.eagle.net import OfLlama
 from draftsmith.modules.layers import MLP, Attention, LlamaConfig, RMSNorm, RopeScaling, rope_table
 from draftsmith.modules.lean import LeanLayer, LeanNorm, LeanStack
 from draftsmith.modules.packed import LeanLinear
@@ -20,11 +21,9 @@ from draftsmith.modules.types import InputError
 
 
 @dataclass(frozen=True)
-class Eagle3Config:
-    """Shape of an EAGLE-3 head.
+class Eagle3Config(OfLlama):
+    """Shape of an EAGLE-3 head, whose rotary positions are its own: published heads have other ones than their targets.
 
-    llama: sizes of its one layer, and its rotary positions, which are the head's own: published heads have other ones
-        than their targets.
     capture: the target's layers whose inputs it reads, distinct ones, ascending; number k is the residual state after
         the first k layers. By default 2, L/2 and L-3.
     draft_vocab_size: tokens that it can draft, the rows of its lm_head; the target's vocabulary where it is whole.
@@ -33,7 +32,6 @@ class Eagle3Config:
     norm_before_residual: the residual of its layer is the normed state. Read in heads of other trainers, never made.
     """
 
-    llama: LlamaConfig
     capture: tuple[int, ...]
     draft_vocab_size: int
     fc_norm: bool = False
@@ -42,18 +40,6 @@ class Eagle3Config:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "capture", tuple(self.capture))  # JSON has lists
-
-    @property
-    def hidden_size(self) -> int:
-        return self.llama.hidden_size
-
-    @property
-    def vocab_size(self) -> int:
-        return self.llama.vocab_size
-
-    @property
-    def max_position(self) -> int:
-        return self.llama.max_position
 
     @property
     def reduced(self) -> bool:
