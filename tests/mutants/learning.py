@@ -24,7 +24,8 @@ MUTANTS = [
     # -- repetitions
     Mutant("repetition-of-a-token-less", REPETITION, "ids[at - size + 1 : at + 1]", "ids[at - size + 2 : at + 1]",
            (REPETITION_TEST,)),
-    Mutant("repetition-of-the-last-place", REPETITION, "first.setdefault(gram, FROM_ANSWER if mask[at] else FROM_PROMPT)",
+    Mutant("repetition-of-the-last-place", REPETITION,
+           "first.setdefault(gram, FROM_ANSWER if mask[at] else FROM_PROMPT)",
            "first[gram] = FROM_ANSWER if mask[at] else FROM_PROMPT", (REPETITION_TEST,)),
     Mutant("repetition-of-prompts-counted", REPETITION, "counts[origin] += bool(answered)", "counts[origin] += 1",
            (REPETITION_TEST,)),
