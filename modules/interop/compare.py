@@ -198,7 +198,7 @@ def net3_of(reading: Reading, positions: int) -> Eagle3Net:
     followed = llama.rope_scaling.kind in KNOWN
     llama = llama if followed else dataclasses.replace(llama, rope_scaling=RopeScaling())
     flags = {name: settings[name] for name in ("fc_norm", "norm_output", "norm_before_residual")}
-    config = Eagle3Config(llama, range(settings["num_states"]), settings["draft_vocab_size"], **flags)
+    config = Eagle3Config(llama, tuple(range(settings["num_states"])), settings["draft_vocab_size"], **flags)
     net = Eagle3Net(config).requires_grad_(False)
     weights, drafted = dict(reading.weights), reading.weights.get("d2t")
     inside = True

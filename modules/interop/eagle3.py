@@ -166,7 +166,7 @@ class Eagle3Format(LlamaFormat):
         llama = dataclasses.replace(llama, num_layers=depth, qkv_bias=biases.qkv, o_bias=biases.o, mlp_bias=biases.mlp)
         drafted = llama.vocab_size if raw.get("draft_vocab_size") is None else positive(raw, "draft_vocab_size", 1)
         count = self.num_states(raw)
-        shape = Eagle3Config(llama, range(count), drafted, **flags._asdict())
+        shape = Eagle3Config(llama, tuple(range(count)), drafted, **flags._asdict())
         reader = Reader(Package(raw, package.tensors), target, self.system, llama, eagle3_slots(shape))
         ids = self.ids(raw)
         capture = ids if ids is not None else None if target is None else default_layers(target)
