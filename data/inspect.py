@@ -22,6 +22,7 @@ from draftsmith.data.store.manifest import Manifest, open_artefact, volatile
 from draftsmith.data.store.reading import open_tensors
 from draftsmith.data.store.shards import Rows
 from draftsmith.data.text.answers import answer_mask, answers_of, spans
+from draftsmith.data.text.repetition import Repetition, distinct_4grams
 from draftsmith.data.text.turns import later_turns
 from draftsmith.modules.types import InputError
 
@@ -82,13 +83,15 @@ def open_tokenizer(manifest: Manifest, name: str | None) -> Any:
 
 
 def manifest_summary(directory: Path, manifest: Manifest, rows: Rows, tokenizer: Any) -> Table:
-    """What the manifest says, and for responses how the text relates to the tokens."""
+    """What the manifest says; for responses how the text relates to the tokens; and how much of the answers copies."""
     table = Table(title=f"{manifest.kind} in {directory}", show_header=False, title_justify="left")
     table.add_column(style="cyan")
     table.add_column(overflow="fold")
     entries = {name.replace("_", " "): f"{value:,}" for name, value in manifest.counts.items()}
     if manifest.kind == "responses":
         entries |= round_trips(rows, tokenizer)
+    if manifest.kind in ("responses", "features"):
+        entries |= repetitions(rows)
     entries["bytes"] = f"{sum(entry.bytes for entry in manifest.files):,}, every hash right"
     nested = {"sampling": manifest.sampling or {}, **manifest.identity}
     for name, value in nested.items():
@@ -113,6 +116,14 @@ def round_trips(rows: Rows, tokenizer: Any) -> dict[str, str]:
         name = "re-tokenised text" if row["retokenised"] else "token ids as sampled"
         exact[name].append(checks[name](row, tokenizer))
     return {name: f"{len(own):,} rows, {sum(own):,} round-trip exactly" for name, own in exact.items() if own}
+
+
+def repetitions(rows: Rows) -> dict[str, str]:
+    """How much of the answers copies their prompts, or themselves."""
+    sequences = [(row["input_ids"], answer_mask(row)) for row in rows.iterate()]
+    grams = distinct_4grams(ids[start:end] for ids, mask in sequences for start, end in spans(mask))
+    distinct = {} if grams is None else {"distinct 4-grams": f"{grams:.2f}, each answer for itself"}
+    return {"answers' tokens": Repetition.of(sequences).text(), **distinct}
 
 
 def sampled_exactly(row: dict[str, Any], tokenizer: Any) -> bool:

@@ -9,13 +9,10 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from draftsmith.launch.steps import PipelineStep, execute
-from draftsmith.modules.types import InputError
+from draftsmith.launch.steps import PipelineStep, execute, remember_settings
 
 if TYPE_CHECKING:
     from draftsmith.eval.studies.specdecpp.study import LoadedStudy, SpecDecPPConfig
-
-STARTED = "settings.json"
 
 
 def run(config: SpecDecPPConfig) -> Path:
@@ -35,28 +32,6 @@ def make(config: SpecDecPPConfig) -> Path:
         execute(step, console)
     measure_study(config, console)
     return config.output
-
-
-def remember_settings(config: SpecDecPPConfig) -> None:
-    """Remember the settings, so that stages of other settings are never mixed.
-
-    Raises:
-        InputError: the output directory holds a study with other settings.
-    """
-    from draftsmith.data.store.files import make_directory, write_json
-    from draftsmith.data.store.manifest import decisive, differences
-    from draftsmith.data.store.reading import read_object
-
-    started = config.output / STARTED
-    if started.exists():
-        differing = differences(decisive(config), read_object(started, {}, "Restore it, or choose another output."))
-        if differing:
-            found = f"{config.output}, begun with " + "; ".join(f"{key} {was}" for key, _, was in differing)
-            expected = "; ".join(f"{key} {now}" for key, now, _ in differing)
-            raise InputError("output", found, expected, "Choose another output, or restore the settings.")
-        return
-    make_directory(config.output)
-    write_json(started, decisive(config))
 
 
 def label_steps(config: SpecDecPPConfig) -> list[PipelineStep]:

@@ -6,10 +6,14 @@ import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from draftsmith.modules.types import InputError
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+STARTED = "settings.json"
 
 
 @dataclass(frozen=True)
@@ -32,8 +36,9 @@ class PipelineStep:
         return cls(title, tuple(argv), done)
 
 
-def execute(step: PipelineStep, console: Console) -> None:
-    """Run a step's command through the command line's own parser, unless it is done."""
+def execute(step: PipelineStep, console: Console, partly: bool = False) -> None:
+    """Run a step's command through the command line's own parser, unless it is done. partly: go on where it says that
+    some of its work failed and the rest is written."""
     from draftsmith.launch.cli import dispatch
 
     console.print(f"\n[bold]{step.title}[/bold]" + (" [dim](done before)[/dim]" if step.done.exists() else ""))
@@ -42,6 +47,28 @@ def execute(step: PipelineStep, console: Console) -> None:
         return
     started = time.monotonic()
     code = dispatch(list(step.argv))
-    if code:  # what it found is on the screen
+    if code and not (partly and step.done.exists()):  # what it found is on the screen
         raise SystemExit(code)
     console.print(f"  [dim]{time.monotonic() - started:.0f} s[/dim]")
+
+
+def remember_settings(config: Any) -> None:
+    """Remember the settings of a pipeline in its `output`, so that stages of other settings are never mixed.
+
+    Raises:
+        InputError: the output holds what was begun with other settings.
+    """
+    from draftsmith.data.store.files import make_directory, write_json
+    from draftsmith.data.store.manifest import decisive, differences
+    from draftsmith.data.store.reading import read_object
+
+    started = config.output / STARTED
+    if started.exists():
+        differing = differences(decisive(config), read_object(started, {}, "Restore it, or choose another output."))
+        if differing:
+            found = f"{config.output}, begun with " + "; ".join(f"{key} {was}" for key, _, was in differing)
+            expected = "; ".join(f"{key} {now}" for key, now, _ in differing)
+            raise InputError("output", found, expected, "Choose another output, or restore the settings.")
+        return
+    make_directory(config.output)
+    write_json(started, decisive(config))

@@ -32,7 +32,22 @@ def diagonal_attention(
     own_keys, own_values = [key.to(value.dtype) for key, _ in own], [value for _, value in own]
     if query.device.type == "cpu":
         return _DiagonalOnCPU.apply(query, key, value, *own_keys, *own_values)
-    attended, norm = _flex()(query, key, value)
+    return merged(causal_flex(), query, (key, value), own_keys, own_values)
+
+
+Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def merged(
+    attend: Attend,
+    query: Tensor,
+    first: tuple[Tensor, Tensor],
+    own_keys: Sequence[Tensor],
+    own_values: Sequence[Tensor],
+) -> Tensor:
+    """`diagonal_attention` whose causal part is `attend`'s, differentiable as that is: it gives the attended values
+    [B, heads, T, D] of queries, keys and values, and the log-sum-exp [B, heads, T] of their scores."""
+    attended, norm = attend(query, *first)
     if not own_keys:
         return attended
     scores = _own_scores(query, own_keys)
@@ -106,9 +121,9 @@ def _gather(grad: Tensor, shared: Tensor) -> Tensor:
 
 
 @functools.cache
-def _flex() -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Causal attention and its log-sum-exp on a GPU."""
-    compiled: Any = torch.compile(flex_attention, dynamic=False)
+def causal_flex(compiled: bool = True) -> Attend:
+    """Causal attention and its log-sum-exp on a GPU. Not compiled, it stores a [T, T] matrix, and runs on a CPU too."""
+    flex: Any = torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
 
     @functools.lru_cache(maxsize=8)
     def mask(length: int, device: torch.device) -> Any:
@@ -120,6 +135,6 @@ def _flex() -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
     def attend(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         gqa = query.shape[1] != key.shape[1]
         block_mask = mask(query.shape[2], query.device)
-        return compiled(query, key, value, block_mask=block_mask, enable_gqa=gqa, return_lse=True)
+        return flex(query, key, value, block_mask=block_mask, enable_gqa=gqa, return_lse=True)
 
     return attend

@@ -1,6 +1,6 @@
 """Several trainings one after the other on the ranks of one launch: `python rank_jobs.py JOBS.json`.
 
-A job is {"head": "eagle" or "acceptance", "config": {...}} and what it says besides:
+A job is {"head": "eagle", "eagle3" or "acceptance", "config": {...}} and what it says besides:
     resumes: {"output", "step"}: goes on from what a run killed with -9 after that step has left.
     poison: {"row", "how"}: the sample of that dataset row gives a `loss` or a `gradient` that is not finite.
     signal: {"step", "rank"}: that rank is sent SIGTERM during that step.
@@ -61,8 +61,9 @@ def run_job(job: dict[str, Any]) -> None:
     from draftsmith.train.run import run
 
     deepspeed.KEPT_WHOLE = 0  # stage 3 partitions even the smallest tensors
-    config_class = drafter_config("eagle") if job["head"] == "eagle" else TrainAcceptanceConfig
+    config_class = TrainAcceptanceConfig if job["head"] == "acceptance" else drafter_config(job["head"])
     settings = {key: Path(value) if key in PATHS else value for key, value in job["config"].items()}
+    settings |= {key: tuple(value) for key, value in settings.items() if isinstance(value, list)}
     rank, output = int(os.environ.get("RANK", 0)), settings["output"]
     if "resumes" in job:
         leave_as_killed(Path(job["resumes"]["output"]), job["resumes"]["step"], output, rank)

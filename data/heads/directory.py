@@ -200,12 +200,18 @@ def load_draft_head(directory: str | Path, target: CausalLM) -> DraftHead:
     Raises:
         InputError: no head, one that does not draft, or one for another target.
     """
-    kind = head_config(directory)["kind"]
-    if kind not in drafters.learned():
-        raise InputError("head", f"{directory}, {named_kind(kind)} head", "a drafter", "Pass it with its own flag.")
+    drafter_kind(directory)
     head = load_head(directory, target)
     assert isinstance(head, DraftHead)
     return head
+
+
+def drafter_kind(directory: str | Path) -> str:
+    """The kind of a trained drafter. Raises: as `load_draft_head`."""
+    kind = head_config(directory)["kind"]
+    if kind not in drafters.learned():
+        raise InputError("head", f"{directory}, {named_kind(kind)} head", "a drafter", "Pass it with its own flag.")
+    return kind
 
 
 def named_kind(kind: str) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor
 from draftsmith.data.heads.directory import build_head, stored_tensors
 from draftsmith.data.text.answers import answer_mask
 from draftsmith.modules.drafters.base import DraftHead
+from draftsmith.modules.drafters.eagle3.net import default_layers
 from draftsmith.modules.layers import LlamaConfig, RopeScaling
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams
@@ -55,7 +56,7 @@ def readings_of(head: DraftHead, target: LlamaConfig | None, num_layers: int) ->
     its target's rotary positions. target: its sizes, where they are known."""
     own = head.capture or (num_layers,)
     layers = [tuple(layer + by for layer in own) for by in (-1, 1)]
-    layers += [(2, num_layers // 2, num_layers - 3)] * (len(head.capture) == 3)
+    layers += [default_layers(num_layers)] * (len(head.capture) == 3)
     possible = [one for one in layers if one[0] >= 0 and one[-1] < num_layers and list(one) == sorted({*one})]
     found = [Reading("as it is", head, own)]
     found += [Reading(f"layers {' '.join(map(str, one))}", head, one) for one in possible if one != own]

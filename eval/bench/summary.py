@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from draftsmith.data.text.repetition import NEW, Repetition, distinct_4grams, origins
 from draftsmith.eval.bench.results import BASELINE, COUNTS, Row, totals_of
 from draftsmith.eval.bootstrap import Floats, Resamples
 from draftsmith.eval.cost.clock import ClockName
+from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, pool
 
 
 def tokens_per_s(rows: Sequence[Row], clock: ClockName) -> float:
@@ -41,11 +43,30 @@ class MeasuredResamples(Resamples):
         return self.ratio(rows, "tokens", "num_target_calls")
 
 
-def distinct_4grams(rows: Sequence[Row]) -> float | None:
-    """Distinct 4-grams by all 4-grams, each answer for itself: looping text, which flatters every drafter, is low."""
-    grams = [list(zip(*(row["token_ids"][i:] for i in range(4)), strict=False)) for row in rows]
-    total = sum(len(g) for g in grams)
-    return sum(len(set(g)) for g in grams) / total if total else None
+def copying(rows: Sequence[Row], baseline: Sequence[Row]) -> dict[str, float | None]:
+    """Shares of the tokens that go on with a repetition of their prompt or of the answer itself; and tau of the rounds
+    whose first token does, and of the others, prefills not counted: None where there are none.
+
+    baseline: the rows with the prompts, in the same order.
+    """
+    sequences = []
+    steps: dict[bool, list[DecodeStep]] = {True: [], False: []}
+    for row, other in zip(rows, baseline, strict=True):
+        prompt, answer = other["prompt_ids"], row["token_ids"]
+        sequences.append(([*prompt, *answer], [False] * len(prompt) + [True] * len(answer)))
+        own, at = origins(*sequences[-1])[len(prompt) :], row["prefill_emitted"]
+        for step in (DecodeStep(**made) for made in row["rounds"]):
+            if step.num_emitted:
+                steps[own[at] != NEW].append(step)
+            at += step.num_emitted
+    shares = Repetition.of(sequences)
+    taus = {key: pool([DecodeTrace(own, prefill_calls=0)]).tau if own else None for key, own in steps.items()}
+    return {
+        "copied_prompt": shares.from_prompt,
+        "copied_answer": shares.from_answer,
+        "tau_copying": taus[True],
+        "tau_new": taus[False],
+    }
 
 
 def summary_row(
@@ -72,7 +93,8 @@ def summary_row(
         "matches_ar": differing == 0 if compare else None,
         "num_differing": differing if compare else None,
         "ended": sum(row["ended"] for row in rows),
-        "distinct_4grams": distinct_4grams(rows),
+        "distinct_4grams": distinct_4grams(row["token_ids"] for row in rows),
+        **copying(rows, baseline),
     }
 
 

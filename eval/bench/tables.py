@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.table import Table as Printed
 
+from draftsmith.data.text.repetition import Repetition
 from draftsmith.eval.report.tables import Column, Table, interval, on_screen
 
 COLUMNS = (
@@ -25,7 +26,8 @@ METHOD_WIDTH = 12  # narrower terminals fold a method's name, not the numbers
 
 
 def results_tables(results: Mapping[str, Any]) -> list[Table]:
-    """For each temperature the methods; then, where prompts are of several tasks, the methods by task."""
+    """For each temperature the methods; then what they make of text that copies and of other text; then, where prompts
+    are of several tasks, the methods by task."""
     temperatures = temperatures_of(results)
     found = []
     for number, temperature in enumerate(temperatures, start=1):
@@ -35,8 +37,9 @@ def results_tables(results: Mapping[str, Any]) -> list[Table]:
         title = mode(temperature).capitalize()
         found.append(Table("methods", title, COLUMNS, shown, caption(results) if number == len(temperatures) else ""))
     several = len(results["methods"][0].get("by_task", ())) > 1
-    tasks = (by_task(results, temperature) for temperature in temperatures if several)
-    return [*found, *(table for table in tasks if table is not None)]
+    apart = [by_repetition(results, temperature) for temperature in temperatures]
+    tasks = [by_task(results, temperature) for temperature in temperatures if several]
+    return [*found, *(table for table in (*apart, *tasks) if table is not None)]
 
 
 def screen(table: Table) -> Printed:
@@ -80,15 +83,42 @@ def caption(results: Mapping[str, Any]) -> str:
     batch_size = settings.get("batch_size", 1)  # results of earlier versions do not say
     together = f"{batch_size} prompts at a time, " if batch_size > 1 else ""
     repeats = "once" if settings["repeats"] == 1 else f"medians of {settings['repeats']}"
-    grams = first.get("distinct_4grams")
     return (
-        f"{first['prompts']} prompts, {first['tokens']:,} tokens"
-        + (f" (distinct 4-grams {grams:.2f})" if grams is not None else "")
-        + f", {modes}, {settings['dtype']} on {settings['device']}, {settings['num_threads']} thread(s), "
+        f"{first['prompts']} prompts, {first['tokens']:,} tokens{repetition_of(first)}, {modes}, "
+        f"{settings['dtype']} on {settings['device']}, {settings['num_threads']} thread(s), "
         f"{together}{clock}, interleaved, {repeats}; speed-up over this engine's own ar."
         + costs_of(meta)
         + left_out(results)
     )
+
+
+def repetition_of(row: Mapping[str, Any]) -> str:
+    """How much of a row's text repeats, in brackets; results of earlier versions do not say all of it."""
+    grams, found = row.get("distinct_4grams"), []
+    if "copied_prompt" in row:
+        found.append(Repetition(row["copied_prompt"], row["copied_answer"]).text())
+    if grams is not None:
+        found.append(f"distinct 4-grams {grams:.2f}")
+    return f" ({'; '.join(found)})" if found else ""
+
+
+def by_repetition(results: Mapping[str, Any], temperature: float) -> Table | None:
+    """Tau of every method that drafts, apart for rounds that begin within a repetition and for others; None without
+    such a method, or in results of earlier versions."""
+    rows = [row for row in rows_at(results, temperature) if row["num_draft_tokens"] and "tau_copying" in row]
+    if not rows:
+        return None
+    columns = [
+        Column("method", "method"),
+        Column("tau", "tau", ".2f"),
+        Column("tau_copying", "copying", ".2f"),
+        Column("tau_new", "other text", ".2f"),
+    ]
+    note = (
+        "copying: tau of the rounds whose first token goes on with a repetition (it and the three before it have stood "
+        "in prompt or answer before). other text: of all other rounds. Both without prefills."
+    )
+    return Table(f"copying-t{temperature:g}", f"Tau where the text copies, {mode(temperature)}", columns, rows, note)
 
 
 def costs_of(meta: Mapping[str, Any]) -> str:
@@ -125,11 +155,9 @@ def by_task(results: Mapping[str, Any], temperature: float) -> Table | None:
         parts = {**row["by_task"], "pooled": row, "macro": macro}
         numbers = {f"{key}.{name}": part[name] for key, part in parts.items() for name in ("speedup", "tau")}
         shown.append({"method": row["method"], **numbers})
-    counts = ", ".join(f"{task} {part['prompts']}" for task, part in tasks.items())
-    grams = ((task, part["distinct_4grams"]) for task, part in tasks.items())
-    loops = ", ".join(f"{task} {share:.2f}" for task, share in grams if share is not None)
+    counts = ", ".join(f"{task} {part['prompts']}{repetition_of(part)}" for task, part in tasks.items())
     note = (
         f"{POOLED}: ratio of sums over the prompts of all tasks. {MACRO}: mean over tasks, each counting alike. "
-        f"Prompts of the tasks: {counts}. Distinct 4-grams of ar's answers: {loops}."
+        f"Prompts of the tasks (and the tokens of ar's answers): {counts}."
     )
     return Table(f"by-task-t{temperature:g}", f"Speed-up and tau by task, {mode(temperature)}", columns, shown, note)

@@ -91,10 +91,15 @@ def counts(rows: Sequence[Row]) -> Table:
     columns += [Column("num_target_calls", "target calls", ","), Column("num_draft_tokens", "drafted", ",")]
     columns += [Column("num_accepted", "accepted", ","), Column("discard_rate", "discarded", ".0%")]
     columns += [Column("verification_rate", "verified", ".2f"), Column("equal", "= ar")]
+    columns += [Column("copied_prompt", "of the prompt", ".0%", "copied")]
+    columns += [Column("copied_answer", "of an answer", ".0%", "copied")]
+    columns += [Column("tau_copying", "τ, copying", ".2f"), Column("tau_new", "τ, other text", ".2f")]
     shown = [{**row, "equal": equality(row)} for row in rows]
     note = (
         "discarded: drafted tokens that were not emitted, by emitted tokens. verified: target calls by emitted "
-        "tokens. = ar: in greedy float32 decoding, whether every answer equals the autoregressive one."
+        "tokens. = ar: in greedy float32 decoding, whether every answer equals the autoregressive one. copied: tokens "
+        "that go on with a repetition, they and the three before them having stood first in prompt or answer; τ of the "
+        "rounds that begin with such a token, and of the others, prefills not counted."
     )
     return Table("counts", "What was counted", columns, shown, note)
 

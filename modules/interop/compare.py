@@ -198,7 +198,8 @@ def net3_of(reading: Reading, positions: int) -> Eagle3Net:
     followed = llama.rope_scaling.kind in KNOWN
     llama = llama if followed else dataclasses.replace(llama, rope_scaling=RopeScaling())
     flags = {name: settings[name] for name in ("fc_norm", "norm_output", "norm_before_residual")}
-    net = Eagle3Net(Eagle3Config(llama, (0, 1, 2), settings["draft_vocab_size"], **flags)).requires_grad_(False)
+    config = Eagle3Config(llama, tuple(range(settings["num_states"])), settings["draft_vocab_size"], **flags)
+    net = Eagle3Net(config).requires_grad_(False)
     weights, drafted = dict(reading.weights), reading.weights.get("d2t")
     inside = True
     if drafted is not None:  # ours are ascending, a system's need not be
@@ -251,7 +252,8 @@ def other_readings3(
 
     for name, step in (("one later", 1), ("one earlier", -1)):
         yield f"layers {name}", theirs, theirs.inputs(trial, tuple(number + step for number in capture))
-    yield "the three layers in the opposite order", theirs, theirs.inputs(trial, capture[::-1])
+    if len(capture) > 1:
+        yield "the layers in the opposite order", theirs, theirs.inputs(trial, capture[::-1])
     projections = [f"layer.self_attn.{name}_proj.weight" for name in "qkv"]
     swapped = {name: torch.cat(weights[name].chunk(2, dim=1)[::-1], dim=1) for name in projections}
     yield "the state before the embedding in q, k and v", *read_as({**weights, **swapped})

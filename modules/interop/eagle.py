@@ -51,11 +51,7 @@ class SafeAILab(EagleFormat):
         return super().parse(package, target)
 
     def serve(self, served: Served) -> str:
-        """Its web demo. The size of its tree is set in its code: the number of drafted tokens has no flag there."""
-        return (
-            f"python -m eagle.application.webui --base-model-path {shlex.quote(served.model)}"
-            f" --ea-model-path {shlex.quote(served.directory)}"
-        )
+        return command(served)
 
     def biases(self, raw: Mapping[str, Any]) -> Biases:
         """`bias` is fc's and true unless said (ea_model.py); `qkv_bias` is that of q, k and v (cnets1.py)."""
@@ -78,14 +74,11 @@ class SafeAILab(EagleFormat):
         reader.unread("attention_bias", "mlp_bias", "hot_vocab_size", "logit_scale")
 
     def load(self, reader: Reader, name: str) -> None:
-        """`load_state_dict(..., strict=False)`; names as they are. It fills its embedding from the target and loads the
-        file over it."""
+        """`load_state_dict(..., strict=False)`; names as they are."""
         if name in reader.slots:
             reader.fill(name, reader.package.tensors[name], [name], f"size mismatch for {name}")
         elif name == "embed_tokens.weight":
-            rows = reader.raw.get("vocab_size") if reader.target is None else reader.target.raw.get("vocab_size")
-            same = "loads it over the target's, which is the same"
-            reader.fill_embedding(name, rows, f"size mismatch for {name}", same)
+            load_embedding(reader, name)
         elif "lm_head" in name:
             reader.replaced(name, reader.differs(name, "lm_head"), "drops it and takes the target's")
         elif name == "fc.bias":
@@ -96,10 +89,29 @@ class SafeAILab(EagleFormat):
             reader.dropped(name, "because it has no such parameter")
 
     def finish(self, reader: Reader) -> None:
-        longest = max_positions(reader.target)
-        if longest > reader.settings["max_position"]:
-            reader.note("max_position_embeddings", f"grows its rotary table on demand, to the target's {longest}")
-            reader.settings["max_position"] = longest
+        grow_positions(reader)
+
+
+def command(served: Served) -> str:
+    """Its web demo. The size of its tree is set in its code: the number of drafted tokens has no flag there."""
+    return (
+        f"python -m eagle.application.webui --base-model-path {shlex.quote(served.model)}"
+        f" --ea-model-path {shlex.quote(served.directory)}"
+    )
+
+
+def load_embedding(reader: Reader, name: str) -> None:
+    """It fills its embedding from the target and loads the file over it."""
+    rows = reader.raw.get("vocab_size") if reader.target is None else reader.target.raw.get("vocab_size")
+    reader.fill_embedding(name, rows, f"size mismatch for {name}", "loads it over the target's, which is the same")
+
+
+def grow_positions(reader: Reader) -> None:
+    """Its rotary table is as long as the text."""
+    longest = max_positions(reader.target)
+    if longest > reader.settings["max_position"]:
+        reader.note("max_position_embeddings", f"grows its rotary table on demand, to the target's {longest}")
+        reader.settings["max_position"] = longest
 
 
 def check_layer(llama: LlamaConfig, system: str) -> None:

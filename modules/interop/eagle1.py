@@ -127,7 +127,7 @@ class EagleFormat(LlamaFormat):
         return fields | ({"qkv_bias": True} if config.llama.qkv_bias else {})
 
     def recognises(self, found: ForeignHead) -> bool:
-        return found.fuses_two and producer(found) == self.name
+        return found.fuses_two and not found.eagle3 and producer(found) == self.name
 
     def check(self, config: EagleConfig) -> None:
         """Refuses the switches that none of the three systems holds."""
@@ -170,16 +170,11 @@ class EagleFormat(LlamaFormat):
         check_fields(raw, llama, target)
         tensors = own_tensors(package, target, notes)
         kept = self._kept_biases(tensors, raw, notes)
-        longest = max(llama.max_position, max_positions(target))
-        if longest > llama.max_position:
-            raised = f"max_position_embeddings {llama.max_position} is raised to the target's {longest}, as vLLM does"
-            notes.append(raised)
+        longest = longest_text(llama, target, notes)
         if "rms_norm_eps" not in raw:
             notes.append("rms_norm_eps is not in config.json: 1e-6, the default of the systems that read it")
         config = with_biases(dataclasses.replace(llama, max_position=longest), kept)
-        narrow = (torch.bfloat16, torch.float16)
-        state = {name: tensor if tensor.dtype in narrow else tensor.float() for name, tensor in tensors.items()}
-        return Parsed(config, state, tuple(notes))
+        return Parsed(config, as_stored(tensors), tuple(notes))
 
     def _kept_biases(self, tensors: dict[str, Tensor], raw: Mapping[str, Any], notes: list[str]) -> Biases:
         """Which biases our head has; the others are taken out of `tensors`.
@@ -220,6 +215,22 @@ def refuse(llama: LlamaConfig, reasons: Mapping[str, tuple[Any, str]]) -> None:
     if llama.hidden_size % llama.num_heads:
         expected = f"a divisor of hidden_size {llama.hidden_size}: transformers refuses any other"
         raise InputError("num_heads", llama.num_heads, expected, "Train the head for a target of other sizes.")
+
+
+def longest_text(llama: LlamaConfig, target: TargetFacts | None, notes: list[str]) -> int:
+    """Positions of an imported head."""
+    longest = max(llama.max_position, max_positions(target))
+    if longest > llama.max_position:
+        notes.append(f"max_position_embeddings {llama.max_position} is raised to the target's {longest}, as vLLM does")
+    return longest
+
+
+def as_stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of an imported head: weights in the type of their file where that is a narrow one."""
+    narrow = (torch.bfloat16, torch.float16)
+    return {
+        name: tensor if name == "d2t" or tensor.dtype in narrow else tensor.float() for name, tensor in tensors.items()
+    }
 
 
 def with_biases(llama: LlamaConfig, biases: Biases) -> EagleConfig:

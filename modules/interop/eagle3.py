@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.modules.drafters.eagle3.net import Eagle3Config, Eagle3Net
+from draftsmith.modules.drafters.eagle3.net import default_layers as layers_of_target
 from draftsmith.modules.interop.base import (
     Finding,
     ForeignHead,
@@ -27,25 +28,35 @@ from draftsmith.modules.interop.base import (
     flat,
 )
 from draftsmith.modules.interop.compare import compare_eagle3, layers_beside
-from draftsmith.modules.interop.eagle1 import UNSUPPORTED, Biases, LlamaFormat, check_embedding, check_fields, refuse
+from draftsmith.modules.interop.draft_vocabulary import take_vocabulary
+from draftsmith.modules.interop.eagle1 import (
+    UNSUPPORTED,
+    Biases,
+    LlamaFormat,
+    as_stored,
+    check_embedding,
+    check_fields,
+    longest_text,
+    refuse,
+)
 from draftsmith.modules.interop.eagle1 import llama_fields as fields_of
 from draftsmith.modules.interop.reader import (
     ROTARY_BUFFERS,
     Reader,
     Slot,
     llama_config,
-    max_positions,
     positive,
     slots_of,
 )
 from draftsmith.modules.interop.rope import transformers_rope
-from draftsmith.modules.layers import LlamaConfig, RopeScaling
+from draftsmith.modules.layers import RopeScaling
 from draftsmith.modules.types import InputError
 
 CLASS = "LlamaForCausalLMEagle3"  # vLLM's and SGLang's alike
-IDS = "eagle_aux_hidden_state_layer_ids"
+IDS, COUNT = "eagle_aux_hidden_state_layer_ids", "num_aux_hidden_states"
+DEFAULT = range(3)  # the places of the states that are read where nothing is said
 TABLES = ("d2t", "t2d")
-# Norms of the three states, under the names that SGLang had for them first.
+# Norms of the states, under the names that SGLang had for them first.
 OLD_NORMS = {f"aux_norm_{name}.weight": f"fc_norm.{i}.weight" for i, name in enumerate(("low", "mid", "high"))}
 
 
@@ -90,9 +101,18 @@ class Eagle3Format(LlamaFormat):
         own = {"architectures": [CLASS], "draft_vocab_size": config.draft_vocab_size}
         return {**fields_of(config.llama, dtype), **own, **said, **self.id_fields(ids)}
 
+    def num_states(self, raw: Mapping[str, Any]) -> int:
+        """How many of the target's states its fc is built for: vLLM's and SGLang's rule."""
+        said = raw.get(COUNT)
+        return len(said_ids(raw, "eagle_config") or DEFAULT) if said is None else positive(raw, COUNT, 1)
+
     def id_fields(self, ids: tuple[int, ...] | None) -> dict[str, Any]:
         """What says which layers it reads, in its own numbering."""
-        return {} if ids is None else {IDS: list(ids)}
+        return {} if ids is None else {IDS: list(ids)} | self.count_field(ids)
+
+    def count_field(self, ids: tuple[int, ...]) -> dict[str, int]:
+        """What says how many they are, where that is not the number that is taken without it."""
+        return {} if len(ids) == len(DEFAULT) else {COUNT: len(ids)}
 
     def recognises(self, found: ForeignHead) -> bool:
         return found.eagle3 and dialect(found).format == self.name
@@ -142,14 +162,20 @@ class Eagle3Format(LlamaFormat):
     def read(self, package: Package, target: TargetFacts | None = None) -> Reading:
         raw = flat(package.config)
         llama, flags, biases = llama_config(raw, self.rope(raw), self.reads_head_dim), self.flags(raw), self.biases(raw)
-        count = llama.num_layers if self.counts_layers else 1
-        llama = dataclasses.replace(llama, num_layers=count, qkv_bias=biases.qkv, o_bias=biases.o, mlp_bias=biases.mlp)
+        depth = llama.num_layers if self.counts_layers else 1
+        llama = dataclasses.replace(llama, num_layers=depth, qkv_bias=biases.qkv, o_bias=biases.o, mlp_bias=biases.mlp)
         drafted = llama.vocab_size if raw.get("draft_vocab_size") is None else positive(raw, "draft_vocab_size", 1)
-        shape = Eagle3Config(llama, (0, 1, 2), drafted, **flags._asdict())
+        count = self.num_states(raw)
+        shape = Eagle3Config(llama, tuple(range(count)), drafted, **flags._asdict())
         reader = Reader(Package(raw, package.tensors), target, self.system, llama, eagle3_slots(shape))
         ids = self.ids(raw)
         capture = ids if ids is not None else None if target is None else default_layers(target)
-        reader.settings |= {**flags._asdict(), "capture": capture, "draft_vocab_size": drafted}
+        reader.settings |= {
+            **flags._asdict(),
+            "capture": capture,
+            "num_states": count,
+            "draft_vocab_size": drafted,
+        }
         self.check_config(reader)
         for name in package.tensors:
             self.load(reader, name)
@@ -170,17 +196,12 @@ class Eagle3Format(LlamaFormat):
         check_fields(raw, llama, target, ("vocab_size",))
         tensors = own_tensors(package, target, notes)
         flags = flags_of(self.flags(raw), raw, tensors)
-        capture = capture_of(self.ids(raw), target)
+        capture = capture_of(self.ids(raw), target, states_of(tensors, llama.hidden_size))
         drafted = take_vocabulary(tensors, raw, llama, target, notes)
         kept: dict[str, Any] = own_switches(tensors, self.biases(raw), self.system)
-        longest = max(llama.max_position, max_positions(target))
-        if longest > llama.max_position:
-            raised = f"max_position_embeddings {llama.max_position} is raised to the target's {longest}, as vLLM does"
-            notes.append(raised)
+        longest = longest_text(llama, target, notes)
         llama = dataclasses.replace(llama, num_layers=1, max_position=longest, **kept)
-        narrow = (torch.bfloat16, torch.float16, torch.int64)
-        state = {name: tensor if tensor.dtype in narrow else tensor.float() for name, tensor in tensors.items()}
-        return Parsed(Eagle3Config(llama, capture, drafted, **flags._asdict()), state, tuple(notes))
+        return Parsed(Eagle3Config(llama, capture, drafted, **flags._asdict()), as_stored(tensors), tuple(notes))
 
     def layers(self, reading: Reading, head: Any, num_layers: int) -> tuple[int, ...]:
         return layers_beside((*(reading.settings["capture"] or ()), *head.config.capture), num_layers)
@@ -201,8 +222,7 @@ class Eagle3Format(LlamaFormat):
 
 def default_layers(target: TargetFacts) -> tuple[int, ...] | None:
     """What all systems read of a target where nothing is said; None where its number of layers is not known."""
-    count = target.num_layers
-    return None if count is None else (2, count // 2, count - 3)
+    return None if target.num_layers is None else layers_of_target(target.num_layers)
 
 
 def eagle3_slots(config: Eagle3Config) -> dict[str, Slot]:
@@ -249,32 +269,6 @@ def dialect(found: ForeignHead) -> Dialect:
     return Dialect("vLLM", "vllm")
 
 
-def table_fault(ids: Tensor, marks: Tensor | None, vocab: int) -> str:
-    """What is wrong with the target's ids [N] of a draft vocabulary, beside its marks; empty where nothing is."""
-    if int(ids.min()) < 0 or int(ids.max()) >= vocab:
-        return f"tokens beyond the target's {vocab}"
-    if len(ids.unique()) != len(ids):
-        return "the same token twice"
-    if marks is not None and not torch.equal(marks.nonzero()[:, 0], ids.sort().values):
-        return "other tokens than t2d marks"
-    return ""
-
-
-def fill_d2t(reader: Reader, name: str) -> None:
-    """The table of the file, as every system reads it: what is added to a drafted id."""
-    table, drafted = reader.package.tensors[name], reader.settings["draft_vocab_size"]
-    reader.used.append(name)
-    if tuple(table.shape) != (drafted,):
-        reader.error(name, f"raises: a weight of another shape (file {list(table.shape)}, model [{drafted}])")
-        return
-    ids = table.long() + torch.arange(drafted)
-    if fault := table_fault(ids, reader.package.tensors.get("t2d"), reader.settings["llama"].vocab_size):
-        absolute = not table_fault(table.long(), reader.package.tensors.get("t2d"), reader.settings["llama"].vocab_size)
-        reason = "the file has ids where all systems want offsets (d2t[i] = id - i)" if absolute else "another head's?"
-        reader.error(name, f"adds each entry to its place and drafts {fault}: {reason}")
-    reader.weights["d2t"] = ids
-
-
 def surroundings(reader: Reader) -> None:
     """What the head is read beside."""
     raw, target, capture = reader.raw, reader.target, reader.settings["capture"]
@@ -283,8 +277,9 @@ def surroundings(reader: Reader) -> None:
     reader.note("position", "puts token x(t+1) and states of t at position t, one further per step")
     if reader.settings["embed"] == "target":
         reader.note("embed_tokens", "takes the target's")
-    if capture is not None and (len(capture) != 3 or list(capture) != sorted(set(capture))):
-        reader.error("layers", f"reads the target's layers {list(capture)}, not three distinct ones")
+    count = reader.settings["num_states"]
+    if capture is not None and (len(capture) != count or list(capture) != sorted(set(capture))):
+        reader.error("layers", f"reads the target's layers {list(capture)}, not {count} distinct ones, as its fc does")
     if (layers := reader.settings["llama"].num_layers) != 1:
         reader.error("num_hidden_layers", f"builds {layers} layers, which this check and our head do not")
     if target is None:
@@ -326,68 +321,33 @@ def flags_of(flags: Flags, raw: Mapping[str, Any], tensors: Mapping[str, Tensor]
         raise InputError("config.json, use_aux_hidden_state", False, "true: it is no EAGLE-3 head", UNSUPPORTED)
     normed = "fc_norm.0.weight" in tensors
     if flags.fc_norm != normed:
-        found = f"{'norms' if normed else 'no norm'} of the three states in the file"
+        found = f"{'norms' if normed else 'no norm'} of the target's states in the file"
         raise InputError("fc_norm", found, f"what config.json says ({flags.fc_norm})", "Correct config.json.")
     return flags
 
 
-def capture_of(ids: tuple[int, ...] | None, target: TargetFacts | None) -> tuple[int, ...]:
-    """The layers that a foreign head reads."""
+def states_of(tensors: Mapping[str, Tensor], size: int) -> int:
+    """How many states of this size fc reads."""
+    fc = tensors.get("fc.weight")
+    if fc is None or fc.ndim != 2 or fc.shape[1] % size:
+        found = "none" if fc is None else f"a tensor {list(fc.shape)}"
+        raise InputError("fc.weight", found, f"a matrix that reads states of width {size}", UNSUPPORTED)
+    return fc.shape[1] // size
+
+
+def capture_of(ids: tuple[int, ...] | None, target: TargetFacts | None, num_states: int) -> tuple[int, ...]:
+    """The layers that a foreign head reads, as many as its fc."""
     layers = ids if ids is not None else None if target is None else default_layers(target)
     if layers is None:
         found = "a head that reads its target's layers 2, L/2 and L-3"
         raise InputError("target", "none", f"the target: this is {found}", "Pass --target.")
     count = None if target is None else target.num_layers
-    fits = len(layers) == 3 and list(layers) == sorted(set(layers)) and layers[0] >= 0
+    fits = len(layers) == num_states and list(layers) == sorted(set(layers)) and layers[0] >= 0
     if not fits or (count is not None and layers[-1] >= count):
-        expected = "three distinct ones, ascending" + ("" if count is None else f", below {count}")
+        expected = f"{num_states} distinct ones, as fc reads, ascending"
+        expected += "" if count is None else f", below {count}"
         raise InputError("layers", list(layers), expected, "Pass the target that the head was trained for.")
     return layers
-
-
-def take_vocabulary(
-    tensors: dict[str, Tensor],
-    raw: Mapping[str, Any],
-    llama: LlamaConfig,
-    target: TargetFacts | None,
-    notes: list[str],
-) -> int:
-    """The size of the draft vocabulary. `tensors` then have `d2t` as ids, ascending, where it is reduced, and an
-    lm_head."""
-    offsets, marks, vocab = tensors.pop("d2t", None), tensors.pop("t2d", None), llama.vocab_size
-    lm_head = tensors.get("lm_head.weight")
-    for name, tensor, size in (("d2t", offsets, 1), ("t2d", marks, 1), ("lm_head.weight", lm_head, 2)):
-        if tensor is not None and tensor.ndim != size:
-            raise InputError(name, f"a tensor {list(tensor.shape)}", f"{size} dimension(s)", "Fetch the head again.")
-    drafted = raw.get("draft_vocab_size") or (vocab if lm_head is None else len(lm_head))
-    if lm_head is not None and len(lm_head) != drafted:
-        remedy = "Correct config.json."
-        raise InputError("config.json, draft_vocab_size", drafted, f"the {len(lm_head)} rows of lm_head", remedy)
-    ids = torch.arange(vocab)
-    if offsets is not None and offsets.numel():
-        ids = offsets.long() + torch.arange(len(offsets))
-        if table_fault(ids, marks, vocab) and not table_fault(offsets.long(), marks, vocab):
-            ids = offsets.long()
-            notes.append("d2t has ids in the place of offsets, which no server reads so: they are taken as ids")
-    elif drafted != vocab and marks is not None:
-        ids = marks.nonzero()[:, 0]
-        notes.append("d2t is not in the file: the tokens are those that t2d marks")
-    fault = f"{len(ids)} tokens" if len(ids) != drafted else table_fault(ids, marks, vocab)
-    if fault:
-        expected = f"{drafted} different ones of the target's {vocab}, those that t2d marks"
-        raise InputError("d2t", fault, expected, "Fetch the head again.")
-    if lm_head is None:
-        if target is None or target.lm_head is None:
-            raise InputError("lm_head.weight", "none", "one, or the target whose own it is", "Pass --target.")
-        tensors["lm_head.weight"] = target.lm_head[ids].clone()
-        notes.append("lm_head is not in the file: it is the target's")
-    order = ids.argsort()
-    if not torch.equal(ids[order], ids):
-        ids, tensors["lm_head.weight"] = ids[order], tensors["lm_head.weight"][order]
-        notes.append("the draft vocabulary is sorted by id")
-    if drafted != vocab:
-        tensors["d2t"] = ids
-    return drafted
 
 
 def own_switches(tensors: dict[str, Tensor], biases: Biases, system: str) -> dict[str, bool]:

@@ -6,7 +6,6 @@ fields that later systems added, and always the target's layers 2, L/2 and L-3.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,10 +14,18 @@ from torch import Tensor
 
 from draftsmith.modules.drafters.eagle3.net import Eagle3Config
 from draftsmith.modules.interop.base import Package, Served, TargetFacts
-from draftsmith.modules.interop.eagle import SafeAILab, check_layer, check_rope
+from draftsmith.modules.interop.draft_vocabulary import fill_d2t
+from draftsmith.modules.interop.eagle import SafeAILab, check_layer, check_rope, command, grow_positions, load_embedding
 from draftsmith.modules.interop.eagle1 import Biases
-from draftsmith.modules.interop.eagle3 import Eagle3Format, Flags, default_layers, fill_d2t, said_flag, said_ids
-from draftsmith.modules.interop.reader import Reader, max_positions
+from draftsmith.modules.interop.eagle3 import (
+    DEFAULT,
+    Eagle3Format,
+    Flags,
+    default_layers,
+    said_flag,
+    said_ids,
+)
+from draftsmith.modules.interop.reader import Reader
 from draftsmith.modules.interop.rope import Rope, safeailab_rope
 from draftsmith.modules.types import InputError
 
@@ -65,12 +72,8 @@ class SafeAILab3(Eagle3Format):
         return {}
 
     def serve(self, served: Served) -> str:
-        """Its web demo, which takes EAGLE-3 for what it is told with --no-eagle3 (webui.py: use_eagle3=args.no_eagle3).
-        The size of its tree has no flag there."""
-        return (
-            f"python -m eagle.application.webui --base-model-path {shlex.quote(served.model)}"
-            f" --ea-model-path {shlex.quote(served.directory)} --no-eagle3"
-        )
+        """Its web demo takes EAGLE-3 for what it is told with --no-eagle3 (webui.py: use_eagle3=args.no_eagle3)."""
+        return f"{command(served)} --no-eagle3"
 
     def rope(self, raw: Mapping[str, Any]) -> Rope:
         return safeailab_rope(raw)
@@ -80,6 +83,9 @@ class SafeAILab3(Eagle3Format):
 
     def ids(self, raw: Mapping[str, Any]) -> tuple[int, ...] | None:
         return None
+
+    def num_states(self, raw: Mapping[str, Any]) -> int:
+        return len(DEFAULT)
 
     def biases(self, raw: Mapping[str, Any]) -> Biases:
         return Biases(fc=False, qkv=False, o=False, mlp=False)
@@ -114,16 +120,11 @@ class SafeAILab3(Eagle3Format):
         elif name == "t2d" or (name == "d2t" and not reader.package.tensors[name].any()):
             reader.used.append(name)
         elif name == "embed_tokens.weight":
-            rows = reader.raw.get("vocab_size") if reader.target is None else reader.target.raw.get("vocab_size")
-            same = "loads it over the target's, which is the same"
-            reader.fill_embedding(name, rows, f"size mismatch for {name}", same)
+            load_embedding(reader, name)
         elif name.startswith("model."):
             reader.dropped(name, "because of the prefix `model.`, which it does not know")
         else:
             reader.dropped(name, "because it has no such parameter")
 
     def finish(self, reader: Reader) -> None:
-        longest = max_positions(reader.target)
-        if longest > reader.settings["max_position"]:
-            reader.note("max_position_embeddings", f"grows its rotary table on demand, to the target's {longest}")
-            reader.settings["max_position"] = longest
+        grow_positions(reader)

@@ -12,6 +12,7 @@ import torch
 
 from draftsmith.modules.drafters.eagle3.net import Eagle3Config
 from draftsmith.modules.interop.base import Served
+from draftsmith.modules.interop.draft_vocabulary import fill_d2t
 from draftsmith.modules.interop.eagle1 import Biases
 from draftsmith.modules.interop.eagle3 import (
     CLASS,
@@ -19,7 +20,6 @@ from draftsmith.modules.interop.eagle3 import (
     OLD_NORMS,
     Eagle3Format,
     Flags,
-    fill_d2t,
     said_flag,
     said_ids,
 )
@@ -80,7 +80,7 @@ class SGLang3(Eagle3Format):
         if raw.get("norm_before_residual"):
             reader.error("norm_before_residual", "does not read it: the residual is the state as it is")
         if said_flag(raw, "norm_before_fc"):
-            reader.error("norm_before_fc", "norms the three states as one, which this check and our head do not")
+            reader.error("norm_before_fc", "norms the states as one, which this check and our head do not")
         if self.biases(raw).fc:
             reader.error("bias", "gives fc and o_proj a bias, which our head does not have")
         if raw.get("tie_word_embeddings"):

@@ -13,10 +13,12 @@ from torch import Tensor
 
 from draftsmith.modules.drafters.eagle3.net import Eagle3Config
 from draftsmith.modules.interop.base import Package, Served, TargetFacts
+from draftsmith.modules.interop.draft_vocabulary import fill_d2t
 from draftsmith.modules.interop.eagle1 import Biases, llama_fields
-from draftsmith.modules.interop.eagle3 import IDS, Eagle3Format, Flags, fill_d2t, said_ids
+from draftsmith.modules.interop.eagle3 import DEFAULT, IDS, Eagle3Format, Flags, said_ids
 from draftsmith.modules.interop.eagle3_vllm import VLLM3
 from draftsmith.modules.interop.reader import Reader
+from draftsmith.modules.interop.vllm import check_window
 from draftsmith.modules.types import InputError
 
 VERSION = "0.9.0"
@@ -49,6 +51,7 @@ class Speculators(Eagle3Format):
                 **llama_fields(config.llama, dtype),
                 "attention_bias": False,
                 "mlp_bias": False,
+                **(self.count_field(ids) if ids is not None else {}),  # vLLM's code builds fc by it, and not by the ids
             },
             "draft_vocab_size": config.draft_vocab_size,
             **{name: getattr(config, name) for name in Flags._fields},  # vLLM and speculators have other defaults
@@ -73,6 +76,9 @@ class Speculators(Eagle3Format):
     def ids(self, raw: Mapping[str, Any]) -> tuple[int, ...] | None:
         return said_ids(raw, "")
 
+    def num_states(self, raw: Mapping[str, Any]) -> int:
+        return len(said_ids(raw, "") or DEFAULT)
+
     def biases(self, raw: Mapping[str, Any]) -> Biases:
         attention = bool(raw.get("attention_bias"))
         return Biases(fc=False, qkv=attention, o=attention, mlp=bool(raw.get("mlp_bias")))
@@ -89,9 +95,8 @@ class Speculators(Eagle3Format):
         if "norm_before_residual" not in raw:
             reader.note("norm_before_residual", "takes false: config.json does not say; vLLM takes true")
         if raw.get("norm_before_fc"):
-            reader.error("norm_before_fc", "norms the three states as one, which this check and our head do not")
-        if "sliding_attention" in (raw.get("layer_types") or []):
-            reader.error("layer_types", "attends within a sliding window, which this check and our head do not")
+            reader.error("norm_before_fc", "norms the states as one, which this check and our head do not")
+        check_window(reader)
         reader.unread("logit_scale")
 
     def load(self, reader: Reader, name: str) -> None:

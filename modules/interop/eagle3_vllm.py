@@ -5,19 +5,17 @@ It reads directories of speculators too. An unknown tensor stops it, unless it i
 
 from __future__ import annotations
 
-import json
-import shlex
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from draftsmith.modules.interop.base import Served
+from draftsmith.modules.interop.draft_vocabulary import fill_d2t
 from draftsmith.modules.interop.eagle1 import Biases
-from draftsmith.modules.interop.eagle3 import CLASS, Eagle3Format, Flags, fill_d2t, said_flag, said_ids
-from draftsmith.modules.interop.reader import ROTARY_BUFFERS, Reader, config_number, max_positions, parts_of
-from draftsmith.modules.interop.rope import transformers_rope
-from draftsmith.modules.interop.vllm import RESIZED
+from draftsmith.modules.interop.eagle3 import CLASS, Eagle3Format, Flags, said_flag, said_ids
+from draftsmith.modules.interop.reader import ROTARY_BUFFERS, Reader, parts_of
+from draftsmith.modules.interop.vllm import check_length, check_scale, check_window, command
 
 # What it builds the Llama head for, by `architectures` (models/registry.py).
 CLASSES = (CLASS, "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
@@ -31,8 +29,7 @@ class VLLM3(Eagle3Format):
     uninitialised = "uninitialised memory"
 
     def serve(self, served: Served) -> str:
-        settings = {"method": "eagle3", "model": served.directory, "num_speculative_tokens": served.num_drafted}
-        return f"vllm serve {shlex.quote(served.model)} --speculative-config {shlex.quote(json.dumps(settings))}"
+        return command(served, "eagle3")
 
     def flags(self, raw: Mapping[str, Any]) -> Flags:
         """A directory of speculators that does not say has norm_before_residual (configs/speculators/algos.py)."""
@@ -63,15 +60,11 @@ class VLLM3(Eagle3Format):
         else:
             reader.error("architectures", f"builds no EAGLE-3 head of Llama for {name}: write {CLASS}")
         if said_flag(raw, "norm_before_fc"):
-            reader.error("norm_before_fc", "norms the three states as one, which this check and our head do not")
+            reader.error("norm_before_fc", "norms the states as one, which this check and our head do not")
         if raw.get("target_hidden_size") not in (None, raw.get("hidden_size")):
             reader.error("target_hidden_size", "reads states of another width, which this check and our head do not")
-        if "sliding_attention" in (raw.get("layer_types") or []):
-            reader.error("layer_types", "attends within a sliding window, which this check and our head do not")
-        scale = config_number(raw, "logit_scale", 1.0)
-        reader.settings["logit_scale"] = scale
-        if scale != 1.0:
-            reader.error("logit_scale", f"multiplies the draft's logits by {scale}, which our head does not")
+        check_window(reader)
+        check_scale(reader)
 
     def load(self, reader: Reader, name: str) -> None:
         """Prepend `model.` unless the name has `lm_head` in it; `midlayer.` is `layers.0.`; t2d is skipped."""
@@ -96,10 +89,7 @@ class VLLM3(Eagle3Format):
 
     def finish(self, reader: Reader) -> None:
         share_lm_head(reader)
-        own, theirs = reader.settings["max_position"], max_positions(reader.target)
-        if theirs > own and transformers_rope(reader.raw).kind in RESIZED:
-            reader.error("max_position_embeddings", f"does not draft beyond {own} tokens; the target has {theirs}")
-            reader.settings["max_position"] = theirs
+        check_length(reader)
 
 
 def share_lm_head(reader: Reader) -> None:

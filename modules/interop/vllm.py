@@ -31,8 +31,7 @@ class VLLM(EagleFormat):
     uninitialised = "uninitialised memory"
 
     def serve(self, served: Served) -> str:
-        settings = {"method": "eagle", "model": served.directory, "num_speculative_tokens": served.num_drafted}
-        return f"vllm serve {shlex.quote(served.model)} --speculative-config {shlex.quote(json.dumps(settings))}"
+        return command(served, "eagle")
 
     def biases(self, raw: Mapping[str, Any]) -> Biases:
         """`attention_bias` or `bias` give q, k, v and o one; `qkv_bias`, where present, decides for q, k and v; fc has
@@ -65,12 +64,8 @@ class VLLM(EagleFormat):
         if raw.get("is_causal", True) is False:
             reader.error("is_causal", "attends to later tokens")
         _check_layer_types(reader)
-        if "sliding_attention" in (raw.get("layer_types") or []):
-            reader.error("layer_types", "attends within a sliding window, which this check and our head do not")
-        scale = config_number(raw, "logit_scale", 1.0)
-        reader.settings["logit_scale"] = scale
-        if scale != 1.0:
-            reader.error("logit_scale", f"multiplies the draft's logits by {scale}, which our head does not")
+        check_window(reader)
+        check_scale(reader)
         if raw.get("hot_vocab_size"):
             reader.note("hot_vocab_size", "does not read it and drafts from the target's whole lm_head")
 
@@ -97,11 +92,36 @@ class VLLM(EagleFormat):
                 reader.error(name, f"raises: There is no module or parameter named {unknown!r} in LlamaModel")
 
     def finish(self, reader: Reader) -> None:
-        own, theirs = reader.settings["max_position"], max_positions(reader.target)
-        if theirs > own and transformers_rope(reader.raw).kind in RESIZED:
-            # The rotary table grows, the draft's own length does not (v1/worker/gpu_model_runner.py).
-            reader.error("max_position_embeddings", f"does not draft beyond {own} tokens; the target has {theirs}")
-            reader.settings["max_position"] = theirs
+        check_length(reader)
+
+
+def command(served: Served, method: str) -> str:
+    """What serves a head that its speculative config calls by this method."""
+    settings = {"method": method, "model": served.directory, "num_speculative_tokens": served.num_drafted}
+    return f"vllm serve {shlex.quote(served.model)} --speculative-config {shlex.quote(json.dumps(settings))}"
+
+
+def check_window(reader: Reader) -> None:
+    """A window of the head's own layers."""
+    if "sliding_attention" in (reader.raw.get("layer_types") or []):
+        reader.error("layer_types", "attends within a sliding window, which this check and our head do not")
+
+
+def check_scale(reader: Reader) -> None:
+    """A factor of the draft's logits."""
+    scale = config_number(reader.raw, "logit_scale", 1.0)
+    reader.settings["logit_scale"] = scale
+    if scale != 1.0:
+        reader.error("logit_scale", f"multiplies the draft's logits by {scale}, which our head does not")
+
+
+def check_length(reader: Reader) -> None:
+    """The rotary table grows to the target's positions, the draft's own length does not
+    (v1/worker/gpu_model_runner.py)."""
+    own, theirs = reader.settings["max_position"], max_positions(reader.target)
+    if theirs > own and transformers_rope(reader.raw).kind in RESIZED:
+        reader.error("max_position_embeddings", f"does not draft beyond {own} tokens; the target has {theirs}")
+        reader.settings["max_position"] = theirs
 
 
 def _check_layer_types(reader: Reader) -> None:

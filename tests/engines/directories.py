@@ -23,7 +23,7 @@ reading.safetensors
 
 Of EAGLE-3 heads OUT/eagle3/CASE/speculators, an export, and beside it OUT/eagle3/CASE/ours.safetensors:
 
-ids [T + 1], states [T, 3H]
+ids [T + 1], states [T, n H]
     Row t has ids[t + 1] and the target's states of ids[t].
 logits.J [T, draft vocabulary], d2t
     Of the J-th token of a draft from every row, each behind its own states.
@@ -96,6 +96,7 @@ EAGLE3: dict[str, dict[str, Any]] = {
     "whole": {},
     "reduced": {"draft_vocab_size": 100},
     "layers": {"draft_vocab_size": 100, "capture": (1, 3, 6)},
+    "two": {"draft_vocab_size": 100, "capture": (3, 6), "fc_norm": True},
     "late": {"draft_vocab_size": 100, "fc_norm": True, "norm_output": True},
     "residual": {"norm_before_residual": True},
 }

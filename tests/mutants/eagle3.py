@@ -10,6 +10,8 @@ TRAINING, NET_TEST, LOSS_TEST = (
     f"tests/modules/drafters/eagle3_{name}_test.py" for name in ("training", "net", "loss")
 )
 DIAGONAL_TEST = "tests/modules/diagonal_test.py"
+INTEROP, EAGLE1 = (f"modules/interop/{name}.py" for name in ("eagle3", "eagle1"))
+INTEROP_TEST = "tests/modules/interop/eagle3_test.py"
 
 MUTANTS = [
     Mutant("eagle3-predicts-a-row-late", HEAD, "self.position - 1 - number", "self.position - number", (TRAINING,)),
@@ -46,6 +48,19 @@ MUTANTS = [
               Mutant("diagonal-own-entries-in-a-softmax-of-their-own", DIAGONAL,
            "            total = torch.logaddexp(norm, scores.logsumexp(-1))\n",
            "            total = scores.logsumexp(-1)\n", (DIAGONAL_TEST,)),
+    Mutant("eagle3-reads-the-final-state", HEAD, "states=batch.features[..., :-size],",
+           "states=batch.features[..., size:],", (TRAINING,)),
+    Mutant("eagle3-vllm-is-not-told-how-many-states", INTEROP,
+           "return {} if len(ids) == len(DEFAULT) else {COUNT: len(ids)}", "return {}", (INTEROP_TEST,)),
+    Mutant("eagle3-imported-with-an-fc-of-other-states", INTEROP, "fits = len(layers) == num_states and",
+           "fits =", (INTEROP_TEST,)),
+    Mutant("eagle3-of-two-states-taken-for-eagle-1", EAGLE1, "found.fuses_two and not found.eagle3 and",
+           "found.fuses_two and", (INTEROP_TEST,)),
+    Mutant("diagonal-merged-in-a-softmax-of-their-own", DIAGONAL,
+           "weights = (scores - total[..., None]).exp().to(query.dtype)",
+           "weights = (scores - scores.logsumexp(-1)[..., None]).exp().to(query.dtype)", (DIAGONAL_TEST,)),
+    Mutant("diagonal-kernel-sees-what-comes", DIAGONAL, "return row >= column", "return row <= column",
+           (DIAGONAL_TEST,)),
     Mutant("diagonal-backward-by-its-own-norm", DIAGONAL, "            norm = total\n", "", (DIAGONAL_TEST,)),
     Mutant("diagonal-shared-heads-in-another-order", DIAGONAL, "shared.repeat_interleave(groups, 1)",
            "shared.repeat(1, groups, 1, 1)", (DIAGONAL_TEST,)),

@@ -17,7 +17,20 @@ LABEL_TEST, ROLLOUT_TEST, DATASET_TEST = (
 )
 COSTS, COST_TEST = "eval/cost/machine.py", "tests/eval/cost/machine_test.py"
 
+REPETITION, SUMMARY = "data/text/repetition.py", "eval/bench/summary.py"
+REPETITION_TEST, SUMMARY_TEST = "tests/data/text/repetition_test.py", "tests/eval/bench/summary_test.py"
+
 MUTANTS = [
+    # -- repetitions
+    Mutant("repetition-of-a-token-less", REPETITION, "ids[at - size + 1 : at + 1]", "ids[at - size + 2 : at + 1]",
+           (REPETITION_TEST,)),
+    Mutant("repetition-of-the-last-place", REPETITION,
+           "first.setdefault(gram, FROM_ANSWER if mask[at] else FROM_PROMPT)",
+           "first[gram] = FROM_ANSWER if mask[at] else FROM_PROMPT", (REPETITION_TEST,)),
+    Mutant("repetition-of-prompts-counted", REPETITION, "counts[origin] += bool(answered)", "counts[origin] += 1",
+           (REPETITION_TEST,)),
+    Mutant("repetition-rounds-begin-with-the-prefill", SUMMARY, '[len(prompt) :], row["prefill_emitted"]',
+           "[len(prompt) :], 0", (SUMMARY_TEST,)),
     # -- replays
     Mutant("replay-confidence-stops-at-its-threshold", REPLAY,
            "minimum - 1 : maximum]) < t", "minimum - 1 : maximum]) <= t", (RULES,)),

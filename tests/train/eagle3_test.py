@@ -10,6 +10,10 @@ import pytest
 import torch
 
 from draftsmith.data import features, prompts
+from draftsmith.data.exchange.export import ExportConfig
+from draftsmith.data.exchange.export import run as export
+from draftsmith.data.exchange.import_head import ImportConfig
+from draftsmith.data.exchange.import_head import run as import_head
 from draftsmith.data.heads.directory import load_head
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.datasets import FeatureDataset
@@ -21,6 +25,7 @@ from draftsmith.modules.drafters.eagle3.head import Eagle3Head
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import InputError, SamplingParams
 from draftsmith.train.drafter import drafter_config
+from draftsmith.train.planning.estimate import plan_of
 from draftsmith.train.run import run
 
 TARGET = "embedded:target"
@@ -97,6 +102,34 @@ def test_a_head_is_fine_tuned_with_its_own_layers_and_vocabulary(made):
     assert again.config == before.config and again.config.capture == (1, 4, 7)
     assert torch.equal(again.d2t, before.d2t)
     assert not torch.equal(again.lm_head.weight, before.lm_head.weight)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [(5,), (1, 3, 6, 11)])
+def test_a_head_of_any_layers_from_features_to_a_server_and_back(made, layers, tmp_path):
+    name, stored = f"of-{len(layers)}", made.root / f"features-{len(layers)}"
+    asked = features.FeaturesConfig(made.texts, TARGET, stored, drafter="eagle3", layers=layers, num_threads=1)
+    features.run(asked)
+    width = FeatureDataset(stored)[0]["features"].shape[1]
+    assert width == (len(layers) + 1) * 128
+    best = trained(made, name, data=stored, layers=layers, draft_vocab=64, tau_prompts=0)
+    head = load_head(best)
+    settings = {"data": stored, "target": TARGET, "output": tmp_path, "layers": layers, "draft_vocab": 64, **QUICK}
+    plan = plan_of(drafter_config("eagle3")(**settings))
+    assert plan.trained == sum(weight.numel() for weight in head.parameters()) - head.lm_head.weight.numel()
+    assert head.config.capture == layers and head.fc.in_features == len(layers) * 128
+    target, prompt = load_lm(TARGET), FeatureDataset(stored)[0]["input_ids"][:20].tolist()
+    drafter, source = head.drafter(target, [FixedLength(3)], 64), TorchSource(0)
+    plain, drafted = (generate_one(target, d, prompt, SamplingParams(), 24, source).tokens for d in (None, drafter))
+    assert plain == drafted
+    for format in ("vllm", "sglang", "speculators"):
+        assert export(ExportConfig(format=format, head=best, output=tmp_path / format)) == 0
+        import_head(ImportConfig(directory=str(tmp_path / format), output=tmp_path / f"{format}-back", target=TARGET))
+        back = load_head(tmp_path / f"{format}-back")
+        assert back.config == head.config
+        assert all(torch.equal(back.state_dict()[key], tensor) for key, tensor in head.state_dict().items())
+    with pytest.raises(InputError, match=r"layers: found .*, which SafeAILab/EAGLE always reads"):
+        export(ExportConfig(format="eagle", head=best, output=tmp_path / "eagle"))
 
 
 def test_features_of_other_layers_are_one_line(made):

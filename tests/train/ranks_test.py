@@ -28,6 +28,7 @@ OFFLOAD = ["deepspeed_stage_2_offload", "deepspeed_stage_3_offload"]
 # Of labels of real rounds, whose tokens have weights.
 WEIGHTED = ["ddp", "deepspeed_stage_3"]
 HEADS = ["acceptance", "eagle"]
+WHOLE = ["ddp", *ZERO[:2]]  # what an EAGLE-3 head takes: no rank may have parts of its weights
 POISONED_ROW = 5
 # (head, strategy begun with, strategy and accumulation gone on with); None is one rank.
 RESUMED_ON_TWO = [
@@ -59,6 +60,9 @@ class Runs:
         elif head == "rollouts":
             head = "acceptance"
             config |= {"data": str(self.rollouts), "draft": str(made.draft), "accumulate": 2, "max_steps": 6}
+        elif head == "eagle3":  # the target is in the training; some choices of it cannot be drafted
+            config |= {"data": str(made.responses), "target": str(made.target), "layers": (0, 1), "draft_vocab": 40}
+            config |= {"passes": 3, "train_lm_head": True, "accumulate": 2, "tau_prompts": 0}
         else:
             config |= {"data": str(made.features), "target": str(made.target), "tau_prompts": 3}
             config |= {"tau_max_new_tokens": 8, "tau_every": STEPS, "accumulate": 2}
@@ -80,7 +84,7 @@ class Runs:
 def runs(artefacts, rollouts, tmp_path_factory) -> Runs:
     runs = Runs(artefacts, rollouts, tmp_path_factory.mktemp("ranks"))
     torch.set_num_threads(1)
-    for head in (*HEADS, "rollouts"):
+    for head in (*HEADS, "eagle3", "rollouts"):
         run_job(runs.job(f"{head}-one", head))
     runs.said = run_on_ranks(two_rank_jobs(runs), 2, runs.root)[0]
     for head, begun, accumulate in RESUMED_ON_ONE:
@@ -92,6 +96,7 @@ def runs(artefacts, rollouts, tmp_path_factory) -> Runs:
 def two_rank_jobs(runs: Runs) -> list[dict[str, Any]]:
     job = runs.job
     jobs = [job(f"{head}-{name}", head, name) for head in HEADS for name in ["ddp", *ZERO]]
+    jobs += [job(f"eagle3-{name}", "eagle3", name) for name in WHOLE]
     jobs += [job(f"acceptance-{name}", "acceptance", name) for name in OFFLOAD]
     jobs += [job(f"rollouts-{name}", "rollouts", name) for name in WEIGHTED]
     for name in ("ddp", "deepspeed_stage_3"):
@@ -120,8 +125,10 @@ def furthest(ours: Path, theirs: Path) -> float:
     return max(float((left[name] - right[name]).abs().max()) for name in left)
 
 
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("strategy", ["ddp", *ZERO])
+RUNS = [*((head, name) for head in HEADS for name in ["ddp", *ZERO]), *(("eagle3", name) for name in WHOLE)]
+
+
+@pytest.mark.parametrize(("head", "strategy"), RUNS)
 def test_two_ranks_train_as_one_does(runs, head, strategy):
     ours, one = runs[f"{head}-{strategy}"], runs[f"{head}-one"]
     assert len(losses(ours)) == STEPS and losses(ours) == pytest.approx(losses(one), abs=1e-5, rel=0)

@@ -22,15 +22,10 @@ Rope = Literal["target", "plain"]
 
 
 @dataclass(frozen=True)
-class EagleConfig:
-    """Settings of an EAGLE head.
-
-    llama: sizes of its decoder layer; vocabulary and width are the target's.
-    fc_bias: bias of the fusion layer. Off by default: vLLM drops it silently.
-    """
+class OfLlama:
+    """Shape of a head. llama: sizes of its layers, whose vocabulary and width are the target's."""
 
     llama: LlamaConfig
-    fc_bias: bool = False
 
     @property
     def hidden_size(self) -> int:
@@ -43,6 +38,13 @@ class EagleConfig:
     @property
     def max_position(self) -> int:
         return self.llama.max_position
+
+
+@dataclass(frozen=True)
+class EagleConfig(OfLlama):
+    """Settings of an EAGLE head. fc_bias: bias of the fusion layer. Off by default: vLLM drops it silently."""
+
+    fc_bias: bool = False
 
     @classmethod
     def for_target(

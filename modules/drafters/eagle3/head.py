@@ -16,7 +16,7 @@ from draftsmith.modules.drafters.base import HeadCard, TargetWeights, TrainStep
 from draftsmith.modules.drafters.chains import FixedK
 from draftsmith.modules.drafters.eagle.net import Rope
 from draftsmith.modules.drafters.eagle3.loss import Distances, Kind, Objective, distances
-from draftsmith.modules.drafters.eagle3.net import Eagle3Config, Eagle3Net, LeanEagle3, layer_like
+from draftsmith.modules.drafters.eagle3.net import Eagle3Config, Eagle3Net, LeanEagle3, default_layers, layer_like
 from draftsmith.modules.drafters.feature_heads import FeatureHead
 from draftsmith.modules.drafters.trees import DynamicTrees, StaticTrees
 from draftsmith.modules.layers import LlamaConfig
@@ -34,8 +34,8 @@ class Eagle3Settings:
     configs/recipes/ has them by name.
 
     Attributes:
-        layers: Layers of the target whose inputs it reads, three distinct ones, ascending. Default: 2, L/2 and L-3, or
-            those of the head it starts from.
+        layers: Layers of the target whose inputs it reads, distinct ones, ascending. Default: 2, L/2 and L-3, or those
+            of the head it starts from. Of other than three, vLLM, SGLang and speculators can serve the head.
         draft_vocab: Tokens that it can draft: the most frequent ones of the answers that it is trained on, and those
             that end them. 0, or no less than the target has: all.
         rope: Rotary positions of the head: the target's, or plain, without the target's scaling.
@@ -106,7 +106,7 @@ class Eagle3Inputs:
     """A `FeatureBatch` paired for the head. Row t of pass j has read x_{t+1+j} and predicts what follows it: the
     target's distribution at position s = t+1+j, which its final state there gives.
 
-    next_ids [B, T]: x_{t+1} at t. states [B, T, 3H]. Of the N positions s that count, in any pass: sequence [N] and
+    next_ids [B, T]: x_{t+1} at t. states [B, T, n H]. Of the N positions s that count, in any pass: sequence [N] and
     position [N] in the batch; place [N] in their own sequences, of which they are `owner` [N]; wanted [N, H].
     """
 
@@ -143,25 +143,25 @@ def owners(batch: FeatureBatch) -> Tensor:
     return torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes)[None]
 
 
-def paired(batch: FeatureBatch, mask: Mask) -> Eagle3Inputs:
-    """The one place where the pairing is made."""
+def paired(batch: FeatureBatch, mask: Mask, size: int) -> Eagle3Inputs:
+    """The one place where the pairing is made. size: H; features are the states that the head reads and, last, the
+    final one."""
     assert batch.features is not None, "the target reads the batch first"
-    size = batch.features.shape[-1] // 4
     chosen = counted(batch, mask)
     sequence, position = chosen.nonzero(as_tuple=True)
     return Eagle3Inputs(
         next_ids=F.pad(batch.input_ids[:, 1:], (0, 1)),
-        states=batch.features[..., : 3 * size],
+        states=batch.features[..., :-size],
         sequence=sequence,
         position=position,
         place=batch.position_ids[chosen],
         owner=owners(batch)[chosen],
-        wanted=batch.features[..., 3 * size :][chosen],
+        wanted=batch.features[..., -size:][chosen],
     )
 
 
 class Eagle3Head(Eagle3Net, FeatureHead):
-    """EAGLE-3: it reads the inputs of three of the target's layers, and its own state in the place of the next ones. It
+    """EAGLE-3: it reads the inputs of some of the target's layers, and its own state in the place of the next ones. It
     has an lm_head of its own, often over fewer tokens than the target's; the embedding is the target's and not in this
     directory."""
 
@@ -260,7 +260,8 @@ class Eagle3Head(Eagle3Net, FeatureHead):
     def _compared(
         self, batch: FeatureBatch, target: CausalLM, settings: Eagle3Settings, passes: int
     ) -> tuple[LossOutput, Eagle3Inputs, Distances]:
-        pairs, dtype = paired(batch, settings.token_mask), self.fc.weight.dtype
+        pairs = paired(batch, settings.token_mask, self.config.hidden_size)
+        dtype = self.fc.weight.dtype
         ids = F.pad(pairs.next_ids, (0, passes - 1))
         documents = documents_of(batch.lengths, ids.device)
         hidden = self.unroll(target.embed(ids).to(dtype), pairs.states.to(dtype), passes, batch.position_ids, documents)
@@ -295,8 +296,7 @@ class Eagle3Head(Eagle3Net, FeatureHead):
 
     @classmethod
     def flops(cls, config: Eagle3Config, settings: Eagle3Settings, step: TrainStep, loss_tokens: int) -> float:
-        sizes = config.llama, step.lengths, loss_tokens, settings.num_passes(step), config.draft_vocab_size
-        return eagle3_training(*sizes, settings.train_lm_head)
+        return eagle3_training(config, step.lengths, loss_tokens, settings.num_passes(step), settings.train_lm_head)
 
     # -- decoding
 
@@ -306,7 +306,7 @@ class Eagle3Head(Eagle3Net, FeatureHead):
     @classmethod
     def branches_flops(cls, config: Eagle3Config, texts: Sequence[int], starts: Sequence[int], levels: int) -> float:
         llama, levels_read = config.llama, len(starts) * levels
-        read = flops.linear(3 * llama.hidden_size, llama.hidden_size, sum(texts))
+        read = flops.linear(len(config.capture) * llama.hidden_size, llama.hidden_size, sum(texts))
         beside = pair_layer(llama, 1) - flops.layer_matrices(llama, 1)  # the embedding's half of the projections
         return read + (sum(texts) + levels_read) * beside + flops.rollouts_forward(llama, texts, starts, levels)
 
@@ -315,12 +315,13 @@ def layers_of(asked: Sequence[int], num_layers: int) -> tuple[int, ...]:
     """The layers whose inputs are read: what was asked for, or 2, L/2 and L-3.
 
     Raises:
-        InputError: they are not three distinct layers, as 2, L/2 and L-3 are not in a target of fewer than seven.
+        InputError: they are not distinct layers of the target, as 2, L/2 and L-3 are not where it has fewer than seven.
     """
-    layers = tuple(asked) or (2, num_layers // 2, num_layers - 3)
-    if len(layers) != 3 or list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < num_layers:
-        expected = f"three distinct ones below {num_layers}, the target's layers, ascending"
-        raise InputError("layers", " ".join(map(str, layers)), expected, "Pass --layers with three.")
+    layers = tuple(asked) or default_layers(num_layers)
+    if list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < num_layers:
+        found = " ".join(map(str, layers)) + ("" if asked else ", the default")
+        expected = f"distinct ones below {num_layers}, the target's layers, ascending"
+        raise InputError("layers", found, expected, "Pass --layers with such.")
     return layers
 
 
@@ -364,16 +365,16 @@ def pair_layer(config: LlamaConfig, rows: int) -> float:
 
 
 def eagle3_training(
-    config: LlamaConfig, lengths: Sequence[int], loss_tokens: int, passes: int, draft_vocab: int, trained_lm_head: bool
+    config: Eagle3Config, lengths: Sequence[int], loss_tokens: int, passes: int, trained_lm_head: bool
 ) -> float:
     """Forward and backward of a head and its loss, from features that are there; what later passes see beside the first
     is little. lengths: tokens of each document. loss_tokens: those whose logits are made, the target's once."""
-    size, rows = config.hidden_size, sum(lengths)
-    layer = pair_layer(config, rows) + flops.attention(config, flops.causal_pairs(lengths))
-    fused = flops.TRAINED_FIRST * flops.linear(3 * size, size, rows)
-    logits = flops.linear(size, draft_vocab, loss_tokens)
+    llama, size, rows = config.llama, config.hidden_size, sum(lengths)
+    layer = pair_layer(llama, rows) + flops.attention(llama, flops.causal_pairs(lengths))
+    fused = flops.TRAINED_FIRST * flops.linear(len(config.capture) * size, size, rows)
+    logits = flops.linear(size, config.draft_vocab_size, loss_tokens)
     head = passes * logits * (flops.TRAINED if trained_lm_head else flops.FROZEN_PASSING)
-    return passes * flops.TRAINED * layer + fused + head + flops.lm_head_forward(config, loss_tokens)
+    return passes * flops.TRAINED * layer + fused + head + flops.lm_head_forward(llama, loss_tokens)
 
 
 @dataclass(frozen=True)

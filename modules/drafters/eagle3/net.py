@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.modules.diagonal import diagonal_attention
+from draftsmith.modules.drafters.eagle.net import OfLlama
 from draftsmith.modules.layers import MLP, Attention, LlamaConfig, RMSNorm, RopeScaling, rope_table
 from draftsmith.modules.lean import LeanLayer, LeanNorm, LeanStack
 from draftsmith.modules.packed import LeanLinear
@@ -18,24 +19,19 @@ from draftsmith.modules.packing import Documents
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
 
-NUM_STATES = 3
-
 
 @dataclass(frozen=True)
-class Eagle3Config:
-    """Shape of an EAGLE-3 head.
+class Eagle3Config(OfLlama):
+    """Shape of an EAGLE-3 head, whose rotary positions are its own: published heads have other ones than their targets.
 
-    llama: sizes of its one layer, and its rotary positions, which are the head's own: published heads have other ones
-        than their targets.
-    capture: the target's layers whose inputs it reads, three distinct ones, ascending; number k is the residual state
-        after the first k layers. By default 2, L/2 and L-3.
+    capture: the target's layers whose inputs it reads, distinct ones, ascending; number k is the residual state after
+        the first k layers. By default 2, L/2 and L-3.
     draft_vocab_size: tokens that it can draft, the rows of its lm_head; the target's vocabulary where it is whole.
-    fc_norm: each of the three states is normed before they are joined (EAGLE-3.1).
+    fc_norm: each of these states is normed before they are joined (EAGLE-3.1).
     norm_output: what the head reads of itself is normed as its logits are made (EAGLE-3.1).
     norm_before_residual: the residual of its layer is the normed state. Read in heads of other trainers, never made.
     """
 
-    llama: LlamaConfig
     capture: tuple[int, ...]
     draft_vocab_size: int
     fc_norm: bool = False
@@ -46,21 +42,15 @@ class Eagle3Config:
         object.__setattr__(self, "capture", tuple(self.capture))  # JSON has lists
 
     @property
-    def hidden_size(self) -> int:
-        return self.llama.hidden_size
-
-    @property
-    def vocab_size(self) -> int:
-        return self.llama.vocab_size
-
-    @property
-    def max_position(self) -> int:
-        return self.llama.max_position
-
-    @property
     def reduced(self) -> bool:
         """It drafts some of the target's tokens only."""
         return self.draft_vocab_size < self.vocab_size
+
+
+def default_layers(num_layers: int) -> tuple[int, ...]:
+    """What every system reads of a target of so many layers where nothing is said; of fewer than seven they collapse
+    (SafeAILab/EAGLE eagle/traineagle3/modeling_llama_kv.py)."""
+    return 2, num_layers // 2, num_layers - 3
 
 
 def layer_like(target: LlamaConfig, rope_theta: float | None = None, plain_rope: bool = False) -> LlamaConfig:
@@ -94,7 +84,7 @@ class PairLayer(nn.Module):
 
 
 class Eagle3Net(nn.Module):
-    """g_t = fc([states of three layers at t]); h_t = layer(embed(x_{t+1}), g_t); lm_head(norm(h_t)) is the distribution
+    """g_t = fc([states of the layers at t]); h_t = layer(embed(x_{t+1}), g_t); lm_head(norm(h_t)) is the distribution
     of x_{t+2} over the draft vocabulary. Later in a draft, h takes the place of g.
 
     d2t: [draft_vocab_size] int64, the target's id of each drafted token, ascending; where the vocabulary is whole, all.
@@ -121,7 +111,7 @@ class Eagle3Net(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
 
     def read(self, states: Tensor) -> Tensor:
-        """[.., 3H] of the target -> g [.., H]."""
+        """[.., n H] of the target's n layers -> g [.., H]."""
         if len(self.fc_norm):
             parts = states.chunk(len(self.fc_norm), -1)
             states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
@@ -142,9 +132,9 @@ class Eagle3Net(nn.Module):
         """Drafts of num_passes tokens from every row at once (training-time test, section 3.2): a list of h [B, T, H],
         pass j of row t having read x_{t+1} .. x_{t+1+j} behind the target's states up to t.
 
-        embeds: [B, T + num_passes - 1, H], of x_{t+1} at t. states: [B, T, 3H]. position_ids: [B, T], 0, 1, .. where
-        none are given. documents: of a flat batch [1, N, ..], which needs position_ids; drafts that run out of their
-        document mean nothing.
+        embeds: [B, T + num_passes - 1, H], of x_{t+1} at t. states: [B, T, n H]. position_ids: [B, T], 0, 1, ..
+        where none are given. documents: of a flat batch [1, N, ..], which needs position_ids; drafts that run out of
+        their document mean nothing.
         """
         return self.follow(embeds, self.read(states), num_passes, position_ids, documents)
 
@@ -195,7 +185,7 @@ class Eagle3Net(nn.Module):
 
     def init_from_target(self, layer_state: Mapping[str, Any]) -> None:
         """Start from the target's last layer: its weights read the state, those of the embedding begin small, and fc
-        passes the last of the three states through."""
+        passes the last of the states through."""
         size = self.config.hidden_size
         with torch.no_grad():
             attention = self.layer.self_attn
@@ -276,5 +266,5 @@ class LeanEagle3:
 
 
 def norms_of(net: Eagle3Net) -> list[RMSNorm]:
-    """The norms of the three states, none before EAGLE-3.1."""
+    """The norms of the states, none before EAGLE-3.1."""
     return [norm for norm in net.fc_norm if isinstance(norm, RMSNorm)]

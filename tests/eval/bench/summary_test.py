@@ -10,7 +10,7 @@ from rich.console import Console
 
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.results import Row, failures_of, of_methods, read_rows, row_of, write_rows
-from draftsmith.eval.bench.summary import distinct_4grams, summarise
+from draftsmith.eval.bench.summary import summarise
 from draftsmith.eval.bench.tables import by_task, caption, results_tables, screen
 from draftsmith.eval.report.tables import markdown
 from draftsmith.modules.decoding.loop import Generation
@@ -90,12 +90,21 @@ def test_different_output_is_reported_and_unfair_comparison_is_not_made():
     assert summarise({"ar": AR, "spec": other}, "cpu", seed=0, compare=False)[1]["matches_ar"] is None
 
 
-def test_distinct_4grams_of_a_loop():
-    # 1 2 1 2 1 2 1 has four 4-grams, 1212 and 2121 twice each; the other answer has one.
-    loop, other = (measured(tokens, [], 1, 1) for tokens in ([1, 2, 1, 2, 1, 2, 1], [5, 6, 7, 8]))
-    assert distinct_4grams([loop]) == 2 / 4
-    assert distinct_4grams([loop, other]) == 3 / 5
-    assert distinct_4grams([measured([1, 2], [], 1, 1)]) is None
+def test_tau_is_apart_for_rounds_that_begin_within_a_repetition():
+    # Prompt 1 2 3 4 5. Emitted: 9 (prefill) | 1 2 3 | 4 5 | 8 9 1 2 | 3: in 4, 5 and the last 3 a 4-gram of prompt or
+    # answer goes on (1234, 2345, 9123). Rounds begin with 1, 4, 8 and 3: two of 2 and 1 tokens copy, two of 3 and 4.
+    prompt, answer = [1, 2, 3, 4, 5], [9, 1, 2, 3, 4, 5, 8, 9, 1, 2, 3]
+    steps = [DecodeStep(3, emitted - 1, emitted, 3) for emitted in (3, 2, 4, 1)]
+    made = Generation(answer, DecodeTrace(steps, prefill_emitted=1), False)
+    alone = Generation(answer, DecodeTrace([DecodeStep(0, 0, 1, 0)] * 10, prefill_emitted=1), False)
+    ar = row_of(BenchPrompt("id", prompt), 0, "ar", 0.0, alone, [1.0], [1.0])
+    spec = row_of(BenchPrompt("id", prompt), 0, "spec", 0.0, made, [1.0], [1.0])
+    first, row = summarise({"ar": [ar], "spec": [spec]}, "cpu", seed=0, compare=True)
+    assert (row["tau_copying"], row["tau_new"]) == (3 / 2, 7 / 2)
+    assert (first["tau_copying"], first["tau_new"]) == (1, 1)
+    assert summarise({"ar": AR, "spec": SPEC}, "cpu", 0, True)[1]["tau_copying"] is None  # nothing repeats there
+    for one in (first, row):
+        assert (one["copied_prompt"], one["copied_answer"]) == (2 / 11, 1 / 11)
 
 
 def test_medians_over_repeats_are_taken_for_each_clock():
@@ -172,6 +181,18 @@ def test_each_temperature_has_its_own_rows_and_its_own_table():
     assert written.count("greedy and temperature 1, float32") == 1
 
 
+def test_tables_say_how_much_of_the_text_copies():
+    copied = {"copied_prompt": 0.5, "copied_answer": 0.25, "tau_copying": 4.0, "tau_new": None}
+    results = results_of({"ar": AR, "spec": SPEC})
+    for row in results["methods"]:
+        row |= copied
+        row["by_task"]["a"] |= copied
+    assert "7 tokens (75% go on with a repetition: 50% of the prompt, 25% of an answer; distinct" in caption(results)
+    written = markdown_tables(results)
+    assert "**Tau where the text copies, greedy**" in written and "\n| spec | 1.75 | 4.00 |  |\n" in written
+    assert "a 1 (75% go on with a repetition" in written and "b 1 (0% go on" in written
+
+
 def test_failed_prompts_are_named_under_the_table():
     failures = [{"task": "qa", "id": "7"}, {"task": "qa", "id": "7"}, {"task": "", "id": "x"}]
     results = {**results_of({"ar": AR}), "failures": failures}
@@ -182,7 +203,8 @@ def test_failed_prompts_are_named_under_the_table():
 def test_results_of_earlier_versions_are_still_shown():
     results = results_of({"ar": AR, "spec": SPEC})
     for row in results["methods"]:
-        del row["temperature"], row["tau_ci95"]
+        for name in ("temperature", "tau_ci95", "copied_prompt", "copied_answer", "tau_copying", "tau_new"):
+            del row[name]
     assert "| spec | 1.8 | 2.00x | 1.67-3.00 | 1.75 |  | 43% | yes |" in markdown_tables(results)
 
 

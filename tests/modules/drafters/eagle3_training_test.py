@@ -6,9 +6,14 @@ import dataclasses
 from typing import Any
 
 import pytest
+import table_models
 import torch
+from table_models import TableLM, decoded_distribution, target_distribution, total_variation
 from torch import Tensor
 
+from draftsmith.modules.decoding.loop import generate_one
+from draftsmith.modules.decoding.stop import FixedLength
+from draftsmith.modules.decoding.tree import StaticTree
 from draftsmith.modules.drafters.eagle3.head import (
     Eagle3Head,
     Eagle3Settings,
@@ -17,8 +22,10 @@ from draftsmith.modules.drafters.eagle3.head import (
     paired,
 )
 from draftsmith.modules.drafters.eagle3.net import Eagle3Config, layer_like
+from draftsmith.modules.drafters.feature_heads import FeatureTreeDrafter
 from draftsmith.modules.layers import LlamaConfig
-from draftsmith.modules.types import FeatureBatch, InputError
+from draftsmith.modules.sampling import TorchSource
+from draftsmith.modules.types import FeatureBatch, InputError, SamplingParams
 
 H, V, PASSES = 12, 17, 3
 LLAMA = LlamaConfig(
@@ -46,9 +53,9 @@ class Target:
 TARGET: Any = Target()
 
 
-def head_of(reduced: bool = True) -> Eagle3Head:
+def head_of(reduced: bool = True, capture: tuple[int, ...] = (2, 4, 5)) -> Eagle3Head:
     torch.manual_seed(2)
-    head = Eagle3Head(Eagle3Config(layer_like(LLAMA), (2, 4, 5), len(D2T) if reduced else V)).double()
+    head = Eagle3Head(Eagle3Config(layer_like(LLAMA), capture, len(D2T) if reduced else V)).double()
     for weight in head.parameters():
         weight.data.normal_(std=0.4)
     head.cos, head.sin = head.cos.double(), head.sin.double()
@@ -57,7 +64,7 @@ def head_of(reduced: bool = True) -> Eagle3Head:
     return head
 
 
-def batch_of(packed: bool = False) -> FeatureBatch:
+def batch_of(packed: bool = False, num_states: int = 3) -> FeatureBatch:
     rng = torch.Generator().manual_seed(8)
     width = max(LENGTHS)
     real = torch.arange(width) < torch.tensor(LENGTHS)[:, None]
@@ -65,7 +72,7 @@ def batch_of(packed: bool = False) -> FeatureBatch:
     mask[0, 5] = False  # a second turn
     fields = {
         "input_ids": torch.randint(V, (3, width), generator=rng),
-        "features": torch.randn(3, width, 4 * H, generator=rng, dtype=torch.float64),
+        "features": torch.randn(3, width, (num_states + 1) * H, generator=rng, dtype=torch.float64),
         "loss_mask": mask,
         "position_ids": torch.arange(width).expand(3, width),
         "attention_mask": real,
@@ -83,12 +90,12 @@ def by_hand(head: Eagle3Head, batch: FeatureBatch, settings: Eagle3Settings) -> 
         ids, features = batch.input_ids[b, :length], batch.features[b, :length]
         embeds = TARGET.embed(ids[1:])
         embeds = torch.cat([embeds, torch.zeros(PASSES, H, dtype=embeds.dtype)])[None]
-        hidden = head.unroll(embeds, features[None, :, : 3 * H], PASSES)
+        hidden = head.unroll(embeds, features[None, :, :-H], PASSES)
         for s in range(1, length):
             if not (0 <= s + shift < length and batch.loss_mask[b, s + shift]):
                 continue
             passes[b][1] += 1
-            p = TARGET.lm_head(features[s, 3 * H :]).softmax(-1)
+            p = TARGET.lm_head(features[s, -H:]).softmax(-1)
             known = int(p.argmax()) in D2T
             for j in range(PASSES):
                 if s - 1 - j < 0 or (settings.unknown == "drop" and not known):
@@ -122,6 +129,37 @@ def test_the_loss_is_that_of_every_draft_alone(dialect: dict[str, Any]) -> None:
     )
 
 
+@pytest.mark.parametrize("capture", [(3,), (0, 7), (1, 2, 5, 6)])
+def test_heads_of_fewer_and_more_states_learn_alike(capture: tuple[int, ...]) -> None:
+    head, settings, batch = head_of(capture=capture), Eagle3Settings(passes=PASSES), batch_of(False, len(capture))
+    assert head.loss(batch, TARGET, settings, None).loss.item() == pytest.approx(
+        by_hand(head, batch, settings), rel=1e-9
+    )
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["3", "3.1"])
+@pytest.mark.parametrize("capture", [(0,), (0, 2), (0, 1, 2, 3)])
+def test_drafts_of_any_layers_are_lossless(capture: tuple[int, ...], late: bool) -> None:
+    """Every branch of chains and of trees over a reduced vocabulary, enumerated; each layer gives other states."""
+    size, vocab = table_models.H, table_models.V
+    llama = dataclasses.replace(LLAMA, vocab_size=vocab, hidden_size=size, num_heads=3, head_dim=2)
+    head = Eagle3Head(Eagle3Config(layer_like(llama), capture, vocab - 1, fc_norm=late, norm_output=late)).double()
+    torch.manual_seed(3)
+    for weight in head.requires_grad_(False).parameters():
+        weight.normal_()
+    head.use_draft_vocabulary(torch.arange(1, vocab))
+    target, params = TableLM(1), SamplingParams(temperature=0.9, top_k=2)
+    tree = StaticTree.from_paths([[0], [1], [0, 0], [0, 1]])
+    for make in (
+        lambda: head.drafter(target, [FixedLength(2)], 32),
+        lambda: FeatureTreeDrafter(head, target, tree, 32),
+    ):
+        found = decoded_distribution(target, make, params, length=3, max_new_tokens=8)
+        assert total_variation(found, target_distribution(target, params, 3)) < 1e-10  # float64, every branch
+        drafted = generate_one(target, make(), table_models.PROMPT, params, 20, TorchSource(0), ()).trace
+        assert drafted.num_accepted and drafted.num_draft_tokens
+
+
 @pytest.mark.parametrize("dialect", DIALECTS.values(), ids=list(DIALECTS))
 def test_documents_end_to_end_have_the_loss_of_those_apart(dialect: dict[str, Any]) -> None:
     settings = Eagle3Settings(passes=PASSES, **dialect)
@@ -149,7 +187,7 @@ def test_only_what_is_to_be_trained_gets_a_gradient() -> None:
 def test_a_row_learns_from_what_a_server_knows_there() -> None:
     """The first token of an answer is known when its successor is drafted, so position s = first answer token counts;
     it is predicted by the row before it, which has read it."""
-    pairs = paired(batch_of(), "input")
+    pairs = paired(batch_of(), "input", H)
     assert pairs.position[pairs.sequence == 0].tolist() == [3, 4, 6, 7, 8]
     rows, there = pairs.rows(0)
     assert rows[pairs.sequence == 0].tolist() == [2, 3, 5, 6, 7] and there.all()
@@ -165,7 +203,7 @@ def test_validation_foretells_drafts() -> None:
     for b, length in enumerate(LENGTHS):
         features = batch.features[b, :length]
         embeds = torch.cat([TARGET.embed(batch.input_ids[b, 1:length]), torch.zeros(PASSES, H).double()])[None]
-        hidden = head.unroll(embeds, features[None, :, : 3 * H], PASSES)
+        hidden = head.unroll(embeds, features[None, :, :-H], PASSES)
         for t in range(length):
             for name in reach:
                 chance, emitted, whole = 1.0, 1.0, True
@@ -174,7 +212,7 @@ def test_validation_foretells_drafts() -> None:
                     if not (s < length and batch.loss_mask[b, s]):
                         whole = False
                         break
-                    p = TARGET.lm_head(features[s, 3 * H :]).softmax(-1)
+                    p = TARGET.lm_head(features[s, -H:]).softmax(-1)
                     q = head.lm_head(head.norm(hidden[j][0, t])).softmax(-1)
                     own = torch.minimum(p[D2T], q).sum().item()
                     if name == "agreement":
@@ -206,11 +244,19 @@ def test_default_layers_are_the_papers(layers: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "layers"), [((), 6), ((), 5), ((1, 1, 2), 8), ((3, 2, 5), 8), ((1, 2, 8), 8), ((1, 2), 8)]
+    ("asked", "layers"), [((), 6), ((), 5), ((1, 1, 2), 8), ((3, 2, 5), 8), ((1, 2, 8), 8), ((-1, 2), 8)]
 )
 def test_layers_that_collapse_are_refused(asked: tuple[int, ...], layers: int) -> None:
-    with pytest.raises(InputError, match="three distinct"):
+    with pytest.raises(InputError, match=f"layers: found .*, expected distinct ones below {layers}"):
         layers_of(asked, layers)
+
+
+@pytest.mark.parametrize("asked", [(0,), (1, 2), (2, 4, 5), (0, 3, 5, 7)])
+def test_layers_are_any_distinct_ones(asked: tuple[int, ...]) -> None:
+    assert layers_of(asked, 8) == asked
+    config = Eagle3Head.shape(Eagle3Settings(layers=asked), LLAMA)
+    assert config.capture == asked
+    assert Eagle3Head(config).fc.in_features == len(asked) * H
 
 
 def test_a_draft_vocabulary_of_the_targets_size_is_whole() -> None:

@@ -51,6 +51,9 @@ HELD = {
     "plain": ({}, NAMES),
     "3.1": ({"fc_norm": True, "norm_output": True}, ("vllm", "sglang", "speculators")),
     "other layers": ({"capture": (1, 4, 11)}, ("vllm", "sglang", "speculators")),
+    "one layer": ({"capture": (3,)}, ("vllm", "sglang", "speculators")),
+    "two layers": ({"capture": (1, 4), "fc_norm": True}, ("vllm", "sglang", "speculators")),
+    "five layers": ({"capture": (1, 4, 6, 9, 11)}, ("vllm", "sglang", "speculators")),
     "norm before the residual": ({"norm_before_residual": True}, ("vllm", "speculators")),
     "llama3 rope": ({"llama_config": llama(rope_scaling=LLAMA3)}, ("vllm", "sglang", "speculators")),
     "linear rope": ({"llama_config": llama(rope_scaling=LINEAR, rope_theta=10000.0)}, NAMES),
@@ -92,7 +95,7 @@ def test_what_is_read_drafts_as_the_systems_own_rules_do_and_as_our_head(case, n
     package = written(name, **HELD[case][0])
     head, torch_embedding = random_eagle3(**HELD[case][0]), TARGET.embed_tokens
     torch.manual_seed(7)
-    ids, states = torch.randint(V, (6,)), torch.randn(6, 3 * H)
+    ids, states = torch.randint(V, (6,)), torch.randn(6, len(head.capture) * H)
     plain = PlainEagle3(package, head.config.llama)
     expected = plain.draft(torch_embedding.double(), ids, states.double(), DRAFT_STEPS + 1).float()
     read = net3_of(SYSTEMS[name].read(package, TARGET), 20)
@@ -266,7 +269,32 @@ def test_one_list_of_layers_is_two_things_to_vllm_and_sglang():
     above = changed(written("vllm"), {IDS: [1, 5, 8]})
     assert any(finding.where == IDS for finding in SYSTEMS["sglang"].read(above, TARGET).errors)
     shallow = SYSTEMS["vllm"].read(written("vllm"), facts(num_hidden_layers=6))
-    assert any("not three distinct" in finding.text for finding in shallow.errors)
+    assert any("[2, 3, 3], not 3 distinct" in finding.text for finding in shallow.errors)
+
+
+def wheres(name: str, package: Package) -> set[str]:
+    return {finding.where for finding in SYSTEMS[name].read(package, TARGET).errors}
+
+
+def test_vllm_builds_fc_for_three_states_unless_a_field_beside_the_ids_says_how_many():
+    count, inner = "num_aux_hidden_states", "transformer_layer_config"
+    for capture in (DEFAULT, (1, 4, 6)):
+        assert count not in written("vllm", capture=capture).config
+    two = written("vllm", capture=(1, 4))
+    assert two.config[count] == 2 and wheres("vllm", two) == set()
+    assert {"layers", "fc.weight"} <= wheres("vllm", changed(two, {count: ...}))
+    theirs = written("speculators", capture=(1, 4))
+    assert theirs.config[inner][count] == 2 and wheres("vllm", theirs) == set()
+    unsaid = changed(theirs, {inner: {key: value for key, value in theirs.config[inner].items() if key != count}})
+    assert wheres("speculators", unsaid) == set()  # which counts the ids
+    assert {"layers", "fc.weight"} <= wheres("vllm", unsaid)
+
+
+@pytest.mark.parametrize("capture", [(1, 4), (2, 6, 8, 9), (2,)])
+def test_safeailabs_code_always_reads_three(capture):
+    with pytest.raises(InputError, match=r"layers: found .*, which SafeAILab/EAGLE always reads"):
+        written("eagle", capture=capture)
+    assert "fc.weight" in wheres("eagle", written("sglang", capture=capture))
 
 
 def test_a_speculators_directory_that_says_nothing_of_the_residual_is_two_things():
@@ -354,7 +382,7 @@ def reversed_states(package: Package) -> Package:
 MISREAD = {
     "layers one earlier": lambda package: changed(package, {IDS: [3, 7, 10]}),
     "layers one later": lambda package: changed(package, {IDS: [1, 5, 8]}),
-    "the three layers in the opposite order": reversed_states,
+    "the layers in the opposite order": reversed_states,
     "the state before the embedding in q, k and v": swapped,
     "the state as it is as the residual": lambda package: changed(package, {"norm_before_residual": True}),
     "ids in d2t": lambda package: changed(package, {}, {"d2t": torch.arange(8), "t2d": None}),
@@ -403,10 +431,14 @@ def test_a_head_that_stands_beside_its_own_tokens_is_found():
         ({"draft_vocab_size": "many"}, {}, "draft_vocab_size: found many"),
         ({"eagle_config": ["a"], "architectures": "x"}, {"d2t": None, "t2d": None}, "d2t: found 20 tokens"),
         ({"draft_vocab_size": 9}, {}, "draft_vocab_size: found 9, expected the 8 rows of lm_head"),
-        ({IDS: [1, 2]}, {}, r"layers: found \[1, 2\], expected three distinct"),
+        ({IDS: [1, 2]}, {}, r"layers: found \[1, 2\], expected 3 distinct ones, as fc reads"),
+        ({IDS: [1, 2, 3, 4]}, {}, "expected 3 distinct ones"),
+        ({}, {"fc.weight": rand(H, 2 * H)}, r"layers: found \[2, 6, 9\], expected 2 distinct ones"),
+        ({}, {"fc.weight": rand(H, 3 * H + 1)}, "fc.weight: found a tensor"),
+        ({}, {"fc.weight": None}, "fc.weight: found none"),
         ({IDS: [1, 2, 12]}, {}, "below 12"),
         ({IDS: "all"}, {}, "expected a list of integers"),
-        ({"fc_norm": True}, {}, "fc_norm: found no norm of the three states"),
+        ({"fc_norm": True}, {}, "fc_norm: found no norm of the target's states"),
         ({}, {"embed_tokens.weight": rand(V, H)}, "an embedding that differs from the target's"),
         ({}, {"@self_attn.q_proj.bias": rand(H)}, "weights: found a self_attn.q_proj.bias.*none, as vLLM builds it"),
         ({"attention_bias": True}, {}, "weights: found no self_attn.q_proj.bias"),

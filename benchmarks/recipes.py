@@ -1,0 +1,395 @@
+"""`python benchmarks/recipes.py`: recipes of draft heads on equal data and compute (docs/recipes.md).
+
+One setting is changed at a time. All heads learn from the same answers of the target, for the same CPU seconds: what a
+step costs is measured first (recipe_cost.py) and the steps are counted by it, so that whatever else runs on the machine
+decides nothing, and a run can be repeated. Heads are measured by decoding held-out prompts in chains.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from draftsmith.benchmarks.recipe_cost import MeasuredTraining, StepCost, measured_costs, read_costs
+from draftsmith.benchmarks.recipe_tables import TEMPERATURES, K, compared, tables
+from draftsmith.data.models.loading import load_lm
+from draftsmith.data.progress import say
+from draftsmith.data.store.files import write_json, write_text
+from draftsmith.data.store.manifest import git_commit, package_versions, resolved
+from draftsmith.data.store.reading import read_object
+from draftsmith.data.store.writer import sole_writer
+from draftsmith.eval.bench.load import load_models
+from draftsmith.eval.bench.prompts import longest_sequence, read_questions
+from draftsmith.eval.bench.results import (
+    PER_PROMPT,
+    Row,
+    hardware,
+    of_methods,
+    read_rows,
+    row_of,
+    totals_of,
+    write_rows,
+)
+from draftsmith.eval.bench.runner import make_runners
+from draftsmith.eval.report.tables import comma_separated, markdown
+from draftsmith.launch.cli import main_of
+from draftsmith.modules.drafters.methods import parse_methods
+from draftsmith.modules.types import InputError, SamplingParams, at_least
+
+RESULT, STEPS = "result.json", "steps.json"
+BASE, FEATURES = "base", ("base", "eagle1")  # steps are measured on what these learn from
+CONFIGS = {"eagle": "eagle-small", "eagle3": "eagle3-small"}
+EDITS = "add_docstring,add_type_hints,remove_docstring,remove_type_hints,rename,sort_imports,wrap_in_try"
+
+
+@dataclass(frozen=True)
+class Domain:
+    """A target, prompts with their splits, and which of their tasks (all where there are none)."""
+
+    target: str
+    prompts: str
+    tasks: str | None = None
+
+
+DOMAINS = {
+    "edits": Domain("embedded:target", "embedded:prompts", EDITS),
+    "prose": Domain("embedded:prose-target", "embedded:prose-prompts"),
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What differs from configs/train/eagle3-small.yaml, or eagle-small.yaml; more: trained on all answers."""
+
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    kind: str = "eagle3"
+    more: bool = False
+
+    @property
+    def words(self) -> list[str]:
+        return [f"--{name.replace('_', '-')}={str(value).lower()}" for name, value in self.settings.items()]
+
+    def text(self, answers: int) -> str:
+        parts = ["EAGLE-1, unroll 2"] if self.kind == "eagle" else []
+        parts += [f"{answers:,} answers"] if self.more else []
+        return ", ".join([*parts, *(f"{name} {value}" for name, value in self.settings.items())])
+
+
+RECIPES = {
+    BASE: Recipe(),
+    "eagle1": Recipe(kind="eagle"),
+    "passes-1": Recipe({"passes": 1}),
+    "passes-7": Recipe({"passes": 7}),
+    "mask-previous": Recipe({"token_mask": "previous"}),
+    "mask-predicted": Recipe({"token_mask": "predicted"}),
+    "vocab512-drop": Recipe({"draft_vocab": 512, "unknown": "drop"}),
+    "vocab512-keep": Recipe({"draft_vocab": 512, "unknown": "keep"}),
+    "normalizer-sequence": Recipe({"normalizer": "sequence"}),
+    "train-lm-head": Recipe({"train_lm_head": True}),
+    "decay-0.9": Recipe({"pass_decay": 0.9}),
+    "decay-1.0": Recipe({"pass_decay": 1.0}),
+    "lk-hybrid": Recipe({"loss": "lk-hybrid"}),
+    "lk": Recipe({"loss": "lk"}),
+    "adamw": Recipe({"optimizer": "adamw", "lr": 2e-3}),
+    "version-3.1": Recipe({"version": "3.1"}),
+    "more-data": Recipe(more=True),
+    "eagle1-more-data": Recipe(kind="eagle", more=True),
+}
+# Settings that change nothing of what a step computes; `unknown` only which tokens count.
+FREE = {"token_mask", "unknown", "normalizer", "pass_decay"}
+
+
+def costs_like(name: str) -> str:
+    """The first recipe whose steps cost the same: the same steps make a pair that differs in nothing else."""
+
+    def costly(recipe: Recipe) -> tuple[Any, ...]:
+        return recipe.kind, {key: value for key, value in recipe.settings.items() if key not in FREE}
+
+    return next(other for other, recipe in RECIPES.items() if costly(recipe) == costly(RECIPES[name]))
+
+
+@dataclass(frozen=True)
+class RecipesConfig:
+    """Trains draft heads by several recipes on the same data for the same CPU seconds, and measures their drafts. A
+    command that was interrupted goes on when it is given again.
+
+    Attributes:
+        output: Directory that receives data/, runs/, steps.json, and recipes.md, .csv and .json.
+        domain: edits, whose answers copy from their prompts, or prose.
+        target: Another target than the domain's.
+        prompts: Other prompts, with splits train and test. All of their tasks are taken unless --tasks is given.
+        tasks: Only these tasks, separated by commas.
+        cpu_seconds: That a head is trained for: its steps alone, from stored features; not start and validation.
+        recipes: Which ones, separated by commas; all where it is not given.
+        seeds: Trainings of each: 0, 1, ...
+        jobs: Trainings at a time, each on one thread.
+        data: Directory of the target's answers and features, which several outputs may share. Default: output/data.
+        steps_of: The steps.json of another output, whose measured costs are taken.
+        answers: Of the target, that heads are trained on.
+        more_answers: The same of the recipes with more data, as far as there are so many prompts.
+        answer_temperature: At which the target answers the prompts that are trained on.
+        limit: Test prompts.
+        max_new_tokens: Longest answer, in training and test.
+        batches: Batches that are measured for the cost of steps.
+        rounds: Runs of each of them.
+        report: Only write the tables of what is there.
+    """
+
+    output: Path
+    domain: Literal["edits", "prose"] = "edits"
+    target: str | None = None
+    prompts: str | None = None
+    tasks: str | None = None
+    cpu_seconds: float = 80.0
+    recipes: str = ",".join(RECIPES)
+    seeds: int = 3
+    jobs: int = 1
+    data: Path | None = None
+    steps_of: Path | None = None
+    answers: int = 960
+    more_answers: int = 3000
+    answer_temperature: float = 0.0
+    limit: int = 48
+    max_new_tokens: int = 256
+    batches: int = 8
+    rounds: int = 3
+    report: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("seeds", "jobs", "answers", "limit", "max_new_tokens", "batches", "rounds"):
+            at_least(name, getattr(self, name), 1)
+        at_least("more_answers", self.more_answers, self.answers)
+        if not 0 < self.cpu_seconds < float("inf"):
+            raise InputError("cpu_seconds", self.cpu_seconds, "a positive number", "Change it.")
+        if unknown := sorted(set(self.names) - RECIPES.keys()):
+            raise InputError("recipes", ", ".join(unknown), f"some of {', '.join(RECIPES)}", "Change it.")
+        if BASE not in self.names:
+            raise InputError("recipes", self.recipes, f"{BASE} among them: the others are compared with it", "Add it.")
+
+    @property
+    def names(self) -> list[str]:
+        return [name.strip() for name in self.recipes.split(",")]
+
+    @property
+    def source(self) -> Domain:
+        own = DOMAINS[self.domain]
+        tasks = self.tasks if self.tasks or self.prompts else own.tasks
+        return Domain(self.target or own.target, self.prompts or own.prompts, tasks)
+
+    @property
+    def data_directory(self) -> Path:
+        return self.data or self.output / "data"
+
+    def features(self, kind: str, more: bool) -> Path:
+        return self.data_directory / f"{kind}-{self.more_answers if more else self.answers}"
+
+    def training(self, name: str) -> list[str]:
+        """Words of `draftsmith train KIND`, but for steps, seed and output."""
+        recipe = RECIPES[name]
+        data = ["--data", str(self.features(recipe.kind, recipe.more)), "--target", self.source.target]
+        rest = ["--val-share", "0.02", "--tau-prompts", "0", "--track", "csv", "--num-threads", "1"]
+        return ["--config", CONFIGS[recipe.kind], *data, *rest, *recipe.words]
+
+
+@sole_writer()
+def run(config: RecipesConfig) -> Path:
+    """Make the data, measure the steps, train and decode what is not there yet, write the tables; returns
+    recipes.json."""
+    if not config.report:
+        make_data(config)
+    costs = step_costs(config)
+    steps = {name: costs[costs_like(name)].steps(config.cpu_seconds) for name in config.names}
+    if not config.report:
+        train_all(config, steps)
+    return write_report(config, steps)
+
+
+def python(*words: str) -> float:
+    """Run it on one thread; its CPU seconds.
+
+    Raises:
+        InputError: it failed; with the end of what it said.
+    """
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, *words], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert process.stdout is not None
+    said = process.stdout.read()
+    _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        found = f"exit code {process.returncode} of {' '.join(words)}: {said[-2000:]}"
+        raise InputError("recipes", found, "0", "Give the command again: what is done stays.")
+    return used.ru_utime + used.ru_stime
+
+
+def make_data(config: RecipesConfig) -> None:
+    """Answers of the target, and the states that each kind of head learns from."""
+    own, root = config.source, config.data_directory
+    rows = ["--split", "train", "--limit", str(config.more_answers), *(["--task", own.tasks] if own.tasks else [])]
+    answering = ["--temperature", str(config.answer_temperature), "--max-new-tokens", str(config.max_new_tokens)]
+    prompts, responses = root / "prompts", root / "responses"
+    stages = {
+        prompts: ["prompts", "--source", own.prompts, *rows],
+        responses: ["responses", "--prompts", str(prompts), "--batch-size", "128", *answering],
+    }
+    for recipe in (RECIPES[name] for name in (*FEATURES, *config.names)):
+        size = config.more_answers if recipe.more else config.answers
+        words = ["features", "--responses", str(responses), "--limit", str(size), "--drafter", recipe.kind]
+        stages[config.features(recipe.kind, recipe.more)] = words
+    for directory, words in stages.items():
+        python("-m", "draftsmith", "data", *words, "--target", own.target, "--output", str(directory))
+        say(f"data: {directory}")
+
+
+def step_costs(config: RecipesConfig) -> dict[str, StepCost]:
+    """Of the first recipe of each cost, whichever are asked for: measured once, and then read."""
+    path = config.steps_of or config.output / STEPS
+    names = list(dict.fromkeys(map(costs_like, RECIPES)))
+    if config.steps_of or config.report or path.exists():
+        return read_costs(path, names)
+    torch.set_num_threads(1)
+    rest = ["--max-steps", "1000", "--output", str(config.output / "none")]  # nothing is written there
+    trainings = {name: MeasuredTraining(RECIPES[name].kind, [*config.training(name), *rest]) for name in names}
+    costs = measured_costs(trainings, config.batches, config.rounds)
+    measured = {name: dataclasses.asdict(cost) for name, cost in costs.items()}
+    write_json(path, {"costs": measured, "hardware": hardware("cpu"), "packages": package_versions()})
+    return costs
+
+
+def train_all(config: RecipesConfig, steps: Mapping[str, int]) -> None:
+    """Seed by seed, so that there is something of every recipe soon."""
+    with ThreadPoolExecutor(config.jobs) as pool:
+        todo = [(name, seed) for seed in range(config.seeds) for name in steps]
+        waiting = [pool.submit(trained, config, name, seed, steps[name]) for name, seed in todo]
+        try:
+            for number, done in enumerate(as_completed(waiting), start=1):
+                say(f"{number}/{len(waiting)} {done.result()}")
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def decided_by(config: RecipesConfig, name: str, steps: int) -> dict[str, Any]:
+    """All that a run's numbers depend on."""
+    own, recipe = config.source, RECIPES[name]
+    named = {key: getattr(config, key) for key in ("answer_temperature", "limit", "max_new_tokens")}
+    answers = config.more_answers if recipe.more else config.answers
+    return {**dataclasses.asdict(own), **dataclasses.asdict(recipe), **named, "answers": answers, "steps": steps}
+
+
+def finished(directory: Path, decided: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The result of a whole run; None where there is none, or half of one.
+
+    Raises:
+        InputError: the run is of other settings.
+    """
+    if not (directory / RESULT).exists():
+        return None
+    found = read_object(directory / RESULT, {"decided_by": dict, "cpu_s": float}, "Delete it, and it is run again.")
+    if found["decided_by"] != json.loads(json.dumps(decided)):
+        there = f"{directory} with {json.dumps(found['decided_by'])}"
+        raise InputError("output", there, json.dumps(decided), "Choose another output, or delete that run.")
+    return found
+
+
+def trained(config: RecipesConfig, name: str, seed: int, steps: int) -> str:
+    """One run, if it is not there yet: train, decode, keep the head, its drafts and, last, the result."""
+    directory, decided = config.output / "runs" / f"{name}-{seed}", decided_by(config, name, steps)
+    if finished(directory, decided) is None:
+        shutil.rmtree(directory, ignore_errors=True)
+        rhythm = ["--max-steps", str(steps), "--val-every", str(steps), "--seed", str(seed)]
+        kind = RECIPES[name].kind
+        words = ["train", kind, *config.training(name), *rhythm, "--output", str(directory)]
+        cpu_s = python("-m", "draftsmith", *words)
+        own = dataclasses.asdict(config.source)
+        python(__file__, "--decode", json.dumps([own, config.limit, config.max_new_tokens, kind, str(directory)]))
+        for path in directory.iterdir():
+            if path.is_dir() and path.name != "last":
+                shutil.rmtree(path)
+        write_json(directory / RESULT, {"decided_by": decided, "cpu_s": cpu_s})
+    taus = [f"{totals_of(rows).tau:.2f} {mode}" for mode, rows in by_mode(directory).items()]
+    return f"{name}, seed {seed}: {steps} steps, tau {', '.join(taus)}"
+
+
+def decode(own: Domain, limit: int, max_new_tokens: int, kind: str, directory: Path) -> None:
+    """Answer the test prompts with the head's drafts; writes the rows."""
+    torch.set_num_threads(1)
+    named = parse_methods(f"{kind}:k={K}")
+    (prompts,) = read_questions([("", own.prompts)], own.target, "test", own.tasks, limit, "last")
+    modes = [SamplingParams(temperature) for temperature in TEMPERATURES.values()]
+    target = load_lm(own.target, packed=True)
+    longest = longest_sequence(prompts, max_new_tokens, target.info.max_position)
+    models = load_models(named, {kind: str(directory / "last")}, longest, modes[0], target)
+    rows = []
+    for temperature, runners in make_runners(named, models, modes).items():
+        for prompt, (label, runner) in itertools.product(prompts, runners.items()):
+            (made,) = runner([prompt.prompt_ids], max_new_tokens, [prompt.number])
+            row = row_of(prompt, prompt.number, label, temperature, made)
+            rows.append({**row, "prompt_ids": prompt.prompt_ids})  # with which a copy can be told
+    write_rows(directory / PER_PROMPT, rows)
+
+
+def by_mode(directory: Path) -> dict[str, list[Row]]:
+    """Greedy or T=1 -> a row for each test prompt, in their order."""
+    rows = read_rows(directory)
+    return {mode: next(iter(of_methods(rows, value).values())) for mode, value in TEMPERATURES.items()}
+
+
+def results(config: RecipesConfig, steps: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Of each recipe of which all seeds are there: its numbers by mode, beside the base's."""
+    places = {name: [config.output / "runs" / f"{name}-{seed}" for seed in range(config.seeds)] for name in steps}
+    done = {
+        name: [finished(path, decided_by(config, name, steps[name])) for path in own] for name, own in places.items()
+    }
+    whole = {name: [run["cpu_s"] for run in own if run] for name, own in done.items() if all(own)}
+    if BASE not in whole:
+        expected = f"{config.seeds} runs of {BASE}, which the others are compared with"
+        raise InputError("output", f"{config.output} without them", expected, "Run it without --report.")
+    modes = {name: [by_mode(path) for path in places[name]] for name in whole}
+    runs = {name: {mode: [own[mode] for own in seeds] for mode in TEMPERATURES} for name, seeds in modes.items()}
+    return [
+        {
+            "recipe": name,
+            "settings": RECIPES[name].text(config.more_answers),
+            "steps": steps[name],
+            "cpu_s": statistics.fmean(cpu_s),
+            **{mode: compared(runs[name][mode], runs[BASE][mode]) for mode in TEMPERATURES},
+        }
+        for name, cpu_s in whole.items()
+    ]
+
+
+def write_report(config: RecipesConfig, steps: Mapping[str, int]) -> Path:
+    found, path = results(config, steps), config.output / "recipes.json"
+    drafts = f"{config.limit} test prompts, answers of up to {config.max_new_tokens} tokens, chains of {K}"
+    shown = tables(found, f"{config.domain}, {config.cpu_seconds:g} CPU seconds, {config.seeds} seeds, {drafts}")
+    for table in shown:
+        write_text(path.with_name(f"recipes-{table.name}.csv"), comma_separated(table))
+    text = "\n".join(markdown(table) for table in shown)
+    write_text(path.with_suffix(".md"), text)
+    meta = {"settings": resolved(config), "hardware": hardware("cpu"), "packages": package_versions()}
+    write_json(path, {"meta": {**meta, "git_commit": git_commit()}, "recipes": found})
+    say(f"{text}\nWritten to {path.with_suffix('.md')}")
+    return path
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--decode"]:
+        own, *sizes, kind, directory = json.loads(sys.argv[2])
+        decode(Domain(**own), *sizes, kind, Path(directory))
+    else:
+        sys.exit(main_of(RecipesConfig, run))

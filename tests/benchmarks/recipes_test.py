@@ -1,0 +1,151 @@
+"""The benchmark of recipes: what a budget buys, which runs count as done, and how sure its ratios are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from draftsmith.benchmarks import recipes
+from draftsmith.benchmarks.recipe_cost import StepCost, measured_costs, read_costs
+from draftsmith.benchmarks.recipe_tables import acceptance, compared
+from draftsmith.benchmarks.recipes import RECIPES, RecipesConfig, costs_like, step_costs, trained
+from draftsmith.data.store.files import write_json
+from draftsmith.eval.bench.prompts import BenchPrompt
+from draftsmith.eval.bench.results import PER_PROMPT, row_of, write_rows
+from draftsmith.launch.cli import main_of
+from draftsmith.launch.commands import configure
+from draftsmith.modules.decoding.loop import Generation
+from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
+from draftsmith.modules.types import InputError
+
+
+def test_a_budget_buys_steps_of_both_phases():
+    # 30 of 100 steps at 0.1 s and 70 at 0.3 s are 24 s.
+    assert StepCost(0.1, 0.3, 0.3).steps(24.0) == 100
+    assert StepCost(0.1, 0.3, 0.0).steps(24.0) == 80
+    assert StepCost(0.1, 0.3, 0.3).steps(1e-9) == 1
+
+
+class Wound:
+    """A clock that moves only when something says it took time."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Taken:
+    """Steps of so many seconds times those of the batch, three times as many in the second phase; now and then one is
+    slow."""
+
+    def __init__(self, clock: Wound, seconds: float, after: float, slow: int):
+        self.clock, self.seconds, self.after, self.slow, self.calls = clock, seconds, after, slow, 0
+
+    def step(self, share: float, phase: str) -> None:
+        self.calls += 1
+        late = 2.0 * (phase == "late") + 50.0 * (self.calls % self.slow == 0)
+        self.clock.now += self.seconds * (1 + share) * (1 + late)
+
+
+def test_costs_are_means_over_batches_of_medians_over_rounds():
+    clock = Wound()
+    trainings = {"a": Taken(clock, 1.0, 0.0, 7), "b": Taken(clock, 2.0, 0.5, 9)}
+    found = measured_costs(trainings, batches=4, rounds=5, clock=clock)
+    mean = (1 + 1.25 + 1.5 + 1.75) / 4
+    assert found["a"] == StepCost(pytest.approx(mean), pytest.approx(3 * mean), 0.0)
+    assert found["b"] == StepCost(pytest.approx(2 * mean), pytest.approx(6 * mean), 0.5)
+
+
+def test_recipes_that_compute_the_same_have_the_same_steps():
+    like = {name: costs_like(name) for name in RECIPES}
+    assert like["mask-previous"] == like["decay-1.0"] == like["more-data"] == "base"
+    assert like["eagle1-more-data"] == "eagle1" and like["vocab512-keep"] == "vocab512-drop"
+    assert like["lk"] == "lk" and like["passes-7"] == "passes-7"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_is_one_that_training_takes(name):
+    words = RecipesConfig(Path("out")).training(name)
+    _, config = configure(f"train {RECIPES[name].kind}", [*words, "--output", "x"])
+    assert {key: getattr(config, key) for key in RECIPES[name].settings} == RECIPES[name].settings
+    if RECIPES[name].kind == "eagle3":
+        assert config.passes == RECIPES[name].settings.get("passes", 3)
+
+
+def test_a_calibration_is_taken_from_another_output(tmp_path):
+    cost = {"early": 0.1, "late": 0.2, "after": 0.5}
+    write_json(tmp_path / "steps.json", {"costs": {costs_like(name): cost for name in RECIPES}})
+    found = step_costs(RecipesConfig(tmp_path / "new", steps_of=tmp_path / "steps.json"))
+    assert found["base"] == StepCost(0.1, 0.2, 0.5)
+    with pytest.raises(InputError, match="without other"):
+        read_costs(tmp_path / "steps.json", ["base", "other"])
+
+
+def answered(prompt: int, tokens: int, rounds: int, temperature: float = 0.0) -> dict:
+    """A prompt's row: so many tokens in so many rounds, the rest of them with the last one."""
+    last = tokens - rounds + 1
+    steps = [DecodeStep(5, 0, 1, 5)] * (rounds - 1) + [DecodeStep(5, last - 1, last, 5)]
+    made = Generation([7] * tokens, DecodeTrace(steps, 0, 0), True)
+    return row_of(BenchPrompt(str(prompt), [1], number=prompt), prompt, "eagle3:k=5", temperature, made)
+
+
+def test_the_interval_is_that_of_the_drawn_seeds_and_prompts():
+    base = [[answered(0, 4, 4), answered(1, 4, 4)], [answered(0, 4, 2), answered(1, 4, 2)]]
+    better = [[answered(0, 4, 2), answered(1, 4, 2)], [answered(0, 4, 1), answered(1, 4, 1)]]
+    found = compared(better, base)
+    # All prompts alike: what differs are the seeds, 2 and 4. One in four resamples has one of them twice.
+    assert found["seeds"] == [2.0, 4.0] and found["tau"] == 3.0 and found["tau_ci95"] == [2.0, 4.0]
+    # With the same seeds, the base's 1 and 2 are half of it in every resample.
+    assert found["ratio"] == 2.0 and found["ratio_ci95"] == [2.0, 2.0]
+    assert found["difference"] == 1.5 and found["difference_ci95"] == [1.0, 2.0]
+    # All seeds alike: what differs are the prompts, of taus 1 and 4.
+    found = compared([[answered(0, 4, 4), answered(1, 4, 1)]] * 2, base)
+    assert found["tau"] == pytest.approx(8 / 5) and found["tau_ci95"] == [1.0, 4.0]
+
+
+def test_acceptance_is_conditional_on_the_tokens_before():
+    rows = [answered(0, 4, 1), answered(1, 2, 1), answered(2, 6, 1)]  # three, one and five accepted of five
+    assert acceptance([rows]) == [1.0, 2 / 3, 1.0, 0.5, 1.0]
+    rows[0]["rounds"] = [{**step, "num_drafted": 3} for step in rows[0]["rounds"]]
+    assert acceptance([rows]) == [1.0, 2 / 3, 1.0, 1.0, 1.0]
+
+
+def test_half_a_run_is_none_and_a_whole_one_is_kept(tmp_path, monkeypatch):
+    calls = []
+
+    def python(*words: str) -> float:
+        calls.append(words)
+        directory = Path(words[words.index("--output") + 1] if "train" in words else json.loads(words[-1])[-1])
+        if "train" in words:
+            assert not directory.exists()  # nothing of half a run is taken over
+            for name in ("last", "best", "checkpoints"):
+                (directory / name).mkdir(parents=True)
+        else:
+            rows = [answered(prompt, 4, 2, temperature) for temperature in (0.0, 1.0) for prompt in (0, 1)]
+            write_rows(directory / PER_PROMPT, rows)
+        return 9.0
+
+    monkeypatch.setattr(recipes, "python", python)
+    directory, config = tmp_path / "runs" / "base-0", RecipesConfig(tmp_path)
+    directory.mkdir(parents=True)
+    (directory / PER_PROMPT).write_text("torn")
+    assert "tau 2.00 greedy, 2.00 T=1" in trained(config, "base", 0, 30)
+    assert len(calls) == 2 and [path.name for path in directory.iterdir() if path.is_dir()] == ["last"]
+    trained(config, "base", 0, 30)
+    assert len(calls) == 2
+    with pytest.raises(InputError, match="output"):
+        trained(config, "base", 0, 31)
+
+
+def test_bad_settings_are_one_line(tmp_path, capsys):
+    for words, said in {
+        ("--recipes", "base,eagel"): "eagel",
+        ("--recipes", "eagle1"): "base among them",
+        ("--cpu-seconds", "0"): "a positive number",
+        ("--seeds", "0"): "found 0",
+    }.items():
+        assert main_of(RecipesConfig, recipes.run, ["--output", str(tmp_path), *words]) == 2
+        assert said in capsys.readouterr().err
