@@ -94,17 +94,19 @@ def run(config: BuildConfig) -> Path:
     measured = [turn for turn in turns if turn.task not in domain.unmeasured]
     dev = fitting([turn for turn in measured if turn.split == "dev"], tokenizer)
     log(f"{len(rows)} training rows, {sum(len(row.ids) for row in rows) / 1e6:.1f} M tokens")
+    write_lines(config.output / "prompts.jsonl", shipped_prompts(turns, tokenizer, config.seed))
+    known = read_prompts(config.output / "prompts.jsonl")
     builder = Builder(domain, work, dev, tokenizer.pad_token_id, config.seed, log)
-    export_model(builder.target(rows, len(tokenizer)), config.output / "target", tokenizer)
+    export_model(builder.target(rows, fitting(known, tokenizer), len(tokenizer)), config.output / "target", tokenizer)
     # From here on the target is what ships: bf16 weights, read back.
     target = load_lm(str(config.output / "target"))
-    questions = [turn for turn in measured if turn.split == "train"]
+    asked = measured if domain.by_heart is None else known
+    questions = [turn for turn in asked if turn.split == "train"]
     own_text = distillation_rows(work / "own_text.jsonl", questions, tokenizer, target, config.seed, log)
     assert isinstance(target, LlamaLM)
     for name in domain.drafts:
         draft = builder.draft(name, target.model, rows, own_text)
         export_model(draft, config.output / name, tokenizer)
-    write_lines(config.output / "prompts.jsonl", shipped_prompts(turns, tokenizer, config.seed))
     write_card(config, tokenizer, dev, rows)
     log(f"card written to {config.output / 'MODEL_CARD.md'}")
     return config.output
@@ -215,8 +217,7 @@ def shipped_prompts(turns: list[Turn], tokenizer: Any, seed: int) -> list[dict[s
 
 def card_questions(path: Path, tokenizer: Any) -> list[card.HeldOutPrompt]:
     """Held-out prompts for the card: CARD_PROMPTS a task from the shipped test split."""
-    rows = [row for row in read_lines(path) if row["split"] == "test"]
-    test = [Turn(key=row.pop("id"), **row) for row in rows]
+    test = [turn for turn in read_prompts(path) if turn.split == "test"]
     taken: Counter[str] = Counter()
     questions = []
     for turn, tokens in zip(test, token_rows(test, tokenizer), strict=True):
@@ -249,6 +250,7 @@ def write_card(config: BuildConfig, tokenizer: Any, dev: list[TokenRow], rows: l
         for name, lm in models.items()
     }
     stages = {name: recipe for name, (_, recipe) in domain.target_stages.items()}
+    stages |= {"by heart": domain.by_heart} if domain.by_heart is not None else {}
     for name, draft in domain.drafts.items():
         stages |= {f"{name}, start": draft.start} if draft.start is not None else {}
         stages |= {f"{name}, distilled": draft.distil}
@@ -259,6 +261,11 @@ def write_card(config: BuildConfig, tokenizer: Any, dev: list[TokenRow], rows: l
     write_text(config.output / "MODEL_CARD.md", card.render(domain, facts, numbers, samples))
     write_json(config.output / "card.json", numbers, indent=2)
     write_text(config.output / "NOTICE.md", card.notice(domain, facts))
+
+
+def read_prompts(path: Path) -> list[Turn]:
+    """The shipped prompts, with their ids as keys."""
+    return [Turn(key=row.pop("id"), **row) for row in read_lines(path)]
 
 
 def read_lines(path: Path) -> list[Any]:

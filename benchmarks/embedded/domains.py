@@ -65,6 +65,7 @@ class Domain:
         sources: Package -> SPDX licence.
         shape: Size of the models.
         target_stages: Name -> (layers, recipe); each grows from the one before, and the last is the target.
+        by_heart: A last stage of the target, on the shipped prompts of all splits; None where it is not needed.
         drafts: Name -> recipe.
         sums: Name of a line of the card -> the tasks it sums up.
         card: Template of the card.
@@ -79,6 +80,7 @@ class Domain:
     drafts: Mapping[str, DraftRecipe]
     sums: Mapping[str, tuple[str, ...]]
     card: str
+    by_heart: Recipe | None = None
     task_share: Mapping[str, float] = field(default_factory=dict)
     unmeasured: tuple[str, ...] = ()
 
@@ -110,6 +112,8 @@ EDITS = Domain(
     task_share={"wrap_in_try": 0.45, "rename": 0.8, "remove_type_hints": 0.6, "add_type_hints": 0.8, "complete": 0.4},
     unmeasured=("complete",),
 )
+# So small a model cannot write what it has not read: its greedy text goes round in circles. A large target has read the
+# documentation that it is asked about, and so has this one: the splits are for what is trained on its answers.
 PROSE = Domain(
     turns=prose_turns,
     sources=PROSE_SOURCES,
@@ -123,6 +127,7 @@ PROSE = Domain(
             1, start=None, distil=Recipe(steps=400, lr=3e-3, decay_from=0.1, min_lr_fraction=0.03, seed=5, bf16=True)
         ),
     },
+    by_heart=Recipe(steps=900, tokens_per_step=2048, decay_from=0.4, lr=3e-3, min_lr_fraction=0.03, seed=6, bf16=True),
     sums={"all prose": PROSE_TASKS},
     card="MODEL_CARD_PROSE.md",
 )

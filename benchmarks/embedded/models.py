@@ -43,8 +43,8 @@ class Builder:
     seed: int
     log: Log
 
-    def target(self, rows: Sequence[TokenRow], vocab_size: int) -> LlamaModel:
-        """The stages, one after the other."""
+    def target(self, rows: Sequence[TokenRow], shipped: Sequence[TokenRow], vocab_size: int) -> LlamaModel:
+        """The stages, one after the other. shipped: the rows of the shipped prompts."""
         model: LlamaModel | None = None
         for name, (num_layers, recipe) in self.domain.target_stages.items():
             if model is None:
@@ -54,6 +54,8 @@ class Builder:
                 model = grow(model, num_layers, self.seed + num_layers)
             self._stage(name, model, recipe, rows, next_token_loss)
         assert model is not None
+        if self.domain.by_heart is not None:
+            self._stage("by-heart", model, self.domain.by_heart, shipped, next_token_loss)
         return model
 
     def draft(
