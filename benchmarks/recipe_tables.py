@@ -77,7 +77,5 @@ def tables(found: Sequence[Mapping[str, Any]], title: str) -> list[Table]:
     accepted = f"{title}: how often a draft's token is accepted where those before it were"
     return [
         Table("tau", f"{title}: tokens a target call", taus, rows, note),
-        Table(
-            "depth", f"{title}: how often a draft's token is accepted where those before it were", depths, rows, copied
-        ),
+        Table("depth", accepted, depths, rows, copied),
     ]
