@@ -127,7 +127,7 @@ PROSE = Domain(
             1, start=None, distil=Recipe(steps=400, lr=3e-3, decay_from=0.1, min_lr_fraction=0.03, seed=5, bf16=True)
         ),
     },
-    by_heart=Recipe(steps=900, tokens_per_step=2048, decay_from=0.4, lr=3e-3, min_lr_fraction=0.03, seed=6, bf16=True),
+    by_heart=Recipe(steps=500, tokens_per_step=2048, decay_from=0.4, lr=3e-3, min_lr_fraction=0.03, seed=6, bf16=True),
     sums={"all prose": PROSE_TASKS},
     card="MODEL_CARD_PROSE.md",
 )
