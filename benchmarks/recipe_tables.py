@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from draftsmith.eval.bench.results import Row, totals_of
-from draftsmith.eval.bench.summary import MeasuredResamples
+from draftsmith.eval.bench.summary import MeasuredResamples, copying
 from draftsmith.eval.bootstrap import NUM_RESAMPLES, Floats
 from draftsmith.eval.report.tables import Column, Table, interval
 
@@ -46,7 +46,13 @@ def compared(runs: SeedRows, base: SeedRows) -> dict[str, Any]:
     found |= {
         f"{name}_ci95": drawn.prompts.interval(lambda values=values: values) for name, values in resampled.items()
     }
-    return {**found, "seeds": taus[0], "acceptance": acceptance(runs)}
+    rows = [row for own in runs for row in own]
+    return {**found, **copying(rows, rows), "seeds": taus[0], "acceptance": acceptance(runs)}
+
+
+def modes_of(found: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """The modes of one recipe and what was measured in each."""
+    return [(mode, found[mode]) for mode in TEMPERATURES]
 
 
 def tables(found: Sequence[Mapping[str, Any]], title: str) -> list[Table]:
@@ -58,12 +64,18 @@ def tables(found: Sequence[Mapping[str, Any]], title: str) -> list[Table]:
         for key, heading, form in (("tau", "tau", ".2f"), ("ratio", "to base", ".2fx")):
             taus += [Column(f"{mode} {key}", heading, form, mode), Column(f"{mode} {key}_ci95", "95 %", "", mode)]
         depths += [Column(f"{mode} {d + 1}", str(d + 1), ".2f", mode) for d in range(K)]
+        places = {"tau_copying": "tau, copying", "tau_new": "tau, new"}
+        depths += [Column(f"{mode} {key}", heading, ".2f", mode) for key, heading in places.items()]
         for row, part in zip(rows, (own[mode] for own in found), strict=True):
-            row |= {f"{mode} {name}": part[name] for name in ("tau", "ratio")}
+            row |= {f"{mode} {name}": part[name] for name in ("tau", "ratio", *places)}
             row |= {f"{mode} {name}_ci95": interval(part[f"{name}_ci95"]) for name in ("tau", "ratio")}
             row |= {f"{mode} {d + 1}": value for d, value in enumerate(part["acceptance"])}
     note = "CPU s: of the whole training, its start and one validation included."
+    shares = [f"{own['copied_prompt'] + own['copied_answer']:.0%} ({mode})" for mode, own in modes_of(found[0])]
+    copied = f"{' and '.join(shares)} of the answers' tokens go on with a repetition. "
+    copied += "Tau, copying and new: of the rounds whose first token does, and of the others."
+    accepted = f"{title}: how often a draft's token is accepted where those before it were"
     return [
         Table("tau", f"{title}: tokens a target call", taus, rows, note),
-        Table("depth", f"{title}: how often a draft's token is accepted where those before it were", depths, rows),
+        Table("depth", accepted, depths, rows, copied),
     ]

@@ -66,7 +66,7 @@ class Domain:
 
 DOMAINS = {
     "edits": Domain("embedded:target", "embedded:prompts", EDITS),
-    "prose": Domain("embedded:prose-target", "embedded:prose-prompts"),
+    "prose": Domain("embedded:prose/target", "embedded:prose/prompts"),
 }
 
 

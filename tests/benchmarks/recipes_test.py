@@ -89,7 +89,8 @@ def answered(prompt: int, tokens: int, rounds: int, temperature: float = 0.0) ->
     last = tokens - rounds + 1
     steps = [DecodeStep(5, 0, 1, 5)] * (rounds - 1) + [DecodeStep(5, last - 1, last, 5)]
     made = Generation([7] * tokens, DecodeTrace(steps, 0, 0), True)
-    return row_of(BenchPrompt(str(prompt), [1], number=prompt), prompt, "eagle3:k=5", temperature, made)
+    row = row_of(BenchPrompt(str(prompt), [1], number=prompt), prompt, "eagle3:k=5", temperature, made)
+    return {**row, "prompt_ids": [1]}
 
 
 def test_the_interval_is_that_of_the_drawn_seeds_and_prompts():
