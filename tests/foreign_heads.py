@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.data.heads.directory import stored_tensors
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.drafters.eagle3.head import Eagle3Head
 from draftsmith.modules.drafters.eagle3.net import Eagle3Config
+from draftsmith.modules.interop import formats
 from draftsmith.modules.interop.base import Package, TargetFacts
 from draftsmith.modules.layers import LlamaConfig, RopeScaling
 
@@ -88,3 +90,20 @@ def random_eagle3(llama_config: LlamaConfig = LLAMA, reduced: bool = True, **set
     if reduced:
         head.use_draft_vocabulary(D2T)
     return head
+
+
+EAGLE3_FORMATS = ("eagle", "vllm", "sglang", "speculators")
+SYSTEMS = {name: formats()[name, "eagle3"] for name in EAGLE3_FORMATS}
+TARGET = facts(num_hidden_layers=LAYERS)
+IDS = "eagle_aux_hidden_state_layer_ids"
+ABSOLUTE = {"d2t": D2T}
+
+
+def written(name: str, dtype: torch.dtype = torch.float32, **settings: Any) -> Package:
+    """The random EAGLE-3 head as one of these systems wants it."""
+    head = random_eagle3(**settings)
+    return SYSTEMS[name].write(head.config, stored_tensors(head), dtype, TARGET)
+
+
+def rand(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(3))

@@ -5,6 +5,7 @@ A random EAGLE head would never have a token accepted, and a new acceptance head
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,11 +46,14 @@ def quick_eagle_head(target: Any, rows: Sequence[Sequence[int]], steps: int, bat
     return head.eval().requires_grad_(False)
 
 
-def quick_eagle3_head(target: Any, rows: Sequence[Sequence[int]], steps: int, draft_vocab: int = 0) -> Eagle3Head:
-    """The same of an EAGLE-3 head, by its own loss. draft_vocab: tokens that it can draft, those of the rows first."""
+def quick_eagle3_head(
+    target: Any, rows: Sequence[Sequence[int]], steps: int, draft_vocab: int = 0, **shape: Any
+) -> Eagle3Head:
+    """The same of an EAGLE-3 head, by its own loss. draft_vocab: tokens that it can draft, those of the rows first.
+    shape: fields of its config that are not as training sets them."""
     torch.manual_seed(0)
     settings = Eagle3Settings(draft_vocab=draft_vocab, passes=2)
-    head = Eagle3Head(Eagle3Head.shape(settings, target.config))
+    head = Eagle3Head(dataclasses.replace(Eagle3Head.shape(settings, target.config), **shape))
     width = min(map(len, rows))
     ids = torch.tensor([row[-width:] for row in rows])
     counts = torch.bincount(ids.flatten(), minlength=head.config.vocab_size)

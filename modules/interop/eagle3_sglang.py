@@ -55,8 +55,9 @@ class SGLang3(Eagle3Format):
         return Flags(bool(raw.get("fc_norm") or raw.get("use_aux_norm")), bool(raw.get("norm_output")))
 
     def ids(self, raw: Mapping[str, Any]) -> tuple[int, ...] | None:
+        """Read in the order of the layers, whatever the list's (models/llama.py, layers_to_capture)."""
         ids = said_ids(raw, "eagle_config")
-        return None if ids is None else tuple(number + 1 for number in ids)
+        return None if ids is None else tuple(sorted({number + 1 for number in ids}))
 
     def biases(self, raw: Mapping[str, Any]) -> Biases:
         """q, k and v never have one (models/llama_eagle3.py), o has as any Llama's (models/llama.py)."""
@@ -94,15 +95,15 @@ class SGLang3(Eagle3Format):
         reader.unread("mlp_bias", "logit_scale")
 
     def own_name(self, name: str) -> str:
-        bare = name.removeprefix("model.")
+        bare = name if name == "model.lm_head.weight" else name.removeprefix("model.")
         return super().own_name(OLD_NORMS.get(bare, bare))
 
     def load(self, reader: Reader, name: str) -> None:
-        """A name with `model.` or without it; d2t is added to 0, 1, 2, ..., t2d is skipped."""
+        """A name with `model.` or without it, but for lm_head; d2t is added to 0, 1, 2, ..., t2d is skipped."""
         own = self.own_name(name)
         if "t2d" in name:
             reader.used.append(name)
-        elif name == "d2t":
+        elif "d2t" in name:
             reduced = reader.settings["draft_vocab_size"] != reader.settings["llama"].vocab_size
             if reduced or bool(reader.package.tensors[name].any()):
                 fill_d2t(reader, name)
@@ -120,7 +121,8 @@ class SGLang3(Eagle3Format):
     def finish(self, reader: Reader) -> None:
         lm_head, target = "lm_head.weight", reader.target
         if "draft_vocab_size" in reader.raw and reader.raw["draft_vocab_size"] is None:
-            reader.findings = [finding for finding in reader.findings if finding.where != lm_head]
+            if lm_head not in reader.package.tensors:  # which is not missing, then
+                reader.findings = [finding for finding in reader.findings if finding.where != lm_head]
             reader.note(lm_head, "takes the target's: draft_vocab_size is null")
             if target is not None and target.lm_head is not None:
                 reader.weights[lm_head] = target.lm_head.to(torch.float32)

@@ -5,6 +5,7 @@ It reads directories of speculators too. An unknown tensor stops it, unless it i
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,10 +16,11 @@ from draftsmith.modules.interop.draft_vocabulary import fill_d2t
 from draftsmith.modules.interop.eagle1 import Biases
 from draftsmith.modules.interop.eagle3 import CLASS, Eagle3Format, Flags, said_flag, said_ids
 from draftsmith.modules.interop.reader import ROTARY_BUFFERS, Reader, parts_of
-from draftsmith.modules.interop.vllm import check_length, check_scale, check_window, command
+from draftsmith.modules.interop.vllm import check_length, check_scale, check_window, command, first_unknown
 
 # What it builds the Llama head for, by `architectures` (models/registry.py).
-CLASSES = (CLASS, "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
+BUILT = "Eagle3LlamaForCausalLM"
+CLASSES = (CLASS, BUILT, "LlamaForCausalLM")
 
 
 class VLLM3(Eagle3Format):
@@ -56,7 +58,7 @@ class VLLM3(Eagle3Format):
             if "norm_before_residual" not in raw:
                 reader.note("norm_before_residual", "takes true: config.json does not say")
         elif name in CLASSES:
-            reader.note("architectures", f"builds Eagle3LlamaForCausalLM for {name}")
+            reader.note("architectures", f"builds {BUILT} for {name}")
         else:
             reader.error("architectures", f"builds no EAGLE-3 head of Llama for {name}: write {CLASS}")
         if said_flag(raw, "norm_before_fc"):
@@ -69,8 +71,10 @@ class VLLM3(Eagle3Format):
     def load(self, reader: Reader, name: str) -> None:
         """Prepend `model.` unless the name has `lm_head` in it; `midlayer.` is `layers.0.`; t2d is skipped."""
         own, vocab = self.own_name(name), reader.settings["llama"].vocab_size
-        if "t2d" in name:
+        if "t2d" in name or (name.startswith("input_norm.") and said_flag(reader.raw, "norm_before_fc")):
             reader.used.append(name)
+        elif name.startswith("input_norm."):
+            reader.dropped(name, "because norm_before_fc is not set, and says nothing")
         elif name == "d2t" and reader.settings["draft_vocab_size"] != vocab:
             fill_d2t(reader, name)
         elif any(buffer in name for buffer in ROTARY_BUFFERS):
@@ -84,12 +88,21 @@ class VLLM3(Eagle3Format):
         elif name.endswith(".bias"):
             reader.dropped(name, "as it drops every bias that it has no place for")
         else:
-            unknown = "draft_id_to_target_id" if name == "d2t" else name
-            reader.error(name, f"raises: There is no module or parameter named {unknown!r} in Eagle3LlamaForCausalLM")
+            unknown, built = unknown_module(name, own, reader)
+            reader.error(name, f"raises: There is no module or parameter named {unknown!r} in {built}")
 
     def finish(self, reader: Reader) -> None:
         share_lm_head(reader)
         check_length(reader)
+
+
+def unknown_module(name: str, own: str, reader: Reader) -> tuple[str, str]:
+    """Where its walk down the modules ends, and the class that it names."""
+    if "d2t" in name or "lm_head" in name:
+        inner, built = name.removeprefix("model."), "LlamaModel" if name.startswith("model.") else BUILT
+        return inner.replace("d2t", "draft_id_to_target_id").split(".")[0], built
+    slots = [re.sub(r"^layer\.", "layers.0.", slot) for slot in reader.slots]
+    return first_unknown(re.sub(r"^layer\.", "layers.0.", own.removeprefix("/")), slots), "LlamaModel"
 
 
 def share_lm_head(reader: Reader) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from draftsmith.modules.interop.base import Served
@@ -85,7 +85,7 @@ class VLLM(EagleFormat):
             same = "finds it identical to the target's and shares that one"
             reader.fill_embedding(name, reader.raw.get("vocab_size"), "a table of another shape", same)
         else:
-            unknown = _first_unknown(name, reader)
+            unknown = first_unknown(name, reader.slots)
             if unknown.endswith(".bias"):
                 reader.dropped(name, "as it drops every bias that it has no place for")
             else:
@@ -136,10 +136,10 @@ def _check_layer_types(reader: Reader) -> None:
         reader.error("layer_types", f"raises: effective_layer_idx: {index} is out of bounds for layer_types")
 
 
-def _first_unknown(name: str, reader: Reader) -> str:
+def first_unknown(name: str, slots: Iterable[str]) -> str:
     """The part of a name down to where no module goes on; layer 0's `input_layernorm` is a module, an empty one."""
     modules = {"layers.0.input_layernorm"}
-    for slot in reader.slots:
+    for slot in slots:
         parts = slot.split(".")
         modules |= {".".join(parts[:i]) for i in range(1, len(parts))}
     parts = name.split(".")

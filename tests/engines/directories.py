@@ -21,28 +21,20 @@ reading.safetensors
     weights.NAME: `Reading.weights`, NaN where nothing defined is. logits [T, V]: on the rows above, by
     `modules/interop/compare.py`; NaN from such weights.
 
-Of EAGLE-3 heads OUT/eagle3/CASE/speculators, an export, and beside it OUT/eagle3/CASE/ours.safetensors:
-
-ids [T + 1], states [T, n H]
-    Row t has ids[t + 1] and the target's states of ids[t].
-logits.J [T, draft vocabulary], d2t
-    Of the J-th token of a draft from every row, each behind its own states.
-
-It runs with this project's Python. The engines live in environments of their own and read only what is written here.
+EAGLE-3 heads are written by `eagle3_directories.py`. Both run with this project's Python. The engines live in
+environments of their own and read only what is written here.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -57,8 +49,6 @@ from draftsmith.data.exchange.states import facts_of
 from draftsmith.data.heads.directory import save_head
 from draftsmith.data.models.loading import load_lm
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
-from draftsmith.modules.drafters.eagle3.head import Eagle3Head
-from draftsmith.modules.drafters.eagle3.net import Eagle3Config, layer_like
 from draftsmith.modules.interop import formats
 from draftsmith.modules.interop.base import Package, Reading
 from draftsmith.modules.interop.compare import net_of
@@ -89,18 +79,6 @@ CASES = {
     "head-dim": Case(("vllm", "sglang"), extra={"head_dim": 16}),
     "qwen2": Case(("eagle", "vllm", "sglang"), family="qwen2"),
 }
-
-
-# EAGLE-3, of a target of eight layers; whose default is 2, 4 and 5. Sizes and switches of the head.
-EAGLE3: dict[str, dict[str, Any]] = {
-    "whole": {},
-    "reduced": {"draft_vocab_size": 100},
-    "layers": {"draft_vocab_size": 100, "capture": (1, 3, 6)},
-    "two": {"draft_vocab_size": 100, "capture": (3, 6), "fc_norm": True},
-    "late": {"draft_vocab_size": 100, "fc_norm": True, "norm_output": True},
-    "residual": {"norm_before_residual": True},
-}
-PASSES = 3
 
 
 def random_head(target: Path, num_layers: int) -> EagleHead:
@@ -141,27 +119,6 @@ def write(case: Case, directory: Path) -> None:
 
 
 @torch.inference_mode()
-def write_eagle3(settings: Mapping[str, Any], directory: Path) -> None:
-    target = tiny_llama_dir(directory / "target", layers=8)
-    lm = load_lm(str(target), engine="lean")
-    plain = Eagle3Config(layer_like(lm.config), (2, 4, 5), lm.info.vocab_size)
-    torch.manual_seed(1)
-    head = Eagle3Head(dataclasses.replace(plain, **settings)).requires_grad_(False)
-    for weight in head.parameters():
-        weight.add_(2 * SPREAD * torch.randn_like(weight))
-    if head.config.reduced:
-        head.use_draft_vocabulary(torch.randperm(lm.info.vocab_size)[: head.config.draft_vocab_size].sort().values)
-    saved = save_head(directory / "head", head, {"target": lm.info.identity}, "")
-    config = ExportConfig(format="speculators", head=saved, target=str(target), output=directory / "speculators")
-    assert export(config) == 0, "export says why"
-    ids = torch.randint(lm.info.vocab_size, (1, LENGTH + 1))
-    states = lm.features(ids, capture=head.capture)[:, :-1].contiguous()
-    passes = head.unroll(lm.embed(F.pad(ids[:, 1:], (0, PASSES - 1))), states, PASSES)
-    logits = {f"logits.{j}": head.lm_head(head.logits_input(hidden))[0].clone() for j, hidden in enumerate(passes)}
-    save_file({"ids": ids[0], "states": states[0], "d2t": head.d2t.clone(), **logits}, directory / "ours.safetensors")
-
-
-@torch.inference_mode()
 def break_and_predict(defect: Defect, case: Path, directory: Path) -> None:
     """The case's exports with the defect, and what our readers say of them."""
     lm = load_lm(str(case / "target"), engine="lean")
@@ -172,18 +129,24 @@ def break_and_predict(defect: Defect, case: Path, directory: Path) -> None:
         (directory / kind / "directory").mkdir(parents=True)
         write_package(directory / kind / "directory", package)
         reading = formats()[kind, "eagle"].read(package, facts)
-        raises = [f.text for f in reading.errors if " raises: " in f.text]
-        prediction = {
-            "raises": raises,
-            "errors": [f.text for f in reading.errors],
-            "notes": [f.text for f in reading.findings if f.level == "note"],
-            "dropped": sorted(package.tensors.keys() - set(reading.used)),
-        }
-        (directory / kind / "reading.json").write_text(json.dumps(prediction, indent=2))
-        held = {f"weights.{name}": tensor.contiguous() for name, tensor in reading.weights.items()}
-        if not raises:
-            held["logits"] = predicted_logits(reading, ours)
-        save_file(held, directory / kind / "reading.safetensors")
+        save_prediction(directory / kind, package, reading, lambda reading: predicted_logits(reading, ours))
+
+
+def save_prediction(
+    directory: Path, package: Package, reading: Reading, logits_of: Callable[[Reading], Tensor]
+) -> None:
+    raises = [f.text for f in reading.errors if " raises: " in f.text]
+    prediction = {
+        "raises": raises,
+        "errors": [f.text for f in reading.errors],
+        "notes": [f.text for f in reading.findings if f.level == "note"],
+        "dropped": sorted(package.tensors.keys() - set(reading.used)),
+    }
+    (directory / "reading.json").write_text(json.dumps(prediction, indent=2))
+    held = {f"weights.{name}": tensor.contiguous().clone() for name, tensor in reading.weights.items()}
+    if not raises:
+        held["logits"] = logits_of(reading)
+    save_file(held, directory / "reading.safetensors")
 
 
 def predicted_logits(reading: Reading, ours: Mapping[str, Tensor]) -> Tensor:
@@ -196,9 +159,6 @@ def main(output: Path) -> None:
     for name, case in CASES.items():
         (output / name).mkdir(parents=True)
         write(case, output / name)
-    for name, settings in EAGLE3.items():
-        (output / "eagle3" / name).mkdir(parents=True)
-        write_eagle3(settings, output / "eagle3" / name)
     for name, defect in DEFECTS.items():
         break_and_predict(defect, output / defect.case, output / "broken" / name)
 

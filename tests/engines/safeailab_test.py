@@ -7,12 +7,14 @@ Run by `make test-engines`.
 
 from __future__ import annotations
 
+import inspect
 import json
 from dataclasses import dataclass
 
 import pytest
 import torch
 from defects import DEFECTS
+from eagle.model import cnets
 from eagle.model.cnets import Model
 from eagle.model.configs import EConfig
 from exported import (
@@ -115,6 +117,11 @@ def test_a_defect_does_what_our_reader_predicts(defect: str):
     settle(loaded.parameters, loaded.started, weights)
     logits = run(loaded.model, exported) @ exported.ours["lm_head"].T
     assert_drafts_as_predicted(predicted, logits, exported, lost=defect in LOST)
+
+
+def test_this_release_has_no_eagle3():
+    """Else compare those heads as `eagle3_vllm_test.py` does. The repository's own code has it."""
+    assert not hasattr(cnets, "LlamaDecoderLayeremb") and "draft_vocab_size" not in inspect.getsource(cnets)
 
 
 def test_a_config_without_bias_gives_the_fusion_layer_one():

@@ -1,25 +1,18 @@
-"""Exported heads in SGLang's own code, on a CPU: its model config, its loader, its module's forward and logits.
-
-Its compiled operators are replaced: attention by torch's, the others by SGLang's own plain definitions. Run by
-`make test-engines`.
-"""
+"""Exported EAGLE-1 heads in SGLang's own code, on a CPU: its model config, its loader, its module's forward and logits.
+Run by `make test-engines`."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-import sglang_stubs  # noqa: F401  (first)  # isort: skip
+from sglang_code import load, load_draft, run, start  # isort: skip (before SGLang)
 from defects import DEFECTS
 from exported import (
     ROPE_SPELLINGS,
-    CausalAttention,
-    Exported,
     assert_close,
     assert_drafts_as_predicted,
     assert_loaded,
@@ -28,94 +21,25 @@ from exported import (
     cases,
     configured,
     edited,
-    emptied,
     fused,
     read,
     settle,
-    uninitialised_is_nan,
 )
-from sglang.kernels.fused_op import BaseFusedOp
-from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
-from sglang.srt.model_loader.loader import DefaultModelLoader, _initialize_model
-from sglang.srt.model_loader.utils import set_default_torch_dtype
-from sglang.srt.runtime_context import SpawnRanks, publish
 from sglang.srt.server_args import ServerArgs
-from torch import Tensor, nn
+from torch import nn
 
 CASES = cases("sglang")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def server(tmp_path_factory: pytest.TempPathFactory) -> ServerArgs:
-    exported = read("llama", "sglang")
-    args = ServerArgs(
-        model_path=str(exported.target),
-        device="cpu",
-        dtype="float32",
-        speculative_algorithm="EAGLE",
-        speculative_draft_model_path=str(exported.directory),
-        speculative_num_steps=3,
-        speculative_eagle_topk=1,
-        speculative_num_draft_tokens=4,
-        disable_cuda_graph=True,
-    )
-    publish(args, role="test", ranks=SpawnRanks(world_rank=0))
-    init_distributed_environment(1, 0, f"file://{tmp_path_factory.mktemp('store') / 'store'}", 0, "gloo")
-    initialize_model_parallel(backend="gloo")
-    return args
-
-
-def load(
-    args: ServerArgs, directory: Path, draft: bool, context: int | None = None
-) -> tuple[nn.Module, dict[str, Tensor]]:
-    """The module with the directory's weights, NaN where no tensor filled them, and what its parameters held before.
-
-    context: the target's, which its worker passes to that of the draft.
-    """
-    config = ModelConfig.from_server_args(args, model_path=str(directory), is_draft_model=draft, context_length=context)
-    loader = DefaultModelLoader(LoadConfig())
-    with set_default_torch_dtype(config.dtype):
-        with uninitialised_is_nan():
-            model = _initialize_model(config, loader.load_config, None)
-        started = emptied(model)
-        loader.load_weights_and_postprocess(model, loader._get_all_weights(config, model), torch.device("cpu"))
-    for layer in model.model.layers:
-        attention = layer.self_attn
-        attention.attn = CausalAttention(attention.num_heads, attention.num_kv_heads, attention.scaling)
-    for module in model.modules():
-        if isinstance(module, BaseFusedOp):
-            module._forward_method = module.forward_native
-    return model.eval(), started
-
-
-def load_draft(args: ServerArgs, exported: Exported) -> tuple[nn.Module, dict[str, Tensor]]:
-    context = json.loads((exported.target / "config.json").read_text())["max_position_embeddings"]
-    return load(args, exported.directory, draft=True, context=context)
+    return start(read("llama", "sglang"), "EAGLE", tmp_path_factory.mktemp("store") / "store")
 
 
 @pytest.fixture(scope="module")
 def targets(server: ServerArgs) -> dict[str, nn.Module]:
     return {case: load(server, read(case, "sglang").target, draft=False)[0] for case in CASES}
-
-
-def run(model: nn.Module, ids: Tensor, features: Tensor | None = None) -> Any:
-    """The model's output on one sequence from position 0, with logits and hidden states of every row."""
-    zero = torch.zeros(1, dtype=torch.int64)
-    batch = ForwardBatch(
-        forward_mode=ForwardMode.DECODE,  # of which every row is scored
-        batch_size=len(ids),
-        input_ids=ids,
-        req_pool_indices=zero,
-        seq_lens=zero + len(ids),
-        out_cache_loc=torch.arange(len(ids)),
-        seq_lens_sum=len(ids),
-    )
-    batch.capture_hidden_mode = CaptureHiddenMode.FULL
-    batch.spec_info = SimpleNamespace(hidden_states=features)
-    return model(ids, torch.arange(len(ids)), batch)
 
 
 @pytest.mark.parametrize("case", CASES)

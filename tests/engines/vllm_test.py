@@ -1,27 +1,21 @@
-"""Exported heads in vLLM's own code, on a CPU: its config resolution, its loader, its module's forward.
-
-Only the attention operator is replaced, which is compiled for GPUs. Run by `make test-engines`.
-"""
+"""Exported EAGLE-1 heads in vLLM's own code, on a CPU: its config resolution, its loader, its module's forward. Run by
+`make test-engines`."""
 
 from __future__ import annotations
-
-import os
-
-os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-os.environ["VLLM_TARGET_DEVICE"] = "cpu"  # else the wheel looks for a GPU when it is imported
 
 import functools
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import vllm_code
+
+from vllm_code import load, one_process, share  # isort: skip (before vLLM)
 from defects import DEFECTS
 from exported import (
     ROPE_SPELLINGS,
-    CausalAttention,
     Exported,
     assert_close,
     assert_drafts_as_predicted,
@@ -31,57 +25,24 @@ from exported import (
     cases,
     configured,
     edited,
-    emptied,
     fused,
     read,
     settle,
-    uninitialised_is_nan,
 )
-from torch import Tensor, nn
+from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
-from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
-from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
-from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
 CASES = cases("vllm")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    exported = read("llama", "vllm")
-    with set_current_vllm_config(engine_config(exported)):
-        init_distributed_environment(1, 0, f"file://{tmp_path_factory.mktemp('store') / 'store'}", 0, "gloo")
-        ensure_model_parallel_initialized(1, 1)
-    yield
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with one_process(read("llama", "vllm"), "eagle", tmp_path_factory.mktemp("store") / "store"):
+        yield
 
 
 def engine_config(exported: Exported) -> VllmConfig:
-    speculative = {"method": "eagle", "model": str(exported.directory), "num_speculative_tokens": 3}
-    return EngineArgs(
-        model=str(exported.target),
-        dtype="float32",
-        enforce_eager=True,
-        compilation_config={"custom_ops": ["none"]},  # its own plain torch definitions, not compiled operators
-        speculative_config=speculative,
-    ).create_engine_config()
-
-
-def load(config: VllmConfig, draft: bool) -> tuple[nn.Module, dict[str, Tensor]]:
-    """The target's or the draft's module with the directory's weights, NaN where no tensor filled them, and what its
-    parameters held before."""
-    model_config = config.speculative_config.draft_model_config if draft else config.model_config
-    with set_current_vllm_config(config):
-        with uninitialised_is_nan():
-            model = initialize_model(config, model_config=model_config)
-        started = emptied(model)
-        DefaultModelLoader(config.load_config).load_weights(model, model_config)
-        process_weights_after_loading(model, model_config, torch.device("cpu"))
-    for layer in model.model.layers:
-        attention = layer.self_attn
-        attention.attn = CausalAttention(attention.num_heads, attention.num_kv_heads, attention.scaling)
-    return model.eval(), started
+    return vllm_code.engine_config(exported, "eagle")
 
 
 def load_draft(exported: Exported) -> nn.Module:
@@ -91,13 +52,6 @@ def load_draft(exported: Exported) -> nn.Module:
 @functools.cache
 def load_target(case: str) -> nn.Module:
     return load(engine_config(read(case, "vllm")), draft=False)[0]
-
-
-def share(config: VllmConfig, target: nn.Module, draft: nn.Module) -> None:
-    """The target's tables for the draft, where it has none."""
-    proposer = SimpleNamespace(model=draft, vllm_config=config, use_local_argmax_reduction=False)
-    SpecDecodeBaseProposer._maybe_share_embeddings(proposer, target)
-    SpecDecodeBaseProposer._maybe_share_lm_head(proposer, target)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,0 +1,121 @@
+"""Exported heads of the embedded target that know something, and what our own chain drafts with them, for an engine
+that serves them to be held against.
+
+    python served.py OUT
+
+writes OUT/served/target (a transformers directory), OUT/served/CASE/FORMAT (exports), and OUT/served/CASE/ours.json:
+
+prompts, tokens
+    Token ids of held-out prompts, and of the target's greedy answers by our chain.
+rounds.K
+    Of chains of K tokens, for every prompt the number of accepted ones of every round, counted as vLLM does: what an
+    end token or the limit cuts off is among them.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the other tests' helpers
+from quick_heads import quick_eagle3_head, quick_eagle_head
+from run_models import run_models
+
+from draftsmith.data.exchange.export import ExportConfig
+from draftsmith.data.exchange.export import run as export
+from draftsmith.data.heads.directory import save_head
+from draftsmith.data.models.hub import resolve_model
+from draftsmith.data.models.loading import load_lm
+from draftsmith.eval.bench.prompts import read_prompts
+from draftsmith.modules.decoding.loop import generate, generate_one
+from draftsmith.modules.drafters.eagle3.net import layer_like
+from draftsmith.modules.drafters.methods import parse_method
+from draftsmith.modules.sampling import TorchSource
+from draftsmith.modules.types import SamplingParams
+
+TARGET, GREEDY = "embedded:target", SamplingParams()
+NUM_PROMPTS, NEW_TOKENS, LENGTHS = 12, 96, (3, 5)
+# Of training, and the prompts whose answers a head learns by heart: long drafts there, short ones elsewhere.
+STEPS, TAUGHT = 160, 6
+
+
+@dataclass(frozen=True)
+class Case:
+    """shape: fields of `Eagle3Config` that are not the default; None is an EAGLE-1 head. rope_theta: of the head."""
+
+    formats: tuple[str, ...]
+    shape: dict[str, Any] | None = field(default_factory=dict)
+    draft_vocab: int = 0
+    rope_theta: float | None = None
+
+
+CASES = {
+    "eagle": Case(("vllm",), shape=None),
+    "whole": Case(("vllm",)),
+    "reduced": Case(("vllm", "speculators"), draft_vocab=512),
+    "other": Case(
+        ("vllm",), {"capture": (1, 4, 11), "fc_norm": True, "norm_output": True}, draft_vocab=512, rope_theta=300.0
+    ),
+    "residual": Case(("speculators",), {"norm_before_residual": True}),
+}
+
+
+def answers(target: Any, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Prompts with the target's own answers behind them, of one length."""
+    sources = [TorchSource(0) for _ in prompts]
+    made = generate(target, None, prompts, GREEDY, NEW_TOKENS, sources, ())
+    return [[*prompt, *one.tokens][-160:] for prompt, one in zip(prompts, made, strict=True)]
+
+
+def trained(target: Any, case: Case, rows: Sequence[Sequence[int]]) -> Any:
+    if case.shape is None:
+        return quick_eagle_head(target, rows, STEPS)
+    llama = layer_like(target.config, case.rope_theta)
+    return quick_eagle3_head(target, rows, STEPS, case.draft_vocab, llama=llama, **case.shape)
+
+
+def drafted(target: Any, head: Any, kind: str, length: int, prompt: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The answer, and how many tokens of each round were accepted, also beyond the answer's limit: vLLM's last draft is
+    as long as the others."""
+    drafter = parse_method(f"{kind}:k={length}").build(run_models(target, **{kind: head}, capacity=1024))
+    made = generate_one(target, drafter, prompt, GREEDY, NEW_TOKENS + length + 1, TorchSource(0))
+    rounds, emitted = [], made.trace.prefill_emitted
+    for step in made.trace.steps:
+        if emitted < NEW_TOKENS:
+            rounds.append(step.num_accepted)
+        emitted += step.num_emitted
+    return made.tokens[:NEW_TOKENS], rounds
+
+
+def main(output: Path) -> None:
+    output.mkdir(parents=True)
+    target = load_lm(TARGET)
+    shutil.copytree(resolve_model(TARGET), output / "target")
+    held_out = [row.prompt_ids for row in read_prompts("embedded:prompts", TARGET, "test")]
+    prompts = [prompt for prompt in held_out if len(prompt) > 64][:: len(held_out) // (2 * NUM_PROMPTS)][:NUM_PROMPTS]
+    rows = answers(target, prompts[:TAUGHT])
+    for name, case in CASES.items():
+        kind = "eagle" if case.shape is None else "eagle3"
+        head = trained(target, case, rows)
+        saved = save_head(output / name / "head", head, {"target": target.info.identity}, "")
+        for format in case.formats:
+            config = ExportConfig(format=format, head=saved, target=TARGET, output=output / name / format)
+            assert export(config) == 0, "export says why"
+        ours: dict[str, Any] = {"prompts": prompts}
+        for length in LENGTHS:
+            made = [drafted(target, head, kind, length, prompt) for prompt in prompts]
+            ours["tokens"] = [tokens for tokens, _ in made]
+            ours[f"rounds.{length}"] = [rounds for _, rounds in made]
+        (output / name / "ours.json").write_text(json.dumps(ours))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]) / "served")
