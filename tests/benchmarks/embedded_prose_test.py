@@ -36,8 +36,8 @@ ITEM = Documented("rail.route", "route(start, limit)", DOCSTRING, "rail")
 def test_every_task_has_its_answer():
     made = {(task, prompt): answer for task, prompt, answer in turns_of(ITEM)}
     algorithm = (
-        "The route is found by Dijkstra's algorithm with a binary heap. Stations that are closed are left out, and None "
-        "is returned where no open route is left."
+        "The route is found by Dijkstra's algorithm with a binary heap. Stations that are closed are left out, and "
+        "None is returned where no open route is left."
     )
     first = "Find the shortest route between two stations of the network."
     delays = "Their delays are known only after Network.update was called, which asks the operator."
