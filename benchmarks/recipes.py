@@ -104,7 +104,7 @@ RECIPES = {
     "lk-hybrid": Recipe({"loss": "lk-hybrid"}),
     "lk": Recipe({"loss": "lk"}),
     "adamw": Recipe({"optimizer": "adamw", "lr": 2e-3}),
-    "version-3.1": Recipe({"version": "3.1"}),
+    "version-3": Recipe({"version": "3"}),
     "more-data": Recipe(more=True),
     "eagle1-more-data": Recipe(kind="eagle", more=True),
 }

@@ -52,7 +52,8 @@ def quick_eagle3_head(
     """The same of an EAGLE-3 head, by its own loss. draft_vocab: tokens that it can draft, those of the rows first.
     shape: fields of its config that are not as training sets them."""
     torch.manual_seed(0)
-    settings = Eagle3Settings(draft_vocab=draft_vocab, passes=2)
+    # Of version 3, which every format holds.
+    settings = Eagle3Settings(draft_vocab=draft_vocab, passes=2, version="3")
     head = Eagle3Head(dataclasses.replace(Eagle3Head.shape(settings, target.config), **shape))
     width = min(map(len, rows))
     ids = torch.tensor([row[-width:] for row in rows])

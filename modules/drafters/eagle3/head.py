@@ -40,8 +40,8 @@ class Eagle3Settings:
             that end them. 0, or no less than the target has: all.
         rope: Rotary positions of the head: the target's, or plain, without the target's scaling.
         rope_theta: Rotary base of the head. Default: the target's.
-        version: 3, or 3.1: every state is normed before they are joined, and so is what the head reads of itself. vLLM
-            and SGLang hold 3.1, SafeAILab's code does not.
+        version: 3.1: every state is normed before they are joined, and so is what the head reads of itself; or 3, as in
+            the paper. vLLM, SGLang and speculators serve both, SafeAILab's code 3 only.
         init: random; target-last-layer, where its layer starts as the target's last one; or the directory of a head to
             fine-tune, whose shape it keeps.
         train_lm_head: Train the lm_head too, which begins as the target's.
@@ -65,7 +65,7 @@ class Eagle3Settings:
     draft_vocab: int = 32_000
     rope: Rope = "target"
     rope_theta: float | None = None
-    version: Literal["3", "3.1"] = "3"
+    version: Literal["3", "3.1"] = "3.1"
     init: str = "random"
     train_lm_head: bool = False
     passes: int = 7

@@ -262,8 +262,10 @@ def test_layers_are_any_distinct_ones(asked: tuple[int, ...]) -> None:
 def test_a_draft_vocabulary_of_the_targets_size_is_whole() -> None:
     assert not Eagle3Head.shape(Eagle3Settings(), LLAMA).reduced
     assert Eagle3Head.shape(Eagle3Settings(draft_vocab=5), LLAMA).reduced
-    config = Eagle3Head.shape(Eagle3Settings(version="3.1", rope_theta=7.0), LLAMA)
+    config = Eagle3Head.shape(Eagle3Settings(rope_theta=7.0), LLAMA)
     assert config.fc_norm and config.norm_output and config.llama.rope_theta == 7.0
+    config = Eagle3Head.shape(Eagle3Settings(version="3"), LLAMA)
+    assert not config.fc_norm and not config.norm_output
     assert dataclasses.asdict(config)["capture"] == (2, 4, 5)
 
 
