@@ -41,9 +41,9 @@ from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
 
 TARGET, GREEDY = "embedded:target", SamplingParams()
-NUM_PROMPTS, NEW_TOKENS, LENGTHS = 12, 96, (3, 5)
+NUM_PROMPTS, NEW_TOKENS, LENGTHS = 6, 96, (3, 5)
 # Of training, and the prompts whose answers a head learns by heart: long drafts there, short ones elsewhere.
-STEPS, TAUGHT = 160, 6
+STEPS, TAUGHT = 300, 3
 
 
 @dataclass(frozen=True)
