@@ -94,7 +94,7 @@ def also_in(data: Path, prompts: Iterable[BenchPrompt]) -> set[int]:
     return found
 
 
-def judge(gain: Sequence[float] | None, prompts: int, worth: float) -> Verdict:
+def verdict_of(gain: Sequence[float] | None, prompts: int, worth: float) -> Verdict:
     """What the 95 % interval of tau after by tau before says. worth: the smallest gain that counts."""
     low, high = gain if gain is not None and prompts >= LEAST_PROMPTS else (-math.inf, math.inf)
     if high < 1:
@@ -167,7 +167,7 @@ def gain_of(
         "speedup_after": speedup(rows[1], base[1], clock),
         "ar_tokens_per_s": tokens_per_s(base[1], clock),
         "accepted": [accepted_at(depth, first, second, drawn) for depth in range(1, depths + 1)],
-        "verdict": judge(gain, prompts, config.worth),
+        "verdict": verdict_of(gain, prompts, config.worth),
         "prompts_needed": prompts_needed(taus[1] / taus[0], gain, prompts, config.worth),
     }
 

@@ -24,7 +24,7 @@ CONTEXT = 256
 def tiny_tokenizer() -> Any:
     """A byte-level tokenizer with the embedded pair's chat template."""
     texts = ["def add(first, second):\n    return first + second\n", "What does this function do?", "Rename a to b:"]
-    return train_tokenizer(texts * 4, CONTEXT)
+    return train_tokenizer(texts * 4, 2048, CONTEXT)
 
 
 def tiny_llama_dir(

@@ -1,4 +1,5 @@
-"""`python benchmarks/embedded/build.py --output data/embedded`: the models that ship, with their prompts and card.
+"""`python benchmarks/embedded/build.py --output data/embedded`: the models that ship, with their prompts and card;
+`--domain prose --output data/embedded/prose` makes the pair for text that does not copy.
 
 Hours rather than minutes on two cores. Stages write into a work folder and are skipped when their file is there, so a
 killed build goes on where it was. Steps and seeds are fixed; the installed versions of the source packages are the only
@@ -18,16 +19,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from draftsmith.benchmarks.embedded import card
-from draftsmith.benchmarks.embedded.corpus import SOURCES, read_corpus
+from draftsmith.benchmarks.embedded.domains import DOMAINS, MAX_POSITION, Domain
 from draftsmith.benchmarks.embedded.language_model import TokenRow, evaluate
-from draftsmith.benchmarks.embedded.models import DRAFTS, MAX_POSITION, TARGET_STAGES, Builder
-from draftsmith.benchmarks.embedded.tasks import Turn, turns
+from draftsmith.benchmarks.embedded.models import Builder
+from draftsmith.benchmarks.embedded.tasks import Turn
 from draftsmith.benchmarks.embedded.tokenizer import ASSISTANT, END, USER, train_tokenizer
 from draftsmith.data.answering.batched import set_threads
 from draftsmith.data.models.loading import load_lm
@@ -40,12 +41,18 @@ from draftsmith.modules.targets.llama import LlamaLM
 
 MAX_ROW_TOKENS = 512
 TOKENIZER_TEXTS = 20_000
-# How often a turn of each task is taken: edits of plentiful kinds are thinned, rare ones repeated.
-TASK_SHARE = {"wrap_in_try": 0.45, "rename": 0.8, "remove_type_hints": 0.6, "add_type_hints": 0.8, "complete": 0.4}
-SORT_IMPORTS_VARIANTS = 4
 DISTIL_PROMPTS = 2_500
 DISTIL_GREEDY_SHARE = 0.3  # drafts serve greedy and sampled decoding
 SHIPPED_PROMPTS = {"train": 3_240, "dev": 180, "test": 380}
+# Packages that are installed under another name.
+DISTRIBUTIONS = {
+    "yaml": "pyyaml",
+    "sklearn": "scikit-learn",
+    "_pytest": "pytest",
+    "absl": "absl-py",
+    "attr": "attrs",
+    "grpc": "grpcio",
+}
 CARD_PROMPTS = 40  # per task, of the shipped test prompts
 
 
@@ -55,67 +62,72 @@ class BuildConfig:
 
     Attributes:
         output: Directory that receives target/, draft/, draft-small/, prompts.jsonl, MODEL_CARD.md and NOTICE.md.
-        work: Scratch folder; finished stages in it are not repeated.
+        domain: edits or prose: which pair.
+        work: Scratch folder; finished stages in it are not repeated. runs/embedded/DOMAIN where none is named.
         seed: Of the corpus' random parts, the weights and the order of batches.
         num_threads: CPU threads.
+        packages: Learn from these source packages only. All of the domain's where none is named.
     """
 
     output: Path
-    work: Path = Path("runs/embedded")
+    domain: Literal["edits", "prose"] = "edits"
+    work: Path | None = None
     seed: int = 0
     num_threads: int = 2
+    packages: list[str] | None = None
 
 
 @sole_writer()
 def run(config: BuildConfig) -> Path:
     """Build everything, or what is missing of it."""
     set_threads(config.num_threads)
-    make_directory(config.work)
+    domain, work = DOMAINS[config.domain], config.work or Path("runs/embedded") / config.domain
+    make_directory(work)
     started = time.time()
 
     def log(text: str) -> None:
         print(f"{time.time() - started:8.0f} s  {text}", flush=True)
 
-    turns = make_turns(config.work, config.seed)
-    tokenizer = make_tokenizer(config.work, turns, config.seed)
-    rows = training_rows(turns, tokenizer, config.seed)
-    dev = fitting([t for t in turns if t.split == "dev" and t.task != "complete"], tokenizer)
+    turns = make_turns(domain, work, config)
+    tokenizer = make_tokenizer(domain, work, turns, config.seed)
+    rows = training_rows(domain, turns, tokenizer, config.seed)
+    measured = [turn for turn in turns if turn.task not in domain.unmeasured]
+    dev = fitting([turn for turn in measured if turn.split == "dev"], tokenizer)
     log(f"{len(rows)} training rows, {sum(len(row.ids) for row in rows) / 1e6:.1f} M tokens")
-    builder = Builder(config.work, dev, tokenizer.pad_token_id, config.seed, log)
-    export_model(builder.target(rows, len(tokenizer)), config.output / "target", tokenizer)
+    write_lines(config.output / "prompts.jsonl", shipped_prompts(turns, tokenizer, config.seed))
+    known = read_prompts(config.output / "prompts.jsonl")
+    builder = Builder(domain, work, dev, tokenizer.pad_token_id, config.seed, log)
+    export_model(builder.target(rows, fitting(known, tokenizer), len(tokenizer)), config.output / "target", tokenizer)
     # From here on the target is what ships: bf16 weights, read back.
     target = load_lm(str(config.output / "target"))
-    own_text = distillation_rows(config, turns, tokenizer, target, log)
+    asked = measured if domain.by_heart is None else known
+    questions = [turn for turn in asked if turn.split == "train"]
+    own_text = distillation_rows(work / "own_text.jsonl", questions, tokenizer, target, config.seed, log)
     assert isinstance(target, LlamaLM)
-    for name in DRAFTS:
+    for name in domain.drafts:
         draft = builder.draft(name, target.model, rows, own_text)
         export_model(draft, config.output / name, tokenizer)
-    write_lines(config.output / "prompts.jsonl", shipped_prompts(turns, tokenizer, config.seed))
     write_card(config, tokenizer, dev, rows)
     log(f"card written to {config.output / 'MODEL_CARD.md'}")
     return config.output
 
 
-def make_turns(work: Path, seed: int) -> list[Turn]:
+def make_turns(domain: Domain, work: Path, config: BuildConfig) -> list[Turn]:
     """All chat turns, from `work`/turns.jsonl when it is there."""
     path = work / "turns.jsonl"
     if not path.exists():
-        corpus = read_corpus()
-        made = turns(corpus, seed)
-        blocks_only = dataclasses.replace(corpus, functions=())
-        for variant in range(1, SORT_IMPORTS_VARIANTS):
-            made += [turn for turn in turns(blocks_only, seed, variant) if turn.split == "train"]
-        write_lines(path, map(dataclasses.asdict, made))
+        write_lines(path, map(dataclasses.asdict, domain.turns(config.seed, config.packages)))
     return [Turn(**row) for row in read_lines(path)]
 
 
-def make_tokenizer(work: Path, turns: list[Turn], seed: int) -> Any:
+def make_tokenizer(domain: Domain, work: Path, turns: list[Turn], seed: int) -> Any:
     """Learned on training turns only."""
     path = work / "tokenizer"
     if not (path / "tokenizer_config.json").exists():
         train = [turn for turn in turns if turn.split == "train"]
         sample = random.Random(seed).sample(train, min(TOKENIZER_TEXTS, len(train)))
-        train_tokenizer((f"{t.prompt}\n{t.answer}" for t in sample), MAX_POSITION).save_pretrained(str(path))
+        texts = (f"{t.prompt}\n{t.answer}" for t in sample)
+        train_tokenizer(texts, domain.shape.vocab_size, MAX_POSITION).save_pretrained(str(path))
     return AutoTokenizer.from_pretrained(str(path))
 
 
@@ -132,10 +144,10 @@ def fitting(turns: Sequence[Turn], tokenizer: Any) -> list[TokenRow]:
     return [row for row in token_rows(turns, tokenizer) if len(row.ids) <= MAX_ROW_TOKENS]
 
 
-def training_rows(turns: list[Turn], tokenizer: Any, seed: int) -> list[TokenRow]:
-    """The training split, thinned to TASK_SHARE and to rows that fit."""
-    rng = random.Random(seed)
-    return fitting([t for t in turns if t.split == "train" and rng.random() < TASK_SHARE.get(t.task, 1.0)], tokenizer)
+def training_rows(domain: Domain, turns: list[Turn], tokenizer: Any, seed: int) -> list[TokenRow]:
+    """The training split, thinned to the domain's shares of tasks and to rows that fit."""
+    rng, share = random.Random(seed), domain.task_share
+    return fitting([t for t in turns if t.split == "train" and rng.random() < share.get(t.task, 1.0)], tokenizer)
 
 
 def export_model(model: LlamaModel, directory: Path, tokenizer: Any) -> None:
@@ -167,17 +179,15 @@ def export_model(model: LlamaModel, directory: Path, tokenizer: Any) -> None:
 
 
 def distillation_rows(
-    config: BuildConfig, turns: list[Turn], tokenizer: Any, target: CausalLM, log: Callable[[str], None]
+    path: Path, questions: Sequence[Turn], tokenizer: Any, target: CausalLM, seed: int, log: Callable[[str], None]
 ) -> list[TokenRow]:
-    """What the target itself answers to training prompts, sampled and greedy; from `work`/own_text.jsonl when there."""
-    path = config.work / "own_text.jsonl"
+    """What the target itself answers to training prompts, sampled and greedy; from the file when there."""
     if not path.exists():
-        rng = random.Random(config.seed + 1)
-        chosen = rng.sample([t for t in turns if t.split == "train" and t.task != "complete"], DISTIL_PROMPTS)
+        chosen = random.Random(seed + 1).sample(questions, min(DISTIL_PROMPTS, len(questions)))
         prompts = [row.ids[: row.answer_start] for row in fitting(chosen, tokenizer)]
         num_greedy = round(DISTIL_GREEDY_SHARE * len(prompts))
-        answers = card.answers_to(target, prompts[:num_greedy], 0.0, config.seed)
-        answers += card.answers_to(target, prompts[num_greedy:], 1.0, config.seed)
+        answers = card.answers_to(target, prompts[:num_greedy], 0.0, seed)
+        answers += card.answers_to(target, prompts[num_greedy:], 1.0, seed)
         log(f"{len(answers)} answers of the target's own, {sum(map(len, answers)) / 1e6:.2f} M tokens")
         write_lines(path, zip(prompts, answers, strict=True))
     return [TokenRow((*prompt, *answer), len(prompt)) for prompt, answer in read_lines(path)]
@@ -207,8 +217,7 @@ def shipped_prompts(turns: list[Turn], tokenizer: Any, seed: int) -> list[dict[s
 
 def card_questions(path: Path, tokenizer: Any) -> list[card.HeldOutPrompt]:
     """Held-out prompts for the card: CARD_PROMPTS a task from the shipped test split."""
-    rows = [row for row in read_lines(path) if row["split"] == "test"]
-    test = [Turn(key=row.pop("id"), **row) for row in rows]
+    test = [turn for turn in read_prompts(path) if turn.split == "test"]
     taken: Counter[str] = Counter()
     questions = []
     for turn, tokens in zip(test, token_rows(test, tokenizer), strict=True):
@@ -219,12 +228,12 @@ def card_questions(path: Path, tokenizer: Any) -> list[card.HeldOutPrompt]:
     return questions
 
 
-def source_versions() -> dict[str, str]:
+def source_versions(sources: Iterable[str]) -> dict[str, str]:
     """Installed version of each source package."""
     found = {"stdlib": platform.python_version()}
-    for package in SOURCES:
+    for package in sources:
         try:
-            found.setdefault(package, version({"yaml": "pyyaml"}.get(package, package)))
+            found.setdefault(package, version(DISTRIBUTIONS.get(package, package)))
         except PackageNotFoundError:
             continue
     return found
@@ -232,24 +241,31 @@ def source_versions() -> dict[str, str]:
 
 def write_card(config: BuildConfig, tokenizer: Any, dev: list[TokenRow], rows: list[TokenRow]) -> None:
     """MODEL_CARD.md, its numbers as card.json, and NOTICE.md."""
+    domain = DOMAINS[config.domain]
     questions = card_questions(config.output / "prompts.jsonl", tokenizer)
-    models: dict[str, Any] = {name: load_lm(str(config.output / name)) for name in ("target", *DRAFTS)}
-    scores = {name: card.score_pair(models["target"], models[name], questions, config.seed) for name in DRAFTS}
+    models: dict[str, Any] = {name: load_lm(str(config.output / name)) for name in ("target", *domain.drafts)}
+    scores = {name: card.score_pair(models["target"], models[name], questions, config.seed) for name in domain.drafts}
     held_out = {
         name: dict(zip(("loss", "top1"), evaluate(lm.model, dev, tokenizer.pad_token_id), strict=True))
         for name, lm in models.items()
     }
-    stages = {name: recipe for name, (_, recipe) in TARGET_STAGES.items()}
-    for name, draft in DRAFTS.items():
+    stages = {name: recipe for name, (_, recipe) in domain.target_stages.items()}
+    stages |= {"by heart": domain.by_heart} if domain.by_heart is not None else {}
+    for name, draft in domain.drafts.items():
         stages |= {f"{name}, start": draft.start} if draft.start is not None else {}
         stages |= {f"{name}, distilled": draft.distil}
     num_tokens = sum(len(row.ids) for row in rows)
-    facts = card.BuildFacts(source_versions(), len(rows), num_tokens, stages, held_out)
+    facts = card.BuildFacts(source_versions(domain.sources), len(rows), num_tokens, stages, held_out)
     samples = card.verbatim_samples(models["target"], tokenizer, questions, config.seed)
-    numbers = card.card_numbers(held_out, scores)
-    write_text(config.output / "MODEL_CARD.md", card.render(facts, numbers, samples))
+    numbers = card.card_numbers(domain, held_out, scores)
+    write_text(config.output / "MODEL_CARD.md", card.render(domain, facts, numbers, samples))
     write_json(config.output / "card.json", numbers, indent=2)
-    write_text(config.output / "NOTICE.md", card.notice(facts))
+    write_text(config.output / "NOTICE.md", card.notice(domain, facts))
+
+
+def read_prompts(path: Path) -> list[Turn]:
+    """The shipped prompts, with their ids as keys."""
+    return [Turn(key=row.pop("id"), **row) for row in read_lines(path)]
 
 
 def read_lines(path: Path) -> list[Any]:

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from draftsmith.benchmarks.embedded.corpus import SOURCES
+from draftsmith.benchmarks.embedded.domains import Domain
 from draftsmith.benchmarks.embedded.language_model import Recipe
-from draftsmith.benchmarks.embedded.tasks import EDIT_TASKS, HEADLINE_TASKS
 from draftsmith.data.answering.batched import answer_all, row_uniforms
 from draftsmith.data.heads.markdown import markdown_lines
 from draftsmith.modules.decoding.loop import generate_one
@@ -159,20 +158,24 @@ class BuildFacts:
 LOOPING_BELOW = 0.7  # distinct 4-grams under which a task's greedy text counts as looping
 
 
-def card_numbers(held_out: dict[str, dict[str, float]], scores: dict[str, dict[str, TaskScore]]) -> dict[str, Any]:
+def card_numbers(
+    domain: Domain, held_out: dict[str, dict[str, float]], scores: dict[str, dict[str, TaskScore]]
+) -> dict[str, Any]:
     """What card.json holds."""
     numbers: dict[str, Any] = {"held_out": held_out, "tasks": {}}
     for draft, by_task in scores.items():
         rows = {task: score.rates() for task, score in sorted(by_task.items())}
         looping = sorted(task for task, rates in rows.items() if rates["distinct_4grams"] < LOOPING_BELOW)
-        for name, tasks in (("all edits", EDIT_TASKS), ("edits and explain", HEADLINE_TASKS)):
+        for name, tasks in domain.sums.items():
             rows[name] = total(by_task, [task for task in tasks if task not in looping]).rates()
         numbers["tasks"][draft] = rows
         numbers["looping"] = looping
     return numbers
 
 
-def render(facts: BuildFacts, numbers: dict[str, Any], samples: Sequence[tuple[HeldOutPrompt, str, str]]) -> str:
+def render(
+    domain: Domain, facts: BuildFacts, numbers: dict[str, Any], samples: Sequence[tuple[HeldOutPrompt, str, str]]
+) -> str:
     """The card as Markdown."""
     tables = [f"### Target with `{draft}`\n\n{markdown_table(rows)}\n" for draft, rows in numbers["tasks"].items()]
     stages = (
@@ -183,7 +186,7 @@ def render(facts: BuildFacts, numbers: dict[str, Any], samples: Sequence[tuple[H
         f"### {question.task}\n\n````\n{prompt}\n````\n\nanswer:\n\n````\n{answer}\n````\n"
         for question, prompt, answer in samples
     )
-    return template("MODEL_CARD.md").substitute(
+    return template(domain.card).substitute(
         sources=", ".join(f"{name} {version}" for name, version in facts.sources.items()),
         num_rows=f"{facts.num_rows:,}",
         million_tokens=f"{facts.num_tokens / 1e6:.1f}",
@@ -197,9 +200,9 @@ def render(facts: BuildFacts, numbers: dict[str, Any], samples: Sequence[tuple[H
     )
 
 
-def notice(facts: BuildFacts) -> str:
+def notice(domain: Domain, facts: BuildFacts) -> str:
     """The licence notice of what the models learned from and of the prompts, which contain excerpts."""
-    rows = "\n".join(f"| {name} | {version} | {SOURCES[name]} |" for name, version in facts.sources.items())
+    rows = "\n".join(f"| {name} | {version} | {domain.sources[name]} |" for name, version in facts.sources.items())
     return template("NOTICE.md").substitute(rows=rows)
 
 

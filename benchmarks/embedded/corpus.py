@@ -13,7 +13,7 @@ import importlib.util
 import sys
 import sysconfig
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -171,7 +171,7 @@ class Corpus:
     packages: tuple[str, ...]
 
 
-def read_corpus(packages: list[str] | None = None) -> Corpus:
+def read_corpus(packages: Sequence[str] | None = None) -> Corpus:
     """Read all installed SOURCES (or `packages`). Deterministic given the installed versions."""
     functions: dict[str, Function] = {}
     blocks: dict[str, ImportBlock] = {}

@@ -29,7 +29,8 @@ class TokenRow:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One stage of training. tokens_per_step counts padding; prompt_weight is the loss weight of prompt tokens."""
+    """One stage of training. tokens_per_step counts padding; prompt_weight is the loss weight of prompt tokens;
+    bf16 multiplies matrices in bfloat16, which is faster only where the processor has instructions for it."""
 
     steps: int
     tokens_per_step: int = 4096
@@ -40,6 +41,7 @@ class Recipe:
     weight_decay: float = 0.02
     prompt_weight: float = 0.15
     seed: int = 0
+    bf16: bool = False
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,8 @@ def train_steps(
     for step in range(recipe.steps):
         for group in opt.param_groups:
             group["lr"] = recipe.lr * lr_fraction(step, recipe)
-        loss = loss_of(model, next(data))
+        with torch.autocast("cpu", torch.bfloat16, enabled=recipe.bf16):
+            loss = loss_of(model, next(data))
         opt.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -12,6 +12,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 from torch import Tensor
 
+from draftsmith.benchmarks.embedded.domains import Domain
 from draftsmith.benchmarks.embedded.language_model import (
     PaddedBatch,
     Recipe,
@@ -25,90 +26,44 @@ from draftsmith.benchmarks.embedded.language_model import (
     train_steps,
 )
 from draftsmith.data.store.files import write_tensors
-from draftsmith.modules.layers import LlamaConfig, LlamaModel
+from draftsmith.modules.layers import LlamaModel
 
-MAX_POSITION = 1024
 Log = Callable[[str], None]
 LossOf = Callable[[LlamaModel, PaddedBatch], Tensor]
-
-
-@dataclass(frozen=True)
-class DraftRecipe:
-    """How a draft is made.
-
-    start: training on the corpus, before distillation; None takes the first layers of the target's seedling.
-    distil: training on what the target answers.
-    """
-
-    num_layers: int
-    start: Recipe | None
-    distil: Recipe
-
-
-# Name -> (layers, recipe). Each grows from the one before: depth is cheap to add once the rest has learned to copy.
-TARGET_STAGES = {
-    "seedling": (2, Recipe(steps=3600, min_lr_fraction=0.2, seed=1)),
-    "sapling": (6, Recipe(steps=900, decay_from=1.0 - 1e-9, lr=3e-3, seed=2)),
-    "target": (12, Recipe(steps=900, decay_from=0.3, lr=3e-3, min_lr_fraction=0.03, seed=3)),
-}
-# The two-layer draft stops early on purpose: trained as long as the target's seedling, two layers come to agree with
-# 99 % of its tokens, which no draft of a real model does, and leave nothing to measure.
-DRAFTS = {
-    "draft": DraftRecipe(
-        2,
-        start=Recipe(steps=1300, decay_from=0.75, min_lr_fraction=0.1, seed=1),
-        distil=Recipe(steps=100, lr=5e-4, warmup=10, decay_from=0.1, min_lr_fraction=0.03, seed=4),
-    ),
-    "draft-small": DraftRecipe(
-        1, start=None, distil=Recipe(steps=400, lr=3e-3, decay_from=0.1, min_lr_fraction=0.03, seed=5)
-    ),
-}
-
-
-def architecture(vocab_size: int, num_layers: int) -> LlamaConfig:
-    """Llama with tied embeddings; narrow and deep, so that a draft of few layers is cheap beside it."""
-    return LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=128,
-        intermediate_size=352,
-        num_layers=num_layers,
-        num_heads=4,
-        num_kv_heads=4,
-        head_dim=32,
-        max_position=MAX_POSITION,
-        tie_embeddings=True,
-    )
 
 
 @dataclass(frozen=True)
 class Builder:
     """Trains the shipped models in a work folder. dev: held-out rows, of which a stage says how well it knows them."""
 
+    domain: Domain
     work: Path
     dev: Sequence[TokenRow]
     pad: int
     seed: int
     log: Log
 
-    def target(self, rows: Sequence[TokenRow], vocab_size: int) -> LlamaModel:
-        """seedling -> sapling -> target."""
+    def target(self, rows: Sequence[TokenRow], shipped: Sequence[TokenRow], vocab_size: int) -> LlamaModel:
+        """The stages, one after the other. shipped: the rows of the shipped prompts."""
         model: LlamaModel | None = None
-        for name, (num_layers, recipe) in TARGET_STAGES.items():
+        for name, (num_layers, recipe) in self.domain.target_stages.items():
             if model is None:
-                model = LlamaModel(architecture(vocab_size, num_layers))
+                model = LlamaModel(self.domain.shape.config(vocab_size, num_layers))
                 init_weights(model, self.seed)
             else:
                 model = grow(model, num_layers, self.seed + num_layers)
             self._stage(name, model, recipe, rows, next_token_loss)
         assert model is not None
+        if self.domain.by_heart is not None:
+            self._stage("by-heart", model, self.domain.by_heart, shipped, next_token_loss)
         return model
 
     def draft(
         self, name: str, target: LlamaModel, rows: Sequence[TokenRow], own_text: Sequence[TokenRow]
     ) -> LlamaModel:
         """A draft that knows the language from `rows` or from the seedling, distilled on text that the target wrote."""
-        plan = DRAFTS[name]
-        draft = LlamaModel(architecture(target.config.vocab_size, plan.num_layers))
+        plan = self.domain.drafts[name]
+        draft = LlamaModel(self.domain.shape.config(target.config.vocab_size, plan.num_layers))
         if plan.start is None:
             load_weights(draft, self._path("seedling"))
         elif not self._path(name).exists():

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import ast
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from draftsmith.benchmarks.embedded.corpus import (
     Corpus,
     Function,
     ImportBlock,
     parse_function,
+    read_corpus,
     split_of,
     strip_annotations,
     strip_docstring,
@@ -25,6 +26,7 @@ _NEW_NAMES = """value item data source target index count size name path key tex
 first second total flag mode limit start offset buffer entry parent child label state handle record kind level"""
 EXCEPTIONS = ["ValueError", "TypeError", "KeyError", "OSError", "RuntimeError", "AttributeError"]
 MAX_DOC_CHARS = 160
+SORT_IMPORTS_VARIANTS = 4  # import blocks are rarer than functions
 
 
 @dataclass(frozen=True)
@@ -211,3 +213,13 @@ def turns(corpus: Corpus, seed: int, variant: int = 0) -> list[Turn]:
         if made is not None:
             out.append(Turn("sort_imports", block.key, split_of(block.key), *made, block.package, block.licence))
     return out
+
+
+def edit_turns(seed: int, packages: Sequence[str] | None = None) -> list[Turn]:
+    """All turns about the installed sources, or about `packages`."""
+    corpus = read_corpus(packages)
+    made = turns(corpus, seed)
+    blocks_only = replace(corpus, functions=())
+    for variant in range(1, SORT_IMPORTS_VARIANTS):
+        made += [turn for turn in turns(blocks_only, seed, variant) if turn.split == "train"]
+    return made

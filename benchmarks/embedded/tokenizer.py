@@ -1,4 +1,4 @@
-"""The embedded pair's tokenizer: byte-level BPE with a chat template that marks assistant tokens."""
+"""The tokenizer of an embedded pair: byte-level BPE with a chat template that marks assistant tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-VOCAB_SIZE = 2048
 PAD, USER, ASSISTANT, SYSTEM, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"
 # `generation` marks what the loss counts; transformers turns it into the assistant mask.
 CHAT_TEMPLATE = (
@@ -21,8 +20,8 @@ CHAT_TEMPLATE = (
 )
 
 
-def train_tokenizer(texts: Iterable[str], model_max_length: int) -> PreTrainedTokenizerFast:
-    """A tokenizer of VOCAB_SIZE pieces learned from `texts`. Whitespace runs are pieces, so indentation is cheap."""
+def train_tokenizer(texts: Iterable[str], vocab_size: int, model_max_length: int) -> PreTrainedTokenizerFast:
+    """A tokenizer of vocab_size pieces learned from `texts`. Whitespace runs are pieces, so indentation is cheap."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -33,7 +32,7 @@ def train_tokenizer(texts: Iterable[str], model_max_length: int) -> PreTrainedTo
     tokenizer.decoder = decoders.ByteLevel()
     specials = [PAD, USER, ASSISTANT, SYSTEM, END]
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE, special_tokens=specials, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+        vocab_size=vocab_size, special_tokens=specials, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
     )
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(

@@ -26,9 +26,9 @@ def resolve_model(path: str) -> str:
         return str(path)
     name = str(path).removeprefix(EMBEDDED)
     root = Path(__file__).parents[1] / "embedded"
-    found = root / ("prompts.jsonl" if name == "prompts" else name)
+    found = root / (f"{name}.jsonl" if name.endswith("prompts") else name)
     if not found.exists():
-        shipped = sorted(p.name for p in root.iterdir() if (p / "config.json").exists())
+        shipped = sorted(p.parent.relative_to(root).as_posix() for p in root.rglob("config.json"))
         raise InputError("path", path, f"one of {', '.join(EMBEDDED + name for name in shipped)}", "Name one of these.")
     return str(found)
 

@@ -14,30 +14,38 @@ import pytest
 import draftsmith.data.embedded as embedded
 from draftsmith.benchmarks.embedded import build, card
 from draftsmith.benchmarks.embedded.card import HeldOutPrompt, score_pair, total
-from draftsmith.benchmarks.embedded.corpus import SOURCES, content_key, parse_function, read_corpus, split_of
+from draftsmith.benchmarks.embedded.corpus import content_key, parse_function, split_of
+from draftsmith.benchmarks.embedded.domains import DOMAINS, Domain, DraftRecipe
 from draftsmith.benchmarks.embedded.language_model import Recipe
-from draftsmith.benchmarks.embedded.models import DraftRecipe
+from draftsmith.benchmarks.embedded.prose import PROSE_TASKS, sentences
 from draftsmith.benchmarks.embedded.tasks import EDIT_TASKS, HEADLINE_TASKS
 from draftsmith.data.models.loading import load_lm, load_tokenizer
 from draftsmith.launch.cli import main_of
 
 ROOT = Path(embedded.__file__).parent
-TASKS = (*HEADLINE_TASKS, "complete")
-ROWS = [json.loads(line) for line in (ROOT / "prompts.jsonl").read_text().splitlines()]
-CARD = json.loads((ROOT / "card.json").read_text())
+ROOTS = {"edits": ROOT, "prose": ROOT / "prose"}
+TASKS = {"edits": (*HEADLINE_TASKS, "complete"), "prose": PROSE_TASKS}
+ROWS = {
+    domain: [json.loads(line) for line in (root / "prompts.jsonl").read_text().splitlines()]
+    for domain, root in ROOTS.items()
+}
+CARDS = {domain: json.loads((root / "card.json").read_text()) for domain, root in ROOTS.items()}
+EVERY_DOMAIN = pytest.mark.parametrize("domain", DOMAINS)
 
 
-def test_prompts_come_in_three_splits_with_their_origin():
-    assert 3700 <= len(ROWS) <= 3900
-    assert set(Counter(row["split"] for row in ROWS)) == {"train", "dev", "test"}
-    assert {row["task"] for row in ROWS} == set(TASKS)
-    assert all(row["licence"] == SOURCES[row["package"]] for row in ROWS)
-    assert len({row["id"] for row in ROWS}) == len(ROWS)
+@EVERY_DOMAIN
+def test_prompts_come_in_three_splits_with_their_origin(domain):
+    rows = ROWS[domain]
+    assert 3700 <= len(rows) <= 3900
+    assert set(Counter(row["split"] for row in rows)) == {"train", "dev", "test"}
+    assert {row["task"] for row in rows} == set(TASKS[domain])
+    assert all(row["licence"] == DOMAINS[domain].sources[row["package"]] for row in rows)
+    assert len({row["id"] for row in rows}) == len(rows)
 
 
 def test_a_prompts_split_follows_from_the_content_of_its_function():
     checked = 0
-    for row in ROWS:
+    for row in ROWS["edits"]:
         key = row["id"].removeprefix(f"{row['task']}-")
         assert split_of(key) == row["split"]
         if row["task"] in ("remove_docstring", "remove_type_hints"):  # the answer is the function as it was cut
@@ -46,11 +54,20 @@ def test_a_prompts_split_follows_from_the_content_of_its_function():
     assert checked > 300
 
 
-def test_no_function_is_in_two_splits():
+@EVERY_DOMAIN
+def test_no_function_and_no_docstring_is_in_two_splits(domain):
     splits = defaultdict(set)
-    for row in ROWS:
+    for row in ROWS[domain]:
         splits[row["id"].removeprefix(f"{row['task']}-")].add(row["split"])
     assert all(len(found) == 1 for found in splits.values())
+
+
+def test_no_sentence_of_a_held_out_answer_is_in_a_training_answer():
+    train, held_out = (
+        set().union(*(sentences(row["answer"]) for row in ROWS["prose"] if (row["split"] == "train") is training))
+        for training in (True, False)
+    )
+    assert len(train) > 3000 and len(held_out) > 500 and not train & held_out
 
 
 def test_everything_shipped_is_under_thirty_megabytes():
@@ -58,19 +75,27 @@ def test_everything_shipped_is_under_thirty_megabytes():
 
 
 def test_card_reports_every_task_and_the_bars_are_met():
-    tasks = CARD["tasks"]["draft"]
-    assert set(TASKS) <= set(tasks)
+    tasks = CARDS["edits"]["tasks"]["draft"]
+    assert set(TASKS["edits"]) <= set(tasks)
     headline, edits = tasks["edits and explain"], tasks["all edits"]
     assert headline["alpha"] >= 0.70 and headline["greedy_agreement"] >= 0.82
     assert edits["distinct_4grams"] >= 0.8 and edits["ended"] >= 0.85 and edits["exact"] >= 0.5
 
 
-def test_the_card_names_the_command_that_makes_it():
-    command = (ROOT / "MODEL_CARD.md").read_text().split("Made by `")[1].split("`")[0]
-    python, script = command.split()
+def test_prose_does_not_loop():
+    tasks = CARDS["prose"]["tasks"]["draft"]
+    assert set(TASKS["prose"]) <= set(tasks) and not CARDS["prose"]["looping"]
+    assert tasks["all prose"]["distinct_4grams"] >= 0.8 and tasks["all prose"]["ended"] >= 0.85
+
+
+@EVERY_DOMAIN
+def test_the_card_names_the_command_that_makes_it(domain):
+    command = " ".join((ROOTS[domain] / "MODEL_CARD.md").read_text().split()).split("Made by `")[1].split("`")[0]
+    python, script, *_ = command.split()
     repository = ROOT.parents[1]
     assert python == "python" and repository / script == Path(build.__file__)
-    assert f"`{command}`" in (repository / "benchmarks/embedded/templates/MODEL_CARD.md").read_text()
+    card_template = repository / "benchmarks/embedded/templates" / DOMAINS[domain].card
+    assert f"`{command}`" in card_template.read_text()
     assert subprocess.run([sys.executable, script, "--help"], cwd=repository, capture_output=True).returncode == 0
 
 
@@ -86,31 +111,31 @@ def test_a_build_that_cannot_start_is_one_line(words, said, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_build_makes_what_ships(tmp_path, monkeypatch):
+@EVERY_DOMAIN
+def test_a_build_makes_what_ships(domain, tmp_path, monkeypatch):
     """Of two small packages, in a few steps."""
-    for stages in (build.TARGET_STAGES, build.DRAFTS):
-        for name, stage in stages.items():
-            monkeypatch.setitem(stages, name, shortened(stage))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(build.DOMAINS, domain, shortened(build.DOMAINS[domain]))
     small = {"DISTIL_PROMPTS": 4, "SHIPPED_PROMPTS": {"train": 20, "dev": 9, "test": 18}, "CARD_PROMPTS": 1}
     for name, value in small.items():
         monkeypatch.setattr(build, name, value)
-    monkeypatch.setattr(build, "read_corpus", lambda: read_corpus(["rich", "jinja2"]))
     monkeypatch.setattr(card, "MAX_NEW_TOKENS", 4)
-    out = build.run(build.BuildConfig(tmp_path / "out", tmp_path / "work", num_threads=1))
-    made = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.suffix != ".lock"}
-    assert made >= {
-        path.relative_to(ROOT).as_posix()
-        for path in ROOT.rglob("*")
-        if path.suffix not in (".py", ".pyc") and path.name != "__pycache__"
-    }
-    assert load_lm(str(out / "draft")).info.num_layers == 2
+    out = build.run(build.BuildConfig(Path("out"), domain, num_threads=1, packages=["rich", "jinja2"]))
+    root, models = ROOTS[domain], ("target", *DOMAINS[domain].drafts)
+    shipped = [path for name in models for path in (root / name).iterdir()]
+    shipped += [root / name for name in ("prompts.jsonl", "MODEL_CARD.md", "card.json", "NOTICE.md")]
+    assert all((out / path.relative_to(root)).is_file() for path in shipped)
+    assert load_lm(str(out / "draft")).info.num_layers == DOMAINS[domain].drafts["draft"].num_layers
     rows = [json.loads(line) for line in (out / "prompts.jsonl").read_text().splitlines()]
-    assert set(rows[0]) == set(ROWS[0]) and {row["split"] for row in rows} == {"train", "dev", "test"}
+    assert set(rows[0]) == set(ROWS[domain][0]) and {row["split"] for row in rows} == {"train", "dev", "test"}
     assert {row["package"] for row in rows} == {"rich", "jinja2"}
 
 
 def shortened(stage):
     """A stage of training, of one step."""
+    if isinstance(stage, Domain):
+        stages, drafts = ({k: shortened(v) for k, v in each.items()} for each in (stage.target_stages, stage.drafts))
+        return dataclasses.replace(stage, target_stages=stages, drafts=drafts)
     if isinstance(stage, Recipe):
         return dataclasses.replace(stage, steps=1, tokens_per_step=512)
     if isinstance(stage, tuple):
@@ -129,7 +154,7 @@ def test_a_few_held_out_prompts_give_what_the_card_claims():
         if question.task in EDIT_TASKS and len(chosen[question.task]) < 4:
             chosen[question.task].append(question)
     scores = score_pair(target, draft, [q for questions in chosen.values() for q in questions], seed=0)
-    measured, claimed = total(scores, EDIT_TASKS).rates(), CARD["tasks"]["draft"]["all edits"]
+    measured, claimed = total(scores, EDIT_TASKS).rates(), CARDS["edits"]["tasks"]["draft"]["all edits"]
     # 28 prompts of about 100 tokens: three standard errors of a rate near 0.95 clustered by prompt.
     assert abs(measured["greedy_agreement"] - claimed["greedy_agreement"]) < 0.06
     assert abs(measured["alpha"] - claimed["alpha"]) < 0.08

@@ -24,7 +24,9 @@ def world(models, tmp_path_factory) -> dict[str, str]:
     narrow = tiny_llama_dir(root / "narrow", hidden=16)
     # The size is the same, the words are not.
     foreign = shutil.copytree(models["draft"], root / "foreign")
-    train_tokenizer(["While the queue is empty, wait: nobody reads it."] * 4, CONTEXT).save_pretrained(str(foreign))
+    train_tokenizer(["While the queue is empty, wait: nobody reads it."] * 4, 2048, CONTEXT).save_pretrained(
+        str(foreign)
+    )
     target = load_lm(models["target"])
     head = varied_acceptance_head(32)
     identity = drafter_identity(models["eagle"], target)

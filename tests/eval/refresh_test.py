@@ -17,12 +17,12 @@ from draftsmith.eval.refresh import (
     LEAST_PROMPTS,
     RefreshConfig,
     gains,
-    judge,
     overall,
     paid_after,
     prompts_needed,
     tables_of,
     verdict_line,
+    verdict_of,
 )
 from draftsmith.eval.report.tables import on_screen
 from draftsmith.modules.decoding.loop import Generation
@@ -54,11 +54,11 @@ META = {"settings": dict.fromkeys(("top_k", "top_p", "dtype", "max_new_tokens", 
     ],
 )
 def test_an_interval_and_its_verdict(gain, prompts, verdict):
-    assert judge(gain, prompts, worth=0.02) == verdict
+    assert verdict_of(gain, prompts, worth=0.02) == verdict
 
 
 def test_what_counts_as_a_gain_is_a_setting():
-    found = [judge([1.01, 1.03], 40, worth) for worth in (0.0, 0.009, 0.02, 0.031)]
+    found = [verdict_of([1.01, 1.03], 40, worth) for worth in (0.0, 0.009, 0.02, 0.031)]
     assert found == ["worth it", "worth it", "cannot tell", "not worth it"]
 
 
