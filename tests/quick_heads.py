@@ -47,13 +47,13 @@ def quick_eagle_head(target: Any, rows: Sequence[Sequence[int]], steps: int, bat
 
 
 def quick_eagle3_head(
-    target: Any, rows: Sequence[Sequence[int]], steps: int, draft_vocab: int = 0, **shape: Any
+    target: Any, rows: Sequence[Sequence[int]], steps: int, draft_vocab: int = 0, passes: int = 2, **shape: Any
 ) -> Eagle3Head:
     """The same of an EAGLE-3 head, by its own loss. draft_vocab: tokens that it can draft, those of the rows first.
-    shape: fields of its config that are not as training sets them."""
+    passes: how far it learns to draft. shape: fields of its config that are not as training sets them."""
     torch.manual_seed(0)
     # Of version 3, which every format holds.
-    settings = Eagle3Settings(draft_vocab=draft_vocab, passes=2, version="3")
+    settings = Eagle3Settings(draft_vocab=draft_vocab, passes=passes, version="3")
     head = Eagle3Head(dataclasses.replace(Eagle3Head.shape(settings, target.config), **shape))
     width = min(map(len, rows))
     ids = torch.tensor([row[-width:] for row in rows])
