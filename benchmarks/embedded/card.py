@@ -138,8 +138,8 @@ def markdown_table(rows: dict[str, dict[str, float]]) -> str:
 def verbatim_samples(
     target: CausalLM, tokenizer: Any, questions: Sequence[HeldOutPrompt], seed: int, count: int = 5
 ) -> list[tuple[HeldOutPrompt, str, str]]:
-    """`count` questions chosen by seed, with prompt and greedy answer as text."""
-    chosen = random.Random(seed).sample(list(questions), count)
+    """`count` questions, or all of fewer, chosen by seed, with prompt and greedy answer as text."""
+    chosen = random.Random(seed).sample(list(questions), min(count, len(questions)))
     answers = answers_to(target, [question.prompt_ids for question in chosen], 0.0, seed)
     return [(q, tokenizer.decode(q.prompt_ids), tokenizer.decode(a)) for q, a in zip(chosen, answers, strict=True)]
 

@@ -135,7 +135,7 @@ def shortened(stage):
     """A stage of training, of one step."""
     if isinstance(stage, Domain):
         stages, drafts = ({k: shortened(v) for k, v in each.items()} for each in (stage.target_stages, stage.drafts))
-        return dataclasses.replace(stage, target_stages=stages, drafts=drafts)
+        return dataclasses.replace(stage, target_stages=stages, drafts=drafts, by_heart=shortened(stage.by_heart))
     if isinstance(stage, Recipe):
         return dataclasses.replace(stage, steps=1, tokens_per_step=512)
     if isinstance(stage, tuple):
