@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from defects import Defect, Edit, added, lost, rand, renamed, table
@@ -21,12 +21,12 @@ def layer(edit: str, name: str) -> Edit:
     return apply
 
 
-def change(name: str, by: object) -> Edit:
+def change(name: str, by: Callable[[Tensor], Tensor]) -> Edit:
     """That tensor by a function of its value, where the export has it."""
 
     def apply(tensors: dict[str, Tensor], tables: Mapping[str, Tensor]) -> None:
         if name in tensors:
-            tensors[name] = by(tensors[name]).contiguous()  # type: ignore[operator]
+            tensors[name] = by(tensors[name]).contiguous()
 
     return apply
 

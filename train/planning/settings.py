@@ -38,7 +38,7 @@ class PlanOptions:
     def __post_init__(self) -> None:
         super().__post_init__()  # type: ignore[misc]  # of the training that it is mixed into
         for least, name in ((0, "world"), (2, "assume_samples"), (4, "assume_length")):
-            self.check_least(least, name)  # type: ignore[attr-defined]  # likewise
+            self.check_least(least, name)  # type: ignore[attr-defined]  # also of that training
 
 
 @functools.cache
