@@ -15,7 +15,7 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,34 +57,39 @@ EDITS = "add_docstring,add_type_hints,remove_docstring,remove_type_hints,rename,
 
 @dataclass(frozen=True)
 class Domain:
-    """A target, prompts with their splits, and which of their tasks (all where there are none)."""
+    """A target, later layers of it than EAGLE-3 reads by default (L/2 - 1, 3L/4 - 1 and L - 1 of L), prompts with their
+    splits, and which of their tasks (all where there are none)."""
 
     target: str
+    late_layers: tuple[int, ...]
     prompts: str
     tasks: str | None = None
 
 
 DOMAINS = {
-    "edits": Domain("embedded:target", "embedded:prompts", EDITS),
-    "prose": Domain("embedded:prose/target", "embedded:prose/prompts"),
+    "edits": Domain("embedded:target", (5, 8, 11), "embedded:prompts", EDITS),
+    "prose": Domain("embedded:prose/target", (3, 5, 7), "embedded:prose/prompts"),
 }
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What differs from configs/train/eagle3-small.yaml, or eagle-small.yaml; more: trained on all answers."""
+    """What differs from configs/train/eagle3-small.yaml, or eagle-small.yaml; other_data: trained on `other_answers`;
+    late: reads `Domain.late_layers`."""
 
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     kind: str = "eagle3"
-    more: bool = False
+    other_data: bool = False
+    late: bool = False
 
     @property
     def words(self) -> list[str]:
         return [f"--{name.replace('_', '-')}={str(value).lower()}" for name, value in self.settings.items()]
 
-    def text(self, answers: int) -> str:
+    def text(self, answers: int, late_layers: Sequence[int]) -> str:
         parts = ["EAGLE-1, unroll 2"] if self.kind == "eagle" else []
-        parts += [f"{answers:,} answers"] if self.more else []
+        parts += [f"{answers:,} answers"] if self.other_data else []
+        parts += [f"layers {' '.join(map(str, late_layers))}"] if self.late else []
         return ", ".join([*parts, *(f"{name} {value}" for name, value in self.settings.items())])
 
 
@@ -105,8 +110,9 @@ RECIPES = {
     "lk": Recipe({"loss": "lk"}),
     "adamw": Recipe({"optimizer": "adamw", "lr": 2e-3}),
     "version-3": Recipe({"version": "3"}),
-    "more-data": Recipe(more=True),
-    "eagle1-more-data": Recipe(kind="eagle", more=True),
+    "late-layers": Recipe(late=True),
+    "other-data": Recipe(other_data=True),
+    "eagle1-other-data": Recipe(kind="eagle", other_data=True),
 }
 # Settings that change nothing of what a step computes; `unknown` only which tokens count.
 FREE = {"token_mask", "unknown", "normalizer", "pass_decay"}
@@ -139,7 +145,7 @@ class RecipesConfig:
         data: Directory of the target's answers and features, which several outputs may share. Default: output/data.
         steps_of: The steps.json of another output, whose measured costs are taken.
         answers: Of the target, that heads are trained on.
-        more_answers: The same of the recipes with more data, as far as there are so many prompts.
+        other_answers: The same of the recipes with other data: more or fewer, as far as there are so many prompts.
         answer_temperature: At which the target answers the prompts that are trained on.
         limit: Test prompts.
         max_new_tokens: Longest answer, in training and test.
@@ -160,7 +166,7 @@ class RecipesConfig:
     data: Path | None = None
     steps_of: Path | None = None
     answers: int = 960
-    more_answers: int = 3000
+    other_answers: int = 3000
     answer_temperature: float = 0.0
     limit: int = 48
     max_new_tokens: int = 256
@@ -169,9 +175,8 @@ class RecipesConfig:
     report: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("seeds", "jobs", "answers", "limit", "max_new_tokens", "batches", "rounds"):
+        for name in ("seeds", "jobs", "answers", "other_answers", "limit", "max_new_tokens", "batches", "rounds"):
             at_least(name, getattr(self, name), 1)
-        at_least("more_answers", self.more_answers, self.answers)
         if not 0 < self.cpu_seconds < float("inf"):
             raise InputError("cpu_seconds", self.cpu_seconds, "a positive number", "Change it.")
         if unknown := sorted(set(self.names) - RECIPES.keys()):
@@ -187,21 +192,31 @@ class RecipesConfig:
     def source(self) -> Domain:
         own = DOMAINS[self.domain]
         tasks = self.tasks if self.tasks or self.prompts else own.tasks
-        return Domain(self.target or own.target, self.prompts or own.prompts, tasks)
+        return dataclasses.replace(
+            own, target=self.target or own.target, prompts=self.prompts or own.prompts, tasks=tasks
+        )
 
     @property
     def data_directory(self) -> Path:
         return self.data or self.output / "data"
 
-    def features(self, kind: str, more: bool) -> Path:
-        return self.data_directory / f"{kind}-{self.more_answers if more else self.answers}"
+    def answers_of(self, recipe: Recipe) -> int:
+        return self.other_answers if recipe.other_data else self.answers
+
+    def features(self, recipe: Recipe) -> Path:
+        layers = [str(layer) for layer in self.source.late_layers * recipe.late]
+        return self.data_directory / "-".join([recipe.kind, str(self.answers_of(recipe)), *layers])
+
+    def layers(self, recipe: Recipe) -> list[str]:
+        """What says which layers a recipe's head reads."""
+        return ["--layers", *map(str, self.source.late_layers)] if recipe.late else []
 
     def training(self, name: str) -> list[str]:
         """Words of `draftsmith train KIND`, but for steps, seed and output."""
         recipe = RECIPES[name]
-        data = ["--data", str(self.features(recipe.kind, recipe.more)), "--target", self.source.target]
+        data = ["--data", str(self.features(recipe)), "--target", self.source.target]
         rest = ["--val-share", "0.02", "--tau-prompts", "0", "--track", "csv", "--num-threads", "1"]
-        return ["--config", CONFIGS[recipe.kind], *data, *rest, *recipe.words]
+        return ["--config", CONFIGS[recipe.kind], *data, *self.layers(recipe), *rest, *recipe.words]
 
 
 @sole_writer()
@@ -240,7 +255,8 @@ def python(*words: str) -> float:
 def make_data(config: RecipesConfig) -> None:
     """Answers of the target, and the states that each kind of head learns from."""
     own, root = config.source, config.data_directory
-    rows = ["--split", "train", "--limit", str(config.more_answers), *(["--task", own.tasks] if own.tasks else [])]
+    most = max(config.answers, config.other_answers)
+    rows = ["--split", "train", "--limit", str(most), *(["--task", own.tasks] if own.tasks else [])]
     answering = ["--temperature", str(config.answer_temperature), "--max-new-tokens", str(config.max_new_tokens)]
     prompts, responses = root / "prompts", root / "responses"
     stages = {
@@ -248,9 +264,9 @@ def make_data(config: RecipesConfig) -> None:
         responses: ["responses", "--prompts", str(prompts), "--batch-size", "128", *answering],
     }
     for recipe in (RECIPES[name] for name in (*FEATURES, *config.names)):
-        size = config.more_answers if recipe.more else config.answers
-        words = ["features", "--responses", str(responses), "--limit", str(size), "--drafter", recipe.kind]
-        stages[config.features(recipe.kind, recipe.more)] = words
+        limit, layers = ["--limit", str(config.answers_of(recipe))], config.layers(recipe)
+        words = ["features", "--responses", str(responses), *limit, "--drafter", recipe.kind, *layers]
+        stages[config.features(recipe)] = words
     for directory, words in stages.items():
         python("-m", "draftsmith", "data", *words, "--target", own.target, "--output", str(directory))
         say(f"data: {directory}")
@@ -287,8 +303,8 @@ def decided_by(config: RecipesConfig, name: str, steps: int) -> dict[str, Any]:
     """All that a run's numbers depend on."""
     own, recipe = config.source, RECIPES[name]
     named = {key: getattr(config, key) for key in ("answer_temperature", "limit", "max_new_tokens")}
-    answers = config.more_answers if recipe.more else config.answers
-    return {**dataclasses.asdict(own), **dataclasses.asdict(recipe), **named, "answers": answers, "steps": steps}
+    named |= {"answers": config.answers_of(recipe), "steps": steps}
+    return {**dataclasses.asdict(own), **dataclasses.asdict(recipe), **named}
 
 
 def finished(directory: Path, decided: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -364,7 +380,7 @@ def results(config: RecipesConfig, steps: Mapping[str, int]) -> list[dict[str, A
     return [
         {
             "recipe": name,
-            "settings": RECIPES[name].text(config.more_answers),
+            "settings": RECIPES[name].text(config.other_answers, config.source.late_layers),
             "steps": steps[name],
             "cpu_s": statistics.fmean(cpu_s),
             **{mode: compared(runs[name][mode], runs[BASE][mode]) for mode in TEMPERATURES},

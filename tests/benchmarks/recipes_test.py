@@ -61,8 +61,8 @@ def test_costs_are_means_over_batches_of_medians_over_rounds():
 
 def test_recipes_that_compute_the_same_have_the_same_steps():
     like = {name: costs_like(name) for name in RECIPES}
-    assert like["mask-previous"] == like["decay-1.0"] == like["more-data"] == "base"
-    assert like["eagle1-more-data"] == "eagle1" and like["vocab512-keep"] == "vocab512-drop"
+    assert like["mask-previous"] == like["decay-1.0"] == like["late-layers"] == like["other-data"] == "base"
+    assert like["eagle1-other-data"] == "eagle1" and like["vocab512-keep"] == "vocab512-drop"
     assert like["lk"] == "lk" and like["passes-7"] == "passes-7"
 
 
