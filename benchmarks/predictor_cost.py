@@ -14,8 +14,9 @@ from draftsmith.benchmarks.decoder_cost import Number
 from draftsmith.benchmarks.pairs import GREEDY, SAMPLING, Pair
 from draftsmith.benchmarks.synthetic import random_eagle_head
 from draftsmith.eval.bench.runner import EngineRunner
-from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, Feature, HeadPredictor
+from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, Feature
 from draftsmith.modules.acceptance.policies import OnlinePredictor, Predictor, PredictorStop, ThresholdRule
+from draftsmith.modules.acceptance.predictor import HeadPredictor
 from draftsmith.modules.decoding.protocols import Drafter, DraftTree, DraftView
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.drafters.feature_heads import FeatureDrafter

@@ -6,8 +6,9 @@ import torch
 from quick_heads import specdecpp
 from table_models import H, TableLM, V
 
-from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, HeadPredictor
+from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.acceptance.policies import CostRule, OnlinePredictor, PredictorStop
+from draftsmith.modules.acceptance.predictor import HeadPredictor
 from draftsmith.modules.acceptance.tree_rule import TreeRule, TreeTimes
 from draftsmith.modules.decoding.protocols import DraftTree, EachRow
 from draftsmith.modules.decoding.stop import Confidence, FixedLength, SelfVerify

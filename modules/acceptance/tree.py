@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.modules.acceptance.head import LARGEST_TABLE, AcceptanceHead
+from draftsmith.modules.acceptance.head import AcceptanceHead
+from draftsmith.modules.acceptance.predictor import LARGEST_TABLE
 from draftsmith.modules.decoding.confidence import SMALLEST, TokenConfidences
 from draftsmith.modules.sampling import probabilities
 from draftsmith.modules.types import SamplingParams

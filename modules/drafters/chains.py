@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from draftsmith.modules.acceptance.head import HeadPredictor
 from draftsmith.modules.acceptance.policies import (
     ConfidenceName,
     CostRule,
@@ -17,6 +16,7 @@ from draftsmith.modules.acceptance.policies import (
     PredictorStop,
     ThresholdRule,
 )
+from draftsmith.modules.acceptance.predictor import HeadPredictor
 from draftsmith.modules.decoding.protocols import StopPolicy
 from draftsmith.modules.decoding.stop import Confidence, FixedLength, SelfVerify, UntilEnd
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter

@@ -8,7 +8,7 @@ STOP, SURE = "modules/decoding/stop.py", "modules/decoding/confidence.py"
 RULES, ONLINE, NODES_PY, REPEATS = (
     f"modules/acceptance/{name}.py" for name in ("policies", "online_logistic", "tree_rule", "repeats")
 )
-HEAD, TREE_HEAD = "modules/acceptance/head.py", "modules/acceptance/tree.py"
+HEAD, PREDICTOR, TREE_HEAD = (f"modules/acceptance/{name}.py" for name in ("head", "predictor", "tree"))
 SURE_TEST, EAGLE_TREES = "tests/modules/decoding/confidence_test.py", "tests/modules/drafters/eagle_tree_test.py"
 ONLINE_TEST, REPEATS_TEST, PREDICTOR_TEST, HEAD_TEST = (
     f"tests/modules/acceptance/{name}_test.py" for name in ("online_logistic", "repeats", "head_predictor", "head")
@@ -95,16 +95,16 @@ MUTANTS = [
            (NODES,)),
     Mutant("tree-times-first-level-twice", NODES_PY, "self.first + (calls - 1) * self.step",
            "self.first + calls * self.step", (NODES,)),
-    Mutant("predictor-late-with-the-new-tokens-features", HEAD, "values, self._before = self._before, values",
+    Mutant("predictor-late-with-the-new-tokens-features", PREDICTOR, "values, self._before = self._before, values",
            "self._before = values", (PREDICTOR_TEST,)),
-    Mutant("predictor-late-speaks-of-the-first-token-at-once", HEAD, "if self.late and view.num_drafted == 1:",
+    Mutant("predictor-late-speaks-of-the-first-token-at-once", PREDICTOR, "if self.late and view.num_drafted == 1:",
            "if False:", (HEAD_TEST, PREDICTOR_TEST)),
     Mutant("predictor-correction-the-wrong-way", HEAD, "logit + math.log(self.config.w_rej / self.config.w_acc)",
            "logit - math.log(self.config.w_rej / self.config.w_acc)", (HEAD_TEST,)),
-    Mutant("predictor-calibrates-the-raw-output", HEAD, "head.calibrated if calibrated else None",
+    Mutant("predictor-calibrates-the-raw-output", PREDICTOR, "head.calibrated if calibrated else None",
            "None if calibrated else head.calibrated",
            (PREDICTOR_TEST,)),
-    Mutant("predictor-depth-from-zero", HEAD, "math.log(view.num_drafted)",
+    Mutant("predictor-depth-from-zero", PREDICTOR, "math.log(view.num_drafted)",
            "math.log(view.num_drafted + 1)", (PREDICTOR_TEST,)),
     Mutant("predictor-straight-lines-go-on-past-the-knots", HEAD, "(x[right] - x[left])).clamp(0, 1)",
            "(x[right] - x[left]))", (HEAD_TEST,)),

@@ -32,8 +32,9 @@ from draftsmith.eval.replay.replay import (
 from draftsmith.eval.replay.rollouts import ChainRollouts, TargetAnswer, read_answer, write_answer
 from draftsmith.eval.studies.policies.comparison import RAW, DrafterMode, Policy, PolicyReplay
 from draftsmith.eval.studies.specdecpp.sweep import LengthRule, replayed
-from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, HeadPredictor
+from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.acceptance.policies import CostRule, OnlinePredictor, PredictorStop, ThresholdRule
+from draftsmith.modules.acceptance.predictor import HeadPredictor
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.drafters.chains import build_chains
 from draftsmith.modules.drafters.methods import Models, parse_method

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from draftsmith.modules.acceptance import head as acceptance
-from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, HeadPredictor
+from draftsmith.modules.acceptance import predictor as acceptance
+from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
+from draftsmith.modules.acceptance.predictor import HeadPredictor
 from draftsmith.modules.decoding.confidence import confidence_of, confidences_of
 from draftsmith.modules.decoding.protocols import DraftView
 from draftsmith.modules.sampling import probabilities

@@ -11,8 +11,8 @@ import torch
 from broken_models import CONTEXT, H, V, models, small_lm
 from run_models import run_models
 
-from draftsmith.modules.acceptance.head import HeadPredictor
 from draftsmith.modules.acceptance.policies import CostRule, PredictorStop, ThresholdRule
+from draftsmith.modules.acceptance.predictor import HeadPredictor
 from draftsmith.modules.decoding.loop import Setup, generate, generate_one
 from draftsmith.modules.decoding.protocols import DraftTree, DraftView
 from draftsmith.modules.decoding.stop import Confidence, FixedLength, SelfVerify
