@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from draftsmith.modules import flops
 from draftsmith.modules.decoding.confidence import MAX_LOGIT, TokenConfidences, log_odds_of
+from draftsmith.modules.types import InputError
 
 State = Literal["after", "before"]
 Number = TypeVar("Number", float, Tensor)
@@ -37,6 +38,8 @@ class AcceptanceHeadConfig:
     width: of the hidden layers, where there is more to read than a state; 0 is hidden_size.
     knots: isotonic calibration: (corrected logit, calibrated logit) in ascending order, with straight lines between
         them; it takes the place of `calibration`.
+    activation: what follows the layer that brings all that is read to one width.
+    standardize: the state and the features are read less a mean and by a scale, buffers of the head.
     """
 
     hidden_size: int
@@ -50,6 +53,13 @@ class AcceptanceHeadConfig:
     judges: Literal["chain", "tree"] = "chain"
     width: int = 0
     knots: tuple[tuple[float, float], ...] = ()
+    activation: Literal["none", "relu"] = "none"
+    standardize: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.joins and (self.activation != "none" or self.standardize):
+            found = f"activation {self.activation}, standardize {self.standardize} of a head of the state alone"
+            raise InputError("head", found, "neither without a first layer", "Leave them out, or choose a width.")
 
     @property
     def late(self) -> bool:
@@ -100,6 +110,11 @@ class AcceptanceHead(nn.Module):
 
     kind = "acceptance"
     Config = AcceptanceHeadConfig
+    # [H] and [F], where the settings standardise; nothing is changed until they are set.
+    state_mean: Tensor
+    state_scale: Tensor
+    feature_mean: Tensor
+    feature_scale: Tensor
 
     def __init__(self, config: AcceptanceHeadConfig):
         super().__init__()
@@ -112,14 +127,25 @@ class AcceptanceHead(nn.Module):
         self.blocks = nn.ModuleList([first, *more][:count])
         self.out = nn.Linear(size, 1)
         self.direct = nn.Linear(len(config.features), 1, bias=False) if config.features else None
+        if config.standardize:
+            for name, count in (("state", config.hidden_size), ("feature", len(config.features))):
+                self.register_buffer(f"{name}_mean", torch.zeros(count))
+                self.register_buffer(f"{name}_scale", torch.ones(count))
 
     def forward(self, hidden: Tensor, embeds: Tensor | None = None, features: Tensor | None = None) -> Tensor:
         """hidden [.., H]; embeds [.., H] of the tokens, for state `before`; features [.., F] (`feature_values`)."""
-        given = [part.float() for part in (hidden, embeds, features) if part is not None]
-        return self.rest(given[0] if self.join is None else self.join(torch.cat(given, -1)), features)
+        hidden, features = hidden.float(), None if features is None else features.float()
+        if self.config.standardize:
+            hidden = (hidden - self.state_mean) / self.state_scale
+            features = None if features is None else (features - self.feature_mean) / self.feature_scale
+        given = [part for part in (hidden, None if embeds is None else embeds.float(), features) if part is not None]
+        return self.rest(hidden if self.join is None else self.join(torch.cat(given, -1)), features)
 
     def rest(self, x: Tensor, features: Tensor | None) -> Tensor:
-        """The raw logit [..] from what the blocks read, x [.., W], and the features, which go to the logit too."""
+        """The raw logit [..] from what all that is read was brought to, x [.., W], and the features, which go to the
+        logit too."""
+        if self.config.activation == "relu":
+            x = F.relu(x)
         for block in self.blocks:
             x = block(x)
         logit = self.out(x)
@@ -127,6 +153,24 @@ class AcceptanceHead(nn.Module):
             assert features is not None
             logit = logit + self.direct(features.float())
         return logit.squeeze(-1)
+
+    @torch.no_grad()
+    def folded(self) -> AcceptanceHead:
+        """The same function of what it reads, frozen, its means and scales in its weights and biases."""
+        if not self.config.standardize:
+            return self
+        head = AcceptanceHead(replace(self.config, standardize=False)).requires_grad_(False).double()
+        head.load_state_dict(self.state_dict(), strict=False)
+        embedding = self.state_mean.new_zeros(self.config.input_size - len(self.state_mean) - len(self.feature_mean))
+        scale = torch.cat([self.state_scale, embedding + 1, self.feature_scale]).double()
+        assert head.join is not None
+        head.join.weight /= scale
+        mean = torch.cat([self.state_mean, embedding, self.feature_mean]).double()
+        head.join.bias.sub_(head.join.weight @ mean)
+        if head.direct is not None:
+            head.direct.weight /= self.feature_scale
+            head.out.bias.sub_(head.direct.weight @ self.feature_mean.double())
+        return head.to(self.state_mean)
 
     def corrected(self, logit: Number) -> Number:
         """The raw logit without the loss' weights: the optimum is w_acc P / (w_acc P + w_rej (1-P)), so add

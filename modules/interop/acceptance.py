@@ -47,6 +47,7 @@ PREDICTED = {  # by the setting `judges`
 }
 FORWARD = (
     "x = join(inputs, one after the other) where there is a join, else the state",
+    "x = max(x, 0) where the activation is relu",
     "num_blocks times: x = x + silu(W x + b), with blocks.i.linear of the i-th, or blocks.0.linear always where tied",
     "z = out(x) + direct(the numbers among the inputs, in their order) where there is a direct",
     "z = z + log(w_rej / w_acc)",
@@ -54,6 +55,7 @@ FORWARD = (
     "P = sigmoid(z)",
 )
 COUNTS = ("hidden_size", "width", "num_blocks")
+LATER = {"activation": "none"}  # what exports of before do not say
 CONFIG = (*COUNTS, "tied", "judges", "w_acc", "w_rej", "calibration", "knots", "inputs")
 # What is said of the head and computed with by nobody.
 SAID = ("format", "format_version", "dtype", "law", "judged", "forward", "drafter", "sampling")
@@ -85,7 +87,11 @@ class Acceptance(PredictorFormat):
         dtype: torch.dtype = torch.float32,
         target: TargetFacts | None = None,
     ) -> Package:
-        """Any acceptance head; in float32 whatever `dtype`, as it decodes."""
+        """Any acceptance head; in float32 whatever `dtype`, as it decodes, standardisation in its weights."""
+        if config.standardize:
+            head = AcceptanceHead(config)
+            head.load_state_dict(state, strict=False)
+            config, state = head.folded().config, dict(head.folded().named_parameters())
         fields = {
             "format": FORMAT,
             "format_version": VERSION,
@@ -93,6 +99,7 @@ class Acceptance(PredictorFormat):
             "width": config.inner_size,
             "num_blocks": config.num_blocks,
             "tied": config.tied,
+            "activation": config.activation,
             "dtype": "float32",
             "judges": config.judges,
             "judged": PREDICTED[config.judges],
@@ -117,7 +124,8 @@ class Acceptance(PredictorFormat):
         if refused := _refused(raw):
             return unreadable(package, [refused], "config.json does not say how")
         config = _config_of(raw)
-        findings = [Finding("note", key, "a field that is not read") for key in raw if key not in (*CONFIG, *SAID)]
+        known = {*CONFIG, *LATER, *SAID}
+        findings = [Finding("note", key, "a field that is not read") for key in raw if key not in known]
         if target is not None and target.hidden_size not in (None, config.hidden_size):
             found = f"{config.hidden_size}, but the model's hidden states have width {target.hidden_size}"
             findings.append(Finding("error", "hidden_size", found))
@@ -172,6 +180,7 @@ def _config_of(raw: Mapping[str, Any]) -> AcceptanceHeadConfig:
     names = [part.get("name") for part in raw["inputs"]]
     return AcceptanceHeadConfig(
         **{name: raw[name] for name in ("hidden_size", "num_blocks", "tied", "judges", "w_acc", "w_rej")},
+        **{name: raw.get(name, default) for name, default in LATER.items()},
         width=raw["width"] if raw["width"] != raw["hidden_size"] else 0,
         calibration=tuple(raw["calibration"]),
         knots=tuple(tuple(knot) for knot in raw["knots"]),

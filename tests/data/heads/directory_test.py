@@ -120,6 +120,27 @@ def test_settings_come_back_as_they_were(tmp_path, target):
     assert load_head(save_head(tmp_path / "e", eagle, {}, CARD)).config == eagle.config
 
 
+def test_what_a_head_standardises_by_comes_back(tmp_path):
+    head = acceptance_head(width=2, standardize=True, activation="relu")
+    head.state_mean += 3
+    head.state_scale *= 2
+    loaded = load_head(save_head(tmp_path / "head", head, {}, CARD))
+    assert loaded.config == head.config
+    assert {name: tensor.tolist() for name, tensor in loaded.named_buffers()} == {
+        name: tensor.tolist() for name, tensor in head.named_buffers()
+    }
+
+
+def test_a_head_of_before_standardisation_loads(tmp_path):
+    directory = save_head(tmp_path / "head", acceptance_head(), {}, CARD)
+    config = json.loads((directory / "config.json").read_text())
+    for later in ("activation", "standardize"):
+        del config["head"][later]
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "manifest.json").write_text(json.dumps({"kind": "head"}))
+    assert load_head(directory).config == acceptance_head().config
+
+
 @pytest.mark.parametrize("make", ["acceptance", "eagle"])
 def test_a_head_of_another_width_is_refused(tmp_path, target, make):
     narrow = load_lm(str(tiny_llama_dir(tmp_path / "narrow", hidden=16)))

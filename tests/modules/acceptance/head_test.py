@@ -13,7 +13,7 @@ from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadCon
 from draftsmith.modules.acceptance.policies import PredictorStop
 from draftsmith.modules.decoding.protocols import DraftView
 from draftsmith.modules.losses import acceptance_loss
-from draftsmith.modules.types import AcceptanceBatch
+from draftsmith.modules.types import AcceptanceBatch, InputError
 
 HIDDEN = 8
 
@@ -43,6 +43,37 @@ def test_the_head_is_the_papers_network(changes):
     for b in range(2):
         for t in range(3):
             assert logits[b, t].item() == pytest.approx(logit_by_definition(head, hidden[b, t]), abs=1e-5)
+
+
+@pytest.mark.parametrize("features", [(), ("log_q", "entropy", "depth")])
+@pytest.mark.parametrize("state", ["before", "after"])
+@pytest.mark.parametrize("activation", ["none", "relu"])
+def test_what_is_read_is_standardised_before_the_first_layer_and_the_direct_path(features, state, activation):
+    head = make_head(num_blocks=0, features=features, state=state, width=5, activation=activation, standardize=True)
+    assert torch.equal(head.state_scale, torch.ones(HIDDEN)) and not head.feature_mean.any()  # nothing until it is set
+    for name in ("state", "feature"):
+        getattr(head, f"{name}_mean").normal_(std=2)
+        getattr(head, f"{name}_scale").uniform_(0.2, 4)
+    hidden, embeds, numbers = torch.randn(3, 7, HIDDEN), torch.randn(3, 7, HIDDEN), torch.randn(3, 7, len(features))
+    w = {name: tensor.double().numpy() for name, tensor in head.state_dict().items()}
+    given = [(hidden.double().numpy() - w["state_mean"]) / w["state_scale"]]
+    given += [embeds.double().numpy()] if state == "before" else []
+    own = (numbers.double().numpy() - w["feature_mean"]) / w["feature_scale"]
+    x = np.concatenate([*given, own], -1) @ w["join.weight"].T + w["join.bias"]
+    x = np.maximum(x, 0) if activation == "relu" else x
+    logit = (x @ w["out.weight"].T + w["out.bias"])[..., 0]
+    if features:
+        logit = logit + own @ w["direct.weight"][0]
+    for same in (head, head.folded()):
+        read = (hidden, embeds if state == "before" else None, numbers if features else None)
+        np.testing.assert_allclose(same(*read).numpy(), logit, atol=1e-5)
+    assert not list(head.folded().buffers()) and head.folded()(*read).dtype == torch.float32
+
+
+def test_a_head_without_a_first_layer_has_nothing_to_standardise_in():
+    for changes in ({"activation": "relu"}, {"standardize": True}):
+        with pytest.raises(InputError, match=r"head: found activation .*, expected neither without a first layer"):
+            make_head(**changes)
 
 
 def test_half_precision_states_are_read_in_float32():

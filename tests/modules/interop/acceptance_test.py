@@ -33,6 +33,7 @@ CASES = {
     "narrow, of the state alone": AcceptanceHeadConfig(HIDDEN, num_blocks=1, width=3),
     "before": AcceptanceHeadConfig(HIDDEN, num_blocks=1, w_rej=1.0, state="before"),
     "all": AcceptanceHeadConfig(HIDDEN, num_blocks=2, w_rej=2.0, state="before", features=ALL, knots=KNOTS),
+    "relu": AcceptanceHeadConfig(HIDDEN, num_blocks=0, state="before", features=ALL, width=4, activation="relu"),
     "tree": AcceptanceHeadConfig(HIDDEN, num_blocks=1, state="before", features=("log_q",), judges="tree"),
 }
 
@@ -81,6 +82,8 @@ def by_the_words(config: dict, tensors: dict, states, embeds, distributions, tok
     x = np.concatenate(given, 1)
     if "join.weight" in weights:
         x = x @ weights["join.weight"].T + weights["join.bias"]
+    if config["activation"] == "relu":
+        x = np.maximum(x, 0)
     for i in range(config["num_blocks"]):
         name = f"blocks.{0 if config['tied'] else i}.linear"
         z = x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
@@ -129,6 +132,18 @@ def test_a_head_comes_back_as_it_was(name):
     }
     shapes = {key: tuple(value.shape) for key, value in package.tensors.items()}
     assert detect(package.config, shapes).name == "acceptance"
+
+
+def test_standardisation_is_written_in_the_weights():
+    head = a_head(dataclasses.replace(CASES["relu"], standardize=True))
+    for name, buffer in head.named_buffers():
+        buffer.uniform_(0.5, 2) if name.endswith("scale") else buffer.normal_()
+    package = FORMAT.write(head.config, head.state_dict())
+    states, embeds, distributions, tokens, depth = draws()
+    known = dataclasses.replace(confidences_of(distributions, tokens, depth, torch.full((TOKENS,), 0.7)), repeat=REPEAT)
+    ours = torch.sigmoid(head.calibrated(head(states, embeds, head.feature_values(known))))
+    by_words = by_the_words(dict(package.config), dict(package.tensors), states, embeds, distributions, tokens, depth)
+    assert ours.numpy() == pytest.approx(by_words, abs=1e-5)
 
 
 def changed(package: Package, tensors: dict | None = None, **config) -> Package:
