@@ -38,8 +38,9 @@ class AcceptanceHeadConfig:
     width: of the hidden layers, where there is more to read than a state; 0 is hidden_size.
     knots: isotonic calibration: (corrected logit, calibrated logit) in ascending order, with straight lines between
         them; it takes the place of `calibration`.
-    activation: what follows the layer that brings all that is read to one width.
-    standardize: the state and the features are read less a mean and by a scale, buffers of the head.
+    activation: what follows the layer that brings what is read to one width; with `relu` the features go straight to
+        the logit and nowhere else, which predicts as well, and costs a drafted token less.
+    standardize: all that is read is read less a mean and by a scale, buffers of the head.
     """
 
     hidden_size: int
@@ -79,11 +80,17 @@ class AcceptanceHeadConfig:
     @property
     def joins(self) -> bool:
         """There is a layer that brings what is read to the width of the others."""
-        return self.input_size > self.hidden_size or self.inner_size != self.hidden_size
+        return self.joined_size > self.hidden_size or self.inner_size != self.hidden_size
+
+    @property
+    def joined_size(self) -> int:
+        """Width of what the first layer reads: the state, before the token its embedding too, and features."""
+        states = self.hidden_size * (2 if self.state == "before" else 1)
+        return states + (len(self.features) if self.activation == "none" else 0)
 
     @property
     def input_size(self) -> int:
-        """Width of what is read: the state, before the token its embedding too, and the features."""
+        """Width of all that is read: the state, before the token its embedding too, and the features."""
         return self.hidden_size * (2 if self.state == "before" else 1) + len(self.features)
 
 
@@ -110,17 +117,15 @@ class AcceptanceHead(nn.Module):
 
     kind = "acceptance"
     Config = AcceptanceHeadConfig
-    # [H] and [F], where the settings standardise; nothing is changed until they are set.
-    state_mean: Tensor
-    state_scale: Tensor
-    feature_mean: Tensor
-    feature_scale: Tensor
+    # [input_size], where the settings standardise; nothing is changed until they are set.
+    mean: Tensor
+    scale: Tensor
 
     def __init__(self, config: AcceptanceHeadConfig):
         super().__init__()
         self.config = config
         size = config.inner_size
-        self.join = nn.Linear(config.input_size, size) if config.joins else None
+        self.join = nn.Linear(config.joined_size, size) if config.joins else None
         first = ResidualBlock(size)
         count = config.num_blocks
         more = [first if config.tied else ResidualBlock(size) for _ in range(count - 1)]
@@ -128,30 +133,28 @@ class AcceptanceHead(nn.Module):
         self.out = nn.Linear(size, 1)
         self.direct = nn.Linear(len(config.features), 1, bias=False) if config.features else None
         if config.standardize:
-            for name, count in (("state", config.hidden_size), ("feature", len(config.features))):
-                self.register_buffer(f"{name}_mean", torch.zeros(count))
-                self.register_buffer(f"{name}_scale", torch.ones(count))
+            self.register_buffer("mean", torch.zeros(config.input_size))
+            self.register_buffer("scale", torch.ones(config.input_size))
 
     def forward(self, hidden: Tensor, embeds: Tensor | None = None, features: Tensor | None = None) -> Tensor:
         """hidden [.., H]; embeds [.., H] of the tokens, for state `before`; features [.., F] (`feature_values`)."""
-        hidden, features = hidden.float(), None if features is None else features.float()
+        given = torch.cat([part.float() for part in (hidden, embeds, features) if part is not None], -1)
         if self.config.standardize:
-            hidden = (hidden - self.state_mean) / self.state_scale
-            features = None if features is None else (features - self.feature_mean) / self.feature_scale
-        given = [part for part in (hidden, None if embeds is None else embeds.float(), features) if part is not None]
-        return self.rest(hidden if self.join is None else self.join(torch.cat(given, -1)), features)
+            given = (given - self.mean) / self.scale
+        x = given[..., : self.config.joined_size]
+        numbers = given[..., self.config.input_size - len(self.config.features) :]
+        return self.rest(x if self.join is None else self.join(x), numbers)
 
-    def rest(self, x: Tensor, features: Tensor | None) -> Tensor:
-        """The raw logit [..] from what all that is read was brought to, x [.., W], and the features, which go to the
-        logit too."""
+    def rest(self, x: Tensor, numbers: Tensor | None) -> Tensor:
+        """The raw logit [..] from what the first layer gives, x [.., W], and the features."""
         if self.config.activation == "relu":
             x = F.relu(x)
         for block in self.blocks:
             x = block(x)
         logit = self.out(x)
         if self.direct is not None:
-            assert features is not None
-            logit = logit + self.direct(features.float())
+            assert numbers is not None
+            logit = logit + self.direct(numbers.float())
         return logit.squeeze(-1)
 
     @torch.no_grad()
@@ -161,16 +164,14 @@ class AcceptanceHead(nn.Module):
             return self
         head = AcceptanceHead(replace(self.config, standardize=False)).requires_grad_(False).double()
         head.load_state_dict(self.state_dict(), strict=False)
-        embedding = self.state_mean.new_zeros(self.config.input_size - len(self.state_mean) - len(self.feature_mean))
-        scale = torch.cat([self.state_scale, embedding + 1, self.feature_scale]).double()
+        mean, scale, joined = self.mean.double(), self.scale.double(), self.config.joined_size
         assert head.join is not None
-        head.join.weight /= scale
-        mean = torch.cat([self.state_mean, embedding, self.feature_mean]).double()
-        head.join.bias.sub_(head.join.weight @ mean)
+        head.join.weight /= scale[:joined]
+        head.join.bias -= head.join.weight @ mean[:joined]
         if head.direct is not None:
-            head.direct.weight /= self.feature_scale
-            head.out.bias.sub_(head.direct.weight @ self.feature_mean.double())
-        return head.to(self.state_mean)
+            head.direct.weight /= scale[-len(self.config.features) :]
+            head.out.bias -= head.direct.weight @ mean[-len(self.config.features) :]
+        return head.to(self.mean)
 
     def corrected(self, logit: Number) -> Number:
         """The raw logit without the loss' weights: the optimum is w_acc P / (w_acc P + w_rej (1-P)), so add
@@ -226,14 +227,14 @@ def interpolate(logit: Tensor, knots: tuple[tuple[float, float], ...]) -> Tensor
 def acceptance_forward(head: AcceptanceHeadConfig, rows: int) -> float:
     """An acceptance head; tied blocks compute as much as others."""
     size = head.inner_size
-    read = flops.linear(head.input_size, size, rows) if head.joins else 0.0
+    read = flops.linear(head.joined_size, size, rows) if head.joins else 0.0
     return read + head.num_blocks * flops.linear(size, size, rows) + flops.linear(size + len(head.features), 1, rows)
 
 
 def acceptance_training(head: AcceptanceHeadConfig, rows: int) -> float:
     """Forward and backward of an acceptance head over `rows` tokens whose inputs are there."""
     wide = head.num_blocks or head.joins
-    first = flops.linear(head.input_size, head.inner_size if wide else 1, rows) + flops.linear(
+    first = flops.linear(head.joined_size, head.inner_size if wide else 1, rows) + flops.linear(
         len(head.features), 1, rows
     )
     return flops.TRAINED * acceptance_forward(head, rows) - (flops.TRAINED - flops.TRAINED_FIRST) * first

@@ -46,8 +46,8 @@ PREDICTED = {  # by the setting `judges`
     "tree": "a child of a tree's node: P(the target's own token at that place is this child)",
 }
 FORWARD = (
-    "x = join(inputs, one after the other) where there is a join, else the state",
-    "x = max(x, 0) where the activation is relu",
+    "x = join(inputs, one after the other, the numbers last) where there is a join, else the state",
+    "where the activation is relu: x = max(join(inputs, but for the numbers), 0)",
     "num_blocks times: x = x + silu(W x + b), with blocks.i.linear of the i-th, or blocks.0.linear always where tied",
     "z = out(x) + direct(the numbers among the inputs, in their order) where there is a direct",
     "z = z + log(w_rej / w_acc)",

@@ -122,8 +122,8 @@ def test_settings_come_back_as_they_were(tmp_path, target):
 
 def test_what_a_head_standardises_by_comes_back(tmp_path):
     head = acceptance_head(width=2, standardize=True, activation="relu")
-    head.state_mean += 3
-    head.state_scale *= 2
+    head.mean += 3
+    head.scale *= 2
     loaded = load_head(save_head(tmp_path / "head", head, {}, CARD))
     assert loaded.config == head.config
     assert {name: tensor.tolist() for name, tensor in loaded.named_buffers()} == {

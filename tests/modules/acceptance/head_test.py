@@ -50,16 +50,18 @@ def test_the_head_is_the_papers_network(changes):
 @pytest.mark.parametrize("activation", ["none", "relu"])
 def test_what_is_read_is_standardised_before_the_first_layer_and_the_direct_path(features, state, activation):
     head = make_head(num_blocks=0, features=features, state=state, width=5, activation=activation, standardize=True)
-    assert torch.equal(head.state_scale, torch.ones(HIDDEN)) and not head.feature_mean.any()  # nothing until it is set
-    for name in ("state", "feature"):
-        getattr(head, f"{name}_mean").normal_(std=2)
-        getattr(head, f"{name}_scale").uniform_(0.2, 4)
+    assert (
+        torch.equal(head.scale, torch.ones(head.config.input_size)) and not head.mean.any()
+    )  # nothing until it is set
+    head.mean.normal_(std=2)
+    head.scale.uniform_(0.2, 4)
     hidden, embeds, numbers = torch.randn(3, 7, HIDDEN), torch.randn(3, 7, HIDDEN), torch.randn(3, 7, len(features))
     w = {name: tensor.double().numpy() for name, tensor in head.state_dict().items()}
-    given = [(hidden.double().numpy() - w["state_mean"]) / w["state_scale"]]
-    given += [embeds.double().numpy()] if state == "before" else []
-    own = (numbers.double().numpy() - w["feature_mean"]) / w["feature_scale"]
-    x = np.concatenate([*given, own], -1) @ w["join.weight"].T + w["join.bias"]
+    given = np.concatenate([hidden, *([embeds] if state == "before" else []), numbers], -1)
+    given = (given - w["mean"]) / w["scale"]
+    states, own = given[..., : given.shape[-1] - len(features)], given[..., given.shape[-1] - len(features) :]
+    joined = states if activation == "relu" else given  # of a rectified layer the numbers stay outside
+    x = joined @ w["join.weight"].T + w["join.bias"]
     x = np.maximum(x, 0) if activation == "relu" else x
     logit = (x @ w["out.weight"].T + w["out.bias"])[..., 0]
     if features:

@@ -79,10 +79,11 @@ def by_the_words(config: dict, tensors: dict, states, embeds, distributions, tok
     weights = {name: tensor.double().numpy() for name, tensor in tensors.items()}
     given = [matrices[i["name"]] if i["name"] in matrices else numbers[i["name"]][:, None] for i in config["inputs"]]
     assert [part.shape[1] for part in given] == [i["size"] for i in config["inputs"]]
-    x = np.concatenate(given, 1)
+    rectified = config["activation"] == "relu"
+    x = np.concatenate([part for part in given if not (rectified and part.shape[1] == 1)], 1)
     if "join.weight" in weights:
         x = x @ weights["join.weight"].T + weights["join.bias"]
-    if config["activation"] == "relu":
+    if rectified:
         x = np.maximum(x, 0)
     for i in range(config["num_blocks"]):
         name = f"blocks.{0 if config['tied'] else i}.linear"
