@@ -7,6 +7,8 @@ where a weight [N] is given each counts that much.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -77,25 +79,38 @@ def equal_mass_bins(mass: Tensor, num_bins: int) -> Tensor:
 def fit_platt(
     logit: Tensor, accept_prob: Tensor, ridge: float = 1e-2, weight: Tensor | None = None
 ) -> tuple[float, float]:
-    """Scale and bias such that sigmoid(scale * logit + bias) fits P best in binary KL (Platt 1999), by Newton's method.
+    """Scale and bias such that sigmoid(scale * logit + bias) fits P best in binary KL (Platt 1999).
 
     ridge: strength of a pull to (1, 0), in tokens; it keeps the answer finite where the labels are separable.
     """
-    inputs = torch.stack([logit.double(), torch.ones_like(logit, dtype=torch.float64)], dim=1)
+    scale, bias = fit_logistic(logit[:, None], accept_prob, [1.0, 0.0], ridge, weight).tolist()
+    return scale, bias
+
+
+def fit_logistic(
+    inputs: Tensor, accept_prob: Tensor, start: Sequence[float], ridge: float = 1e-2, weight: Tensor | None = None
+) -> Tensor:
+    """Weights [F+1] in float64, the last one a bias, such that sigmoid(inputs @ weights + bias) fits P [N] best in
+    binary KL, by Newton's method; inputs [N, F].
+
+    start: where it begins. ridge: strength of a pull to it, in tokens.
+    """
+    inputs = torch.cat([inputs.double(), torch.ones(len(inputs), 1, dtype=torch.float64, device=inputs.device)], 1)
     label = accept_prob.double()
     mass = None if weight is None else weight.double()
     each = torch.ones_like(label) if mass is None else mass
-    start = torch.tensor([1.0, 0.0], dtype=torch.float64, device=logit.device)
+    begin = torch.tensor(start, dtype=torch.float64, device=inputs.device)
+    eye = torch.eye(len(begin)).to(inputs)
 
     def objective(weights: Tensor) -> Tensor:
         fit = F.binary_cross_entropy_with_logits(inputs @ weights, label, mass, reduction="sum")
-        return fit + ridge * (weights - start).square().sum()
+        return fit + ridge * (weights - begin).square().sum()
 
-    weights, value = start, objective(start)
+    weights, value = begin, objective(begin)
     for _ in range(100):
         prob = torch.sigmoid(inputs @ weights)
-        gradient = inputs.T @ (each * (prob - label)) + 2 * ridge * (weights - start)
-        hessian = (inputs * (each * prob * (1 - prob))[:, None]).T @ inputs + 2 * ridge * torch.eye(2).to(inputs)
+        gradient = inputs.T @ (each * (prob - label)) + 2 * ridge * (weights - begin)
+        hessian = (inputs * (each * prob * (1 - prob))[:, None]).T @ inputs + 2 * ridge * eye
         step = torch.linalg.solve(hessian, gradient)
         scale = 1.0
         # The objective is convex; Newton's full step may still overshoot far from the optimum.
@@ -105,7 +120,7 @@ def fit_platt(
         value = objective(weights)
         if previous - value <= 1e-10 * len(label):
             break
-    return float(weights[0]), float(weights[1])
+    return weights
 
 
 def pooled(values: Tensor, mass: Tensor) -> Tensor:

@@ -14,15 +14,20 @@ from draftsmith.data.heads.directory import kind_at, starting_head, starting_set
 from draftsmith.data.heads.frozen_drafter import FrozenDrafter, load_drafter
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.datasets import AcceptanceDataset, collate_acceptance
+from draftsmith.data.store.files import make_directory, write_json
 from draftsmith.data.store.manifest import MANIFEST, Manifest, volatile
-from draftsmith.data.store.rollout_dataset import RolloutDataset, collate_rollouts
+from draftsmith.data.store.reading import read_object
+from draftsmith.data.store.rollout_dataset import RolloutDataset
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, Feature, State
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.strategies import local_device, model_dtype
+from draftsmith.train.metrics import say_on_rank_zero
+from draftsmith.train.strategies import local_device, model_dtype, world_size
 
 if TYPE_CHECKING:
-    from draftsmith.train.drafted_tokens import StateReader
+    from draftsmith.train.data_module import Samples
+    from draftsmith.train.drafted_tokens import RolloutDrafts
+    from draftsmith.train.stored_tokens import StateReader
 
 # What a head starts with where nothing is said, by the labels it learns from: SpecDec++ section 4; and for labels of
 # real rounds what pays more (docs/acceptance.md).
@@ -37,15 +42,16 @@ MIXED: dict[str, Any] = {
     "mix": 0.15,
 }
 ROLLOUTS: dict[str, Any] = {
-    "num_blocks": 1,
+    "num_blocks": 0,
     "tied": False,
     "state": "before",
-    "features": ("log_q", "logit_max_q", "entropy", "depth", "repeat"),
+    "features": ("log_q", "logit_q", "depth", "repeat"),
     "judges": "chain",
     "w_rej": 1.0,
 }
-# The width that such a head has where nothing is said: this part of the drafter's. As good, and faster.
-NARROWER = 4
+# The width that such a head has where nothing is said and none was tried out.
+WIDTH = 128
+SWEEP = "sweep.json"
 # Of these, what a head to go on from brings along.
 SHAPE = ("num_blocks", "tied", "state", "features", "judges", "width")
 Labels = Literal["acceptance", "rollouts"]
@@ -55,7 +61,9 @@ Labels = Literal["acceptance", "rollouts"]
 class TrainAcceptanceConfig(TrainConfig):
     """Train an acceptance head on the labels of `data acceptance`. On those of mixed text (--labels mix) it is
     SpecDec++'s, with the paper's settings for 7B drafts. On those of real rounds (--labels rollout) it reads the state
-    before the token, the token and the draft's confidence. A 128-wide draft wants lr 1e-3.
+    before the token, the token and the draft's confidence: those are made once and kept in memory, so that batches
+    are drawn from all answers' tokens (batch_size then counts blocks of 64). Such a head begins as the logistic of its
+    features. A 128-wide draft wants lr 1e-3.
 
     Attributes:
         draft: The draft model, or the trained drafter's head, whose drafts were labelled; frozen.
@@ -64,14 +72,16 @@ class TrainAcceptanceConfig(TrainConfig):
         init: Head directory to go on from, in the place of random weights: to fine-tune a head, also one that was
             imported or made for another draft of this width. Its blocks and inputs are then the head's; the loss
             weights are those given here.
-        num_blocks: Residual blocks of the head, 0 for a linear one. Default: 3, for rollouts 1, or those of init.
+        num_blocks: Residual blocks of the head. Default: 3, for rollouts 0, or those of init.
         tied: Apply one block num_blocks times, as the paper's published code does. Default: off, or as in init.
         state: What the head reads of the drafter: after, its hidden state once it has read the token (SpecDec++); or
             before, the state that predicted it, and the token's embedding. Default: after, for rollouts before.
         features: Numbers of the draft's distribution that it reads too, and how the token goes on with a repetition of
-            the text; [] for none. Default: none, for rollouts log_q, logit_max_q, entropy, depth and repeat (not for a
-            tree), and temperature where labels have several.
-        width: Of the hidden layers, 0 for that of the drafter. Default: 0, for rollouts a quarter of the drafter's.
+            the text; [] for none. Default: none, for rollouts log_q, logit_q, depth and repeat (not for a tree), and
+            temperature where labels have several.
+        width: Of the hidden layers, 0 for that of the drafter. Default: 0, for rollouts what the sweep finds, or 128.
+        sweep: Rollouts: where neither width nor max_steps is given, heads of three widths are trained for few and for
+            more epochs first, and the width and epochs with the lowest held-out KL are taken.
         judges: Drafted tokens of a chain, or the most probable children at each place of a tree (labels with
             --children). Default: chain.
         w_acc: Loss weight of accepted tokens.
@@ -90,6 +100,7 @@ class TrainAcceptanceConfig(TrainConfig):
     state: State | None = None
     features: tuple[Feature, ...] | None = None
     width: int | None = None
+    sweep: bool = True
     judges: Literal["chain", "tree"] | None = None
     w_acc: float = 1.0
     w_rej: float | None = None
@@ -105,6 +116,12 @@ class TrainAcceptanceConfig(TrainConfig):
         self.check_least(0, "num_blocks", "width")
         if self.features is not None and len(set(self.features)) != len(self.features):
             raise InputError("features", ", ".join(self.features), "each once", "Leave one out.")
+
+    @property
+    def sweeps(self) -> bool:
+        """Of rollouts: whether a size is to be tried out. One process decides it, so that all have the same."""
+        free = self.width is None and self.max_steps == 0 and self.init is None
+        return self.sweep and free and world_size(self) == 1
 
     @property
     def drafter(self) -> str:
@@ -184,6 +201,7 @@ def prepare(config: TrainAcceptanceConfig) -> tuple[Any, ...]:
     from draftsmith.train.drafted_tokens import MixedText, RolloutDrafts
     from draftsmith.train.fit import Provenance, digests
     from draftsmith.train.lit_head import LitHead
+    from draftsmith.train.stored_tokens import StoredDrafts, collate_stored
 
     config = filled(config)
     labels, _ = labels_of(config)
@@ -201,7 +219,8 @@ def prepare(config: TrainAcceptanceConfig) -> tuple[Any, ...]:
     if val is not None and val.manifest.sampling != manifest.sampling:
         expected = f"labels made with {manifest.sampling}"
         raise InputError("val", val.manifest.sampling, expected, "Make both with one sampling.")
-    head = make_head(config, drafter.lm.info.hidden_size)
+    hidden_size = drafter.lm.info.hidden_size
+    head = make_head(config, hidden_size)
     check_labels(head.config, labels, manifest)
     context = drafter.lm.info.max_position
     if labels == "rollouts":  # not to be split: its drafts follow all of a text, and were made within the context
@@ -211,7 +230,9 @@ def prepare(config: TrainAcceptanceConfig) -> tuple[Any, ...]:
     collate: Any = collate_acceptance
     reader: StateReader = MixedText(drafter, greedy)
     if labels == "rollouts":
-        collate, reader = collate_rollouts, RolloutDrafts(drafter, head.config, int(manifest.config["depth"]))
+        drafts = RolloutDrafts(drafter, head.config, int(manifest.config["depth"]))
+        config, head, train_samples, val_samples = stored_rounds(config, head, drafts, train_samples, val_samples)
+        collate, reader = collate_stored, StoredDrafts(drafts)
     data = HeadDataModule(train_samples, val_samples, collate, num_loss_tokens, config)
     module = LitHead(head, AcceptanceObjective(reader, config.calibrate), config, data.total_steps)
     inputs = digests(train, val) | (starting_weights(config.init) if config.init is not None else {})
@@ -219,6 +240,45 @@ def prepare(config: TrainAcceptanceConfig) -> tuple[Any, ...]:
     made |= {"drafter": drafter.name}
     provenance = Provenance("acceptance", inputs, drafter.identity, manifest.identity, manifest.sampling, made)
     return module, data, config, provenance
+
+
+def stored_rounds(
+    config: TrainAcceptanceConfig, head: AcceptanceHead, drafts: RolloutDrafts, train: Samples, val: Samples
+) -> tuple[TrainAcceptanceConfig, AcceptanceHead, Samples, Samples]:
+    """The tokens of labelled answers with the states that a head reads, as samples of a training; and the head where it
+    begins, of the size that was found best if none was asked for, with the settings that say so."""
+    from draftsmith.train.acceptance_start import begin, tried_sizes
+    from draftsmith.train.data_module import Samples
+    from draftsmith.train.stored_tokens import StoredDataset, StoredDrafts, stored
+
+    tokens = {name: stored(samples, drafts, name) for name, samples in (("train", train), ("val", val))}
+    size = sum(part.size for part in tokens.values())
+    counts = " and ".join(f"{len(part.ids):,} to {name}" for name, part in tokens.items())
+    say_on_rank_zero(f"drafted tokens: {counts}; {size / 2**20:,.0f} MiB in memory")
+    reader = StoredDrafts(drafts)
+    if config.init is None:
+        hidden_size = head.config.hidden_size
+        if config.sweeps:
+            tried = tried_sizes(
+                lambda width: make_head(dataclasses.replace(config, width=width), hidden_size),
+                tokens["train"], tokens["val"], reader, config,
+            )  # fmt: skip
+            make_directory(config.output)
+            write_json(config.output / SWEEP, {"tried": [dataclasses.asdict(size) for size in tried]})
+            config = with_size(config)
+            head = make_head(config, hidden_size)
+        begin(head, tokens["train"], reader)
+    blocks = StoredDataset(tokens["train"], train, config.seed)
+    answers = StoredDataset(tokens["val"], val, None)
+    return config, head, Samples(blocks, range(len(blocks.lengths))), Samples(answers, range(len(answers.lengths)))
+
+
+def with_size(config: TrainAcceptanceConfig) -> TrainAcceptanceConfig:
+    """The settings with the size that was found best, where one was tried out in this output."""
+    if not (config.sweeps and (config.output / SWEEP).exists()):
+        return config
+    best = read_object(config.output / SWEEP, {"tried": list}, "Delete it: sizes are tried again.")["tried"][0]
+    return dataclasses.replace(config, width=best["width"], epochs=best["epochs"])
 
 
 def open_labels(config: TrainAcceptanceConfig, path: Path, labels: Labels, drafter: FrozenDrafter) -> Any:
@@ -255,9 +315,13 @@ def acceptance_settings(config: TrainAcceptanceConfig, hidden_size: int) -> Acce
     config = filled(config)
     shape = {name: getattr(config, name) for name in SHAPE}
     if shape["width"] is None:
-        shape["width"] = max(hidden_size // NARROWER, 1)
+        shape["width"] = WIDTH
+    # Of real rounds, before the token: the form that costs a drafted token least (AcceptanceHeadConfig.activation).
+    lean = labels_of(config)[0] == "rollouts" and shape["state"] == "before"
+    form: dict[str, Any] = {"activation": "relu" if lean else "none", "standardize": lean}
     if config.init is not None:
         settings = starting_settings(config.init, "acceptance", hidden_size)
+        form = {name: getattr(settings, name) for name in form}
         differing = [name for name in SHAPE if shape[name] != getattr(settings, name)]
         if differing:
             found = ", ".join(f"{name} {shape[name]}" for name in differing)
@@ -265,7 +329,7 @@ def acceptance_settings(config: TrainAcceptanceConfig, hidden_size: int) -> Acce
             remedy = "Leave the setting out, or train without --init."
             raise InputError("init", f"{found} asked of {config.init}", f"{expected}, as that head has", remedy)
     assert config.w_rej is not None
-    return AcceptanceHeadConfig(hidden_size, w_acc=config.w_acc, w_rej=config.w_rej, **shape)
+    return AcceptanceHeadConfig(hidden_size, w_acc=config.w_acc, w_rej=config.w_rej, **shape, **form)
 
 
 def make_head(config: TrainAcceptanceConfig, hidden_size: int) -> AcceptanceHead:

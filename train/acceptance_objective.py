@@ -16,9 +16,10 @@ from draftsmith.modules.losses import acceptance_loss
 from draftsmith.modules.metrics import acceptance_metrics, expected_calibration_error, fit_isotonic, fit_platt
 from draftsmith.modules.types import AcceptanceBatch, InputError, LossOutput
 from draftsmith.train.data_module import Part
-from draftsmith.train.drafted_tokens import DraftedTokens, StateReader
+from draftsmith.train.drafted_tokens import DraftedTokens
 from draftsmith.train.lit_head import Given, Objective
 from draftsmith.train.metrics import gather_rows
+from draftsmith.train.stored_tokens import StateReader
 
 Calibrate = Literal["platt", "isotonic", "none"]
 
@@ -31,6 +32,8 @@ class AcceptanceObjective(Objective):
     def __init__(self, reader: StateReader, calibrate: Calibrate):
         """calibrate: what is fitted to the validation tokens, each time they are predicted."""
         self.reader, self.calibrate, self.model = reader, calibrate, reader.model
+        # A head for real rounds begins as a logistic, which may stay the best.
+        self.validates_first = reader.weighted
 
     def state(self, head: AcceptanceHead) -> dict[str, Any]:
         knots = [list(knot) for knot in head.config.knots]

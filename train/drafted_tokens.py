@@ -139,7 +139,3 @@ class RolloutDrafts:
         if config is None:
             return features_flops(lm, [*texts, len(starts) * levels]), predicted
         return flops.rollouts_forward(config, texts, starts, levels), predicted
-
-
-# Gives a head its inputs.
-StateReader = MixedText | RolloutDrafts
