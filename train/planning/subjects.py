@@ -16,7 +16,7 @@ from draftsmith.data.acceptance import AcceptanceConfig
 from draftsmith.data.heads.directory import class_of, head_settings, kind_at
 from draftsmith.data.heads.frozen_drafter import FrozenDrafter
 from draftsmith.data.models.loading import target_shape
-from draftsmith.data.rollouts import CHILD_FIELDS, FIELDS
+from draftsmith.data.rollouts import FIELDS
 from draftsmith.data.store.datasets import Item, collate_acceptance, collate_features, pack_features
 from draftsmith.data.store.manifest import MANIFEST, Manifest
 from draftsmith.data.store.rollout_dataset import collate_rollouts
@@ -136,7 +136,7 @@ class PlannedAcceptance(PlannedTraining):
             check_labels(self._settings, self.kind, manifest)
         made = manifest.config if manifest is not None else {}
         # Where there are no labels yet, as they are made if nothing else is asked for.
-        self._depth, self._children = made.get("depth", AcceptanceConfig.depth), made.get("children", 1)
+        self._depth = made.get("depth", AcceptanceConfig.depth)
         # Texts of rollouts are read one by one, and not split: their drafts follow all of them.
         self.packed = self.kind == "rollouts"
         self.context = sys.maxsize if self.packed else self.frozen.info.max_position
@@ -166,9 +166,9 @@ class PlannedAcceptance(PlannedTraining):
         """A text and the drafts at its end: `RolloutDataset`'s fields."""
         drafts = max(1, counted // self._depth)
         text = max(length - drafts * self._depth, 2)
-        sizes = {"T": text, "S": drafts, "K": self._depth, "C": self._children}
+        sizes = {"T": text, "S": drafts, "K": self._depth}
         item: Item = {"loss_mask": torch.ones(drafts, self._depth, dtype=torch.bool)}
-        for spec in (*FIELDS, *CHILD_FIELDS):
+        for spec in FIELDS:
             if spec.dtype in ("list<int32>", "list<float32>"):
                 shape = [sizes[name] for name in spec.shape[0].split("*")]
                 item[spec.name] = torch.zeros(shape, dtype=torch.int64 if "int" in spec.dtype else torch.float32)
