@@ -14,8 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 NUM_BINS = 15
-MAX_KNOTS = 40
-RESOLUTION = 1e-3  # of logits: as good as equal, and far above what float32 knots can tell apart
 
 
 def binary_kl(logit: Tensor, accept_prob: Tensor, weight: Tensor | None = None) -> Tensor:
@@ -121,50 +119,6 @@ def fit_logistic(
         if previous - value <= 1e-10 * len(label):
             break
     return weights
-
-
-def pooled(values: Tensor, mass: Tensor) -> Tensor:
-    """The ascending sequence [N] nearest to `values` [N] in squares weighted by `mass` [N] > 0: isotonic regression, by
-    pooling adjacent violators (Ayer et al. 1955). Float64."""
-    means: list[float] = []
-    masses: list[float] = []
-    sizes: list[int] = []
-    for value, weight in zip(values.tolist(), mass.tolist(), strict=True):
-        size = 1
-        while means and means[-1] >= value:
-            total = masses[-1] + weight
-            value, weight = (means.pop() * masses.pop() + value * weight) / total, total
-            size += sizes.pop()
-        means.append(value)
-        masses.append(weight)
-        sizes.append(size)
-    fitted = torch.tensor(means, dtype=torch.float64, device=values.device)
-    return fitted.repeat_interleave(torch.tensor(sizes, dtype=torch.int64, device=values.device))
-
-
-def fit_isotonic(
-    logit: Tensor, accept_prob: Tensor, weight: Tensor | None = None, num_knots: int = MAX_KNOTS
-) -> tuple[tuple[float, float], ...]:
-    """2 to `num_knots` knots (logit, calibrated logit), ascending in both: isotonic calibration of logits [N], with
-    straight lines between the knots and their end values beyond them (Zadrozny & Elkan 2002, made continuous).
-
-    Tokens are put into `num_knots` bins of equal mass, and bins pooled until their means of P ascend; a knot is the
-    mean logit of a pool and the log-odds of its mean P, which is taken to be no surer than half a token in the lowest
-    and in the highest pool would make it. Logits within RESOLUTION are one.
-    """
-    each = torch.ones_like(accept_prob, dtype=torch.float64) if weight is None else weight.double()
-    x, group = torch.unique((logit.double() / RESOLUTION).round(), return_inverse=True)
-    mass, accepted = sums_by(each, group, len(x)), sums_by(each * accept_prob.double(), group, len(x))
-    bins = equal_mass_bins(mass, num_knots)
-    totals, accepted, sums = (sums_by(part, bins, num_knots) for part in (mass, accepted, mass * x))
-    kept = totals > 0
-    totals, accepted, sums = totals[kept], accepted[kept], sums[kept]
-    levels, pool = torch.unique(pooled(accepted / totals, totals), return_inverse=True)
-    pools = sums_by(totals, pool, len(levels))
-    places = RESOLUTION * sums_by(sums, pool, len(levels)) / pools
-    surest = levels.clamp(0.5 / float(pools[0] + 1), 1 - 0.5 / float(pools[-1] + 1))
-    knots = tuple(zip(places.tolist(), surest.logit().tolist(), strict=True))
-    return knots if len(knots) > 1 else (knots[0], (knots[0][0] + 1, knots[0][1]))
 
 
 def acceptance_metrics(

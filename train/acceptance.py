@@ -36,7 +36,6 @@ MIXED: dict[str, Any] = {
     "tied": False,
     "state": "after",
     "features": (),
-    "judges": "chain",
     "width": 0,
     "w_rej": 6.0,
     "mix": 0.15,
@@ -46,14 +45,13 @@ ROLLOUTS: dict[str, Any] = {
     "tied": False,
     "state": "before",
     "features": ("log_q", "logit_q", "depth", "repeat"),
-    "judges": "chain",
     "w_rej": 1.0,
 }
 # The width that such a head has where nothing is said and none was tried out.
 WIDTH = 128
 SWEEP = "sweep.json"
 # Of these, what a head to go on from brings along.
-SHAPE = ("num_blocks", "tied", "state", "features", "judges", "width")
+SHAPE = ("num_blocks", "tied", "state", "features", "width")
 Labels = Literal["acceptance", "rollouts"]
 
 
@@ -77,18 +75,15 @@ class TrainAcceptanceConfig(TrainConfig):
         state: What the head reads of the drafter: after, its hidden state once it has read the token (SpecDec++); or
             before, the state that predicted it, and the token's embedding. Default: after, for rollouts before.
         features: Numbers of the draft's distribution that it reads too, and how the token goes on with a repetition of
-            the text; [] for none. Default: none, for rollouts log_q, logit_q, depth and repeat (not for a tree), and
-            temperature where labels have several.
+            the text; [] for none. Default: none, for rollouts log_q, logit_q, depth and repeat, and temperature where labels have several.
         width: Of the hidden layers, 0 for that of the drafter. Default: 0, for rollouts what the sweep finds, or 128.
         sweep: Rollouts: where neither width nor max_steps is given, heads of three widths are trained for few and for
             more epochs first, and the width and epochs with the lowest held-out KL are taken.
-        judges: Drafted tokens of a chain, or the most probable children at each place of a tree (labels with
-            --children). Default: chain.
         w_acc: Loss weight of accepted tokens.
         w_rej: Loss weight of rejected tokens. Default: 6, for rollouts 1.
         mix: Labels of mixed text: probability that the draft reads the target's token instead of its own. Default 0.15.
-        calibrate: Fit the output to the validation tokens: scale and shift of the logit (platt), an ascending curve
-            (isotonic), or not at all. Decoding by threshold on the raw output does not use it.
+        calibrate: Fit the output to the validation tokens: scale and shift of the logit (platt), or not at all.
+            Decoding by threshold on the raw output does not use it.
     """
 
     draft: str | None = None
@@ -101,11 +96,10 @@ class TrainAcceptanceConfig(TrainConfig):
     features: tuple[Feature, ...] | None = None
     width: int | None = None
     sweep: bool = True
-    judges: Literal["chain", "tree"] | None = None
     w_acc: float = 1.0
     w_rej: float | None = None
     mix: float | None = None
-    calibrate: Literal["platt", "isotonic", "none"] = "platt"
+    calibrate: Literal["platt", "none"] = "platt"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -156,7 +150,7 @@ def labels_of(config: TrainAcceptanceConfig) -> tuple[Labels, Manifest | None]:
     if manifest is not None:
         return ("rollouts" if manifest.kind == "rollouts" else "acceptance"), manifest
     by_head = config.read_model != config.drafter
-    asked = by_head or config.state == "before" or config.features or config.judges == "tree"
+    asked = by_head or config.state == "before" or config.features
     return ("rollouts" if asked else "acceptance"), None
 
 
@@ -174,8 +168,6 @@ def filled(config: TrainAcceptanceConfig) -> TrainAcceptanceConfig:
         expected = "0: the drafts of a response follow all of it"
         raise InputError("max_length", config.max_length, expected, "Leave it out, or label shorter responses.")
     defaults = dict(ROLLOUTS if labels == "rollouts" else MIXED)
-    if config.judges == "tree":
-        defaults["features"] = tuple(name for name in defaults["features"] if name != "repeat")
     if labels == "rollouts" and manifest is not None and isinstance(label_temperature(manifest), list):
         defaults["features"] = (*defaults["features"], "temperature")
     if config.init is not None:
@@ -291,19 +283,12 @@ def open_labels(config: TrainAcceptanceConfig, path: Path, labels: Labels, draft
 
 
 def check_labels(head: AcceptanceHeadConfig, labels: Labels, manifest: Manifest) -> None:
-    """Raises InputError where the labels lack what the head is to read or to predict."""
-    published = (head.state, head.features, head.judges) == ("after", (), "chain")
-    if labels == "acceptance" and not published:
+    """Raises InputError where the labels lack what the head is to read."""
+    if labels == "acceptance" and not head.as_published:
         found = f"{manifest.kind} labels of mixed text, for a head that reads more than the state after the token"
         raise InputError(
             "data", found, "labels of real rounds", "Make them: draftsmith data acceptance --labels rollout"
         )
-    if head.judges == "tree" and "child_ids" not in {field.name for field in manifest.fields}:
-        remedy = "Make them: draftsmith data acceptance --labels rollout --children 10"
-        raise InputError("data", "labels without children", "labels of a tree's children", remedy)
-    if head.judges == "tree" and head.state != "before":
-        expected = "before: nothing has read a tree's children when they are predicted"
-        raise InputError("state", head.state, expected, "Leave it out.")
 
 
 def acceptance_settings(config: TrainAcceptanceConfig, hidden_size: int) -> AcceptanceHeadConfig:

@@ -14,7 +14,7 @@ from draftsmith.data.store.files import whole_directory, write_json, write_tenso
 from draftsmith.data.store.manifest import compare_identity, file_sha256, warn_not_compared
 from draftsmith.data.store.reading import read_object, read_tensors
 from draftsmith.modules import drafters
-from draftsmith.modules.acceptance.head import AcceptanceHead
+from draftsmith.modules.acceptance.head import RETIRED, AcceptanceHead
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.interop.base import misfits
 from draftsmith.modules.targets.base import CausalLM
@@ -110,7 +110,22 @@ def head_config(directory: str | Path, kind: str | None = None) -> dict[str, Any
     if kind not in (None, config["kind"]):
         found, expected = f"{directory}, {named_kind(config['kind'])} head", f"{named_kind(str(kind))} head"
         raise InputError("head", found, expected, "Pass it with its own flag.")
+    if config["kind"] == AcceptanceHead.kind:
+        config["head"] = without_retired(directory, config["head"])
     return config
+
+
+def without_retired(directory: Path, head: Mapping[str, Any]) -> dict[str, Any]:
+    """An acceptance head's settings without those that nothing reads any more.
+
+    Raises:
+        InputError: the head does not work without one.
+    """
+    for name, harmless in RETIRED.items():
+        if head.get(name, harmless) != harmless:
+            found = f"{directory}, trained with {name} {head[name]} by an earlier version"
+            raise InputError("head", found, f"{name} {harmless}: the rest is retired", "Train the head again.")
+    return {name: value for name, value in head.items() if name not in RETIRED}
 
 
 def config_from_json(config_class: type, values: Mapping[str, Any]) -> Any:

@@ -18,7 +18,6 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
-from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.acceptance.tree_rule import TreeRule
 from draftsmith.modules.decoding.branches import BranchDrafter
 from draftsmith.modules.decoding.protocols import Drafter, StopPolicy
@@ -70,15 +69,13 @@ class HeadCard:
     """What a model card says of a head beside what every head's card says.
 
     title, what: a name for it, and what it is in a sentence or two. tags: for the model hub. method: to try it with, as
-    `decode` is told it. tree_method: the same with an acceptance head that predicts for a tree's children. shape: lines
-    on its sizes. metrics: what its own numbers of a validation mean.
+    `decode` is told it. shape: lines on its sizes. metrics: what its own numbers of a validation mean.
     """
 
     title: str
     what: str
     tags: tuple[str, ...]
     method: str
-    tree_method: str = ""
     shape: tuple[str, ...] = ()
     metrics: Mapping[str, str] = field(default_factory=dict)
 
@@ -194,11 +191,10 @@ class DraftHead(nn.Module, ABC):
         shape: StaticTree | DynamicTree,
         capacity: int,
         rows: int = 1,
-        acceptance: AcceptanceHead | None = None,
         rules: Sequence[TreeRule] | None = None,
     ) -> Drafter:
-        """What drafts trees with it, for its methods of trees (trees.py). acceptance, rules: of dynamic ones, an
-        acceptance head that gives the nodes' values, and what decides each row's size."""
+        """What drafts trees with it, for its methods of trees (trees.py). rules: of dynamic ones, what
+        decides each row's size."""
         raise NotImplementedError(f"{self.kind} drafts no trees")
 
     @abstractmethod

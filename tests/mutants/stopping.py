@@ -8,8 +8,8 @@ STOP, SURE = "modules/decoding/stop.py", "modules/decoding/confidence.py"
 RULES, ONLINE, NODES_PY, REPEATS = (
     f"modules/acceptance/{name}.py" for name in ("policies", "online_logistic", "tree_rule", "repeats")
 )
-HEAD, PREDICTOR, TREE_HEAD = (f"modules/acceptance/{name}.py" for name in ("head", "predictor", "tree"))
-SURE_TEST, EAGLE_TREES = "tests/modules/decoding/confidence_test.py", "tests/modules/drafters/eagle_tree_test.py"
+HEAD, PREDICTOR = (f"modules/acceptance/{name}.py" for name in ("head", "predictor"))
+SURE_TEST = "tests/modules/decoding/confidence_test.py"
 ONLINE_TEST, REPEATS_TEST, PREDICTOR_TEST, HEAD_TEST = (
     f"tests/modules/acceptance/{name}_test.py" for name in ("online_logistic", "repeats", "head_predictor", "head")
 )
@@ -106,11 +106,6 @@ MUTANTS = [
            (PREDICTOR_TEST,)),
     Mutant("predictor-depth-from-zero", PREDICTOR, "math.log(view.num_drafted)",
            "math.log(view.num_drafted + 1)", (PREDICTOR_TEST,)),
-    Mutant("predictor-straight-lines-go-on-past-the-knots", HEAD, "(x[right] - x[left])).clamp(0, 1)",
-           "(x[right] - x[left]))", (HEAD_TEST,)),
-    Mutant("tree-predictor-always-told-of-temperature-1", TREE_HEAD,
-           "if not (params.greedy or (params.temperature == 1 and params.top_k == 0 and params.top_p == 1)):",
-           "if False:", (EAGLE_TREES,)),
     Mutant("hierarchy-goes-on-at-its-threshold", "modules/drafters/hierarchical.py",
            "max(self.rule.entropies[-len(rows) :]) > self.rule.threshold",
            "max(self.rule.entropies[-len(rows) :]) >= self.rule.threshold", (HIERARCHY,)),

@@ -19,14 +19,13 @@ from draftsmith.modules.types import SamplingParams
 
 H, V, DEPTH = 8, 30, 4
 ALL = ("log_q", "logit_q", "logit_max_q", "entropy", "depth", "temperature")
-KNOTS = ((-2.0, -3.0), (0.0, -1.0), (1.5, 0.5), (4.0, 2.0))
 CASES = {
     "published": {"num_blocks": 3},
     "tied": {"num_blocks": 2, "tied": True},
     "after, with features": {"features": ("entropy", "log_q")},
     "before": {"state": "before", "num_blocks": 1, "w_rej": 1.0},
     "before, all features": {"state": "before", "features": ALL, "calibration": (0.7, -0.3)},
-    "isotonic": {"state": "before", "features": ("logit_q",), "w_rej": 3.0, "knots": KNOTS},
+    "before, one feature": {"state": "before", "features": ("logit_q",), "w_rej": 3.0},
 }
 
 
@@ -91,8 +90,6 @@ def by_definition(head: AcceptanceHead, state: torch.Tensor, predicted: DraftVie
 def calibrated(head: AcceptanceHead, logit: float) -> float:
     config = head.config
     logit += math.log(config.w_rej / config.w_acc)
-    if config.knots:
-        return float(np.interp(logit, *zip(*config.knots, strict=True)))
     return config.calibration[0] * logit + config.calibration[1]
 
 
