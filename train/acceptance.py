@@ -75,7 +75,8 @@ class TrainAcceptanceConfig(TrainConfig):
         state: What the head reads of the drafter: after, its hidden state once it has read the token (SpecDec++); or
             before, the state that predicted it, and the token's embedding. Default: after, for rollouts before.
         features: Numbers of the draft's distribution that it reads too, and how the token goes on with a repetition of
-            the text; [] for none. Default: none, for rollouts log_q, logit_q, depth and repeat, and temperature where labels have several.
+            the text; [] for none. Default: none, for rollouts log_q, logit_q, depth and repeat, and temperature where
+            labels have several.
         width: Of the hidden layers, 0 for that of the drafter. Default: 0, for rollouts what the sweep finds, or 128.
         sweep: Rollouts: where neither width nor max_steps is given, heads of three widths are trained for few and for
             more epochs first, and the width and epochs with the lowest held-out KL are taken.

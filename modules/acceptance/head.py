@@ -142,18 +142,15 @@ class AcceptanceHead(nn.Module):
             given = (given - self.mean) / self.scale
         x = given[..., : self.config.joined_size]
         numbers = given[..., self.config.input_size - len(self.config.features) :]
-        return self.rest(x if self.join is None else self.join(x), numbers)
-
-    def rest(self, x: Tensor, numbers: Tensor | None) -> Tensor:
-        """The raw logit [..] from what the first layer gives, x [.., W], and the features."""
+        if self.join is not None:
+            x = self.join(x)
         if self.config.activation == "relu":
             x = F.relu(x)
         for block in self.blocks:
             x = block(x)
         logit = self.out(x)
         if self.direct is not None:
-            assert numbers is not None
-            logit = logit + self.direct(numbers.float())
+            logit = logit + self.direct(numbers)
         return logit.squeeze(-1)
 
     @torch.no_grad()

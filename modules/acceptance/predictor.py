@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from copy import copy
 from operator import mul
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,41 +15,75 @@ from torch import Tensor
 from draftsmith.modules.acceptance.head import AcceptanceHead, Feature
 from draftsmith.modules.acceptance.policies import Predictor
 from draftsmith.modules.acceptance.repeats import RepeatScores
-from draftsmith.modules.decoding.confidence import MAX_LOGIT, confidence_of, log_odds, sigmoid
+from draftsmith.modules.decoding.confidence import MAX_LOGIT, TokenConfidence, confidence_of, log_odds, sigmoid
 from draftsmith.modules.decoding.protocols import DraftView
 from draftsmith.modules.finite import NonFinite
 
 LARGEST_TABLE = 2**24  # numbers, 64 MiB: of what a first layer makes of every token, worked out beforehand
 
+# `head.FEATURE_VALUES` of the token shown; the last one is its repeat score.
+READ: dict[Feature, Callable[[DraftView, TokenConfidence, float], float]] = {
+    "log_q": lambda view, known, repeat: max(known.log_q, -MAX_LOGIT),
+    "logit_q": lambda view, known, repeat: log_odds(known.log_q),
+    "logit_max_q": lambda view, known, repeat: log_odds(known.log_max_q),
+    "entropy": lambda view, known, repeat: known.entropy,
+    "depth": lambda view, known, repeat: math.log(view.num_drafted),
+    "temperature": lambda view, known, repeat: view.temperature,
+    "repeat": lambda view, known, repeat: repeat,
+}
+UNKNOWN = TokenConfidence(math.nan, math.nan, math.nan)
+OF_DISTRIBUTION: frozenset[Feature] = frozenset(("log_q", "logit_q", "logit_max_q", "entropy"))
+
 
 class HeadPredictor(Predictor):
-    """P^ of drafted tokens by an acceptance head, one by one while decoding: the head's arithmetic in few calls, with
-    what the first layer makes of every token worked out beforehand where the vocabulary is not too large."""
+    """P^ of drafted tokens by an acceptance head, one by one while decoding.
+
+    A draft waits for it, and calls are what it takes. So standardisation and calibration are in the weights, what the
+    first layer makes of every token is worked out beforehand where the vocabulary is not too large, and on a CPU the
+    small sums are NumPy's, on the memory of torch's tensors: it has less between a call and the work. Products are
+    torch's, which keeps to its number of threads.
+    """
 
     learns = False
 
-    def __init__(self, head: AcceptanceHead, embed: Callable[[Tensor], Tensor] | None = None, calibrated: bool = True):
+    def __init__(
+        self,
+        head: AcceptanceHead,
+        embed: Callable[[Tensor], Tensor] | None = None,
+        calibrated: bool = True,
+        repeats: RepeatScores | None = None,
+    ):
         """embed: the drafter's token embeddings, for a head that reads the state before the token. calibrated: the
-        probability; else the raw output, which the paper's threshold is for."""
-        config = head.config
+        probability; else the raw output, which the paper's threshold is for. repeats: those of another reader of the
+        same views."""
+        config, head = head.config, head.folded()
         assert config.late or embed is not None
-        self.late, self._names = config.late, config.features
+        self.late, names = config.late, config.features
         self._embed = None if config.late else embed
-        self._first: Tensor | None = None
+        self._read = [READ[name] for name in names]
+        self._of_distribution = not OF_DISTRIBUTION.isdisjoint(names)
+        self._asked = "entropy" if "entropy" in names else "mode" if "logit_max_q" in names else "token"
+        self._of_state: Tensor | None = None
+        self._array: Callable[[Tensor], Any] = Tensor.detach if head.out.weight.is_cuda else Tensor.numpy
         if head.join is not None:
-            # Columns of the state, of the token's embedding where it is read, of the features.
+            # Columns of the state, of the token's embedding where it is read, of the features where they join.
+            embedded = config.hidden_size * (2 - config.late)
             weight, self._bias = head.join.weight.detach(), head.join.bias.detach()
-            features = weight.shape[1] - len(config.features)
-            self._first = torch.cat([weight[:, : config.hidden_size], weight[:, features:]], 1)
-            self._of_token = weight[:, config.hidden_size : features]
+            self._of_state = weight[:, : config.hidden_size].T.contiguous()  # [H, W]: a row by it has less before it
+            self._of_token = weight[:, config.hidden_size : embedded]
+            self._of_numbers = weight[:, embedded:] if embedded < weight.shape[1] else None
+        self._rectified = config.activation == "relu"
         linears: list = [block.linear for block in head.blocks]
         self._blocks = [(linear.weight.detach(), linear.bias.detach()) for linear in linears]
-        self._out, self._shift = head.out.weight.detach()[0], head.out.bias.item()
-        self._direct: list[float] = [] if head.direct is None else head.direct.weight[0].tolist()
-        self._table: Tensor | None = None
-        self._calibrated = head.calibrated if calibrated else None
+        # A fitted calibration is a straight line, unless it has knots.
+        self._calibrated = head.calibrated if calibrated and config.knots else None
+        shift = head.calibrated(0.0) if calibrated and not config.knots else 0.0
+        scale = head.calibrated(1.0) - shift if calibrated and not config.knots else 1.0
+        self._out, self._shift = self._array(scale * head.out.weight.detach()[0]), scale * head.out.bias.item() + shift
+        self._direct: list[float] = [] if head.direct is None else (scale * head.direct.weight[0]).tolist()
+        self._table: Any = None
         self._before: list[float] = []  # of a late one: features of the token that it speaks of next
-        self._repeats = RepeatScores() if "repeat" in config.features else None
+        self._repeats = (repeats or RepeatScores()) if "repeat" in names else None
 
     def beside(self) -> HeadPredictor:
         """One for another draft at the same time; it shares the head's weights and what was made of them."""
@@ -69,52 +104,51 @@ class HeadPredictor(Predictor):
         Raises:
             NonFinite: the head's output.
         """
-        values = self._features(view)
+        return sigmoid(self.logit(view))
+
+    def logit(self, view: DraftView) -> float:
+        """Log-odds of `prob`."""
+        values = self._features(view) if self._read else []
         if self.late and view.num_drafted == 1:
-            return 1.0
+            return math.inf
         logit = self._logit(view, values)
         if not math.isfinite(logit):
             raise NonFinite("output", "acceptance", -2 if self.late else -1)  # of the last token but one, or the last
-        return sigmoid(logit if self._calibrated is None else self._calibrated(logit))
+        return logit if self._calibrated is None else self._calibrated(logit)
 
     def _features(self, view: DraftView) -> list[float]:
         """`FEATURE_VALUES` of the token that is asked about."""
-        if not self._names:
-            return []
-        known = confidence_of(view)
-        found: dict[Feature, float] = {
-            "log_q": max(known.log_q, -MAX_LOGIT),
-            "logit_q": log_odds(known.log_q),
-            "logit_max_q": log_odds(known.log_max_q),
-            "entropy": known.entropy,
-            "depth": math.log(view.num_drafted),
-            "temperature": view.temperature,
-            "repeat": 0.0 if self._repeats is None else self._repeats.score(view),
-        }
-        values = [found[name] for name in self._names]
+        known = confidence_of(view, self._asked) if self._of_distribution else UNKNOWN
+        repeat = 0.0 if self._repeats is None else self._repeats.score(view)
+        values = [read(view, known, repeat) for read in self._read]
         if self.late:
             values, self._before = self._before, values
         return values
 
     def _logit(self, view: DraftView, values: list[float]) -> float:
-        """The raw logit. values: the head's features of the token that is asked about."""
-        x = view.hidden.float()
-        if self._first is not None:
-            given = torch.cat([x, torch.tensor(values, device=x.device)]) if values else x
-            x = torch.addmv(self._token_part(view), self._first, given)
+        """The logit, before knots. values: the head's features of the token that is asked about."""
+        x = view.states.float()  # of one token, but for those who hand in more: the last one counts
+        if self._of_state is not None:
+            x = torch.mm(x, self._of_state)
+            own = self._array(x)[-1]
+            own += self._token_part(view) if self._table is None else self._table[view.token]
+            if self._of_numbers is not None:
+                own += self._array(torch.mv(self._of_numbers, torch.tensor(values, device=x.device)))
+            if self._rectified:
+                x.relu_()
         for weight, bias in self._blocks:
-            x = x + F.silu(torch.addmv(bias, weight, x))
-        return self._out.dot(x).item() + self._shift + sum(map(mul, self._direct, values))
+            x = x + F.silu(F.linear(x, weight, bias))
+        return float(self._out.dot(self._array(x)[-1])) + self._shift + sum(map(mul, self._direct, values))
 
-    def _token_part(self, view: DraftView) -> Tensor:
+    def _token_part(self, view: DraftView) -> Any:
         """The part of the first layer that the token decides, its bias included, [W]."""
-        if self._embed is None:
-            return self._bias
         if self._table is None:
             vocabulary, device = view.logits.shape[-1], self._bias.device
+            if self._embed is None:
+                return self._array(self._bias)
             if vocabulary * len(self._bias) > LARGEST_TABLE:
                 token = torch.tensor(view.token, device=device)
-                return torch.addmv(self._bias, self._of_token, self._embed(token).float())
+                return self._array(torch.addmv(self._bias, self._of_token, self._embed(token).float()))
             embeds = self._embed(torch.arange(vocabulary, device=device)).float()
-            self._table = torch.addmm(self._bias, embeds, self._of_token.T)
+            self._table = self._array(torch.addmm(self._bias, embeds, self._of_token.T))
         return self._table[view.token]

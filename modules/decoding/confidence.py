@@ -1,13 +1,14 @@
 """What a draft's own distribution says of the token that was drawn from it: the features of acceptance predictors.
 
-Of a greedy draft the distribution is the softmax of its logits at temperature 1. Natural logarithms, entropies in nats.
+Of a greedy draft the distribution is the softmax of its logits at temperature 1, and the token its mode. Natural
+logarithms, entropies in nats.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,8 +43,13 @@ class TokenConfidences:
 
 
 def draft_distribution(view: DraftView) -> Tensor:
-    """The distribution [V] that the token was drawn from; of a greedy draft the softmax of its logits."""
-    return wide(view.logits).softmax(-1) if view.draft_prob is None else view.draft_prob
+    """The distribution [V] that the token was drawn from; of a greedy draft the softmax of its logits, which is worked
+    out once, whoever asks."""
+    if view.draft_prob is not None:
+        return view.draft_prob
+    if view.softmax is None:
+        view.softmax = wide(view.logits).softmax(-1)
+    return view.softmax
 
 
 def wide(values: Tensor) -> Tensor:
@@ -51,26 +57,42 @@ def wide(values: Tensor) -> Tensor:
     return values if values.dtype in (torch.float32, torch.float64) else values.float()
 
 
-def confidence_of(view: DraftView) -> TokenConfidence:
-    """Confidence of the token that a stop policy is shown. A draft waits for it, so that the calls are few, and numpy's
-    where that is possible, which have less between them and the work: no logarithm of a distribution is taken, but of
-    its mode, from which log p = log max p - (max l - l) / T for any other token of logit l."""
+def confidence_of(view: DraftView, asked: Literal["token", "mode", "entropy"] = "entropy") -> TokenConfidence:
+    """Confidence of the token that a stop policy is shown. asked: the dearest number that is; dearer ones are NaN.
+
+    A draft waits for it, so that the calls are few, and numpy's where that is possible, which have less between them
+    and the work: no logarithm of a distribution is taken, but of its mode, from which log p = log max p - (max l - l) /
+    T for any other token of logit l."""
     distribution = draft_distribution(view)
     if distribution.is_cuda:  # one transfer
-        own, most, spread = torch.stack(
-            [distribution[view.token], distribution.max(), entropies(distribution)]
-        ).tolist()
+        given = [distribution[view.token]]
+        given += [] if asked == "token" else [distribution.max()]
+        given += [entropies(distribution)] if asked == "entropy" else []
+        own, most, spread = (*torch.stack(given).tolist(), math.nan, math.nan)[:3]
         return TokenConfidence(log_of(own), log_of(most), spread)
-    probs, logits = distribution.numpy(), wide(view.logits)
-    best = int(probs.argmax())
-    log_max_q = math.log(probs.item(best))
+    probs = distribution.numpy()
+    log_q = log_of(probs.item(view.token))
+    if asked == "token":
+        return TokenConfidence(log_q, math.nan, math.nan)
+    best = mode_of(view, probs)
+    log_max_q = log_q if best == view.token else math.log(probs.item(best))
+    if asked == "mode":
+        return TokenConfidence(log_q, log_max_q, math.nan)
+    logits = wide(view.logits)
     mean = torch.dot(
         distribution, logits if logits.dtype == distribution.dtype else logits.to(distribution.dtype)
     ).item()
     spread = (logits.numpy().item(best) - mean) / (view.temperature or 1.0) - log_max_q
     if not math.isfinite(spread):  # logits of minus infinity, and 0 times that
         spread = entropies(distribution).item()
-    return TokenConfidence(log_of(probs.item(view.token)), log_max_q, spread)
+    return TokenConfidence(log_q, log_max_q, spread)
+
+
+def mode_of(view: DraftView, probs: Any) -> int:
+    """A most probable token of the view's distribution, an array [V]: the token shown where it was chosen for that, or
+    has half of the mass; only else is the array looked through."""
+    token = view.token
+    return token if view.draft_prob is None or probs.item(token) >= 0.5 else int(probs.argmax())
 
 
 def log_prob_of(view: DraftView, best: bool) -> float:
@@ -79,7 +101,7 @@ def log_prob_of(view: DraftView, best: bool) -> float:
     if distribution.is_cuda:
         return log_of((distribution.max() if best else distribution[view.token]).item())
     probs = distribution.numpy()
-    return log_of(probs.item(int(probs.argmax()) if best else view.token))
+    return log_of(probs.item(mode_of(view, probs) if best else view.token))
 
 
 def log_of(prob: float) -> float:

@@ -99,6 +99,7 @@ class DraftView:
     draft_prob: Tensor | None  # [V] the distribution `token` was drawn from; None when greedy
     temperature: float = 0.0  # of that distribution; 0 when greedy
     context: Sequence[int] = ()  # all tokens before this round's draft: the prompt, and what was emitted
+    softmax: Tensor | None = None  # [V] of the logits of a greedy draft, once someone asked (`confidence`)
 
     @property
     def hidden(self) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
@@ -18,7 +19,8 @@ from draftsmith.modules.sampling import probabilities
 from draftsmith.modules.types import SamplingParams
 
 H, V, DEPTH = 8, 30, 4
-ALL = ("log_q", "logit_q", "logit_max_q", "entropy", "depth", "temperature")
+ALL = ("log_q", "logit_q", "logit_max_q", "entropy", "depth", "temperature", "repeat")
+CONTEXT = [3, 1, 4, 1, 5, 9, 3, 1, 4, 2, 6, 3, 1, 4, 1, 5, 3, 1]
 CASES = {
     "published": {"num_blocks": 3},
     "tied": {"num_blocks": 2, "tied": True},
@@ -26,7 +28,17 @@ CASES = {
     "before": {"state": "before", "num_blocks": 1, "w_rej": 1.0},
     "before, all features": {"state": "before", "features": ALL, "calibration": (0.7, -0.3)},
     "before, one feature": {"state": "before", "features": ("logit_q",), "w_rej": 3.0},
+    "narrow": {"num_blocks": 0, "width": 3},
 }
+
+
+for blocks, state, features, activation in itertools.product(
+    (0, 1, 3), ("before", "after"), ((), ("repeat", "entropy"), ALL), ("none", "relu")
+):
+    changes = {"num_blocks": blocks, "state": state, "features": features, "activation": activation, "width": 5}
+    CASES[f"{blocks}, {state}, {len(features)}, {activation}"] = {**changes, "calibration": (1.3, 0.2)}
+    CASES[f"{blocks}, {state}, {len(features)}, {activation}, standardised"] = {**changes, "standardize": True}
+CASES["tied, rectified"] = {**CASES["3, before, 7, relu, standardised"], "tied": True}
 
 
 @pytest.fixture(params=list(CASES))
@@ -35,6 +47,9 @@ def head(request) -> AcceptanceHead:
     made = AcceptanceHead(AcceptanceHeadConfig(H, **CASES[request.param])).requires_grad_(False)
     for weight in made.parameters():
         weight.normal_(std=0.4)
+    if made.config.standardize:
+        made.mean.normal_()
+        made.scale.uniform_(0.5, 3)
     return made
 
 
@@ -46,8 +61,8 @@ def views(request) -> list[DraftView]:
     distributions = None if request.param.greedy else probabilities(logits, request.param)
     tokens = logits.topk(2).indices[:, 0 if distributions is None else 1].tolist()
     return [
-        DraftView(n + 1, tokens[n], states[n][None], logits[n], None if distributions is None else distributions[n],
-                  request.param.temperature)
+        DraftView(n + 1, tokens[n], states[: n + 1], logits[n], None if distributions is None else distributions[n],
+                  request.param.temperature, CONTEXT)
         for n in range(DEPTH)
     ]  # fmt: skip
 
@@ -59,32 +74,49 @@ def embed(ids: torch.Tensor) -> torch.Tensor:
     return EMBEDDING[ids]
 
 
-def numbers(view: DraftView, names: tuple[str, ...]) -> list[float]:
+def repeat(views: list[DraftView], number: int) -> float:
+    """By a look through the text: what followed the longest suffix of 8, 4 or 2 tokens when it last stood in it."""
+    before, token = [*CONTEXT, *(view.token for view in views[:number])], views[number].token
+    for size in (8, 4, 2):
+        for end in range(len(CONTEXT) - 1, size - 1, -1):
+            if CONTEXT[end - size : end] == before[-size:]:
+                return size / 2 if CONTEXT[end] == token else -size / 2
+    return 0.0
+
+
+def numbers(views: list[DraftView], number: int, names: tuple[str, ...]) -> list[float]:
     """The features of a token, from its distribution in float64."""
+    view = views[number]
     distribution = (view.logits.double().softmax(-1) if view.draft_prob is None else view.draft_prob.double()).numpy()
     q, most = distribution[view.token], distribution.max()
     entropy = -(distribution[distribution > 0] * np.log(distribution[distribution > 0])).sum()
     found = {"log_q": np.log(q), "logit_q": np.log(q / (1 - q)), "logit_max_q": np.log(most / (1 - most)),
-             "entropy": entropy, "depth": math.log(view.num_drafted), "temperature": view.temperature}  # fmt: skip
+             "entropy": entropy, "depth": math.log(view.num_drafted), "temperature": view.temperature,
+             "repeat": repeat(views, number)}  # fmt: skip
     return [float(found[name]) for name in names]
 
 
-def by_definition(head: AcceptanceHead, state: torch.Tensor, predicted: DraftView) -> float:
-    """The raw logit of a token, in float64: join [state; embedding; features], then blocks, then one logit."""
-    weights = {name: weight.double() for name, weight in head.state_dict().items()}
-    features = torch.tensor(numbers(predicted, head.config.features), dtype=torch.float64)
-    parts = (
-        [state.double(), embed(torch.tensor(predicted.token))] if head.config.state == "before" else [state.double()]
-    )
-    x = torch.cat([*parts, features])
-    if len(x) > H:
+def by_definition(head: AcceptanceHead, state: torch.Tensor, views: list[DraftView], number: int) -> float:
+    """The raw logit of a token, in float64: what is read, standardised; the first layer, which a rectifier keeps the
+    features out of; blocks; one logit."""
+    config, weights = head.config, {name: weight.double() for name, weight in head.state_dict().items()}
+    features = numbers(views, number, config.features)
+    given = [state.double(), *([embed(torch.tensor(views[number].token))] if config.state == "before" else [])]
+    x = torch.cat([*given, torch.tensor(features, dtype=torch.float64)])
+    if config.standardize:
+        x = (x - weights["mean"]) / weights["scale"]
+    features = x[len(x) - len(features) :]
+    if config.activation == "relu":
+        x = weights["join.weight"] @ x[: len(x) - len(features)] + weights["join.bias"]
+        x = torch.where(x > 0, x, 0)
+    elif "join.weight" in weights:
         x = weights["join.weight"] @ x + weights["join.bias"]
-    for block in range(head.config.num_blocks):
-        name = f"blocks.{0 if head.config.tied else block}.linear"
+    for block in range(config.num_blocks):
+        name = f"blocks.{0 if config.tied else block}.linear"
         z = weights[f"{name}.weight"] @ x + weights[f"{name}.bias"]
         x = x + z / (1 + torch.exp(-z))
     logit = float(weights["out.weight"][0] @ x + weights["out.bias"][0])
-    return logit + (float(weights["direct.weight"][0] @ features) if head.config.features else 0.0)
+    return logit + (float(weights["direct.weight"][0] @ features) if config.features else 0.0)
 
 
 def calibrated(head: AcceptanceHead, logit: float) -> float:
@@ -100,9 +132,9 @@ def prob(logit: float) -> float:
 def expected(head: AcceptanceHead, views: list[DraftView], how) -> list[float]:
     """Token n is predicted by its own view's state, or by the next one's, which has read it."""
     if head.config.state == "before":
-        return [prob(how(by_definition(head, view.hidden, view))) for view in views]
-    pairs = itertools.pairwise(views)
-    return [1.0, *(prob(how(by_definition(head, after.hidden, predicted))) for predicted, after in pairs)]
+        return [prob(how(by_definition(head, view.hidden, views, number))) for number, view in enumerate(views)]
+    after = enumerate(views[1:])
+    return [1.0, *(prob(how(by_definition(head, view.hidden, views, number))) for number, view in after)]
 
 
 def say(predictor: HeadPredictor, views: list[DraftView]) -> list[float]:
@@ -136,9 +168,9 @@ def test_one_token_is_predicted_as_many_are(head, views):
     tokens = torch.tensor([view.token for view in predicted])
     places = torch.tensor([view.num_drafted for view in predicted])
     heats = torch.tensor([view.temperature for view in predicted])
-    features = (
-        head.feature_values(confidences_of(distributions, tokens, places, heats)) if head.config.features else None
-    )
+    known = confidences_of(distributions, tokens, places, heats)
+    known = dataclasses.replace(known, repeat=torch.tensor([repeat(views, n) for n in range(len(predicted))]))
+    features = head.feature_values(known) if head.config.features else None
     embeds = embed(tokens) if head.config.state == "before" else None
     many = torch.sigmoid(head.calibrated(head(states, embeds, features))).tolist()
     assert say(HeadPredictor(head, embed), views)[-len(many) :] == pytest.approx(many, abs=1e-5)

@@ -11,6 +11,7 @@ from draftsmith.modules.decoding.confidence import (
     MAX_LOGIT,
     confidence_of,
     confidences_of,
+    draft_distribution,
     log_odds,
     log_odds_of,
     log_prob_of,
@@ -61,6 +62,9 @@ def test_a_tokens_confidence(name, dtype):
         assert known.log_q == pytest.approx(math.log(distribution[token]), abs=1e-5)
         assert known.log_max_q == pytest.approx(math.log(max(distribution)), abs=1e-5)
         assert known.entropy == pytest.approx(entropy(distribution), abs=1e-4)  # logits of 20 in float32
+        fewer = {"token": (known[0], math.nan, math.nan), "mode": (*known[:2], math.nan), "entropy": known}
+        for asked, expected in fewer.items():  # what is not asked for is not made up
+            assert confidence_of(seen, asked) == pytest.approx(expected, rel=0, nan_ok=True)
         assert log_prob_of(seen, best=False) == known.log_q and log_prob_of(seen, best=True) == known.log_max_q
 
 
@@ -71,6 +75,24 @@ def test_tokens_that_a_model_rules_out():
     for params in SETTINGS.values():
         seen, distribution = shown(params, logits, token)
         assert confidence_of(seen).entropy == pytest.approx(entropy(distribution), abs=1e-4)
+
+
+def test_a_greedy_drafts_distribution_is_worked_out_once():
+    seen, _ = shown(SamplingParams(), some_logits(), int(some_logits().argmax()))
+    found, asked = draft_distribution(seen), confidence_of(seen)
+    assert draft_distribution(seen) is found and found.sum() == pytest.approx(1)
+    seen.logits = some_logits().flip(0)
+    assert confidence_of(seen, "mode")[:2] == asked[:2]
+
+
+@pytest.mark.parametrize("token", range(3))
+def test_the_mode_of_what_was_drawn_is_looked_for(token):
+    """Of the token's own half of the mass, of less, and of a tie at half."""
+    for distribution in ([0.5, 0.5, 0.0], [0.6, 0.3, 0.1], [0.3, 0.3, 0.4], [0.0, 0.1, 0.9]):
+        probs = torch.tensor(distribution)
+        seen = DraftView(1, token, torch.zeros(1, 4), probs.log(), probs, 1.0)
+        for found in (confidence_of(seen, "mode").log_max_q, log_prob_of(seen, True)):
+            assert found == pytest.approx(math.log(max(distribution)))
 
 
 def test_a_distribution_of_one_token_is_certain():
