@@ -21,7 +21,6 @@ from draftsmith.data.store.rollout_dataset import RolloutDataset
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, Feature, State
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.metrics import say_on_rank_zero
 from draftsmith.train.strategies import local_device, model_dtype, world_size
 
 if TYPE_CHECKING:
@@ -242,6 +241,7 @@ def stored_rounds(
     begins, of the size that was found best if none was asked for, with the settings that say so."""
     from draftsmith.train.acceptance_start import begin, tried_sizes
     from draftsmith.train.data_module import Samples
+    from draftsmith.train.metrics import say_on_rank_zero
     from draftsmith.train.stored_tokens import StoredDataset, StoredDrafts, stored
 
     tokens = {name: stored(samples, drafts, name) for name, samples in (("train", train), ("val", val))}

@@ -75,10 +75,8 @@ class HeadPredictor(Predictor):
         self._rectified = config.activation == "relu"
         linears: list = [block.linear for block in head.blocks]
         self._blocks = [(linear.weight.detach(), linear.bias.detach()) for linear in linears]
-        # A fitted calibration is a straight line, unless it has knots.
-        self._calibrated = head.calibrated if calibrated and config.knots else None
-        shift = head.calibrated(0.0) if calibrated and not config.knots else 0.0
-        scale = head.calibrated(1.0) - shift if calibrated and not config.knots else 1.0
+        shift = head.calibrated(0.0) if calibrated else 0.0
+        scale = head.calibrated(1.0) - shift if calibrated else 1.0
         self._out, self._shift = self._array(scale * head.out.weight.detach()[0]), scale * head.out.bias.item() + shift
         self._direct: list[float] = [] if head.direct is None else (scale * head.direct.weight[0]).tolist()
         self._table: Any = None
@@ -114,7 +112,7 @@ class HeadPredictor(Predictor):
         logit = self._logit(view, values)
         if not math.isfinite(logit):
             raise NonFinite("output", "acceptance", -2 if self.late else -1)  # of the last token but one, or the last
-        return logit if self._calibrated is None else self._calibrated(logit)
+        return logit
 
     def _features(self, view: DraftView) -> list[float]:
         """`FEATURE_VALUES` of the token that is asked about."""
@@ -126,7 +124,7 @@ class HeadPredictor(Predictor):
         return values
 
     def _logit(self, view: DraftView, values: list[float]) -> float:
-        """The logit, before knots. values: the head's features of the token that is asked about."""
+        """values: the head's features of the token that is asked about."""
         x = view.states.float()  # of one token, but for those who hand in more: the last one counts
         if self._of_state is not None:
             x = torch.mm(x, self._of_state)

@@ -15,6 +15,7 @@ from draftsmith.modules.metrics import (
     binary_kl,
     brier,
     expected_calibration_error,
+    fit_logistic,
     fit_platt,
     soft_label_auc,
 )
@@ -99,6 +100,17 @@ def test_platt_undoes_a_known_distortion():
     label = torch.sigmoid(0.5 * logit - 1.0)
     # The pull to (1, 0) is 1e-2 of a token against 2000: it moves the answer by about 1e-5.
     assert fit_platt(logit, label) == pytest.approx((0.5, -1.0), abs=1e-3)
+
+
+def test_a_weighted_logistic_of_several_numbers_agrees_with_scikit_learn():
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(500, 3, generator=generator, dtype=torch.float64)
+    label, weight = (torch.rand(500, generator=generator, dtype=torch.float64) for _ in range(2))
+    model = sklearn.linear_model.LogisticRegression(C=1e12, tol=1e-12, max_iter=1000)
+    outcome = torch.cat([torch.ones(500), torch.zeros(500)])
+    model.fit(torch.cat([inputs, inputs]), outcome, torch.cat([weight * label, weight * (1 - label)]))
+    found = fit_logistic(inputs, label, [0.0] * 4, ridge=0.0, weight=weight)
+    assert found.tolist() == pytest.approx([*model.coef_[0], model.intercept_[0]], abs=1e-5)
 
 
 def test_platt_agrees_with_a_logistic_regression():

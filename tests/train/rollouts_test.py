@@ -189,11 +189,12 @@ def test_a_head_says_what_it_reads_and_what_its_labels_were(artefacts, trained):
     assert (written["labels"], written["mode"], written["drafter"]) == ("rollout", "sampling", "draft")
     assert written["sampling"]["temperature"] == [0.5, 1.0]
     head = load_head(trained / "best", load_lm(str(artefacts.draft)), kind="acceptance")
-    assert (head.config.state, head.config.num_blocks, head.config.w_rej) == ("before", 1, 1.0)
-    assert head.config.features == ("log_q", "logit_max_q", "entropy", "depth", "repeat", "temperature")
+    assert (head.config.state, head.config.num_blocks, head.config.w_rej) == ("before", 0, 1.0)
+    assert (head.config.activation, head.config.standardize, head.config.width) == ("relu", True, 128)
+    assert head.config.features == ("log_q", "logit_q", "depth", "repeat", "temperature")
     assert head.config.calibration != (1.0, 0.0)
     card = (trained / "best" / "README.md").read_text()
-    assert "| 8 | temperature | 1 |" in card and f"scale {head.config.calibration[0]:.4g}, shift" in card
+    assert "| 7 | temperature | 1 |" in card and f"scale {head.config.calibration[0]:.4g}, shift" in card
     assert "ece_platt" in card and "--method cost" in card
 
 
@@ -240,7 +241,7 @@ def test_heads_of_eagle_chains_are_trained(artefacts, eagle, tmp_path):
 
 
 def test_a_plan_counts_what_the_training_does(artefacts, rollouts, tmp_path):
-    settings = config(artefacts, rollouts, tmp_path / "run", max_steps=0)
+    settings = config(artefacts, rollouts, tmp_path / "run", max_steps=0, sweep=False)
     plan = plan_of(settings)
     module, data, *_ = prepare(settings)
     assert plan.trained == sum(p.numel() for p in module.head.parameters())
