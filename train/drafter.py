@@ -246,9 +246,7 @@ class FrozenWeights:
     def lm_head(self) -> Tensor:
         target: Any = self._target
         layer = target.model.lm_head if isinstance(target, LlamaLM) else target.model.get_output_embeddings()
-        weight = layer.weight.detach()
-        # Of a target in parts it may be a DTensor, and is whole on every rank (data/models/parallel.py).
-        return (weight.full_tensor() if hasattr(weight, "full_tensor") else weight).cpu()
+        return layer.weight.detach().cpu()  # whole on every rank, of a target in parts too
 
     def token_counts(self) -> Tensor:
         assert self._counts is not None

@@ -36,5 +36,8 @@ MUTANTS = [
            (EAGLE3_TEST,)),
     Mutant("refresh-lm-head-stays-the-targets-when-trained", HEAD, "            self.of_target = ()\n",
            "            pass\n", (EAGLE3_TEST,)),
+    Mutant("refresh-imported-lm-head-of-other-ids", "data/exchange/import_head.py",
+           'lm_head[state["d2t"]] if "d2t" in state', 'lm_head[: len(state["d2t"])] if "d2t" in state',
+           ("tests/data/exchange/eagle3_test.py::test_an_import_knows_whether_the_lm_head_is_the_targets",)),
     Mutant("refresh-any-depth", MOVED, "> target.info.num_layers", "> 99", (RUNS_TEST,)),
 ]  # fmt: skip

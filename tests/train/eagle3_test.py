@@ -14,7 +14,7 @@ from draftsmith.data.exchange.export import ExportConfig
 from draftsmith.data.exchange.export import run as export
 from draftsmith.data.exchange.import_head import ImportConfig
 from draftsmith.data.exchange.import_head import run as import_head
-from draftsmith.data.heads.directory import load_head, save_head
+from draftsmith.data.heads.directory import load_head, of_target, save_head
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.datasets import FeatureDataset
 from draftsmith.data.store.manifest import Manifest
@@ -138,6 +138,7 @@ def test_a_head_of_any_layers_from_features_to_a_server_and_back(made, layers, t
         import_head(ImportConfig(directory=str(tmp_path / format), output=tmp_path / f"{format}-back", target=TARGET))
         back = load_head(tmp_path / f"{format}-back")
         assert back.config == head.config
+        assert of_target(tmp_path / f"{format}-back") == of_target(best) == ("lm_head.weight",)
         assert all(torch.equal(back.state_dict()[key], tensor) for key, tensor in head.state_dict().items())
     with pytest.raises(InputError, match=r"layers: found .*, which SafeAILab/EAGLE always reads"):
         export(ExportConfig(format="eagle", head=best, output=tmp_path / "eagle"))
