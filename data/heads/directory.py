@@ -335,9 +335,19 @@ def starting_settings(directory: str | Path, kind: str, width: int | None = None
 
 
 def starting_head(directory: str | Path, kind: str, width: int, vocab_size: int | None = None) -> nn.Module:
-    """A head to train on from: float32, on the CPU, every weight trainable. The rest: `starting_settings`."""
+    """A head to train on from: float32, on the CPU, every weight trainable, and which of them are its target's
+    (`DraftHead.of_target`). The rest: `starting_settings`."""
     starting_settings(directory, kind, width, vocab_size)
-    return _read_head(directory, head_config(directory)).float().train().requires_grad_(True)
+    head = _read_head(directory, head_config(directory)).float().train().requires_grad_(True)
+    if isinstance(head, DraftHead):
+        head.of_target = of_target(directory)
+    return head
+
+
+def of_target(directory: str | Path) -> tuple[str, ...]:
+    """`DraftHead.of_target` of a saved head; nothing where it is not recorded, as of imported ones."""
+    made = read_object(Path(directory) / "manifest.json", {"of_target?": [str]}, AGAIN)
+    return tuple(made.get("of_target", ()))
 
 
 def starting_weights(directory: str | Path) -> dict[str, str]:

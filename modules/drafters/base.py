@@ -48,7 +48,7 @@ class TrainStep:
 
 
 class TargetWeights(Protocol):
-    """What a new head may start from: weights of the target, on the CPU, and how often it is to draft which token."""
+    """What a head may start from: weights of the target, on the CPU, and how often it is to draft which token."""
 
     def last_layer(self) -> dict[str, Tensor]:
         """State dict of its last decoder layer, by the names of `modules.layers.DecoderLayer`."""
@@ -97,6 +97,7 @@ class DraftHead(nn.Module, ABC):
     whole_weights: its loss reads weights outside of their modules, so that no rank may hold parts of them (ZeRO-3).
     passes: the setting that says how many tokens of its own drafts it is trained on; none where it has no such.
     monitor, larger_is_better: the validation metric that picks best/.
+    of_target: names of its weights that are its target's as they are, never trained; its manifest has them.
     """
 
     kind: ClassVar[str]
@@ -112,6 +113,7 @@ class DraftHead(nn.Module, ABC):
     larger_is_better: ClassVar[bool] = True
 
     config: Any
+    of_target: tuple[str, ...] = ()
 
     @property
     def capture(self) -> tuple[int, ...]:
@@ -146,8 +148,11 @@ class DraftHead(nn.Module, ABC):
         if name != "random":
             raise NotImplementedError(f"{self.kind} has no start {name}")
 
+    def go_on(self, weights: TargetWeights) -> None:
+        """Take what is `of_target` from the target that it is trained on for, which may be another one."""
+
     def freeze(self, settings: Any) -> None:
-        """Mark the weights that are not to be trained."""
+        """Mark the weights that are not to be trained. Of those that are, none is `of_target`."""
 
     @classmethod
     @abstractmethod

@@ -21,6 +21,9 @@ REPETITION, SUMMARY = "data/text/repetition.py", "eval/bench/summary.py"
 REPETITION_TEST, SUMMARY_TEST = "tests/data/text/repetition_test.py", "tests/eval/bench/summary_test.py"
 
 MUTANTS = [
+    # -- measuring
+    Mutant("peak-of-pages-that-were-free", "benchmarks/step_peak.py", "    ctypes.CDLL(None).malloc_trim(0)\n", "",
+           ("tests/benchmarks/throughput_test.py",)),
     # -- repetitions
     Mutant("repetition-of-a-token-less", REPETITION, "ids[at - size + 1 : at + 1]", "ids[at - size + 2 : at + 1]",
            (REPETITION_TEST,)),
