@@ -26,7 +26,7 @@ from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
 
 Mode = Literal["sampling", "greedy"]
-ROLLOUT_ONLY = ("eagle", "temperatures", "depth", "stride", "children", "greedy_label")
+ROLLOUT_ONLY = ("eagle", "temperatures", "depth", "stride")
 
 
 def mode_of(params: SamplingParams) -> Mode:
@@ -55,10 +55,6 @@ class AcceptanceConfig(StageLoading):
         top_p: As temperature; 1 is all.
         depth: rollout: tokens of a draft.
         stride: rollout: a draft begins at every so many tokens of the answer.
-        children: rollout: label also so many most probable tokens beside every drafted one, for heads of trees
-            (--judges tree).
-        greedy_label: rollout, greedy: agreement of the token with the target's argmax, or prob, its probability at
-            temperature 1.
         seed: Of the drafted tokens. Each row has random numbers of its own.
         limit: Only the first so many responses; 0 takes all.
         batch_size: mix: responses read together.
@@ -79,8 +75,6 @@ class AcceptanceConfig(StageLoading):
     top_p: float | None = None
     depth: int = 10
     stride: int = 4
-    children: int = 0
-    greedy_label: Literal["agreement", "prob"] = "agreement"
     seed: int = 0
     limit: int = 0
     batch_size: int = 8
@@ -89,7 +83,7 @@ class AcceptanceConfig(StageLoading):
 
     def __post_init__(self) -> None:
         check_positive(self, "batch_size", "chunk", "rows_per_shard", "depth", "stride")
-        check_not_negative(self, "limit", "num_threads", "children")
+        check_not_negative(self, "limit", "num_threads")
         if (self.draft is None) == (self.eagle is None):
             found = "neither" if self.draft is None else "both"
             raise InputError("draft, eagle", found, "one of them", "Pass --draft: a language model, or a head.")
@@ -130,8 +124,6 @@ class AcceptanceConfig(StageLoading):
         if self.mode not in (None, mode):
             at = ", ".join(f"{temperature:g}" for temperature in several)
             raise InputError("mode", f"{self.mode} at temperature {at}", mode, "Change the mode or the temperature.")
-        if self.greedy_label == "prob" and mode != "greedy":
-            raise InputError("greedy_label", "prob in mode sampling", "mode greedy", "Pass --mode greedy.")
         return made
 
 
@@ -191,16 +183,12 @@ def labels_of(
     context = min(target.info.max_position, drafter.max_position)
     if config.depth >= context:
         raise InputError("depth", config.depth, f"less than the context, {context}", "Draft fewer tokens.")
-    if config.children > vocab_size:
-        raise InputError("children", config.children, f"at most {vocab_size}, the vocabulary", "Label fewer.")
     return Rollouts(
         target=target,
         drafter=drafter,
         depth=config.depth,
         stride=config.stride,
         sampling=sampling,
-        children=config.children,
-        prob=config.greedy_label == "prob",
         chunk=config.chunk,
         seed=config.seed,
         context=context,

@@ -2,7 +2,7 @@
 
 From every `stride`-th token of an answer the drafter drafts K tokens of its own, and the target, which reads them all
 in one pass, says of each how likely it keeps it: P = min(1, p/q) where the drafts are sampled, agreement with its
-argmax (or p of the token) where they are greedy. Drafts go on behind a rejected token; `reached` is the probability
+argmax where they are greedy. Drafts go on behind a rejected token; `reached` is the probability
 that a round comes that far.
 """
 
@@ -27,7 +27,7 @@ from draftsmith.modules.acceptance.repeats import repeat_scores
 from draftsmith.modules.decoding.branches import BranchDrafter, BranchedText, Drafted, pieces, target_states
 from draftsmith.modules.decoding.confidence import confidences_of
 from draftsmith.modules.finite import NonFinite, first_broken
-from draftsmith.modules.sampling import row_probabilities, top_values
+from draftsmith.modules.sampling import row_probabilities
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams
 
@@ -41,11 +41,6 @@ FIELDS = (
     Field("draft_ids", "list<int32>", ("S*K",)),
     *(Field(name, "list<float32>", ("S*K",)) for name in LABELS),
 )
-CHILD_FIELDS = (
-    Field("child_ids", "list<int32>", ("S*K*C",)),
-    Field("child_log_q", "list<float32>", ("S*K*C",)),
-    Field("child_prob", "list<float32>", ("S*K*C",)),
-)
 
 
 @dataclass(frozen=True)
@@ -55,20 +50,17 @@ class Rollouts:
     drafter: what drafts; the target reads the drafts.
     depth: tokens of a draft, K. stride: a draft begins at every so many tokens.
     sampling: drafts take them in turn; all greedy, or none.
-    children: most probable tokens of each distribution to label too.
-    prob: a greedy label is p of the token at temperature 1, not agreement.
     chunk: places whose distributions are in memory at once. context: most tokens of a text and a draft together.
     """
 
     kind = "rollouts"
+    fields = FIELDS  # columns of the artefact
 
     target: CausalLM
     drafter: FrozenDrafter
     depth: int
     stride: int
     sampling: tuple[SamplingParams, ...]
-    children: int
-    prob: bool
     chunk: int
     seed: int
     context: int
@@ -76,11 +68,6 @@ class Rollouts:
     @property
     def greedy(self) -> bool:
         return self.sampling[0].greedy
-
-    @property
-    def fields(self) -> tuple[Field, ...]:
-        """Columns of the artefact."""
-        return (*FIELDS, *CHILD_FIELDS) if self.children else FIELDS
 
     def starts(self, mask: Sequence[bool], min_start: int, uniform: float) -> list[int]:
         """Where drafts begin: every `stride` tokens of the answers, which `mask` [T] is true on, from a random place
@@ -172,8 +159,7 @@ class Rollouts:
     def label_drafts(
         self, target_logits: Tensor, draft_logits: Tensor, tokens: Tensor, params: Sequence[SamplingParams]
     ) -> dict[str, Tensor]:
-        """What LABELS names of N drafted tokens [N], `reached` and `repeat` aside, float32 [N]; of C children
-        child_ids, child_log_q and child_prob [N, C] too. Logits [N, V].
+        """What LABELS names of N drafted tokens [N], `reached` and `repeat` aside, float32 [N]. Logits [N, V].
 
         Greedy distributions are those at temperature 1 in log_q, log_max_q, entropy and log_p; the overlap is
         agreement.
@@ -183,22 +169,14 @@ class Rollouts:
         p, q = (row_probabilities(logits, drawn) for logits in (target_logits, draft_logits))
         known = confidences_of(q, tokens, tokens, tokens)
         own = p.gather(-1, tokens[:, None])[:, 0]
-        best = target_logits.argmax(-1, keepdim=True)
         if greedy:
-            overlap = (best[:, 0] == tokens).to(p.dtype)
-            accept_prob = own if self.prob else overlap
+            overlap = accept_prob = (target_logits.argmax(-1) == tokens).to(p.dtype)
         else:
             overlap = torch.minimum(p, q).sum(-1).clamp(max=1.0)
             accept_prob = (own / known.log_q.exp()).clamp(max=1.0)
         labels = {"log_q": known.log_q, "log_max_q": known.log_max_q, "entropy": known.entropy}
         labels |= {"log_p": own.log(), "accept_prob": accept_prob, "overlap": overlap}
-        labels = {name: values.float() for name, values in labels.items()}
-        if self.children:
-            child_q, children = top_values(q, self.children)
-            agreed = (children == best).to(p.dtype)
-            child_prob = agreed if greedy and not self.prob else p.gather(-1, children)
-            labels |= {"child_ids": children, "child_log_q": child_q.log().float(), "child_prob": child_prob.float()}
-        return labels
+        return {name: values.float() for name, values in labels.items()}
 
 
 def kept_of(row: dict[str, Any]) -> dict[str, Any]:

@@ -7,13 +7,13 @@ where a weight [N] is given each counts that much.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 NUM_BINS = 15
-MAX_KNOTS = 40
-RESOLUTION = 1e-3  # of logits: as good as equal, and far above what float32 knots can tell apart
 
 
 def binary_kl(logit: Tensor, accept_prob: Tensor, weight: Tensor | None = None) -> Tensor:
@@ -77,25 +77,38 @@ def equal_mass_bins(mass: Tensor, num_bins: int) -> Tensor:
 def fit_platt(
     logit: Tensor, accept_prob: Tensor, ridge: float = 1e-2, weight: Tensor | None = None
 ) -> tuple[float, float]:
-    """Scale and bias such that sigmoid(scale * logit + bias) fits P best in binary KL (Platt 1999), by Newton's method.
+    """Scale and bias such that sigmoid(scale * logit + bias) fits P best in binary KL (Platt 1999).
 
     ridge: strength of a pull to (1, 0), in tokens; it keeps the answer finite where the labels are separable.
     """
-    inputs = torch.stack([logit.double(), torch.ones_like(logit, dtype=torch.float64)], dim=1)
+    scale, bias = fit_logistic(logit[:, None], accept_prob, [1.0, 0.0], ridge, weight).tolist()
+    return scale, bias
+
+
+def fit_logistic(
+    inputs: Tensor, accept_prob: Tensor, start: Sequence[float], ridge: float = 1e-2, weight: Tensor | None = None
+) -> Tensor:
+    """Weights [F+1] in float64, the last one a bias, such that sigmoid(inputs @ weights + bias) fits P [N] best in
+    binary KL, by Newton's method; inputs [N, F].
+
+    start: where it begins. ridge: strength of a pull to it, in tokens.
+    """
+    inputs = torch.cat([inputs.double(), torch.ones(len(inputs), 1, dtype=torch.float64, device=inputs.device)], 1)
     label = accept_prob.double()
     mass = None if weight is None else weight.double()
     each = torch.ones_like(label) if mass is None else mass
-    start = torch.tensor([1.0, 0.0], dtype=torch.float64, device=logit.device)
+    begin = torch.tensor(start, dtype=torch.float64, device=inputs.device)
+    eye = torch.eye(len(begin)).to(inputs)
 
     def objective(weights: Tensor) -> Tensor:
         fit = F.binary_cross_entropy_with_logits(inputs @ weights, label, mass, reduction="sum")
-        return fit + ridge * (weights - start).square().sum()
+        return fit + ridge * (weights - begin).square().sum()
 
-    weights, value = start, objective(start)
+    weights, value = begin, objective(begin)
     for _ in range(100):
         prob = torch.sigmoid(inputs @ weights)
-        gradient = inputs.T @ (each * (prob - label)) + 2 * ridge * (weights - start)
-        hessian = (inputs * (each * prob * (1 - prob))[:, None]).T @ inputs + 2 * ridge * torch.eye(2).to(inputs)
+        gradient = inputs.T @ (each * (prob - label)) + 2 * ridge * (weights - begin)
+        hessian = (inputs * (each * prob * (1 - prob))[:, None]).T @ inputs + 2 * ridge * eye
         step = torch.linalg.solve(hessian, gradient)
         scale = 1.0
         # The objective is convex; Newton's full step may still overshoot far from the optimum.
@@ -105,51 +118,7 @@ def fit_platt(
         value = objective(weights)
         if previous - value <= 1e-10 * len(label):
             break
-    return float(weights[0]), float(weights[1])
-
-
-def pooled(values: Tensor, mass: Tensor) -> Tensor:
-    """The ascending sequence [N] nearest to `values` [N] in squares weighted by `mass` [N] > 0: isotonic regression, by
-    pooling adjacent violators (Ayer et al. 1955). Float64."""
-    means: list[float] = []
-    masses: list[float] = []
-    sizes: list[int] = []
-    for value, weight in zip(values.tolist(), mass.tolist(), strict=True):
-        size = 1
-        while means and means[-1] >= value:
-            total = masses[-1] + weight
-            value, weight = (means.pop() * masses.pop() + value * weight) / total, total
-            size += sizes.pop()
-        means.append(value)
-        masses.append(weight)
-        sizes.append(size)
-    fitted = torch.tensor(means, dtype=torch.float64, device=values.device)
-    return fitted.repeat_interleave(torch.tensor(sizes, dtype=torch.int64, device=values.device))
-
-
-def fit_isotonic(
-    logit: Tensor, accept_prob: Tensor, weight: Tensor | None = None, num_knots: int = MAX_KNOTS
-) -> tuple[tuple[float, float], ...]:
-    """2 to `num_knots` knots (logit, calibrated logit), ascending in both: isotonic calibration of logits [N], with
-    straight lines between the knots and their end values beyond them (Zadrozny & Elkan 2002, made continuous).
-
-    Tokens are put into `num_knots` bins of equal mass, and bins pooled until their means of P ascend; a knot is the
-    mean logit of a pool and the log-odds of its mean P, which is taken to be no surer than half a token in the lowest
-    and in the highest pool would make it. Logits within RESOLUTION are one.
-    """
-    each = torch.ones_like(accept_prob, dtype=torch.float64) if weight is None else weight.double()
-    x, group = torch.unique((logit.double() / RESOLUTION).round(), return_inverse=True)
-    mass, accepted = sums_by(each, group, len(x)), sums_by(each * accept_prob.double(), group, len(x))
-    bins = equal_mass_bins(mass, num_knots)
-    totals, accepted, sums = (sums_by(part, bins, num_knots) for part in (mass, accepted, mass * x))
-    kept = totals > 0
-    totals, accepted, sums = totals[kept], accepted[kept], sums[kept]
-    levels, pool = torch.unique(pooled(accepted / totals, totals), return_inverse=True)
-    pools = sums_by(totals, pool, len(levels))
-    places = RESOLUTION * sums_by(sums, pool, len(levels)) / pools
-    surest = levels.clamp(0.5 / float(pools[0] + 1), 1 - 0.5 / float(pools[-1] + 1))
-    knots = tuple(zip(places.tolist(), surest.logit().tolist(), strict=True))
-    return knots if len(knots) > 1 else (knots[0], (knots[0][0] + 1, knots[0][1]))
+    return weights
 
 
 def acceptance_metrics(

@@ -42,8 +42,8 @@ def small_lm(seed: int, nan_in: tuple[str, tuple[int, ...]] | None = None) -> Ll
     return LlamaLM(model.eval().requires_grad_(False), ModelInfo(H, V, 1, CONTEXT, (), {}))
 
 
-def models(broken: str | None = None, tree: bool = False) -> Models:
-    """All models that methods use, one of them with a NaN. tree: the acceptance head is one of trees."""
+def models(broken: str | None = None) -> Models:
+    """All models that methods use, one of them with a NaN."""
     inner = ("layers.0.mlp.down_proj.weight", (0, 0))
     lms = {
         name: small_lm(seed, inner if name == broken else None)
@@ -53,8 +53,7 @@ def models(broken: str | None = None, tree: bool = False) -> Models:
     eagle = EagleHead(EagleConfig(CONFIG)).requires_grad_(False)
     eagle3 = Eagle3Head(Eagle3Config(layer_like(CONFIG), (0, 1), V)).requires_grad_(False)
     medusa = MedusaHead(MedusaConfig(H, V, CONTEXT, num_heads=3)).requires_grad_(False)
-    settings: dict[str, Any] = {"state": "before", "judges": "tree", "features": ("log_q",)} if tree else {}
-    acceptance = AcceptanceHead(AcceptanceHeadConfig(H, num_blocks=1, **settings)).requires_grad_(False)
+    acceptance = AcceptanceHead(AcceptanceHeadConfig(H, num_blocks=1)).requires_grad_(False)
     if broken == "eagle":
         spoil(eagle, *inner)
     if broken == "eagle3":

@@ -17,16 +17,17 @@ QUICK = {
     "val_share": 0.25,
     "val_every": 5,
     "log_every": 1,
-    "token_weight": 1.0,
     "tau_prompts": 2,
     "tau_max_new_tokens": 8,
     "wandb": "off",
 }
 
 
-def config(artefacts, output: Path, **changes) -> TrainDrafterConfig:
+def config(artefacts, output: Path, kind: str = "eagle", **changes) -> TrainDrafterConfig:
     settings = {"data": artefacts.responses, "target": str(artefacts.target), "output": output, **QUICK, **changes}
-    return drafter_config("eagle")(**settings)
+    if kind == "eagle":
+        settings = {"token_weight": 1.0, **settings}
+    return drafter_config(kind)(**settings)
 
 
 def curve(output: Path, name: str = "train/loss") -> list[float]:

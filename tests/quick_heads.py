@@ -89,16 +89,6 @@ def varied_acceptance_head(hidden_size: int, seed: int = 1, std: float = 0.3, **
     return head
 
 
-def varied_tree_head(hidden_size: int) -> AcceptanceHead:
-    """Of the same kind, for the children of a tree's nodes: a noisy opinion of the EAGLE head's own confidence."""
-    head = varied_acceptance_head(
-        hidden_size, std=0.6, w_rej=1.0, state="before", judges="tree", features=("logit_q", "entropy", "depth")
-    )
-    assert head.direct is not None
-    head.direct.weight.copy_(torch.tensor([[0.5, -0.1, -0.2]]))
-    return head
-
-
 def specdecpp(
     head: AcceptanceHead, h: float, min_drafted: int, max_drafted: int, calibrated: bool = False, embed: Any = None
 ) -> PredictorStop:

@@ -109,13 +109,10 @@ def method(name: str, target: TableLM, seed: int = 7, rows: int = 1):
         return lambda: MedusaDrafter(random_medusa_heads(seed), target, [FixedLength(2) for _ in range(rows)], shape)
     if name in EAGLE_TREES:
         head = random_eagle_head(seed)
-        acceptance = random_acceptance_head(seed, **TREE_PREDICTOR) if "value=head" in name else None
 
         def tree_drafter():
             rules = [TreeRule(TREE_TIMES, "depth=auto" in name) for _ in range(rows)] if "nodes=auto" in name else None
-            return FeatureTreeDrafter(
-                head, target, EAGLE_TREES[name], CAPACITY, rows, acceptance=acceptance, rules=rules
-            )
+            return FeatureTreeDrafter(head, target, EAGLE_TREES[name], CAPACITY, rows, rules=rules)
 
         return tree_drafter
     return lambda: EachRow([sequence_drafter(name, target, draft, seed) for _ in range(rows)])
@@ -150,13 +147,11 @@ EAGLE_TREES = {
     "eagle2": DynamicTree(nodes=6, depth=2, topk=3),
     "eagle2:value=off": DynamicTree(nodes=5, depth=2, topk=2, value=False),
     "eagle2:rerank=off": DynamicTree(nodes=5, depth=2, topk=2, rerank=False),
-    "eagle2:value=head": DynamicTree(nodes=5, depth=2, topk=3),
     "eagle2:nodes=auto": DynamicTree(nodes=9, depth=2, topk=2),
-    "eagle2:nodes=auto:depth=auto:value=head": DynamicTree(nodes=9, depth=2, topk=2),
+    "eagle2:nodes=auto:depth=auto": DynamicTree(nodes=9, depth=2, topk=2),
 }
 FEATURES = ("log_q", "logit_q", "logit_max_q", "entropy", "depth", "temperature")
 EARLY = {"state": "before", "features": FEATURES}
-TREE_PREDICTOR = {**EARLY, "judges": "tree"}
 # A node costs enough for few to be taken at a good pace, and many at a bad one.
 TREE_TIMES = TreeTimes(0.2, 0.2, tuple(1 + 0.2 * nodes for nodes in range(10)))
 METHODS = ["ar", "spec:k=1", "spec:k=2", "spec:k=3", "specdec++", "specdec++calibrated", "confidence", "self-verify",

@@ -14,15 +14,19 @@ from draftsmith.data.heads.directory import kind_at, starting_head, starting_set
 from draftsmith.data.heads.frozen_drafter import FrozenDrafter, load_drafter
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.datasets import AcceptanceDataset, collate_acceptance
+from draftsmith.data.store.files import make_directory, write_json
 from draftsmith.data.store.manifest import MANIFEST, Manifest, volatile
-from draftsmith.data.store.rollout_dataset import RolloutDataset, collate_rollouts
+from draftsmith.data.store.reading import read_object
+from draftsmith.data.store.rollout_dataset import RolloutDataset
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, Feature, State
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.strategies import local_device, model_dtype
+from draftsmith.train.strategies import local_device, model_dtype, world_size
 
 if TYPE_CHECKING:
-    from draftsmith.train.drafted_tokens import StateReader
+    from draftsmith.train.data_module import Samples
+    from draftsmith.train.drafted_tokens import RolloutDrafts
+    from draftsmith.train.stored_tokens import StateReader
 
 # What a head starts with where nothing is said, by the labels it learns from: SpecDec++ section 4; and for labels of
 # real rounds what pays more (docs/acceptance.md).
@@ -31,23 +35,22 @@ MIXED: dict[str, Any] = {
     "tied": False,
     "state": "after",
     "features": (),
-    "judges": "chain",
     "width": 0,
     "w_rej": 6.0,
     "mix": 0.15,
 }
 ROLLOUTS: dict[str, Any] = {
-    "num_blocks": 1,
+    "num_blocks": 0,
     "tied": False,
     "state": "before",
-    "features": ("log_q", "logit_max_q", "entropy", "depth", "repeat"),
-    "judges": "chain",
+    "features": ("log_q", "logit_q", "depth", "repeat"),
     "w_rej": 1.0,
 }
-# The width that such a head has where nothing is said: this part of the drafter's. As good, and faster.
-NARROWER = 4
+# The width that such a head has where nothing is said and none was tried out.
+WIDTH = 128
+SWEEP = "sweep.json"
 # Of these, what a head to go on from brings along.
-SHAPE = ("num_blocks", "tied", "state", "features", "judges", "width")
+SHAPE = ("num_blocks", "tied", "state", "features", "width")
 Labels = Literal["acceptance", "rollouts"]
 
 
@@ -55,7 +58,9 @@ Labels = Literal["acceptance", "rollouts"]
 class TrainAcceptanceConfig(TrainConfig):
     """Train an acceptance head on the labels of `data acceptance`. On those of mixed text (--labels mix) it is
     SpecDec++'s, with the paper's settings for 7B drafts. On those of real rounds (--labels rollout) it reads the state
-    before the token, the token and the draft's confidence. A 128-wide draft wants lr 1e-3.
+    before the token, the token and the draft's confidence: those are made once and kept in memory, so that batches
+    are drawn from all answers' tokens (batch_size then counts blocks of 64). Such a head begins as the logistic of its
+    features. A 128-wide draft wants lr 1e-3.
 
     Attributes:
         draft: The draft model, or the trained drafter's head, whose drafts were labelled; frozen.
@@ -64,21 +69,21 @@ class TrainAcceptanceConfig(TrainConfig):
         init: Head directory to go on from, in the place of random weights: to fine-tune a head, also one that was
             imported or made for another draft of this width. Its blocks and inputs are then the head's; the loss
             weights are those given here.
-        num_blocks: Residual blocks of the head, 0 for a linear one. Default: 3, for rollouts 1, or those of init.
+        num_blocks: Residual blocks of the head. Default: 3, for rollouts 0, or those of init.
         tied: Apply one block num_blocks times, as the paper's published code does. Default: off, or as in init.
         state: What the head reads of the drafter: after, its hidden state once it has read the token (SpecDec++); or
             before, the state that predicted it, and the token's embedding. Default: after, for rollouts before.
         features: Numbers of the draft's distribution that it reads too, and how the token goes on with a repetition of
-            the text; [] for none. Default: none, for rollouts log_q, logit_max_q, entropy, depth and repeat (not for a
-            tree), and temperature where labels have several.
-        width: Of the hidden layers, 0 for that of the drafter. Default: 0, for rollouts a quarter of the drafter's.
-        judges: Drafted tokens of a chain, or the most probable children at each place of a tree (labels with
-            --children). Default: chain.
+            the text; [] for none. Default: none, for rollouts log_q, logit_q, depth and repeat, and temperature where
+            labels have several.
+        width: Of the hidden layers, 0 for that of the drafter. Default: 0, for rollouts what the sweep finds, or 128.
+        sweep: Rollouts: where neither width nor max_steps is given, heads of three widths are trained for few and for
+            more epochs first, and the width and epochs with the lowest held-out KL are taken.
         w_acc: Loss weight of accepted tokens.
         w_rej: Loss weight of rejected tokens. Default: 6, for rollouts 1.
         mix: Labels of mixed text: probability that the draft reads the target's token instead of its own. Default 0.15.
-        calibrate: Fit the output to the validation tokens: scale and shift of the logit (platt), an ascending curve
-            (isotonic), or not at all. Decoding by threshold on the raw output does not use it.
+        calibrate: Fit the output to the validation tokens: scale and shift of the logit (platt), or not at all.
+            Decoding by threshold on the raw output does not use it.
     """
 
     draft: str | None = None
@@ -90,11 +95,11 @@ class TrainAcceptanceConfig(TrainConfig):
     state: State | None = None
     features: tuple[Feature, ...] | None = None
     width: int | None = None
-    judges: Literal["chain", "tree"] | None = None
+    sweep: bool = True
     w_acc: float = 1.0
     w_rej: float | None = None
     mix: float | None = None
-    calibrate: Literal["platt", "isotonic", "none"] = "platt"
+    calibrate: Literal["platt", "none"] = "platt"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -105,6 +110,12 @@ class TrainAcceptanceConfig(TrainConfig):
         self.check_least(0, "num_blocks", "width")
         if self.features is not None and len(set(self.features)) != len(self.features):
             raise InputError("features", ", ".join(self.features), "each once", "Leave one out.")
+
+    @property
+    def sweeps(self) -> bool:
+        """Of rollouts: whether a size is to be tried out. One process decides it, so that all have the same."""
+        free = self.width is None and self.max_steps == 0 and self.init is None
+        return self.sweep and free and world_size(self) == 1
 
     @property
     def drafter(self) -> str:
@@ -139,7 +150,7 @@ def labels_of(config: TrainAcceptanceConfig) -> tuple[Labels, Manifest | None]:
     if manifest is not None:
         return ("rollouts" if manifest.kind == "rollouts" else "acceptance"), manifest
     by_head = config.read_model != config.drafter
-    asked = by_head or config.state == "before" or config.features or config.judges == "tree"
+    asked = by_head or config.state == "before" or config.features
     return ("rollouts" if asked else "acceptance"), None
 
 
@@ -157,8 +168,6 @@ def filled(config: TrainAcceptanceConfig) -> TrainAcceptanceConfig:
         expected = "0: the drafts of a response follow all of it"
         raise InputError("max_length", config.max_length, expected, "Leave it out, or label shorter responses.")
     defaults = dict(ROLLOUTS if labels == "rollouts" else MIXED)
-    if config.judges == "tree":
-        defaults["features"] = tuple(name for name in defaults["features"] if name != "repeat")
     if labels == "rollouts" and manifest is not None and isinstance(label_temperature(manifest), list):
         defaults["features"] = (*defaults["features"], "temperature")
     if config.init is not None:
@@ -184,6 +193,7 @@ def prepare(config: TrainAcceptanceConfig) -> tuple[Any, ...]:
     from draftsmith.train.drafted_tokens import MixedText, RolloutDrafts
     from draftsmith.train.fit import Provenance, digests
     from draftsmith.train.lit_head import LitHead
+    from draftsmith.train.stored_tokens import StoredDrafts, collate_stored
 
     config = filled(config)
     labels, _ = labels_of(config)
@@ -201,7 +211,8 @@ def prepare(config: TrainAcceptanceConfig) -> tuple[Any, ...]:
     if val is not None and val.manifest.sampling != manifest.sampling:
         expected = f"labels made with {manifest.sampling}"
         raise InputError("val", val.manifest.sampling, expected, "Make both with one sampling.")
-    head = make_head(config, drafter.lm.info.hidden_size)
+    hidden_size = drafter.lm.info.hidden_size
+    head = make_head(config, hidden_size)
     check_labels(head.config, labels, manifest)
     context = drafter.lm.info.max_position
     if labels == "rollouts":  # not to be split: its drafts follow all of a text, and were made within the context
@@ -211,7 +222,9 @@ def prepare(config: TrainAcceptanceConfig) -> tuple[Any, ...]:
     collate: Any = collate_acceptance
     reader: StateReader = MixedText(drafter, greedy)
     if labels == "rollouts":
-        collate, reader = collate_rollouts, RolloutDrafts(drafter, head.config, int(manifest.config["depth"]))
+        drafts = RolloutDrafts(drafter, head.config, int(manifest.config["depth"]))
+        config, head, train_samples, val_samples = stored_rounds(config, head, drafts, train_samples, val_samples)
+        collate, reader = collate_stored, StoredDrafts(drafts)
     data = HeadDataModule(train_samples, val_samples, collate, num_loss_tokens, config)
     module = LitHead(head, AcceptanceObjective(reader, config.calibrate), config, data.total_steps)
     inputs = digests(train, val) | (starting_weights(config.init) if config.init is not None else {})
@@ -219,6 +232,46 @@ def prepare(config: TrainAcceptanceConfig) -> tuple[Any, ...]:
     made |= {"drafter": drafter.name}
     provenance = Provenance("acceptance", inputs, drafter.identity, manifest.identity, manifest.sampling, made)
     return module, data, config, provenance
+
+
+def stored_rounds(
+    config: TrainAcceptanceConfig, head: AcceptanceHead, drafts: RolloutDrafts, train: Samples, val: Samples
+) -> tuple[TrainAcceptanceConfig, AcceptanceHead, Samples, Samples]:
+    """The tokens of labelled answers with the states that a head reads, as samples of a training; and the head where it
+    begins, of the size that was found best if none was asked for, with the settings that say so."""
+    from draftsmith.train.acceptance_start import begin, tried_sizes
+    from draftsmith.train.data_module import Samples
+    from draftsmith.train.metrics import say_on_rank_zero
+    from draftsmith.train.stored_tokens import StoredDataset, StoredDrafts, stored
+
+    tokens = {name: stored(samples, drafts, name) for name, samples in (("train", train), ("val", val))}
+    size = sum(part.size for part in tokens.values())
+    counts = " and ".join(f"{len(part.ids):,} to {name}" for name, part in tokens.items())
+    say_on_rank_zero(f"drafted tokens: {counts}; {size / 2**20:,.0f} MiB in memory")
+    reader = StoredDrafts(drafts)
+    if config.init is None:
+        hidden_size = head.config.hidden_size
+        if config.sweeps:
+            tried = tried_sizes(
+                lambda width: make_head(dataclasses.replace(config, width=width), hidden_size),
+                tokens["train"], tokens["val"], reader, config,
+            )  # fmt: skip
+            make_directory(config.output)
+            write_json(config.output / SWEEP, {"tried": [dataclasses.asdict(size) for size in tried]})
+            config = with_size(config)
+            head = make_head(config, hidden_size)
+        begin(head, tokens["train"], reader)
+    blocks = StoredDataset(tokens["train"], train, config.seed)
+    answers = StoredDataset(tokens["val"], val, None)
+    return config, head, Samples(blocks, range(len(blocks.lengths))), Samples(answers, range(len(answers.lengths)))
+
+
+def with_size(config: TrainAcceptanceConfig) -> TrainAcceptanceConfig:
+    """The settings with the size that was found best, where one was tried out in this output."""
+    if not (config.sweeps and (config.output / SWEEP).exists()):
+        return config
+    best = read_object(config.output / SWEEP, {"tried": list}, "Delete it: sizes are tried again.")["tried"][0]
+    return dataclasses.replace(config, width=best["width"], epochs=best["epochs"])
 
 
 def open_labels(config: TrainAcceptanceConfig, path: Path, labels: Labels, drafter: FrozenDrafter) -> Any:
@@ -231,19 +284,12 @@ def open_labels(config: TrainAcceptanceConfig, path: Path, labels: Labels, draft
 
 
 def check_labels(head: AcceptanceHeadConfig, labels: Labels, manifest: Manifest) -> None:
-    """Raises InputError where the labels lack what the head is to read or to predict."""
-    published = (head.state, head.features, head.judges) == ("after", (), "chain")
-    if labels == "acceptance" and not published:
+    """Raises InputError where the labels lack what the head is to read."""
+    if labels == "acceptance" and not head.as_published:
         found = f"{manifest.kind} labels of mixed text, for a head that reads more than the state after the token"
         raise InputError(
             "data", found, "labels of real rounds", "Make them: draftsmith data acceptance --labels rollout"
         )
-    if head.judges == "tree" and "child_ids" not in {field.name for field in manifest.fields}:
-        remedy = "Make them: draftsmith data acceptance --labels rollout --children 10"
-        raise InputError("data", "labels without children", "labels of a tree's children", remedy)
-    if head.judges == "tree" and head.state != "before":
-        expected = "before: nothing has read a tree's children when they are predicted"
-        raise InputError("state", head.state, expected, "Leave it out.")
 
 
 def acceptance_settings(config: TrainAcceptanceConfig, hidden_size: int) -> AcceptanceHeadConfig:
@@ -255,9 +301,13 @@ def acceptance_settings(config: TrainAcceptanceConfig, hidden_size: int) -> Acce
     config = filled(config)
     shape = {name: getattr(config, name) for name in SHAPE}
     if shape["width"] is None:
-        shape["width"] = max(hidden_size // NARROWER, 1)
+        shape["width"] = WIDTH
+    # Of real rounds, before the token: the form that costs a drafted token least (AcceptanceHeadConfig.activation).
+    lean = labels_of(config)[0] == "rollouts" and shape["state"] == "before"
+    form: dict[str, Any] = {"activation": "relu" if lean else "none", "standardize": lean}
     if config.init is not None:
         settings = starting_settings(config.init, "acceptance", hidden_size)
+        form = {name: getattr(settings, name) for name in form}
         differing = [name for name in SHAPE if shape[name] != getattr(settings, name)]
         if differing:
             found = ", ".join(f"{name} {shape[name]}" for name in differing)
@@ -265,7 +315,7 @@ def acceptance_settings(config: TrainAcceptanceConfig, hidden_size: int) -> Acce
             remedy = "Leave the setting out, or train without --init."
             raise InputError("init", f"{found} asked of {config.init}", f"{expected}, as that head has", remedy)
     assert config.w_rej is not None
-    return AcceptanceHeadConfig(hidden_size, w_acc=config.w_acc, w_rej=config.w_rej, **shape)
+    return AcceptanceHeadConfig(hidden_size, w_acc=config.w_acc, w_rej=config.w_rej, **shape, **form)
 
 
 def make_head(config: TrainAcceptanceConfig, hidden_size: int) -> AcceptanceHead:

@@ -13,14 +13,15 @@ from torch import Tensor
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, acceptance_training
 from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.losses import acceptance_loss
-from draftsmith.modules.metrics import acceptance_metrics, expected_calibration_error, fit_isotonic, fit_platt
+from draftsmith.modules.metrics import acceptance_metrics, expected_calibration_error, fit_platt
 from draftsmith.modules.types import AcceptanceBatch, InputError, LossOutput
 from draftsmith.train.data_module import Part
-from draftsmith.train.drafted_tokens import DraftedTokens, StateReader
+from draftsmith.train.drafted_tokens import DraftedTokens
 from draftsmith.train.lit_head import Given, Objective
 from draftsmith.train.metrics import gather_rows
+from draftsmith.train.stored_tokens import StateReader
 
-Calibrate = Literal["platt", "isotonic", "none"]
+Calibrate = Literal["platt", "none"]
 
 
 class AcceptanceObjective(Objective):
@@ -31,15 +32,15 @@ class AcceptanceObjective(Objective):
     def __init__(self, reader: StateReader, calibrate: Calibrate):
         """calibrate: what is fitted to the validation tokens, each time they are predicted."""
         self.reader, self.calibrate, self.model = reader, calibrate, reader.model
+        # A head for real rounds begins as a logistic, which may stay the best.
+        self.validates_first = reader.weighted
 
     def state(self, head: AcceptanceHead) -> dict[str, Any]:
-        knots = [list(knot) for knot in head.config.knots]
-        return {"calibration": list(head.config.calibration), "knots": knots}
+        return {"calibration": list(head.config.calibration)}
 
     def load(self, head: AcceptanceHead, checkpoint: Mapping[str, Any]) -> None:
         scale, shift = checkpoint["calibration"]
-        knots = tuple((x, y) for x, y in checkpoint["knots"])
-        head.config = dataclasses.replace(head.config, calibration=(scale, shift), knots=knots)
+        head.config = dataclasses.replace(head.config, calibration=(scale, shift))
 
     def read(self, part: Part, validating: bool = False) -> Given:
         tokens = self.reader.read(part.data, with_log_q=validating)
@@ -57,15 +58,15 @@ class AcceptanceObjective(Objective):
         """kl, brier, ece, auc and auc_q over the drafted tokens, by the probability that the loss' weights imply; and
         loss, the weighted loss. Tokens of rollouts count by their weights in all of them.
 
-        With `calibrate`, ece_platt or ece_isotonic as well, by 2-fold cross-fitting over samples; the head keeps the
-        fit to all of them.
+        With `calibrate`, ece_platt as well, by 2-fold cross-fitting over samples; the head keeps the fit to all of
+        them.
         """
         rows = self._tokens(head, given)
         if not len(rows):
             raise InputError("val", "no drafted token", "validation samples with a response", "Hold out more samples.")
         raw, accept_prob, log_q, sample, *weights = rows.unbind(1)
         weight = weights[0] if weights else None
-        plain = uncalibrated(head.config)
+        plain = dataclasses.replace(head.config, calibration=(1.0, 0.0))
         head.config = plain
         logit = head.corrected(raw)
         metrics = acceptance_metrics(logit, accept_prob, log_q, weight)
@@ -73,7 +74,7 @@ class AcceptanceObjective(Objective):
         metrics["loss"] = float(acceptance_loss(raw, everything, plain.w_acc, plain.w_rej).loss)
         if self.calibrate != "none":
             metrics[f"ece_{self.calibrate}"] = self._cross_fitted_ece(head, raw, accept_prob, sample, weight)
-            head.config = fitted(plain, self.calibrate, logit, accept_prob, weight)
+            head.config = fitted(plain, logit, accept_prob, weight)
         return metrics
 
     def _tokens(self, head: AcceptanceHead, given: Iterable[tuple[Part, Given]]) -> Tensor:
@@ -102,7 +103,7 @@ class AcceptanceObjective(Objective):
             if own.all() or not own.any():  # one sample: nothing to fit on
                 return float("nan")
             others = None if weight is None else weight[~own]
-            head.config = fitted(trained.config, self.calibrate, logit[~own], accept_prob[~own], others)
+            head.config = fitted(trained.config, logit[~own], accept_prob[~own], others)
             calibrated[own] = head.calibrated(raw[own])
         return float(expected_calibration_error(torch.sigmoid(calibrated.double()), accept_prob, weight=weight))
 
@@ -113,15 +114,8 @@ def predicted(head: AcceptanceHead, batch: AcceptanceBatch) -> Tensor:
         return head(batch.hidden, batch.embeds, batch.features)
 
 
-def uncalibrated(config: AcceptanceHeadConfig) -> AcceptanceHeadConfig:
-    """Settings of the head without a fit to held-out tokens."""
-    return dataclasses.replace(config, calibration=(1.0, 0.0), knots=())
-
-
 def fitted(
-    config: AcceptanceHeadConfig, calibrate: Calibrate, logit: Tensor, accept_prob: Tensor, weight: Tensor | None
+    config: AcceptanceHeadConfig, logit: Tensor, accept_prob: Tensor, weight: Tensor | None
 ) -> AcceptanceHeadConfig:
-    """Settings with a calibration that is fitted to corrected logits [N] and labels [N]."""
-    if calibrate == "isotonic":
-        return dataclasses.replace(uncalibrated(config), knots=fit_isotonic(logit, accept_prob, weight))
-    return dataclasses.replace(uncalibrated(config), calibration=fit_platt(logit, accept_prob, weight=weight))
+    """Settings with the scale and shift that fit corrected logits [N] to labels [N]."""
+    return dataclasses.replace(config, calibration=fit_platt(logit, accept_prob, weight=weight))

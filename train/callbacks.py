@@ -68,6 +68,9 @@ class BetweenSteps(pl.Callback):
         name = f"train {pl_module.head.kind}"
         drawn = bar(name, pl_module.total_steps, "steps", trainer.global_step, enabled=shown)
         self._advance = self._bar.enter_context(drawn)
+        if pl_module.objective.validates_first and trainer.global_step == 0:
+            with whole_head(trainer, pl_module) as head:
+                self._validate(trainer, pl_module, head, 0, final=False)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         self._bar.close()

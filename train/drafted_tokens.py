@@ -78,33 +78,19 @@ class RolloutDrafts:
         self.branches = drafter.branches(depth)
 
     def read(self, data: RolloutTokens, with_log_q: bool = False) -> DraftedTokens:
-        """The labelled tokens; of a head for trees they are the children, and a child weighs as much as its place."""
-        tree, head = self.head.judges == "tree", self.head
-        mask, shape = data.loss_mask, data.loss_mask.shape
-        labelled = (data.child_ids, data.child_prob) if tree else (data.draft_ids, data.accept_prob)
-        known = data.child_confidences if tree else data.confidences
-
-        def chosen(values: Tensor) -> Tensor:
-            """[N, ..] of the tokens that count, from [drafts, K, ..] of all."""
-            values = values[mask]
-            return values.flatten(0, 1) if tree else values
-
-        def of_children(values: Tensor) -> Tensor:
-            """A place's value for each of its children."""
-            return values.unsqueeze(2).expand(*shape, labelled[0].shape[2], *values.shape[2:]) if tree else values
-
-        ids, accept_prob = (chosen(values) for values in labelled)
-        numbers = {name: chosen(values) for name, values in vars(known).items() if values is not None}
+        """The labelled tokens."""
+        head, mask = self.head, data.loss_mask
+        numbers = {name: values[mask] for name, values in vars(data.confidences).items() if values is not None}
         known = TokenConfidences(**numbers)
         batch = AcceptanceBatch(
-            hidden=chosen(of_children(self.states(data))),
-            accept_prob=accept_prob,
-            loss_mask=torch.ones_like(accept_prob, dtype=torch.bool),
-            weight=chosen(of_children(data.weight)),
-            embeds=self.embeds(ids) if head.state == "before" else None,
+            hidden=self.states(data)[mask],
+            accept_prob=data.accept_prob[mask],
+            loss_mask=mask[mask],
+            weight=data.weight[mask],
+            embeds=self.embeds(data.draft_ids[mask]) if head.state == "before" else None,
             features=torch.stack([feature_value(name, known) for name in head.features], -1) if head.features else None,
         )
-        row = chosen(of_children(data.owner[:, None].expand(shape)))
+        row = data.owner[:, None].expand(mask.shape)[mask]
         return DraftedTokens(batch, row, known.log_q if with_log_q else None)
 
     def states(self, data: RolloutTokens) -> Tensor:
@@ -128,7 +114,7 @@ class RolloutDrafts:
     def flops(self, part: Part, lengths: Sequence[int]) -> tuple[float, int]:
         """As of `MixedText`."""
         data: RolloutTokens = part.data
-        predicted = data.num_labelled * (data.child_ids.shape[2] if self.head.judges == "tree" else 1)
+        predicted = data.num_labelled
         texts, starts = [own[-1] for own in data.starts], [start for own in data.starts for start in own]
         levels = data.draft_ids.shape[1] - (self.head.state == "before")
         lm, head = self.drafter.lm, self.drafter.head
@@ -139,7 +125,3 @@ class RolloutDrafts:
         if config is None:
             return features_flops(lm, [*texts, len(starts) * levels]), predicted
         return flops.rollouts_forward(config, texts, starts, levels), predicted
-
-
-# Gives a head its inputs.
-StateReader = MixedText | RolloutDrafts

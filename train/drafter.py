@@ -115,7 +115,8 @@ def prepare(config: TrainDrafterConfig) -> tuple[Any, ...]:
     every = config.tau_every or config.val_every or data.order.steps_per_epoch
     probe = TauProbe(module, target, prompts, config, every) if prompts else None
     inputs = digests(train, val) | ({} if config.init in drafter.starts else starting_weights(config.init))
-    provenance = Provenance(config.kind, inputs, target.info.identity, train.manifest.identity)
+    identity = target.info.identity
+    provenance = Provenance(config.kind, inputs, identity, train.manifest.identity, of_target=head.of_target)
     return module, data, config, provenance, probe
 
 
@@ -190,16 +191,17 @@ def make_head(config: TrainDrafterConfig, target: CausalLM, counts: Callable[[],
     """
     drafter = config.drafter
     shape = shape_for(config, target)
+    weights = FrozenWeights(target, config.init, config.target_parallel == "tensor", counts)
     if config.init not in drafter.starts:
         head = starting_head(config.init, config.kind, target.info.hidden_size, target.info.vocab_size)
         assert isinstance(head, DraftHead)
+        head.go_on(weights)
         head.freeze(config)
         return head
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         head = drafter(shape)
-    in_parts = config.target_parallel == "tensor"
-    head.start(config.init, FrozenWeights(target, config.init, in_parts, counts))
+    head.start(config.init, weights)
     head.freeze(config)
     return head
 
@@ -223,7 +225,7 @@ def head_shape(config: TrainDrafterConfig, target: LlamaConfig) -> Any:
 
 
 class FrozenWeights:
-    """What a new head may start from (`base.TargetWeights`).
+    """What a head may start from (`base.TargetWeights`).
 
     Raises:
         InputError: weights are asked for of which no process has all.
@@ -242,12 +244,9 @@ class FrozenWeights:
         return {name: weight.cpu() for name, weight in layers[-1].state_dict().items()}
 
     def lm_head(self) -> Tensor:
-        if self._in_parts:
-            remedy = "Pass --init with a head's directory, or train without --target-parallel tensor."
-            raise InputError("target_parallel", "tensor", "a target whose lm_head one process has", remedy)
         target: Any = self._target
         layer = target.model.lm_head if isinstance(target, LlamaLM) else target.model.get_output_embeddings()
-        return layer.weight.detach().cpu()
+        return layer.weight.detach().cpu()  # whole on every rank, of a target in parts too
 
     def token_counts(self) -> Tensor:
         assert self._counts is not None

@@ -58,7 +58,7 @@ class Provenance:
 
     job: the kind of the head. inputs: name -> digest of each artefact. read_model: identity of the model whose
     hidden states the head reads. models: identities of all models concerned. sampling: what labels hold for, if any;
-    labels: what kind they are, as the head's config.json says it.
+    labels: what kind they are, as the head's config.json says it. of_target: as of `DraftHead`.
     """
 
     job: str
@@ -67,6 +67,7 @@ class Provenance:
     models: dict[str, Any]
     sampling: dict[str, Any] | None = None
     labels: dict[str, str] = field(default_factory=dict)
+    of_target: tuple[str, ...] = ()
 
 
 def finished(config: TrainConfig) -> Path | None:
@@ -253,6 +254,7 @@ def _head_saver(
             "sampling": provenance.sampling,
             **provenance.labels,
             "inputs": provenance.inputs,
+            "of_target": list(provenance.of_target),
             "samples": samples,
             "config": resolved(config),
             "seed": config.seed,

@@ -44,12 +44,13 @@ class Objective(ABC):
     by DDP, nor written into checkpoints. The head is handed in: under ZeRO-3 validation has a whole copy of it.
 
     monitor: name of the validation metric that picks best/. larger_is_better: its direction. model: flag of the model
-    whose states `read` gives, for errors.
+    whose states `read` gives, for errors. validates_first: before the first step too: the head may begin as one of use.
     """
 
     monitor: str
     larger_is_better: bool
     model: str
+    validates_first = False
 
     @abstractmethod
     def read(self, part: Part, validating: bool = False) -> Given:

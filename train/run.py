@@ -6,7 +6,7 @@ from pathlib import Path
 
 from draftsmith.data.answering.batched import set_threads
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.train.acceptance import TrainAcceptanceConfig, filled
+from draftsmith.train.acceptance import TrainAcceptanceConfig, filled, with_size
 from draftsmith.train.config import TrainDrafterConfig
 from draftsmith.train.drafter import explain
 from draftsmith.train.prepare import TrainedConfig, prepare
@@ -27,7 +27,7 @@ def run(config: TrainedConfig) -> Path:
 
     set_threads(config.num_threads)
     if isinstance(config, TrainAcceptanceConfig):
-        config = filled(config)
+        config = with_size(filled(config)) if config.resume else filled(config)
     done = finished(config)
     if done is not None:
         return done

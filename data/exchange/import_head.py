@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+from torch import Tensor
+
 from draftsmith.data.exchange.directory import package_directory, read_package, weight_files
 from draftsmith.data.exchange.record import against_model, made_with, read_record
 from draftsmith.data.exchange.states import StateSource, state_source
@@ -142,9 +145,19 @@ def _manifest(config: ImportConfig, format: HeadFormat, parsed: Parsed, source: 
         "target": identity,
         "models": {} if source is None else {flag: identity, **tokenizer_identity(source.path)},
         "sampling": None,
+        "of_target": of_target(parsed, None if source is None else source.facts.lm_head),
         "imported": imported,
         **made_with(),
     }
+
+
+def of_target(parsed: Parsed, lm_head: Tensor | None) -> list[str]:
+    """`DraftHead.of_target` of a foreign head: its lm_head, where each row is the target's. lm_head: that [V, H]."""
+    name, state = "lm_head.weight", parsed.state
+    if name not in state or lm_head is None:
+        return []
+    rows = lm_head[state["d2t"]] if "d2t" in state else lm_head
+    return [name] if torch.equal(rows.to(state[name].dtype), state[name]) else []
 
 
 def _report(config: ImportConfig, format: HeadFormat, parsed: Parsed, errors: list[str]) -> None:

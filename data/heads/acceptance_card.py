@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from draftsmith.data.heads.markdown import code, markdown_lines
-from draftsmith.modules.drafters import head_class, learned
 from draftsmith.modules.drafters.base import HeadCard
 from draftsmith.modules.interop.acceptance import DISTRIBUTION, PREDICTED, inputs_of
 
@@ -15,11 +14,10 @@ WHAT = (
     "Predicts from a drafter's last hidden state whether the target will keep a drafted token (SpecDec++, Huang et al. "
     "2024). It stops drafts that are likely to fail."
 )
-SETTINGS = ("num_blocks", "tied", "state", "judges", "w_acc", "w_rej", "mix", "calibrate")
+SETTINGS = ("num_blocks", "tied", "state", "w_acc", "w_rej", "mix", "calibrate")
 ERRORS = {
     "ece": "with the correction for the weights alone",
     "ece_platt": "with scale and shift, cross-fitted",
-    "ece_isotonic": "with the knots, cross-fitted",
 }
 
 
@@ -31,16 +29,13 @@ def about(head: Mapping[str, Any], drafter: str | None) -> HeadCard:
         blocks = f"{head['num_blocks']} {'tied ' if head.get('tied') else ''}residual block(s)"
         shape = (
             f"- {blocks} of width {head.get('width') or head['hidden_size']}, then one logit",
-            f"- predicts for {PREDICTED[head.get('judges', 'chain')]}",
+            f"- predicts for {PREDICTED}",
         )
     return HeadCard("Acceptance head", WHAT, ("specdec++",), method_of(head, drafter), shape=shape)
 
 
 def method_of(head: Mapping[str, Any], drafter: str | None) -> str:
     """The method that decodes with the head, as `decode` and `eval bench` are told it."""
-    if head.get("judges") == "tree":
-        methods = (head_class(kind).card({}).tree_method for kind in ([drafter] if drafter else learned()))
-        return next(filter(None, methods), "METHOD")
     by = f":drafter={drafter}" if drafter else ""
     return f"cost{by}" if head.get("state") == "before" else f"specdec++:h=0.7{by}"
 
@@ -75,8 +70,6 @@ def corrections(head: Mapping[str, Any], assumed: bool) -> str:
     said = "accepted and rejected tokens alike" if alike else "rejected tokens otherwise than accepted ones"
     logarithm = f"the logarithm is {math.log(head['w_rej'] / head['w_acc']):.4g}"
     formula = f"scale * (logit + log(w_rej / w_acc)) + shift; {logarithm}, scale {scale:.4g}, shift {shift:.4g}."
-    if knots := len(head.get("knots", ())):
-        formula = f"read off {knots} knots, straight lines between them, at logit + log(w_rej / w_acc); {logarithm}."
     return (
         f"The loss weighs {said} ({weights}){'' if alike else ', so the raw output is no probability'}. The calibrated "
         f"logit is {formula}"

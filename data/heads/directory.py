@@ -14,7 +14,7 @@ from draftsmith.data.store.files import whole_directory, write_json, write_tenso
 from draftsmith.data.store.manifest import compare_identity, file_sha256, warn_not_compared
 from draftsmith.data.store.reading import read_object, read_tensors
 from draftsmith.modules import drafters
-from draftsmith.modules.acceptance.head import AcceptanceHead
+from draftsmith.modules.acceptance.head import RETIRED, AcceptanceHead
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.interop.base import misfits
 from draftsmith.modules.targets.base import CausalLM
@@ -110,7 +110,22 @@ def head_config(directory: str | Path, kind: str | None = None) -> dict[str, Any
     if kind not in (None, config["kind"]):
         found, expected = f"{directory}, {named_kind(config['kind'])} head", f"{named_kind(str(kind))} head"
         raise InputError("head", found, expected, "Pass it with its own flag.")
+    if config["kind"] == AcceptanceHead.kind:
+        config["head"] = without_retired(directory, config["head"])
     return config
+
+
+def without_retired(directory: Path, head: Mapping[str, Any]) -> dict[str, Any]:
+    """An acceptance head's settings without those that nothing reads any more.
+
+    Raises:
+        InputError: the head does not work without one.
+    """
+    for name, harmless in RETIRED.items():
+        if head.get(name, harmless) != harmless:
+            found = f"{directory}, trained with {name} {head[name]} by an earlier version"
+            raise InputError("head", found, f"{name} {harmless}: the rest is retired", "Train the head again.")
+    return {name: value for name, value in head.items() if name not in RETIRED}
 
 
 def config_from_json(config_class: type, values: Mapping[str, Any]) -> Any:
@@ -320,9 +335,19 @@ def starting_settings(directory: str | Path, kind: str, width: int | None = None
 
 
 def starting_head(directory: str | Path, kind: str, width: int, vocab_size: int | None = None) -> nn.Module:
-    """A head to train on from: float32, on the CPU, every weight trainable. The rest: `starting_settings`."""
+    """A head to train on from: float32, on the CPU, every weight trainable, and which of them are its target's
+    (`DraftHead.of_target`). The rest: `starting_settings`."""
     starting_settings(directory, kind, width, vocab_size)
-    return _read_head(directory, head_config(directory)).float().train().requires_grad_(True)
+    head = _read_head(directory, head_config(directory)).float().train().requires_grad_(True)
+    if isinstance(head, DraftHead):
+        head.of_target = of_target(directory)
+    return head
+
+
+def of_target(directory: str | Path) -> tuple[str, ...]:
+    """`DraftHead.of_target` of a saved head; nothing where it is not recorded, as of imported ones."""
+    made = read_object(Path(directory) / "manifest.json", {"of_target?": [str]}, AGAIN)
+    return tuple(made.get("of_target", ()))
 
 
 def starting_weights(directory: str | Path) -> dict[str, str]:

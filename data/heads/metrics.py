@@ -7,7 +7,6 @@ HELP = {
     "brier": "mean squared distance from the acceptance probability, calibrated output",
     "ece": "calibration error, 15 bins of equal mass, corrected for the loss' weights only",
     "ece_platt": "the same with the fitted scale and shift, 2-fold cross-fitted",
-    "ece_isotonic": "the same with isotonic calibration, 2-fold cross-fitted",
     "auc": "AUC with soft labels: each token counts P as positive, 1-P as negative",
     "auc_q": "the same for the draft's own probability of the token: what the head has to beat",
     "loss": "training loss on held-out samples",

@@ -5,7 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from draftsmith.data.heads.card import model_card
-from draftsmith.data.heads.directory import check_sizes, drafter_kind, head_config, head_fields, load_head, save_head
+from draftsmith.data.heads.directory import (
+    check_sizes,
+    drafter_kind,
+    head_config,
+    head_fields,
+    load_head,
+    of_target,
+    save_head,
+)
 from draftsmith.data.heads.measured import WEIGHTS
 from draftsmith.data.models.loading import tokenizer_identity
 from draftsmith.data.store.manifest import file_sha256, git_commit, package_versions, warn_not_compared
@@ -61,6 +69,7 @@ def move_head(directory: Path, target: CausalLM, path: str, output: Path) -> Pat
         "target": identity,
         "models": {**tokenizer_identity(path), "target": identity},
         "sampling": None,
+        "of_target": list(of_target(directory)),
         "imported": {"producer": "draftsmith refresh", **source, "notes": [UNCHANGED]},
         "config": {**(made.get("config") or {}), "target": path},
         "packages": package_versions(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftsmith.data.rollouts import CHILD_FIELDS, FIELDS
+from draftsmith.data.rollouts import FIELDS
 from draftsmith.data.store.datasets import ArtefactDataset, Item
 from draftsmith.data.store.manifest import open_artefact
 from draftsmith.modules.decoding.confidence import TokenConfidences
@@ -23,7 +23,7 @@ class RolloutTokens:
 
     num_labelled: tokens that count at all, those of loss_mask: known without asking a device. texts: the responses,
     each with its prompt. starts: for each text, where its drafts begin: the place of their first token. weight: the
-    probability that a round verifies the token, 0 behind a drafted end token. C may be 0.
+    probability that a round verifies the token, 0 behind a drafted end token.
     """
 
     num_labelled: int
@@ -41,9 +41,6 @@ class RolloutTokens:
     overlap: Tensor
     weight: Tensor
     loss_mask: Tensor  # [N, K] bool
-    child_ids: Tensor  # [N, K, C] int64
-    child_log_q: Tensor  # [N, K, C] float32
-    child_prob: Tensor  # [N, K, C] float32
 
     @property
     def num_slots(self) -> int:
@@ -53,22 +50,10 @@ class RolloutTokens:
     @property
     def confidences(self) -> TokenConfidences:
         """What is known of the drafted tokens, [N, K]."""
-        return replace(self._confidences(self.log_q, self.log_max_q, self.entropy), repeat=self.repeat)
-
-    @property
-    def child_confidences(self) -> TokenConfidences:
-        """What is known of the children, [N, K, C]: their distribution's maximum and entropy are those of the drafted
-        token beside them."""
-        shape = self.child_log_q.shape
-        return self._confidences(
-            self.child_log_q, self.log_max_q[..., None].expand(shape), self.entropy[..., None].expand(shape)
-        )
-
-    def _confidences(self, log_q: Tensor, log_max_q: Tensor, entropy: Tensor) -> TokenConfidences:
+        log_q = self.log_q
         depth = torch.arange(1, log_q.shape[1] + 1, device=log_q.device, dtype=log_q.dtype)
-        rest = (1,) * (log_q.dim() - 2)
-        depth, temperature = depth.view(1, -1, *rest), self.temperature.view(-1, 1, *rest)
-        return TokenConfidences(log_q, log_max_q, entropy, depth.expand(log_q.shape), temperature.expand(log_q.shape))
+        depth, temperature = depth.expand(log_q.shape), self.temperature[:, None].expand(log_q.shape)
+        return TokenConfidences(log_q, self.log_max_q, self.entropy, depth, temperature, self.repeat)
 
 
 class RolloutDataset(ArtefactDataset):
@@ -77,11 +62,9 @@ class RolloutDataset(ArtefactDataset):
     def __init__(self, directory: Path, identity: Mapping[str, Any] | None = None):
         manifest = open_artefact(directory, "rollouts", identity)
         self.depth: int = manifest.config["depth"]
-        self.children: int = manifest.config["children"]
-        listed = (spec for spec in (*FIELDS, *CHILD_FIELDS) if spec.dtype.startswith("list"))
+        listed = (spec for spec in FIELDS if spec.dtype.startswith("list"))
         self._fields = [spec for spec in listed if spec.name != "loss_mask"]  # of an item it is about the drafts
-        columns = [spec.name for spec in self._fields if self.children or spec not in CHILD_FIELDS]
-        super().__init__(directory, manifest, [name for name in columns if name != "input_ids"])
+        super().__init__(directory, manifest, [spec.name for spec in self._fields if spec.name != "input_ids"])
         self._check_finite_labels(directory)
         # And of the drafts that hang off a response: what it takes to read them.
         self.lengths = (self._lists["input_ids"].lengths + self._lists["draft_ids"].lengths).tolist()
@@ -89,10 +72,10 @@ class RolloutDataset(ArtefactDataset):
     def item(self, row: int, epoch: int) -> Item:
         """input_ids [T] and starts [S], int64, and what RolloutTokens has of the S drafts."""
         own = {name: values[row] for name, values in self._lists.items()}
-        sizes = {"T": len(own["input_ids"]), "S": len(own["starts"]), "K": self.depth, "C": self.children}
+        sizes = {"T": len(own["input_ids"]), "S": len(own["starts"]), "K": self.depth}
         item: Item = {}
         for spec in self._fields:
-            values = own.get(spec.name, np.empty(0)).astype(np.int64 if spec.dtype == "list<int32>" else np.float32)
+            values = own[spec.name].astype(np.int64 if spec.dtype == "list<int32>" else np.float32)
             item[spec.name] = torch.from_numpy(values).view([sizes[size] for size in spec.shape[0].split("*")])
         weight = item.pop("reached")
         return {**item, "weight": weight, "loss_mask": weight > 0}

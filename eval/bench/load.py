@@ -118,26 +118,7 @@ def load_acceptance(
     else:
         head = load_head(directory, target, kind="acceptance", identity=drafter_identity(paths[reader], target))
     assert isinstance(head, AcceptanceHead)
-    check_predicts(directory, head, {method.predicts for method in by_head})
     return head
-
-
-def check_predicts(directory: str, head: AcceptanceHead, wanted: set[str]) -> None:
-    """A head predicts for the drafted token of a chain or for the children of a tree's node, whose probabilities
-    differ.
-
-    Raises:
-        InputError: methods want the other, or both.
-    """
-    if len(wanted) > 1:
-        found = "methods whose acceptance head predicts for chains, and methods whose head predicts for trees"
-        raise InputError("methods", found, "one kind of --acceptance", "Run them one after the other.")
-    if wanted != {head.config.judges}:
-        (shape,) = wanted
-        labels = " --children C in its labels and" if shape == "tree" else ""
-        found = f"{directory}, which predicts for {head.config.judges}s"
-        remedy = f"Train one with{labels} --judges {shape}."
-        raise InputError("acceptance", found, f"a head that predicts for {shape}s", remedy)
 
 
 def trained_for(directory: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,11 @@ from draftsmith.modules.types import InputError
 State = Literal["after", "before"]
 Number = TypeVar("Number", float, Tensor)
 Feature = Literal["log_q", "logit_q", "logit_max_q", "entropy", "depth", "temperature", "repeat"]
+
+
+# Settings of earlier versions' heads, and the values at which they change nothing. A head had predicted for a tree's
+# children too (docs/acceptance.md), and been calibrated by a curve.
+RETIRED: dict[str, Any] = {"judges": "chain", "knots": []}
 
 
 @dataclass(frozen=True)
@@ -33,11 +38,7 @@ class AcceptanceHeadConfig:
     state: `after`, the drafter's state once it has read the token, as published; `before`, the state that predicted it,
         and the token's embedding: asked without another forward.
     features: numbers of the distribution that the token was drawn from, and of where it stands (`feature_values`).
-    judges: what it predicts for: `chain`, the drafted tokens of a chain; `tree`, the most probable children of a
-        tree's node.
     width: of the hidden layers, where there is more to read than a state; 0 is hidden_size.
-    knots: isotonic calibration: (corrected logit, calibrated logit) in ascending order, with straight lines between
-        them; it takes the place of `calibration`.
     activation: what follows the layer that brings what is read to one width; with `relu` the features go straight to
         the logit and nowhere else, which predicts as well, and costs a drafted token less.
     standardize: all that is read is read less a mean and by a scale, buffers of the head.
@@ -51,9 +52,7 @@ class AcceptanceHeadConfig:
     calibration: tuple[float, float] = (1.0, 0.0)
     state: State = "after"
     features: tuple[Feature, ...] = ()
-    judges: Literal["chain", "tree"] = "chain"
     width: int = 0
-    knots: tuple[tuple[float, float], ...] = ()
     activation: Literal["none", "relu"] = "none"
     standardize: bool = False
 
@@ -69,8 +68,8 @@ class AcceptanceHeadConfig:
 
     @property
     def as_published(self) -> bool:
-        """It reads what SpecDec++'s head reads: of a chain the state after the token, and nothing else."""
-        return self.late and not self.features and self.judges == "chain"
+        """It reads what SpecDec++'s head reads: the state after the token, and nothing else."""
+        return self.late and not self.features
 
     @property
     def inner_size(self) -> int:
@@ -143,18 +142,15 @@ class AcceptanceHead(nn.Module):
             given = (given - self.mean) / self.scale
         x = given[..., : self.config.joined_size]
         numbers = given[..., self.config.input_size - len(self.config.features) :]
-        return self.rest(x if self.join is None else self.join(x), numbers)
-
-    def rest(self, x: Tensor, numbers: Tensor | None) -> Tensor:
-        """The raw logit [..] from what the first layer gives, x [.., W], and the features."""
+        if self.join is not None:
+            x = self.join(x)
         if self.config.activation == "relu":
             x = F.relu(x)
         for block in self.blocks:
             x = block(x)
         logit = self.out(x)
         if self.direct is not None:
-            assert numbers is not None
-            logit = logit + self.direct(numbers.float())
+            logit = logit + self.direct(numbers)
         return logit.squeeze(-1)
 
     @torch.no_grad()
@@ -167,10 +163,10 @@ class AcceptanceHead(nn.Module):
         mean, scale, joined = self.mean.double(), self.scale.double(), self.config.joined_size
         assert head.join is not None
         head.join.weight /= scale[:joined]
-        head.join.bias -= head.join.weight @ mean[:joined]
+        head.join.bias.sub_(head.join.weight @ mean[:joined])
         if head.direct is not None:
             head.direct.weight /= scale[-len(self.config.features) :]
-            head.out.bias -= head.direct.weight @ mean[-len(self.config.features) :]
+            head.out.bias.sub_(head.direct.weight @ mean[-len(self.config.features) :])
         return head.to(self.mean)
 
     def corrected(self, logit: Number) -> Number:
@@ -180,12 +176,8 @@ class AcceptanceHead(nn.Module):
 
     def calibrated(self, logit: Number) -> Number:
         """The logit of a probability: corrected, then as fitted on held-out tokens."""
-        logit = self.corrected(logit)
-        if self.config.knots:
-            found = interpolate(torch.as_tensor(logit), self.config.knots)
-            return found if isinstance(logit, Tensor) else found.item()
         scale, shift = self.config.calibration
-        return scale * logit + shift
+        return scale * self.corrected(logit) + shift
 
     def feature_values(self, known: TokenConfidences) -> Tensor:
         """[.., F]: the numbers that this head reads beside states, in the order of its settings. Numbers that tokens
@@ -213,15 +205,6 @@ def feature_value(name: Feature, known: TokenConfidences) -> Tensor:
     value = FEATURE_VALUES[name](known)
     assert value is not None, "looked for by whoever feeds this head"
     return value
-
-
-def interpolate(logit: Tensor, knots: tuple[tuple[float, float], ...]) -> Tensor:
-    """Straight lines between the knots, and their end values beyond them."""
-    x, y = torch.tensor(knots, dtype=logit.dtype, device=logit.device).T.contiguous()
-    right = torch.searchsorted(x, logit.contiguous(), right=True).clamp(1, len(x) - 1)
-    left = right - 1
-    share = ((logit - x[left]) / (x[right] - x[left])).clamp(0, 1)
-    return y[left] + share * (y[right] - y[left])
 
 
 def acceptance_forward(head: AcceptanceHeadConfig, rows: int) -> float:

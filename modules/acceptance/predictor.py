@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from copy import copy
 from operator import mul
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -46,12 +46,7 @@ class HeadPredictor(TrainedPredictor):
 
     learns = False
 
-    def __init__(
-        self,
-        head: AcceptanceHead,
-        embed: Callable[[Tensor], Tensor] | None = None,
-        calibrated: bool = True,
-    ):
+    def __init__(self, head: AcceptanceHead, embed: Callable[[Tensor], Tensor] | None = None, calibrated: bool = True):
         """embed: the drafter's token embeddings, for a head that reads the state before the token. calibrated: the
         probability; else the raw output, which the paper's threshold is for."""
         config, head = head.config, head.folded()
@@ -60,7 +55,9 @@ class HeadPredictor(TrainedPredictor):
         self._embed = None if config.late else embed
         self._read = [READ[name] for name in names]
         self._of_distribution = not OF_DISTRIBUTION.isdisjoint(names)
-        self._asked = "entropy" if "entropy" in names else "mode" if "logit_max_q" in names else "token"
+        self._asked: Literal["token", "mode", "entropy"] = (
+            "entropy" if "entropy" in names else "mode" if "logit_max_q" in names else "token"
+        )
         self._of_state: Tensor | None = None
         self._array: Callable[[Tensor], Any] = Tensor.detach if head.out.weight.is_cuda else Tensor.numpy
         if head.join is not None:
@@ -73,10 +70,8 @@ class HeadPredictor(TrainedPredictor):
         self._rectified = config.activation == "relu"
         linears: list = [block.linear for block in head.blocks]
         self._blocks = [(linear.weight.detach(), linear.bias.detach()) for linear in linears]
-        # A fitted calibration is a straight line, unless it has knots.
-        self._calibrated = head.calibrated if calibrated and config.knots else None
-        shift = head.calibrated(0.0) if calibrated and not config.knots else 0.0
-        scale = head.calibrated(1.0) - shift if calibrated and not config.knots else 1.0
+        shift = head.calibrated(0.0) if calibrated else 0.0
+        scale = head.calibrated(1.0) - shift if calibrated else 1.0
         self._out, self._shift = self._array(scale * head.out.weight.detach()[0]), scale * head.out.bias.item() + shift
         self._direct: list[float] = [] if head.direct is None else (scale * head.direct.weight[0]).tolist()
         self._table: Any = None
@@ -112,7 +107,7 @@ class HeadPredictor(TrainedPredictor):
         logit = self._logit(view, values)
         if not math.isfinite(logit):
             raise NonFinite("output", "acceptance", -2 if self.late else -1)  # of the last token but one, or the last
-        return logit if self._calibrated is None else self._calibrated(logit)
+        return logit
 
     def _features(self, view: DraftView) -> list[float]:
         """`FEATURE_VALUES` of the token that is asked about."""
@@ -124,7 +119,7 @@ class HeadPredictor(TrainedPredictor):
         return values
 
     def _logit(self, view: DraftView, values: list[float]) -> float:
-        """The logit, before knots. values: the head's features of the token that is asked about."""
+        """values: the head's features of the token that is asked about."""
         x = view.states.float()  # of one token, but for those who hand in more: the last one counts
         if self._of_state is not None:
             x = torch.mm(x, self._of_state)

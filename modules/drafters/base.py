@@ -18,7 +18,6 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
-from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.acceptance.tree_rule import TreeRule
 from draftsmith.modules.decoding.branches import BranchDrafter
 from draftsmith.modules.decoding.protocols import Drafter, StopPolicy
@@ -49,7 +48,7 @@ class TrainStep:
 
 
 class TargetWeights(Protocol):
-    """What a new head may start from: weights of the target, on the CPU, and how often it is to draft which token."""
+    """What a head may start from: weights of the target, on the CPU, and how often it is to draft which token."""
 
     def last_layer(self) -> dict[str, Tensor]:
         """State dict of its last decoder layer, by the names of `modules.layers.DecoderLayer`."""
@@ -70,15 +69,13 @@ class HeadCard:
     """What a model card says of a head beside what every head's card says.
 
     title, what: a name for it, and what it is in a sentence or two. tags: for the model hub. method: to try it with, as
-    `decode` is told it. tree_method: the same with an acceptance head that predicts for a tree's children. shape: lines
-    on its sizes. metrics: what its own numbers of a validation mean.
+    `decode` is told it. shape: lines on its sizes. metrics: what its own numbers of a validation mean.
     """
 
     title: str
     what: str
     tags: tuple[str, ...]
     method: str
-    tree_method: str = ""
     shape: tuple[str, ...] = ()
     metrics: Mapping[str, str] = field(default_factory=dict)
 
@@ -100,6 +97,7 @@ class DraftHead(nn.Module, ABC):
     whole_weights: its loss reads weights outside of their modules, so that no rank may hold parts of them (ZeRO-3).
     passes: the setting that says how many tokens of its own drafts it is trained on; none where it has no such.
     monitor, larger_is_better: the validation metric that picks best/.
+    of_target: names of its weights that are its target's as they are, never trained; its manifest has them.
     """
 
     kind: ClassVar[str]
@@ -115,6 +113,7 @@ class DraftHead(nn.Module, ABC):
     larger_is_better: ClassVar[bool] = True
 
     config: Any
+    of_target: tuple[str, ...] = ()
 
     @property
     def capture(self) -> tuple[int, ...]:
@@ -149,8 +148,11 @@ class DraftHead(nn.Module, ABC):
         if name != "random":
             raise NotImplementedError(f"{self.kind} has no start {name}")
 
+    def go_on(self, weights: TargetWeights) -> None:
+        """Take what is `of_target` from the target that it is trained on for, which may be another one."""
+
     def freeze(self, settings: Any) -> None:
-        """Mark the weights that are not to be trained."""
+        """Mark the weights that are not to be trained. Of those that are, none is `of_target`."""
 
     @classmethod
     @abstractmethod
@@ -194,11 +196,10 @@ class DraftHead(nn.Module, ABC):
         shape: StaticTree | DynamicTree,
         capacity: int,
         rows: int = 1,
-        acceptance: AcceptanceHead | None = None,
         rules: Sequence[TreeRule] | None = None,
     ) -> Drafter:
-        """What drafts trees with it, for its methods of trees (trees.py). acceptance, rules: of dynamic ones, an
-        acceptance head that gives the nodes' values, and what decides each row's size."""
+        """What drafts trees with it, for its methods of trees (trees.py). rules: of dynamic ones, what
+        decides each row's size."""
         raise NotImplementedError(f"{self.kind} drafts no trees")
 
     @abstractmethod

@@ -15,8 +15,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from draftsmith.modules.acceptance.head import AcceptanceHead
-from draftsmith.modules.acceptance.tree import TreePredictor
 from draftsmith.modules.acceptance.tree_rule import TreeRule
 from draftsmith.modules.decoding.branches import BranchDrafter, as_decoding, branch_mask
 from draftsmith.modules.decoding.protocols import DraftTree, Outcome, StopPolicy
@@ -67,10 +65,9 @@ class FeatureHead(DraftHead):
         shape: StaticTree | DynamicTree,
         capacity: int,
         rows: int = 1,
-        acceptance: AcceptanceHead | None = None,
         rules: Sequence[TreeRule] | None = None,
     ) -> FeatureTreeDrafter:
-        return FeatureTreeDrafter(self, target, shape, capacity, rows, acceptance=acceptance, rules=rules)
+        return FeatureTreeDrafter(self, target, shape, capacity, rows, rules=rules)
 
     def branches(self, target: CausalLM, depth: int) -> BranchDrafter:
         return FeatureBranches(self, target, depth)
@@ -177,11 +174,9 @@ class FeatureTreeDrafter(FeatureDrafter):
         capacity: int,
         rows: int = 1,
         static: bool | None = None,
-        acceptance: AcceptanceHead | None = None,
         rules: Sequence[TreeRule] | None = None,
     ):
-        """acceptance: a head of trees, whose probabilities are the nodes' values. rules: how far each row's dynamic
-        tree is to grow, and how many of its `nodes` to take."""
+        """rules: how far each row's dynamic tree is to grow, and how many of its `nodes` to take."""
         assert rules is None or (isinstance(shape, DynamicTree) and shape.value and shape.rerank)
         self.shape, self.rules = shape, rules
         if isinstance(shape, DynamicTree):
@@ -189,9 +184,6 @@ class FeatureTreeDrafter(FeatureDrafter):
         else:
             self._beside = width = len(shape.parents)
         super().__init__(head, target, [FixedLength(1)] * rows, capacity, static)
-        self._predictor = (
-            None if acceptance is None else TreePredictor(acceptance, target.embed, target.info.vocab_size)
-        )
         own = torch.eye(width, dtype=torch.bool, device=target.device)
         self._own = as_bias(own, target.dtype)  # nodes of a level see themselves and not each other
 
@@ -219,7 +211,7 @@ class FeatureTreeDrafter(FeatureDrafter):
         if isinstance(self.shape, StaticTree):
             return grow_static(self.shape, level, expand, limits)
         rules = None if self.rules is None else [self.rules[row.number] for row in self._rows]
-        return grow_dynamic(self.shape, level, expand, limits, params, self._predictor, rules)
+        return grow_dynamic(self.shape, level, expand, limits, rules)
 
     def advance(self, outcomes: Sequence[Outcome | None]) -> None:
         for row, outcome in zip(self._rows, outcomes, strict=True):

@@ -14,13 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftsmith.modules.acceptance.tree import TreePredictor
 from draftsmith.modules.acceptance.tree_rule import TreeRule
 from draftsmith.modules.decoding.protocols import NO_DRAFT, DraftTree
 from draftsmith.modules.decoding.tree import StaticTree, best_connected
 from draftsmith.modules.finite import NO_TOKEN, NonFinite
 from draftsmith.modules.sampling import top_values
-from draftsmith.modules.types import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -28,8 +26,7 @@ class DynamicTree:
     """EAGLE-2's settings (section 4): the `topk` best of a level are expanded, `depth` times; the target scores the
     `nodes` best of all candidates.
 
-    value: rank by the product of confidences along the path; else by a node's own confidence (the paper's ablation). A
-        predictor's probabilities take the place of confidences where there is one.
+    value: rank by the product of confidences along the path; else by a node's own confidence (the paper's ablation).
     rerank: choose among all candidates; else keep the nodes that were expanded or would be next, level by level.
     """
 
@@ -93,8 +90,6 @@ def grow_dynamic(
     root: Level,
     expand: Expand,
     depths: Sequence[int],
-    params: SamplingParams,
-    predictor: TreePredictor | None = None,
     rules: Sequence[TreeRule] | None = None,
 ) -> list[DraftTree]:
     """EAGLE-2's tree for each row, down to depths[b] at most, some of them 1 or more.
@@ -102,7 +97,7 @@ def grow_dynamic(
     Raises:
         NonFinite: a candidate's value is none.
     """
-    log_prob, tokens = (part[:, 0] for part in _children(root, 1, shape.topk, params, predictor))
+    log_prob, tokens = (part[:, 0] for part in _children(root, shape.topk))
     # Candidates level by level: tokens, parents (their numbers, in this order; -1 is the root) and values, [B, n] each.
     found = [(tokens, torch.full_like(tokens, -1), log_prob)]
     frontier = _best(log_prob, shape.topk)  # candidates to expand, by number, best first
@@ -120,7 +115,7 @@ def grow_dynamic(
         level = expand(frontier_tokens, above, depth)
         for row in growing:
             calls[row] += 1
-        log_prob, tokens = _children(level, depth + 1, shape.topk, params, predictor)
+        log_prob, tokens = _children(level, shape.topk)
         grown = (log_prob + values[..., None] if shape.value else log_prob).flatten(1)
         width = tokens.shape[2]
         tokens = tokens.flatten(1)
@@ -133,17 +128,12 @@ def grow_dynamic(
     return _trees(shape, found, kept, calls, depths, rules)
 
 
-def _children(
-    level: Level, depth: int, count: int, params: SamplingParams, predictor: TreePredictor | None
-) -> tuple[Tensor, Tensor]:
-    """Log-probabilities [B, n, k] and tokens [B, n, k] of the children, at `depth`, that the drafter thinks most
-    probable, best first by what it thinks; the probabilities are the predictor's where there is one."""
+def _children(level: Level, count: int) -> tuple[Tensor, Tensor]:
+    """Log-probabilities [B, n, k] and tokens [B, n, k] of the children that the drafter thinks most probable, best
+    first."""
     logits = level.logits.flatten(0, 1)
     log_distribution = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
     log_prob, tokens = top_values(log_distribution, min(count, log_distribution.shape[-1]))
-    if predictor is not None:
-        hidden = level.hidden.flatten(0, 1)
-        log_prob = predictor.log_prob(hidden, logits, log_distribution, tokens, depth, params).to(log_prob.dtype)
     shape = *level.logits.shape[:2], -1
     return log_prob.view(shape), tokens.view(shape)
 

@@ -80,14 +80,12 @@ class Method:
 
     uses: what it needs whatever its settings: `draft` and `mid`, models; a head's kind; `acceptance`, a predictor.
     drafts_for: the model whose features its head reads, where it uses one.
-    predicts: what its acceptance head predicts for, where it uses one.
     batchable: several prompts can be decoded together.
     """
 
     batchable: ClassVar[bool] = True
     uses: ClassVar[tuple[str, ...]] = ()
     drafts_for: ClassVar[Literal["target", "mid"]] = "target"
-    predicts: ClassVar[Literal["chain", "tree"]] = "chain"
 
     @property
     def needs(self) -> tuple[str, ...]:

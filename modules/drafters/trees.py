@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.acceptance.tree_rule import TreeRule
 from draftsmith.modules.decoding.protocols import Drafter
 from draftsmith.modules.decoding.tree import MAX_NODES, num_candidates
@@ -40,17 +39,15 @@ class DynamicTrees(Method, ABC):
 
     nodes: auto takes as many in every round as are worth their time on this machine, which is measured once.
     depth: auto, with nodes=auto, expands as often in every round as is worth its time.
-    value: what nodes are ranked by. on: the product of confidences along the path; off: a node's own confidence; head:
-        the product of an acceptance head's probabilities.
+    value: rank nodes by the product of confidences along the path; off, by a node's own confidence.
     rerank: off keeps the expanded nodes, level by level.
     """
 
     nodes: int | Literal["auto"] = 60
     depth: int | Literal["auto"] = 6
     topk: int = 10
-    value: Literal["on", "off", "head"] = "on"
+    value: bool = True
     rerank: bool = True
-    predicts = "tree"
 
     def __post_init__(self) -> None:
         for name, value in (("depth", self.most_depth), ("topk", self.topk)):
@@ -58,7 +55,7 @@ class DynamicTrees(Method, ABC):
         if self.depth == "auto" and self.nodes != "auto":
             raise InputError("depth", f"auto with nodes={self.nodes}", "nodes=auto with it", "Give a depth.")
         if self.nodes == "auto":
-            if self.value == "off" or not self.rerank:
+            if not self.by_values:
                 found = "auto with value=off or rerank=off"
                 raise InputError("nodes", found, "values that are probabilities", "Give a number of nodes.")
             return
@@ -84,19 +81,15 @@ class DynamicTrees(Method, ABC):
         return min(MAX_NODES, self.num_candidates) if self.nodes == "auto" else self.nodes
 
     @property
-    def needs(self) -> tuple[str, ...]:
-        return (*self.uses, "acceptance") if self.value == "head" else self.uses
-
-    @property
     def by_values(self) -> bool:
         """Whether the nodes are the best of all candidates, so that a recording of these says what any number of nodes
         does."""
-        return self.value != "off" and self.rerank
+        return self.value and self.rerank
 
     def build(self, models: Models, rows: int = 1) -> Drafter:
         if self.nodes != "auto":
             return self.fixed(models, self.nodes, self.most_depth, rows)
-        trees = f"trees of topk {self.topk}, value {self.value}"
+        trees = f"trees of topk {self.topk}"
         times = models.times.tree_times(models, trees, lambda levels: self.fixed(models, self.topk, levels))
         rules = [TreeRule(times, self.depth == "auto") for _ in range(rows)]
         return self.fixed(models, self.most_nodes, self.most_depth, rows, rules)
@@ -106,27 +99,9 @@ class DynamicTrees(Method, ABC):
     ) -> Drafter:
         """What drafts trees of at most one size, whatever `nodes` and `depth` are."""
         at_most("topk", self.topk, models.target.info.vocab_size)
-        shape = DynamicTree(nodes, depth, self.topk, self.value != "off", self.rerank)
-        acceptance = tree_head(models) if self.value == "head" else None
+        shape = DynamicTree(nodes, depth, self.topk, self.value, self.rerank)
         head = models.heads[self.uses[0]]
-        return head.tree_drafter(models.target, shape, models.capacity, rows, acceptance, rules)
-
-
-def tree_head(models: Models) -> AcceptanceHead:
-    """The run's acceptance head, one for trees (`eval.bench.load` sees to that).
-
-    Raises:
-        InputError: it reads what nobody has: a node's own state, which only its expansion would give, or the text.
-    """
-    head = models.acceptance
-    assert head is not None and head.config.judges == "tree"
-    if head.config.state != "before":
-        found, remedy = "a head that reads the state after the token", "Train one with --state before."
-        raise InputError("acceptance, value=head", found, "a head that reads the state before it", remedy)
-    if "repeat" in head.config.features:
-        found, remedy = "a head that looks for repetitions", "Train one with other --features."
-        raise InputError("acceptance, value=head", found, "one that does not", remedy)
-    return head
+        return head.tree_drafter(models.target, shape, models.capacity, rows, rules)
 
 
 def tree_methods() -> dict[str, str]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, Feature
+from draftsmith.modules.acceptance.head import RETIRED, AcceptanceHead, AcceptanceHeadConfig, Feature
 from draftsmith.modules.interop.base import Finding, ForeignHead, Package, Reading, Served, TargetFacts, misfits
 from draftsmith.modules.interop.predictor import PredictorFormat, unreadable
 
@@ -41,22 +41,19 @@ DISTRIBUTION = (
     "q is the draft's law that the token y was drawn from: after temperature, top-k and top-p; of a greedy draft the "
     "softmax of its logits at temperature 1. Logarithms are natural."
 )
-PREDICTED = {  # by the setting `judges`
-    "chain": "a drafted token of a chain: P(the target keeps it | it keeps those before it)",
-    "tree": "a child of a tree's node: P(the target's own token at that place is this child)",
-}
+PREDICTED = "a drafted token of a chain: P(the target keeps it | it keeps those before it)"
 FORWARD = (
     "x = join(inputs, one after the other, the numbers last) where there is a join, else the state",
     "where the activation is relu: x = max(join(inputs, but for the numbers), 0)",
     "num_blocks times: x = x + silu(W x + b), with blocks.i.linear of the i-th, or blocks.0.linear always where tied",
     "z = out(x) + direct(the numbers among the inputs, in their order) where there is a direct",
     "z = z + log(w_rej / w_acc)",
-    "z = straight lines between the knots (x, y), end values beyond them; without knots scale * z + shift",
+    "z = scale * z + shift, both in `calibration`",
     "P = sigmoid(z)",
 )
 COUNTS = ("hidden_size", "width", "num_blocks")
 LATER = {"activation": "none"}  # what exports of before do not say
-CONFIG = (*COUNTS, "tied", "judges", "w_acc", "w_rej", "calibration", "knots", "inputs")
+CONFIG = (*COUNTS, "tied", "w_acc", "w_rej", "calibration", "inputs")
 # What is said of the head and computed with by nobody.
 SAID = ("format", "format_version", "dtype", "law", "judged", "forward", "drafter", "sampling")
 
@@ -101,15 +98,13 @@ class Acceptance(PredictorFormat):
             "tied": config.tied,
             "activation": config.activation,
             "dtype": "float32",
-            "judges": config.judges,
-            "judged": PREDICTED[config.judges],
+            "judged": PREDICTED,
             "inputs": inputs_of(config.hidden_size, config.state, config.features),
             "law": DISTRIBUTION,
             "forward": list(FORWARD),
             "w_acc": config.w_acc,
             "w_rej": config.w_rej,
             "calibration": list(config.calibration),
-            "knots": [list(knot) for knot in config.knots],
         }
         tensors = {name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in state.items()}
         return Package(fields, tensors)
@@ -124,7 +119,7 @@ class Acceptance(PredictorFormat):
         if refused := _refused(raw):
             return unreadable(package, [refused], "config.json does not say how")
         config = _config_of(raw)
-        known = {*CONFIG, *LATER, *SAID}
+        known = {*CONFIG, *LATER, *RETIRED, *SAID}
         findings = [Finding("note", key, "a field that is not read") for key in raw if key not in known]
         if target is not None and target.hidden_size not in (None, config.hidden_size):
             found = f"{config.hidden_size}, but the model's hidden states have width {target.hidden_size}"
@@ -164,6 +159,9 @@ def _refused(raw: Mapping[str, Any]) -> Finding | None:
     for name in CONFIG:
         if name not in raw:
             return Finding("error", name, "missing")
+    for name, harmless in RETIRED.items():
+        if raw.get(name, harmless) != harmless:
+            return Finding("error", name, f"{raw[name]}, which no head has any more")
     for name in COUNTS:
         if not isinstance(raw[name], int):
             return Finding("error", name, f"{raw[name]} where a whole number is wanted")
@@ -179,11 +177,10 @@ def _refused(raw: Mapping[str, Any]) -> Finding | None:
 def _config_of(raw: Mapping[str, Any]) -> AcceptanceHeadConfig:
     names = [part.get("name") for part in raw["inputs"]]
     return AcceptanceHeadConfig(
-        **{name: raw[name] for name in ("hidden_size", "num_blocks", "tied", "judges", "w_acc", "w_rej")},
+        **{name: raw[name] for name in ("hidden_size", "num_blocks", "tied", "w_acc", "w_rej")},
         **{name: raw.get(name, default) for name, default in LATER.items()},
         width=raw["width"] if raw["width"] != raw["hidden_size"] else 0,
         calibration=tuple(raw["calibration"]),
-        knots=tuple(tuple(knot) for knot in raw["knots"]),
         state="before" if names[:1] == ["state_before"] else "after",
         features=tuple(name for name in names if name in FEATURES),
     )

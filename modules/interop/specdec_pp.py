@@ -62,10 +62,8 @@ class SpecDecPP(PredictorFormat):
         """Refuses several blocks with weights of their own, and inputs that their class does not have."""
         if not config.as_published:
             extra = [f"the state {config.state} the token"] * (config.state != "after") + list(config.features)
-            found = f"a head that predicts for a {config.judges} by {', '.join(extra) or 'the state after the token'}"
-            expected = (
-                "one that predicts for a chain by the state after the token alone, all that SpecDec_pp's class is fed"
-            )
+            found = f"a head that predicts by {', '.join(extra)}"
+            expected = "one that predicts by the state after the token alone, all that SpecDec_pp's class is fed"
             remedy = "Write it with its inputs: draftsmith export --format acceptance."
             raise InputError("head", found, expected, remedy)
         if config.num_blocks > 1 and not config.tied:

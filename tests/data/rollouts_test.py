@@ -30,7 +30,7 @@ from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.types import InputError, SamplingParams
 
-DEPTH, STRIDE, CHILDREN = 3, 2, 2
+DEPTH, STRIDE = 3, 2
 ROLLOUT = {"labels": "rollout", "depth": DEPTH, "stride": STRIDE, "dtype": "float64", "limit": 5}
 # Both sides compute in float64, but transformers rotates and normalises in float32, as the artefact stores.
 TOLERANCE = {"rel": 1e-5, "abs": 1e-5}
@@ -41,8 +41,7 @@ def rows_of(directory):
 
 
 def settings(**changes) -> Rollouts:
-    plain = {"target": None, "drafter": None, "depth": 2, "stride": 1, "children": 0, "prob": False, "chunk": 100}
-    plain |= {"seed": 0, "context": 64}
+    plain = {"target": None, "drafter": None, "depth": 2, "stride": 1, "chunk": 100, "seed": 0, "context": 64}
     return Rollouts(**{**plain, "sampling": (SamplingParams(1.0),), **changes})
 
 
@@ -82,15 +81,14 @@ def check_drafts(row, oracles, expected):
             at, place = number * DEPTH + depth, start + depth
             labels = expected(*(logits[place - 1] for logits in distributions), ids[place], number, depth)
             for name, value in labels.items():
-                shape = slice(at * CHILDREN, at * CHILDREN + CHILDREN) if name.startswith("child") else at
-                assert row[name][shape] == pytest.approx(value, **TOLERANCE), (name, number, depth)
+                assert row[name][at] == pytest.approx(value, **TOLERANCE), (name, number, depth)
             assert row["reached"][at] == pytest.approx(reach, **TOLERANCE)
             assert row["repeat"][at] == repeated(ids[:start], ids[:place], ids[place])
             reach *= labels["accept_prob"]
 
 
 def test_sampled_labels_are_those_of_rounds_drafted_one_token_at_a_time(remake, oracles):
-    directory = remake("acceptance", **ROLLOUT, temperatures="0.5,1.5", top_k=9, children=CHILDREN, chunk=4)
+    directory = remake("acceptance", **ROLLOUT, temperatures="0.5,1.5", top_k=9, chunk=4)
     manifest = Manifest.read(directory)
     assert manifest.kind == "rollouts" and manifest.config["mode"] == "sampling"
     assert manifest.sampling == {"temperature": [0.5, 1.5], "top_k": 9, "top_p": 0.95}
@@ -106,7 +104,6 @@ def test_sampled_labels_are_those_of_rounds_drafted_one_token_at_a_time(remake, 
             params = SamplingParams(row["temperature"][draft], 9, 0.95)
             p, q = (np.array(warped(logits, params)) for logits in (p_logits, q_logits))
             assert token == np.searchsorted(np.cumsum(q), uniforms[1 + draft * DEPTH + depth], side="right")
-            children = np.argsort(-q, kind="stable")[:CHILDREN]
             with np.errstate(divide="ignore"):
                 return {
                     "log_q": np.log(q[token]),
@@ -115,36 +112,27 @@ def test_sampled_labels_are_those_of_rounds_drafted_one_token_at_a_time(remake, 
                     "log_p": np.log(p[token]),
                     "accept_prob": min(1.0, p[token] / q[token]),
                     "overlap": np.minimum(p, q).sum(),
-                    "child_ids": children.tolist(),
-                    "child_log_q": np.log(q[children]).tolist(),
-                    "child_prob": p[children].tolist(),
                 }
 
         check_drafts(row, oracles, expected)
     assert len({row["starts"][0] - row["prompt_length"] for row in rows}) == STRIDE  # the places are not all alike
 
 
-@pytest.mark.parametrize("label", ["agreement", "prob"])
-def test_greedy_labels_are_agreement_or_the_tokens_probability(chain, remake, oracles, label):
-    directory = remake("acceptance", **ROLLOUT, mode="greedy", children=CHILDREN, greedy_label=label)
+def test_greedy_labels_are_agreement(chain, remake, oracles):
+    directory = remake("acceptance", **ROLLOUT, mode="greedy")
     assert Manifest.read(directory).sampling["temperature"] == 0
 
     def expected(p, q, token, draft, depth):
         best, assured = int(p.argmax()), int(q.argmax())
         assert token == assured
-        children = q.argsort(descending=True, stable=True)[:CHILDREN]
         log_p, log_q = p.log_softmax(-1), q.log_softmax(-1)
-        agreed = (children == best).double() if label == "agreement" else log_p[children].exp()
         return {
             "log_q": float(log_q[token]),
             "log_max_q": float(log_q[token]),
             "entropy": -float(log_q.exp() @ log_q),
             "log_p": float(log_p[token]),
-            "accept_prob": float(token == best) if label == "agreement" else math.exp(log_p[token]),
+            "accept_prob": float(token == best),
             "overlap": float(token == best),
-            "child_ids": children.tolist(),
-            "child_log_q": log_q[children].tolist(),
-            "child_prob": agreed.tolist(),
         }
 
     for row in rows_of(directory):
@@ -317,9 +305,8 @@ def test_a_broken_run_goes_on_to_the_same_bytes(remake):
         remake("acceptance", **{**ROLLOUT, "stride": 5})
 
 
-@pytest.mark.parametrize("children", [0, CHILDREN])
-def test_a_sample_is_a_response_with_its_drafts(chain, remake, children):
-    directory = remake("acceptance", **ROLLOUT, temperatures="0.5,1", children=children)
+def test_a_sample_is_a_response_with_its_drafts(chain, remake):
+    directory = remake("acceptance", **ROLLOUT, temperatures="0.5,1")
     rows, data = rows_of(directory), RolloutDataset(directory, {"draft": load_lm(str(chain.draft)).info.identity})
     assert len(data) == len(rows) and data.name(3) == rows[3]["id"]
     assert data.lengths[2] == len(rows[2]["input_ids"]) + len(rows[2]["draft_ids"])
@@ -334,14 +321,10 @@ def test_a_sample_is_a_response_with_its_drafts(chain, remake, children):
         values = getattr(batch, field)
         assert values.shape == (sum(counts), DEPTH) and values.flatten().tolist() == rows[4][column] + rows[1][column]
     assert torch.equal(batch.loss_mask, batch.weight > 0)
-    assert batch.child_ids.shape == batch.child_prob.shape == (sum(counts), DEPTH, children)
-    assert batch.child_prob.flatten().tolist() == rows[4].get("child_prob", []) + rows[1].get("child_prob", [])
-    known, beside = batch.confidences, batch.child_confidences
+    known = batch.confidences
     assert known.depth[0].tolist() == [1, 2, 3] and torch.equal(known.log_q, batch.log_q)
     assert known.temperature[:, 2].tolist() == batch.temperature.tolist()
-    for name in ("log_max_q", "entropy", "depth", "temperature"):
-        expected = getattr(known, name)[..., None].expand(batch.child_prob.shape)
-        assert torch.equal(getattr(beside, name), expected)
+    assert all(getattr(known, name) is getattr(batch, name) for name in ("log_max_q", "entropy", "repeat"))
 
 
 def test_drafts_are_shown(remake, capsys):
@@ -360,14 +343,12 @@ def test_drafts_are_shown(remake, capsys):
         ({"eagle": "head"}, "draft, eagle: found both"),
         ({"depth": 0}, "depth: found 0, expected 1 or more"),
         ({"stride": 0}, "stride: found 0, expected 1 or more"),
-        ({"children": -1}, "children: found -1"),
         ({"mode": "greedy", "temperature": 1.0}, "mode: found greedy at temperature 1, expected sampling"),
         ({"mode": "greedy", "temperatures": "0.5,1"}, "mode: found greedy at temperature 0.5, 1, expected sampling"),
         ({"mode": "sampling", "temperature": 0.0}, "mode: found sampling at temperature 0, expected greedy"),
         ({"temperature": 1.0, "temperatures": "0.5,1"}, "temperature: found 1.0 and temperatures 0.5,1"),
         ({"temperatures": "0,1"}, "temperatures: found 0,1, expected numbers above 0"),
         ({"temperatures": "warm"}, "temperatures: found 'warm', expected numbers"),
-        ({"mode": "sampling", "greedy_label": "prob"}, "greedy_label: found prob in mode sampling"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(tmp_path, changes, message):
@@ -376,18 +357,9 @@ def test_settings_that_contradict_each_other_are_refused(tmp_path, changes, mess
         AcceptanceConfig(**{**plain, **changes})
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"depth": 256}, "depth: found 256, expected less than the context, 256"),
-        ({"children": 999}, "children: found 999, expected at most .*the vocabulary"),
-        # Only the responses say that they were sampled.
-        ({"greedy_label": "prob"}, "greedy_label: found prob in mode sampling"),
-    ],
-)
-def test_settings_that_do_not_fit_the_models_are_refused(remake, changes, message):
-    with pytest.raises(InputError, match=message):
-        remake("acceptance", **{**ROLLOUT, **changes})
+def test_a_depth_beyond_the_context_is_refused(remake):
+    with pytest.raises(InputError, match="depth: found 256, expected less than the context, 256"):
+        remake("acceptance", **{**ROLLOUT, "depth": 256})
 
 
 def test_without_a_mode_it_is_what_the_responses_were_sampled_with(chain, remake):

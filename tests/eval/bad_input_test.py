@@ -59,7 +59,6 @@ WRONG = [
     ("specdec++:drafter=eagle", EAGLE, "--acceptance"),
     ("specdec++:drafter=eagle", {"acceptance": "for-eagle"}, "a head of kind eagle"),
     ("eagle2", DRAFT, "a head of kind eagle"),
-    ("eagle2:value=head", EAGLE, "--acceptance"),
     ("hsddw", DRAFT, "--mid"),
     ("pre-verify:drafter=eagle", {"mid": "draft"}, "a head of kind eagle"),
     ("pearl", {}, "--draft"),
@@ -90,11 +89,6 @@ WRONG = [
     ("specdec++", {"draft": "other", "acceptance": "acceptance"}, "trained for another model"),
     ("specdec++", {"draft": "narrow", "acceptance": "acceptance"}, "width 32, expected width 16"),
     ("specdec++", {"draft": "draft", "acceptance": "for-eagle"}, "trained for another model .*eagle"),
-    (
-        "eagle2:value=head",
-        {**EAGLE, "acceptance": "for-eagle"},
-        "predicts for chains, expected a head that predicts for trees",
-    ),
     # The head reads the EAGLE head's states: one for a draft model, for the target itself or for another EAGLE head
     # does not fit although all have its width.
     ("specdec++:drafter=eagle", {**EAGLE, "acceptance": "acceptance"}, "trained for another model"),

@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
+from forked import commanded
 
 from draftsmith.eval.bench import command as bench
 from draftsmith.eval.bench import prompt_runner as asking
@@ -106,13 +105,13 @@ def test_a_killed_process_is_continued(config, models, tmp_path):
     words = [f"--{name}={getattr(broken, name)}" for name in ("target", "prompts", "methods", "repeats",
                                                              "max_new_tokens", "output")]  # fmt: skip
     words += [f"--draft={path}" for path in broken.draft]
-    command = [sys.executable, "-m", "draftsmith", "eval", "bench", *words]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = commanded(["eval", "bench", *words], tmp_path / "log")
     journal = broken.output / "journal.jsonl"
-    while process.poll() is None and not (journal.exists() and journal.read_bytes().count(b"\n") > 3):
+    while process.is_alive() and not (journal.exists() and journal.read_bytes().count(b"\n") > 3):
         time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL and not (broken.output / "results.json").exists()
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL and not (broken.output / "results.json").exists()
     kept = journal.read_bytes()
     kept = [json.loads(line)["rows"] for line in kept[: kept.rfind(b"\n")].splitlines()[1:]]
     assert 3 <= len(kept) < NUM_PROMPTS

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
 import sklearn.calibration
-import sklearn.isotonic
 import sklearn.linear_model
 import sklearn.metrics
 import torch
 
-from draftsmith.modules.acceptance.head import interpolate
 from draftsmith.modules.metrics import (
     acceptance_metrics,
     binary_kl,
     brier,
     expected_calibration_error,
-    fit_isotonic,
+    fit_logistic,
     fit_platt,
-    pooled,
     soft_label_auc,
 )
 
@@ -106,6 +102,17 @@ def test_platt_undoes_a_known_distortion():
     assert fit_platt(logit, label) == pytest.approx((0.5, -1.0), abs=1e-3)
 
 
+def test_a_weighted_logistic_of_several_numbers_agrees_with_scikit_learn():
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(500, 3, generator=generator, dtype=torch.float64)
+    label, weight = (torch.rand(500, generator=generator, dtype=torch.float64) for _ in range(2))
+    model = sklearn.linear_model.LogisticRegression(C=1e12, tol=1e-12, max_iter=1000)
+    outcome = torch.cat([torch.ones(500), torch.zeros(500)])
+    model.fit(torch.cat([inputs, inputs]), outcome, torch.cat([weight * label, weight * (1 - label)]))
+    found = fit_logistic(inputs, label, [0.0] * 4, ridge=0.0, weight=weight)
+    assert found.tolist() == pytest.approx([*model.coef_[0], model.intercept_[0]], abs=1e-5)
+
+
 def test_platt_agrees_with_a_logistic_regression():
     logit, label = scores_and_labels(5)
     labels, scores, weights = expanded(logit, label)
@@ -144,38 +151,6 @@ def test_weighted_calibration_error_of_two_bins_by_hand():
     # 1): gap (2 x 0.4 - 0.1) / 3.
     found = expected_calibration_error(prob, label, 2, weight=torch.tensor([1.0, 2.0, 1.0, 2.0]))
     assert float(found) == pytest.approx((0.2 + 0.7 / 3) / 2)
-
-
-def test_pooling_is_the_isotonic_regression_of_scikit_learn():
-    _, values = scores_and_labels(8)
-    weight = integer_weights() + 0.5
-    expected = sklearn.isotonic.isotonic_regression(values.numpy(), sample_weight=weight.numpy())
-    assert torch.allclose(pooled(values, weight), torch.from_numpy(expected), atol=TOLERANCE, rtol=0)
-
-
-def test_isotonic_calibration_is_near_that_of_scikit_learn():
-    logit, label = scores_and_labels(10, count=20_000)
-    weight = integer_weights(20_000)
-    knots = fit_isotonic(logit, label, weight)
-    assert 2 <= len(knots) <= 40 and all(a < c and b < d for (a, b), (c, d) in itertools.pairwise(knots))
-    model = sklearn.isotonic.IsotonicRegression(out_of_bounds="clip").fit(logit, label, sample_weight=weight)
-    ours = torch.sigmoid(interpolate(logit, knots))
-    # A bin of 1/40 of the tokens is one straight line: on average it is nearer than the 0.01 that P moves within it.
-    assert float((ours - torch.from_numpy(model.predict(logit))).abs().mean()) < 0.01
-    assert expected_calibration_error(ours, label, weight=weight) < 0.005
-
-
-def test_isotonic_calibration_of_a_head_that_says_nothing_is_the_mean():
-    label = torch.tensor([0.0, 1.0, 1.0, 1.0])
-    knots = fit_isotonic(torch.full((4,), 2.0), label)
-    assert torch.sigmoid(interpolate(torch.tensor([-9.0, 2.0, 9.0]), knots)).tolist() == pytest.approx([0.75] * 3)
-
-
-def test_isotonic_calibration_of_certain_labels_is_finite():
-    logit = torch.linspace(-1, 1, 100)
-    knots = fit_isotonic(logit, (logit > 0).double())
-    # Half a token more of the other kind than the 50 of each end.
-    assert torch.sigmoid(interpolate(torch.tensor([-1.0, 1.0]), knots)).tolist() == pytest.approx([0.5 / 51, 50.5 / 51])
 
 
 def test_report_compares_the_head_with_the_drafts_own_probability():

@@ -21,6 +21,9 @@ REPETITION, SUMMARY = "data/text/repetition.py", "eval/bench/summary.py"
 REPETITION_TEST, SUMMARY_TEST = "tests/data/text/repetition_test.py", "tests/eval/bench/summary_test.py"
 
 MUTANTS = [
+    # -- measuring
+    Mutant("peak-of-pages-that-were-free", "benchmarks/step_peak.py", "    ctypes.CDLL(None).malloc_trim(0)\n", "",
+           ("tests/benchmarks/throughput_test.py",)),
     # -- repetitions
     Mutant("repetition-of-a-token-less", REPETITION, "ids[at - size + 1 : at + 1]", "ids[at - size + 2 : at + 1]",
            (REPETITION_TEST,)),
@@ -106,12 +109,10 @@ MUTANTS = [
            (ROLLOUT_TEST,)),
     Mutant("rollouts-short-texts-all-at-one-temperature", ROLLOUTS, "(number + i) % len(self.sampling)",
            "i % len(self.sampling)", (ROLLOUT_TEST,)),
-    Mutant("rollouts-agreement-in-place-of-the-probability", ROLLOUTS, "own if self.prob else overlap", "overlap",
-           (ROLLOUT_TEST,)),
     Mutant("rollouts-unreached-tokens-count", "data/store/rollout_dataset.py", '"loss_mask": weight > 0}',
            '"loss_mask": weight >= 0}', (ROLLOUT_TEST,)),
-    Mutant("rollouts-all-tokens-weigh-the-same", "train/drafted_tokens.py", "weight=chosen(of_children(data.weight))",
-           "weight=torch.ones_like(accept_prob)", ("tests/train/rollouts_test.py",)),
+    Mutant("rollouts-all-tokens-weigh-the-same", "train/drafted_tokens.py", "weight=data.weight[mask]",
+           "weight=torch.ones_like(data.weight[mask])", ("tests/train/rollouts_test.py",)),
     Mutant("rollouts-states-after-for-heads-of-before", "train/drafted_tokens.py",
            "states[:, 1:] if late else states[:, :depth]", "states[:, -depth:]",
            ("tests/train/rollouts_test.py::test_a_draft_of_one_token_is_read_too",)),

@@ -8,8 +8,8 @@ STOP, SURE = "modules/decoding/stop.py", "modules/decoding/confidence.py"
 RULES, ONLINE, NODES_PY, REPEATS = (
     f"modules/acceptance/{name}.py" for name in ("policies", "online_logistic", "tree_rule", "repeats")
 )
-HEAD, PREDICTOR, TREE_HEAD = (f"modules/acceptance/{name}.py" for name in ("head", "predictor", "tree"))
-SURE_TEST, EAGLE_TREES = "tests/modules/decoding/confidence_test.py", "tests/modules/drafters/eagle_tree_test.py"
+HEAD, PREDICTOR = (f"modules/acceptance/{name}.py" for name in ("head", "predictor"))
+SURE_TEST = "tests/modules/decoding/confidence_test.py"
 ONLINE_TEST, REPEATS_TEST, PREDICTOR_TEST, HEAD_TEST = (
     f"tests/modules/acceptance/{name}_test.py" for name in ("online_logistic", "repeats", "head_predictor", "head")
 )
@@ -114,9 +114,8 @@ MUTANTS = [
            "if False:", (HEAD_TEST, PREDICTOR_TEST)),
     Mutant("predictor-correction-the-wrong-way", HEAD, "logit + math.log(self.config.w_rej / self.config.w_acc)",
            "logit - math.log(self.config.w_rej / self.config.w_acc)", (HEAD_TEST,)),
-    Mutant("predictor-calibrates-the-raw-output", PREDICTOR, "head.calibrated if calibrated and config.knots else None",
-           "head.calibrated if config.knots else None",
-           (PREDICTOR_TEST,)),
+    Mutant("predictor-calibrates-the-raw-output", PREDICTOR, "head.calibrated(0.0) if calibrated else 0.0",
+           "head.calibrated(0.0)", (PREDICTOR_TEST,)),
     Mutant("predictor-depth-from-zero", PREDICTOR, "math.log(view.num_drafted)",
            "math.log(view.num_drafted + 1)", (PREDICTOR_TEST,)),
     Mutant("predictor-without-its-calibration", PREDICTOR, "self._array(scale * head.out.weight.detach()[0])",
@@ -128,18 +127,13 @@ MUTANTS = [
     Mutant("predictor-never-rectifies", PREDICTOR, "if self._rectified:", "if False:", (PREDICTOR_TEST,)),
     Mutant("predictor-asks-too-little", PREDICTOR, '"mode" if "logit_max_q" in names else "token"', '"token"',
            (PREDICTOR_TEST,)),
-    Mutant("head-folds-no-mean", HEAD, "head.join.bias -= head.join.weight @ mean[:joined]", "pass",
+    Mutant("head-folds-no-mean", HEAD, "head.join.bias.sub_(head.join.weight @ mean[:joined])", "pass",
            (HEAD_TEST, PREDICTOR_TEST)),
-    Mutant("head-folds-the-numbers-scale-only", HEAD, "head.out.bias -= head.direct.weight @",
-           "_ = head.direct.weight @", (HEAD_TEST, PREDICTOR_TEST)),
+    Mutant("head-folds-the-numbers-scale-only", HEAD, "head.out.bias.sub_(head.direct.weight @",
+           "_ = (head.direct.weight @", (HEAD_TEST, PREDICTOR_TEST)),
     Mutant("mode-of-the-token-shown", SURE, "probs.item(token) >= 0.5 else", "probs.item(token) >= 0.3 else",
            (SURE_TEST,)),
     Mutant("greedy-distributions-worked-out-again", SURE, "if view.softmax is None:", "if True:", (SURE_TEST,)),
-    Mutant("predictor-straight-lines-go-on-past-the-knots", HEAD, "(x[right] - x[left])).clamp(0, 1)",
-           "(x[right] - x[left]))", (HEAD_TEST,)),
-    Mutant("tree-predictor-always-told-of-temperature-1", TREE_HEAD,
-           "if not (params.greedy or (params.temperature == 1 and params.top_k == 0 and params.top_p == 1)):",
-           "if False:", (EAGLE_TREES,)),
     Mutant("hierarchy-goes-on-at-its-threshold", "modules/drafters/hierarchical.py",
            "max(self.rule.entropies[-len(rows) :]) > self.rule.threshold",
            "max(self.rule.entropies[-len(rows) :]) >= self.rule.threshold", (HIERARCHY,)),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import multiprocessing
+import resource
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked import forked
 
 from draftsmith.modules.types import InputError
 from draftsmith.train.checkpoints import MANIFEST, STATE, Checkpoints, all_in, newest_intact, path_of, step_of
@@ -120,20 +121,19 @@ def test_a_full_disk_keeps_what_was_there(tmp_path):
     """A limit on file sizes stands for the disk's end: the operating system refuses the same calls with an OSError. At
     any point of the file, inside a record of torch's writer included; in a process of its own."""
     saved(tmp_path, 4)
-    program = """
-import resource, sys, torch
-from pathlib import Path
-from draftsmith.train.checkpoints import Checkpoints, path_of
-checkpoints = Checkpoints(2, {}, 1)
-content = {"global_step": 8, "state_dict": {"a": torch.zeros(5000), "b": torch.zeros(20000)}}
-for room in (0, 200, 3000, 60000):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
-    checkpoints.save_checkpoint(content, path_of(Path(sys.argv[1]), 8))
-    print(checkpoints.failure)
-"""
-    command = [sys.executable, "-c", program, str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("File too large") == 4
+    found, said = multiprocessing.Pipe(duplex=False)
+
+    def save() -> None:
+        checkpoints = Checkpoints(2, {}, 1)
+        content = {"global_step": 8, "state_dict": {"a": torch.zeros(5000), "b": torch.zeros(20000)}}
+        for room in (0, 200, 3000, 60000):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
+            checkpoints.save_checkpoint(content, path_of(tmp_path, 8))
+            said.send(str(checkpoints.failure))
+
+    process = forked(save)
+    process.join()
+    assert process.exitcode == 0
+    assert all("File too large" in found.recv() for _ in range(4))
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000004"]
     assert newest_intact(tmp_path, pytest.fail) == path_of(tmp_path, 4)

@@ -66,7 +66,7 @@ def artefacts(tmp_path_factory: pytest.TempPathFactory) -> Artefacts:
 
 @pytest.fixture(scope="session")
 def rollouts(artefacts, tmp_path_factory) -> Path:
-    """Labels of real rounds, at two temperatures, with children."""
+    """Labels of real rounds, at two temperatures."""
     settings = acceptance.AcceptanceConfig(
         responses=artefacts.responses,
         target=str(artefacts.target),
@@ -75,7 +75,6 @@ def rollouts(artefacts, tmp_path_factory) -> Path:
         labels="rollout",
         temperatures="0.5,1",
         depth=4,
-        children=3,
         num_threads=1,
     )
     return acceptance.run(settings)

@@ -14,7 +14,7 @@ from draftsmith.data.exchange.export import ExportConfig
 from draftsmith.data.exchange.export import run as export
 from draftsmith.data.exchange.import_head import ImportConfig
 from draftsmith.data.exchange.import_head import run as import_head
-from draftsmith.data.heads.directory import load_head
+from draftsmith.data.heads.directory import load_head, of_target, save_head
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.datasets import FeatureDataset
 from draftsmith.data.store.manifest import Manifest
@@ -24,7 +24,7 @@ from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.eagle3.head import Eagle3Head
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import InputError, SamplingParams
-from draftsmith.train.drafter import drafter_config
+from draftsmith.train.drafter import drafter_config, make_head
 from draftsmith.train.planning.estimate import plan_of
 from draftsmith.train.run import run
 
@@ -97,11 +97,22 @@ def test_the_target_in_the_training_gives_what_stored_features_give(made):
 
 def test_a_head_is_fine_tuned_with_its_own_layers_and_vocabulary(made):
     first = trained(made, "first", draft_vocab=64, layers=(1, 4, 7), data=made.texts, tau_prompts=0)
-    again = load_head(trained(made, "again", init=str(first), data=made.texts, tau_prompts=0, train_lm_head=True))
-    before = load_head(first)
+    second = trained(made, "again", init=str(first), data=made.texts, tau_prompts=0, train_lm_head=True)
+    before, again = load_head(first), load_head(second)
     assert again.config == before.config and again.config.capture == (1, 4, 7)
     assert torch.equal(again.d2t, before.d2t)
     assert not torch.equal(again.lm_head.weight, before.lm_head.weight)
+    # For another target its frozen rows are that one's; trained ones, and those of which nothing is known, stay.
+    published = save_head(made.root / "published", before, {}, "card")
+    other = load_lm(TARGET)
+    other.model.lm_head.weight.data.mul_(1.25)
+    for start, kept in ((first, None), (second, again), (published, before)):
+        for train in (False, True):
+            settings = {"data": made.texts, "target": TARGET, "output": made.root / "on", "init": str(start)}
+            head = make_head(drafter_config("eagle3")(**settings, train_lm_head=train), other)
+            rows = other.model.lm_head.weight[before.d2t] if kept is None else kept.lm_head.weight
+            assert torch.equal(head.lm_head.weight, rows) and torch.equal(head.d2t, before.d2t)
+            assert head.of_target == (("lm_head.weight",) if kept is None and not train else ())
 
 
 @pytest.mark.slow
@@ -127,6 +138,7 @@ def test_a_head_of_any_layers_from_features_to_a_server_and_back(made, layers, t
         import_head(ImportConfig(directory=str(tmp_path / format), output=tmp_path / f"{format}-back", target=TARGET))
         back = load_head(tmp_path / f"{format}-back")
         assert back.config == head.config
+        assert of_target(tmp_path / f"{format}-back") == of_target(best) == ("lm_head.weight",)
         assert all(torch.equal(back.state_dict()[key], tensor) for key, tensor in head.state_dict().items())
     with pytest.raises(InputError, match=r"layers: found .*, which SafeAILab/EAGLE always reads"):
         export(ExportConfig(format="eagle", head=best, output=tmp_path / "eagle"))

@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from forked import commanded
 from safetensors.torch import load_file
 
 from draftsmith.modules.types import InputError
@@ -60,12 +62,10 @@ def assert_same_run(ours: Path, theirs: Path) -> None:
     assert curve(ours) == curve(theirs)
 
 
-def start_and_wait_for_a_checkpoint(options: dict[str, str]) -> subprocess.Popen:
-    process = subprocess.Popen(command(options), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    while not all_in(Path(options["output"]) / FOLDER):
-        assert process.poll() is None, process.communicate()[0]
+def wait_for_a_checkpoint(output: Path, running: Callable[[], bool]) -> None:
+    while not all_in(output / FOLDER):
+        assert running()
         time.sleep(0.005)
-    return process
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,8 @@ def unbroken(artefacts, tmp_path_factory) -> Path:
 
 def test_a_killed_training_goes_on_as_if_nothing_had_happened(artefacts, tmp_path, unbroken):
     options = settings(artefacts, tmp_path / "run")
-    process = start_and_wait_for_a_checkpoint(options)
+    process = subprocess.Popen(command(options), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    wait_for_a_checkpoint(tmp_path / "run", lambda: process.poll() is None)
     process.send_signal(signal.SIGSTOP)  # it is there, and does not end before a second one has come
     with pytest.raises(InputError, match=f"where process {process.pid} on .*train acceptance.* writes"):
         in_process(options)
@@ -101,11 +102,13 @@ def test_a_finished_training_says_so_and_nothing_changes(artefacts, unbroken, ca
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda number: number.name)
 def test_a_signal_saves_and_says_how_to_go_on(artefacts, tmp_path, unbroken, number):
-    options = settings(artefacts, tmp_path / "run")
-    process = start_and_wait_for_a_checkpoint(options)
-    process.send_signal(number)
-    said = process.communicate()[0]
-    assert process.returncode == 128 + number, said
+    options, log = settings(artefacts, tmp_path / "run"), tmp_path / "log"
+    process = commanded(command(options, "draftsmith")[2:], log)
+    wait_for_a_checkpoint(tmp_path / "run", process.is_alive)
+    os.kill(process.pid, number)
+    process.join()
+    said = log.read_text()
+    assert process.exitcode == 128 + number, said
     assert f"{number.name}: saved step" in said and "Traceback" not in said
     assert f"draftsmith train acceptance --config {tmp_path}/run/config.yaml --resume" in said
     # Any step, not only one that a checkpoint was due at.

@@ -219,13 +219,15 @@ def test_prompts_that_the_data_answers_are_left_out(world, artefacts, tmp_path):
 
 
 def test_an_eagle3_head_of_the_embedded_target(tmp_path):
-    """Random weights, and a target with rounded ones: everything runs on the real shapes."""
+    """Random weights, and a target with disturbed ones: everything runs on the real shapes. The lm_head, which was
+    never trained, is the new target's afterwards."""
     source = Path(resolve_model("embedded:target"))
     target = changed(source, tmp_path / "target", scale=0.01)
     lm = load_lm("embedded:target")
     head = Eagle3Head(Eagle3Head.shape(Eagle3Settings(draft_vocab=0), lm.config))
     head.use_draft_vocabulary(head.d2t, lm.model.lm_head.weight)
-    save_head(tmp_path / "head", head, {"target": lm.info.identity}, "card")
+    of_lm = {"target": lm.info.identity, "of_target": ["lm_head.weight"]}
+    save_head(tmp_path / "head", head, of_lm, "card")
     columns = {"columns": "prompt=prompt,answer=answer", "supervised": True, "split": "train", "limit": 12}
     texts = prompts.PromptsConfig("embedded:prompts", str(target), tmp_path / "texts", task="sort_imports", **columns)
     config = RefreshConfig(
@@ -236,6 +238,12 @@ def test_an_eagle3_head_of_the_embedded_target(tmp_path):
     assert found["method"] == "eagle3:k=2" and found["modes"][0]["tau_before"] >= 1
     assert found["training"]["lr"] == pytest.approx(0.5 * 1e-4)  # of its kind: nothing is known of its own training
     assert "passes_after" in found["training"] and "unroll_after" not in found["training"]
+    old, best = (load_head(tmp_path / "out" / name) for name in ("old", "training/best"))
+    assert torch.equal(old.lm_head.weight, lm.model.lm_head.weight)
+    assert torch.equal(best.lm_head.weight, load_lm(str(target)).model.lm_head.weight)
+    assert not torch.equal(best.lm_head.weight, old.lm_head.weight)
+    for name in ("old", "training/best"):
+        assert read(tmp_path / "out" / name, "manifest.json")["of_target"] == ["lm_head.weight"]
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from draftsmith.train.planning.estimate import plan_of
 from draftsmith.train.run import run
 
 # Of the labels: conftest.py.
-DEPTH, CHILDREN = 4, 3
+DEPTH = 4
 QUICK = {"lr": 5e-3, "max_steps": 8, "batch_size": 6, "val_share": 0.25, "wandb": "off"}
 
 
@@ -48,7 +48,7 @@ def config(artefacts, rollouts, output: Path, **changes) -> TrainAcceptanceConfi
 @pytest.fixture(scope="module")
 def trained(artefacts, rollouts, tmp_path_factory) -> Path:
     output = tmp_path_factory.mktemp("trained") / "run"
-    run(config(artefacts, rollouts, output, calibrate="isotonic"))
+    run(config(artefacts, rollouts, output))
     return output
 
 
@@ -128,24 +128,6 @@ def test_an_eagle_heads_states_are_those_over_the_targets_features(artefacts, ro
         assert torch.allclose(found[number, 0], rows[-1], atol=1e-5)
 
 
-def test_children_are_predicted_by_the_state_of_their_place(artefacts, rollouts):
-    draft = load_lm(str(artefacts.draft))
-    head = AcceptanceHeadConfig(32, state="before", features=("log_q", "logit_max_q"), judges="tree")
-    batch = a_batch(rollouts)
-    found = RolloutDrafts(FrozenDrafter(draft, {}), head, DEPTH).read(batch).batch
-    chain = RolloutDrafts(FrozenDrafter(draft, {}), dataclasses.replace(head, judges="chain"), DEPTH).read(batch).batch
-    count = len(chain.hidden)
-    assert torch.equal(found.hidden.view(count, CHILDREN, 32), chain.hidden[:, None].expand(-1, CHILDREN, -1))
-    assert torch.equal(found.weight.view(count, CHILDREN)[:, 1], chain.weight)
-    assert torch.equal(found.embeds, draft.embed(batch.child_ids[batch.loss_mask].flatten()))
-    assert torch.equal(found.accept_prob, batch.child_prob[batch.loss_mask].flatten())
-    numbers = found.features.view(count, CHILDREN, 2)
-    assert torch.equal(numbers[..., 0], batch.child_log_q[batch.loss_mask].clamp_min(-12))
-    # The first child is the most probable token: its own log-odds are those of the distribution's maximum.
-    top = numbers[:, 0, 0]
-    assert torch.allclose(numbers[:, 0, 1], (top - torch.log(-torch.expm1(top))).clamp(-12, 12), atol=1e-3)
-
-
 def a_module(artefacts, rollouts, tmp_path) -> LitHead:
     settings = config(artefacts, rollouts, tmp_path)
     head = make_head(settings, 32)
@@ -207,13 +189,13 @@ def test_a_head_says_what_it_reads_and_what_its_labels_were(artefacts, trained):
     assert (written["labels"], written["mode"], written["drafter"]) == ("rollout", "sampling", "draft")
     assert written["sampling"]["temperature"] == [0.5, 1.0]
     head = load_head(trained / "best", load_lm(str(artefacts.draft)), kind="acceptance")
-    shape = (head.config.state, head.config.num_blocks, head.config.w_rej, head.config.judges)
-    assert shape == ("before", 1, 1.0, "chain")
-    assert head.config.features == ("log_q", "logit_max_q", "entropy", "depth", "repeat", "temperature")
-    assert len(head.config.knots) >= 2 and head.config.calibration == (1.0, 0.0)
+    assert (head.config.state, head.config.num_blocks, head.config.w_rej) == ("before", 0, 1.0)
+    assert (head.config.activation, head.config.standardize, head.config.width) == ("relu", True, 128)
+    assert head.config.features == ("log_q", "logit_q", "depth", "repeat", "temperature")
+    assert head.config.calibration != (1.0, 0.0)
     card = (trained / "best" / "README.md").read_text()
-    assert "| 8 | temperature | 1 |" in card and "knots, straight lines between them" in card
-    assert "ece_isotonic" in card and "--method cost" in card
+    assert "| 7 | temperature | 1 |" in card and f"scale {head.config.calibration[0]:.4g}, shift" in card
+    assert "ece_platt" in card and "--method cost" in card
 
 
 def test_a_continued_run_keeps_the_calibration(artefacts, rollouts, trained, tmp_path):
@@ -222,7 +204,7 @@ def test_a_continued_run_keeps_the_calibration(artefacts, rollouts, trained, tmp
     assert module.head.config == load_head(trained / "last").config
 
 
-def test_heads_of_eagle_chains_and_of_trees_are_trained(artefacts, eagle, tmp_path):
+def test_heads_of_eagle_chains_are_trained(artefacts, eagle, tmp_path):
     models = {"target": str(artefacts.target), "eagle": eagle}
     made = labels.run(
         labels.AcceptanceConfig(
@@ -233,19 +215,18 @@ def test_heads_of_eagle_chains_and_of_trees_are_trained(artefacts, eagle, tmp_pa
             labels="rollout",
             mode="greedy",
             depth=3,
-            children=2,
             limit=12,
             num_threads=1,
         )
     )
-    settings = config(artefacts, made, tmp_path / "run", draft=None, **models, max_steps=2, judges="tree")
+    settings = config(artefacts, made, tmp_path / "run", draft=None, **models, max_steps=2)
     best = run(settings)
     identity = drafter_identity(eagle, load_lm(str(artefacts.target)))
     head = load_head(best, load_lm(str(artefacts.target)), kind="acceptance", identity=identity)
-    assert head.config.judges == "tree" and "temperature" not in head.config.features
+    assert "temperature" not in head.config.features
     written = json.loads((best / "config.json").read_text())
     assert (written["target"], written["drafter"], written["mode"]) == (identity, "eagle", "greedy")
-    assert "value=head" in (best / "README.md").read_text()
+    assert "--method cost:drafter=eagle" in (best / "README.md").read_text()
     named = run(dataclasses.replace(settings, eagle=None, draft=str(eagle), output=tmp_path / "named"))
     ours, theirs = (load_file(path / "model.safetensors") for path in (best, named))
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)  # --draft is told what it is by the directory
@@ -260,7 +241,7 @@ def test_heads_of_eagle_chains_and_of_trees_are_trained(artefacts, eagle, tmp_pa
 
 
 def test_a_plan_counts_what_the_training_does(artefacts, rollouts, tmp_path):
-    settings = config(artefacts, rollouts, tmp_path / "run", max_steps=0)
+    settings = config(artefacts, rollouts, tmp_path / "run", max_steps=0, sweep=False)
     plan = plan_of(settings)
     module, data, *_ = prepare(settings)
     assert plan.trained == sum(p.numel() for p in module.head.parameters())
@@ -275,7 +256,7 @@ def test_a_plan_counts_what_the_training_does(artefacts, rollouts, tmp_path):
 
 def test_training_goes_on_from_a_head_of_its_shape(artefacts, rollouts, trained, tmp_path):
     head = make_head(config(artefacts, rollouts, tmp_path, init=trained / "best"), 32)
-    expected = dataclasses.replace(load_head(trained / "best").config, knots=())
+    expected = dataclasses.replace(load_head(trained / "best").config, calibration=(1.0, 0.0))
     assert head.config == expected
     torch.manual_seed(0)
     published = save_head(tmp_path / "published", AcceptanceHead(AcceptanceHeadConfig(32)), {}, "card")
@@ -289,7 +270,6 @@ def test_settings_that_do_not_go_with_the_labels_are_told(artefacts, rollouts, t
     wrong = [
         (rollouts, {"mix": 0.1}, r"mix: found 0.1, expected labels of mixed text"),
         (rollouts, {"max_length": 20}, r"max_length: found 20.*label shorter responses"),
-        (rollouts, {"judges": "tree", "state": "after"}, r"state: found after, expected before"),
         (rollouts, {"eagle": tmp_path}, r"draft: found .* beside --eagle"),
         (artefacts.acceptance, {"state": "before"}, r"data: found acceptance labels of mixed text.*--labels rollout"),
         (artefacts.acceptance, {"features": ("log_q",)}, r"data: found .*--labels rollout"),

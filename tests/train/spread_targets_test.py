@@ -64,8 +64,11 @@ def test_ranks_that_are_one_target_write_its_features_and_train_its_head(artefac
     settings = {"max_steps": 8, "val_every": 4, "accelerator": "cpu", "val_share": 0.1, "batch_size": 6}
     job = config(artefacts, tmp_path / "two", **settings, target_parallel="tensor")
     cached = config(artefacts, tmp_path / "cached", **settings, target_parallel="tensor", features="cache")
+    # Its lm_head starts as the target's, which every rank has whole.
+    few = {**settings, "kind": "eagle3", "layers": (0, 1), "passes": 2, "max_steps": 4, "tau_prompts": 0}
+    eagle3 = config(artefacts, tmp_path / "two-3", **few, target_parallel="tensor")
     jobs = [command_line(["data", "features"], stage)]
-    jobs += [command_line(["train", "eagle"], settings) for settings in (job, cached)]
+    jobs += [command_line(["train", made.kind], made) for made in (job, cached, eagle3)]
     (tmp_path / "jobs.json").write_text(json.dumps(jobs))
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
     launcher += ["--rdzv-endpoint", "localhost:0"]
@@ -81,6 +84,10 @@ def test_ranks_that_are_one_target_write_its_features_and_train_its_head(artefac
         assert curve(job.output, name) == pytest.approx(curve(tmp_path / "one", name), rel=1e-4), name
         # The cache rounds to bf16.
         assert curve(cached.output, name) == pytest.approx(curve(tmp_path / "one", name), rel=4e-3), name
+
+    run(config(artefacts, tmp_path / "one-3", **few))
+    for name in ("train/loss", "val/chain_length"):
+        assert curve(eagle3.output, name) == pytest.approx(curve(tmp_path / "one-3", name), rel=1e-4), name
 
 
 def test_what_cannot_be_spread_is_said(artefacts, monkeypatch, tmp_path):

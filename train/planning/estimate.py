@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import pyarrow.compute as pc
 import torch
 
@@ -31,6 +32,7 @@ from draftsmith.train.lit_head import LitHead
 from draftsmith.train.planning.dry_run import BATCH, FROZEN, WEIGHTS, DryRun, HeldBytes, NotRehearsed, dry_step
 from draftsmith.train.planning.memory import LAYOUTS, Layout, Memory, Strategy, memory
 from draftsmith.train.planning.subjects import PlannedTraining, planned_training
+from draftsmith.train.stored_tokens import LEAST_WEIGHT
 from draftsmith.train.strategies import device_kind, world_size
 
 # Of parts, only so many steps of an epoch are looked at for the largest.
@@ -43,8 +45,7 @@ COUNTED_DOCUMENTS = 32
 
 @dataclass(frozen=True)
 class TrainingDocuments:
-    """The training samples: tokens of each (of one with drafts, theirs too), the share of tokens that the loss counts,
-    and where that is from."""
+    """The training samples: tokens of each, the share of them that the loss counts, and where that is from."""
 
     lengths: Sequence[int]
     loss_share: float
@@ -210,7 +211,7 @@ def training_documents(config: TrainConfig, training: PlannedTraining, samples: 
         said = f"assumed: {samples:,} samples of {length} tokens, as {directory} is not there"
     val = None if config.val is None else texts
     train, _ = train_and_val(config, texts, val, training.context, training.lookahead, told=False)
-    return TrainingDocuments(train.lengths, share, said)
+    return TrainingDocuments(training.documents(train.lengths), share, said)
 
 
 def has_texts(directory: Path) -> bool:
@@ -221,13 +222,15 @@ def has_texts(directory: Path) -> bool:
 def _read(directory: Path) -> tuple[_Texts, float]:
     """The rows of an artefact, and the share of all tokens that a loss counts."""
     manifest = Manifest.read(directory)
-    columns = {"features": ["length"], "rollouts": ["input_ids", "draft_ids"]}.get(manifest.kind, ["input_ids"])
+    column = {"features": "length", "rollouts": "reached"}.get(manifest.kind, "input_ids")
     turns = ["turn"] if "turn" in {spec.name for spec in manifest.fields} else []
-    table = Rows(directory, manifest, [*columns, *turns]).table()
-    parts = [table[name] if name == "length" else pc.list_value_length(table[name]) for name in columns]
-    lengths = [sum(sizes) for sizes in zip(*(part.to_pylist() for part in parts), strict=True)]
+    table = Rows(directory, manifest, [column, *turns]).table()
+    if column == "reached":  # of drafted tokens only those are kept that rounds reach
+        lengths = [int((np.asarray(row) >= LEAST_WEIGHT).sum()) for row in table[column].to_pylist()]
+    else:
+        lengths = (table[column] if column == "length" else pc.list_value_length(table[column])).to_pylist()
     own = conversation_numbers(table["turn"].to_numpy()) if turns else list(range(len(lengths)))
-    counts = manifest.counts
+    counts = {} if column == "reached" else manifest.counts
     named = (name for name in ("loss_tokens", "response_tokens", "drafted_tokens") if name in counts)
     counted = counts.get(next(named, ""), sum(lengths))
     return _Texts(lengths, own), counted / max(1, sum(lengths))

@@ -16,10 +16,8 @@ from draftsmith.data.acceptance import AcceptanceConfig
 from draftsmith.data.heads.directory import class_of, head_settings, kind_at
 from draftsmith.data.heads.frozen_drafter import FrozenDrafter
 from draftsmith.data.models.loading import target_shape
-from draftsmith.data.rollouts import CHILD_FIELDS, FIELDS
 from draftsmith.data.store.datasets import Item, collate_acceptance, collate_features, pack_features
 from draftsmith.data.store.manifest import MANIFEST, Manifest
-from draftsmith.data.store.rollout_dataset import collate_rollouts
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.train.acceptance import TrainAcceptanceConfig, acceptance_settings, check_labels, filled, labels_of
@@ -31,6 +29,7 @@ from draftsmith.train.drafter import head_shape
 from draftsmith.train.drafter_objective import DrafterObjective, FeatureSource
 from draftsmith.train.lit_head import Objective
 from draftsmith.train.planning.frozen import FrozenModel, frozen_model
+from draftsmith.train.stored_tokens import BLOCK, StoredDrafts, StoredTokens
 from draftsmith.train.strategies import model_dtype
 
 
@@ -67,6 +66,10 @@ class PlannedTraining(ABC):
 
     @abstractmethod
     def loss_tokens(self, data: Any) -> int: ...
+
+    def documents(self, lengths: Sequence[int]) -> list[int]:
+        """Tokens of each sample of the training, by those of each of the data."""
+        return list(lengths)
 
     def part(self, lengths: Sequence[int], loss_share: float, stored: bool | None = None) -> Part:
         """A part of a step: documents of these lengths, of whose tokens a share is of answers."""
@@ -124,7 +127,8 @@ class PlannedDrafter(PlannedTraining):
 
 
 class PlannedAcceptance(PlannedTraining):
-    """An acceptance head on the states of a frozen drafter, which reads in every step."""
+    """An acceptance head on the states of a frozen drafter, which reads in every step; or, of real rounds, before the
+    first one."""
 
     job = "acceptance"
 
@@ -136,9 +140,10 @@ class PlannedAcceptance(PlannedTraining):
             check_labels(self._settings, self.kind, manifest)
         made = manifest.config if manifest is not None else {}
         # Where there are no labels yet, as they are made if nothing else is asked for.
-        self._depth, self._children = made.get("depth", AcceptanceConfig.depth), made.get("children", 1)
+        self._depth = made.get("depth", AcceptanceConfig.depth)
         # Texts of rollouts are read one by one, and not split: their drafts follow all of them.
         self.packed = self.kind == "rollouts"
+        self._num_stored, self._dtype = 0, torch.float32
         self.context = sys.maxsize if self.packed else self.frozen.info.max_position
         self.counted = 1 - (self.config.mix or 0)
 
@@ -153,28 +158,34 @@ class PlannedAcceptance(PlannedTraining):
         drafter = FrozenDrafter(model, {}, head)
         if self.kind == "acceptance":
             return AcceptanceObjective(MixedText(drafter, greedy=False), "none")
-        return AcceptanceObjective(RolloutDrafts(drafter, self._settings, self._depth), "none")
+        self._dtype = model.dtype
+        reader = StoredDrafts(RolloutDrafts(drafter, self._settings, self._depth))
+        self._stored = self._tokens(self._num_stored)  # beside the drafter for the whole training
+        return AcceptanceObjective(reader, "none")
+
+    def documents(self, lengths: Sequence[int]) -> list[int]:
+        if not self.packed:
+            return list(lengths)
+        self._num_stored = sum(lengths)
+        blocks, rest = divmod(self._num_stored, BLOCK)
+        return [BLOCK] * blocks + [rest] * (rest > 0)
 
     def samples(self, lengths: Sequence[int], counts: Sequence[int], stored: bool) -> Any:
-        item, collate = (self._drafts, collate_rollouts) if self.packed else (_mixed, collate_acceptance)
-        return collate([item(length, count) for length, count in zip(lengths, counts, strict=True)])
+        if self.packed:
+            return self._tokens(sum(lengths))
+        return collate_acceptance([_mixed(length, count) for length, count in zip(lengths, counts, strict=True)])
 
     def loss_tokens(self, data: Any) -> int:
         return int(data.loss_mask.sum())
 
-    def _drafts(self, length: int, counted: int) -> Item:
-        """A text and the drafts at its end: `RolloutDataset`'s fields."""
-        drafts = max(1, counted // self._depth)
-        text = max(length - drafts * self._depth, 2)
-        sizes = {"T": text, "S": drafts, "K": self._depth, "C": self._children}
-        item: Item = {"loss_mask": torch.ones(drafts, self._depth, dtype=torch.bool)}
-        for spec in (*FIELDS, *CHILD_FIELDS):
-            if spec.dtype in ("list<int32>", "list<float32>"):
-                shape = [sizes[name] for name in spec.shape[0].split("*")]
-                item[spec.name] = torch.zeros(shape, dtype=torch.int64 if "int" in spec.dtype else torch.float32)
-        item["weight"] = item.pop("reached")
-        item["starts"] += text
-        return item
+    def _tokens(self, count: int) -> StoredTokens:
+        """So many drafted tokens without content."""
+        hidden = torch.empty(count, self.frozen.info.hidden_size, dtype=self._dtype)
+        numbers = (torch.empty(count, len(self._settings.features)), *(torch.zeros(count) for _ in range(3)))
+        ids = torch.zeros(count, dtype=torch.int64)
+        features, log_q, accept_prob, weight = numbers
+        counted = torch.ones(count, dtype=torch.bool)
+        return StoredTokens(hidden, ids, features, log_q, accept_prob, weight, ids, counted)
 
 
 @contextmanager

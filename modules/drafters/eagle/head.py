@@ -204,7 +204,7 @@ class EagleHead(EagleNet, FeatureHead):
             sizes = f"MLP of {llama['intermediate_size']}, vocabulary of {llama['vocab_size']}"
             rope = f"rotary base {llama['rope_theta']:g}, scaling {llama['rope_scaling']['kind']}"
             shape = (f"- {layers}: {heads}, {sizes}; {rope}",)
-        return HeadCard("EAGLE head", what, ("eagle",), "eagle:k=5", "eagle2:value=head", shape)
+        return HeadCard("EAGLE head", what, ("eagle",), "eagle:k=5", shape)
 
     # -- training
 

@@ -44,7 +44,8 @@ class Eagle3Settings:
             the paper. vLLM, SGLang and speculators serve both, SafeAILab's code 3 only.
         init: random; target-last-layer, where its layer starts as the target's last one; or the directory of a head to
             fine-tune, whose shape it keeps.
-        train_lm_head: Train the lm_head too, which begins as the target's.
+        train_lm_head: Train the lm_head too, which begins as the target's. That of a head to fine-tune is the new
+            target's where it was never trained, and else the head's own.
         passes: Tokens of the drafts that it is trained on, each read behind its own states (training-time test).
         passes_after: Share of the steps after which there is more than one.
         pass_decay: Loss weight of a pass, relative to the one before.
@@ -223,11 +224,18 @@ class Eagle3Head(Eagle3Net, FeatureHead):
             )
         else:
             self.use_draft_vocabulary(self.d2t, lm_head)
+        self.of_target = ("lm_head.weight",)
         if name == "target-last-layer":
             self.init_from_target(weights.last_layer())
 
+    def go_on(self, weights: TargetWeights) -> None:
+        if self.of_target:
+            self.use_draft_vocabulary(self.d2t, weights.lm_head())
+
     def freeze(self, settings: Eagle3Settings) -> None:
         self.lm_head.requires_grad_(settings.train_lm_head)
+        if settings.train_lm_head:
+            self.of_target = ()
 
     @classmethod
     def num_loss_tokens(cls, batch: FeatureBatch) -> int:

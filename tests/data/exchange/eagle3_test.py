@@ -16,7 +16,7 @@ from draftsmith.data.exchange.check import run as check
 from draftsmith.data.exchange.directory import read_package
 from draftsmith.data.exchange.export import ExportConfig
 from draftsmith.data.exchange.export import run as export
-from draftsmith.data.exchange.import_head import ImportConfig
+from draftsmith.data.exchange.import_head import ImportConfig, of_target
 from draftsmith.data.exchange.import_head import run as import_head
 from draftsmith.data.exchange.record import RECORD, against_record, read_record
 from draftsmith.data.exchange.states import facts_of, make_probes
@@ -24,6 +24,7 @@ from draftsmith.data.heads.card import model_card
 from draftsmith.data.heads.directory import head_fields, load_head, save_head, stored_tensors
 from draftsmith.data.models.loading import load_lm
 from draftsmith.modules.interop import formats
+from draftsmith.modules.interop.base import Parsed
 from draftsmith.modules.types import InputError
 
 FORMATS = ("eagle", "vllm", "sglang", "speculators")
@@ -188,3 +189,14 @@ def test_what_a_server_ignores_is_refused_and_not_proposed_on_the_card(head_dir,
         InputError, match=r"an eagle3 head, expected an acceptance head, which specdec_pp holds\. Choose"
     ):
         export(ExportConfig(format="specdec_pp", head=head_dir, output=tmp_path / "out"))
+
+
+def test_an_import_knows_whether_the_lm_head_is_the_targets():
+    target, ids = torch.randn(20, 12, generator=torch.Generator().manual_seed(0)), torch.tensor([1, 4, 9])
+    own, rows = target.clone(), {"d2t": ids, "lm_head.weight": target[ids]}
+    own[3, 5] += 1e-6
+    states = [{"lm_head.weight": target}, rows, {"d2t": ids, "lm_head.weight": target[ids].bfloat16()},
+              {"lm_head.weight": own}, {**rows, "d2t": ids + 1}, {}]  # fmt: skip
+    found = [of_target(Parsed(None, state), target) for state in states]
+    assert found == [["lm_head.weight"]] * 3 + [[]] * 3
+    assert of_target(Parsed(None, rows), None) == []  # no target is named

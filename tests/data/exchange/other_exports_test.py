@@ -104,9 +104,8 @@ def opinionated(directory, identity, **settings):
 
 
 def test_an_acceptance_head_is_exported_with_a_statement_of_its_inputs(draft, tmp_path, capsys):
-    knots = ((-1.0, -2.0), (1.0, 0.5))
     identity = load_lm(draft).info.identity
-    made = opinionated(tmp_path / "head", identity, features=("log_q", "depth"), knots=knots)
+    made = opinionated(tmp_path / "head", identity, features=("log_q", "depth"), calibration=(1.3, 0.5))
     there, back = tmp_path / "there", tmp_path / "back"
     assert export(ExportConfig(format="acceptance", head=made, draft=draft, output=there)) == 0
     said = capsys.readouterr().out
@@ -120,11 +119,9 @@ def test_an_acceptance_head_is_exported_with_a_statement_of_its_inputs(draft, tm
     import_head(ImportConfig(directory=str(there), output=back, draft=draft))
     assert load_head(back).config == load_head(made).config
     assert check(CheckConfig(directory=there, format="acceptance", draft=draft)) == 0
-    (there / "config.json").write_text(json.dumps({**config, "knots": []}))  # nothing else would tell
+    (there / "config.json").write_text(json.dumps({**config, "calibration": [1.0, 0.0]}))  # nothing else would tell
     assert check(CheckConfig(directory=there, format="acceptance", draft=draft, head=made)) == 1
-    with pytest.raises(
-        InputError, match="head: found a head that predicts for a chain by the state before the token, log_q"
-    ):
+    with pytest.raises(InputError, match="head: found a head that predicts by the state before the token, log_q"):
         export(ExportConfig(format="specdec_pp", head=made, draft=draft, output=tmp_path / "out"))
 
 
@@ -132,7 +129,7 @@ def test_a_head_that_reads_an_eagle_heads_states_is_checked_on_them(draft, tmp_p
     target = load_lm(draft)
     eagle = save_head(tmp_path / "eagle", EagleHead(EagleConfig.for_target(target.config)), {}, "card")
     identity = drafter_identity(eagle, target)
-    made = opinionated(tmp_path / "head", identity, features=("logit_max_q",), judges="tree")
+    made = opinionated(tmp_path / "head", identity, features=("logit_max_q",))
     there, models = tmp_path / "there", {"target": draft, "draft": str(eagle)}
     with pytest.raises(InputError, match="draft: found none"):
         export(ExportConfig(format="acceptance", head=made, output=there))

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import io
 import json
+import multiprocessing
 import os
+import resource
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 import torch
 from bad_input.row import Ground
+from forked import forked
 
 from draftsmith.data.store import files
 from draftsmith.data.store.files import (
@@ -32,19 +36,6 @@ from draftsmith.data.store.reading import misfits, read_lines
 from draftsmith.launch.cli import main
 from draftsmith.launch.errors import user_message
 from draftsmith.modules.types import InputError
-
-LIMITED = """
-import resource, sys
-from pathlib import Path
-from draftsmith.launch.cli import main
-for line in Path(sys.argv[1]).read_text().splitlines():
-    room, *words = line.split()
-    resource.setrlimit(resource.RLIMIT_FSIZE, (int(room), resource.RLIM_INFINITY))
-    code = main(words)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    print("code", code, file=sys.stderr, flush=True)
-"""
-
 
 QUICK = ("compare", "prompts")  # of the commands below
 
@@ -108,12 +99,20 @@ def test_a_full_disk_is_one_line_of_every_command(ground, full_disk, capsys):
 def test_a_limit_of_file_sizes_is_one_line_of_every_command(ground, tmp_path):
     """The same without a right to mount: the operating system refuses each file beyond 300 bytes."""
     listed = {name: words for name, words in commands(ground, tmp_path / "out").items() if name in QUICK}
-    (tmp_path / "list").write_text("".join(f"300 {' '.join(words)}\n" for words in listed.values()))
-    command = [sys.executable, "-c", LIMITED, str(tmp_path / "list")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
-    assert done.stderr.count("\ncode 2\n") + done.stderr.startswith("code 2") == len(listed), done.stderr
-    assert done.stderr.count("draftsmith: error: ") == done.stderr.count("File too large") == len(listed), done.stderr
+    found, told = multiprocessing.Pipe(duplex=False)
+
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            codes = [main(words) for words in listed.values()]
+        told.send((codes, said.getvalue()))
+
+    process = forked(limited)
+    process.join()
+    assert process.exitcode == 0
+    codes, said = found.recv()
+    assert codes == [2] * len(listed) and "Traceback" not in said, said
+    assert said.count("draftsmith: error: ") == said.count("File too large") == len(listed), said
     assert leftovers(tmp_path / "out") == []
 
 

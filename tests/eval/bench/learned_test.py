@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 
 import pytest
 import torch
-from quick_heads import varied_acceptance_head, varied_tree_head
+from quick_heads import varied_acceptance_head
 from run_models import run_models
 
 from draftsmith.data.models.loading import load_lm
@@ -38,7 +37,7 @@ MODES = [SamplingParams(), PARAMS]
 GROUPS = [[BenchPrompt(str(n), [7 + n, 30, 9 * n + 1])] for n in range(3)]
 # Every method of this engine, those with more ways to go by several.
 LEARNING = ["online:c=0.1:max=5", "online:c=0.1:max=5:by=max_q:repeats=off", "cost:c=0.02:max=5",
-            "eagle2:nodes=auto:topk=2", "eagle2:nodes=auto:depth=auto:topk=2:value=head"]  # fmt: skip
+            "eagle2:nodes=auto:topk=2", "eagle2:nodes=auto:depth=auto:topk=2"]  # fmt: skip
 OTHERS = ["ar", "spec:k=3", "specdec++:h=0.4:min=1:max=5", "confidence:t=0.3:max=5", "self-verify:k=4", "eagle:k=3",
           "eagle-tree", "eagle2:nodes=5:depth=2:topk=2", "pre-verify:k=3", "pre+self-verify:k=3", "hsddw:k=3:max=6",
           "eagle3:k=3", "eagle3-tree:nodes=5:depth=2:topk=2", "eagle3-static",
@@ -57,18 +56,13 @@ def lms(models) -> Models:
     return run_models(target, draft, draft, eagle=eagle, eagle3=eagle3, medusa=medusa, acceptance=head, capacity=300)
 
 
-def for_method(lms: Models, label: str) -> Models:
-    tree = "value=head" in label
-    return replace(lms, acceptance=varied_tree_head(lms.target.info.hidden_size)) if tree else lms
-
-
 def runner(lms: Models, label: str, batch: bool = False):
-    method, models = parse_method(label), for_method(lms, label)
+    method = parse_method(label)
     if batch:
-        drafter = method.build(models, 2)
-        session = models.target.session(2, models.capacity, getattr(drafter, "capture", ()))
-        return EngineRunner(models.target, drafter, PARAMS, (), session=session, rows=2)
-    return EngineRunner(models.target, method.build(models), PARAMS, ())
+        drafter = method.build(lms, 2)
+        session = lms.target.session(2, lms.capacity, getattr(drafter, "capture", ()))
+        return EngineRunner(lms.target, drafter, PARAMS, (), session=session, rows=2)
+    return EngineRunner(lms.target, method.build(lms), PARAMS, ())
 
 
 def answers(made, *numbers: int) -> list:
@@ -100,7 +94,7 @@ def test_what_outlives_an_answer_is_found_whatever_holds_it(lms, label):
 
 @pytest.mark.parametrize("label", LEARNING)
 def test_ways_of_sampling_share_a_drafter_only_where_nothing_is_learned(lms, label):
-    found = make_runners(parse_methods(label), for_method(lms, label), MODES)
+    found = make_runners(parse_methods(label), lms, MODES)
     greedy, sampling = found[0.0][label], found[1.0][label]
     before = learned_by(sampling)
     greedy([GROUPS[0][0].prompt_ids], COUNT, [0])

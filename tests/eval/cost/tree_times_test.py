@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from quick_heads import varied_tree_head
 from run_models import run_models
 from tiny_models import tiny_llama_dir
 
@@ -27,8 +26,7 @@ def test_the_rows_of_a_call_are_the_nodes_and_the_root_and_no_more_rows_take_les
 def models(tmp_path_factory):
     target = load_lm(str(tiny_llama_dir(tmp_path_factory.mktemp("tiny"))))
     eagle = EagleHead(EagleConfig.for_target(target.config)).eval().requires_grad_(False)
-    return run_models(target, eagle=eagle, acceptance=varied_tree_head(target.info.hidden_size), capacity=400,
-                  times=AskedTimes())  # fmt: skip
+    return run_models(target, eagle=eagle, capacity=400, times=AskedTimes())
 
 
 class AskedTimes(MeasuredTimes):
@@ -50,8 +48,8 @@ def test_a_run_measures_the_target_once_and_every_kind_of_tree_once(models):
     known = dict(models.times.seconds)
     assert len(first.verify) == 129 and min(first.verify) > 0 and first.first > 0
     assert tree_times(models, "eagle2:nodes=auto:topk=3:depth=2") == first
-    predicted = tree_times(models, "eagle2:nodes=auto:topk=3:value=head")
-    assert predicted.verify == first.verify
+    wider = tree_times(models, "eagle2:nodes=auto:topk=4")
+    assert wider.verify == first.verify
     assert {key: models.times.seconds[key] for key in known} == known and len(models.times.seconds) == len(known) + 1
 
 

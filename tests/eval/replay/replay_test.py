@@ -10,7 +10,7 @@ import pytest
 import torch
 from greedy_world import near_copy
 from hand_rollouts import of_answer
-from quick_heads import quick_eagle_head, varied_acceptance_head, varied_tree_head
+from quick_heads import quick_eagle_head, varied_acceptance_head
 from run_models import run_models
 from tiny_models import CONTEXT, tiny_llama_dir
 
@@ -25,7 +25,6 @@ from draftsmith.eval.tuning.candidates import HEAD, Recorded
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.trace import DecodeTrace, pool
 from draftsmith.modules.drafters.eagle.head import Eagle2
-from draftsmith.modules.drafters.growth import DynamicTree
 from draftsmith.modules.drafters.methods import Models, parse_method, parse_methods
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
@@ -143,21 +142,6 @@ def test_a_replay_is_the_decoders_trace(request, which, name):
         return
     # The drafts were right in part and wrong in part, or this would show little.
     assert 0 < totals.num_accepted < totals.num_draft_tokens
-
-
-@pytest.mark.parametrize("nodes", [7, 30])
-def test_a_replay_of_trees_that_a_head_ranks_is_the_decoders_trace(tiny, nodes):
-    models = dataclasses.replace(tiny.models, acceptance=varied_tree_head(tiny.models.target.info.hidden_size))
-    shape = DynamicTree(nodes, TREE_DEPTH, TOPK)
-    drafter = models.heads["eagle"].tree_drafter(models.target, shape, models.capacity, acceptance=models.acceptance)
-    recorder = TreeRecorder(
-        models, Eagle2(nodes=1, topk=TOPK, value="head"), tree_recording(tiny.new_tokens, tiny.eos_ids)
-    )
-    rollouts, decoded = record_all(recorder, tiny.prompts), tiny.decoded_by(drafter)
-    assert replay.replay_tree(rollouts, nodes, TREE_DEPTH) == decoded
-    totals = pool(decoded)
-    assert 0 < totals.num_accepted < totals.num_draft_tokens
-    assert (rollouts.rank != tiny.trees.rank).any()
 
 
 def test_the_tiny_world_meets_the_ends_it_is_made_for(tiny):

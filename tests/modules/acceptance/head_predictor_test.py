@@ -23,7 +23,6 @@ from draftsmith.modules.types import SamplingParams
 H, V, DEPTH = 8, 30, 4
 ALL = ("log_q", "logit_q", "logit_max_q", "entropy", "depth", "temperature", "repeat")
 CONTEXT = [3, 1, 4, 1, 5, 9, 3, 1, 4, 2, 6, 3, 1, 4, 1, 5, 3, 1]
-KNOTS = ((-2.0, -3.0), (0.0, -1.0), (1.5, 0.5), (4.0, 2.0))
 CASES = {
     "published": {"num_blocks": 3},
     "tied": {"num_blocks": 2, "tied": True},
@@ -31,8 +30,8 @@ CASES = {
     "before": {"state": "before", "num_blocks": 1, "w_rej": 1.0},
     "before, all features": {"state": "before", "features": ALL, "calibration": (0.7, -0.3)},
     "of the mode": {"state": "before", "features": ("logit_max_q", "log_q"), "num_blocks": 0},
+    "before, one feature": {"state": "before", "features": ("logit_q",), "w_rej": 3.0},
     "narrow": {"num_blocks": 0, "width": 3},
-    "isotonic": {"state": "before", "features": ("logit_q",), "w_rej": 3.0, "knots": KNOTS},
 }
 
 
@@ -126,8 +125,6 @@ def by_definition(head: AcceptanceHead, state: torch.Tensor, views: list[DraftVi
 def calibrated(head: AcceptanceHead, logit: float) -> float:
     config = head.config
     logit += math.log(config.w_rej / config.w_acc)
-    if config.knots:
-        return float(np.interp(logit, *zip(*config.knots, strict=True)))
     return config.calibration[0] * logit + config.calibration[1]
 
 

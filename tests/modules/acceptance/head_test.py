@@ -9,7 +9,7 @@ import pytest
 import torch
 from quick_heads import specdecpp
 
-from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, interpolate
+from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.acceptance.policies import PredictorStop
 from draftsmith.modules.decoding.protocols import DraftView
 from draftsmith.modules.losses import acceptance_loss
@@ -88,13 +88,6 @@ def test_a_new_head_starts_with_its_blocks_as_constants():
     head = AcceptanceHead(AcceptanceHeadConfig(HIDDEN, num_blocks=1))
     shift = head.blocks[0](hidden) - hidden
     torch.testing.assert_close(shift, shift[:1].expand(3, HIDDEN))
-
-
-@pytest.mark.parametrize("knots", [((-2.0, -1.0), (0.0, 0.5), (3.0, 0.75)), ((-1.0, 0.25), (1.0, 0.5))])
-def test_knots_are_joined_by_straight_lines_and_end_with_their_last_values(knots):
-    logits = [-50.0, -2.5, -2.0, -1.0, -0.3, 0.0, 0.9, 1.0, 2.9, 3.0, 3.1, 50.0]
-    expected = np.interp(logits, *zip(*knots, strict=True))
-    assert interpolate(torch.tensor(logits, dtype=torch.float64), knots).tolist() == pytest.approx(expected.tolist())
 
 
 @pytest.mark.parametrize("w_rej", [1.0, 3.0, 6.0, 12.0])

@@ -42,7 +42,6 @@ BROKEN = {
     "eagle2:nodes=6:depth=2:topk=3": ("eagle",),
     "eagle2:nodes=6:depth=2:topk=3:value=off": ("eagle",),
     "eagle2:nodes=6:depth=2:topk=3:rerank=off": ("eagle",),
-    "eagle2:nodes=6:depth=2:topk=3:value=head": ("eagle",),
     "eagle3:k=3": ("eagle3",),
     "eagle3-tree:nodes=6:depth=2:topk=3": ("eagle3",),
     "eagle3-static": ("eagle3",),
@@ -66,11 +65,10 @@ def run(label: str, params: SamplingParams, found: Models) -> Any:
 @pytest.mark.parametrize("params", MODES, ids=str)
 @pytest.mark.parametrize("label", BROKEN)
 def test_no_method_emits_a_token_of_a_model_with_a_nan(label, params):
-    tree = "value=head" in label
-    assert len(run(label, params, models(tree=tree)).tokens) == 12  # whole models decode
+    assert len(run(label, params, models()).tokens) == 12  # whole models decode
     for broken in ("target", *BROKEN[label]):
         with pytest.raises(NonFinite) as caught:
-            run(label, params, models(broken, tree))
+            run(label, params, models(broken))
         assert caught.value.model == broken
         # The target's is seen in the prefill, and M2's where it reads the prompt; a drafter's in its first draft, a
         # head's that reads states after their tokens one token later.
@@ -80,11 +78,6 @@ def test_no_method_emits_a_token_of_a_model_with_a_nan(label, params):
 
 def test_every_method_of_this_engine_is_tried():
     assert {label.split(":")[0] for label in BROKEN} == known_methods().keys()
-
-
-def test_a_trees_acceptance_head_is_looked_at_too():
-    with pytest.raises(NonFinite):
-        run("eagle2:nodes=6:depth=2:topk=3:value=head", GREEDY, models("acceptance", tree=True))
 
 
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
@@ -97,11 +90,10 @@ def test_no_batch_does(label, params):
         sources = [TorchSource(seed) for seed in range(3)]
         return generate(found.target, drafter, prompts, params, 12, sources, ())
 
-    tree = "value=head" in label
-    assert [len(one.tokens) for one in decode(models(tree=tree))] == [12] * 3
+    assert [len(one.tokens) for one in decode(models())] == [12] * 3
     for broken in ("target", *BROKEN[label]):
         with pytest.raises(NonFinite) as caught:
-            decode(models(broken, tree))
+            decode(models(broken))
         assert caught.value.model == broken and caught.value.row == 0
         assert caught.value.position >= len(PROMPT) + (broken not in ("target", "mid"))
 

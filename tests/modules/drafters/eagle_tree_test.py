@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from table_methods import TREE_PREDICTOR, random_acceptance_head
 from table_models import PROMPT, H, TableLM, V
 
-from draftsmith.modules.acceptance import tree as acceptance_tree
-from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.acceptance.policies import RecentRatio
 from draftsmith.modules.acceptance.tree_rule import TreeRule, TreeTimes
 from draftsmith.modules.decoding.protocols import Outcome
@@ -21,14 +16,13 @@ from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.drafters.feature_heads import FeatureTreeDrafter
 from draftsmith.modules.drafters.growth import DynamicTree
 from draftsmith.modules.layers import LlamaConfig
-from draftsmith.modules.sampling import TorchSource, probabilities
+from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
 
 LLAMA = LlamaConfig(
     vocab_size=V, hidden_size=H, intermediate_size=8, num_layers=1, num_heads=3, num_kv_heads=1, head_dim=2,
     max_position=32,
 )  # fmt: skip
-GREEDY = SamplingParams()
 
 
 def random_head(seed: int) -> EagleHead:
@@ -49,20 +43,17 @@ class SlowHead:
         self.known: dict[tuple[int, ...], torch.Tensor] = {}
 
     def log_prob(self, path: tuple[int, ...]) -> torch.Tensor:
-        return self.lm.lm_head(self.hidden(path)).log_softmax(-1)
-
-    def hidden(self, path: tuple[int, ...]) -> torch.Tensor:
         if path not in self.known:
-            self.known[path] = self._hidden(path)
+            self.known[path] = self._log_prob(path)
         return self.known[path]
 
-    def _hidden(self, path: tuple[int, ...]) -> torch.Tensor:
+    def _log_prob(self, path: tuple[int, ...]) -> torch.Tensor:
         features = self.features
         for end in range(len(path) + 1):
             embeds = self.lm.embed(torch.tensor([[*self.ids, *path[:end]]]))
             hidden = self.head(embeds, features)
             features = torch.cat([features, hidden[:, -1:]], dim=1)
-        return hidden[0, -1]
+        return self.lm.lm_head(hidden[0, -1]).log_softmax(-1)
 
 
 def paths_of(tree) -> list[tuple[int, ...]]:
@@ -72,16 +63,15 @@ def paths_of(tree) -> list[tuple[int, ...]]:
     return paths
 
 
-def slow_dynamic(slow: SlowHead, shape: DynamicTree, max_depth: int, predictor=None) -> set[tuple[int, ...]]:
-    """EAGLE-2's candidates and choice, written down from the paper with paths and dictionaries. predictor: log P^ of a
-    path and its child, in the place of the child's log q."""
+def slow_dynamic(slow: SlowHead, shape: DynamicTree, max_depth: int) -> set[tuple[int, ...]]:
+    """EAGLE-2's candidates and choice, written down from the paper with paths and dictionaries."""
     values: dict[tuple[int, ...], float] = {}
 
     def children(path: tuple[int, ...]) -> list[tuple[int, ...]]:
         log_prob = slow.log_prob(path)
         for token in log_prob.topk(min(shape.topk, V)).indices.tolist():
             base = values[path] if path and shape.value else 0.0
-            values[(*path, token)] = base + (float(log_prob[token]) if predictor is None else predictor(path, token))
+            values[(*path, token)] = base + float(log_prob[token])
         return [key for key in values if key[:-1] == path]
 
     frontier = sorted(children(()), key=lambda path: -values[path])
@@ -106,13 +96,12 @@ def propose(
     max_drafted: int,
     tokens: list[int],
     static: bool = False,
-    params: SamplingParams = GREEDY,
     **how,
 ):
     drafter = FeatureTreeDrafter(head, lm, shape, 32, static=static, **how)
     features = lm.features(torch.tensor([tokens[:-1]]))[0]
     drafter.start([tokens[:-1]], [features], [tokens[-1]])
-    return drafter.propose([max_drafted], params, [TorchSource(0)])[0], drafter
+    return drafter.propose([max_drafted], SamplingParams(), [TorchSource(0)])[0], drafter
 
 
 @pytest.mark.parametrize("value", [True, False])
@@ -130,47 +119,6 @@ def test_the_dynamic_tree_is_the_papers(value, rerank, static, seed, topk, depth
     assert set(found) == wanted
     assert all(parent < i for i, parent in enumerate(tree.parents))
     assert tree.draft_calls == 1 + min(depth, max_drafted - 1)
-
-
-def log_odds(prob: float) -> float:
-    return 12 if prob == 1 else -12 if prob == 0 else min(max(math.log(prob / (1 - prob)), -12), 12)
-
-
-def slow_predictor(slow: SlowHead, head: AcceptanceHead, params: SamplingParams):
-    """log P^ by the formulas of the head's features, one child at a time."""
-
-    def log_prob(path: tuple[int, ...], token: int) -> float:
-        logits = slow.lm.lm_head(slow.hidden(path))
-        distribution = logits.softmax(-1) if params.greedy else probabilities(logits, params)
-        q, largest = float(distribution[token]), float(distribution.max())
-        entropy = -sum(p * math.log(p) for p in distribution.tolist() if p > 0)
-        log_q = max(math.log(q), -12) if q > 0 else -12
-        known = [log_q, log_odds(q), log_odds(largest), entropy, math.log(len(path) + 1), params.temperature]
-        embed = slow.lm.embed(torch.tensor(token))
-        logit = head(slow.hidden(path), embed, torch.tensor(known))
-        return float(torch.nn.functional.logsigmoid(head.calibrated(logit).double()))
-
-    return log_prob
-
-
-@pytest.mark.parametrize("params", [GREEDY, SamplingParams(0.7, top_k=2), SamplingParams(1.0)])
-@pytest.mark.parametrize(
-    ("size", "seed"), [((2, 1, 1, 1), 0), ((3, 2, 5, 4), 1), ((4, 3, 9, 5), 2), ((4, 2, 12, 3), 3)]
-)
-def test_the_heads_product_takes_the_place_of_the_confidences(monkeypatch, params, size, seed):
-    if seed % 2:  # as with a large vocabulary
-        monkeypatch.setattr(acceptance_tree, "LARGEST_TABLE", 0)
-    topk, depth, nodes, max_drafted = size
-    shape = DynamicTree(nodes, depth, topk)
-    head, lm, tokens = random_head(seed), TableLM(seed, support=(V,)), [*PROMPT, 1, 3]
-    acceptance = random_acceptance_head(seed, **TREE_PREDICTOR, calibration=(0.05, 0.3))
-    tree, _ = propose(head, lm, shape, max_drafted, tokens, params=params, acceptance=acceptance)
-    slow = SlowHead(head, lm, tokens)
-    one_by_one = slow_predictor(slow, acceptance, params)
-    found = paths_of(tree)
-    assert set(found) == slow_dynamic(slow, shape, max_drafted, one_by_one)
-    for path, value in zip(found, tree.values, strict=True):
-        assert value == pytest.approx(sum(one_by_one(path[:i], path[i]) for i in range(len(path))), abs=1e-4)
 
 
 def test_a_rule_takes_the_best_of_the_nodes_and_hears_of_every_round():

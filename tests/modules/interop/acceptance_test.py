@@ -23,7 +23,6 @@ FORMAT = formats()["acceptance", "acceptance"]
 HIDDEN, VOCAB, TOKENS = 6, 11, 12
 ALL: tuple[Feature, ...] = get_args(Feature)
 REPEAT = torch.arange(TOKENS) % 5 - 2.0
-KNOTS = ((-1.5, -2.0), (0.0, -0.5), (0.75, 1.0))
 CASES = {
     "published": AcceptanceHeadConfig(HIDDEN, num_blocks=3, tied=True),
     "own blocks": AcceptanceHeadConfig(HIDDEN, num_blocks=2, calibration=(1.3, 0.2)),
@@ -32,9 +31,8 @@ CASES = {
     "narrow": AcceptanceHeadConfig(HIDDEN, num_blocks=1, state="before", features=("depth",), width=2),
     "narrow, of the state alone": AcceptanceHeadConfig(HIDDEN, num_blocks=1, width=3),
     "before": AcceptanceHeadConfig(HIDDEN, num_blocks=1, w_rej=1.0, state="before"),
-    "all": AcceptanceHeadConfig(HIDDEN, num_blocks=2, w_rej=2.0, state="before", features=ALL, knots=KNOTS),
+    "all": AcceptanceHeadConfig(HIDDEN, num_blocks=2, w_rej=2.0, state="before", features=ALL, calibration=(0.7, -0.2)),
     "relu": AcceptanceHeadConfig(HIDDEN, num_blocks=0, state="before", features=ALL, width=4, activation="relu"),
-    "tree": AcceptanceHeadConfig(HIDDEN, num_blocks=1, state="before", features=("log_q",), judges="tree"),
 }
 
 
@@ -93,10 +91,7 @@ def by_the_words(config: dict, tensors: dict, states, embeds, distributions, tok
     if "direct.weight" in weights:
         z = z + np.concatenate([part for part in given if part.shape[1] == 1], 1) @ weights["direct.weight"][0]
     z = z + math.log(config["w_rej"] / config["w_acc"])
-    if config["knots"]:
-        z = np.interp(z, *zip(*config["knots"], strict=True))
-    else:
-        z = config["calibration"][0] * z + config["calibration"][1]
+    z = config["calibration"][0] * z + config["calibration"][1]
     return 1 / (1 + np.exp(-z))
 
 
@@ -161,7 +156,10 @@ def test_what_does_not_fit_is_found():
         "more.weight": changed(package, {**tensors, "more.weight": torch.zeros(1)}),
         "inputs": changed(package, inputs=[inputs[1], inputs[0], *inputs[2:]]),
         "format": changed(package, format_version=2),
-        "knots": Package({k: v for k, v in package.config.items() if k != "knots"}, tensors),
+        "calibration": Package({k: v for k, v in package.config.items() if k != "calibration"}, tensors),
+        # What earlier versions wrote, where it is not what changes nothing.
+        "knots": changed(package, judges="chain", knots=[[-1.0, -2.0], [1.0, 0.5]]),
+        "judges": changed(package, judges="tree", knots=[]),
     }
     for where, directory in broken.items():
         assert where in {finding.where for finding in FORMAT.read(directory).errors}, where
@@ -169,14 +167,15 @@ def test_what_does_not_fit_is_found():
             FORMAT.parse(directory)
     unused = {finding.where for finding in FORMAT.read(broken["format"]).errors} - {"format"}
     assert unused == set(tensors)  # every tensor is used or told of
+    assert FORMAT.read(changed(package, judges="chain", knots=[])).findings == ()
     other = FORMAT.read(package, TargetFacts({"hidden_size": 2 * HIDDEN}))
     assert [finding.where for finding in other.errors] == ["hidden_size"]
 
 
 def test_specdec_pp_refuses_what_its_class_is_not_fed():
-    for name in ("late with numbers", "before", "all", "tree"):
+    for name in ("late with numbers", "before", "all"):
         head = a_head(CASES[name])
-        with pytest.raises(InputError, match=r"predicts for a (chain|tree) by .*export --format acceptance") as error:
+        with pytest.raises(InputError, match=r"predicts by .*export --format acceptance") as error:
             formats()["specdec_pp", "acceptance"].write(head.config, dict(head.named_parameters()))
         assert "\n" not in str(error.value)
 

@@ -10,11 +10,8 @@ import pytest
 import torch
 from hand_rollouts import hand_rollouts
 
-from draftsmith.data.heads.directory import save_head
-from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.replay.replay import head_probs
 from draftsmith.eval.report.tables import from_json
-from draftsmith.eval.studies.common import head_directories, load_heads
 from draftsmith.eval.studies.forward_times import ForwardTimes
 from draftsmith.eval.studies.specdecpp.kl import constant_kl, kl_rows
 from draftsmith.eval.studies.specdecpp.study import (
@@ -152,16 +149,6 @@ def test_labels_of_mixed_text_try_no_head_that_reads_more(more):
     tokens = torch.randn(5, 4), torch.rand(5)
     rows = kl_rows({"new": head_of(**more), "published": head_of()}, {"eval": tokens})
     assert [row["head"] for row in rows] == ["published"]
-
-
-def test_a_trees_head_is_no_head_of_a_study_of_chains(models, tmp_path):
-    draft = load_lm(models["draft"])
-    settings = AcceptanceHeadConfig(draft.info.hidden_size, state="before", judges="tree")
-    save_head(tmp_path / "tree", AcceptanceHead(settings), {"target": draft.info.identity}, "card")
-    with pytest.raises(
-        InputError, match=r"heads: found .*tree, which predicts for trees, expected heads that predict for chains"
-    ):
-        load_heads(head_directories(tmp_path), draft)
 
 
 def test_every_step_is_a_command_that_parses():

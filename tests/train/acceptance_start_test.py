@@ -1,0 +1,149 @@
+"""Where the training of a head for real rounds begins: what is stored, which logistic, which size."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sklearn.linear_model
+import torch
+import yaml
+from trained_runs import losses
+
+from draftsmith.data.heads.directory import load_head
+from draftsmith.data.heads.frozen_drafter import FrozenDrafter
+from draftsmith.data.models.loading import load_lm
+from draftsmith.data.store.rollout_dataset import RolloutDataset, collate_rollouts
+from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
+from draftsmith.train import acceptance_start
+from draftsmith.train.acceptance import TrainAcceptanceConfig, prepare, with_size
+from draftsmith.train.acceptance_objective import predicted
+from draftsmith.train.acceptance_start import Tried, begin
+from draftsmith.train.data_module import Samples
+from draftsmith.train.drafted_tokens import RolloutDrafts
+from draftsmith.train.run import run
+from draftsmith.train.stored_tokens import BLOCK, LEAST_WEIGHT, StoredDataset, StoredDrafts, collate_stored, stored
+
+DEPTH = 4  # of the labels: conftest.py
+LEAN = AcceptanceHeadConfig(
+    32,
+    num_blocks=0,
+    w_rej=2.0,
+    state="before",
+    features=("log_q", "depth"),
+    width=8,
+    activation="relu",
+    standardize=True,
+)
+
+
+@pytest.fixture(scope="module")
+def drafts(artefacts) -> RolloutDrafts:
+    return RolloutDrafts(FrozenDrafter(load_lm(str(artefacts.draft)), {}), LEAN, DEPTH)
+
+
+@pytest.fixture(scope="module")
+def samples(rollouts) -> Samples:
+    data = RolloutDataset(rollouts)
+    return Samples(data, [3, 0, *range(5, len(data))])
+
+
+@pytest.fixture(scope="module")
+def tokens(samples, drafts):
+    return stored(samples, drafts, "train")
+
+
+def a_config(artefacts, rollouts, output: Path, **changes) -> TrainAcceptanceConfig:
+    settings = {"draft": str(artefacts.draft), "lr": 5e-3, "batch_size": 4, "val_share": 0.25, "wandb": "off"}
+    return TrainAcceptanceConfig(data=rollouts, output=output, **{**settings, **changes})
+
+
+def test_what_is_stored_is_what_each_answers_drafts_give(samples, drafts, tokens):
+    for index in range(len(samples)):
+        data = collate_rollouts([samples.item(index, 0)])
+        read, own = drafts.read(data, with_log_q=True), tokens[tokens.owner == index]
+        kept = read.batch.weight >= LEAST_WEIGHT
+        assert 0 < len(own.ids) == int(kept.sum())
+        assert torch.equal(own.ids, data.draft_ids[data.loss_mask][kept])
+        assert torch.equal(own.log_q, read.log_q[kept])
+        for name in ("hidden", "features", "accept_prob", "weight"):
+            assert torch.equal(getattr(own, name), getattr(read.batch, name)[kept])
+
+
+def test_a_training_draws_its_batches_from_all_answers_and_each_token_once(samples, tokens):
+    blocks = StoredDataset(tokens, samples, seed=5)
+    items = [blocks.item(index, 0) for index in range(len(blocks.lengths))]
+    assert [len(item["ids"]) for item in items] == blocks.lengths and set(blocks.lengths[:-1]) == {BLOCK}
+    drawn = torch.cat([item["weight"] + item["log_q"] + item["owner"] for item in items])
+    assert drawn.sort().values.tolist() == (tokens.weight + tokens.log_q + tokens.owner).sort().values.tolist()
+    assert len(set(items[0]["owner"].tolist())) > 20  # not answer after answer
+    assert blocks.name(0) == samples.name(int(items[0]["owner"][0]))
+    batch = collate_stored(items[:2])
+    assert batch.owner.tolist() == [0] * BLOCK + [1] * len(items[1]["ids"])
+    assert list(blocks.answer_lengths([0])) == list(samples.dataset.answer_lengths(samples.indices))
+
+
+def test_a_validation_sample_is_an_answer(samples, tokens):
+    answers = StoredDataset(tokens, samples, seed=None)
+    assert len(answers.lengths) == len(samples) and sum(answers.lengths) == len(tokens.ids)
+    for index in range(len(samples)):
+        assert set(answers.item(index, 0)["owner"].tolist()) == {index}
+        assert answers.name(index) == samples.name(index)
+
+
+def test_a_head_begins_at_the_logistic_of_its_features_over_standardised_inputs(drafts, tokens):
+    torch.manual_seed(0)
+    head = AcceptanceHead(LEAN)
+    reader = StoredDrafts(drafts)
+    begin(head, tokens, reader)
+    batch = reader.read(tokens).batch
+    given = torch.cat([batch.hidden, drafts.drafter.lm.embed(tokens.ids), batch.features], -1).double()
+    np.testing.assert_allclose(head.mean.numpy(), given.mean(0).numpy(), atol=1e-5)
+    np.testing.assert_allclose(head.scale.numpy(), given.std(0, correction=0).clamp_min(1e-3).numpy(), rtol=1e-4)
+    # Each token as an accepted and a rejected one, by its label.
+    numbers = ((given[:, -2:] - given[:, -2:].mean(0)) / given[:, -2:].std(0, correction=0)).numpy()
+    label, weight = tokens.accept_prob.double().numpy(), tokens.weight.double().numpy()
+    model = sklearn.linear_model.LogisticRegression(C=1e9, tol=1e-10, max_iter=1000)
+    outcome = np.concatenate([np.ones_like(label), np.zeros_like(label)])
+    model.fit(np.concatenate([numbers, numbers]), outcome, np.concatenate([weight * label, weight * (1 - label)]))
+    expected = model.predict_proba(numbers)[:, 1]
+    found = torch.sigmoid(head.corrected(predicted(head, batch))).detach().numpy()
+    np.testing.assert_allclose(found, expected, atol=1e-3)  # of some 500 tokens, and a hundredth of one that pulls to 0
+    assert not head.out.weight.any() and head.join.weight.any()
+
+
+def test_the_size_with_the_lowest_held_out_kl_is_taken_and_told(artefacts, rollouts, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(acceptance_start, "WIDTHS", (4, 8))
+    output = tmp_path / "run"
+    best = run(a_config(artefacts, rollouts, output))
+    tried = [Tried(**size) for size in json.loads((output / "sweep.json").read_text())["tried"]]
+    assert {(size.width, size.epochs) for size in tried} == {(4, 2), (4, 8), (8, 2), (8, 8)}
+    assert tried[0].kl == min(size.kl for size in tried)
+    assert load_head(best).config.width == tried[0].width
+    written = yaml.safe_load((output / "config.yaml").read_text())
+    assert (written["width"], written["epochs"]) == (tried[0].width, tried[0].epochs)
+    assert "sizes: held-out KL" in capsys.readouterr().out
+    # The same command again, and the one that the run itself names, both find it finished.
+    again = dataclasses.replace(a_config(artefacts, rollouts, output), resume=True)
+    assert run(again) == best == run(dataclasses.replace(with_size(again), resume=True))
+
+
+def test_no_size_is_tried_where_one_is_asked_for(artefacts, rollouts, tmp_path):
+    asked = ({"width": 4}, {"max_steps": 3}, {"sweep": False})
+    for number, changes in enumerate(asked):
+        config = a_config(artefacts, rollouts, tmp_path / str(number), **changes)
+        module, *_ = prepare(config)
+        assert module.head.config.width == changes.get("width", 128)
+        assert not (config.output / "sweep.json").exists()
+
+
+def test_a_training_that_makes_it_worse_leaves_the_logistic(artefacts, rollouts, tmp_path):
+    output = tmp_path / "run"
+    best = run(a_config(artefacts, rollouts, output, max_steps=6, lr=3.0, clip=0.0))
+    found = losses(output, "val/kl")
+    assert found[0] < min(found[1:])
+    assert json.loads((output / "training.json").read_text())["best"]["step"] == 0
+    assert not load_head(best).out.weight.any()
