@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -56,7 +57,7 @@ class LatencyConfig:
         shape: of the random pair: 88m, llama-3-8b (16 GB in bfloat16; for a GPU), or tiny (computes next to nothing).
         dtypes: float32, bfloat16 or both, separated by a comma.
         embedded: measure the embedded pair too (float32, CPU).
-        what: all, or only what predictors of acceptance take (embedded pair).
+        what: all, or only what predictors of acceptance take (of the embedded pair, or of the shape without it).
         long_context: tokens of the long prompt; 0 leaves it out.
         new_tokens: answers' length.
         repeats: paired runs of which the median counts.
@@ -111,7 +112,11 @@ def measure_all(config: LatencyConfig) -> Iterator[Number]:
     clock = clock_of(config.device, 1)
     on_cpu = torch.device(config.device).type == "cpu"
     if config.what == "predictors":
-        yield from predictors(embedded_models(config.new_tokens, clock), config.repeats)
+        dtype = config.dtypes.split(",")[0]
+        random = partial(random_models, config.shape, dtype, config.device)
+        yield from predictors(
+            (embedded_models if config.embedded else random)(config.new_tokens, clock), config.repeats
+        )
         return
     yield from dispatch_time(config.repeats, config.device, clock)
     if config.embedded and on_cpu:

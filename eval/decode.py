@@ -45,8 +45,8 @@ class DecodeConfig(DraftSettings, AnswerLength, Sampling, Running):
         acceptance: acceptance head directory, for cost and specdec++; trained for what drafts.
         method: name:setting=value, as in `draftsmith eval bench`; auto drafts chains with what is given, by the policy.
         policy: when a chain ends. fixed: after five tokens. threshold: by the acceptance head and h, as SpecDec++ does.
-            cost: by the head, when one more token is worth less than its time. online: the same without a head, from
-            the draft's own confidence and the verdicts so far. auto: cost where a head is given, else online.
+            cost: by the head, when one more token is worth less than its time. online, and auto: the same from the
+            draft's own confidence and the verdicts so far, and from the head where one is given.
         system: a system message that goes before the prompt.
         raw: read the prompt as it is, without the chat template.
         trace: JSON-lines file that receives a line for every round.
@@ -127,15 +127,13 @@ def chain_method(config: DecodeConfig) -> str:
             found = f"{config.policy} with nothing that drafts chains"
             raise InputError("policy", found, "--draft DIR", "Pass --draft: a draft model, or a head.")
         return "ar"
-    policy = config.policy
-    if policy == "auto":
-        policy = "online" if config.acceptance is None else "cost"
     drafter = given[-1]
-    if config.acceptance is not None and len(given) > 1 and policy in ("threshold", "cost"):
-        drafter = trained_for(config.acceptance)
-    if policy == "fixed":
+    if config.policy == "fixed":
         return chain_methods()[drafter]
-    return f"{'specdec++' if policy == 'threshold' else policy}{by_drafter(drafter)}"
+    if config.acceptance is not None and len(given) > 1:
+        drafter = trained_for(config.acceptance)
+    online = "online" if config.acceptance is None else "online:head=on"
+    return {"threshold": "specdec++", "cost": "cost"}.get(config.policy, online) + by_drafter(drafter)
 
 
 def encode_prompt(config: DecodeConfig) -> tuple[Any, list[int]]:

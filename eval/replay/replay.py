@@ -6,6 +6,7 @@ hold here too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Protocol
 
@@ -20,6 +21,7 @@ from draftsmith.modules.acceptance.policies import (
     PredictionRule,
     Predictor,
     PredictorStop,
+    TrainedPredictor,
 )
 from draftsmith.modules.decoding.confidence import log_odds_of
 from draftsmith.modules.decoding.protocols import DraftView
@@ -102,10 +104,10 @@ class RecordedPredictor(Predictor, Protocol):
     row: int
 
 
-class KnownPredictor:
+class KnownPredictor(TrainedPredictor):
     """Says what was recorded, or worked out from it."""
 
-    learns = False
+    learns, repeats = False, None
 
     def __init__(self, probs: Floats, late: bool):
         """probs [S, K]: of every drafted token, whatever predictor says it. late: a token's is known one token
@@ -113,31 +115,37 @@ class KnownPredictor:
         self._probs: list[list[float]] = probs.tolist()
         self.late, self.row = late, 0
 
-    def reset(self) -> None:
-        """Nothing is remembered of a prompt."""
-
-    def start_round(self) -> None:
-        """Nothing is remembered."""
-
     def prob(self, view: DraftView) -> float:
         place = view.num_drafted - 1 - self.late
         return 1.0 if place < 0 else self._probs[self.row][place]
 
-    def observe(self, num_drafted: int, num_accepted: int) -> None:
-        """Nothing is learned."""
+    def logit(self, view: DraftView) -> float:
+        prob = self.prob(view)
+        return math.log(prob / (1 - prob)) if 0 < prob < 1 else (prob - 0.5) * math.inf
 
 
 class RecordedOnline(OnlinePredictor):
     """`OnlinePredictor` on recorded confidences."""
 
-    def __init__(self, rollouts: ChainRollouts, confidence: ConfidenceName = "q", repeats: bool = True):
-        super().__init__(confidence, repeats)
+    def __init__(
+        self,
+        rollouts: ChainRollouts,
+        confidence: ConfidenceName = "q",
+        repeats: bool = True,
+        head: KnownPredictor | None = None,
+    ):
+        """head: with its probabilities."""
+        super().__init__(confidence, repeats, head)
         self._features: list[list[list[float]]] = online_features(rollouts, confidence, repeats).tolist()
-        self.row = 0
+        self._recorded, self.row = head, 0
 
     def prob(self, view: DraftView) -> float:
-        self._seen.append(tuple(self._features[self.row][view.num_drafted - 1]))
-        return self.model.prob(self._seen[-1])
+        if self._recorded is not None:
+            self._recorded.row = self.row
+        return super().prob(view)
+
+    def known(self, view: DraftView) -> tuple[float, ...]:
+        return tuple(self._features[self.row][view.num_drafted - 1])
 
 
 def online_features(rollouts: ChainRollouts, confidence: ConfidenceName, repeats: bool) -> Floats:

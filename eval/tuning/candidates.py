@@ -18,7 +18,6 @@ from draftsmith.modules.drafters.chains import (
     ByPrediction,
     ConfidenceStop,
     FixedK,
-    HeadByCost,
     Online,
     SelfVerification,
     SpecDecPlusPlus,
@@ -70,6 +69,7 @@ class Grid:
                     for within in limits
                 )
                 yield from (f"cost:{within}{own}" for within in limits)
+                yield from (f"online:head=on:max={m}{own}" for m in longest)
         for name in (name for kind, name in tree_methods().items() if kind in given):
             for topk in self.topks:
                 for depth in range(1, self.tree_depth + 1):
@@ -119,11 +119,16 @@ class Recorded:
 
 
 def recorded_predictor(method: ByPrediction, rollouts: ChainRollouts, models: Models) -> RecordedPredictor:
+    head = None
+    if "acceptance" in method.needs:
+        assert models.acceptance is not None
+        calibrated = not isinstance(method, SpecDecPlusPlus) or method.calibrated
+        probs = replay.head_probs(rollouts.heads[HEAD], models.acceptance, calibrated)
+        head = KnownPredictor(probs, late=models.acceptance.config.late)
     if isinstance(method, Online):
-        return RecordedOnline(rollouts, method.by, method.repeats)
-    assert models.acceptance is not None and isinstance(method, SpecDecPlusPlus | HeadByCost)
-    probs = replay.head_probs(rollouts.heads[HEAD], models.acceptance, method.calibrated)
-    return KnownPredictor(probs, late=models.acceptance.config.late)
+        return RecordedOnline(rollouts, method.by, method.repeats, head)
+    assert head is not None
+    return head
 
 
 def alone(answer: TargetAnswer) -> DecodeTrace:

@@ -163,10 +163,10 @@ class AcceptanceHead(nn.Module):
         mean, scale, joined = self.mean.double(), self.scale.double(), self.config.joined_size
         assert head.join is not None
         head.join.weight /= scale[:joined]
-        head.join.bias -= head.join.weight @ mean[:joined]
+        head.join.bias.sub_(head.join.weight @ mean[:joined])
         if head.direct is not None:
             head.direct.weight /= scale[-len(self.config.features) :]
-            head.out.bias -= head.direct.weight @ mean[-len(self.config.features) :]
+            head.out.bias.sub_(head.direct.weight @ mean[-len(self.config.features) :])
         return head.to(self.mean)
 
     def corrected(self, logit: Number) -> Number:

@@ -18,12 +18,16 @@ class OnlineLogistic(Learner):
     method: A += p (1 - p) z z^T, w += A^-1 z (y - p), with p from before the step. A begins as `prior` times the
     identity; over many labels the weights approach the fit of all of them at once, and no learning rate is to be
     chosen.
+
+    With a `memory` the text may change: of what labels said about tokens like the one at hand, along its z, one part in
+    `memory` is forgotten (Kulhavy 1987), unless little is known of them, where a surprise moves the logit by 1 or more.
     """
 
-    def __init__(self, num_features: int = 1, prior: float = 1.0):
+    def __init__(self, num_features: int = 1, prior: float = 1.0, memory: float = math.inf):
         """prior: how strongly the start is believed; an undecided token at x = 1 weighs 1/4."""
         assert prior > 0 and num_features >= 1
         size = num_features + 1
+        self._memory = memory
         self.weights = [1.0] + [0.0] * num_features
         self._inverse = [[(i == j) / prior for j in range(size)] for i in range(size)]  # of A
 
@@ -41,8 +45,11 @@ class OnlineLogistic(Learner):
         prob, z = self.prob(x), (*x, 1.0)
         # Sherman and Morrison (1950): A^-1 after a term of rank one. It also gives A^-1 z of the step.
         along = [sum(a * b for a, b in zip(row, z, strict=True)) for row in self._inverse]
+        spread = sum(a * b for a, b in zip(along, z, strict=True))
         curvature = prob * (1 - prob)
-        shrink = 1 + curvature * sum(a * b for a, b in zip(along, z, strict=True))
+        if spread < 1:
+            curvature -= 1 / (self._memory * spread)
+        shrink = 1 + curvature * spread
         for i, row in enumerate(self._inverse):
             for j in range(len(row)):
                 row[j] -= curvature * along[i] * along[j] / shrink

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 
 from draftsmith.modules.acceptance.online_logistic import OnlineLogistic
 from draftsmith.modules.acceptance.repeats import RepeatScores
-from draftsmith.modules.decoding.confidence import log_odds, log_prob_of
+from draftsmith.modules.decoding.confidence import MAX_LOGIT, log_odds, log_prob_of
 from draftsmith.modules.decoding.learner import Learner
 from draftsmith.modules.decoding.protocols import DraftView, StopPolicy
 
@@ -169,31 +169,67 @@ class PredictorStop(StopPolicy):
             self.rule.observe(num_drafted, num_accepted)
 
 
+class TrainedPredictor(Predictor, Protocol):
+    """A predictor of which another one asks more.
+
+    repeats: what it looks for repetitions with, if it does: every token is looked up once, whoever asks.
+    """
+
+    repeats: RepeatScores | None
+
+    def logit(self, view: DraftView) -> float:
+        """Log-odds of `prob`; infinite where there is no token to predict for yet."""
+
+
 class OnlinePredictor(Predictor):
     """Predicts from the draft's own confidence and from repetitions of the text, by a logistic fit to the verdicts so
-    far: no training before."""
+    far: no training before.
 
-    late, learns = False, True
+    With a trained head the head's log-odds are the first of its features: it begins as the head says, and learns from
+    the verdicts how far to trust it on this text.
+    """
 
-    def __init__(self, confidence: ConfidenceName = "q", repeats: bool = True):
+    learns = True
+    # `prior` and `memory` with a head: with a prior of 1 the first verdicts move its numbers too far, be it right or
+    # wrong; and where another text begins, how far to trust it has to be learned anew.
+    TRUST, MEMORY = 10.0, 500.0
+
+    def __init__(self, confidence: ConfidenceName = "q", repeats: bool = True, head: TrainedPredictor | None = None):
         """confidence: of the token, or of the draft's most probable one. repeats: see `repeats.Repeats.score`."""
-        self._best, self._repeats = confidence == "max_q", RepeatScores() if repeats else None
-        self.model = OnlineLogistic(1 + repeats)
+        self.late, self._head = head is not None and head.late, head
+        self._best = confidence == "max_q"
+        self._repeats = ((head and head.repeats) or RepeatScores()) if repeats else None
+        more = {} if head is None else {"prior": self.TRUST, "memory": self.MEMORY}
+        self.model = OnlineLogistic((head is not None) + 1 + repeats, **more)
         self._seen: list[tuple[float, ...]] = []
+        self._before: tuple[float, ...] = ()  # of a late head: numbers of the token that it speaks of next
 
     def reset(self) -> None:
-        if self._repeats is not None:
-            self._repeats.reset()
+        for part in (self._head, self._repeats):
+            if part is not None:
+                part.reset()
 
     def start_round(self) -> None:
         self._seen = []
+        if self._head is not None:
+            self._head.start_round()
 
     def prob(self, view: DraftView) -> float:
-        known: tuple[float, ...] = (log_odds(self.log_prob(view)),)
-        if self._repeats is not None:
-            known = (*known, self._repeats.score(view))
+        known = self.known(view)
+        if self._head is not None:
+            said = self._head.logit(view)
+            if self.late:
+                known, self._before = self._before, known
+                if view.num_drafted == 1:
+                    return 1.0
+            known = (min(max(said, -MAX_LOGIT), MAX_LOGIT), *known)
         self._seen.append(known)
         return self.model.prob(known)
+
+    def known(self, view: DraftView) -> tuple[float, ...]:
+        """What the draft alone says of the token shown."""
+        logit = log_odds(self.log_prob(view))
+        return (logit,) if self._repeats is None else (logit, self._repeats.score(view))
 
     def log_prob(self, view: DraftView) -> float:
         """The logarithm of the probability whose log-odds are looked at."""

@@ -6,14 +6,14 @@ import math
 from collections.abc import Callable
 from copy import copy
 from operator import mul
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.modules.acceptance.head import AcceptanceHead, Feature
-from draftsmith.modules.acceptance.policies import Predictor
+from draftsmith.modules.acceptance.policies import TrainedPredictor
 from draftsmith.modules.acceptance.repeats import RepeatScores
 from draftsmith.modules.decoding.confidence import MAX_LOGIT, TokenConfidence, confidence_of, log_odds, sigmoid
 from draftsmith.modules.decoding.protocols import DraftView
@@ -35,7 +35,7 @@ UNKNOWN = TokenConfidence(math.nan, math.nan, math.nan)
 OF_DISTRIBUTION: frozenset[Feature] = frozenset(("log_q", "logit_q", "logit_max_q", "entropy"))
 
 
-class HeadPredictor(Predictor):
+class HeadPredictor(TrainedPredictor):
     """P^ of drafted tokens by an acceptance head, one by one while decoding.
 
     A draft waits for it, and calls are what it takes. So standardisation and calibration are in the weights, what the
@@ -46,23 +46,18 @@ class HeadPredictor(Predictor):
 
     learns = False
 
-    def __init__(
-        self,
-        head: AcceptanceHead,
-        embed: Callable[[Tensor], Tensor] | None = None,
-        calibrated: bool = True,
-        repeats: RepeatScores | None = None,
-    ):
+    def __init__(self, head: AcceptanceHead, embed: Callable[[Tensor], Tensor] | None = None, calibrated: bool = True):
         """embed: the drafter's token embeddings, for a head that reads the state before the token. calibrated: the
-        probability; else the raw output, which the paper's threshold is for. repeats: those of another reader of the
-        same views."""
+        probability; else the raw output, which the paper's threshold is for."""
         config, head = head.config, head.folded()
         assert config.late or embed is not None
         self.late, names = config.late, config.features
         self._embed = None if config.late else embed
         self._read = [READ[name] for name in names]
         self._of_distribution = not OF_DISTRIBUTION.isdisjoint(names)
-        self._asked = "entropy" if "entropy" in names else "mode" if "logit_max_q" in names else "token"
+        self._asked: Literal["token", "mode", "entropy"] = (
+            "entropy" if "entropy" in names else "mode" if "logit_max_q" in names else "token"
+        )
         self._of_state: Tensor | None = None
         self._array: Callable[[Tensor], Any] = Tensor.detach if head.out.weight.is_cuda else Tensor.numpy
         if head.join is not None:
@@ -81,17 +76,17 @@ class HeadPredictor(Predictor):
         self._direct: list[float] = [] if head.direct is None else (scale * head.direct.weight[0]).tolist()
         self._table: Any = None
         self._before: list[float] = []  # of a late one: features of the token that it speaks of next
-        self._repeats = (repeats or RepeatScores()) if "repeat" in names else None
+        self.repeats = RepeatScores() if "repeat" in names else None
 
     def beside(self) -> HeadPredictor:
         """One for another draft at the same time; it shares the head's weights and what was made of them."""
         other = copy(self)
-        other._before, other._repeats = [], RepeatScores() if self._repeats is not None else None
+        other._before, other.repeats = [], RepeatScores() if self.repeats is not None else None
         return other
 
     def reset(self) -> None:
-        if self._repeats is not None:
-            self._repeats.reset()
+        if self.repeats is not None:
+            self.repeats.reset()
 
     def start_round(self) -> None:
         self._before = []
@@ -117,7 +112,7 @@ class HeadPredictor(Predictor):
     def _features(self, view: DraftView) -> list[float]:
         """`FEATURE_VALUES` of the token that is asked about."""
         known = confidence_of(view, self._asked) if self._of_distribution else UNKNOWN
-        repeat = 0.0 if self._repeats is None else self._repeats.score(view)
+        repeat = 0.0 if self.repeats is None else self.repeats.score(view)
         values = [read(view, known, repeat) for read in self._read]
         if self.late:
             values, self._before = self._before, values

@@ -52,18 +52,22 @@ class RepeatScores:
 
     def __init__(self) -> None:
         self._repeats, self._before = Repeats(), list[int]()
+        self._last: tuple[DraftView | None, float] = None, 0.0
 
     def reset(self) -> None:
         """A new prompt begins."""
         self._repeats.clear()
 
     def score(self, view: DraftView) -> float:
-        """Score of the token shown; every token of a draft is to be shown, from the first."""
+        """Score of the token shown, to whoever asks; every token of a draft is to be shown, from the first."""
+        if view is self._last[0]:
+            return self._last[1]
         if view.num_drafted == 1:
             self._repeats.read(view.context)
             self._before = list(view.context[-Repeats.SIZES[0] :])
         value = self._repeats.score(self._before, view.token)
         self._before.append(view.token)
+        self._last = view, value
         return value
 
 

@@ -141,7 +141,7 @@ class ByPrediction(Bounded, ABC):
         return [PredictorStop(predictor, self.rule(models, rows), self.min, self.max) for predictor in predictors]
 
 
-def head_predictors(models: Models, drafter: str, count: int, calibrated: bool) -> Sequence[Predictor]:
+def head_predictors(models: Models, drafter: str, count: int, calibrated: bool) -> Sequence[HeadPredictor]:
     """Predictors of the drafter's acceptance head. calibrated: its probability; else its raw output."""
     assert models.acceptance is not None
     first = HeadPredictor(models.acceptance, models.embedder(drafter).embed, calibrated)
@@ -213,14 +213,21 @@ class Online(CostAware):
     """The same without a head: a logistic of the draft's own confidence, which learns from every verdict.
 
     by: q, the probability of the drafted token; max_q, of the most probable one. repeats: whether the token goes on
-        with a repetition of the text counts too.
+        with a repetition of the text counts too. head: what the acceptance head says counts first, and alone until
+        verdicts say otherwise.
     """
 
     by: ConfidenceName = "q"
     repeats: bool = True
+    head: bool = False
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (self.drafter, "acceptance") if self.head else (self.drafter,)
 
     def predictors(self, models: Models, count: int) -> Sequence[Predictor]:
-        return [OnlinePredictor(self.by, self.repeats) for _ in range(count)]
+        heads = head_predictors(models, self.drafter, count, calibrated=True) if self.head else [None] * count
+        return [OnlinePredictor(self.by, self.repeats, head) for head in heads]
 
 
 @dataclass(frozen=True)

@@ -77,10 +77,11 @@ def test_the_streamed_answer_is_the_targets(models, capsys, method):
         (["draft"], "auto", "online"),
         (["eagle"], "auto", "online:drafter=eagle"),
         (["draft", "eagle"], "auto", "online:drafter=eagle"),
-        (["draft", "acceptance"], "auto", "cost"),
-        (["draft", "eagle", "acceptance"], "auto", "cost"),
+        (["draft", "acceptance"], "auto", "online:head=on"),
+        (["draft", "eagle", "acceptance"], "auto", "online:head=on"),
+        (["draft", "acceptance"], "cost", "cost"),
         (["draft", "acceptance"], "threshold", "specdec++"),
-        (["draft", "acceptance"], "online", "online"),
+        (["draft", "acceptance"], "online", "online:head=on"),
         (["draft", "acceptance"], "fixed", "spec"),
         (["eagle"], "fixed", "eagle"),
     ],
@@ -96,7 +97,8 @@ def test_a_head_is_used_with_the_drafter_that_it_was_trained_for(models, tmp_pat
         tmp_path / "head", load_head(models["acceptance"]), {"target": drafter_identity(models["eagle"], owner)}, "card"
     )
     given = {"draft": models["draft"], "eagle": models["eagle"]}
-    for directory, method in ((models["acceptance"], "cost"), (str(of_eagle), "cost:drafter=eagle")):
+    methods = {models["acceptance"]: "online:head=on", str(of_eagle): "online:head=on:drafter=eagle"}
+    for directory, method in methods.items():
         config = DecodeConfig("Hi", models["target"], acceptance=directory, **given)
         assert choose_method(config).label == method
 

@@ -103,16 +103,20 @@ def rule_of(name: str) -> ThresholdRule | CostRule:
 
 
 @pytest.mark.parametrize("drafter", ["draft", "eagle"])
-@pytest.mark.parametrize("predictor", ["before", "late", "online q", "online max_q"])
+@pytest.mark.parametrize(
+    "predictor", ["before", "late", "online q", "online max_q", "online q before", "online max_q late"]
+)
 @pytest.mark.parametrize("rule", ["threshold", "cost"])
 def test_a_replay_is_the_decoders_trace_and_learns_as_it_does(world, drafter, predictor, rule):
     rollouts = world.recorded(drafter, GREEDY)
-    if predictor.startswith("online"):
-        own, recorded = OnlinePredictor(predictor.split()[1]), RecordedOnline(rollouts, predictor.split()[1])
-    else:
-        head = world.heads[predictor]
+    label, own, recorded = predictor.split()[-1], None, None
+    if label in world.heads:
+        head = world.heads[label]
         own = HeadPredictor(head, world.embeds[drafter].embed)
-        recorded = KnownPredictor(head_probs(rollouts.heads[predictor], head, True), late=predictor == "late")
+        recorded = KnownPredictor(head_probs(rollouts.heads[label], head, True), late=label == "late")
+    if predictor.startswith("online"):
+        by = predictor.split()[1]
+        own, recorded = OnlinePredictor(by, head=own), RecordedOnline(rollouts, by, head=recorded)
     stop = PredictorStop(own, rule_of(rule), 1, DEPTH)
     chain = build_chains(world.models, drafter, [stop])
     decoded = [

@@ -12,6 +12,8 @@ import torch
 
 from draftsmith.modules.acceptance import predictor as acceptance
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
+from draftsmith.modules.acceptance.online_logistic import OnlineLogistic
+from draftsmith.modules.acceptance.policies import OnlinePredictor
 from draftsmith.modules.acceptance.predictor import HeadPredictor
 from draftsmith.modules.decoding.confidence import confidence_of, confidences_of
 from draftsmith.modules.decoding.protocols import DraftView
@@ -27,6 +29,7 @@ CASES = {
     "after, with features": {"features": ("entropy", "log_q")},
     "before": {"state": "before", "num_blocks": 1, "w_rej": 1.0},
     "before, all features": {"state": "before", "features": ALL, "calibration": (0.7, -0.3)},
+    "of the mode": {"state": "before", "features": ("logit_max_q", "log_q"), "num_blocks": 0},
     "before, one feature": {"state": "before", "features": ("logit_q",), "w_rej": 3.0},
     "narrow": {"num_blocks": 0, "width": 3},
 }
@@ -150,6 +153,28 @@ def test_every_token_is_predicted_by_the_heads_definition(head, views, raw):
         assert say(predictor, views) == pytest.approx(
             expected(head, views, (lambda x: x) if raw else (lambda x: calibrated(head, x))), abs=1e-5
         )
+
+
+@pytest.mark.parametrize("state", ["before", "after"])
+def test_a_head_with_what_is_learned_on_top_begins_as_the_head_says(views, state):
+    """And learns each token's label from that token's numbers, also of a head that speaks of it one token late."""
+    torch.manual_seed(4)
+    head = AcceptanceHead(AcceptanceHeadConfig(H, state=state, features=ALL, num_blocks=1)).requires_grad_(False)
+    torch.nn.init.normal_(head.out.weight)
+    both, alone = OnlinePredictor("q", head=HeadPredictor(head, embed)), HeadPredictor(head, embed)
+    both.reset()
+    assert both.learns and both.late == alone.late
+    said = say(alone, views)
+    assert say(both, views) == pytest.approx(said, abs=1e-6)
+    by_hand = OnlineLogistic(3, prior=OnlinePredictor.TRUST, memory=OnlinePredictor.MEMORY)
+    known = range(DEPTH - alone.late)
+    logits = [math.log(p / (1 - p)) for p in said[alone.late :]]
+    features = [(logits[n], *numbers(views, n, ("logit_q", "repeat"))) for n in known]
+    both.observe(DEPTH, 2)
+    for n in range(3):
+        by_hand.update(features[n], float(n < 2))
+    assert both.model.weights == pytest.approx(by_hand.weights, abs=1e-4)
+    assert say(both, views)[alone.late :] == pytest.approx([by_hand.prob(x) for x in features], abs=1e-4)
 
 
 def test_large_vocabularies_go_another_way_to_the_same_numbers(head, views, monkeypatch):

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from sklearn.linear_model import LogisticRegression
 
+from draftsmith.eval.replay.replay import KnownPredictor
 from draftsmith.modules.acceptance.online_logistic import OnlineLogistic
-from draftsmith.modules.decoding.confidence import MAX_LOGIT, log_odds
+from draftsmith.modules.acceptance.policies import OnlinePredictor
+from draftsmith.modules.decoding.confidence import MAX_LOGIT, log_odds, sigmoid
 
 
 def test_it_starts_by_taking_the_feature_at_its_word():
@@ -64,3 +66,74 @@ def test_certain_tokens_stay_finite():
     for _ in range(1000):
         model.update([MAX_LOGIT], 0.0)
     assert math.isfinite(model.weights[0]) and 0 <= model.prob([MAX_LOGIT]) < 0.5
+
+
+def lost_of(head: str, seed: int, num_tokens: int = 5000) -> dict[str, np.ndarray]:
+    """Log loss [nats] of what was verified of simulated rounds of up to 8 tokens, by who predicts. Of a token three
+    things decide; all three know the first two, and a right `head` says what all of them make."""
+    rng, size = np.random.default_rng(seed), num_tokens
+    q, repeat, state = rng.normal(1, 2.5, size), rng.choice([-1, 0, 4], size), rng.normal(0, 1.2, size)
+    logit = 0.6 * q + 0.5 * repeat + state + 0.3
+    accepted = rng.random(size) < 1 / (1 + np.exp(-logit))
+    wrong = rng.normal(0, 3, size)
+    heads = {"right": logit, "constant": np.ones(size), "of another domain": wrong}
+    heads["right for half of it"] = np.where(np.arange(size) < size // 2, logit, wrong)
+    told = np.column_stack([heads[head], q, repeat]).tolist()
+    logistic, online = OnlinePredictor(head=KnownPredictor(np.zeros((1, 1)), late=False)).model, OnlineLogistic(2)
+    lost: dict[str, list[float]] = {"head": [], "both": [], "online": [], "place": []}
+    start = 0
+    while start < size:
+        length = min(8, size - start)
+        num_accepted = int(np.cumprod(accepted[start : start + length]).sum())
+        for n in range(start, start + min(num_accepted + 1, length)):
+            known = {"head": sigmoid(told[n][0]), "both": logistic.prob(told[n]), "online": online.prob(told[n][1:])}
+            for who, prob in known.items():
+                lost[who].append(-math.log(prob if accepted[n] else 1 - prob))
+            lost["place"].append(n)
+        logistic.observe(told[start : start + length], num_accepted)
+        online.observe([x[1:] for x in told[start : start + length]], num_accepted)
+        start += min(num_accepted + 1, length)
+    return {who: np.array(values) for who, values in lost.items()}
+
+
+def excess(of: str, over: str, head: str, first: int) -> tuple[float, float]:
+    """(mean, its standard error) of log loss a token beyond another's, from token `first` of three streams on."""
+    found = [lost_of(head, seed) for seed in range(3)]
+    more = np.concatenate([(lost[of] - lost[over])[lost["place"] >= first] for lost in found])
+    return float(more.mean()), float(more.std() / math.sqrt(len(more)))
+
+
+def test_what_is_learned_on_top_of_a_right_head_costs_next_to_nothing():
+    # Four weights of the last 500 labels or so cost about 4 / (2 * 500) nats; the head itself is worth 0.08.
+    mean, error = excess("both", "head", "right", 0)
+    assert mean <= 0.005 + 2 * error
+    mean, error = excess("both", "online", "right", 0)
+    assert mean + 4 * error < 0
+
+
+@pytest.mark.parametrize("head", ["constant", "of another domain"])
+def test_a_head_that_does_not_help_does_not_hurt_after_2000_tokens(head):
+    mean, error = excess("both", "online", head, 2000)
+    assert mean <= 0.002 + 2 * error
+    mean, error = excess("both", "head", head, 0)
+    assert mean + 4 * error < 0
+
+
+def test_a_head_that_helps_no_more_from_some_text_on_is_given_up():
+    """Without forgetting it is still 0.02 nats behind."""
+    mean, error = excess("both", "online", "right for half of it", 3500)
+    assert mean <= 0.004 + 2 * error
+
+
+def test_what_is_forgotten_is_what_is_seen_again():
+    """Of a long stream of one token the memory is that of its last labels; what other tokens taught lasts."""
+    model, steady = OnlineLogistic(memory=100), OnlineLogistic()
+    for n in range(2000):
+        for own in (model, steady):
+            own.update([1.0], float(n % 2))
+    z = np.ones(2)
+    curvature = model.prob([1.0]) * (1 - model.prob([1.0]))
+    assert z @ np.array(model.state_dict()["inverse"]) @ z == pytest.approx(1 / (100 * curvature), rel=0.05)
+    across = np.array([1.0, -1.0])
+    for own in (model, steady):
+        assert across @ np.array(own.state_dict()["inverse"]) @ across == pytest.approx(2.0)
