@@ -35,6 +35,7 @@ ONLINE: dict[str, tuple[ConfidenceName, bool]] = {
     ONLINE_MAX_Q: ("max_q", False),
 }
 RAW = ", raw"  # behind a head's name: its output as it is
+ON_TOP = ", online on top"  # the same: what learns from the verdicts how far to trust it
 PUBLISHED_H, PUBLISHED_MIN = 0.7, 2
 AS_PUBLISHED = ": raw, h 0.7 as published"
 
@@ -60,7 +61,7 @@ class Policy:
     @property
     def head(self) -> str:
         """Name of the head whose probabilities it goes by."""
-        return self.predictor.removesuffix(RAW)
+        return self.predictor.removesuffix(RAW).removesuffix(ON_TOP)
 
     def method(self, drafter: str, c: float) -> str | None:
         """Name of the method in `eval bench`, a head is passed beside it; None for what no decoder can run."""
@@ -75,6 +76,8 @@ class Policy:
         if self.predictor in ONLINE:
             confidence, repeats = ONLINE[self.predictor]
             return f"online:by={confidence}:repeats={'on' if repeats else 'off'}:c={c:.3g}:{limits}"
+        if self.predictor.endswith(ON_TOP):
+            return f"online:head=on:c={c:.3g}:{limits}"
         if self.predictor in (FITTED, KNOWN, ""):
             return None
         if self.rule == "cost":
@@ -131,6 +134,7 @@ class PolicyGrid:
                 by_threshold(f"{name}: raw, threshold", "head", name + RAW)
             by_threshold(f"{name}: calibrated, threshold", "head", name)
             by_cost(f"{name}: calibrated, cost rule", "head", name)
+            by_cost(f"{name}{ON_TOP}, cost rule", "head", name + ON_TOP)
         if knows_p:
             by_cost(f"{KNOWN}, cost rule", "ceiling", KNOWN)
         add(ORACLE, "oracle", Policy("oracle"))
@@ -180,6 +184,8 @@ class PolicyReplay:
 
     def predictor(self, name: str) -> replay.RecordedPredictor:
         """One that has learned nothing yet."""
+        if name.endswith(ON_TOP):
+            return replay.RecordedOnline(self.rollouts, head=self._known[name.removesuffix(ON_TOP)])
         return replay.RecordedOnline(self.rollouts, *ONLINE[name]) if name in ONLINE else self._known[name]
 
     def traces(self, policy: Policy, c: float) -> list[DecodeTrace]:
