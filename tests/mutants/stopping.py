@@ -65,7 +65,7 @@ MUTANTS = [
     Mutant("online-on-a-head-never-believes-it", RULES, "min(max(said, -MAX_LOGIT), MAX_LOGIT), *known)",
            "0.0, *known)", (PREDICTOR_TEST,)),
     Mutant("online-on-a-head-looks-tokens-up-twice", REPEATS, "if view is self._last[0]:", "if False:",
-           (PREDICTOR_TEST,)),
+           (REPEATS_TEST,)),
     Mutant("online-on-a-head-believes-it-for-ever", RULES, "TRUST, MEMORY = 10.0", "TRUST, MEMORY = 1e4",
            (ONLINE_TEST,)),
     Mutant("online-on-a-head-hardly-believes-it", RULES, "TRUST, MEMORY = 10.0", "TRUST, MEMORY = 0.1", (ONLINE_TEST,)),

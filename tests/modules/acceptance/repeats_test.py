@@ -72,3 +72,15 @@ def test_a_policy_sees_the_same_while_the_text_grows_and_forgets_it_with_the_pro
         drafted = [other[start], *text[start + 1 : start + 4]]
         expected = [by_search(other[:start], drafted[:j], token) for j, token in enumerate(drafted)]
         assert shown(other[:start], drafted) == expected
+
+
+def test_two_who_ask_of_the_same_token_are_told_the_same():
+    text, nothing = copying_text(7, 60), torch.empty(0, 0)
+    for start in (20, 40, 42, 50):
+        seen, drafted = RepeatScores(), text[start : start + 6]
+        views = [
+            DraftView(n + 1, token, nothing, nothing, None, context=text[:start]) for n, token in enumerate(drafted)
+        ]
+        told = [(seen.score(view), seen.score(view)) for view in views]
+        expected = [by_search(text[:start], drafted[:j], token) for j, token in enumerate(drafted)]
+        assert told == [(value, value) for value in expected]
