@@ -27,8 +27,11 @@ def about(head: Mapping[str, Any], drafter: str | None) -> HeadCard:
     shape: tuple[str, ...] = ()
     if head:
         blocks = f"{head['num_blocks']} {'tied ' if head.get('tied') else ''}residual block(s)"
+        layers = f"{blocks} of width {head.get('width') or head['hidden_size']}, then one logit"
+        if head.get("activation") == "relu":
+            layers = f"a rectified layer over state and embedding, {layers}; the numbers go straight to it"
         shape = (
-            f"- {blocks} of width {head.get('width') or head['hidden_size']}, then one logit",
+            f"- {layers}",
             f"- predicts for {PREDICTED}",
         )
     return HeadCard("Acceptance head", WHAT, ("specdec++",), method_of(head, drafter), shape=shape)
@@ -37,7 +40,7 @@ def about(head: Mapping[str, Any], drafter: str | None) -> HeadCard:
 def method_of(head: Mapping[str, Any], drafter: str | None) -> str:
     """The method that decodes with the head, as `decode` and `eval bench` are told it."""
     by = f":drafter={drafter}" if drafter else ""
-    return f"cost{by}" if head.get("state") == "before" else f"specdec++:h=0.7{by}"
+    return f"online:head=on{by}" if head.get("state") == "before" else f"specdec++:h=0.7{by}"
 
 
 def inputs_table(head: Mapping[str, Any]) -> str:

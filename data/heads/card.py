@@ -253,8 +253,12 @@ def data_section(card: HeadFacts) -> str:
         for name, said in (("data", "trained on"), ("val", "validated on"))
         if name in inputs
     ]
+    # Of labelled rounds a sample is a block of drafted tokens, which says nothing.
+    rounds = card.manifest.get("labels") == "rollout"
     for name, part in counts.items():
-        lines.append(f"- {name}: {part['samples']:,} samples, {part['tokens']:,} tokens{answers_text(part)}")
+        size = f"{part['tokens']:,} tokens"
+        said = f"{size} of labelled drafts" if rounds else f"{part['samples']:,} samples, {size}"
+        lines.append(f"- {name}: {said}{answers_text(part)}")
     if "init" in inputs:
         lines.append(f"- started from: {code(card.config.get('init'))}, weights' sha256 `{inputs['init']}`")
     return "\n".join(lines) or sentence(card.unknown)

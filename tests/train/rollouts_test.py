@@ -195,7 +195,8 @@ def test_a_head_says_what_it_reads_and_what_its_labels_were(artefacts, trained):
     assert head.config.calibration != (1.0, 0.0)
     card = (trained / "best" / "README.md").read_text()
     assert "| 7 | temperature | 1 |" in card and f"scale {head.config.calibration[0]:.4g}, shift" in card
-    assert "ece_platt" in card and "--method cost" in card
+    assert "ece_platt" in card and "--method online:head=on" in card
+    assert "tokens of labelled drafts" in card and "a rectified layer over state and embedding, 0 residual" in card
 
 
 def test_a_continued_run_keeps_the_calibration(artefacts, rollouts, trained, tmp_path):
@@ -226,7 +227,7 @@ def test_heads_of_eagle_chains_are_trained(artefacts, eagle, tmp_path):
     assert "temperature" not in head.config.features
     written = json.loads((best / "config.json").read_text())
     assert (written["target"], written["drafter"], written["mode"]) == (identity, "eagle", "greedy")
-    assert "--method cost:drafter=eagle" in (best / "README.md").read_text()
+    assert "--method online:head=on:drafter=eagle" in (best / "README.md").read_text()
     named = run(dataclasses.replace(settings, eagle=None, draft=str(eagle), output=tmp_path / "named"))
     ours, theirs = (load_file(path / "model.safetensors") for path in (best, named))
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)  # --draft is told what it is by the directory
