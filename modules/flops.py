@@ -53,15 +53,6 @@ def layers_forward(config: LlamaConfig, lengths: Sequence[int]) -> float:
     return config.num_layers * (layer_matrices(config, sum(lengths)) + attention(config, pairs))
 
 
-def rollouts_forward(config: LlamaConfig, texts: Sequence[int], starts: Sequence[int], levels: int) -> float:
-    """All decoder layers over texts of these lengths and over drafts of `levels` tokens that hang off them: a draft
-    sees the text up to its start, and itself."""
-    window = config.sliding_window or max(starts, default=0) + levels
-    pairs = sum(min(start + level, window) for start in starts for level in range(1, levels + 1))
-    drafts = config.num_layers * (layer_matrices(config, len(starts) * levels) + attention(config, pairs))
-    return layers_forward(config, texts) + drafts
-
-
 def lm_head_forward(config: LlamaConfig, rows: int) -> float:
     """Logits of `rows` hidden states."""
     return linear(config.hidden_size, config.vocab_size, rows)

@@ -1,5 +1,6 @@
-"""What an acceptance head reads while it is trained: a frozen drafter's states of a batch's drafted tokens, made anew
-in every step rather than stored. They hold frozen models, none of which is a torch module's child."""
+"""What an acceptance head reads while it is trained: a frozen drafter's states of drafted tokens, of mixed text made
+anew in every step, of labelled rounds once (stored_tokens.py). They hold frozen models, none of which is a torch
+module's child."""
 
 from __future__ import annotations
 
@@ -12,12 +13,11 @@ from torch import Tensor
 from draftsmith.data.heads.frozen_drafter import FrozenDrafter
 from draftsmith.data.store.datasets import AcceptanceTokens
 from draftsmith.data.store.rollout_dataset import RolloutTokens
-from draftsmith.modules import flops
 from draftsmith.modules.acceptance.head import AcceptanceHeadConfig, feature_value
 from draftsmith.modules.decoding.confidence import TokenConfidences
 from draftsmith.modules.types import AcceptanceBatch
 from draftsmith.train.data_module import Part
-from draftsmith.train.telemetry import features_flops, llama_of
+from draftsmith.train.telemetry import features_flops
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,6 @@ class MixedText:
 class RolloutDrafts:
     """Labels of real rounds: the drafter reads each text once, and the labelled drafts that hang off it."""
 
-    weighted = True
-
     def __init__(self, drafter: FrozenDrafter, head: AcceptanceHeadConfig, depth: int):
         """head: what reads. depth: tokens of a draft."""
         self.drafter, self.head, self.model = drafter, head, drafter.name
@@ -110,18 +108,3 @@ class RolloutDrafts:
     def embeds(self, ids: Tensor) -> Tensor:
         with torch.no_grad():
             return self.branches.embed(ids).to(ids.device)
-
-    def flops(self, part: Part, lengths: Sequence[int]) -> tuple[float, int]:
-        """As of `MixedText`."""
-        data: RolloutTokens = part.data
-        predicted = data.num_labelled
-        texts, starts = [own[-1] for own in data.starts], [start for own in data.starts for start in own]
-        levels = data.draft_ids.shape[1] - (self.head.state == "before")
-        lm, head = self.drafter.lm, self.drafter.head
-        if head is not None:
-            read = features_flops(lm, texts) if head.needs_features else 0.0
-            return read + head.branches_flops(head.config, texts, starts, levels), predicted
-        config = llama_of(lm)
-        if config is None:
-            return features_flops(lm, [*texts, len(starts) * levels]), predicted
-        return flops.rollouts_forward(config, texts, starts, levels), predicted

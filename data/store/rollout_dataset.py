@@ -21,12 +21,10 @@ from draftsmith.modules.decoding.confidence import TokenConfidences
 class RolloutTokens:
     """N labelled drafts of K tokens, text after text, before any drafter has read them.
 
-    num_labelled: tokens that count at all, those of loss_mask: known without asking a device. texts: the responses,
-    each with its prompt. starts: for each text, where its drafts begin: the place of their first token. weight: the
-    probability that a round verifies the token, 0 behind a drafted end token.
+    texts: the responses, each with its prompt. starts: for each text, where its drafts begin: the place of their first
+    token. weight: the probability that a round verifies the token, 0 behind a drafted end token.
     """
 
-    num_labelled: int
     texts: tuple[tuple[int, ...], ...]
     starts: tuple[tuple[int, ...], ...]
     owner: Tensor  # [N] int64, the text that each draft hangs off
@@ -41,11 +39,6 @@ class RolloutTokens:
     overlap: Tensor
     weight: Tensor
     loss_mask: Tensor  # [N, K] bool
-
-    @property
-    def num_slots(self) -> int:
-        """Tokens of the texts and of the drafts: there is no padding."""
-        return sum(map(len, self.texts)) + self.draft_ids.numel()
 
     @property
     def confidences(self) -> TokenConfidences:
@@ -87,7 +80,6 @@ def collate_rollouts(items: Sequence[Item]) -> RolloutTokens:
     joined: dict[str, Any] = {name: torch.cat([item[name] for item in items]) for name in items[0] if name not in apart}
     counts = torch.tensor([len(item["starts"]) for item in items])
     return RolloutTokens(
-        num_labelled=int(joined["loss_mask"].sum()),
         texts=tuple(tuple(item["input_ids"].tolist()) for item in items),
         starts=tuple(tuple(item["starts"].tolist()) for item in items),
         owner=torch.arange(len(items)).repeat_interleave(counts),

@@ -205,9 +205,3 @@ class DraftHead(nn.Module, ABC):
     @abstractmethod
     def branches(self, target: CausalLM, depth: int) -> BranchDrafter:
         """What drafts from many places of one text, at most `depth` tokens each: labels, and training on them."""
-
-    @classmethod
-    @abstractmethod
-    def branches_flops(cls, config: Any, texts: Sequence[int], starts: Sequence[int], levels: int) -> float:
-        """Forward FLOPs of `branches` over texts of so many tokens and drafts of `levels` tokens from `starts`, the
-        target's features aside."""

@@ -152,10 +152,6 @@ class MedusaHead(DraftHead):
         at_most("depth", depth, self.config.num_heads)
         return MedusaBranches(self, target, depth)
 
-    @classmethod
-    def branches_flops(cls, config: MedusaConfig, texts: Sequence[int], starts: Sequence[int], levels: int) -> float:
-        return config.num_layers * flops.linear(config.hidden_size, config.hidden_size, len(starts) * levels)
-
 
 def pairs(batch: FeatureBatch, head: int) -> Tensor:
     """The alignment: [B, T - 2 - i] bool, true at t where token t + 2 + i is of the same text and counts."""

@@ -98,10 +98,6 @@ class BigramHead(DraftHead):
     def branches(self, target: CausalLM, depth: int) -> BranchDrafter:
         return BigramBranches(self, target, depth)
 
-    @classmethod
-    def branches_flops(cls, config: BigramConfig, texts: Sequence[int], starts: Sequence[int], levels: int) -> float:
-        return flops.linear(2 * config.hidden_size, config.hidden_size, sum(texts) + len(starts) * levels)
-
 
 class BigramBranches(BranchDrafter):
     """Drafts of a bigram head: its own states take the place of the target's behind the text."""

@@ -118,14 +118,6 @@ def test_training_an_acceptance_head(num_blocks, shape):
     assert trained == acceptance_training(config, rows)
 
 
-def test_drafts_that_hang_off_a_text_are_counted_as_if_each_had_been_read_alone():
-    starts, levels = [3, 7], 4
-    for config in (GROUPED, dataclasses.replace(GROUPED, sliding_window=5)):
-        alone = sum(flops.layers_forward(config, [s + levels]) - flops.layers_forward(config, [s]) for s in starts)
-        text = flops.layers_forward(config, [9])
-        assert flops.rollouts_forward(config, [9], starts, levels) == pytest.approx(text + alone)
-
-
 @pytest.mark.parametrize("window", [None, 1, 4, 11, 50])
 def test_pairs_are_those_of_the_mask(window):
     lengths = [1, 4, 5, 11]

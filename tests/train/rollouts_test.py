@@ -22,11 +22,12 @@ from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.types import InputError
 from draftsmith.train.acceptance import TrainAcceptanceConfig, make_head, num_loss_tokens, prepare
 from draftsmith.train.acceptance_objective import AcceptanceObjective, predicted
-from draftsmith.train.data_module import Key, Part
+from draftsmith.train.data_module import Key, Part, Samples
 from draftsmith.train.drafted_tokens import RolloutDrafts
 from draftsmith.train.lit_head import LitHead
 from draftsmith.train.planning.estimate import plan_of
 from draftsmith.train.run import run
+from draftsmith.train.stored_tokens import StoredDataset, StoredDrafts, collate_stored, stored
 
 # Of the labels: conftest.py.
 DEPTH = 4
@@ -131,20 +132,24 @@ def test_an_eagle_heads_states_are_those_over_the_targets_features(artefacts, ro
 def a_module(artefacts, rollouts, tmp_path) -> LitHead:
     settings = config(artefacts, rollouts, tmp_path)
     head = make_head(settings, 32)
-    reader = RolloutDrafts(FrozenDrafter(load_lm(str(artefacts.draft)), {}), head.config, DEPTH)
+    reader = StoredDrafts(RolloutDrafts(FrozenDrafter(load_lm(str(artefacts.draft)), {}), head.config, DEPTH))
     module = LitHead(head, AcceptanceObjective(reader, settings.calibrate), settings, 8)
     module.trainer = fake_trainer(RolloutDataset(rollouts))
     return module
 
 
-def a_part(rollouts, rows) -> Part:
-    batch = a_batch(rollouts, rows)
+def a_part(module: LitHead, rollouts, rows) -> Part:
+    """A part of answers: validation's."""
+    samples = Samples(RolloutDataset(rollouts), rows)
+    answers = StoredDataset(stored(samples, module.objective.reader.drafts, "rows"), samples, None)
+    batch = collate_stored([answers.item(number, 0) for number in range(len(rows))])
     tokens = num_loss_tokens(batch)
     return Part(batch, tuple(Key(0, row) for row in rows), tokens, tokens, True, True)
 
 
 def test_the_loss_is_the_weighted_mean_and_reaches_every_weight(artefacts, rollouts, tmp_path):
-    module, part = a_module(artefacts, rollouts, tmp_path), a_part(rollouts, (0, 1))
+    module = a_module(artefacts, rollouts, tmp_path)
+    part = a_part(module, rollouts, (0, 1))
     output = module.loss(part)
     batch = module.objective.reader.read(part.data).batch
     prob, label = torch.sigmoid(predicted(module.head, batch).detach().double()), batch.accept_prob.double()
@@ -157,7 +162,9 @@ def test_the_loss_is_the_weighted_mean_and_reaches_every_weight(artefacts, rollo
         weight.data.normal_(std=0.1)
     module.loss(part).loss.backward()
     assert all(p.grad is not None and p.grad.any() for p in module.head.parameters())
-    assert not any(p.requires_grad or p.grad is not None for p in module.objective.reader.drafter.lm.model.parameters())
+    assert not any(
+        p.requires_grad or p.grad is not None for p in module.objective.reader.drafts.drafter.lm.model.parameters()
+    )
 
 
 def test_accumulating_gives_the_same_weights(artefacts, rollouts, tmp_path, trained):
@@ -170,7 +177,8 @@ def test_accumulating_gives_the_same_weights(artefacts, rollouts, tmp_path, trai
 
 
 def test_validation_weighs_tokens_by_how_often_they_are_reached(artefacts, rollouts, tmp_path):
-    module, parts = a_module(artefacts, rollouts, tmp_path), [a_part(rollouts, (0, 1)), a_part(rollouts, (2, 4, 5))]
+    module = a_module(artefacts, rollouts, tmp_path)
+    parts = [a_part(module, rollouts, rows) for rows in ((0, 1), (2, 4, 5))]
     found = module.validate(parts)
     batches = [module.objective.reader.read(part.data, with_log_q=True) for part in parts]
     prob = torch.cat([torch.sigmoid(predicted(module.head, tokens.batch)) for tokens in batches]).detach().double()

@@ -300,11 +300,6 @@ class EagleHead(EagleNet, FeatureHead):
     def lean(self, target: CausalLM) -> LeanEagle:
         return LeanEagle(self, target)
 
-    @classmethod
-    def branches_flops(cls, config: EagleConfig, texts: Sequence[int], starts: Sequence[int], levels: int) -> float:
-        fused = fusion_forward(config.llama, sum(texts) + len(starts) * levels)
-        return fused + flops.rollouts_forward(config.llama, texts, starts, levels)
-
 
 def fusion_forward(config: LlamaConfig, rows: int) -> float:
     """The EAGLE head's layer that joins embedding and feature."""

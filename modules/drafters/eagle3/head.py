@@ -311,13 +311,6 @@ class Eagle3Head(Eagle3Net, FeatureHead):
     def lean(self, target: CausalLM) -> LeanEagle3:
         return LeanEagle3(self, target)
 
-    @classmethod
-    def branches_flops(cls, config: Eagle3Config, texts: Sequence[int], starts: Sequence[int], levels: int) -> float:
-        llama, levels_read = config.llama, len(starts) * levels
-        read = flops.linear(len(config.capture) * llama.hidden_size, llama.hidden_size, sum(texts))
-        beside = pair_layer(llama, 1) - flops.layer_matrices(llama, 1)  # the embedding's half of the projections
-        return read + (sum(texts) + levels_read) * beside + flops.rollouts_forward(llama, texts, starts, levels)
-
 
 def layers_of(asked: Sequence[int], num_layers: int) -> tuple[int, ...]:
     """The layers whose inputs are read: what was asked for, or 2, L/2 and L-3.
