@@ -111,7 +111,8 @@ def watched() -> Iterator[dict[str, Any]]:
             return
         facts["grad_norms"].append(self.grad_norm)
         objective = self.objective
-        frozen = objective.target if hasattr(objective, "target") else objective.reader.drafter.lm
+        reader = getattr(objective, "reader", None)
+        frozen = objective.target if reader is None else getattr(reader, "drafts", reader).drafter.lm
         frozen_params = list(frozen.model.parameters())
         facts["frozen_elements"] = sum(p.numel() for p in frozen_params)
         facts["frozen_partitioned"] = any(hasattr(p, "ds_id") for p in frozen_params)

@@ -56,7 +56,7 @@ def test_labels_of_rounds(broken, drafting, params):
     target = found.target
     drafter = FrozenDrafter(target, {}, found.heads["eagle"]) if drafting == "eagle" else FrozenDrafter(found.draft, {})
     row = {"id": "x", "input_ids": text, "prompt_length": start, "task": ""}
-    how = Rollouts(target, drafter, 3, 1, (params,), 0, False, 4, 0, CONTEXT)
+    how = Rollouts(target, drafter, 3, 1, (params,), 4, 0, CONTEXT)
     with pytest.raises(NonFinite) as caught, naming(["row-0"]):
         how.label_response(BranchedText(target, 3), drafter.branches(3), row, 0)
     assert caught.value.model == broken and caught.value.prompt == "row-0"

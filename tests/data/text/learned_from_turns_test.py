@@ -85,7 +85,7 @@ def test_rows_of_a_conversation_stay_on_one_side_of_the_validation_split(rewritt
     data = ResponsesDataset(directory, TARGET, load_lm(TARGET).info.identity)
     names = [row["id"].split("/")[0] for row in rows_of(directory)]
     pieces = in_pieces(data, 40, LOOKAHEAD)
-    training: Any = SimpleNamespace(kind="responses", context=4096, lookahead=LOOKAHEAD)
+    training: Any = SimpleNamespace(kind="responses", context=4096, lookahead=LOOKAHEAD, documents=list)
     for dataset, owner in ((data, names), (pieces, [names[row] for row in pieces.rows])):
         config = TrainConfig(data=directory, output=tmp_path, val_share=0.4, max_length=0 if dataset is data else 40)
         train, val = train_and_val(config, data, None, 4096, LOOKAHEAD)
