@@ -20,7 +20,6 @@ from draftsmith.benchmarks.step_variants import Bare, Padded, PlainLoop, Shape, 
 from draftsmith.modules.drafters.eagle.head import eagle_loss
 from draftsmith.train.planning.estimate import own_memory
 
-M_MMAP_THRESHOLD, OWN_MAPPING = -3, 2**20  # of <malloc.h>; bytes
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 # A step more shows what the optimizer's averages add, which are made in the first.
 STEPS = 3
@@ -29,14 +28,11 @@ STEPS = 3
 def peak_above(call: Callable[[], object]) -> int:
     """Bytes that the process held at most during the call, above what it held before.
 
-    What was freed goes back to the system first, and from now on what is large at once. The C library keeps freed
-    blocks below any that is still used, and of those the call would be given pages that are counted already; and how
-    large a block has to be for a mapping of its own, it makes depend on what was freed before.
+    What was freed goes back to the system first. The C library keeps freed blocks below any that is still used, and of
+    those the call would be given pages that are counted already.
     """
     gc.collect()
-    library = ctypes.CDLL(None)
-    library.mallopt(M_MMAP_THRESHOLD, OWN_MAPPING)
-    library.malloc_trim(0)
+    ctypes.CDLL(None).malloc_trim(0)
     before = own_memory()
     try:
         RESET.write_text("5")  # the kernel's high-water mark begins anew

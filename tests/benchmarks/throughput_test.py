@@ -10,13 +10,12 @@ import pytest
 import torch
 
 from draftsmith.benchmarks import throughput
-from draftsmith.benchmarks.step_peak import peak_above, peak_of
+from draftsmith.benchmarks.step_peak import in_new_process, peak_above
 from draftsmith.benchmarks.step_variants import Bare, Padded, Shape, TakenStep, Work, padded_loss, train_ours
 from draftsmith.benchmarks.throughput import ThroughputConfig, paired_steps, slower, tokens_per_s
 from draftsmith.benchmarks.training_data import dialogue_lengths
 from draftsmith.data.store.datasets import collate_features
 from draftsmith.launch.cli import main_of
-from draftsmith.modules import losses
 from draftsmith.modules.drafters.eagle.head import eagle_loss, shift
 from draftsmith.modules.types import InputError
 
@@ -90,13 +89,11 @@ def test_the_peak_of_a_call_is_what_it_held_at_most():
     assert len(above)
 
 
-def test_the_chunked_loss_needs_less_memory_than_the_naive_one(monkeypatch):
-    """At once: three blocks of 2^23 logits, 32 MiB each, against four or so of 2^25. Blocks of that size go back to the
-    system when they are freed, so that both can be measured in one process."""
-    monkeypatch.setattr(losses, "CHUNK_ELEMENTS", 2**23)
-    shape = Shape(hidden=64, vocab=2**12, tokens=2**13)
-    small, large = (peak_of(what, shape) for what in ("loss", "naive loss"))
-    assert large > 2**26 and small < large / 3
+def test_the_chunked_loss_needs_less_memory_than_the_naive_one():
+    """At once: three blocks of 2^25 logits, 128 MiB each, against four or so of 2^27."""
+    shape = Shape(hidden=16, vocab=2**12, tokens=2**15)
+    small, large = (in_new_process(what, shape) for what in ("loss", "naive loss"))
+    assert large > 2**30 and 2**27 < small < large / 3
 
 
 def test_the_command_writes_its_table(tmp_path, capsys, monkeypatch):
