@@ -77,8 +77,9 @@ class TrainAcceptanceConfig(TrainConfig):
             the text; [] for none. Default: none, for rollouts log_q, logit_q, depth and repeat, and temperature where
             labels have several.
         width: Of the hidden layers, 0 for that of the drafter. Default: 0, for rollouts what the sweep finds, or 128.
-        sweep: Rollouts: where neither width nor max_steps is given, heads of three widths are trained for few and for
-            more epochs first, and the width and epochs with the lowest held-out KL are taken.
+        sweep: Rollouts: where one process trains a new head, and neither width nor max_steps is given, heads of three
+            widths are trained for few and for more epochs first, and the width and epochs with the lowest held-out KL
+            are taken.
         w_acc: Loss weight of accepted tokens.
         w_rej: Loss weight of rejected tokens. Default: 6, for rollouts 1.
         mix: Labels of mixed text: probability that the draft reads the target's token instead of its own. Default 0.15.

@@ -17,6 +17,8 @@ LABEL_TEST, ROLLOUT_TEST, DATASET_TEST = (
 )
 COSTS, COST_TEST = "eval/cost/machine.py", "tests/eval/cost/machine_test.py"
 
+STORED, START = "train/stored_tokens.py", "train/acceptance_start.py"
+START_TEST = "tests/train/acceptance_start_test.py"
 REPETITION, SUMMARY = "data/text/repetition.py", "eval/bench/summary.py"
 REPETITION_TEST, SUMMARY_TEST = "tests/data/text/repetition_test.py", "tests/eval/bench/summary_test.py"
 
@@ -140,4 +142,15 @@ MUTANTS = [
     Mutant("auc-ties-count-whole", METRICS, "(below + negatives / 2)", "(below + negatives)", (METRIC_TEST,)),
     Mutant("ece-of-unsorted-tokens", METRICS, "order = prob.argsort(stable=True)",
            "order = torch.arange(len(prob))", (METRIC_TEST,)),
+    # -- where an acceptance head begins
+    Mutant("stored-tokens-of-every-weight", STORED, ">= LEAST_WEIGHT]", ">= 0]", (START_TEST,)),
+    Mutant("stored-blocks-in-the-answers-order", STORED, "self.tokens = tokens[order]",
+           "self.tokens = tokens[order.sort().values]", (START_TEST,)),
+    Mutant("stored-owner-of-the-answer", STORED, '"owner": owner})', '"owner": batch.owner})', (START_TEST,)),
+    Mutant("start-without-the-weights-correction", START, "bias - float(head.corrected(0.0))", "bias", (START_TEST,)),
+    Mutant("start-of-tokens-that-weigh-alike", START, "zeros, RIDGE, tokens.weight)", "zeros, RIDGE)", (START_TEST,)),
+    Mutant("start-with-the-worst-size", START, "key=lambda tried: tried.kl)", "key=lambda tried: -tried.kl)",
+           (START_TEST,)),
+    Mutant("start-is-not-validated", "train/acceptance_objective.py", "self.validates_first = reader.weighted",
+           "self.validates_first = False", (START_TEST,)),
 ]  # fmt: skip
