@@ -55,7 +55,7 @@ COUNTS = ("hidden_size", "width", "num_blocks")
 LATER = {"activation": "none"}  # what exports of before do not say
 CONFIG = (*COUNTS, "tied", "w_acc", "w_rej", "calibration", "inputs")
 # What is said of the head and computed with by nobody.
-SAID = ("format", "format_version", "dtype", "law", "judged", "forward", "drafter", "sampling")
+SAID = ("format", "format_version", "dtype", "law", "predicts", "forward", "drafter", "sampling")
 
 
 def inputs_of(hidden_size: int, state: str, features: Sequence[Any]) -> list[dict[str, Any]]:
@@ -98,7 +98,7 @@ class Acceptance(PredictorFormat):
             "tied": config.tied,
             "activation": config.activation,
             "dtype": "float32",
-            "judged": PREDICTED,
+            "predicts": PREDICTED,
             "inputs": inputs_of(config.hidden_size, config.state, config.features),
             "law": DISTRIBUTION,
             "forward": list(FORWARD),

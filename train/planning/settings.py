@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from draftsmith.data.store.manifest import volatile
+from draftsmith.modules.types import at_least, at_most
 from draftsmith.train.acceptance import TrainAcceptanceConfig
-from draftsmith.train.config import TrainDrafterConfig
+from draftsmith.train.config import MOST, TrainDrafterConfig
 from draftsmith.train.drafter import drafter_config
 
 
@@ -38,7 +39,8 @@ class PlanOptions:
     def __post_init__(self) -> None:
         super().__post_init__()  # type: ignore[misc]  # of the training that it is mixed into
         for least, name in ((0, "world"), (2, "assume_samples"), (4, "assume_length")):
-            self.check_least(least, name)  # type: ignore[attr-defined]  # also of that training
+            at_least(name, getattr(self, name), least)
+            at_most(name, getattr(self, name), MOST)
 
 
 @functools.cache
