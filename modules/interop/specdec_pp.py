@@ -59,13 +59,16 @@ class SpecDecPP(PredictorFormat):
         return len(last) == 1 and matrix_size(found.shapes[f"model.{last[0]}.weight"], 0) == 2
 
     def check(self, config: AcceptanceHeadConfig) -> None:
-        """Refuses several blocks with weights of their own, and inputs that their class does not have."""
+        """Refuses several blocks with weights of their own, and inputs and a width that their class does not have."""
         if not config.as_published:
             extra = [f"the state {config.state} the token"] * (config.state != "after") + list(config.features)
             found = f"a head that predicts by {', '.join(extra)}"
             expected = "one that predicts by the state after the token alone, all that SpecDec_pp's class is fed"
             remedy = "Write it with its inputs: draftsmith export --format acceptance."
             raise InputError("head", found, expected, remedy)
+        if config.joins:
+            found, expected = f"hidden layers of width {config.width}", f"{config.hidden_size}, the state's"
+            raise InputError("head", found, expected, "Train one for it: draftsmith train acceptance --width 0.")
         if config.num_blocks > 1 and not config.tied:
             found = f"{config.num_blocks} blocks, each with its own weights"
             expected = "tied blocks or at most one: SpecDec_pp's class repeats one block object"
