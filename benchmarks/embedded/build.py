@@ -1,5 +1,6 @@
 """`python benchmarks/embedded/build.py --output data/embedded`: the models that ship, with their prompts and card;
-`--domain prose --output data/embedded/prose` makes the pair for text that does not copy.
+`--domain prose --output data/embedded/prose` makes the pair for text that does not copy, and `--text FILE --output DIR`
+one of your own conversations.
 
 Hours rather than minutes on two cores. Stages write into a work folder and are skipped when their file is there, so a
 killed build goes on where it was. Steps and seeds are fixed; the installed versions of the source packages are the only
@@ -25,7 +26,7 @@ import torch
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from draftsmith.benchmarks.embedded import card
-from draftsmith.benchmarks.embedded.domains import DOMAINS, MAX_POSITION, Domain
+from draftsmith.benchmarks.embedded.domains import DOMAINS, MAX_POSITION, Domain, own_domain
 from draftsmith.benchmarks.embedded.language_model import TokenRow, evaluate
 from draftsmith.benchmarks.embedded.models import Builder
 from draftsmith.benchmarks.embedded.tasks import Turn
@@ -63,7 +64,9 @@ class BuildConfig:
     Attributes:
         output: Directory that receives target/, draft/, draft-small/, prompts.jsonl, MODEL_CARD.md and NOTICE.md.
         domain: edits or prose: which pair.
-        work: Scratch folder; finished stages in it are not repeated. runs/embedded/DOMAIN where none is named.
+        text: JSON lines of conversations, as ShareGPT has them, to make a pair of instead; one file or more.
+        work: Scratch folder; finished stages in it are not repeated. runs/embedded/DOMAIN where none is named, and
+            work/ in the output for a pair of your own text.
         seed: Of the corpus' random parts, the weights and the order of batches.
         num_threads: CPU threads.
         packages: Learn from these source packages only. All of the domain's where none is named.
@@ -71,6 +74,7 @@ class BuildConfig:
 
     output: Path
     domain: Literal["edits", "prose"] = "edits"
+    text: list[Path] | None = None
     work: Path | None = None
     seed: int = 0
     num_threads: int = 2
@@ -81,7 +85,8 @@ class BuildConfig:
 def run(config: BuildConfig) -> Path:
     """Build everything, or what is missing of it."""
     set_threads(config.num_threads)
-    domain, work = DOMAINS[config.domain], config.work or Path("runs/embedded") / config.domain
+    domain = own_domain(config.text) if config.text else DOMAINS[config.domain]
+    work = config.work or (config.output / "work" if config.text else Path("runs/embedded") / config.domain)
     make_directory(work)
     started = time.time()
 
@@ -107,7 +112,7 @@ def run(config: BuildConfig) -> Path:
     for name in domain.drafts:
         draft = builder.draft(name, target.model, rows, own_text)
         export_model(draft, config.output / name, tokenizer)
-    write_card(config, tokenizer, dev, rows)
+    write_card(domain, config, tokenizer, dev, rows)
     log(f"card written to {config.output / 'MODEL_CARD.md'}")
     return config.output
 
@@ -230,8 +235,11 @@ def card_questions(path: Path, tokenizer: Any) -> list[card.HeldOutPrompt]:
 
 def source_versions(sources: Iterable[str]) -> dict[str, str]:
     """Installed version of each source package."""
-    found = {"stdlib": platform.python_version()}
+    found = {}
     for package in sources:
+        if package == "stdlib":
+            found[package] = platform.python_version()
+            continue
         try:
             found.setdefault(package, version(DISTRIBUTIONS.get(package, package)))
         except PackageNotFoundError:
@@ -239,9 +247,8 @@ def source_versions(sources: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def write_card(config: BuildConfig, tokenizer: Any, dev: list[TokenRow], rows: list[TokenRow]) -> None:
-    """MODEL_CARD.md, its numbers as card.json, and NOTICE.md."""
-    domain = DOMAINS[config.domain]
+def write_card(domain: Domain, config: BuildConfig, tokenizer: Any, dev: list[TokenRow], rows: list[TokenRow]) -> None:
+    """MODEL_CARD.md, its numbers as card.json, and NOTICE.md where the text was taken from packages."""
     questions = card_questions(config.output / "prompts.jsonl", tokenizer)
     models: dict[str, Any] = {name: load_lm(str(config.output / name)) for name in ("target", *domain.drafts)}
     scores = {name: card.score_pair(models["target"], models[name], questions, config.seed) for name in domain.drafts}
@@ -260,7 +267,8 @@ def write_card(config: BuildConfig, tokenizer: Any, dev: list[TokenRow], rows: l
     numbers = card.card_numbers(domain, held_out, scores)
     write_text(config.output / "MODEL_CARD.md", card.render(domain, facts, numbers, samples))
     write_json(config.output / "card.json", numbers, indent=2)
-    write_text(config.output / "NOTICE.md", card.notice(domain, facts))
+    if domain.sources:
+        write_text(config.output / "NOTICE.md", card.notice(domain, facts))
 
 
 def read_prompts(path: Path) -> list[Turn]:
