@@ -18,6 +18,7 @@ from draftsmith.data.store.files import make_directory, write_json
 from draftsmith.data.store.manifest import MANIFEST, Manifest, volatile
 from draftsmith.data.store.reading import read_object
 from draftsmith.data.store.rollout_dataset import RolloutDataset
+from draftsmith.modules.acceptance.fitting import begin
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, Feature, State
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
@@ -240,7 +241,7 @@ def stored_rounds(
 ) -> tuple[TrainAcceptanceConfig, AcceptanceHead, Samples, Samples]:
     """The tokens of labelled answers with the states that a head reads, as samples of a training; and the head where it
     begins, of the size that was found best if none was asked for, with the settings that say so."""
-    from draftsmith.train.acceptance_start import begin, tried_sizes
+    from draftsmith.train.acceptance_start import batches, tried_sizes
     from draftsmith.train.data_module import Samples
     from draftsmith.train.metrics import say_on_rank_zero
     from draftsmith.train.stored_tokens import StoredDataset, StoredDrafts, stored
@@ -261,7 +262,7 @@ def stored_rounds(
             write_json(config.output / SWEEP, {"tried": [dataclasses.asdict(size) for size in tried]})
             config = with_size(config)
             head = make_head(config, hidden_size)
-        begin(head, tokens["train"], reader)
+        begin(head, batches(tokens["train"], reader))
     blocks = StoredDataset(tokens["train"], train, config.seed)
     answers = StoredDataset(tokens["val"], val, None)
     return config, head, Samples(blocks, range(len(blocks.lengths))), Samples(answers, range(len(answers.lengths)))

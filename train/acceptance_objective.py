@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from draftsmith.modules.acceptance.fitting import predicted
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, acceptance_training
 from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.losses import acceptance_loss
@@ -106,12 +107,6 @@ class AcceptanceObjective(Objective):
             head.config = fitted(trained.config, logit[~own], accept_prob[~own], others)
             calibrated[own] = head.calibrated(raw[own])
         return float(expected_calibration_error(torch.sigmoid(calibrated.double()), accept_prob, weight=weight))
-
-
-def predicted(head: AcceptanceHead, batch: AcceptanceBatch) -> Tensor:
-    """Raw logits, in float32 also where the rest runs under bf16 autocast."""
-    with torch.autocast(batch.hidden.device.type, enabled=False):
-        return head(batch.hidden, batch.embeds, batch.features)
 
 
 def fitted(

@@ -18,6 +18,7 @@ LABEL_TEST, ROLLOUT_TEST, DATASET_TEST = (
 COSTS, COST_TEST = "eval/cost/machine.py", "tests/eval/cost/machine_test.py"
 
 STORED, START = "train/stored_tokens.py", "train/acceptance_start.py"
+FITTING = "modules/acceptance/fitting.py"
 START_TEST = "tests/train/acceptance_start_test.py"
 REPETITION, SUMMARY = "data/text/repetition.py", "eval/bench/summary.py"
 REPETITION_TEST, SUMMARY_TEST = "tests/data/text/repetition_test.py", "tests/eval/bench/summary_test.py"
@@ -147,8 +148,8 @@ MUTANTS = [
     Mutant("stored-blocks-in-the-answers-order", STORED, "self.tokens = tokens[order]",
            "self.tokens = tokens[order.sort().values]", (START_TEST,)),
     Mutant("stored-owner-of-the-answer", STORED, '"owner": owner})', '"owner": batch.owner})', (START_TEST,)),
-    Mutant("start-without-the-weights-correction", START, "bias - float(head.corrected(0.0))", "bias", (START_TEST,)),
-    Mutant("start-of-tokens-that-weigh-alike", START, "zeros, RIDGE, tokens.weight)", "zeros, RIDGE)", (START_TEST,)),
+    Mutant("start-without-the-weights-correction", FITTING, "bias - float(head.corrected(0.0))", "bias", (START_TEST,)),
+    Mutant("start-of-tokens-that-weigh-alike", FITTING, "RIDGE, weight)", "RIDGE)", (START_TEST,)),
     Mutant("start-with-the-worst-size", START, "key=lambda tried: tried.kl)", "key=lambda tried: -tried.kl)",
            (START_TEST,)),
     Mutant("start-is-not-validated", "train/acceptance_objective.py", "self.validates_first = reader.weighted",

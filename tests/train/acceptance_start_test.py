@@ -17,11 +17,11 @@ from draftsmith.data.heads.directory import load_head
 from draftsmith.data.heads.frozen_drafter import FrozenDrafter
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.rollout_dataset import RolloutDataset, collate_rollouts
+from draftsmith.modules.acceptance.fitting import begin, predicted
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.train import acceptance_start
 from draftsmith.train.acceptance import TrainAcceptanceConfig, prepare, with_size
-from draftsmith.train.acceptance_objective import predicted
-from draftsmith.train.acceptance_start import Tried, begin
+from draftsmith.train.acceptance_start import Tried, batches
 from draftsmith.train.data_module import Samples
 from draftsmith.train.drafted_tokens import RolloutDrafts
 from draftsmith.train.run import run
@@ -98,7 +98,7 @@ def test_a_head_begins_at_the_logistic_of_its_features_over_standardised_inputs(
     torch.manual_seed(0)
     head = AcceptanceHead(LEAN)
     reader = StoredDrafts(drafts)
-    begin(head, tokens, reader)
+    begin(head, batches(tokens, reader))
     batch = reader.read(tokens).batch
     given = torch.cat([batch.hidden, drafts.drafter.lm.embed(tokens.ids), batch.features], -1).double()
     np.testing.assert_allclose(head.mean.numpy(), given.mean(0).numpy(), atol=1e-5)

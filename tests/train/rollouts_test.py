@@ -17,11 +17,12 @@ from draftsmith.data.heads.directory import drafter_identity, load_head, save_he
 from draftsmith.data.heads.frozen_drafter import FrozenDrafter
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.rollout_dataset import RolloutDataset, collate_rollouts
+from draftsmith.modules.acceptance.fitting import predicted
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.types import InputError
 from draftsmith.train.acceptance import TrainAcceptanceConfig, make_head, num_loss_tokens, prepare
-from draftsmith.train.acceptance_objective import AcceptanceObjective, predicted
+from draftsmith.train.acceptance_objective import AcceptanceObjective
 from draftsmith.train.data_module import Key, Part, Samples
 from draftsmith.train.drafted_tokens import RolloutDrafts
 from draftsmith.train.lit_head import LitHead
