@@ -112,7 +112,7 @@ SECTIONS: dict[str, dict[str, Command]] = {
         "import": Command("data.exchange.import_head:ImportConfig", "A public head as one of ours", ("directory",)),
     },
     "Measure": {
-        "diagnose": Command("eval.diagnose:DiagnoseConfig", "Why a head drafts badly, and the remedy", ("head",)),
+        "diagnose": Command("eval.diagnose:DiagnoseConfig", "Why a drafter drafts badly, and the remedy", ("draft",)),
         "eval bench": Command(
             "eval.bench.command:BenchConfig", "Compare methods: speed, tau, equality with the target"
         ),

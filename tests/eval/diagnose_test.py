@@ -90,7 +90,7 @@ def diagnosed(world, capsys):
 
     def diagnosed(head: Path, data: Path | None = None) -> dict[str, str]:
         capsys.readouterr()
-        run(DiagnoseConfig(head=head, data=data or world.responses, target=str(world.target)))
+        run(DiagnoseConfig(draft=str(head), data=data or world.responses, target=str(world.target), stops=False))
         lines = capsys.readouterr().out.splitlines()
         causes = [line for line in lines if line.startswith(("Likeliest cause", "Also"))]
         return {line[5:].partition(":")[0]: line for line in lines if line[:5] in ("ok   ", "BAD  ")} | {
@@ -242,3 +242,28 @@ def test_a_training_with_bad_numbers_ends_with_a_diagnosis(world, tmp_path, caps
     shown = capsys.readouterr().out
     assert "warning: the first token is right less often than 50%" in shown
     assert "ok   answers: 100.0%" in shown and "Likeliest cause (amount)" in shown
+
+
+@pytest.mark.parametrize("drafter", ["draft model", "head"])
+def test_what_ends_drafts_best_is_told_in_the_width_of_a_terminal(world, sound, capsys, monkeypatch, drafter):
+    monkeypatch.setenv("COLUMNS", "80")
+    draft = str(world.target if drafter == "draft model" else sound)
+    run(DiagnoseConfig(draft=draft, data=world.responses, target=str(world.target), c=0.15))
+    shown = capsys.readouterr().out
+    table, _, rest = shown[shown.index("Ending drafts") :].partition("Of the answers' tokens (greedy), ")
+    assert max(map(len, table.splitlines())) <= 80 and "true p/q" not in table
+    assert [line.split()[0] for line in table.splitlines() if line[:5].strip().startswith("0.")] == [
+        "0.05", "0.1", "0.15", "0.2", "0.35",
+    ]  # fmt: skip
+    assert "go on with a repetition" in rest and "At c = 0.15 `online` gains" in rest
+    assert shown.startswith("Ending") == (drafter == "draft model")
+    if drafter == "draft model":  # of itself everything is accepted: nothing ends a draft better than its length
+        assert "Draft a fixed K of " in rest
+
+
+def test_at_a_temperature_true_p_over_q_is_shown_and_c_is_measured(world, capsys, tmp_path):
+    sampled = answered_by(world.target, world.prompts, tmp_path / "responses", temperature=1.0)
+    run(DiagnoseConfig(draft=str(world.target), data=sampled, target=str(world.target), limit=8))
+    found = capsys.readouterr()
+    assert "true p/q" in found.out and "(temperature 1)" in found.out
+    assert "measured here (draft)" in found.err and found.out.count("At c = ") == 1
