@@ -303,13 +303,13 @@ def gains_table(found: Sequence[AtCost], count: int) -> Table:
 
 def advice(at: AtCost) -> str:
     """What to do at this c."""
-    online, head = (at.gains[name].text for name in (ONLINE, HEAD))
-    said = f"At c = {at.c:.3g} `online` gains {online} over the best fixed K, a head trained on these answers {head}: "
+    what = {
+        HEAD: "train one, on 1,000 answers or more (data acceptance --labels rollout, train acceptance).",
+        ONLINE: "`online` is enough.",
+        FIXED: f"no gain that these answers can tell from none. Draft a fixed K of {at.k}.",
+    }
+    online, head, over = (own.text for own in (at.gains[ONLINE], at.gains[HEAD], at.over_online))
     return (
-        said
-        + {
-            HEAD: "train one, on 1,000 answers or more (data acceptance --labels rollout, train acceptance).",
-            ONLINE: "`online` is enough.",
-            FIXED: f"no gain that these answers can tell from none. Draft a fixed K of {at.k}.",
-        }[at.pays]
+        f"At c = {at.c:.3g} `online` gains {online} over the best fixed K, a head trained on these answers {head}, "
+        f"which is {over} over `online`: {what[at.pays]}"
     )

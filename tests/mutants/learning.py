@@ -19,6 +19,7 @@ COSTS, COST_TEST = "eval/cost/machine.py", "tests/eval/cost/machine_test.py"
 
 STORED, START = "train/stored_tokens.py", "train/acceptance_start.py"
 FITTING = "modules/acceptance/fitting.py"
+GAIN, GAIN_TEST = "eval/stop_gain.py", "tests/eval/stop_gain_test.py"
 START_TEST = "tests/train/acceptance_start_test.py"
 REPETITION, SUMMARY = "data/text/repetition.py", "eval/bench/summary.py"
 REPETITION_TEST, SUMMARY_TEST = "tests/data/text/repetition_test.py", "tests/eval/bench/summary_test.py"
@@ -143,6 +144,25 @@ MUTANTS = [
     Mutant("auc-ties-count-whole", METRICS, "(below + negatives / 2)", "(below + negatives)", (METRIC_TEST,)),
     Mutant("ece-of-unsorted-tokens", METRICS, "order = prob.argsort(stable=True)",
            "order = torch.arange(len(prob))", (METRIC_TEST,)),
+    # -- what ending drafts would gain
+    Mutant("gain-of-answers-that-were-learned", GAIN, "own, kept = fold == held, fold != held",
+           "own, kept = fold == held, fold >= 0", (GAIN_TEST,)),
+    Mutant("gain-over-the-best-length-of-all", GAIN, "best = max(fixed, key=lambda played: played.pace(c, kept))",
+           "best = max(fixed, key=lambda played: played.pace(c, fold >= 0))", (GAIN_TEST,)),
+    Mutant("gain-folds-part-a-conversation", GAIN, "permutation(count)[rounds.owner] % FOLDS",
+           "permutation(len(rounds.owner)) % FOLDS", (GAIN_TEST,)),
+    Mutant("gain-rounds-begin-at-the-last-token", GAIN, "begins[:, place + 1 : place + 1 + width] +=",
+           "begins[:, place : place + width] +=", (GAIN_TEST,)),
+    Mutant("gain-verified-beyond-the-draft", GAIN, "np.where(drafted, reached, 0.0), np", "reached, np", (GAIN_TEST,)),
+    Mutant("gain-online-fitted-on-all", GAIN, 'index("repeat")]], rounds.tokens_of(kept)',
+           'index("repeat")]], rounds.tokens_of(kept | True)', (GAIN_TEST,)),
+    Mutant("gain-head-fitted-on-all", GAIN, "apart = kept & (", "kept = kept | True; apart = kept & (", (GAIN_TEST,)),
+    Mutant("gain-answers-of-a-conversation-in-one", GAIN, "(np.diff(starts) != 1) | (np.diff(row) != 0)",
+           "(np.diff(row) != 0)", (GAIN_TEST,)),
+    Mutant("gain-of-a-head-by-chance", GAIN, "self.over_online.low > 0 and self", "self", (GAIN_TEST,)),
+    Mutant("gain-pace-stays-the-fixed-lengths", GAIN,
+           "before, pace, acceptance = pace, found.pace(c, kept), found.acceptance(kept)", "before = pace",
+           (GAIN_TEST,)),
     # -- where an acceptance head begins
     Mutant("stored-tokens-of-every-weight", STORED, ">= LEAST_WEIGHT]", ">= 0]", (START_TEST,)),
     Mutant("stored-blocks-in-the-answers-order", STORED, "self.tokens = tokens[order]",
