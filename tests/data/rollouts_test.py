@@ -63,27 +63,30 @@ def drafts_of(row):
         yield number, start, row["input_ids"][:start] + row["draft_ids"][number * DEPTH : (number + 1) * DEPTH]
 
 
-def repeated(text, before, token):
-    """Half the length of the longest suffix that stood in the text before, by whether `token` goes on as it did."""
+def repeated(text, before):
+    """Half the length of the longest suffix that stood in the text before, and what went on from there."""
     for size in (8, 4, 2):
         for end in range(len(text) - 1, size - 1, -1):
             if text[end - size : end] == before[-size:]:
-                return size / 2 if text[end] == token else -size / 2
-    return 0.0
+                return size / 2, text[end]
+    return 0.0, None
 
 
 def check_drafts(row, oracles, expected):
     """expected(p, q, token, number of the draft, depth from 0): a token's labels by name, from the logits [V] of what
-    the target and the draft would say in its place."""
+    the target and the draft would say in its place, and under q the draft's distribution."""
     for number, start, ids in drafts_of(row):
         distributions, reach = oracles(ids), 1.0
         for depth in range(DEPTH):
             at, place = number * DEPTH + depth, start + depth
             labels = expected(*(logits[place - 1] for logits in distributions), ids[place], number, depth)
+            half, followed = repeated(ids[:start], ids[:place])
+            q = labels.pop("q")
+            labels["repeat_mean"] = half * (2 * q[followed] - 1) if half else 0.0
             for name, value in labels.items():
                 assert row[name][at] == pytest.approx(value, **TOLERANCE), (name, number, depth)
             assert row["reached"][at] == pytest.approx(reach, **TOLERANCE)
-            assert row["repeat"][at] == repeated(ids[:start], ids[:place], ids[place])
+            assert row["repeat"][at] == (half if ids[place] == followed else -half)
             reach *= labels["accept_prob"]
 
 
@@ -106,6 +109,7 @@ def test_sampled_labels_are_those_of_rounds_drafted_one_token_at_a_time(remake, 
             assert token == np.searchsorted(np.cumsum(q), uniforms[1 + draft * DEPTH + depth], side="right")
             with np.errstate(divide="ignore"):
                 return {
+                    "q": q,
                     "log_q": np.log(q[token]),
                     "log_max_q": np.log(q.max()),
                     "entropy": -sum(x * np.log(x) for x in q if x),
@@ -127,6 +131,7 @@ def test_greedy_labels_are_agreement(chain, remake, oracles):
         assert token == assured
         log_p, log_q = p.log_softmax(-1), q.log_softmax(-1)
         return {
+            "q": log_q.exp(),
             "log_q": float(log_q[token]),
             "log_max_q": float(log_q[token]),
             "entropy": -float(log_q.exp() @ log_q),
@@ -188,7 +193,9 @@ def test_labels_give_the_distribution_of_how_many_tokens_the_decoder_accepts(par
         branched = BranchedText(target, 2)
         branched.open(text)
         states = target_states(branched, starts, drafts).flatten(0, 1)
-        labels = settings(sampling=(params,)).label_drafts(states, own, drafts.flatten(), [params] * count)
+        labels = settings(sampling=(params,)).label_drafts(
+            states, own, drafts.flatten(), [params] * count, drafts.flatten()
+        )
         q, kept = labels["log_q"].exp().view(-1, 2), labels["accept_prob"].view(-1, 2)
         possible = q[:, 0] * q[:, 1] > 0
         weights = q.prod(1)[possible]
@@ -324,7 +331,7 @@ def test_a_sample_is_a_response_with_its_drafts(chain, remake):
     known = batch.confidences
     assert known.depth[0].tolist() == [1, 2, 3] and torch.equal(known.log_q, batch.log_q)
     assert known.temperature[:, 2].tolist() == batch.temperature.tolist()
-    assert all(getattr(known, name) is getattr(batch, name) for name in ("log_max_q", "entropy", "repeat"))
+    assert all(getattr(known, name) is getattr(batch, name) for name in ("log_max_q", "repeat", "repeat_mean"))
 
 
 def test_drafts_are_shown(remake, capsys):
