@@ -94,6 +94,9 @@ def world(tmp_path_factory) -> World:
     for head in heads.values():
         torch.nn.init.normal_(head.out.weight, std=1.0)
         head.requires_grad_(False)
+    undrawn = dataclasses.replace(before, state="undrawn", features=("logit_max_q", "repeat_mean"))
+    heads["undrawn"] = AcceptanceHead(undrawn).requires_grad_(False)
+    heads["undrawn"].direct.weight.fill_(1.0)
     models = run_models(target, draft, eagle=eagle, capacity=300)
     return World(models, prompts, heads, {"draft": draft, "eagle": target}, {})
 
@@ -104,7 +107,17 @@ def rule_of(name: str) -> ThresholdRule | CostRule:
 
 @pytest.mark.parametrize("drafter", ["draft", "eagle"])
 @pytest.mark.parametrize(
-    "predictor", ["before", "late", "online q", "online max_q", "online q before", "online max_q late"]
+    "predictor",
+    [
+        "before",
+        "late",
+        "undrawn",
+        "online q",
+        "online max_q",
+        "online q before",
+        "online max_q late",
+        "online q undrawn",
+    ],
 )
 @pytest.mark.parametrize("rule", ["threshold", "cost"])
 def test_a_replay_is_the_decoders_trace_and_learns_as_it_does(world, drafter, predictor, rule):
