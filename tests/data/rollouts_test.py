@@ -228,6 +228,24 @@ def test_drafts_follow_the_drafters_distribution():
     assert statistic < freedom + 4 * math.sqrt(2 * freedom)  # four standard deviations; the uniforms are fixed
 
 
+def test_labels_say_how_a_token_goes_on_with_a_repetition_and_how_it_might_have():
+    ids, params, draft = [2, 0, 1, 3, 2, 0, 3, 1, 2, 0, 1, 3, 2, 0, 3, 3, 1, 2, 0], SamplingParams(0.7), LogitTable(1)
+    rollouts = settings(target=LogitTable(0), drafter=FrozenDrafter(draft, {}), sampling=(params,), chunk=5)
+    row = {"id": "a", "input_ids": ids, "prompt_length": 3, "task": None}
+    made = rollouts.label_response(BranchedText(rollouts.target, 2), DraftModelBranches(draft, 2), row, 0)
+    seen = set()
+    for number, start in enumerate(made["starts"]):
+        for depth in range(2):
+            at = 2 * number + depth
+            before = [*ids[:start], *made["draft_ids"][2 * number : at].tolist()]
+            half, followed = repeated(ids[:start], before)
+            q = warped(draft.row(tuple(before))[0], params)
+            assert made["repeat"][at] == (half if made["draft_ids"][at] == followed else -half)
+            assert made["repeat_mean"][at] == pytest.approx(half * (2 * q[followed] - 1) if half else 0, abs=1e-6)
+            seen.add((half, 0 < q[followed or 0] < 1))
+    assert len(seen) > 3
+
+
 def test_what_lies_behind_a_rejection_or_an_end_token_is_not_reached():
     accept = torch.tensor([[0.5, 0.4, 0.0, 1.0], [1.0, 1.0, 0.5, 1.0]])
     drafted = torch.tensor([[7, 8, 9, 6], [7, 4, 9, 6]])

@@ -103,7 +103,7 @@ MUTANTS = [
     Mutant("rollouts-repetitions-of-the-drawn-token", ROLLOUTS, "q.gather(-1, followed.clamp_min(0)[:, None])",
            "q.gather(-1, tokens[:, None])", (ROLLOUT_TEST,)),
     Mutant("replay-undrawn-heads-miss-the-mean", CHAINS, "mean_score(halves[mask].double(), followed.double().cpu())",
-           "halves[mask].double()", (RULES,)),
+           "halves[mask].double()", (STOP_RULES_TEST,)),
     Mutant("rollouts-reached-not-shifted", ROLLOUTS, "torch.cat([torch.ones_like(passed[:, :1]), passed[:, :-1]], -1)",
            "passed", (ROLLOUT_TEST,)),
     Mutant("rollouts-go-on-behind-an-end-token", ROLLOUTS, "(accept_prob * ~ends).cumprod(-1)",
