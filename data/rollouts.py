@@ -49,7 +49,7 @@ class Rollouts:
 
     drafter: what drafts; the target reads the drafts.
     depth: tokens of a draft, K. stride: a draft begins at every so many tokens.
-    sampling: drafts take them in turn; all greedy, or none.
+    sampling: drafts take them in turn.
     chunk: places whose distributions are in memory at once. context: most tokens of a text and a draft together.
     """
 
@@ -67,7 +67,8 @@ class Rollouts:
 
     @property
     def greedy(self) -> bool:
-        return self.sampling[0].greedy
+        """Nothing is drawn."""
+        return all(params.greedy for params in self.sampling)
 
     def starts(self, mask: Sequence[bool], min_start: int, uniform: float) -> list[int]:
         """Where drafts begin: every `stride` tokens of the answers, which `mask` [T] is true on, from a random place
@@ -173,16 +174,14 @@ class Rollouts:
         Greedy distributions are those at temperature 1 in log_q, log_max_q, entropy and log_p; the overlap is
         agreement.
         """
-        greedy = self.greedy
-        drawn = [SamplingParams(1.0)] * len(params) if greedy else params
+        drawn = [SamplingParams(1.0) if own.greedy else own for own in params]
         p, q = (row_probabilities(logits, drawn) for logits in (target_logits, draft_logits))
         known = confidences_of(q, tokens, tokens, tokens)
         own = p.gather(-1, tokens[:, None])[:, 0]
-        if greedy:
-            overlap = accept_prob = (target_logits.argmax(-1) == tokens).to(p.dtype)
-        else:
-            overlap = torch.minimum(p, q).sum(-1).clamp(max=1.0)
-            accept_prob = (own / known.log_q.exp()).clamp(max=1.0)
+        greedy = torch.tensor([own.greedy for own in params], device=p.device)
+        agreed = (target_logits.argmax(-1) == tokens).to(p.dtype)
+        overlap = torch.where(greedy, agreed, torch.minimum(p, q).sum(-1).clamp(max=1.0))
+        accept_prob = torch.where(greedy, agreed, (own / known.log_q.exp()).clamp(max=1.0))
         labels = {"log_q": known.log_q, "log_max_q": known.log_max_q, "entropy": known.entropy}
         labels["q_followed"] = q.gather(-1, followed.clamp_min(0)[:, None])[:, 0]
         labels |= {"log_p": own.log(), "accept_prob": accept_prob, "overlap": overlap}
