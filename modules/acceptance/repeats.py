@@ -26,7 +26,7 @@ class Repeats:
 
     def clear(self) -> None:
         """Another text."""
-        self._followers: dict[int, dict[tuple[int, ...], int]] = {size: {} for size in self.SIZES}
+        self._followers: dict[int, dict[tuple[int, ...], int]] = {size: {} for size in reversed(self.SIZES)}
         self._num_read = 0
 
     def read(self, tokens: Sequence[int]) -> None:
@@ -37,22 +37,25 @@ class Repeats:
                     followers[tuple(tokens[end - size : end])] = tokens[end]
         self._num_read = max(self._num_read, len(tokens))
 
-    def score(self, before: Sequence[int], token: int) -> float:
+    def score(self, before: tuple[int, ...], token: int) -> float:
         """Half the length of the longest repeated suffix of `before` (the text's last tokens, and drafted ones), where
         `token` followed it in the text too, and minus that where another token did; 0 where none is repeated."""
+        score = 0.0
         for size, followers in self._followers.items():
-            expected = followers.get(tuple(before[-size:]))
-            if expected is not None:
-                return size / 2 if expected == token else -size / 2
-        return 0.0
+            expected = followers.get(before[-size:])
+            if expected is None:  # where a suffix did not stand in the text, no longer one did
+                break
+            score = size / 2 if expected == token else -size / 2
+        return score
 
 
 class RepeatScores:
     """`Repeats.score` of drafted tokens, as a stop policy is shown them."""
 
     def __init__(self) -> None:
-        self._repeats, self._before = Repeats(), list[int]()
-        self._last: tuple[DraftView | None, float] = None, 0.0
+        self._repeats, self._before = Repeats(), tuple[int, ...]()
+        self._last: DraftView | None = None
+        self._value = 0.0
 
     def reset(self) -> None:
         """A new prompt begins."""
@@ -60,15 +63,15 @@ class RepeatScores:
 
     def score(self, view: DraftView) -> float:
         """Score of the token shown, to whoever asks; every token of a draft is to be shown, from the first."""
-        if view is self._last[0]:
-            return self._last[1]
+        if view is self._last:
+            return self._value
         if view.num_drafted == 1:
             self._repeats.read(view.context)
-            self._before = list(view.context[-Repeats.SIZES[0] :])
-        value = self._repeats.score(self._before, view.token)
-        self._before.append(view.token)
-        self._last = view, value
-        return value
+            self._before = tuple(view.context[-Repeats.SIZES[0] :])
+        before, token = self._before, view.token
+        self._last, self._value = view, self._repeats.score(before, token)
+        self._before = (*before[1 - Repeats.SIZES[0] :], token)
+        return self._value
 
 
 def repeat_scores(text: Sequence[int], starts: Sequence[int], drafted: Tensor) -> Tensor:
@@ -77,10 +80,10 @@ def repeat_scores(text: Sequence[int], starts: Sequence[int], drafted: Tensor) -
     repeats, scores = Repeats(), []
     for start, tokens in zip(starts, drafted.tolist(), strict=True):
         repeats.read(text[:start])
-        before = list(text[max(start - Repeats.SIZES[0], 0) : start])
+        before = tuple(text[max(start - Repeats.SIZES[0], 0) : start])
         own = []
         for token in tokens:
             own.append(repeats.score(before, token) if token >= 0 else 0.0)
-            before.append(token)
+            before = (*before[1 - Repeats.SIZES[0] :], token)
         scores.append(own)
     return torch.tensor(scores, dtype=torch.float32).view(drafted.shape)
