@@ -80,10 +80,12 @@ def stop_policy(name: str, seed: int, reader: TableLM):
     if name.startswith(("cost", "online")):
         early = name.startswith("cost:early")
         by = "max_q" if "max_q" in name else "q"
-        head = random_acceptance_head(seed, **(EARLY if early else {}))
-        predictor = HeadPredictor(head, reader.embed) if "cost" in name else OnlinePredictor(by)
+        on_top = name.startswith("online:head")
+        head = random_acceptance_head(seed, **(EARLY if early or on_top else {}))
+        trained = HeadPredictor(head, reader.embed) if "cost" in name or on_top else None
+        predictor = trained if "cost" in name else OnlinePredictor(by, head=trained)
         # Such heads say little that is right, and such drafts are seldom accepted: drafting has to be cheap.
-        return PredictorStop(predictor, CostRule(0.15 if early else 0.1), min_drafted=1, max_drafted=3)
+        return PredictorStop(predictor, CostRule(0.15 if early or on_top else 0.1), min_drafted=1, max_drafted=3)
     if name.startswith("specdec++early"):
         return specdecpp(random_acceptance_head(seed, **EARLY), 0.6, 1, 3, calibrated=True, embed=reader.embed)
     if name.startswith("specdec++"):
@@ -155,8 +157,8 @@ EARLY = {"state": "before", "features": FEATURES}
 # A node costs enough for few to be taken at a good pace, and many at a bad one.
 TREE_TIMES = TreeTimes(0.2, 0.2, tuple(1 + 0.2 * nodes for nodes in range(10)))
 METHODS = ["ar", "spec:k=1", "spec:k=2", "spec:k=3", "specdec++", "specdec++calibrated", "confidence", "self-verify",
-           "specdec++early", "cost", "cost:early", "online", "online:max_q",
-           "specdec++early:eagle", "cost:eagle", "cost:early:eagle", "online:eagle",
+           "specdec++early", "cost", "cost:early", "online", "online:max_q", "online:head",
+           "specdec++early:eagle", "cost:eagle", "cost:early:eagle", "online:eagle", "online:head:eagle",
            "eagle:k=2", "specdec++:eagle", "specdec++calibrated:eagle", "confidence:eagle", "self-verify:eagle", "tree",
            *EAGLE_TREES, "pre-verify", "pre+self-verify", "hsddw", "pre-verify:eagle", "pre+self-verify:eagle",
            "hsddw:eagle", "medusa", "medusa-chain:k=2", "pld", "lookahead", "pearl:k=1", "pearl:k=2"]  # fmt: skip

@@ -36,6 +36,7 @@ ONLINE: dict[str, tuple[ConfidenceName, bool]] = {
 }
 RAW = ", raw"  # behind a head's name: its output as it is
 ON_TOP = ", online on top"  # the same: what learns from the verdicts how far to trust it
+COPYING = 0.2  # share of an answer's tokens that go on with a repetition, from which on it copies
 PUBLISHED_H, PUBLISHED_MIN = 0.7, 2
 AS_PUBLISHED = ": raw, h 0.7 as published"
 
@@ -295,12 +296,14 @@ class AtCost:
 @dataclass(frozen=True)
 class PolicyComparison:
     """Settings chosen for one drafter and mode at every c, this machine's last. test: replays the reported prompts.
-    overlaps [prompts]: of the reported ones, the share of their answers' n-grams that heads were trained on."""
+    overlaps [prompts]: of the reported ones, the share of their answers' n-grams that heads were trained on. copied
+    [prompts]: the share of their answers' tokens that go on with a repetition."""
 
     scene: DrafterMode
     at: Sequence[AtCost]
     test: PolicyReplay
     overlaps: Sequence[float]
+    copied: Sequence[float]
     seed: int
 
     @property
@@ -319,6 +322,11 @@ class PolicyComparison:
         order = np.argsort(np.asarray(self.overlaps), kind="stable")
         return np.isin(np.arange(len(order)), order[: -(-len(order) // 3)])
 
+    @cached_property
+    def copies(self) -> Mask:
+        """[prompts]: those whose answers go on with a repetition in more than COPYING of their tokens."""
+        return np.asarray(self.copied) > COPYING
+
     def gain(self, at: AtCost, own: Chosen, base: Chosen | None = None, mask: Mask | None = None) -> Gain:
         """Over the best fixed K, or another; of the prompts in the mask."""
         kept = slice(None) if mask is None else mask
@@ -331,7 +339,12 @@ class PolicyComparison:
 
 
 def compare_policies(
-    scene: DrafterMode, grid: PolicyGrid, cs: Sequence[float], overlaps: Sequence[float], seed: int
+    scene: DrafterMode,
+    grid: PolicyGrid,
+    cs: Sequence[float],
+    overlaps: Sequence[float],
+    copied: Sequence[float],
+    seed: int,
 ) -> PolicyComparison:
     """cs: the last one is this machine's own."""
     families = grid.families(scene.heads, scene.dev.accept_along is not None)
@@ -342,4 +355,4 @@ def compare_policies(
         base = dev.rate(best[families[0]], c)  # fixed K
         chosen = {family.name: Chosen(family, own, dev.rate(own, c) / base - 1) for family, own in best.items()}
         at.append(AtCost(c, number == len(cs), chosen))
-    return PolicyComparison(scene, at, PolicyReplay(scene, scene.test), overlaps, seed)
+    return PolicyComparison(scene, at, PolicyReplay(scene, scene.test), overlaps, copied, seed)

@@ -9,8 +9,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from draftsmith.data.progress import say
 from draftsmith.data.store.manifest import open_artefact
 from draftsmith.data.store.shards import Rows
+from draftsmith.data.text.repetition import Repetition
 from draftsmith.data.text.sources import named_split
 from draftsmith.eval.bench.prompts import BenchPrompt, has_splits, kept_rows, read_prompts
+from draftsmith.eval.replay.rollouts import TargetAnswer
 from draftsmith.eval.studies.policies.settings import PoliciesConfig
 from draftsmith.modules.types import InputError
 
@@ -87,3 +89,13 @@ def overlap(tokens: Sequence[int], known: set[Gram], n: int) -> float:
 
 def known_grams(texts: Iterable[Sequence[int]], n: int) -> set[Gram]:
     return {gram for tokens in texts for gram in ngrams_of(tokens, n)}
+
+
+def copied_shares(prompts: Iterable[BenchPrompt], answers: Iterable[TargetAnswer]) -> list[float]:
+    """Of each answer, the share of its tokens that go on with a repetition of its prompt or of itself."""
+    found = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        mask = [False] * len(prompt.prompt_ids) + [True] * len(answer.tokens)
+        shares = Repetition.of([([*prompt.prompt_ids, *answer.tokens], mask)])
+        found.append(shares.from_prompt + shares.from_answer)
+    return found

@@ -28,7 +28,7 @@ from draftsmith.eval.studies.common import (
 )
 from draftsmith.eval.studies.forward_times import bench_rows, gain_interval
 from draftsmith.eval.studies.policies.comparison import FIXED, DrafterMode, Policy, PolicyComparison, compare_policies
-from draftsmith.eval.studies.policies.prompts import known_grams, overlap, parted, training_texts
+from draftsmith.eval.studies.policies.prompts import copied_shares, known_grams, overlap, parted, training_texts
 from draftsmith.eval.studies.policies.settings import PoliciesConfig
 from draftsmith.eval.studies.policies.tables import FREE, HEAD, LOOKING, OVERLAP, shown_first, summary_of, tables_of
 from draftsmith.modules.acceptance.head import AcceptanceHead
@@ -64,7 +64,8 @@ def run(config: PoliciesConfig) -> Path:
         overlaps = [overlap(answer.tokens, train, config.ngram) for answer in scene.test.answers]
         say(f"{scene.title}: {', '.join(scene.heads) or 'no head'}; c = {own[scene.drafter]:.3f} here")
         cs = (*comma_numbers("cs", config.cs, float), own[scene.drafter])
-        found.append(compare_policies(scene, config.grid, cs, overlaps, config.seed))
+        copied = copied_shares(context.prompts, scene.test.answers)
+        found.append(compare_policies(scene, config.grid, cs, overlaps, copied, config.seed))
     decoded = [row for compared in found for row in cross_check(config, compared)] if config.bench_limit else []
     tables, summary = tables_of(found, decoded), summary_of(found, decoded)
     if not train:

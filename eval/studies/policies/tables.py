@@ -11,6 +11,7 @@ from draftsmith.eval.report.tables import Column, Table, drawn_data, plain
 from draftsmith.eval.studies.common import slug
 from draftsmith.eval.studies.policies.comparison import (
     AS_PUBLISHED,
+    COPYING,
     FITTED,
     FIXED,
     KNOWN,
@@ -43,8 +44,8 @@ from draftsmith.eval.studies.predictors import (
 
 Row = dict[str, Any]
 # Names of tables.
-OF_HEAD, GAINS, BENCH, WHO_KNOWS, OVERLAP = (
-    f"policies-{name}" for name in ("head", "gains", "bench", "quality", "overlap")
+OF_HEAD, GAINS, BENCH, WHO_KNOWS, COPIES, OVERLAP = (
+    f"policies-{name}" for name in ("head", "gains", "bench", "quality", "copying", "overlap")
 )
 # What of a scene is decoded for real, beside fixed K.
 HEAD, FREE, LOOKING = "best head", "best training-free", "online with repetitions"
@@ -76,6 +77,7 @@ def tables_of(found: Sequence[PolicyComparison], decoded: Sequence[Row]) -> list
         settings_table(found),
         *([bench_table(decoded)] if decoded else []),
         task_table(found),
+        copying_table(found),
         overlap_table(found),
         quality_table(said),
         drawn_data("policies-reliability", reliability),
@@ -229,7 +231,7 @@ def gains_by_kind(compared: PolicyComparison, at: AtCost, mask: Mask) -> Row:
 
 def kind_columns(rows: Sequence[Row]) -> list[Column]:
     """Columns of the kinds that occur."""
-    known = (HEAD, FREE, "best fitted on dev", KNOWN, ORACLE)
+    known = (HEAD, FREE, LOOKING, "best fitted on dev", KNOWN, ORACLE)
     return [Column(kind, kind) for kind in known if any(kind in row for row in rows)]
 
 
@@ -243,6 +245,28 @@ def task_table(found: Sequence[PolicyComparison]) -> Table:
     ]  # fmt: skip
     columns = [SCENE, Column("task", "task"), Column("prompts", "prompts", "d"), Column("at", "c"), *kind_columns(rows)]
     return Table("policies-by-task", "Gain over the best fixed K by task", columns, rows, INTERVALS)
+
+
+def copying_table(found: Sequence[PolicyComparison]) -> Table:
+    """Gains apart for answers that copy and answers that do not."""
+    rows = [
+        {"scene": compared.scene.title, "at": at.name, "prompts": name, "count": int(mask.sum()),
+         "copied": float(np.mean(np.array(compared.copied)[mask])), **gains_by_kind(compared, at, mask)}
+        for compared in found
+        for at in compared.at
+        for name, mask in (("new text", ~compared.copies), ("copying", compared.copies))
+        if mask.any()
+    ]  # fmt: skip
+    columns = [
+        SCENE, Column("at", "c"), Column("prompts", "answers"), Column("count", "prompts", "d"),
+        Column("copied", "tokens copied", ".0%"), *kind_columns(rows),
+    ]  # fmt: skip
+    note = (
+        f"Copying: more than {COPYING:.0%} of the answer's tokens go on with a repetition, they and the three before "
+        "them having stood before in prompt or answer. Settings and fixed K are those chosen on all dev prompts. "
+        f"{INTERVALS}"
+    )
+    return Table(COPIES, "Gain on answers that copy, and on new text", columns, rows, note)
 
 
 def overlap_table(found: Sequence[PolicyComparison]) -> Table:

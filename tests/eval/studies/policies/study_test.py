@@ -14,7 +14,8 @@ from quick_heads import varied_acceptance_head
 
 from draftsmith.data.heads.directory import drafter_identity, save_head
 from draftsmith.data.models.loading import load_lm
-from draftsmith.eval.replay.rollouts import ChainRollouts
+from draftsmith.eval.bench.prompts import BenchPrompt
+from draftsmith.eval.replay.rollouts import ChainRollouts, TargetAnswer
 from draftsmith.eval.report.tables import from_json
 from draftsmith.eval.studies.policies.comparison import (
     FITTED,
@@ -31,10 +32,10 @@ from draftsmith.eval.studies.policies.comparison import (
     gain,
     rate,
 )
-from draftsmith.eval.studies.policies.prompts import known_grams, overlap, parted, training_texts
+from draftsmith.eval.studies.policies.prompts import copied_shares, known_grams, overlap, parted, training_texts
 from draftsmith.eval.studies.policies.settings import PoliciesConfig
 from draftsmith.eval.studies.policies.study import has_labels_of
-from draftsmith.eval.studies.policies.tables import head_rows, predictions, tables_of
+from draftsmith.eval.studies.policies.tables import copying_table, head_rows, predictions, tables_of
 from draftsmith.launch.cli import main
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.drafters.methods import parse_method
@@ -65,7 +66,7 @@ def scene_of(params: SamplingParams) -> DrafterMode:
 @pytest.fixture(scope="module")
 def compared() -> PolicyComparison:
     scene = scene_of(SamplingParams(1.0))
-    return compare_policies(scene, GRID, CS, np.linspace(0, 1, 7).tolist(), seed=0)
+    return compare_policies(scene, GRID, CS, np.linspace(0, 1, 7).tolist(), np.linspace(1, 0, 7).tolist(), seed=0)
 
 
 def player(agreed: list[list[bool]]) -> PolicyReplay:
@@ -174,7 +175,12 @@ def test_the_head_is_held_against_the_best_of_every_other_kind(compared):
         most = compared.gain(at, at.best("ceiling")).value
         assert share["value"] == pytest.approx(compared.gain(at, head).value / most, rel=1e-4)
     assert (
-        list(head_rows([compare_policies(dataclasses.replace(compared.scene, heads={}), GRID, CS, [0.0] * 7, 0)])) == []
+        list(
+            head_rows(
+                [compare_policies(dataclasses.replace(compared.scene, heads={}), GRID, CS, [0.0] * 7, [0.0] * 7, 0)]
+            )
+        )
+        == []
     )
 
 
@@ -204,8 +210,30 @@ def test_overlap_by_hand():
     assert overlap([0, 1, 2, 3, 9], known, 3) == pytest.approx(1 / 3)
     assert overlap([1, 2], known, 3) == 0.0
     scene = DrafterMode("draft", GREEDY, {}, hand(2, 0), hand(4, 0))
-    found = compare_policies(scene, GRID, CS, [0.5, 0.1, 0.9, 0.1], 0)
+    found = compare_policies(scene, GRID, CS, [0.5, 0.1, 0.9, 0.1], [0.2, 0.3, 0.0, 1.0], 0)
     assert found.least_known.tolist() == [False, True, False, True]
+    assert found.copies.tolist() == [False, True, False, True]
+
+
+def test_gains_are_told_apart_for_answers_that_copy(compared):
+    """Answer 0 copies all, answer 6 nothing."""
+    rows = {(row["at"], row["prompts"]): row for row in copying_table([compared]).rows}
+    assert {counts for counts in ((kind, row["count"]) for (_, kind), row in rows.items())} == {
+        ("copying", 5),
+        ("new text", 2),
+    }
+    at = compared.own
+    head = at.best("head")
+    mask = np.array([True] * 5 + [False] * 2)
+    assert rows[at.name, "copying"]["best head"] == compared.gain(at, head, mask=mask).text
+    assert rows[at.name, "new text"]["best head"] == compared.gain(at, head, mask=~mask).text
+    assert rows[at.name, "copying"]["copied"] == pytest.approx(2 / 3)
+
+
+def test_copied_share_by_hand():
+    prompt = BenchPrompt("a", [1, 2, 3, 4, 5])
+    answer = TargetAnswer("a", "t", 5, [9, 1, 2, 3, 4, 5, 7, 8], True, 8)
+    assert copied_shares([prompt], [answer]) == [2 / 8]  # 4 and 5, the fourth and the fifth of a repetition
 
 
 def test_heads_are_used_in_the_mode_of_their_labels(tmp_path):
