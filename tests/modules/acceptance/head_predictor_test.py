@@ -193,13 +193,13 @@ def test_of_a_part_openblas_takes_no_threads():
 
 
 def test_rows_beside_each_other_have_texts_of_their_own_and_share_what_was_worked_out(head, views):
+    others = [dataclasses.replace(view, context=CONTEXT[::-1]) for view in views]
     first = HeadPredictor(head, embed)
-    other, told = first.beside(), []
-    for predictor in (first, other):
-        predictor.start_round()
-    for view in views:
-        told.append((first.prob(view), other.prob(view)))
-    assert [one for one, _ in told] == [two for _, two in told] == say(HeadPredictor(head, embed), views)
+    other = first.beside()
+    first.start_round(), other.start_round()
+    told = [(first.prob(one), other.prob(two)) for one, two in zip(views, others, strict=True)]
+    for row, own in enumerate((views, others)):
+        assert [both[row] for both in told] == say(HeadPredictor(head, embed), own)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
