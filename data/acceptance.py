@@ -29,9 +29,9 @@ Mode = Literal["sampling", "greedy"]
 ROLLOUT_ONLY = ("eagle", "temperatures", "depth", "stride")
 
 
-def mode_of(params: SamplingParams) -> Mode:
-    """What labels made with these settings are for."""
-    return "greedy" if params.greedy else "sampling"
+def mode_of(*sampling: SamplingParams) -> Mode:
+    """What labels made with these settings are for; with several, greedy where nothing is drawn."""
+    return "greedy" if all(params.greedy for params in sampling) else "sampling"
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class AcceptanceConfig(StageLoading):
             decoder makes them, from some of the positions.
         mode: sampling (P is min(1, p/q)) or greedy (P is agreement); by default what the temperature says.
         temperature: Of target and draft; 0 is greedy. Without it, what the responses were sampled with.
-        temperatures: rollout: several of them, separated by commas (0.5,0.7,1), which the drafts take in turn, for a
-            head that reads the temperature.
+        temperatures: rollout: several of them, separated by commas (0,0.7,1; 0 is greedy), which the drafts take in
+            turn, for a head that reads the temperature.
         top_k: As temperature; 0 is all.
         top_p: As temperature; 1 is all.
         depth: rollout: tokens of a draft.
@@ -112,15 +112,14 @@ class AcceptanceConfig(StageLoading):
         top_p = sampled.get("top_p", 1.0) if self.top_p is None else self.top_p
         if self.temperatures is not None:
             several = comma_numbers("temperatures", self.temperatures, float)
-            if min(several) <= 0:
-                remedy = "Greedy labels are made apart, by --mode greedy."
-                raise InputError("temperatures", self.temperatures, "numbers above 0", remedy)
+            if min(several) < 0:
+                raise InputError("temperatures", self.temperatures, "numbers from 0 on", "0 is greedy.")
         elif self.temperature is not None:
             several = [self.temperature]
         else:
             several = [0.0 if self.mode == "greedy" else sampled.get("temperature", 0.0)]
         made = tuple(SamplingParams(temperature, top_k, top_p) for temperature in several)
-        mode = mode_of(made[0])
+        mode = mode_of(*made)
         if self.mode not in (None, mode):
             at = ", ".join(f"{temperature:g}" for temperature in several)
             raise InputError("mode", f"{self.mode} at temperature {at}", mode, "Change the mode or the temperature.")
@@ -149,7 +148,7 @@ def run(config: AcceptanceConfig) -> Path:
     plan = StagePlan(
         kind=labels.kind,
         stage="data acceptance",
-        config=dataclasses.replace(config, mode=mode_of(first)),
+        config=dataclasses.replace(config, mode=mode_of(*sampling)),
         num_rows=len(rows),
         fields=labels.fields,
         inputs={"responses": manifest.digest},

@@ -23,7 +23,7 @@ from draftsmith.data.responses import TEXT_FIELDS
 from draftsmith.data.store.manifest import Field
 from draftsmith.data.store.shards import Rows, Shard, ShardContent
 from draftsmith.data.text.answers import answer_mask, spans
-from draftsmith.modules.acceptance.repeats import repeat_scores
+from draftsmith.modules.acceptance.repeats import followers, mean_score, repeat_scores
 from draftsmith.modules.decoding.branches import BranchDrafter, BranchedText, Drafted, pieces, target_states
 from draftsmith.modules.decoding.confidence import confidences_of
 from draftsmith.modules.finite import NonFinite, first_broken
@@ -32,7 +32,7 @@ from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams
 
 # Of each drafted token, draft after draft: token i of the list is at depth i % K + 1 of draft i // K.
-LABELS = ("log_q", "log_max_q", "entropy", "repeat", "log_p", "accept_prob", "overlap", "reached")
+LABELS = ("log_q", "log_max_q", "entropy", "repeat", "repeat_mean", "log_p", "accept_prob", "overlap", "reached")
 FIELDS = (
     *TEXT_FIELDS,
     Field("task", "string"),
@@ -49,7 +49,7 @@ class Rollouts:
 
     drafter: what drafts; the target reads the drafts.
     depth: tokens of a draft, K. stride: a draft begins at every so many tokens.
-    sampling: drafts take them in turn; all greedy, or none.
+    sampling: drafts take them in turn.
     chunk: places whose distributions are in memory at once. context: most tokens of a text and a draft together.
     """
 
@@ -67,7 +67,8 @@ class Rollouts:
 
     @property
     def greedy(self) -> bool:
-        return self.sampling[0].greedy
+        """Nothing is drawn."""
+        return all(params.greedy for params in self.sampling)
 
     def starts(self, mask: Sequence[bool], min_start: int, uniform: float) -> list[int]:
         """Where drafts begin: every `stride` tokens of the answers, which `mask` [T] is true on, from a random place
@@ -119,17 +120,20 @@ class Rollouts:
         states = target_states(text, starts, drafted.tokens).flatten(0, 1)
         hidden, tokens = drafted.hidden.flatten(0, 1), drafted.tokens.flatten()
         every = [params[i // depth] for i in range(count * depth)]
+        halves, expected = followers(ids, starts, drafted.tokens.cpu())
         parts = []
         for piece in pieces(len(tokens), self.chunk):
             p_logits, q_logits = target.lm_head(states[piece]), branches.lm_head(hidden[piece]).to(states.device)
-            parts.append(self.label_drafts(p_logits, q_logits, tokens[piece].to(states.device), every[piece]))
+            own, followed = (t.flatten()[piece].to(states.device) for t in (tokens, expected))
+            parts.append(self.label_drafts(p_logits, q_logits, own, every[piece], followed))
         labels = {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]}
         broken = labels["log_p"].isnan().nonzero()
         if len(broken):
             n = int(broken[0])
             raise NonFinite(model="target", position=starts[n // depth] + n % depth)
         tokens, accept_prob = drafted.tokens.cpu(), labels["accept_prob"].view(count, depth)
-        labels["repeat"] = repeat_scores(ids, starts, tokens)
+        labels["repeat"] = repeat_scores(halves, expected, tokens)
+        labels["repeat_mean"] = mean_score(halves, labels.pop("q_followed").view(count, depth))
         labels["reached"] = reached(accept_prob, tokens, target.info.eos_ids)
         labels["draft_ids"] = tokens
         drafts = {"starts": starts, "temperature": [own.temperature for own in params]}
@@ -157,24 +161,29 @@ class Rollouts:
             raise
 
     def label_drafts(
-        self, target_logits: Tensor, draft_logits: Tensor, tokens: Tensor, params: Sequence[SamplingParams]
+        self,
+        target_logits: Tensor,
+        draft_logits: Tensor,
+        tokens: Tensor,
+        params: Sequence[SamplingParams],
+        followed: Tensor,
     ) -> dict[str, Tensor]:
-        """What LABELS names of N drafted tokens [N], `reached` and `repeat` aside, float32 [N]. Logits [N, V].
+        """What LABELS names of N drafted tokens [N], `reached` and repetitions aside, and q of the tokens `followed`
+        [N], of which some are none; float32 [N]. Logits [N, V].
 
         Greedy distributions are those at temperature 1 in log_q, log_max_q, entropy and log_p; the overlap is
         agreement.
         """
-        greedy = self.greedy
-        drawn = [SamplingParams(1.0)] * len(params) if greedy else params
+        drawn = [SamplingParams(1.0) if own.greedy else own for own in params]
         p, q = (row_probabilities(logits, drawn) for logits in (target_logits, draft_logits))
         known = confidences_of(q, tokens, tokens, tokens)
         own = p.gather(-1, tokens[:, None])[:, 0]
-        if greedy:
-            overlap = accept_prob = (target_logits.argmax(-1) == tokens).to(p.dtype)
-        else:
-            overlap = torch.minimum(p, q).sum(-1).clamp(max=1.0)
-            accept_prob = (own / known.log_q.exp()).clamp(max=1.0)
+        greedy = torch.tensor([own.greedy for own in params], device=p.device)
+        agreed = (target_logits.argmax(-1) == tokens).to(p.dtype)
+        overlap = torch.where(greedy, agreed, torch.minimum(p, q).sum(-1).clamp(max=1.0))
+        accept_prob = torch.where(greedy, agreed, (own / known.log_q.exp()).clamp(max=1.0))
         labels = {"log_q": known.log_q, "log_max_q": known.log_max_q, "entropy": known.entropy}
+        labels["q_followed"] = q.gather(-1, followed.clamp_min(0)[:, None])[:, 0]
         labels |= {"log_p": own.log(), "accept_prob": accept_prob, "overlap": overlap}
         return {name: values.float() for name, values in labels.items()}
 

@@ -81,7 +81,8 @@ def stop_policy(name: str, seed: int, reader: TableLM):
         early = name.startswith("cost:early")
         by = "max_q" if "max_q" in name else "q"
         on_top = name.startswith("online:head")
-        head = random_acceptance_head(seed, **(EARLY if early or on_top else {}))
+        shape = UNDRAWN if name.startswith("cost:undrawn") else EARLY if early or on_top else {}
+        head = random_acceptance_head(seed, **shape)
         trained = HeadPredictor(head, reader.embed) if "cost" in name or on_top else None
         predictor = trained if "cost" in name else OnlinePredictor(by, head=trained)
         # Such heads say little that is right, and such drafts are seldom accepted: drafting has to be cheap.
@@ -154,10 +155,11 @@ EAGLE_TREES = {
 }
 FEATURES = ("log_q", "logit_q", "logit_max_q", "entropy", "depth", "temperature")
 EARLY = {"state": "before", "features": FEATURES}
+UNDRAWN = {"state": "undrawn", "features": ("logit_max_q", "entropy", "depth", "temperature", "repeat_mean")}
 # A node costs enough for few to be taken at a good pace, and many at a bad one.
 TREE_TIMES = TreeTimes(0.2, 0.2, tuple(1 + 0.2 * nodes for nodes in range(10)))
 METHODS = ["ar", "spec:k=1", "spec:k=2", "spec:k=3", "specdec++", "specdec++calibrated", "confidence", "self-verify",
-           "specdec++early", "cost", "cost:early", "online", "online:max_q", "online:head",
+           "specdec++early", "cost", "cost:early", "cost:undrawn", "online", "online:max_q", "online:head",
            "specdec++early:eagle", "cost:eagle", "cost:early:eagle", "online:eagle", "online:head:eagle",
            "eagle:k=2", "specdec++:eagle", "specdec++calibrated:eagle", "confidence:eagle", "self-verify:eagle", "tree",
            *EAGLE_TREES, "pre-verify", "pre+self-verify", "hsddw", "pre-verify:eagle", "pre+self-verify:eagle",

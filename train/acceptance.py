@@ -46,6 +46,8 @@ ROLLOUTS: dict[str, Any] = {
     "features": ("log_q", "logit_q", "depth", "repeat"),
     "w_rej": 1.0,
 }
+# What is there before a token is drawn; max q and entropy say most only together.
+UNDRAWN: tuple[Feature, ...] = ("logit_max_q", "entropy", "depth", "repeat_mean")
 # The width that such a head has where nothing is said and none was tried out.
 WIDTH = 128
 SWEEP = "sweep.json"
@@ -72,10 +74,12 @@ class TrainAcceptanceConfig(TrainConfig):
         num_blocks: Residual blocks of the head. Default: 3, for rollouts 0, or those of init.
         tied: Apply one block num_blocks times, as the paper's published code does. Default: off, or as in init.
         state: What the head reads of the drafter: after, its hidden state once it has read the token (SpecDec++); or
-            before, the state that predicted it, and the token's embedding. Default: after, for rollouts before.
+            before, the state that predicted it, and the token's embedding; or undrawn, that state without the token,
+            for servers that drop tokens once they are drawn: it learns the overlap of p and q, the probability that
+            whatever is drawn there is accepted. Default: after, for rollouts before.
         features: Numbers of the draft's distribution that it reads too, and how the token goes on with a repetition of
-            the text; [] for none. Default: none, for rollouts log_q, logit_q, depth and repeat, and temperature where
-            labels have several.
+            the text; [] for none. Default: none, for rollouts log_q, logit_q, depth and repeat (undrawn: logit_max_q,
+            entropy, depth and repeat_mean), and temperature where labels have several.
         width: Of the hidden layers, 0 for that of the drafter. Default: 0, for rollouts what the sweep finds, or 128.
         sweep: Rollouts: where one process trains a new head, and neither width nor max_steps is given, heads of three
             widths are trained for few and for more epochs first, and the width and epochs with the lowest held-out KL
@@ -151,7 +155,7 @@ def labels_of(config: TrainAcceptanceConfig) -> tuple[Labels, Manifest | None]:
     if manifest is not None:
         return ("rollouts" if manifest.kind == "rollouts" else "acceptance"), manifest
     by_head = config.read_model != config.drafter
-    asked = by_head or config.state == "before" or config.features
+    asked = by_head or config.state not in (None, "after") or config.features
     return ("rollouts" if asked else "acceptance"), None
 
 
@@ -169,6 +173,8 @@ def filled(config: TrainAcceptanceConfig) -> TrainAcceptanceConfig:
         expected = "0: the drafts of a response follow all of it"
         raise InputError("max_length", config.max_length, expected, "Leave it out, or label shorter responses.")
     defaults = dict(ROLLOUTS if labels == "rollouts" else MIXED)
+    if config.state == "undrawn":
+        defaults["features"] = UNDRAWN
     if labels == "rollouts" and manifest is not None and isinstance(label_temperature(manifest), list):
         defaults["features"] = (*defaults["features"], "temperature")
     if config.init is not None:
@@ -291,6 +297,10 @@ def check_labels(head: AcceptanceHeadConfig, labels: Labels, manifest: Manifest)
         raise InputError(
             "data", found, "labels of real rounds", "Make them: draftsmith data acceptance --labels rollout"
         )
+    if "repeat_mean" in head.features and "repeat_mean" not in {field.name for field in manifest.fields}:
+        found, remedy = "labels of an earlier version, without repeat_mean", "or leave it out of --features."
+        again = f"Make them again: draftsmith data acceptance --labels rollout; {remedy}"
+        raise InputError("data", found, "labels with what the head is to read", again)
 
 
 def acceptance_settings(config: TrainAcceptanceConfig, hidden_size: int) -> AcceptanceHeadConfig:
@@ -303,8 +313,8 @@ def acceptance_settings(config: TrainAcceptanceConfig, hidden_size: int) -> Acce
     shape = {name: getattr(config, name) for name in SHAPE}
     if shape["width"] is None:
         shape["width"] = WIDTH
-    # Of real rounds, before the token: the form that costs a drafted token least (AcceptanceHeadConfig.activation).
-    lean = labels_of(config)[0] == "rollouts" and shape["state"] == "before"
+    # Of real rounds, not after the token: the form that costs a drafted token least (AcceptanceHeadConfig.activation).
+    lean = labels_of(config)[0] == "rollouts" and shape["state"] != "after"
     form: dict[str, Any] = {"activation": "relu" if lean else "none", "standardize": lean}
     if config.init is not None:
         settings = starting_settings(config.init, "acceptance", hidden_size)

@@ -82,10 +82,10 @@ class RolloutDrafts:
         known = TokenConfidences(**numbers)
         batch = AcceptanceBatch(
             hidden=self.states(data)[mask],
-            accept_prob=data.accept_prob[mask],
+            accept_prob=(data.overlap if head.state == "undrawn" else data.accept_prob)[mask],
             loss_mask=mask[mask],
             weight=data.weight[mask],
-            embeds=self.embeds(data.draft_ids[mask]) if head.state == "before" else None,
+            embeds=self.embeds(data.draft_ids[mask]) if head.reads_token else None,
             features=torch.stack([feature_value(name, known) for name in head.features], -1) if head.features else None,
         )
         row = data.owner[:, None].expand(mask.shape)[mask]

@@ -141,7 +141,7 @@ class StoredDrafts:
             accept_prob=data.accept_prob,
             loss_mask=data.loss_mask,
             weight=data.weight,
-            embeds=self.drafts.embeds(data.ids) if self.drafts.head.state == "before" else None,
+            embeds=self.drafts.embeds(data.ids) if self.drafts.head.reads_token else None,
             features=data.features if self.drafts.head.features else None,
         )
         return DraftedTokens(batch, data.owner, data.log_q if with_log_q else None)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 
@@ -33,6 +33,7 @@ from draftsmith.data.store.files import whole_directory, write_json, write_tenso
 from draftsmith.data.store.reading import open_tensors, read_object
 from draftsmith.data.store.writer import occupied, sole_writer
 from draftsmith.modules.interop import formats, formats_of, hf_assisted
+from draftsmith.modules.interop.acceptance import check_trim
 from draftsmith.modules.interop.base import HeadFormat, Package, Served
 from draftsmith.modules.types import InputError
 
@@ -55,6 +56,8 @@ class ExportConfig(Loading):
         output: The directory to write; new or empty.
         head: The head's directory, such as runs/eagle-head/best.
         target: The target model. Default: the one named in the head's manifest.
+        use: What a server does by an acceptance head: stop a draft, or trim what was drawn already, which is refused
+            where that would change the output's distribution.
         draft: The draft model to be exported as hf-assisted; or the draft whose hidden states an acceptance head reads:
             a model, or the directory of a drafting head (default: the one named in its manifest).
         eagle: The old name of --draft for a head.
@@ -69,6 +72,7 @@ class ExportConfig(Loading):
     format: FormatName
     output: Path
     head: Path | None = None
+    use: Literal["stop", "trim"] = "stop"
     target: str | None = None
     draft: str | None = None
     eagle: Path | None = None
@@ -116,6 +120,10 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[Report, str]:
     draft = config.draft or config.eagle or recorded.get("draft") or recorded.get("eagle")
     source = state_source(format, config.target or recorded.get("target"), draft, config.loading)
     head: Any = original(path, format.kind, source)
+    if config.use == "trim":
+        if not format.predicts:
+            raise InputError("use", f"trim by {named_kind(format.kind)} head", "an acceptance head", "Leave it out.")
+        check_trim(head.config, manifest.get("sampling"))
     dtype = next(head.parameters()).dtype if config.weights == "auto" else DTYPES[config.weights]
     state = {name: stored.detach().cpu() for name, stored in stored_tensors(head).items()}
     state = {name: stored.to(dtype) if stored.is_floating_point() else stored for name, stored in state.items()}

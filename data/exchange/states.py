@@ -135,7 +135,7 @@ def predictor_inputs(probes: Sequence[Probe], source: StateSource) -> dict[str, 
     depth = torch.arange(len(ids), device=lm.device) % DEPTHS + 1
     known = confidences_of(branches.lm_head(before).float().softmax(-1), ids, depth, torch.ones_like(depth))
     # What the texts repeat does not matter: any numbers will do that a head may meet.
-    known = dataclasses.replace(known, repeat=(ids % 5 - 2).float())
+    known = dataclasses.replace(known, repeat=(ids % 5 - 2).float(), repeat_mean=(ids % 7 - 3).float())
     states = {"state_before": before, "state_after": after, "embedding": branches.embed(ids)}
     numbers = {name: feature_value(name, known)[:, None] for name in get_args(Feature)}
     return {name: values.float().cpu() for name, values in (states | numbers).items()}

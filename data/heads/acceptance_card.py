@@ -8,7 +8,7 @@ from typing import Any
 
 from draftsmith.data.heads.markdown import code, markdown_lines
 from draftsmith.modules.drafters.base import HeadCard
-from draftsmith.modules.interop.acceptance import DISTRIBUTION, PREDICTED, inputs_of
+from draftsmith.modules.interop.acceptance import DISTRIBUTION, PREDICTED, inputs_of, uses_of
 
 WHAT = (
     "Predicts from a drafter's last hidden state whether the target will keep a drafted token (SpecDec++, Huang et al. "
@@ -29,10 +29,12 @@ def about(head: Mapping[str, Any], drafter: str | None) -> HeadCard:
         blocks = f"{head['num_blocks']} {'tied ' if head.get('tied') else ''}residual block(s)"
         layers = f"{blocks} of width {head.get('width') or head['hidden_size']}, then one logit"
         if head.get("activation") == "relu":
-            layers = f"a rectified layer over state and embedding, {layers}; the numbers go straight to it"
+            read = "the state" if head["state"] == "undrawn" else "state and embedding"
+            layers = f"a rectified layer over {read}, {layers}; the numbers go straight to it"
         shape = (
             f"- {layers}",
             f"- predicts for {PREDICTED}",
+            *(f"- {use}" for use in uses_of(head.get("state", "after")).values()),
         )
     return HeadCard("Acceptance head", WHAT, ("specdec++",), method_of(head, drafter), shape=shape)
 
@@ -40,7 +42,7 @@ def about(head: Mapping[str, Any], drafter: str | None) -> HeadCard:
 def method_of(head: Mapping[str, Any], drafter: str | None) -> str:
     """The method that decodes with the head, as `decode` and `eval bench` are told it."""
     by = f":drafter={drafter}" if drafter else ""
-    return f"online:head=on{by}" if head.get("state") == "before" else f"specdec++:h=0.7{by}"
+    return f"specdec++:h=0.7{by}" if head.get("state", "after") == "after" else f"online:head=on{by}"
 
 
 def inputs_table(head: Mapping[str, Any]) -> str:

@@ -16,6 +16,8 @@ from draftsmith.data.store.datasets import ArtefactDataset, Item
 from draftsmith.data.store.manifest import open_artefact
 from draftsmith.modules.decoding.confidence import TokenConfidences
 
+OPTIONAL = "repeat_mean"
+
 
 @dataclass(frozen=True)
 class RolloutTokens:
@@ -39,6 +41,7 @@ class RolloutTokens:
     overlap: Tensor
     weight: Tensor
     loss_mask: Tensor  # [N, K] bool
+    repeat_mean: Tensor | None = None  # [N, K] float32; labels of earlier versions lack it
 
     @property
     def confidences(self) -> TokenConfidences:
@@ -46,7 +49,7 @@ class RolloutTokens:
         log_q = self.log_q
         depth = torch.arange(1, log_q.shape[1] + 1, device=log_q.device, dtype=log_q.dtype)
         depth, temperature = depth.expand(log_q.shape), self.temperature[:, None].expand(log_q.shape)
-        return TokenConfidences(log_q, self.log_max_q, self.entropy, depth, temperature, self.repeat)
+        return TokenConfidences(log_q, self.log_max_q, self.entropy, depth, temperature, self.repeat, self.repeat_mean)
 
 
 class RolloutDataset(ArtefactDataset):
@@ -55,7 +58,8 @@ class RolloutDataset(ArtefactDataset):
     def __init__(self, directory: Path, identity: Mapping[str, Any] | None = None):
         manifest = open_artefact(directory, "rollouts", identity)
         self.depth: int = manifest.config["depth"]
-        listed = (spec for spec in FIELDS if spec.dtype.startswith("list"))
+        there = {spec.name for spec in manifest.fields} | {spec.name for spec in FIELDS if spec.name != OPTIONAL}
+        listed = (spec for spec in FIELDS if spec.dtype.startswith("list") and spec.name in there)
         self._fields = [spec for spec in listed if spec.name != "loss_mask"]  # of an item it is about the drafts
         super().__init__(directory, manifest, [spec.name for spec in self._fields if spec.name != "input_ids"])
         self._check_finite_labels(directory)

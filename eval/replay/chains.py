@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from draftsmith.eval.replay.coupling import CoupledDraws, ReadAnswer, confidence
 from draftsmith.eval.replay.record import Recording, TargetAnswers, seed_of, walk
 from draftsmith.eval.replay.rollouts import ChainRollouts, Floats, Ints
 from draftsmith.modules.acceptance.head import AcceptanceHead
-from draftsmith.modules.acceptance.repeats import repeat_scores
+from draftsmith.modules.acceptance.repeats import followers, mean_score, repeat_scores
 from draftsmith.modules.decoding.branches import BranchedText, DraftModelBranches, pieces, target_states
 from draftsmith.modules.decoding.confidence import TokenConfidences, draft_distribution
 from draftsmith.modules.decoding.protocols import DraftView, EachRow
@@ -98,9 +99,12 @@ class ChainRecorder:
             found = chain_rollouts(reading, drafts.token, drafts.known)
             text = [*prompt.prompt_ids, *reading.answer.tokens]
             starts = range(len(prompt.prompt_ids) + 1, len(text))
-            found = replace(found, repeat=repeat_scores(text, starts, torch.from_numpy(found.token)).double().numpy())
+            token = torch.from_numpy(found.token)
+            halves, expected = followers(text, starts, token)
+            found = replace(found, repeat=repeat_scores(halves, expected, token).double().numpy())
+            means = self._repeat_means(drafts, halves, expected)
             found = replace(
-                found, heads={name: self._head_logits(head, drafts, found) for name, head in self._heads.items()}
+                found, heads={name: self._head_logits(head, drafts, found, means) for name, head in self._heads.items()}
             )
             if self._along is None:
                 return found
@@ -167,9 +171,24 @@ class ChainRecorder:
             np.where(behind, -1, token), known, read, before[torch.from_numpy(~behind)], after[torch.from_numpy(read)]
         )
 
-    def _head_logits(self, head: AcceptanceHead, drafts: _Drafts, rollouts: ChainRollouts) -> Floats:
+    def _repeat_means(self, drafts: _Drafts, halves: Tensor, expected: Tensor) -> Floats | None:
+        """[S, K]: `RepeatScores.mean` of every token, by the states that predicted them; None where no head asks."""
+        if not any("repeat_mean" in head.config.features for head in self._heads.values()):
+            return None
+        models, params, mask = self._models, self._how.params, torch.from_numpy(drafts.token >= 0)
+        lm: Any = models.draft if self._name == "draft" else models.heads[self._name].branches(models.target, 1)
+        logits = lm.lm_head(drafts.before)
+        q = logits.float().softmax(-1) if params.greedy else probabilities(logits, params)
+        followed = q.gather(-1, expected[mask].clamp_min(0)[:, None].to(q.device))[:, 0]
+        means = torch.zeros_like(halves, dtype=torch.float64)
+        means[mask] = mean_score(halves[mask].double(), followed.double().cpu())
+        return means.numpy()
+
+    def _head_logits(
+        self, head: AcceptanceHead, drafts: _Drafts, rollouts: ChainRollouts, means: Floats | None
+    ) -> Floats:
         """Raw logits [S, K], NaN where there is no token, or none that the head can predict for: all of an answer in
-        one call."""
+        one call. means: as of `_repeat_means`."""
         config = head.config
         mask, hidden = (drafts.read, drafts.after) if config.late else (rollouts.token >= 0, drafts.before)
         logits = np.full(mask.shape, np.nan)
@@ -180,7 +199,7 @@ class ChainRecorder:
             return torch.from_numpy(np.ascontiguousarray(values[mask])).to(hidden.device)
 
         embeds = features = None
-        if not config.late:
+        if config.reads_token:
             embeds = self._models.embedder(self._name).embed(of_tokens(rollouts.token))
         if config.features:
             assert rollouts.repeat is not None
@@ -192,6 +211,7 @@ class ChainRecorder:
                 depth,
                 torch.full_like(depth, self._how.params.temperature),
                 of_tokens(rollouts.repeat),
+                None if means is None else of_tokens(means),
             )
             features = head.feature_values(confidences)
         logits[mask] = head(hidden, embeds, features).double().cpu().numpy()

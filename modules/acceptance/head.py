@@ -15,9 +15,11 @@ from draftsmith.modules import flops
 from draftsmith.modules.decoding.confidence import MAX_LOGIT, TokenConfidences, log_odds_of
 from draftsmith.modules.types import InputError
 
-State = Literal["after", "before"]
+State = Literal["after", "before", "undrawn"]
 Number = TypeVar("Number", float, Tensor)
-Feature = Literal["log_q", "logit_q", "logit_max_q", "entropy", "depth", "temperature", "repeat"]
+Feature = Literal["log_q", "logit_q", "logit_max_q", "entropy", "depth", "temperature", "repeat", "repeat_mean"]
+# Those that look at the token; the others are there before it is drawn.
+SEES_TOKEN: frozenset[Feature] = frozenset(("log_q", "logit_q", "repeat"))
 
 
 # Settings of earlier versions' heads, and the values at which they change nothing. A head had predicted for a tree's
@@ -36,7 +38,8 @@ class AcceptanceHeadConfig:
     tied: one block applied num_blocks times, as SpecDec++'s published code does.
     calibration: scale and shift of the logit fitted on held-out tokens, on top of the correction for the weights.
     state: `after`, the drafter's state once it has read the token, as published; `before`, the state that predicted it,
-        and the token's embedding: asked without another forward.
+        and the token's embedding: asked without another forward; `undrawn`, the state that predicted it and nothing of
+        the token: P that whatever is drawn there is accepted, for those who drop tokens that are drawn already.
     features: numbers of the distribution that the token was drawn from, and of where it stands (`feature_values`).
     width: of the hidden layers, where there is more to read than a state; 0 is hidden_size.
     activation: what follows the layer that brings what is read to one width; with `relu` the features go straight to
@@ -60,11 +63,19 @@ class AcceptanceHeadConfig:
         if not self.joins and (self.activation != "none" or self.standardize):
             found = f"activation {self.activation}, standardize {self.standardize} of a head of the state alone"
             raise InputError("head", found, "neither without a first layer", "Leave them out, or choose a width.")
+        if self.state == "undrawn" and (seen := [name for name in self.features if name in SEES_TOKEN]):
+            expected = f"for state undrawn none of {', '.join(sorted(SEES_TOKEN))}, which look at the token"
+            raise InputError("features", ", ".join(seen), expected, "Leave them out, or choose state before.")
 
     @property
     def late(self) -> bool:
         """A token's prediction comes one token later: what it reads is there once the drafter has read the token."""
         return self.state == "after"
+
+    @property
+    def reads_token(self) -> bool:
+        """The token's embedding is read."""
+        return self.state == "before"
 
     @property
     def as_published(self) -> bool:
@@ -79,18 +90,18 @@ class AcceptanceHeadConfig:
     @property
     def joins(self) -> bool:
         """There is a layer that brings what is read to the width of the others."""
-        return self.joined_size > self.hidden_size or self.inner_size != self.hidden_size
+        wider = self.joined_size > self.hidden_size or self.inner_size != self.hidden_size
+        return wider or self.state == "undrawn"
 
     @property
     def joined_size(self) -> int:
         """Width of what the first layer reads: the state, before the token its embedding too, and features."""
-        states = self.hidden_size * (2 if self.state == "before" else 1)
-        return states + (len(self.features) if self.activation == "none" else 0)
+        return self.input_size - (len(self.features) if self.activation == "relu" else 0)
 
     @property
     def input_size(self) -> int:
         """Width of all that is read: the state, before the token its embedding too, and the features."""
-        return self.hidden_size * (2 if self.state == "before" else 1) + len(self.features)
+        return self.hidden_size * (1 + self.reads_token) + len(self.features)
 
 
 class ResidualBlock(nn.Module):
@@ -188,7 +199,8 @@ class AcceptanceHead(nn.Module):
 
 # Of tokens [..]: log q(y) from -MAX_LOGIT on; the log-odds of q(y) and of max q within MAX_LOGIT; the distribution's
 # entropy in nats; the logarithm of the place in the round, from 1; the temperature; and how the token goes on with a
-# repetition of the text (`acceptance.repeats.Repeats.score`), where whoever feeds the head looked for one.
+# repetition of the text (`acceptance.repeats.Repeats.score`), where whoever feeds the head looked for one, or
+# the mean of that over what may be drawn, `RepeatScores.mean`.
 FEATURE_VALUES: dict[Feature, Callable[[TokenConfidences], Tensor | None]] = {
     "log_q": lambda known: known.log_q.clamp_min(-MAX_LOGIT),
     "logit_q": lambda known: log_odds_of(known.log_q),
@@ -197,6 +209,7 @@ FEATURE_VALUES: dict[Feature, Callable[[TokenConfidences], Tensor | None]] = {
     "depth": lambda known: known.depth.log(),
     "temperature": lambda known: known.temperature,
     "repeat": lambda known: known.repeat,
+    "repeat_mean": lambda known: known.repeat_mean,
 }
 
 

@@ -30,15 +30,16 @@ LARGEST_TABLE = 2**24  # numbers, 64 MiB: of what a first layer makes of every t
 CACHED = 2**14  # numbers of a matrix that the processor's caches keep, whatever a drafter reads in between
 LARGEST_PART = 2304 * 4  # numbers of a matrix from which on OpenBLAS takes threads
 
-# `head.FEATURE_VALUES` of the token shown; the last one is its repeat score.
-READ: dict[Feature, Callable[[DraftView, TokenConfidence, float], float]] = {
-    "log_q": lambda view, known, repeat: max(known.log_q, -MAX_LOGIT),
-    "logit_q": lambda view, known, repeat: log_odds(known.log_q),
-    "logit_max_q": lambda view, known, repeat: log_odds(known.log_max_q),
-    "entropy": lambda view, known, repeat: known.entropy,
-    "depth": lambda view, known, repeat: math.log(view.num_drafted),
-    "temperature": lambda view, known, repeat: view.temperature,
-    "repeat": lambda view, known, repeat: repeat,
+# `head.FEATURE_VALUES` of the token shown; what is given last looks for repetitions, for those that need it.
+READ: dict[Feature, Callable[[DraftView, TokenConfidence, Any], float]] = {
+    "log_q": lambda view, known, repeats: max(known.log_q, -MAX_LOGIT),
+    "logit_q": lambda view, known, repeats: log_odds(known.log_q),
+    "logit_max_q": lambda view, known, repeats: log_odds(known.log_max_q),
+    "entropy": lambda view, known, repeats: known.entropy,
+    "depth": lambda view, known, repeats: math.log(view.num_drafted),
+    "temperature": lambda view, known, repeats: view.temperature,
+    "repeat": lambda view, known, repeats: repeats.score(view),
+    "repeat_mean": lambda view, known, repeats: repeats.mean(view),
 }
 UNKNOWN = TokenConfidence(math.nan, math.nan, math.nan)
 OF_DISTRIBUTION: frozenset[Feature] = frozenset(("log_q", "logit_q", "logit_max_q", "entropy"))
@@ -102,9 +103,9 @@ class HeadPredictor(TrainedPredictor):
         """embed: the drafter's token embeddings, for a head that reads the state before the token. calibrated: the
         probability; else the raw output, which the paper's threshold is for."""
         config, head = head.config, head.folded()
-        assert config.late or embed is not None
+        assert embed is not None or not config.reads_token
         self.late, names = config.late, config.features
-        self._embed = None if config.late else embed
+        self._embed = embed if config.reads_token else None
         self._read = [READ[name] for name in names]
         self._of_distribution = not OF_DISTRIBUTION.isdisjoint(names)
         self._asked: Literal["token", "mode", "entropy"] = (
@@ -114,7 +115,7 @@ class HeadPredictor(TrainedPredictor):
         self._array: Callable[[Tensor], Any] = Tensor.detach if head.out.weight.is_cuda else Tensor.numpy
         if head.join is not None:
             # Columns of the state, of the token's embedding where it is read, of the features where they join.
-            embedded = config.hidden_size * (2 - config.late)
+            embedded = config.hidden_size * (1 + config.reads_token)
             weight, self._bias = head.join.weight.detach(), head.join.bias.detach()
             self._of_state = weight[:, : config.hidden_size].T.contiguous()  # [H, W]: a row by it has less before it
             self._of_token = weight[:, config.hidden_size : embedded]
@@ -130,11 +131,11 @@ class HeadPredictor(TrainedPredictor):
         weights = dict(zip(names, self._direct, strict=True))
         self._cheap = tuple(weights.pop(n, 0.0) for n in ("log_q", "logit_q", "depth", "temperature", "repeat"))
         self._dear = [(READ[name], weight) for name, weight in weights.items()]
-        self._short = self._rectified and not (self.late or self._blocks)
+        self._short = self._rectified and self._embed is not None and not self._blocks
         self._layer: RectifiedLayer | None = None
         self._table: Any = None
         self._before: list[float] = []  # of a late one: features of the token that it speaks of next
-        self.repeats = RepeatScores() if "repeat" in names else None
+        self.repeats = RepeatScores() if {"repeat", "repeat_mean"} & {*names} else None
 
     def beside(self) -> HeadPredictor:
         """One for another draft at the same time; it shares the head's weights and what was made of them."""
@@ -184,15 +185,14 @@ class HeadPredictor(TrainedPredictor):
         if self.repeats is not None:
             part += repeat * self.repeats.score(view)
         if self._dear:
-            known = confidence_of(view, self._asked)
-            part += sum([weight * read(view, known, 0.0) for read, weight in self._dear])
+            known = confidence_of(view, self._asked) if self._of_distribution else UNKNOWN
+            part += sum([weight * read(view, known, self.repeats) for read, weight in self._dear])
         return part
 
     def _features(self, view: DraftView) -> list[float]:
         """`FEATURE_VALUES` of the token that is asked about."""
         known = confidence_of(view, self._asked) if self._of_distribution else UNKNOWN
-        repeat = 0.0 if self.repeats is None else self.repeats.score(view)
-        values = [read(view, known, repeat) for read in self._read]
+        values = [read(view, known, self.repeats) for read in self._read]
         if self.late:
             values, self._before = self._before, values
         return values

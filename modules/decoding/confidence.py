@@ -31,8 +31,8 @@ class TokenConfidence(NamedTuple):
 @dataclass(frozen=True)
 class TokenConfidences:
     """Numbers of many tokens, as of `TokenConfidence`, float32 [..]; their places in the round, from 1; the
-    temperatures of their distributions; and, where it was looked for, how they go on with repetitions of the text
-    (`repeats.Repeats.score`)."""
+    temperatures of their distributions; and, where it was looked for, how they go on with repetitions of the text, and
+    the mean of that over what may be drawn (`repeats.RepeatScores`)."""
 
     log_q: Tensor
     log_max_q: Tensor
@@ -40,6 +40,7 @@ class TokenConfidences:
     depth: Tensor
     temperature: Tensor
     repeat: Tensor | None = None
+    repeat_mean: Tensor | None = None
 
 
 def draft_distribution(view: DraftView) -> Tensor:

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.modules.acceptance.head import RETIRED, AcceptanceHead, AcceptanceHeadConfig, Feature
+from draftsmith.modules.acceptance.head import RETIRED, AcceptanceHead, AcceptanceHeadConfig, Feature, State
 from draftsmith.modules.interop.base import Finding, ForeignHead, Package, Reading, Served, TargetFacts, misfits
 from draftsmith.modules.interop.predictor import PredictorFormat, unreadable
+from draftsmith.modules.types import InputError
 
 FORMAT, VERSION = "draftsmith-acceptance", 1
 LIMIT = 12.0  # of logarithms and log-odds
@@ -26,6 +27,10 @@ STATES = {
     "before": "the drafter's last hidden state (after its final norm) that predicted the token",
 }
 EMBEDDING = "the drafter's input embedding of the token"
+REPEATED = (
+    "of the longest suffix, of n = 8, 4 or 2 tokens of all before y, drafted ones included, that occurred in prompt "
+    "and answer before"
+)
 FEATURES: dict[Feature, str] = {
     "log_q": f"max(log q(y), -{LIMIT:g})",
     "logit_q": f"log(q(y) / (1 - q(y))), kept within [-{LIMIT:g}, {LIMIT:g}]",
@@ -33,10 +38,22 @@ FEATURES: dict[Feature, str] = {
     "entropy": "-sum_v q(v) log q(v)",
     "depth": "log(place of the token in its draft), places from 1",
     "temperature": "that of q; 0 where the draft is greedy",
-    "repeat": "n / 2 or -n / 2 of the longest suffix, of n = 8, 4 or 2 tokens of all before y, drafted ones included, "
-    "that occurred in prompt and answer before: n / 2 where y followed it there the last time, -n / 2 where another "
-    "token did; 0 where no such suffix occurred",
+    "repeat": f"n / 2 or -n / 2 {REPEATED}: n / 2 where y followed it there the last time, -n / 2 where another token "
+    "did; 0 where no such suffix occurred",
+    "repeat_mean": f"n / 2 times 2 q(x) - 1, {REPEATED}, and of the x that followed it there the last time; 0 where no "
+    "such suffix occurred",
 }
+# What a server may do by what a head says, so that its output still follows the target.
+STOP = "to draft no further by P follows the target at any temperature"
+TRIM = "to verify fewer of the tokens that were drawn, by P, follows the target "
+TRIM_UNDRAWN = TRIM + (
+    "at any temperature, where whether a token stays depends on P of its place and of those before it, and on nothing "
+    "behind them: no budget by P of later places"
+)
+TRIM_SEEN = TRIM + (
+    "when greedy only: P has seen its token, and to drop that one by it changes the output's distribution; whether the "
+    "next one stays it may say"
+)
 DISTRIBUTION = (
     "q is the draft's law that the token y was drawn from: after temperature, top-k and top-p; of a greedy draft the "
     "softmax of its logits at temperature 1. Logarithms are natural."
@@ -55,15 +72,21 @@ COUNTS = ("hidden_size", "width", "num_blocks")
 LATER = {"activation": "none"}  # what exports of before do not say
 CONFIG = (*COUNTS, "tied", "w_acc", "w_rej", "calibration", "inputs")
 # What is said of the head and computed with by nobody.
-SAID = ("format", "format_version", "dtype", "law", "predicts", "forward", "drafter", "sampling")
+SAID = ("format", "format_version", "dtype", "law", "predicts", "uses", "forward", "drafter", "sampling")
 
 
 def inputs_of(hidden_size: int, state: str, features: Sequence[Any]) -> list[dict[str, Any]]:
     """What a head reads of a token, in order: `name`, `size`, and in words what it `is`."""
-    inputs = [{"name": f"state_{state}", "size": hidden_size, "is": STATES[state]}]
+    at = "after" if state == "after" else "before"
+    inputs = [{"name": f"state_{at}", "size": hidden_size, "is": STATES[at]}]
     if state == "before":
         inputs.append({"name": "embedding", "size": hidden_size, "is": EMBEDDING})
     return inputs + [{"name": name, "size": 1, "is": FEATURES[name]} for name in features]
+
+
+def uses_of(state: str) -> dict[str, str]:
+    """In words, how a head may be used: to `stop` drafts, and to `trim` what was drawn."""
+    return {"stop": STOP, "trim": TRIM_UNDRAWN if state == "undrawn" else TRIM_SEEN}
 
 
 class Acceptance(PredictorFormat):
@@ -99,6 +122,7 @@ class Acceptance(PredictorFormat):
             "activation": config.activation,
             "dtype": "float32",
             "predicts": PREDICTED,
+            "uses": uses_of(config.state),
             "inputs": inputs_of(config.hidden_size, config.state, config.features),
             "law": DISTRIBUTION,
             "forward": list(FORWARD),
@@ -140,8 +164,9 @@ class Acceptance(PredictorFormat):
         """The calibrated output."""
         config = head.config
         numbers = torch.cat([inputs[name] for name in config.features], -1) if config.features else None
-        embeds = inputs["embedding"] if config.state == "before" else None
-        return torch.sigmoid(head.calibrated(head(inputs[f"state_{config.state}"], embeds, numbers)))
+        embeds = inputs["embedding"] if config.reads_token else None
+        hidden = inputs["state_after" if config.late else "state_before"]
+        return torch.sigmoid(head.calibrated(head(hidden, embeds, numbers)))
 
     def serve(self, served: Served) -> str:
         """No server loads it by itself: how to check the directory, which is a model for the code that will."""
@@ -181,6 +206,23 @@ def _config_of(raw: Mapping[str, Any]) -> AcceptanceHeadConfig:
         **{name: raw.get(name, default) for name, default in LATER.items()},
         width=raw["width"] if raw["width"] != raw["hidden_size"] else 0,
         calibration=tuple(raw["calibration"]),
-        state="before" if names[:1] == ["state_before"] else "after",
+        state=_state_of(names),
         features=tuple(name for name in names if name in FEATURES),
     )
+
+
+def _state_of(names: Sequence[Any]) -> State:
+    """Of the names of inputs."""
+    if names[:1] != ["state_before"]:
+        return "after"
+    return "before" if "embedding" in names else "undrawn"
+
+
+def check_trim(config: AcceptanceHeadConfig, sampling: Mapping[str, Any] | None) -> None:
+    """Raises InputError where a server that drops drawn tokens by this head would not follow the target. sampling: of
+    its labels, None where they are not known."""
+    temperature = (sampling or {}).get("temperature")
+    if config.state != "undrawn" and temperature != 0:
+        found = f"trim by a head that has seen the token, state {config.state}, of labels at temperature {temperature}"
+        remedy = "Train one: draftsmith train acceptance --state undrawn. Or let it stop drafts: --use stop."
+        raise InputError("use", found, "a head of state undrawn, or of greedy labels", remedy)

@@ -69,6 +69,8 @@ ROWS = [
     Row("train acceptance: features", f"train acceptance --data {{features}} --draft {{draft}} {OUT}", ("features",)),
     Row("train acceptance: a head without its target", f"train acceptance --data {{labels}} --draft {{eagle}} {OUT}",
         ("target", "eagle")),
+    Row("train acceptance: features that see the token", "train acceptance --data {labels} --draft {draft} "
+        f"{OUT}--state undrawn --features entropy log_q", ("features", "log_q", "state before")),
     Row("train acceptance: no weight", f"train acceptance --data {{labels}} --draft {{draft}} {OUT}--w-acc -1",
         ("w_acc",)),
     Row("train eagle3: layers that the target has not", f"train eagle3 --data {{features}} {TARGET}{OUT}--layers 0 1 2",
@@ -136,6 +138,8 @@ ROWS = [
     Row("export: a model", f"export --format vllm --head {{draft}} {OUT}", ("draft",)),
     Row("export: no such format", f"export --format gguf --head {{eagle}} {OUT}", ("gguf",)),
     Row("export: a head of another kind", f"export --format vllm --head {{acceptance}} {OUT}", ("vllm",)),
+    Row("export: a drafting head that trims", f"export --format vllm --head {{eagle}} {TARGET}{OUT} --use trim",
+        ("use", "an acceptance head")),
     Row("export: onto the head", "export --format vllm --head {eagle} --output {eagle}", ("eagle", "new directory")),
     Row("check: no target", "check {eagle} --format vllm", ("--target",)),
     Row("import: nothing there", f"import ./nosuch {OUT}", ("nosuch",)),

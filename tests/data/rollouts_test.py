@@ -63,27 +63,30 @@ def drafts_of(row):
         yield number, start, row["input_ids"][:start] + row["draft_ids"][number * DEPTH : (number + 1) * DEPTH]
 
 
-def repeated(text, before, token):
-    """Half the length of the longest suffix that stood in the text before, by whether `token` goes on as it did."""
+def repeated(text, before):
+    """Half the length of the longest suffix that stood in the text before, and what went on from there."""
     for size in (8, 4, 2):
         for end in range(len(text) - 1, size - 1, -1):
             if text[end - size : end] == before[-size:]:
-                return size / 2 if text[end] == token else -size / 2
-    return 0.0
+                return size / 2, text[end]
+    return 0.0, None
 
 
 def check_drafts(row, oracles, expected):
     """expected(p, q, token, number of the draft, depth from 0): a token's labels by name, from the logits [V] of what
-    the target and the draft would say in its place."""
+    the target and the draft would say in its place, and under q the draft's distribution."""
     for number, start, ids in drafts_of(row):
         distributions, reach = oracles(ids), 1.0
         for depth in range(DEPTH):
             at, place = number * DEPTH + depth, start + depth
             labels = expected(*(logits[place - 1] for logits in distributions), ids[place], number, depth)
+            half, followed = repeated(ids[:start], ids[:place])
+            q = labels.pop("q")
+            labels["repeat_mean"] = half * (2 * q[followed] - 1) if half else 0.0
             for name, value in labels.items():
                 assert row[name][at] == pytest.approx(value, **TOLERANCE), (name, number, depth)
             assert row["reached"][at] == pytest.approx(reach, **TOLERANCE)
-            assert row["repeat"][at] == repeated(ids[:start], ids[:place], ids[place])
+            assert row["repeat"][at] == (half if ids[place] == followed else -half)
             reach *= labels["accept_prob"]
 
 
@@ -106,6 +109,7 @@ def test_sampled_labels_are_those_of_rounds_drafted_one_token_at_a_time(remake, 
             assert token == np.searchsorted(np.cumsum(q), uniforms[1 + draft * DEPTH + depth], side="right")
             with np.errstate(divide="ignore"):
                 return {
+                    "q": q,
                     "log_q": np.log(q[token]),
                     "log_max_q": np.log(q.max()),
                     "entropy": -sum(x * np.log(x) for x in q if x),
@@ -118,6 +122,26 @@ def test_sampled_labels_are_those_of_rounds_drafted_one_token_at_a_time(remake, 
     assert len({row["starts"][0] - row["prompt_length"] for row in rows}) == STRIDE  # the places are not all alike
 
 
+def test_greedy_drafts_among_sampled_ones_are_labelled_as_alone(remake, tmp_path):
+    """The drafts of a row take the temperatures in turn."""
+
+    def labels(name, **changes):
+        return rows_of(remake("acceptance", **ROLLOUT, mode=None, output=tmp_path / name, **changes))
+
+    both = labels("both", temperatures="0,0.5", chunk=4)
+    alone = {t: labels(f"at {t}", temperature=t) for t in (0.0, 0.5)}
+    seen = set()
+    for number, row in enumerate(both):
+        for draft, temperature in enumerate(row["temperature"]):
+            assert temperature == (0.0, 0.5)[(number + draft) % 2]
+            own, place = alone[temperature][number], slice(draft * DEPTH, (draft + 1) * DEPTH)
+            assert row["starts"] == own["starts"] and row["draft_ids"][place] == own["draft_ids"][place]
+            for name in ("log_q", "log_max_q", "entropy", "repeat", "log_p", "accept_prob", "overlap", "reached"):
+                assert row[name][place] == pytest.approx(own[name][place], **TOLERANCE), name
+            seen |= {(temperature, value) for value in row["accept_prob"][place] if value in (0, 1)}
+    assert (0.0, 0.0) in seen
+
+
 def test_greedy_labels_are_agreement(chain, remake, oracles):
     directory = remake("acceptance", **ROLLOUT, mode="greedy")
     assert Manifest.read(directory).sampling["temperature"] == 0
@@ -127,6 +151,7 @@ def test_greedy_labels_are_agreement(chain, remake, oracles):
         assert token == assured
         log_p, log_q = p.log_softmax(-1), q.log_softmax(-1)
         return {
+            "q": log_q.exp(),
             "log_q": float(log_q[token]),
             "log_max_q": float(log_q[token]),
             "entropy": -float(log_q.exp() @ log_q),
@@ -188,7 +213,9 @@ def test_labels_give_the_distribution_of_how_many_tokens_the_decoder_accepts(par
         branched = BranchedText(target, 2)
         branched.open(text)
         states = target_states(branched, starts, drafts).flatten(0, 1)
-        labels = settings(sampling=(params,)).label_drafts(states, own, drafts.flatten(), [params] * count)
+        labels = settings(sampling=(params,)).label_drafts(
+            states, own, drafts.flatten(), [params] * count, drafts.flatten()
+        )
         q, kept = labels["log_q"].exp().view(-1, 2), labels["accept_prob"].view(-1, 2)
         possible = q[:, 0] * q[:, 1] > 0
         weights = q.prod(1)[possible]
@@ -219,6 +246,24 @@ def test_drafts_follow_the_drafters_distribution():
     statistic = sum((seen[pair] - 300 * prob) ** 2 / (300 * prob) for pair, prob in distribution.items())
     freedom = len(distribution) - 1
     assert statistic < freedom + 4 * math.sqrt(2 * freedom)  # four standard deviations; the uniforms are fixed
+
+
+def test_labels_say_how_a_token_goes_on_with_a_repetition_and_how_it_might_have():
+    ids, params, draft = [2, 0, 1, 3, 2, 0, 3, 1, 2, 0, 1, 3, 2, 0, 3, 3, 1, 2, 0], SamplingParams(0.7), LogitTable(1)
+    rollouts = settings(target=LogitTable(0), drafter=FrozenDrafter(draft, {}), sampling=(params,), chunk=5)
+    row = {"id": "a", "input_ids": ids, "prompt_length": 3, "task": None}
+    made = rollouts.label_response(BranchedText(rollouts.target, 2), DraftModelBranches(draft, 2), row, 0)
+    seen = set()
+    for number, start in enumerate(made["starts"]):
+        for depth in range(2):
+            at = 2 * number + depth
+            before = [*ids[:start], *made["draft_ids"][2 * number : at].tolist()]
+            half, followed = repeated(ids[:start], before)
+            q = warped(draft.row(tuple(before))[0], params)
+            assert made["repeat"][at] == (half if made["draft_ids"][at] == followed else -half)
+            assert made["repeat_mean"][at] == pytest.approx(half * (2 * q[followed] - 1) if half else 0, abs=1e-6)
+            seen.add((half, 0 < q[followed or 0] < 1))
+    assert len(seen) > 3
 
 
 def test_what_lies_behind_a_rejection_or_an_end_token_is_not_reached():
@@ -324,7 +369,7 @@ def test_a_sample_is_a_response_with_its_drafts(chain, remake):
     known = batch.confidences
     assert known.depth[0].tolist() == [1, 2, 3] and torch.equal(known.log_q, batch.log_q)
     assert known.temperature[:, 2].tolist() == batch.temperature.tolist()
-    assert all(getattr(known, name) is getattr(batch, name) for name in ("log_max_q", "entropy", "repeat"))
+    assert all(getattr(known, name) is getattr(batch, name) for name in ("log_max_q", "repeat", "repeat_mean"))
 
 
 def test_drafts_are_shown(remake, capsys):
@@ -347,7 +392,8 @@ def test_drafts_are_shown(remake, capsys):
         ({"mode": "greedy", "temperatures": "0.5,1"}, "mode: found greedy at temperature 0.5, 1, expected sampling"),
         ({"mode": "sampling", "temperature": 0.0}, "mode: found sampling at temperature 0, expected greedy"),
         ({"temperature": 1.0, "temperatures": "0.5,1"}, "temperature: found 1.0 and temperatures 0.5,1"),
-        ({"temperatures": "0,1"}, "temperatures: found 0,1, expected numbers above 0"),
+        ({"mode": "greedy", "temperatures": "0,1"}, "mode: found greedy at temperature 0, 1, expected sampling"),
+        ({"temperatures": "-1,1"}, "temperatures: found -1,1, expected numbers from 0 on"),
         ({"temperatures": "warm"}, "temperatures: found 'warm', expected numbers"),
     ],
 )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import sklearn.metrics
 import torch
@@ -16,6 +18,7 @@ from draftsmith.data import acceptance as labels
 from draftsmith.data.heads.directory import drafter_identity, load_head, save_head
 from draftsmith.data.heads.frozen_drafter import FrozenDrafter
 from draftsmith.data.models.loading import load_lm
+from draftsmith.data.store.manifest import file_sha256
 from draftsmith.data.store.rollout_dataset import RolloutDataset, collate_rollouts
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
@@ -67,10 +70,11 @@ def drafts_of(batch):
             number += 1
 
 
-@pytest.mark.parametrize("state", ["before", "after"])
+@pytest.mark.parametrize("state", ["before", "after", "undrawn"])
 def test_a_token_is_read_as_if_its_draft_had_been_read_alone(artefacts, rollouts, state):
     draft = load_lm(str(artefacts.draft))
-    head = AcceptanceHeadConfig(32, state=state, features=("log_q", "depth", "temperature", "entropy"))
+    known = ("repeat_mean" if state == "undrawn" else "log_q", "depth", "temperature", "entropy")
+    head = AcceptanceHeadConfig(32, state=state, features=known)
     batch = a_batch(rollouts)
     found = RolloutDrafts(FrozenDrafter(draft, {}), head, DEPTH).read(batch, with_log_q=True)
     states, numbers, weights, accept = [], [], [], []
@@ -80,23 +84,22 @@ def test_a_token_is_read_as_if_its_draft_had_been_read_alone(artefacts, rollouts
         for place in range(DEPTH):
             prob = float(batch.accept_prob[number, place])
             at = len(text) + place
-            states.append(hidden[at - 1] if state == "before" else hidden[at])
+            states.append(hidden[at] if state == "after" else hidden[at - 1])
             # The label's distribution: warped at the draft's own temperature.
             distribution = (draft.lm_head(hidden[at - 1]) / batch.temperature[number]).softmax(-1)
             token = batch.draft_ids[number, place]
             entropy = -(distribution * distribution.log()).sum()
-            numbers.append(
-                [distribution[token].log(), torch.tensor(place + 1.0).log(), batch.temperature[number], entropy]
-            )
+            first = batch.repeat_mean[number, place] if state == "undrawn" else distribution[token].log()
+            numbers.append([first, torch.tensor(place + 1.0).log(), batch.temperature[number], entropy])
             weights.append(reach)
-            accept.append(prob)
+            accept.append(float(batch.overlap[number, place]) if state == "undrawn" else prob)
             reach *= prob * (int(token) not in draft.info.eos_ids)
     kept = torch.tensor(weights) > 0
     assert torch.allclose(found.batch.hidden, torch.stack(states)[kept], atol=1e-5)
     assert torch.allclose(found.batch.features, torch.tensor(numbers)[kept], atol=1e-4)
     assert torch.allclose(found.batch.weight, torch.tensor(weights)[kept], atol=1e-6)
     assert torch.equal(found.batch.accept_prob, torch.tensor(accept)[kept])
-    assert torch.equal(found.log_q, found.batch.features[:, 0])
+    assert state == "undrawn" or torch.equal(found.log_q, found.batch.features[:, 0])
     if state == "before":
         assert torch.equal(found.batch.embeds, draft.embed(batch.draft_ids[batch.loss_mask]))
     else:
@@ -205,6 +208,30 @@ def test_a_head_says_what_it_reads_and_what_its_labels_were(artefacts, trained):
     assert "| 7 | temperature | 1 |" in card and f"scale {head.config.calibration[0]:.4g}, shift" in card
     assert "ece_platt" in card and "--method online:head=on" in card
     assert "tokens of labelled drafts" in card and "a rectified layer over state and embedding, 0 residual" in card
+
+
+def test_an_undrawn_head_learns_from_labels_that_have_what_it_reads(artefacts, rollouts, tmp_path):
+    settings = config(artefacts, rollouts, tmp_path / "run", state="undrawn", width=32, max_steps=2)
+    head = load_head(run(settings), load_lm(str(artefacts.draft)), kind="acceptance")
+    assert head.config.features == ("logit_max_q", "entropy", "depth", "repeat_mean", "temperature")
+    # As wide as the draft's states, and rectified all the same.
+    assert (head.config.state, head.config.activation, head.join.weight.shape) == ("undrawn", "relu", (32, 32))
+    card = (tmp_path / "run" / "best" / "README.md").read_text()
+    assert "a rectified layer over the state, 0 residual" in card and "where whether a token stays depends on P" in card
+    assert "--method online:head=on" in card
+    # Labels of before there were such numbers are read, by heads that do not ask for them.
+    old = shutil.copytree(rollouts, tmp_path / "old")
+    for shard in old.glob("*.parquet"):
+        pq.write_table(pq.read_table(shard).drop_columns("repeat_mean"), shard)
+    manifest = json.loads((old / "manifest.json").read_text())
+    manifest["fields"] = [field for field in manifest["fields"] if field["name"] != "repeat_mean"]
+    for file in manifest["files"]:
+        file |= {"sha256": file_sha256(old / file["name"]), "bytes": (old / file["name"]).stat().st_size}
+    (old / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(InputError, match=r"data: found labels .* without repeat_mean, .*data acceptance") as error:
+        prepare(dataclasses.replace(settings, data=old))
+    assert "\n" not in str(error.value)
+    assert prepare(dataclasses.replace(settings, data=old, features=("entropy",)))
 
 
 def test_a_continued_run_keeps_the_calibration(artefacts, rollouts, trained, tmp_path):

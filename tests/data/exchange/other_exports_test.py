@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 
 import pytest
@@ -92,14 +94,16 @@ def test_what_specdec_pp_cannot_hold_is_refused_with_the_remedy(tied, draft, tmp
     assert {path.name for path in tmp_path.iterdir()} == {"own"}
 
 
-def opinionated(directory, identity, **settings):
+GREEDY = {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
+
+
+def opinionated(directory, identity, sampling=GREEDY, **settings):
     """A head of a new kind, as a training saves it."""
     torch.manual_seed(5)
-    config = AcceptanceHeadConfig(settings.pop("width", 32), num_blocks=1, w_rej=1.0, state="before", **settings)
+    config = AcceptanceHeadConfig(32, num_blocks=1, w_rej=1.0, **{"state": "before", **settings})
     head = AcceptanceHead(config).requires_grad_(False)
     for weight in head.parameters():
         torch.nn.init.normal_(weight, std=0.2)
-    sampling = {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
     return save_head(directory, head, {"target": identity, "sampling": sampling, "drafter": "draft"}, "card")
 
 
@@ -123,6 +127,26 @@ def test_an_acceptance_head_is_exported_with_a_statement_of_its_inputs(draft, tm
     assert check(CheckConfig(directory=there, format="acceptance", draft=draft, head=made)) == 1
     with pytest.raises(InputError, match="head: found a head that predicts by the state before the token, log_q"):
         export(ExportConfig(format="specdec_pp", head=made, draft=draft, output=tmp_path / "out"))
+
+
+def test_a_server_may_trim_by_a_head_that_has_not_seen_the_draw(draft, tmp_path):
+    identity = load_lm(draft).info.identity
+    for state, temperature in itertools.product(("before", "undrawn"), (0.0, 1.0)):
+        sampling = {**GREEDY, "temperature": temperature}
+        head = opinionated(tmp_path / f"{state}{temperature}", identity, sampling, state=state)
+        there = tmp_path / f"out-{state}{temperature}"
+        asked = ExportConfig(format="acceptance", head=head, draft=draft, output=there, use="trim")
+        if (state, temperature) == ("before", 1.0):
+            with pytest.raises(InputError, match=r"use: found trim by a head .*--state undrawn") as error:
+                export(asked)
+            assert "\n" not in str(error.value) and not there.exists()
+            assert export(dataclasses.replace(asked, use="stop")) == 0
+        else:
+            assert export(asked) == 0
+        uses = json.loads((there / "config.json").read_text())["uses"]
+        assert "at any temperature" in uses["stop"]
+        assert ("when greedy only" in uses["trim"]) == (state == "before")
+        assert uses["trim"] in (there / "README.md").read_text()
 
 
 def test_a_head_that_reads_an_eagle_heads_states_is_checked_on_them(draft, tmp_path, capsys):

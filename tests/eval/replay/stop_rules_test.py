@@ -35,6 +35,7 @@ from draftsmith.eval.studies.specdecpp.sweep import LengthRule, replayed
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.acceptance.policies import CostRule, OnlinePredictor, PredictorStop, ThresholdRule
 from draftsmith.modules.acceptance.predictor import HeadPredictor
+from draftsmith.modules.acceptance.repeats import Repeats, followers
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.drafters.chains import build_chains
 from draftsmith.modules.drafters.methods import Models, parse_method
@@ -94,6 +95,9 @@ def world(tmp_path_factory) -> World:
     for head in heads.values():
         torch.nn.init.normal_(head.out.weight, std=1.0)
         head.requires_grad_(False)
+    undrawn = dataclasses.replace(before, state="undrawn", features=("logit_max_q", "repeat_mean"))
+    heads["undrawn"] = AcceptanceHead(undrawn).requires_grad_(False)
+    heads["undrawn"].direct.weight.fill_(1.0)
     models = run_models(target, draft, eagle=eagle, capacity=300)
     return World(models, prompts, heads, {"draft": draft, "eagle": target}, {})
 
@@ -104,7 +108,17 @@ def rule_of(name: str) -> ThresholdRule | CostRule:
 
 @pytest.mark.parametrize("drafter", ["draft", "eagle"])
 @pytest.mark.parametrize(
-    "predictor", ["before", "late", "online q", "online max_q", "online q before", "online max_q late"]
+    "predictor",
+    [
+        "before",
+        "late",
+        "undrawn",
+        "online q",
+        "online max_q",
+        "online q before",
+        "online max_q late",
+        "online q undrawn",
+    ],
 )
 @pytest.mark.parametrize("rule", ["threshold", "cost"])
 def test_a_replay_is_the_decoders_trace_and_learns_as_it_does(world, drafter, predictor, rule):
@@ -148,6 +162,27 @@ def test_studies_replay_heads_of_either_kind_as_the_decoder_asks_them(world, dra
         assert played.traces(policy, 0.1) == decoded
         lengths |= {step.num_drafted for trace in decoded for step in trace.steps}
     assert len(lengths) > 2  # the head had a say
+
+
+@pytest.mark.parametrize("side_by_side", [False, True])
+@pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "sampling"])
+def test_heads_are_told_where_repetitions_lead(world, params, side_by_side, monkeypatch):
+    monkeypatch.setattr(Repeats, "SIZES", (2, 1))  # such models repeat little more than a token
+    draft, prompt = world.embeds["draft"], BenchPrompt("all tokens", list(range(5, 205)))
+    head = AcceptanceHead(AcceptanceHeadConfig(32, num_blocks=0, state="undrawn", features=("repeat_mean",)))
+    for weight in head.requires_grad_(False).parameters():
+        weight.fill_(1.0 if weight is head.direct.weight else 0.0)
+    how = Recording(params, DEPTH, 8, 0, ())
+    recorder = ChainRecorder(world.models, "draft", how, {"mean": head}, side_by_side=side_by_side)
+    found, told = record_all(recorder, [prompt]), []
+    for row, tokens in enumerate(torch.from_numpy(found.token)):
+        text = [*prompt.prompt_ids, *found.answers[0].tokens[: found.start[row]]]
+        (halves,), (expected,) = followers(text, [len(text)], tokens[None])
+        logits = draft.lm_head(draft.features(torch.tensor([[*text, *tokens.tolist()]]))[0, -DEPTH - 1 : -1])
+        q = logits.softmax(-1) if params.greedy else probabilities(logits, params)
+        told += [float(half * (2 * q[place, expected[place]] - 1)) for place, half in enumerate(halves)]
+    assert found.heads["mean"].flatten().tolist() == pytest.approx(told, abs=1e-4)
+    assert sum(value != 0 for value in told) > 3
 
 
 @pytest.mark.parametrize("side_by_side", [False, True])

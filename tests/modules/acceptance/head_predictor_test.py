@@ -21,7 +21,9 @@ from draftsmith.modules.sampling import probabilities
 from draftsmith.modules.types import SamplingParams
 
 H, V, DEPTH = 8, 30, 4
-ALL = ("log_q", "logit_q", "logit_max_q", "entropy", "depth", "temperature", "repeat")
+ALL = ("log_q", "logit_q", "logit_max_q", "entropy", "depth", "temperature", "repeat", "repeat_mean")
+# What is there before the token is drawn.
+BLIND = ("logit_max_q", "entropy", "depth", "temperature", "repeat_mean")
 CONTEXT = [3, 1, 4, 1, 5, 9, 3, 1, 4, 2, 6, 3, 1, 4, 1, 5, 3, 1]
 CASES = {
     "published": {"num_blocks": 3},
@@ -31,17 +33,20 @@ CASES = {
     "before, all features": {"state": "before", "features": ALL, "calibration": (0.7, -0.3)},
     "of the mode": {"state": "before", "features": ("logit_max_q", "log_q"), "num_blocks": 0},
     "before, one feature": {"state": "before", "features": ("logit_q",), "w_rej": 3.0},
+    "undrawn, bare": {"state": "undrawn", "num_blocks": 1},
     "narrow": {"num_blocks": 0, "width": 3},
 }
 
 
 for blocks, state, features, activation in itertools.product(
-    (0, 1, 3), ("before", "after"), ((), ("repeat", "entropy"), ALL), ("none", "relu")
+    (0, 1, 3), ("before", "after", "undrawn"), ((), ("repeat", "entropy"), ALL), ("none", "relu")
 ):
+    if state == "undrawn":
+        features = tuple(name for name in features if name in BLIND)
     changes = {"num_blocks": blocks, "state": state, "features": features, "activation": activation, "width": 5}
     CASES[f"{blocks}, {state}, {len(features)}, {activation}"] = {**changes, "calibration": (1.3, 0.2)}
     CASES[f"{blocks}, {state}, {len(features)}, {activation}, standardised"] = {**changes, "standardize": True}
-CASES["tied, rectified"] = {**CASES["3, before, 7, relu, standardised"], "tied": True}
+CASES["tied, rectified"] = {**CASES["3, before, 8, relu, standardised"], "tied": True}
 
 
 @pytest.fixture(params=list(CASES))
@@ -77,9 +82,11 @@ def embed(ids: torch.Tensor) -> torch.Tensor:
     return EMBEDDING[ids]
 
 
-def repeat(views: list[DraftView], number: int) -> float:
-    """By a look through the text: what followed the longest suffix of 8, 4 or 2 tokens when it last stood in it."""
-    before, token = [*CONTEXT, *(view.token for view in views[:number])], views[number].token
+def repeat(views: list[DraftView], number: int, token: int | None = None) -> float:
+    """By a look through the text: what followed the longest suffix of 8, 4 or 2 tokens when it last stood in it.
+    token: one that might have been drawn, in the place of the one that was."""
+    before = [*CONTEXT, *(view.token for view in views[:number])]
+    token = views[number].token if token is None else token
     for size in (8, 4, 2):
         for end in range(len(CONTEXT) - 1, size - 1, -1):
             if CONTEXT[end - size : end] == before[-size:]:
@@ -95,7 +102,8 @@ def numbers(views: list[DraftView], number: int, names: tuple[str, ...]) -> list
     entropy = -(distribution[distribution > 0] * np.log(distribution[distribution > 0])).sum()
     found = {"log_q": np.log(q), "logit_q": np.log(q / (1 - q)), "logit_max_q": np.log(most / (1 - most)),
              "entropy": entropy, "depth": math.log(view.num_drafted), "temperature": view.temperature,
-             "repeat": repeat(views, number)}  # fmt: skip
+             "repeat": repeat(views, number),
+             "repeat_mean": sum(q * repeat(views, number, x) for x, q in enumerate(distribution))}  # fmt: skip
     return [float(found[name]) for name in names]
 
 
@@ -134,7 +142,7 @@ def prob(logit: float) -> float:
 
 def expected(head: AcceptanceHead, views: list[DraftView], how) -> list[float]:
     """Token n is predicted by its own view's state, or by the next one's, which has read it."""
-    if head.config.state == "before":
+    if head.config.state != "after":
         return [prob(how(by_definition(head, view.hidden, views, number))) for number, view in enumerate(views)]
     after = enumerate(views[1:])
     return [1.0, *(prob(how(by_definition(head, view.hidden, views, number))) for number, view in after)]
@@ -228,6 +236,8 @@ def test_one_token_is_predicted_as_many_are(head, views):
     heats = torch.tensor([view.temperature for view in predicted])
     known = confidences_of(distributions, tokens, places, heats)
     known = dataclasses.replace(known, repeat=torch.tensor([repeat(views, n) for n in range(len(predicted))]))
+    means = torch.tensor([numbers(views, n, ("repeat_mean",)) for n in range(len(predicted))])
+    known = dataclasses.replace(known, repeat_mean=means[:, 0])
     features = head.feature_values(known) if head.config.features else None
     embeds = embed(tokens) if head.config.state == "before" else None
     many = torch.sigmoid(head.calibrated(head(states, embeds, features))).tolist()

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from draftsmith.modules.acceptance.repeats import Repeats, RepeatScores, repeat_scores
+from draftsmith.modules.acceptance.repeats import Repeats, RepeatScores, followers, mean_score, repeat_scores
 from draftsmith.modules.decoding.protocols import DraftView
 
 
@@ -32,6 +32,10 @@ def copying_text(seed: int, length: int) -> list[int]:
     return text
 
 
+def scores(text: list[int], starts: list[int], drafted: list[list[int]]) -> torch.Tensor:
+    return repeat_scores(*followers(text, starts, torch.tensor(drafted)), torch.tensor(drafted))
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_scores_are_those_of_a_search(seed):
     rng = random.Random(100 + seed)
@@ -43,14 +47,24 @@ def test_scores_are_those_of_a_search(seed):
         [by_search(text[:start], own[:j], token) for j, token in enumerate(own)]
         for start, own in zip(starts, drafted, strict=True)
     ]
-    assert repeat_scores(text, starts, torch.tensor(drafted)).tolist() == expected
+    assert scores(text, starts, drafted).tolist() == expected
+    # The mean over what may be drawn, whatever was.
+    q = torch.rand(6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).softmax(-1)
+    halves, followed = followers(text, starts, torch.tensor(drafted))
+    for start, own, means in zip(starts, drafted, mean_score(halves, q[followed.clamp_min(0)]), strict=True):
+        view = [
+            DraftView(j + 1, token, torch.empty(0, 0), q.log(), q, 1.0, text[:start]) for j, token in enumerate(own)
+        ]
+        wanted = [sum(float(q[x]) * by_search(text[:start], own[:j], x) for x in range(6)) for j in range(len(own))]
+        seen = RepeatScores()
+        assert means.tolist() == pytest.approx(wanted) and [seen.mean(v) for v in view] == pytest.approx(wanted)
     assert {-4.0, -2.0, -1.0, 0.0, 1.0, 2.0, 4.0} >= {value for own in expected for value in own}
     assert any(value != 0 for own in expected for value in own)
 
 
 def test_tokens_after_the_end_of_a_draft_have_none():
-    scores = repeat_scores([1, 2, 3, 1, 2], [5, 5], torch.tensor([[3, -1], [4, -1]]))
-    assert scores.tolist() == [[1.0, 0.0], [-1.0, 0.0]]
+    assert scores([1, 2, 3, 1, 2], [5, 5], [[3, -1], [4, -1]]).tolist() == [[1.0, 0.0], [-1.0, 0.0]]
+    assert [part.shape for part in followers([1], [], torch.empty(0, 4, dtype=torch.int64))] == [(0, 4), (0, 4)]
 
 
 def test_a_policy_sees_the_same_while_the_text_grows_and_forgets_it_with_the_prompt():
@@ -63,7 +77,7 @@ def test_a_policy_sees_the_same_while_the_text_grows_and_forgets_it_with_the_pro
 
     for start in (20, 23, 40, 41):
         drafted = text[start : start + 4]
-        assert shown(text[:start], drafted) == repeat_scores(text, [start], torch.tensor([drafted]))[0].tolist()
+        assert shown(text[:start], drafted) == scores(text, [start], [drafted])[0].tolist()
     assert any(Repeats.SIZES[-1] / 2 in shown(text[:start], text[start : start + 4]) for start in (42, 50))
     # Another text, at first shorter than what was read of the last one: nothing of that one is left.
     other = copying_text(8, 60)

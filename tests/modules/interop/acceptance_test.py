@@ -22,7 +22,9 @@ from draftsmith.modules.types import InputError
 FORMAT = formats()["acceptance", "acceptance"]
 HIDDEN, VOCAB, TOKENS = 6, 11, 12
 ALL: tuple[Feature, ...] = get_args(Feature)
+BLIND = tuple(name for name in ALL if name not in ("log_q", "logit_q", "repeat"))
 REPEAT = torch.arange(TOKENS) % 5 - 2.0
+MEANS = torch.arange(TOKENS) % 7 - 2.5
 CASES = {
     "published": AcceptanceHeadConfig(HIDDEN, num_blocks=3, tied=True),
     "own blocks": AcceptanceHeadConfig(HIDDEN, num_blocks=2, calibration=(1.3, 0.2)),
@@ -32,6 +34,10 @@ CASES = {
     "narrow, of the state alone": AcceptanceHeadConfig(HIDDEN, num_blocks=1, width=3),
     "before": AcceptanceHeadConfig(HIDDEN, num_blocks=1, w_rej=1.0, state="before"),
     "all": AcceptanceHeadConfig(HIDDEN, num_blocks=2, w_rej=2.0, state="before", features=ALL, calibration=(0.7, -0.2)),
+    "undrawn": AcceptanceHeadConfig(HIDDEN, num_blocks=1, state="undrawn"),
+    "undrawn, relu": AcceptanceHeadConfig(
+        HIDDEN, num_blocks=0, state="undrawn", features=BLIND, width=4, activation="relu", calibration=(1.2, 0.1)
+    ),
     "relu": AcceptanceHeadConfig(HIDDEN, num_blocks=0, state="before", features=ALL, width=4, activation="relu"),
 }
 
@@ -72,6 +78,7 @@ def by_the_words(config: dict, tensors: dict, states, embeds, distributions, tok
             "depth": np.log(depth.numpy()),
             "temperature": np.full(TOKENS, 0.7),
             "repeat": REPEAT.double().numpy(),  # of the text, which is not part of this
+            "repeat_mean": MEANS.double().numpy(),
         }
     matrices = {"state_before": states.numpy(), "state_after": states.numpy(), "embedding": embeds.numpy()}
     weights = {name: tensor.double().numpy() for name, tensor in tensors.items()}
@@ -106,7 +113,7 @@ def test_config_and_weights_say_all_that_is_computed(name):
     package = package_of(head)
     states, embeds, distributions, tokens, depth = draws()
     known = confidences_of(distributions, tokens, depth, torch.full((TOKENS,), 0.7))
-    known = dataclasses.replace(known, repeat=REPEAT)
+    known = dataclasses.replace(known, repeat=REPEAT, repeat_mean=MEANS)
     numbers = head.feature_values(known) if head.config.features else None
     ours = torch.sigmoid(head.calibrated(head(states, embeds if head.config.state == "before" else None, numbers)))
     by_words = by_the_words(dict(package.config), dict(package.tensors), states, embeds, distributions, tokens, depth)
@@ -136,7 +143,9 @@ def test_standardisation_is_written_in_the_weights():
         buffer.uniform_(0.5, 2) if name.endswith("scale") else buffer.normal_()
     package = FORMAT.write(head.config, head.state_dict())
     states, embeds, distributions, tokens, depth = draws()
-    known = dataclasses.replace(confidences_of(distributions, tokens, depth, torch.full((TOKENS,), 0.7)), repeat=REPEAT)
+    known = dataclasses.replace(
+        confidences_of(distributions, tokens, depth, torch.full((TOKENS,), 0.7)), repeat=REPEAT, repeat_mean=MEANS
+    )
     ours = torch.sigmoid(head.calibrated(head(states, embeds, head.feature_values(known))))
     by_words = by_the_words(dict(package.config), dict(package.tensors), states, embeds, distributions, tokens, depth)
     assert ours.numpy() == pytest.approx(by_words, abs=1e-5)
