@@ -63,6 +63,7 @@ def predictors(pair: Pair, repeats: int) -> Iterator[Number]:
             "that one and online on top": partial(on_top, lean, reader.embed),
             "the published head, D=3": partial(HeadPredictor, published),
             "online": OnlinePredictor,
+            "a constant": Constant,
         }
         for who, predictor in every.items():
             for mode, params in (("T=0", GREEDY), ("T=1", SAMPLING)):
@@ -71,6 +72,15 @@ def predictors(pair: Pair, repeats: int) -> Iterator[Number]:
                 aim = ("<= 1" if pair.weight_bytes else "<= 5") if "head of" in who or "the same" in who else ""
                 yield Number(f"predicting by {who}, of a step of the {name}, {mode}", pair.name, 100 * share, "%", aim)
                 yield Number("the same, a token", pair.name, 1e6 * seconds, "us")
+
+
+class Constant(Predictor):
+    """What being asked takes, and nothing else."""
+
+    late = learns = False
+
+    def prob(self, view: DraftView) -> float:
+        return 1.0
 
 
 class TimedPredictor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from operator import mul
 from typing import Any
 
 from draftsmith.modules.decoding.confidence import sigmoid
@@ -36,7 +37,7 @@ class OnlineLogistic(Learner):
         return sigmoid(self._logit(x))
 
     def _logit(self, x: Sequence[float]) -> float:
-        return sum(weight * value for weight, value in zip(self.weights, x, strict=False)) + self.weights[-1]
+        return sum(map(mul, self.weights, x)) + self.weights[-1]
 
     def update(self, x: Sequence[float], accepted: float) -> None:
         """Learn one label in [0, 1]. Features that are no numbers teach nothing: they would never be forgotten."""

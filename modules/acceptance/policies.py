@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 
 from draftsmith.modules.acceptance.online_logistic import OnlineLogistic
 from draftsmith.modules.acceptance.repeats import RepeatScores
-from draftsmith.modules.decoding.confidence import MAX_LOGIT, log_odds, log_prob_of
+from draftsmith.modules.decoding.confidence import MAX_LOGIT, log_max_q_of, log_odds, log_q_of
 from draftsmith.modules.decoding.learner import Learner
 from draftsmith.modules.decoding.protocols import DraftView, StopPolicy
 
@@ -233,7 +233,7 @@ class OnlinePredictor(Predictor):
 
     def log_prob(self, view: DraftView) -> float:
         """The logarithm of the probability whose log-odds are looked at."""
-        return log_prob_of(view, self._best)
+        return log_max_q_of(view) if self._best else log_q_of(view)
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         """Tokens behind the first rejected one were never verified: nothing is learned of them."""

@@ -15,11 +15,20 @@ from torch import Tensor
 from draftsmith.modules.acceptance.head import AcceptanceHead, Feature
 from draftsmith.modules.acceptance.policies import TrainedPredictor
 from draftsmith.modules.acceptance.repeats import RepeatScores
-from draftsmith.modules.decoding.confidence import MAX_LOGIT, TokenConfidence, confidence_of, log_odds, sigmoid
+from draftsmith.modules.decoding.confidence import (
+    MAX_LOGIT,
+    TokenConfidence,
+    confidence_of,
+    log_odds,
+    log_q_of,
+    sigmoid,
+)
 from draftsmith.modules.decoding.protocols import DraftView
 from draftsmith.modules.finite import NonFinite
 
 LARGEST_TABLE = 2**24  # numbers, 64 MiB: of what a first layer makes of every token, worked out beforehand
+CACHED = 2**14  # numbers of a matrix that the processor's caches keep, whatever a drafter reads in between
+LARGEST_PART = 2304 * 4  # numbers of a matrix from which on OpenBLAS takes threads
 
 # `head.FEATURE_VALUES` of the token shown; what is given last looks for repetitions, for those that need it.
 READ: dict[Feature, Callable[[DraftView, TokenConfidence, Any], float]] = {
@@ -36,13 +45,56 @@ UNKNOWN = TokenConfidence(math.nan, math.nan, math.nan)
 OF_DISTRIBUTION: frozenset[Feature] = frozenset(("log_q", "logit_q", "logit_max_q", "entropy"))
 
 
+def num_parts(size: int, width: int) -> int:
+    """Into how many groups of columns NumPy is to be given a matrix [size, width] to multiply a row with; 0: torch is
+    to do it.
+
+    Products are torch's, which keeps to its number of threads, while the matrix stays in the processor's caches. Where
+    it does not, NumPy's BLAS takes two thirds of the time; but OpenBLAS would take threads of its own, for anything but
+    matrices of less than 2304 * 4 numbers (its interface/gemv.c)."""
+    if size * width <= CACHED:
+        return 0
+    return next((n for n in range(1, width + 1) if width % n == 0 and size * (width // n) < LARGEST_PART), 0)
+
+
+class RectifiedLayer:
+    """w . relu(A s + t[y]) of a drafted token y and the state s that predicted it, in three calls: A s, its maximum
+    with -t[y], and the product with w. For relu(a + t) = max(a, -t) + t, and w . t[y] is known beforehand."""
+
+    def __init__(self, of_state: Tensor, out: Tensor, parts: Callable[[Tensor], Tensor], vocabulary: int):
+        """of_state: A, [H, W]. out: w, [W]. parts: t of tokens [N], [N, W]."""
+        (size, width), on_cpu = of_state.shape, of_state.device.type == "cpu"
+        self._of_state, self._out, self._parts = of_state, out[:, None].contiguous(), parts
+        # In n groups [n, H, W / n] where NumPy is to multiply with it; it also has less between a call and the work.
+        groups = num_parts(size, width) if on_cpu else 0
+        self._columns: Any = of_state.view(size, groups, -1).transpose(0, 1).contiguous().numpy() if groups else None
+        self._array: Any = out.numpy() if groups else None
+        self._table = self._read(torch.arange(vocabulary)) if vocabulary * width <= LARGEST_TABLE else None
+
+    def _read(self, tokens: Tensor) -> tuple[Any, list[float]]:
+        """-t of tokens [N], [W] or [1, W] each, and w . t of each."""
+        parts = self._parts(tokens)
+        floors = (-parts).split(1) if self._columns is None else (-parts).numpy()
+        return floors, (parts @ self._out)[:, 0].tolist()
+
+    def logit(self, states: Tensor, token: int) -> float:
+        """states [1, H], float32."""
+        if self._table is None:
+            (floor,), (shift,) = self._read(torch.tensor([token]))
+        else:
+            floors, shifts = self._table
+            floor, shift = floors[token], shifts[token]
+        if self._columns is None:
+            return torch.mm(torch.maximum(torch.mm(states, self._of_state), floor), self._out).item() + shift
+        return (states.numpy() @ self._columns).reshape(-1).clip(floor, None).dot(self._array).item() + shift
+
+
 class HeadPredictor(TrainedPredictor):
     """P^ of drafted tokens by an acceptance head, one by one while decoding.
 
     A draft waits for it, and calls are what it takes. So standardisation and calibration are in the weights, what the
-    first layer makes of every token is worked out beforehand where the vocabulary is not too large, and on a CPU the
-    small sums are NumPy's, on the memory of torch's tensors: it has less between a call and the work. Products are
-    torch's, which keeps to its number of threads.
+    first layer makes of every token is worked out beforehand where the vocabulary is not too large, and heads as
+    `train acceptance` makes them by default go a short way of their own (`RectifiedLayer`).
     """
 
     learns = False
@@ -73,8 +125,14 @@ class HeadPredictor(TrainedPredictor):
         self._blocks = [(linear.weight.detach(), linear.bias.detach()) for linear in linears]
         shift = head.calibrated(0.0) if calibrated else 0.0
         scale = head.calibrated(1.0) - shift if calibrated else 1.0
-        self._out, self._shift = self._array(scale * head.out.weight.detach()[0]), scale * head.out.bias.item() + shift
+        out, self._shift = scale * head.out.weight.detach()[0], scale * head.out.bias.item() + shift
+        self._weight, self._out = out, self._array(out)
         self._direct: list[float] = [] if head.direct is None else (scale * head.direct.weight[0]).tolist()
+        weights = dict(zip(names, self._direct, strict=True))
+        self._cheap = tuple(weights.pop(n, 0.0) for n in ("log_q", "logit_q", "depth", "temperature", "repeat"))
+        self._dear = [(READ[name], weight) for name, weight in weights.items()]
+        self._short = self._rectified and self._embed is not None and not self._blocks
+        self._layer: RectifiedLayer | None = None
         self._table: Any = None
         self._before: list[float] = []  # of a late one: features of the token that it speaks of next
         self.repeats = RepeatScores() if {"repeat", "repeat_mean"} & {*names} else None
@@ -102,13 +160,34 @@ class HeadPredictor(TrainedPredictor):
 
     def logit(self, view: DraftView) -> float:
         """Log-odds of `prob`."""
-        values = self._features(view) if self._read else []
-        if self.late and view.num_drafted == 1:
-            return math.inf
-        logit = self._logit(view, values)
+        if self._layer is not None:
+            logit = self._shift + self._layer.logit(view.states, view.token) + self._direct_part(view)
+        elif self._short and view.states.dtype == torch.float32:
+            assert self._of_state is not None and len(view.states) == 1
+            self._layer = RectifiedLayer(self._of_state, self._weight, self._token_parts, view.logits.shape[-1])
+            return self.logit(view)
+        else:
+            values = self._features(view) if self._read else []
+            if self.late and view.num_drafted == 1:
+                return math.inf
+            logit = self._logit(view, values)
         if not math.isfinite(logit):
             raise NonFinite("output", "acceptance", -2 if self.late else -1)  # of the last token but one, or the last
         return logit
+
+    def _direct_part(self, view: DraftView) -> float:
+        """The features by their weights, with fewer calls than one for each."""
+        log_q, logit_q, depth, temperature, repeat = self._cheap
+        part = depth * math.log(view.num_drafted) + temperature * view.temperature
+        if self._of_distribution:
+            own = log_q_of(view)
+            part += log_q * (-MAX_LOGIT if own < -MAX_LOGIT else own) + logit_q * log_odds(own)
+        if self.repeats is not None:
+            part += repeat * self.repeats.score(view)
+        if self._dear:
+            known = confidence_of(view, self._asked) if self._of_distribution else UNKNOWN
+            part += sum([weight * read(view, known, self.repeats) for read, weight in self._dear])
+        return part
 
     def _features(self, view: DraftView) -> list[float]:
         """`FEATURE_VALUES` of the token that is asked about."""
@@ -120,10 +199,10 @@ class HeadPredictor(TrainedPredictor):
 
     def _logit(self, view: DraftView, values: list[float]) -> float:
         """values: the head's features of the token that is asked about."""
-        x = view.states.float()  # of one token, but for those who hand in more: the last one counts
+        x = view.states.float()
         if self._of_state is not None:
             x = torch.mm(x, self._of_state)
-            own = self._array(x)[-1]
+            own = self._array(x)[0]
             own += self._token_part(view) if self._table is None else self._table[view.token]
             if self._of_numbers is not None:
                 own += self._array(torch.mv(self._of_numbers, torch.tensor(values, device=x.device)))
@@ -131,17 +210,20 @@ class HeadPredictor(TrainedPredictor):
                 x.relu_()
         for weight, bias in self._blocks:
             x = x + F.silu(F.linear(x, weight, bias))
-        return float(self._out.dot(self._array(x)[-1])) + self._shift + sum(map(mul, self._direct, values))
+        return float(self._out.dot(self._array(x)[0])) + self._shift + sum(map(mul, self._direct, values))
 
     def _token_part(self, view: DraftView) -> Any:
         """The part of the first layer that the token decides, its bias included, [W]."""
-        if self._table is None:
-            vocabulary, device = view.logits.shape[-1], self._bias.device
-            if self._embed is None:
-                return self._array(self._bias)
-            if vocabulary * len(self._bias) > LARGEST_TABLE:
-                token = torch.tensor(view.token, device=device)
-                return self._array(torch.addmv(self._bias, self._of_token, self._embed(token).float()))
-            embeds = self._embed(torch.arange(vocabulary, device=device)).float()
-            self._table = self._array(torch.addmm(self._bias, embeds, self._of_token.T))
+        vocabulary = view.logits.shape[-1]
+        if self._embed is None:
+            return self._array(self._bias)
+        if vocabulary * len(self._bias) > LARGEST_TABLE:
+            return self._array(self._token_parts(torch.tensor([view.token])))[0]
+        self._table = self._array(self._token_parts(torch.arange(vocabulary)))
         return self._table[view.token]
+
+    def _token_parts(self, tokens: Tensor) -> Tensor:
+        """The same of tokens [N], [N, W]."""
+        assert self._embed is not None
+        embeds = self._embed(tokens.to(self._bias.device)).float()
+        return torch.addmm(self._bias, embeds, self._of_token.T)

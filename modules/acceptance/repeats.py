@@ -31,7 +31,7 @@ class Repeats:
 
     def clear(self) -> None:
         """Another text."""
-        self._followers: dict[int, dict[tuple[int, ...], int]] = {size: {} for size in self.SIZES}
+        self._followers: dict[int, dict[tuple[int, ...], int]] = {size: {} for size in reversed(self.SIZES)}
         self._num_read = 0
 
     def read(self, tokens: Sequence[int]) -> None:
@@ -42,14 +42,16 @@ class Repeats:
                     followers[tuple(tokens[end - size : end])] = tokens[end]
         self._num_read = max(self._num_read, len(tokens))
 
-    def follower(self, before: Sequence[int]) -> tuple[float, int]:
+    def follower(self, before: tuple[int, ...]) -> tuple[float, int]:
         """Half the length of the longest repeated suffix of `before` (the text's last tokens, and drafted ones), and
         the token that followed it in the text; 0 and `NONE` where none is repeated."""
+        found = 0.0, NONE
         for size, followers in self._followers.items():
-            expected = followers.get(tuple(before[-size:]))
-            if expected is not None:
-                return size / 2, expected
-        return 0.0, NONE
+            expected = followers.get(before[-size:])
+            if expected is None:  # where a suffix did not stand in the text, no longer one did
+                break
+            found = size / 2, expected
+        return found
 
 
 class RepeatScores:
@@ -57,7 +59,7 @@ class RepeatScores:
     draft is to be shown, from the first."""
 
     def __init__(self) -> None:
-        self._repeats, self._before = Repeats(), list[int]()
+        self._repeats, self._before = Repeats(), tuple[int, ...]()
         self._last: tuple[DraftView | None, float, int] = None, 0.0, NONE
 
     def reset(self) -> None:
@@ -79,9 +81,9 @@ class RepeatScores:
         if view is not self._last[0]:
             if view.num_drafted == 1:
                 self._repeats.read(view.context)
-                self._before = list(view.context[-Repeats.SIZES[0] :])
+                self._before = tuple(view.context[-Repeats.SIZES[0] :])
             self._last = view, *self._repeats.follower(self._before)
-            self._before.append(view.token)
+            self._before = (*self._before[1 - Repeats.SIZES[0] :], view.token)
         return self._last[1:]
 
 
@@ -96,12 +98,12 @@ def followers(text: Sequence[int], starts: Sequence[int], drafted: Tensor) -> tu
     repeats, halves, expected = Repeats(), list[float](), list[int]()
     for start, tokens in zip(starts, drafted.tolist(), strict=True):
         repeats.read(text[:start])
-        before = list(text[max(start - Repeats.SIZES[0], 0) : start])
+        before = tuple(text[max(start - Repeats.SIZES[0], 0) : start])
         for token in tokens:
             half, follower = repeats.follower(before) if token >= 0 else (0.0, NONE)
             halves.append(half)
             expected.append(follower)
-            before.append(token)
+            before = (*before[1 - Repeats.SIZES[0] :], token)
     found = torch.tensor(halves, dtype=torch.float32), torch.tensor(expected, dtype=torch.int64)
     return found[0].view(drafted.shape), found[1].view(drafted.shape)
 

@@ -64,17 +64,15 @@ def confidence_of(view: DraftView, asked: Literal["token", "mode", "entropy"] = 
     A draft waits for it, so that the calls are few, and numpy's where that is possible, which have less between them
     and the work: no logarithm of a distribution is taken, but of its mode, from which log p = log max p - (max l - l) /
     T for any other token of logit l."""
+    if asked == "token":
+        return TokenConfidence(log_q_of(view), math.nan, math.nan)
     distribution = draft_distribution(view)
     if distribution.is_cuda:  # one transfer
-        given = [distribution[view.token]]
-        given += [] if asked == "token" else [distribution.max()]
+        given = [distribution[view.token], distribution.max()]
         given += [entropies(distribution)] if asked == "entropy" else []
-        own, most, spread = (*torch.stack(given).tolist(), math.nan, math.nan)[:3]
+        own, most, spread = (*torch.stack(given).tolist(), math.nan)[:3]
         return TokenConfidence(log_of(own), log_of(most), spread)
-    probs = distribution.numpy()
-    log_q = log_of(probs.item(view.token))
-    if asked == "token":
-        return TokenConfidence(log_q, math.nan, math.nan)
+    log_q, probs = log_q_of(view), distribution.numpy()
     best = mode_of(view, probs)
     log_max_q = log_q if best == view.token else math.log(probs.item(best))
     if asked == "mode":
@@ -96,18 +94,27 @@ def mode_of(view: DraftView, probs: Any) -> int:
     return token if view.draft_prob is None or probs.item(token) >= 0.5 else int(probs.argmax())
 
 
-def log_prob_of(view: DraftView, best: bool) -> float:
-    """log q of the token that a stop policy is shown, or of the most probable one; less work than `confidence_of`."""
+def log_q_of(view: DraftView) -> float:
+    """log q of the token that a stop policy is shown, looked up once, whoever asks: less work than `confidence_of`."""
+    if view.log_q is None:
+        distribution = draft_distribution(view) if view.draft_prob is None else view.draft_prob
+        own = distribution[view.token].item() if distribution.is_cuda else distribution.numpy().item(view.token)
+        view.log_q = math.log(SMALLEST if own < SMALLEST else own)
+    return view.log_q
+
+
+def log_max_q_of(view: DraftView) -> float:
+    """The same of the most probable token."""
     distribution = draft_distribution(view)
     if distribution.is_cuda:
-        return log_of((distribution.max() if best else distribution[view.token]).item())
+        return log_of(distribution.max().item())
     probs = distribution.numpy()
-    return log_of(probs.item(mode_of(view, probs) if best else view.token))
+    return log_of(probs.item(mode_of(view, probs)))
 
 
 def log_of(prob: float) -> float:
     """Its logarithm, of 0 that of the smallest number."""
-    return math.log(max(prob, SMALLEST))
+    return math.log(SMALLEST if prob < SMALLEST else prob)
 
 
 def confidences_of(distributions: Tensor, tokens: Tensor, depth: Tensor, temperature: Tensor) -> TokenConfidences:
@@ -128,7 +135,8 @@ def log_odds(log_prob: float) -> float:
     if log_prob >= 0:
         return MAX_LOGIT
     logit = log_prob - math.log(-math.expm1(log_prob))
-    return min(max(logit, -MAX_LOGIT), MAX_LOGIT)
+    # A token waits for it: comparisons take less than calls of `min` and `max`. NaN stays.
+    return MAX_LOGIT if logit > MAX_LOGIT else -MAX_LOGIT if logit < -MAX_LOGIT else logit
 
 
 def log_odds_of(log_prob: Tensor) -> Tensor:

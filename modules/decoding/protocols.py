@@ -94,17 +94,18 @@ class DraftView:
 
     num_drafted: int
     token: int
-    states: Tensor  # [T, H] the drafter's hidden states after its final norm; the last one is `hidden`
+    states: Tensor  # [1, H] the drafter's hidden state after its final norm
     logits: Tensor  # [V] raw draft logits, before temperature
     draft_prob: Tensor | None  # [V] the distribution `token` was drawn from; None when greedy
     temperature: float = 0.0  # of that distribution; 0 when greedy
     context: Sequence[int] = ()  # all tokens before this round's draft: the prompt, and what was emitted
     softmax: Tensor | None = None  # [V] of the logits of a greedy draft, once someone asked (`confidence`)
+    log_q: float | None = None  # of the token, once someone asked (`confidence`)
 
     @property
     def hidden(self) -> Tensor:
         """[H]. Taken out when asked for: most policies never do."""
-        return self.states[-1]
+        return self.states[0]
 
 
 class StopPolicy(Protocol):

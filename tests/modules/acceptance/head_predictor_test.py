@@ -14,7 +14,7 @@ from draftsmith.modules.acceptance import predictor as acceptance
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.acceptance.online_logistic import OnlineLogistic
 from draftsmith.modules.acceptance.policies import OnlinePredictor
-from draftsmith.modules.acceptance.predictor import HeadPredictor
+from draftsmith.modules.acceptance.predictor import HeadPredictor, num_parts
 from draftsmith.modules.decoding.confidence import confidence_of, confidences_of
 from draftsmith.modules.decoding.protocols import DraftView
 from draftsmith.modules.sampling import probabilities
@@ -69,7 +69,7 @@ def views(request) -> list[DraftView]:
     distributions = None if request.param.greedy else probabilities(logits, request.param)
     tokens = logits.topk(2).indices[:, 0 if distributions is None else 1].tolist()
     return [
-        DraftView(n + 1, tokens[n], states[: n + 1], logits[n], None if distributions is None else distributions[n],
+        DraftView(n + 1, tokens[n], states[n : n + 1], logits[n], None if distributions is None else distributions[n],
                   request.param.temperature, CONTEXT)
         for n in range(DEPTH)
     ]  # fmt: skip
@@ -183,6 +183,39 @@ def test_a_head_with_what_is_learned_on_top_begins_as_the_head_says(views, state
         by_hand.update(features[n], float(n < 2))
     assert both.model.weights == pytest.approx(by_hand.weights, abs=1e-4)
     assert say(both, views)[alone.late :] == pytest.approx([by_hand.prob(x) for x in features], abs=1e-4)
+
+
+@pytest.mark.parametrize("part", [16, 41, 1])
+def test_first_layers_that_caches_do_not_hold_are_read_in_parts(head, views, monkeypatch, part):
+    """Of one column each, of all in one, and not at all where a column is too long for a part."""
+    usual = say(HeadPredictor(head, embed), views)
+    monkeypatch.setattr(acceptance, "CACHED", 0)
+    monkeypatch.setattr(acceptance, "LARGEST_PART", part)
+    assert say(HeadPredictor(head, embed), views) == pytest.approx(usual, abs=1e-6)
+
+
+def test_of_a_part_openblas_takes_no_threads():
+    """Its interface/gemv.c: below 2304 * GEMM_MULTITHREAD_THRESHOLD (4) numbers. Small ones are torch's."""
+    assert [num_parts(128, 128), num_parts(640, 128), num_parts(640, 32), num_parts(4096, 128)] == [0, 16, 4, 64]
+    assert num_parts(640, 97) == 97 and num_parts(9215, 2) == 2 and num_parts(9216, 2) == 0
+
+
+def test_rows_beside_each_other_have_texts_of_their_own_and_share_what_was_worked_out(head, views):
+    others = [dataclasses.replace(view, context=CONTEXT[::-1]) for view in views]
+    first = HeadPredictor(head, embed)
+    other = first.beside()
+    first.start_round(), other.start_round()
+    told = [(first.prob(one), other.prob(two)) for one, two in zip(views, others, strict=True)]
+    for row, own in enumerate((views, others)):
+        assert [both[row] for both in told] == say(HeadPredictor(head, embed), own)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_states_of_another_type(head, views, dtype):
+    for view in views:
+        view.states = view.states.to(dtype)
+    said = say(HeadPredictor(head, embed), views)
+    assert said == pytest.approx(expected(head, views, lambda x: calibrated(head, x)), abs=1e-5)
 
 
 def test_large_vocabularies_go_another_way_to_the_same_numbers(head, views, monkeypatch):
