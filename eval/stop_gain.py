@@ -109,18 +109,18 @@ def drafted_rounds(rollouts: Rollouts, rows: Sequence[Mapping[str, Any]]) -> Rou
             advance(1)
     if len(made) < FEWEST:
         raise InputError("data", f"{len(made)} answers with room for drafts", f"{FEWEST} or more", "Make more answers.")
-    starts = np.concatenate([labels["starts"] for labels in made])
-    row = np.repeat(np.arange(len(made)), [len(labels["starts"]) for labels in made])
-    first = np.r_[True, (np.diff(starts) != 1) | (np.diff(row) != 0)]  # between two answers is what the user says
+    places = np.concatenate([labels["starts"] for labels in made])
+    owner = np.repeat(np.arange(len(made)), [len(labels["starts"]) for labels in made])
+    first = np.r_[True, (np.diff(places) != 1) | (np.diff(owner) != 0)]  # between two answers is what the user says
     answer = first.cumsum() - 1
     names = ("log_q", "log_max_q", "entropy", "repeat", "accept_prob", "reached", "draft_ids")
     found = {name: torch.from_numpy(np.concatenate([labels[name] for labels in made])) for name in names}
-    levels = torch.arange(1.0, depth + 1).repeat(len(starts))
+    levels = torch.arange(1.0, depth + 1).repeat(len(places))
     known = TokenConfidences(
         found["log_q"], found["log_max_q"], found["entropy"], levels, torch.zeros(()), found["repeat"]
     )
     return Rounds(
-        answer, starts - starts[first][answer], row[first], found["accept_prob"], found["reached"],
+        answer, places - places[first][answer], owner[first], found["accept_prob"], found["reached"],
         torch.cat(hidden), torch.stack([feature_value(name, known) for name in FEATURES], -1), found["draft_ids"],
         branches.embed,
     )  # fmt: skip
@@ -157,16 +157,17 @@ def play(rounds: Rounds, lengths: Ints) -> Played:
     drafted = np.arange(reached.shape[1]) < lengths[:, None]
     reached, accepted = np.where(drafted, reached, 0.0), np.where(drafted, accepted, 0.0)
     count, width, last = len(rounds.owner), reached.shape[1] + 1, int(rounds.place.max()) + 1
+    begun, over = np.ones((len(lengths), 1)), np.zeros((len(lengths), 1))
     ends = np.zeros((count, last, width))  # by tokens that are accepted
-    ends[rounds.answer, rounds.place] = -np.diff(accepted, prepend=1.0, append=0.0)
+    ends[rounds.answer, rounds.place] = -np.diff(accepted, prepend=begun, append=over)
     begins = np.zeros((count, last + width))
     begins[:, 0] = 1.0
     for place in range(last):
         begins[:, place + 1 : place + 1 + width] += begins[:, place, None] * ends[:, place]
     visits = begins[rounds.answer, rounds.place]
 
-    def total(each: Floats) -> Floats:
-        return np.bincount(rounds.answer, visits * each, count)
+    def total(each: Floats | Ints) -> Floats:
+        return np.bincount(rounds.answer, visits * each, count).astype(np.float64)
 
     tokens = np.bincount(rounds.answer, minlength=count).astype(float)
     return Played(tokens, total(np.ones(1)), total(lengths), total(accepted.sum(1)), total(reached.sum(1)))
@@ -176,7 +177,7 @@ def cost_lengths(prob: Floats, c: float, pace: float, acceptance: float) -> Ints
     """[S]: where `CostRule` ends drafts whose tokens are accepted with these probabilities [S, K]."""
     enough = ~(prob.cumprod(1) * acceptance >= c * pace)
     enough[:, -1] = True
-    return enough.argmax(1) + 1
+    return enough.argmax(1).astype(np.int64) + 1
 
 
 def settled(rounds: Rounds, prob: Floats, c: float, kept: Mask, start: Played) -> Ints:
