@@ -110,10 +110,10 @@ class RowsCache(KVCache):
         """One row as a cache of its own with no kept tokens, over the same memory."""
         return KVCache(self.data[:, :, index : index + 1])
 
-    def wipe(self, rows: int) -> None:
-        """Zeros in the first `rows` rows: what another sequence left may be NaN, which no mask hides."""
+    def wipe(self, first: int, end: int) -> None:
+        """Zeros in rows [first, end): what another sequence left may be NaN, which no mask hides."""
         with torch.inference_mode():
-            self.data[:, :, :rows].zero_()
+            self.data[:, :, first:end].zero_()
 
     def move(self, rows: Tensor, old: Tensor, new: Tensor) -> None:
         """Copy slots old [P] of rows [P] to slots new [P] of the same rows, all of them at once."""
@@ -121,7 +121,8 @@ class RowsCache(KVCache):
             self.data[:, :, rows, :, new] = self.data[:, :, rows, :, old]
 
     def select_rows(self, rows: Tensor) -> None:
-        """Move these rows (ascending) to the front, in place."""
+        """Move these rows to the front, in place; none of them backwards, so that none is overwritten before it has
+        moved."""
         with torch.inference_mode():
             for new, old in enumerate(rows.tolist()):
                 if new != old:

@@ -66,6 +66,13 @@ class CachedRows(Protocol):
     def reset(self, rows: int) -> None:
         """Forget everything: so many empty rows."""
 
+    def begin(self, row: int) -> None:
+        """Forget this row alone, or go on with one more, which is empty: the one behind those in use."""
+
+    def prefill(self, rows: Sequence[int], inputs: Sequence[Any]) -> tuple[Tensor, ...]:
+        """`begin` these rows and read what they are fed: the last logits [len(rows), 1, V] and all states, of them
+        alone."""
+
     def extend(self, inputs: Sequence[Any], parents: Parents | None = None, num_logits: int = 1) -> tuple[Tensor, ...]:
         """What `targets.base.Session.extend` does, by the forward: its logits [B, num_logits, V] and states."""
 
@@ -86,7 +93,7 @@ class CachedRows(Protocol):
         """Keep each row's first slots and those at `slots`, moved to follow them."""
 
     def select(self, rows: Sequence[int]) -> None:
-        """Go on with these rows only (ascending)."""
+        """Go on with these rows only, in this order: place i gets one that is not before it."""
 
 
 def cached_rows(stack: LeanStack, forward: Forward, rows: int, capacity: int, static: bool | None) -> CachedRows:
@@ -112,9 +119,16 @@ class OneRow:
         assert rows <= 1
         self.cache.keep(0)
 
+    def begin(self, row: int) -> None:
+        self.reset(row + 1)
+
+    def prefill(self, rows: Sequence[int], inputs: Sequence[Any]) -> tuple[Tensor, ...]:
+        self.reset(len(rows))
+        return self.extend(inputs)
+
     def extend(self, inputs: Sequence[Any], parents: Parents | None = None, num_logits: int = 1) -> tuple[Tensor, ...]:
         count = len(inputs[0][0])
-        found = _read_on(self.stack, self.cache, self._forward, [own[0] for own in inputs], parents, 0, num_logits)
+        found = _read_on(self.stack, self.cache, self._forward, [own[0] for own in inputs], parents, num_logits)
         self.cache.length += count
         return found[0][None], found[1][None]
 
@@ -141,7 +155,7 @@ class OneRow:
         self.cache.keep(lengths[0], slots[0] if slots else ())
 
     def select(self, rows: Sequence[int]) -> None:
-        assert list(rows) == [0]
+        assert list(rows) in ([], [0])
 
 
 def _read_on(
@@ -150,15 +164,19 @@ def _read_on(
     forward: Forward,
     inputs: Sequence[Any],
     parents: Parents | None,
-    row: int,
     num_logits: int,
 ) -> tuple[Tensor, Tensor]:
-    """What a forward gives of T inputs of one row that go on after its kept slots, as they lie."""
+    """What a forward gives of T inputs of one row that go on after its kept slots, as they lie. parents: of one row."""
     count = len(inputs[0])
     picked = None if num_logits >= count else slice(count - num_logits, count)
     if parents is None:
         return forward(partial(stack.chain, cache=cache), picked, *inputs)
-    return forward(partial(stack.tree, parents=parents[row], cache=cache), picked, *inputs)
+    return forward(partial(stack.tree, parents=parents[0], cache=cache), picked, *inputs)
+
+
+def _padded(rows: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
+    """Logits and states of rows as tensors; behind the shorter ones are zeros."""
+    return tuple(pad_sequence(list(part), batch_first=True) for part in zip(*rows, strict=True))
 
 
 class ManyRows:
@@ -178,14 +196,47 @@ class ManyRows:
 
     def reset(self, rows: int) -> None:
         self.lengths = [0] * rows
-        self._cache.wipe(rows)
+        self._cache.wipe(0, rows)
+
+    def begin(self, row: int) -> None:
+        assert row <= len(self.lengths)
+        self.lengths[row : row + 1] = [0]
+        self._cache.wipe(row, row + 1)
+
+    def prefill(self, rows: Sequence[int], inputs: Sequence[Any]) -> tuple[Tensor, ...]:
+        found = []
+        for place, row in enumerate(rows):
+            self.begin(row)
+            found.append(self._alone(row, [given[place] for given in inputs], 0, None, 1))
+            self.lengths[row] = len(inputs[0][place])
+        return _padded(found)
 
     def extend(self, inputs: Sequence[Any], parents: Parents | None = None, num_logits: int = 1) -> tuple[Tensor, ...]:
         counts, lengths = [len(row) for row in inputs[0]], self.lengths
         self.lengths = [length + count for length, count in zip(lengths, counts, strict=True)]
+        # Prompts, which would pad the others far too much.
+        long = [count > MAX_WIDTH or (count > 0 and not length) for length, count in zip(lengths, counts, strict=True)]
+        if not any(long):
+            return self._together(inputs, lengths, parents, num_logits)
+        found: list[Any] = [None] * len(counts)
+        if any(count and not alone for count, alone in zip(counts, long, strict=True)):
+            short = [[own[:0] if alone else own for own, alone in zip(given, long, strict=True)] for given in inputs]
+            above = parents and [[] if alone else own for own, alone in zip(parents, long, strict=True)]
+            # Before the prompts: what pads their rows is overwritten by them.
+            found = list(zip(*self._together(short, lengths, above, num_logits), strict=True))
+        for row, alone in enumerate(long):
+            if alone:
+                above = parents and parents[row : row + 1]
+                found[row] = self._alone(row, [given[row] for given in inputs], lengths[row], above, num_logits)
+        some = next(scores for scores in found if scores is not None)
+        return _padded([scores or [part[:0] for part in some] for scores in found])
+
+    def _together(
+        self, inputs: Sequence[Any], lengths: Sequence[int], parents: Parents | None, num_logits: int
+    ) -> tuple[Tensor, ...]:
+        """All rows, padded to the widest. lengths: of what they have read."""
+        counts = [len(row) for row in inputs[0]]
         wide = max(counts)
-        if wide > MAX_WIDTH or any(count and not length for length, count in zip(lengths, counts, strict=True)):
-            return self._one_by_one(inputs, lengths, parents, num_logits)
         width = bucket(wide) if self.static else wide
         whole = num_logits >= wide
         # Of every row the last outputs, and whatever follows where it has fewer.
@@ -231,20 +282,13 @@ class ManyRows:
         self._cache.select_rows(torch.tensor(rows))
         self.lengths = [self.lengths[row] for row in rows]
 
-    def _one_by_one(
-        self, inputs: Sequence[Any], lengths: Sequence[int], parents: Parents | None, num_logits: int
-    ) -> tuple[Tensor, ...]:
-        """Each row without padding: prompts. Rows that are fed nothing get zeros."""
-        found: list[tuple[Tensor, Tensor] | None] = []
-        for row, length in enumerate(lengths):
-            own = [given[row] for given in inputs]
-            cache = self._cache.row(row)
-            cache.length = length
-            more = len(own[0]) > 0
-            found.append(_read_on(self._stack, cache, self._forward, own, parents, row, num_logits) if more else None)
-        some = next(scores for scores in found if scores is not None)
-        parts = zip(*(scores or [part[:0] for part in some] for scores in found), strict=True)
-        return tuple(pad_sequence(list(part), batch_first=True) for part in parts)
+    def _alone(
+        self, row: int, inputs: Sequence[Any], length: int, parents: Parents | None, num_logits: int
+    ) -> tuple[Tensor, Tensor]:
+        """A row as it lies, after its first `length` slots. inputs, parents: its own."""
+        cache = self._cache.row(row)
+        cache.length = length
+        return _read_on(self._stack, cache, self._forward, inputs, parents, num_logits)
 
     def _read_chains(self, starts: Tensor, picked: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         """Inputs at the positions from starts [B] on, seeing what precedes them."""

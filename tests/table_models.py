@@ -108,7 +108,7 @@ def captured(features: Tensor, capture: Sequence[int]) -> Tensor:
 class TableSession:
     """Remembers which tokens are cached and nothing else; the prefix of a token is what it can see."""
 
-    static = False
+    static, joins = False, True
 
     def __init__(self, lm: TableLM, rows: int, capacity: int, capture: tuple[int, ...] = ()):
         self._lm, self._most, self._capacity, self.capture = lm, rows, capacity, capture
@@ -122,7 +122,19 @@ class TableSession:
         assert rows <= self._most
         self._cached = [[] for _ in range(rows)]
 
+    def begin(self, row: int) -> None:
+        assert row <= len(self._cached) and row < self._most
+        self._cached[row : row + 1] = [[]]
+
+    def prefill(self, rows: Sequence[int], tokens: Any) -> Scores:
+        for row in rows:
+            self.begin(row)
+        fed = dict(zip(rows, tokens, strict=True))
+        scores = self.extend([fed.get(row, ()) for row in range(len(self._cached))])
+        return Scores(scores.logits[list(rows)], scores.features[list(rows)])
+
     def extend(self, tokens: Any, parents: Any = None, num_logits: int = 1) -> Scores:
+        assert len(tokens) == len(self._cached)
         read = [
             self._read(row, own, range(-1, len(own) - 1) if parents is None else parents[row])
             for row, own in enumerate(tokens)
@@ -166,6 +178,7 @@ class TableSession:
             self._cached[row] = cached[:length] + [cached[slot] for slot in path]
 
     def select(self, rows: Sequence[int]) -> None:
+        assert all(row >= place for place, row in enumerate(rows))
         self._cached = [self._cached[row] for row in rows]
 
 

@@ -120,9 +120,9 @@ class ProbedDrafter:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._drafter, name)
 
-    def start(self, *answers: Any) -> None:
+    def begin(self, *answer: Any) -> None:
         self._number = 0
-        self._drafter.start(*answers)
+        self._drafter.begin(*answer)
 
     def propose(self, limits: Sequence[int], params: SamplingParams, sources: Sequence[Source]) -> list[DraftTree]:
         counts = [min(STEPS if self._number % 2 else 1, limit) for limit in limits]

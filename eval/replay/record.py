@@ -79,7 +79,7 @@ def walk(
 ) -> Iterator[DraftTree]:
     """The draft of every round that begins before token 1, 2, ... of the answer, at most `count` tokens deep."""
     tokens, read = reading.answer.tokens, len(prompt)
-    drafter.start([prompt], [reading.features[:read]], [tokens[0]])
+    drafter.begin(0, prompt, reading.features[:read], tokens[0])
     for start in range(1, len(tokens)):
         free = TorchSource(seed_of(how.seed, number, start))
         with blame(offset=read + start):

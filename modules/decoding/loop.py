@@ -1,13 +1,15 @@
 """The decoder's only loop: draft, score, verify, commit, for any number of rows, one row a special case.
 
 Each row is decoded as if it were alone: its drafts, its lengths, its random numbers and its counts do not depend on the
-rows beside it. Autoregressive decoding is the loop without a drafter.
+rows beside it, nor on when they begin and end. A row whose answer is complete makes room for the next prompt at once
+(iteration-level scheduling, Yu et al. 2022). Autoregressive decoding is the loop without a drafter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -66,12 +68,6 @@ class Setup:
 PLAIN = Setup()
 
 
-def session_capacity(prompt_length: int, max_new_tokens: int, max_nodes: int) -> int:
-    """Cache slots that a generation can need: everything kept, and one round's root and nodes."""
-    return prompt_length + max_new_tokens + max_nodes + 1
-
-
-@torch.inference_mode()
 def generate(
     target: CausalLM,
     drafter: Drafter | None,
@@ -92,23 +88,13 @@ def generate(
         InputError: empty prompt, one with tokens that the target does not have, or with no room left in its context.
         NonFinite: a model gave numbers that choose no token; its row is the prompt's number.
     """
-    ends = frozenset(target.info.eos_ids if eos_ids is None else eos_ids)
     rows = [
-        RowAnswer(ends, room_for(prompt, max_new_tokens, target.info), number, len(prompt), source)
+        asked(target.info, prompt, max_new_tokens, source, eos_ids, number)
         for number, (prompt, source) in enumerate(zip(prompts, sources, strict=True))
     ]
-    capture = () if drafter is None else drafter.capture
-    session, max_nodes = setup.session, setup.max_nodes
-    if session is None:
-        most = max(session_capacity(row.num_prompt, row.room, max_nodes) for row in rows)
-        session = target.session(len(rows), min(most, target.info.max_position + max_nodes + 1), capture)
-    if session.capture != capture:
-        raise ValueError(f"session: captures {session.capture}, and the drafter reads {capture}")
-    session.reset(len(rows))
-    batch = _RowBatch(rows, session, drafter, params, setup, target.info.max_position)
-    batch.prefill(prompts)
-    while batch.drop_done():
-        batch.round()
+    longest = max(row.num_prompt + row.room for row in rows)
+    for _ in RowPool(target, drafter, params, len(rows), longest, setup).run(rows):
+        pass
     return [Generation(row.tokens, row.trace, row.ended) for row in rows]
 
 
@@ -143,16 +129,32 @@ def room_for(prompt: Sequence[int], max_new_tokens: int, info: ModelInfo) -> int
     return min(max_new_tokens, limit - len(prompt))
 
 
+def asked(
+    info: ModelInfo,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    source: Source,
+    eos_ids: Sequence[int] | None = None,
+    number: int = 0,
+) -> RowAnswer:
+    """What a pool is to answer. info: of the target. number: of the prompt; the others as of `generate`.
+
+    Raises:
+        InputError: as `generate` does.
+    """
+    ends = frozenset(info.eos_ids if eos_ids is None else eos_ids)
+    return RowAnswer(ends, room_for(prompt, max_new_tokens, info), number, prompt, source)
+
+
 class RowAnswer:
     """One sequence: emitted tokens, what they cost, and whether its generation is over.
 
-    ends: tokens that end it. room: most tokens. number, num_prompt: of the prompt, from 0, and its length. source: its
-    own random numbers.
+    ends: tokens that end it. room: most tokens. number: of the prompt, from 0. source: its own random numbers.
     """
 
-    def __init__(self, ends: frozenset[int], room: int, number: int, num_prompt: int, source: Source):
+    def __init__(self, ends: frozenset[int], room: int, number: int, prompt: Sequence[int], source: Source):
         self.ends, self.room = ends, room
-        self.number, self.num_prompt, self.source = number, num_prompt, source
+        self.number, self.prompt, self.num_prompt, self.source = number, prompt, len(prompt), source
         self.tokens: list[int] = []
         self.trace = DecodeTrace()
         self.ended = False
@@ -179,64 +181,127 @@ class RowAnswer:
         return tokens
 
 
-class _RowBatch:
-    """The rows that are decoded together, in the order of the session's. limit: positions of the target's context."""
+class RowPool:
+    """Rows that are decoded together, each from when it is admitted until its answer is complete.
+
+    Places of its rows are those of the session's and of the drafter's. A place that is free is taken by the next row
+    that is admitted, or else by one of the last rows (`_leave`).
+    """
 
     def __init__(
         self,
-        rows: list[RowAnswer],
-        session: Session,
+        target: CausalLM,
         drafter: Drafter | None,
         params: SamplingParams,
-        setup: Setup,
-        limit: int,
+        rows: int,
+        longest: int,
+        setup: Setup = PLAIN,
     ):
-        self._rows, self._session, self._drafter = rows, session, drafter
-        self._params, self._on_round = params, setup.on_round
-        self._limit, self._max_nodes = limit, setup.max_nodes
-        self._sources = [row.source for row in rows]
+        """rows: most of them at a time, for which the drafter has room too. longest: most tokens of a prompt and its
+        answer."""
+        capture, nodes = () if drafter is None else drafter.capture, setup.max_nodes
+        limit, session = target.info.max_position, setup.session
+        if session is None:  # with room for everything kept, and one round's root and nodes
+            session = target.session(rows, min(longest, limit) + nodes + 1, capture)
+        if session.capture != capture:
+            raise ValueError(f"session: captures {session.capture}, and the drafter reads {capture}")
+        self._session, self._drafter, self._params, self._on_round = session, drafter, params, setup.on_round
+        self._size, self._longest, self._limit, self._max_nodes = rows, longest, limit, nodes
+        self._rows: list[RowAnswer] = []
 
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Read the prompts and emit every row's first token."""
-        scores = self._session.extend(prompts)
+    @property
+    def num_going(self) -> int:
+        """Rows whose answers are not complete."""
+        return sum(not row.done for row in self._rows)
+
+    @property
+    def free(self) -> int:
+        """Rows that may be admitted now."""
+        going = self.num_going
+        return self._size - going if self._session.joins or not going else 0
+
+    def run(self, waiting: Iterable[RowAnswer]) -> Iterator[RowAnswer]:
+        """Answer all of these, taken when there is room for them; each is given back once its answer is complete."""
+        coming = iter(waiting)
+        while True:
+            while fresh := list(islice(coming, self.free)):
+                yield from self.admit(fresh)
+            if not self.num_going:
+                return
+            yield from self.round()
+
+    @torch.inference_mode()
+    def admit(self, fresh: Sequence[RowAnswer]) -> list[RowAnswer]:
+        """Read the prompts of more rows, one at least, and emit their first tokens; the rows whose answers these
+        complete.
+
+        Raises:
+            ValueError: more rows than are free, or one that is longer than there is room for.
+            NonFinite: as of `generate`.
+        """
+        if len(fresh) > self.free:
+            raise ValueError(f"{len(fresh)} rows where {self.free} are free")
+        for row in fresh:
+            if row.num_prompt + row.room > self._longest:
+                whole = row.num_prompt + row.room
+                raise ValueError(f"prompt {row.number}: {whole} tokens with its answer, and room for {self._longest}")
+        if not self.num_going:  # whoever used session and drafter before
+            self._rows = []
+            self._session.reset(0)
+            if self._drafter is not None:
+                self._drafter.select([])
+        places = [place for place, row in enumerate(self._rows) if row.done]
+        places = [*places, *range(len(self._rows), len(self._rows) + len(fresh))][: len(fresh)]
+        scores = self._session.prefill(places, [row.prompt for row in fresh])
+        for place, row in zip(places, fresh, strict=True):
+            self._rows[place : place + 1] = [row]
         try:
-            verdicts = verify([NO_DRAFT] * len(prompts), scores.logits, self._params, self._sources)
+            verdicts = verify([NO_DRAFT] * len(fresh), scores.logits, self._params, [row.source for row in fresh])
         except NonFinite as error:
-            raise self._named(error) from None
-        first_tokens = []
-        for row, verdict in zip(self._rows, verdicts, strict=True):
+            raise self._named(error, fresh) from None
+        for row, verdict in zip(fresh, verdicts, strict=True):
             assert verdict is not None and verdict.next_token is not None
-            first_tokens.append(verdict.next_token)
             row.trace.prefill_emitted = 1
             appended = row.emit([verdict.next_token])
             if self._on_round is not None:
                 self._on_round(Round(appended, 0, row=row.number))
-        if self._drafter is not None and not all(row.done for row in self._rows):
-            features = [own[: len(prompt)] for own, prompt in zip(scores.features, prompts, strict=True)]
-            self._drafter.start(prompts, features, first_tokens)
+        if self._drafter is not None and self.num_going:
+            for place, row, features in zip(places, fresh, scores.features, strict=True):
+                try:
+                    self._drafter.begin(place, row.prompt, features[: row.num_prompt], row.tokens[0])
+                except NonFinite as error:
+                    error.row = row.number
+                    raise
+        return [row for row in fresh if row.done]
 
-    def drop_done(self) -> bool:
-        """Let rows leave whose answers are complete; false when none is left. Where shapes are to recur they idle along
-        until half of the batch is done."""
-        kept = [i for i, row in enumerate(self._rows) if not row.done]
-        idle = self._session.static and 2 * len(kept) > len(self._rows)
-        if 0 < len(kept) < len(self._rows) and not idle:
-            self._session.select(kept)
-            if self._drafter is not None:
-                self._drafter.select(kept)
-            self._rows = [self._rows[i] for i in kept]
-            self._sources = [row.source for row in self._rows]
-        return len(kept) > 0
+    def _leave(self) -> None:
+        """Let rows leave whose answers are complete. Where shapes are to recur they idle along until half of the rows
+        are done."""
+        going = [place for place, row in enumerate(self._rows) if not row.done]
+        count = len(going)
+        if count < len(self._rows) and not (self._session.static and 2 * count > len(self._rows)):
+            last = [place for place in going if place >= count]  # these move
+            self._select([last.pop() if row.done else place for place, row in enumerate(self._rows[:count])])
 
-    def round(self) -> None:
-        """Draft, score, verify, commit."""
-        rows, session = self._rows, self._session
+    def _select(self, places: Sequence[int]) -> None:
+        """Go on with the rows at these places only."""
+        self._rows = [self._rows[place] for place in places]
+        self._session.select(places)
+        if self._drafter is not None:
+            self._drafter.select(places)
+
+    @torch.inference_mode()
+    def round(self) -> list[RowAnswer]:
+        """Draft, score, verify, commit, of one row at least that goes on; the rows whose answers are complete then."""
+        self._leave()
+        rows, session, drafter = self._rows, self._session, self._drafter
+        sources = [row.source for row in rows]
         try:
-            trees = self._draft()
+            trees = self._draft(sources)
             scores = read(session, [row.tokens[-1] for row in rows], trees)
-            verdicts = verify(trees, scores.logits, self._params, self._sources)
+            verdicts = verify(trees, scores.logits, self._params, sources)
         except NonFinite as error:
-            raise self._named(error) from None
+            raise self._named(error, rows) from None
         lengths = list(session.lengths)
         slots: list[Sequence[int]] = [()] * len(rows)
         outcomes: list[Outcome | None] = [None] * len(rows)
@@ -247,10 +312,11 @@ class _RowBatch:
                 slots[place] = [first + node for node in read_path]
                 outcomes[place] = self._commit(row, tree, verdict, read_path, scores, place)
         session.keep(lengths, slots)
-        if self._drafter is not None and any(outcome is not None for outcome in outcomes):
-            self._drafter.advance(outcomes)
+        if drafter is not None and any(outcome is not None for outcome in outcomes):
+            drafter.advance(outcomes)
+        return [row for row, tree in zip(rows, trees, strict=True) if tree is not None and row.done]
 
-    def _draft(self) -> list[DraftTree | None]:
+    def _draft(self, sources: Sequence[Source]) -> list[DraftTree | None]:
         """What each row drafts; None where its answer is complete."""
         # A draft may not outrun the context: node positions go up to kept + depth. Nor is there any use in drafting
         # past the last token wanted, whose value the round's own token gives.
@@ -260,7 +326,7 @@ class _RowBatch:
         ]
         trees: Sequence[DraftTree] = [NO_DRAFT] * len(limits)
         if self._drafter is not None and max(limits) > 0:
-            trees = self._drafter.propose(limits, self._params, self._sources)
+            trees = self._drafter.propose(limits, self._params, sources)
         return [None if row.done else tree for row, tree in zip(self._rows, trees, strict=True)]
 
     def _commit(
@@ -290,10 +356,10 @@ class _RowBatch:
             features = features[:count]
         return Outcome(tuple(emitted), num_accepted, features, logits)
 
-    def _named(self, error: NonFinite) -> NonFinite:
-        """A row's error, which tells where the row stands and which prompt it is of; it is the target's unless another
-        model is named."""
-        row = self._rows[error.row or 0]
+    def _named(self, error: NonFinite, rows: Sequence[RowAnswer]) -> NonFinite:
+        """The error of one of these rows, which tells where the row stands and which prompt it is of; it is the
+        target's unless another model is named."""
+        row = rows[error.row or 0]
         error.row = row.number
         return error.passed("target", row.num_read + 1)
 

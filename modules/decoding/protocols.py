@@ -139,8 +139,9 @@ class Drafter(Protocol):
 
     capture: tuple[int, ...]
 
-    def start(self, prompts: Sequence[Sequence[int]], features: Sequence[Tensor], first_tokens: Sequence[int]) -> None:
-        """New sequences: prompts of T tokens, the target's features [T, F] of each, and the first tokens emitted."""
+    def begin(self, row: int, prompt: Sequence[int], features: Tensor, first_token: int) -> None:
+        """A new sequence in the place of this row, or in one more, behind those in use: a prompt of T tokens, the
+        target's features [T, F] of it, and the first token emitted. What is learned from row to row lasts."""
 
     def propose(self, limits: Sequence[int], params: SamplingParams, sources: Sequence[Source]) -> list[DraftTree]:
         """A draft for each row, at most limits[b] tokens deep, following everything emitted so far; none where the
@@ -150,7 +151,7 @@ class Drafter(Protocol):
         """Learn of every round, those without a draft included; None for rows whose answer is complete."""
 
     def select(self, rows: Sequence[int]) -> None:
-        """Go on with these rows only (ascending)."""
+        """Go on with these rows only, in this order, as `targets.base.Session.select` takes it."""
 
 
 class SequenceDrafter(Protocol):
@@ -173,13 +174,17 @@ class EachRow:
 
     def __init__(self, drafters: Sequence[SequenceDrafter]):
         self.drafters = list(drafters)
-        self._rows = self.drafters  # those in use
+        self._numbers: list[int] = []  # of those in use
 
-    def start(self, prompts: Sequence[Sequence[int]], features: Sequence[Tensor], first_tokens: Sequence[int]) -> None:
-        self._rows = self.drafters[: len(prompts)]
-        for row, drafter in enumerate(self._rows):
-            with blame(row=row):
-                drafter.start(prompts[row], features[row], first_tokens[row])
+    @property
+    def _rows(self) -> list[SequenceDrafter]:
+        return [self.drafters[number] for number in self._numbers]
+
+    def begin(self, row: int, prompt: Sequence[int], features: Tensor, first_token: int) -> None:
+        if row == len(self._numbers):
+            self._numbers.append(free_number(self._numbers))
+        with blame(row=row):
+            self.drafters[self._numbers[row]].start(prompt, features, first_token)
 
     def propose(self, limits: Sequence[int], params: SamplingParams, sources: Sequence[Source]) -> list[DraftTree]:
         trees = []
@@ -195,4 +200,9 @@ class EachRow:
                     drafter.advance(outcome)
 
     def select(self, rows: Sequence[int]) -> None:
-        self._rows = [self._rows[row] for row in rows]
+        self._numbers = [self._numbers[row] for row in rows]
+
+
+def free_number(taken: Sequence[int]) -> int:
+    """The first number, from 0, that is not among these."""
+    return next(number for number in range(len(taken) + 1) if number not in taken)

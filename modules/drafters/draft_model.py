@@ -31,9 +31,9 @@ class DraftModelDrafter(RowDrafter):
         self._lm = lm
         self._session = lm.session(len(self.stops), min(capacity, lm.info.max_position), static=static)
 
-    def start(self, prompts: Sequence[Sequence[int]], features: Sequence[Tensor], first_tokens: Sequence[int]) -> None:
-        super().start(prompts, [torch.empty(0)] * len(prompts), first_tokens)
-        self._session.reset(len(prompts))
+    def begin(self, row: int, prompt: Sequence[int], features: Tensor, first_token: int) -> None:
+        super().begin(row, prompt, torch.empty(0), first_token)
+        self._session.begin(row)
 
     def _deepest(self, row: DraftedRow) -> int:
         # Its context may be shorter than the target's: past it there are no drafts, rather than bad ones.

@@ -112,9 +112,9 @@ class FeatureDrafter(RowDrafter):
             net.stack, partial(forward, net), len(self.stops), self._positions + self._beside, static
         )
 
-    def start(self, prompts: Sequence[Sequence[int]], features: Sequence[Tensor], first_tokens: Sequence[int]) -> None:
-        super().start(prompts, features, first_tokens)
-        self.cache.reset(len(prompts))
+    def begin(self, row: int, prompt: Sequence[int], features: Tensor, first_token: int) -> None:
+        super().begin(row, prompt, features, first_token)
+        self.cache.begin(row)
 
     def _deepest(self, row: DraftedRow) -> int:
         return self._positions + 2 - len(row.tokens)

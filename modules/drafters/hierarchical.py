@@ -58,7 +58,7 @@ class HierarchicalDrafter:
         with blame("mid", len(prompt)):
             best_token(scores.logits[0, -1])  # M1 may read M2's features before M2 is to choose a token
         self._tokens, self._read = [*prompt, first_token], len(prompt)
-        self.inner.start([prompt], [scores.features[0]], [first_token])
+        self.inner.begin(0, prompt, scores.features[0], first_token)
         self._inner_length = len(self._tokens)
         self._features = {}
 

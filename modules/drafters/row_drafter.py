@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.modules.decoding.chain import Step, draft_chains
-from draftsmith.modules.decoding.protocols import NO_DRAFT, DraftTree, Outcome, StopPolicy
+from draftsmith.modules.decoding.protocols import NO_DRAFT, DraftTree, Outcome, StopPolicy, free_number
 from draftsmith.modules.finite import blame
 from draftsmith.modules.sampling import Source
 from draftsmith.modules.types import SamplingParams
@@ -38,7 +38,7 @@ class RowDrafter(ABC):
     a model tells it of tokens and takes them back.
 
     needs_features: it reads the features of the model it drafts for. model: its name in errors. stops: a policy for
-    each row that it can be started with.
+    each row that it can draft for.
     """
 
     capture: tuple[int, ...] = ()
@@ -71,17 +71,17 @@ class RowDrafter(ABC):
         return draft_chains(logits, states, step, stops, limits, params, sources, contexts)
 
     def wrap_stops(self, wrap: Callable[[Any], Any]) -> Sequence[Any]:
-        """Put in each row's policy's place, from the next `start` on, what `wrap` makes of it, and return these: for
+        """Put in each row's policy's place, from its next `begin` on, what `wrap` makes of it, and return these: for
         those who watch, and who take away again what they put around it."""
         self.stops = [wrap(stop) for stop in self.stops]
         return self.stops
 
-    def start(self, prompts: Sequence[Sequence[int]], features: Sequence[Tensor], first_tokens: Sequence[int]) -> None:
-        self._rows = []
-        for number, (prompt, own, token) in enumerate(zip(prompts, features, first_tokens, strict=True)):
-            stop = self.stops[number]
-            stop.reset()
-            self._rows.append(DraftedRow(number, stop, [*prompt, token], own))
+    def begin(self, row: int, prompt: Sequence[int], features: Tensor, first_token: int) -> None:
+        numbers = [own.number for own in self._rows]
+        number = free_number(numbers) if row == len(numbers) else numbers[row]
+        stop = self.stops[number]
+        stop.reset()
+        self._rows[row : row + 1] = [DraftedRow(number, stop, [*prompt, first_token], features)]
 
     def propose(self, limits: Sequence[int], params: SamplingParams, sources: Sequence[Source]) -> list[DraftTree]:
         limits = [min(limit, self._deepest(row)) for limit, row in zip(limits, self._rows, strict=True)]

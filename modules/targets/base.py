@@ -70,10 +70,12 @@ class Session(Protocol):
 
     capture: as of `CausalLM.session`. static: shapes recur from call to call (CUDA graphs), so that callers had rather
     feed rows nothing than drop them; scores are then good until the next call on CUDA.
+    joins: rows may begin while others go on.
     """
 
     capture: tuple[int, ...]
     static: bool
+    joins: bool
 
     @property
     def lengths(self) -> Sequence[int]:
@@ -81,6 +83,13 @@ class Session(Protocol):
 
     def reset(self, rows: int) -> None:
         """Forget everything; go on with so many empty rows, at most as many as the session was made for."""
+
+    def begin(self, row: int) -> None:
+        """Forget this row alone, or go on with one more, which is empty: the one behind those in use."""
+
+    def prefill(self, rows: Sequence[int], tokens: Rows) -> Scores:
+        """`begin` these rows and read their tokens, 1 or more each: the scores of these rows alone, with the logits of
+        their last tokens. Where rows do not join, they are all that go on."""
 
     def extend(
         self, tokens: Rows | Tensor, parents: Sequence[Sequence[int]] | None = None, num_logits: int = 1
@@ -109,7 +118,7 @@ class Session(Protocol):
         the rest."""
 
     def select(self, rows: Sequence[int]) -> None:
-        """Go on with these rows only (ascending)."""
+        """Go on with these rows only, in this order: place i gets one that is not before it."""
 
 
 class CausalLM(Protocol):

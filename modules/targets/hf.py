@@ -86,11 +86,11 @@ class HFSession:
     """A `Session` over an `HFLM`. Only layers with plain key/value caches can drop tokens: others are refused by
     transformers' own cache, loudly.
 
-    transformers' caches do not tell rows' lengths apart. So several rows are padded at the left, go on together, and
-    drop nothing: enough to answer prompts, and not for drafts.
+    transformers' caches do not tell rows' lengths apart. So several rows are padded at the left, begin and go on
+    together, and drop nothing: enough to answer prompts, and not for drafts.
     """
 
-    static = False
+    static = joins = False
 
     def __init__(self, lm: HFLM, rows: int, capture: tuple[int, ...] = ()):
         self._lm, self.capture = lm, capture
@@ -101,6 +101,15 @@ class HFSession:
         # from a rolling buffer would be impossible.
         self._cache, self.lengths = DynamicCache(), [0] * rows
         self._mask = torch.zeros(rows, 0, dtype=torch.int64, device=self._lm.device) if rows > 1 else None
+
+    def begin(self, row: int) -> None:
+        assert row == 0 and self._mask is None
+        self.reset(1)
+
+    def prefill(self, rows: Sequence[int], tokens: Rows) -> Scores:
+        assert list(rows) == list(range(len(tokens)))
+        self.reset(len(tokens))
+        return self.extend(tokens)
 
     @torch.inference_mode()
     def extend(
@@ -183,7 +192,7 @@ class HFSession:
 
     def select(self, rows: Sequence[int]) -> None:
         if self._mask is None:
-            assert list(rows) == [0]
+            assert list(rows) in ([], [0])
             return
         index = torch.tensor(rows, device=self._lm.device)
         self._mask, self.lengths = self._mask[index], [self.lengths[row] for row in rows]

@@ -133,6 +133,8 @@ class LlamaLM:
 class LlamaSession:
     """A `Session` over a `LlamaLM`, whichever way its rows are cached."""
 
+    joins = True
+
     def __init__(self, lm: LlamaLM, rows: int, capacity: int, capture: tuple[int, ...], static: bool | None):
         check_capture(capture, lm.info.num_layers)
         self._lm, self.capture = lm, capture
@@ -146,6 +148,12 @@ class LlamaSession:
 
     def reset(self, rows: int) -> None:
         self._rows.reset(rows)
+
+    def begin(self, row: int) -> None:
+        self._rows.begin(row)
+
+    def prefill(self, rows: Sequence[int], tokens: Rows) -> Scores:
+        return Scores(*_inferring(self._rows.prefill, rows, (tokens,)))
 
     def extend(
         self, tokens: Rows | Tensor, parents: Sequence[Sequence[int]] | None = None, num_logits: int = 1

@@ -63,7 +63,7 @@ class QuarterSession:
     """Remembers the number of every prefix that each row has read, and nothing else."""
 
     capture: tuple[int, ...] = ()
-    static = False
+    static, joins = False, True
 
     def __init__(self, lm: QuarterLM, rows: int):
         self._lm = lm
@@ -75,6 +75,16 @@ class QuarterSession:
 
     def reset(self, rows: int) -> None:
         self._numbers = [[self._lm.seed] for _ in range(rows)]  # after 0, 1, .. tokens
+
+    def prefill(self, rows: Sequence[int], tokens: Any) -> Scores:
+        for row in rows:
+            self.begin(row)
+        fed = dict(zip(rows, tokens, strict=True))
+        scores = self.extend([fed.get(row, ()) for row in range(len(self._numbers))])
+        return Scores(scores.logits[list(rows)], scores.features[list(rows)])
+
+    def begin(self, row: int) -> None:
+        self._numbers[row : row + 1] = [[self._lm.seed]]
 
     def extend(self, tokens: Any, parents: Any = None, num_logits: int = 1) -> Scores:
         widest = max(map(len, tokens))

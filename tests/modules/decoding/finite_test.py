@@ -126,12 +126,12 @@ def test_the_place_is_that_of_the_token_that_could_not_be_chosen(params, batched
 
 def test_the_place_of_a_drafts_nan_counts_the_tokens_drafted_before_it():
     whole = DraftModelDrafter(small_lm(2), [FixedLength(4)], CONTEXT)
-    whole.start([PROMPT], [torch.empty(0)], [2])
+    whole.begin(0, PROMPT, torch.empty(0), 2)
     drafted = whole.propose([4], GREEDY, [TorchSource(0)])[0].tokens
     place = next(i for i, token in enumerate(drafted) if token not in (2, *PROMPT, *drafted[:i]))
     assert place < 3
     broken = DraftModelDrafter(small_lm(2, ("embed_tokens.weight", (drafted[place], 0))), [FixedLength(4)], CONTEXT)
-    broken.start([PROMPT], [torch.empty(0)], [2])
+    broken.begin(0, PROMPT, torch.empty(0), 2)
     with pytest.raises(NonFinite) as caught:
         broken.propose([4], GREEDY, [TorchSource(0)])
     assert (caught.value.model, caught.value.position) == ("draft", place + 1)

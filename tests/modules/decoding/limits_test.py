@@ -38,7 +38,7 @@ SEEDS = range(4)
     ],
 )
 def test_an_answer_is_cut_at_the_first_end_token_and_at_its_room(room, emitted, kept, ended):
-    answer = RowAnswer(frozenset([9]), room, 0, 3, TorchSource(0))
+    answer = RowAnswer(frozenset([9]), room, 0, [1, 2, 3], TorchSource(0))
     assert answer.emit(emitted) == kept == answer.tokens
     assert answer.ended == ended and answer.done == (ended or len(kept) == room)
 

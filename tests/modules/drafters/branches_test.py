@@ -54,7 +54,7 @@ def one_by_one(make_drafter, text, features, starts, params, uniforms):
         drafter = make_drafter(spy)
         own = [*([] if uniforms is None else uniforms[number].tolist()), 0.5]
         read = torch.empty(0) if features is None else features[: start - 1]
-        drafter.start([text[: start - 1]], [read], [text[start - 1]])
+        drafter.begin(0, text[: start - 1], read, text[start - 1])
         (tree,) = drafter.propose([DEPTH + 1], params[number], [Given(own)])
         tokens.append(tree.tokens[:DEPTH])
         states.append(torch.stack(spy.hidden))

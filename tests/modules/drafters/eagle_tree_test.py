@@ -100,7 +100,7 @@ def propose(
 ):
     drafter = FeatureTreeDrafter(head, lm, shape, 32, static=static, **how)
     features = lm.features(torch.tensor([tokens[:-1]]))[0]
-    drafter.start([tokens[:-1]], [features], [tokens[-1]])
+    drafter.begin(0, tokens[:-1], features, tokens[-1])
     return drafter.propose([max_drafted], SamplingParams(), [TorchSource(0)])[0], drafter
 
 
