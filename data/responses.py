@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-
-from draftsmith.data.answering.batched import answer_all, row_uniforms, set_threads
+from draftsmith.data.answering.batched import OwnUniforms, answers, set_threads
+from draftsmith.data.answering.drafting import AnswerDrafter
 from draftsmith.data.answering.server import ServerConfig, ServerEngine
 from draftsmith.data.models.device import pick_device
 from draftsmith.data.models.loading import load_lm, text_identity
@@ -33,7 +32,9 @@ from draftsmith.data.text.turns import (
     shard_content,
     turns_tokenizer,
 )
+from draftsmith.modules.decoding.protocols import Drafter
 from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.types import InputError
 
 # Of a text with answers, and of what is made of it.
 TEXT_FIELDS = (
@@ -67,9 +68,14 @@ class ResponsesConfig(Sampling, RemoteCode):
             from. Of a conversation only the first turn is answered then.
         seed: Of the sampling. Each row has random numbers of its own, whatever shares its batch.
         limit: Only the first so many prompts; 0 takes all.
-        batch_size: Prompts answered together.
+        batch_size: Prompts answered together. One that is done makes room for the next.
         rows_per_shard: Prompts in each shard; what a killed run loses at most.
         dtype: Type of the weights: float32, bfloat16, float16, or auto for the checkpoint's own.
+        draft: What drafts the answers, in process: a draft model, or the directory of a trained head. What is sampled
+            has the target's distribution whatever drafts.
+        method: How to draft: name:setting=value, as in `draftsmith eval bench`; pld needs no --draft. Default: what
+            --draft gives drafts chains of its method's length. Where nodes are chosen and not drawn (pld, lookahead,
+            trees), and greedy, the answers are to the token those without a drafter.
         lm_engine: How the model runs in process: lean for Llama-family weights, hf for any transformers model.
         device: cpu, cuda:0, ... ; auto takes this rank's GPU where there is one.
         num_threads: CPU threads; 0 is torch's own choice.
@@ -90,6 +96,8 @@ class ResponsesConfig(Sampling, RemoteCode):
     batch_size: int = 32
     rows_per_shard: int = 256
     dtype: str = "float32"
+    draft: str | None = volatile(None)  # its content is compared by hash
+    method: str | None = None
     lm_engine: Literal["auto", "lean", "hf"] = "auto"
     device: str = volatile("auto")
     num_threads: int = volatile(0)
@@ -100,6 +108,9 @@ class ResponsesConfig(Sampling, RemoteCode):
     def __post_init__(self) -> None:
         check_positive(self, "max_new_tokens", "batch_size", "rows_per_shard")
         check_not_negative(self, "limit", "num_threads")
+        if self.engine == "openai" and (self.draft or self.method):
+            remedy = "Let the server draft, or leave --draft and --method out."
+            raise InputError("draft", "a drafter with --engine openai", "one with --engine transformers", remedy)
         _ = self.answering
 
     @property
@@ -116,12 +127,14 @@ def run(config: ResponsesConfig) -> Path:
     if config.engine == "openai":
         engine = ServerEngine(config.server, config.answering, manifest.identity["chat_template"])
         talks = talks_of(config, manifest, engine.context)
-        make, target = engine.make(prompts, talks, config.output), engine.identity
+        make, models = engine.make(prompts, talks, config.output), {"target": engine.identity}
     else:
         device = pick_device(config.device)
-        lm = load_lm(config.target, config.dtype, device, config.lm_engine, config.trust_remote_code, packed=True)
-        make = InProcess(lm, prompts, talks_of(config, manifest, lm.info.max_position), config).make
-        target = lm.info.identity
+        how = (config.dtype, device, config.lm_engine, config.trust_remote_code, True)
+        lm = load_lm(config.target, *how)
+        drafter = AnswerDrafter.load(lm, config.target, config.draft, config.method, lambda path: load_lm(path, *how))
+        make = InProcess(lm, prompts, talks_of(config, manifest, lm.info.max_position), config, drafter).make
+        models = {"target": lm.info.identity, **drafter.identity}
     plan = StagePlan(
         kind="responses",
         stage="data responses",
@@ -129,7 +142,7 @@ def run(config: ResponsesConfig) -> Path:
         num_rows=len(prompts),
         fields=FIELDS,
         inputs={"prompts": manifest.digest},
-        identity={**manifest.identity, "target": target},
+        identity={**manifest.identity, **models},
         sampling={"temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p},
         seed=config.seed,
     )
@@ -148,14 +161,15 @@ def talks_of(config: ResponsesConfig, manifest: Manifest, context: int | None) -
 
 @dataclass(frozen=True)
 class InProcess:
-    """Answers shards in batches of like length, in rounds: the first turns of all conversations, the second ones of
-    those that have one, and so on. A batch never crosses a shard, so that a row's company, and with it the last bits of
-    its logits, does not depend on what was there before or on the number of ranks."""
+    """Answers shards in rounds: the first turns of all conversations, the second ones of those that have one, and so
+    on. Rows of a batch are of one shard, and what drafts begins anew with each, so that a row's company, and with it
+    the last bits of its logits, does not depend on what was there before or on the number of ranks."""
 
     lm: CausalLM
     prompts: Rows
     talks: Talks
     config: ResponsesConfig
+    drafter: AnswerDrafter
 
     def make(self, shard: Shard, advance: Advance) -> ShardContent:
         """The answers to a shard of the prompts."""
@@ -172,21 +186,22 @@ class InProcess:
         config = self.config
         ends = () if config.ignore_eos else self.lm.info.eos_ids
 
-        def uniforms(i: int) -> np.ndarray:
+        def source(i: int) -> OwnUniforms:
             number, talk, _ = waiting[i]
             stage = "responses" if talk.turn == 1 else f"responses/turn-{talk.turn}"
-            return row_uniforms(stage, config.seed, number, config.max_new_tokens)
+            return OwnUniforms(stage, config.seed, number)
 
-        def done(batch: Sequence[int]) -> None:
-            advance(sum(waiting[i][2] for i in batch))
+        def drafter(capacity: int) -> Drafter | None:
+            return self.drafter.build(capacity, ends, config.batch_size)
 
         asked = [talk.asked() for _, talk, _ in waiting]
         ids = [row["prompt_ids"] for row in asked]
         with naming([row["id"] for row in asked]):
             limit, size = config.max_new_tokens, config.batch_size
-            answers = answer_all(self.lm, ids, config.sampling, limit, size, uniforms, done, eos_ids=ends)
-        for (_, talk, _), tokens in zip(waiting, answers, strict=True):
-            talk.hear(TargetTurn(tokens, ended=tokens[-1] in ends))
+            for i, tokens in answers(self.lm, ids, config.sampling, limit, size, source, ends, drafter):
+                _, talk, share = waiting[i]
+                talk.hear(TargetTurn(tokens, ended=tokens[-1] in ends))
+                advance(share)
 
 
 def tell_supervision(directory: Path, manifest: Manifest) -> None:

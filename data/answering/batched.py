@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from draftsmith.modules.decoding.loop import Setup, generate, session_capacity
-from draftsmith.modules.finite import NonFinite
-from draftsmith.modules.sampling import TorchSource
+from draftsmith.modules.decoding.loop import PLAIN, RowPool, Setup, asked
+from draftsmith.modules.decoding.protocols import Drafter
+from draftsmith.modules.sampling import Source, TorchSource
 from draftsmith.modules.targets.base import CausalLM, check_ids
 from draftsmith.modules.types import InputError, SamplingParams
 
@@ -23,42 +23,22 @@ def row_uniforms(stage: str, seed: int, row: int, count: int) -> np.ndarray:
     stage: part of the stream's name. Two stages must not share a stream: labels drawn with the uniforms that drew the
     text would agree with it far too often.
     """
+    return _own_generator(stage, seed, row).random(count)
+
+
+def _own_generator(stage: str, seed: int, row: int) -> np.random.Generator:
     name = hashlib.sha256(f"{stage}/{seed}/{row}".encode()).digest()
-    return np.random.Generator(np.random.Philox(key=int.from_bytes(name[:16], "little"))).random(count)
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(name[:16], "little")))
 
 
 class OwnUniforms(TorchSource):
-    """The uniforms of one row, as `row_uniforms` gives them, one a token."""
+    """The uniforms of one row, as `row_uniforms` gives them: without a drafter one a token."""
 
-    def __init__(self, uniforms: Sequence[float]):
-        self._uniforms = list(reversed(uniforms))
+    def __init__(self, stage: str, seed: int, row: int):
+        self._numbers, self._uniforms = _own_generator(stage, seed, row), []
 
     def _fill(self) -> None:
-        raise AssertionError("more draws than tokens")
-
-
-def answer(
-    lm: CausalLM,
-    prompts: Sequence[Sequence[int]],
-    params: SamplingParams,
-    max_new_tokens: int,
-    uniforms: Sequence[Sequence[float]] | None,
-    eos_ids: Sequence[int] | None = None,
-) -> list[list[int]]:
-    """The target's answers, each up to and including an end token, `max_new_tokens`, or the end of the context.
-
-    prompts: each shorter than the context. uniforms: of each row, one for every token; None when greedy. eos_ids: end
-    tokens; None takes the target's, () never ends.
-
-    Raises:
-        NonFinite: the target's logits, of the prompt `row`.
-    """
-    sources = [OwnUniforms(own) for own in uniforms or [()] * len(prompts)]
-    # No fixed shapes: each would be captured anew for every batch.
-    capacity = session_capacity(max(map(len, prompts)), max_new_tokens, 0)
-    setup = Setup(session=lm.session(len(prompts), min(capacity, lm.info.max_position + 1), static=False), max_nodes=0)
-    made = generate(lm, None, prompts, params, max_new_tokens, sources, eos_ids, setup)
-    return [generation.tokens for generation in made]
+        self._uniforms = [*self._numbers.random(self.BLOCK).tolist()[::-1], *self._uniforms]
 
 
 def by_length(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
@@ -67,36 +47,46 @@ def by_length(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
     return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
 
 
-def answer_all(
+def answers(
     lm: CausalLM,
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,
     max_new_tokens: int,
     batch_size: int,
-    uniforms: Callable[[int], np.ndarray] | None = None,
-    advance: Callable[[Sequence[int]], None] = lambda numbers: None,
+    sources: Callable[[int], Source] | None = None,
     eos_ids: Sequence[int] | None = None,
-) -> list[list[int]]:
-    """`answer`, in batches of like length; the answers come in the order of `prompts`.
+    drafter: Callable[[int], Drafter | None] = lambda capacity: None,
+) -> Iterator[tuple[int, list[int]]]:
+    """The target's answers, each up to and including an end token, `max_new_tokens`, or the end of the context, with
+    the numbers of their prompts, as they are complete. The longest prompts come first, so that running out of memory
+    shows at once; a row that is done makes room for the next one.
 
-    uniforms: number of a prompt -> its [max_new_tokens] uniforms; greedy decoding needs none.
-    advance: called with the numbers of the prompts that a batch finished. eos_ids: as of `answer`.
+    prompts: each shorter than the context. sources: number of a prompt -> its random numbers; greedy decoding needs
+    none. eos_ids: end tokens; None takes the target's, () never ends. drafter: makes what drafts for `batch_size` rows
+    of so many tokens at most.
+
+    Raises:
+        NonFinite: a model's numbers, of the prompt `row`.
     """
-    answers: list[list[int]] = [[] for _ in prompts]
-    for batch in by_length([len(prompt) for prompt in prompts], batch_size):
-        drawn = None
-        if not params.greedy:
-            assert uniforms is not None, "sampling draws with the rows' own uniforms"
-            drawn = [uniforms(i).tolist() for i in batch]
-        try:
-            made = answer(lm, [prompts[i] for i in batch], params, max_new_tokens, drawn, eos_ids)
-        except NonFinite as error:
-            error.row = batch[error.row or 0]
-            raise
-        for i, tokens in zip(batch, made, strict=True):
-            answers[i] = tokens
-        advance(batch)
-    return answers
+    assert params.greedy or sources is not None, "sampling draws with the rows' own uniforms"
+    longest = min(max(map(len, prompts)) + max_new_tokens, lm.info.max_position)
+    what = drafter(longest + PLAIN.max_nodes + 1)
+    capture, nodes = ((), 0) if what is None else (what.capture, PLAIN.max_nodes)
+    rows = min(batch_size, len(prompts))
+    # No fixed shapes: each would be captured anew for every session.
+    setup = Setup(session=lm.session(rows, longest + nodes + 1, capture, static=False), max_nodes=nodes)
+    waiting = (
+        asked(lm.info, prompts[i], max_new_tokens, sources(i) if sources else TorchSource(0), eos_ids, i)
+        for i in sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), i))
+    )
+    for row in RowPool(lm, what, params, rows, longest, setup).run(waiting):
+        yield row.number, row.tokens
+
+
+def answer_all(lm: CausalLM, prompts: Sequence[Sequence[int]], *how: Any, **more: Any) -> list[list[int]]:
+    """`answers`, in the order of the prompts."""
+    found = dict(answers(lm, prompts, *how, **more))
+    return [found[i] for i in range(len(prompts))]
 
 
 def check_lengths(rows: Sequence[dict[str, Any]], first: int, context: int) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.answering.batched import answer_all, row_uniforms
+from draftsmith.data.answering.batched import OwnUniforms, answer_all
 from draftsmith.data.heads.directory import load_draft_head
 from draftsmith.data.heads.readings import Measured, measure, readings_of
 from draftsmith.data.models.loading import llama_shape, tokenizer_identity
@@ -118,9 +118,7 @@ def off_policy(target: CausalLM, rows: Rows, data: Manifest, whole: Measured) ->
         return Finding("answers", said)
     params = SamplingParams(**(data.sampling or {"temperature": 1.0}))
     prompts, answers = zip(*asked, strict=True)
-    made = answer_all(
-        target, prompts, params, OWN_TOKENS, OWN_PROMPTS, lambda i: row_uniforms("diagnose", 0, i, OWN_TOKENS)
-    )
+    made = answer_all(target, prompts, params, OWN_TOKENS, OWN_PROMPTS, lambda i: OwnUniforms("diagnose", 0, i))
     theirs, own = (
         measure(target, [{"input_ids": p + a, "prompt_length": len(p)} for p, a in zip(prompts, given, strict=True)])
         for given in (answers, made)

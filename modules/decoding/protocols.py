@@ -175,6 +175,7 @@ class EachRow:
     def __init__(self, drafters: Sequence[SequenceDrafter]):
         self.drafters = list(drafters)
         self._numbers: list[int] = []  # of those in use
+        self._idle = list(range(len(self.drafters)))
 
     @property
     def _rows(self) -> list[SequenceDrafter]:
@@ -182,7 +183,7 @@ class EachRow:
 
     def begin(self, row: int, prompt: Sequence[int], features: Tensor, first_token: int) -> None:
         if row == len(self._numbers):
-            self._numbers.append(free_number(self._numbers))
+            self._numbers.append(self._idle.pop(0))
         with blame(row=row):
             self.drafters[self._numbers[row]].start(prompt, features, first_token)
 
@@ -201,8 +202,4 @@ class EachRow:
 
     def select(self, rows: Sequence[int]) -> None:
         self._numbers = [self._numbers[row] for row in rows]
-
-
-def free_number(taken: Sequence[int]) -> int:
-    """The first number, from 0, that is not among these."""
-    return next(number for number in range(len(taken) + 1) if number not in taken)
+        self._idle = sorted(set(range(len(self.drafters))).difference(self._numbers))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.modules.decoding.chain import Step, draft_chains
-from draftsmith.modules.decoding.protocols import NO_DRAFT, DraftTree, Outcome, StopPolicy, free_number
+from draftsmith.modules.decoding.protocols import NO_DRAFT, DraftTree, Outcome, StopPolicy
 from draftsmith.modules.finite import blame
 from draftsmith.modules.sampling import Source
 from draftsmith.modules.types import SamplingParams
@@ -48,6 +48,7 @@ class RowDrafter(ABC):
     def __init__(self, stops: Sequence[StopPolicy]):
         self.stops = list(stops)
         self._rows: list[DraftedRow] = []  # those in use
+        self._idle = list(range(len(self.stops)))  # numbers of the others' policies
 
     @abstractmethod
     def _deepest(self, row: DraftedRow) -> int:
@@ -77,8 +78,7 @@ class RowDrafter(ABC):
         return self.stops
 
     def begin(self, row: int, prompt: Sequence[int], features: Tensor, first_token: int) -> None:
-        numbers = [own.number for own in self._rows]
-        number = free_number(numbers) if row == len(numbers) else numbers[row]
+        number = self._idle.pop(0) if row == len(self._rows) else self._rows[row].number
         stop = self.stops[number]
         stop.reset()
         self._rows[row : row + 1] = [DraftedRow(number, stop, [*prompt, first_token], features)]
@@ -102,6 +102,7 @@ class RowDrafter(ABC):
 
     def select(self, rows: Sequence[int]) -> None:
         self._rows = [self._rows[row] for row in rows]
+        self._idle = sorted(set(range(len(self.stops))).difference(row.number for row in self._rows))
 
     def commit(self, row: int, tokens: Sequence[int], features: Tensor | None) -> None:
         """T more tokens of a row; features [T, F] of the tokens before each."""

@@ -11,7 +11,7 @@ import torch
 from tiny_models import CONTEXT
 from transformers import AutoModelForCausalLM
 
-from draftsmith.data.answering.batched import answer, by_length, row_uniforms
+from draftsmith.data.answering.batched import answer_all, by_length, row_uniforms
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.shards import Rows
@@ -38,7 +38,7 @@ def greedy(oracle, prompt: list[int], count: int, eos: int | None = None) -> lis
 @pytest.mark.parametrize("engine", ["lean", "hf"])
 def test_greedy_answers_are_those_of_one_prompt_at_a_time(pair, oracle, engine):
     lm = load_lm(str(pair[0]), engine=engine)
-    found = answer(lm, PROMPTS, SamplingParams(), 12, None)
+    found = answer_all(lm, PROMPTS, SamplingParams(), 12, 32)
     assert found == [greedy(oracle, prompt, 12, lm.info.eos_ids[0]) for prompt in PROMPTS]
 
 
@@ -50,13 +50,13 @@ def test_rows_end_at_their_end_token_which_is_kept(pair, oracle, tmp_path, engin
     lm = load_lm(str(directory), engine=engine)
     expected = [greedy(oracle, prompt, 40, eos) for prompt in PROMPTS]
     assert len({len(row) for row in expected}) > 2
-    assert answer(lm, PROMPTS, SamplingParams(), 40, None) == expected
+    assert answer_all(lm, PROMPTS, SamplingParams(), 40, 32) == expected
 
 
 def test_a_row_stops_at_the_end_of_the_context_and_others_go_on(pair, oracle):
     lm = load_lm(str(pair[0]))
     prompts = [PROMPTS[0], (PROMPTS[3] * 40)[: CONTEXT - 3], PROMPTS[2]]
-    found = answer(lm, prompts, SamplingParams(), 9, None)
+    found = answer_all(lm, prompts, SamplingParams(), 9, 32)
     assert [len(row) for row in found] == [9, 3, 9]
     assert found == [greedy(oracle, prompt, 9) for prompt in prompts]
 

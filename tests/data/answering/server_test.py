@@ -20,7 +20,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from tiny_models import CONTEXT, tiny_tokenizer
 
-from draftsmith.data.answering.batched import answer
+from draftsmith.data.answering.batched import answer_all
 from draftsmith.data.answering.server import LONGEST_WAIT_S, ServerConfig
 from draftsmith.data.inspect import InspectConfig, run
 from draftsmith.data.models.loading import load_lm
@@ -78,7 +78,8 @@ class Handler(BaseHTTPRequestHandler):
     def complete(self, body: dict) -> dict:
         server = self.server
         with server.lock:  # the lean model's caches are per session, but one core is enough
-            ids = answer(server.lm, [body["prompt"]], SamplingParams(body["temperature"]), body["max_tokens"], None)[0]
+            params = SamplingParams(body["temperature"])
+            (ids,) = answer_all(server.lm, [body["prompt"]], params, body["max_tokens"], 32)
         stop = ids[-1] in server.lm.info.eos_ids
         choice = {
             "text": tiny_tokenizer().decode(ids, skip_special_tokens=True),
