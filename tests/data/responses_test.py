@@ -11,10 +11,11 @@ import torch
 from tiny_models import CONTEXT
 from transformers import AutoModelForCausalLM
 
-from draftsmith.data.answering.batched import answer_all, by_length, row_uniforms
+from draftsmith.data.answering.batched import OwnUniforms, answer_all, by_length, row_uniforms
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.shards import Rows
+from draftsmith.modules.targets.llama import LlamaSession
 from draftsmith.modules.types import InputError, SamplingParams
 
 PROMPTS = [[1, 40 + i, *range(60, 60 + 3 * i), 4, 2] for i in range(7)]
@@ -99,6 +100,58 @@ def test_a_row_does_not_depend_on_its_company(chain, remake):
     assert Rows(directory, Manifest.read(directory)).read(0, 11) == whole[:4]
 
 
+def made(directory) -> list[dict]:
+    return Rows(directory, Manifest.read(directory)).read(0, 11)
+
+
+@pytest.mark.parametrize("method", ["pld:k=3:ngram=1", "lookahead:w=3:n=3:g=3"])
+def test_what_draws_nothing_leaves_every_sampled_answer_as_it_is(chain, remake, method):
+    """One uniform of the row's own decides each token, whatever is looked up."""
+    whole = made(chain.directory("responses"))
+    directory = remake("responses", method=method)
+    assert made(directory) == whole
+    manifest = Manifest.read(directory)
+    assert manifest.digest == Manifest.read(chain.directory("responses")).digest
+    assert manifest.config["method"] == method
+
+
+def test_greedy_answers_are_the_same_whatever_drafts(chain, remake, tmp_path):
+    plain = made(remake("responses", temperature=0.0, output=tmp_path / "plain"))
+    own = {"temperature": 0.0, "draft": str(chain.draft)}
+    for name, method in (("auto", None), ("spec", "spec:k=2"), ("online", "online:c=0.1:max=4")):
+        directory = remake("responses", output=tmp_path / name, method=method, **own)
+        assert made(directory) == plain
+        identity = Manifest.read(directory).identity
+        assert identity["drafted_by"] == load_lm(str(chain.draft)).info.identity != identity["target"]
+
+
+def test_a_drafter_takes_other_numbers_of_the_row_and_the_same_whatever_its_company(chain, remake, tmp_path):
+    how = {"draft": str(chain.draft), "method": "spec:k=2"}
+    rows = made(remake("responses", output=tmp_path / "one", **how))
+    assert [row["input_ids"] for row in rows] != [row["input_ids"] for row in made(chain.directory("responses"))]
+    together = remake("responses", output=tmp_path / "all", batch_size=11, rows_per_shard=11, **how)
+    assert made(together) == rows
+    with pytest.raises(InputError, match="begun with another"):
+        remake("responses", output=tmp_path / "one", **{**how, "draft": str(chain.target)})
+
+
+def test_a_row_that_is_done_makes_room_for_the_next(chain, monkeypatch):
+    lm, fed = load_lm(str(chain.target)), []
+    extend = LlamaSession.extend
+    monkeypatch.setattr(
+        LlamaSession,
+        "extend",
+        lambda self, tokens, *how, **more: fed.append(len(tokens)) or extend(self, tokens, *how, **more),
+    )
+    plain = answer_all(lm, PROMPTS, SamplingParams(), 12, 7, eos_ids=())
+    ends = (plain[6][1], plain[5][3])  # the longest prompts', so that these are done first
+    fed.clear()
+    found = answer_all(lm, PROMPTS, SamplingParams(), 12, 2, eos_ids=ends)
+    assert found == [own[: next((i + 1 for i, t in enumerate(own) if t in ends), 12)] for own in plain]
+    counts = [len(own) - 1 for own in found]  # the prefill gives the first
+    assert sum(fed) == sum(counts) and len(fed) < sum(max(counts[i], counts[i - 1]) for i in (6, 4, 2)) + counts[0]
+
+
 def test_another_seed_gives_other_answers(chain, remake):
     whole = Rows(chain.directory("responses"), Manifest.read(chain.directory("responses"))).read(0, 11)
     directory = remake("responses", seed=1)
@@ -112,6 +165,8 @@ def test_uniforms_are_of_their_stage_seed_and_row():
     drawn = [tuple(row_uniforms(*stream, 5)) for stream in streams]
     assert len(set(drawn)) == len(streams)
     assert tuple(row_uniforms("responses", 0, 1, 3)) == drawn[0][:3]  # a longer answer begins alike
+    source = OwnUniforms("responses", 0, 1)
+    assert [source.uniform() for _ in range(600)] == list(row_uniforms("responses", 0, 1, 600))
 
 
 def test_rows_say_whether_they_ended(chain):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutants.mutant import BATCH, CUBE, EXACT, LIMITS, ROWS_ALONE, TRACE, TREE, Mutant, emitted
+from mutants.mutant import BATCH, CUBE, EXACT, LIMITS, POOL, ROWS_ALONE, TRACE, TREE, Mutant, emitted
 
 VERIFY, LOOP, TRACE_PY, CHAIN = (f"modules/decoding/{name}.py" for name in ("verify", "loop", "trace", "chain"))
 DRAFTERS = "modules/drafters"
@@ -11,6 +11,18 @@ PARITY, ROWS = "tests/modules/targets/parity_test.py", "tests/modules/targets/se
 LOOKUP_TEST = "tests/modules/drafters/prompt_lookup_test.py"
 CUTS = f"{LIMITS}::test_an_answer_is_cut_at_the_first_end_token_and_at_its_room"
 OUTRUNS = f"{LIMITS}::test_no_draft_outruns_what_is_wanted"
+
+
+
+def arriving(*methods: str) -> tuple[str, ...]:
+    """The tests that these methods' rows are decoded like each alone, whenever they begin."""
+    return tuple(f"{POOL}::test_rows_that_come_at_any_round_are_decoded_like_each_alone[{name}-T=1]" for name in methods)
+
+
+def refilled(method: str) -> tuple[str, ...]:
+    """The test that a method's refilled rows answer as transformers does."""
+    return (f"{POOL}::test_a_refilled_row_answers_as_transformers_does[{method}-False]",)
+
 
 MUTANTS = [
     # -- what is kept
@@ -119,8 +131,35 @@ MUTANTS = [
            "if not 0 < len(prompt) <= limit:", (f"{BATCH}::test_what_the_single_loop_refuses_is_refused",)),
     Mutant("loop-room-past-the-context", LOOP, "min(max_new_tokens, limit - len(prompt))",
            "min(max_new_tokens, limit - len(prompt) + 1)", (OUTRUNS,)),
-    Mutant("loop-a-leftover-session", LOOP, "    session.reset(len(rows))\n", "",
-           (f"{LIMITS}::test_a_session_may_be_used_again",)),
+    # -- rows that begin while others go on
+    Mutant("pool-a-leftover-session", LOOP, "            self._session.reset(0)\n", "",
+           (f"{POOL}::test_a_session_goes_on_with_fewer_rows_than_it_had",)),
+    Mutant("pool-a-leftover-drafter", LOOP, "                self._drafter.select([])\n", "                pass\n",
+           (f"{POOL}::test_a_session_goes_on_with_fewer_rows_than_it_had",)),
+    Mutant("pool-a-row-sees-its-predecessor", "modules/lean_rows.py", "self.lengths[row : row + 1] = [0]",
+           "self.lengths[row : row + 1] = self.lengths[row : row + 1] or [0]", refilled("eagle:k=4")),
+    Mutant("pool-features-of-another-row", LOOP, "in zip(places, fresh, scores.features, strict=True)",
+           "in zip(places, fresh, scores.features.flip(0), strict=True)", arriving("eagle:k=2")),
+    Mutant("pool-another-rows-policy", f"{DRAFTERS}/row_drafter.py", "else self._rows[row].number",
+           "else self._rows[0].number", arriving("online")),
+    Mutant("pool-another-rows-drafter", "modules/decoding/protocols.py", "self.drafters[self._numbers[row]].start(",
+           "self.drafters[row].start(", arriving("pld", "hsddw")),
+    Mutant("pool-a-policy-that-is-in-use", f"{DRAFTERS}/row_drafter.py",
+           "sorted(set(range(len(self.stops))).difference(row.number for row in self._rows))",
+           "list(range(len(self.stops)))", arriving("self-verify", "online")),
+    Mutant("pool-rows-move-in-the-session-alone", LOOP, "            self._drafter.select(places)\n",
+           "            self._drafter.select(sorted(places))\n", arriving("spec:k=2", "eagle:k=2")),
+    Mutant("pool-another-rows-source", LOOP, "[row.source for row in fresh])", "[fresh[0].source for row in fresh])",
+           arriving("ar", "spec:k=2")),
+    Mutant("pool-rows-join-where-they-cannot", LOOP, "if self._session.joins or not going else 0", "", (f"{POOL}::test_rows_that_cannot_join_wait_for_all_others",)),
+    Mutant("pool-more-than-there-is-room-for", LOOP, "if row.num_prompt + row.room > self._longest:",
+           "if row.num_prompt + row.room > self._longest + 1:", (f"{POOL}::test_only_as_much_is_admitted_as_there_is_room_for",)),
+    Mutant("rows-beside-a-prompt-in-later-slots", "modules/lean_rows.py",
+           "found = list(zip(*self._together(short, lengths, above, num_logits), strict=True))",
+           "found = list(zip(*self._together(short, self.lengths, above, num_logits), strict=True))", (f"{POOL}::test_prompts_beside_going_rows_are_read_as_alone",)),
+    Mutant("responses-uniforms-in-another-order", "data/answering/batched.py", "tolist()[::-1], *self._uniforms]",
+           "tolist(), *self._uniforms]", ("tests/data/responses_test.py",)),
+    # -- what is kept, and what is counted
     Mutant("loop-keeps-the-wrong-slots", LOOP, "[first + node for node in read_path]",
            "[first - 1 + node for node in read_path]", emitted("tree")),
     Mutant("loop-features-of-a-tree-as-of-a-chain", LOOP, "if read_path and read_path[-1] != count - 2:", "if False:",
