@@ -16,7 +16,8 @@ OUTRUNS = f"{LIMITS}::test_no_draft_outruns_what_is_wanted"
 
 def arriving(*methods: str) -> tuple[str, ...]:
     """The tests that these methods' rows are decoded like each alone, whenever they begin."""
-    return tuple(f"{POOL}::test_rows_that_come_at_any_round_are_decoded_like_each_alone[{name}-T=1]" for name in methods)
+    test = f"{POOL}::test_rows_that_come_at_any_round_are_decoded_like_each_alone"
+    return tuple(f"{test}[{name}-T=1]" for name in methods)
 
 
 def refilled(method: str) -> tuple[str, ...]:
@@ -151,12 +152,15 @@ MUTANTS = [
            "            self._drafter.select(sorted(places))\n", arriving("spec:k=2", "eagle:k=2")),
     Mutant("pool-another-rows-source", LOOP, "[row.source for row in fresh])", "[fresh[0].source for row in fresh])",
            arriving("ar", "spec:k=2")),
-    Mutant("pool-rows-join-where-they-cannot", LOOP, "if self._session.joins or not going else 0", "", (f"{POOL}::test_rows_that_cannot_join_wait_for_all_others",)),
+    Mutant("pool-rows-join-where-they-cannot", LOOP, "if self._session.joins or not going else 0", "",
+           (f"{POOL}::test_rows_that_cannot_join_wait_for_all_others",)),
     Mutant("pool-more-than-there-is-room-for", LOOP, "if row.num_prompt + row.room > self._longest:",
-           "if row.num_prompt + row.room > self._longest + 1:", (f"{POOL}::test_only_as_much_is_admitted_as_there_is_room_for",)),
+           "if row.num_prompt + row.room > self._longest + 1:",
+           (f"{POOL}::test_only_as_much_is_admitted_as_there_is_room_for",)),
     Mutant("rows-beside-a-prompt-in-later-slots", "modules/lean_rows.py",
            "found = list(zip(*self._together(short, lengths, above, num_logits), strict=True))",
-           "found = list(zip(*self._together(short, self.lengths, above, num_logits), strict=True))", (f"{POOL}::test_prompts_beside_going_rows_are_read_as_alone",)),
+           "found = list(zip(*self._together(short, self.lengths, above, num_logits), strict=True))",
+           (f"{POOL}::test_prompts_beside_going_rows_are_read_as_alone",)),
     Mutant("responses-uniforms-in-another-order", "data/answering/batched.py", "tolist()[::-1], *self._uniforms]",
            "tolist(), *self._uniforms]", ("tests/data/responses_test.py",)),
     # -- what is kept, and what is counted

@@ -39,8 +39,9 @@ class Followed:
     def begin(self, row: int, prompt: Sequence[int], features: Any, first_token: int) -> None:
         self._drafter.begin(row, prompt, features, first_token)
         inner = self._drafter
-        number = inner._numbers[row] if hasattr(inner, "_numbers") else inner._rows[row].number
-        self.served[number].append(self._prompts.index(list(prompt)))
+        numbers = inner._numbers if hasattr(inner, "_numbers") else [own.number for own in inner._rows]
+        assert len(set(numbers)) == len(numbers), "no two rows have the same policy"
+        self.served[numbers[row]].append(self._prompts.index(list(prompt)))
 
 
 def together(target: Any, drafter: Any, params: SamplingParams, arrivals: Sequence[int]) -> list[Generation]:
