@@ -83,12 +83,13 @@ class MeasuredTimes(MachineTimes):
             clock = clock_of(models.target.device)
             how = Recording(SamplingParams(), STEPS, 2 * PROPOSALS, SEED, ())
             prompt = random_prompt(models, how.max_new_tokens + MAX_NODES)
-            answer = TargetAnswers(models.target, how).read(prompt, 0, 0)
+            drafter = probe(STEPS)
+            answer = TargetAnswers(models.target, how).read(prompt, 0, 0, drafter.capture)
             ids = prompt.prompt_ids
             if CURVE not in self.seconds:
                 text = [*ids, *answer.answer.tokens]
                 _, self.seconds[CURVE] = target_curves(models.target, text, len(ids), clock, TREE_ROWS, TREE_REPEATS)
-            self.seconds[trees] = asdict(draft_cost(probe(STEPS), [ids], [answer], how, clock))
+            self.seconds[trees] = asdict(draft_cost(drafter, [ids], [answer], how, clock))
         curve = {int(rows): seconds for rows, seconds in self.seconds[CURVE].items()}  # JSON's keys are text
         return times_of(curve, DraftCost(**self.seconds[trees]), MAX_NODES)
 

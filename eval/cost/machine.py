@@ -231,12 +231,16 @@ def measure_costs(
     typical = typical_prompts(prompts)
     how = Recording(SamplingParams(), STEPS, 2 * PROPOSALS, seed, ())
     target_answers = TargetAnswers(models.target, how)
-    answers = [target_answers.read(prompt, number, 0) for number, prompt in enumerate(typical)]
+
+    def read(capture: tuple[int, ...] = ()) -> list[ReadAnswer]:
+        return [target_answers.read(prompt, number, 0, capture) for number, prompt in enumerate(typical)]
+
     ids = [prompt.prompt_ids for prompt in typical]
     context = len(ids[0]) + PROBE_TOKENS // 2
-    target, tree = target_curves(models.target, [*ids[0], *answers[0].answer.tokens], context, clock)
+    target, tree = target_curves(models.target, [*ids[0], *read()[0].answer.tokens], context, clock)
     used = {name: methods[0] for methods in probes.values() if (name := drafter_of(methods[0])) is not None}
-    drafters = {name: draft_cost(fixed_drafter(models, used[name]), ids, answers, how, clock) for name in sorted(used)}
+    made = {name: fixed_drafter(models, used[name]) for name in sorted(used)}
+    drafters = {name: draft_cost(own, ids, read(own.capture), how, clock) for name, own in made.items()}
     ran = run_probes(models, typical, probes, params, seed, clock)
     start = statistics.median(probe.seconds for probe in ran if probe.family == START)
     bare = DecodingCosts(context, start, target, tree, drafters)

@@ -93,7 +93,7 @@ class ChainRecorder:
     def __call__(self, prompt: BenchPrompt, number: int) -> ChainRollouts:
         """number: of the answer, which seeds it."""
         with naming([prompt.id]):
-            reading = self._answers.read(prompt, number, self._how.depth)
+            reading = self._answers.read(prompt, number, self._how.depth, self._drafter.capture)
             together = self._side_by_side and self._fits(prompt, reading)
             drafts = (self._together if together else self._one_by_one)(prompt, number, reading)
             found = chain_rollouts(reading, drafts.token, drafts.known)

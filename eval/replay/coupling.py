@@ -30,8 +30,8 @@ class ReadAnswer:
     """An answer of n tokens as the target read it.
 
     text: the answer, and what the target would have gone on with after its end token.
-    features [P + n, H]: of the prompt's P tokens and of the answer's, after the final norm. logits [n, V]: row i
-    predicts answer token i.
+    features [P + n, F]: of the prompt's P tokens and of the answer's, after the final norm, or of the layers that were
+    asked for. logits [n, V]: row i predicts answer token i.
     """
 
     answer: TargetAnswer

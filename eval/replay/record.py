@@ -43,9 +43,9 @@ class TargetAnswers:
         self._target, self._how = target, how
         self._made: dict[int, Generation] = {}
 
-    def read(self, prompt: BenchPrompt, number: int, further: int) -> ReadAnswer:
+    def read(self, prompt: BenchPrompt, number: int, further: int, capture: tuple[int, ...] = ()) -> ReadAnswer:
         """number: of the answer, which seeds it. further: tokens after an end token that a round may still draft;
-        whether the target would have gone on with them is counted there."""
+        whether the target would have gone on with them is counted there. capture: what its drafter reads."""
         target, how, ids = self._target, self._how, prompt.prompt_ids
         if number not in self._made:
             source = TorchSource(how.seed + number)
@@ -54,7 +54,7 @@ class TargetAnswers:
         room = room_for(ids, how.max_new_tokens, target.info)
         answer = TargetAnswer(prompt.id, prompt.task, len(ids), made.tokens, made.ended, room)
         count = min(further, room - len(made.tokens)) if made.ended else 0
-        session = target.session(1, len(ids) + len(made.tokens) + count, static=False)
+        session = target.session(1, len(ids) + len(made.tokens) + count, capture, static=False)
         read = session.extend([[*ids, *made.tokens]], num_logits=len(made.tokens) + 1)
         tokens, rows = list(made.tokens), [read.logits[0]]
         source = TorchSource(seed_of(how.seed, number))

@@ -32,7 +32,7 @@ class TreeRecorder:
         """number: of the answer, which seeds it."""
         how, topk, num_levels = self._how, self._topk, self._how.depth + 1
         with naming([prompt.id]):
-            reading = self._answers.read(prompt, number, num_levels)
+            reading = self._answers.read(prompt, number, num_levels, self._drafter.capture)
             count = len(reading.answer.tokens) - 1
             rank, levels = np.full((count, num_levels, num_levels), -1, np.int64), np.zeros(count, np.int64)
             for row, tree in enumerate(walk(self._drafter, reading, prompt.prompt_ids, how, num_levels, number)):
