@@ -13,7 +13,6 @@ CUTS = f"{LIMITS}::test_an_answer_is_cut_at_the_first_end_token_and_at_its_room"
 OUTRUNS = f"{LIMITS}::test_no_draft_outruns_what_is_wanted"
 
 
-
 def arriving(*methods: str) -> tuple[str, ...]:
     """The tests that these methods' rows are decoded like each alone, whenever they begin."""
     test = f"{POOL}::test_rows_that_come_at_any_round_are_decoded_like_each_alone"
