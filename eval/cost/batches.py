@@ -14,14 +14,14 @@ import torch
 from draftsmith.eval.cost.clock import Clock, Stopwatch, Timed
 from draftsmith.modules.acceptance.budget import BatchTimes, SharedStop, between
 from draftsmith.modules.acceptance.policies import OnlinePredictor
-from draftsmith.modules.decoding.loop import PLAIN, RowPool, asked
+from draftsmith.modules.decoding.loop import RowPool, asked
 from draftsmith.modules.decoding.protocols import StopPolicy
 from draftsmith.modules.drafters.chains import build_chains
 from draftsmith.modules.drafters.methods import Models
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
 
-ALIKE = 1, 3, 7  # drafted tokens of every row
+ALIKE = 1, 4, 12  # drafted tokens of every row
 LONG = ALIKE[-1]
 PASSES = 9  # timed rounds of each kind, and one before them
 FILL = 1 / 8, 1 / 2  # of the capacity: the rows' prompts are of lengths between these
@@ -85,7 +85,7 @@ def round_times(
     """Median seconds of a batch's rounds, and of the proposals in them, by the lengths of their drafts. The kinds take
     turns, in the same batch: on a machine whose speed drifts their ratios are fair."""
     rows = len(next(iter(kinds.values())))
-    longest = min(models.capacity, models.target.info.max_position) - PLAIN.max_nodes - 1
+    longest = min(models.capacity, models.target.info.max_position)
     watch, budget = Stopwatch(clock), GivenLengths()
     drafts = build_chains(replace(models, ends=()), drafter, [SharedStop(OnlinePredictor(), LONG) for _ in range(rows)])
     drafts.budget = budget

@@ -108,18 +108,19 @@ class SharedBudget(Learner):
     Time is worth tokens at the pace so far (Dinkelbach 1967, as in `policies.CostRule`). Of the rows that could draft
     one more token those go on, best first, whose expected tokens less the time of all of them are most. Which draft at
     all is decided by the same numbers, from the acceptance of first tokens and from what later ones brought beyond
-    their time. Every `EXPLORED`th round without drafts has some all the same, or nothing would be learned any more.
+    their time. Once `EXPLORED` rounds had no second tokens, one has them all the same: else nothing would be learned of
+    them any more.
     """
 
     EXPLORED = 128
 
     def __init__(self, times: BatchTimes):
         self._times = times
-        # As if a token of two had been accepted.
-        self._first, self._later = RecentRatio(0.5, 1.0), RecentRatio(0.5, 1.0)
+        # As if a token had been accepted, nearly: what is tried is soon known, and what is not tried never.
+        self._first, self._later = RecentRatio(0.9, 1.0), RecentRatio(0.9, 1.0)
         self._beyond = RecentRatio(0.0, 1.0)  # tokens that later steps brought, less their time, by drafting rows
         self._paces: dict[int, RecentRatio] = {}  # of rounds with drafts, by rows
-        self._without = 0
+        self._untried = 0  # rounds without second tokens
         self._begin(1)
 
     def _begin(self, rows: int) -> None:
@@ -137,10 +138,9 @@ class SharedBudget(Learner):
         self._begin(len(stops))
         mean, beyond = self._first.value, max(self._beyond.value, 0.0)  # they need not be drafted
         chosen = self._choose({row: innermost(stops[row]).first(mean) + beyond for row in able}, "first")
-        if able and not chosen:
-            self._without += 1
-            if self._without % self.EXPLORED == 0:
-                chosen = list(able)
+        self._untried += 1
+        if self._untried > self.EXPLORED:
+            chosen = list(able)
         self._pay(len(chosen), "first")
         self._drafting, self._first_seconds = len(chosen), self._seconds
         return chosen
@@ -149,6 +149,10 @@ class SharedBudget(Learner):
         """The rows that draft one more token, of those that may. stops: as of `start`."""
         mean = self._later.value
         chosen = self._choose({row: innermost(stops[row]).next(mean) for row in rows}, "step")
+        if self._untried > self.EXPLORED:
+            chosen = list(rows)
+        if chosen:
+            self._untried = 0
         self._pay(len(chosen), "step")
         return chosen
 
@@ -192,12 +196,12 @@ class SharedBudget(Learner):
     def state_dict(self) -> dict[str, Any]:
         ratios = {"first": self._first, "later": self._later, "beyond": self._beyond}
         paces = {str(rows): pace.state_dict() for rows, pace in self._paces.items()}
-        return {"paces": paces, "without": self._without, **{name: one.state_dict() for name, one in ratios.items()}}
+        return {"paces": paces, "untried": self._untried, **{name: one.state_dict() for name, one in ratios.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, ratio in (("first", self._first), ("later", self._later), ("beyond", self._beyond)):
             ratio.load_state_dict(state[name])
-        self._paces, self._without = {}, state["without"]
+        self._paces, self._untried = {}, state["untried"]
         for rows, pace in state["paces"].items():
             self._paces[int(rows)] = RecentRatio(0.0, 1.0)
             self._paces[int(rows)].load_state_dict(pace)
