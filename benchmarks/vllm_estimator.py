@@ -2,32 +2,41 @@
 
     python -m draftsmith.benchmarks.vllm_estimator record TRACE --target embedded:target --draft embedded:draft \
         --prompts embedded:prompts --temperature 0
+    python -m draftsmith.benchmarks.vllm_estimator priors TRACE PRIORS.json
     ENGINE/bin/python -m draftsmith.benchmarks.vllm_estimator replay TRACE [TRACE ...]
 
-ENGINE is an environment with vLLM and Triton, whose interpreter runs vLLM's kernels on a CPU; there this project is found
-by PYTHONPATH. The estimators are driven as the engine does. Priors are fitted to every second prompt, the others are
-replayed.
+ENGINE is an environment with vLLM and Triton, whose interpreter runs vLLM's kernels on a CPU; there this project is
+found by PYTHONPATH. The estimators are driven as the engine does. Priors are fitted to every second prompt, the others
+are replayed.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from draftsmith.data.models.loading import load_lm
+from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.eval.bootstrap import Resamples
 from draftsmith.modules.acceptance.served import NUM_FEATURES, ServedEstimator, ServedTexts, Start, fit_start
+from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.protocols import DraftView, StopPolicy
+from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.metrics import expected_calibration_error, soft_label_auc
+from draftsmith.modules.sampling import TorchSource
+from draftsmith.modules.types import SamplingParams
 
 CPU = torch.device("cpu")
 CAPACITY, NEW_TOKENS, RESAMPLES = 2048, 96, 300
@@ -68,13 +77,6 @@ class Recorder(StopPolicy):
 
 def record(args: argparse.Namespace) -> None:
     """One conversation a prompt, with its rounds."""
-    from draftsmith.data.models.loading import load_lm
-    from draftsmith.eval.bench.prompts import read_prompts
-    from draftsmith.modules.decoding.loop import generate_one
-    from draftsmith.modules.drafters.draft_model import DraftModelDrafter
-    from draftsmith.modules.sampling import TorchSource
-    from draftsmith.modules.types import SamplingParams
-
     target, draft = load_lm(args.target, packed=True), load_lm(args.draft, packed=True)
     params, made = SamplingParams(args.temperature), []
     for number, prompt in enumerate(read_prompts(args.prompts, args.target, "test", limit=args.limit)):
@@ -187,7 +189,12 @@ class Budget:
         """draft: of a round's drafts. token: of every verified token more."""
         from vllm.v1.worker.gpu.spec_decode import adaptive_verification as engine
 
-        self._assign, self._draft, self._token, self._steps = engine._assign_draft_token_budget, draft, token, num_places
+        self._assign, self._draft, self._token, self._steps = (
+            engine._assign_draft_token_budget,
+            draft,
+            token,
+            num_places,
+        )
         self._engine, self._stale = engine, torch.ones(0)
 
     def __call__(self, conf: Tensor, index: Tensor, lengths: Tensor, num: int) -> tuple[Tensor, float]:
@@ -208,8 +215,6 @@ class Budget:
         return count, self._draft + 1 + self._token * (num + int(count.sum()))
 
     def _budget(self, stale: Tensor, index: Tensor, lengths: Tensor) -> int:
-        from types import SimpleNamespace
-
         num, total = len(index), int(lengths.sum())
         ids = [str(n) for n in range(num)]
         state = SimpleNamespace(
@@ -240,8 +245,8 @@ def engine_estimator() -> type:
     return OnlineAcceptanceEstimator
 
 
-def priors(trace: dict[str, Any], numbers: Sequence[int], concurrency: int) -> Start:
-    """Fitted to all verdicts on these prompts."""
+def priors(trace: dict[str, Any], numbers: Sequence[int], concurrency: int) -> tuple[Start, Start]:
+    """Fitted to all verdicts on these prompts: of all numbers, and of the log-odds of max q alone."""
     server, K = Server(trace, numbers, concurrency), trace["length"]
     seen, labels = [], []
 
@@ -257,22 +262,25 @@ def priors(trace: dict[str, Any], numbers: Sequence[int], concurrency: int) -> S
     accepted, verified = (torch.cat([one[i] for one in labels])[:, None] for i in (0, 1))
     steps = torch.arange(K)
     weight = ((steps <= accepted) & (steps < verified)).double()
-    return fit_start(torch.cat(seen), (steps < accepted).double(), weight, WORTH)
+    features, labelled = torch.cat(seen), (steps < accepted).double()
+    alone = torch.stack([features[..., 0], torch.zeros_like(features[..., 0])], -1)
+    return fit_start(features, labelled, weight, WORTH), fit_start(alone, labelled, weight, WORTH)
 
 
-def estimators(start: Start, K: int, rows: int) -> Iterator[tuple[str, Callable[[], Estimator]]]:
+def estimators(start: Start, alone: Start, K: int, rows: int) -> Iterator[tuple[str, Callable[[], Estimator]]]:
     theirs = engine_estimator()
 
     def begun() -> Estimator:
         """vLLM's, which begins at what one feature says."""
         made = theirs(rows, K, CPU)
-        made.slope.fill_(start.weights[0])
-        made.intercepts.copy_(start.tensors(K)[1])
+        made.slope.fill_(alone.weights[0])
+        made.intercepts.copy_(alone.tensors(K)[1])
         return made
 
     yield "vLLM's own", lambda: theirs(rows, K, CPU)
     yield "vLLM's own, from our priors of one number", begun
     yield "ours, no repetitions", partial(ServedEstimator, rows, K, CPU, repeats=False)
+    yield "ours, no repetitions, with priors", partial(ServedEstimator, rows, K, CPU, alone, repeats=False)
     yield "ours", partial(ServedEstimator, rows, K, CPU)
     yield "ours, with priors", partial(ServedEstimator, rows, K, CPU, start)
 
@@ -287,15 +295,14 @@ def auc_of(served: Served, weight: np.ndarray | None = None) -> float:
     return float(soft_label_auc(prob, label, None if weight is None else torch.from_numpy(weight[reached])))
 
 
-def compared(mine: Served, base: Served, rng: np.random.Generator) -> dict[str, str]:
-    """Differences with intervals over prompts."""
-    owners = mine.said[:, 0].astype(int)
-    names, inverse = np.unique(owners, return_inverse=True)
+def gain_in_auc(mine: Served, base: Served, rng: np.random.Generator) -> str:
+    """Over the other's, with its interval over prompts."""
+    names, inverse = np.unique(mine.said[:, 0].astype(int), return_inverse=True)
     gains = []
-    for _ in range(RESAMPLES):
+    for _ in range(RESAMPLES if mine is not base else 1):
         weight = rng.multinomial(len(names), np.full(len(names), 1 / len(names)))[inverse].astype(float)
         gains.append(auc_of(mine, weight) - auc_of(base, weight))
-    return {"AUC": f"{auc_of(mine) - auc_of(base):+.4f} {interval(gains)}"}
+    return f"{auc_of(mine) - auc_of(base):+.4f} {interval(gains)}"
 
 
 def faster(mine: Served, base: Served) -> str:
@@ -313,30 +320,37 @@ def replay(args: argparse.Namespace) -> None:
     for path in args.traces:
         trace = torch.load(path, weights_only=True)
         K, numbers = trace["length"], range(len(trace["requests"]))
-        start = priors(trace, numbers[1::2], args.concurrency)
+        start, alone = priors(trace, numbers[1::2], args.concurrency)
         print(f"\n{path}: weights {[round(w, 3) for w in start.weights]}, {[round(b, 2) for b in start.intercepts]}")
-        base: Served | None = None
-        for name, make in estimators(start, K, args.concurrency):
-            def run(admit: Any, make: Any = make) -> Served:
+        base: tuple[Served, Served] | None = None
+        for name, make in estimators(start, alone, K, args.concurrency):
+            found = []
+            for admit in (None, Budget(args.draft, args.token, K)):
                 server, estimator = Server(trace, numbers[::2], args.concurrency), make()
                 if hasattr(estimator, "attach"):
                     estimator.attach(server.texts)
-                return serve(server, estimator, admit)
+                found.append(serve(server, estimator, admit))
+            base = base or (found[0], found[1])
+            print(f"{name:42} {line_of(found[0], found[1], base)}", flush=True)
 
-            all_verified = run(None)
-            reached = all_verified.said[all_verified.said[:, 3] >= 0]
-            prob, label = torch.from_numpy(reached[:, 2].copy()), torch.from_numpy(reached[:, 3].copy())
-            trimmed = run(Budget(args.draft, args.token, K))
-            rate = trimmed.kept[:, 1].sum() / trimmed.kept[:, 2].sum()
-            line = f"{name:42} AUC {auc_of(all_verified):.4f} ECE {float(expected_calibration_error(prob, label)):.4f}"
-            line += f" log-loss {float(torch.nn.functional.binary_cross_entropy(prob, label)):.4f}"
-            line += f" tokens by time {rate:.3f}, {1e6 * all_verified.seconds_a_step:.0f} us a step"
-            if base is None:
-                base, base_trimmed = all_verified, trimmed
-            else:
-                differences = compared(all_verified, base, np.random.default_rng(0))
-                line += f"  AUC {differences['AUC']}, tokens by time {faster(trimmed, base_trimmed)}"
-            print(line, flush=True)
+
+def line_of(full: Served, trimmed: Served, base: tuple[Served, Served]) -> str:
+    """full: all drafted tokens were verified."""
+    reached = full.said[full.said[:, 3] >= 0]
+    prob, label = torch.from_numpy(reached[:, 2].copy()), torch.from_numpy(reached[:, 3].copy())
+    rate = trimmed.kept[:, 1].sum() / trimmed.kept[:, 2].sum()
+    text = f"AUC {auc_of(full):.4f} {gain_in_auc(full, base[0], np.random.default_rng(0))}"
+    text += f", ECE {float(expected_calibration_error(prob, label)):.4f}"
+    text += f", log-loss {float(torch.nn.functional.binary_cross_entropy(prob, label)):.4f}"
+    text += f", tokens by time {rate:.3f} {faster(trimmed, base[1])}"
+    return f"{text}, {1e6 * full.seconds_a_step:.0f} us a step"
+
+
+def write_priors(args: argparse.Namespace) -> None:
+    """What all verdicts of a trace say, for DRAFTSMITH_VLLM_ESTIMATOR."""
+    trace = torch.load(args.trace, weights_only=True)
+    start, _ = priors(trace, range(len(trace["requests"])), args.concurrency)
+    args.output.write_text(json.dumps(vars(start)))
 
 
 def main() -> None:
@@ -351,10 +365,17 @@ def main() -> None:
     recording.add_argument("--length", type=int, default=7)
     recording.add_argument("--limit", type=int, default=80)
     recording.set_defaults(run=record)
+    fitting = commands.add_parser("priors")
+    fitting.add_argument("trace", type=Path)
+    fitting.add_argument("output", type=Path)
+    fitting.add_argument("--concurrency", type=int, default=8)
+    fitting.set_defaults(run=write_priors)
     replaying = commands.add_parser("replay")
     replaying.add_argument("traces", nargs="+", type=Path)
     replaying.add_argument("--concurrency", type=int, default=8)
-    replaying.add_argument("--draft", type=float, default=0.5, help="time of a round's drafts, by a forward of one token")
+    replaying.add_argument(
+        "--draft", type=float, default=0.5, help="time of a round's drafts, by a forward of one token"
+    )
     replaying.add_argument("--token", type=float, default=0.02, help="of every verified token more")
     replaying.set_defaults(run=replay)
     args = parser.parse_args()

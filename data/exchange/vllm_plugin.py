@@ -8,8 +8,13 @@ vLLM loads it in each of its processes (entry point group `vllm.general_plugins`
 from __future__ import annotations
 
 import functools
+import importlib
+import inspect
+import json
 import os
 from typing import TYPE_CHECKING, Any
+
+from draftsmith.modules.types import InputError
 
 if TYPE_CHECKING:
     from draftsmith.modules.acceptance.served import Start
@@ -18,7 +23,8 @@ VARIABLE = "DRAFTSMITH_VLLM_ESTIMATOR"
 GPU = "vllm.v1.worker.gpu"
 # Function -> its parameters. What vLLM calls of ours, and what we call of its.
 SIGNATURES = {
-    f"{GPU}.spec_decode.speculator:OnlineAcceptanceEstimator.__init__": "self max_num_reqs num_speculative_steps device",
+    f"{GPU}.spec_decode.speculator:OnlineAcceptanceEstimator.__init__":
+        "self max_num_reqs num_speculative_steps device",
     f"{GPU}.spec_decode.speculator:OnlineAcceptanceEstimator.step": "self idx_mapping num_sampled num_rejected",
     f"{GPU}.spec_decode.speculator:OnlineAcceptanceEstimator.predict":
         "self logits idx_mapping draft_step confidence_probs temperature",
@@ -104,9 +110,6 @@ def check_contract() -> None:
     Raises:
         InputError: it is not.
     """
-    import inspect
-
-    from draftsmith.modules.types import InputError
 
     def differs(where: str, found: str, expected: str) -> InputError:
         remedy = f"Use vLLM 0.32 or 0.33, or leave {VARIABLE} out."
@@ -129,8 +132,6 @@ def check_contract() -> None:
 
 def named(where: str) -> Any:
     """What stands there: `module` or `module:name.name`."""
-    import importlib
-
     module, _, names = where.partition(":")
     found = importlib.import_module(module)
     return functools.reduce(getattr, names.split("."), found) if names else found
@@ -142,10 +143,7 @@ def read_start(path: str) -> Start:
     Raises:
         InputError: it is no such file.
     """
-    import json
-
     from draftsmith.modules.acceptance.served import Start
-    from draftsmith.modules.types import InputError
 
     try:
         with open(path, encoding="utf-8") as file:

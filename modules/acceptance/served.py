@@ -1,5 +1,5 @@
-"""P(accept) for servers that verify only the likeliest of the tokens that they drafted: many requests at a time, in plain
-torch, without a word between device and host.
+"""P(accept) for servers that verify only the likeliest of the tokens that they drafted: many requests at a time, in
+plain torch, without a word between device and host.
 
 What it looks at stood there before the token was drawn: the draft's logits, and what followed in the text when its last
 tokens last stood in it. A server may therefore drop the token itself; one that looks at what was drawn would change the
@@ -31,7 +31,8 @@ class Start:
     """What is believed before the first verdict.
 
     weights: [F] of the log-odds of max q, and of the mean repetition. intercepts: one a place of the draft.
-    information: how surely, [K, F+1, F+1], sums of p (1 - p) z z^T over as many tokens as it is worth, z = (features, 1).
+    information: how surely, [K, F+1, F+1], sums of p (1 - p) z z^T over as many tokens as it is worth, with
+        z = (features, 1).
     """
 
     weights: tuple[float, ...]
@@ -47,7 +48,7 @@ class Start:
         return torch.tensor(self.weights), torch.tensor(intercepts), information
 
 
-# As vLLM 0.33 begins, which has fitted several models' drafts; half the length of a repetition weighs as `online` finds.
+# As vLLM 0.33 begins, which has fitted several models' drafts.
 COLD = Start((0.5, 0.5), (-0.2,), (((0.0,) * 3,) * 3,))
 
 
@@ -106,7 +107,7 @@ class TextIndex:
 class ServedTexts:
     """The server's own state, which it changes as it goes on.
 
-    tokens [R, T], lengths [R]: of every request's text so far. drafted [R, K]: this round's tokens, in the batch's order.
+    tokens [R, T], lengths [R]: of every request's text so far. drafted [R, K]: this round's, in the batch's order.
     greedy_drafts: the server drafts the mode at any temperature. requests: ids by place; num_read: their texts' lengths
     when they came, on the host.
     """
@@ -189,9 +190,9 @@ class ServedEstimator:
     def predict(
         self, logits: Tensor, idx_mapping: Tensor, draft_step: Tensor, confidence_probs: Tensor, temperature: Tensor
     ) -> None:
-        """P(accept) of the tokens that these logits [N, V] draw, before temperature, into confidence_probs [R, K], in the
-        batch's order. draft_step: the place, from 0, of all of them, or of each [N], request by request: a server that
-        drafts all places at once. temperature: [R]."""
+        """P(accept) of the tokens that these logits [N, V] draw, before temperature, into confidence_probs [R, K], in
+        the batch's order. draft_step: the place, from 0, of all of them, or of each [N], request by request, of a
+        server that drafts all places at once. temperature: [R]."""
         rows = torch.where(idx_mapping < 0, self._nobody, idx_mapping).long()
         inside = rows.clamp_max(self._nobody - 1)
         degrees = temperature[inside].float()
