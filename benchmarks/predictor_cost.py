@@ -104,7 +104,7 @@ class TimedWithoutPredictor:
 
     def __init__(self, drafter: Drafter, asked: TimedPredictor):
         self._drafter, self._asked, self.seconds_a_token = drafter, asked, list[float]()
-        self.start, self.advance, self.select = drafter.start, drafter.advance, drafter.select
+        self.begin, self.advance, self.select = drafter.begin, drafter.advance, drafter.select
         self.capture = drafter.capture
 
     def propose(self, limits: Sequence[int], params: SamplingParams, sources: Sequence[Source]) -> list[DraftTree]:

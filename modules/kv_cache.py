@@ -3,10 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+FEW = 0.5  # of the rows: so few are attended to one by one, which takes longer for each, and not at all for the others
+
+
+class Ragged:
+    """Rows of different lengths, laid out one behind the other: all but attention reads them so, without padding."""
+
+    def __init__(self, counts: Sequence[int], device: torch.device):
+        """counts: inputs of each row, N in all, none where a row idles."""
+        self.batch, self.width = len(counts), max(counts)
+        there = [row * self.width + i for row, count in enumerate(counts) for i in range(count)]
+        self._index = torch.tensor(there, device=device)  # in [batch * width]
+        ends = list(accumulate(counts))
+        parts = [(row, end - count, end) for row, (count, end) in enumerate(zip(counts, ends, strict=True)) if count]
+        self._parts = parts if len(parts) <= FEW * self.batch else []
+
+    def spread(self, packed: Tensor) -> Tensor:
+        """[N, ..] -> [batch, width, ..], zeros elsewhere."""
+        padded = packed.new_zeros(self.batch * self.width, *packed.shape[1:])
+        return padded.index_copy_(0, self._index, packed).unflatten(0, (self.batch, self.width))
+
+    def pack(self, padded: Tensor) -> Tensor:
+        """[batch, width, ..] -> [N, ..]."""
+        return padded.flatten(0, 1).index_select(0, self._index)
+
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, grouped: bool) -> Tensor:
+        """Attention of queries [N, heads, D] to their own rows' keys and values [batch, kv_heads, S, D]: [N, heads, D].
+
+        mask: added to scores, [batch, 1, width, S].
+        """
+        if not self._parts:
+            padded = self.spread(queries).transpose(1, 2)
+            made = F.scaled_dot_product_attention(padded, keys, values, attn_mask=mask, enable_gqa=grouped)
+            return self.pack(made.transpose(1, 2))
+        made = torch.empty_like(queries)
+        for row, start, end in self._parts:
+            found = F.scaled_dot_product_attention(
+                queries[None, start:end].transpose(1, 2),
+                keys[row : row + 1],
+                values[row : row + 1],
+                attn_mask=mask[row : row + 1, :, : end - start],
+                enable_gqa=grouped,
+            )
+            made[start:end] = found[0].transpose(0, 1)
+        return made
 
 
 class LayerCache(Protocol):
@@ -15,6 +62,10 @@ class LayerCache(Protocol):
     @property
     def length(self) -> int:
         """Kept tokens: new ones follow them."""
+
+    @property
+    def ragged(self) -> Ragged | None:
+        """How queries [1, N, ..] of all rows are padded for attention, if they are not padded already."""
 
     def write(self, layer: int, start: int, keys_values: Tensor) -> tuple[Tensor, Tensor]:
         """Store [B, T, 2 * kv_heads, D], the keys' heads first, at slots start.. and return everything up to there:
@@ -25,6 +76,7 @@ class NoCache:
     """Teacher forcing: a call sees its own keys and values, and nothing is kept."""
 
     length = 0
+    ragged = None
 
     def write(self, layer: int, start: int, keys_values: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = split_heads(keys_values)
@@ -39,6 +91,8 @@ def split_heads(keys_values: Tensor) -> Tensor:
 
 class KVCache:
     """Keys and values [layers, 2, B, kv_heads, capacity, head_dim]; the first `length` slots are kept tokens."""
+
+    ragged: Ragged | None = None
 
     def __init__(self, data: Tensor, written: int | None = None):
         """data: finite numbers everywhere, or 0 * nan spoils the attention to slots that a mask hides. written: slots
@@ -96,14 +150,18 @@ class RowsCache(KVCache):
         first = torch.arange(2 * batch * num_kv_heads, device=data.device) * capacity
         self._first = first.view(2, batch, num_kv_heads).transpose(0, 1).reshape(batch, 1, -1)  # [B, 1, 2 * kv_heads]
 
-    def place(self, slots: Tensor, span: int) -> None:
-        """Writes go to slots [B, T]; reads see the first `span` slots of each of the first B rows."""
-        self._index, self._span = self._first[: len(slots)] + slots[..., None], span
+    def place(self, slots: Tensor, span: int, ragged: Ragged | None = None) -> None:
+        """Writes go to slots [B, T]; reads see the first `span` slots of each of the first B rows. ragged: only these
+        inputs are there, one behind the other."""
+        index = self._first[: len(slots)] + slots[..., None]
+        self._index = index if ragged is None else ragged.pack(index)[None]
+        self._batch, self._span, self.ragged = len(slots), span, ragged
 
     def write(self, layer: int, start: int, keys_values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store [B, T, 2 * kv_heads, D] where `place` said; keys and values [B, kv_heads, span, D]. No use of start."""
+        """Store [B, T, 2 * kv_heads, D] where `place` said, ragged ones as [1, N, ..]; keys and values
+        [B, kv_heads, span, D]. No use of start."""
         self._flat[layer].index_put_((self._index,), keys_values)
-        keys, values = self._layers[layer].narrow(1, 0, len(keys_values)).narrow(3, 0, self._span).unbind(0)
+        keys, values = self._layers[layer].narrow(1, 0, self._batch).narrow(3, 0, self._span).unbind(0)
         return keys, values
 
     def row(self, index: int) -> KVCache:

@@ -91,6 +91,7 @@ class LeanLayer:
 
         cos, sin: [B or 1, T, 1, D].
         mask: added to the scores, [B or 1, 1, T, cache.length + T] (`as_bias`); None with T == 1, or with `causal`.
+        Where the cache is `ragged` a batch of 1 and T of all rows together, but in the mask.
         """
         rows, normed = self.read(rows)
         qkv = self.qkv(normed).view(batch, -1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
@@ -101,15 +102,15 @@ class LeanLayer:
         rolled = rotated.roll(self.head_dim // 2, -1)
         rotated.mul_(cos).addcmul_(rolled, sin)
         keys, values = cache.write(index, cache.length, qkv[:, :, self.num_heads :])
-        attended = F.scaled_dot_product_attention(
-            qkv[:, :, : self.num_heads].transpose(1, 2),
-            keys,
-            values,
-            attn_mask=mask,
-            is_causal=causal,
-            enable_gqa=self.num_heads != self.num_kv_heads,
-        )
-        rows = self.o.add_to(rows, attended.transpose(1, 2).reshape(len(rows), -1))
+        queries, grouped = qkv[:, :, : self.num_heads], self.num_heads != self.num_kv_heads
+        if cache.ragged is not None:
+            assert mask is not None
+            attended = cache.ragged.attend(queries[0], keys, values, mask, grouped)
+        else:
+            attended = F.scaled_dot_product_attention(
+                queries.transpose(1, 2), keys, values, attn_mask=mask, is_causal=causal, enable_gqa=grouped
+            ).transpose(1, 2)
+        rows = self.o.add_to(rows, attended.reshape(len(rows), -1))
         normed = self.post_norm(rows)
         gate, up = self.gate_up(normed).chunk(2, -1)
         return self.down.add_to(rows, F.silu(gate).mul_(up))

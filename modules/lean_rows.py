@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -16,13 +17,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from draftsmith.modules.graphs import Graphed
-from draftsmith.modules.kv_cache import KVCache, RowsCache
+from draftsmith.modules.kv_cache import KVCache, Ragged, RowsCache
 from draftsmith.modules.lean import LeanStack, Taps, as_bias, tree_mask
 
 SPAN_BUCKET = 256  # slots that are looked at come in multiples of this where shapes are to recur
 ALIGNMENT = 8  # of a mask's rows, which attention kernels on a GPU ask for; SPAN_BUCKET is a multiple of it
 SEEN_BUCKET = 64  # slots of a tree's own, where shapes are to recur
 MAX_WIDTH = 256  # what is longer is a prompt, and read without padding
+MOST_THERE = 0.7  # of the inputs of padded rows: with more of them, leaving padding out takes longer than reading it
 
 Run = Callable[..., Tensor]
 Parents = Sequence[Sequence[int]]
@@ -32,8 +34,8 @@ class Forward(Protocol):
     """The computation around the layers.
 
     run(x, taps=None): the layers over inputs x [T, H] of one row or [B, n, H], `LeanStack.run`'s output and taps.
-    picked: which outputs are asked for, as `picked_of` takes it. inputs: of one row a list or a tensor [T, ..], else
-    [B, n, ..].
+    picked: which outputs are asked for, as `picked_of` takes it. inputs: of one row a list or a tensor [T, ..], and so
+    of several that are laid out one behind the other, else [B, n, ..].
     Returns logits of what is picked, and states: of what is picked, or of all.
     """
 
@@ -42,10 +44,10 @@ class Forward(Protocol):
 
 
 def picked_of(hidden: Tensor, picked: Tensor | slice | None) -> Tensor:
-    """A slice of hidden [T, H], or those of [B, n, H] at picked [B, m]; None picks all."""
+    """A slice of hidden [T, H], or those at picked [B, m], or those of [B, n, H] at picked [B, m]; None picks all."""
     if picked is None:
         return hidden
-    if isinstance(picked, slice):
+    if isinstance(picked, slice) or hidden.dim() == 2:
         return hidden[picked]
     return hidden.gather(1, picked[..., None].expand(-1, -1, hidden.shape[-1]))
 
@@ -180,7 +182,8 @@ def _padded(rows: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
 
 
 class ManyRows:
-    """Several rows, each of its own length, padded to the widest; or one where shapes are to recur.
+    """Several rows, each of its own length, padded to the widest, or where padding is much laid out one behind the
+    other; or one where shapes are to recur.
 
     On CUDA static rows are read by graphs. Inputs past the capacity are harmless, and their outputs void.
     """
@@ -234,21 +237,29 @@ class ManyRows:
     def _together(
         self, inputs: Sequence[Any], lengths: Sequence[int], parents: Parents | None, num_logits: int
     ) -> tuple[Tensor, ...]:
-        """All rows, padded to the widest. lengths: of what they have read."""
+        """All rows side by side. lengths: of what they have read."""
         counts = [len(row) for row in inputs[0]]
-        wide = max(counts)
+        wide, total = max(counts), sum(counts)
         width = bucket(wide) if self.static else wide
+        ragged = None
+        if not self.static and total <= MOST_THERE * wide * len(counts):
+            ragged = Ragged(counts, self._stack.device)
         whole = num_logits >= wide
-        # Of every row the last outputs, and whatever follows where it has fewer.
-        first = [max(count - num_logits, 0) for count in counts]
-        places = [] if whole else [[min(i + own, width - 1) for i in range(num_logits)] for own in first]
+        places: list[list[int]] = []
+        if not whole:  # of every row the last outputs, and whatever follows where it has fewer
+            begun = [0] * len(counts) if ragged is None else [0, *accumulate(counts[:-1])]
+            end = (width if ragged is None else total) - 1
+            first = [start + max(count - num_logits, 0) for start, count in zip(begun, counts, strict=True)]
+            places = [[min(i + own, end) for i in range(num_logits)] for own in first]
         starts, picked = self._upload(lengths), self._upload(places)
-        fed = [self._batched(own, width) for own in inputs]
-        span = self._span(max(lengths) + width)
+        fed = [self._batched(own, width) if ragged is None else _laid_out(own, ragged) for own in inputs]
+        static = (ragged, self._span(max(lengths) + width), whole)
         if parents is None:
-            return self._chains(starts, picked, *fed, static=(span, whole))
-        depths, seen = self._tree_inputs(parents, width)
-        return self._trees(starts, starts, depths, seen, picked, *fed, static=(span, whole))
+            found = self._chains(starts, picked, *fed, static=static)
+        else:
+            depths, seen = self._tree_inputs(parents, width)
+            found = self._trees(starts, starts, depths, seen, picked, *fed, static=static)
+        return found if ragged is None else tuple(ragged.spread(part) if part.dim() == 2 else part for part in found)
 
     def step(self, *inputs: Any) -> tuple[Tensor, Tensor]:
         tokens, *others = inputs
@@ -265,7 +276,7 @@ class ManyRows:
         depths = torch.full((1, 1), depth - 1, device=self._slots.device)
         first = self._upload(starts)
         # Everything is picked: any tensor will do in the place of what is.
-        return self._trees(first, self._upload(fresh), depths, seen, first, *inputs, static=(span, True))
+        return self._trees(first, self._upload(fresh), depths, seen, first, *inputs, static=(None, span, True))
 
     def keep(self, lengths: Sequence[int], slots: Sequence[Sequence[int]] | None = None) -> None:
         moved = []
@@ -292,13 +303,14 @@ class ManyRows:
 
     def _read_chains(self, starts: Tensor, picked: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         """Inputs at the positions from starts [B] on, seeing what precedes them."""
-        *inputs, span, whole = rest
+        *inputs, ragged, span, whole = rest
 
         def run(x: Tensor, taps: Taps | None = None) -> Tensor:
-            positions = starts[:, None] + torch.arange(x.shape[1], device=x.device)
+            count = x.shape[1] if ragged is None else ragged.width
+            positions = starts[:, None] + torch.arange(count, device=x.device)
             positions = positions.clamp_max(self._capacity)
             visible = self._slots[:span] <= positions[..., None]
-            return self._run(x, positions, positions, self._near(visible, positions), span, taps)
+            return self._run(x, positions, positions, self._near(visible, positions), ragged, taps)
 
         return self._forward(run, None if whole else picked, *inputs)
 
@@ -307,27 +319,30 @@ class ManyRows:
     ) -> tuple[Tensor, Tensor]:
         """Inputs in slots from fresh [B] on, which see all slots before starts [B], and of those from there on what
         seen [B, n, m] says, which is added to scores. depths: [B or 1, n or 1] of their positions behind starts."""
-        *inputs, span, whole = rest
+        *inputs, ragged, span, whole = rest
 
         def run(x: Tensor, taps: Taps | None = None) -> Tensor:
-            count, width = x.shape[1], seen.shape[2]
+            count, width = seen.shape[1:]
             positions = (starts[:, None] + depths).expand(-1, count)
             slots = fresh[:, None] + torch.arange(count, device=x.device)
             place = (self._slots[:span] - starts[:, None])[:, None]  # [B, 1, span] of the slots in the tree
             own = seen.gather(2, place.clamp(0, width - 1).expand(-1, count, -1))
             own = own.masked_fill(place >= width, -torch.inf)
             kept = as_bias(self._near(place.expand(-1, count, -1) < 0, positions), seen.dtype)
-            return self._run(
-                x, positions, slots.clamp_max(self._capacity), torch.where(place < 0, kept, own), span, taps
-            )
+            slots = slots.clamp_max(self._capacity)
+            return self._run(x, positions, slots, torch.where(place < 0, kept, own), ragged, taps)
 
         return self._forward(run, None if whole else picked, *inputs)
 
-    def _run(self, x: Tensor, positions: Tensor, slots: Tensor, mask: Tensor, span: int, taps: Taps | None) -> Tensor:
-        """x [B, n, H] at positions [B, n], written to slots [B, n]; mask [B, n, span]."""
+    def _run(
+        self, x: Tensor, positions: Tensor, slots: Tensor, mask: Tensor, ragged: Ragged | None, taps: Taps | None
+    ) -> Tensor:
+        """x [B, n, H], or ragged [N, H], at positions [B, n], written to slots [B, n]; mask [B, n, span]."""
         stack = self._stack
-        self._cache.place(slots, span)
+        self._cache.place(slots, mask.shape[-1], ragged)
         rotated = positions.clamp_max(len(stack.cos) - 1)
+        if ragged is not None:
+            rotated = ragged.pack(rotated)[None]
         bias = as_bias(mask, stack.dtype) if mask.dtype == torch.bool else mask
         return stack.run(x, stack.cos[rotated], stack.sin[rotated], self._cache, bias[:, None], False, taps)
 
@@ -362,6 +377,13 @@ class ManyRows:
 
     def _upload(self, values: Any) -> Tensor:
         return to_device(values, self._stack.device)
+
+
+def _laid_out(own: Any, ragged: Ragged) -> Any:
+    """What the rows are fed, one behind the other: a list of ids, or a tensor [N, ..]."""
+    if isinstance(own, Tensor):
+        return ragged.pack(own)
+    return torch.cat(list(own)) if isinstance(own[0], Tensor) else [token for ids in own for token in ids]
 
 
 def bucket(count: int) -> int:

@@ -11,8 +11,8 @@ from table_models import PROMPT, TableLM, V
 from torch import Tensor
 
 from draftsmith.modules.decoding.chain import draft_chains, draft_unseen
-from draftsmith.modules.decoding.protocols import DraftTree, chain_parents
-from draftsmith.modules.decoding.stop import Confidence, FixedLength, SelfVerify
+from draftsmith.modules.decoding.protocols import DraftTree, DraftView, chain_parents
+from draftsmith.modules.decoding.stop import Around, Confidence, FixedLength, SelfVerify
 from draftsmith.modules.decoding.verify import verify
 from draftsmith.modules.sampling import TorchSource, draw_each, probabilities
 from draftsmith.modules.types import SamplingParams
@@ -100,6 +100,17 @@ POLICIES = {
 }
 
 
+class Obeyed(Around):
+    """A policy that is not asked again once it has stopped the draft."""
+
+    stopped = False
+
+    def should_stop(self, view: DraftView) -> bool:
+        assert not self.stopped
+        self.stopped = super().should_stop(view)
+        return self.stopped
+
+
 class Reader:
     """Rows of prefixes that a drafter has read."""
 
@@ -126,7 +137,7 @@ def test_rows_are_drafted_like_each_alone(setting, policies):
     made = POLICIES.get(policies, POLICIES["lengths of their own"]) * 3
     cases = [(make, limit, number) for limit in (4, 3, 1, 0) for number, make in enumerate(made)]
     contexts = [[*PROMPT, number % V, limit % V] for _, limit, number in cases]
-    stops, limits = [make() for make, *_ in cases], [limit for _, limit, _ in cases]
+    stops, limits = [Obeyed(make()) for make, *_ in cases], [limit for _, limit, _ in cases]
     sources = [TorchSource(row) for row in range(len(cases))]
     reader = Reader(contexts, lm)
     if policies == "unseen":
