@@ -78,7 +78,7 @@ class Recorder(StopPolicy):
 def record(args: argparse.Namespace) -> None:
     """One conversation a prompt, with its rounds."""
     target, draft = load_lm(args.target, packed=True), load_lm(args.draft, packed=True)
-    params, made = SamplingParams(args.temperature), []
+    params, made = SamplingParams(args.temperature), list[dict[str, Any]]()
     for number, prompt in enumerate(read_prompts(args.prompts, args.target, "test", limit=args.limit)):
         kept = Recorder(args.length)
         drafter = DraftModelDrafter(draft, [kept], CAPACITY)
@@ -120,12 +120,13 @@ class Server:
         self.queue = [(n, requests[n]["text"], [Round(**one) for one in requests[n]["rounds"]]) for n in numbers]
         longest = max(len(text) for _, text, _ in self.queue) + self.length + 1
         self.slots: list[Slot | None] = [None] * concurrency
+        self.ids = dict[int, str]()
         self.texts = ServedTexts(
             tokens=torch.zeros(concurrency, longest, dtype=torch.int32),
             lengths=torch.zeros(concurrency, dtype=torch.int32),
             drafted=torch.zeros(concurrency, self.length, dtype=torch.int64),
             greedy_drafts=False,
-            requests={},
+            requests=self.ids,
             num_read=np.zeros(concurrency, np.int32),
         )
 
@@ -135,12 +136,12 @@ class Server:
             if slot is not None and slot.at < len(slot.rounds):
                 continue
             self.slots[place] = None
-            self.texts.requests.pop(place, None)
+            self.ids.pop(place, None)
             while self.queue and self.slots[place] is None:
                 number, text, rounds = self.queue.pop(0)
                 if rounds:
                     self.slots[place] = Slot(number, rounds)
-                    self.texts.requests[place] = str(number)
+                    self.ids[place] = str(number)
                     self.texts.tokens[place, : len(text)] = torch.tensor(text)
                     self.texts.num_read[place] = rounds[0].length - 1
         return [place for place, slot in enumerate(self.slots) if slot is not None]
@@ -308,7 +309,7 @@ def gain_in_auc(mine: Served, base: Served, rng: np.random.Generator) -> str:
 def faster(mine: Served, base: Served) -> str:
     """Tokens by time over the other's."""
     parts = [
-        (Resamples(one.kept[:, 0].astype(int), 0), one.kept) for one in (mine, base)
+        (Resamples(one.kept[:, 0].astype(int).tolist(), 0), one.kept) for one in (mine, base)
     ]  # the same seed and prompts: paired
     rates = [drawn.sums(kept[:, 1]) / drawn.sums(kept[:, 2]) for drawn, kept in parts]
     mean = [kept[:, 1].sum() / kept[:, 2].sum() for _, kept in parts]

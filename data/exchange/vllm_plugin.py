@@ -87,9 +87,10 @@ def attach_to(runner: type) -> None:
     @functools.wraps(initialize)
     def initialize_kv_cache(self: Any, *args: Any, **settings: Any) -> Any:
         made = initialize(self, *args, **settings)
-        speculator, state = self.speculator, self.req_states
-        estimator = getattr(speculator, "acceptance_estimator", None)
-        if hasattr(estimator, "attach") and isinstance(speculator, tuple(map(named, STEP_BY_STEP))):
+        speculator: Any = self.speculator
+        estimator: Any = getattr(speculator, "acceptance_estimator", None)
+        if hasattr(estimator, "attach") and issubclass(type(speculator), tuple(map(named, STEP_BY_STEP))):
+            state = self.req_states
             texts = ServedTexts(
                 tokens=state.all_token_ids.gpu,
                 lengths=state.total_len.gpu,

@@ -135,7 +135,8 @@ class ServedEstimator:
         memory: float = 20_000.0, repeats: bool = True,
     ):  # fmt: skip
         size = max_num_reqs + 1, num_speculative_steps  # the last is of no request
-        self._nobody, self._memory, self._served = max_num_reqs, memory, None
+        self._nobody, self._memory = max_num_reqs, memory
+        self._served: ServedTexts | None = None
         self.weights, self.intercepts, self.information = (
             tensor.to(device) for tensor in start.tensors(num_speculative_steps)
         )
