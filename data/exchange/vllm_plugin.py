@@ -139,21 +139,23 @@ def named(where: str) -> Any:
 
 
 def read_start(path: str) -> Start:
-    """Priors as `write_start` wrote them.
+    """Priors: the fields of `Start` as JSON.
 
     Raises:
         InputError: it is no such file.
     """
-    from draftsmith.modules.acceptance.served import Start
+    from draftsmith.modules.acceptance.served import NUM_FEATURES, Start
 
+    remedy = f"Make one (docs/acceptance.md), or set {VARIABLE} to 1 to go without."
     try:
         with open(path, encoding="utf-8") as file:
             start = Start(**json.load(file))
-        start.tensors(1)
-        sizes = len(start.weights), len(start.information)
-    except (OSError, ValueError, TypeError) as error:
-        remedy = f"Set it to 1 to go without, or make one: {VARIABLE}=PRIORS.json."
-        raise InputError(VARIABLE, f"{path} ({error})", "1, or a file of priors", remedy) from None
-    if sizes != (2, len(start.intercepts)):
-        raise InputError(VARIABLE, f"{path}: {sizes[0]} weights", "2, and information of every place", "Make it again.")
+        tensors = start.tensors(len(start.intercepts))
+    except (OSError, ValueError, TypeError, RuntimeError, IndexError) as error:
+        said = " ".join(str(error).split())
+        raise InputError(VARIABLE, f"{path} ({said})", "1, or a file of priors", remedy) from None
+    sizes = len(start.weights), len(start.information)
+    if sizes != (NUM_FEATURES, len(start.intercepts)) or not all(part.isfinite().all() for part in tensors):
+        expected = f"{NUM_FEATURES} weights, and an intercept and information of every place, all finite"
+        raise InputError(VARIABLE, f"{path} with others", expected, remedy)
     return start
