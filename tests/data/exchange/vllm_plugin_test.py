@@ -26,7 +26,8 @@ def test_the_entry_point_is_it():
 
 def test_nothing_heavy_is_loaded_unless_asked_for():
     """Each process of vLLM loads it."""
-    code = f"import sys, {vllm_plugin.__name__} as plugin; plugin.register(); print({{'torch', 'vllm'}} & {{*sys.modules}})"
+    heavy = "print({'torch', 'vllm'} & {*sys.modules})"
+    code = f"import sys, {vllm_plugin.__name__} as plugin; plugin.register(); {heavy}"
     env = {name: value for name, value in os.environ.items() if name != VARIABLE}
     made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
     assert made.stdout == "set()\n", made.stderr
