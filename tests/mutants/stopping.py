@@ -14,6 +14,7 @@ ONLINE_TEST, REPEATS_TEST, PREDICTOR_TEST, HEAD_TEST = (
     f"tests/modules/acceptance/{name}_test.py" for name in ("online_logistic", "repeats", "head_predictor", "head")
 )
 TRIMMING_TEST = "tests/modules/acceptance/trimming_test.py"
+SERVED, SERVED_TEST = "modules/acceptance/served.py", "tests/modules/acceptance/served_test.py"
 EXPORT, EXPORT_TEST = "modules/interop/acceptance.py", "tests/data/exchange/other_exports_test.py"
 HIERARCHY = f"{LIMITS}::test_a_hierarchy_goes_on_while_no_entropy_of_the_last_round_is_above_the_mean"
 
@@ -117,6 +118,19 @@ MUTANTS = [
            "TRIM_UNDRAWN", (EXPORT_TEST,)),
     Mutant("undrawn-imports-as-before", EXPORT, 'return "before" if "embedding" in names else "undrawn"',
            'return "before"', ("tests/modules/interop/acceptance_test.py",)),
+    Mutant("served-reads-the-drawn-token", SERVED, "mean_score(half, drawn)",
+           "torch.where(self._served.drafted[: len(rows)].gather(1, steps[:, None])[:, 0] == expected, half, -half)",
+           (SERVED_TEST,)),
+    Mutant("served-trims-by-the-next-places-prefix", SERVED, "places = (length + steps)[:, None]",
+           "places = (length + steps + 1)[:, None]", (SERVED_TEST,)),
+    Mutant("served-learns-of-what-was-not-verified", SERVED, " & (self._steps < verified)", "", (SERVED_TEST,)),
+    Mutant("served-learns-of-nobody", SERVED, " & (rows != self._nobody)[:, None]\n        z,", "\n        z,",
+           (SERVED_TEST,)),
+    Mutant("served-index-keeps-another-text", SERVED, "                index.clear(row)\n", "", (SERVED_TEST,)),
+    Mutant("served-index-believes-its-buckets", SERVED, " | ~self._within).all(-1) & (places > 0)",
+           " | True).all(-1) & (places > 0)", (SERVED_TEST,)),
+    Mutant("served-index-does-not-read-on", SERVED, "        self._num_read[rows] = length\n", "", (SERVED_TEST,)),
+    Mutant("served-never-forgets", SERVED, "torch.exp(-labelled.sum() / self._memory)", "1.0", (SERVED_TEST,)),
     Mutant("repeats-shortest-suffix-first", REPEATS, "SIZES = (8, 4, 2)", "SIZES = (2, 4, 8)", (REPEATS_TEST,)),
     Mutant("repeats-miss-the-texts-beginning", REPEATS, "if end >= size:", "if end > size:", (REPEATS_TEST,)),
     Mutant("repeats-outlive-a-prompt", REPEATS, "        self._repeats.clear()\n", "        pass\n", (REPEATS_TEST,)),
