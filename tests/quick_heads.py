@@ -21,13 +21,15 @@ from draftsmith.modules.types import FeatureBatch
 from draftsmith.train.muon import MuonAdamW
 
 
-def quick_eagle_head(target: Any, rows: Sequence[Sequence[int]], steps: int, batch_size: int = 16) -> EagleHead:
+def quick_eagle_head(
+    target: Any, rows: Sequence[Sequence[int]], steps: int, batch_size: int = 16, fc_bias: bool = False
+) -> EagleHead:
     """Trained for some seconds on rows of token ids, cut to the shortest's length; no claim about quality.
 
     target: a lean Llama, whose sizes the head takes.
     """
     torch.manual_seed(0)
-    head = EagleHead(EagleConfig.for_target(target.config))
+    head = EagleHead(EagleConfig.for_target(target.config, fc_bias=fc_bias))
     width = min(map(len, rows))
     ids = torch.tensor([row[-width:] for row in rows])
     batches = [_inputs(target, part) for part in ids.split(batch_size)]

@@ -48,16 +48,19 @@ STEPS, PASSES, TAUGHT = 250, 4, 1
 
 @dataclass(frozen=True)
 class Case:
-    """shape: fields of `Eagle3Config` that are not the default; None is an EAGLE-1 head. rope_theta: of the head."""
+    """shape: fields of `Eagle3Config` that are not the default; None is an EAGLE-1 head. rope_theta: of the head.
+    fc_bias: of an EAGLE-1 head, which no export holds: `gate_test.py` writes its directory."""
 
     formats: tuple[str, ...]
     shape: dict[str, Any] | None = field(default_factory=dict)
     draft_vocab: int = 0
     rope_theta: float | None = None
+    fc_bias: bool = False
 
 
 CASES = {
     "eagle": Case(("vllm",), shape=None),
+    "biased": Case((), shape=None, fc_bias=True),
     "whole": Case(("vllm",)),
     "reduced": Case(("vllm", "speculators"), draft_vocab=512),
     "other": Case(
@@ -76,7 +79,7 @@ def answers(target: Any, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
 
 def trained(target: Any, case: Case, rows: Sequence[Sequence[int]]) -> Any:
     if case.shape is None:
-        return quick_eagle_head(target, rows, STEPS)
+        return quick_eagle_head(target, rows, STEPS, fc_bias=case.fc_bias)
     llama = layer_like(target.config, case.rope_theta)
     return quick_eagle3_head(target, rows, STEPS, case.draft_vocab, PASSES, llama=llama, **case.shape)
 
