@@ -24,8 +24,8 @@ from draftsmith.modules.types import SamplingParams
 
 BIASES = {"fc": r"fc\.bias", "q, k and v": r".*\.[qkv]_proj\.bias", "o": r".*\.o_proj\.bias"}
 SWITCHES = {
-    "norm_output": "its own states {} the norm before they are read again",
-    "norm_before_residual": "the residual {} the norm of the state",
+    "norm_output": "its own states read {} the norm",
+    "norm_before_residual": "the residual taken {} the norm",
 }
 
 
@@ -106,9 +106,12 @@ def listed(numbers: Sequence[int]) -> str:
 
 def other_ropes(config: Any, target: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Rotary settings that are often taken for a head's, where they are not its own."""
-    llama, theirs = config.llama, transformers_rope(target)
-    for whose, rope in {"the target's": theirs, "the default": Rope(BASE, RopeScaling())}.items():
-        if rope.kind in KNOWN and not torch.equal(frequencies(llama, rope), frequencies(llama, Rope.of(llama))):
+    llama = config.llama
+    seen = [frequencies(llama, Rope.of(llama))]
+    for whose, rope in {"the target's": transformers_rope(target), "the default": Rope(BASE, RopeScaling())}.items():
+        turns = frequencies(llama, rope)
+        if rope.kind in KNOWN and not any(torch.equal(turns, known) for known in seen):
+            seen.append(turns)
             other = dataclasses.replace(llama, rope_theta=rope.theta, rope_scaling=rope.scaling)
             yield f"rope of {rope} ({whose}) in place of {Rope.of(llama)}", other
 

@@ -57,7 +57,7 @@ class Verdict:
 
 def show(verdict: Verdict) -> None:
     """The sums, prompts that differ, what was found out, and a line."""
-    console, rows = Console(highlight=False), verdict.rows
+    console, rows = Console(highlight=False, soft_wrap=True), verdict.rows
     theirs, ours = total(row.theirs for row in rows), total(row.ours for row in rows)
     console.print(Text(f"{verdict.directory} in {verdict.engine}, beside our chain of {len(ours.by_place)}", "bold"))
     table = Table("", verdict.engine, "here", box=None, pad_edge=False, header_style="bold")

@@ -25,9 +25,8 @@ from draftsmith.modules.interop import formats
 torch.set_num_threads(1)
 SERVED = Path(os.environ["DRAFTSMITH_ENGINES"]) / "served"
 PYTHON = Path(os.environ["DRAFTSMITH_ENGINE_PYTHON"])
-TARGET = "embedded:target"
-# Of them the first long one was learned by heart.
-PROMPTS = 4
+# The first four prompts are those that the heads `taught` and `biased` learned by heart.
+TARGET, PROMPTS = "embedded:target", 4
 
 
 @pytest.fixture
@@ -58,11 +57,11 @@ def edited(export: str, to: Path, config: dict[str, Any]) -> Path:
     return to
 
 
-@pytest.mark.parametrize("export", ["eagle/vllm", "other/vllm", "reduced/speculators"])
+@pytest.mark.parametrize("export", ["eagle/vllm", "taught/vllm", "reduced/speculators"])
 def test_an_export_is_served_as_it_drafts_here(gate, export: str):
     code, shown = gate(SERVED / export, head=SERVED / export / "../head")
     assert code == 0 and f"equal: text, drafts and accepted tokens of all {PROMPTS} prompts" in shown
-    assert shares(shown)[4][0] > 5, "the head knows nothing: no draft is followed far"
+    assert shares(shown)[3][0] > 5, "the head knows nothing: no draft is followed far"
 
 
 def test_a_draft_model_is_served_as_it_drafts_here(gate):
@@ -71,28 +70,28 @@ def test_a_draft_model_is_served_as_it_drafts_here(gate):
     assert shares(shown)[2][0] > 20
 
 
-def assert_falls(shown: str, first: float) -> None:
-    """The engine keeps fewer drafts up to every place than our chain of the head as it was trained. first: percent
-    fewer up to the first place, at least."""
-    found = shares(shown)
-    assert all(theirs < ours for theirs, ours in found)
-    assert found[0][1] - found[0][0] >= first
+def assert_falls(shown: str, length: float) -> None:
+    """The engine keeps fewer drafts up to the first place, and has so many tokens a round less, than our chain of the
+    head as it was trained."""
+    assert shares(shown)[0][0] < shares(shown)[0][1]
+    (theirs, ours), *_ = re.findall(r"tokens a round ([\d.]+) ([\d.]+)", shown)
+    assert float(ours) - float(theirs) >= length
 
 
 def test_wrong_layers_are_named(gate, tmp_path: Path):
-    directory = edited("other/vllm", tmp_path / "layers", {"eagle_aux_hidden_state_layer_ids": [2, 5, 12]})
-    code, shown = gate(directory, head=SERVED / "other/head")
+    directory = edited("taught/vllm", tmp_path / "layers", {"eagle_aux_hidden_state_layer_ids": [0, 3, 10]})
+    code, shown = gate(directory, head=SERVED / "taught/head")
     assert code == 1
-    assert "exactly what our chain gives with layers 2, 5, 12 in place of 1, 4, 11" in shown
-    assert_falls(shown, 1.0)
+    assert "exactly what our chain gives with layers 0, 3, 10 in place of 1, 4, 11" in shown
+    assert_falls(shown, 0.1)
 
 
 def test_another_rope_is_named(gate, tmp_path: Path):
     rope = {"rope_theta": 10000.0, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
-    code, shown = gate(edited("other/vllm", tmp_path / "rope", rope), head=SERVED / "other/head")
+    code, shown = gate(edited("taught/vllm", tmp_path / "rope", rope), head=SERVED / "taught/head")
     assert code == 1
-    assert "exactly what our chain gives with rope of base 10000" in shown and "in place of base 300" in shown
-    assert_falls(shown, 0.0)
+    assert "exactly what our chain gives with rope of base 10000 (the target's) in place of base 300" in shown
+    assert_falls(shown, 0.5)
 
 
 def test_a_lost_bias_is_named_without_the_trained_head(gate, tmp_path: Path):
@@ -110,4 +109,4 @@ def test_a_lost_bias_is_named_without_the_trained_head(gate, tmp_path: Path):
     code, shown = gate(directory)
     assert code == 1
     assert "exactly what our chain gives with no bias of fc" in shown
-    assert_falls(shown, 1.0)
+    assert_falls(shown, 0.3)
