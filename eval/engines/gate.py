@@ -25,7 +25,7 @@ from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
 from draftsmith.eval.engines.chain import OurChain, margin, misread
 from draftsmith.eval.engines.process import running
 from draftsmith.eval.engines.settings import EngineCheckConfig
-from draftsmith.eval.engines.show import Compared, Located, Verdict, show
+from draftsmith.eval.engines.show import TEMPLATE, Compared, Located, Verdict, show
 from draftsmith.eval.engines.vllm import ENVIRONMENT, VllmClient, engine_python, server_words
 from draftsmith.modules.interop import formats
 from draftsmith.modules.interop.base import ForeignHead, Package, Served, TargetFacts
@@ -90,7 +90,7 @@ def check_served(config: EngineCheckConfig) -> int:
     located += [
         located_text(target, prompt, row) for prompt, row in zip(prompts, rows, strict=True) if not row.same_text
     ]
-    located += [] if template is None else [Located("the server's chat template", template)]
+    located += [] if template is None else [Located(TEMPLATE, template)]
     verdict = Verdict(str(config.directory), f"vLLM {about.version}", str(config.loading["dtype"]), rows, located)
     show(verdict)
     return 0 if verdict.equal else 1
@@ -217,7 +217,7 @@ def located_drafts(
     differ = [f"{finding.where}: {finding.text}" for finding in directory_differs(ours, facts)]
     held = f" The directory is another head for vLLM than ours: {'; '.join(differ[:4])}." if differ else ""
     if found:
-        return Located("drafts", f"are exactly what our chain gives with {' or with '.join(found)}.{held}", named=True)
+        return Located("drafts", f"are exactly what our chain gives with {' or with '.join(found)}.{held}")
     return Located("drafts", f"are not explained by any of: {'; '.join(tried) or 'nothing to try'}.{held}")
 
 

@@ -12,6 +12,7 @@ from rich.text import Text
 from draftsmith.eval.engines.counts import Answer, total
 
 SHOWN = 8  # prompts that differ
+TEMPLATE = "the server's chat template"
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,10 @@ class Compared:
 
 @dataclass(frozen=True)
 class Located:
-    """A difference: what differs, and where or why. named: its cause is known."""
+    """A difference: what differs, and where or why."""
 
     where: str
     text: str
-    named: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,8 @@ def show(verdict: Verdict) -> None:
     for column in table.columns[1:]:
         column.justify = "right"
     table.add_row("prompts, greedy", str(len(rows)), f"{len(rows)}, {verdict.dtype}")
-    table.add_row(
-        "tokens",
-        *(f"{sum(len(a.tokens) for a in own):,}" for own in ([r.theirs for r in rows], [r.ours for r in rows])),
-    )
+    spoken = (sum(len(row.theirs.tokens) for row in rows), sum(len(row.ours.tokens) for row in rows))
+    table.add_row("tokens", *(f"{count:,}" for count in spoken))
     table.add_row("drafts", f"{theirs.drafts:,}", f"{ours.drafts:,}")
     table.add_row("accepted tokens", f"{theirs.accepted:,}", f"{ours.accepted:,}")
     for place, (one, other) in enumerate(zip(theirs.shares, ours.shares, strict=True), 1):
@@ -80,9 +78,8 @@ def show(verdict: Verdict) -> None:
             "prompt", "text", "drafts", "here", "accepted", "here", box=None, pad_edge=False, header_style="bold"
         )
         for row in differing[:SHOWN]:
-            one, other = row.theirs.counts, row.ours.counts
-            said = "same" if row.same_text else "DIFFERS"
-            table.add_row(Text(row.id), said, *map(str, (one.drafts, other.drafts, one.accepted, other.accepted)))
+            engine, here, said = row.theirs.counts, row.ours.counts, "same" if row.same_text else "DIFFERS"
+            table.add_row(Text(row.id), said, *map(str, (engine.drafts, here.drafts, engine.accepted, here.accepted)))
         console.print(table)
         if len(differing) > SHOWN:
             console.print(f"and {len(differing) - SHOWN} more")
@@ -99,5 +96,6 @@ def line(verdict: Verdict, theirs: float, ours: float) -> Text:
             f"equal: text, drafts and accepted tokens of all {len(rows)} prompts, {theirs:.3f} tokens a round", "green"
         )
     texts, counts = sum(not row.same_text for row in rows), sum(not row.same_counts for row in rows)
-    said = f"differs: text of {texts} and drafts of {counts} of {len(rows)} prompts, {theirs:.3f} tokens a round"
+    more = "".join(f", {found.where}" for found in verdict.located if found.where == TEMPLATE)
+    said = f"differs: text of {texts} and drafts of {counts} of {len(rows)} prompts{more}, {theirs:.3f} tokens a round"
     return Text(f"{said}, {ours:.3f} here", "bold red")
