@@ -3,57 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-FEW = 0.5  # of the rows: so few are attended to one by one, which takes longer for each, and not at all for the others
-
-
-class Ragged:
-    """Rows of different lengths, laid out one behind the other: all but attention reads them so, without padding."""
-
-    def __init__(self, counts: Sequence[int], device: torch.device):
-        """counts: inputs of each row, N in all, none where a row idles."""
-        self.batch, self.width = len(counts), max(counts)
-        there = [row * self.width + i for row, count in enumerate(counts) for i in range(count)]
-        self._index = torch.tensor(there, device=device)  # in [batch * width]
-        ends = list(accumulate(counts))
-        parts = [(row, end - count, end) for row, (count, end) in enumerate(zip(counts, ends, strict=True)) if count]
-        self._parts = parts if len(parts) <= FEW * self.batch else []
-
-    def spread(self, packed: Tensor) -> Tensor:
-        """[N, ..] -> [batch, width, ..], zeros elsewhere."""
-        padded = packed.new_zeros(self.batch * self.width, *packed.shape[1:])
-        return padded.index_copy_(0, self._index, packed).unflatten(0, (self.batch, self.width))
-
-    def pack(self, padded: Tensor) -> Tensor:
-        """[batch, width, ..] -> [N, ..]."""
-        return padded.flatten(0, 1).index_select(0, self._index)
-
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, grouped: bool) -> Tensor:
-        """Attention of queries [N, heads, D] to their own rows' keys and values [batch, kv_heads, S, D]: [N, heads, D].
-
-        mask: added to scores, [batch, 1, width, S].
-        """
-        if not self._parts:
-            padded = self.spread(queries).transpose(1, 2)
-            made = F.scaled_dot_product_attention(padded, keys, values, attn_mask=mask, enable_gqa=grouped)
-            return self.pack(made.transpose(1, 2))
-        made = torch.empty_like(queries)
-        for row, start, end in self._parts:
-            found = F.scaled_dot_product_attention(
-                queries[None, start:end].transpose(1, 2),
-                keys[row : row + 1],
-                values[row : row + 1],
-                attn_mask=mask[row : row + 1, :, : end - start],
-                enable_gqa=grouped,
-            )
-            made[start:end] = found[0].transpose(0, 1)
-        return made
+from draftsmith.modules.ragged import Ragged
 
 
 class LayerCache(Protocol):

@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from draftsmith.modules.graphs import Graphed
-from draftsmith.modules.kv_cache import KVCache, Ragged, RowsCache
+from draftsmith.modules.kv_cache import KVCache, RowsCache
 from draftsmith.modules.lean import LeanStack, Taps, as_bias, tree_mask
+from draftsmith.modules.ragged import Ragged
 
 SPAN_BUCKET = 256  # slots that are looked at come in multiples of this where shapes are to recur
 ALIGNMENT = 8  # of a mask's rows, which attention kernels on a GPU ask for; SPAN_BUCKET is a multiple of it

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from draftsmith.modules.decoding.protocols import NO_DRAFT, DraftTree, DraftView, StopPolicy, chain_parents
+from draftsmith.modules.decoding.protocols import NO_DRAFT, Budget, DraftTree, DraftView, StopPolicy, chain_parents
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.finite import NO_TOKEN, NonFinite
 from draftsmith.modules.sampling import (
@@ -29,18 +29,18 @@ Step = Callable[[list[list[int]] | Tensor], tuple[Tensor, Tensor]]
 
 
 def draft_chains(
-    logits: Tensor,
-    states: Tensor,
+    read: tuple[Tensor, Tensor],
     step: Step,
     stops: Sequence[StopPolicy],
     limits: Sequence[int],
     params: SamplingParams,
     sources: Sequence[Source],
     contexts: Sequence[Sequence[int]],
+    budget: Budget | None = None,
 ) -> list[DraftTree]:
-    """Draft in each row until its own policy says so, at most limits[b] tokens.
+    """Draft in each row until its own policy says so, or what the rows share is spent, at most limits[b] tokens.
 
-    logits [B, V], states [B, H]: of the forward that read the last emitted tokens.
+    read: logits [B, V] and states [B, H] of the forward that read the last emitted tokens.
     contexts: what policies may look at, each row's tokens before its draft.
     The token that a policy was shown last stays in the draft: it is paid for, and dropping it would bias the output.
 
@@ -51,6 +51,7 @@ def draft_chains(
     for stop, end in zip(stops, ends, strict=True):
         if end > 0:
             stop.start_round()
+    logits, states = read
     fixed = logits.is_cuda and all(isinstance(stop, FixedLength) for stop in stops)
     if fixed and (params.greedy or all(isinstance(source, TorchSource) for source in sources)):
         return draft_unseen(logits, step, ends, params, sources)
@@ -62,7 +63,6 @@ def draft_chains(
         own_logits = logits.unbind()
         drawn, own_distributions = _choose(logits, own_logits, rows, count, params, sources)
         count += 1
-        more: list[list[int]] = [[] for _ in ends]
         going = []
         for row, token, distribution in zip(rows, drawn, own_distributions, strict=True):
             tokens[row].append(token)
@@ -77,10 +77,9 @@ def draft_chains(
                 raise error.passed(offset=count) from None
             if not stopped and count < ends[row]:
                 going.append(row)
-                more[row].append(token)
-        rows = going
+        rows = sorted(budget.share(going, stops)) if budget is not None and going else going
         if rows:
-            logits, states = step(more)
+            logits, states = step([own[-1:] if row in rows else [] for row, own in enumerate(tokens)])
     return [
         _chain(drafted, torch.stack(own) if own else None) for drafted, own in zip(tokens, distributions, strict=True)
     ]

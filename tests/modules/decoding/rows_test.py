@@ -144,11 +144,11 @@ def test_rows_are_drafted_like_each_alone(setting, policies):
         ends = [min(stop.max_drafted, limit) for stop, limit in zip(stops, limits, strict=True)]
         trees = draft_unseen(reader.read()[0], reader.step, ends, params, sources)
     else:
-        trees = draft_chains(*reader.read(), reader.step, stops, limits, params, sources, contexts)
+        trees = draft_chains(reader.read(), reader.step, stops, limits, params, sources, contexts)
     lengths = set()
     for row, (make, limit, _) in enumerate(cases):
         own, source = Reader([contexts[row]], lm), TorchSource(row)
-        (alone,) = draft_chains(*own.read(), own.step, [make()], [limit], params, [source], [contexts[row]])
+        (alone,) = draft_chains(own.read(), own.step, [make()], [limit], params, [source], [contexts[row]])
         found = trees[row]
         assert (found.tokens, found.parents, found.draft_calls) == (alone.tokens, alone.parents, alone.draft_calls)
         assert (found.draft_prob is None) == (alone.draft_prob is None) == (params.greedy or not alone.tokens)

@@ -1,0 +1,137 @@
+"""What rounds of rows that are decoded together take, part by part: the cost surface that `shared` goes by."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from draftsmith.eval.cost.clock import Clock, Stopwatch, Timed
+from draftsmith.modules.acceptance.budget import BatchTimes, SharedStop, between
+from draftsmith.modules.acceptance.policies import OnlinePredictor
+from draftsmith.modules.decoding.loop import PLAIN, RowPool, asked
+from draftsmith.modules.decoding.protocols import StopPolicy
+from draftsmith.modules.drafters.chains import build_chains
+from draftsmith.modules.drafters.methods import Models
+from draftsmith.modules.sampling import TorchSource
+from draftsmith.modules.types import SamplingParams
+
+ALIKE = 1, 3, 7  # drafted tokens of every row
+LONG = ALIKE[-1]
+PASSES = 9  # timed rounds of each kind, and one before them
+FILL = 1 / 8, 1 / 2  # of the capacity: the rows' prompts are of lengths between these
+SEED = 0
+
+
+class GivenLengths:
+    """A `Budget` that gives every row's draft a length of its own."""
+
+    def __init__(self) -> None:
+        self.lengths: Sequence[int] = ()
+        self._drafted = 0
+
+    def start(self, able: Sequence[int], stops: Sequence[StopPolicy]) -> Sequence[int]:
+        self._drafted = 1
+        return [row for row in able if self.lengths[row]]
+
+    def share(self, rows: Sequence[int], stops: Sequence[StopPolicy]) -> Sequence[int]:
+        self._drafted += 1
+        return [row for row in rows if self.lengths[row] >= self._drafted]
+
+    def observe(self, verdicts: Sequence[tuple[int, int] | None]) -> None:
+        pass
+
+
+def sizes(rows: int) -> list[int]:
+    """Powers of two up to `rows`, and that."""
+    return sorted({*itertools.takewhile(rows.__gt__, (1 << i for i in itertools.count())), rows})
+
+
+def measure_batch_times(models: Models, drafter: str, rows: int, clock: Clock) -> BatchTimes:
+    """Times of rounds of 1, 2, 4, .. `rows` rows, whose contexts and drafts are of different lengths, of greedy answers
+    that never end, with policies that predict as those of `shared` do. What a round takes beyond its draft counts as
+    reading.
+
+    drafter: what drafts chains.
+    """
+    times = BatchTimes({}, {}, {}, {})
+    for count in sizes(rows):
+        others, lengths = count - 1, [1 + (LONG - 1) * (row % 4) // 3 for row in range(count)]
+        alike = {f"all {length}": [length] * count for length in ALIKE}
+        unlike = {"one": [1] + [0] * others, "one long": [LONG] + [1] * others, "mixed": lengths}
+        whole, draft = round_times(models, drafter, {"none": [0] * count, **alike, **unlike}, clock)
+        times.plain[count] = whole["none"]
+        read = {kind: max(whole[kind] - draft[kind] - whole["none"], 0.0) for kind in whole}
+        curve = {0: 0.0, **{length: read[f"all {length}"] for length in ALIKE}}
+        # Drafts of unequal lengths take more than their tokens say.
+        mixed = between(curve, sum(lengths) / count)
+        more = max(read["mixed"] / mixed, 1.0) if mixed else 1.0
+        times.read[count] = {length: more * curve[length] for length in ALIKE}
+        times.first[count] = {1: draft["one"], count: draft["all 1"]}
+        longer = {1: draft["one long"], count: draft[f"all {LONG}"]}
+        times.step[count] = {n: max(taken - draft["all 1"], 0.0) / (LONG - 1) for n, taken in longer.items()}
+    return times
+
+
+@torch.inference_mode()
+def round_times(
+    models: Models, drafter: str, kinds: Mapping[str, Sequence[int]], clock: Clock
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Median seconds of a batch's rounds, and of the proposals in them, by the lengths of their drafts. The kinds take
+    turns, in the same batch: on a machine whose speed drifts their ratios are fair."""
+    rows = len(next(iter(kinds.values())))
+    longest = min(models.capacity, models.target.info.max_position) - PLAIN.max_nodes - 1
+    watch, budget = Stopwatch(clock), GivenLengths()
+    drafts = build_chains(replace(models, ends=()), drafter, [SharedStop(OnlinePredictor(), LONG) for _ in range(rows)])
+    drafts.budget = budget
+    pool = RowPool(models.target, Timed(drafts, watch, "propose"), SamplingParams(), rows, longest)
+    texts = prompts(models, rows, longest)
+    pool.admit([asked(models.target.info, own, longest - len(own), TorchSource(0), ()) for own in texts])
+    whole, draft = ({kind: list[float]() for kind in kinds} for _ in range(2))
+    turns = random.Random(SEED)
+    for number in range(1 + PASSES):
+        for kind in turns.sample(list(kinds), len(kinds)) if number else kinds:
+            # In a short context rows end before all is timed: fewer rounds say less, and no round nothing.
+            if pool.num_going < rows and (number or not pool.num_going):
+                break
+            budget.lengths = kinds[kind]
+            started = clock()
+            pool.round()
+            whole[kind].append(clock() - started)
+            draft[kind].append(watch.take())
+    return middle(whole), middle(draft)
+
+
+def middle(taken: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Medians without the first of each, which may be the one that reads the prompts; the first kind's where one was
+    never timed."""
+    found = {kind: statistics.median(own[1:] or own) for kind, own in taken.items() if own}
+    return {kind: found.get(kind, next(iter(found.values()))) for kind in taken}
+
+
+def prompts(models: Models, rows: int, longest: int) -> list[list[int]]:
+    """Random tokens, whose values change no forward's time."""
+    low, high = (max(1, round(part * longest)) for part in FILL)
+    draws = torch.Generator().manual_seed(SEED)
+    made = [low + (high - low) * row // max(rows - 1, 1) for row in range(rows)]
+    return [torch.randint(models.target.info.vocab_size, (length,), generator=draws).tolist() for length in made]
+
+
+def as_json(times: BatchTimes) -> dict[str, Any]:
+    """Its curves; JSON writes their numbers as text."""
+    return {name: getattr(times, name) for name in ("plain", "read", "first", "step")}
+
+
+def from_json(found: dict[str, Any]) -> BatchTimes:
+    """What `as_json` gave, before it was written or after."""
+    nested = {
+        name: {int(rows): own for rows, own in found[name].items()} for name in ("plain", "read", "first", "step")
+    }
+    for name in ("read", "first", "step"):
+        nested[name] = {rows: {int(n): s for n, s in own.items()} for rows, own in nested[name].items()}
+    return BatchTimes(**nested)
