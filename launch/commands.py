@@ -108,7 +108,12 @@ SECTIONS: dict[str, dict[str, Command]] = {
     },
     "Use heads elsewhere, and others' here": {
         "export": Command("data.exchange.export:ExportConfig", "A head as another system loads it, checked"),
-        "check": Command("data.exchange.check:CheckConfig", "What another system makes of a directory", ("directory",)),
+        "check": Command(
+            "eval.engines.settings:EngineCheckConfig",
+            "What another system makes of a directory",
+            ("directory",),
+            "eval.engines.gate",
+        ),
         "import": Command("data.exchange.import_head:ImportConfig", "A public head as one of ours", ("directory",)),
     },
     "Measure": {

@@ -21,13 +21,18 @@ from draftsmith.modules.types import FeatureBatch
 from draftsmith.train.muon import MuonAdamW
 
 
-def quick_eagle_head(target: Any, rows: Sequence[Sequence[int]], steps: int, batch_size: int = 16) -> EagleHead:
+def quick_eagle_head(
+    target: Any, rows: Sequence[Sequence[int]], steps: int, batch_size: int = 16, fc_bias: float = 0.0
+) -> EagleHead:
     """Trained for some seconds on rows of token ids, cut to the shortest's length; no claim about quality.
 
-    target: a lean Llama, whose sizes the head takes.
+    target: a lean Llama, whose sizes the head takes. fc_bias: what a bias of fc begins with, its standard deviation; 0
+    is a head without.
     """
     torch.manual_seed(0)
-    head = EagleHead(EagleConfig.for_target(target.config))
+    head = EagleHead(EagleConfig.for_target(target.config, fc_bias=fc_bias > 0))
+    if fc_bias:
+        torch.nn.init.normal_(head.fc.bias, std=fc_bias)
     width = min(map(len, rows))
     ids = torch.tensor([row[-width:] for row in rows])
     batches = [_inputs(target, part) for part in ids.split(batch_size)]

@@ -117,7 +117,7 @@ class ServerEngine:
     """
 
     def __init__(self, server: ServerConfig, settings: AnswerSettings, template: str):
-        _need_extra()
+        need_extra()
         self.server, self.settings, self.params = server, settings, settings.params
         self.tokenizer = load_tokenizer(settings.target)
         raw = read_config(settings.target)
@@ -362,7 +362,8 @@ def _key(name: str) -> str:
     return key
 
 
-def _need_extra() -> None:
+def need_extra() -> None:
+    """Raises InputError where what asks servers is not installed."""
     try:
         import httpx  # noqa: F401
         import tenacity  # noqa: F401

@@ -69,7 +69,7 @@ class KnownFormat:
         )
 
 
-def _causal_lm(found: ForeignHead) -> bool:
+def causal_lm(found: ForeignHead) -> bool:
     """Layers and an embedding, as a whole model has them, and nothing that fuses."""
     stack = r"(language_model\.)?(model\.)?(layers|transformer\.h|h|decoder\.layers|gpt_neox\.layers)\.\d+\."
     embedding = found.has(r"(.*\.)?(embed_tokens|wte|embed_in|word_embeddings)\.")
@@ -130,7 +130,7 @@ REFUSED = (
     ),
     KnownFormat("an EAGLE head in the layout of vLLM's former EAGLEModel", architecture="EAGLEModel$"),
     KnownFormat(
-        "a causal language model", rule=_causal_lm, remedy="A whole model drafts as it is: pass it with --draft."
+        "a causal language model", rule=causal_lm, remedy="A whole model drafts as it is: pass it with --draft."
     ),
     KnownFormat(
         "quantised weights",

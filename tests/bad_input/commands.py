@@ -8,6 +8,7 @@ TARGET = "--target {target} "
 OUT = "--output {out} "
 BENCH = f"eval bench {TARGET}--prompts {{chats}} --limit 1 --repeats 1 --max-new-tokens 4 {OUT}"
 STUDY = f"{TARGET}--prompts {{chats}} {OUT}"
+SERVE = f"{TARGET}--engine vllm --prompts {{chats}} "
 TRAIN = "train eagle --data x --target y --output z"
 
 ROWS = [
@@ -158,6 +159,24 @@ ROWS = [
         ("use", "an acceptance head")),
     Row("export: onto the head", "export --format vllm --head {eagle} --output {eagle}", ("eagle", "new directory")),
     Row("check: no target", "check {eagle} --format vllm", ("--target",)),
+    Row("check: a server without the engine", f"check {{exported}} {TARGET}--server http://127.0.0.1:9",
+        ("server", "--engine vllm")),
+    Row("check: an engine without a target", "check {exported} --engine vllm", ("--target",)),
+    Row("check: an engine that is not there", f"check {{exported}} {SERVE}--engine-python ./nosuch",
+        ("engine_python", "nosuch", "make engines")),
+    Row("check: an engine that is no python", f"check {{exported}} {SERVE}--engine-python /bin/false",
+        ("engine", "exit status 1", ".log")),
+    Row("check: an engine and a server", f"check {{exported}} {SERVE}--server http://x --engine-python /bin/false",
+        ("server", "one of them")),
+    Row("check: nobody at the server", f"check {{exported}} {SERVE}--server http://127.0.0.1:9",
+        ("server", "127.0.0.1:9", "ConnectError")),
+    Row("check: a server that is no address", f"check {{exported}} {SERVE}--server 127.0.0.1", ("url", "127.0.0.1")),
+    Row("check: an engine without prompts", f"check {{exported}} {TARGET}--engine vllm --server http://127.0.0.1:9",
+        ("prompts", "--prompts")),
+    Row("check: an engine for one of our heads", f"check {{eagle}} {SERVE}--server http://127.0.0.1:9",
+        ("draftsmith's own heads", "export")),
+    Row("check: an engine without tokens", f"check {{exported}} {SERVE}--max-new-tokens 0", ("max_new_tokens", "0")),
+    Row("check: an engine without prompts to ask", f"check {{exported}} {SERVE}--limit 0", ("limit", "0")),
     Row("import: nothing there", f"import ./nosuch {OUT}", ("nosuch",)),
     Row("import: a model", f"import {{target}} {OUT}", ("LlamaForCausalLM", "--draft")),
 ]  # fmt: skip

@@ -1,0 +1,1 @@
+"""Other engines that serve our drafters, measured beside our own decoder."""

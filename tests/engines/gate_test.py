@@ -1,0 +1,112 @@
+"""`draftsmith check --engine vllm` on exports of heads that know something (`served.py`), on a draft model, and on
+directories with one defect each: the whole vLLM engine is started on each. Run by `make test-engines`, by our own
+python."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from draftsmith.data.exchange.directory import read_package
+from draftsmith.data.heads.directory import load_head, stored_tensors
+from draftsmith.eval.engines.gate import run
+from draftsmith.eval.engines.settings import EngineCheckConfig
+from draftsmith.modules.interop import formats
+
+torch.set_num_threads(1)
+SERVED = Path(os.environ["DRAFTSMITH_ENGINES"]) / "served"
+PYTHON = Path(os.environ["DRAFTSMITH_ENGINE_PYTHON"])
+# The first four prompts are those that the heads `taught` and `biased` learned by heart.
+TARGET, PROMPTS = "embedded:target", 4
+
+
+@pytest.fixture
+def gate(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    def call(directory: Path | str, **settings: Any) -> tuple[int, str]:
+        given = {"target": TARGET, "engine": "vllm", "engine_python": PYTHON, "limit": PROMPTS, **settings}
+        code = run(EngineCheckConfig(directory=Path(directory), **given))
+        shown = capsys.readouterr().out
+        with capsys.disabled():
+            print(f"\n{shown}")
+        return code, " ".join(shown.split())
+
+    return call
+
+
+def shares(shown: str) -> list[tuple[float, float]]:
+    """Of drafts kept up to each place, in the engine and here."""
+    found = re.findall(r"up to place \d+ ([\d.]+)% ([\d.]+)%", shown)
+    return [(float(theirs), float(ours)) for theirs, ours in found]
+
+
+def edited(export: str, to: Path, config: dict[str, Any]) -> Path:
+    """A copy of an export with these fields of `config.json`, and no record of what was exported."""
+    shutil.copytree(SERVED / export, to)
+    fields = json.loads((to / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps({**fields, **config}))
+    (to / "draftsmith.json").unlink()
+    return to
+
+
+@pytest.mark.parametrize("export", ["eagle/vllm", "taught/vllm", "reduced/speculators"])
+def test_an_export_is_served_as_it_drafts_here(gate, export: str):
+    code, shown = gate(SERVED / export, head=SERVED / export / "../head")
+    assert code == 0 and f"equal: text, drafts and accepted tokens of all {PROMPTS} prompts" in shown
+    assert shares(shown)[3][0] > 5, "the head knows nothing: no draft is followed far"
+
+
+def test_a_draft_model_is_served_as_it_drafts_here(gate):
+    code, shown = gate("embedded:draft", num_drafted=3)
+    assert code == 0 and "beside our chain of 3" in shown
+    assert shares(shown)[2][0] > 20
+
+
+def assert_falls(shown: str, length: float) -> None:
+    """The engine keeps fewer drafts up to the first place, and has so many tokens a round less, than our chain of the
+    head as it was trained."""
+    assert shares(shown)[0][0] < shares(shown)[0][1]
+    (theirs, ours), *_ = re.findall(r"tokens a round ([\d.]+) ([\d.]+)", shown)
+    assert float(ours) - float(theirs) >= length
+
+
+def test_wrong_layers_are_named(gate, tmp_path: Path):
+    directory = edited("taught/vllm", tmp_path / "layers", {"eagle_aux_hidden_state_layer_ids": [0, 3, 10]})
+    code, shown = gate(directory, head=SERVED / "taught/head")
+    assert code == 1
+    assert "exactly what our chain gives with layers 0, 3, 10 in place of 1, 4, 11" in shown
+    assert_falls(shown, 0.1)
+
+
+def test_another_rope_is_named(gate, tmp_path: Path):
+    rope = {"rope_theta": 10000.0, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+    code, shown = gate(edited("taught/vllm", tmp_path / "rope", rope), head=SERVED / "taught/head")
+    assert code == 1
+    assert "exactly what our chain gives with rope of base 10000 (the target's) in place of base 300" in shown
+    assert_falls(shown, 0.5)
+
+
+def test_a_lost_bias_is_named_without_the_trained_head(gate, tmp_path: Path):
+    """SafeAILab's code computes with the bias of fc, vLLM leaves it out without a word."""
+    head: Any = load_head(SERVED / "biased/head")
+    state = stored_tensors(head)
+    directory = edited("eagle/vllm", tmp_path / "bias", {})
+    config = json.loads((directory / "config.json").read_text())
+    del config["bias"]  # which to SafeAILab's code says that there is none
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, directory / "model.safetensors")
+    assert load_file(directory / "model.safetensors")["fc.bias"].any()
+    package = read_package(str(directory))
+    assert any(found.where == "fc.bias" for found in formats()["vllm", "eagle"].read(package).errors)
+    code, shown = gate(directory)
+    assert code == 1
+    assert "exactly what our chain gives with no bias of fc" in shown
+    assert_falls(shown, 0.3)

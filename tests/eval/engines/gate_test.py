@@ -1,0 +1,305 @@
+"""The comparison with an engine, against a server that answers as vLLM does; the engine itself is in
+`tests/engines/gate_test.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_like import EngineLike
+from quick_heads import quick_eagle3_head, quick_eagle_head
+
+from draftsmith.data.exchange.export import ExportConfig
+from draftsmith.data.exchange.export import run as export
+from draftsmith.data.exchange.states import PROMPTS, make_probes
+from draftsmith.data.heads.directory import build_head, load_head, save_head, stored_tensors
+from draftsmith.data.models.loading import load_lm
+from draftsmith.eval.engines.chain import other_layers
+from draftsmith.eval.engines.counts import Counts
+from draftsmith.eval.engines.gate import run
+from draftsmith.eval.engines.process import running
+from draftsmith.eval.engines.settings import EngineCheckConfig
+from draftsmith.eval.engines.vllm import server_words
+from draftsmith.modules.interop.base import Served
+from draftsmith.modules.interop.vllm import command
+from draftsmith.modules.types import InputError
+
+TARGET, NEW_TOKENS = "embedded:target", 40
+
+
+@pytest.fixture(scope="module")
+def lm() -> Any:
+    torch.set_num_threads(1)
+    return load_lm(TARGET)
+
+
+@pytest.fixture(scope="module")
+def heads(lm, tmp_path_factory) -> Path:
+    """KIND/head, and KIND/export for vLLM: of heads that know the answers to the prompts that are asked here."""
+    root = tmp_path_factory.mktemp("heads")
+    rows = [probe.ids.tolist() for probe in make_probes(TARGET, lm, lm.info.max_position)]
+    llama = dataclasses.replace(lm.config, num_layers=1, rope_theta=300.0)
+    made = {
+        "eagle": quick_eagle_head(lm, rows, steps=150),
+        "eagle3": quick_eagle3_head(lm, rows, 80, draft_vocab=1000, llama=llama, capture=(1, 4, 11), norm_output=True),
+    }
+    for kind, head in made.items():
+        saved = save_head(root / kind / "head", head, {"target": lm.info.identity}, "card")
+        config = ExportConfig(format="vllm", head=saved, target=TARGET, output=root / kind / "export")
+        assert export(config) == 0
+    return root
+
+
+@pytest.fixture
+def engine(lm, heads) -> Iterator[Callable[..., EngineLike]]:
+    """A server over a head, of which fields of the config and tensors are others."""
+    started = []
+
+    def start(kind: str, state: dict[str, Any] | None = None, **fields: Any) -> EngineLike:
+        head: Any = load_head(heads / kind / "head")
+        config = dataclasses.replace(head.config, **fields)
+        own = {**stored_tensors(head), **(state or {})}
+        changed = build_head(kind, config, own).eval().requires_grad_(False)
+        started.append(EngineLike(lm, TARGET, kind, changed))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture
+def chats(tmp_path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    rows = [
+        {"id": f"p{number}", "messages": [{"role": "user", "content": text}]} for number, text in enumerate(PROMPTS)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def gate(heads, chats, capsys, monkeypatch) -> Callable[..., tuple[int, str]]:
+    monkeypatch.setenv("COLUMNS", "400")
+
+    def call(server: EngineLike, **settings: Any) -> tuple[int, str]:
+        given = {"prompts": str(chats), "target": TARGET, "max_new_tokens": NEW_TOKENS, **settings}
+        given = {"directory": heads / server.kind / "export", **given}
+        capsys.readouterr()
+        code = run(EngineCheckConfig(engine="vllm", server=server.url, **given))
+        return code, " ".join(capsys.readouterr().out.split())
+
+    return call
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_a_server_with_the_same_head_is_equal(gate, engine, kind: str):
+    server = engine(kind)
+    code, shown = gate(server)
+    assert (code, server.ended) == (0, len(PROMPTS))
+    assert "equal: text, drafts and accepted tokens of all 3 prompts" in shown
+    assert f"drafts {server.drafts} {server.drafts}" in shown
+    accepted = sum(server.places)
+    assert accepted > server.drafts, "the head knows nothing"
+    assert f"accepted tokens {accepted} {accepted}" in shown
+    assert f"{1 + accepted / server.drafts:.3f} tokens a round" in shown
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"capture": (0, 3, 10)}, "layers 0, 3, 10 in place of 1, 4, 11"),
+        ({"capture": (2, 6, 9)}, "layers 2, 6, 9 in place of 1, 4, 11"),
+        ({"norm_output": False}, "its own states read before the norm"),
+    ],
+)
+def test_what_the_engine_takes_the_head_for_is_named(gate, engine, fields: dict[str, Any], named: str):
+    code, shown = gate(engine("eagle3", **fields))
+    assert code == 1 and f"drafts are exactly what our chain gives with {named}" in shown
+    assert "differs: text of 0 and drafts of" in shown
+
+
+@pytest.mark.slow
+def test_another_rope_is_named(gate, engine, heads, lm):
+    head: Any = load_head(heads / "eagle3/head")
+    llama = dataclasses.replace(head.config.llama, rope_theta=lm.config.rope_theta)
+    code, shown = gate(engine("eagle3", llama=llama))
+    assert code == 1
+    assert f"exactly what our chain gives with rope of base {lm.config.rope_theta:g} (the target's) in place" in shown
+
+
+@pytest.mark.slow
+def test_lost_offsets_of_a_draft_vocabulary_are_named(gate, engine):
+    code, shown = gate(engine("eagle3", {"d2t": torch.arange(1000)}))
+    assert code == 1 and "exactly what our chain gives with drafted ids as the target's own" in shown
+
+
+@pytest.mark.slow
+def test_what_is_none_of_the_known_causes_is_said_with_what_was_tried(gate, engine, heads):
+    noise = torch.randn(load_head(heads / "eagle3/head").fc.weight.shape, generator=torch.Generator().manual_seed(0))
+    code, shown = gate(engine("eagle3", {"fc.weight": noise}))
+    assert code == 1 and "drafts are not explained by any of: rope of base" in shown
+    assert "layers 0, 3, 10" in shown and "the head of the directory by vLLM's rules" in shown
+
+
+@pytest.mark.slow
+def test_a_directory_that_is_another_head_than_the_trained_one_is_told(gate, engine, heads, chats, tmp_path):
+    """The head was trained on layers 1, 4, 11 and says 0, 2, 3 in its directory, as the engine reads it."""
+    directory = Path(shutil.copytree(heads / "eagle3/export", tmp_path / "export"))
+    fields = json.loads((directory / "config.json").read_text())
+    fields["eagle_aux_hidden_state_layer_ids"] = [0, 2, 3]
+    (directory / "config.json").write_text(json.dumps(fields))
+    server = engine("eagle3", capture=(0, 2, 3))
+    assert gate(server, directory=directory)[0] == 0  # without the trained head nobody knows
+    code, shown = gate(server, directory=directory, head=heads / "eagle3/head")
+    assert code == 1 and "exactly what our chain gives with the head of the directory by vLLM's rules" in shown
+    assert "is another head for vLLM than ours: capture: (0, 2, 3) in this system, exported with (1, 4, 11)" in shown
+
+
+def test_another_text_is_located(gate, engine):
+    server = engine("eagle")
+    server.spoil = lambda ids: [*ids[:7], ids[7] + 1, *ids[8:]]
+    code, shown = gate(server)
+    assert code == 1 and "text of p0 from token 7 on" in shown
+    assert "another target, type or kernel" in shown and "differs: text of 3 and drafts of 0 of 3 prompts" in shown
+
+
+def test_an_answer_that_goes_on_is_located(gate, engine):
+    server = engine("eagle")
+    server.spoil = lambda ids: ids[:9]
+    code, shown = gate(server)
+    assert code == 1 and f"9 tokens, here {NEW_TOKENS}: another end token or limit" in shown
+
+
+def test_another_chat_template_is_located(gate, engine):
+    server = engine("eagle")
+    server.template = lambda ids: [*ids[:2], 5, *ids[2:]]
+    code, shown = gate(server)
+    assert code == 1 and "the server's chat template makes other tokens of a question from place 2 on: [5," in shown
+    assert "drafts of 0 of 3 prompts, the server's chat template," in shown
+
+
+@pytest.mark.parametrize(
+    ("faults", "settings", "said"),
+    [
+        ({"more_requests": 1}, {}, "2 requests counted where one was sent"),
+        ({"counts": False}, {}, "--speculative-config"),
+        ({"returns_ids": False}, {}, "text without token ids"),
+        ({}, {"num_drafted": 4}, "3, as the server drafts"),
+        ({}, {"max_new_tokens": 2000}, "tokens in prompt p"),
+    ],
+)
+def test_a_server_that_cannot_be_compared_is_refused(gate, engine, faults, settings, said):
+    server = engine("eagle")
+    for name, value in faults.items():
+        setattr(server, name, value)
+    with pytest.raises(InputError, match=said):
+        gate(server, **settings)
+
+
+def test_counts_are_vllms():
+    counts = Counts.of([0, 3, 1, 3], 3)
+    assert counts == Counts(4, (3, 2, 2))
+    assert (counts.accepted, counts.length, counts.shares) == (7, 2.75, (0.75, 0.5, 0.5))
+    assert counts - Counts(1, (1, 0, 0)) == Counts(3, (2, 2, 2))
+
+
+def test_layers_that_are_tried_are_layers_of_the_target():
+    assert other_layers((1, 4, 11), 12) == [(0, 3, 10), (2, 6, 9)]
+    assert other_layers((2, 6, 9), 12) == [(3, 7, 10), (1, 5, 8)]
+    assert other_layers((0, 5), 12) == [(1, 6)]
+
+
+def test_the_engine_starts_as_the_printed_command_does():
+    printed = command(Served("/a b/target", "/heads/it's", 5), "eagle3")
+    words = server_words(Path("/env/bin/python"), printed, "float32", 300)
+    assert words[:5] == ["/env/bin/python", "-m", "vllm.entrypoints.openai.api_server", "--model", "/a b/target"]
+    assert words[5] == "--speculative-config"
+    assert json.loads(words[6]) == {"method": "eagle3", "model": "/heads/it's", "num_speculative_tokens": 5}
+    assert words[words.index("--max-model-len") + 1] == "300"
+
+
+SERVER = """
+import sys, subprocess, http.server
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print("child", child.pid, flush=True)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers(); self.wfile.write(str(child.pid).encode())
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+def ended(pid: int) -> bool:
+    """Gone, or only not yet reaped."""
+    for _ in range(100):
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def child_of(url: str) -> int:
+    from urllib.request import urlopen
+
+    with urlopen(f"{url}/health") as reply:
+        return int(reply.read())
+
+
+def test_an_engine_ends_with_all_its_processes_also_after_an_error():
+    pids = []
+    with pytest.raises(KeyboardInterrupt), running([sys.executable, "-c", SERVER], {}) as url:
+        pids.append(child_of(url))
+        raise KeyboardInterrupt
+    assert ended(pids[0])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_engine_ends_when_the_check_is_stopped(tmp_path, number: int):
+    code = (
+        "import sys, time\n"
+        "from draftsmith.eval.engines.process import running\n"
+        f"with running([sys.executable, '-c', {SERVER!r}], {{}}) as url:\n"
+        "    print(url, flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    check = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, stderr=subprocess.DEVNULL)
+    assert check.stdout is not None
+    lines = [check.stdout.readline(), check.stdout.readline()]
+    pid = child_of(lines[1].strip())
+    check.send_signal(number)
+    assert check.wait(30) != 0
+    assert ended(pid)
+
+
+def test_an_engine_that_dies_is_shown_with_its_last_lines(capsys):
+    words = [sys.executable, "-c", "print('loading'); raise ValueError('no such architecture')"]
+    died = r"engine: found exit status 1, ValueError: no such architecture.*\.log"
+    with pytest.raises(InputError, match=died), running(words, {}):
+        pass
+    assert "loading" in capsys.readouterr().err
+
+
+def test_the_callers_own_environment_comes_first(monkeypatch):
+    monkeypatch.setenv("DRAFTSMITH_HERE", "own")
+    words = [sys.executable, "-c", "import os; raise ValueError(os.environ['DRAFTSMITH_HERE'] + os.environ['MORE'])"]
+    given = {"DRAFTSMITH_HERE": "other", "MORE": "more"}
+    with pytest.raises(InputError, match="ValueError: ownmore"), running(words, given):
+        pass
+    assert "MORE" not in os.environ
