@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from draftsmith.eval.load.requests import Arrivals, Block, Plan, Request
 from draftsmith.eval.load.ours import serve
+from draftsmith.eval.load.requests import Arrivals, Block, Plan, Request
 from draftsmith.modules.decoding.loop import RowAnswer
 from draftsmith.modules.decoding.trace import DecodeStep
 from draftsmith.modules.sampling import TorchSource

@@ -211,9 +211,7 @@ class Methods:
         self.exact, self.auto = models.target.dtype == torch.float32, models.times.state_dict()
         self.more: dict[str, Any] = {
             "methods": {label: dataclasses.asdict(method) for label, method in self._named.items()},
-            "heads": {
-                flag: {"path": path, "sha256": file_sha256(Path(path) / WEIGHTS)} for flag, path in heads.items()
-            },
+            "heads": heads,
             "eos_ids": list(models.ends),
             **self.auto,
         }
