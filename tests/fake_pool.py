@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from draftsmith.eval.load.ours import serve
 from draftsmith.eval.load.requests import Arrivals, Block, Plan, Request
@@ -82,10 +82,11 @@ class Given:
         pass
 
 
-def simulated(pool: FakePool, arrivals: Arrivals, plan: Plan, tokens: int) -> Block:
+def simulated(pool: FakePool, arrivals: Arrivals, plan: Plan, tokens: int | Callable[[Request], int]) -> Block:
     """A block of answers of so many tokens."""
 
     def ask(request: Request) -> RowAnswer:
-        return RowAnswer(frozenset(), tokens, request.number, [1, 2], SOURCE)
+        room = tokens if isinstance(tokens, int) else tokens(request)
+        return RowAnswer(frozenset(), room, request.number, [1, 2], SOURCE)
 
     return serve(pool, arrivals, plan, ask, pool.clock)

@@ -21,7 +21,7 @@ from draftsmith.data.progress import say
 from draftsmith.data.store.files import write_json, write_table
 from draftsmith.data.store.manifest import file_sha256
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.data.text.template import check_context, context_length
+from draftsmith.data.text.template import context_length
 from draftsmith.data.text.turns import AnswerSettings
 from draftsmith.eval.bench.command import decided_by, heads_of
 from draftsmith.eval.bench.journal import Journal, unfinished_auto
@@ -250,8 +250,8 @@ class Servers:
     def __init__(self, config: LoadConfig, prompts: Sequence[BenchPrompt]):
         self._config, self._prompts = config, prompts
         context = context_length(config.target)
-        for prompt in prompts if context is not None else ():
-            check_context(prompt.number, len(prompt.prompt_ids), context)
+        if context is not None:
+            longest_sequence(prompts, config.max_new_tokens, context)  # raises for one that does not fit
         settings = AnswerSettings(config.target, config.sampling, config.max_new_tokens, config.ignore_eos, config.seed)
         ids = [prompt.prompt_ids for prompt in prompts]
         self._servers = {name: LoadedServer(url, settings, ids, config.dialect) for name, url in config.servers.items()}

@@ -65,7 +65,8 @@ def summarise(label: str, load: Load, blocks: Sequence[Block], goals: Goals, see
     for name, values in sums.items():
         row[name] = sum(values) / busy
         if closed:
-            row[f"{name}_ci95"] = drawn.interval(lambda v=values: load.value * drawn.sums(v) / drawn.sums(latencies))
+            rates = load.value * drawn.sums(values) / drawn.sums(latencies)
+            row[f"{name}_ci95"] = drawn.interval(lambda found=rates: found)  # type: ignore[misc]
         elif len(blocks) > 1:
             row[f"{name}_ci95"] = by_repeat(blocks, requests, values, seed)
     decoding, further = sum(r.decoding for r in requests), sum(r.tokens - 1 for r in requests)

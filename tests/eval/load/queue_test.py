@@ -109,10 +109,13 @@ def test_a_closed_loop_is_full_while_requests_count(users):
 
 
 def test_littles_law_and_the_window_agree_where_users_are_out_of_step():
-    clock, draws = Simulated(), np.random.default_rng(0)
+    """Answers of 5 to 29 tokens: they begin and end at all times, and one is always under way behind the last."""
+    clock = Simulated()
     pool = FakePool(clock, 6, 0.2, 0.1)
-    pool.call = lambda seconds, rows, tokens, call=pool.call: call(seconds * draws.exponential(), rows, tokens)  # type: ignore[method-assign]
-    block = simulated(pool, Load("closed", 6).arrivals(0), Plan(list(range(7)), 6, 600), 20)
+    block = simulated(pool, Load("closed", 6).arrivals(0), Plan(list(range(7)), 6, 700), lambda r: 5 + 4 * r.prompt)
+    began, ended = block.requests[0].started, max(request.times[-1] for request in block.requests)
+    assert {count for at, count in pool.going if began <= at < ended} == {6}
+    assert pool.num_going == 5
     row = summarise("ar", Load("closed", 6), [block], Goals(), 0)
     assert row["tokens_per_s"] == pytest.approx(row["window_tokens_per_s"], rel=0.01)
     low, high = row["tokens_per_s_ci95"]
@@ -136,6 +139,8 @@ def test_speed_over_ar_is_paired_by_prompt():
     base = [answer(prompt, 1.0 + prompt) for prompt in range(20)]
     own = [answer(prompt, (1.0 + prompt) / 2) for prompt in range(19)]  # one failed
     row: dict = {}
+    compared(row, [answer(prompt, (1.0 + prompt) / 2, tokens=15) for prompt in range(19)], base, 0)
+    assert row["speedup"] == pytest.approx(3.0)  # more tokens, as sampling may give, are more
     compared(row, own, base, 0)
     assert row["speedup"] == pytest.approx(2.0)
     assert row["speedup_ci95"] == pytest.approx([2.0, 2.0])  # whatever is drawn, as prompts are drawn in pairs

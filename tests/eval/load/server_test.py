@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -79,6 +80,22 @@ def test_a_stall_is_seen_by_all_who_were_to_begin_in_it(server, models):
     waits = [request.first_token for request in block.requests]
     assert sum(wait > 0.3 for wait in waits) > 15
     assert summarise("x", Load("open", 50.0), [block], Goals(), 0)["ttft_p95"] > 0.6
+
+
+def test_a_late_client_does_not_hide_it(server, models, monkeypatch):
+    """The client itself hangs for 0.4 s with 60 requests a second: what was to begin then began late, and says so."""
+    true, asked = LoadedServer.body, []
+
+    def hangs(self, request):
+        asked.append(request)
+        if len(asked) == 10:
+            time.sleep(0.4)
+        return true(self, request)
+
+    monkeypatch.setattr(LoadedServer, "body", hangs)
+    block = run(server, models, Load("open", 60.0), count=40, warmup=0)
+    late = [request for request in block.requests if request.started - request.intended > 0.1]
+    assert len(late) > 8 and all(request.first_token > 0.1 for request in late)
 
 
 def test_requests_that_fail_say_why_and_lose_nobody_else(server, models):
