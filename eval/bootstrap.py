@@ -27,6 +27,14 @@ class Resamples:
         """[NUM_RESAMPLES]: values [N], summed over each resample."""
         return np.bincount(self._owner, np.asarray(values, np.float64), self._count)[self._picks].sum(1)
 
+    def quantiles(self, values: ArrayLike, points: Sequence[float]) -> Floats:
+        """[NUM_RESAMPLES, len(points)]: quantiles of the values [N] in each resample; there are values."""
+        own = np.asarray(values, np.float64)
+        taken = (np.bincount(picks, minlength=self._count)[self._owner] for picks in self._picks)
+        # A resample may hold no value: its owners' other requests had none to give.
+        found = (np.quantile(np.repeat(own, times), points) for times in taken if times.any())
+        return np.array(list(found))
+
     def interval(self, statistic: Callable[[], Floats]) -> list[float] | None:
         """95 % interval of what is worked out from `sums`; None for fewer than two owners."""
         if self._count < 2:

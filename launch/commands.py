@@ -121,6 +121,11 @@ SECTIONS: dict[str, dict[str, Command]] = {
         "eval bench": Command(
             "eval.bench.command:BenchConfig", "Compare methods: speed, tau, equality with the target"
         ),
+        "eval load": Command(
+            "eval.load.settings:LoadConfig",
+            "Methods or servers under many requests at once",
+            runner="eval.load.command",
+        ),
         "eval compare": Command(
             "eval.bench.compare:CompareConfig", "Two runs of the bench, prompt by prompt", ("runs",)
         ),

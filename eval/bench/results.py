@@ -177,7 +177,7 @@ def read_rows(directory: Path) -> list[Row]:
 def describe(
     kind: str,
     config: Any,
-    target: CausalLM,
+    target: CausalLM | Mapping[str, Any],
     prompts: Sequence[BenchPrompt],
     source: str,
     models: Mapping[str, CausalLM | None],
@@ -186,11 +186,13 @@ def describe(
     """`meta` of a results.json.
 
     kind: of the results: bench, specdecpp, ... config: the command's settings, `target`, `device` and `seed` among
-    them. source: of the prompts, as the user named it. models: role -> the smaller models, None where there is none.
+    them. target: or its identity, where it runs elsewhere. source: of the prompts, as the user named it. models: role
+    -> the smaller models, None where there is none.
     more: what else belongs there.
     """
     asked = [[prompt.prompt_ids, *prompt.later] if prompt.later else prompt.prompt_ids for prompt in prompts]
     ids = json.dumps(asked).encode()
+    identity = target if isinstance(target, Mapping) else target.info.identity
     return {
         "schema_version": SCHEMA_VERSION,
         "kind": kind,
@@ -198,7 +200,7 @@ def describe(
         "command": command_line(f"eval {kind}", config),
         "seed": config.seed,
         "settings": resolved(config),
-        "target": {**target.info.identity, **tokenizer_identity(config.target)},
+        "target": {**identity, **tokenizer_identity(config.target)},
         "models": {role: lm.info.identity for role, lm in models.items() if lm is not None},
         "prompts": {"source": source, "count": len(prompts), "sha256": hashlib.sha256(ids).hexdigest()},
         "versions": {**package_versions(), "python": platform.python_version()},

@@ -29,6 +29,7 @@ from draftsmith.eval.report.drawing import (
     x_number,
     y_number,
 )
+from draftsmith.eval.report.load_charts import LOAD
 
 DISCARDED = x_number("discard_rate", "discarded tokens per token", ".2f", zero=True)
 VERIFIED = y_number("verification_rate", "target calls per token", ".2f")
@@ -292,4 +293,5 @@ STUDIES: dict[str, tuple[str, Mapping[str, Drawing]]] = {
     "calibration": ("Calibration of acceptance", CALIBRATION),
     "policies": ("Stop policies: what an acceptance head is worth", POLICIES),
     "tune": ("Tuning for this machine", TUNING),
+    "load": ("Many requests at once", LOAD),
 }

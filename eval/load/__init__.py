@@ -1,0 +1,1 @@
+"""Many requests at once: what methods, and servers, are worth under load."""
