@@ -59,7 +59,8 @@ def measure_batch_times(models: Models, drafter: str, rows: int, clock: Clock) -
 
     drafter: what drafts chains.
     """
-    times = BatchTimes({}, {}, {}, {})
+    plain = dict[int, float]()
+    read, first, step = (dict[int, dict[int, float]]() for _ in range(3))
     for count in sizes(rows):
         others, mixed = count - 1, [MIXED[row % len(MIXED)] for row in range(count)]
         # In this order: what a draft reads first is what the rounds before it left unread.
@@ -68,17 +69,17 @@ def measure_batch_times(models: Models, drafter: str, rows: int, clock: Clock) -
         half = max(count // 2, 1)
         kinds |= {"half long": [LONG] * half + [1] * (count - half), "one long": [LONG] + [1] * others}
         whole, draft = round_times(models, drafter, kinds, clock)
-        times.plain[count] = whole["none"]
-        read = {kind: max(whole[kind] - draft[kind] - whole["none"], 0.0) for kind in whole}
-        curve = {0: 0.0, **{length: read[f"all {length}"] for length in ALIKE}}
+        plain[count] = whole["none"]
+        more = {kind: max(whole[kind] - draft[kind] - whole["none"], 0.0) for kind in whole}
+        curve = {0: 0.0, **{length: more[f"all {length}"] for length in ALIKE}}
         # Drafts of unequal lengths take more than their tokens say.
         alike = between(curve, sum(mixed) / count)
-        more = max(read["mixed"] / alike, 1.0) if alike else 1.0
-        times.read[count] = {length: more * curve[length] for length in ALIKE}
-        times.first[count] = {1: draft["one"], count: draft["all 1"]}
+        unequal = max(more["mixed"] / alike, 1.0) if alike else 1.0
+        read[count] = {length: unequal * curve[length] for length in ALIKE}
+        first[count] = {1: draft["one"], count: draft["all 1"]}
         longer = {1: draft["one long"], half: draft["half long"], count: draft[f"all {LONG}"]}
-        times.step[count] = {n: max(taken - draft["all 1"], 0.0) / (LONG - 1) for n, taken in longer.items()}
-    return times
+        step[count] = {n: max(taken - draft["all 1"], 0.0) / (LONG - 1) for n, taken in longer.items()}
+    return BatchTimes(plain, read, first, step)
 
 
 @torch.inference_mode()

@@ -250,8 +250,9 @@ class Servers:
     def __init__(self, config: LoadConfig, prompts: Sequence[BenchPrompt]):
         self._config, self._prompts = config, prompts
         context = context_length(config.target)
-        for prompt in prompts if context is not None else ():
-            check_context(prompt.number, len(prompt.prompt_ids), context)
+        if context is not None:
+            for prompt in prompts:
+                check_context(prompt.number, len(prompt.prompt_ids), context)
         settings = AnswerSettings(config.target, config.sampling, config.max_new_tokens, config.ignore_eos, config.seed)
         ids = [prompt.prompt_ids for prompt in prompts]
         self._servers = {name: LoadedServer(url, settings, ids, config.dialect) for name, url in config.servers.items()}
