@@ -219,9 +219,9 @@ class PromptRunner:
 
 
 @contextmanager
-def between_prompts(total: int, done: int) -> Iterator[Callable[[int], None]]:
+def between_prompts(total: int, done: int, what: str = "prompts") -> Iterator[Callable[[int], None]]:
     """A progress bar that is drawn only when it is advanced: one that redraws itself takes CPU time from the clocks."""
-    left = (TextColumn("prompts, left"), TimeRemainingColumn())
+    left = (TextColumn(f"{what}, left"), TimeRemainingColumn())
     columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), *left)
     with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as progress:
         task = progress.add_task("measuring", total=total, completed=done)

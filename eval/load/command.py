@@ -112,7 +112,7 @@ def run_blocks(config: LoadConfig, labels: Sequence[str], measured: Measure, jou
     keys = list(block_keys(config, labels))
     if found:
         print(f"draftsmith: going on with an interrupted run: {len(found)} of {len(keys)} blocks", file=sys.stderr)
-    with between_prompts(len(keys), len(found)) as progress:
+    with between_prompts(len(keys), len(found), "blocks") as progress:
         for key in keys:
             if key not in found:
                 label, load, repeat = key

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from draftsmith.eval.bench.results import BASELINE
 from draftsmith.eval.load.requests import Load
 from draftsmith.eval.load.summary import LATENCIES, QUANTILES
 from draftsmith.eval.report.tables import Column, Table, drawn_data, interval
@@ -30,28 +31,35 @@ def load_tables(rows: Sequence[Row], paying: Sequence[Row], goals: str, note: st
 
 
 def speeds(kind: str, title: str, short: str, rows: Sequence[Row], goals: str) -> Table:
-    columns = [Column("at", short), Column("method", "method"), Column("tokens_per_s", "tok/s", ",.1f")]
-    columns += [Column("tokens_ci", "95 % CI"), Column("speedup", "x ar", ".2fx"), Column("speedup_ci", "95 % CI")]
-    columns += [Column("user_tokens_per_s", "a user", ",.1f")]
+    """Fits in 80 columns with methods' names folded."""
+    columns = [Column("at", short), Column("method", "method"), Column("tokens_per_s", "tok/s", ",.0f")]
+    columns += [Column("tokens_ci", "95 % CI")] if any(row.get("tokens_per_s_ci95") for row in rows) else []
+    columns += [Column("speedup", "x ar", ".2fx"), Column("speedup_ci", "95 % CI")]
+    columns += [Column("user_tokens_per_s", "a user", ",.0f")]
     columns += [Column("goodput", "good/s", ".2f")] if goals else []
-    columns += [Column("length", "tau", ".2f"), Column("equal", "= ar")]
+    columns += [Column("length", "tau", ".2f")]
     note = (
         "tok/s: output tokens a second of all users; a user: what one sees behind the first token (1 / time per output "
         "token). x ar: tokens by the time that their requests took, over ar's under the same load."
     )
     note += f" good/s: requests a second that meet {goals}." if goals else ""
+    checked = [row["matches_ar"] for row in rows if "matches_ar" in row]
+    if checked and all(checked):
+        note += " Every answer is that of ar alone, token for token."
+    elif checked:
+        columns.append(Column("equal", "= ar"))
+        note += " = ar: whether all answers are those of ar alone, and how many are not."
     return Table(f"load-{kind}", title, columns, [shown(row) for row in rows], note)
 
 
 def shown(row: Row) -> dict[str, Any]:
-    matches = row.get("matches_ar")
+    matches, tau = row.get("matches_ar"), row.get("tau")
     equal = "-" if matches is None else "yes" if matches else f"no ({row['num_differing']})"
-    tau = row.get("tau")
     return {
         **row,
         "at": str(Load(row["load"], row["value"])),
         "tokens_ci": interval(row.get("tokens_per_s_ci95"), ".0f"),
-        "speedup_ci": interval(row.get("speedup_ci95")),
+        "speedup_ci": "" if row["method"] == BASELINE else interval(row.get("speedup_ci95")),
         "length": row.get("round_tokens") if tau is None else tau,
         "equal": equal,
     }
@@ -110,14 +118,15 @@ def curve(rows: Sequence[Row], paying: Sequence[Row]) -> list[dict[str, Any]]:
     for row in paying:
         if "between" not in row:
             continue
-        ends = [at.get((row["method"], end)) for end in row["between"]]
-        if all(ends):
+        low, high = (at.get((row["method"], end)) for end in row["between"])
+        if low and high:
+            share, user = row["share"], "user_tokens_per_s"
             place = {
-                key: ends[0][key] + row["share"] * (ends[1][key] - ends[0][key])  # type: ignore[index]
-                for key in ("user_tokens_per_s", "tokens_per_s")
+                user: low[user] * (high[user] / low[user]) ** share,  # on the line: its axis is logarithmic
+                "tokens_per_s": low["tokens_per_s"] + share * (high["tokens_per_s"] - low["tokens_per_s"]),
             }
-            found.append({"method": row["method"], "users": row["stops_at"], "stops": f"1x at {row['stops_at']:.2g}",
-                          **place})  # fmt: skip
+            stops = f"1x at {row['stops_at']:.2g}"
+            found.append({"method": row["method"], "users": row["stops_at"], "stops": stops, **place})
     return found
 
 
@@ -125,7 +134,7 @@ def ratios(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Speed over `ar` by users, with intervals."""
     found = []
     for row in rows:
-        if row.get("speedup") is not None:
+        if row["method"] != BASELINE and row.get("speedup") is not None:
             low, high = row.get("speedup_ci95") or (None, None)
             found.append({"method": row["method"], "users": row["value"], "speedup": row["speedup"],
                           "low": low, "high": high})  # fmt: skip

@@ -8,7 +8,7 @@ import altair as alt
 
 from draftsmith.eval.report.drawing import Drawing, Rows, colour, drawn, lines, tips, x_number, y_number
 
-USER = x_number("user_tokens_per_s", "tokens/s of one user (1 / time per output token)", ",.0f")
+USER = x_number("user_tokens_per_s", "tokens/s of one user (1 / time per output token)", ",.0f", log=True)
 ALL = y_number("tokens_per_s", "tokens/s of all users", ",.0f")
 
 
