@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -23,6 +22,7 @@ from draftsmith.modules.types import SamplingParams
 
 ALIKE = 1, 4, 12  # drafted tokens of every row
 LONG = ALIKE[-1]
+MIXED = 4, 1, 8, 3  # the same of rows in turn
 PASSES = 9  # timed rounds of each kind, and one before them
 FILL = 1 / 8, 1 / 2  # of the capacity: the rows' prompts are of lengths between these
 SEED = 0
@@ -59,23 +59,27 @@ def measure_batch_times(models: Models, drafter: str, rows: int, clock: Clock) -
 
     drafter: what drafts chains.
     """
-    times = BatchTimes({}, {}, {}, {})
+    plain = dict[int, float]()
+    read, first, step = (dict[int, dict[int, float]]() for _ in range(3))
     for count in sizes(rows):
-        others, lengths = count - 1, [1 + (LONG - 1) * (row % 4) // 3 for row in range(count)]
-        alike = {f"all {length}": [length] * count for length in ALIKE}
-        unlike = {"one": [1] + [0] * others, "one long": [LONG] + [1] * others, "mixed": lengths}
-        whole, draft = round_times(models, drafter, {"none": [0] * count, **alike, **unlike}, clock)
-        times.plain[count] = whole["none"]
-        read = {kind: max(whole[kind] - draft[kind] - whole["none"], 0.0) for kind in whole}
-        curve = {0: 0.0, **{length: read[f"all {length}"] for length in ALIKE}}
+        others, mixed = count - 1, [MIXED[row % len(MIXED)] for row in range(count)]
+        # In this order: what a draft reads first is what the rounds before it left unread.
+        kinds = {"none": [0] * count, "one": [1] + [0] * others, "mixed": mixed}
+        kinds |= {f"all {length}": [length] * count for length in ALIKE}
+        half = max(count // 2, 1)
+        kinds |= {"half long": [LONG] * half + [1] * (count - half), "one long": [LONG] + [1] * others}
+        whole, draft = round_times(models, drafter, kinds, clock)
+        plain[count] = whole["none"]
+        more = {kind: max(whole[kind] - draft[kind] - whole["none"], 0.0) for kind in whole}
+        curve = {0: 0.0, **{length: more[f"all {length}"] for length in ALIKE}}
         # Drafts of unequal lengths take more than their tokens say.
-        mixed = between(curve, sum(lengths) / count)
-        more = max(read["mixed"] / mixed, 1.0) if mixed else 1.0
-        times.read[count] = {length: more * curve[length] for length in ALIKE}
-        times.first[count] = {1: draft["one"], count: draft["all 1"]}
-        longer = {1: draft["one long"], count: draft[f"all {LONG}"]}
-        times.step[count] = {n: max(taken - draft["all 1"], 0.0) / (LONG - 1) for n, taken in longer.items()}
-    return times
+        alike = between(curve, sum(mixed) / count)
+        unequal = max(more["mixed"] / alike, 1.0) if alike else 1.0
+        read[count] = {length: unequal * curve[length] for length in ALIKE}
+        first[count] = {1: draft["one"], count: draft["all 1"]}
+        longer = {1: draft["one long"], half: draft["half long"], count: draft[f"all {LONG}"]}
+        step[count] = {n: max(taken - draft["all 1"], 0.0) / (LONG - 1) for n, taken in longer.items()}
+    return BatchTimes(plain, read, first, step)
 
 
 @torch.inference_mode()
@@ -93,9 +97,8 @@ def round_times(
     texts = prompts(models, rows, longest)
     pool.admit([asked(models.target.info, own, longest - len(own), TorchSource(0), ()) for own in texts])
     whole, draft = ({kind: list[float]() for kind in kinds} for _ in range(2))
-    turns = random.Random(SEED)
     for number in range(1 + PASSES):
-        for kind in turns.sample(list(kinds), len(kinds)) if number else kinds:
+        for kind in kinds:
             # In a short context rows end before all is timed: fewer rounds say less, and no round nothing.
             if pool.num_going < rows and (number or not pool.num_going):
                 break

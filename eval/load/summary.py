@@ -6,12 +6,13 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from draftsmith.eval.bench.results import BASELINE
-from draftsmith.eval.bootstrap import Resamples
+from draftsmith.eval.bootstrap import Floats, Resamples
 from draftsmith.eval.load.requests import Block, Load, Request
 
 QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
@@ -62,11 +63,14 @@ def summarise(label: str, load: Load, blocks: Sequence[Block], goals: Goals, see
     drawn = Resamples([request.prompt for request in requests], seed)
     latencies = [request.latency for request in requests]
     busy = sum(latencies) / load.value if closed else sum(block.seconds for block in blocks)
+
+    def rates(values: Sequence[float]) -> Floats:
+        return load.value * drawn.sums(values) / drawn.sums(latencies)
+
     for name, values in sums.items():
         row[name] = sum(values) / busy
         if closed:
-            rates = load.value * drawn.sums(values) / drawn.sums(latencies)
-            row[f"{name}_ci95"] = drawn.interval(lambda found=rates: found)  # type: ignore[misc]
+            row[f"{name}_ci95"] = drawn.interval(partial(rates, values))
         elif len(blocks) > 1:
             row[f"{name}_ci95"] = by_repeat(blocks, requests, values, seed)
     decoding, further = sum(r.decoding for r in requests), sum(r.tokens - 1 for r in requests)

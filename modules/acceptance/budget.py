@@ -116,8 +116,8 @@ class SharedBudget(Learner):
 
     def __init__(self, times: BatchTimes):
         self._times = times
-        # As if a token had been accepted, nearly: what is tried is soon known, and what is not tried never.
-        self._first, self._later = RecentRatio(0.9, 1.0), RecentRatio(0.9, 1.0)
+        # Hopeful to begin with: what is tried is soon known, and what is not tried never.
+        self._first, self._later = RecentRatio(0.8, 1.0), RecentRatio(0.8, 1.0)
         self._beyond = RecentRatio(0.0, 1.0)  # tokens that later steps brought, less their time, by drafting rows
         self._paces: dict[int, RecentRatio] = {}  # of rounds with drafts, by rows
         self._untried = 0  # rounds without second tokens
@@ -129,9 +129,14 @@ class SharedBudget(Learner):
 
     @property
     def pace(self) -> float:
-        """Tokens by second that time is worth: those of rounds without drafts, or of those with."""
-        drafting = self._paces.get(self._rows)
-        return max(self._rows / self._plain, 0.0 if drafting is None else drafting.value)
+        """Tokens by second that time is worth: those of rounds without drafts, or of those with. Of a number of rows
+        that never was the second is that of the nearest one, as many times the first."""
+        plain = self._rows / self._plain
+        if not self._paces:
+            return plain
+        nearest = min(self._paces, key=lambda rows: abs(rows - self._rows))
+        faster = self._paces[nearest].value * between(self._times.plain, nearest) / nearest
+        return plain * max(faster, 1.0)
 
     def start(self, able: Sequence[int], stops: Sequence[StopPolicy]) -> Sequence[int]:
         """The rows that draft in this round, of those that can. stops: of all rows that are decoded."""
@@ -167,7 +172,7 @@ class SharedBudget(Learner):
         self._later.add(sum(accepted for _, accepted in behind), sum(verified for verified, _ in behind))
         emitted, later = len(known) + sum(accepted for _, accepted in drafts), sum(accepted for _, accepted in behind)
         if self._rows not in self._paces:
-            self._paces[self._rows] = RecentRatio(self._rows, self._plain)  # as if one round had been, without drafts
+            self._paces[self._rows] = RecentRatio(self.pace * self._plain, self._plain)  # as if a round had been
         pace = self._paces[self._rows]
         # Rows that are complete emitted something too, which nobody tells: as much as the others.
         pace.add(emitted * self._rows / len(known), self._seconds)

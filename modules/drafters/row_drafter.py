@@ -102,7 +102,9 @@ class RowDrafter(ABC):
     def advance(self, outcomes: Sequence[Outcome | None]) -> None:
         if self.budget is not None:
             verdicts = zip(self._rows, outcomes, strict=True)
-            self.budget.observe([own and (len(row.tree.tokens), own.num_accepted) for row, own in verdicts])
+            self.budget.observe(
+                [None if own is None else (len(row.tree.tokens), own.num_accepted) for row, own in verdicts]
+            )
         for number, (row, outcome) in enumerate(zip(self._rows, outcomes, strict=True)):
             if outcome is not None:
                 self.commit(number, outcome.emitted, outcome.features)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutants.mutant import LIMITS, NODES, POLICIES, Mutant
+from mutants.mutant import LIMITS, NODES, POLICIES, POOL, Mutant
 
 STOP, SURE = "modules/decoding/stop.py", "modules/decoding/confidence.py"
 RULES, ONLINE, NODES_PY, REPEATS = (
@@ -14,11 +14,33 @@ ONLINE_TEST, REPEATS_TEST, PREDICTOR_TEST, HEAD_TEST = (
     f"tests/modules/acceptance/{name}_test.py" for name in ("online_logistic", "repeats", "head_predictor", "head")
 )
 TRIMMING_TEST = "tests/modules/acceptance/trimming_test.py"
+BUDGET, BUDGET_TEST = "modules/acceptance/budget.py", "tests/modules/acceptance/budget_test.py"
 SERVED, SERVED_TEST = "modules/acceptance/served.py", "tests/modules/acceptance/served_test.py"
 EXPORT, EXPORT_TEST = "modules/interop/acceptance.py", "tests/data/exchange/other_exports_test.py"
 HIERARCHY = f"{LIMITS}::test_a_hierarchy_goes_on_while_no_entropy_of_the_last_round_is_above_the_mean"
 
 MUTANTS = [
+    # -- rows that share a round's time
+    Mutant("budget-worst-rows-first", BUDGET, "key=values.__getitem__, reverse=True)", "key=values.__getitem__)",
+           (BUDGET_TEST,)),
+    Mutant("budget-time-is-free", BUDGET, "net = total - pace * (", "net = total - 0.1 * pace * (", (BUDGET_TEST,)),
+    Mutant("budget-time-of-a-rounds-reading-anew", BUDGET, "reading[before + number] - reading[before])",
+           "reading[before + number])", (BUDGET_TEST,)),
+    Mutant("budget-pace-without-drafts", BUDGET, "return plain * max(faster, 1.0)", "return plain", (BUDGET_TEST,)),
+    Mutant("budget-draft-steps-are-free", BUDGET, "net = total - pace * (seconds[number] + ", "net = total - pace * (",
+           (BUDGET_TEST,)),
+    Mutant("budget-nothing-is-tried-again", BUDGET, "            chosen = list(able)\n", "            pass\n",
+           (BUDGET_TEST,)),
+    Mutant("budget-what-is-drawn-is-dropped", "modules/decoding/chain.py",
+           "        rows = sorted(budget.share(going, stops)) if budget is not None and going else going\n",
+           "        rows = sorted(budget.share(going, stops)) if budget is not None and going else going\n"
+           "        for row in set(going) - set(rows):\n            del tokens[row][-1:], distributions[row][-1:]\n",
+           (BUDGET_TEST,)),
+    Mutant("budget-rows-that-were-not-chosen-draft", "modules/drafters/row_drafter.py",
+           "limits = [limit if row in kept else 0 for", "limits = [limit for",
+           (f"{POOL}::test_drafts_are_as_long_as_the_budget_says",)),
+    Mutant("budget-beyond-what-was-timed-it-is-free", BUDGET, "curve[high] + max(slope, 0.0) * (x - high)",
+           "curve[high]", (BUDGET_TEST,)),
     Mutant("fixed-length-one-more", STOP, "        return view.num_drafted >= self.max_drafted\n\n",
            "        return view.num_drafted > self.max_drafted\n\n", (POLICIES,)),
     Mutant("confidence-stops-at-its-threshold", STOP,

@@ -28,10 +28,10 @@ def test_the_parts_of_a_round_are_told_apart(models):
     times = measure_batch_times(own, "draft", 4, clock)
     assert times.plain == pytest.approx({1: 10.5, 2: 10.5, 4: 10.5})
     assert times.first == {1: {1: 2}, 2: {1: 2, 2: 2}, 4: {1: 2, 4: 2}}
-    assert times.step == {1: {1: 2}, 2: {1: 2, 2: 2}, 4: {1: 2, 4: 2}}
+    assert times.step == {1: {1: 2}, 2: {1: 2, 2: 2}, 4: {1: 2, 2: 2, 4: 2}}
     assert times.read[1] == pytest.approx({length: 0.5 * length for length in ALIKE})
-    # Drafts of 1, 4, 8 and 12 tokens take what the longest takes, and are 6.25 long on average.
-    assert times.read[4] == pytest.approx({length: 0.5 * length * 12 / 6.25 for length in ALIKE})
+    # Drafts of 1, 3, 4 and 8 tokens take what the longest takes, and are 4 long on average.
+    assert times.read[4] == pytest.approx({length: 0.5 * length * 2 for length in ALIKE})
 
 
 @pytest.mark.parametrize("context", [4, 24, 64])

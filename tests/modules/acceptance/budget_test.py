@@ -127,3 +127,26 @@ def beside(target: TableLM, params: SamplingParams, seed: int, branches: Branche
     made = generate(target, drafter, [PROMPT, [1, 2, 3]], params, 5, sources, (), Setup(rounds.append))
     first = next(one for one in rounds[2:] if one.row == 0)  # behind what the prompts gave
     return tuple(made[0].tokens[:3]), len(first.tree.tokens)
+
+
+def test_what_did_not_pay_is_tried_again_and_found_out():
+    """A text whose tokens are all rejected, and then all accepted."""
+    rows = [KnownStop([0.9] * 5) for _ in range(4)]
+    cheap = replace(TIMES, read={1: {4: 0.5}, 4: {4: 2.0}}, step={1: {1: 0.2}, 4: {1: 0.2, 4: 0.4}})
+    budget = SharedBudget(cheap)
+    for accepted in (0, 5):
+        for row in rows:
+            row.odds = [0.02 if accepted == 0 else 0.95] * 5
+        made = []
+        for _ in range(4 * SharedBudget.EXPLORED):
+            lengths = shared(budget, [KnownFirst(row.odds) for row in rows])
+            budget.observe([(length, min(length, accepted)) for length in lengths])
+            made.append(sum(lengths))
+        assert sum(made[-50:]) == (0 if accepted == 0 else 50 * 4 * 5)
+
+
+class KnownFirst(KnownStop):
+    """A row of which nothing is known but what was learned of all rows."""
+
+    def first(self, mean: float) -> float:
+        return mean
