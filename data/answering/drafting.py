@@ -75,8 +75,8 @@ def fitting(label: str, given: str) -> Method:
         raise InputError("method", f"{label}, which needs {lacking[0]}, with {what}", "what it needs", remedy)
     if given and not method.needs:
         raise InputError("draft", f"{given} with --method {label}", "a method that uses it", "Leave one of them out.")
-    if "auto" in vars(method).values():
-        remedy = "Give a number, as in online:c=0.1."
+    if method.timed:
+        remedy = "Give a number, as in online:c=0.1, or choose a method that has one."
         raise InputError("method", f"{label}, which goes by times of this machine", "numbers in its place", remedy)
     if method.trees or not method.batchable:
         remedy = "Choose a chain, a dynamic tree or pld."

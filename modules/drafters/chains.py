@@ -240,6 +240,7 @@ class Shared(StopRule):
     max: most tokens of a row's draft. repeats, head: as of `online`.
     """
 
+    timed: ClassVar[bool] = True  # type: ignore[misc]
     max: int = 16
     repeats: bool = True
     head: bool = False

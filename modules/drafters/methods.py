@@ -102,6 +102,11 @@ class Method:
         """Names of draft trees that it reads (`Models.trees`)."""
         return ()
 
+    @property
+    def timed(self) -> bool:
+        """Whether it goes by times of this machine (`Models.times`), so that its drafts cannot be had again."""
+        return "auto" in vars(self).values()
+
     def build(self, models: Models, rows: int = 1) -> Drafter | None:
         """The drafter for this engine's own loop, for at most so many rows; None decodes without one."""
         raise TypeError(f"{type(self).__name__} is run by transformers and has no drafter")
