@@ -111,7 +111,7 @@ def curve(rows: Sequence[Row], paying: Sequence[Row]) -> list[dict[str, Any]]:
     known = [row for row in rows if row.get("user_tokens_per_s")]
     found = [
         {"method": row["method"], "users": row["value"], "user_tokens_per_s": row["user_tokens_per_s"],
-         "tokens_per_s": row["tokens_per_s"], "speedup": row.get("speedup"), "mark": f"{row['value']:g}"}
+         "tokens_per_s": row["tokens_per_s"], "speedup": row.get("speedup")}
         for row in known
     ]  # fmt: skip
     at = {(row["method"], row["value"]): row for row in known}

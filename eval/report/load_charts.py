@@ -16,9 +16,9 @@ def throughput(rows: Rows) -> Any:
     """A line a method, its points in the order of users; a cross where it stops paying."""
     shown = tips("method", users=".3g", user_tokens_per_s=",.1f", tokens_per_s=",.1f", speedup=".2f")
     base = alt.Chart().encode(USER, ALL, colour("method"), tooltip=shown)
-    measured = base.transform_filter("isValid(datum.mark)")
+    measured = base.transform_filter("!isValid(datum.stops)")
     line = measured.mark_line(point=alt.OverlayMarkDef(filled=True, size=38)).encode(order=alt.Order("users:Q"))
-    users = measured.mark_text(dy=-10, fontSize=10).encode(text="mark:N")
+    users = measured.mark_text(dy=-10, fontSize=10).encode(text=alt.Text("users:Q", format="~g"))
     ends = base.transform_filter("isValid(datum.stops)")
     cross = ends.mark_point(shape="cross", size=190, angle=45, filled=True, opacity=1)
     said = ends.mark_text(align="left", dx=12, dy=4, fontWeight=600).encode(text="stops:N")
