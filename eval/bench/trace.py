@@ -97,7 +97,7 @@ def traced(
         if runner.on_round is not None:
             runner.on_round(done)
 
-    session: Any = Timed(runner.session, target_watch, "extend")
+    session: Any = Timed(runner.session, target_watch, "prefill", "extend")
     drafter: Any = None if runner.drafter is None else Timed(runner.drafter, draft_watch, "propose")
     try:
         own = replace(runner, session=session, drafter=drafter, on_round=on_round)

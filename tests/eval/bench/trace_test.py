@@ -15,7 +15,7 @@ from draftsmith.modules.drafters.methods import known_methods
 
 METHODS = (
     "spec:k=3,specdec++:h=0.7:min=1:max=6,specdec++:h=0.4:calibrated=on,confidence:t=0.5,cost:c=0.2,"
-    "online:c=0.2:max=5,online:c=0.1:drafter=eagle,"
+    "online:c=0.2:max=5,online:c=0.1:drafter=eagle,shared:max=5,"
     "confidence:t=0.5:drafter=eagle,self-verify:k=4,self-verify:k=4:drafter=eagle,eagle:k=2,eagle-tree,"
     "eagle2:nodes=6:depth=2:topk=3,pre-verify:k=2,pre+self-verify:k=2,hsddw:k=2:max=5,medusa,medusa-chain:k=2,"
     "eagle3:k=2,eagle3-tree:nodes=6:depth=2:topk=3,eagle3-static,"
