@@ -25,7 +25,7 @@ from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
 from draftsmith.eval.engines.chain import OurChain, margin, misread
 from draftsmith.eval.engines.process import running
 from draftsmith.eval.engines.settings import EngineCheckConfig
-from draftsmith.eval.engines.show import TEMPLATE, Compared, Located, Verdict, show
+from draftsmith.eval.engines.show import DIRECTORY, TEMPLATE, Compared, Located, Verdict, show
 from draftsmith.eval.engines.vllm import ENVIRONMENT, VllmClient, engine_python, server_words
 from draftsmith.modules.interop import formats
 from draftsmith.modules.interop.base import ForeignHead, Package, Served, TargetFacts
@@ -87,6 +87,9 @@ def check_served(config: EngineCheckConfig) -> int:
     located = []
     if any(not row.same_counts for row in rows):
         located.append(located_drafts(ours, chain, prompts, rows, facts))
+    elif config.head is not None and (found := differences(ours, facts)):
+        # A head that knows little drafts as well with other layers as with its own.
+        located.append(Located(DIRECTORY, f"is another head for vLLM than --head: {found}"))
     located += [
         located_text(target, prompt, row) for prompt, row in zip(prompts, rows, strict=True) if not row.same_text
     ]
@@ -214,8 +217,8 @@ def located_drafts(
         head = placed(target, ours.kind, config, state)
         counted = [chain.answer(prompt.prompt_ids, ours.kind, head).counts for prompt, _ in used]
         (found if used and counted == [row.theirs.counts for _, row in used] else tried).append(name)
-    differ = [f"{finding.where}: {finding.text}" for finding in directory_differs(ours, facts)]
-    held = f" The directory is another head for vLLM than ours: {'; '.join(differ[:4])}." if differ else ""
+    differ = differences(ours, facts)
+    held = f" The directory is another head for vLLM than ours: {differ}." if differ else ""
     if found:
         return Located("drafts", f"are exactly what our chain gives with {' or with '.join(found)}.{held}")
     return Located("drafts", f"are not explained by any of: {'; '.join(tried) or 'nothing to try'}.{held}")
@@ -237,9 +240,11 @@ def readings(ours: Ours, target: CausalLM, facts: TargetFacts) -> Iterator[tuple
     yield "the head of the directory by vLLM's rules", kept, parsed.state
 
 
-def directory_differs(ours: Ours, facts: TargetFacts) -> list[Any]:
-    """What vLLM would hold in memory that is not in our head."""
-    assert ours.package is not None
+def differences(ours: Ours, facts: TargetFacts) -> str:
+    """What vLLM would hold in memory that is not in our head, a few of it; nothing of a model."""
+    if ours.package is None:
+        return ""
     format, head = formats()["vllm", ours.kind], ours.drafter
     record = make_record(format, head.config, stored_tensors(head), {})
-    return against_record(record, format.read(ours.package, facts), format)
+    found = against_record(record, format.read(ours.package, facts), format)
+    return "; ".join(f"{finding.where}: {finding.text}" for finding in found[:4])

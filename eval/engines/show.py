@@ -12,7 +12,7 @@ from rich.text import Text
 from draftsmith.eval.engines.counts import Answer, total
 
 SHOWN = 8  # prompts that differ
-TEMPLATE = "the server's chat template"
+TEMPLATE, DIRECTORY = "the server's chat template", "the directory"
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,6 @@ def line(verdict: Verdict, theirs: float, ours: float) -> Text:
             f"equal: text, drafts and accepted tokens of all {len(rows)} prompts, {theirs:.3f} tokens a round", "green"
         )
     texts, counts = sum(not row.same_text for row in rows), sum(not row.same_counts for row in rows)
-    more = "".join(f", {found.where}" for found in verdict.located if found.where == TEMPLATE)
+    more = "".join(f", {found.where}" for found in verdict.located if found.where in (TEMPLATE, DIRECTORY))
     said = f"differs: text of {texts} and drafts of {counts} of {len(rows)} prompts{more}, {theirs:.3f} tokens a round"
     return Text(f"{said}, {ours:.3f} here", "bold red")

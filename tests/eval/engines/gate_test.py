@@ -169,6 +169,20 @@ def test_a_directory_that_is_another_head_than_the_trained_one_is_told(gate, eng
     assert "is another head for vLLM than ours: capture: (0, 2, 3) in this system, exported with (1, 4, 11)" in shown
 
 
+def test_a_directory_that_differs_where_the_drafts_do_not_is_told(gate, engine, heads, tmp_path):
+    """As of a head that knows too little for its layers to matter."""
+    directory = Path(shutil.copytree(heads / "eagle3/export", tmp_path / "export"))
+    fields = json.loads((directory / "config.json").read_text())
+    fields["eagle_aux_hidden_state_layer_ids"] = [0, 2, 3]
+    (directory / "config.json").write_text(json.dumps(fields))
+    assert gate(engine("eagle3"), head=heads / "eagle3/head")[0] == 0
+    code, shown = gate(engine("eagle3"), directory=directory, head=heads / "eagle3/head")
+    assert (
+        code == 1 and "the directory is another head for vLLM than --head: capture: (0, 2, 3) in this system" in shown
+    )
+    assert "differs: text of 0 and drafts of 0 of 3 prompts, the directory" in shown
+
+
 def test_another_text_is_located(gate, engine):
     server = engine("eagle")
     server.spoil = lambda ids: [*ids[:7], ids[7] + 1, *ids[8:]]
