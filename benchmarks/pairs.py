@@ -22,6 +22,7 @@ from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.drafters.feature_heads import FeatureTreeDrafter
 from draftsmith.modules.drafters.growth import DynamicTree
 from draftsmith.modules.lean_rows import OneRow
+from draftsmith.modules.quantized import Precision
 from draftsmith.modules.targets.base import Session
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import SamplingParams
@@ -57,12 +58,12 @@ def timed_stack(stack: Any, forwards: Stopwatch) -> Any:
 class Pair:
     """A target and its draft in both layouts and in transformers, with prompts to decode.
 
-    load(packed) gives target and draft of our engine, load_hf() those of transformers. weight_bytes: what a forward of
-    the target reads, where that is more than caches hold.
+    load(packed, precision) gives target and draft of our engine, load_hf() those of transformers. weight_bytes: what a
+    forward of the target reads, where that is more than caches hold.
     """
 
     name: str
-    load: Callable[[bool], tuple[LlamaLM, LlamaLM]]
+    load: Callable[..., tuple[LlamaLM, LlamaLM]]
     load_hf: Callable[[], tuple[Any, Any]]
     prompts: list[list[int]]
     new_tokens: int
@@ -123,8 +124,8 @@ def random_models(shape: str, dtype: str, device: str, new_tokens: int, clock: C
     torch.manual_seed(0)
     prompt = torch.randint(target.config.vocab_size, (RANDOM_PROMPT,)).tolist()
 
-    def load(packed: bool) -> tuple[LlamaLM, LlamaLM]:
-        return target.lean(packed), draft.lean(packed)
+    def load(packed: bool, precision: Precision = "dtype") -> tuple[LlamaLM, LlamaLM]:
+        return target.lean(packed, precision), draft.lean(packed, precision)
 
     def load_hf() -> tuple[Any, Any]:
         return target.transformers(), draft.transformers()
@@ -137,8 +138,9 @@ def embedded_models(new_tokens: int, clock: Clock) -> Pair:
     paths = "embedded:target", "embedded:draft"
     rows = read_prompts("embedded:prompts", paths[0], "test", None, 4)
 
-    def load(packed: bool) -> tuple[Any, Any]:
-        return load_lm(paths[0], packed=packed), load_lm(paths[1], packed=packed)
+    def load(packed: bool, precision: Precision = "dtype") -> tuple[Any, Any]:
+        target, draft = (load_lm(path, packed=packed, precision=precision) for path in paths)
+        return target, draft
 
     def load_hf() -> tuple[Any, Any]:
         return load_hf_model(paths[0], "float32", "cpu"), load_hf_model(paths[1], "float32", "cpu")

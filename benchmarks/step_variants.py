@@ -1,9 +1,10 @@
-"""The same EAGLE training step written in three ways, to be measured beside each other (throughput.py).
+"""The same EAGLE training step written in four ways, to be measured beside each other (throughput.py).
 
 ours: the real path, `fit` with its data module, callbacks and loggers. bare: a plain loop over the same batches, head
-and loss. padded: the straightforward form, as in the trainer of SafeAILab/EAGLE, written anew: batches of random
-documents padded to the longest, logits of target and head for the whole batch in float32, softmax and log-softmax over
-the vocabulary, both losses over [B, T, ...] under a mask.
+and loss. by hand: that with a loss which does nothing that the step needs not. padded: the straightforward form, as in
+the trainer of SafeAILab/EAGLE, written anew: batches of random documents padded to the longest, logits of target and
+head for the whole batch in float32, softmax and log-softmax over the vocabulary, both losses over [B, T, ...] under a
+mask.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch.utils.data import DataLoader
 from draftsmith.benchmarks.training_data import SyntheticFeatures, dialogue_lengths, random_target, raw_config
 from draftsmith.data.store.datasets import collate_features, pack_features
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead, EagleInputs, eagle_loss, shift
+from draftsmith.modules.losses import CHUNK_ELEMENTS
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import FeatureBatch
 from draftsmith.train.data_module import HeadDataModule, Order, Part, Samples
@@ -170,6 +172,40 @@ class Bare(PlainLoop):
         return eagle_loss(
             [hidden], pair.target_features, [pair.loss_mask], lm_head, config.feature_weight, config.token_weight
         ).loss
+
+
+class ByHand(Bare):
+    """The same batches and head, and nothing that a loop needs not: no metrics, one exponential of each logit, and the
+    gradient of the logits' loss written down, as it is softmax minus target."""
+
+    def __init__(self, work: Work, config: Any):
+        super().__init__(work, config)
+        eye = torch.eye(work.shape.hidden, dtype=work.target.dtype)
+        self._weight = work.target.lm_head(eye).T.contiguous()  # [V, H]
+
+    def loss(self, pair: EagleInputs, hidden: Tensor) -> Tensor:
+        config, lm_head, dtype = self.config, self.work.target.lm_head, self.work.target.dtype
+        chosen = pair.loss_mask.flatten().nonzero()[:, 0]
+        wanted, states = (part.flatten(0, 1)[chosen] for part in (pair.target_features, hidden))
+        token, pull = torch.zeros(()), torch.empty_like(states)
+        rows = max(1, CHUNK_ELEMENTS // self.work.shape.vocab)
+        with torch.no_grad():
+            for start in range(0, len(chosen), rows):
+                part = slice(start, start + rows)
+                own, prob = states[part].to(dtype), lm_head(wanted[part].to(dtype)).float()
+                prob.sub_(prob.amax(-1, keepdim=True)).exp_()
+                prob /= prob.sum(-1, keepdim=True)
+                logits = lm_head(own).float()
+                logits -= logits.amax(-1, keepdim=True)
+                expected = torch.linalg.vecdot(prob, logits)
+                norm = logits.exp_().sum(-1, keepdim=True)
+                token += (norm[:, 0].log() - expected).sum()
+                logits.div_(norm).sub_(prob)
+                pull[part] = logits.to(own.dtype) @ self._weight
+        feature = F.smooth_l1_loss(states.float(), wanted.float(), reduction="sum") / states.shape[-1]
+        through = (states * pull).sum()
+        token_loss = through + (token - through.detach())
+        return (config.feature_weight * feature + config.token_weight * token_loss) / len(chosen)
 
 
 class Padded(PlainLoop):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.layers import LlamaConfig, LlamaModel
+from draftsmith.modules.quantized import Precision
 from draftsmith.modules.targets.base import ModelInfo
 from draftsmith.modules.targets.llama import LlamaLM, llama_config, model_from_state
 
@@ -69,12 +70,12 @@ class Weights:
     def config(self) -> LlamaConfig:
         return llama_config(self.raw)
 
-    def lean(self, packed: bool) -> LlamaLM:
+    def lean(self, packed: bool, precision: Precision = "dtype") -> LlamaLM:
         """This project's engine."""
         config = self.config
         info = ModelInfo(config.hidden_size, config.vocab_size, config.num_layers, config.max_position, (), {})
         weight = self.state["lm_head.weight"]
-        return LlamaLM(model_from_state(config, self.state, weight.dtype).to(weight.device), info, packed)
+        return LlamaLM(model_from_state(config, self.state, weight.dtype).to(weight.device), info, packed, precision)
 
     def transformers(self) -> Any:
         """The same model in transformers."""

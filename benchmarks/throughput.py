@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draftsmith.benchmarks.step_peak import in_new_process
-from draftsmith.benchmarks.step_variants import Bare, Padded, Shape, TakenStep, Work, train_ours
+from draftsmith.benchmarks.step_variants import Bare, ByHand, Padded, Shape, TakenStep, Work, train_ours
 from draftsmith.data.progress import say
 from draftsmith.data.store.files import make_directory, write_json, write_text
 from draftsmith.data.store.manifest import git_commit, package_versions, resolved
@@ -110,7 +110,8 @@ def paired_steps(work: Work, steps: int, other: str, warm_up: int = WARM_UP) -> 
     total = warm_up + steps + 1
     with tempfile.TemporaryDirectory(prefix="draftsmith-throughput-") as folder:
         config = work.settings(Path(folder) / "run", total)
-        loop = Padded(work, config) if other == "padded" else Bare(work, config, compiled="compiled" in other)
+        plain = {"padded": Padded, "by hand": ByHand}
+        loop = plain[other](work, config) if other in plain else Bare(work, config, compiled="compiled" in other)
         theirs: list[TakenStep] = []
 
         def step() -> None:
@@ -136,6 +137,9 @@ def speed(config: ThroughputConfig) -> Iterator[MeasuredNumber]:
     yield MeasuredNumber("bare: tokens a CPU second", tokens_per_s(bare), "tokens/s")
     yield MeasuredNumber("ours: tokens a CPU second", tokens_per_s(ours), "tokens/s")
     yield MeasuredNumber("ours takes longer than the bare loop by", slower(ours, bare), "%", "<= 3")
+    by_hand = paired_steps(work, steps, "by hand")
+    yield MeasuredNumber("by hand: tokens a CPU second", tokens_per_s(by_hand[1]), "tokens/s")
+    yield MeasuredNumber("ours / by hand, median over steps", 1 / (1 + slower(*by_hand) / 100), "x", ">= 0.97")
     again, padded = paired_steps(work, steps, "padded")
     yield MeasuredNumber("padded: tokens a CPU second", tokens_per_s(padded), "tokens/s")
     yield MeasuredNumber(

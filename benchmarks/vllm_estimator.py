@@ -2,7 +2,6 @@
 
     python -m draftsmith.benchmarks.vllm_estimator record TRACE --target embedded:target --draft embedded:draft \
         --prompts embedded:prompts --temperature 0
-    python -m draftsmith.benchmarks.vllm_estimator priors TRACE PRIORS.json
     ENGINE/bin/python -m draftsmith.benchmarks.vllm_estimator replay TRACE [TRACE ...]
 
 ENGINE is an environment with vLLM and Triton, whose interpreter runs vLLM's kernels on a CPU; there this project is
@@ -13,7 +12,6 @@ are replayed.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +28,7 @@ from torch import Tensor
 from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.eval.bootstrap import Resamples
-from draftsmith.modules.acceptance.served import NUM_FEATURES, ServedEstimator, ServedTexts, Start, fit_start
+from draftsmith.modules.acceptance.served import NUM_FEATURES, ServedEstimator, ServedTexts, Start, fit_priors
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.protocols import DraftView, StopPolicy
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
@@ -40,7 +38,6 @@ from draftsmith.modules.types import SamplingParams
 
 CPU = torch.device("cpu")
 CAPACITY, NEW_TOKENS, RESAMPLES = 2048, 96, 300
-WORTH = 500.0  # tokens that priors are worth
 Estimator = Any  # vLLM's, or one like it
 
 
@@ -260,12 +257,10 @@ def priors(trace: dict[str, Any], numbers: Sequence[int], concurrency: int) -> t
     estimator = Kept(concurrency, K, CPU)
     estimator.attach(server.texts)
     serve(server, estimator, None)
-    accepted, verified = (torch.cat([one[i] for one in labels])[:, None] for i in (0, 1))
-    steps = torch.arange(K)
-    weight = ((steps <= accepted) & (steps < verified)).double()
-    features, labelled = torch.cat(seen), (steps < accepted).double()
+    accepted, verified = (torch.cat([one[i] for one in labels]) for i in (0, 1))
+    features = torch.cat(seen)
     alone = torch.stack([features[..., 0], torch.zeros_like(features[..., 0])], -1)
-    return fit_start(features, labelled, weight, WORTH), fit_start(alone, labelled, weight, WORTH)
+    return fit_priors(features, accepted, verified), fit_priors(alone, accepted, verified)
 
 
 def estimators(start: Start, alone: Start, K: int, rows: int) -> Iterator[tuple[str, Callable[[], Estimator]]]:
@@ -347,13 +342,6 @@ def line_of(full: Served, trimmed: Served, base: tuple[Served, Served]) -> str:
     return f"{text}, {1e6 * full.seconds_a_step:.0f} us a step"
 
 
-def write_priors(args: argparse.Namespace) -> None:
-    """What all verdicts of a trace say, for DRAFTSMITH_VLLM_ESTIMATOR."""
-    trace = torch.load(args.trace, weights_only=True)
-    start, _ = priors(trace, range(len(trace["requests"])), args.concurrency)
-    args.output.write_text(json.dumps(vars(start)))
-
-
 def main() -> None:
     torch.set_num_threads(1)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -366,11 +354,6 @@ def main() -> None:
     recording.add_argument("--length", type=int, default=7)
     recording.add_argument("--limit", type=int, default=80)
     recording.set_defaults(run=record)
-    fitting = commands.add_parser("priors")
-    fitting.add_argument("trace", type=Path)
-    fitting.add_argument("output", type=Path)
-    fitting.add_argument("--concurrency", type=int, default=8)
-    fitting.set_defaults(run=write_priors)
     replaying = commands.add_parser("replay")
     replaying.add_argument("traces", nargs="+", type=Path)
     replaying.add_argument("--concurrency", type=int, default=8)

@@ -63,7 +63,7 @@ class FeaturesConfig(StageLoading):
         max_bytes: Most bytes to write; 0 leaves it to the free disk space.
         limit: Only the first so many rows; 0 takes all.
         batch_size: Rows read together.
-        rows_per_shard: Rows in each shard; their features are in memory at once.
+        rows_per_shard: Rows in each shard; the features of two shards are in memory at once.
         feature_dtype: What is stored: bf16, or fp8 with a scale for each token, half the bytes.
         target_parallel: A target larger than a device: device_map spreads its layers over the GPUs of this one process;
             tensor splits each layer over the processes of this machine, under torchrun. Both run it by transformers.

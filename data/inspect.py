@@ -17,7 +17,7 @@ from rich.text import Text
 from draftsmith.data.features import key
 from draftsmith.data.models.loading import load_tokenizer, tokenizer_identity
 from draftsmith.data.settings import check_not_negative
-from draftsmith.data.store.feature_codec import stored_features
+from draftsmith.data.store.feature_codec import decode, stored_features
 from draftsmith.data.store.manifest import Manifest, open_artefact, volatile
 from draftsmith.data.store.reading import open_tensors
 from draftsmith.data.store.shards import Rows
@@ -162,7 +162,7 @@ def show_row(
         notes += ["re-tokenised"] if row["retokenised"] else []
     if manifest.kind == "features":
         with open_tensors(Path(directory) / row["shard"]) as file:
-            features = stored_features(file, key(row["row"])).float()
+            features = decode(stored_features(file, key(row["row"]))).float()
         finite = "all finite" if bool(features.isfinite().all()) else "NOT all finite"
         notes.append(f"features {list(features.shape)}, standard deviation {features.std():.3f}, {finite}")
     console.print(Text(", ".join(notes), style="cyan"))

@@ -3,14 +3,19 @@ not text."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
 
 from draftsmith.data.answering.batched import OwnUniforms, answers, set_threads
 from draftsmith.data.answering.drafting import AnswerDrafter
 from draftsmith.data.answering.server import ServerConfig, ServerEngine
+from draftsmith.data.answering.server_shards import ServerShards
+from draftsmith.data.answering.vllm import VllmEngine
 from draftsmith.data.models.device import pick_device
 from draftsmith.data.models.loading import load_lm, text_identity
 from draftsmith.data.models.naming import naming
@@ -28,6 +33,7 @@ from draftsmith.data.text.turns import (
     Talk,
     Talks,
     TargetTurn,
+    Turn,
     has_later_turns,
     shard_content,
     turns_tokenizer,
@@ -62,7 +68,8 @@ class ResponsesConfig(Sampling, RemoteCode):
         prompts: Directory that `data prompts` wrote.
         target: Directory or hub id of the target model, or embedded:target.
         output: Directory to write.
-        engine: In process with our own batching (transformers), or through an OpenAI-compatible server (openai).
+        engine: In process with our own batching (transformers) or with vLLM's (vllm), or through an OpenAI-compatible
+            server (openai).
         max_new_tokens: Longest answer, in tokens. One that it cuts is the last of its conversation.
         ignore_eos: Go on behind end tokens, up to max_new_tokens: for prompts whose own answers are too short to learn
             from. Of a conversation only the first turn is answered then.
@@ -81,13 +88,15 @@ class ResponsesConfig(Sampling, RemoteCode):
         num_threads: CPU threads; 0 is torch's own choice.
         chat_template: File with the template that the prompts were made with, for later turns, where it is neither the
             tokenizer's own nor still where they had it from.
+        vllm_args: JSON file of further arguments of vllm.LLM, for engine vllm: {"tensor_parallel_size": 8,
+            "speculative_config": {...}}.
         server: Where and how to ask, for engine openai.
     """
 
     prompts: Path = volatile()
     target: str = volatile()
     output: Path = volatile()
-    engine: Literal["transformers", "openai"] = "transformers"
+    engine: Literal["transformers", "vllm", "openai"] = "transformers"
     temperature: float = field(default=1.0, kw_only=True)
     max_new_tokens: int = 256
     ignore_eos: bool = False
@@ -103,14 +112,18 @@ class ResponsesConfig(Sampling, RemoteCode):
     num_threads: int = volatile(0)
     trust_remote_code: bool = volatile(False, kw_only=True)
     chat_template: Path | None = volatile(None)
+    vllm_args: Path | None = volatile(None)  # its content is compared
     server: ServerConfig = field(default_factory=ServerConfig)
 
     def __post_init__(self) -> None:
         check_positive(self, "max_new_tokens", "batch_size", "rows_per_shard")
         check_not_negative(self, "limit", "num_threads")
-        if self.engine == "openai" and (self.draft or self.method):
-            remedy = "Let the server draft, or leave --draft and --method out."
-            raise InputError("draft", "a drafter with --engine openai", "one with --engine transformers", remedy)
+        if self.engine != "transformers" and (self.draft or self.method):
+            remedy = {"openai": "Let the server draft", "vllm": "Pass a speculative_config in --vllm-args"}[self.engine]
+            found = f"a drafter with --engine {self.engine}"
+            raise InputError("draft", found, "one with --engine transformers", f"{remedy}, and no --draft or --method.")
+        if self.engine != "vllm" and self.vllm_args is not None:
+            raise InputError("vllm_args", f"with --engine {self.engine}", "--engine vllm", "Leave them out.")
         _ = self.answering
 
     @property
@@ -124,30 +137,55 @@ def run(config: ResponsesConfig) -> Path:
     set_threads(config.num_threads)
     manifest = open_artefact(config.prompts, "prompts", text_identity(config.target))
     prompts = Rows(config.prompts, manifest, limit=config.limit)
+    with answering(config, manifest, prompts) as who:
+        plan = StagePlan(
+            kind="responses",
+            stage="data responses",
+            config=config,
+            num_rows=len(prompts),
+            fields=FIELDS,
+            inputs={"prompts": manifest.digest},
+            identity={**manifest.identity, **who.identity},
+            sampling={"temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p},
+            seed=config.seed,
+            other_packages=who.packages,
+        )
+        made = run_stage(plan, who.make)
+    tell_supervision(config.output, made)
+    return config.output
+
+
+@dataclass(frozen=True)
+class Answering:
+    """Who answers. identity: of the target and of what else decides the answers. packages: as of `StagePlan`."""
+
+    make: Callable[[Shard, Advance], ShardContent]
+    identity: Mapping[str, Any]
+    packages: Callable[[], Mapping[str, str | None]] = dict
+
+
+@contextmanager
+def answering(config: ResponsesConfig, manifest: Manifest, prompts: Rows) -> Iterator[Answering]:
+    """What `config.engine` names, for as long as it is asked. manifest: of the prompts."""
+
+    def rounds(engine: Batched | VllmEngine, context: int) -> Callable[[Shard, Advance], ShardContent]:
+        return InProcess(engine.answers, prompts, talks_of(config, manifest, context), context).make
+
     if config.engine == "openai":
-        engine = ServerEngine(config.server, config.answering, manifest.identity["chat_template"])
-        talks = talks_of(config, manifest, engine.context)
-        make, models = engine.make(prompts, talks, config.output), {"target": engine.identity}
+        server = ServerEngine(config.server, config.answering, manifest.identity["chat_template"])
+        talks = talks_of(config, manifest, server.context)
+        with ServerShards(server, prompts, talks, config.output, config.rows_per_shard) as shards:
+            yield Answering(shards.make, {"target": server.identity}, lambda: {"server": server.version()})
+    elif config.engine == "vllm":
+        with VllmEngine(config.answering, config.dtype, config.vllm_args, config.trust_remote_code) as vllm:
+            identity = {"target": vllm.identity, "answered_by": vllm.answered_by}
+            yield Answering(rounds(vllm, vllm.context), identity)
     else:
-        device = pick_device(config.device)
-        how = (config.dtype, device, config.lm_engine, config.trust_remote_code, True)
+        how = (config.dtype, pick_device(config.device), config.lm_engine, config.trust_remote_code, True)
         lm = load_lm(config.target, *how)
         drafter = AnswerDrafter.load(lm, config.target, config.draft, config.method, lambda path: load_lm(path, *how))
-        make = InProcess(lm, prompts, talks_of(config, manifest, lm.info.max_position), config, drafter).make
-        models = {"target": lm.info.identity, **drafter.identity}
-    plan = StagePlan(
-        kind="responses",
-        stage="data responses",
-        config=config,
-        num_rows=len(prompts),
-        fields=FIELDS,
-        inputs={"prompts": manifest.digest},
-        identity={**manifest.identity, **models},
-        sampling={"temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p},
-        seed=config.seed,
-    )
-    tell_supervision(config.output, run_stage(plan, make))
-    return config.output
+        make = rounds(Batched(lm, config, drafter), lm.info.max_position)
+        yield Answering(make, {"target": lm.info.identity, **drafter.identity})
 
 
 def talks_of(config: ResponsesConfig, manifest: Manifest, context: int | None) -> Talks:
@@ -160,56 +198,69 @@ def talks_of(config: ResponsesConfig, manifest: Manifest, context: int | None) -
 
 
 @dataclass(frozen=True)
+class Batched:
+    """Answers turns with our own decoder, `batch_size` at a time."""
+
+    lm: CausalLM
+    config: ResponsesConfig
+    drafter: AnswerDrafter
+
+    def answers(self, turns: Sequence[Turn]) -> Iterator[tuple[int, TargetTurn]]:
+        """Each turn's answer with its place in `turns`, as they are complete."""
+        config = self.config
+        ends = () if config.ignore_eos else self.lm.info.eos_ids
+
+        def source(i: int) -> OwnUniforms:
+            stage = "responses" if turns[i].number == 1 else f"responses/turn-{turns[i].number}"
+            return OwnUniforms(stage, config.seed, turns[i].row)
+
+        def drafter(capacity: int) -> Drafter | None:
+            return self.drafter.build(capacity, ends, config.batch_size)
+
+        ids = [turn.prompt_ids for turn in turns]
+        with naming([turn.id for turn in turns]):
+            limit, size = config.max_new_tokens, config.batch_size
+            for i, tokens in answers(self.lm, ids, config.sampling, limit, size, source, ends, drafter):
+                yield i, TargetTurn(tokens, ended=tokens[-1] in ends)
+
+
+@dataclass(frozen=True)
 class InProcess:
     """Answers shards in rounds: the first turns of all conversations, the second ones of those that have one, and so
     on. Rows of a batch are of one shard, and what drafts begins anew with each, so that a row's company, and with it
-    the last bits of its logits, does not depend on what was there before or on the number of ranks."""
+    the last bits of its logits, does not depend on what was there before or on the number of ranks.
 
-    lm: CausalLM
+    answers: as of `Batched`. context: the target's.
+    """
+
+    answers: Callable[[Sequence[Turn]], Iterable[tuple[int, TargetTurn]]]
     prompts: Rows
     talks: Talks
-    config: ResponsesConfig
-    drafter: AnswerDrafter
+    context: int
 
     def make(self, shard: Shard, advance: Advance) -> ShardContent:
         """The answers to a shard of the prompts."""
         talks = [self.talks(row) for row in self.prompts.read(shard.start, shard.stop)]
         held = [(shard.start + offset, talk, 1 / talk.turns_left) for offset, talk in enumerate(talks)]
         for number, talk, _ in held:
-            check_context(number, len(talk.asked()["prompt_ids"]), self.lm.info.max_position)
+            check_context(number, len(talk.asked()["prompt_ids"]), self.context)
         while waiting := [entry for entry in held if entry[1].prompt is not None]:
-            self._answer_turns(waiting, advance)
-        return shard_content([talk.held() for talk in talks])
-
-    def _answer_turns(self, waiting: Sequence[tuple[int, Talk, float]], advance: Advance) -> None:
-        """Answer one turn of each conversation. waiting: with their rows' numbers, and how much of a row a turn is."""
-        config = self.config
-        ends = () if config.ignore_eos else self.lm.info.eos_ids
-
-        def source(i: int) -> OwnUniforms:
-            number, talk, _ = waiting[i]
-            stage = "responses" if talk.turn == 1 else f"responses/turn-{talk.turn}"
-            return OwnUniforms(stage, config.seed, number)
-
-        def drafter(capacity: int) -> Drafter | None:
-            return self.drafter.build(capacity, ends, config.batch_size)
-
-        asked = [talk.asked() for _, talk, _ in waiting]
-        ids = [row["prompt_ids"] for row in asked]
-        with naming([row["id"] for row in asked]):
-            limit, size = config.max_new_tokens, config.batch_size
-            for i, tokens in answers(self.lm, ids, config.sampling, limit, size, source, ends, drafter):
-                _, talk, share = waiting[i]
-                talk.hear(TargetTurn(tokens, ended=tokens[-1] in ends))
+            asked = [(number, talk.turn, talk.asked()) for number, talk, _ in waiting]
+            turns = [Turn(number, turn, row["id"], row["prompt_ids"]) for number, turn, row in asked]
+            for i, answer in self.answers(turns):
+                _, talk, share = waiting[i]  # how much of a row a turn is
+                talk.hear(answer)
                 advance(share)
+        return shard_content([talk.held() for talk in talks])
 
 
 def tell_supervision(directory: Path, manifest: Manifest) -> None:
     """Say what can be learned from the responses, and warn where that is little."""
     if place().rank or "loss_mask" not in {spec.name for spec in manifest.fields}:
         return
-    masks = Lists.of(Rows(directory, manifest, ["loss_mask"]).table()["loss_mask"])
-    learned = Supervision.of(answer_lengths(masks.values, masks.offsets)[0])
+    masks = (table["loss_mask"] for table in Rows(directory, manifest, ["loss_mask"]).tables())
+    lengths = [answer_lengths(*part)[0] for mask in masks for part in Lists(mask).parts()]
+    learned = Supervision.of(np.concatenate(lengths))
     say(f"responses: {learned.text()}")
     if warning := learned.warning():
         say(warning)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from draftsmith.data.settings import Loading
 from draftsmith.eval.cost.clock import ClockName, clock_name
@@ -14,14 +14,21 @@ class Decoding(Loading):
     """How models that decode are loaded.
 
     Attributes:
-        packed: On a CPU, hold large weights in the layout of its kernels (lean engine).
+        packed: On a CPU, hold weights in the layout of its kernels (lean engine).
+        draft_precision: Of the weights of what drafts, on a CPU: a draft model's, a head's, and the head's copy of the
+            target's lm_head. dtype leaves them as --dtype says; bf16; int8. Answers stay the target's whatever it is.
+        target_precision: Of the target's weights, on a CPU with the lean engine: dtype, or int8. Answers are those of
+            the target in int8, which is another model.
     """
 
     packed: bool = True
+    draft_precision: Literal["dtype", "bf16", "int8"] = "dtype"
+    target_precision: Literal["dtype", "int8"] = "dtype"
 
     @property
     def loading(self) -> dict[str, Any]:
-        return super().loading | {"packed": self.packed}
+        """Arguments of `load_lm` for the target."""
+        return super().loading | {"packed": self.packed, "precision": self.target_precision}
 
 
 @dataclass(frozen=True, kw_only=True)

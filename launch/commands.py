@@ -126,6 +126,9 @@ SECTIONS: dict[str, dict[str, Command]] = {
             "Methods or servers under many requests at once",
             runner="eval.load.command",
         ),
+        "eval schedule": Command(
+            "eval.schedule.command:ScheduleConfig", "How many tokens servers should draft, by load", ("run",)
+        ),
         "eval compare": Command(
             "eval.bench.compare:CompareConfig", "Two runs of the bench, prompt by prompt", ("runs",)
         ),

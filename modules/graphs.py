@@ -11,6 +11,11 @@ from torch import Tensor
 Outputs = tuple[Tensor, ...]
 
 
+def records(tensor: Tensor) -> bool:
+    """Its device has graphs."""
+    return tensor.is_cuda
+
+
 class Graphed:
     """Calls `fn(*inputs, *static)`; on CUDA by replaying a graph, one for each shapes of the inputs and static values.
 
@@ -29,7 +34,7 @@ class Graphed:
         self._pool: Any = None
 
     def __call__(self, *inputs: Tensor, static: tuple[Hashable, ...] = ()) -> Outputs:
-        if not inputs[0].is_cuda:
+        if not records(inputs[0]):
             return self._fn(*inputs, *static)
         key = (*(tensor.shape for tensor in inputs), *static)
         if key not in self._graphs:
@@ -53,6 +58,7 @@ class Graphed:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Of this thread: another one may be pinning a batch meanwhile, which a capture of all threads forbids.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             outputs = self._fn(*buffers, *static)
         return graph, buffers, outputs

@@ -52,22 +52,36 @@ class KVCache:
     def __init__(self, data: Tensor, written: int | None = None):
         """data: finite numbers everywhere, or 0 * nan spoils the attention to slots that a mask hides. written: slots
         that may hold something; None: all."""
-        self.data, self.length = data, 0
+        self.length = 0
+        self._hold(data)
         self._written = self.capacity if written is None else written
-        # Views made once: indexing the big tensor in every layer of every call is measurable on small models.
-        self._layers = list(data)
+
+    def _hold(self, data: Tensor) -> None:
+        self.data = data
+        # Seen as layers write and read, so that a forward slices once for all of its layers: views are most of what
+        # writing takes on small models.
+        self._slots = data.permute(0, 2, 4, 1, 3, 5)  # [layers, B, capacity, 2, kv_heads, D]
+        self._halves = data.flatten(0, 1)  # [layers * 2, B, kv_heads, capacity, D]
+        self._place: tuple[int, int] | None = None  # where the slices begin, and how many slots they are
 
     @property
     def capacity(self) -> int:
         return self.data.shape[-2]
 
     def write(self, layer: int, start: int, keys_values: Tensor) -> tuple[Tensor, Tensor]:
-        cached, length = self._layers[layer], keys_values.shape[1]
+        place = start, keys_values.shape[1]
+        if place != self._place:
+            self._slice(*place)
+        fresh = self._fresh[layer]
+        fresh.copy_(keys_values.view(fresh.shape))
+        return self._seen[2 * layer], self._seen[2 * layer + 1]
+
+    def _slice(self, start: int, length: int) -> None:
         end = start + length
         self._written = max(self._written, end)
-        cached.narrow(3, start, length).copy_(split_heads(keys_values))
-        keys, values = cached.narrow(3, 0, end).unbind(0)
-        return keys, values
+        self._fresh = self._slots.narrow(2, start, length).unbind(0)
+        self._seen = self._halves.narrow(3, 0, end).unbind(0)
+        self._place = start, length
 
     def keep(self, length: int, slots: Sequence[int] = ()) -> None:
         """Keep the first `length` slots, then those at `slots` (ascending, >= length), moved to follow them. Where none
@@ -76,7 +90,7 @@ class KVCache:
         if end == 0:
             with torch.inference_mode():
                 self.data[..., : self._written, :].zero_()
-            self._written = 0
+            self._written, self._place = 0, None  # what is written next counts again
         if list(slots) != list(range(length, end)):  # a contiguous path lies in its place already
             with torch.inference_mode():
                 index = torch.tensor(slots, device=self.data.device)
@@ -85,8 +99,7 @@ class KVCache:
 
     def select_rows(self, rows: Tensor) -> None:
         """Keep these rows of the batch only."""
-        self.data = self.data.index_select(2, rows)
-        self._layers = list(self.data)
+        self._hold(self.data.index_select(2, rows))
 
 
 class RowsCache(KVCache):
@@ -100,6 +113,7 @@ class RowsCache(KVCache):
     def __init__(self, data: Tensor):
         super().__init__(data)
         _, _, batch, num_kv_heads, capacity, head_dim = data.shape
+        self._layers = list(data)
         # Every slot of every head as one row of a matrix, so that a layer's write is one call with an index made once.
         self._flat = [layer.view(-1, head_dim) for layer in self._layers]
         first = torch.arange(2 * batch * num_kv_heads, device=data.device) * capacity

@@ -12,14 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftsmith.modules.attention import attend, prepared
 from draftsmith.modules.kv_cache import KVCache, LayerCache
 from draftsmith.modules.layers import DecoderLayer, LlamaConfig, RMSNorm, rope_table
 from draftsmith.modules.packed import LeanLinear
+from draftsmith.modules.quantized import Linear, Precision, linear_of
 
 Taps = dict[int, Tensor]  # numbers of layers -> states, of which the caller gives the numbers
 
 
-def _fuse(linears: Sequence[torch.nn.Linear], share: bool, pack: bool) -> LeanLinear:
+def _fuse(linears: Sequence[torch.nn.Linear], share: bool, pack: bool, precision: Precision) -> Linear:
     """Linears that read the same input as one, stacked by rows.
 
     share: leave one copy of the weights: the linears' become views of the stacked tensor, or empty where it is packed
@@ -29,10 +31,13 @@ def _fuse(linears: Sequence[torch.nn.Linear], share: bool, pack: bool) -> LeanLi
     weight = torch.cat(weights) if len(weights) > 1 else weights[0]
     has_bias = any(linear.bias is not None for linear in linears)
     bias = torch.cat([linear.bias.detach() for linear in linears]) if has_bias else None
-    fused = LeanLinear(weight, bias, pack)
-    if share and (fused.packed or len(linears) > 1):
-        for linear, rows in zip(linears, weight.split([len(own) for own in weights]), strict=True):
-            linear.weight.data = rows.new_empty(0) if fused.packed else rows
+    fused = linear_of(weight, bias, pack, precision)
+    if share and fused.packed:
+        for linear in linears:
+            linear.weight.data = weight.new_empty(0)
+    elif share and isinstance(fused, LeanLinear):
+        for linear, rows in zip(linears, fused.weight.split([len(own) for own in weights]), strict=True):
+            linear.weight.data = rows
     return fused
 
 
@@ -55,14 +60,14 @@ class LeanNorm:
 class LeanLayer:
     """One decoder layer with q/k/v and gate/up fused; reads and writes a cache. Results are written in place."""
 
-    def __init__(self, layer: DecoderLayer, share: bool, pack: bool):
+    def __init__(self, layer: DecoderLayer, share: bool, pack: bool, precision: Precision = "dtype"):
         attention = layer.self_attn
         self.num_heads, self.num_kv_heads = attention.num_heads, attention.num_kv_heads
-        self.head_dim = attention.head_dim
-        self.qkv = _fuse([attention.q_proj, attention.k_proj, attention.v_proj], share, pack)
-        self.o = _fuse([attention.o_proj], share, pack)
-        self.gate_up = _fuse([layer.mlp.gate_proj, layer.mlp.up_proj], share, pack)
-        self.down = _fuse([layer.mlp.down_proj], share, pack)
+        self.groups, self.head_dim = self.num_heads // self.num_kv_heads, attention.head_dim
+        self.qkv = _fuse([attention.q_proj, attention.k_proj, attention.v_proj], share, pack, precision)
+        self.o = _fuse([attention.o_proj], share, pack, precision)
+        self.gate_up = _fuse([layer.mlp.gate_proj, layer.mlp.up_proj], share, pack, precision)
+        self.down = _fuse([layer.mlp.down_proj], share, pack, precision)
         self.qk_norm = None
         if attention.qk_norm:
             weights: list[Tensor] = [attention.q_norm.weight] * self.num_heads
@@ -90,7 +95,8 @@ class LeanLayer:
         """rows [B * T, H], sequence by sequence, fed after `cache.length` tokens -> the same.
 
         cos, sin: [B or 1, T, 1, D].
-        mask: added to the scores, [B or 1, 1, T, cache.length + T] (`as_bias`); None with T == 1, or with `causal`.
+        mask: added to the scores, [B or 1, 1, T, cache.length + T] (`as_bias`), `attention.prepared`; None with T == 1,
+        or with `causal`.
         Where the cache is `ragged` a batch of 1 and T of all rows together, but in the mask.
         """
         rows, normed = self.read(rows)
@@ -102,14 +108,12 @@ class LeanLayer:
         rolled = rotated.roll(self.head_dim // 2, -1)
         rotated.mul_(cos).addcmul_(rolled, sin)
         keys, values = cache.write(index, cache.length, qkv[:, :, self.num_heads :])
-        queries, grouped = qkv[:, :, : self.num_heads], self.num_heads != self.num_kv_heads
+        queries = qkv[:, :, : self.num_heads]
         if cache.ragged is not None:
             assert mask is not None
-            attended = cache.ragged.attend(queries[0], keys, values, mask, grouped)
+            attended = cache.ragged.attend(queries[0], keys, values, self.groups, mask)
         else:
-            attended = F.scaled_dot_product_attention(
-                queries.transpose(1, 2), keys, values, attn_mask=mask, is_causal=causal, enable_gqa=grouped
-            ).transpose(1, 2)
+            attended = attend(queries, keys, values, self.groups, mask, causal)
         rows = self.o.add_to(rows, attended.reshape(len(rows), -1))
         normed = self.post_norm(rows)
         gate, up = self.gate_up(normed).chunk(2, -1)
@@ -132,14 +136,18 @@ class LeanStack:
         device: torch.device,
         share: bool = False,
         pack: bool = False,
+        precision: Precision = "dtype",
     ):
-        """share: the layers are frozen and give their weights away (see `_fuse`). pack: see `LeanLinear`."""
-        self.layers = [layer if isinstance(layer, LeanLayer) else LeanLayer(layer, share, pack) for layer in layers]
+        """share: the layers are frozen and give their weights away (see `_fuse`). pack, precision: see `linear_of`."""
+        self.layers = [
+            layer if isinstance(layer, LeanLayer) else LeanLayer(layer, share, pack, precision) for layer in layers
+        ]
         self.config, self.dtype, self.device = config, dtype, device
         cos, sin = rope_table(config, config.max_position)
         signed = torch.cat([-sin[:, : config.head_dim // 2], sin[:, config.head_dim // 2 :]], -1)
         self.cos, self.sin = cos.to(device, dtype)[:, None], signed.to(device, dtype)[:, None]  # [positions, 1, D]
         self._strip = torch.zeros(0, 0, dtype=dtype)
+        self._ready: list[tuple[Tensor, Tensor]] = []  # cos and sin of the first positions, a view for each
 
     def new_slots(self, batch: int, capacity: int) -> Tensor:
         """What a cache keeps keys and values in, zeros."""
@@ -165,8 +173,9 @@ class LeanStack:
         mask: bool, true = may attend, or a bias of the stack's dtype.
         taps: the states after so many layers, [B * T, H], are put here under the numbers that it has.
         """
-        if mask is not None and mask.dtype == torch.bool:
-            mask = as_bias(mask, self.dtype)
+        if mask is not None:
+            bias = as_bias(mask, self.dtype) if mask.dtype == torch.bool else mask
+            mask = prepared(bias, self.config.num_heads // self.config.num_kv_heads)
         single = x.dim() == 2
         rows, batch = (x, 1) if single else (x.reshape(-1, x.shape[-1]), x.shape[0])
         for index, layer in enumerate(self.layers):
@@ -179,7 +188,7 @@ class LeanStack:
         """Chains of T inputs [B, T, H] or [T, H], all at positions cache.length.. ."""
         start, length = cache.length, x.shape[-2]
         end = start + length
-        cos, sin = self.cos[start:end], self.sin[start:end]
+        cos, sin = self._rotation(start) if length == 1 else (self.cos[start:end], self.sin[start:end])
         if self.config.sliding_window is not None and end > self.config.sliding_window:
             positions = torch.arange(end, device=self.device)
             mask = self._windowed(positions[start:, None] >= positions, positions)
@@ -200,6 +209,13 @@ class LeanStack:
             visible = self._windowed(visible, positions)
         own = positions[-len(x) :]
         return self.run(x, self.cos[own], self.sin[own], cache, visible, False, taps)
+
+    def _rotation(self, position: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of one position, [1, 1, D] each: slicing takes longer than looking up."""
+        if position >= len(self._ready):
+            first, end = len(self._ready), max(1024, 2 * position)
+            self._ready += zip(self.cos[first:end].split(1), self.sin[first:end].split(1), strict=True)
+        return self._ready[position]
 
     def _chain_bias(self, start: int, length: int) -> Tensor:
         """The bias [T, start + T] of a chain: input i sees the first start + i + 1 slots.

@@ -16,13 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from draftsmith.modules.attention import ALIGNMENT
 from draftsmith.modules.graphs import Graphed
 from draftsmith.modules.kv_cache import KVCache, RowsCache
 from draftsmith.modules.lean import LeanStack, Taps, as_bias, tree_mask
 from draftsmith.modules.ragged import Ragged
+from draftsmith.modules.transfer import to_device, to_device_together
 
-SPAN_BUCKET = 256  # slots that are looked at come in multiples of this where shapes are to recur
-ALIGNMENT = 8  # of a mask's rows, which attention kernels on a GPU ask for; SPAN_BUCKET is a multiple of it
+SPAN_BUCKET = 256  # slots that are looked at are this times a power of two where shapes are to recur
 SEEN_BUCKET = 64  # slots of a tree's own, where shapes are to recur
 MAX_WIDTH = 256  # what is longer is a prompt, and read without padding
 MOST_THERE = 0.7  # of the inputs of padded rows: with more of them, leaving padding out takes longer than reading it
@@ -252,13 +253,14 @@ class ManyRows:
             end = (width if ragged is None else total) - 1
             first = [start + max(count - num_logits, 0) for start, count in zip(begun, counts, strict=True)]
             places = [[min(i + own, end) for i in range(num_logits)] for own in first]
-        starts, picked = self._upload(lengths), self._upload(places)
         fed = [self._batched(own, width) if ragged is None else _laid_out(own, ragged) for own in inputs]
+        below, seen = ([], None) if parents is None else self._tree_inputs(parents, width)
+        starts, picked, depths, *ids = self._upload(lengths, places, below, *(own for own in fed if _is_host(own)))
+        fed = [ids.pop(0) if _is_host(own) else own for own in fed]
         static = (ragged, self._span(max(lengths) + width), whole)
-        if parents is None:
+        if seen is None:
             found = self._chains(starts, picked, *fed, static=static)
         else:
-            depths, seen = self._tree_inputs(parents, width)
             found = self._trees(starts, starts, depths, seen, picked, *fed, static=static)
         return found if ragged is None else tuple(ragged.spread(part) if part.dim() == 2 else part for part in found)
 
@@ -275,9 +277,9 @@ class ManyRows:
         if self.static:
             seen = F.pad(seen, (0, -width % SEEN_BUCKET), value=-torch.inf)
         depths = torch.full((1, 1), depth - 1, device=self._slots.device)
-        first = self._upload(starts)
+        first, behind = self._upload(starts, fresh)
         # Everything is picked: any tensor will do in the place of what is.
-        return self._trees(first, self._upload(fresh), depths, seen, first, *inputs, static=(None, span, True))
+        return self._trees(first, behind, depths, seen, first, *inputs, static=(None, span, True))
 
     def keep(self, lengths: Sequence[int], slots: Sequence[Sequence[int]] | None = None) -> None:
         moved = []
@@ -288,7 +290,7 @@ class ManyRows:
             moved += [(row, old, first + i) for i, old in enumerate(path) if old != first + i]
             self.lengths[row] += len(path)
         if moved:
-            self._cache.move(*self._upload(moved).unbind(1))
+            self._cache.move(*self._upload(moved)[0].unbind(1))
 
     def select(self, rows: Sequence[int]) -> None:
         self._cache.select_rows(torch.tensor(rows))
@@ -354,30 +356,31 @@ class ManyRows:
             return visible
         return visible & (self._slots[: visible.shape[-1]] > positions[..., None] - window)
 
-    def _tree_inputs(self, parents: Parents, width: int) -> tuple[Tensor, Tensor]:
-        """Depths [B, width] and what trees see of themselves [B, width, width]; padding sees itself alone."""
+    def _tree_inputs(self, parents: Parents, width: int) -> tuple[list[list[int]], Tensor]:
+        """Depths [B, width], and on the device what trees see of themselves [B, width, width]; padding sees itself
+        alone."""
         made = [tree_mask([*own, *[-1] * (width - len(own))], 0, torch.device("cpu")) for own in parents]
         depths, visible = (torch.stack(parts) for parts in zip(*made, strict=True))
         window = self._stack.config.sliding_window
         if window is not None:
             visible &= depths[:, :, None] - depths[:, None] < window
-        return self._upload(depths), as_bias(visible, self._stack.dtype).to(self._stack.device, non_blocking=True)
+        return depths.tolist(), to_device(as_bias(visible, self._stack.dtype), self._stack.device)
 
-    def _batched(self, own: Any, width: int) -> Tensor:
-        """What the rows are fed, [B, width, ..]."""
+    def _batched(self, own: Any, width: int) -> Any:
+        """What the rows are fed, [B, width, ..]: a tensor, or lists of ids."""
         if not isinstance(own, Tensor):
             if not isinstance(own[0], Tensor):
-                return self._upload([[*ids, *[0] * (width - len(ids))] for ids in own])
+                return [[*ids, *[0] * (width - len(ids))] for ids in own]
             own = pad_sequence(list(own), batch_first=True)
         missing = width - own.shape[1]
         return F.pad(own, [0, 0] * (own.dim() - 2) + [0, missing]) if missing else own
 
     def _span(self, end: int) -> int:
         """Slots to look at where the longest row ends at `end`: one of few numbers, where shapes are to recur."""
-        return min(-(-end // SPAN_BUCKET) * SPAN_BUCKET if self.static else end, len(self._slots))
+        return min(SPAN_BUCKET * bucket(-(-end // SPAN_BUCKET)) if self.static else end, len(self._slots))
 
-    def _upload(self, values: Any) -> Tensor:
-        return to_device(values, self._stack.device)
+    def _upload(self, *values: Any) -> list[Tensor]:
+        return to_device_together(values, self._stack.device)
 
 
 def _laid_out(own: Any, ragged: Ragged) -> Any:
@@ -387,12 +390,11 @@ def _laid_out(own: Any, ragged: Ragged) -> Any:
     return torch.cat(list(own)) if isinstance(own[0], Tensor) else [token for ids in own for token in ids]
 
 
+def _is_host(own: Any) -> bool:
+    """Ids that are not on a device yet."""
+    return not isinstance(own, Tensor)
+
+
 def bucket(count: int) -> int:
     """The power of two that inputs are padded to."""
     return 1 << (count - 1).bit_length()
-
-
-def to_device(values: Any, device: torch.device) -> Tensor:
-    """Integers of the host as int64, without waiting for what the device is doing."""
-    tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.int64)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

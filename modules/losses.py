@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from draftsmith.modules.transfer import true_places
 from draftsmith.modules.types import AcceptanceBatch, LossOutput
 
 # Logits that exist at once: 128 MiB in float32, few enough to be small beside a model, and at 128k tokens of vocabulary
@@ -26,10 +27,10 @@ def acceptance_loss(logit: Tensor, batch: AcceptanceBatch, w_acc: float = 1.0, w
     Where the batch has weights, each token counts that much. `sums["kl"]` is the binary KL(P || P^) of the raw output,
     without w_acc and w_rej.
     """
-    prob = batch.accept_prob[batch.loss_mask].float()
-    z = logit[batch.loss_mask].float()
+    chosen = true_places(batch.loss_mask)
+    prob, z = (values.flatten().index_select(0, chosen).float() for values in (batch.accept_prob, logit))
     accept, reject = F.logsigmoid(z), F.logsigmoid(-z)
-    weight = torch.ones_like(prob) if batch.weight is None else batch.weight[batch.loss_mask].float()
+    weight = torch.ones_like(prob) if batch.weight is None else batch.weight.flatten()[chosen].float()
     total = -(weight * (w_acc * prob * accept + w_rej * (1 - prob) * reject)).sum()
     entropy = torch.special.entr(prob) + torch.special.entr(1 - prob)
     kl = (weight * (-(prob * accept + (1 - prob) * reject) - entropy)).sum()
@@ -39,16 +40,17 @@ def acceptance_loss(logit: Tensor, batch: AcceptanceBatch, w_acc: float = 1.0, w
 
 
 def soft_cross_entropy(
-    lm_head: LmHead, wanted: Tensor, kept: Sequence[Tensor], hidden: Sequence[Tensor]
+    lm_head: LmHead, wanted: Tensor, kept: Sequence[Tensor], hidden: Sequence[Tensor], ranked: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Sums over tokens of -sum_v p_v log q_v, p = softmax(lm_head(wanted)), q = softmax(lm_head(h)), of several
     predictions h of the same N tokens; and how often p's argmax is the first, or among the three first, of the first
     prediction's logits: totals [P], hits [2].
 
     wanted: [N, H]. kept: [N] weights for each prediction. hidden: [N, H] each; the gradient flows to them alone, as
-    lm_head is frozen. CHUNK_ELEMENTS logits are made at a time.
+    lm_head is frozen. CHUNK_ELEMENTS logits are made at a time. ranked: count the hits, which are 0 else: finding the
+    first ones takes as long as half of the rest beside the products.
     """
-    return _SoftCrossEntropy.apply(lm_head, wanted, kept, *hidden)
+    return _SoftCrossEntropy.apply(lm_head, wanted, kept, ranked, *hidden)
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
@@ -61,26 +63,26 @@ class _SoftCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, lm_head: LmHead, wanted: Tensor, kept: Sequence[Tensor], *hidden: Tensor
+        ctx: Any, lm_head: LmHead, wanted: Tensor, kept: Sequence[Tensor], ranked: bool, *hidden: Tensor
     ) -> tuple[Tensor, Tensor]:
-        grads = [torch.empty_like(h) if ctx.needs_input_grad[3 + i] else None for i, h in enumerate(hidden)]
+        grads = [torch.empty_like(h) if ctx.needs_input_grad[4 + i] else None for i, h in enumerate(hidden)]
         totals = torch.zeros(len(hidden), device=wanted.device)
         hits = torch.zeros(2, dtype=torch.int64, device=wanted.device)
         for part in _chunks(lm_head, wanted.to(hidden[0].dtype)):
             target_logits = lm_head(wanted[part].to(hidden[0].dtype)).float()
-            choice = target_logits.argmax(-1, keepdim=True)
+            choice = target_logits.argmax(-1, keepdim=True) if ranked else None
             target_prob = _softmax_(target_logits)
             for i, (states, keep, grad) in enumerate(zip(hidden, kept, grads, strict=True)):
                 logits, pull = _logits(lm_head, states[part], grad is not None)
-                if i == 0:
-                    ranked = logits.topk(min(3, logits.shape[-1]), dim=-1).indices == choice
-                    hits += torch.stack([ranked[:, 0].sum(), ranked.sum()])
+                if i == 0 and choice is not None:
+                    found = logits.topk(min(3, logits.shape[-1]), dim=-1).indices == choice
+                    hits += torch.stack([found[:, 0].sum(), found.sum()])
                 logits -= logits.amax(-1, keepdim=True)
-                log_norm = logits.logsumexp(-1, keepdim=True)
-                cross_entropy = log_norm[:, 0] - torch.linalg.vecdot(target_prob, logits)
-                totals[i] += (cross_entropy * keep[part]).sum()
+                expected = torch.linalg.vecdot(target_prob, logits)
+                norm = logits.exp_().sum(-1, keepdim=True)
+                totals[i] += ((norm[:, 0].log() - expected) * keep[part]).sum()
                 if grad is not None:
-                    logits.sub_(log_norm).exp_().sub_(target_prob)  # q - p
+                    logits.div_(norm).sub_(target_prob)  # q - p
                     grad[part] = pull(logits) * keep[part, None].to(states.dtype)
         ctx.grads = grads
         ctx.mark_non_differentiable(hits)
@@ -90,7 +92,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, outer: Tensor, _: Tensor) -> Any:
         grads = [None if grad is None else grad * outer[i].to(grad.dtype) for i, grad in enumerate(ctx.grads)]
-        return None, None, None, *grads
+        return None, None, None, None, *grads
 
 
 def _chunks(lm_head: LmHead, hidden: Tensor) -> Iterator[slice]:

@@ -2,7 +2,8 @@
 
 A decoder multiplies few rows (1 to some dozens) with large weights, over and over. oneDNN can lay a weight out for that
 once; `F.linear` reads the plain layout, which a few rows at a time is slower (docs/performance.md). The ops are private
-to torch: they are tried against `F.linear` before they are used, and where they fail `F.linear` it is.
+to torch: they are tried against `F.linear` before they are used, and where they fail `F.linear` it is. What oneDNN's
+calls take is too much for small weights; these lie [in, out] in memory, which BLAS reads faster.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Smaller weights stay in the processor's caches, where the layout matters less than what the call costs.
+# Smaller weights stay in the processor's caches, where oneDNN's layout matters less than what its call costs.
 MIN_WEIGHTS = 2**19
 # Rows that a weight is laid out for; the layout for 8 is good at 1 and at 60.
 PACKED_ROWS = 8
@@ -46,23 +47,32 @@ class LeanLinear:
     """x @ weight.T + bias for frozen weights: weight [out, in], bias [out] or None."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, pack: bool = False):
-        """pack: lay the weight out for the CPU's kernels where that pays and works; the caller may then free it."""
-        self.packed = pack and weight.device.type == "cpu" and weight.numel() >= MIN_WEIGHTS and can_pack(weight.dtype)
-        weight = weight.detach()
-        self._weight = _pack(weight) if self.packed else weight
+        """pack: lay the weight out for the CPU's kernels where that pays and works; the caller may then free it, or
+        where `packed` stays false take `weight`, the same in its place."""
+        pack, small = pack and weight.device.type == "cpu", weight.numel() < MIN_WEIGHTS
+        self.packed = pack and not small and can_pack(weight.dtype)
+        self.weight = weight = weight.detach()
         self._transposed = None if self.packed else weight.t()  # [in, out], a view made once
+        self._turned: Tensor | None = None  # [in, out] as it lies in memory
+        if self.packed:
+            self.weight = _pack(weight)
+        elif pack and small and bias is None:
+            self._transposed = self._turned = weight.t().contiguous()
+            self.weight = self._transposed.t()
         self._bias = None if bias is None else bias.detach()
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
         if self.packed:
-            return _linear(x, self._weight, self._bias)
-        return F.linear(x, self._weight, self._bias)
+            return _linear(x, self.weight, self._bias)
+        if self._turned is not None and x.dim() == 2:
+            return torch.mm(x, self._turned)
+        return F.linear(x, self.weight, self._bias)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual [N, out] + linear(x [N, in]), without a pass of its own for the sum."""
         if self._transposed is None:
-            return _linear_add(residual, x, self._weight, self._bias)
+            return _linear_add(residual, x, self.weight, self._bias)
         added = torch.addmm(residual, x, self._transposed)
         return added if self._bias is None else added.add_(self._bias)
 

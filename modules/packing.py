@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from draftsmith.modules.transfer import to_device, true_places
+
 
 @dataclass(frozen=True)
 class Documents:
@@ -28,11 +30,11 @@ class Documents:
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> Documents:
-        sizes = torch.tensor(list(lengths), dtype=torch.int64, device=device)
-        columns = torch.arange(max(lengths, default=0), device=device)
+        sizes = torch.tensor(list(lengths), dtype=torch.int64)  # on the host, for which a device would have to wait
+        columns = torch.arange(max(lengths, default=0))
         real = columns < sizes[:, None]
         rows = torch.where(real, (sizes.cumsum(0) - sizes)[:, None] + columns, 0)
-        return cls(tuple(lengths), rows, real.flatten().nonzero()[:, 0])
+        return cls(tuple(lengths), to_device(rows, device), to_device(true_places(real), device))
 
     def side_by_side(self, flat: Tensor) -> Tensor:
         """[1, N, ...] -> [D, L, ...]; what lies in the padding is arbitrary."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from itertools import accumulate
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from draftsmith.modules.attention import attend
+from draftsmith.modules.transfer import to_device_together
 
 # Time of attention in that of one more query of a row: of a row among others that are padded, and of a row alone.
 PADDED_ROW, ROW_ALONE = 6, 11
@@ -23,15 +24,15 @@ class Ragged:
     def __init__(self, counts: Sequence[int], device: torch.device):
         """counts: inputs of each row, N in all, none where a row idles."""
         self.batch, self.width = len(counts), max(counts)
-        self._index = torch.tensor(_places(counts, self.width), device=device)
+        index = _places(counts, self.width)
         width = self._short = min({0, *counts}, key=lambda width: _attention_time(counts, width))
         ends = list(accumulate(counts))
         parts = [(row, end - count, end) for row, (count, end) in enumerate(zip(counts, ends, strict=True)) if count]
         self._alone = [part for part in parts if part[2] - part[1] > width]
         short = [i for _, start, end in parts if end - start <= width for i in range(start, end)]
-        self._own = torch.tensor(short, device=device)  # in [N]
         padded = _places([count if count <= width else 0 for count in counts], width)
-        self._padded = torch.tensor(padded, device=device)  # their places in [batch * width]
+        # Of all inputs their places in [batch * width]; of those in short rows places in [N], and in [batch * short].
+        self._index, self._own, self._padded = to_device_together([index, short, padded], device)
 
     def spread(self, packed: Tensor) -> Tensor:
         """[N, ..] -> [batch, width, ..], zeros elsewhere."""
@@ -41,25 +42,23 @@ class Ragged:
         """[batch, width, ..] -> [N, ..]."""
         return padded.flatten(0, 1).index_select(0, self._index)
 
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, grouped: bool) -> Tensor:
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, groups: int, mask: Tensor) -> Tensor:
         """Attention of queries [N, heads, D] to their own rows' keys and values [batch, kv_heads, S, D]: [N, heads, D].
 
-        mask: added to scores, [batch, 1, width, S].
+        mask: of [batch, 1, width, S], `attention.prepared`.
         """
-        attention, made = partial(F.scaled_dot_product_attention, enable_gqa=grouped), queries
+        made, lines = queries, mask.shape[2] // self.width  # of the mask, for a query
         if self._short:
             own = queries.index_select(0, self._own) if self._alone else queries
-            padded = _spread(own, self._padded, self.batch, self._short).transpose(1, 2)
-            found = attention(padded, keys, values, attn_mask=mask[:, :, : self._short]).transpose(1, 2)
+            padded = _spread(own, self._padded, self.batch, self._short)
+            found = attend(padded, keys, values, groups, mask[:, :, : self._short * lines])
             made = found.flatten(0, 1).index_select(0, self._padded)
         if self._alone:
             made = torch.empty_like(queries).index_copy_(0, self._own, made) if self._short else torch.empty_like(made)
         for row, start, end in self._alone:
             one = slice(row, row + 1)
-            found = attention(
-                queries[None, start:end].transpose(1, 2), keys[one], values[one], attn_mask=mask[one, :, : end - start]
-            )
-            made[start:end] = found[0].transpose(0, 1)
+            of_row = mask[one, :, : (end - start) * lines]
+            made[start:end] = attend(queries[None, start:end], keys[one], values[one], groups, of_row)[0]
         return made
 
 

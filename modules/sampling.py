@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.modules.finite import NO_TOKEN, NonFinite
+from draftsmith.modules.transfer import to_device
 from draftsmith.modules.types import SamplingParams
 
 # Temperatures that float32 holds the reciprocal of. Below the first one nothing but ties can share the mass, above the
@@ -244,7 +245,7 @@ def own_uniforms(sources: Sequence[Any], counts: Sequence[int], device: torch.de
     taken = [[source.uniform() for _ in range(count)] for source, count in zip(sources, counts, strict=True)]
     widest = max(counts)
     rows = [[*own, *[0.0] * (widest - len(own))] for own in taken]
-    return torch.tensor(rows, dtype=torch.float64).to(device, non_blocking=True)
+    return to_device(torch.tensor(rows, dtype=torch.float64), device)
 
 
 def chosen(tokens: Tensor, what: str = "logits") -> list[int]:

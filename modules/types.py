@@ -66,6 +66,7 @@ class FeatureBatch:
     position_ids: Tensor  # [B, T] int64, from 0 in every sequence
     attention_mask: Tensor | None = None  # [B, T] bool, false on padding (which is at the right)
     lengths: tuple[int, ...] | None = None
+    scale: Tensor | None = None  # [B, T] of features in fp8, which are decoded on their device
 
 
 @dataclass(frozen=True)

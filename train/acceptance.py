@@ -224,7 +224,7 @@ def prepare(config: TrainAcceptanceConfig) -> tuple[Any, ...]:
     check_labels(head.config, labels, manifest)
     context = drafter.lm.info.max_position
     if labels == "rollouts":  # not to be split: its drafts follow all of a text, and were made within the context
-        context = max(train.lengths + (val.lengths if val is not None else []), default=0)
+        context = max(int(own.lengths.max(initial=0)) for own in (train, val) if own is not None)
     train_samples, val_samples = train_and_val(config, train, val, context)
     greedy = label_temperature(manifest) == 0
     collate: Any = collate_acceptance

@@ -82,7 +82,7 @@ class BetweenSteps(pl.Callback):
         if not batch.last:
             return
         step, final = trainer.global_step, trainer.global_step == pl_module.total_steps
-        if step % self.config.log_every == 0 or final:
+        if self.config.logs(step, pl_module.total_steps):
             self._log_losses(trainer, pl_module, step)
         stopping = bool(pl_module.signal_agreed)
         validated = final or (step % self.val_every == 0 and not stopping)

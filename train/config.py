@@ -56,7 +56,8 @@ class TrainConfig(RemoteCode):
         weight_decay: AdamW's decay of matrices; vectors (norms, biases) have none.
         betas: AdamW's averaging factors.
         clip: Largest gradient norm; 0 switches clipping off.
-        precision: float32 throughout, or bf16 autocast over float32 weights.
+        precision: float32 throughout, or bf16 autocast over float32 weights; auto takes bf16 on a GPU with it. There
+            what is float32 is computed in TF32 while a head is trained.
         model_dtype: Type of the frozen model's weights; auto takes float32 on a CPU, else what the checkpoint holds.
         engine: How the frozen model runs; lean for Llama-family weights, hf for any transformers model.
         seed: Of initial weights, order of samples and noise.
@@ -98,7 +99,7 @@ class TrainConfig(RemoteCode):
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     clip: float = 1.0
-    precision: Literal["32", "bf16"] = "32"
+    precision: Literal["auto", "32", "bf16"] = "auto"
     model_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     engine: Literal["auto", "lean", "hf"] = volatile("auto")
     seed: int = 0
@@ -118,6 +119,10 @@ class TrainConfig(RemoteCode):
     project: str = volatile("draftsmith")
     license: str = volatile("")
     trust_remote_code: bool = volatile(False)
+
+    def logs(self, step: int, total_steps: int) -> bool:
+        """True where losses are logged after so many steps of all."""
+        return step % self.log_every == 0 or step == total_steps
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.track) - set(TRACKERS))

@@ -11,9 +11,10 @@ import dataclasses
 import hashlib
 import itertools
 import random
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import numpy as np
@@ -25,6 +26,7 @@ from draftsmith.data.store.datasets import in_pieces
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.metrics import say_on_rank_zero
+from draftsmith.train.strategies import device_kind
 
 # Steps whose samples are sorted by length together: enough for little padding, few enough to stay random.
 STEPS_SORTED_TOGETHER = 32
@@ -45,7 +47,7 @@ class Part:
 
     data: what the dataset's collate made of the samples. keys: which they are. tokens: how many of its tokens count in
     the loss, or the sum of their weights; step_tokens: in all parts of this step on this rank. first, last: of this
-    step.
+    step. chosen: how many positions the loss is made at (`DraftHead.num_chosen`), if it was counted.
     """
 
     data: Any
@@ -54,6 +56,7 @@ class Part:
     step_tokens: float
     first: bool
     last: bool
+    chosen: int | None = None
 
     @property
     def indices(self) -> list[int]:
@@ -61,15 +64,28 @@ class Part:
         return [key.index for key in self.keys if not key.filler]
 
 
+class Collated(NamedTuple):
+    """What a dataset's collate made of some samples, a dataclass, and which they are."""
+
+    keys: tuple[Key, ...]
+    data: Any
+
+    def pin_memory(self) -> Collated:
+        """With its tensors in pinned memory, which a `DataLoader` asks of whatever it does not know."""
+        return self._replace(data=_each_tensor(self.data, Tensor.pin_memory))
+
+
+def _each_tensor(data: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A dataclass with its tensors changed."""
+    fields = {field.name: getattr(data, field.name) for field in dataclasses.fields(data)}
+    changed = {name: change(value) for name, value in fields.items() if isinstance(value, Tensor)}
+    return dataclasses.replace(data, **changed)
+
+
 def move(part: Part, device: torch.device) -> Part:
-    """The part with its tensors on the device."""
-    data = part.data
-    moved = {
-        field.name: value.to(device, non_blocking=True)
-        for field in dataclasses.fields(data)
-        if isinstance(value := getattr(data, field.name), Tensor)
-    }
-    return dataclasses.replace(part, data=dataclasses.replace(data, **moved))
+    """The part with its tensors on the device; from pinned memory nothing waits for that."""
+    moved = _each_tensor(part.data, lambda tensor: tensor.to(device, non_blocking=True))
+    return dataclasses.replace(part, data=moved)
 
 
 class Order:
@@ -82,7 +98,7 @@ class Order:
 
     def __init__(
         self,
-        lengths: Sequence[int],
+        lengths: Sequence[int] | np.ndarray,
         seed: int,
         batch_size: int,
         tokens_per_batch: int = 0,
@@ -102,53 +118,61 @@ class Order:
             raise InputError("tokens_per_batch", tokens_per_batch, expected, "Raise it, or split with --max-length.")
         by_tokens = min(count, -(-int(self.lengths.sum()) // max(1, tokens_per_batch)))
         self.steps_per_epoch = by_tokens if tokens_per_batch else -(-count // batch_size)
-        self._cached: tuple[int, list[list[int]]] = (-1, [])
+        self._cached: tuple[int, np.ndarray, np.ndarray] | None = None
 
     def step(self, step: int) -> tuple[int, list[int]]:
         """The epoch and the sample numbers of a step."""
         epoch, position = divmod(step, self.steps_per_epoch)
-        if self._cached[0] != epoch:
-            self._cached = (epoch, self._batches(epoch))
-        return epoch, self._cached[1][position]
+        if self._cached is None or self._cached[0] != epoch:
+            self._cached = (epoch, *self._batches(epoch))
+        _, order, bounds = self._cached
+        start, stop = bounds[position]
+        return epoch, order[start:stop].tolist()
 
-    def _batches(self, epoch: int) -> list[list[int]]:
+    def _batches(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """The samples in an order [N], and where in it each step begins and ends [steps, 2]."""
         rng = random.Random(f"{self.seed}/{epoch}")
-        order = list(range(len(self.lengths)))
-        rng.shuffle(order)
+        order = _shuffled(len(self.lengths), rng)
         if self.group_by_length:
-            order = self._grouped(order)
-        batches = self._cut(order) if self.tokens_per_batch else _slices(order, self.batch_size)
-        if self.group_by_length:
-            rng.shuffle(batches)
-        return batches
+            self._group(order)
+        if self.tokens_per_batch:
+            cuts = self._cuts(order)
+        else:
+            cuts = np.minimum(np.arange(self.steps_per_epoch + 1) * self.batch_size, len(order))
+        bounds = np.stack([cuts[:-1], cuts[1:]], axis=1)
+        return order, bounds[_shuffled(len(bounds), rng)] if self.group_by_length else bounds
 
-    def _grouped(self, order: list[int]) -> list[int]:
-        """Sorted within windows of STEPS_SORTED_TOGETHER steps; up and down in turn where steps may straddle two."""
+    def _group(self, order: np.ndarray) -> None:
+        """Sort within windows of STEPS_SORTED_TOGETHER steps; up and down in turn where steps may straddle two."""
         per_step = -(-len(order) // self.steps_per_epoch) if self.tokens_per_batch else self.batch_size
-        grouped: list[int] = []
-        for number, window in enumerate(_slices(order, STEPS_SORTED_TOGETHER * per_step)):
+        for number, start in enumerate(range(0, len(order), STEPS_SORTED_TOGETHER * per_step)):
+            window = order[start : start + STEPS_SORTED_TOGETHER * per_step]
+            lengths = self.lengths[window]
             downwards = bool(self.tokens_per_batch) and number % 2 == 1
-            grouped += sorted(window, key=self.lengths.__getitem__, reverse=downwards)
-        return grouped
+            window[:] = window[np.argsort(-lengths if downwards else lengths, kind="stable")]
 
-    def _cut(self, order: list[int]) -> list[list[int]]:
-        """Steps of equal tokens: a sample belongs to the step that its middle falls into."""
+    def _cuts(self, order: np.ndarray) -> np.ndarray:
+        """Where steps of equal tokens begin and the last one ends: a sample belongs to the step that its middle falls
+        into."""
         lengths = self.lengths[order]
         middle = lengths.cumsum() - lengths / 2
         steps = (middle * self.steps_per_epoch / lengths.sum()).astype(np.int64)
-        bounds = np.searchsorted(steps, np.arange(self.steps_per_epoch + 1))
-        if (np.diff(bounds) == 0).any():  # very unlike lengths: a long sample fills a step and covers the next one
-            bounds = np.linspace(0, len(order), self.steps_per_epoch + 1).astype(np.int64)
-        return [order[start:stop] for start, stop in itertools.pairwise(bounds.tolist())]
+        cuts = np.searchsorted(steps, np.arange(self.steps_per_epoch + 1))
+        if (np.diff(cuts) == 0).any():  # very unlike lengths: a long sample fills a step and covers the next one
+            cuts = np.linspace(0, len(order), self.steps_per_epoch + 1).astype(np.int64)
+        return cuts
 
 
-def order_of(config: TrainConfig, lengths: Sequence[int]) -> Order:
+def _shuffled(count: int, rng: random.Random) -> np.ndarray:
+    """0 to count - 1, as `rng` shuffles a list of them, in 8 bytes each."""
+    numbers = array("q", range(count))
+    rng.shuffle(numbers)
+    return np.frombuffer(numbers, dtype=np.int64)
+
+
+def order_of(config: TrainConfig, lengths: Sequence[int] | np.ndarray) -> Order:
     """The steps of a training on samples of these lengths."""
     return Order(lengths, config.seed, config.batch_size, config.tokens_per_batch, config.group_by_length)
-
-
-def _slices(items: list[int], size: int) -> list[list[int]]:
-    return [items[start : start + size] for start in range(0, len(items), size)]
 
 
 def rank_keys(
@@ -164,28 +188,26 @@ def rank_keys(
 
 
 class Samples:
-    """Some samples of a dataset under new numbers 0, 1, ..., with their `lengths` in tokens.
+    """Some samples of a dataset under new numbers 0, 1, ..., with their `lengths` in tokens, [N] int64.
 
-    cached: gives the features [T, L*H] of token ids [T], or None where it has none (`FeatureCache.get`).
+    cached: gives what there is of the features of token ids [T] (`FeatureCache.item`).
     """
 
-    def __init__(self, dataset: Any, indices: Sequence[int]):
-        self.dataset, self.indices = dataset, indices
-        self.cached: Callable[[Tensor], Tensor | None] | None = None
-        lengths = dataset.lengths
-        self.lengths = [lengths[i] for i in indices]
+    def __init__(self, dataset: Any, indices: Sequence[int] | np.ndarray):
+        self.dataset, self.indices = dataset, np.asarray(indices, dtype=np.int64)
+        self.cached: Callable[[Tensor], dict[str, Tensor]] | None = None
+        self.lengths = np.asarray(dataset.lengths, dtype=np.int64)[self.indices]
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def item(self, index: int, epoch: int) -> dict[str, Tensor]:
-        item = self.dataset.item(self.indices[index], epoch)
-        features = None if self.cached is None else self.cached(item["input_ids"])
-        return item if features is None else {**item, "features": features}
+        item = self.dataset.item(int(self.indices[index]), epoch)
+        return item if self.cached is None else {**item, **self.cached(item["input_ids"])}
 
     def name(self, index: int) -> str:
         """What a user knows a sample by."""
-        return self.dataset.name(self.indices[index])
+        return self.dataset.name(int(self.indices[index]))
 
 
 class Batches(Dataset):
@@ -195,8 +217,8 @@ class Batches(Dataset):
     def __init__(self, samples: Samples, collate: Callable[[list[Any]], Any]):
         self.samples, self.collate = samples, collate
 
-    def __getitem__(self, keys: tuple[Key, ...]) -> tuple[tuple[Key, ...], Any]:
-        return keys, self.collate([self._item(key) for key in keys])
+    def __getitem__(self, keys: tuple[Key, ...]) -> Collated:
+        return Collated(keys, self.collate([self._item(key) for key in keys]))
 
     def _item(self, key: Key) -> dict[str, Tensor]:
         item = self.samples.item(key.index, key.epoch)
@@ -229,7 +251,8 @@ class StepLoader:
         while step := list(itertools.islice(batches, accumulate)):
             counts = [data.count(batch) for _, batch in step]
             for i, ((own, batch), tokens) in enumerate(zip(step, counts, strict=True)):
-                yield Part(batch, own, tokens, sum(counts), i == 0, i == accumulate - 1)
+                chosen = None if data.chosen is None else data.chosen(batch)
+                yield Part(batch, own, tokens, sum(counts), i == 0, i == accumulate - 1, chosen)
 
     def state_dict(self) -> dict[str, int]:
         """What Lightning stores; checkpoints are taken between steps only."""
@@ -239,19 +262,20 @@ class StepLoader:
         self._start = state["step"]
 
 
-def held_out(num_samples: int, share: float, seed: int = 0) -> tuple[list[int], list[int]]:
+def held_out(num_samples: int, share: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Sample numbers for training and for validation. A sample's side depends on its number alone, so it does not
     change when data is added; each side has at least one sample."""
-    scores = [hashlib.sha256(f"{seed}/{i}".encode()).digest() for i in range(num_samples)]
-    bound = int(share * 2**32).to_bytes(4, "big")
-    val = [i for i in range(num_samples) if scores[i][:4] < bound]
-    if share > 0 and not val:
-        val = [min(range(num_samples), key=scores.__getitem__)]
-    chosen = set(val)
-    train = [i for i in range(num_samples) if i not in chosen]
-    if not train:
+
+    def score(sample: int) -> bytes:
+        return hashlib.sha256(f"{seed}/{sample}".encode()).digest()
+
+    heads = (int.from_bytes(score(sample)[:4], "big") for sample in range(num_samples))
+    kept = np.fromiter(heads, dtype=np.int64, count=num_samples) >= int(share * 2**32)
+    if share > 0 and kept.all():
+        kept[min(range(num_samples), key=score)] = False
+    if not kept.any():
         raise InputError("data", f"{num_samples} samples", "at least 2 to hold one out", "Make more, or pass --val.")
-    return train, val
+    return np.flatnonzero(kept), np.flatnonzero(~kept)
 
 
 def train_and_val(
@@ -272,7 +296,7 @@ def train_and_val(
     def cut(dataset: Any) -> Any:
         pieces = in_pieces(dataset, limit, overlap)
         if told and pieces is not dataset:
-            longer = sum(length > limit for length in dataset.lengths)
+            longer = int((np.asarray(dataset.lengths) > limit).sum())
             said = f"{longer:,} of {len(dataset):,} sequences are longer than {limit:,} tokens: split into pieces"
             say_on_rank_zero(said)
         return pieces
@@ -283,12 +307,10 @@ def train_and_val(
         return Samples(train, range(len(train))), Samples(val, range(len(val)))
     if config.val_share == 0:
         raise InputError("val_share", 0, "a share above 0, or --val", "Validation picks the best head.")
-    rows = train.conversations  # those, and pieces of one sequence, stay on one side
-    kept = set(held_out(len(set(rows)), config.val_share)[0])
-    return (
-        Samples(train, [i for i, row in enumerate(rows) if row in kept]),
-        Samples(train, [i for i, row in enumerate(rows) if row not in kept]),
-    )
+    rows = np.asarray(train.conversations)  # those, and pieces of one sequence, stay on one side
+    kept = np.zeros(int(rows[-1]) + 1, dtype=bool)
+    kept[held_out(len(kept), config.val_share)[0]] = True
+    return Samples(train, np.flatnonzero(kept[rows])), Samples(train, np.flatnonzero(~kept[rows]))
 
 
 class HeadDataModule(pl.LightningDataModule):
@@ -296,7 +318,7 @@ class HeadDataModule(pl.LightningDataModule):
 
     train, val: dictionaries that hold `loss_mask`; validation sees them as they are in epoch 0. collate: list of items
         -> a dataclass of tensors. count: how many tokens of such a batch count in the loss, or the sum of their
-        weights, as the loss itself counts them.
+        weights, as the loss itself counts them. chosen: as of `Part`, of such a batch.
     """
 
     def __init__(
@@ -306,9 +328,11 @@ class HeadDataModule(pl.LightningDataModule):
         collate: Callable[[list[Any]], Any],
         count: Callable[[Any], float],
         config: TrainConfig,
+        chosen: Callable[[Any], int] | None = None,
     ):
         super().__init__()
-        self.train, self.val, self.collate, self.count, self.config = train, val, collate, count, config
+        self.train, self.val, self.collate, self.config = train, val, collate, config
+        self.count, self.chosen = count, chosen
         self.order = order_of(config, train.lengths)
         self.total_steps = config.max_steps or config.epochs * self.order.steps_per_epoch
 
@@ -323,10 +347,10 @@ class HeadDataModule(pl.LightningDataModule):
         """This rank's share of the validation samples, each exactly once over all ranks, longest first: running out of
         memory shows at once."""
         lengths, shares = self.val.lengths, self.config.accumulate * num_ranks
-        order = sorted(range(len(self.val)), key=lengths.__getitem__, reverse=True)[rank::num_ranks]
+        order = np.argsort(-lengths, kind="stable")[rank::num_ranks].tolist()
         batches: list[tuple[Key, ...]] = []
         while order:
-            by_tokens = self.config.tokens_per_batch // (shares * lengths[order[0]])
+            by_tokens = self.config.tokens_per_batch // (shares * int(lengths[order[0]]))
             size = max(1, by_tokens if self.config.tokens_per_batch else self.config.batch_size // shares)
             batches.append(tuple(Key(0, i) for i in order[:size]))
             order = order[size:]
@@ -335,8 +359,13 @@ class HeadDataModule(pl.LightningDataModule):
             yield Part(data, keys, tokens, tokens, True, True)
 
     def batches(self, samples: Samples, keys: Any) -> DataLoader:
-        """Collated samples with their keys, of each batch of keys, read by `num_workers` processes."""
-        workers = self.config.num_workers
+        """Collated samples with their keys, of each batch of keys, read by `num_workers` processes; for a GPU in pinned
+        memory."""
         return DataLoader(
-            Batches(samples, self.collate), batch_size=None, sampler=keys, num_workers=workers, collate_fn=_as_it_is
+            Batches(samples, self.collate),
+            batch_size=None,
+            sampler=keys,
+            num_workers=self.config.num_workers,
+            collate_fn=_as_it_is,
+            pin_memory=device_kind(self.config) == "gpu",
         )

@@ -17,7 +17,7 @@ from draftsmith.data.models.identity import captured
 from draftsmith.data.models.loading import llama_shape, load_lm
 from draftsmith.data.progress import say
 from draftsmith.data.store.datasets import FeatureDataset, ResponsesDataset, collate_features, pack_features
-from draftsmith.data.store.feature_codec import FeatureDtype, rounded
+from draftsmith.data.store.feature_codec import FeatureDtype, decoded, rounded
 from draftsmith.data.store.manifest import Manifest, open_artefact
 from draftsmith.data.store.reading import read_object
 from draftsmith.modules.drafters import head_class
@@ -104,7 +104,8 @@ def prepare(config: TrainDrafterConfig) -> tuple[Any, ...]:
     cache = open_cache(config, target, layers, (train_samples, val_samples), say_room=is_first_process())
     collate = pack_features if config.tokens_per_batch else collate_features
     count = functools.partial(drafter.loss_count, settings=config)
-    data = HeadDataModule(train_samples, val_samples, collate, count, config)
+    chosen = functools.partial(drafter.num_chosen, settings=config)
+    data = HeadDataModule(train_samples, val_samples, collate, count, config, chosen)
     std = 1.0
     if drafter.needs_features:
         std = feature_std(train_samples, target, layers, config.feature_dtype if cache is not None else None)
@@ -177,7 +178,7 @@ def open_cache(
     if say_room:
         check_cache_room(cache, samples, target.info.hidden_size * max(1, len(layers)), directory)
     for part in samples:
-        part.cached = cache.get
+        part.cached = cache.item
     return cache
 
 
@@ -267,7 +268,7 @@ def feature_std(
     count, first, second = 0, 0.0, 0.0
     for i in range(min(STD_SAMPLES, len(samples))):
         item: Mapping[str, Tensor] = samples.item(i, 0)
-        features = None if stored else item.get("features")
+        features = None if stored or "features" not in item else decoded(item["features"], item.get("scale"))
         if features is None:
             features = target.features(item["input_ids"][None].to(target.device), capture=capture)[0]
             place = first_broken(features)

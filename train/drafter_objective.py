@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from draftsmith.data.store.feature_codec import decoded
 from draftsmith.modules.drafters.base import DraftHead, TrainStep
 from draftsmith.modules.packing import documents_of
 from draftsmith.modules.targets.base import CausalLM
@@ -51,11 +52,15 @@ class DrafterObjective(Objective):
         whatever autocast is around it."""
         if data.features is not None or not self.reads:
             self.source.join()
-            return data
+            if data.features is None or data.scale is None:
+                return data
+            return dataclasses.replace(data, features=decoded(data.features, data.scale), scale=None)
         assert data.attention_mask is not None
         documents = documents_of(data.lengths, data.input_ids.device)
         if documents is None:
-            return dataclasses.replace(data, features=self.source(data.input_ids, data.attention_mask.sum(-1).tolist()))
+            # Only what is to be cached is cut to its length, for which a device is waited for.
+            lengths = [] if self.source.cache is None else data.attention_mask.sum(-1).tolist()
+            return dataclasses.replace(data, features=self.source(data.input_ids, lengths))
         features = self.source(documents.side_by_side(data.input_ids), documents.lengths)
         return dataclasses.replace(data, features=documents.end_to_end(features))
 
@@ -77,7 +82,8 @@ class DrafterObjective(Objective):
     def flops(self, head: DraftHead, part: Part, step: TrainStep) -> float:
         computed = self.reads and part.data.features is None
         online = features_flops(self.target, step.lengths) if computed else 0.0
-        return online + head.flops(head.config, self.settings, step, self.head_class.num_loss_tokens(part.data))
+        chosen = self.head_class.num_chosen(part.data, self.settings) if part.chosen is None else part.chosen
+        return online + head.flops(head.config, self.settings, step, chosen)
 
 
 class FeatureSource:
@@ -95,7 +101,7 @@ class FeatureSource:
 
     @torch.no_grad()
     def __call__(self, input_ids: Tensor, lengths: Sequence[int]) -> Tensor:
-        """States [B, T, L*H] of right-padded input_ids [B, T] with `lengths` [B] real tokens each.
+        """States [B, T, L*H] of right-padded input_ids [B, T] with `lengths` [B] real tokens each, which a cache needs.
 
         No logits are made, and what is on padding means nothing. With a cache they are written to it, and are what
         reading them from it gives.

@@ -73,9 +73,18 @@ class FeatureCache:
 
     def get(self, input_ids: Tensor) -> Tensor | None:
         """The features [T, H] (bf16) of a row with token ids [T], if they are there."""
+        stored = self._stored(input_ids)
+        return None if stored is None else feature_codec.decode(stored)
+
+    def item(self, input_ids: Tensor) -> dict[str, Tensor]:
+        """A sample's features as they are stored (`feature_codec.as_item`), by its token ids [T], if they are there."""
+        stored = self._stored(input_ids)
+        return {} if stored is None else feature_codec.as_item(stored)
+
+    def _stored(self, input_ids: Tensor) -> dict[str, Tensor] | None:
         name = row_name(input_ids)
         if name in self._unwritten:
-            return feature_codec.decode(self._unwritten[name])
+            return self._unwritten[name]
         if name not in self._where:
             self._look()
         shard = self._where.get(name)

@@ -45,7 +45,7 @@ from draftsmith.train.lit_head import LitHead
 from draftsmith.train.loggers import HeadArtifact, make_loggers
 from draftsmith.train.metrics import is_first_process, say_on_rank_zero
 from draftsmith.train.signals import StopOnSignal, exit_code
-from draftsmith.train.strategies import trainer_arguments, world_size
+from draftsmith.train.strategies import tensor_cores, trainer_arguments, world_size
 from draftsmith.train.tau import TauProbe
 
 READ_MODEL = "read_model"
@@ -123,7 +123,7 @@ def fit(
     loggers = make_loggers(config, provenance.job, step, say_on_rank_zero, _made_from(provenance))
     if step:
         say_on_rank_zero(f"going on from step {step} of {module.total_steps}")
-    with quiet():
+    with quiet(), tensor_cores(config):
         arguments = trainer_arguments(config)
         arguments["plugins"].append(checkpoints)
         trainer = pl.Trainer(
@@ -243,7 +243,9 @@ def _head_saver(
 ) -> SaveHead:
     """Saves a head under output/NAME, with its manifest and model card. learned: what `tell_supervision` said."""
     parts = {"training": data.train.lengths, "validation": data.val.lengths}
-    samples = {name: {"samples": len(lengths), "tokens": sum(lengths)} for name, lengths in parts.items()}
+    samples: dict[str, dict[str, float]] = {
+        name: {"samples": len(lengths), "tokens": int(sum(lengths))} for name, lengths in parts.items()
+    }
     samples["training"] |= learned
     made_with = {"packages": package_versions(), "git_commit": git_commit()}
 

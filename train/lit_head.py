@@ -3,6 +3,7 @@ it learns is an `Objective`: a drafter's (drafter_objective.py) or an acceptance
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -116,13 +117,15 @@ class LitHead(pl.LightningModule):
         given = self.objective.read(part)
         if given.states is not None:
             self.bad_steps.given(given.states)
-        return self.objective.loss(self.head, given, self._step(part.keys))
+        step = dataclasses.replace(self._step(part.keys), chosen=part.chosen, loss_count=part.tokens)
+        return self.objective.loss(self.head, given, step)
 
     def _step(self, keys: Sequence[Key]) -> TrainStep:
         """Where the training stands, for these samples."""
         seeds = [(self.config.seed * 1_000_003 + key.epoch) * 1_000_003 + key.index for key in keys]
-        lengths = [self.samples.lengths[key.index] for key in keys]
-        return TrainStep(self.trainer.global_step, self.total_steps, lengths, seeds)
+        lengths = [int(self.samples.lengths[key.index]) for key in keys]
+        done = self.trainer.global_step
+        return TrainStep(done, self.total_steps, lengths, seeds, logged=self.config.logs(done + 1, self.total_steps))
 
     def _begin_step(self, own_tokens: float) -> None:
         """Agree with the other ranks on how many tokens the step counts, and on whether to stop after it."""
@@ -189,7 +192,7 @@ class LitHead(pl.LightningModule):
 
     def lengths_of(self, part: Part) -> list[int]:
         """Tokens of each document of a training part, padding and fillers aside."""
-        return [self.samples.lengths[i] for i in part.indices]
+        return [int(self.samples.lengths[i]) for i in part.indices]
 
     def count_bad_step(self) -> None:
         """The step was left out by the strategy, on all ranks, though no rank saw anything but finite numbers."""

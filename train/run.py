@@ -10,6 +10,7 @@ from draftsmith.train.acceptance import TrainAcceptanceConfig, filled, with_size
 from draftsmith.train.config import TrainDrafterConfig
 from draftsmith.train.drafter import explain
 from draftsmith.train.prepare import TrainedConfig, prepare
+from draftsmith.train.strategies import settled
 
 
 @sole_writer(shared=True)
@@ -28,6 +29,7 @@ def run(config: TrainedConfig) -> Path:
     set_threads(config.num_threads)
     if isinstance(config, TrainAcceptanceConfig):
         config = with_size(filled(config)) if config.resume else filled(config)
+    config = settled(config)
     done = finished(config)
     if done is not None:
         return done

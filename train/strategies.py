@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 
 from draftsmith.data.ranks import ProcessPlace, place
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
+
+C = TypeVar("C", bound=TrainConfig)
 
 
 def device_kind(config: TrainConfig) -> str:
@@ -60,6 +65,28 @@ def local_device(config: TrainConfig) -> str:
 def model_dtype(config: TrainConfig) -> str:
     """Type of the frozen model's weights: on a CPU float32 is faster than bf16 at the row counts of small models."""
     return "float32" if config.model_dtype == "auto" and device_kind(config) == "cpu" else config.model_dtype
+
+
+def settled(config: C) -> C:
+    """The config with its precision said, as a run records it: continued on another device it is an error, and not
+    another training."""
+    if config.precision != "auto":
+        return config
+    # A GPU that is only planned for is taken for one of today's.
+    able = not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
+    return dataclasses.replace(config, precision="bf16" if device_kind(config) == "gpu" and able else "32")
+
+
+@contextmanager
+def tensor_cores(config: TrainConfig) -> Iterator[None]:
+    """On a GPU float32 products are TF32 here; what decodes elsewhere in the process keeps float32."""
+    before = torch.get_float32_matmul_precision()
+    if device_kind(config) == "gpu":
+        torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def trainer_arguments(config: TrainConfig) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from draftsmith.data.models.loading import text_identity
 from draftsmith.data.store.manifest import open_artefact
 from draftsmith.data.store.shards import Rows
 from draftsmith.data.text.answers import spans
-from draftsmith.modules.decoding.loop import generate_one
+from draftsmith.modules.decoding.loop import Setup, generate_one
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.sampling import TorchSource
@@ -61,12 +61,13 @@ class TauProbe:
         counts = torch.zeros(3, dtype=torch.float64)
         own = self.prompts if self.shared else self.prompts[rank() :: num_ranks()]
         with torch.autocast(target.device.type, enabled=False):
+            # One of each for all prompts: on CUDA they hold graphs, and to capture these takes longer than an answer.
+            capacity = max(map(len, own), default=0) + self.max_new_tokens + self.k + 2
+            drafter = head.drafter(target, [FixedLength(self.k)], capacity)
+            setup = Setup(session=target.session(1, capacity, head.capture), max_nodes=self.k)
+            params, ends = SamplingParams(), () if self.ignore_eos else None
             for prompt in own:
-                capacity = len(prompt) + self.max_new_tokens + self.k + 2
-                drafter = head.drafter(target, [FixedLength(self.k)], capacity)
-                params, source = SamplingParams(), TorchSource(0)
-                ends = () if self.ignore_eos else None
-                made = generate_one(target, drafter, prompt, params, self.max_new_tokens, source, ends)
+                made = generate_one(target, drafter, prompt, params, self.max_new_tokens, TorchSource(0), ends, setup)
                 behind = _behind_end(made.tokens, target.info.eos_ids)
                 counts += torch.tensor(
                     [made.trace.num_tokens, made.trace.num_target_calls, behind], dtype=torch.float64

@@ -73,8 +73,7 @@ def answers(
     what = drafter(longest + PLAIN.max_nodes + 1)
     capture, nodes = ((), 0) if what is None else (what.capture, PLAIN.max_nodes)
     rows = min(batch_size, len(prompts))
-    # No fixed shapes: each would be captured anew for every session.
-    setup = Setup(session=lm.session(rows, longest + nodes + 1, capture, static=False), max_nodes=nodes)
+    setup = Setup(session=lm.session(rows, longest + nodes + 1, capture), max_nodes=nodes)
     waiting = (
         asked(lm.info, prompts[i], max_new_tokens, sources(i) if sources else TorchSource(0), eos_ids, i)
         for i in sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), i))

@@ -9,30 +9,25 @@ start.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
-from draftsmith.data.answering.server_answer import SHOWN_CHARS, BadAnswer, Question, ReplyReader, named_failures
+from draftsmith.data.answering.server_answer import SHOWN_CHARS, BadAnswer, Question, ReplyReader
 from draftsmith.data.models.checkpoint import end_tokens
 from draftsmith.data.models.hub import model_directory
 from draftsmith.data.models.identity import config_hash, template_hash
 from draftsmith.data.models.loading import load_tokenizer, read_config
-from draftsmith.data.progress import Advance
-from draftsmith.data.store.files import write_json
 from draftsmith.data.store.manifest import volatile
-from draftsmith.data.store.reading import read_object
-from draftsmith.data.store.shards import DONE, Rows, Shard, ShardContent
-from draftsmith.data.text.template import check_context, context_length
-from draftsmith.data.text.turns import AnswerSettings, Talk, Talks, TargetTurn, shard_content
+from draftsmith.data.store.reading import misfits
+from draftsmith.data.text.template import context_length
+from draftsmith.data.text.turns import AnswerSettings, TargetTurn
 from draftsmith.modules.types import InputError, at_least
 
 if TYPE_CHECKING:
@@ -41,7 +36,7 @@ if TYPE_CHECKING:
 RETRIED_STATUS = {408, 409, 425, 429}  # and all of 500 and above: busy, restarting, overloaded
 ABOUT_ONE_PROMPT = {400, 413, 422}  # others of 400 and above are about the address, the key or the model
 LONGEST_WAIT_S = 60.0
-ROW = {"id": str, "input_ids": [int], "prompt_length": int, "loss_mask": [bool], "turn": int, "ended": bool}
+VERSION_S = 10.0
 MOST_BYTES = 16 * 2**20  # of one answer, unpacked
 
 
@@ -102,16 +97,8 @@ class GaveUp(BadAnswer):
     """No answer after all attempts: the server itself is in trouble."""
 
 
-@dataclass
-class ShardOutcome:
-    """The rows of one shard by number: what `Talk.held` says of each conversation, and why there is none."""
-
-    answers: dict[int, dict[str, Any]] = field(default_factory=dict)
-    failures: dict[int, str] = field(default_factory=dict)
-
-
 class ServerEngine:
-    """Answers prompts through a server.
+    """What is asked of a server, and what its replies say.
 
     template: hash of the chat template that the prompts were made with; messages go through the server's own.
     """
@@ -138,75 +125,6 @@ class ServerEngine:
             remedy = "Pass --server.dialect vllm, which sends token ids, or save the template with the model."
             raise InputError("chat_template", "prompts with another one than the server's", "the target's own", remedy)
 
-    def make(self, prompts: Rows, talks: Talks, output: Path) -> Callable[[Shard, Advance], ShardContent]:
-        """What makes a shard: all its rows concurrently, at most `concurrency` at once. output: of the stage."""
-
-        def make_shard(shard: Shard, advance: Advance) -> ShardContent:
-            rows = dict(enumerate(prompts.read(shard.start, shard.stop), shard.start))
-            if self.context is not None:
-                for number, row in rows.items():
-                    check_context(number, len(row["prompt_ids"]), self.context)
-            before = output / f"{shard.name}.answers.json"
-            outcome = ShardOutcome(_answers_before(before, rows))
-            advance(len(outcome.answers))
-            allowed = self.server.max_failed - _failed_before(output)
-            try:
-                held = {number: talks(row) for number, row in rows.items() if number not in outcome.answers}
-                asyncio.run(self._answer_all(held, outcome, allowed, advance))
-                self._check_failures(rows, outcome.failures, allowed)
-            except BaseException:
-                write_json(before, outcome.answers)
-                raise
-            before.unlink(missing_ok=True)
-            made = shard_content([outcome.answers[number] for number in rows if number in outcome.answers])
-            return replace(made, counts={**made.counts, "failed_dropped": len(outcome.failures)})
-
-        return make_shard
-
-    def _check_failures(self, rows: dict[int, dict[str, Any]], failures: dict[int, str], allowed: int) -> None:
-        if len(failures) > allowed:
-            named = [(f"prompt {number} (id {rows[number]['id']})", why) for number, why in sorted(failures.items())]
-            found = f"no usable answer to {len(failures)} of {len(rows)} prompts: {named_failures(named)}"
-            expected = f"at most {self.server.max_failed} without one (--server.max-failed)"
-            remedy = "Run the same command again, which asks for these only, or raise --server.max-failed."
-            raise InputError("server", found, expected, remedy)
-
-    async def _answer_all(self, held: dict[int, Talk], outcome: ShardOutcome, allowed: int, advance: Advance) -> None:
-        """Hold these conversations, which `outcome` lacks, and put them there. Where the server itself is in trouble no
-        more is asked once the failures are more than `allowed`."""
-        import httpx
-
-        gate = asyncio.Semaphore(self.server.concurrency)
-        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
-        limits = httpx.Limits(max_connections=self.server.concurrency)
-        over = asyncio.Event()
-
-        async with httpx.AsyncClient(headers=headers, timeout=self.server.timeout_s, limits=limits) as client:
-
-            async def one(number: int, talk: Talk) -> None:
-                while talk.prompt is not None:
-                    async with gate:
-                        if over.is_set():
-                            return
-                        try:
-                            reply = await self._ask(client, self.request(number, talk.asked(), talk.turn))
-                            talk.hear(self.read(number, talk.asked(), reply))
-                        except BadAnswer as error:
-                            outcome.failures[number] = str(error)
-                            if isinstance(error, GaveUp) and len(outcome.failures) > allowed:
-                                over.set()
-                            break
-                else:
-                    outcome.answers[number] = talk.held()
-                advance(1)
-
-            tasks = [asyncio.ensure_future(one(number, talk)) for number, talk in held.items()]
-            try:
-                await asyncio.gather(*tasks)
-            finally:
-                for task in tasks:  # after an error that concerns them all
-                    task.cancel()
-
     def limit(self, row: dict[str, Any]) -> int:
         """Longest answer to this prompt, in tokens."""
         most = self.settings.max_new_tokens
@@ -215,7 +133,7 @@ class ServerEngine:
     def request(self, number: int, row: dict[str, Any], turn: int = 1) -> tuple[str, dict[str, Any]]:
         """Endpoint and body for one prompt: a turn of the `number`-th conversation."""
         params, limit = self.params, self.limit(row)
-        body: dict[str, Any] = {"model": self.model, "seed": self.row_seed(number, turn)}
+        body: dict[str, Any] = {"model": self.model, "seed": self.settings.row_seed(number, turn)}
         if self.server.dialect == "vllm":
             top_k = params.top_k or -1
             body |= {"prompt": row["prompt_ids"], "max_tokens": limit, "temperature": params.temperature}
@@ -235,10 +153,27 @@ class ServerEngine:
         body["generation_config"] = json.dumps(settings)
         return "chat/completions", body
 
-    def row_seed(self, number: int, turn: int = 1) -> int:
-        """31 bits, of this row and turn alone."""
-        name = f"{self.settings.seed}/{number}" if turn == 1 else f"{self.settings.seed}/{number}/{turn}"
-        return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") >> 1
+    def version(self) -> str:
+        """Which server it is, as it says itself: `vllm 0.32.0`; unknown where it says nothing."""
+        import httpx
+
+        headers, root = {"Authorization": f"Bearer {self.key}"} if self.key else {}, self.server.url.rstrip("/")
+
+        def told(url: str) -> Any:
+            try:
+                reply = httpx.get(url, headers=headers, timeout=VERSION_S)
+                return reply.raise_for_status().json()
+            except (httpx.HTTPError, ValueError):
+                return None
+
+        models, listed = told(f"{root}/models"), {"data": [{"owned_by": str}]}
+        fits = next(misfits(models, listed), None) is None and models["data"]
+        owner = models["data"][0]["owned_by"] if fits else "unknown"
+        for name in ("version", "server_info"):  # of vLLM, of SGLang
+            about = told(f"{root.removesuffix('/v1')}/{name}")
+            if next(misfits(about, {"version": str}), None) is None:
+                return f"{owner} {about['version']}"
+        return str(owner)
 
     @property
     def model(self) -> str:
@@ -254,7 +189,7 @@ class ServerEngine:
         tokens, ended = found["input_ids"][found["prompt_length"] :], found["ended"] and not self.settings.ignore_eos
         return TargetTurn(tokens, ended, found["text"], found["retokenised"], found["server_tokens"])
 
-    async def _ask(self, client: httpx.AsyncClient, request: tuple[str, dict[str, Any]]) -> Any:
+    async def ask(self, client: httpx.AsyncClient, request: tuple[str, dict[str, Any]]) -> Any:
         """One reply, asked for again while the server is not available."""
         import httpx
         from tenacity import AsyncRetrying, RetryError, retry_if_exception_type, stop_after_attempt
@@ -339,20 +274,6 @@ def _reply(response: httpx.Response, content: bytes, url: str) -> Any:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
         raise Unavailable(f"not JSON but {text!r}") from error
-
-
-def _answers_before(path: Path, rows: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """What an earlier start was answered in a shard that it did not finish."""
-    if not path.exists():
-        return {}
-    held = read_object(path, {"*": {"rows": [ROW], "counts": {"*": int}}})
-    return {number: held[str(number)] for number in rows if str(number) in held}
-
-
-def _failed_before(directory: Path) -> int:
-    """Prompts that finished shards lack."""
-    records = (read_object(path, DONE) for path in directory.glob("shard-*.done.json"))
-    return sum(record["counts"].get("failed_dropped", 0) for record in records)
 
 
 def _key(name: str) -> str:

@@ -22,6 +22,7 @@ from draftsmith.data.models.hub import model_directory
 from draftsmith.data.models.identity import encoding_hash, model_identity, template_hash, vocabulary_hash
 from draftsmith.data.models.parallel import check_placed, placement
 from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.quantized import Precision, check_precision
 from draftsmith.modules.targets.base import CausalLM, ModelInfo
 from draftsmith.modules.targets.llama import SUPPORTED, LlamaLM, llama_config, model_from_state
 from draftsmith.modules.types import InputError
@@ -41,6 +42,7 @@ def load_lm(
     trust_remote_code: bool = False,
     packed: bool = False,
     parallel: str = "none",
+    precision: Precision = "dtype",
 ) -> CausalLM:
     """A language model for decoding and teacher forcing, frozen.
 
@@ -51,6 +53,7 @@ def load_lm(
     parallel: for a model larger than one device, on the hf engine: device_map spreads its layers over the devices of
         this process; tensor splits every layer over all processes, which then call it together, with the same input
         (`data/models/parallel.py`). none is one device.
+    precision: of its weights where they are multiplied, on the lean engine (`modules.quantized`).
 
     Raises:
         InputError: unknown path, dtype or engine, or weights that do not fit the config.
@@ -58,10 +61,16 @@ def load_lm(
     if engine not in ("auto", "lean", "hf"):
         raise InputError("engine", engine, "auto, lean or hf", "Choose one of these.")
     check_device(device)
+    check_precision("precision", precision, device)
     directory = model_directory(path)
     raw = read_settings(directory)
     resolved = _resolve_dtype(dtype, raw)
     check_proportions(raw, checkpoint_files(directory))
+    if precision != "dtype":
+        engine = "lean" if engine == "auto" and parallel == "none" else engine
+        if engine != "lean":
+            found = f"{precision} on the hf engine"
+            raise InputError("precision", found, "the lean engine", "Leave the precision out, or pass --engine lean.")
     if parallel != "none":
         if engine == "lean":
             found = f"{parallel} on the lean engine"
@@ -69,7 +78,7 @@ def load_lm(
         return _load_hf(directory, raw, resolved, device, trust_remote_code, parallel)
     if engine == "lean" or (engine == "auto" and raw.get("model_type") in SUPPORTED):
         try:
-            return _load_lean(directory, raw, resolved, device, packed)
+            return _load_lean(directory, raw, resolved, device, packed, precision)
         except InputError as error:
             if engine == "lean" or "--engine hf" not in str(error):
                 raise
@@ -89,7 +98,9 @@ def _resolve_dtype(dtype: str, raw: dict[str, Any]) -> torch.dtype:
     return DTYPES[dtype]
 
 
-def _load_lean(directory: Path, raw: dict[str, Any], dtype: torch.dtype, device: str, packed: bool) -> CausalLM:
+def _load_lean(
+    directory: Path, raw: dict[str, Any], dtype: torch.dtype, device: str, packed: bool, precision: Precision
+) -> CausalLM:
     try:
         config = llama_config(raw)
         eos_ids = end_tokens(directory, raw)
@@ -109,7 +120,7 @@ def _load_lean(directory: Path, raw: dict[str, Any], dtype: torch.dtype, device:
         eos_ids=eos_ids,
         identity=_identity(directory, raw, OUTPUTS),
     )
-    return LlamaLM(model, info, packed)
+    return LlamaLM(model, info, packed, precision)
 
 
 def _load_hf(
@@ -187,6 +198,12 @@ def load_transformers(directory: Path, dtype: torch.dtype | str, trust_remote_co
 
 def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), "")[:300]
+
+
+def saved_identity(path: str) -> dict[str, str]:
+    """What `load_lm` says that a model is, from its files alone."""
+    directory = model_directory(path)
+    return _identity(directory, read_settings(directory), OUTPUTS)
 
 
 def _identity(directory: Path, raw: dict[str, Any], outputs: Any) -> dict[str, str]:

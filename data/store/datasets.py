@@ -5,7 +5,9 @@ What a sample is depends on (seed, epoch, row) and nothing else: not on the orde
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import bisect
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +20,14 @@ from torch.utils.data import Dataset
 
 from draftsmith.data.answering.batched import row_uniforms
 from draftsmith.data.features import key, open_texts
-from draftsmith.data.store.feature_codec import FeatureFiles
+from draftsmith.data.store.columns import open_columns
+from draftsmith.data.store.feature_codec import FeatureFiles, as_item, decoded
 from draftsmith.data.store.manifest import Manifest, open_artefact
-from draftsmith.data.store.shards import Rows
 from draftsmith.data.text.answers import answer_lengths, conversation_numbers
 from draftsmith.modules.types import FeatureBatch, InputError
 
 Item = dict[str, Tensor]
+ROWS_TOGETHER = 4096  # whose masks are made at a time
 
 
 @dataclass(frozen=True)
@@ -43,44 +46,73 @@ class AcceptanceTokens:
     attention_mask: Tensor  # [B, T] bool, false on padding
 
 
-@dataclass(frozen=True)
 class Lists:
-    """A list column as one flat array of values and offsets [N+1]: a row is a slice, not Python numbers."""
+    """A list column, chunk by chunk: a row is a slice of what Arrow holds or maps, not Python numbers. As one chunk,
+    Arrow's lists would end at 2^31 tokens."""
 
-    values: np.ndarray
-    offsets: np.ndarray
-
-    @classmethod
-    def of(cls, column: pa.ChunkedArray) -> Lists:
-        """The column, chunk by chunk: as one chunk, Arrow's lists would end at 2^31 tokens."""
-        parts = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in column.chunks]
-        return cls(parts[0] if len(parts) == 1 else np.concatenate(parts), offsets_of(column))
+    def __init__(self, column: pa.ChunkedArray):
+        chunks = [chunk for chunk in column.chunks if len(chunk)]
+        self._values, self._offsets = [chunk.values for chunk in chunks], [chunk.offsets for chunk in chunks]
+        self._ends = list(itertools.accumulate(map(len, chunks)))
 
     @property
     def lengths(self) -> np.ndarray:
-        return np.diff(self.offsets)
+        """[N] int64."""
+        parts = [np.diff(offsets.to_numpy()) for offsets in self._offsets]
+        return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
 
     def __getitem__(self, row: int) -> np.ndarray:
-        return self.values[self.offsets[row] : self.offsets[row + 1]]
+        chunk = bisect.bisect_right(self._ends, row)
+        offsets = self._offsets[chunk]
+        at = row - (self._ends[chunk] - len(offsets) + 1)
+        begin, end = offsets[at].as_py(), offsets[at + 1].as_py()
+        return self._values[chunk].slice(begin, end - begin).to_numpy(zero_copy_only=False)
+
+    def parts(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """The rows in order, a chunk at a time: their values one behind the other, and where each begins and the last
+        one ends."""
+        for values, places in zip(self._values, self._offsets, strict=True):
+            offsets = places.to_numpy()
+            own = values.slice(offsets[0], offsets[-1] - offsets[0])
+            yield own.to_numpy(zero_copy_only=False), offsets - offsets[0]
 
     def first_broken(self) -> int | None:
         """The first row with a number that is not finite."""
-        broken = np.flatnonzero(~np.isfinite(self.values))
-        return int(np.searchsorted(self.offsets, broken[0], "right")) - 1 if len(broken) else None
+        start = 0
+        for values, offsets in self.parts():
+            broken = np.flatnonzero(~np.isfinite(values))
+            if len(broken):
+                return start + int(np.searchsorted(offsets, broken[0], "right")) - 1
+            start += len(offsets) - 1
+        return None
 
 
-def offsets_of(column: pa.ChunkedArray) -> np.ndarray:
-    """Where each row of a list column begins and the last one ends, in 64 bits [N+1]."""
-    lengths = [np.diff(chunk.offsets.to_numpy()) for chunk in column.chunks]
-    return np.concatenate([[0], *lengths]).cumsum(dtype=np.int64)
+class BehindPrompts:
+    """Masks of one answer a row, as `Lists` gives those that are stored: all that is behind the prompt."""
+
+    def __init__(self, prompts: np.ndarray, lengths: np.ndarray):
+        """prompts: their tokens in each row of so many tokens, [N] both."""
+        self._prompts, self._lengths = prompts, lengths
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        return np.arange(self._lengths[row]) >= self._prompts[row]
+
+    def parts(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """As of `Lists`, some rows at a time."""
+        for start in range(0, len(self._lengths), ROWS_TOGETHER):
+            lengths, prompts = (own[start : start + ROWS_TOGETHER] for own in (self._lengths, self._prompts))
+            offsets = np.concatenate([[0], lengths]).cumsum()
+            yield np.arange(offsets[-1]) >= (offsets[:-1] + prompts).repeat(lengths), offsets
 
 
 class ArtefactDataset(Dataset):
     """Rows of an artefact as samples.
 
     manifest: its own. answers: the masks [T] of each row's answers. conversations: which one each row is of, counted
-    from 0. lengths: tokens of each row.
+    from 0, [N]. lengths: tokens of each row, [N] int64.
     """
+
+    answers: Lists | BehindPrompts
 
     def __init__(self, directory: Path, manifest: Manifest, columns: Sequence[str] = ()):
         """columns: to read beside ids, tokens and answers."""
@@ -88,19 +120,29 @@ class ArtefactDataset(Dataset):
         # Artefacts of earlier versions have one answer a row, behind its prompt, and one row a conversation.
         answers = "loss_mask" if "loss_mask" in names else "prompt_length"
         wanted = ["id", "input_ids", answers, *({"turn"} & names), *columns]
-        table = Rows(directory, manifest, wanted).table()
-        self.manifest, self._names = manifest, table["id"]
-        self._plain = {name: table[name].to_numpy() for name in columns if not pa.types.is_list(table[name].type)}
-        self._lists = {name: Lists.of(table[name]) for name in ("input_ids", *columns) if name not in self._plain}
-        tokens = self._lists["input_ids"]
-        self.lengths: list[int] = tokens.lengths.tolist()
-        if answers == "loss_mask":
-            self.answers = Lists.of(table[answers])
-        else:
-            begins = tokens.offsets[:-1] + table[answers].to_numpy()
-            self.answers = Lists(np.arange(tokens.offsets[-1]) >= begins.repeat(tokens.lengths), tokens.offsets)
-        turns = table["turn"].to_numpy() if "turn" in names else np.ones(table.num_rows, dtype=np.int64)
+        self.manifest, self._opened = manifest, (Path(directory), wanted)
+        self._open()
+        self.lengths = self._lists["input_ids"].lengths
+        turns = self._table["turn"].to_numpy() if "turn" in names else np.ones(len(self.lengths), dtype=np.int64)
         self.conversations = conversation_numbers(turns)
+
+    def _open(self) -> None:
+        directory, wanted = self._opened
+        table = open_columns(directory, self.manifest, wanted)
+        self._table = table
+        lists = {name: Lists(table[name]) for name in wanted if pa.types.is_list(table[name].type)}
+        self.answers = lists.pop("loss_mask", None) or BehindPrompts(
+            table["prompt_length"].to_numpy(), lists["input_ids"].lengths
+        )
+        self._lists = lists
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State for a reader process: it opens the columns itself."""
+        return {name: value for name, value in vars(self).items() if name not in ("_table", "_lists", "answers")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._open()
 
     def __len__(self) -> int:
         return len(self.conversations)
@@ -116,12 +158,17 @@ class ArtefactDataset(Dataset):
 
     def name(self, row: int) -> str:
         """The row's id."""
-        return self._names[row].as_py()
+        return self._table["id"][int(row)].as_py()
 
     def answer_lengths(self, rows: Sequence[int]) -> np.ndarray:
         """Tokens of every answer of these rows."""
-        lengths, owner = answer_lengths(self.answers.values, self.answers.offsets)
-        return lengths[np.isin(owner, np.asarray(rows, dtype=np.int64))]
+        chosen, start, found = np.zeros(len(self), dtype=bool), 0, [np.zeros(0, dtype=np.int64)]
+        chosen[np.asarray(rows, dtype=np.int64)] = True
+        for values, offsets in self.answers.parts():
+            lengths, owner = answer_lengths(values, offsets)
+            found.append(lengths[chosen[start + owner]])
+            start += len(offsets) - 1
+        return np.concatenate(found)
 
     def token_counts(self, rows: Sequence[int], vocab_size: int) -> Tensor:
         """How often [vocab_size] each token occurs in the answers of these rows."""
@@ -181,10 +228,15 @@ class FeatureDataset(ArtefactDataset):
         self._files = FeatureFiles(directory, remedy)
 
     def item(self, row: int, epoch: int) -> Item:
-        """The text's fields, and features [T, L*H] bf16."""
-        shard, number = (self._plain[name][row] for name in ("shard", "row"))
-        features = self._files.read(shard, key(int(number)), f"row {self.name(row)}")
-        return {**super().item(row, epoch), "features": features}
+        """The text's fields, and features [T, L*H]: bf16, or fp8 with scale [T], as they are stored."""
+        shard, number = (self._table[name][int(row)].as_py() for name in ("shard", "row"))
+        stored = self._files.read(shard, key(number), f"row {self.name(row)}")
+        return {**super().item(row, epoch), **as_item(stored)}
+
+    def __getitem__(self, row: int) -> Item:
+        """The row as it is in epoch 0, its features in bf16."""
+        item = self.item(row, 0)
+        return {**item, "features": decoded(item["features"], item.pop("scale", None))}
 
 
 class ResponsesDataset(ArtefactDataset):
@@ -206,43 +258,41 @@ class Pieces(Dataset):
     def __init__(self, dataset: Any, max_length: int, overlap: int):
         assert 0 <= overlap < max_length
         self.dataset, self.manifest = dataset, dataset.manifest
-        self._places: list[tuple[int, int, int]] = []
-        for row, length in enumerate(dataset.lengths):
-            starts = range(0, max(1, length - overlap), max_length - overlap)
-            self._places += [(row, start, min(start + max_length, length)) for start in starts]
-        self.rows = [row for row, *_ in self._places]
-        self.lengths = [stop - start for _, start, stop in self._places]
+        lengths, stride = np.asarray(dataset.lengths, dtype=np.int64), max_length - overlap
+        counts = -(-np.maximum(1, lengths - overlap) // stride)
+        self.rows = np.arange(len(lengths)).repeat(counts)
+        self._starts = (np.arange(len(self.rows)) - (counts.cumsum() - counts).repeat(counts)) * stride
+        self.lengths = np.minimum(max_length, lengths[self.rows] - self._starts)
 
     @property
-    def conversations(self) -> list[int]:
+    def conversations(self) -> np.ndarray:
         """Which conversation each piece is of, as a number."""
-        own = self.dataset.conversations
-        return [own[row] for row in self.rows]
+        return np.asarray(self.dataset.conversations)[self.rows]
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self.rows)
 
     def token_counts(self, pieces: Sequence[int], vocab_size: int) -> Tensor:
         """As of the samples that the pieces are of."""
-        return self.dataset.token_counts(sorted({self.rows[piece] for piece in pieces}), vocab_size)
+        return self.dataset.token_counts(np.unique(self.rows[np.asarray(pieces, dtype=np.int64)]), vocab_size)
 
     def item(self, index: int, epoch: int) -> Item:
         """The fields of the sample's item, cut."""
-        row, start, stop = self._places[index]
-        return {name: value[start:stop] for name, value in self.dataset.item(row, epoch).items()}
+        start, item = int(self._starts[index]), self.dataset.item(int(self.rows[index]), epoch)
+        return {name: value[start : start + self.lengths[index]] for name, value in item.items()}
 
     def name(self, index: int) -> str:
         """The name of the sample it is a piece of."""
-        return self.dataset.name(self.rows[index])
+        return self.dataset.name(int(self.rows[index]))
 
     def answer_lengths(self, indices: Sequence[int]) -> np.ndarray:
         """Tokens of every answer of the rows that these pieces are of, of each row once."""
-        return self.dataset.answer_lengths(sorted({self.rows[index] for index in indices}))
+        return self.dataset.answer_lengths(np.unique(self.rows[np.asarray(indices, dtype=np.int64)]))
 
 
 def in_pieces(dataset: Any, max_length: int, overlap: int = 0) -> Any:
     """The data set with no sample longer than `max_length`, which is the data set itself where none is."""
-    return Pieces(dataset, max_length, overlap) if max(dataset.lengths, default=0) > max_length else dataset
+    return Pieces(dataset, max_length, overlap) if np.max(dataset.lengths, initial=0) > max_length else dataset
 
 
 def collate_acceptance(items: Sequence[Item]) -> AcceptanceTokens:

@@ -23,6 +23,7 @@ from draftsmith.modules.types import InputError
 FeatureDtype = Literal["bf16", "fp8"]
 SCALE = ".scale"  # of a row's fp8 values, beside them under their key
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
+LARGE_SCALE = 2.0**96  # below it neither a decoded value nor the sum of 2^20 of them is infinite
 
 
 def encode(features: Tensor, dtype: FeatureDtype) -> dict[str, Tensor]:
@@ -51,10 +52,27 @@ def token_scale(features: Tensor) -> Tensor:
 
 def decode(stored: Mapping[str, Tensor]) -> Tensor:
     """Features [T, H] in bf16, as a training reads them."""
-    values = stored[""]
-    if SCALE not in stored:
-        return values
-    return (values.float() * stored[SCALE].float()[:, None]).to(torch.bfloat16)
+    return decoded(stored[""], stored.get(SCALE))
+
+
+def decoded(values: Tensor, scale: Tensor | None) -> Tensor:
+    """Features [..., H] in bf16 of stored values [..., H] with their scales [...], if they have any. Nothing is
+    rounded, so every device gives the same bits."""
+    return values if scale is None else (values.float() * scale.float()[..., None]).to(torch.bfloat16)
+
+
+def as_item(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What a sample has of them, by the names of `FeatureBatch`: fp8 stays as it is until it is on its device."""
+    return {"features": stored[""]} | ({"scale": stored[SCALE]} if SCALE in stored else {})
+
+
+def broken_position(stored: Mapping[str, Tensor]) -> int | None:
+    """The first token whose features are not finite; fp8 is decoded only where something looks like it."""
+    if SCALE in stored:
+        nan = (stored[""].view(torch.uint8) & 0x7F) == 0x7F
+        if not bool(nan.any()) and bool((stored[SCALE].float() < LARGE_SCALE).all()):
+            return None
+    return first_broken(decode(stored))
 
 
 def rounded(features: Tensor, dtype: FeatureDtype) -> Tensor:
@@ -62,11 +80,11 @@ def rounded(features: Tensor, dtype: FeatureDtype) -> Tensor:
     return decode(encode(features, dtype))
 
 
-def stored_features(file: Any, key: str) -> Tensor:
-    """A row's features [T, H] from an open safetensors file, whichever way they are stored."""
+def stored_features(file: Any, key: str) -> dict[str, Tensor]:
+    """What an open safetensors file holds of a row's features."""
     values = file.get_tensor(key)
     coded = values.dtype == torch.float8_e4m3fn
-    return decode({"": values, SCALE: file.get_tensor(key + SCALE)} if coded else {"": values})
+    return {"": values, SCALE: file.get_tensor(key + SCALE)} if coded else {"": values}
 
 
 class FeatureFiles:
@@ -82,19 +100,19 @@ class FeatureFiles:
         """Rows of a file."""
         return [key for key in self._open(name).keys() if not key.endswith(SCALE)]  # noqa: SIM118 (it is no mapping)
 
-    def read(self, name: str, key: str, row: str) -> Tensor:
-        """A row's features [T, H] in bf16. row: what a user knows it by.
+    def read(self, name: str, key: str, row: str) -> dict[str, Tensor]:
+        """A row's features as they are stored. row: what a user knows it by.
 
         Raises:
             InputError: the file is damaged, or a number in it is not finite.
         """
-        features = stored_features(self._open(name), key)
-        position = first_broken(features)
+        stored = stored_features(self._open(name), key)
+        position = broken_position(stored)
         if position is not None:
             found = f"NaN or infinity in {row}, position {position}"
             remedy = "Its target was broken, or it was damaged: check the target, delete the file and make it again."
             raise InputError(str(self._directory / name), found, "finite features", remedy)
-        return features
+        return stored
 
     def _open(self, name: str) -> Any:
         place = (os.getpid(), name)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import errno
 import io
+import itertools
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,17 @@ def write_table(path: Path, table: Any, remedy: str | None = None, **options: An
 
     with whole(path, remedy=remedy) as temporary, temporary.open("wb") as file:
         pq.write_table(table, file, **options)
+
+
+def write_batches(path: Path, batches: Iterable[Any]) -> None:
+    """An Arrow file, which can be mapped, of one record batch or more of one schema, each written as it comes."""
+    import pyarrow as pa
+
+    coming = iter(batches)
+    first = next(coming)
+    with whole(path) as temporary, temporary.open("wb") as file, pa.ipc.new_file(file, first.schema) as writer:
+        for batch in itertools.chain([first], coming):
+            writer.write_batch(batch)
 
 
 def copy_file(source: Path, path: Path) -> None:

@@ -64,7 +64,7 @@ class RolloutDataset(ArtefactDataset):
         super().__init__(directory, manifest, [spec.name for spec in self._fields if spec.name != "input_ids"])
         self._check_finite_labels(directory)
         # And of the drafts that hang off a response: what it takes to read them.
-        self.lengths = (self._lists["input_ids"].lengths + self._lists["draft_ids"].lengths).tolist()
+        self.lengths = self._lists["input_ids"].lengths + self._lists["draft_ids"].lengths
 
     def item(self, row: int, epoch: int) -> Item:
         """input_ids [T] and starts [S], int64, and what RolloutTokens has of the S drafts."""

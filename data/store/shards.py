@@ -12,6 +12,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,7 @@ class StagePlan:
     stage: the command, `data responses`. config: its configuration dataclass, which has `output` and `rows_per_shard`.
     fields: of the table; those whose dtype is not in ARROW describe tensors. alone: this process makes all shards,
     whatever its rank; the others only help it.
+    other_packages: versions of what is not in this environment, asked once all shards are there.
     """
 
     kind: str
@@ -104,6 +106,7 @@ class StagePlan:
     sampling: dict[str, Any] | None = None
     seed: int | None = None
     alone: bool = False
+    other_packages: Callable[[], Mapping[str, str | None]] = dict
 
     @property
     def directory(self) -> Path:
@@ -122,7 +125,9 @@ class StagePlan:
 def run_stage(plan: StagePlan, make_shard: Callable[[Shard, Advance], ShardContent]) -> Manifest:
     """Make the shards of this rank that are not there, then (rank 0) the manifest; others wait for it.
 
-    make_shard must depend on nothing but the shard, and call `advance` with the rows it has done.
+    make_shard must depend on nothing but the shard, and call `advance` with the rows it has done. While it makes one, a
+    thread writes the one before: two are in memory at a time, and what goes wrong with a write is raised after the next
+    one is made.
 
     Raises:
         InputError: no rows, an output that another configuration began, or ranks that never delivered.
@@ -140,8 +145,7 @@ def run_stage(plan: StagePlan, make_shard: Callable[[Shard, Advance], ShardConte
     todo = [shard for shard in own if read_done(directory, shard) is None]
     total, left = (sum(s.stop - s.start for s in shards) for shards in (own, todo))
     with bar(plan.kind, total, "rows", total - left, enabled=rank == 0) as advance:
-        for shard in todo:
-            write_shard(plan, shard, make_shard(shard, advance))
+        _write_all(plan, ((shard, make_shard(shard, advance)) for shard in todo))
     if rank == 0:
         _wait(plan, lambda: _unfinished(plan), "shards of other ranks")
         return _finish(plan)
@@ -207,6 +211,18 @@ def write_shard(plan: StagePlan, shard: Shard, content: ShardContent) -> None:
     write_json(directory / f"{shard.name}.done.json", record)
 
 
+def _write_all(plan: StagePlan, made: Iterator[tuple[Shard, ShardContent]]) -> None:
+    """Write shards as they come. Whatever ends it, the one that is being written then is waited for."""
+    with ThreadPoolExecutor(1, "shards") as writer:
+        before: Future[None] | None = None
+        for shard, content in made:
+            if before is not None:
+                before.result()
+            before = writer.submit(write_shard, plan, shard, content)
+        if before is not None:
+            before.result()
+
+
 def _unfinished(plan: StagePlan) -> int:
     return sum(read_done(plan.directory, shard) is None for shard in plan.shards)
 
@@ -246,7 +262,7 @@ def _finish(plan: StagePlan) -> Manifest:
         files=tuple(files),
         seed=plan.seed,
         command=plan.command,
-        packages=package_versions(),
+        packages={**package_versions(), **plan.other_packages()},
         git_commit=git_commit(),
     )
     manifest.write(plan.directory)
@@ -306,7 +322,11 @@ class Rows:
 
     def table(self) -> pa.Table:
         """All rows at once, a chunk a shard: in one, lists would end at 2^31 items."""
-        return pa.concat_tables([self._read(index) for index in range(len(self._paths))])
+        return pa.concat_tables(self.tables())
+
+    def tables(self) -> Iterator[pa.Table]:
+        """Each shard's."""
+        return map(self._read, range(len(self._paths)))
 
     def _read(self, index: int) -> pa.Table:
         path = self._paths[index]

@@ -45,12 +45,12 @@ def answer_lengths(values: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray,
     return lengths, np.searchsorted(offsets - offsets[0], places, side="right") - 1
 
 
-def conversation_numbers(turns: np.ndarray) -> list[int]:
-    """Which conversation each row is of, counted from 0. turns: that each row's first answer is to; a row that goes on
-    with the conversation of the row before begins at a later turn."""
+def conversation_numbers(turns: np.ndarray) -> np.ndarray:
+    """Which conversation each row is of, counted from 0, [N]. turns: that each row's first answer is to; a row that
+    goes on with the conversation of the row before begins at a later turn."""
     begins = np.asarray(turns) == 1
     begins[:1] = True
-    return (np.cumsum(begins) - 1).tolist()
+    return np.cumsum(begins) - 1
 
 
 def answers_of(row: Mapping[str, Any]) -> list[list[int]]:

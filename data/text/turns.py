@@ -8,12 +8,13 @@ that has other tokens when it is read again), another row begins, with what is r
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from draftsmith.data.models.identity import template_hash
 from draftsmith.data.store.manifest import Manifest
@@ -47,6 +48,20 @@ class AnswerSettings:
     max_new_tokens: int
     ignore_eos: bool
     seed: int
+
+    def row_seed(self, row: int, turn: int) -> int:
+        """31 bits, of this row of the prompts and this turn alone, for who takes a seed with each request."""
+        name = f"{self.seed}/{row}" if turn == 1 else f"{self.seed}/{row}/{turn}"
+        return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") >> 1
+
+
+class Turn(NamedTuple):
+    """What waits for an answer. row: of the prompts. number: which turn of its conversation, from 1."""
+
+    row: int
+    number: int
+    id: str
+    prompt_ids: Sequence[int]
 
 
 @dataclass

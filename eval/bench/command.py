@@ -23,6 +23,7 @@ from draftsmith.data.store.files import write_json
 from draftsmith.data.store.manifest import file_sha256
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.data.text.conversations import Turns
+from draftsmith.eval.bench.fidelity import fidelity
 from draftsmith.eval.bench.hf_baseline import BASELINES
 from draftsmith.eval.bench.journal import Journal, unfinished_auto
 from draftsmith.eval.bench.load import check_methods, load_models, warn_about_sampling
@@ -159,7 +160,7 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     target = load_lm(config.target, **config.loading)
     chat, context = Chat(config.target), target.info.max_position
     room = longest_conversation(prompts, chat, config.max_new_tokens, context)
-    models = load_models(named, config.paths, room, config.modes[0], target, **config.loading)
+    models = load_models(named, config.paths, room, config.modes[0], target, config.draft_precision, **config.loading)
     if models.acceptance is not None:
         for params in config.modes[1:]:
             warn_about_sampling(str(config.acceptance), params)
@@ -168,6 +169,10 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     runners = make_runners(named, models, config.modes, config.batch_size, **config.loading)
     prompt_runner = PromptRunner(runners, chat, context, room, config.max_new_tokens, config.repeats, config.seed)
     meta = meta_of(config, named, prompts, models)  # after the runners, which may measure costs
+    if config.target_precision != "dtype":
+        reference = load_lm(config.target, **{**config.loading, "precision": "dtype"})
+        meta["target_fidelity"] = fidelity(target, reference, [prompt.prompt_ids for prompt in prompts])
+        del reference
     journal = Journal(config.output, decided_by(meta, prompts), ENTRY, models.times.state_dict())
     rows = prompt_runner.run_all(files, config.batch_size, journal)
     methods: list[dict[str, Any]] = []

@@ -125,6 +125,7 @@ def check_comparable(first: Bench, second: Bench) -> None:
 def identity(meta: Mapping[str, Any]) -> dict[str, Any]:
     """What two runs must share."""
     settings = {name: meta["settings"][name] for name in SAME_SETTINGS}
+    settings["target_precision"] = meta["settings"].get("target_precision", "dtype")  # earlier versions had no other
     return flatten({"target": meta["target"], **settings, "prompts": {"sha256": meta["prompts"]["sha256"]}})
 
 
@@ -132,6 +133,7 @@ def machine(meta: Mapping[str, Any]) -> dict[str, Any]:
     """What makes tokens per second of two runs those of different machines."""
     hardware = {name: meta["hardware"].get(name) for name in ("cpu", "gpu", "cpu_count")}
     settings = {name: meta["settings"][name] for name in SAME_SPEED}
+    settings["draft_precision"] = meta["settings"].get("draft_precision", "dtype")
     return flatten({"hardware": hardware, "versions": meta["versions"], "clock": meta["clock"], **settings})
 
 

@@ -22,6 +22,7 @@ from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.decoding.tree import MAX_NODES, StaticTree
 from draftsmith.modules.drafters import learned
 from draftsmith.modules.drafters.methods import Models, Named, check_needs
+from draftsmith.modules.quantized import Precision, check_precision
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams, at_most
 
@@ -45,6 +46,7 @@ def load_models(
     sequence_length: int,
     params: SamplingParams,
     target: CausalLM,
+    draft_precision: Precision = "dtype",
     **how: Any,
 ) -> Models:
     """The models that the methods need, on top of the loaded target; others are not read.
@@ -52,7 +54,7 @@ def load_models(
     Drafts end where the target's answers do; who ignores end tokens takes `Models.ends` away.
 
     paths: as of `check_methods`. sequence_length: longest prompt and answer together, in tokens. how: as of
-        `load_lm`.
+        `load_lm`, for the target. draft_precision: of what drafts; `mid` stays as the target.
 
     Raises:
         InputError: a missing or unfitting model, or a draft whose context is too short.
@@ -61,13 +63,17 @@ def load_models(
     needed = dict.fromkeys(need for method in named for need in method.method.needs)
     longest = min(sequence_length, target.info.max_position)
     draft, mid = (
-        load_draft(role, paths, target, longest, **how) if role in needed else None for role in (MODEL, "mid")
+        load_draft(role, paths, target, longest, **how | own) if role in needed else None
+        for role, own in ((MODEL, {"precision": draft_precision}), ("mid", {}))
     )
     heads = {}
     for kind in needed:
         if kind not in (MODEL, *ROLES):
             owner = target if head_owner(named, kind) == "target" else mid
-            heads[kind] = load_head(paths[kind], owner, kind=kind)
+            check_precision("draft_precision", draft_precision, str(target.device))
+            head: Any = load_head(paths[kind], owner, kind=kind)
+            head.draft_in(draft_precision, owner)
+            heads[kind] = head
     acceptance = None
     if "acceptance" in needed:
         acceptance = load_acceptance(named, paths, target, draft)
@@ -90,7 +96,7 @@ def load_run(
     torch.set_num_threads(config.num_threads)
     target = load_lm(config.target, **config.loading)
     longest = longest_sequence(prompts, max_new_tokens, target.info.max_position)
-    models = load_models(named, config.paths, longest, params, target, **config.loading)
+    models = load_models(named, config.paths, longest, params, target, config.draft_precision, **config.loading)
     return replace(models, ends=()) if config.ignore_eos else models
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from rich.table import Table as Printed
 
 from draftsmith.data.text.repetition import Repetition
+from draftsmith.eval.bench.fidelity import fidelity_of
 from draftsmith.eval.report.tables import Column, Table, interval, on_screen
 
 COLUMNS = (
@@ -85,11 +86,18 @@ def caption(results: Mapping[str, Any]) -> str:
     repeats = "once" if settings["repeats"] == 1 else f"medians of {settings['repeats']}"
     return (
         f"{first['prompts']} prompts, {first['tokens']:,} tokens{repetition_of(first)}, {modes}, "
-        f"{settings['dtype']} on {settings['device']}, {settings['num_threads']} thread(s), "
+        f"{in_precision(settings)} on {settings['device']}, {settings['num_threads']} thread(s), "
         f"{together}{clock}, interleaved, {repeats}; speed-up over this engine's own ar."
         + costs_of(meta)
+        + fidelity_of(meta)
         + left_out(results)
     )
+
+
+def in_precision(settings: Mapping[str, Any]) -> str:
+    """The type of the weights, and what target and drafts have in its place; earlier versions had nothing else."""
+    parts = {part: settings.get(f"{part}_precision", "dtype") for part in ("target", "draft")}
+    return ", ".join([settings["dtype"], *(f"{part} in {own}" for part, own in parts.items() if own != "dtype")])
 
 
 def repetition_of(row: Mapping[str, Any]) -> str:

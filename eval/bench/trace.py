@@ -23,6 +23,8 @@ from draftsmith.eval.bench.results import Row
 from draftsmith.eval.bench.runner import EngineRunner, make_runners
 from draftsmith.eval.cost.clock import Stopwatch, Timed, wall_time
 from draftsmith.modules.acceptance.policies import PredictorStop
+from draftsmith.modules.acceptance.repeats import RepeatScores
+from draftsmith.modules.acceptance.served import undrawn_features
 from draftsmith.modules.decoding.confidence import draft_distribution
 from draftsmith.modules.decoding.loop import Generation, Round
 from draftsmith.modules.decoding.protocols import DraftTree, DraftView, StopPolicy, Verdict
@@ -46,8 +48,8 @@ class TracedRound:
     views: Sequence[DraftView] = ()
     predicted: Sequence[float] = ()
 
-    def line(self, params: SamplingParams) -> dict[str, Any]:
-        """The round as JSON values."""
+    def line(self, params: SamplingParams, text: Sequence[int], repeats: RepeatScores) -> dict[str, Any]:
+        """The round as JSON values. text: before it. repeats: that were shown the rounds before."""
         done, tree = self.done, self.done.tree
         found: dict[str, Any] = {"emitted": done.tokens, "target_s": self.target_s}
         if tree is None or done.verdict is None or done.step is None:
@@ -74,6 +76,8 @@ class TracedRound:
         if self.views:
             seen = [draft_distribution(view) for view in self.views]
             found["entropy"] = [entropy(distribution) for distribution in seen]
+            shown = [replace(view, context=text) for view in self.views]
+            found["undrawn"] = [undrawn_features(view, repeats) for view in shown]
             if tree.draft_prob is None:
                 found["q"] = [float(own[view.token]) for own, view in zip(seen, self.views, strict=True)]
         if self.predicted:
@@ -111,8 +115,11 @@ def trace_text(label: str, prompt: BenchPrompt, params: SamplingParams, rounds: 
     """The lines of an answer, each with its place in the run."""
     own = {"prompt": prompt.number, "id": prompt.id, "task": prompt.task, "turn": prompt.turn}
     place = {"method": label, "temperature": params.temperature, **own}
-    lines = ({**place, "round": number, **done.line(params)} for number, done in enumerate(rounds))
-    return "".join(json.dumps(line) + "\n" for line in lines)
+    text, repeats, lines = list(prompt.prompt_ids), RepeatScores(), list[str]()
+    for number, done in enumerate(rounds):
+        lines.append(json.dumps({**place, "round": number, **done.line(params, text, repeats)}) + "\n")
+        text += done.done.tokens
+    return "".join(lines)
 
 
 def accept_probs(

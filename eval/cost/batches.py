@@ -59,7 +59,7 @@ def measure_batch_times(models: Models, drafter: str, rows: int, clock: Clock) -
 
     drafter: what drafts chains.
     """
-    plain = dict[int, float]()
+    plain, uneven = dict[int, float](), dict[int, float]()
     read, first, step = (dict[int, dict[int, float]]() for _ in range(3))
     for count in sizes(rows):
         others, mixed = count - 1, [MIXED[row % len(MIXED)] for row in range(count)]
@@ -74,12 +74,12 @@ def measure_batch_times(models: Models, drafter: str, rows: int, clock: Clock) -
         curve = {0: 0.0, **{length: more[f"all {length}"] for length in ALIKE}}
         # Drafts of unequal lengths take more than their tokens say.
         alike = between(curve, sum(mixed) / count)
-        unequal = max(more["mixed"] / alike, 1.0) if alike else 1.0
-        read[count] = {length: unequal * curve[length] for length in ALIKE}
+        uneven[count] = max(more["mixed"] / alike, 1.0) if alike else 1.0
+        read[count] = {length: curve[length] for length in ALIKE}
         first[count] = {1: draft["one"], count: draft["all 1"]}
         longer = {1: draft["one long"], half: draft["half long"], count: draft[f"all {LONG}"]}
         step[count] = {n: max(taken - draft["all 1"], 0.0) / (LONG - 1) for n, taken in longer.items()}
-    return BatchTimes(plain, read, first, step)
+    return BatchTimes(plain, read, first, step, uneven)
 
 
 @torch.inference_mode()
@@ -125,16 +125,17 @@ def prompts(models: Models, rows: int, longest: int) -> list[list[int]]:
     return [torch.randint(models.target.info.vocab_size, (length,), generator=draws).tolist() for length in made]
 
 
+FLAT, NESTED = ("plain", "uneven"), ("read", "first", "step")
+
+
 def as_json(times: BatchTimes) -> dict[str, Any]:
     """Its curves; JSON writes their numbers as text."""
-    return {name: getattr(times, name) for name in ("plain", "read", "first", "step")}
+    return {name: getattr(times, name) for name in (*FLAT, *NESTED)}
 
 
 def from_json(found: dict[str, Any]) -> BatchTimes:
     """What `as_json` gave, before it was written or after."""
-    nested = {
-        name: {int(rows): own for rows, own in found[name].items()} for name in ("plain", "read", "first", "step")
-    }
-    for name in ("read", "first", "step"):
-        nested[name] = {rows: {int(n): s for n, s in own.items()} for rows, own in nested[name].items()}
-    return BatchTimes(**nested)
+    curves: dict[str, Any] = {name: {int(rows): own for rows, own in found[name].items()} for name in (*FLAT, *NESTED)}
+    for name in NESTED:
+        curves[name] = {rows: {int(n): s for n, s in own.items()} for rows, own in curves[name].items()}
+    return BatchTimes(**curves)

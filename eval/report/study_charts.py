@@ -294,4 +294,5 @@ STUDIES: dict[str, tuple[str, Mapping[str, Drawing]]] = {
     "policies": ("Stop policies: what an acceptance head is worth", POLICIES),
     "tune": ("Tuning for this machine", TUNING),
     "load": ("Many requests at once", LOAD),
+    "schedule": ("How long a server should draft", {}),
 }

@@ -132,7 +132,8 @@ def load_study_models(
     """
     target = load_lm(config.target, **config.loading)
     longest = longest_sequence(prompts, config.max_new_tokens, target.info.max_position)
-    return load_models(parse_methods(",".join(methods)), paths, longest, params, target, **config.loading)
+    named = parse_methods(",".join(methods))
+    return load_models(named, paths, longest, params, target, config.draft_precision, **config.loading)
 
 
 def head_directories(root: Path) -> dict[str, Path]:

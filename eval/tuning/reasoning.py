@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from draftsmith.eval.bench.results import BASELINE
@@ -25,12 +25,19 @@ COLUMNS = (
 @dataclass(frozen=True)
 class Choice:
     """All settings with what is expected of them, tokens/s of those that were decoded (label ->), the costs that the
-    expectation rests on, and seconds spent on each part."""
+    expectation rests on, and seconds spent on each part. precisions: tokens/s of the choice by what its drafts are
+    computed in."""
 
     predicted: Sequence[Predicted]
     measured: Mapping[str, float]
     costs: DecodingCosts
     spent: Mapping[str, float]
+    precisions: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def precision(self) -> str | None:
+        """The fastest one for drafts; None where none was measured."""
+        return max(self.precisions, key=lambda bits: self.precisions[bits], default=None)
 
     @property
     def label(self) -> str:
@@ -76,9 +83,18 @@ def how_taken(choice: Choice) -> str:
     return (
         f"The best of each family, of {len(choice.predicted)} settings. Predicted: rounds replayed from one recording "
         "a drafter, times measured costs. Measured: decoded for real, interleaved. "
+        + precision_words(choice)
         + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in choice.spent.items())
         + "."
     )
+
+
+def precision_words(choice: Choice) -> str:
+    """What drafts are computed in, and by which speeds; nothing where that was not open."""
+    if choice.precision is None:
+        return ""
+    speeds = ", ".join(f"{bits} {speed:,.0f}" for bits, speed in choice.precisions.items())
+    return f"Drafts in {choice.precision}, of tokens/s by --draft-precision: {speeds}. "
 
 
 def tables(choice: Choice) -> list[Table]:
@@ -127,6 +143,8 @@ def summary(choice: Choice) -> dict[str, Any]:
     best = choice.expected(choice.label)
     found = {
         "chosen": choice.label,
+        "draft_precision": choice.precision,
+        **{f"{bits}_tokens_per_s": speed for bits, speed in choice.precisions.items()},
         "speedup": choice.speedup,
         "basis": choice.basis,
         "tau": best.tau,

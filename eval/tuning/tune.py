@@ -1,13 +1,14 @@
 """`draftsmith eval tune`: method and settings for this machine, these models and these prompts, written as decode.yaml.
 
 Acceptance is recorded once and replayed for every setting; forwards are timed by themselves; from both follows what
-each setting would reach. The few best, one a family, are then decoded for real, interleaved, and the fastest is taken.
+each setting would reach. The few best, one a family, are then decoded for real, interleaved, and the fastest is taken;
+and so is the precision of its drafts.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,11 @@ from draftsmith.data.progress import say
 from draftsmith.data.settings import Sampling, check_not_negative, check_positive, comma_numbers
 from draftsmith.data.store.files import make_directory, write_json, write_text
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.eval.bench.load import load_run, trained_for
+from draftsmith.eval.bench.load import load_models, load_run, trained_for
 from draftsmith.eval.bench.prompt_runner import answered, measure_group
-from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
+from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence, read_prompts
 from draftsmith.eval.bench.results import BASELINE, RESULTS, Row, describe, of_methods
-from draftsmith.eval.bench.runner import make_runners, remember
+from draftsmith.eval.bench.runner import Runner, make_runners, remember
 from draftsmith.eval.bench.summary import tokens_per_s
 from draftsmith.eval.cost.clock import clock_of
 from draftsmith.eval.cost.machine import DecodingCosts, family_of, measure_costs
@@ -38,12 +39,15 @@ from draftsmith.eval.tuning.reasoning import Choice, summary, tables
 from draftsmith.modules.drafters.chains import chain_methods
 from draftsmith.modules.drafters.methods import Models, Named, parse_method
 from draftsmith.modules.drafters.trees import DynamicTrees
+from draftsmith.modules.quantized import Precision, can_int8
+from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import InputError, at_least
 
 DECODE = "decode.yaml"
+PRECISIONS: tuple[Precision, ...] = ("dtype", "bf16", "int8")
 # Settings that decode.yaml takes over as they were given; `draftsmith decode` and `draftsmith eval bench` know them.
-KEPT = ("temperature", "top_k", "top_p", "ignore_eos", "dtype", "device", "engine", "packed", "num_threads", "seed",
-        "trust_remote_code")  # fmt: skip
+KEPT = ("temperature", "top_k", "top_p", "ignore_eos", "dtype", "device", "engine", "packed", "draft_precision",
+        "target_precision", "num_threads", "seed", "trust_remote_code")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -167,7 +171,27 @@ def tune(config: TuneConfig, setup: Setup) -> Choice:
     predicted = timed("prediction", lambda: predict(setup.settings, recorded, costs))
     finalists = [item for item in best_of_families(predicted) if item.family != BASELINE][: config.verify]
     measured = timed("verification", lambda: decode(finalists))
-    return Choice(predicted, measured, costs, spent)
+    choice = Choice(predicted, measured, costs, spent)
+    chosen = choice.expected(choice.label).named
+    return replace(choice, precisions=timed("precisions", lambda: precision_speeds(config, setup, chosen)))
+
+
+def precision_speeds(config: TuneConfig, setup: Setup, chosen: Named) -> dict[str, float]:
+    """Tokens/s of the chosen setting by what drafts are computed in, decoded for real and interleaved; empty where
+    that is not open: nothing drafts, prediction is trusted, --draft-precision says it already, or there is no other."""
+    models, needs = setup.models, set(chosen.method.needs) - {"acceptance"}
+    lean = all(isinstance(lm, LlamaLM) for lm in (models.target, models.draft) if lm is not None)
+    given = config.draft_precision != "dtype" or not config.verify
+    if given or not needs or not lean or models.target.device.type != "cpu":
+        return {}
+    own = tuple(bits for bits in PRECISIONS if bits != "int8" or can_int8())
+    longest = longest_sequence(setup.prompts, config.max_new_tokens, models.target.info.max_position)
+    runners: dict[str, Runner] = {}
+    for bits in own:
+        made = load_models([chosen], config.paths, longest, config.sampling, models.target, bits, **config.loading)
+        made = replace(made, ends=models.ends)
+        runners[bits] = make_runners([chosen], made, [config.sampling])[config.temperature][chosen.label]
+    return speeds_of(config, setup, runners, config.repeats)
 
 
 def record(config: TuneConfig, setup: Setup) -> Recorded:
@@ -198,6 +222,17 @@ def measured_speeds(
 ) -> dict[str, float]:
     """Label -> tokens/s, interleaved prompt by prompt as in the bench."""
     runners = make_runners(named, setup.models, [config.sampling])[config.temperature]
+    return speeds_of(config, setup, runners, repeats, progress)
+
+
+def speeds_of(
+    config: TuneConfig,
+    setup: Setup,
+    runners: Mapping[str, Runner],
+    repeats: int,
+    progress: Callable[[int], None] = lambda count: None,
+) -> dict[str, float]:
+    """The same of runners by their labels."""
     for label, runner in runners.items():  # uncounted: the first run of a method pays for its set-up
         restore = remember(runner)
         answered(label, runner, setup.prompts[:1], config.max_new_tokens, [config.seed])
@@ -219,6 +254,7 @@ def decode_yaml(config: TuneConfig, choice: Choice) -> str:
     content |= {"draft": drafters} if drafters else {}
     content |= {"acceptance": full_path(str(config.acceptance))} if "acceptance" in needs else {}
     content |= {"method": choice.label, **{name: getattr(config, name) for name in KEPT}}
+    content |= {"draft_precision": choice.precision or config.draft_precision}
     about = (
         f"# Chosen by `draftsmith eval tune` among {len(choice.predicted)} settings: {choice.speedup:.2f}x the speed "
         f"of decoding without a draft, {choice.basis}.\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from copy import copy
+from dataclasses import dataclass
 from operator import mul
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ from draftsmith.modules.decoding.confidence import (
     log_q_of,
     sigmoid,
 )
-from draftsmith.modules.decoding.protocols import DraftView
+from draftsmith.modules.decoding.protocols import DraftedStep, DraftView
 from draftsmith.modules.finite import NonFinite
 
 LARGEST_TABLE = 2**24  # numbers, 64 MiB: of what a first layer makes of every token, worked out beforehand
@@ -89,12 +90,22 @@ class RectifiedLayer:
         return (states.numpy() @ self._columns).reshape(-1).clip(floor, None).dot(self._array).item() + shift
 
 
+@dataclass(eq=False)
+class Made:
+    """What is made of a head's weights when it is first needed, once for all rows: a layer's short way, or a table by
+    token of what the first layer makes of it."""
+
+    layer: RectifiedLayer | None = None
+    table: Any = None
+
+
 class HeadPredictor(TrainedPredictor):
     """P^ of drafted tokens by an acceptance head, one by one while decoding.
 
     A draft waits for it, and calls are what it takes. So standardisation and calibration are in the weights, what the
     first layer makes of every token is worked out beforehand where the vocabulary is not too large, and heads as
-    `train acceptance` makes them by default go a short way of their own (`RectifiedLayer`).
+    `train acceptance` makes them by default go a short way of their own (`RectifiedLayer`). Rows that draft together
+    are predicted for together.
     """
 
     learns = False
@@ -112,6 +123,7 @@ class HeadPredictor(TrainedPredictor):
             "entropy" if "entropy" in names else "mode" if "logit_max_q" in names else "token"
         )
         self._of_state: Tensor | None = None
+        self._of_numbers: Tensor | None = None
         self._array: Callable[[Tensor], Any] = Tensor.detach if head.out.weight.is_cuda else Tensor.numpy
         if head.join is not None:
             # Columns of the state, of the token's embedding where it is read, of the features where they join.
@@ -132,8 +144,7 @@ class HeadPredictor(TrainedPredictor):
         self._cheap = tuple(weights.pop(n, 0.0) for n in ("log_q", "logit_q", "depth", "temperature", "repeat"))
         self._dear = [(READ[name], weight) for name, weight in weights.items()]
         self._short = self._rectified and self._embed is not None and not self._blocks
-        self._layer: RectifiedLayer | None = None
-        self._table: Any = None
+        self._made = Made()
         self._before: list[float] = []  # of a late one: features of the token that it speaks of next
         self.repeats = RepeatScores() if {"repeat", "repeat_mean"} & {*names} else None
 
@@ -160,11 +171,14 @@ class HeadPredictor(TrainedPredictor):
 
     def logit(self, view: DraftView) -> float:
         """Log-odds of `prob`."""
-        if self._layer is not None:
-            logit = self._shift + self._layer.logit(view.states, view.token) + self._direct_part(view)
+        layer = self._made.layer
+        if self._short and view.step is not None:
+            logit = view.step.once(self._made, self._of_rows)[view.place] + self._direct_part(view)
+        elif layer is not None:
+            logit = self._shift + layer.logit(view.states, view.token) + self._direct_part(view)
         elif self._short and view.states.dtype == torch.float32:
             assert self._of_state is not None and len(view.states) == 1
-            self._layer = RectifiedLayer(self._of_state, self._weight, self._token_parts, view.logits.shape[-1])
+            self._made.layer = RectifiedLayer(self._of_state, self._weight, self._token_parts, view.logits.shape[-1])
             return self.logit(view)
         else:
             values = self._features(view) if self._read else []
@@ -199,18 +213,34 @@ class HeadPredictor(TrainedPredictor):
 
     def _logit(self, view: DraftView, values: list[float]) -> float:
         """values: the head's features of the token that is asked about."""
+        direct = sum(map(mul, self._direct, values))
+        if view.step is not None and self._of_numbers is None:
+            return view.step.once(self._made, self._of_rows)[view.place] + direct
         x = view.states.float()
         if self._of_state is not None:
             x = torch.mm(x, self._of_state)
             own = self._array(x)[0]
-            own += self._token_part(view) if self._table is None else self._table[view.token]
+            own += self._token_part(view) if self._made.table is None else self._made.table[view.token]
             if self._of_numbers is not None:
                 own += self._array(torch.mv(self._of_numbers, torch.tensor(values, device=x.device)))
-            if self._rectified:
-                x.relu_()
+        x = self._behind_first(x)
+        return float(self._out.dot(self._array(x)[0])) + self._shift + direct
+
+    def _behind_first(self, x: Tensor) -> Tensor:
+        """What the output layer reads, of what the first layer gives."""
+        if self._rectified:
+            x.relu_()
         for weight, bias in self._blocks:
             x = x + F.silu(F.linear(x, weight, bias))
-        return float(self._out.dot(self._array(x)[0])) + self._shift + sum(map(mul, self._direct, values))
+        return x
+
+    def _of_rows(self, step: DraftedStep) -> list[float]:
+        """`_logit` of all rows of a step, but for the direct features; without those that join the first layer."""
+        x = step.states.float()
+        if self._of_state is not None:
+            x = torch.mm(x, self._of_state).add_(self._bias if self._embed is None else self._token_parts(step.tokens))
+        x = self._behind_first(x)
+        return (torch.mv(x, self._weight) + self._shift).tolist()
 
     def _token_part(self, view: DraftView) -> Any:
         """The part of the first layer that the token decides, its bias included, [W]."""
@@ -219,8 +249,8 @@ class HeadPredictor(TrainedPredictor):
             return self._array(self._bias)
         if vocabulary * len(self._bias) > LARGEST_TABLE:
             return self._array(self._token_parts(torch.tensor([view.token])))[0]
-        self._table = self._array(self._token_parts(torch.arange(vocabulary)))
-        return self._table[view.token]
+        self._made.table = self._array(self._token_parts(torch.arange(vocabulary)))
+        return self._made.table[view.token]
 
     def _token_parts(self, tokens: Tensor) -> Tensor:
         """The same of tokens [N], [N, W]."""

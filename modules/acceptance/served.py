@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.modules.acceptance.repeats import Repeats, mean_score
+from draftsmith.modules.acceptance.repeats import Repeats, RepeatScores, mean_score
+from draftsmith.modules.decoding.protocols import DraftView
 
 SIZES = tuple(sorted(Repeats.SIZES))
 WIDEST = SIZES[-1]
@@ -23,6 +24,7 @@ NUM_FEATURES = 2
 MAX_LOGIT = 40.0
 # How surely the start is believed, at least, as `OnlineLogistic` has it; and, of a fit, that places are alike.
 PRIOR, RIDGE = 1.0, 10.0
+WORTH = 500.0  # tokens that priors count as
 _MIX = 0x9E3779B97F4A7C15 - 2**64  # the golden ratio's, as a signed number
 
 
@@ -239,6 +241,24 @@ def newton_step(information: Tensor, gradient: Tensor, ridge: float) -> tuple[Te
     weights = weights.nan_to_num(0.0, 0.0, 0.0)
     intercepts = (gradient[:, -1] - cross @ weights) / own
     return weights, intercepts.nan_to_num(0.0, 0.0, 0.0)
+
+
+def undrawn_features(view: DraftView, repeats: RepeatScores) -> list[float]:
+    """What `ServedEstimator` looks at, [F], of a drafted token that a stop policy is shown. repeats: that were shown
+    the draft's tokens before it."""
+    scaled = view.logits.float() / (view.temperature or 1.0)
+    most, mode = scaled.max(-1)
+    rest = scaled.index_fill(0, mode, -torch.inf).logsumexp(-1)
+    odds = (most - rest).clamp(-MAX_LOGIT, MAX_LOGIT)
+    return [odds.item(), repeats.mean(view) if view.temperature else repeats.score(view)]
+
+
+def fit_priors(features: Tensor, accepted: Tensor, verified: Tensor) -> Start:
+    """Priors by verdicts on drafts. features: [N, K, F]. accepted, verified: [N] tokens of each."""
+    steps = torch.arange(features.shape[1])
+    accepted, verified = accepted[:, None], verified[:, None]
+    weight = ((steps <= accepted) & (steps < verified)).double()
+    return fit_start(features, (steps < accepted).double(), weight, WORTH)
 
 
 def fit_start(features: Tensor, accepted: Tensor, weight: Tensor, worth: float) -> Start:

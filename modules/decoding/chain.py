@@ -7,7 +7,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from draftsmith.modules.decoding.protocols import NO_DRAFT, Budget, DraftTree, DraftView, StopPolicy, chain_parents
+from draftsmith.modules.decoding.protocols import (
+    NO_DRAFT,
+    Budget,
+    DraftedStep,
+    DraftTree,
+    DraftView,
+    StopPolicy,
+    chain_parents,
+)
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.finite import NO_TOKEN, NonFinite
 from draftsmith.modules.sampling import (
@@ -61,15 +69,18 @@ def draft_chains(
     count = 0  # tokens of the rows that go on
     while rows:
         own_logits = logits.unbind()
-        drawn, own_distributions = _choose(logits, own_logits, rows, count, params, sources)
+        drawn, drawn_from = _choose(logits, own_logits, rows, count, params, sources)
         count += 1
         going = []
-        for row, token, distribution in zip(rows, drawn, own_distributions, strict=True):
+        together = DraftedStep(rows, drawn, states, logits, drawn_from) if len(rows) > 1 else None
+        own_distributions = [None] * len(rows) if drawn_from is None else drawn_from.unbind()
+        for place, (row, token, distribution) in enumerate(zip(rows, drawn, own_distributions, strict=True)):
             tokens[row].append(token)
             if distribution is not None:
                 distributions[row].append(distribution)
             own_states = states if len(ends) == 1 else states[row : row + 1]
-            view = DraftView(count, token, own_states, own_logits[row], distribution, params.temperature, contexts[row])
+            own = own_logits[row], distribution, params.temperature, contexts[row]
+            view = DraftView(count, token, own_states, *own, together, place)
             try:  # a context manager here is measurable on small models
                 stopped = stops[row].should_stop(view)
             except NonFinite as error:
@@ -97,9 +108,9 @@ def _choose(
     place: int,
     params: SamplingParams,
     sources: Sequence[Source],
-) -> tuple[list[int], Sequence[Tensor | None]]:
-    """A token for each of `rows`, and the distributions that they were drawn from; own_logits: each row's. place: of
-    the tokens in their drafts."""
+) -> tuple[list[int], Tensor | None]:
+    """A token for each of `rows`, and the distributions [len(rows), V] that they were drawn from, None of greedy ones;
+    own_logits: each row's. place: of the tokens in their drafts."""
     tokens: list[int] = []
     try:
         if params.greedy:
@@ -108,11 +119,10 @@ def _choose(
             else:
                 for row in rows:
                     tokens.append(best_token(own_logits[row]))
-            return tokens, [None] * len(rows)
+            return tokens, None
         distributions = probabilities(logits if len(rows) == len(own_logits) else logits[list(rows)], params)
-        own = distributions.unbind()
-        tokens = draw_each(distributions if distributions.is_cuda else own, [sources[row] for row in rows])
-        return tokens, own
+        own = distributions if distributions.is_cuda else distributions.unbind()
+        return draw_each(own, [sources[row] for row in rows]), distributions
     except NonFinite as error:
         # Greedy on a CPU, those before it have a token; else it says itself which one has none.
         error.row = rows[len(tokens) if error.row is None else error.row]

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from draftsmith.modules.decoding.protocols import DraftView
+from draftsmith.modules.decoding.protocols import DraftedStep, DraftView
 
 # Beyond these log-odds a softmax in float32 says little.
 MAX_LOGIT = 12.0
@@ -49,8 +49,18 @@ def draft_distribution(view: DraftView) -> Tensor:
     if view.draft_prob is not None:
         return view.draft_prob
     if view.softmax is None:
-        view.softmax = wide(view.logits).softmax(-1)
+        if view.step is None:
+            view.softmax = wide(view.logits).softmax(-1)
+        else:
+            view.softmax = view.step.once("rows of softmax", lambda step: distributions_of(step).unbind())[view.place]
     return view.softmax
+
+
+def distributions_of(step: DraftedStep) -> Tensor:
+    """`draft_distribution` of all rows of a step, [R, V]."""
+    if step.draft_prob is not None:
+        return step.draft_prob
+    return step.once("softmax", lambda step: wide(step.logits).softmax(-1))
 
 
 def wide(values: Tensor) -> Tensor:
@@ -67,11 +77,12 @@ def confidence_of(view: DraftView, asked: Literal["token", "mode", "entropy"] = 
     if asked == "token":
         return TokenConfidence(log_q_of(view), math.nan, math.nan)
     distribution = draft_distribution(view)
-    if distribution.is_cuda:  # one transfer
-        given = [distribution[view.token], distribution.max()]
-        given += [entropies(distribution)] if asked == "entropy" else []
-        own, most, spread = (*torch.stack(given).tolist(), math.nan)[:3]
-        return TokenConfidence(log_of(own), log_of(most), spread)
+    if distribution.is_cuda:
+        if view.step is not None:
+            return view.step.once(asked, lambda step: _on_device(distributions_of(step), step.tokens, asked))[
+                view.place
+            ]
+        return _on_device(distribution[None], torch.tensor([view.token], device=distribution.device), asked)[0]
     log_q, probs = log_q_of(view), distribution.numpy()
     best = mode_of(view, probs)
     log_max_q = log_q if best == view.token else math.log(probs.item(best))
@@ -87,6 +98,13 @@ def confidence_of(view: DraftView, asked: Literal["token", "mode", "entropy"] = 
     return TokenConfidence(log_q, log_max_q, spread)
 
 
+def _on_device(distributions: Tensor, tokens: Tensor, asked: Literal["mode", "entropy"]) -> list[TokenConfidence]:
+    """`confidence_of` of tokens [R] by their distributions [R, V], in one transfer."""
+    given = [distributions.gather(1, tokens[:, None])[:, 0], distributions.amax(1)]
+    given.append(entropies(distributions) if asked == "entropy" else torch.full_like(given[0], math.nan))
+    return [TokenConfidence(log_of(own), log_of(most), spread) for own, most, spread in torch.stack(given, 1).tolist()]
+
+
 def mode_of(view: DraftView, probs: Any) -> int:
     """A most probable token of the view's distribution, an array [V]: the token shown where it was chosen for that, or
     has half of the mass; only else is the array looked through."""
@@ -96,11 +114,18 @@ def mode_of(view: DraftView, probs: Any) -> int:
 
 def log_q_of(view: DraftView) -> float:
     """log q of the token that a stop policy is shown, looked up once, whoever asks: less work than `confidence_of`."""
-    if view.log_q is None:
+    if view.log_q is None and view.step is not None:
+        view.log_q = view.step.once("log_q", log_qs)[view.place]
+    elif view.log_q is None:
         distribution = draft_distribution(view) if view.draft_prob is None else view.draft_prob
         own = distribution[view.token].item() if distribution.is_cuda else distribution.numpy().item(view.token)
         view.log_q = math.log(SMALLEST if own < SMALLEST else own)
     return view.log_q
+
+
+def log_qs(step: DraftedStep) -> list[float]:
+    """`log_q_of` of all rows of a step."""
+    return [log_of(q) for q in distributions_of(step).gather(1, step.tokens[:, None])[:, 0].tolist()]
 
 
 def log_max_q_of(view: DraftView) -> float:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from draftsmith.modules.finite import blame
@@ -84,6 +85,47 @@ class Outcome:
     logits: Tensor
 
 
+@dataclass(eq=False)
+class DraftedStep:
+    """The tokens that R rows drafted in one step, side by side, for what takes a call or a transfer: it is worked out
+    for all rows when it is first asked of one of their views.
+
+    rows: of all B rows, those that drafted. states [B, H], logits [B, V]: of all; draft_prob: [R, V] or None. Else as
+    of `DraftView`.
+    """
+
+    rows: Sequence[int]
+    drafted: Sequence[int]
+    all_states: Tensor
+    all_logits: Tensor
+    draft_prob: Tensor | None
+    _known: dict[Hashable, Any] = field(default_factory=dict)
+
+    def once(self, key: Hashable, make: Callable[[DraftedStep], Any]) -> Any:
+        """What `make` makes of this step, the first time that it is asked for by this key."""
+        if key not in self._known:
+            self._known[key] = make(self)
+        return self._known[key]
+
+    @property
+    def tokens(self) -> Tensor:
+        """[R] int64."""
+        return self.once("tokens", lambda _: torch.tensor(self.drafted, device=self.all_logits.device))
+
+    @property
+    def states(self) -> Tensor:
+        """[R, H]."""
+        return self.once("states", lambda _: self._own(self.all_states))
+
+    @property
+    def logits(self) -> Tensor:
+        """[R, V]."""
+        return self.once("logits", lambda _: self._own(self.all_logits))
+
+    def _own(self, values: Tensor) -> Tensor:
+        return values if len(values) == len(self.rows) else values[list(self.rows)]
+
+
 @dataclass(slots=True)  # frozen, making one takes ten times as long, and one is made a drafted token
 class DraftView:
     """What a stop policy may look at, right after the n-th token of a chain was drafted.
@@ -99,6 +141,8 @@ class DraftView:
     draft_prob: Tensor | None  # [V] the distribution `token` was drawn from; None when greedy
     temperature: float = 0.0  # of that distribution; 0 when greedy
     context: Sequence[int] = ()  # all tokens before this round's draft: the prompt, and what was emitted
+    step: DraftedStep | None = None  # with the other rows' of a batch, as its row `place`
+    place: int = 0
     softmax: Tensor | None = None  # [V] of the logits of a greedy draft, once someone asked (`confidence`)
     log_q: float | None = None  # of the token, once someone asked (`confidence`)
 

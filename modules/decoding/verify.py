@@ -16,7 +16,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from draftsmith.modules.decoding.protocols import DraftTree, Verdict
 from draftsmith.modules.finite import NO_TOKEN, NonFinite
-from draftsmith.modules.lean_rows import to_device
 from draftsmith.modules.sampling import (
     Source,
     TorchSource,
@@ -27,6 +26,7 @@ from draftsmith.modules.sampling import (
     probabilities,
     residual,
 )
+from draftsmith.modules.transfer import to_device
 from draftsmith.modules.types import SamplingParams
 
 
@@ -194,7 +194,7 @@ class _Ahead(_Lazy):
                 depths.append(depths[parent + 1] + 1)
             coming = source.peek(max(depths) + 1) if isinstance(source, TorchSource) else [0.0] * len(depths)
             rows.append(torch.tensor([coming[depth] for depth in depths], dtype=torch.float64))
-        uniforms = pad_sequence(rows, batch_first=True).to(self._distributions.device)
+        uniforms = to_device(pad_sequence(rows, batch_first=True), self._distributions.device)
         distributions = self._distributions[:, : uniforms.shape[1]]
         return draw_rows(distributions.flatten(0, 1), uniforms.flatten()).view(uniforms.shape).tolist()
 

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from draftsmith.modules.acceptance.tree_rule import TreeRule
@@ -25,6 +26,7 @@ from draftsmith.modules.decoding.tree import StaticTree
 from draftsmith.modules.drafters.growth import DynamicTree
 from draftsmith.modules.drafters.row_drafter import RowDrafter
 from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.quantized import Linear, Precision, copy_of
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import FeatureBatch, LossOutput
 
@@ -38,6 +40,8 @@ class TrainStep:
     seeds: a number for each sequence, by (seed, epoch, sample): what is random is drawn by it, and so does not depend
         on what shares the sequence's batch.
     feature_std: standard deviation of the features' elements, the unit of noise.
+    logged: its numbers are: what is counted for them alone, and takes time, may be left out of the others.
+    chosen, loss_count: what the head's `num_chosen` and `loss_count` said of the batch while the host had it, if so.
     """
 
     number: int
@@ -45,6 +49,9 @@ class TrainStep:
     lengths: Sequence[int]
     seeds: Sequence[int]
     feature_std: float = 1.0
+    logged: bool = True
+    chosen: int | None = None
+    loss_count: float | None = None
 
 
 class TargetWeights(Protocol):
@@ -97,6 +104,8 @@ class DraftHead(nn.Module, ABC):
     whole_weights: its loss reads weights outside of their modules, so that no rank may hold parts of them (ZeRO-3).
     passes: the setting that says how many tokens of its own drafts it is trained on; none where it has no such.
     monitor, larger_is_better: the validation metric that picks best/.
+    precision, output: what it drafts in, and its own copy of the target's lm_head where that is not the target's (see
+        `draft_in`).
     of_target: names of its weights that are its target's as they are, never trained; its manifest has them.
     """
 
@@ -114,12 +123,22 @@ class DraftHead(nn.Module, ABC):
 
     config: Any
     of_target: tuple[str, ...] = ()
+    precision: Precision = "dtype"
+    output: Linear | None = None
 
     @property
     def capture(self) -> tuple[int, ...]:
         """What it reads of its target to draft: () is the state after the final norm, [.., H]; else the residual states
         after the first so many layers, side by side [.., L*H] (`CausalLM.session`)."""
         return ()
+
+    def draft_in(self, precision: Precision, target: CausalLM) -> None:
+        """Draft with weights of this precision, the target's lm_head among them, which the target keeps as it is:
+        whatever a draft is computed in, what is drawn from it is verified."""
+        self.precision, self.output = precision, None
+        if precision != "dtype" and not hasattr(self, "lm_head"):
+            like = torch.empty(target.info.hidden_size, dtype=target.dtype, device=target.device)
+            self.output = copy_of(target.lm_head, like, precision)
 
     @classmethod
     def learns_from(cls, config: Any, num_layers: int) -> tuple[int, ...]:
@@ -158,6 +177,11 @@ class DraftHead(nn.Module, ABC):
     @abstractmethod
     def num_loss_tokens(cls, batch: FeatureBatch) -> int:
         """Tokens that count in the loss of a batch, whose features need not be there yet."""
+
+    @classmethod
+    def num_chosen(cls, batch: FeatureBatch, settings: Any) -> int:
+        """Positions that `loss` makes logits for: a device has to be waited for where the host does not know it."""
+        return cls.num_loss_tokens(batch)
 
     @classmethod
     def loss_count(cls, batch: FeatureBatch, settings: Any) -> float:

@@ -235,9 +235,9 @@ class Online(CostAware):
 class Shared(StopRule):
     """Rows that are decoded together share a round's time: of their next tokens those are drafted that bring most, by
     times that are measured on this machine, once a run, and by the predictions of `online`, which learns from all rows.
-    With few rows drafts are long; with many only what is nearly sure is drafted, or nothing.
+    With more than a few rows (`SharedBudget.FEW`) all draft alike, as many tokens as bring most by time.
 
-    max: most tokens of a row's draft. repeats, head: as of `online`.
+    max: most tokens of a row's draft. repeats, head: as of `online`, for few rows.
     """
 
     timed: ClassVar[bool] = True  # type: ignore[misc]

@@ -187,7 +187,7 @@ class MedusaDrafter(RowDrafter):
     ):
         """stops: a policy for each row, which chains end by."""
         super().__init__(stops)
-        self._head, self._target, self._shape = in_type_of(head, target), target, shape
+        self._head, self._lm_head, self._shape = in_type_of(head, target), head.output or target.lm_head, shape
 
     def _deepest(self, row: DraftedRow) -> int:
         return self._head.config.num_heads
@@ -208,7 +208,7 @@ class MedusaDrafter(RowDrafter):
         def step(_: object = None) -> tuple[Tensor, Tensor]:
             """What follows does not depend on the tokens before it."""
             hidden = next(levels)
-            return self._target.lm_head(hidden), hidden
+            return self._lm_head(hidden), hidden
 
         logits, hidden = step()
         return self._chains(logits, hidden, step, limits, params, sources)
@@ -216,7 +216,7 @@ class MedusaDrafter(RowDrafter):
     def _trees(self, shape: StaticTree, states: list[Tensor], limits: Sequence[int]) -> list[DraftTree]:
         def level(depth: int, count: int) -> Level:
             hidden = states[depth][:, None]
-            logits = self._target.lm_head(hidden)
+            logits = self._lm_head(hidden)
             return Level(hidden.expand(-1, count, -1), logits.expand(-1, count, -1))
 
         def expand(tokens: Tensor, above: Tensor, depth: int) -> Level:

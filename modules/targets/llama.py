@@ -14,7 +14,8 @@ from draftsmith.modules.kv_cache import NoCache
 from draftsmith.modules.layers import LlamaConfig, LlamaModel, rope_settings, rope_table
 from draftsmith.modules.lean import LeanNorm, LeanStack, Taps
 from draftsmith.modules.lean_rows import OneRow, Run, cached_rows, picked_of
-from draftsmith.modules.packed import LeanLinear
+from draftsmith.modules.packed import MIN_WEIGHTS
+from draftsmith.modules.quantized import Precision, linear_of
 from draftsmith.modules.targets.base import ModelInfo, Rows, Scores, check_capture
 from draftsmith.modules.types import InputError
 
@@ -91,19 +92,24 @@ def model_from_state(config: LlamaConfig, state: Mapping[str, Tensor], dtype: to
 class LlamaLM:
     """A `CausalLM` over frozen `LlamaModel` weights: fused layers over preallocated caches."""
 
-    def __init__(self, model: LlamaModel, info: ModelInfo, packed: bool = False):
+    def __init__(self, model: LlamaModel, info: ModelInfo, packed: bool = False, precision: Precision = "dtype"):
         """packed: hold large weights in the layout of the CPU's kernels (`modules.packed`), and there only: `model`
-        itself cannot be called any more, and nothing can be differentiated."""
+        itself cannot be called any more, and nothing can be differentiated. precision: of all products
+        with its weights (`modules.quantized`); other than dtype, it holds these copies only, as `packed` does."""
         self.model, self.info, self.config, self.packed = model, info, model.config, packed
         weight = model.embed_tokens.weight
         self.device, self.dtype = weight.device, weight.dtype
         layers: list = list(model.layers)
-        self.stack = LeanStack(layers, model.config, self.dtype, self.device, share=True, pack=packed)
+        self.stack = LeanStack(
+            layers, model.config, self.dtype, self.device, share=True, pack=packed, precision=precision
+        )
         self.embeddings = weight.detach()  # [V, H]
         self.norm = LeanNorm(model.norm.weight, model.norm.eps)
-        # Where the embedding is tied to it, the plain layout is needed anyway; a second one would be a second copy.
-        self._head = LeanLinear(model.lm_head.weight, pack=packed and not model.config.tie_embeddings)
-        if self._head.packed:
+        # Where the embedding is tied to it, the plain layout is needed anyway; a second one would be a second copy,
+        # which only a small one may be.
+        single = not model.config.tie_embeddings or weight.numel() < MIN_WEIGHTS
+        self._head = linear_of(model.lm_head.weight, None, packed and single, precision)
+        if self._head.packed and not model.config.tie_embeddings:
             model.lm_head.weight.data = weight.new_empty(0)
 
     def session(

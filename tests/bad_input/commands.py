@@ -46,6 +46,12 @@ ROWS = [
     Row("responses: a file", f"data responses --prompts {{chats}} {TARGET}{OUT}", ("prompts.jsonl",)),
     Row("responses: a drafter for a server", f"data responses --prompts {{prompts}} {TARGET}{OUT}--engine openai "
         "--draft {draft}", ("draft", "--engine transformers")),
+    Row("responses: a drafter beside vLLM's own", f"data responses --prompts {{prompts}} {TARGET}{OUT}--engine vllm "
+        "--method pld", ("draft", "speculative_config")),
+    Row("responses: vLLM is not installed", f"data responses --prompts {{prompts}} {TARGET}{OUT}--engine vllm",
+        ("engine", "pip install vllm")),
+    Row("responses: vLLM's arguments for another engine",
+        f"data responses --prompts {{prompts}} {TARGET}{OUT}--vllm-args x.json", ("vllm_args", "--engine vllm")),
     Row("responses: no draft", f"data responses --prompts {{prompts}} {TARGET}{OUT}--method spec:k=2",
         ("method", "no --draft")),
     Row("responses: a draft without use",

@@ -123,6 +123,8 @@ MODELS: list[tuple[str, Callable[[Path], object], tuple[str, ...]]] = [
 ROWS += [Row(id, DECODE, says, spoiled(spoil)) for id, spoil, says in MODELS]
 ROWS += [
     Row("pickled weights on the hf engine", DECODE + " --engine hf", ("without safetensors",), spoiled(bin_only)),
+    Row("int8 on the hf engine", DEVICES["decode"] + "--target-precision int8 --engine hf", ("precision", "hf engine")),
+    Row("bits that are not offered", DEVICES["decode"] + "--target-precision int4", ("target-precision", "int4")),
     Row("negative heads on the hf engine", DECODE + " --engine hf", ("num_attention_heads",),
         spoiled(setting(num_attention_heads=-4))),
     Row("a text eos id in data", "data responses --prompts {prompts} --target {model} --output {out}",

@@ -11,7 +11,7 @@ import torch
 
 from draftsmith.benchmarks import throughput
 from draftsmith.benchmarks.step_peak import in_new_process, peak_above
-from draftsmith.benchmarks.step_variants import Bare, Padded, Shape, TakenStep, Work, padded_loss, train_ours
+from draftsmith.benchmarks.step_variants import Bare, ByHand, Padded, Shape, TakenStep, Work, padded_loss, train_ours
 from draftsmith.benchmarks.throughput import ThroughputConfig, paired_steps, slower, tokens_per_s
 from draftsmith.benchmarks.training_data import dialogue_lengths
 from draftsmith.data.store.datasets import collate_features
@@ -22,11 +22,12 @@ from draftsmith.modules.types import InputError
 TINY = Shape(hidden=64, vocab=48, tokens=160, documents=12, scale=0.1)
 
 
-def test_a_bare_loop_takes_the_steps_that_a_training_takes(tmp_path):
+@pytest.mark.parametrize("variant", [Bare, ByHand])
+def test_a_plain_loop_takes_the_steps_that_a_training_takes(variant, tmp_path):
     """Same batches, loss, gradient, clipping, optimizer and schedule: the losses stay the same from step to step."""
     work = Work(TINY)
     config = work.settings(tmp_path / "run", steps=7, noise=0.0)
-    ours, bare = train_ours(work, config), Bare(work, config)
+    ours, bare = train_ours(work, config), variant(work, config)
     theirs = [bare.step() for _ in ours]
     assert len(ours) == 6
     assert [step.tokens for step in ours] == [step.tokens for step in theirs]

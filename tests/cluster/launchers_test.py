@@ -154,9 +154,13 @@ class Job:
     def wait_for(self, what: Callable[[], object], wanted: str) -> None:
         deadline = time.monotonic() + PATIENCE_S
         while not what():
-            assert self.follower.poll() is None, self.text()
+            assert self.follower.poll() is None, f"{self.text()}\n{self.controller_log()}"
             assert time.monotonic() < deadline, f"no {wanted} within {PATIENCE_S:.0f} s\n{self.text()}"
             time.sleep(0.05)
+
+    def controller_log(self) -> str:
+        """What the controller did last; its files are deleted with the cluster."""
+        return "\n".join(Path(self.environment["SLURM_CONF"]).with_name("slurmctld.log").read_text().splitlines()[-60:])
 
     def wait_for_steps(self, more: int) -> None:
         """Until so many steps more than now are logged."""

@@ -9,13 +9,15 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from draftsmith.data.store import shards
-from draftsmith.data.store.manifest import MANIFEST, Manifest, command_line, file_sha256
-from draftsmith.data.store.shards import Shard, ShardContent, StagePlan, run_stage
+from draftsmith.data.store.files import CannotWrite
+from draftsmith.data.store.manifest import MANIFEST, Field, Manifest, command_line, file_sha256
+from draftsmith.data.store.shards import Rows, Shard, ShardContent, StagePlan, run_stage
 from draftsmith.modules.types import InputError
 
 STAGES = ("prompts", "responses", "acceptance", "features")
@@ -109,6 +111,64 @@ def test_one_rank_continues_what_two_began(chain, broken, make_stage):
     assert (config.output / "shard-00001.done.json").exists()  # rank 1 had finished its first shard
     make_stage("responses", config)
     same(config.output, chain.directory("responses"))
+
+
+@dataclasses.dataclass(frozen=True)
+class OneRowEach:
+    output: Path
+    rows_per_shard: int = 1
+
+
+def a_row(shard: Shard) -> ShardContent:
+    return ShardContent([{"id": f"row-{shard.start}"}])
+
+
+def test_a_shard_is_written_while_the_next_one_is_made(tmp_path, monkeypatch):
+    """The first write ends when the second shard is being made; written one after the other, this would wait for ever,
+    or here for its deadline."""
+    making, write = threading.Event(), shards.write_shard
+
+    def waiting(plan, shard, content):
+        assert making.wait(30) or shard.index
+        write(plan, shard, content)
+
+    def make(shard, advance):
+        if shard.index:
+            making.set()
+        return a_row(shard)
+
+    monkeypatch.setattr(shards, "write_shard", waiting)
+    plan = StagePlan("prompts", "data prompts", OneRowEach(tmp_path / "out"), 3, (Field("id", "string"),), {}, {})
+    run_stage(plan, make)
+    assert [row["id"] for row in Rows(plan.directory, Manifest.read(plan.directory)).read(0, 9)] == [
+        f"row-{i}" for i in range(3)
+    ]
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_a_disk_that_refuses_a_shard_ends_the_stage_at_the_next_one(tmp_path, monkeypatch, failing):
+    """The last one has no next one, and is raised all the same."""
+    made, write = [], shards.write_table
+
+    def refused(path, *args, **options):
+        if path.name == f"shard-{failing:05d}.parquet":
+            raise CannotWrite(str(path), "No space left on device", "room to write it", "Free some space.")
+        write(path, *args, **options)
+
+    def make(shard, advance):
+        made.append(shard.index)
+        return a_row(shard)
+
+    plan = StagePlan("prompts", "data prompts", OneRowEach(tmp_path / "out"), 3, (Field("id", "string"),), {}, {})
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "write_table", refused)
+        patch.setattr(shards, "WAIT_S", 0.2)  # for a shard that nobody writes
+        with pytest.raises(CannotWrite, match="No space left"):
+            run_stage(plan, make)
+    assert made == list(range(min(failing + 2, 3)))
+    done = [shard.index for shard in plan.shards if shards.read_done(plan.directory, shard) is not None]
+    assert done == list(range(failing)) and not (plan.directory / MANIFEST).exists()
+    assert run_stage(plan, make).counts["rows"] == 3  # and goes on where it ended
 
 
 def test_rank_0_says_what_is_missing_when_another_rank_never_delivers(tmp_path, monkeypatch):

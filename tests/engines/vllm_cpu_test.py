@@ -36,8 +36,8 @@ COUNTERS = ("num_drafts", "num_accepted_tokens", "num_accepted_tokens_per_pos")
 
 
 @contextmanager
-def served(directory: Path, length: int, rows: int = 1) -> Iterator[LLM]:
-    """The engine with that head, `rows` requests at a time."""
+def served(directory: Path, length: int, rows: int = 1, **more: Any) -> Iterator[LLM]:
+    """The engine with that head, `rows` requests at a time. more: of its speculative config."""
     method = "eagle" if directory.parent.name == "eagle" else "eagle3"
     llm = LLM(
         model=str(SERVED / "target"),
@@ -47,7 +47,7 @@ def served(directory: Path, length: int, rows: int = 1) -> Iterator[LLM]:
         enforce_eager=True,
         disable_log_stats=False,
         enable_prefix_caching=False,
-        speculative_config={"method": method, "model": str(directory), "num_speculative_tokens": length},
+        speculative_config={"method": method, "model": str(directory), "num_speculative_tokens": length, **more},
     )
     try:
         yield llm
@@ -97,3 +97,15 @@ def test_requests_side_by_side_and_a_shorter_draft():
     with served(SERVED / "reduced/vllm", 3, rows=4) as llm:
         assert answers(llm, ours["prompts"]) == ours["tokens"]
         assert counts(llm) == counted(ours["rounds.3"], 3)
+
+
+def test_a_schedule_is_followed():
+    """One request drafts 5 tokens, two draft 3, four none. Requests are alike, so that all end together."""
+    ours, found = ours_of("reduced/vllm"), {"num_speculative_tokens_per_batch_size": [[1, 1, 5], [2, 3, 3], [4, 4, 0]]}
+    with served(SERVED / "reduced/vllm", 5, rows=4, **found) as llm:
+        rounds = list[list[int]]()
+        for number, (count, length) in enumerate(((1, 5), (2, 3), (4, 0))):
+            prompt, answer = ours["prompts"][number], ours["tokens"][number]
+            assert answers(llm, [prompt] * count) == [answer] * count
+            rounds += [ours[f"rounds.{length}"][number]] * count if length else []
+            assert counts(llm) == counted(rounds, 5)

@@ -69,6 +69,17 @@ def test_write_returns_everything_up_to_the_new_slots():
     assert cache.length == 5  # written, not kept
 
 
+def test_what_is_written_again_at_the_same_place_after_a_wipe_is_wiped_again():
+    cache = filled_cache(2)
+    for _ in range(2):  # the same slices serve both
+        cache.keep(0)
+        assert not cache.data.any()
+        content = torch.ones(BATCH, HEADS, 2, DIM)
+        cache.write(0, 0, joined(content, content))
+    cache.keep(0)
+    assert not cache.data.any()
+
+
 def test_selected_rows_stay_writable():
     cache = filled_cache(4)
     cache.select_rows(torch.tensor([2, 0]))

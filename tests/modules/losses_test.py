@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from draftsmith.modules import losses
+from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.drafters.eagle.head import eagle_loss
 from draftsmith.modules.losses import acceptance_loss
 from draftsmith.modules.types import AcceptanceBatch
@@ -105,6 +106,17 @@ def test_eagle_loss_is_the_papers(feature_weight, token_weight):
     assert output.sums["token_loss"].item() == pytest.approx(token, rel=TOLERANCE)
     assert (output.sums["top1"].item(), output.sums["top3"].item()) == (top1, top3)
     assert {n.item() for n in output.counts.values()} == {count}
+
+
+def test_without_the_first_choices_the_losses_and_gradients_are_the_same():
+    hidden, wanted, mask, weight = eagle_case()
+    grads, outputs = [], []
+    for step in (None, TrainStep(0, 1, (), (), logged=False)):
+        states = hidden.clone().requires_grad_()
+        outputs.append(eagle_loss([states], wanted, [mask], lambda x: x @ weight.T, step=step))
+        grads.append(*torch.autograd.grad(outputs[-1].loss, states))
+    assert outputs[0].loss.equal(outputs[1].loss) and grads[0].equal(grads[1])
+    assert outputs[0].sums.keys() - outputs[1].sums.keys() == {"top1", "top3"}
 
 
 def test_eagle_loss_does_not_train_the_target_and_ignores_hidden_rows():

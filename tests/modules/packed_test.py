@@ -57,8 +57,21 @@ def test_more_than_two_dimensions_are_as_good():
     torch.testing.assert_close(LeanLinear(weight, None, True)(x), F.linear(x, weight), rtol=0, atol=2e-4)
 
 
-def test_small_weights_stay_plain():
-    assert not LeanLinear(torch.randn(MIN_WEIGHTS // 64 - 1, 64), pack=True).packed
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("rows", [1, 6])
+def test_small_weights_lie_in_by_out_and_give_the_same(rows, biased):
+    out = MIN_WEIGHTS // 64 - 1
+    weight, x, residual = torch.randn(out, 64), torch.randn(rows, 64), torch.randn(rows, out)
+    bias = torch.randn(out) if biased else None
+    linear = LeanLinear(weight, bias, pack=True)
+    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+
+    assert not linear.packed and torch.equal(linear.weight, weight)
+    assert linear.weight.stride() == ((64, 1) if biased else (1, out))
+    # Sums of 64 products of order 1 in float32.
+    torch.testing.assert_close(linear(x).double(), exact, rtol=0, atol=1e-4)
+    torch.testing.assert_close(linear.add_to(residual, x).double(), residual + exact, rtol=0, atol=1e-4)
+    assert LeanLinear(weight).weight.data_ptr() == weight.data_ptr()  # without pack it lies as it did
 
 
 def test_without_the_ops_linear_layers_are_plain(broken_ops):
@@ -112,3 +125,12 @@ def test_weights_are_held_once(directory, pack_all):
     model = load_lm(directory, packed=True).model
     left = {name for name, weight in model.named_parameters() if weight.ndim == 2 and weight.numel()}
     assert left == {"embed_tokens.weight"}  # everything else was given away to the packed layout
+
+
+def test_small_weights_are_held_once_too(directory):
+    lm = load_lm(directory, packed=True)
+    for lean, layer in zip(lm.stack.layers, lm.model.layers, strict=True):
+        pairs = [(lean.o, layer.self_attn.o_proj), (lean.down, layer.mlp.down_proj), (lean.qkv, layer.self_attn.q_proj)]
+        for linear, module in pairs:
+            assert linear.weight.untyped_storage().data_ptr() == module.weight.untyped_storage().data_ptr()
+            assert torch.equal(linear.weight[: len(module.weight)], module.weight)

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from draftsmith.modules.types import FeatureBatch, InputError
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.data_module import (
     Batches,
     HeadDataModule,
+    Key,
     Order,
     Part,
     Samples,
@@ -167,9 +169,9 @@ def test_validation_sees_each_sample_once_over_the_ranks(budget):
 
 def test_held_out_samples_stay_when_data_is_added():
     train, val = held_out(1000, 0.1)
-    assert sorted(train + val) == list(range(1000)) and 70 < len(val) < 130  # 100 +- 3 standard deviations of 9.5
+    assert sorted([*train, *val]) == list(range(1000)) and 70 < len(val) < 130  # 100 +- 3 standard deviations of 9.5
     _, more = held_out(2000, 0.1)
-    assert [i for i in more if i < 1000] == val
+    assert [i for i in more if i < 1000] == val.tolist()
 
 
 def test_both_sides_of_the_split_have_a_sample():
@@ -182,3 +184,16 @@ def test_both_sides_of_the_split_have_a_sample():
 def test_move_takes_the_tensors_along():
     part = parts_from(29)[0]
     assert move(part, torch.device("meta")).data.input_ids.device.type == "meta"
+
+
+def test_what_goes_to_a_gpu_is_pinned(monkeypatch):
+    """By torch's own loader, tensor by tensor; the keys stay what they are."""
+    samples, keys = Samples(Numbers(), range(103)), (Key(0, 3), Key(0, 4, filler=True))
+    for kind in ("cpu", "gpu"):
+        module = HeadDataModule(samples, samples, collate, lambda batch: 1, config(accelerator=kind))
+        assert module.batches(samples, [keys]).pin_memory == (kind == "gpu")
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.to("meta"))
+    pinned = pin_memory(Batches(samples, collate)[keys])
+    tensors = [value for value in vars(pinned.data).values() if isinstance(value, torch.Tensor)]
+    assert len(tensors) == 4 and all(tensor.is_meta for tensor in tensors)
+    assert pinned.keys == keys

@@ -20,7 +20,7 @@ from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.datasets import FeatureDataset, collate_features, pack_features
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.stop import FixedLength
-from draftsmith.modules.drafters.eagle.head import eagle_loss, eagle_training, noise_like, shift
+from draftsmith.modules.drafters.eagle.head import EagleHead, eagle_loss, eagle_training, noise_like, shift
 from draftsmith.modules.drafters.feature_heads import FeatureDrafter
 from draftsmith.modules.flops import layers_forward
 from draftsmith.modules.sampling import TorchSource
@@ -58,6 +58,23 @@ def test_training_reports_both_losses_agreement_and_tau(eagle_run):
     assert float(reported[-1]["val/tau"]) >= 1.0
     losses = [float(row["train/loss"]) for row in rows if row["train/loss"]]
     assert len(losses) == 4 and losses[-1] < losses[0]
+
+
+def test_the_first_choices_are_looked_for_in_steps_that_are_logged_only(artefacts, tmp_path, monkeypatch):
+    asked, loss = [], EagleHead.loss
+
+    def watched(self, batch, target, settings, step):
+        output = loss(self, batch, target, settings, step)
+        if step is not None and step.number < step.total:  # behind the last one are those of the plan
+            asked.append((step.number + 1, "top1" in output.sums, "top3" in output.sums))
+        return output
+
+    monkeypatch.setattr(EagleHead, "loss", watched)
+    run(config(artefacts, tmp_path, max_steps=5, log_every=2, val_every=5, accumulate=2, tau_prompts=0))
+    assert asked == [(step, step in (2, 4, 5), step in (2, 4, 5)) for step in range(1, 6) for _ in range(2)]
+    with (tmp_path / "metrics.csv").open() as file:
+        logged = {row["step"] for row in csv.DictReader(file) if row["train/top1"] and row["train/loss"]}
+    assert logged == {"2", "4", "5"}
 
 
 def test_best_and_last_are_heads_that_decode(eagle_run, artefacts):

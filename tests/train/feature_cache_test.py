@@ -12,14 +12,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from devices import DEVICES
 from online_cases import config, curve, texts
 
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store import feature_codec
+from draftsmith.data.store.datasets import collate_features, pack_features
+from draftsmith.modules.drafters.eagle.head import EagleHead
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import InputError
 from draftsmith.train import feature_cache
-from draftsmith.train.data_module import Batches, Key, Samples
+from draftsmith.train.data_module import Batches, Key, Part, Samples, move
+from draftsmith.train.drafter_objective import DrafterObjective
 from draftsmith.train.feature_cache import FeatureCache, check_cache_room
 from draftsmith.train.run import run
 
@@ -225,9 +229,31 @@ def test_reader_processes_read_what_is_there(artefacts, tmp_path):
         cache.put(data[i]["input_ids"], target.features(data[i]["input_ids"][None])[0])
     cache.flush()
     samples = Samples(data, range(10))
-    samples.cached = cache.get
+    samples.cached = cache.item
     keys = [(Key(0, i),) for i in range(10)]
     loader = torch.utils.data.DataLoader(Batches(samples, lambda items: items[0]), None, sampler=keys, num_workers=1)
     held = {tuple(data[i]["input_ids"].tolist()) for i in range(0, 10, 2)}
     for _, item in loader:
         assert ("features" in item) == (tuple(item["input_ids"].tolist()) in held)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("collate", [collate_features, pack_features])
+def test_fp8_travels_as_it_is_stored_and_is_decoded_on_the_device(artefacts, tmp_path, collate, device):
+    """What the loss sees is, to the bit, what decoding each row on the host gives."""
+    target, data = load_lm(str(artefacts.target)), texts(artefacts)
+    cache = FeatureCache(tmp_path, target.info.identity, "fp8", "float32")
+    for row in range(4):
+        cache.put(data[row]["input_ids"], target.features(data[row]["input_ids"][None])[0])
+    cache.flush()
+    samples = Samples(data, range(4))
+    samples.cached = cache.item
+    shipped = collate([samples.item(row, 0) for row in range(4)])
+    assert shipped.features.dtype == torch.float8_e4m3fn and shipped.scale.shape == shipped.input_ids.shape
+    part = move(Part(shipped, (), 1, 1, True, True), torch.device(device))
+    objective = DrafterObjective(EagleHead, EagleHead.Settings(), target)
+    read = objective.read(part).data
+    samples.cached = lambda ids: {"features": cache.get(ids)}
+    wanted = collate([samples.item(row, 0) for row in range(4)])
+    assert read.scale is None and read.features.dtype == torch.bfloat16
+    assert read.features.cpu().view(torch.int16).equal(wanted.features.view(torch.int16))

@@ -152,7 +152,7 @@ def test_a_cache_keeps_no_nan_and_gives_none(tmp_path, dtype, monkeypatch):
 
 def test_labels_that_are_none_are_named_by_their_row(artefacts, tmp_path):
     labels = [[0.5, 1.0], [], [0.25], [1.0, math.nan], [math.inf]]
-    lists = [Lists.of(pa.chunked_array([pa.array(part, pa.list_(pa.float32()))])) for part in (labels, labels[:3])]
+    lists = [Lists(pa.chunked_array([pa.array(part, pa.list_(pa.float32()))])) for part in (labels, labels[:3])]
     assert [own.first_broken() for own in lists] == [3, None]
     directory = shutil.copytree(artefacts.acceptance, tmp_path / "labels")
     about = json.loads((directory / MANIFEST).read_text())

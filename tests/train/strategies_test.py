@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.strategies import accelerator, model_dtype, trainer_arguments
+from draftsmith.train.strategies import accelerator, model_dtype, settled, tensor_cores, trainer_arguments
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +52,24 @@ def test_more_gpus_than_there_are_is_an_error(tmp_path):
 def test_frozen_models_are_float32_on_a_cpu(tmp_path):
     assert model_dtype(config(tmp_path)) == "float32"
     assert model_dtype(config(tmp_path, model_dtype="bfloat16")) == "bfloat16"
+
+
+def test_precision_goes_by_the_device(tmp_path, monkeypatch):
+    """bf16 where a GPU has it, and TF32 while it trains; what was asked for stays."""
+    gpu = TrainConfig(data=tmp_path, output=tmp_path, accelerator="gpu")
+    assert (settled(config(tmp_path)).precision, settled(gpu).precision) == ("32", "bf16")
+    assert settled(config(tmp_path, precision="bf16")).precision == "bf16"
+    assert settled(dataclasses.replace(gpu, precision="32")).precision == "32"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation)
+    assert settled(gpu).precision == "32"
+    before = torch.get_float32_matmul_precision()
+    with tensor_cores(config(tmp_path)):
+        assert torch.get_float32_matmul_precision() == before
+    with pytest.raises(RuntimeError), tensor_cores(gpu):
+        assert torch.get_float32_matmul_precision() == "high"
+        raise RuntimeError
+    assert torch.get_float32_matmul_precision() == before
 
 
 def test_sruns_ranks_reach_lightning_under_torchruns_names(tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import cast
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
@@ -190,7 +191,7 @@ class _Texts:
 
     manifest = None
 
-    def __init__(self, lengths: list[int], conversations: list[int]):
+    def __init__(self, lengths: Sequence[int] | np.ndarray, conversations: np.ndarray):
         self.lengths, self.conversations = lengths, conversations
 
     def __len__(self) -> int:
@@ -207,11 +208,11 @@ def training_documents(config: TrainConfig, training: PlannedTraining, samples: 
         texts, share = _read(directory)
         said = str(directory)
     else:
-        texts, share = _Texts([length] * samples, list(range(samples))), ASSUMED_LOSS_SHARE
+        texts, share = _Texts([length] * samples, np.arange(samples)), ASSUMED_LOSS_SHARE
         said = f"assumed: {samples:,} samples of {length} tokens, as {directory} is not there"
     val = None if config.val is None else texts
     train, _ = train_and_val(config, texts, val, training.context, training.lookahead, told=False)
-    return TrainingDocuments(training.documents(train.lengths), share, said)
+    return TrainingDocuments(training.documents(train.lengths.tolist()), share, said)
 
 
 def has_texts(directory: Path) -> bool:
@@ -224,16 +225,24 @@ def _read(directory: Path) -> tuple[_Texts, float]:
     manifest = Manifest.read(directory)
     column = {"features": "length", "rollouts": "reached"}.get(manifest.kind, "input_ids")
     turns = ["turn"] if "turn" in {spec.name for spec in manifest.fields} else []
-    table = Rows(directory, manifest, [column, *turns]).table()
-    if column == "reached":  # of drafted tokens only those are kept that rounds reach
-        lengths = [int((np.asarray(row) >= LEAST_WEIGHT).sum()) for row in table[column].to_pylist()]
-    else:
-        lengths = (table[column] if column == "length" else pc.list_value_length(table[column])).to_pylist()
-    own = conversation_numbers(table["turn"].to_numpy()) if turns else list(range(len(lengths)))
+    parts, begins = [], []
+    for table in Rows(directory, manifest, [column, *turns]).tables():
+        parts.append(_tokens(table[column]))
+        begins.append(table["turn"].to_numpy() if turns else np.ones(table.num_rows, dtype=np.int64))
+    lengths, own = np.concatenate(parts), conversation_numbers(np.concatenate(begins))
     counts = {} if column == "reached" else manifest.counts
     named = (name for name in ("loss_tokens", "response_tokens", "drafted_tokens") if name in counts)
-    counted = counts.get(next(named, ""), sum(lengths))
-    return _Texts(lengths, own), counted / max(1, sum(lengths))
+    total = int(lengths.sum())
+    return _Texts(lengths, own), counts.get(next(named, ""), total) / max(1, total)
+
+
+def _tokens(column: pa.ChunkedArray) -> np.ndarray:
+    """Tokens of each row, by its length, its tokens, or how often rounds reach them: only those are kept."""
+    if not pa.types.is_list(column.type):
+        return column.to_numpy()
+    if pa.types.is_integer(column.type.value_type):
+        return pc.list_value_length(column).to_numpy()
+    return np.array([int((np.asarray(row) >= LEAST_WEIGHT).sum()) for row in column.to_pylist()], dtype=np.int64)
 
 
 def largest_part(order: Order, lengths: Sequence[int], shares: int, packed: bool) -> tuple[list[int], int]:

@@ -14,11 +14,13 @@ import torch
 from draftsmith.data.store.manifest import MANIFEST
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig, TrainDrafterConfig
+from draftsmith.train.data_module import HeadDataModule
 from draftsmith.train.fit import quiet
+from draftsmith.train.lit_head import LitHead
 from draftsmith.train.metrics import num_ranks
 from draftsmith.train.planning.estimate import TrainingPlan
 from draftsmith.train.prepare import prepare
-from draftsmith.train.strategies import trainer_arguments
+from draftsmith.train.strategies import tensor_cores, trainer_arguments
 from draftsmith.train.telemetry import Telemetry
 
 WARM_UP, TIMED = 3, 5
@@ -72,21 +74,28 @@ def measure_steps(config: TrainConfig) -> MeasuredSteps:
     if not (config.data / MANIFEST).exists():
         remedy = "Make it (a few rows will do), or leave --measure out."
         raise InputError("data", f"no artefact at {config.data}", "data to measure a training on", remedy)
-    with tempfile.TemporaryDirectory(prefix="draftsmith-plan-") as folder, quiet():
+    with tempfile.TemporaryDirectory(prefix="draftsmith-plan-") as folder:
         changes: dict[str, Any] = {"output": Path(folder) / "run", "max_steps": WARM_UP + TIMED}
         changes |= {"resume": False, "wandb": "off"}
         if isinstance(config, TrainDrafterConfig):
             changes |= {"tau_prompts": 0, "feature_cache": None}
         own: Any = dataclasses.replace(config, **changes)
         module, data, *_ = prepare(own)
-        timing = Timing()
+        found = timed_steps(module, data, own, folder)
+    return MeasuredSteps(TIMED, found["mfu"], found["tokens_per_s"] / num_ranks(), int(found["memory_gb"] * 1e9))
+
+
+def timed_steps(module: LitHead, data: HeadDataModule, config: TrainConfig, folder: str | Path) -> dict[str, float]:
+    """What `Telemetry.take` says of the TIMED steps behind WARM_UP others, which are all of the training's; its mfu is
+    FLOP/s. folder: for what Lightning may leave."""
+    timing = Timing()
+    with quiet(), tensor_cores(config):
         trainer = pl.Trainer(
-            **trainer_arguments(own),
-            max_steps=own.max_steps,
+            **trainer_arguments(config),
+            max_steps=WARM_UP + TIMED,
             logger=False,
             callbacks=[timing.telemetry, timing],
             default_root_dir=folder,
         )
         trainer.fit(module, datamodule=data)
-    found = timing.numbers
-    return MeasuredSteps(TIMED, found["mfu"], found["tokens_per_s"] / num_ranks(), int(found["memory_gb"] * 1e9))
+    return timing.numbers

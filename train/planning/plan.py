@@ -20,7 +20,7 @@ from draftsmith.train.planning.dry_run import NotRehearsed
 from draftsmith.train.planning.estimate import TrainingPlan, check_room, has_texts, plan_of
 from draftsmith.train.planning.measure import measure_steps
 from draftsmith.train.planning.memory import LAYOUTS
-from draftsmith.train.strategies import device_kind
+from draftsmith.train.strategies import device_kind, settled
 
 WIDEST = 100  # longer lines are hard to read
 
@@ -28,6 +28,7 @@ WIDEST = 100  # longer lines are hard to read
 def run(config: Any) -> Path | None:
     """Print the plan; returns the file with its numbers, if one was asked for."""
     set_threads(config.num_threads)
+    config = settled(config)
     import_deepspeed(config)
     plan = plan_of(config, config.world, config.assume_samples, config.assume_length)
     console = Console(highlight=False, width=min(Console().width, WIDEST))

@@ -6,6 +6,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
+import numpy as np
+
 from draftsmith.data.progress import say
 from draftsmith.data.store.manifest import open_artefact
 from draftsmith.data.store.shards import Rows
@@ -16,7 +18,7 @@ from draftsmith.eval.replay.rollouts import TargetAnswer
 from draftsmith.eval.studies.policies.settings import PoliciesConfig
 from draftsmith.modules.types import InputError
 
-Gram = tuple[int, ...]
+HASHED_TOGETHER = 2**18  # tokens
 HELD_OUT = 4  # one prompt in so many, the last ones, where no split says which are for choosing
 
 
@@ -76,19 +78,60 @@ def training_texts(config: PoliciesConfig) -> Iterator[Sequence[int]]:
             yield prompt.prompt_ids
 
 
-def ngrams_of(tokens: Sequence[int], n: int) -> Iterator[Gram]:
-    """Every n tokens that follow each other."""
-    return zip(*(tokens[i:] for i in range(n)), strict=False)
+class KnownGrams:
+    """The n-grams of some texts: 8 bytes for each that differs, and 32 while the table is made, whatever n is.
+
+    Each is kept as 64 bits that are drawn from its tokens. Of N known ones an unknown one is among them by mistake with
+    a probability of N / 2^64: 5e-11 of a thousand million.
+    """
+
+    def __init__(self, texts: Iterable[Sequence[int]], n: int):
+        self._n = n
+        parts = [np.unique(_hashes(together, n)) for together in _batched(texts)]
+        self._hashes = np.unique(np.concatenate([np.zeros(0, dtype=np.uint64), *parts]))
+
+    def __len__(self) -> int:
+        return len(self._hashes)
+
+    def share(self, tokens: Sequence[int]) -> float:
+        """Of the n-grams of these tokens those that are known; 0 of fewer than n tokens."""
+        own = _hashes([tokens], self._n)
+        places = np.searchsorted(self._hashes, own)
+        found = places < len(self._hashes)
+        found[found] = self._hashes[places[found]] == own[found]
+        return float(found.mean()) if len(own) else 0.0
 
 
-def overlap(tokens: Sequence[int], known: set[Gram], n: int) -> float:
-    """Share of the n-grams of these tokens that are known; 0 of fewer than n tokens."""
-    grams = list(ngrams_of(tokens, n))
-    return sum(gram in known for gram in grams) / len(grams) if grams else 0.0
+def _batched(texts: Iterable[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
+    """As many texts together as have HASHED_TOGETHER tokens."""
+    together, count = list[Sequence[int]](), 0
+    for tokens in texts:
+        together.append(tokens)
+        count += len(tokens)
+        if count >= HASHED_TOGETHER:
+            yield together
+            together, count = [], 0
+    if together:
+        yield together
 
 
-def known_grams(texts: Iterable[Sequence[int]], n: int) -> set[Gram]:
-    return {gram for tokens in texts for gram in ngrams_of(tokens, n)}
+def _hashes(texts: Sequence[Sequence[int]], n: int) -> np.ndarray:
+    """64 bits of every n tokens that follow each other in one of the texts."""
+    lengths = np.array([len(tokens) for tokens in texts], dtype=np.int64)
+    tokens = np.concatenate([np.asarray(own, dtype=np.uint64) for own in texts])
+    left = lengths.cumsum().repeat(lengths) - np.arange(len(tokens))  # to the end of its text, with this one
+    starts = np.flatnonzero(left >= n)
+    bits = np.zeros(len(starts), dtype=np.uint64)
+    for i in range(n):
+        bits = _mixed(bits + tokens[starts + i] + np.uint64(0x9E3779B97F4A7C15))
+    return bits
+
+
+def _mixed(bits: np.ndarray) -> np.ndarray:
+    """One to one, each bit of the outcome depending on all (SplitMix64's finalizer: Steele, Lea and Flood 2014)."""
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> np.uint64(31))
 
 
 def copied_shares(prompts: Iterable[BenchPrompt], answers: Iterable[TargetAnswer]) -> list[float]:

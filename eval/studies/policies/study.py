@@ -28,7 +28,7 @@ from draftsmith.eval.studies.common import (
 )
 from draftsmith.eval.studies.forward_times import bench_rows, gain_interval
 from draftsmith.eval.studies.policies.comparison import FIXED, DrafterMode, Policy, PolicyComparison, compare_policies
-from draftsmith.eval.studies.policies.prompts import copied_shares, known_grams, overlap, parted, training_texts
+from draftsmith.eval.studies.policies.prompts import KnownGrams, copied_shares, parted, training_texts
 from draftsmith.eval.studies.policies.settings import PoliciesConfig
 from draftsmith.eval.studies.policies.tables import FREE, HEAD, LOOKING, OVERLAP, shown_first, summary_of, tables_of
 from draftsmith.modules.acceptance.head import AcceptanceHead
@@ -57,11 +57,11 @@ def run(config: PoliciesConfig) -> Path:
         total = len(context.prompts)
         say(f"{both} of {total} reported prompts are among those that settings are chosen on: gains flatter.")
     heads = {drafter: study_heads(config, context.models, drafter) for drafter in config.chain_drafters}
-    train = known_grams(training_texts(config), config.ngram)
+    train = KnownGrams(training_texts(config), config.ngram)
     own = {name: own_c(config, context.models, name) for name in config.chain_drafters}
     found = []
     for scene in scenes(config, context, dev, heads):
-        overlaps = [overlap(answer.tokens, train, config.ngram) for answer in scene.test.answers]
+        overlaps = [train.share(answer.tokens) for answer in scene.test.answers]
         say(f"{scene.title}: {', '.join(scene.heads) or 'no head'}; c = {own[scene.drafter]:.3f} here")
         cs = (*comma_numbers("cs", config.cs, float), own[scene.drafter])
         copied = copied_shares(context.prompts, scene.test.answers)

@@ -21,6 +21,7 @@ from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.losses import LmHead, soft_cross_entropy
 from draftsmith.modules.packing import Documents
 from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.transfer import to_device, true_places
 from draftsmith.modules.types import FeatureBatch, InputError, LossOutput
 
 # Row t pairs tokens up to t + 2: so many rows fewer than tokens.
@@ -119,10 +120,10 @@ def shift(batch: FeatureBatch) -> EagleInputs:
             return slice(ahead, count + ahead)
 
     else:
-        sizes = torch.tensor(list(batch.lengths), dtype=torch.int64, device=ids.device)
+        sizes = torch.tensor(list(batch.lengths), dtype=torch.int64)
         # Tokens from here to the document's end, this one too.
-        left = sizes.repeat_interleave(sizes) - batch.position_ids[0]
-        rows = (left > LOOKAHEAD).nonzero()[:, 0]
+        left = sizes.cumsum(0).repeat_interleave(sizes) - torch.arange(int(sizes.sum()))
+        rows = to_device(true_places(left > LOOKAHEAD), ids.device)
         documents = Documents.of([n - LOOKAHEAD for n in batch.lengths if n > LOOKAHEAD], ids.device)
 
         def at(ahead: int) -> Any:
@@ -147,6 +148,7 @@ def eagle_loss(
     feature_weight: float = 1.0,
     token_weight: float = 0.1,
     decay: float = 1.0,
+    step: TrainStep | None = None,
 ) -> LossOutput:
     """EAGLE's loss (section 4.2): feature_weight * smooth-L1(h, f) + token_weight * soft cross-entropy; of the first,
     second, ... step of a draft (`EagleNet.unroll`) their weighted mean.
@@ -154,32 +156,34 @@ def eagle_loss(
     passes: hidden states [B, T, H] of each step, aligned with target_features [B, T, H] (h_t with the feature it
         predicts).
     masks: [B, T] bool, the tokens that count in each step; those of later steps are among those of the first.
-    decay: weight of a step relative to the one before.
+    decay: weight of a step relative to the one before. step: of a training: what it knows of the batch, and whether its
+        numbers are logged.
 
     Smooth-L1 is the mean over H, the cross-entropy is against the target's distribution at temperature 1. Every step's
     sum is divided by the tokens of the first, so that the loss of a batch is exact in whatever parts it is computed.
     lm_head is frozen; logits are made for the tokens of the masks only, some at a time. The sums are those of the first
-    step; beside the losses top1 and top3, how often the target's argmax is the head's first or among its three first.
+    step; beside the losses of a logged step top1 and top3: how often the target's argmax is the head's first or
+    among its three first.
     """
-    chosen = masks[0]
-    wanted = target_features[chosen]
-    kept = [mask[chosen].float() for mask in masks]
-    predicted = [hidden[chosen] for hidden in passes]
+    ranked = step is None or step.logged
+    chosen = true_places(masks[0], None if step is None else step.chosen)
+    wanted, *predicted = (part.flatten(0, 1).index_select(0, chosen) for part in (target_features, *passes))
+    kept = [mask.flatten().index_select(0, chosen).float() for mask in masks]
     distance = [F.smooth_l1_loss(h.float(), wanted.float(), reduction="none").mean(-1) for h in predicted]
     feature_totals = torch.stack([(d * keep).sum() for d, keep in zip(distance, kept, strict=True)])
-    token_totals, hits = soft_cross_entropy(lm_head, wanted, kept, predicted)
-    weights = torch.tensor([decay**i for i in range(len(passes))], device=wanted.device)
+    token_totals, hits = soft_cross_entropy(lm_head, wanted, kept, predicted, ranked)
+    weights = to_device(torch.tensor([decay**i for i in range(len(passes))]), wanted.device)
     totals = feature_weight * feature_totals + token_weight * token_totals
-    count = torch.tensor(len(wanted), device=wanted.device)
+    number = torch.full((), len(wanted), device=wanted.device)
     sums = {
         "loss": totals[0].detach(),
         "feature_loss": feature_totals[0].detach(),
         "token_loss": token_totals[0].detach(),
-        "top1": hits[0],
-        "top3": hits[1],
     }
-    loss = (weights * totals).sum() / weights.sum() / count.clamp_min(1)
-    return LossOutput(loss, sums, dict.fromkeys(sums, count))
+    if ranked:
+        sums |= {"top1": hits[0], "top3": hits[1]}
+    loss = (weights * totals).sum() / weights.sum() / number.clamp_min(1)
+    return LossOutput(loss, sums, dict.fromkeys(sums, number))
 
 
 class EagleHead(EagleNet, FeatureHead):
@@ -250,6 +254,7 @@ class EagleHead(EagleNet, FeatureHead):
             settings.feature_weight,
             settings.token_weight,
             settings.unroll_decay,
+            step,
         )
 
     def _unrolled(self, pair: EagleInputs, target: CausalLM, features: Tensor, passes: int) -> list[Tensor]:
@@ -298,7 +303,7 @@ class EagleHead(EagleNet, FeatureHead):
     # -- decoding
 
     def lean(self, target: CausalLM) -> LeanEagle:
-        return LeanEagle(self, target)
+        return LeanEagle(self, target, self.precision, self.output)
 
 
 def fusion_forward(config: LlamaConfig, rows: int) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from draftsmith.modules.diagonal import diagonal_attention
 from draftsmith.modules.layers import DecoderLayer, LlamaConfig, RopeScaling, rope_table
 from draftsmith.modules.lean import LeanStack
-from draftsmith.modules.packed import LeanLinear
 from draftsmith.modules.packing import Documents
+from draftsmith.modules.quantized import Precision, linear_of
 from draftsmith.modules.targets.base import CausalLM
 
 Rope = Literal["target", "plain"]
@@ -154,11 +154,20 @@ class EagleNet(nn.Module):
 class LeanEagle:
     """The net for inference (`feature_heads.FeatureNet`), beside the target whose embedding and lm_head it uses."""
 
-    def __init__(self, net: EagleNet, target: CausalLM):
-        self._embed, self.lm_head = target.embed, target.lm_head
+    def __init__(
+        self,
+        net: EagleNet,
+        target: CausalLM,
+        precision: Precision = "dtype",
+        lm_head: Callable[[Tensor], Tensor] | None = None,
+    ):
+        """precision: of products with its weights. lm_head: in the place of the target's own."""
+        self._embed, self.lm_head = target.embed, lm_head or target.lm_head
         layers: list = list(net.layers)
-        self.stack = LeanStack(layers, net.config.llama, target.dtype, target.device, pack=target.packed)
-        self.fc = LeanLinear(net.fc.weight, net.fc.bias, target.packed)
+        self.stack = LeanStack(
+            layers, net.config.llama, target.dtype, target.device, pack=target.packed, precision=precision
+        )
+        self.fc = linear_of(net.fc.weight, net.fc.bias, target.packed, precision)
 
     def project(self, features: Tensor) -> Tensor:
         """The head's states are what it takes for features."""

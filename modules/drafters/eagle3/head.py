@@ -22,6 +22,7 @@ from draftsmith.modules.drafters.trees import DynamicTrees, StaticTrees
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.packing import documents_of
 from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.transfer import to_device, true_places
 from draftsmith.modules.types import FeatureBatch, InputError, LossOutput, at_least
 
 Mask = Literal["input", "previous", "predicted"]
@@ -140,24 +141,27 @@ def owners(batch: FeatureBatch) -> Tensor:
     """Which sequence [B, T] a token is of."""
     if batch.lengths is None:
         return torch.arange(len(batch.input_ids), device=batch.input_ids.device)[:, None].expand_as(batch.input_ids)
-    sizes = torch.tensor(batch.lengths, device=batch.input_ids.device)
-    return torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes)[None]
+    sizes = torch.tensor(batch.lengths)
+    return to_device(torch.arange(len(sizes)).repeat_interleave(sizes)[None], batch.input_ids.device)
 
 
-def paired(batch: FeatureBatch, mask: Mask, size: int) -> Eagle3Inputs:
+def paired(batch: FeatureBatch, mask: Mask, size: int, count: int | None = None) -> Eagle3Inputs:
     """The one place where the pairing is made. size: H; features are the states that the head reads and, last, the
-    final one."""
+    final one. count: positions that count, where the host knows it."""
     assert batch.features is not None, "the target reads the batch first"
-    chosen = counted(batch, mask)
-    sequence, position = chosen.nonzero(as_tuple=True)
+    chosen, width = true_places(counted(batch, mask), count), batch.input_ids.shape[1]
+
+    def of_chosen(values: Tensor) -> Tensor:
+        return values.flatten(0, 1).index_select(0, chosen)
+
     return Eagle3Inputs(
         next_ids=F.pad(batch.input_ids[:, 1:], (0, 1)),
         states=batch.features[..., :-size],
-        sequence=sequence,
-        position=position,
-        place=batch.position_ids[chosen],
-        owner=owners(batch)[chosen],
-        wanted=batch.features[..., -size:][chosen],
+        sequence=chosen // width,
+        position=chosen % width,
+        place=of_chosen(batch.position_ids),
+        owner=of_chosen(owners(batch)),
+        wanted=of_chosen(batch.features[..., -size:]),
     )
 
 
@@ -242,6 +246,10 @@ class Eagle3Head(Eagle3Net, FeatureHead):
         return int(counted(batch, "input").sum())
 
     @classmethod
+    def num_chosen(cls, batch: FeatureBatch, settings: Eagle3Settings) -> int:
+        return int(counted(batch, settings.token_mask).sum())
+
+    @classmethod
     def loss_count(cls, batch: FeatureBatch, settings: Eagle3Settings) -> float:
         if settings.normalizer == "padded":
             return batch.input_ids.numel()
@@ -251,7 +259,7 @@ class Eagle3Head(Eagle3Net, FeatureHead):
     def loss(
         self, batch: FeatureBatch, target: CausalLM, settings: Eagle3Settings, step: TrainStep | None
     ) -> LossOutput:
-        return self._compared(batch, target, settings, settings.num_passes(step))[0]
+        return self._compared(batch, target, settings, settings.num_passes(step), step)[0]
 
     def validation(self, batch: FeatureBatch, target: CausalLM, settings: Eagle3Settings) -> LossOutput:
         """The loss, with what drafts of so many passes would come to."""
@@ -266,9 +274,15 @@ class Eagle3Head(Eagle3Net, FeatureHead):
         return LossOutput(output.loss, sums, counts)
 
     def _compared(
-        self, batch: FeatureBatch, target: CausalLM, settings: Eagle3Settings, passes: int
+        self,
+        batch: FeatureBatch,
+        target: CausalLM,
+        settings: Eagle3Settings,
+        passes: int,
+        step: TrainStep | None = None,
     ) -> tuple[LossOutput, Eagle3Inputs, Distances]:
-        pairs = paired(batch, settings.token_mask, self.config.hidden_size)
+        chosen, count = (None, None) if step is None else (step.chosen, step.loss_count)
+        pairs = paired(batch, settings.token_mask, self.config.hidden_size, chosen)
         dtype = self.fc.weight.dtype
         ids = F.pad(pairs.next_ids, (0, passes - 1))
         documents = documents_of(batch.lengths, ids.device)
@@ -280,7 +294,9 @@ class Eagle3Head(Eagle3Net, FeatureHead):
             inside.append(there)
         weights = torch.stack(inside).to(torch.promote_types(dtype, torch.float32))
         if settings.normalizer == "sequence":
-            weights = weights / torch.bincount(pairs.owner, minlength=1)[pairs.owner]
+            # Not by `bincount`, which waits for the device.
+            own = weights.new_zeros(len(batch.input_ids if batch.lengths is None else batch.lengths))
+            weights = weights / own.index_add_(0, pairs.owner, torch.ones_like(weights[0]))[pairs.owner]
         found = distances(
             settings.objective,
             lambda part: target.lm_head(pairs.wanted[part].to(target.dtype)),
@@ -289,8 +305,8 @@ class Eagle3Head(Eagle3Net, FeatureHead):
             predictions,
             weights,
         )
-        scale = torch.tensor(
-            [settings.pass_decay**i for i in range(passes)], device=weights.device, dtype=weights.dtype
+        scale = to_device(
+            torch.tensor([settings.pass_decay**i for i in range(passes)], dtype=weights.dtype), weights.device
         )
         if settings.pass_weights == "mean":
             scale = scale / scale.sum()
@@ -298,8 +314,9 @@ class Eagle3Head(Eagle3Net, FeatureHead):
         sums = {"loss": total.detach(), "top1": found.right[0].sum(), "accepted": found.accepted[0].sum()}
         if self.config.reduced:
             sums["known"] = found.known.sum()
-        counts = dict.fromkeys(sums, torch.tensor(len(pairs.place), device=weights.device))
-        counts["loss"] = torch.tensor(self.loss_count(batch, settings), device=weights.device)
+        counts = dict.fromkeys(sums, torch.full((), len(pairs.place), device=weights.device))
+        count = self.loss_count(batch, settings) if count is None else count
+        counts["loss"] = torch.full((), int(count), device=weights.device)
         return LossOutput(total / counts["loss"].clamp_min(1), sums, counts), pairs, found
 
     @classmethod
@@ -309,7 +326,7 @@ class Eagle3Head(Eagle3Net, FeatureHead):
     # -- decoding
 
     def lean(self, target: CausalLM) -> LeanEagle3:
-        return LeanEagle3(self, target)
+        return LeanEagle3(self, target, self.precision)
 
 
 def layers_of(asked: Sequence[int], num_layers: int) -> tuple[int, ...]:

@@ -14,8 +14,8 @@ from draftsmith.modules.diagonal import diagonal_attention
 from draftsmith.modules.drafters.eagle.net import OfLlama
 from draftsmith.modules.layers import MLP, Attention, LlamaConfig, RMSNorm, RopeScaling, rope_table
 from draftsmith.modules.lean import LeanLayer, LeanNorm, LeanStack
-from draftsmith.modules.packed import LeanLinear
 from draftsmith.modules.packing import Documents
+from draftsmith.modules.quantized import Precision, linear_of
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
 
@@ -214,9 +214,9 @@ def check_ids(net: Eagle3Net, _: Any) -> None:
 class LeanPairLayer(LeanLayer):
     """A `PairLayer` for inference: it is fed [embedding; state], [N, 2H], and gives states [N, H]."""
 
-    def __init__(self, net: Eagle3Net, pack: bool):
+    def __init__(self, net: Eagle3Net, pack: bool, precision: Precision = "dtype"):
         layer: Any = net.layer
-        super().__init__(layer, share=False, pack=pack)
+        super().__init__(layer, share=False, pack=pack, precision=precision)
         self._hidden_norm = LeanNorm(layer.hidden_norm.weight, layer.hidden_norm.eps)
         self._before_residual = net.config.norm_before_residual
         self._output_norm = LeanNorm(net.norm.weight, net.norm.eps) if net.config.norm_output else None
@@ -236,16 +236,17 @@ class LeanPairLayer(LeanLayer):
 class LeanEagle3:
     """The net for inference (`feature_heads.FeatureNet`), beside the target whose embedding it uses."""
 
-    def __init__(self, net: Eagle3Net, target: CausalLM):
+    def __init__(self, net: Eagle3Net, target: CausalLM, precision: Precision = "dtype"):
+        """precision: of products with its weights."""
         config, pack = net.config, target.packed
         self._embed, self._num_tokens = target.embed, config.vocab_size
-        self.stack = LeanStack([LeanPairLayer(net, pack)], config.llama, target.dtype, target.device)
+        self.stack = LeanStack([LeanPairLayer(net, pack, precision)], config.llama, target.dtype, target.device)
         self._fc, self._fc_norms = (
-            LeanLinear(net.fc.weight, None, pack),
+            linear_of(net.fc.weight, None, pack, precision),
             [LeanNorm(n.weight, n.eps) for n in norms_of(net)],
         )
         self._norm = None if config.norm_output else LeanNorm(net.norm.weight, net.norm.eps)
-        self._lm_head = LeanLinear(net.lm_head.weight, None, pack)
+        self._lm_head = linear_of(net.lm_head.weight, None, pack, precision)
         self._d2t = net.d2t if config.reduced else None
 
     def project(self, features: Tensor) -> Tensor:

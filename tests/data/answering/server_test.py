@@ -210,6 +210,32 @@ def test_messages_need_the_servers_own_template(chain, remake, tmp_path):
         remake("responses", engine="openai", top_k=0, prompts=prompts, server=ServerConfig(dialect="openai"))
 
 
+def test_the_next_shard_is_asked_for_where_there_is_room(vllm_like, ask, expected):
+    """Four requests at once and three rows in a shard: the first is answered only where a fourth comes beside it."""
+    server, gate = vllm_like(), threading.Barrier(4, timeout=20)
+
+    def together(handler: Handler, body: dict) -> bool:
+        with server.lock:
+            early = len(server.asked) <= 4
+        if early:
+            gate.wait()
+        return False
+
+    server.misbehave = together
+    assert tokens(ask(server.url)[1]) == tokens(expected)
+    assert server.most_running == 4
+
+
+def test_which_server_answered_is_in_the_manifest(vllm_like, ask, monkeypatch):
+    pages = {"/version": {"version": "0.32.0"}, "/v1/models": {"data": [{"id": "tiny", "owned_by": "vllm"}]}}
+    monkeypatch.setattr(Handler, "do_GET", lambda self: self.reply(200, pages[self.path]), raising=False)
+    assert Manifest.read(ask(vllm_like().url)[0]).packages["server"] == "vllm 0.32.0"
+
+
+def test_a_server_that_does_not_say_what_it_is(vllm_like, ask):
+    assert Manifest.read(ask(vllm_like().url)[0]).packages["server"] == "unknown"
+
+
 def refusing(*prompts: list[int]) -> Callable[[Handler, dict], bool]:
     def misbehave(handler: Handler, body: dict) -> bool:
         if body["prompt"] in prompts:
@@ -235,10 +261,11 @@ def test_a_refused_prompt_is_named_and_the_same_command_asks_for_it_again(vllm_l
     server.asked.clear()
     directory, rows = ask(server.url)
     assert tokens(rows) == tokens(expected)
-    # Its neighbours were answered before; shards behind it were not begun.
-    assert sorted(request["prompt"] for request in server.asked) == sorted(
-        prompt_of(expected, number) for number in (4, 6, 7, 8, 9, 10)
-    )
+    # Its neighbours were answered before, and of the shard behind it what there was room for.
+    asked_again = [request["prompt"] for request in server.asked]
+    assert prompt_of(expected, 4) in asked_again and prompt_of(expected, 9) in asked_again
+    assert not any(prompt_of(expected, number) in asked_again for number in (0, 1, 2, 3, 5))
+    assert len(asked_again) == len(set(map(tuple, asked_again)))
     assert not list(directory.glob("*.answers.json"))
 
 

@@ -17,7 +17,6 @@ from draftsmith.data.store.datasets import (
     collate_acceptance,
     collate_features,
     in_pieces,
-    offsets_of,
     pack_features,
 )
 from draftsmith.data.store.manifest import Manifest
@@ -134,7 +133,7 @@ def test_pieces_count_every_token_once_and_begin_at_position_0(overlap):
     whole = Counting()
     pieces = in_pieces(whole, 16, overlap)
     items = [pieces.item(i, 0) for i in range(len(pieces))]
-    assert pieces.lengths == [len(item["input_ids"]) for item in items] and max(pieces.lengths) == 16
+    assert pieces.lengths.tolist() == [len(item["input_ids"]) for item in items] and max(pieces.lengths) == 16
     for item, row in zip(collate_features(items).position_ids, items, strict=True):
         length = len(row["input_ids"])
         assert item.tolist() == [*range(length), *[0] * (16 - length)]
@@ -143,7 +142,7 @@ def test_pieces_count_every_token_once_and_begin_at_position_0(overlap):
     counted = [t for item in items for t in item["input_ids"][overlap:][item["loss_mask"][overlap:]].tolist()]
     expected = [100 * row + i for row, length in enumerate(whole.lengths) for i in range(3, length)]
     assert counted == expected
-    assert pieces.rows == sorted(pieces.rows) and set(pieces.rows) == set(range(len(whole)))
+    assert pieces.rows.tolist() == sorted(pieces.rows) and set(pieces.rows) == set(range(len(whole)))
 
 
 def test_samples_that_fit_are_left_alone():
@@ -151,22 +150,29 @@ def test_samples_that_fit_are_left_alone():
     assert in_pieces(whole, 40, 2) is whole
 
 
-def test_more_than_two_billion_tokens_in_one_set():
-    """Arrow's lists count in 32 bits: in one chunk this column would overflow. Its items are nulls, which take no
-    memory."""
-    chunk = pa.ListArray.from_arrays(pa.array([0, 2**30, 2**30 + 5], pa.int32()), pa.nulls(2**30 + 5))
+def test_more_than_two_billion_tokens_in_one_set(tmp_path):
+    """Arrow's lists count in 32 bits: in one chunk this column would overflow. Its items are those of a sparse file,
+    which takes no room but for its last ones."""
+    long, last = 2**30, [3, 1, 4, 1, 5]
+    with (tmp_path / "sparse").open("wb") as file:
+        file.seek(4 * long)
+        file.write(np.array(last, dtype=np.int32).tobytes())
+    items = pa.memory_map(str(tmp_path / "sparse")).read_buffer()
+    values = pa.Array.from_buffers(pa.int32(), long + len(last), [None, items])
+    chunk = pa.ListArray.from_arrays(pa.array([0, long, long + len(last)], pa.int32()), values)
     column = pa.chunked_array([chunk, chunk, chunk])
     with pytest.raises(pa.ArrowInvalid, match="overflow"):
         column.combine_chunks()
-    offsets = offsets_of(column)
-    assert offsets.dtype == np.int64 and offsets[-1] == 3 * (2**30 + 5) > 2**31
-    assert np.diff(offsets).tolist() == [2**30, 5] * 3
+    lists = Lists(column)
+    assert lists.lengths.dtype == np.int64 and lists.lengths.sum() == 3 * (long + 5) > 2**31
+    assert lists.lengths.tolist() == [long, 5] * 3
+    assert [lists[row].tolist() for row in (1, 3, 5)] == [last] * 3 and len(lists[4]) == long
 
 
 def test_rows_of_several_shards_are_where_they_were():
     """Chunks, one of them a slice of another array, as Parquet files and `take` leave them."""
     rows = [[1, 2], [], [3], [4, 5, 6], [7]]
     sliced = pa.array([[9], *rows[3:], [8]], pa.list_(pa.int32())).slice(1, 2)
-    lists = Lists.of(pa.chunked_array([pa.array(rows[:3], pa.list_(pa.int32())), sliced]))
+    lists = Lists(pa.chunked_array([pa.array(rows[:3], pa.list_(pa.int32())), sliced]))
     assert [lists[i].tolist() for i in range(5)] == rows
     assert lists.lengths.tolist() == [2, 0, 1, 3, 1]

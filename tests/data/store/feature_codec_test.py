@@ -6,11 +6,21 @@ import math
 
 import pytest
 import torch
+from devices import DEVICES
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from draftsmith.data.store.feature_codec import decode, encode, rounded, stored_features, token_bytes, token_scale
+from draftsmith.data.store.feature_codec import (
+    broken_position,
+    decode,
+    encode,
+    rounded,
+    stored_features,
+    token_bytes,
+    token_scale,
+)
 from draftsmith.data.store.manifest import Manifest
+from draftsmith.modules.finite import first_broken
 
 
 def like_hidden_states(tokens: int = 64, size: int = 96) -> torch.Tensor:
@@ -28,6 +38,19 @@ def nearest_e4m3(value: float) -> float:
     exponent = max(math.frexp(value)[1] - 1, -6)
     step = 2.0 ** (exponent - 3)
     return round(value / step) * step  # Python rounds ties to even
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_every_device_codes_alike(dtype, device):
+    """To the bit, but for which NaN it is: what one wrote another reads."""
+    features = like_hidden_states()
+    features[-1, 5], features[4] = math.nan, 0
+    wanted, found = encode(features, dtype), encode(features.to(device), dtype)
+    for name, stored in wanted.items():
+        assert torch.equal(found[name].cpu()[:-1].view(torch.uint8), stored[:-1].view(torch.uint8))
+    decoded = decode({name: stored.to(device) for name, stored in wanted.items()}).cpu()
+    assert decoded[:-1].equal(decode(wanted)[:-1]) and decoded[-1].isnan().equal(decode(wanted)[-1].isnan())
 
 
 def test_every_value_is_the_nearest_one_that_fp8_has_at_the_tokens_scale():
@@ -76,7 +99,7 @@ def test_a_safetensors_file_gives_back_what_was_encoded(tmp_path, dtype):
     features = like_hidden_states(5, 32)
     save_file({"0000007" + suffix: tensor for suffix, tensor in encode(features, dtype).items()}, tmp_path / "x")
     with safe_open(tmp_path / "x", framework="pt") as file:
-        assert torch.equal(stored_features(file, "0000007"), decode(encode(features, dtype)))
+        assert torch.equal(decode(stored_features(file, "0000007")), decode(encode(features, dtype)))
         stored = sum(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118  (no dictionary)
     assert stored == 5 * token_bytes(32, dtype)
 
@@ -102,3 +125,15 @@ def test_an_artefact_in_fp8_is_that_of_bf16_rounded_with_half_the_bytes(chain, r
     capsys.readouterr()
     inspect(InspectConfig(directory))
     assert "all finite" in capsys.readouterr().out
+
+
+def test_a_row_that_is_not_finite_is_seen_as_it_is_stored():
+    """As decoding it would show, which is not done for it: also where rounding up passed the largest number."""
+    features = like_hidden_states(4, 32)
+    features[1, 3], features[3, 7] = math.nan, -math.inf
+    huge = torch.full((3, 32), 3.38e38).bfloat16()
+    for rows in (features, features[:1], features[2:], features[2:3], huge, huge / 4):
+        for dtype in ("bf16", "fp8"):
+            stored = encode(rows, dtype)
+            assert broken_position(stored) == first_broken(decode(stored))
+    assert broken_position(encode(features, "fp8")) == 1 and broken_position(encode(huge, "fp8")) == 0

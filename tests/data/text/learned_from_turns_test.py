@@ -92,7 +92,7 @@ def test_rows_of_a_conversation_stay_on_one_side_of_the_validation_split(rewritt
         sides = [{owner[i] for i in side.indices} for side in (train, val)]
         assert sides[0] | sides[1] == set(names) and not sides[0] & sides[1]
         # What `plan` expects is what is trained on.
-        assert training_documents(config, training, 0, 0).lengths == train.lengths
+        assert training_documents(config, training, 0, 0).lengths == train.lengths.tolist()
 
 
 def training_data(source: Path, root: Path) -> list:
@@ -149,7 +149,7 @@ def test_what_will_be_learned_is_counted_by_answers():
     assert "answer tokens" not in str(Supervision.of(np.full(10_000, 9)).warning())
     assert Supervision.of(np.zeros(0, dtype=np.int64)).answers == 0
     assert answer_mask({"input_ids": [1, 2, 3], "prompt_length": 1}) == [False, True, True]
-    assert conversation_numbers(np.array([1, 2, 1, 1, 3])) == [0, 0, 1, 2, 2]
+    assert conversation_numbers(np.array([1, 2, 1, 1, 3])).tolist() == [0, 0, 1, 2, 2]
 
 
 def test_responses_say_what_can_be_learned_of_them(asked, tmp_path, capsys):

@@ -216,7 +216,7 @@ def test_a_server_is_asked_turn_by_turn(answered, asked, tmp_path, monkeypatch):
         reason = "stop" if ids[-1] in lm.info.eos_ids else "length"
         return {"choices": [{"text": text, "finish_reason": reason, "token_ids": ids}]}
 
-    monkeypatch.setattr(ServerEngine, "_ask", reply)
+    monkeypatch.setattr(ServerEngine, "ask", reply)
     made = rows_of(make_responses(asked, tmp_path / "out", engine="openai"))
     for ours, theirs in zip(made, rows_of(answered), strict=True):
         for name in ("id", "input_ids", "loss_mask", "turn", "ended"):
@@ -240,7 +240,7 @@ def test_a_chat_endpoint_is_told_the_answers_so_far(asked, tmp_path, monkeypatch
         reason = "stop" if ids[-1] in lm.info.eos_ids else "length"
         return {"choices": [{"message": {"content": text}, "finish_reason": reason}], "usage": usage}
 
-    monkeypatch.setattr(ServerEngine, "_ask", reply)
+    monkeypatch.setattr(ServerEngine, "ask", reply)
     server = ServerConfig(dialect="transformers")
     rows = rows_of(make_responses(asked, tmp_path / "out", engine="openai", server=server))
     assert all(row["retokenised"] for row in rows) and len(seen) > NUM_ROWS

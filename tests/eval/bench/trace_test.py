@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from draftsmith.eval.bench import command as bench
 from draftsmith.eval.bench.command import BenchConfig
 from draftsmith.eval.bench.results import read_rows
+from draftsmith.modules.acceptance.repeats import Repeats
 from draftsmith.modules.drafters.methods import known_methods
 
 METHODS = (
@@ -96,3 +98,25 @@ def test_every_line_is_a_round(traced):
         assert ("beside" in line) == (line["method"].startswith("pearl") and bool(line["drafted"]))
     assert temperature or all(line["next_token"] is not None for line in lines if "pearl" not in line["method"]
                               and not line.get("prefill"))  # fmt: skip
+
+
+def test_what_was_known_before_a_draw_is_of_the_text_so_far(traced):
+    """Repetitions, by another reading of the prompt and of what the rounds before emitted."""
+    temperature, lines, _, per_prompt = traced
+    prompts = {row["prompt"]: row["prompt_ids"] for row in per_prompt if row["method"] == "ar"}
+    texts, found = {}, set()
+    for line in lines:
+        text = texts.setdefault((line["method"], line["prompt"]), list(prompts[line["prompt"]]))
+        if line["method"].startswith(("spec", "online", "confidence")) and line.get("drafted"):
+            assert len(line["undrawn"]) == len(line["drafted"])
+            for place, (odds, mean) in enumerate(line["undrawn"]):
+                repeats = Repeats()
+                repeats.read(text)
+                half, expected = repeats.follower((*text, *line["drafted"][:place])[-8:])
+                if temperature == 0:
+                    assert mean == (half if expected == line["drafted"][place] else -half)
+                    assert odds == pytest.approx(math.log(line["q"][place] / (1 - line["q"][place])), abs=1e-3)
+                assert abs(mean) <= half and (mean == 0) <= (half == 0)
+                found.add(half)
+        text += line["emitted"]
+    assert len(found) > 1 or temperature  # what is sampled here repeats nothing

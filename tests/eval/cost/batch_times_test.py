@@ -30,8 +30,9 @@ def test_the_parts_of_a_round_are_told_apart(models):
     assert times.first == {1: {1: 2}, 2: {1: 2, 2: 2}, 4: {1: 2, 4: 2}}
     assert times.step == {1: {1: 2}, 2: {1: 2, 2: 2}, 4: {1: 2, 2: 2, 4: 2}}
     assert times.read[1] == pytest.approx({length: 0.5 * length for length in ALIKE})
+    assert times.read[4] == pytest.approx({length: 0.5 * length for length in ALIKE})
     # Drafts of 1, 3, 4 and 8 tokens take what the longest takes, and are 4 long on average.
-    assert times.read[4] == pytest.approx({length: 0.5 * length * 2 for length in ALIKE})
+    assert times.uneven[1] == 1 and times.uneven[4] == pytest.approx(2)
 
 
 @pytest.mark.parametrize("context", [4, 24, 64])

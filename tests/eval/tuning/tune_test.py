@@ -15,11 +15,13 @@ from draftsmith.eval.cost.machine import DecodingCosts, DraftCost, Overhead
 from draftsmith.eval.replay.rollouts import ChainRollouts, TargetAnswer
 from draftsmith.eval.report.tables import from_json
 from draftsmith.eval.tuning.candidates import Grid, Recorded, best_of_families, predict, probes
-from draftsmith.eval.tuning.reasoning import Choice
+from draftsmith.eval.tuning.reasoning import Choice, precision_words
+from draftsmith.eval.tuning.tune import PRECISIONS, precision_speeds, prepare
 from draftsmith.launch.cli import main
 from draftsmith.launch.commands import configure
 from draftsmith.modules.drafters.chains import ByPrediction
 from draftsmith.modules.drafters.methods import parse_methods
+from draftsmith.modules.quantized import can_int8
 
 GIVEN = {"draft": "d", "eagle": "e", "acceptance": "a"}
 SMALL = ["--depth", "3", "--tree-depth", "1", "--topk", "2", "--verify", "2", "--repeats", "1",
@@ -36,6 +38,30 @@ def tuned(models, tmp_path_factory):
             patch.setattr(machine, name, value)
         assert main(["eval", "tune", *flags, *SMALL, "--output", str(output)]) == 0
     return output
+
+
+def test_the_precision_of_drafts_is_the_fastest_of_those_that_were_decoded(tuned):
+    summary = json.loads((tuned / "results.json").read_text())["summary"]
+    content = yaml.safe_load((tuned / "decode.yaml").read_text())
+    speeds = {bits: summary.get(f"{bits}_tokens_per_s") for bits in PRECISIONS}
+    if parse_methods(summary["chosen"])[0].method.needs:
+        assert summary["draft_precision"] == content["draft_precision"] == max(speeds, key=lambda b: speeds[b] or 0)
+        assert None not in [speeds["dtype"], speeds["bf16"]]
+    else:
+        assert summary["draft_precision"] is None and content["draft_precision"] == "dtype"
+
+
+def test_precisions_are_decoded_by_the_same_drafter_in_other_bits(models):
+    flags = [word for name in ("draft", "target", "prompts") for word in (f"--{name}", models[name])]
+    _, config = configure("eval tune", [*flags, *SMALL, "--output", "unused"])
+    setup = prepare(config)
+    chosen = parse_methods("spec:k=2")[0]
+    speeds = precision_speeds(config, setup, chosen)
+    assert set(speeds) == {bits for bits in PRECISIONS if bits != "int8" or can_int8()} and min(speeds.values()) > 0
+    assert precision_speeds(dataclasses.replace(config, draft_precision="bf16"), setup, chosen) == {}
+    assert precision_speeds(config, setup, parse_methods("pld:k=2")[0]) == {}
+    choice = Choice([], {}, None, {}, {"dtype": 5.0, "int8": 7.0})
+    assert choice.precision == "int8" and "int8 7" in precision_words(choice)
 
 
 def test_the_choice_is_the_best_of_its_own_table(tuned):

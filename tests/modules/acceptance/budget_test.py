@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import random
 from collections import defaultdict
@@ -45,6 +46,8 @@ class KnownStop:
 
     odds: Sequence[float]
     drafted: int = 0
+    max_drafted: int = 5
+    asleep: bool = False
 
     def first(self, mean: float) -> float:
         return self.odds[0]
@@ -56,7 +59,9 @@ class KnownStop:
 def rate(times: BatchTimes, rows: Sequence[KnownStop], lengths: Sequence[int]) -> float:
     """Expected tokens by second of a round with drafts of these lengths."""
     tokens = sum(1 + sum(math.prod(row.odds[: i + 1]) for i in range(n)) for row, n in zip(rows, lengths, strict=True))
-    seconds = between(times.plain, len(rows)) + times.reading(len(rows), sum(lengths))[sum(lengths)]
+    seconds = between(times.plain, len(rows))
+    unequal = times.unevenly(len(rows)) if len(set(lengths)) > 1 else 1.0
+    seconds += times.reading(len(rows), sum(lengths))[sum(lengths)] * unequal
     for i in range(max(lengths)):
         drafting = sum(n > i for n in lengths)
         seconds += times.drafting("first" if i == 0 else "step", len(rows))[drafting]
@@ -86,6 +91,7 @@ def test_what_is_shared_comes_near_the_best_of_all_ways(seed):
         read={1: {4: dear}, 4: {1: dear, 4: dear * (4 + 8 * rng.random())}},
         first={1: {1: 1.0}, 4: {1: 1.2 * dear, 4: 2.0 * dear}},
         step={1: {1: 0.4}, 4: {1: 0.5 * dear, 4: 1.1 * dear}},
+        uneven={1: 1.0, 4: rng.choice((1.0, 1.2, 1.5))},
     )
     rows = [KnownStop([rng.uniform(0.2, 1.0) for _ in range(5)]) for _ in range(4)]
     budget, made = SharedBudget(times), list[float]()
@@ -102,6 +108,37 @@ def test_what_is_shared_comes_near_the_best_of_all_ways(seed):
     fixed = max(rate(times, rows, [n] * 4) for n in range(6))
     assert sum(made) / len(made) > 0.96 * best
     assert sum(made) / len(made) > 0.99 * fixed
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_many_rows_draft_alike_what_is_best_for_all(seed):
+    """Against every single length, for rows of unlike odds."""
+    rng = random.Random(seed)
+    dear = rng.choice((0.2, 1.0, 4.0, 12.0))
+    times = BatchTimes(
+        plain={1: 3.0, 8: 9.0},
+        read={1: {4: dear}, 8: {1: dear, 4: dear * (3 + rng.random())}},
+        first={1: {1: 1.0}, 8: {1: 0.5, 8: 1.0 + rng.random()}},
+        step={1: {1: 0.4}, 8: {1: 0.2, 8: 0.6 + rng.random()}},
+        uneven={1: 1.0, 8: 1.3},
+    )
+    rows = [KnownStop([rng.uniform(0.3, 1.0)] * 5) for _ in range(8)]
+    budget, made = SharedBudget(times), list[float]()
+    for number in range(300):
+        budget_rows = shared(budget, rows)
+        assert len(set(budget_rows)) == 1 and all(row.asleep for row in rows)
+        if number >= 200:
+            made.append(rate(times, rows, budget_rows))
+        accepted = [
+            next((i for i in range(n) if rng.random() > row.odds[i]), n)
+            for row, n in zip(rows, budget_rows, strict=True)
+        ]
+        budget.observe(list(zip(budget_rows, accepted, strict=True)))
+    assert sum(made) / len(made) > 0.99 * max(rate(times, rows, [n] * 8) for n in range(6))
+    again = SharedBudget(times)
+    again.load_state_dict(json.loads(json.dumps(budget.state_dict())))
+    assert again.state_dict() == budget.state_dict()
+    assert shared(again, rows) == shared(budget, rows)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

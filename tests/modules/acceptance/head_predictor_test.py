@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import math
@@ -16,7 +17,7 @@ from draftsmith.modules.acceptance.online_logistic import OnlineLogistic
 from draftsmith.modules.acceptance.policies import OnlinePredictor
 from draftsmith.modules.acceptance.predictor import HeadPredictor, num_parts
 from draftsmith.modules.decoding.confidence import confidence_of, confidences_of
-from draftsmith.modules.decoding.protocols import DraftView
+from draftsmith.modules.decoding.protocols import DraftedStep, DraftView
 from draftsmith.modules.sampling import probabilities
 from draftsmith.modules.types import SamplingParams
 
@@ -208,6 +209,53 @@ def test_rows_beside_each_other_have_texts_of_their_own_and_share_what_was_worke
     told = [(first.prob(one), other.prob(two)) for one, two in zip(views, others, strict=True)]
     for row, own in enumerate((views, others)):
         assert [both[row] for both in told] == say(HeadPredictor(head, embed), own)
+
+
+def side_by_side(rounds: list[list[DraftView]]) -> list[list[DraftView]]:
+    """The same rounds as rows of one batch, in which more rows are that draft nothing."""
+    rows = [0, 2, 3][: len(rounds)]
+    for views in zip(*rounds, strict=True):
+        states, logits = torch.full((5, H), math.nan), torch.full((5, V), math.nan)
+        for row, view in zip(rows, views, strict=True):
+            states[row], logits[row] = view.hidden, view.logits
+        given = None if views[0].draft_prob is None else torch.stack([view.draft_prob for view in views])
+        step = DraftedStep(rows, [view.token for view in views], states, logits, given)
+        for place, view in enumerate(views):
+            view.step, view.place = step, place
+    return rounds
+
+
+def test_rows_that_draft_together_are_predicted_for_together(head, views, monkeypatch):
+    """Each by the definition; the head's own multiplications are as many for three rows as for two."""
+    turned = [*views[1:], views[0]]
+    others = [dataclasses.replace(own, num_drafted=n + 1) for n, own in enumerate(turned)]
+    last = [dataclasses.replace(own, context=CONTEXT[::-1]) for own in views]
+    calls = collections.Counter()
+    for name in ("mm", "mv"):
+        real = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *a, name=name, real=real: calls.update([name]) or real(*a))
+    counted = []
+    for rounds in ([views, others], [views, others, last]):
+        first = HeadPredictor(head, embed)
+        predictors = [first, *(first.beside() for _ in rounds[1:])]
+        told = say_together(predictors, rounds)
+        counted.append(dict(calls))
+        calls.clear()
+        for said, own in zip(told, rounds, strict=True):
+            alone = [dataclasses.replace(view, step=None, log_q=None, softmax=None) for view in own]
+            assert said == pytest.approx(say(HeadPredictor(head, embed), alone), abs=1e-5)
+        assert told[0] == pytest.approx(expected(head, views, lambda x: calibrated(head, x)), abs=1e-5)
+        calls.clear()
+    reads_numbers = bool(head.config.features) and head.config.activation == "none" and head.join is not None
+    assert reads_numbers or counted[0] == counted[1]  # numbers in the first layer are every row's own
+
+
+def say_together(predictors: list[HeadPredictor], rounds: list[list[DraftView]]) -> list[list[float]]:
+    for predictor in predictors:
+        predictor.start_round()
+    steps = [[predictor.prob(view) for predictor, view in zip(predictors, views, strict=True)]
+             for views in zip(*side_by_side(rounds), strict=True)]  # fmt: skip
+    return [list(said) for said in zip(*steps, strict=True)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

@@ -11,8 +11,20 @@ import pytest
 import served_law
 import torch
 
-from draftsmith.modules.acceptance.repeats import Repeats
-from draftsmith.modules.acceptance.served import COLD, PRIOR, ServedEstimator, ServedTexts, Start, TextIndex, fit_start
+from draftsmith.modules.acceptance.repeats import Repeats, RepeatScores
+from draftsmith.modules.acceptance.served import (
+    COLD,
+    PRIOR,
+    WORTH,
+    ServedEstimator,
+    ServedTexts,
+    Start,
+    TextIndex,
+    fit_priors,
+    fit_start,
+    undrawn_features,
+)
+from draftsmith.modules.decoding.protocols import DraftView
 
 CPU = torch.device("cpu")
 EXACT, CAUGHT = 1e-12, 1e-3
@@ -85,6 +97,43 @@ def test_features_are_the_log_odds_of_the_mode_and_the_mean_repetition(greedy_dr
             served.tokens[row, len(texts[row]) : len(texts[row]) + len(more)] = torch.tensor(more, dtype=torch.int32)
             texts[row] += more
     assert {0, 1, 2, 4} <= found_some  # no repetition, and those of two, four and eight tokens
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_a_stop_policy_is_shown_the_same_features(temperature):
+    """Of drafts that are the mode at temperature 0, and drawn else."""
+    random, V = np.random.default_rng(4), 3
+    text, repeats, found = random.integers(0, V, 5).tolist(), RepeatScores(), 0
+    for _ in range(40):
+        drafted = []
+        for place in range(3):
+            logits = torch.from_numpy(random.normal(0, 4, V)).float()
+            prob = (logits / temperature).softmax(-1) if temperature else None
+            token = int(logits.argmax()) if prob is None else int(random.integers(V))
+            view = DraftView(place + 1, token, torch.empty(0), logits, prob, temperature, text)
+            odds, mean = undrawn_features(view, repeats)
+            top = float((logits.double() / (temperature or 1)).softmax(-1).max())
+            assert odds == pytest.approx(math.log(top / (1 - top)), abs=1e-3)
+            assert mean == pytest.approx(mean_of(text, drafted, logits, temperature, False), abs=1e-4)
+            found += mean != 0
+            drafted.append(token)
+        text = text + random.integers(0, V, 2).tolist()
+    assert found > 20
+    sure = DraftView(1, 0, torch.empty(0), torch.tensor([200.0, 0.0]), None, 0.0, [])
+    assert undrawn_features(sure, RepeatScores())[0] == 40
+
+
+def test_priors_are_of_verified_tokens_only():
+    random = np.random.default_rng(5)
+    features = torch.from_numpy(random.normal(0, 1, (50, 3, 2)))
+    accepted = torch.from_numpy(random.integers(0, 4, 50))
+    verified = torch.maximum(accepted, torch.from_numpy(random.integers(0, 4, 50)))
+    weight, label = torch.zeros(50, 3), torch.zeros(50, 3)
+    for row in range(50):
+        for place in range(int(verified[row])):
+            weight[row, place] = place <= accepted[row]
+            label[row, place] = place < accepted[row]
+    assert fit_priors(features, accepted, verified) == fit_start(features, label.double(), weight.double(), WORTH)
 
 
 def test_a_full_index_forgets_and_says_nothing_false():

@@ -7,14 +7,18 @@ import gc
 import random
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
+from cuda_kernels import CudaKernels
 from tiny_models import CONTEXT, tiny_llama_dir
 from transformers import AutoModelForCausalLM
 
 from draftsmith.data.models.loading import load_lm
+from draftsmith.modules import graphs
 from draftsmith.modules.graphs import Graphed
 from draftsmith.modules.lean_rows import MAX_WIDTH, SPAN_BUCKET, bucket
 
@@ -36,6 +40,12 @@ def pair(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp("rows")
     tiny_llama_dir(directory, seed=4, family=request.param.split("-")[0], **VARIANTS[request.param])
     return load_lm(str(directory)), AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def kernels(request, monkeypatch):
+    """As a CPU is asked to attend, and as a GPU is."""
+    return CudaKernels(monkeypatch) if request.param == "cuda" else None
 
 
 @torch.no_grad()
@@ -66,7 +76,7 @@ def path_to(node: int, parents: Sequence[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("static", [False, True])
-def test_rows_read_what_each_would_read_alone(pair, static):
+def test_rows_read_what_each_would_read_alone(pair, static, kernels):
     """Prompts, then chains and trees of different sizes, of which rows keep different parts; some are fed nothing."""
     lm, oracle = pair
     rng = random.Random(3)
@@ -102,7 +112,7 @@ def test_rows_read_what_each_would_read_alone(pair, static):
 
 
 @pytest.mark.parametrize("static", [False, True])
-def test_tokens_of_the_device_are_read_too(pair, static):
+def test_tokens_of_the_device_are_read_too(pair, static, kernels):
     lm, oracle = pair
     session = lm.session(3, CONTEXT, static=static)
     prompts = [tokens_of(lm, length).tolist() for length in LENGTHS]
@@ -115,7 +125,7 @@ def test_tokens_of_the_device_are_read_too(pair, static):
 
 
 @pytest.mark.parametrize("static", [False, True])
-def test_rows_leave_and_rows_begin_again(pair, static):
+def test_rows_leave_and_rows_begin_again(pair, static, kernels):
     lm, oracle = pair
     session = lm.session(3, CONTEXT, static=static)
     prompts = [tokens_of(lm, length).tolist() for length in LENGTHS]
@@ -131,7 +141,7 @@ def test_rows_leave_and_rows_begin_again(pair, static):
     close(session.extend(new[:1]).logits[0], alone(oracle, prompts[0] + new[0])[0][-1:])
 
 
-def test_padding_past_the_capacity_spoils_nothing(pair):
+def test_padding_past_the_capacity_spoils_nothing(pair, kernels):
     """A row at its end beside a longer chain: its padded inputs have no slots, and its last token sits in the last."""
     lm, oracle = pair
     for trees in (False, True):
@@ -143,6 +153,24 @@ def test_padding_past_the_capacity_spoils_nothing(pair):
         logits = session.extend(fed, parents, num_logits=6).logits
         close(logits[0, 0], alone(oracle, prompts[0] + fed[0])[0][-1])
         close(logits[1], alone(oracle, prompts[1] + fed[1])[0][4:])
+
+
+def test_one_row_reads_its_chains_and_trees(pair, kernels):
+    """As they lie, behind an odd number of tokens."""
+    lm, oracle = pair
+    text, rng = tokens_of(lm, 60).tolist(), random.Random(5)
+    session, kept = lm.session(1, CONTEXT), 0
+    for size in (19, 5, 1, 9):
+        part = text[kept : kept + size]
+        parents = random_tree(rng, size)
+        logits = session.extend([part], [parents], num_logits=size).logits[0]
+        for node in range(size):
+            close(logits[node], alone(oracle, text[:kept] + [part[i] for i in path_to(node, parents)])[0][-1])
+        session.keep([kept])
+        logits = session.extend([part], num_logits=size).logits[0]
+        close(logits, alone(oracle, text[: kept + size])[0][kept:])
+        kept += size
+    assert kernels is None or kernels.masked > kernels.plain
 
 
 def test_a_long_prompt_is_read_by_fixed_shapes_as_it_lies(tmp_path):
@@ -181,6 +209,15 @@ def test_few_shapes_serve_all_sizes(pair):
     assert {own[-2] for own in shapes} == spans and len(shapes) <= 5 * len(spans)
 
 
+def test_spans_of_a_long_context_are_few():
+    """Each is a graph for every width: powers of two up to the end, and at most twice what is looked at."""
+    lm = load_lm("embedded:draft")
+    rows = lm.session(1, 8191, static=True)._rows
+    spans = {end: rows._span(end) for end in range(1, 8193)}
+    assert sorted(set(spans.values())) == [256, 512, 1024, 2048, 4096, 8192]
+    assert all(end <= span < 2 * max(end, SPAN_BUCKET // 2 + 1) for end, span in spans.items())
+
+
 def test_without_cuda_a_graph_is_its_function():
     calls = []
 
@@ -190,6 +227,22 @@ def test_without_cuda_a_graph_is_its_function():
 
     assert Graphed(fn)(torch.tensor([1.0]), torch.tensor([2.0]), static=(2,))[0].tolist() == [9.0]
     assert calls == [2]
+
+
+def test_other_threads_may_pin_memory_while_a_graph_is_captured(monkeypatch):
+    """A capture that all threads watch over ends in an error where one of them allocates pinned memory."""
+    options, fake = {}, MagicMock()
+    monkeypatch.setattr(graphs, "records", lambda tensor: True)
+    for name in ("Stream", "current_stream", "stream", "graph_pool_handle", "CUDAGraph"):
+        monkeypatch.setattr(torch.cuda, name, fake)
+
+    def graph(_: Any, **given: Any) -> Any:
+        options.update(given)
+        return nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    assert Graphed(lambda x: (x + 1,))(torch.ones(1))[0].tolist() == [2.0]
+    assert options["capture_error_mode"] == "thread_local"
 
 
 @pytest.mark.gpu

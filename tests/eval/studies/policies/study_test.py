@@ -17,6 +17,7 @@ from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.replay.rollouts import ChainRollouts, TargetAnswer
 from draftsmith.eval.report.tables import from_json
+from draftsmith.eval.studies.policies import prompts
 from draftsmith.eval.studies.policies.comparison import (
     FITTED,
     FIXED,
@@ -32,7 +33,7 @@ from draftsmith.eval.studies.policies.comparison import (
     gain,
     rate,
 )
-from draftsmith.eval.studies.policies.prompts import copied_shares, known_grams, overlap, parted, training_texts
+from draftsmith.eval.studies.policies.prompts import KnownGrams, copied_shares, parted, training_texts
 from draftsmith.eval.studies.policies.settings import PoliciesConfig
 from draftsmith.eval.studies.policies.study import has_labels_of
 from draftsmith.eval.studies.policies.tables import copying_table, head_rows, predictions, tables_of
@@ -204,11 +205,26 @@ def test_figures_cover_policies_tasks_overlap_and_quality(compared):
         assert all(column.key in row for row in figure.rows[:1] for column in figure.columns), figure.name
 
 
+@pytest.mark.parametrize("n", [1, 2, 8])
+def test_the_table_of_ngrams_is_their_set_in_eight_bytes_each(n, monkeypatch):
+    """Beside a set of tuples, over few tokens, so that texts share many; some at a time as all together."""
+    monkeypatch.setattr(prompts, "HASHED_TOGETHER", 50)
+    rng = np.random.default_rng(n)
+    texts = [rng.integers(7, size=length).tolist() for length in (0, 3, 8, 40, 200, 7, 90)]
+    grams = {tuple(own[i : i + n]) for own in texts for i in range(len(own) - n + 1)}
+    known = KnownGrams(texts, n)
+    assert len(known) == len(grams) and known._hashes.nbytes == 8 * len(grams)
+    for _ in range(20):
+        answer = rng.integers(8, size=30).tolist()
+        own = [tuple(answer[i : i + n]) for i in range(30 - n + 1)]
+        assert known.share(answer) == pytest.approx(sum(gram in grams for gram in own) / len(own))
+
+
 def test_overlap_by_hand():
-    known = known_grams([[1, 2, 3, 4], [7, 8]], 3)
-    assert known == {(1, 2, 3), (2, 3, 4)}
-    assert overlap([0, 1, 2, 3, 9], known, 3) == pytest.approx(1 / 3)
-    assert overlap([1, 2], known, 3) == 0.0
+    known = KnownGrams([[1, 2, 3, 4], [7, 8]], 3)
+    assert len(known) == 2  # (1, 2, 3) and (2, 3, 4)
+    assert known.share([0, 1, 2, 3, 9]) == pytest.approx(1 / 3)
+    assert known.share([1, 2]) == KnownGrams([], 3).share([1, 2, 3]) == 0.0 and not len(KnownGrams([], 3))
     scene = DrafterMode("draft", GREEDY, {}, hand(2, 0), hand(4, 0))
     found = compare_policies(scene, GRID, CS, [0.5, 0.1, 0.9, 0.1], [0.2, 0.3, 0.0, 1.0], 0)
     assert found.least_known.tolist() == [False, True, False, True]

@@ -1,0 +1,346 @@
+"""`python benchmarks/gpu_report.py --output DIR`: decoding and training of an 8B shape, against what a GPU allows.
+
+Weights are random: what is decoded means nothing, and an untrained head's drafts are hardly ever accepted, so times are
+taken by the round. Ideal is a round whose calls take no longer than reading their weights and caches at the speed of a
+copy, or than their products at that of large ones, whichever is slower; nothing else is in it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.console import Console
+
+from draftsmith.benchmarks.synthetic import SHAPES, random_eagle_head, random_pair
+from draftsmith.data.heads.markdown import markdown_lines
+from draftsmith.data.models.device import check_device
+from draftsmith.data.progress import say
+from draftsmith.data.store.datasets import pack_features
+from draftsmith.data.store.files import make_directory, write_json, write_text
+from draftsmith.data.store.manifest import git_commit, package_versions, resolved
+from draftsmith.data.store.writer import sole_writer
+from draftsmith.eval.bench.results import hardware
+from draftsmith.eval.bench.runner import EngineRunner
+from draftsmith.eval.cost.clock import clock_of
+from draftsmith.eval.report.tables import plain_table
+from draftsmith.launch.cli import main_of
+from draftsmith.modules.decoding.loop import Generation
+from draftsmith.modules.drafters import head_class
+from draftsmith.modules.drafters.base import DraftHead
+from draftsmith.modules.drafters.methods import Models, parse_method
+from draftsmith.modules.targets.llama import LlamaLM
+from draftsmith.modules.types import InputError, SamplingParams, at_least
+from draftsmith.train.data_module import HeadDataModule, Samples
+from draftsmith.train.drafter import drafter_config
+from draftsmith.train.drafter_objective import DrafterObjective, FeatureSource
+from draftsmith.train.lit_head import LitHead
+from draftsmith.train.planning.measure import TIMED, WARM_UP, timed_steps
+from draftsmith.train.planning.plan import plan_of
+from draftsmith.train.strategies import settled
+from draftsmith.train.telemetry import measured_peak, peak_flops
+
+HEADINGS = ("what", "value", "aim")
+METHODS = ("ar", "spec:k=5", "eagle:k=5", "eagle3:k=5")
+LOSS_FROM = 0.3  # of a made-up document: what follows is answer
+
+
+@dataclass(frozen=True)
+class GpuReportConfig:
+    """Measures decoding and EAGLE-3 training of a target of random weights against what the device allows.
+
+    Attributes:
+        output: Directory that receives gpu.json and gpu.md.
+        device: cuda, cuda:1, ... or cpu.
+        shape: Of the target: llama-3-8b (16 GB in bfloat16), 88m, or tiny.
+        batches: Numbers of rows that are decoded together, separated by commas.
+        prompt: Tokens of each prompt.
+        new_tokens: Length of answers.
+        repeats: Runs of which the median counts.
+        tokens: Of a training step, at most.
+        document: Tokens of each training document.
+        passes: Draft steps that the head is trained on.
+        num_workers: Processes that read training data.
+    """
+
+    output: Path = field(kw_only=True)
+    device: str = "cuda"
+    shape: Literal["llama-3-8b", "88m", "tiny"] = "llama-3-8b"
+    batches: str = "1,8,32"
+    prompt: int = 256
+    new_tokens: int = 64
+    repeats: int = 3
+    tokens: int = 8192
+    document: int = 2048
+    passes: int = 7
+    num_workers: int = 2
+
+    def __post_init__(self) -> None:
+        for name, least in {"prompt": 1, "new_tokens": 8, "repeats": 1, "passes": 1, "num_workers": 0}.items():
+            at_least(name, getattr(self, name), least)
+        at_least("document", self.document, 16)
+        at_least("tokens", self.tokens, self.document)
+        if not all(part.isdigit() and int(part) for part in self.batches.split(",")):
+            raise InputError("batches", self.batches, "numbers above 0 with commas between them", "Correct it.")
+        longest = SHAPES[self.shape]["max_position_embeddings"]
+        if self.prompt + self.new_tokens > longest or self.document > longest:
+            found = f"{self.prompt} + {self.new_tokens}, {self.document} tokens"
+            raise InputError("prompt, new_tokens, document", found, f"{longest} at most, the context", "Lower them.")
+        check_device(self.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32 if torch.device(self.device).type == "cpu" else torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One number, and what is aimed at."""
+
+    what: str
+    value: float
+    unit: str = ""
+    aim: str = ""
+
+    @property
+    def cells(self) -> tuple[str, str, str]:
+        return self.what, f"{self.value:,.4g} {self.unit}".strip(), self.aim
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Bytes a second of a copy, read and written counted; FLOP/s of large products."""
+
+    bandwidth: float
+    flops: float
+
+    @classmethod
+    def of(cls, config: GpuReportConfig) -> Machine:
+        device, clock = torch.device(config.device), clock_of(config.device, 1)
+        size = 2**30 if device.type == "cuda" else 2**26
+        source, target = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
+        best = 0.0
+        for _ in range(10):
+            started = clock()
+            target.copy_(source)
+            best = max(best, 2 * size / (clock() - started))
+        return cls(best, measured_peak(device, config.dtype, clock))
+
+    def seconds(self, weight_bytes: float, inputs: int, cache_bytes: float = 0.0) -> float:
+        """The least that a call takes: a product reads each of its weights once, and multiplies it with every input."""
+        products = 2 * weight_bytes / self.itemsize * inputs
+        return max((weight_bytes + cache_bytes) / self.bandwidth, products / self.flops)
+
+    itemsize: int = 2
+
+
+@dataclass(frozen=True)
+class Subjects:
+    """A random target, its draft, and untrained heads.
+
+    raw: the target's config.json. target_bytes, draft_bytes: what one call of it reads, or one step of a kind of
+    drafter; token_bytes: of a token's keys and values in the target's cache.
+    """
+
+    raw: dict[str, Any]
+    models: Models
+    target_bytes: int
+    draft_bytes: dict[str, int]
+    token_bytes: int
+
+    @classmethod
+    def of(cls, config: GpuReportConfig) -> Subjects:
+        weights, small = random_pair(config.shape, config.dtype, config.device)
+        target = weights.lean(packed=False)
+        heads = {"eagle": random_eagle_head(target), "eagle3": random_eagle3_head(target)}
+        models = Models(target, small.lean(packed=False), heads=heads, capacity=config.prompt + config.new_tokens + 8)
+        read = {kind: sum(weight.nbytes for weight in head.parameters()) for kind, head in heads.items()}
+        read["eagle"] += weights.state["lm_head.weight"].nbytes  # its own is the target's
+        llama = target.config
+        cached = 2 * llama.num_layers * llama.num_kv_heads * llama.head_dim * config.dtype.itemsize
+        drafts = {"draft": small.forward_bytes, **read}
+        return cls(weights.raw, models, weights.forward_bytes, drafts, cached)
+
+
+def random_eagle3_head(target: LlamaLM) -> DraftHead:
+    """An EAGLE-3 head of the target's shape with the default draft vocabulary, untrained."""
+    torch.manual_seed(0)
+    drafter: Any = head_class("eagle3")
+    head = drafter(drafter.shape(drafter.Settings(), target.config))
+    return head.to(target.device, target.dtype).eval().requires_grad_(False)
+
+
+def decoding(config: GpuReportConfig, subjects: Subjects, machine: Machine) -> Iterator[Measured]:
+    """Each method at each number of rows, by its rounds: prompts are read off the clock."""
+    for rows in map(int, config.batches.split(",")):
+        for name in METHODS:
+            taken, made = timed_rounds(config, subjects.models, name, rows)
+            ideal = ideal_s(config, subjects, machine, name, made)
+            rounds = max(len(one.trace.steps) for one in made)
+            where, aim = f"{name}, {rows} row{'s' * (rows > 1)}", ">= 0.9" if rows == 1 else ""
+            yield Measured(f"{where}: a round", 1e3 * taken / rounds, "ms")
+            yield Measured(f"{where}: achieved / ideal", ideal / taken, "", aim)
+            tokens = sum(len(one.tokens) - 1 for one in made)
+            yield Measured(f"{where}: tokens a second, of untrained drafts", tokens / taken, "tokens/s")
+
+
+@torch.inference_mode()
+def timed_rounds(config: GpuReportConfig, models: Models, name: str, rows: int) -> tuple[float, list[Generation]]:
+    """Seconds of an answer's rounds, and what was made: the time of whole answers less that of their first tokens."""
+    clock, method = clock_of(config.device, 1), parse_method(name)
+    drafter = method.build(models, rows)
+    capture = () if drafter is None else drafter.capture
+    session = models.target.session(rows, models.capacity, capture)
+    runner = EngineRunner(models.target, drafter, SamplingParams(), (), session=session, rows=rows)
+    vocab = models.target.info.vocab_size
+    prompts = [[(31 * row + i) % vocab for i in range(config.prompt)] for row in range(rows)]
+    seconds: dict[int, list[float]] = {config.new_tokens: [], 1: []}
+    for turn in range(config.repeats + 1):
+        for count, taken in seconds.items():
+            started = clock()
+            found = runner(prompts, count, [0] * rows)
+            if turn:  # the first one warms up, and captures
+                taken.append(clock() - started)
+            if count > 1:
+                made = found
+    whole, first = (statistics.median(taken) for taken in seconds.values())
+    return max(whole - first, 1e-9), made
+
+
+def ideal_s(
+    config: GpuReportConfig, subjects: Subjects, machine: Machine, name: str, made: Sequence[Generation]
+) -> float:
+    """Seconds of the rounds by what their calls read and multiply. Rows go through their rounds together."""
+    longest = max(made, key=lambda one: len(one.trace.steps)).trace.steps
+    kind, rows = {"spec": "draft"}.get(name.partition(":")[0], name.partition(":")[0]), len(made)
+    cache = rows * (config.prompt + config.new_tokens / 2) * subjects.token_bytes
+    total = 0.0
+    for step in longest:
+        total += machine.seconds(subjects.target_bytes, rows * (step.num_drafted + 1), cache)
+        total += step.draft_calls * machine.seconds(subjects.draft_bytes.get(kind, 0), rows)
+    return total
+
+
+class Texts:
+    """Documents of random tokens in memory, as a training's data set gives them; features are made online."""
+
+    def __init__(self, count: int, length: int, vocab: int):
+        self.lengths, self._length, self._vocab = [length] * count, length, vocab
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def item(self, row: int, epoch: int) -> dict[str, torch.Tensor]:
+        rng = torch.Generator().manual_seed(row)
+        ids = torch.randint(self._vocab, (self._length,), generator=rng)
+        return {"input_ids": ids, "loss_mask": torch.arange(self._length) >= LOSS_FROM * self._length}
+
+
+def training(config: GpuReportConfig, raw: dict[str, Any], target: LlamaLM) -> Iterator[Measured]:
+    """Some steps of EAGLE-3 as `draftsmith train eagle3` takes them, with features made in the step, and its plan."""
+    steps, device = WARM_UP + TIMED, torch.device(config.device)
+    with tempfile.TemporaryDirectory(prefix="draftsmith-gpu-") as folder:
+        settings = training_settings(config, Path(folder), steps, raw)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        module, data = training_objects(config, settings, target, steps)
+        numbers = timed_steps(module, data, settings, folder)
+        peak = peak_flops(device, settings.precision, measure=True)
+        planned = plan_of(settings, 1, 2 * steps * (config.tokens // config.document), config.document).own.peak
+    what = f"eagle3, {config.passes} passes, {settings.precision}"
+    assert peak is not None
+    yield Measured(f"{what}: tokens a second", numbers["tokens_per_s"], "tokens/s")
+    yield Measured(f"{what}: model FLOPs of what the device could do", 100 * numbers["mfu"] / peak, "%", ">= 50")
+    yield Measured(f"{what}: waiting for data", 100 * numbers["data_wait"], "%", "< 2")
+    yield Measured(f"{what}: peak memory", numbers["memory_gb"], "GB")
+    yield Measured(f"{what}: peak memory, planned / measured", planned / 1e9 / numbers["memory_gb"], "", "0.9 to 1.1")
+
+
+def training_settings(config: GpuReportConfig, folder: Path, steps: int, raw: dict[str, Any]) -> Any:
+    """The settings of the training. The target's directory has a config.json alone, for the plan."""
+    make_directory(folder / "target")
+    dtype = str(config.dtype).removeprefix("torch.")
+    write_json(folder / "target" / "config.json", {**raw, "torch_dtype": dtype})
+    made: Any = drafter_config("eagle3")
+    return settled(
+        made(
+            target=str(folder / "target"),
+            data=folder / "data",
+            output=folder / "run",
+            tokens_per_batch=config.tokens,
+            max_steps=steps,
+            passes=config.passes,
+            num_workers=config.num_workers,
+            accelerator="gpu" if torch.device(config.device).type == "cuda" else "cpu",
+            tau_prompts=0,
+            track=("csv",),
+            wandb="off",
+        )
+    )
+
+
+def training_objects(config: GpuReportConfig, settings: Any, target: LlamaLM, steps: int) -> tuple[Any, Any]:
+    """Module and data as `train.drafter.prepare` makes them, of what is in memory."""
+    drafter: Any = settings.drafter
+    torch.manual_seed(0)
+    head = drafter(drafter.shape(settings, target.config))
+    head.freeze(settings)
+    layers = drafter.learns_from(head.config, target.info.num_layers)
+    objective = DrafterObjective(drafter, settings, target, source=FeatureSource(target, layers))
+    texts = Texts(steps * (config.tokens // config.document), config.document, target.info.vocab_size)
+    samples = Samples(texts, range(len(texts)))
+    count, chosen = (partial(own, settings=settings) for own in (drafter.loss_count, drafter.num_chosen))
+    data = HeadDataModule(samples, samples, pack_features, count, settings, chosen)
+    return LitHead(head, objective, settings, steps), data
+
+
+def measure_all(config: GpuReportConfig) -> Iterator[Measured]:
+    machine = dataclasses.replace(Machine.of(config), itemsize=config.dtype.itemsize)
+    yield Measured("a copy's bandwidth, read and written", machine.bandwidth / 1e9, "GB/s")
+    yield Measured("large products", machine.flops / 1e12, "TFLOP/s")
+    subjects = Subjects.of(config)
+    yield from decoding(config, subjects, machine)
+    raw, target = subjects.raw, subjects.models.target
+    del subjects  # drafts and heads of the decoding take no room in the training
+    gc.collect()
+    assert isinstance(target, LlamaLM)
+    yield from training(config, raw, target)
+
+
+@sole_writer()
+def run(config: GpuReportConfig) -> Path:
+    """Measure, print every row as it comes, write gpu.json and gpu.md; returns the directory."""
+    if torch.device(config.device).type == "cpu":
+        torch.set_num_threads(1)
+    rows, table = [], plain_table()
+    for row in measure_all(config):
+        rows.append(row)
+        say(" | ".join(row.cells))
+    for heading in HEADINGS:
+        table.add_column(heading, justify="left" if heading == HEADINGS[0] else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row.cells)
+    Console(highlight=False).print(table)
+    make_directory(config.output)
+    meta = {
+        "settings": resolved(config),
+        "hardware": hardware(config.device),
+        "versions": package_versions(),
+        "git_commit": git_commit(),
+    }
+    write_text(config.output / "gpu.md", "\n".join(markdown_lines(HEADINGS, [row.cells for row in rows])) + "\n")
+    write_json(config.output / "gpu.json", {"meta": meta, "rows": [asdict(row) for row in rows]})
+    return config.output
+
+
+if __name__ == "__main__":
+    sys.exit(main_of(GpuReportConfig, run))

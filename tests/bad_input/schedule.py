@@ -1,0 +1,68 @@
+"""Runs and costs from which no schedule follows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from bad_input.files import changed, spoilt, text
+from bad_input.row import Ground, Row
+
+SCHEDULE = "eval schedule {bench} --output {out} "
+GOOD = {"1": {"0": 0.01, "2": 0.012}, "8": {"0": 0.012, "2": 0.02}}
+
+
+def costs(content: object) -> Callable[[Ground, Path], dict[str, object]]:
+    """A file of times: `{costs}`."""
+
+    def make(ground: Ground, to: Path) -> dict[str, object]:
+        path = to / "costs.json"
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        return {"costs": path}
+
+    return make
+
+
+def without(rounds: Path) -> None:
+    lines = rounds.read_text().splitlines()
+    rounds.write_text("".join(f"{json.dumps({**json.loads(line), 'undrawn': [0.5]})}\n" for line in lines))
+
+
+ROWS = [
+    Row("no run", "eval schedule {target} --output {out}", ("target", "results.json")),
+    Row("a run of another kind", "eval schedule {d} --output {out}", ("kind load",),
+        spoilt("bench", "results.json", changed(meta={"kind": "load"}))),
+    Row("no such method", SCHEDULE + "--method spec:k=3", ("method", "spec:k=3", "spec:k=2")),
+    Row("a method that drafts nothing", SCHEDULE + "--method ar", ("method", "ar", "spec:k=2")),
+    Row("no costs in the run", SCHEDULE, ("costs", "without measured costs")),
+    Row("no such costs", SCHEDULE + "--costs ./nosuch.json", ("costs", "nosuch.json")),
+    Row("costs of another run", SCHEDULE + "--costs {target}", ("costs", "results.json")),
+    Row("costs of c alone", SCHEDULE + "--costs {d}", ("costs", "times of rounds of draft", "shared"),
+        spoilt("bench", "results.json", changed(meta={"step_costs": {"draft": 0.1}}))),
+    Row("costs of a run that was edited", SCHEDULE + "--costs {d}", ("results.json", "batch_times.draft", "no "),
+        spoilt("bench", "results.json", changed(meta={"batch_times": {"draft, up to 2 rows": {"plain": {"1": 1}}}}))),
+    *(
+        Row(f"costs: {name}", SCHEDULE + "--costs {costs}", ("costs.json", *says), costs(content))
+        for name, content, says in [
+            ("no JSON", "{", ("damaged",)),
+            ("no seconds", {"times": GOOD}, ("no seconds",)),
+            ("seconds of text", {"seconds": {"1": {"0": "fast"}}}, ("seconds.1.0", "fast")),
+            ("not with one request", {"seconds": {"8": GOOD["8"]}}, ("8 requests", "1, and more")),
+            ("no requests at all", {"seconds": {}}, ("no requests",)),
+            ("no requests are some", {"seconds": {**GOOD, "0": GOOD["1"]}}, ("0 requests",)),
+            ("without a round of no drafts", {"seconds": {"1": {"2": 0.1, "3": 0.2}}}, ("2, 3", "0 and")),
+            ("one number of tokens", {"seconds": {"1": {"0": 0.1}}}, ("0 and at least one more",)),
+            ("a million requests", {"seconds": {**GOOD, "1000000": GOOD["8"]}}, ("1000000 requests", "4,096")),
+            ("a name that is no number", {"seconds": {**GOOD, "many": GOOD["8"]}}, ("'many'",)),
+            ("no time", {"seconds": {"1": {"0": 0.0, "2": 0.1}}}, ("0.0 s with 1 requests",)),
+            ("time without end", '{"seconds": {"1": {"0": 0.1, "2": Infinity}}}', ("inf s",)),
+        ]
+    ),
+    Row("traces of numbers", "eval schedule {d} --costs {good} --output {out}", ("trace.jsonl", "undrawn"),
+        lambda ground, to: spoilt("bench", "trace.jsonl", without)(ground, to)
+        | {"good": costs({"seconds": GOOD})(ground, to)["costs"]}),
+    Row("traces cut", "eval schedule {d} --costs {good} --output {out}", ("trace.jsonl", "line 1"),
+        lambda ground, to: spoilt("bench", "trace.jsonl", text("{"))(ground, to)
+        | {"good": costs({"seconds": GOOD})(ground, to)["costs"]}),
+]  # fmt: skip

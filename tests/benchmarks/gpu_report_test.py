@@ -1,0 +1,99 @@
+"""The report of a GPU, run on a CPU at tiny shapes: its numbers by hand, and what it imports."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from devices import DEVICES
+
+from draftsmith.benchmarks import gpu_report
+from draftsmith.benchmarks.gpu_report import GpuReportConfig, Machine, Subjects, ideal_s, timed_rounds
+from draftsmith.modules.types import InputError
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = {"shape": "tiny", "batches": "1,3", "prompt": 32, "new_tokens": 12, "repeats": 1, "tokens": 256}
+SMALL |= {"document": 64, "passes": 2, "num_workers": 0}
+# What a borrowed machine may lack: none of these is imported.
+LACKING = ("datasets", "wandb", "deepspeed", "altair", "pandas", "hypothesis", "accelerate", "httpx")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_report_from_end_to_end(tmp_path, device):
+    gpu_report.run(GpuReportConfig(output=tmp_path / "report", device=device, **SMALL))
+    found = json.loads((tmp_path / "report" / "gpu.json").read_text())
+    rows = {row["what"]: row["value"] for row in found["rows"]}
+    assert all(value > 0 for name, value in rows.items() if "waiting" not in name)
+    for method in gpu_report.METHODS:
+        for where in ("1 row", "3 rows"):
+            # No faster than what the machine allows; on a CPU what is cached may be read faster than a copy is made.
+            assert rows[f"{method}, {where}: achieved / ideal"] < 1
+    waited = next(value for name, value in rows.items() if name.endswith("waiting for data"))
+    assert 0 <= waited < 100
+    assert (tmp_path / "report" / "gpu.md").read_text().count("\n") == 2 + len(rows)
+
+
+def test_ideal_times_by_hand():
+    """Of two rows, five drafted tokens a round: bytes over bandwidth, or products where these take longer."""
+    config = GpuReportConfig(output=Path("."), device="cpu", **SMALL)
+    subjects = Subjects.of(config)
+    weights = subjects.models.target.model
+    read = sum(p.numel() for name, p in weights.named_parameters() if "embed" not in name)
+    assert subjects.target_bytes == 4 * read and subjects.token_bytes == 2 * 24 * 32 * 4
+    draft = sum(p.numel() for p in subjects.models.draft.model.parameters()) - 64 * 32
+    assert subjects.draft_bytes["draft"] == 4 * draft
+    assert subjects.draft_bytes["eagle"] == 4 * (
+        sum(p.numel() for p in subjects.models.heads["eagle"].parameters()) + 64 * 32
+    )
+    taken, made = timed_rounds(config, subjects.models, "eagle:k=5", 2)
+    steps = max((one.trace.steps for one in made), key=len)
+    cache = 2 * (32 + 6) * subjects.token_bytes
+    slow_memory, slow_products = Machine(1e9, 1e30, 4), Machine(1e30, 1e9, 4)
+    calls = sum(step.draft_calls for step in steps)
+    by_bytes = (len(steps) * (4 * read + cache) + calls * subjects.draft_bytes["eagle"]) / 1e9
+    assert ideal_s(config, subjects, slow_memory, "eagle:k=5", made) == pytest.approx(by_bytes)
+    inputs = sum(2 * (step.num_drafted + 1) for step in steps)
+    by_products = 2 * (inputs * read + 2 * calls * subjects.draft_bytes["eagle"] / 4) / 1e9
+    assert ideal_s(config, subjects, slow_products, "eagle:k=5", made) == pytest.approx(by_products)
+    assert taken > 0 and calls > 0
+
+
+def test_it_imports_what_a_borrowed_machine_has():
+    code = "import sys, draftsmith.benchmarks.gpu_report, draftsmith.train.fit, draftsmith.train.planning.measure\n"
+    code += f"print([name for name in {LACKING} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_make_passes_the_folder_of_wheels_on(tmp_path):
+    """And the package lies there under its name."""
+    said = subprocess.run(
+        ["make", "-n", "test-gpu", "GPU_WHEELS=/some/wheels", "GPU_PYTHON=python9"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    assert '"/some/wheels"/*.whl' in said and f'ln -sfn "{ROOT}" .gpu/draftsmith' in said
+    assert said.count("python9 -m") == 2 and "-m gpu" in said
+
+
+@pytest.mark.parametrize(
+    "changes", [{"batches": "1,x"}, {"batches": "0"}, {"prompt": 600}, {"tokens": 32}, {"document": 8}]
+)
+def test_bad_settings(changes):
+    with pytest.raises(InputError):
+        GpuReportConfig(output=Path("."), device="cpu", **{**SMALL, **changes})
+
+
+def test_its_default_shape_is_that_of_an_8b_model():
+    with torch.device("meta"):
+        from draftsmith.benchmarks.synthetic import SHAPES
+        from draftsmith.modules.layers import LlamaModel
+        from draftsmith.modules.targets.llama import llama_config
+
+        raw = {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 1e4, "tie_word_embeddings": False}
+        model = LlamaModel(llama_config({**raw, **SHAPES["llama-3-8b"]}))
+    assert sum(p.numel() for p in model.parameters()) == 8_030_261_248  # as its card says

@@ -1,0 +1,65 @@
+"""Where loops that a GPU runs wait for it: every place is listed here with its reason, and there are no others."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+READS = {"item", "tolist", "cpu", "nonzero", "unique", "bincount", "masked_select"}
+FILES = [
+    *(f"modules/{name}.py" for name in ("attention", "lean", "lean_rows", "ragged", "kv_cache", "graphs", "sampling")),
+    *(f"modules/{name}.py" for name in ("losses", "packing", "diagonal", "transfer")),
+    *(f"modules/decoding/{name}.py" for name in ("loop", "verify", "chain")),
+    *(f"modules/drafters/{name}.py" for name in ("row_drafter", "draft_model", "feature_heads", "growth")),
+    *(f"modules/drafters/{name}.py" for name in ("eagle/head", "eagle/net", "eagle3/head", "eagle3/net")),
+    "modules/drafters/eagle3/loss.py",
+    *(f"train/{name}.py" for name in ("lit_head", "bad_steps", "drafter_objective", "metrics", "telemetry")),
+]
+HOST, ROUND, CPU = "tensors of the host", "one transfer a round", "the CPU's way, or a row's alone"
+ALLOWED = {
+    "modules/lean_rows.py:_tree_inputs": (1, HOST),
+    "modules/kv_cache.py:select_rows": (1, HOST),
+    "modules/sampling.py:best_token": (1, CPU),
+    "modules/sampling.py:_last": (1, CPU),
+    "modules/sampling.py:_fill": (1, HOST),
+    "modules/sampling.py:chosen": (1, "tokens that a policy wants to see, one transfer a draft step"),
+    "modules/transfer.py:true_places": (1, "only where the count is not known; trainings count on the host"),
+    "modules/decoding/verify.py:odds": (2, CPU),
+    "modules/decoding/verify.py:__init__": (1, ROUND),
+    "modules/decoding/verify.py:_chain_odds": (1, ROUND),
+    "modules/decoding/verify.py:_draws": (1, ROUND),
+    "modules/decoding/chain.py:draft_unseen": (1, "one transfer a draft"),
+    "modules/drafters/growth.py:grow_static": (1, "one transfer a draft"),
+    "modules/drafters/growth.py:_trees": (1, "one transfer a draft"),
+    "modules/drafters/eagle3/head.py:loss_count": (1, HOST),
+    "train/bad_steps.py:agree": (1, "one transfer a step, behind its gradients: whether to leave it out"),
+    "train/lit_head.py:_begin_step": (1, "between ranks only, at the step's begin: what they count together"),
+    "train/drafter_objective.py:features_of": (1, "of a feature cache only"),
+    "train/drafter_objective.py:_together": (1, "between ranks of one target: the shapes of their batches"),
+    "train/drafter_objective.py:_stored": (1, "of a feature cache only: to a file"),
+    "train/metrics.py:gather_rows": (1, "where losses are logged"),
+    "train/metrics.py:state": (1, "where losses are logged"),
+    "train/telemetry.py:take": (1, "where losses are logged"),
+}
+
+
+def reads(path: str) -> Counter[str]:
+    found: Counter[str] = Counter()
+
+    def look(node: ast.AST, function: str) -> None:
+        if isinstance(node, ast.FunctionDef):
+            function = node.name
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in READS:
+            found[f"{path}:{function}"] += 1
+        for child in ast.iter_child_nodes(node):
+            look(child, function)
+
+    look(ast.parse((ROOT / path).read_text()), "")
+    return found
+
+
+def test_nothing_else_waits_for_a_device():
+    found = sum((reads(path) for path in FILES), Counter[str]())
+    assert dict(found) == {place: count for place, (count, _) in ALLOWED.items()}

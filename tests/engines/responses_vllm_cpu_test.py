@@ -1,0 +1,75 @@
+"""`data responses --engine vllm`, with the whole engine on a CPU. Run by `make test-engines`."""
+
+from __future__ import annotations
+
+import os
+
+os.environ |= {
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "HF_HUB_OFFLINE": "1",
+}
+
+import json
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import own_code  # noqa: F401
+import pytest
+import torch
+
+from draftsmith.data.models.hub import resolve_model
+from draftsmith.data.prompts import PromptsConfig
+from draftsmith.data.prompts import run as make_prompts
+from draftsmith.data.responses import ResponsesConfig
+from draftsmith.data.responses import run as make_responses
+from draftsmith.data.store.manifest import Manifest
+from draftsmith.data.store.shards import Rows
+from draftsmith.modules.types import InputError
+
+torch.set_num_threads(1)
+ARGS = {"enforce_eager": True, "max_num_seqs": 8, "max_model_len": 1024}
+SAID = ("user", "Rename x to y in: x = 1"), ("assistant", "y = 1"), ("user", "Now wrap it in try")
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve held-out prompts, and a conversation of two turns."""
+    directory = tmp_path_factory.mktemp("prompts")
+    rows = [json.loads(line) for line in Path(resolve_model("embedded:prompts")).read_text().splitlines()]
+    talks: list[dict[str, Any]] = [{"prompt": row["prompt"]} for row in rows if row["split"] == "test"][:12]
+    talks.append({"messages": [{"role": role, "content": content} for role, content in SAID]})
+    source = directory / "talks.jsonl"
+    source.write_text("".join(f"{json.dumps(talk)}\n" for talk in talks))
+    return make_prompts(PromptsConfig(str(source), "embedded:target", directory / "made"))
+
+
+def responses(prompts: Path, output: Path, **settings: Any) -> tuple[list[dict[str, Any]], Manifest]:
+    config = ResponsesConfig(prompts, "embedded:target", output, max_new_tokens=48, num_threads=1, **settings)
+    manifest = Manifest.read(make_responses(config))
+    return Rows(output, manifest).read(0, 99), manifest
+
+
+def test_they_are_those_of_our_own_decoder(prompts: Path, tmp_path: Path):
+    args = tmp_path / "args.json"
+    args.write_text(json.dumps(ARGS))
+    vllm: dict[str, Any] = {"engine": "vllm", "vllm_args": args}
+    theirs, manifest = responses(prompts, tmp_path / "theirs", temperature=0.0, **vllm)
+    assert theirs == responses(prompts, tmp_path / "ours", temperature=0.0)[0]
+    assert manifest.identity["answered_by"] == {"vllm": version("vllm"), **ARGS}
+    mask = theirs[-1]["loss_mask"]
+    assert mask.count(False) > theirs[-1]["prompt_length"], "the second turn was not asked"
+    # A row's random numbers are its own, whatever its company.
+    sampled, _ = responses(prompts, tmp_path / "sampled", rows_per_shard=4, **vllm)
+    assert sampled == responses(prompts, tmp_path / "again", **vllm)[0]
+    assert sampled != theirs
+
+
+def test_arguments_that_vllm_does_not_know_are_one_line(prompts: Path, tmp_path: Path):
+    args = tmp_path / "args.json"
+    args.write_text('{"nonsense": 8}')
+    with pytest.raises(InputError, match=r"vllm_args: found TypeError.*nonsense"):
+        responses(prompts, tmp_path / "refused", engine="vllm", vllm_args=args)

@@ -1,0 +1,111 @@
+"""What goes to a device in one transfer, and losses that ask a device for nothing: on `meta`, which has no answers."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_llama_dir
+from torch import Tensor
+
+from draftsmith.data.models.loading import load_lm
+from draftsmith.data.store.datasets import collate_features, pack_features
+from draftsmith.modules import diagonal, transfer
+from draftsmith.modules.drafters import head_class
+from draftsmith.modules.drafters.base import TrainStep
+from draftsmith.modules.losses import acceptance_loss
+from draftsmith.modules.targets.llama import LlamaLM
+from draftsmith.modules.transfer import to_device_together, true_places
+from draftsmith.modules.types import AcceptanceBatch
+
+META = torch.device("meta")
+LENGTHS = (9, 2, 5)
+
+
+def test_several_sets_of_numbers_travel_together(monkeypatch):
+    sent: list[Tensor] = []
+    monkeypatch.setattr(transfer, "to_device", lambda values, device: sent.append(values) or values)
+    values = [[3, 1], [[1, 2, 3], [4, 5, 6]], [], [7]]
+    found = to_device_together(values, META)
+    assert len(sent) == 1 and [part.tolist() for part in found] == values
+    assert [part.tolist() for part in to_device_together(values, torch.device("cpu"))] == values
+
+
+def test_places_by_a_count_that_is_known():
+    mask = torch.rand(5, 7, generator=torch.Generator().manual_seed(1)) < 0.4
+    assert torch.equal(true_places(mask, int(mask.sum())), true_places(mask))
+    assert true_places(mask).tolist() == [i for i, true in enumerate(mask.flatten().tolist()) if true]
+
+
+def moved(batch: Any) -> Any:
+    fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    return dataclasses.replace(
+        batch, **{name: value.to(META) for name, value in fields.items() if isinstance(value, Tensor)}
+    )
+
+
+def causal(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Stands for the compiled kernel of a GPU, by its formulas."""
+    groups, length = query.shape[1] // key.shape[1], query.shape[2]
+    scores = query @ key.repeat_interleave(groups, 1).mT
+    scores = scores.masked_fill(torch.ones(length, length, device=query.device).triu(1) > 0, -torch.inf)
+    return scores.softmax(-1) @ value.repeat_interleave(groups, 1), scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("collate", [collate_features, pack_features])
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("eagle", {"noise": 0.0}),
+        ("eagle", {"noise": 0.0, "unroll": 3}),
+        ("eagle3", {}),
+        ("eagle3", {"normalizer": "tokens", "draft_vocab": 64, "loss": "lk-hybrid"}),
+    ],
+)
+def test_a_step_of_training_asks_the_device_for_nothing(tmp_path, monkeypatch, kind, changes, collate):
+    """Forward and backward; what the host has to know it counted while it had the batch."""
+    monkeypatch.setattr(diagonal, "causal_flex", lambda: causal)
+    lm = load_lm(str(tiny_llama_dir(tmp_path, layers=8)))
+    target = LlamaLM(lm.model.to(META), lm.info)
+    drafter = head_class(kind)
+    settings = drafter.Settings(**changes)
+    head = drafter(drafter.shape(settings, lm.config)).to(META)
+    width = len(drafter.learns_from(head.config, 8)) or 1
+    items = [
+        {
+            "input_ids": torch.arange(length),
+            "loss_mask": torch.arange(length) > 2,
+            "features": torch.zeros(length, width * lm.info.hidden_size),
+        }
+        for length in LENGTHS
+    ]
+    batch = collate(items)
+    chosen, count = drafter.num_chosen(batch, settings), drafter.loss_count(batch, settings)
+    step = TrainStep(0, 10, LENGTHS, (1, 2, 3), chosen=chosen, loss_count=count)
+    output = head.loss(moved(batch), target, settings, step)
+    output.loss.backward()
+    assert output.loss.is_meta and any(parameter.grad is not None for parameter in head.parameters())
+    with pytest.raises((NotImplementedError, RuntimeError)):  # a count that it does not have must be asked for
+        head.loss(moved(batch), target, settings, dataclasses.replace(step, chosen=None))
+
+
+def test_the_acceptance_loss_asks_once():
+    """For the places of its tokens."""
+    shape = (3, 4)
+    batch = AcceptanceBatch(
+        *(torch.zeros(*shape, 2), torch.rand(shape), torch.rand(shape) < 0.5), weight=torch.rand(shape)
+    )
+    asked = []
+
+    class Asked(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            by_mask = [x for x in (args[1] if "index.Tensor" in str(op) else ()) if x is not None]
+            if "nonzero" in str(op) or "scalar_dense" in str(op) or any(x.dtype == torch.bool for x in by_mask):
+                asked.append(str(op))
+            return op(*args, **(kwargs or {}))
+
+    with Asked():
+        acceptance_loss(torch.zeros(shape, requires_grad=True), batch).loss.backward()
+    assert asked == ["aten.nonzero.default"]
