@@ -171,10 +171,14 @@ class Job:
         self.wait_for(lambda: re.search(pattern, self.text()), pattern)
 
     def start_now(self) -> None:
-        """SLURM makes a requeued job wait for two minutes; not here."""
+        """SLURM makes a requeued job wait for two minutes; not here.
+
+        Not at once either: a node revokes a job's credentials to the second, and one issued within that second is
+        refused, which ends the job ("Killing non-startable batch JobId: Job credential revoked").
+        """
         shown = lambda: self.slurm("scontrol", "--oneliner", "show", "job", self.number)  # noqa: E731
         self.wait_for(lambda: "JobState=PENDING" in shown(), "pending job")
-        self.slurm("scontrol", "update", f"jobid={self.number}", "StartTime=now")
+        self.slurm("scontrol", "update", f"jobid={self.number}", "StartTime=now+3")
 
     def slurm(self, *words: str) -> str:
         return subprocess.run(words, env=self.environment, capture_output=True, text=True, check=True).stdout
