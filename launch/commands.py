@@ -81,7 +81,7 @@ SECTIONS: dict[str, dict[str, Command]] = {
         "train acceptance": Command(
             "train.acceptance:TrainAcceptanceConfig", "Acceptance head: when to stop drafting", runner="train.run"
         ),
-        **of_drafters("train", "train.drafter:drafter_config", "train.run"),
+        **of_drafters("train", "train.config:drafter_config", "train.run"),
         **of_drafters(
             "plan",
             "train.planning.settings:plan_config",

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -177,6 +178,17 @@ class ArtefactDataset(Dataset):
             answered = self._lists["input_ids"][row][self.answers[row].astype(bool)]
             counts += np.bincount(answered, minlength=vocab_size)
         return torch.from_numpy(counts)
+
+    def to_datasets(self) -> Any:
+        """The columns of its Parquet files as a `datasets.Dataset`, mapped and not read. Hidden states of features lie
+        beside them in safetensors, and are not among these."""
+        import datasets
+
+        directory, _ = self._opened
+        names = pq.read_schema(
+            directory / next(e.name for e in self.manifest.files if e.name.endswith(".parquet"))
+        ).names
+        return datasets.Dataset(datasets.table.InMemoryTable(open_columns(directory, self.manifest, names)))
 
     def _check_finite_labels(self, directory: Path) -> None:
         row = self._lists["accept_prob"].first_broken()

@@ -352,8 +352,8 @@ def test_a_script_of_one_command_has_the_same_help_settings_and_errors(capsys):
 
 def test_every_learned_drafter_has_its_commands(monkeypatch):
     monkeypatch.setattr(drafters, "learned", lambda: {"probe": "Probe: drafts nothing (2024)."})
-    made = of_drafters("train", "train.drafter:drafter_config", "train.run")
-    expected = Command("train.drafter:drafter_config", "Probe: drafts nothing (2024)", (), "train.run", "probe")
+    made = of_drafters("train", "train.config:drafter_config", "train.run")
+    expected = Command("train.config:drafter_config", "Probe: drafts nothing (2024)", (), "train.run", "probe")
     assert made == {"train probe": expected}
 
 

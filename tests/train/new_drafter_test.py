@@ -19,7 +19,8 @@ from draftsmith.modules import drafters
 from draftsmith.modules.types import InputError
 from draftsmith.train import drafter
 from draftsmith.train.acceptance import TrainAcceptanceConfig
-from draftsmith.train.drafter import drafter_config, make_head
+from draftsmith.train.config import drafter_config
+from draftsmith.train.drafter import make_head
 from draftsmith.train.drafter_objective import DrafterObjective, FeatureSource
 from draftsmith.train.fit import fit
 from draftsmith.train.prepare import prepare
