@@ -20,6 +20,7 @@ PUBLIC = {
     "collate": ("data.store.datasets", "collate_features"),
     "settings": ("launch.python", "settings"),
     "new_head": ("train.drafter", "make_head"),
+    "add_drafters": ("modules.drafters", "add_folder"),
     "LitDrafter": ("train.lit_drafter", "LitDrafter"),
     "fit": ("launch.python", "fit"),
     "save": ("data.heads.saving", "save"),
@@ -31,6 +32,7 @@ __all__ = [
     "InputError",
     "LitDrafter",
     "__version__",
+    "add_drafters",
     "collate",
     "export",
     "fit",
@@ -61,6 +63,7 @@ if TYPE_CHECKING:
     from draftsmith.launch.python import fit as fit
     from draftsmith.launch.python import run as run
     from draftsmith.launch.python import settings as settings
+    from draftsmith.modules.drafters import add_folder as add_drafters
     from draftsmith.modules.types import InputError as InputError
     from draftsmith.train.drafter import make_head as new_head
     from draftsmith.train.lit_drafter import LitDrafter as LitDrafter

@@ -52,7 +52,7 @@ def load_drafter(
     named = parse_methods(method or chain_methods().get(kind, kind))
     if len(named) != 1:
         raise InputError("method", repr(method), "one method", "Load a drafter for each.")
-    like = {"dtype": str(target.dtype).removeprefix("torch."), "device": str(target.device)}
+    like: dict[str, Any] = {"dtype": str(target.dtype).removeprefix("torch."), "device": str(target.device)}
     params = SamplingParams(temperature)
     drafter = named[0].method.build(load_models(named, paths, longest, params, target, **like))
     if drafter is None:
@@ -74,9 +74,10 @@ def encode(target: CausalLM, prompt: Prompt) -> list[int]:
     """Token ids of a prompt: of text as a user's message by the chat template, of messages, or ids as they are."""
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    if all(isinstance(part, Mapping) for part in prompt):
-        return list(prompt_ids(load_chat_tokenizer(known_path(target)), [dict(part) for part in prompt]))  # type: ignore[arg-type]
-    return [int(token) for token in prompt]  # type: ignore[call-overload]
+    messages = [dict(part) for part in prompt if isinstance(part, Mapping)]
+    if messages:
+        return list(prompt_ids(load_chat_tokenizer(known_path(target)), messages))
+    return [int(token) for token in prompt if not isinstance(token, Mapping)]
 
 
 def generate(

@@ -23,6 +23,17 @@ def config_of(command: str, values: dict[str, Any]) -> Any:
     return from_values(f"draftsmith {command}", COMMANDS[command].config_class(), values)
 
 
+def training_config(kind: str, values: dict[str, Any]) -> Any:
+    """The settings of `train KIND`, of a drafter of one's own too (`draftsmith.add_drafters`)."""
+    from draftsmith.modules.drafters import learned
+    from draftsmith.train.config import drafter_config
+
+    if kind not in learned():
+        expected = f"one of {', '.join(learned())}"
+        raise InputError("kind", repr(kind), expected, f"Choose one.{did_you_mean(kind, list(learned()))}")
+    return from_values(f"draftsmith train {kind}", drafter_config(kind), values)
+
+
 def run(command: str, **values: Any) -> Any:
     """What a command of the command line does: `run("data responses", prompts="runs/prompts", ...)`.
 
@@ -40,7 +51,7 @@ def settings(kind: str, **values: Any) -> TrainDrafterConfig:
     may be left out."""
     from draftsmith.train.lit_drafter import IN_PYTHON
 
-    return config_of(f"train {kind}", {"data": IN_PYTHON, "output": IN_PYTHON, "target": IN_PYTHON} | values)
+    return training_config(kind, {"data": IN_PYTHON, "output": IN_PYTHON, "target": IN_PYTHON} | values)
 
 
 def fit(kind: str, learner: type[LitDrafter] | None = None, **values: Any) -> Path:
@@ -51,7 +62,7 @@ def fit(kind: str, learner: type[LitDrafter] | None = None, **values: Any) -> Pa
     """
     from draftsmith.train.run import run as train
 
-    return train(config_of(f"train {kind}", values), learner)
+    return train(training_config(kind, values), learner)
 
 
 def export(head: str | Path, format: str, output: str | Path, **values: Any) -> Path:

@@ -180,7 +180,7 @@ def make_head(config: TrainDrafterConfig, target: CausalLM, counts: Callable[[],
 
 def shape_for(config: TrainDrafterConfig, target: CausalLM) -> Any:
     """`head_shape` for a target that is loaded."""
-    return head_shape(config, llama_shape(target, config.target))
+    return head_shape(config, llama_shape(target, target.info.path or config.target))
 
 
 def head_shape(config: TrainDrafterConfig, target: LlamaConfig) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -63,6 +63,7 @@ class LitDrafter(LitHead):
     To learn something else, override `loss` (and `validation`, for what picks the best head).
     """
 
+    head: DraftHead
     objective: DrafterObjective
 
     def __init__(
@@ -132,7 +133,7 @@ class LitDrafter(LitHead):
     def logs(self, step: int) -> bool:
         if self._rows is None:
             return super().logs(step)
-        return step % self.trainer.log_every_n_steps == 0 or step == self.total_steps
+        return step % cast(Any, self.trainer).log_every_n_steps == 0 or step == self.total_steps
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Lightning moves no frozen dataclasses."""

@@ -180,21 +180,24 @@ class ArtefactDataset(Dataset):
         return torch.from_numpy(counts)
 
     def to_datasets(self) -> Any:
-        """The columns of its Parquet files as a `datasets.Dataset`, mapped and not read. Hidden states of features lie
-        beside them in safetensors, and are not among these."""
-        import datasets
-
-        directory, _ = self._opened
-        names = pq.read_schema(
-            directory / next(e.name for e in self.manifest.files if e.name.endswith(".parquet"))
-        ).names
-        return datasets.Dataset(datasets.table.InMemoryTable(open_columns(directory, self.manifest, names)))
+        """The columns of its Parquet files as a `datasets.Dataset`. Hidden states of features lie beside them in
+        safetensors, and are not among these."""
+        return as_datasets(self._opened[0], self.manifest)
 
     def _check_finite_labels(self, directory: Path) -> None:
         row = self._lists["accept_prob"].first_broken()
         if row is not None:
             found = f"{directory} with NaN or infinity in the labels of row {self.name(row)}"
             raise InputError("data", found, "probabilities", "Check the models that labelled it, and make it again.")
+
+
+def as_datasets(directory: Path, manifest: Manifest) -> Any:
+    """An artefact's columns as a `datasets.Dataset`: mapped, not read."""
+    import datasets
+
+    shard = next(entry.name for entry in manifest.files if entry.name.endswith(".parquet"))
+    table = open_columns(directory, manifest, pq.read_schema(directory / shard).names)
+    return datasets.Dataset(datasets.table.InMemoryTable(table))
 
 
 class AcceptanceDataset(ArtefactDataset):

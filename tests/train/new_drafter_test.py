@@ -34,10 +34,8 @@ QUICK = {"max_steps": 12, "batch_size": 8, "val_share": 0.25, "log_every": 3, "w
 def another_drafter():
     """The folder of drafters has one file more."""
     drafters.__path__.append(str(FOLDER))
-    drafters.learned.cache_clear()
     yield
     drafters.__path__.remove(str(FOLDER))
-    drafters.learned.cache_clear()
 
 
 @pytest.fixture(scope="module")
