@@ -157,7 +157,8 @@ SECTIONS: dict[str, dict[str, Command]] = {
             "eval.studies.policies.study:PoliciesConfig", "Acceptance heads against every stop policy"
         ),
     },
-    "Your shell": {
+    "Your shell and machine": {
+        "doctor": Command("launch.doctor:DoctorConfig", "What is installed here and what of it can be used"),
         "completion": Command(
             "launch.completion:CompletionConfig", "What completes these commands in bash or zsh", ("shell",)
         ),

@@ -279,7 +279,7 @@ def test_the_overview_uses_the_terminals_columns_and_cuts_nothing(monkeypatch, c
     monkeypatch.setenv("COLUMNS", str(columns))
     assert cli.main(["--help"]) == 0
     shown = capsys.readouterr().out
-    section = shown.split("Start here")[1].split("Your shell")[0].splitlines()
+    section = shown.split("Start here")[1].split("Your shell and machine")[0].splitlines()
     assert all(len(line) <= min(columns, 120) for line in section)
     said = " ".join(shown.split())
     assert all(f"{name} {command.help}" in said for name, command in COMMANDS.items())
