@@ -1,12 +1,88 @@
 """Draftsmith: trains the learned parts of speculative decoding and measures what they are worth.
 
-Importing the package loads nothing heavy; `draftsmith.__version__` is looked up when it is first asked for.
+The names below are what a script or a notebook uses; they are the objects that the commands use (docs/python.md).
+Importing the package loads nothing heavy: each name is imported when it is first asked for.
 """
 
+from __future__ import annotations
 
-def __getattr__(name: str) -> str:
-    if name != "__version__":
+from typing import TYPE_CHECKING, Any
+
+# Name -> its module and its name there.
+PUBLIC = {
+    "load_target": ("data.models.loading", "load_lm"),
+    "load_tokenizer": ("data.models.loading", "load_tokenizer"),
+    "load_drafter": ("eval.answer", "load_drafter"),
+    "load_head": ("data.heads.directory", "load_draft_head"),
+    "generate": ("eval.answer", "generate"),
+    "measure": ("eval.measure", "measure"),
+    "open_dataset": ("data.store.opening", "open_dataset"),
+    "collate": ("data.store.datasets", "collate_features"),
+    "settings": ("launch.python", "settings"),
+    "new_head": ("train.drafter", "make_head"),
+    "add_drafters": ("modules.drafters", "add_folder"),
+    "LitDrafter": ("train.lit_drafter", "LitDrafter"),
+    "fit": ("launch.python", "fit"),
+    "save": ("data.heads.saving", "save"),
+    "export": ("launch.python", "export"),
+    "run": ("launch.python", "run"),
+    "InputError": ("modules.types", "InputError"),
+}
+__all__ = [
+    "InputError",
+    "LitDrafter",
+    "__version__",
+    "add_drafters",
+    "collate",
+    "export",
+    "fit",
+    "generate",
+    "load_drafter",
+    "load_head",
+    "load_target",
+    "load_tokenizer",
+    "measure",
+    "new_head",
+    "open_dataset",
+    "run",
+    "save",
+    "settings",
+]
+
+if TYPE_CHECKING:
+    from draftsmith.data.heads.directory import load_draft_head as load_head
+    from draftsmith.data.heads.saving import save as save
+    from draftsmith.data.models.loading import load_lm as load_target
+    from draftsmith.data.models.loading import load_tokenizer as load_tokenizer
+    from draftsmith.data.store.datasets import collate_features as collate
+    from draftsmith.data.store.opening import open_dataset as open_dataset
+    from draftsmith.eval.answer import generate as generate
+    from draftsmith.eval.answer import load_drafter as load_drafter
+    from draftsmith.eval.measure import measure as measure
+    from draftsmith.launch.python import export as export
+    from draftsmith.launch.python import fit as fit
+    from draftsmith.launch.python import run as run
+    from draftsmith.launch.python import settings as settings
+    from draftsmith.modules.drafters import add_folder as add_drafters
+    from draftsmith.modules.types import InputError as InputError
+    from draftsmith.train.drafter import make_head as new_head
+    from draftsmith.train.lit_drafter import LitDrafter as LitDrafter
+
+    __version__: str
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("draftsmith")
+    if name not in PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib.metadata import version
+    from importlib import import_module
 
-    return version("draftsmith")
+    module, attribute = PUBLIC[name]
+    return getattr(import_module(f"draftsmith.{module}"), attribute)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -40,8 +40,8 @@ from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.drafters.methods import Models, parse_method
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import InputError, SamplingParams, at_least
+from draftsmith.train.config import drafter_config
 from draftsmith.train.data_module import HeadDataModule, Samples
-from draftsmith.train.drafter import drafter_config
 from draftsmith.train.drafter_objective import DrafterObjective, FeatureSource
 from draftsmith.train.lit_head import LitHead
 from draftsmith.train.planning.measure import TIMED, WARM_UP, timed_steps

@@ -28,8 +28,8 @@ from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead, Eagle
 from draftsmith.modules.losses import CHUNK_ELEMENTS
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import FeatureBatch
+from draftsmith.train.config import drafter_config
 from draftsmith.train.data_module import HeadDataModule, Order, Part, Samples
-from draftsmith.train.drafter import drafter_config
 from draftsmith.train.drafter_objective import DrafterObjective
 from draftsmith.train.fit import Provenance, fit
 from draftsmith.train.lit_head import LitHead

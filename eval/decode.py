@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +19,7 @@ from draftsmith.data.settings import Sampling, check_positive
 from draftsmith.data.store.files import make_directory, write_text
 from draftsmith.data.text.conversations import well_formed
 from draftsmith.data.text.template import RowError, load_chat_tokenizer, prompt_ids
+from draftsmith.eval.answer import TokenStream
 from draftsmith.eval.bench.load import load_run, trained_for
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.runner import EngineRunner
@@ -167,42 +168,3 @@ def footer(generation: Generation, elapsed_s: float) -> str:
         f"{totals.num_accepted} of {totals.num_draft_tokens} drafted tokens accepted), "
         f"{totals.num_tokens / elapsed_s:.1f} tokens/s"
     )
-
-
-class TokenStream:
-    """Text of a growing answer. A token of a byte-level vocabulary may be a part of a character: it is kept back until
-    the character is whole, which then counts for the token that completes it.
-
-    Text is taken as the difference of two decodings that begin a little before the new tokens, since a tokenizer may
-    decode the beginning of a text in another way than its middle.
-    """
-
-    def __init__(self, tokenizer: Any):
-        self._tokenizer = tokenizer
-        self._ids: list[int] = []
-        self._context, self._shown = 0, 0  # the ids before `_shown` are on the screen, those from `_context` decoded
-
-    def push(self, tokens: Sequence[int], num_accepted: int) -> Iterator[tuple[str, bool]]:
-        """(text, drafted?) of each token that completes some; the first `num_accepted` tokens were drafted."""
-        for number, token in enumerate(tokens):
-            self._ids.append(token)
-            piece = self._new_text(flush=False)
-            if piece:
-                yield piece, number < num_accepted
-
-    def finish(self) -> Iterator[tuple[str, bool]]:
-        """What was kept back: an incomplete character, shown as the replacement character."""
-        piece = self._new_text(flush=True)
-        if piece:
-            yield piece, False
-
-    def _new_text(self, flush: bool) -> str:
-        before = self._decode(self._ids[self._context : self._shown])
-        now = self._decode(self._ids[self._context :])
-        if len(now) <= len(before) or (now.endswith("\ufffd") and not flush):
-            return ""
-        self._context, self._shown = self._shown, len(self._ids)
-        return now[len(before) :]
-
-    def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -52,11 +52,31 @@ def parse(prog: str, config_class: type, args: Sequence[str], positional: tuple[
         raise UsageError(f"{explain_error(error)} Run `{prog} --help`.") from error
 
 
-def application(prog: str, config_class: type, positional: tuple[str, ...] = (), printing: bool = False) -> App:
+def from_values(prog: str, config_class: type, values: Mapping[str, Any]) -> Any:
+    """The settings of a call in Python, by their names; `config` is a YAML file.
+
+    Raises UsageError as `parse`.
+    """
+    plain = yaml.safe_load(as_yaml({name: value for name, value in values.items() if name != "config"}))
+    words = ["--config", str(values["config"])] if values.get("config") is not None else []
+    try:
+        return application(prog, config_class, values=plain)(words, exit_on_error=False, print_error=False)
+    except CycloptsError as error:
+        raise UsageError(explain_error(error)) from error
+
+
+def application(
+    prog: str,
+    config_class: type,
+    positional: tuple[str, ...] = (),
+    printing: bool = False,
+    values: Mapping[str, Any] | None = None,
+) -> App:
     """A command as cyclopts knows it; called with words, it returns the settings.
 
     positional: settings that may also be given without their names, in this order.
     printing: print the settings, of which required ones may be missing.
+    values: settings that are given beside the words.
     """
     settings, own = setting_parameters(config_class, positional, printing), own_parameters(config_class)
 
@@ -72,6 +92,8 @@ def application(prog: str, config_class: type, positional: tuple[str, ...] = (),
     def read_files(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
         names = {f"--{dashed(parameter.name)}" for parameter in own}  # no settings of a file
         known = ArgumentCollection(argument for argument in arguments if argument.name not in names)
+        if values:
+            Dict(dict(values), source=prog)(app, commands, known)
         for token in reversed(arguments["--config"].tokens):  # what is set stays as it is
             file = config_file(prog, token.value)
             Dict(read_yaml(file), source=str(file))(app, commands, known)

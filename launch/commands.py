@@ -81,7 +81,7 @@ SECTIONS: dict[str, dict[str, Command]] = {
         "train acceptance": Command(
             "train.acceptance:TrainAcceptanceConfig", "Acceptance head: when to stop drafting", runner="train.run"
         ),
-        **of_drafters("train", "train.drafter:drafter_config", "train.run"),
+        **of_drafters("train", "train.config:drafter_config", "train.run"),
         **of_drafters(
             "plan",
             "train.planning.settings:plan_config",
@@ -157,7 +157,8 @@ SECTIONS: dict[str, dict[str, Command]] = {
             "eval.studies.policies.study:PoliciesConfig", "Acceptance heads against every stop policy"
         ),
     },
-    "Your shell": {
+    "Your shell and machine": {
+        "doctor": Command("launch.doctor:DoctorConfig", "What is installed here and what of it can be used"),
         "completion": Command(
             "launch.completion:CompletionConfig", "What completes these commands in bash or zsh", ("shell",)
         ),

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from rich.console import Console
@@ -26,12 +26,14 @@ class DemoConfig:
         full: Train longer and measure on more prompts.
         num_threads: CPU threads of the stages that make data and train; the bench takes one.
         seed: Of the trainings and of the order of samples.
+        wandb: Weights & Biases for the trainings; a demo does not go online by itself, key or not.
     """
 
     output: Path = Path("runs/demo")
     full: bool = False
     num_threads: int = 2
     seed: int = 0
+    wandb: Literal["offline", "online", "off"] = "offline"
 
     @property
     def directory(self) -> Path:

@@ -140,7 +140,7 @@ def recipe_of(config: RefreshConfig, kind: str) -> dict[str, Any]:
     from draftsmith.data.store.reading import read_object
     from draftsmith.launch.arguments import read_yaml
     from draftsmith.modules.drafters import head_class, learned
-    from draftsmith.train.drafter import drafter_config
+    from draftsmith.train.config import drafter_config
 
     file = config.recipe or Path(str(files("draftsmith.configs") / "refresh.yaml"))
     recipe, known = read_yaml(file), {spec.name: spec for spec in fields(drafter_config(kind))}

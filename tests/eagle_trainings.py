@@ -10,9 +10,9 @@ from trained_runs import fake_trainer
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.datasets import FeatureDataset, collate_features
 from draftsmith.modules.drafters.eagle.head import EagleHead
-from draftsmith.train.config import TrainDrafterConfig
+from draftsmith.train.config import TrainDrafterConfig, drafter_config
 from draftsmith.train.data_module import Key, Part
-from draftsmith.train.drafter import drafter_config, make_head
+from draftsmith.train.drafter import make_head
 from draftsmith.train.drafter_objective import DrafterObjective
 from draftsmith.train.lit_head import LitHead
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.datasets import ResponsesDataset
-from draftsmith.train.config import TrainDrafterConfig
-from draftsmith.train.drafter import drafter_config
+from draftsmith.train.config import TrainDrafterConfig, drafter_config
 
 QUICK = {
     "lr": 3e-3,

@@ -57,7 +57,7 @@ def run_job(job: dict[str, Any]) -> None:
     from draftsmith.modules.types import InputError
     from draftsmith.train import deepspeed
     from draftsmith.train.acceptance import TrainAcceptanceConfig
-    from draftsmith.train.drafter import drafter_config
+    from draftsmith.train.config import drafter_config
     from draftsmith.train.run import run
 
     deepspeed.KEPT_WHOLE = 0  # stage 3 partitions even the smallest tensors

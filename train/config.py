@@ -3,10 +3,12 @@ One flat page of options."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_type_hints
 
 from draftsmith.data.settings import RemoteCode
 from draftsmith.data.store.feature_codec import FeatureDtype
@@ -204,3 +206,36 @@ class TrainDrafterConfig(TrainConfig):
     @property
     def drafter(self) -> type[DraftHead]:
         return head_class(self.kind)
+
+
+@functools.cache
+def drafter_config(kind: str) -> type[TrainDrafterConfig]:
+    """The settings of `train KIND`: those of every drafter's training and its own, on one flat page."""
+    own = head_class(kind)
+    common = {field.name: field for field in dataclasses.fields(TrainDrafterConfig)}
+    types = get_type_hints(TrainDrafterConfig)
+    defaults = [
+        (name, types[name], dataclasses.field(default=value, metadata=common[name].metadata))
+        for name, value in own.defaults.items()
+    ]
+
+    def check(self: Any) -> None:
+        TrainDrafterConfig.__post_init__(self)
+        getattr(own.Settings, "__post_init__", lambda settings: None)(self)
+        if own.whole_weights and "stage_3" in self.strategy:
+            expected = f"ddp, or stage 1 or 2: {kind} heads are not trained in parts"
+            raise InputError("strategy", self.strategy, expected, "Choose another --strategy.")
+
+    about = [_first_paragraph(part) for part in (own.Settings, TrainDrafterConfig)]
+    return dataclasses.make_dataclass(
+        f"Train{kind.title()}Config",
+        defaults,
+        bases=(own.Settings, TrainDrafterConfig),
+        namespace={"kind": kind, "__post_init__": check, "__doc__": " ".join(about), "__module__": __name__},
+        frozen=True,
+        kw_only=True,
+    )
+
+
+def _first_paragraph(documented: type) -> str:
+    return " ".join((documented.__doc__ or "").split("\n\n")[0].split())

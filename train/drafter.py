@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,7 +19,6 @@ from draftsmith.data.store.datasets import FeatureDataset, ResponsesDataset, col
 from draftsmith.data.store.feature_codec import FeatureDtype, decoded, rounded
 from draftsmith.data.store.manifest import Manifest, open_artefact
 from draftsmith.data.store.reading import read_object
-from draftsmith.modules.drafters import head_class
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.finite import NonFinite, first_broken
 from draftsmith.modules.layers import LlamaConfig
@@ -33,6 +31,7 @@ from draftsmith.train.strategies import local_device, model_dtype
 
 if TYPE_CHECKING:
     from draftsmith.train.data_module import Samples
+    from draftsmith.train.lit_drafter import LitDrafter
 
 # Samples from which the features' scale is measured.
 STD_SAMPLES = 32
@@ -42,50 +41,19 @@ HASHED_BYTES = 32 * 2**30
 DIAGNOSED = 64
 
 
-@functools.cache
-def drafter_config(kind: str) -> type[TrainDrafterConfig]:
-    """The settings of `train KIND`: those of every drafter's training and its own, on one flat page."""
-    own = head_class(kind)
-    common = {field.name: field for field in dataclasses.fields(TrainDrafterConfig)}
-    types = get_type_hints(TrainDrafterConfig)
-    defaults = [
-        (name, types[name], dataclasses.field(default=value, metadata=common[name].metadata))
-        for name, value in own.defaults.items()
-    ]
-
-    def check(self: Any) -> None:
-        TrainDrafterConfig.__post_init__(self)
-        getattr(own.Settings, "__post_init__", lambda settings: None)(self)
-        if own.whole_weights and "stage_3" in self.strategy:
-            expected = f"ddp, or stage 1 or 2: {kind} heads are not trained in parts"
-            raise InputError("strategy", self.strategy, expected, "Choose another --strategy.")
-
-    about = [_first_paragraph(part) for part in (own.Settings, TrainDrafterConfig)]
-    return dataclasses.make_dataclass(
-        f"Train{kind.title()}Config",
-        defaults,
-        bases=(own.Settings, TrainDrafterConfig),
-        namespace={"kind": kind, "__post_init__": check, "__doc__": " ".join(about), "__module__": __name__},
-        frozen=True,
-        kw_only=True,
-    )
-
-
-def _first_paragraph(documented: type) -> str:
-    return " ".join((documented.__doc__ or "").split("\n\n")[0].split())
-
-
-def prepare(config: TrainDrafterConfig) -> tuple[Any, ...]:
+def prepare(config: TrainDrafterConfig, learner: type[LitDrafter] | None = None) -> tuple[Any, ...]:
     """What `fit` is given: the models and data of a training that has not begun.
+
+    learner: a `LitDrafter` with a loss of its own.
 
     Raises:
         InputError: the data was made with another target, is damaged or empty, or the disk cannot hold the cache.
     """
     # Lightning takes seconds to import, and --help needs none of it.
     from draftsmith.train.data_module import HeadDataModule, train_and_val
-    from draftsmith.train.drafter_objective import DrafterObjective, FeatureSource
+    from draftsmith.train.drafter_objective import FeatureSource
     from draftsmith.train.fit import Provenance, digests
-    from draftsmith.train.lit_head import LitHead
+    from draftsmith.train.lit_drafter import LitDrafter
     from draftsmith.train.metrics import is_first_process
     from draftsmith.train.tau import TauProbe, probe_prompts
 
@@ -111,11 +79,14 @@ def prepare(config: TrainDrafterConfig) -> tuple[Any, ...]:
         std = feature_std(train_samples, target, layers, config.feature_dtype if cache is not None else None)
     shared = config.target_parallel == "tensor"
     source = FeatureSource(target, layers, cache, shared)
-    module = LitHead(head, DrafterObjective(drafter, config, target, std, source), config, data.total_steps)
+    learner = learner or LitDrafter
+    module = learner(head, target, config, total_steps=data.total_steps, feature_std=std, source=source)
     prompts = probe_prompts(config, val_samples, context)
     every = config.tau_every or config.val_every or data.order.steps_per_epoch
     probe = TauProbe(module, target, prompts, config, every) if prompts else None
     inputs = digests(train, val) | ({} if config.init in drafter.starts else starting_weights(config.init))
+    if learner is not LitDrafter:
+        inputs["loss"] = f"{learner.__module__}.{learner.__qualname__}"
     identity = target.info.identity
     provenance = Provenance(config.kind, inputs, identity, train.manifest.identity, of_target=head.of_target)
     return module, data, config, provenance, probe
@@ -209,7 +180,7 @@ def make_head(config: TrainDrafterConfig, target: CausalLM, counts: Callable[[],
 
 def shape_for(config: TrainDrafterConfig, target: CausalLM) -> Any:
     """`head_shape` for a target that is loaded."""
-    return head_shape(config, llama_shape(target, config.target))
+    return head_shape(config, llama_shape(target, target.info.path or config.target))
 
 
 def head_shape(config: TrainDrafterConfig, target: LlamaConfig) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,10 @@ from draftsmith.train.feature_cache import FeatureCache
 from draftsmith.train.lit_head import Given, Objective
 from draftsmith.train.metrics import Means, num_ranks, rank
 from draftsmith.train.telemetry import features_flops
+
+# What a drafter's loss is asked with (`DraftHead.loss`), and what its validation.
+Loss = Callable[[FeatureBatch, TrainStep], LossOutput]
+Validation = Callable[[FeatureBatch], LossOutput]
 
 
 class DrafterObjective(Objective):
@@ -42,6 +46,8 @@ class DrafterObjective(Objective):
         self.settings, self.target, self.feature_std = settings, target, feature_std
         self.reads = head_class.needs_features
         self.source = source or FeatureSource(target)
+        self._loss: Loss | None = None
+        self._validation: Validation | None = None
 
     def read(self, part: Part, validating: bool = False) -> Given:
         data = self.features_of(part.data)
@@ -66,13 +72,23 @@ class DrafterObjective(Objective):
 
     def loss(self, head: DraftHead, given: Given, step: TrainStep) -> LossOutput:
         step = dataclasses.replace(step, feature_std=self.feature_std)
+        if self._loss is not None:
+            return self._loss(given.data, step)
         return head.loss(given.data, self.target, self.settings, step)
+
+    def learn(self, loss: Loss, validation: Validation) -> None:
+        """Ask these, and not the head, for the loss and for what validation measures."""
+        self._loss, self._validation = loss, validation
+
+    def measure(self, head: DraftHead, data: FeatureBatch) -> LossOutput:
+        """What validation reports of a batch with features."""
+        return head.validation(data, self.target, self.settings) if self._validation is None else self._validation(data)
 
     def validate(self, head: DraftHead, given: Iterable[tuple[Part, Given]]) -> dict[str, float]:
         """The means of what the drafter's validation reports: teacher-forced, on response tokens."""
         means = Means()
         for _, own in given:
-            means.add(head.validation(own.data, self.target, self.settings))
+            means.add(self.measure(head, own.data))
         self.source.finish()
         metrics = means.take()
         if not metrics:

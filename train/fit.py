@@ -146,6 +146,8 @@ def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         # On any machine that has SLURM: to use srun. Processes are started by draftsmith launch.
         warnings.filterwarnings("ignore", message="The `srun` command is available")
+        # Of a LitDrafter, which a plain Trainer asks for more than ours does.
+        warnings.filterwarnings("ignore", message="You defined a `validation_step`|You have overridden `transfer_batch")
         # About torch's pytrees, and about collectives that DeepSpeed calls by their old names.
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"lightning\.|torch\.distributed\.")
         yield

@@ -105,14 +105,14 @@ class LitHead(pl.LightningModule):
         if part.first:
             self._begin_step(part.step_tokens)
         with self.autocast():
-            output = self.loss(part)
+            output = self.part_loss(part)
         self.bad_steps.add(output.loss, part.indices)
         self.means.add(finite(output))
         self.ends_step = part.last
         # DDP takes the mean over ranks and Lightning divides by the accumulated parts: undo both, for a sum.
         return output.loss * (part.tokens * num_ranks() * self.config.accumulate / self._step_tokens)
 
-    def loss(self, part: Part) -> LossOutput:
+    def part_loss(self, part: Part) -> LossOutput:
         """Mean loss over the part's tokens, in training."""
         given = self.objective.read(part)
         if given.states is not None:
@@ -125,7 +125,11 @@ class LitHead(pl.LightningModule):
         seeds = [(self.config.seed * 1_000_003 + key.epoch) * 1_000_003 + key.index for key in keys]
         lengths = [int(self.samples.lengths[key.index]) for key in keys]
         done = self.trainer.global_step
-        return TrainStep(done, self.total_steps, lengths, seeds, logged=self.config.logs(done + 1, self.total_steps))
+        return TrainStep(done, self.total_steps, lengths, seeds, logged=self.logs(done + 1))
+
+    def logs(self, step: int) -> bool:
+        """True where losses are logged after so many steps."""
+        return self.config.logs(step, self.total_steps)
 
     def _begin_step(self, own_tokens: float) -> None:
         """Agree with the other ranks on how many tokens the step counts, and on whether to stop after it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from draftsmith.data.answering.batched import set_threads
 from draftsmith.data.store.writer import sole_writer
@@ -12,10 +13,13 @@ from draftsmith.train.drafter import explain
 from draftsmith.train.prepare import TrainedConfig, prepare
 from draftsmith.train.strategies import settled
 
+if TYPE_CHECKING:
+    from draftsmith.train.lit_drafter import LitDrafter
+
 
 @sole_writer(shared=True)
-def run(config: TrainedConfig) -> Path:
-    """Train the head; returns its directory, output/best.
+def run(config: TrainedConfig, learner: type[LitDrafter] | None = None) -> Path:
+    """Train the head; returns its directory, output/best. learner: of a drafter, a `LitDrafter` with its own loss.
 
     Raises:
         InputError: the data does not fit the models, is damaged or empty, the output is taken, or the disk cannot hold
@@ -34,7 +38,7 @@ def run(config: TrainedConfig) -> Path:
     if done is not None:
         return done
     announce(config)
-    prepared = prepare(config)
+    prepared = prepare(config, learner)
     best = fit(*prepared)
     if isinstance(config, TrainDrafterConfig) and is_first_process():
         module, data, *_ = prepared

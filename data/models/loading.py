@@ -119,6 +119,7 @@ def _load_lean(
         max_position=config.max_position,
         eos_ids=eos_ids,
         identity=_identity(directory, raw, OUTPUTS),
+        path=str(directory),
     )
     return LlamaLM(model, info, packed, precision)
 
@@ -159,6 +160,7 @@ def _load_hf(
         max_position=getattr(text, "max_position_embeddings", None) or 2048,
         eos_ids=eos_ids,
         identity=identity,
+        path=str(directory),
     )
     return HFLM(model, info)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -178,11 +179,25 @@ class ArtefactDataset(Dataset):
             counts += np.bincount(answered, minlength=vocab_size)
         return torch.from_numpy(counts)
 
+    def to_datasets(self) -> Any:
+        """The columns of its Parquet files as a `datasets.Dataset`. Hidden states of features lie beside them in
+        safetensors, and are not among these."""
+        return as_datasets(self._opened[0], self.manifest)
+
     def _check_finite_labels(self, directory: Path) -> None:
         row = self._lists["accept_prob"].first_broken()
         if row is not None:
             found = f"{directory} with NaN or infinity in the labels of row {self.name(row)}"
             raise InputError("data", found, "probabilities", "Check the models that labelled it, and make it again.")
+
+
+def as_datasets(directory: Path, manifest: Manifest) -> Any:
+    """An artefact's columns as a `datasets.Dataset`: mapped, not read."""
+    import datasets
+
+    shard = next(entry.name for entry in manifest.files if entry.name.endswith(".parquet"))
+    table = open_columns(directory, manifest, pq.read_schema(directory / shard).names)
+    return datasets.Dataset(datasets.table.InMemoryTable(table))
 
 
 class AcceptanceDataset(ArtefactDataset):

@@ -59,17 +59,17 @@ class Holder:
 _held: set[str] = set()  # directories, by this process
 
 
-def sole_writer(shared: bool = False) -> Callable[[Callable[[Any], T]], Callable[[Any], T]]:
-    """Decorates `run(config)`: while it runs, nobody else writes to `config.output`.
+def sole_writer(shared: bool = False) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Decorates `run(config, ...)`: while it runs, nobody else writes to `config.output`.
 
     shared: the command's ranks write together.
     """
 
-    def decorate(run: Callable[[Any], T]) -> Callable[[Any], T]:
+    def decorate(run: Callable[..., T]) -> Callable[..., T]:
         @functools.wraps(run)
-        def alone(config: Any) -> T:
+        def alone(config: Any, *others: Any) -> T:
             with writing_alone(config.output, shared):
-                return run(config)
+                return run(config, *others)
 
         return alone
 

@@ -15,18 +15,36 @@ import re
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from draftsmith.modules.types import InputError
+
 if TYPE_CHECKING:
     from draftsmith.modules.drafters.base import DraftHead
 
 
-@functools.cache
 def learned() -> dict[str, str]:
     """Kind of every learned drafter -> the first line of its docstring (of the folder, where it has one)."""
+    return _learned_in(tuple(__path__))
+
+
+@functools.cache
+def _learned_in(folders: tuple[str, ...]) -> dict[str, str]:
     found = {}
-    for name in sorted(module.name for module in pkgutil.iter_modules(__path__)):
+    for name in sorted(module.name for module in pkgutil.iter_modules(folders)):
         if re.search(rf'^    kind = "{name}"$', _source(_module_of(name)), re.MULTILINE):
             found[name] = (ast.get_docstring(ast.parse(_source(f"{__name__}.{name}"))) or name).splitlines()[0]
     return found
+
+
+def add_folder(folder: str) -> None:
+    """Files of another folder count as drafters too: learned ones, and methods that they list in METHODS.
+
+    Raises:
+        InputError: no Python files there.
+    """
+    if not any(pkgutil.iter_modules([folder])):
+        raise InputError("drafters", folder, "a folder of Python files", "Correct the path.")
+    if folder not in __path__:
+        __path__.append(folder)
 
 
 def head_class(kind: str) -> type[DraftHead]:

@@ -128,12 +128,15 @@ class Named:
     method: Method
 
 
-@functools.cache
 def known_methods() -> Mapping[str, type[Method]]:
     """Every method of this engine by its name, `ar` and what the modules of this folder list in METHODS."""
+    return _methods_in(tuple(importlib.import_module(__package__).__path__))
+
+
+@functools.cache
+def _methods_in(folders: tuple[str, ...]) -> Mapping[str, type[Method]]:
     found: dict[str, type[Method]] = {"ar": Autoregressive}
-    package = importlib.import_module(__package__)
-    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+    for module in pkgutil.walk_packages(folders, f"{__package__}."):
         found |= vars(importlib.import_module(module.name)).get("METHODS", {})
     return found
 

@@ -24,6 +24,7 @@ class ModelInfo:
 
     identity: `config` and `lm_head` content hashes, and `layers` captured; what artefacts made with it record.
     eos_ids: tokens that end an answer; kept in the output.
+    path: the directory that it was loaded from; none of a model that was built.
     """
 
     hidden_size: int
@@ -32,6 +33,7 @@ class ModelInfo:
     max_position: int
     eos_ids: tuple[int, ...]
     identity: dict[str, str]
+    path: str = ""
 
 
 def check_ids(tokens: Sequence[int], vocab_size: int) -> None:

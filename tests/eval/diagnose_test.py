@@ -19,7 +19,7 @@ from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.shards import Rows
 from draftsmith.eval.diagnose import DiagnoseConfig, run
-from draftsmith.train.drafter import drafter_config
+from draftsmith.train.config import drafter_config
 from draftsmith.train.run import run as train
 
 NUM_PROMPTS, LAYERS = 24, (2, 4, 6)

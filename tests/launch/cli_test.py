@@ -279,7 +279,7 @@ def test_the_overview_uses_the_terminals_columns_and_cuts_nothing(monkeypatch, c
     monkeypatch.setenv("COLUMNS", str(columns))
     assert cli.main(["--help"]) == 0
     shown = capsys.readouterr().out
-    section = shown.split("Start here")[1].split("Your shell")[0].splitlines()
+    section = shown.split("Start here")[1].split("Your shell and machine")[0].splitlines()
     assert all(len(line) <= min(columns, 120) for line in section)
     said = " ".join(shown.split())
     assert all(f"{name} {command.help}" in said for name, command in COMMANDS.items())
@@ -352,8 +352,8 @@ def test_a_script_of_one_command_has_the_same_help_settings_and_errors(capsys):
 
 def test_every_learned_drafter_has_its_commands(monkeypatch):
     monkeypatch.setattr(drafters, "learned", lambda: {"probe": "Probe: drafts nothing (2024)."})
-    made = of_drafters("train", "train.drafter:drafter_config", "train.run")
-    expected = Command("train.drafter:drafter_config", "Probe: drafts nothing (2024)", (), "train.run", "probe")
+    made = of_drafters("train", "train.config:drafter_config", "train.run")
+    expected = Command("train.config:drafter_config", "Probe: drafts nothing (2024)", (), "train.run", "probe")
     assert made == {"train probe": expected}
 
 

@@ -33,6 +33,12 @@ def test_the_demo_measures_headline_tasks_only():
             assert set(step.argv[step.argv.index("--keep-tasks") + 1].split(",")) <= set(HEADLINE_TASKS)
 
 
+def test_no_training_goes_online_by_itself():
+    trainings = [step.argv for step in demo.demo_steps(demo.DemoConfig()) if step.argv[0] == "train"]
+    assert len(trainings) == 3
+    assert all(argv[argv.index("--wandb") + 1] == "offline" for argv in trainings)
+
+
 def test_full_does_the_same_steps_with_larger_sizes(tmp_path):
     quick, full = (demo.demo_steps(demo.DemoConfig(tmp_path, full=full)) for full in (False, True))
     assert [step.title for step in quick] == [step.title for step in full]

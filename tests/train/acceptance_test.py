@@ -103,7 +103,7 @@ def test_the_fitted_calibration_travels_with_the_head(trained, artefacts):
 
 def test_the_gradient_reaches_every_weight_of_the_head_and_none_of_the_draft(artefacts, tmp_path):
     module = a_module(artefacts, tmp_path)
-    module.loss(a_part(artefacts)).loss.backward()
+    module.part_loss(a_part(artefacts)).loss.backward()
     assert all(p.grad is not None and p.grad.any() for p in module.head.parameters())
     assert not any(p.requires_grad or p.grad is not None for p in module.objective.reader.lm.model.parameters())
 

@@ -65,7 +65,7 @@ def test_agreement_by_draft_step_is_that_of_drafting_greedily_from_everywhere(ar
     learn = torch.optim.AdamW(module.head.parameters(), lr=1e-2)
     change(module, noise=0.0, unroll=4)
     for _ in range(30):  # until drafts go on for some steps
-        module.loss(part_of(greedy)).loss.backward()
+        module.part_loss(part_of(greedy)).loss.backward()
         learn.step()
         learn.zero_grad()
     change(module, agreement_steps=4)

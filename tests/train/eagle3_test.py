@@ -24,7 +24,8 @@ from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.eagle3.head import Eagle3Head
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import InputError, SamplingParams
-from draftsmith.train.drafter import drafter_config, make_head
+from draftsmith.train.config import drafter_config
+from draftsmith.train.drafter import make_head
 from draftsmith.train.planning.estimate import plan_of
 from draftsmith.train.run import run
 

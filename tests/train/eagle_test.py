@@ -93,7 +93,7 @@ def test_best_and_last_are_heads_that_decode(eagle_run, artefacts):
 @pytest.mark.parametrize("init", ["random", "target-last-layer"])
 def test_the_gradient_reaches_every_weight_of_the_head_and_none_of_the_target(artefacts, tmp_path, init):
     module = a_module(artefacts, tmp_path, init=init)
-    module.loss(a_part(artefacts, range(6))).loss.backward()
+    module.part_loss(a_part(artefacts, range(6))).loss.backward()
     assert all(p.grad is not None and p.grad.any() for p in module.head.parameters())
     assert not any(p.requires_grad or p.grad is not None for p in module.objective.target.model.parameters())
 
@@ -121,16 +121,16 @@ def test_noise_belongs_to_the_sample_not_to_its_batch(artefacts, tmp_path):
     plain, pair = shift(together.data), module.head.unroll
     read = []
     module.head.unroll = lambda embeds, features, *rest: read.append(features) or pair(embeds, features, *rest)
-    module.loss(together)  # 0.1 of the features' standard deviation, 2
+    module.part_loss(together)  # 0.1 of the features' standard deviation, 2
     assert torch.equal(read[0], plain.features.float() + noise(together))
 
 
 def test_unrolled_training_is_the_weighted_mean_of_the_drafts_steps_and_reports_the_first(artefacts, tmp_path):
     module = a_module(artefacts, tmp_path, noise=0.0)
     part = a_part(artefacts, [0, 1])
-    first = module.loss(part)
+    first = module.part_loss(part)
     change(module, unroll=2, unroll_decay=0.5)
-    both = module.loss(part)
+    both = module.part_loss(part)
     pair, target, settings = shift(part.data), module.objective.target, module.objective.settings
     hidden = module.head.unroll(target.embed(pair.next_ids), pair.features.float(), 2)[1:]
     second = eagle_loss(
@@ -139,9 +139,9 @@ def test_unrolled_training_is_the_weighted_mean_of_the_drafts_steps_and_reports_
     torch.testing.assert_close(both.loss, (first.loss + 0.5 * second.loss) / 1.5)
     assert both.sums["loss"] == first.sums["loss"]
     change(module, unroll_after=1 / 12)  # after the first of 12 steps
-    torch.testing.assert_close(module.loss(part).loss, first.loss)
+    torch.testing.assert_close(module.part_loss(part).loss, first.loss)
     module.trainer.global_step = 1
-    torch.testing.assert_close(module.loss(part).loss, both.loss)
+    torch.testing.assert_close(module.part_loss(part).loss, both.loss)
 
 
 def test_a_packed_batch_has_the_loss_and_the_gradient_of_the_padded_one(artefacts, tmp_path):
@@ -150,7 +150,7 @@ def test_a_packed_batch_has_the_loss_and_the_gradient_of_the_padded_one(artefact
     found = {}
     for collate in (collate_features, pack_features):
         module.zero_grad()
-        output = module.loss(a_part(artefacts, range(9), collate))
+        output = module.part_loss(a_part(artefacts, range(9), collate))
         output.loss.backward()
         found[collate] = output, [p.grad.clone() for p in module.head.parameters()]
     (padded, grads), (packed, packed_grads) = found.values()

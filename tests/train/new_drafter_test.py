@@ -19,7 +19,8 @@ from draftsmith.modules import drafters
 from draftsmith.modules.types import InputError
 from draftsmith.train import drafter
 from draftsmith.train.acceptance import TrainAcceptanceConfig
-from draftsmith.train.drafter import drafter_config, make_head
+from draftsmith.train.config import drafter_config
+from draftsmith.train.drafter import make_head
 from draftsmith.train.drafter_objective import DrafterObjective, FeatureSource
 from draftsmith.train.fit import fit
 from draftsmith.train.prepare import prepare
@@ -33,10 +34,8 @@ QUICK = {"max_steps": 12, "batch_size": 8, "val_share": 0.25, "log_every": 3, "w
 def another_drafter():
     """The folder of drafters has one file more."""
     drafters.__path__.append(str(FOLDER))
-    drafters.learned.cache_clear()
     yield
     drafters.__path__.remove(str(FOLDER))
-    drafters.learned.cache_clear()
 
 
 @pytest.fixture(scope="module")

@@ -85,7 +85,7 @@ def test_the_loss_is_exactly_that_of_a_batch_that_brings_the_same_features(artef
     data, module = texts(artefacts), a_module(artefacts, tmp_path)
     batch = collate_features([data[i] for i in range(4)])
     brought = dataclasses.replace(batch, features=module.objective.target.features(batch.input_ids))
-    online, stored = (module.loss(part_of(b)) for b in (batch, brought))
+    online, stored = (module.part_loss(part_of(b)) for b in (batch, brought))
     assert online.loss == stored.loss and online.sums == stored.sums
     online.loss.backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in module.head.parameters())

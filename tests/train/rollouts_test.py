@@ -154,7 +154,7 @@ def a_part(module: LitHead, rollouts, rows) -> Part:
 def test_the_loss_is_the_weighted_mean_and_reaches_every_weight(artefacts, rollouts, tmp_path):
     module = a_module(artefacts, rollouts, tmp_path)
     part = a_part(module, rollouts, (0, 1))
-    output = module.loss(part)
+    output = module.part_loss(part)
     batch = module.objective.reader.read(part.data).batch
     prob, label = torch.sigmoid(predicted(module.head, batch).detach().double()), batch.accept_prob.double()
     each = -(label * prob.log() + (1 - label) * (1 - prob).log())
@@ -164,7 +164,7 @@ def test_the_loss_is_the_weighted_mean_and_reaches_every_weight(artefacts, rollo
     # At the start a block's weights are zero, and so is what the layer before it could learn through them.
     for weight in module.head.parameters():
         weight.data.normal_(std=0.1)
-    module.loss(part).loss.backward()
+    module.part_loss(part).loss.backward()
     assert all(p.grad is not None and p.grad.any() for p in module.head.parameters())
     assert not any(
         p.requires_grad or p.grad is not None for p in module.objective.reader.drafts.drafter.lm.model.parameters()

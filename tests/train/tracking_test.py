@@ -16,8 +16,7 @@ import pytest
 from wandb_file import OfflineRun, offline_runs
 
 from draftsmith.data.store.manifest import Manifest, git_commit, resolved
-from draftsmith.train.config import TrainDrafterConfig
-from draftsmith.train.drafter import drafter_config
+from draftsmith.train.config import TrainDrafterConfig, drafter_config
 from draftsmith.train.lit_head import LitHead
 from draftsmith.train.run import run
 from draftsmith.train.strategies import settled

@@ -200,7 +200,7 @@ def dry_step(run: DryRun, module: LitHead, part: Part, lengths: Sequence[int], a
         for first in (True, False) if accumulates else (True,):
             run.begin("forward")
             with module.autocast():
-                loss = module.loss(part).loss
+                loss = module.part_loss(part).loss
             if first:
                 optimizer.zero_grad()  # Lightning does it here: the last step's gradients are there until then
             run.begin("backward")

@@ -10,8 +10,7 @@ from pathlib import Path
 from draftsmith.data.store.manifest import volatile
 from draftsmith.modules.types import at_least, at_most
 from draftsmith.train.acceptance import TrainAcceptanceConfig
-from draftsmith.train.config import MOST, TrainDrafterConfig
-from draftsmith.train.drafter import drafter_config
+from draftsmith.train.config import MOST, TrainDrafterConfig, drafter_config
 
 
 @dataclass(frozen=True, kw_only=True)

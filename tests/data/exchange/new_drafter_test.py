@@ -48,14 +48,12 @@ def echo(tmp_path):
     (tmp_path / "files").mkdir()
     (tmp_path / "files" / "echo.py").write_text(SOURCE)
     drafters.__path__.append(str(tmp_path / "files"))
-    drafters.learned.cache_clear()
     head = tmp_path / "head"
     head.mkdir()
     (head / "config.json").write_text(json.dumps({"kind": "echo", "head": {"hidden_size": 8}}))
     (head / "manifest.json").write_text(json.dumps({"sha256": {}}))
     yield head
     drafters.__path__.remove(str(tmp_path / "files"))
-    drafters.learned.cache_clear()
     sys.modules.pop("draftsmith.modules.drafters.echo", None)
 
 

@@ -34,8 +34,7 @@ from draftsmith.modules.layers import LlamaConfig, RopeScaling
 from draftsmith.modules.losses import acceptance_loss
 from draftsmith.modules.targets.base import ModelInfo
 from draftsmith.modules.types import AcceptanceBatch, FeatureBatch, LossOutput, SamplingParams
-from draftsmith.train.config import TrainConfig, TrainDrafterConfig
-from draftsmith.train.drafter import drafter_config
+from draftsmith.train.config import TrainConfig, TrainDrafterConfig, drafter_config
 
 CAPACITY, LENGTHS, LAYERS = 32, (7, 5), 4
 LLAMA = LlamaConfig(

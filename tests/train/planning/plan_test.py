@@ -19,9 +19,8 @@ from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.types import InputError
 from draftsmith.train import acceptance, drafter
 from draftsmith.train.acceptance import TrainAcceptanceConfig
-from draftsmith.train.config import TrainDrafterConfig
+from draftsmith.train.config import TrainDrafterConfig, drafter_config
 from draftsmith.train.data_module import held_out
-from draftsmith.train.drafter import drafter_config
 from draftsmith.train.planning.estimate import own_memory, plan_of
 from draftsmith.train.planning.frozen import frozen_model
 from draftsmith.train.planning.measure import TIMED, measure_steps

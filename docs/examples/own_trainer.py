@@ -1,0 +1,39 @@
+"""Train a head in a plain lightning.Trainer on one's own rows, then save, decode with it and measure it."""
+
+import sys
+
+import lightning
+import torch
+from torch.utils.data import DataLoader
+
+import draftsmith
+
+
+def rows_of(target, texts):
+    """Token ids, and true where the target's answer stands: what it is to learn to draft."""
+    tokenizer = draftsmith.load_tokenizer(target.info.path)
+    for question, answer in texts:
+        chat = [{"role": "user", "content": question}]
+        asked = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+        answered = tokenizer(answer, add_special_tokens=False)["input_ids"]
+        ids = torch.tensor(asked + answered)
+        yield {"input_ids": ids, "loss_mask": torch.arange(len(ids)) >= len(asked)}
+
+
+def main(target_path, texts, output, steps=20):
+    target = draftsmith.load_target(target_path)
+    rows = list(rows_of(target, texts))
+    settings = draftsmith.settings("eagle", lr=3e-3)
+    module = draftsmith.LitDrafter(draftsmith.new_head(settings, target), target, settings)
+    trainer = lightning.Trainer(max_steps=steps, accumulate_grad_batches=2, logger=False, enable_checkpointing=False)
+    trainer.fit(module, DataLoader(rows, batch_size=4, shuffle=True, collate_fn=draftsmith.collate))
+    draftsmith.save(module.head, output, target)
+
+    drafter = draftsmith.load_drafter(str(output), target, "eagle:k=3")
+    prompts = [question for question, _ in texts[:4]]
+    return draftsmith.measure({"eagle:k=3": drafter}, target, prompts, max_new_tokens=32)
+
+
+if __name__ == "__main__":
+    given = [("What is 2 + 3?", "5"), ("What is 4 + 4?", "8")] * 8
+    print(main(sys.argv[1], given, sys.argv[2]))

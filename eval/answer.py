@@ -1,0 +1,248 @@
+"""Answers in Python, round by round, as they are decoded: for scripts and notebooks."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from draftsmith.data.heads.draft_settings import DraftSettings
+from draftsmith.data.models.loading import load_tokenizer
+from draftsmith.data.text.template import load_chat_tokenizer, prompt_ids
+from draftsmith.eval.bench.load import load_models
+from draftsmith.modules.decoding.loop import Generation, Round, RowPool, Setup, asked
+from draftsmith.modules.decoding.protocols import Drafter
+from draftsmith.modules.decoding.trace import Totals, pool
+from draftsmith.modules.drafters.chains import chain_methods
+from draftsmith.modules.drafters.methods import parse_methods
+from draftsmith.modules.sampling import TorchSource
+from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.types import InputError, SamplingParams
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+_drafting: WeakKeyDictionary[Drafter, int] = WeakKeyDictionary()  # drafter -> the answer that it is drafting for
+# Behind the text, so that they can be told on a page of either theme.
+DRAFTED, OWN = "rgba(46, 160, 67, 0.28)", "rgba(212, 167, 44, 0.32)"
+
+
+def load_drafter(
+    draft: str,
+    target: CausalLM,
+    method: str = "",
+    *,
+    acceptance: str | None = None,
+    longest: int = 4096,
+    temperature: float = 0.0,
+) -> Drafter:
+    """What drafts for a target, to be handed to `generate` or `measure`: one sequence at a time.
+
+    draft: a draft model or the directory of a trained head. method: as of `eval bench`, such as eagle3:k=7; none takes
+    the chain of what drafts, of its own length. acceptance: directory of an acceptance head, for methods that use one.
+    longest: tokens of a prompt with its answer. temperature: that it will be used at, where a head is of one mode.
+
+    Raises:
+        InputError: no such model, or one that does not fit the target.
+    """
+    paths = DraftSettings(draft=draft).paths | {"target": known_path(target)}
+    if acceptance is not None:
+        paths["acceptance"] = acceptance
+    kind = next(name for name in paths if name != "target")
+    named = parse_methods(method or chain_methods().get(kind, kind))
+    if len(named) != 1:
+        raise InputError("method", repr(method), "one method", "Load a drafter for each.")
+    like: dict[str, Any] = {"dtype": str(target.dtype).removeprefix("torch."), "device": str(target.device)}
+    params = SamplingParams(temperature)
+    drafter = named[0].method.build(load_models(named, paths, longest, params, target, **like))
+    if drafter is None:
+        raise InputError("method", repr(method), "one that drafts", "Pass None to generate in the place of a drafter.")
+    return drafter
+
+
+def known_path(target: CausalLM) -> str:
+    """Raises:
+    InputError: the model was not loaded from a directory.
+    """
+    if not target.info.path:
+        found = "a model that was built in Python"
+        raise InputError("target", found, "one of draftsmith.load_target", "Save it, and load it by its directory.")
+    return target.info.path
+
+
+def encode(target: CausalLM, prompt: Prompt) -> list[int]:
+    """Token ids of a prompt: of text as a user's message by the chat template, of messages, or ids as they are."""
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    messages = [dict(part) for part in prompt if isinstance(part, Mapping)]
+    if messages:
+        return list(prompt_ids(load_chat_tokenizer(known_path(target)), messages))
+    return [int(token) for token in prompt if not isinstance(token, Mapping)]
+
+
+def generate(
+    target: CausalLM,
+    prompt: Prompt,
+    drafter: Drafter | None = None,
+    *,
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+) -> Answer:
+    """An answer that is decoded while it is iterated over, from the target's distribution whatever drafts.
+
+    prompt: text, messages, or token ids. drafter: of `load_drafter`; None decodes without one.
+
+    Raises:
+        InputError: a prompt that the chat template or the context does not take.
+    """
+    ids = encode(target, prompt)
+    params = SamplingParams(temperature, top_k, top_p)
+    tokenizer = load_tokenizer(target.info.path) if target.info.path else None
+    return Answer(target, drafter, ids, params, max_new_tokens, seed, tokenizer)
+
+
+class Answer:
+    """A stream of rounds, each with the tokens that it emitted, of which the first `num_accepted` had been drafted.
+
+    What is asked of the whole answer (`tokens`, `text`, `totals`) decodes the rest of it first. In a notebook it shows
+    itself with every round's drafted tokens in one colour and the target's own in another.
+    """
+
+    def __init__(
+        self,
+        target: CausalLM,
+        drafter: Drafter | None,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        max_new_tokens: int,
+        seed: int,
+        tokenizer: Any = None,
+    ):
+        self.prompt, self._tokenizer = list(prompt), tokenizer
+        self._row = asked(target.info, prompt, max_new_tokens, TorchSource(seed))
+        self._rounds: list[Round] = []
+        self._last: list[Round] = []
+        self._drafter = drafter
+        longest = len(prompt) + self._row.room
+        self._pool: RowPool | None = RowPool(target, drafter, params, 1, longest, Setup(self._last.append))
+
+    def __iter__(self) -> Iterator[Round]:
+        """The rounds so far, then those to come. `logits`, what the target said, are there in a round's first showing
+        only: they would fill the memory."""
+        number = 0
+        while (made := self._rounds[number] if number < len(self._rounds) else self._decode()) is not None:
+            yield made
+            number += 1
+
+    def _decode(self) -> Round | None:
+        """One more round; None where there is none."""
+        if self._pool is None:
+            return None
+        if self._rounds:
+            if self._drafter is not None and _drafting.get(self._drafter) != id(self):
+                found = "one that another answer has begun with since"
+                raise InputError("drafter", found, "its own until it is complete", "Finish it first, or load another.")
+            self._pool.round()
+        else:
+            if self._drafter is not None:
+                _drafting[self._drafter] = id(self)
+            self._pool.admit([self._row])
+        made = self._last.pop()
+        self._rounds.append(dataclasses.replace(made, logits=None))
+        if self._row.done:
+            self._pool = None  # and with it the caches
+        return made
+
+    def finish(self) -> Answer:
+        """Decode all that is left."""
+        for _ in self:
+            pass
+        return self
+
+    @property
+    def generation(self) -> Generation:
+        """Its tokens and what they cost, as `eval bench` has them."""
+        row = self.finish()._row
+        return Generation(list(row.tokens), row.trace, row.ended)
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.generation.tokens
+
+    @property
+    def totals(self) -> Totals:
+        """Its counts: tau, target calls, drafted and accepted tokens."""
+        return pool([self.generation.trace])
+
+    @property
+    def text(self) -> str:
+        if self._tokenizer is None:
+            raise InputError("target", "a model without a tokenizer", "one of draftsmith.load_target", "Read .tokens.")
+        return self._tokenizer.decode(self.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def __str__(self) -> str:
+        return self.text
+
+    def pieces(self) -> Iterator[tuple[str, bool, int]]:
+        """(text, drafted?, round) of all that was decoded, in order."""
+        stream, number = TokenStream(self._tokenizer), 0
+        for number, made in enumerate(self):
+            for text, drafted in stream.push(made.tokens, made.num_accepted):
+                yield text, drafted, number
+        for text, drafted in stream.finish():
+            yield text, drafted, number
+
+    def _repr_html_(self) -> str:
+        totals, shown = self.totals, []
+        for text, drafted, number in self.pieces():
+            style = f"background:{DRAFTED if drafted else OWN};box-shadow:-1px 0 0 0 rgba(127,127,127,.45)"
+            shown.append(f'<span title="round {number}" style="{style}">{html.escape(text)}</span>')
+        legend = (
+            f'<span style="background:{DRAFTED}">drafted and accepted</span> · '
+            f'<span style="background:{OWN}">the target\'s own</span> · {totals.num_tokens} tokens in '
+            f"{totals.num_target_calls} target calls, tau {totals.tau:.2f}"
+        )
+        style = "white-space:pre-wrap;overflow-wrap:anywhere;font-family:monospace;line-height:1.5"
+        return f'<div><div style="{style}">{"".join(shown)}</div><p><small>{legend}</small></p></div>'
+
+
+class TokenStream:
+    """Text of a growing answer. A token of a byte-level vocabulary may be a part of a character: it is kept back until
+    the character is whole, which then counts for the token that completes it.
+
+    Text is taken as the difference of two decodings that begin a little before the new tokens, since a tokenizer may
+    decode the beginning of a text in another way than its middle.
+    """
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._context, self._shown = 0, 0  # the ids before `_shown` are on the screen, those from `_context` decoded
+
+    def push(self, tokens: Sequence[int], num_accepted: int) -> Iterator[tuple[str, bool]]:
+        """(text, drafted?) of each token that completes some; the first `num_accepted` tokens were drafted."""
+        for number, token in enumerate(tokens):
+            self._ids.append(token)
+            piece = self._new_text(flush=False)
+            if piece:
+                yield piece, number < num_accepted
+
+    def finish(self) -> Iterator[tuple[str, bool]]:
+        """What was kept back: an incomplete character, shown as the replacement character."""
+        piece = self._new_text(flush=True)
+        if piece:
+            yield piece, False
+
+    def _new_text(self, flush: bool) -> str:
+        before = self._decode(self._ids[self._context : self._shown])
+        now = self._decode(self._ids[self._context :])
+        if len(now) <= len(before) or (now.endswith("\ufffd") and not flush):
+            return ""
+        self._context, self._shown = self._shown, len(self._ids)
+        return now[len(before) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -1,0 +1,97 @@
+"""The examples of docs/examples, as a reader would run them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from tiny_models import tiny_llama_dir
+
+import draftsmith
+from draftsmith.launch.cli import main
+from draftsmith.modules import drafters
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "docs" / "examples"
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Beside other tests more only stand in each other's way."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def example(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> str:
+    return str(tiny_llama_dir(tmp_path_factory.mktemp("models") / "target", seed=0, layers=7))
+
+
+@pytest.fixture(scope="module")
+def responses(target, tmp_path_factory) -> Path:
+    """The target's answers, made by the commands' own names in Python."""
+    folder = tmp_path_factory.mktemp("data")
+    lines = [json.dumps({"prompt": f"What is {i} + {i + 1}?"}) for i in range(24)]
+    (folder / "rows.jsonl").write_text("\n".join(lines))
+    shared = {"target": target, "output": folder / "prompts"}
+    draftsmith.run("data prompts", source=folder / "rows.jsonl", **shared)
+    settings = {"prompts": folder / "prompts", "target": target, "output": folder / "responses"}
+    return draftsmith.run("data responses", **settings, max_new_tokens=20, ignore_eos=True, num_threads=1)
+
+
+def test_a_changed_loss_trains_and_says_so(target, responses, tmp_path):
+    focal = example("change_the_loss").Focal
+    settings = {"data": responses, "target": target, "output": tmp_path / "run", "max_steps": 3, "batch_size": 8}
+    quick = {"wandb": "off", "tau_prompts": 0, "val_share": 0.2, "accelerator": "cpu", "num_threads": 1}
+    best = draftsmith.fit("eagle3", focal, config="eagle3-small", **settings, **quick)
+    manifest = json.loads((best / "manifest.json").read_text())
+    assert manifest["inputs"]["loss"] == "change_the_loss.Focal"
+    with pytest.raises(draftsmith.InputError, match="loss"):  # not to be gone on with by another loss
+        (tmp_path / "run" / "training.json").unlink()
+        draftsmith.fit("eagle3", config="eagle3-small", **settings, **quick, resume=True)
+
+
+def test_a_script_with_its_own_trainer_trains_saves_and_measures(target, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["own_trainer.py"])
+    texts = [(f"What is {i} + {i}?", str(2 * i)) for i in range(16)]
+    table = example("own_trainer").main(target, texts, tmp_path / "head", steps=3)
+    assert list(table.index) == ["ar", "eagle:k=3"]
+    assert table["matches_ar"].all() and table["prompts"].eq(4).all()
+
+
+def test_a_policy_in_a_file_of_ones_own(monkeypatch):
+    monkeypatch.setattr(drafters, "__path__", list(drafters.__path__))
+    draftsmith.add_drafters(str(EXAMPLES / "drafters"))
+    target = draftsmith.load_target("embedded:target")
+    drafter = draftsmith.load_drafter("embedded:draft", target, "streak:low=1:high=4")
+    prompt = "Remove the docstring:\n\ndef f(x):\n    '''Doc.'''\n    return x"
+    answer = draftsmith.generate(target, prompt, drafter, max_new_tokens=24)
+    lengths = [len(made.tree.tokens) for made in answer if made.tree is not None]
+    assert lengths[0] == 1 and 1 < max(lengths) <= 4
+    assert answer.tokens == draftsmith.generate(target, prompt, max_new_tokens=24).tokens
+
+
+def test_a_policy_on_the_command_line(monkeypatch, capsys):
+    monkeypatch.setattr(drafters, "__path__", list(drafters.__path__))
+    draftsmith.add_drafters(str(EXAMPLES / "drafters"))
+    words = ["decode", "Rename a to b: a = 1", "--draft", "embedded:draft", "--method", "streak:low=2"]
+    assert main([*words, "--max-new-tokens", "8"]) == 0
+    assert "streak:low=2: drafted and accepted" in capsys.readouterr().out
+
+
+def test_a_folder_without_files_is_refused(tmp_path):
+    with pytest.raises(draftsmith.InputError, match="a folder of Python files"):
+        draftsmith.add_drafters(str(tmp_path))

@@ -1,0 +1,52 @@
+"""What a report of a problem has with it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftsmith.launch.cli import main
+
+
+@pytest.fixture
+def told(capsys, monkeypatch) -> dict:
+    monkeypatch.setenv("WANDB_API_KEY", "secret-0123456789")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert main(["doctor", "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_versions_are_those_that_are_installed(told):
+    software = told["software"]
+    for name in ("torch", "transformers", "lightning", "deepspeed"):
+        assert software[name] == importlib.metadata.version(name)
+    assert "ruff" not in software and "draftsmith" in software
+    assert software["flash-attn"] is None
+
+
+def test_the_machine_and_its_kernels(told):
+    cores = len(os.sched_getaffinity(0))
+    assert told["machine"]["cores"] == f"{cores} usable"
+    gib = float(told["machine"]["memory"].split()[0]) * 2**20
+    total = next(int(line.split()[1]) for line in Path("/proc/meminfo").read_text().splitlines() if "MemTotal" in line)
+    assert gib == pytest.approx(total, rel=0.02)
+    assert told["kernels"]["CPU vectors"] == torch.backends.cpu.get_cpu_capability()
+    assert told["surroundings"]["OMP_NUM_THREADS"] == "3"
+
+
+def test_no_secret_and_no_path_is_shown(told):
+    text = json.dumps(told)
+    assert told["surroundings"]["Weights & Biases key"] == "found"
+    assert "secret" not in text and str(Path.home()) + "/" not in text and str(Path.cwd()) not in text
+
+
+def test_it_fits_a_terminal(capsys):
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {"software", "machine", "kernels", "surroundings"} <= set(lines)
+    assert max(map(len, lines)) <= 100
