@@ -9,7 +9,9 @@ RULES, REPLAYED, STOP_RULES_TEST, COUPLED = (
     f"tests/eval/replay/{name}_test.py" for name in ("rules", "replay", "stop_rules", "coupling")
 )
 LOSSES, METRICS = "modules/losses.py", "modules/metrics.py"
-EAGLE = "modules/drafters/eagle/head.py"
+EAGLE, MEDUSA, MEDUSA_TEST = (
+    "modules/drafters/eagle/head.py", "modules/drafters/medusa.py", "tests/modules/drafters/medusa_test.py"
+)  # fmt: skip
 LOSS_TEST, METRIC_TEST = "tests/modules/losses_test.py", "tests/modules/metrics_test.py"
 LABELS, ROLLOUTS, DATASETS = "data/mixed_text.py", "data/rollouts.py", "data/store/datasets.py"
 LABEL_TEST, ROLLOUT_TEST, DATASET_TEST = (
@@ -25,6 +27,16 @@ REPETITION, SUMMARY = "data/text/repetition.py", "eval/bench/summary.py"
 REPETITION_TEST, SUMMARY_TEST = "tests/data/text/repetition_test.py", "tests/eval/bench/summary_test.py"
 
 MUTANTS = [
+    # -- Medusa's heads
+    Mutant("medusa-heads-weigh-alike", MEDUSA, "settings.head_decay**i * entropy", "entropy", (MEDUSA_TEST,)),
+    Mutant("medusa-heads-guess-one-token-early", MEDUSA, "    ahead = AHEAD + head\n", "    ahead = 1 + head\n",
+           (MEDUSA_TEST,)),
+    Mutant("medusa-lm-heads-begin-at-random", MEDUSA, "                layer.weight.data.copy_(wanted)\n",
+           "                wanted.clone()\n", (MEDUSA_TEST,)),
+    Mutant("medusa-trees-by-the-first-lm-head", MEDUSA, "self._lm_heads[depth](hidden)", "self._lm_heads[0](hidden)",
+           (MEDUSA_TEST,)),
+    Mutant("medusa-states-by-the-first-lm-head", MEDUSA, "own = (level == number)", "own = (0 * level == number)",
+           (MEDUSA_TEST,)),
     # -- measuring
     Mutant("peak-of-pages-that-were-free", "benchmarks/step_peak.py", "    ctypes.CDLL(None).malloc_trim(0)\n", "",
            ("tests/benchmarks/throughput_test.py",)),
