@@ -12,6 +12,7 @@ LOSSES, METRICS = "modules/losses.py", "modules/metrics.py"
 EAGLE, MEDUSA, MEDUSA_TEST = (
     "modules/drafters/eagle/head.py", "modules/drafters/medusa.py", "tests/modules/drafters/medusa_test.py"
 )  # fmt: skip
+MEDUSA_FORMAT, MEDUSA_READ = "modules/interop/medusa.py", "tests/modules/interop/medusa_test.py"
 LOSS_TEST, METRIC_TEST = "tests/modules/losses_test.py", "tests/modules/metrics_test.py"
 LABELS, ROLLOUTS, DATASETS = "data/mixed_text.py", "data/rollouts.py", "data/store/datasets.py"
 LABEL_TEST, ROLLOUT_TEST, DATASET_TEST = (
@@ -37,6 +38,16 @@ MUTANTS = [
            (MEDUSA_TEST,)),
     Mutant("medusa-states-by-the-first-lm-head", MEDUSA, "own = (level == number)", "own = (0 * level == number)",
            (MEDUSA_TEST,)),
+    Mutant("medusa-v1-makes-as-many-as-it-says", MEDUSA_FORMAT, "return Layout(FORCED, positive",
+           'return Layout(raw["medusa_num_heads"], positive', (MEDUSA_READ,)),
+    Mutant("medusa-blocks-by-their-first-copy", MEDUSA_FORMAT, "= weights[loaded[-1]]", "= weights[loaded[0]]",
+           (MEDUSA_READ,)),
+    Mutant("medusa-lm-head-before-the-last-block", MEDUSA_FORMAT,
+           '= f"{self.prefix}{i}.{layout.num_layers}.weight"', '= f"{self.prefix}{i}.1.weight"', (MEDUSA_READ,)),
+    Mutant("medusa-lost-tensors-are-zero", MEDUSA_FORMAT, "torch.full(shapes[own], math.nan)",
+           "torch.full(shapes[own], 0.0)", (MEDUSA_READ,)),
+    Mutant("medusa-declared-as-v2-unnoticed", MEDUSA_FORMAT, 'str(package.config.get("version")) == "2"',
+           'str(package.config.get("version")) == "3"', (MEDUSA_READ,)),
     # -- measuring
     Mutant("peak-of-pages-that-were-free", "benchmarks/step_peak.py", "    ctypes.CDLL(None).malloc_trim(0)\n", "",
            ("tests/benchmarks/throughput_test.py",)),
