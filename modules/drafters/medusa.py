@@ -16,12 +16,14 @@ from torch.utils.checkpoint import checkpoint
 from draftsmith.modules import flops
 from draftsmith.modules.acceptance.head import ResidualBlock
 from draftsmith.modules.decoding.branches import BranchDrafter
-from draftsmith.modules.decoding.protocols import DraftTree, StopPolicy
+from draftsmith.modules.decoding.protocols import Drafter, DraftTree, StopPolicy
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.tree import StaticTree
+from draftsmith.modules.decoding.typical import Typical
 from draftsmith.modules.drafters.base import DraftHead, HeadCard, TargetWeights, TrainStep
 from draftsmith.modules.drafters.chains import FixedK
 from draftsmith.modules.drafters.growth import Level, grow_static
+from draftsmith.modules.drafters.methods import Models
 from draftsmith.modules.drafters.row_drafter import DraftedRow, RowDrafter
 from draftsmith.modules.drafters.trees import StaticTrees
 from draftsmith.modules.layers import LlamaConfig
@@ -216,9 +218,13 @@ def token_loss(hidden: Tensor, labels: Tensor, lm_head: LmHead, vocab_size: int)
 
 
 class MedusaDrafter(RowDrafter):
-    """Drafts chains or, given a shape, trees: all from the target's state that gave the last token, in one pass."""
+    """Drafts chains or, given a shape, trees: all from the target's state that gave the last token, in one pass.
+
+    typical: asked for with every tree, where it is not None.
+    """
 
     model = "medusa"
+    typical: Typical | None = None
 
     def __init__(
         self, head: MedusaHead, target: CausalLM, stops: Sequence[StopPolicy], shape: StaticTree | None = None
@@ -236,7 +242,8 @@ class MedusaDrafter(RowDrafter):
             trees = self._drawn(states, limits, params, sources)
         else:
             trees = self._trees(self._shape, states, limits)
-        return [dataclasses.replace(tree, draft_calls=1) if tree.tokens else tree for tree in trees]
+        typical = None if self._shape is None else self.typical
+        return [dataclasses.replace(tree, draft_calls=1, typical=typical) if tree.tokens else tree for tree in trees]
 
     def _drawn(
         self, states: list[Tensor], limits: Sequence[int], params: SamplingParams, sources: Sequence[Source]
@@ -326,9 +333,34 @@ class MedusaChain(FixedK):
 
 @dataclass(frozen=True)
 class MedusaTree(StaticTrees):
-    """Medusa heads draft a tree a round, a YAML list of paths of ranks: node by node what its head thinks probable."""
+    """Medusa heads draft a tree a round, a YAML list of paths of ranks: node by node what its head thinks probable.
+
+    accept: exact, or typical, which accepts what the target finds probable enough: p(x) > min(eps, delta exp(-H(p))).
+        That changes the output, but for greedy decoding.
+    """
+
+    accept: Literal["exact", "typical"] = "exact"
+    eps: float = Typical.eps
+    delta: float = Typical.delta
 
     uses = ("medusa",)
+
+    def __post_init__(self) -> None:
+        assert self.rule.eps  # checks both
+
+    @property
+    def rule(self) -> Typical:
+        return Typical(self.eps, self.delta)
+
+    @property
+    def lossless(self) -> bool:
+        return self.accept == "exact"
+
+    def build(self, models: Models, rows: int = 1) -> Drafter:
+        drafter = super().build(models, rows)
+        assert isinstance(drafter, MedusaDrafter)
+        drafter.typical = None if self.lossless else self.rule
+        return drafter
 
 
 METHODS = {"medusa": MedusaTree, "medusa-chain": MedusaChain}

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from draftsmith.data.answering.drafting import fitting
 from draftsmith.eval.bench.hf_baseline import BASELINES
+from draftsmith.eval.tuning.candidates import best_of_families
 from draftsmith.modules.drafters import learned
 from draftsmith.modules.drafters.chains import FixedK, HeadByCost, Online, SpecDecPlusPlus
 from draftsmith.modules.drafters.eagle.head import EagleChain
+from draftsmith.modules.drafters.medusa import MedusaTree
 from draftsmith.modules.drafters.methods import check_needs, known_methods, parse_method, parse_methods
 from draftsmith.modules.types import InputError
 
@@ -99,3 +104,25 @@ def test_a_trees_nodes_are_a_number_or_auto():
 def test_every_method_of_this_engine_can_be_batched():
     unable = {name for name, method in known_methods().items() if not method.batchable}
     assert unable <= {"hf", "hf-assisted"}
+
+
+def test_a_method_that_changes_the_output_says_so_in_its_label_which_is_read_again():
+    (named,) = parse_methods("medusa:accept=typical:eps=0.1:delta=0.5")
+    assert named.label == "medusa:accept=typical:eps=0.1:delta=0.5 (not lossless)"
+    assert parse_methods(named.label) == [named] and parse_method(named.label) == named.method
+    assert named.method == MedusaTree(accept="typical", eps=0.1, delta=0.5) and not named.method.lossless
+    assert parse_methods("medusa:eps=0.1")[0].label == "medusa:eps=0.1"  # exact: no setting of the rule matters
+    with pytest.raises(InputError, match="which changes the answers"):
+        fitting("medusa:accept=typical", "medusa")
+    others = [method for name, method in known_methods().items() if name != "medusa"]
+    assert all(method().lossless for method in others)
+
+
+def test_the_best_of_a_family_is_a_lossless_one():
+    """What `eval tune` takes."""
+    labels = {"medusa": 1.0, "medusa:accept=typical": 3.0, "medusa:eps=0.2": 2.0}
+    settings: list[Any] = [
+        SimpleNamespace(named=parse_methods(label)[0], family="medusa", tokens_per_s=speed)
+        for label, speed in labels.items()
+    ]
+    assert [item.named.label for item in best_of_families(settings)] == ["medusa:eps=0.2"]
