@@ -12,8 +12,8 @@ from draftsmith.launch.commands import command_name, configure, unknown_command
 from draftsmith.launch.errors import UsageError
 from draftsmith.modules.types import at_least
 
-# Groups whose commands share their work out by rank, but for those that show or measure something.
-SHARED, ALONE = ("data", "train"), ("data inspect",)
+# Groups whose commands share their work out by rank, but for those that show something, or work in one process.
+SHARED, ALONE = ("data", "train"), ("data inspect", "train medusa2")
 
 
 @dataclass(frozen=True)

@@ -133,9 +133,12 @@ class MedusaHead(DraftHead):
     def start(self, name: str, weights: TargetWeights) -> None:
         super().start(name, weights)
         if self.config.own_lm_head:
-            wanted = weights.lm_head()
-            for layer in self.lm_heads:
-                layer.weight.data.copy_(wanted)
+            self.copy_lm_head(weights.lm_head())
+
+    def copy_lm_head(self, wanted: Tensor) -> None:
+        """Let the lm_head of every head be this one, [V, H]."""
+        for layer in self.lm_heads:
+            layer.weight.data.copy_(wanted)
 
     @classmethod
     def num_loss_tokens(cls, batch: FeatureBatch) -> int:
