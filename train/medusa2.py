@@ -81,7 +81,7 @@ class Medusa2Config(MedusaSettings, RemoteCode):
     lr: float = 1e-3
     lora_lr: float = 2.5e-4
     lora_rank: int = 32
-    lora_alpha: float = 16.0
+    lora_alpha: int = 16
     warmup_share: float = 0.05
     clip: float = 1.0
     val_share: float = 0.05
@@ -144,8 +144,7 @@ class Joint:
     """A target with adapters, and heads that read it."""
 
     def __init__(self, config: Medusa2Config):
-        loading = {"engine": "hf", "trust_remote_code": config.trust_remote_code}
-        self.target: HFLM = load_lm(config.target, "float32", config.device, **loading)  # type: ignore[assignment]
+        self.target = load_hf(config.target, config)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
             self.head = new_heads(config, self.target)
@@ -194,6 +193,12 @@ class Joint:
         many = max(tokens, 1.0)
         metrics = {name: value / max(counts[name], 1.0) for name, value in sums.items()}
         return Distance(kl / many, tv / many, same / many, int(tokens)), metrics
+
+
+def load_hf(path: str, config: Medusa2Config) -> HFLM:
+    """A model as transformers has it, whose layers peft finds by their names."""
+    loaded: Any = load_lm(path, "float32", config.device, "hf", config.trust_remote_code)
+    return loaded
 
 
 def compared(original: Tensor, states: Tensor, lm_head: LmHead) -> tuple[Tensor, Tensor, Tensor]:
@@ -272,8 +277,10 @@ def batches(items: Sequence[Any], order: Sequence[int], size: int) -> Iterator[F
 
 def moved(batch: FeatureBatch, device: str) -> FeatureBatch:
     """The batch on the device."""
-    fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-    return FeatureBatch(**{name: v.to(device) if isinstance(v, Tensor) else v for name, v in fields.items()})
+    tensors: dict[str, Any] = {
+        name: value.to(device) for name, value in vars(batch).items() if isinstance(value, Tensor)
+    }
+    return dataclasses.replace(batch, **tensors)
 
 
 def trained(config: Medusa2Config, joint: Joint, train: Sequence[Any]) -> None:
@@ -282,7 +289,10 @@ def trained(config: Medusa2Config, joint: Joint, train: Sequence[Any]) -> None:
     total = config.max_steps or config.epochs * an_epoch
     first = round(config.heads_first * total)
     adapters = [weight for weight in joint.adapted.parameters() if weight.requires_grad]
-    groups = [{"params": list(joint.head.parameters())}, {"params": adapters, "lr": config.lora_lr}]
+    groups: list[dict[str, Any]] = [
+        {"params": list(joint.head.parameters())},
+        {"params": adapters, "lr": config.lora_lr},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=config.lr, weight_decay=0.0)
     share = lr_schedule("cosine", total, config.warmup_share, 0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share)
@@ -327,7 +337,7 @@ def save(config: Medusa2Config, joint: Joint, distance: Distance, metrics: Mappi
         "distance": dataclasses.asdict(distance),
         **{name: getattr(config, name) for name in ("head_weight", "heads_first", "lora_rank", "lora_alpha")},
     }
-    identity = load_lm(str(directory), "float32", engine="hf", trust_remote_code=config.trust_remote_code).info.identity
+    identity = load_hf(str(directory), config).info.identity
     manifest = {
         "target": identity,
         "models": {"target": identity, **tokenizer_identity(str(directory))},

@@ -137,8 +137,8 @@ class MedusaHead(DraftHead):
 
     def copy_lm_head(self, wanted: Tensor) -> None:
         """Let the lm_head of every head be this one, [V, H]."""
-        for layer in self.lm_heads:
-            layer.weight.data.copy_(wanted)
+        for weight in self.lm_heads.parameters():
+            weight.data.copy_(wanted)
 
     @classmethod
     def num_loss_tokens(cls, batch: FeatureBatch) -> int:
@@ -323,7 +323,7 @@ def lm_heads_of(head: MedusaHead, target: CausalLM) -> Sequence[LmHead]:
     """What drafts make logits with, an lm_head for each head."""
     if not head.config.own_lm_head:
         return head.outputs(head.output or target.lm_head)
-    weights = [layer.weight.detach().to(target.device, target.dtype) for layer in head.lm_heads]
+    weights = [weight.detach().to(target.device, target.dtype) for weight in head.lm_heads.parameters()]
     return [linear_of(weight, None, target.packed, head.precision) for weight in weights]
 
 

@@ -87,7 +87,7 @@ class MedusaFormat(HeadFormat):
 
     def disk_names(self, layout: Layout) -> dict[str, str]:
         """Our name of every tensor -> the system's."""
-        names = {}
+        names: dict[str, str] = {}
         for i in range(layout.num_heads):
             for j in range(layout.num_layers):
                 names |= {f"heads.{i}.{j}.linear.{part}": f"{self.prefix}{i}.{j}.linear.{part}" for part in PARTS}
@@ -218,7 +218,8 @@ class MedusaFormat(HeadFormat):
     def compare(self, reading: Reading, head: nn.Module, package: Package, trial: Trial) -> list[Measure]:
         assert trial.facts.lm_head is not None
         lm_head = trial.facts.lm_head.float()
-        theirs, worst, size = Reads(reading, lm_head), 0.0, 0.0
+        theirs: Any = Reads(reading, lm_head)
+        worst = size = 0.0
         for probe in trial.probes:
             own, found = logits_of(head, probe.features, lm_head), theirs.heads(probe.features)
             if len(own) != len(found):

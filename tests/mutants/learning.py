@@ -32,7 +32,7 @@ MUTANTS = [
     Mutant("medusa-heads-weigh-alike", MEDUSA, "settings.head_decay**i * entropy", "entropy", (MEDUSA_TEST,)),
     Mutant("medusa-heads-guess-one-token-early", MEDUSA, "    ahead = AHEAD + head\n", "    ahead = 1 + head\n",
            (MEDUSA_TEST,)),
-    Mutant("medusa-lm-heads-begin-at-random", MEDUSA, "            layer.weight.data.copy_(wanted)\n",
+    Mutant("medusa-lm-heads-begin-at-random", MEDUSA, "            weight.data.copy_(wanted)\n",
            "            wanted.clone()\n", (MEDUSA_TEST,)),
     Mutant("medusa-trees-by-the-first-lm-head", MEDUSA, "self._lm_heads[depth](hidden)", "self._lm_heads[0](hidden)",
            (MEDUSA_TEST,)),

@@ -119,7 +119,7 @@ def test_the_loss_reaches_heads_and_adapters_by_the_weight_of_the_heads(artefact
     assert adapters
     divergence, heads = joint.loss(batch, settings, alone=False)
     grads = [torch.autograd.grad(loss, adapters, retain_graph=True) for loss in (divergence, heads)]
-    assert all(any(bool(g.any()) for g in grad) for grad in grads) and float(divergence) > 0
+    assert all(any(bool(g.any()) for g in grad) for grad in grads) and divergence.item() > 0
     _, heads = joint.loss(batch, settings, alone=True)
     assert all(g is None for g in torch.autograd.grad(heads, adapters, allow_unused=True))
     assert isinstance(joint.head, MedusaHead)
