@@ -119,11 +119,12 @@ class Rollouts:
         drafted = self._draft(text, branches, ids[: starts[-1]], starts, params, None if self.greedy else own)
         states = target_states(text, starts, drafted.tokens).flatten(0, 1)
         hidden, tokens = drafted.hidden.flatten(0, 1), drafted.tokens.flatten()
-        every = [params[i // depth] for i in range(count * depth)]
+        every, levels = [params[i // depth] for i in range(count * depth)], torch.arange(depth).repeat(count)
         halves, expected = followers(ids, starts, drafted.tokens.cpu())
         parts = []
         for piece in pieces(len(tokens), self.chunk):
-            p_logits, q_logits = target.lm_head(states[piece]), branches.lm_head(hidden[piece]).to(states.device)
+            p_logits = target.lm_head(states[piece])
+            q_logits = branches.lm_head(hidden[piece], levels[piece]).to(states.device)
             own, followed = (t.flatten()[piece].to(states.device) for t in (tokens, expected))
             parts.append(self.label_drafts(p_logits, q_logits, own, every[piece], followed))
         labels = {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]}

@@ -12,8 +12,8 @@ from draftsmith.launch.commands import command_name, configure, unknown_command
 from draftsmith.launch.errors import UsageError
 from draftsmith.modules.types import at_least
 
-# Groups whose commands share their work out by rank, but for those that show or measure something.
-SHARED, ALONE = ("data", "train"), ("data inspect",)
+# Groups whose commands share their work out by rank, but for those that show something, or work in one process.
+SHARED, ALONE = ("data", "train"), ("data inspect", "train medusa2")
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,8 @@ def check_command(launcher: str, command: Sequence[str], num_processes: int | No
         raise UsageError(f"command: found {name!r}, expected a data or train command. Launch once.")
     if num_processes != 1 and (name.split()[0] not in SHARED or name in ALONE):
         remedy = f"Run `draftsmith {name}` by itself."
-        raise UsageError(f"command: found {name!r} for several processes, expected a data or train command. {remedy}")
+        expected = "a data or train command that shares its work out"
+        raise UsageError(f"command: found {name!r} for several processes, expected {expected}. {remedy}")
     words = [word for word in command[len(name.split()) :] if word != "--debug"]
     return configure(name, words)[1] is not None
 
@@ -76,4 +77,5 @@ def with_resume(command: Sequence[str]) -> list[str]:
     """The command as it must be to be started again: a training goes on from its checkpoint, and begins where there is
     none. Data stages always go on; a `--resume` or `--no-resume` of the user's stays."""
     written = any(word.partition("=")[0] in {"--resume", "--no-resume", "--no_resume"} for word in command)
-    return [*command] if written or command[0] != "train" else [*command, "--resume"]
+    goes_on = command[0] == "train" and command_name(command) not in ALONE
+    return [*command, "--resume"] if goes_on and not written else [*command]

@@ -45,13 +45,13 @@ CORE_FILES = {"attention", "layers", "kv_cache", "ragged", "lean", "lean_rows", 
 # Files, network, argv, clocks and logging stay out of modules.
 EFFECTS = {"argparse", "http", "io", "logging", "os", "pathlib", "shutil", "socket", "subprocess", "sys", "tempfile",
            "time", "urllib"}  # fmt: skip
-TRAIN_ONLY = {"lightning", "pytorch_lightning", "lightning_fabric", "deepspeed", "wandb"}
+TRAIN_ONLY = {"lightning", "pytorch_lightning", "lightning_fabric", "deepspeed", "peft", "wandb"}
 # The one file outside train/ that may import the client of Weights & Biases: a report's tables and media.
 TRACKS_REPORTS = "eval/report/tracking.py"
 DRAWING = ("benchmark", "drawing", "files", "page", "sections", "study_charts", "tracking")
 REPORT_PARTS = tuple(f"draftsmith.eval.report.{name}" for name in DRAWING)
 REPORT_ONLY = {"altair", "vl_convert"}  # of the extra `report`; jinja2 comes with transformers too
-OPTIONAL = {"deepspeed", "httpx", "tenacity", "wandb"}  # imported in the function that needs them, everywhere
+OPTIONAL = {"deepspeed", "httpx", "peft", "tenacity", "wandb"}  # imported in the function that needs them, everywhere
 SLOW_STANDARD = "importlib.metadata"  # reads mail's headers, and takes as long as all of the command line
 MOST_LINES, MOST_PARAMETERS = 60, 8
 # What the command line may import before it knows the command; everything else waits.

@@ -47,9 +47,11 @@ def random_eagle_head(seed: int) -> EagleHead:
     return head
 
 
-def random_medusa_heads(seed: int) -> MedusaHead:
+def random_medusa_heads(seed: int, own_lm_head: bool = False) -> MedusaHead:
     torch.manual_seed(seed)
-    heads = MedusaHead(MedusaConfig(H, V, CAPACITY, num_heads=3)).double().requires_grad_(False)
+    heads = (
+        MedusaHead(MedusaConfig(H, V, CAPACITY, num_heads=3, own_lm_head=own_lm_head)).double().requires_grad_(False)
+    )
     for weight in heads.parameters():
         weight.normal_()
     return heads
@@ -109,7 +111,8 @@ def method(name: str, target: TableLM, seed: int = 7, rows: int = 1):
         return lambda: DraftModelDrafter(draft, policies(name, seed, draft, rows), CAPACITY)
     if name.startswith("medusa"):
         shape = None if "k=" in name else EAGLE_TREES["eagle-tree"]
-        return lambda: MedusaDrafter(random_medusa_heads(seed), target, [FixedLength(2) for _ in range(rows)], shape)
+        heads = random_medusa_heads(seed, "own" in name)
+        return lambda: MedusaDrafter(heads, target, [FixedLength(2) for _ in range(rows)], shape)
     if name in EAGLE_TREES:
         head = random_eagle_head(seed)
 
@@ -163,4 +166,5 @@ METHODS = ["ar", "spec:k=1", "spec:k=2", "spec:k=3", "specdec++", "specdec++cali
            "specdec++early:eagle", "cost:eagle", "cost:early:eagle", "online:eagle", "online:head:eagle",
            "eagle:k=2", "specdec++:eagle", "specdec++calibrated:eagle", "confidence:eagle", "self-verify:eagle", "tree",
            *EAGLE_TREES, "pre-verify", "pre+self-verify", "hsddw", "pre-verify:eagle", "pre+self-verify:eagle",
-           "hsddw:eagle", "medusa", "medusa-chain:k=2", "pld", "lookahead", "pearl:k=1", "pearl:k=2"]  # fmt: skip
+           "hsddw:eagle", "medusa", "medusa-chain:k=2", "medusa:own", "medusa-chain:k=2:own",
+           "pld", "lookahead", "pearl:k=1", "pearl:k=2"]  # fmt: skip

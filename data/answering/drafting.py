@@ -64,8 +64,8 @@ def fitting(label: str, given: str) -> Method:
     """The method of this label, where it needs nothing but what is given: `draft`, a head's kind, or nothing.
 
     Raises:
-        InputError: it needs more; it goes by measured times, so that nobody could make the answers again; it does not
-            draft for rows side by side.
+        InputError: it needs more; its answers are not the target's; it goes by measured times, so that nobody could
+            make the answers again; it does not draft for rows side by side.
     """
     method = parse_method(label)
     lacking = [need for need in method.needs if need != given]
@@ -75,6 +75,9 @@ def fitting(label: str, given: str) -> Method:
         raise InputError("method", f"{label}, which needs {lacking[0]}, with {what}", "what it needs", remedy)
     if given and not method.needs:
         raise InputError("draft", f"{given} with --method {label}", "a method that uses it", "Leave one of them out.")
+    if not method.lossless:
+        found, remedy = f"{label}, which changes the answers", "Choose another method, or leave the setting out."
+        raise InputError("method", found, "a lossless method: answers are to be the target's", remedy)
     if method.timed:
         remedy = "Give a number, as in online:c=0.1, or choose a method that has one."
         raise InputError("method", f"{label}, which goes by times of this machine", "numbers in its place", remedy)

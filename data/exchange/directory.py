@@ -22,7 +22,8 @@ from draftsmith.modules.types import InputError
 KINDS = (".safetensors", ".bin", ".pt")
 # What trainers leave beside the weights, and every system passes over (vLLM 0.33.0, model_loader/weight_utils.py).
 NOT_WEIGHTS = {"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.bin", "scheduler.pt", "scaler.pt"}
-SAFEAI = "pytorch_model.bin"  # what SafeAILab's code reads first
+# What may lie beside safetensors, and who reads it first.
+COPIES = {"pytorch_model.bin": "SafeAILab's code", "medusa_lm_head.pt": "Medusa's code"}
 FETCH = "Fetch it again, or ask its author for safetensors."
 STORED = "tensors by their names, nothing else"
 
@@ -35,8 +36,7 @@ def package_directory(path: str) -> Path:
 def read_package(path: str) -> Package:
     """Config, tensors and metadata of a foreign directory or hub id; tensors as stored, on the CPU.
 
-    Of weights in several kinds of files safetensors count. `pytorch_model.bin` must then hold the same, for SafeAILab's
-    code reads that one.
+    Of weights in several kinds of files safetensors count. One of COPIES must then hold the same.
 
     Raises:
         InputError: a file is absent, damaged, outside the directory, or holds more than tensors; weights are ambiguous.
@@ -58,9 +58,14 @@ def read_package(path: str) -> Package:
         found = f"{len(wrong)} tensors that only it or only its files have ({', '.join(wrong[:3])})"
         raise InputError(str(index), found, "the tensors of its files", FETCH)
     _check_sizes(directory / "config.json", flat(config), tensors)
-    if files[0].suffix == ".safetensors" and (directory / SAFEAI).exists():
-        _check_equal(tensors, metadata, read_torch(member(directory, SAFEAI, "the directory")), files[0].name)
-    return Package(config, tensors, metadata)
+    for copy in COPIES if files[0].suffix == ".safetensors" else ():
+        if (directory / copy).exists():
+            other = read_torch(member(directory, copy, "the directory"))
+            _check_equal(tensors, metadata, other, files[0].name, copy)
+    names = sorted(
+        entry.name for entry in directory.iterdir() if entry.suffix in KINDS and entry.name not in NOT_WEIGHTS
+    )
+    return Package(config, tensors, metadata, tuple(names))
 
 
 def _check_sizes(file: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -193,7 +198,7 @@ def _not_plain(name: Any, value: Any) -> str:
 
 
 def _check_equal(
-    tensors: Mapping[str, Tensor], metadata: Mapping[str, str], other: Mapping[str, Tensor], name: str
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str], other: Mapping[str, Tensor], name: str, copy: str
 ) -> None:
     """One set of weights in both files. Of tensors that share storage safetensors keeps one; its metadata maps the
     others' names to that one."""
@@ -202,6 +207,6 @@ def _check_equal(
     both = [(key, full[key], other[key]) for key in full if key in other]
     wrong += [key for key, one, two in both if one.dtype != two.dtype or not torch.equal(one, two)]
     if wrong:
-        found = f"{name} and pytorch_model.bin that differ ({', '.join(wrong[:3])})"
-        remedy = f"SafeAILab's code reads pytorch_model.bin, vLLM and SGLang {name}: delete the one that is not meant."
+        found = f"{name} and {copy} that differ ({', '.join(wrong[:3])})"
+        remedy = f"{COPIES[copy]} reads {copy}, vLLM and SGLang {name}: delete the one that is not meant."
         raise InputError("weights", found, "one set of weights", remedy)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +19,6 @@ from draftsmith.data.exchange.check import (
     print_report,
     report_of_assistant,
 )
-from draftsmith.data.exchange.directory import SAFEAI
 from draftsmith.data.exchange.record import RECORD, made_with, make_record
 from draftsmith.data.exchange.states import state_source
 from draftsmith.data.heads.card import draft_model_card, model_card
@@ -50,9 +49,10 @@ class ExportConfig(Loading):
     """Write a head as another system loads it, check it by that system's rules, and print the command that serves it.
 
     Attributes:
-        format: eagle (SafeAILab/EAGLE), vllm and sglang take EAGLE-1 and EAGLE-3 heads, speculators EAGLE-3; specdec_pp
-            an acceptance head with tied blocks; acceptance any acceptance head, with a statement of what a server must
-            feed it; hf-assisted a draft model, for transformers' assisted generation.
+        format: eagle (SafeAILab/EAGLE), vllm and sglang take EAGLE-1 and EAGLE-3 heads, speculators EAGLE-3; medusa-v1
+            and modelopt Medusa heads with their own lm_heads, medusa-v2 those without; specdec_pp an acceptance head
+            with tied blocks; acceptance any acceptance head, with a statement of what a server must feed it;
+            hf-assisted a draft model, for transformers' assisted generation.
         output: The directory to write; new or empty.
         head: The head's directory, such as runs/eagle-head/best.
         target: The target model. Default: the one named in the head's manifest.
@@ -130,10 +130,7 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[Report, str]:
     package = format.write(head.config, state, dtype, source.facts)
     fields = {**package.config, **format.completed(source.facts.raw, manifest, loadable(source.path))}
     package = Package(fields, package.tensors, package.metadata)
-    write_package(directory, package)
-    if format.torch_copy:
-        aliases = {name: package.tensors[own] for name, own in package.metadata.items() if own in package.tensors}
-        write_torch(directory / SAFEAI, {**package.tensors, **aliases})
+    write_package(directory, package, format.weights_files)
     sha256 = manifest["sha256"]["model.safetensors"]
     origin = {"path": str(path), "sha256": sha256, "target": manifest.get("target")}
     write_json(directory / RECORD, make_record(format, head.config, format.recorded(state, package), origin))
@@ -195,13 +192,19 @@ def head_manifest(head: Path, format: HeadFormat, weights: str) -> dict[str, Any
     return read_object(head / "manifest.json", HEAD_MANIFEST, "Copy or train the head again.")
 
 
-def write_package(directory: Path, package: Package) -> None:
+def write_package(directory: Path, package: Package, files: Sequence[str] = ("model.safetensors",)) -> None:
+    """files: of weights, each by its ending; torch's own has a shared tensor under all its names."""
     write_json(directory / "config.json", dict(package.config), indent=2)
     tensors = {name: tensor.contiguous() for name, tensor in package.tensors.items()}
-    # transformers and the servers want to know that the tensors are torch's.
-    write_tensors(directory / "model.safetensors", tensors, {"format": "pt", **package.metadata})
-    # safetensors keeps others from reading it; a server often runs as somebody else.
-    (directory / "model.safetensors").chmod((directory / "config.json").stat().st_mode)
+    aliases = {name: tensors[own] for name, own in package.metadata.items() if own in tensors}
+    for name in files:
+        if not name.endswith(".safetensors"):
+            write_torch(directory / name, {**tensors, **aliases})
+            continue
+        # transformers and the servers want to know that the tensors are torch's.
+        write_tensors(directory / name, tensors, {"format": "pt", **package.metadata})
+        # safetensors keeps others from reading it; a server often runs as somebody else.
+        (directory / name).chmod((directory / "config.json").stat().st_mode)
 
 
 def index_for_target(target: str, directory: Path) -> str:

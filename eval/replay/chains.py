@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from draftsmith.eval.replay.record import Recording, TargetAnswers, seed_of, wal
 from draftsmith.eval.replay.rollouts import ChainRollouts, Floats, Ints
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.acceptance.repeats import followers, mean_score, repeat_scores
-from draftsmith.modules.decoding.branches import BranchedText, DraftModelBranches, pieces, target_states
+from draftsmith.modules.decoding.branches import BranchDrafter, BranchedText, DraftModelBranches, pieces, target_states
 from draftsmith.modules.decoding.confidence import TokenConfidences, draft_distribution
 from draftsmith.modules.decoding.protocols import DraftView, EachRow
 from draftsmith.modules.decoding.stop import FixedLength
@@ -148,15 +147,17 @@ class ChainRecorder:
                 known.setdefault(name, np.full(shape, np.nan))[row, : len(kept)] = values.cpu().numpy()
         return _Drafts(token, known, read, _stacked(states), _stacked(after))
 
+    def _branches(self, depth: int) -> BranchDrafter:
+        models = self._models
+        if self._name != "draft":
+            return models.heads[self._name].branches(models.target, depth)
+        assert models.draft is not None
+        return DraftModelBranches(models.draft, depth)
+
     def _together(self, prompt: BenchPrompt, number: int, reading: ReadAnswer) -> _Drafts:
         """From all places at once. Drafts end with an end token here too."""
         depth, first, answer = self._how.depth, len(prompt.prompt_ids), reading.answer.tokens
-        models = self._models
-        if self._name == "draft":
-            assert models.draft is not None
-            branches = DraftModelBranches(models.draft, depth + 1)
-        else:
-            branches = models.heads[self._name].branches(models.target, depth + 1)
+        models, branches = self._models, self._branches(depth + 1)
         # The last token is not needed: no round begins behind it.
         branches.open([*prompt.prompt_ids, *answer[:-1]], reading.features[: first + len(answer) - 1])
         draws = CoupledDraws(reading, depth + 1, self._how.params, seed_of(self._how.seed, number, depth + 1))
@@ -175,9 +176,8 @@ class ChainRecorder:
         """[S, K]: `RepeatScores.mean` of every token, by the states that predicted them; None where no head asks."""
         if not any("repeat_mean" in head.config.features for head in self._heads.values()):
             return None
-        models, params, mask = self._models, self._how.params, torch.from_numpy(drafts.token >= 0)
-        lm: Any = models.draft if self._name == "draft" else models.heads[self._name].branches(models.target, 1)
-        logits = lm.lm_head(drafts.before)
+        params, mask = self._how.params, torch.from_numpy(drafts.token >= 0)
+        logits = self._branches(1).lm_head(drafts.before, mask.nonzero()[:, 1])
         q = logits.float().softmax(-1) if params.greedy else probabilities(logits, params)
         followed = q.gather(-1, expected[mask].clamp_min(0)[:, None].to(q.device))[:, 0]
         means = torch.zeros_like(halves, dtype=torch.float64)

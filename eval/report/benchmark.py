@@ -30,6 +30,7 @@ from draftsmith.eval.report.drawing import (
 )
 from draftsmith.eval.report.runs import Run, prompt_rows, temperature_of, temperatures
 from draftsmith.eval.report.tables import Column, Table, interval, plain
+from draftsmith.modules.drafters.methods import LOSSY
 
 Row = dict[str, Any]
 RATES = ("speedup", "tau")
@@ -58,7 +59,9 @@ def temperature_text(temperature: float) -> str:
 
 
 def headline(rows: Sequence[Row], temperature: float, several: bool) -> Table:
-    """Methods by tasks, each with speed-up and tau, and both over all prompts with their intervals."""
+    """Methods by tasks, each with speed-up and tau, and both over all prompts with their intervals; lossless ones."""
+    left_out = any(row["method"].endswith(LOSSY) for row in rows)
+    rows = [row for row in rows if not row["method"].endswith(LOSSY)]
     columns = [Column("method", "method"), *([Column("run", "run")] if several else [])]
     for key, title, form in (("speedup", "speed-up", ".2fx"), ("tau", "τ", ".2f")):
         columns += [Column(key, title, form, "all prompts"), Column(f"{key}_ci", "95 % CI", "", "all prompts")]
@@ -71,6 +74,8 @@ def headline(rows: Sequence[Row], temperature: float, several: bool) -> Table:
     if any(row.get("macro_speedup") is not None for row in rows):
         groups = [("mean of tasks", "macro_speedup", "macro_tau"), *groups]
         note += " Mean of tasks, as papers have it: each task counts alike, however long its answers."
+    if left_out:
+        note += f" What is{LOSSY} stands in the table of counts alone."
     for group, speedup, tau in groups:
         columns += [Column(speedup, "speed-up", ".2fx", group), Column(tau, "τ", ".2f", group)]
     table_rows = []
@@ -209,7 +214,8 @@ def against(rows: Rows) -> Any:
     """
     methods = list(dict.fromkeys(row["method"] for row in rows))
     first = methods[0]
-    last = max(methods[1:], key=lambda method: sum(row["tokens_per_s"] for row in rows if row["method"] == method))
+    others = [method for method in methods[1:] if not method.endswith(LOSSY)] or methods[1:]
+    last = max(others, key=lambda method: sum(row["tokens_per_s"] for row in rows if row["method"] == method))
     choose = [
         alt.param(name=name, value=value, bind=alt.binding_select(options=list(methods), name=title))
         for name, value, title in (("method_x", first, "along x "), ("method_y", last, "along y "))

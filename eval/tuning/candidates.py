@@ -162,9 +162,9 @@ def predict(settings: Sequence[Named], recorded: Recorded, costs: DecodingCosts)
 
 
 def best_of_families(predicted: Sequence[Predicted]) -> list[Predicted]:
-    """The fastest setting of every family, fastest first."""
+    """The fastest lossless setting of every family, fastest first."""
     best: dict[str, Predicted] = {}
-    for item in predicted:
+    for item in (item for item in predicted if item.named.method.lossless):
         if item.family not in best or item.tokens_per_s > best[item.family].tokens_per_s:
             best[item.family] = item
     return sorted(best.values(), key=lambda item: -item.tokens_per_s)

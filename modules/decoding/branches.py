@@ -32,7 +32,8 @@ Draw = Callable[[slice, int, Tensor], Tensor]
 class Drafted:
     """Drafts of K tokens from S starts.
 
-    hidden: the drafter's states that predicted the tokens; `lm_head` of them are the logits they were drawn from.
+    hidden: the drafter's states that predicted the tokens; `BranchDrafter.lm_head` of them and of their levels are the
+        logits they were drawn from.
     """
 
     tokens: Tensor  # [S, K] int64
@@ -175,8 +176,9 @@ class BranchDrafter(ABC):
         """The token embeddings [.., H] that the drafter reads."""
         return self._lm.embed(ids.to(self.device))
 
-    def lm_head(self, hidden: Tensor) -> Tensor:
-        """Logits [.., V] of the drafter's states."""
+    def lm_head(self, hidden: Tensor, level: int | Tensor = 0) -> Tensor:
+        """Logits [.., V] of the drafter's states hidden [.., H]. level: which token of its draft each predicts, from 0,
+        one number or [..]: some drafters have an lm_head for each."""
         return self._lm.lm_head(hidden)
 
     def draft(
@@ -209,7 +211,7 @@ class BranchDrafter(ABC):
                     if level:
                         hidden.append(self._step(own, level - 1, tokens[-1], hidden[-1]))
                     try:
-                        tokens.append(checked(draw(piece, level, self.lm_head(hidden[-1]))))
+                        tokens.append(checked(draw(piece, level, self.lm_head(hidden[-1], level))))
                     except NonFinite as error:
                         raise error.passed(self.model, level + starts[piece][error.row or 0]) from None
                 self._drop()

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from draftsmith.modules.decoding.typical import Typical
 from draftsmith.modules.finite import blame
 from draftsmith.modules.sampling import Source
 from draftsmith.modules.types import SamplingParams
@@ -25,6 +26,7 @@ class DraftTree:
     last_unread: the target does not read the last token of a chain. That token is verified by the row before it, and a
         round that accepts everything has no bonus token: its last drafted token becomes the next root (PEARL).
     values: what each node was chosen by, where there is such a thing (EAGLE-2: log-probability of its path).
+    typical: accept by this rule in the place of the exact one, which changes the output; for trees that are chosen.
     num_drafted: tokens drafted for this round, where they are not the nodes: what is drafted ahead (PEARL) counts in
         the round that drafts it.
     draft_calls: forward passes of the drafter that it took.
@@ -35,6 +37,7 @@ class DraftTree:
     draft_prob: Tensor | None = None
     last_unread: bool = False
     values: tuple[float, ...] | None = None
+    typical: Typical | None = None
     num_drafted: int = -1
     draft_calls: int = 0
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from draftsmith.modules.decoding.protocols import DraftTree, Verdict
+from draftsmith.modules.decoding.typical import Typical
 from draftsmith.modules.finite import NO_TOKEN, NonFinite
 from draftsmith.modules.sampling import (
     Source,
@@ -45,7 +46,8 @@ def verify(
 
     Greedy: walk while the target's argmax is a child. Sampling, nodes chosen deterministically: draw x ~ p and go to
     child x where there is one (the distribution of accepting with p(x) and renormalising). Sampling, a chain drawn from
-    q: accept with min(1, p/q), else draw from norm((p - q)+) (Leviathan et al. 2023, algorithm 1).
+    q: accept with min(1, p/q), else draw from norm((p - q)+) (Leviathan et al. 2023, algorithm 1). A tree that asks for
+    typical acceptance gets it, and does not follow the target; greedily there is no difference.
 
     Raises:
         NonFinite: the target's numbers at a node that the walk visits; its position is the node's depth.
@@ -62,6 +64,9 @@ def verify(
         if tree is None:
             continue
         try:
+            if tree.typical is not None and not params.greedy:
+                verdicts[row] = _typical(tree, tree.typical, numbers, row, sources[row])
+                continue
             if params.greedy or tree.draft_prob is None:
                 verdicts[row] = _walk(tree, numbers.choice(row))
                 continue
@@ -102,6 +107,19 @@ def _walk(tree: DraftTree, choice: Callable[[int], int]) -> Verdict:
         path.append(child)
         node = child
     return Verdict(tuple(path), None)
+
+
+def _typical(tree: DraftTree, rule: Typical, numbers: _Lazy, row: int, source: Source) -> Verdict:
+    """The path that the rule accepts, then a token of the target's own."""
+
+    def distribution(node: int) -> Tensor:
+        return numbers.distribution(row, node + 1)
+
+    path = rule.path(tree.tokens, tree.parents, distribution)
+    try:
+        return Verdict(path, source.draw(distribution(path[-1] if path else -1)))
+    except NonFinite as error:
+        raise error.passed(offset=len(path)) from None
 
 
 def _children(tree: DraftTree) -> dict[tuple[int, int], int]:

@@ -256,5 +256,5 @@ class FeatureBranches(BranchDrafter):
         assert self._cache is not None
         self._cache.keep(len(self._text))
 
-    def lm_head(self, hidden: Tensor) -> Tensor:
+    def lm_head(self, hidden: Tensor, level: int | Tensor = 0) -> Tensor:
         return self._net.lm_head(hidden)

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,16 +16,19 @@ from torch.utils.checkpoint import checkpoint
 from draftsmith.modules import flops
 from draftsmith.modules.acceptance.head import ResidualBlock
 from draftsmith.modules.decoding.branches import BranchDrafter
-from draftsmith.modules.decoding.protocols import DraftTree, StopPolicy
+from draftsmith.modules.decoding.protocols import Drafter, DraftTree, StopPolicy
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.tree import StaticTree
-from draftsmith.modules.drafters.base import DraftHead, HeadCard, TrainStep
+from draftsmith.modules.decoding.typical import Typical
+from draftsmith.modules.drafters.base import DraftHead, HeadCard, TargetWeights, TrainStep
 from draftsmith.modules.drafters.chains import FixedK
 from draftsmith.modules.drafters.growth import Level, grow_static
+from draftsmith.modules.drafters.methods import Models
 from draftsmith.modules.drafters.row_drafter import DraftedRow, RowDrafter
 from draftsmith.modules.drafters.trees import StaticTrees
 from draftsmith.modules.layers import LlamaConfig
-from draftsmith.modules.losses import CHUNK_ELEMENTS
+from draftsmith.modules.losses import CHUNK_ELEMENTS, LmHead
+from draftsmith.modules.quantized import Precision, linear_of
 from draftsmith.modules.sampling import Source
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import FeatureBatch, InputError, LossOutput, SamplingParams, at_least, at_most
@@ -36,28 +39,35 @@ AHEAD = 2
 
 @dataclass(frozen=True)
 class MedusaConfig:
-    """Sizes of Medusa heads: the target's, and num_heads heads of num_layers residual blocks each."""
+    """Sizes of Medusa heads: the target's, and num_heads heads of num_layers residual blocks each.
+
+    own_lm_head: each head has an lm_head of its own (section 2.1.1 of the paper); else all read the target's.
+    """
 
     hidden_size: int
     vocab_size: int
     max_position: int
     num_heads: int = 5
     num_layers: int = 1
+    own_lm_head: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class MedusaSettings:
-    """Train Medusa heads. The target's lm_head reads what they give and stays as it is.
+    """Train Medusa heads. The target stays as it is, its lm_head too.
 
     Attributes:
         num_heads: Heads, and so the tokens of the longest draft. Default: 5, or those of the heads to train on.
         num_layers: Residual blocks of each head. Default: 1, or those of the heads to train on.
+        lm_head: own, one for each head, which begins as the target's and is trained, as published; or target, whose
+            lm_head reads what all heads give. Default: target, or what the heads to train on have.
         init: random, where every head begins by repeating the token before; or a directory of heads to train on.
         head_decay: Loss weight of a head, relative to the one before.
     """
 
     num_heads: int | None = None
     num_layers: int | None = None
+    lm_head: Literal["own", "target"] | None = None
     init: str = "random"
     head_decay: float = 0.8
 
@@ -71,7 +81,7 @@ class MedusaSettings:
 
 class MedusaHead(DraftHead):
     """Guesses each of the next tokens from the target's last state alone, by a head for each (Medusa-1, Cai et al.
-    2024). The lm_head is the target's and not in this directory."""
+    2024). They have an lm_head each, or read the target's, which is not in this directory."""
 
     kind = "medusa"
     Config, Settings = MedusaConfig, MedusaSettings
@@ -85,6 +95,8 @@ class MedusaHead(DraftHead):
             nn.Sequential(*(ResidualBlock(config.hidden_size) for _ in range(config.num_layers)))
             for _ in range(config.num_heads)
         )
+        own = config.num_heads if config.own_lm_head else 0
+        self.lm_heads = nn.ModuleList(nn.Linear(config.hidden_size, config.vocab_size, bias=False) for _ in range(own))
 
     def forward(self, features: Tensor) -> list[Tensor]:
         """The state of every head, [.., H] each, from the target's features [.., H]."""
@@ -92,7 +104,8 @@ class MedusaHead(DraftHead):
 
     @classmethod
     def card(cls, head: Mapping[str, Any]) -> HeadCard:
-        shape = (f"- {head['num_heads']} heads of {head['num_layers']} residual block(s)",) if head else ()
+        whose = "an lm_head of its own" if head.get("own_lm_head") else "the target's lm_head"
+        shape = (f"- {head['num_heads']} heads of {head['num_layers']} residual block(s) and {whose}",) if head else ()
         metrics = {f"top1_{i}": f"the same of the head for the {i}. token" for i in range(2, 10)}
         card = super().card(head)
         return dataclasses.replace(card, title="Medusa heads", method="medusa", shape=shape, metrics=metrics)
@@ -102,15 +115,30 @@ class MedusaHead(DraftHead):
     @classmethod
     def shape(cls, settings: MedusaSettings, target: LlamaConfig) -> MedusaConfig:
         sizes = target.hidden_size, target.vocab_size, target.max_position
-        return MedusaConfig(*sizes, settings.num_heads or 5, settings.num_layers or 1)
+        return MedusaConfig(*sizes, settings.num_heads or 5, settings.num_layers or 1, settings.lm_head == "own")
 
     @classmethod
     def check_start(cls, settings: MedusaSettings, config: MedusaConfig) -> None:
-        for name in ("num_heads", "num_layers"):
-            asked, own = getattr(settings, name), getattr(config, name)
+        has = {
+            "num_heads": config.num_heads,
+            "num_layers": config.num_layers,
+            "lm_head": "own" if config.own_lm_head else "target",
+        }
+        for name, own in has.items():
+            asked = getattr(settings, name)
             if asked not in (None, own):
                 expected = f"{own}, as the heads of --init have"
                 raise InputError(name, asked, expected, f"Leave --{name.replace('_', '-')} out.")
+
+    def start(self, name: str, weights: TargetWeights) -> None:
+        super().start(name, weights)
+        if self.config.own_lm_head:
+            self.copy_lm_head(weights.lm_head())
+
+    def copy_lm_head(self, wanted: Tensor) -> None:
+        """Let the lm_head of every head be this one, [V, H]."""
+        for weight in self.lm_heads.parameters():
+            weight.data.copy_(wanted)
 
     @classmethod
     def num_loss_tokens(cls, batch: FeatureBatch) -> int:
@@ -124,10 +152,13 @@ class MedusaHead(DraftHead):
         assert batch.features is not None, "the target reads the batch first"
         features = batch.features.to(next(self.parameters()).dtype)
         loss, sums, counts = features.new_zeros(()), {}, {}
-        for i, head in enumerate(self.heads):
+        outputs = self.outputs(lambda hidden: target.lm_head(hidden.to(target.dtype)))
+        for i, (head, lm_head) in enumerate(zip(self.heads, outputs, strict=True)):
             counted = pairs(batch, i)
             labels = batch.input_ids[:, AHEAD + i :][counted]
-            entropy, hits = token_loss(head(features[:, : counted.shape[1]][counted]), labels, target)
+            entropy, hits = token_loss(
+                head(features[:, : counted.shape[1]][counted]), labels, lm_head, self.config.vocab_size
+            )
             loss = loss + settings.head_decay**i * entropy
             name = "top1" if i == 0 else f"top1_{i + 1}"
             sums[name], counts[name] = hits, counted.sum()
@@ -137,10 +168,21 @@ class MedusaHead(DraftHead):
     @classmethod
     def flops(cls, config: MedusaConfig, settings: MedusaSettings, step: TrainStep, loss_tokens: int) -> float:
         blocks = config.num_layers * flops.linear(config.hidden_size, config.hidden_size, loss_tokens)
-        lm_head = flops.linear(config.hidden_size, config.vocab_size, loss_tokens)  # frozen: no gradient of its weight
-        return config.num_heads * (flops.TRAINED * blocks + 2 * lm_head)
+        lm_head = flops.linear(config.hidden_size, config.vocab_size, loss_tokens)
+        passes = flops.TRAINED if config.own_lm_head else flops.FROZEN_PASSING
+        return config.num_heads * (flops.TRAINED * blocks + passes * lm_head)
 
     # -- decoding
+
+    def outputs(self, shared: LmHead) -> Sequence[LmHead]:
+        """What makes logits of each head's states. shared: of those that have no lm_head of their own."""
+        return list(self.lm_heads) if self.config.own_lm_head else [shared] * self.config.num_heads
+
+    def draft_in(self, precision: Precision, target: CausalLM) -> None:
+        if self.config.own_lm_head:
+            self.precision = precision
+        else:
+            super().draft_in(precision, target)
 
     def drafter(self, target: CausalLM, stops: Sequence[StopPolicy], capacity: int) -> MedusaDrafter:
         return MedusaDrafter(self, target, stops)
@@ -160,16 +202,17 @@ def pairs(batch: FeatureBatch, head: int) -> Tensor:
     return same & batch.loss_mask[:, ahead:]
 
 
-def token_loss(hidden: Tensor, labels: Tensor, target: CausalLM) -> tuple[Tensor, Tensor]:
-    """Sum of the cross-entropies of hidden [N, H] with labels [N], and how often the label is the argmax. Logits are
-    made CHUNK_ELEMENTS at a time, and again for the gradient."""
+def token_loss(hidden: Tensor, labels: Tensor, lm_head: LmHead, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Sum of the cross-entropies of lm_head(hidden [N, H]) with labels [N], and how often the label is the argmax.
+    Logits are made CHUNK_ELEMENTS at a time, and again for the gradient."""
 
     def chunk(states: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        logits = target.lm_head(states.to(target.dtype)).float()
+        logits = lm_head(states)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return F.cross_entropy(logits, wanted, reduction="sum"), (logits.argmax(-1) == wanted).sum()
 
-    rows = max(1, CHUNK_ELEMENTS // target.info.vocab_size)
-    entropies, hits = [hidden.new_zeros((), dtype=torch.float32)], [labels.new_zeros(())]
+    rows = max(1, CHUNK_ELEMENTS // vocab_size)
+    entropies, hits = list[Tensor](), list[Tensor]()
     for states, wanted in zip(hidden.split(rows), labels.split(rows), strict=True):
         entropy, right = checkpoint(chunk, states, wanted, use_reentrant=False, preserve_rng_state=False)
         entropies.append(entropy)
@@ -178,16 +221,20 @@ def token_loss(hidden: Tensor, labels: Tensor, target: CausalLM) -> tuple[Tensor
 
 
 class MedusaDrafter(RowDrafter):
-    """Drafts chains or, given a shape, trees: all from the target's state that gave the last token, in one pass."""
+    """Drafts chains or, given a shape, trees: all from the target's state that gave the last token, in one pass.
+
+    typical: asked for with every tree, where it is not None.
+    """
 
     model = "medusa"
+    typical: Typical | None = None
 
     def __init__(
         self, head: MedusaHead, target: CausalLM, stops: Sequence[StopPolicy], shape: StaticTree | None = None
     ):
         """stops: a policy for each row, which chains end by."""
         super().__init__(stops)
-        self._head, self._lm_head, self._shape = in_type_of(head, target), head.output or target.lm_head, shape
+        self._head, self._lm_heads, self._shape = in_type_of(head, target), lm_heads_of(head, target), shape
 
     def _deepest(self, row: DraftedRow) -> int:
         return self._head.config.num_heads
@@ -198,17 +245,18 @@ class MedusaDrafter(RowDrafter):
             trees = self._drawn(states, limits, params, sources)
         else:
             trees = self._trees(self._shape, states, limits)
-        return [dataclasses.replace(tree, draft_calls=1) if tree.tokens else tree for tree in trees]
+        typical = None if self._shape is None else self.typical
+        return [dataclasses.replace(tree, draft_calls=1, typical=typical) if tree.tokens else tree for tree in trees]
 
     def _drawn(
         self, states: list[Tensor], limits: Sequence[int], params: SamplingParams, sources: Sequence[Source]
     ) -> list[DraftTree]:
-        levels = iter(states)
+        levels = iter(zip(self._lm_heads, states, strict=True))
 
         def step(_: object = None) -> tuple[Tensor, Tensor]:
             """What follows does not depend on the tokens before it."""
-            hidden = next(levels)
-            return self._lm_head(hidden), hidden
+            lm_head, hidden = next(levels)
+            return lm_head(hidden), hidden
 
         logits, hidden = step()
         return self._chains(logits, hidden, step, limits, params, sources)
@@ -216,7 +264,7 @@ class MedusaDrafter(RowDrafter):
     def _trees(self, shape: StaticTree, states: list[Tensor], limits: Sequence[int]) -> list[DraftTree]:
         def level(depth: int, count: int) -> Level:
             hidden = states[depth][:, None]
-            logits = self._lm_head(hidden)
+            logits = self._lm_heads[depth](hidden)
             return Level(hidden.expand(-1, count, -1), logits.expand(-1, count, -1))
 
         def expand(tokens: Tensor, above: Tensor, depth: int) -> Level:
@@ -236,7 +284,7 @@ class MedusaBranches(BranchDrafter):
 
     def __init__(self, head: MedusaHead, target: CausalLM, depth: int):
         super().__init__(target, depth)
-        self._head = in_type_of(head, target)
+        self._head, self._lm_heads = in_type_of(head, target), lm_heads_of(head, target)
 
     def open(self, tokens: Sequence[int], features: Tensor | None = None) -> None:
         assert features is not None and len(features) == len(tokens)
@@ -251,6 +299,15 @@ class MedusaBranches(BranchDrafter):
     def _before(self, starts: Tensor) -> Tensor:
         return self._level(starts, 0)
 
+    def lm_head(self, hidden: Tensor, level: int | Tensor = 0) -> Tensor:
+        if isinstance(level, int):
+            return self._lm_heads[level](hidden)
+        logits = hidden.new_empty(*hidden.shape[:-1], self._lm.info.vocab_size)
+        for number, lm_head in enumerate(self._lm_heads):
+            own = (level == number).to(hidden.device)
+            logits[own] = lm_head(hidden[own])
+        return logits
+
     def _step(self, starts: Tensor, level: int, tokens: Tensor, hidden: Tensor) -> Tensor:
         return self._level(starts, level + 1)
 
@@ -262,6 +319,14 @@ def in_type_of(head: MedusaHead, target: CausalLM) -> MedusaHead:
     return head if same else copy.deepcopy(head).to(target.device, target.dtype)
 
 
+def lm_heads_of(head: MedusaHead, target: CausalLM) -> Sequence[LmHead]:
+    """What drafts make logits with, an lm_head for each head."""
+    if not head.config.own_lm_head:
+        return head.outputs(head.output or target.lm_head)
+    weights = [weight.detach().to(target.device, target.dtype) for weight in head.lm_heads.parameters()]
+    return [linear_of(weight, None, target.packed, head.precision) for weight in weights]
+
+
 @dataclass(frozen=True)
 class MedusaChain(FixedK):
     """Medusa heads draft a chain of k tokens a round, at most one a head."""
@@ -271,9 +336,34 @@ class MedusaChain(FixedK):
 
 @dataclass(frozen=True)
 class MedusaTree(StaticTrees):
-    """Medusa heads draft a tree a round, a YAML list of paths of ranks: node by node what its head thinks probable."""
+    """Medusa heads draft a tree a round, a YAML list of paths of ranks: node by node what its head thinks probable.
+
+    accept: exact, or typical, which accepts what the target finds probable enough: p(x) > min(eps, delta exp(-H(p))).
+        That changes the output, but for greedy decoding.
+    """
+
+    accept: Literal["exact", "typical"] = "exact"
+    eps: float = Typical.eps
+    delta: float = Typical.delta
 
     uses = ("medusa",)
+
+    def __post_init__(self) -> None:
+        assert self.rule.eps  # checks both
+
+    @property
+    def rule(self) -> Typical:
+        return Typical(self.eps, self.delta)
+
+    @property
+    def lossless(self) -> bool:
+        return self.accept == "exact"
+
+    def build(self, models: Models, rows: int = 1) -> Drafter:
+        drafter = super().build(models, rows)
+        assert isinstance(drafter, MedusaDrafter)
+        drafter.typical = None if self.lossless else self.rule
+        return drafter
 
 
 METHODS = {"medusa": MedusaTree, "medusa-chain": MedusaChain}

@@ -23,6 +23,8 @@ from draftsmith.modules.decoding.tree import StaticTree
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
 
+# Behind the name of a method that does not keep the target's distribution, wherever it is shown.
+LOSSY = " (not lossless)"
 SWITCH = {"on": True, "true": True, "yes": True, "off": False, "false": False, "no": False}
 
 
@@ -98,6 +100,11 @@ class Method:
         return self.uses
 
     @property
+    def lossless(self) -> bool:
+        """Whether its output follows the target. One that does not is never a choice that is made for the user."""
+        return True
+
+    @property
     def trees(self) -> tuple[str, ...]:
         """Names of draft trees that it reads (`Models.trees`)."""
         return ()
@@ -122,10 +129,14 @@ class Autoregressive(Method):
 
 @dataclass(frozen=True)
 class Named:
-    """A method and its name in tables, as the user wrote it."""
+    """A method and its name in tables: as the user wrote it, and LOSSY behind it where it is that."""
 
     label: str
     method: Method
+
+    def __post_init__(self) -> None:
+        if not self.method.lossless:
+            object.__setattr__(self, "label", self.label.removesuffix(LOSSY) + LOSSY)
 
 
 def known_methods() -> Mapping[str, type[Method]]:
@@ -160,7 +171,7 @@ def parse_methods(text: str, more: Mapping[str, type[Method]] | None = None) -> 
 def parse_method(label: str, more: Mapping[str, type[Method]] | None = None) -> Method:
     """One method with its settings."""
     known = {**known_methods(), **(more or {})}
-    name, *parts = (part.strip() for part in label.split(":"))
+    name, *parts = (part.strip() for part in label.removesuffix(LOSSY).split(":"))
     if name not in known:
         raise InputError("methods", repr(name), f"one of {', '.join(known)}", "Correct the name.")
     method_class: Any = known[name]

@@ -17,11 +17,13 @@ from draftsmith.modules.types import InputError
 
 @dataclass(frozen=True)
 class Package:
-    """The content of a directory: `config.json`, and the tensors and metadata of its one weights file."""
+    """The content of a directory: `config.json`, and the tensors and metadata of its one weights file. files: names of
+    all its files of weights, where it lies on a disk."""
 
     config: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
     metadata: Mapping[str, str] = field(default_factory=dict)
+    files: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -215,7 +217,7 @@ class HeadFormat(ABC):
     predicts: the head is a predictor, which reads a draft's hidden states, and no drafter.
     num_drafted: tokens a round in the command that serves it, where nothing was measured.
     probe_room: positions that `compare` needs behind a probe.
-    float32: the system reads no other type. torch_copy: it reads `pytorch_model.bin`, which is written too.
+    float32: the system reads no other type. weights_files: what the weights are written as; the system reads the last.
     target_index: it finds the target's tensors through an index of shards. notes: what its users should know.
     w_rej: the loss weight of rejected tokens is no part of the file, and has to be told.
     """
@@ -227,7 +229,7 @@ class HeadFormat(ABC):
     num_drafted: ClassVar[int] = 5
     probe_room: ClassVar[int] = 0
     float32: ClassVar[bool] = False
-    torch_copy: ClassVar[bool] = False
+    weights_files: ClassVar[tuple[str, ...]] = ("model.safetensors",)
     target_index: ClassVar[bool] = False
     notes: ClassVar[tuple[str, ...]] = ()
     w_rej: ClassVar[bool] = False

@@ -14,7 +14,10 @@ from draftsmith.modules.interop import formats
 from draftsmith.modules.interop.base import ForeignHead, HeadFormat
 from draftsmith.modules.types import InputError
 
-CAN_READ = "an EAGLE-1 or EAGLE-3 head (SafeAILab, vLLM, SGLang, speculators) or an acceptance head of SpecDec_pp"
+CAN_READ = (
+    "an EAGLE-1 or EAGLE-3 head (SafeAILab, vLLM, SGLang, speculators), Medusa heads (FasterDecoding, ModelOpt) or an "
+    "acceptance head of SpecDec_pp"
+)
 LATER = "Importing it is not supported yet."
 
 
@@ -73,7 +76,7 @@ def causal_lm(found: ForeignHead) -> bool:
     """Layers and an embedding, as a whole model has them, and nothing that fuses."""
     stack = r"(language_model\.)?(model\.)?(layers|transformer\.h|h|decoder\.layers|gpt_neox\.layers)\.\d+\."
     embedding = found.has(r"(.*\.)?(embed_tokens|wte|embed_in|word_embeddings)\.")
-    return found.has(stack) and embedding and not found.has(r"(eh_proj|fc)\.")
+    return found.has(stack) and embedding and not found.has(r"(eh_proj|fc|medusa_heads)\.")
 
 
 TYPE = "speculators_model_type"
@@ -98,17 +101,11 @@ REFUSED = (
         rule=lambda found: TYPE not in found.config and "speculators_config" in found.config,
     ),
     KnownFormat("Medusa heads with the whole model around them (medusa_head)", tensors=r"medusa_head\."),
-    KnownFormat("Medusa heads in the layout of a server (medusa_heads)", tensors=r"medusa_heads\."),
     KnownFormat(
         "Medusa heads in the layout of vLLM's former MedusaModel",
         tensors=r"blocks\.\d+\.layers\.\d+\.",
         architecture="MedusaModel$",
     ),
-    KnownFormat(
-        "Medusa heads (v1, with their own output layers)",
-        rule=lambda found: found.has(r"\d+\.\d+\.linear\.") and found.has(r"\d+\.\d+\.weight$"),
-    ),
-    KnownFormat("Medusa heads (v2, with the target's output layer)", tensors=r"\d+\.\d+\.linear\."),
     KnownFormat(
         "Hydra heads",
         tensors=r"hydra_|prefix_embeding_layer\.|input_embed_fn\.",

@@ -44,7 +44,7 @@ class SpecDecPP(PredictorFormat):
 
     name = "specdec_pp"
     system = "SpecDec_pp"
-    torch_copy = True
+    weights_files = ("model.safetensors", "pytorch_model.bin")
     w_rej = True
     tolerated = OVERWRITTEN
     assumed = (UNCORRECTED,)

@@ -230,3 +230,23 @@ def test_a_bias_too_small_to_bet_on_is_one_line(models, tmp_path, capsys, monkey
     flags = [f"--{key.replace('_', '-')}={value}" for key, value in {**models, **FLAGS, "bias": 1e-6}.items()]
     assert main(["eval", "lossless", *flags, "--methods", "ar", "--output", str(tmp_path)]) == 2
     assert "bias" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("sampled", [2, 0])
+def test_typical_acceptance_is_announced_found_and_never_called_lossless(
+    models, tmp_path, capsys, monkeypatch, sampled
+):
+    """By its rule, also where no test is made that could find it: greedily nothing is changed."""
+    monkeypatch.setattr("draftsmith.eval.lossless.sampling.FIRST_TOKENS", 400)
+    monkeypatch.setattr("draftsmith.eval.lossless.sampling.POWER_TOKENS", 128)
+    monkeypatch.setenv("COLUMNS", "200")
+    own = {"target": models["target"], "draft": str(Path(models["eagle"]).with_name("medusa"))}
+    settings = {**own, "prompts": models["prompts"], **FLAGS, "sampled_prompts": sampled, "batch_size": 1}
+    flags = [f"--{key.replace('_', '-')}={value}" for key, value in settings.items()]
+    assert main(["eval", "lossless", *flags, "--methods", "medusa:accept=typical", "--output", str(tmp_path)]) == 1
+    said = capsys.readouterr()
+    assert "medusa:accept=typical (not lossless): its rule of acceptance changes the output" in said.out + said.err
+    assert "NOT lossless, by its rule" in said.out
+    row = rows(tmp_path)["medusa:accept=typical (not lossless), single"]
+    assert row["greedy"]["passed"] and not row["passed"]
+    assert row["sampling"] is None if not sampled else not row["sampling"]["passed"]

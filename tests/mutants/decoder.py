@@ -5,6 +5,7 @@ from __future__ import annotations
 from mutants.mutant import BATCH, CUBE, EXACT, LIMITS, POOL, ROWS_ALONE, TRACE, TREE, Mutant, emitted
 
 VERIFY, LOOP, TRACE_PY, CHAIN = (f"modules/decoding/{name}.py" for name in ("verify", "loop", "trace", "chain"))
+TYPICAL, TYPICAL_TEST = "modules/decoding/typical.py", "tests/modules/decoding/typical_test.py"
 DRAFTERS = "modules/drafters"
 QUANTIZED, QUANTIZED_TEST = "modules/quantized.py", "tests/modules/quantized_test.py"
 PACKED_TEST = "tests/modules/packed_test.py"
@@ -27,6 +28,20 @@ def refilled(method: str) -> tuple[str, ...]:
 
 
 MUTANTS = [
+    # -- typical acceptance
+    Mutant("typical-at-the-bound-too", TYPICAL, "return wide > torch.clamp", "return wide >= torch.clamp",
+           (TYPICAL_TEST,)),
+    Mutant("typical-by-the-larger-bound", TYPICAL, "torch.exp(-entropy), max=self.eps)",
+           "torch.exp(-entropy), min=self.eps)", (TYPICAL_TEST,)),
+    Mutant("typical-of-the-parents-law", TYPICAL, "prob = distribution(parent)", "prob = distribution(-1)",
+           (TYPICAL_TEST,)),
+    Mutant("typical-shortest-of-the-most-probable", TYPICAL, "len(paths[node]), scores[parent][1]",
+           "0, scores[parent][1]", (TYPICAL_TEST,)),
+    Mutant("typical-token-follows-the-root", VERIFY, "distribution(path[-1] if path else -1)", "distribution(-1)",
+           (TYPICAL_TEST,)),
+    Mutant("typical-shown-as-lossless", "modules/drafters/methods.py",
+           "self.label.removesuffix(LOSSY) + LOSSY", "self.label.removesuffix(LOSSY)",
+           ("tests/modules/drafters/methods_test.py",)),
     # -- what is kept
     Mutant("verify-residual-is-the-target", VERIFY, "return accepted, residual(target_prob, draft_prob)",
            "return accepted, target_prob", emitted("spec:k=1")),

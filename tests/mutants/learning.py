@@ -9,7 +9,10 @@ RULES, REPLAYED, STOP_RULES_TEST, COUPLED = (
     f"tests/eval/replay/{name}_test.py" for name in ("rules", "replay", "stop_rules", "coupling")
 )
 LOSSES, METRICS = "modules/losses.py", "modules/metrics.py"
-EAGLE = "modules/drafters/eagle/head.py"
+EAGLE, MEDUSA, MEDUSA_TEST = (
+    "modules/drafters/eagle/head.py", "modules/drafters/medusa.py", "tests/modules/drafters/medusa_test.py"
+)  # fmt: skip
+MEDUSA_FORMAT, MEDUSA_READ = "modules/interop/medusa.py", "tests/modules/interop/medusa_test.py"
 LOSS_TEST, METRIC_TEST = "tests/modules/losses_test.py", "tests/modules/metrics_test.py"
 LABELS, ROLLOUTS, DATASETS = "data/mixed_text.py", "data/rollouts.py", "data/store/datasets.py"
 LABEL_TEST, ROLLOUT_TEST, DATASET_TEST = (
@@ -25,6 +28,26 @@ REPETITION, SUMMARY = "data/text/repetition.py", "eval/bench/summary.py"
 REPETITION_TEST, SUMMARY_TEST = "tests/data/text/repetition_test.py", "tests/eval/bench/summary_test.py"
 
 MUTANTS = [
+    # -- Medusa's heads
+    Mutant("medusa-heads-weigh-alike", MEDUSA, "settings.head_decay**i * entropy", "entropy", (MEDUSA_TEST,)),
+    Mutant("medusa-heads-guess-one-token-early", MEDUSA, "    ahead = AHEAD + head\n", "    ahead = 1 + head\n",
+           (MEDUSA_TEST,)),
+    Mutant("medusa-lm-heads-begin-at-random", MEDUSA, "            weight.data.copy_(wanted)\n",
+           "            wanted.clone()\n", (MEDUSA_TEST,)),
+    Mutant("medusa-trees-by-the-first-lm-head", MEDUSA, "self._lm_heads[depth](hidden)", "self._lm_heads[0](hidden)",
+           (MEDUSA_TEST,)),
+    Mutant("medusa-states-by-the-first-lm-head", MEDUSA, "own = (level == number)", "own = (0 * level == number)",
+           (MEDUSA_TEST,)),
+    Mutant("medusa-v1-makes-as-many-as-it-says", MEDUSA_FORMAT, "return Layout(FORCED, positive",
+           'return Layout(raw["medusa_num_heads"], positive', (MEDUSA_READ,)),
+    Mutant("medusa-blocks-by-their-first-copy", MEDUSA_FORMAT, "= weights[loaded[-1]]", "= weights[loaded[0]]",
+           (MEDUSA_READ,)),
+    Mutant("medusa-lm-head-before-the-last-block", MEDUSA_FORMAT,
+           '= f"{self.prefix}{i}.{layout.num_layers}.weight"', '= f"{self.prefix}{i}.1.weight"', (MEDUSA_READ,)),
+    Mutant("medusa-lost-tensors-are-zero", MEDUSA_FORMAT, "torch.full(shapes[own], math.nan)",
+           "torch.full(shapes[own], 0.0)", (MEDUSA_READ,)),
+    Mutant("medusa-declared-as-v2-unnoticed", MEDUSA_FORMAT, 'str(package.config.get("version")) == "2"',
+           'str(package.config.get("version")) == "3"', (MEDUSA_READ,)),
     # -- measuring
     Mutant("peak-of-pages-that-were-free", "benchmarks/step_peak.py", "    ctypes.CDLL(None).malloc_trim(0)\n", "",
            ("tests/benchmarks/throughput_test.py",)),

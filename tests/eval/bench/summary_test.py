@@ -15,6 +15,7 @@ from draftsmith.eval.bench.tables import by_task, caption, results_tables, scree
 from draftsmith.eval.report.tables import markdown
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
+from draftsmith.modules.drafters.methods import parse_methods
 
 
 def measured(
@@ -227,3 +228,16 @@ def test_many_methods_go_into_rows_of_the_table_by_task():
     for method in methods:
         (place,) = (i for i, line in enumerate(text) if line.split()[:1] == [method])
         assert text[place].split()[1:] == ["3.00x", "1.50", "1.67x", "2.00", "2.00x", "1.75", "2.33x", "1.75"]
+
+
+def test_what_changes_the_output_is_marked_in_every_table_and_never_the_fastest():
+    (lossy,) = parse_methods("medusa:accept=typical")
+    assert lossy.label == "medusa:accept=typical (not lossless)"
+    results = results_of({"ar": AR, "spec:k=5": AR, lossy.label: SPEC})
+    first, *others = results_tables(results)
+    assert [row["method"] for row in first.rows if row["fastest"]] == ["ar", "spec:k=5"]  # half as fast
+    assert "(not lossless) answers with another distribution than the target's" in caption(results)
+    tables = [first, *others]
+    assert len(tables) == 3
+    assert all(lossy.label in {row["method"] for row in table.rows} for table in tables)
+    assert "not lossless" not in caption(results_of({"ar": AR, "spec:k=5": SPEC}))

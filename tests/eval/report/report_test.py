@@ -34,7 +34,7 @@ from wandb_file import offline_runs
 
 from draftsmith.eval.report import tables
 from draftsmith.eval.report.benchmark import DRAWINGS as OF_A_BENCH
-from draftsmith.eval.report.benchmark import speeds
+from draftsmith.eval.report.benchmark import counts, headline, labelled, speeds
 from draftsmith.eval.report.command import ReportConfig, run
 from draftsmith.eval.report.drawing import Chart, chart
 from draftsmith.eval.report.files import contents
@@ -46,6 +46,7 @@ from draftsmith.eval.report.tables import Table
 from draftsmith.eval.report.viewer import kinds, shown_prompts, viewer_data
 from draftsmith.launch.cli import main
 from draftsmith.launch.commands import configure
+from draftsmith.modules.drafters.methods import LOSSY
 
 
 @pytest.mark.parametrize("rounds", [CHAIN, TREE], ids=["chain", "tree"])
@@ -130,6 +131,15 @@ def test_the_headline_says_what_the_results_say(tmp_path):
             assert cells[:4] == expected
             by_task = [f(part) for part in row["by_task"].values() for f in (speedup_cell, tau_cell)]
             assert cells[5:] == by_task
+
+
+def test_what_changes_the_output_is_in_no_headline(tmp_path):
+    rows = [row for row in labelled(read_runs([bench_run(tmp_path / "run")])) if row["T"] == 1]
+    last = rows[-1]["label"] = rows[-1]["method"] = rows[-1]["method"] + LOSSY
+    first = headline(rows, 1, several=False)
+    assert last not in {row["method"] for row in first.rows} and len(first.rows) == len(rows) - 1
+    assert "(not lossless) stands in the table of counts" in first.note
+    assert last in {row["label"] for row in counts(rows).rows}
 
 
 def speedup_cell(part):

@@ -47,6 +47,7 @@ BROKEN = {
     "eagle3-tree:nodes=6:depth=2:topk=3": ("eagle3",),
     "eagle3-static": ("eagle3",),
     "medusa": ("medusa",),
+    "medusa:accept=typical": ("medusa",),
     "medusa-chain:k=3": ("medusa",),
     "pre-verify:k=2": ("draft", "mid"),
     "pre+self-verify:k=2": ("draft", "mid"),

@@ -28,6 +28,7 @@ from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.drafters.eagle.head import EagleConfig
 from draftsmith.modules.drafters.eagle3.head import Eagle3Head
 from draftsmith.modules.drafters.eagle3.net import Eagle3Config, layer_like
+from draftsmith.modules.drafters.medusa import MedusaConfig
 from draftsmith.modules.drafters.methods import Models, known_methods
 from draftsmith.modules.drafters.trees import DynamicTrees
 from draftsmith.modules.layers import LlamaConfig, RopeScaling
@@ -44,6 +45,7 @@ LLAMA = LlamaConfig(
 )  # fmt: skip
 SHAPES: dict[str, Any] = {
     "eagle": EagleConfig(LLAMA, fc_bias=True),
+    "medusa": MedusaConfig(H, V, CAPACITY, own_lm_head=True),
     "eagle3": Eagle3Config(layer_like(LLAMA), (1, 2, 3), V - 1, fc_norm=True, norm_output=True),
 }
 SAMPLING = SamplingParams(temperature=0.9, top_k=2)
@@ -238,7 +240,7 @@ def test_its_branches_draft_what_its_chains_draft(drafter):
     branches.open(text, features)
     drafted = branches.draft([len(text)], 3, [SamplingParams()])
     assert drafted.tokens.shape == (1, 3) and drafted.hidden.shape[:2] == (1, 3)
-    best = branches.lm_head(drafted.hidden).argmax(-1)
+    best = branches.lm_head(drafted.hidden, torch.arange(3)[None]).argmax(-1)
     assert torch.equal(best, drafted.tokens)
     assert torch.allclose(branches.states([len(text)], drafted.tokens)[:, :3], drafted.hidden)
 

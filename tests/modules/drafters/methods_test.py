@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from draftsmith.data.answering.drafting import fitting
 from draftsmith.eval.bench.hf_baseline import BASELINES
+from draftsmith.eval.tuning.candidates import best_of_families
 from draftsmith.modules.drafters import learned
 from draftsmith.modules.drafters.chains import FixedK, HeadByCost, Online, SpecDecPlusPlus
 from draftsmith.modules.drafters.eagle.head import EagleChain
+from draftsmith.modules.drafters.medusa import MedusaTree
 from draftsmith.modules.drafters.methods import check_needs, known_methods, parse_method, parse_methods
 from draftsmith.modules.types import InputError
 
@@ -47,6 +52,9 @@ def test_specdecpp_defaults_are_the_papers():
         ("hf-assisted:t=1", ["t: found 1.0", "0 (off) or a probability below 1"]),
         ("confidence:drafter=lookup", ["'lookup'", "one of draft, eagle"]),
         ("self-verify:k=0", ["k: found 0"]),
+        ("medusa:accept=often", ["medusa, accept", "'often'", "exact, typical"]),
+        ("medusa:accept=typical:eps=2", ["eps: found 2.0"]),
+        ("medusa:accept=typical:delta=0", ["delta: found 0.0"]),
         ("eagle2:nodes=200", ["nodes: found 200", "128 or less"]),
         ("eagle2:nodes=30:depth=1:topk=5:rerank=off", ["nodes: found 30", "10 or less"]),
         ("eagle2:nodes=some", ["eagle2, nodes", "'some'", "an integer or auto"]),
@@ -99,3 +107,25 @@ def test_a_trees_nodes_are_a_number_or_auto():
 def test_every_method_of_this_engine_can_be_batched():
     unable = {name for name, method in known_methods().items() if not method.batchable}
     assert unable <= {"hf", "hf-assisted"}
+
+
+def test_a_method_that_changes_the_output_says_so_in_its_label_which_is_read_again():
+    (named,) = parse_methods("medusa:accept=typical:eps=0.1:delta=0.5")
+    assert named.label == "medusa:accept=typical:eps=0.1:delta=0.5 (not lossless)"
+    assert parse_methods(named.label) == [named] and parse_method(named.label) == named.method
+    assert named.method == MedusaTree(accept="typical", eps=0.1, delta=0.5) and not named.method.lossless
+    assert parse_methods("medusa:eps=0.1")[0].label == "medusa:eps=0.1"  # exact: no setting of the rule matters
+    with pytest.raises(InputError, match="which changes the answers"):
+        fitting("medusa:accept=typical", "medusa")
+    others = [method for name, method in known_methods().items() if name != "medusa"]
+    assert all(method().lossless for method in others)
+
+
+def test_the_best_of_a_family_is_a_lossless_one():
+    """What `eval tune` takes."""
+    labels = {"medusa": 1.0, "medusa:accept=typical": 3.0, "medusa:eps=0.2": 2.0}
+    settings: list[Any] = [
+        SimpleNamespace(named=parse_methods(label)[0], family="medusa", tokens_per_s=speed)
+        for label, speed in labels.items()
+    ]
+    assert [item.named.label for item in best_of_families(settings)] == ["medusa:eps=0.2"]
