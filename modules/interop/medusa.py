@@ -79,11 +79,10 @@ class MedusaFormat(HeadFormat):
     def check(self, config: MedusaConfig) -> None:
         """Refuses heads of the other layout."""
         if config.own_lm_head != self.own_lm_head:
-            has, wanted = ("an lm_head of their own", "that read the target's lm_head")
-            if self.own_lm_head:
-                has, wanted = wanted, f"with {has}"
+            said = {True: "heads with an lm_head of their own", False: "heads that read the target's lm_head"}
+            expected = f"{said[self.own_lm_head]}, which {self.name} holds"
             remedy = f"Choose another format; or train such: --lm-head {'own' if self.own_lm_head else 'target'}."
-            raise InputError("head", f"heads {has}", f"heads {wanted}, which {self.name} holds", remedy)
+            raise InputError("head", said[config.own_lm_head], expected, remedy)
 
     def disk_names(self, layout: Layout) -> dict[str, str]:
         """Our name of every tensor -> the system's."""
