@@ -304,6 +304,7 @@ class Eagle3Head(Eagle3Net, FeatureHead):
             self.d2t if self.config.reduced else None,
             predictions,
             weights,
+            ranked := step is None or step.logged,
         )
         scale = to_device(
             torch.tensor([settings.pass_decay**i for i in range(passes)], dtype=weights.dtype), weights.device
@@ -311,7 +312,9 @@ class Eagle3Head(Eagle3Net, FeatureHead):
         if settings.pass_weights == "mean":
             scale = scale / scale.sum()
         total = (scale * found.totals).sum()
-        sums = {"loss": total.detach(), "top1": found.right[0].sum(), "accepted": found.accepted[0].sum()}
+        sums = {"loss": total.detach()}
+        if ranked:
+            sums |= {"top1": found.right[0].sum(), "accepted": found.accepted[0].sum()}
         if self.config.reduced:
             sums["known"] = found.known.sum()
         counts = dict.fromkeys(sums, torch.full((), len(pairs.place), device=weights.device))

@@ -60,15 +60,18 @@ def distances(
     d2t: Tensor | None,
     hidden: Sequence[Tensor],
     weights: Tensor,
+    ranked: bool = True,
 ) -> Distances:
     """target_logits: [C, V] of a slice of the N tokens; they get no gradient. lm_head: [draft vocabulary, H], with a
     gradient where it asks for one. d2t: [draft vocabulary], the target's ids; None where the vocabulary is whole.
-    hidden: [N, H] of each prediction, normed. weights: [P, N] of each token in each.
+    hidden: [N, H] of each prediction, normed. weights: [P, N] of each token in each. ranked: say what is accepted and
+    what is right; both are 0 else, where the objective does not need them.
 
     `losses.CHUNK_ELEMENTS` logits are made at a time, and their gradient with them, so that no more of a chunk has to
     be kept than that of `hidden`.
     """
-    totals, accepted, right, known = _Distances.apply(objective, target_logits, d2t, weights, lm_head, *hidden)
+    asked = objective, target_logits, d2t, ranked
+    totals, accepted, right, known = _Distances.apply(*asked, weights, lm_head, *hidden)
     return Distances(totals, accepted, right, known)
 
 
@@ -79,12 +82,13 @@ class _Distances(torch.autograd.Function):
         objective: Objective,
         target_logits: Callable[[slice], Tensor],
         d2t: Tensor | None,
+        ranked: bool,
         weights: Tensor,
         lm_head: Tensor,
         *hidden: Tensor,
     ) -> tuple[Tensor, ...]:
         passes, count = weights.shape
-        needs_head, *needs = ctx.needs_input_grad[4:]
+        needs_head, *needs = ctx.needs_input_grad[5:]
         wide = torch.float64 if lm_head.dtype == torch.float64 else torch.float32
         totals, accepted = weights.new_zeros(passes, dtype=wide), weights.new_zeros(passes, count, dtype=wide)
         right, known = weights.new_zeros(passes, count, dtype=torch.bool), weights.new_ones(count, dtype=torch.bool)
@@ -96,14 +100,16 @@ class _Distances(torch.autograd.Function):
         if objective.kind == "lk-hybrid" and objective.mean:
             lam = _mean_lam(objective, chunks, target_logits, d2t, weights, lm_head, hidden, wide)
         for part in chunks:
-            wanted, first, known[part] = _target(target_logits(part).to(wide), d2t)
+            wanted, first, known[part] = _target(target_logits(part).to(wide), d2t, ranked)
             counted = weights[:, part] * known[part] if objective.drop_unknown else weights[:, part]
             for i, states in enumerate(hidden):
                 logits = F.linear(states[part], lm_head).to(wide)
-                value, grad, accepted[i, part], chosen = _compare(
-                    objective, logits, wanted, None if lam is None else lam[i]
-                )
-                right[i, part] = known[part] & ((chosen if d2t is None else d2t[chosen]) == first)
+                if ranked:
+                    chosen = logits.argmax(-1)
+                    right[i, part] = known[part] & ((chosen if d2t is None else d2t[chosen]) == first)
+                value, grad, found = _compare(objective, logits, wanted, None if lam is None else lam[i], ranked)
+                if found is not None:
+                    accepted[i, part] = found
                 totals[i] += (value * counted[i]).sum()
                 grad *= counted[i][:, None]
                 if to_head:
@@ -121,47 +127,54 @@ class _Distances(torch.autograd.Function):
         if ctx.to_head:
             head = sum(outer[i] * grad for i, grad in enumerate(ctx.to_head)).to(ctx.head_dtype)
         hidden = [None if grad is None else grad * outer[i].to(grad.dtype) for i, grad in enumerate(ctx.to_hidden)]
-        return None, None, None, None, head, *hidden
+        return None, None, None, None, None, head, *hidden
 
 
 @dataclass(frozen=True)
 class _Wanted:
-    """log p [C, draft vocabulary] renormalised over it, and its share [C, 1] of p."""
+    """p [C, draft vocabulary] renormalised over it, and its share [C, 1] of p; None is all of it."""
 
-    log_prob: Tensor
-    share: Tensor
+    prob: Tensor
+    share: Tensor | None
+
+    @property
+    def whole(self) -> Tensor:
+        """p [C, draft vocabulary] as it is."""
+        return self.prob if self.share is None else self.prob * self.share
 
 
-def _target(logits: Tensor, d2t: Tensor | None) -> tuple[_Wanted, Tensor, Tensor | bool]:
-    """p of logits [C, V]; its first choice [C], and whether it can be drafted."""
-    first = logits.argmax(-1)
+def _target(logits: Tensor, d2t: Tensor | None, ranked: bool) -> tuple[_Wanted, Tensor | None, Tensor | bool]:
+    """p of logits [C, V]; its first choice [C], where it is asked for or needed, and whether it can be drafted."""
     if d2t is None:
-        return _Wanted(logits.log_softmax(-1), logits.new_ones(len(logits), 1)), first, True
-    drafted = logits[:, d2t]
-    norm = drafted.logsumexp(-1, keepdim=True)
-    share = (norm - logits.logsumexp(-1, keepdim=True)).exp()
-    return _Wanted(drafted - norm, share), first, torch.isin(first, d2t)
+        return _Wanted(logits.softmax(-1), None), logits.argmax(-1) if ranked else None, True
+    first, drafted = logits.argmax(-1), logits[:, d2t]
+    share = (drafted.logsumexp(-1, keepdim=True) - logits.logsumexp(-1, keepdim=True)).exp()
+    return _Wanted(drafted.softmax(-1), share), first, torch.isin(first, d2t)
 
 
 def _compare(
-    objective: Objective, logits: Tensor, wanted: _Wanted, lam: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Value [C], its gradient [C, draft vocabulary] with respect to logits, acceptance [C] and first choice [C]."""
-    chosen = logits.argmax(-1)
-    log_q = logits.log_softmax(-1)
-    q, p = log_q.exp(), wanted.log_prob.exp()
-    accepted, below = _acceptance(p * wanted.share, q)
+    objective: Objective, logits: Tensor, wanted: _Wanted, lam: Tensor | None, ranked: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Value [C], its gradient [C, draft vocabulary] with respect to logits, and acceptance [C], where it is asked for
+    or needed. The logits are overwritten: nothing is as slow here as what is of their size."""
+    logits -= logits.amax(-1, keepdim=True)
+    expected, q = torch.linalg.vecdot(wanted.prob, logits), logits.exp_()
+    norm = q.sum(-1, keepdim=True)
+    entropy = norm[:, 0].log() - expected
+    q /= norm
     if objective.kind == "ce":
-        return -torch.linalg.vecdot(p, log_q), q - p, accepted, chosen
+        accepted = _acceptance(wanted.whole, q)[0] if ranked else None
+        return entropy, q.sub_(wanted.prob), accepted
+    accepted, below = _acceptance(wanted.whole, q)
     # d(acceptance)/d(logits): a token's q counts where it is below p.
     inside = torch.where(below, q, 0)
     pull = inside - q * inside.sum(-1, keepdim=True)
     if objective.kind == "lk":
         bounded = accepted.clamp_min(LEAST_ACCEPTED)
-        return -bounded.log(), -pull / bounded[:, None], accepted, chosen
+        return -bounded.log(), -pull / bounded[:, None], accepted
     lam = (-objective.eta * accepted).exp() if lam is None else lam.expand_as(accepted)
-    value = -lam * torch.linalg.vecdot(p, log_q) + (1 - lam) * (1 - accepted)
-    return value, lam[:, None] * (q - p) - (1 - lam)[:, None] * pull, accepted, chosen
+    value = lam * entropy + (1 - lam) * (1 - accepted)
+    return value, lam[:, None] * (q - wanted.prob) - (1 - lam)[:, None] * pull, accepted
 
 
 def _acceptance(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
@@ -182,9 +195,9 @@ def _mean_lam(
     """lam [P] of each prediction's mean acceptance: the chunks are read once more for it."""
     sums, counts = weights.new_zeros(len(hidden), dtype=wide), weights.new_zeros(len(hidden), dtype=wide)
     for part in chunks:
-        wanted, _, known = _target(target_logits(part).to(wide), d2t)
+        wanted, _, known = _target(target_logits(part).to(wide), d2t, False)
         counted = weights[:, part] * known if objective.drop_unknown else weights[:, part]
-        p = wanted.log_prob.exp() * wanted.share
+        p = wanted.whole
         for i, states in enumerate(hidden):
             q = F.linear(states[part], lm_head).to(wide).softmax(-1)
             sums[i] += (_acceptance(p, q)[0] * counted[i]).sum()
