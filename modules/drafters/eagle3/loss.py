@@ -111,11 +111,12 @@ class _Distances(torch.autograd.Function):
                 if found is not None:
                     accepted[i, part] = found
                 totals[i] += (value * counted[i]).sum()
-                grad *= counted[i][:, None]
+                share = counted[i][:, None].to(states.dtype)
+                grad = grad.to(states.dtype)
                 if to_head:
-                    to_head[i] += grad.to(states.dtype).T @ states[part]
+                    to_head[i] += grad.T @ (states[part] * share)
                 if (own := to_hidden[i]) is not None:
-                    own[part] = (grad.to(lm_head.dtype) @ lm_head).to(own.dtype)
+                    own[part] = ((grad @ lm_head.to(grad.dtype)) * share).to(own.dtype)
         ctx.to_head, ctx.to_hidden, ctx.head_dtype = to_head, to_hidden, lm_head.dtype
         ctx.mark_non_differentiable(accepted, right, known)
         return totals, accepted, right, known
