@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -67,7 +67,7 @@ def distances(
     hidden: [N, H] of each prediction, normed. weights: [P, N] of each token in each. measured: find `accepted`, `right`
     and `known` too, where the objective needs them not: that takes as long as half of the rest beside the products.
 
-    `losses.CHUNK_ELEMENTS` logits are made at a time, and their gradient with them, so that no more of a chunk has to
+    `losses.row_chunks` of logits are made at a time, and their gradient with them, so that no more of a chunk has to
     be kept than that of `hidden`.
     """
     totals, accepted, right, known = _Distances.apply(
@@ -96,7 +96,8 @@ class _Distances(torch.autograd.Function):
         # One gradient of lm_head a pass: each pass's total may be weighted by what comes after.
         to_head = [torch.zeros_like(lm_head, dtype=wide) for _ in hidden] if needs_head else []
         to_hidden = [torch.empty_like(h) if need else None for h, need in zip(hidden, needs, strict=True)]
-        chunks = list(_chunks(count, target_logits(slice(0, 1)).shape[-1])) if count else []
+        vocabulary = target_logits(slice(0, 1)).shape[-1] if count else 1
+        chunks = list(losses.row_chunks(count, vocabulary, weights.device))
         lam = None
         if objective.kind == "lk-hybrid" and objective.mean:
             lam = _mean_lam(objective, chunks, target_logits, d2t, weights, lm_head, hidden, wide)
@@ -213,8 +214,3 @@ def _mean_lam(
             sums[i] += (_acceptance(p, q) * counted[i]).sum()
             counts[i] += counted[i].sum()
     return (-objective.eta * sums / counts.clamp_min(1e-9)).exp()
-
-
-def _chunks(count: int, vocabulary: int) -> Iterator[slice]:
-    rows = max(1, losses.CHUNK_ELEMENTS // vocabulary)
-    yield from (slice(start, start + rows) for start in range(0, count, rows))
