@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from draftsmith.benchmarks.training_data import SyntheticFeatures, dialogue_lengths, random_target, raw_config
 from draftsmith.data.store.datasets import collate_features, pack_features
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead, EagleInputs, eagle_loss, shift
-from draftsmith.modules.losses import CHUNK_ELEMENTS
+from draftsmith.modules.losses import row_chunks
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import FeatureBatch
 from draftsmith.train.config import drafter_config
@@ -188,10 +188,8 @@ class ByHand(Bare):
         chosen = pair.loss_mask.flatten().nonzero()[:, 0]
         wanted, states = (part.flatten(0, 1)[chosen] for part in (pair.target_features, hidden))
         token, pull = torch.zeros(()), torch.empty_like(states)
-        rows = max(1, CHUNK_ELEMENTS // self.work.shape.vocab)
         with torch.no_grad():
-            for start in range(0, len(chosen), rows):
-                part = slice(start, start + rows)
+            for part in row_chunks(len(chosen), self.work.shape.vocab, states.device):
                 own, prob = states[part].to(dtype), lm_head(wanted[part].to(dtype)).float()
                 prob.sub_(prob.amax(-1, keepdim=True)).exp_()
                 prob /= prob.sum(-1, keepdim=True)

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-READS = {"item", "tolist", "cpu", "nonzero", "unique", "bincount", "masked_select"}
+READS = {"item", "tolist", "cpu", "nonzero", "unique", "bincount", "masked_select", "isin", "argwhere"}
 FILES = [
     *(f"modules/{name}.py" for name in ("attention", "lean", "lean_rows", "ragged", "kv_cache", "graphs", "sampling")),
     *(f"modules/{name}.py" for name in ("losses", "packing", "diagonal", "transfer")),

@@ -184,3 +184,12 @@ def test_a_huge_logit_makes_no_nan():
     output = eagle_loss([hidden], 1e4 * wanted, [mask], lambda x: x @ weight.T)
     output.loss.backward()
     assert output.loss.isfinite() and hidden.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(("device", "rows"), [("cpu", losses.CPU_ROWS), ("meta", 2**15)])
+def test_rows_whose_logits_are_made_at_a_time(device, rows):
+    """Small blocks where there are caches to stay in, and of many tokens of vocabulary no more than are to exist."""
+    parts = list(losses.row_chunks(2**16 + 1, 2**10, torch.device(device)))
+    assert [part.start for part in parts] == list(range(0, 2**16 + 1, rows))
+    assert len(list(losses.row_chunks(7, 2**26, torch.device(device)))) == 7
+    assert not list(losses.row_chunks(0, 1, torch.device(device)))

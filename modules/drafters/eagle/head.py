@@ -233,7 +233,14 @@ class EagleHead(EagleNet, FeatureHead):
 
     @classmethod
     def num_loss_tokens(cls, batch: FeatureBatch) -> int:
-        return int(shift(dataclasses.replace(batch, features=batch.loss_mask[..., None])).loss_mask.sum())
+        """Of `shift`, by the mask alone: a training counts every batch on the host. No row predicts a document's first
+        tokens."""
+        if batch.lengths is None:
+            return int(batch.loss_mask[:, LOOKAHEAD:].sum())
+        sizes = torch.tensor(batch.lengths)
+        ahead = torch.arange(LOOKAHEAD)
+        first = ((sizes.cumsum(0) - sizes)[:, None] + ahead)[ahead < sizes[:, None]]
+        return int(batch.loss_mask.sum() - batch.loss_mask[0, first].sum())
 
     def loss(
         self, batch: FeatureBatch, target: CausalLM, settings: EagleSettings, step: TrainStep | None

@@ -297,6 +297,7 @@ class Eagle3Head(Eagle3Net, FeatureHead):
             # Not by `bincount`, which waits for the device.
             own = weights.new_zeros(len(batch.input_ids if batch.lengths is None else batch.lengths))
             weights = weights / own.index_add_(0, pairs.owner, torch.ones_like(weights[0]))[pairs.owner]
+        measured = step is None or step.logged
         found = distances(
             settings.objective,
             lambda part: target.lm_head(pairs.wanted[part].to(target.dtype)),
@@ -304,7 +305,7 @@ class Eagle3Head(Eagle3Net, FeatureHead):
             self.d2t if self.config.reduced else None,
             predictions,
             weights,
-            ranked := step is None or step.logged,
+            measured,
         )
         scale = to_device(
             torch.tensor([settings.pass_decay**i for i in range(passes)], dtype=weights.dtype), weights.device
@@ -313,10 +314,10 @@ class Eagle3Head(Eagle3Net, FeatureHead):
             scale = scale / scale.sum()
         total = (scale * found.totals).sum()
         sums = {"loss": total.detach()}
-        if ranked:
+        if measured:
             sums |= {"top1": found.right[0].sum(), "accepted": found.accepted[0].sum()}
-        if self.config.reduced:
-            sums["known"] = found.known.sum()
+            if self.config.reduced:
+                sums["known"] = found.known.sum()
         counts = dict.fromkeys(sums, torch.full((), len(pairs.place), device=weights.device))
         count = self.loss_count(batch, settings) if count is None else count
         counts["loss"] = torch.full((), int(count), device=weights.device)

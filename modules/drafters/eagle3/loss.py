@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -44,7 +44,7 @@ class Distances:
 
     totals: [P] weighted sums of the objective, with a gradient. accepted: [P, N] sum_v min(p_v, q_v), the probability
     that a drawn token is accepted at temperature 1. right: [P, N] bool, q's first choice is p's. known: [N] bool, p's
-    first choice can be drafted.
+    first choice can be drafted. Where they are not asked for, all three are 0 or whatever the totals needed.
     """
 
     totals: Tensor
@@ -60,18 +60,19 @@ def distances(
     d2t: Tensor | None,
     hidden: Sequence[Tensor],
     weights: Tensor,
-    ranked: bool = True,
+    measured: bool = True,
 ) -> Distances:
     """target_logits: [C, V] of a slice of the N tokens; they get no gradient. lm_head: [draft vocabulary, H], with a
     gradient where it asks for one. d2t: [draft vocabulary], the target's ids; None where the vocabulary is whole.
-    hidden: [N, H] of each prediction, normed. weights: [P, N] of each token in each. ranked: say what is accepted and
-    what is right; both are 0 else, where the objective does not need them.
+    hidden: [N, H] of each prediction, normed. weights: [P, N] of each token in each. measured: find `accepted`, `right`
+    and `known` too, where the objective needs them not: that takes as long as half of the rest beside the products.
 
-    `losses.CHUNK_ELEMENTS` logits are made at a time, and their gradient with them, so that no more of a chunk has to
+    `losses.row_chunks` of logits are made at a time, and their gradient with them, so that no more of a chunk has to
     be kept than that of `hidden`.
     """
-    asked = objective, target_logits, d2t, ranked
-    totals, accepted, right, known = _Distances.apply(*asked, weights, lm_head, *hidden)
+    totals, accepted, right, known = _Distances.apply(
+        objective, target_logits, d2t, weights, measured, lm_head, *hidden
+    )
     return Distances(totals, accepted, right, known)
 
 
@@ -82,8 +83,8 @@ class _Distances(torch.autograd.Function):
         objective: Objective,
         target_logits: Callable[[slice], Tensor],
         d2t: Tensor | None,
-        ranked: bool,
         weights: Tensor,
+        measured: bool,
         lm_head: Tensor,
         *hidden: Tensor,
     ) -> tuple[Tensor, ...]:
@@ -95,28 +96,29 @@ class _Distances(torch.autograd.Function):
         # One gradient of lm_head a pass: each pass's total may be weighted by what comes after.
         to_head = [torch.zeros_like(lm_head, dtype=wide) for _ in hidden] if needs_head else []
         to_hidden = [torch.empty_like(h) if need else None for h, need in zip(hidden, needs, strict=True)]
-        chunks = list(_chunks(count, target_logits(slice(0, 1)).shape[-1])) if count else []
+        vocabulary = target_logits(slice(0, 1)).shape[-1] if count else 1
+        chunks = list(losses.row_chunks(count, vocabulary, weights.device))
         lam = None
         if objective.kind == "lk-hybrid" and objective.mean:
             lam = _mean_lam(objective, chunks, target_logits, d2t, weights, lm_head, hidden, wide)
         for part in chunks:
-            wanted, first, known[part] = _target(target_logits(part).to(wide), d2t, ranked)
+            wanted = _target(target_logits(part).to(wide), d2t, measured or objective.drop_unknown)
+            known[part] = wanted.known
             counted = weights[:, part] * known[part] if objective.drop_unknown else weights[:, part]
             for i, states in enumerate(hidden):
                 logits = F.linear(states[part], lm_head).to(wide)
-                if ranked:
+                if measured:
                     chosen = logits.argmax(-1)
-                    right[i, part] = known[part] & ((chosen if d2t is None else d2t[chosen]) == first)
-                value, grad, found = _compare(objective, logits, wanted, None if lam is None else lam[i], ranked)
+                    right[i, part] = known[part] & ((chosen if d2t is None else d2t[chosen]) == wanted.first)
+                value, grad, found = _compare_(objective, logits, wanted, None if lam is None else lam[i], measured)
                 if found is not None:
                     accepted[i, part] = found
                 totals[i] += (value * counted[i]).sum()
-                share = counted[i][:, None].to(states.dtype)
-                grad = grad.to(states.dtype)
+                # The tokens' weights go to the smaller factors, [C, H] each.
                 if to_head:
-                    to_head[i] += grad.T @ (states[part] * share)
+                    to_head[i] += grad.to(states.dtype).T @ (states[part] * counted[i][:, None].to(states.dtype))
                 if (own := to_hidden[i]) is not None:
-                    own[part] = ((grad @ lm_head.to(grad.dtype)) * share).to(own.dtype)
+                    own[part] = (grad.to(lm_head.dtype) @ lm_head).to(own.dtype) * counted[i][:, None].to(own.dtype)
         ctx.to_head, ctx.to_hidden, ctx.head_dtype = to_head, to_hidden, lm_head.dtype
         ctx.mark_non_differentiable(accepted, right, known)
         return totals, accepted, right, known
@@ -133,10 +135,13 @@ class _Distances(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Wanted:
-    """p [C, draft vocabulary] renormalised over it, and its share [C, 1] of p; None is all of it."""
+    """p [C, draft vocabulary] renormalised over it, and its share [C, 1] of the whole, None for all. first [C], p's
+    first choice, and known [C] or all, whether it can be drafted, where they are asked for."""
 
     prob: Tensor
     share: Tensor | None
+    first: Tensor | None
+    known: Tensor | bool
 
     @property
     def whole(self) -> Tensor:
@@ -144,43 +149,48 @@ class _Wanted:
         return self.prob if self.share is None else self.prob * self.share
 
 
-def _target(logits: Tensor, d2t: Tensor | None, ranked: bool) -> tuple[_Wanted, Tensor | None, Tensor | bool]:
-    """p of logits [C, V]; its first choice [C], where it is asked for or needed, and whether it can be drafted."""
+def _target(logits: Tensor, d2t: Tensor | None, choose: bool) -> _Wanted:
+    """p of logits [C, V]."""
+    first = logits.argmax(-1) if choose else None
     if d2t is None:
-        return _Wanted(logits.softmax(-1), None), logits.argmax(-1) if ranked else None, True
-    first, drafted = logits.argmax(-1), logits[:, d2t]
+        return _Wanted(logits.softmax(-1), None, first, True)
+    drafted = logits[:, d2t]
     share = (drafted.logsumexp(-1, keepdim=True) - logits.logsumexp(-1, keepdim=True)).exp()
-    return _Wanted(drafted.softmax(-1), share), first, torch.isin(first, d2t)
+    if first is None:
+        return _Wanted(drafted.softmax(-1), share, None, True)
+    # Looked up: `isin` waits for the device.
+    known = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device).index_fill_(0, d2t, True)[first]
+    return _Wanted(drafted.softmax(-1), share, first, known)
 
 
-def _compare(
-    objective: Objective, logits: Tensor, wanted: _Wanted, lam: Tensor | None, ranked: bool
+def _compare_(
+    objective: Objective, logits: Tensor, wanted: _Wanted, lam: Tensor | None, measured: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Value [C], its gradient [C, draft vocabulary] with respect to logits, and acceptance [C], where it is asked for
-    or needed. The logits are overwritten: nothing is as slow here as what is of their size."""
+    """Value [C], its gradient [C, draft vocabulary] with respect to logits, in whose place it may come, and acceptance
+    [C], None where nobody asks. Of each logit there is one exponential."""
+    p = wanted.prob
     logits -= logits.amax(-1, keepdim=True)
-    expected, q = torch.linalg.vecdot(wanted.prob, logits), logits.exp_()
-    norm = q.sum(-1, keepdim=True)
-    entropy = norm[:, 0].log() - expected
-    q /= norm
+    expected = torch.linalg.vecdot(p, logits)
+    norm = logits.exp_().sum(-1, keepdim=True)
+    q, entropy = logits.div_(norm), norm[:, 0].log() - expected
     if objective.kind == "ce":
-        accepted = _acceptance(wanted.whole, q)[0] if ranked else None
-        return entropy, q.sub_(wanted.prob), accepted
-    accepted, below = _acceptance(wanted.whole, q)
+        accepted = _acceptance(wanted.whole, q) if measured else None
+        return entropy, q.sub_(p), accepted
+    whole = wanted.whole
+    accepted = _acceptance(whole, q)
     # d(acceptance)/d(logits): a token's q counts where it is below p.
-    inside = torch.where(below, q, 0)
+    inside = torch.where(q < whole, q, 0)
     pull = inside - q * inside.sum(-1, keepdim=True)
     if objective.kind == "lk":
         bounded = accepted.clamp_min(LEAST_ACCEPTED)
         return -bounded.log(), -pull / bounded[:, None], accepted
     lam = (-objective.eta * accepted).exp() if lam is None else lam.expand_as(accepted)
-    value = lam * entropy + (1 - lam) * (1 - accepted)
-    return value, lam[:, None] * (q - wanted.prob) - (1 - lam)[:, None] * pull, accepted
+    return lam * entropy + (1 - lam) * (1 - accepted), lam[:, None] * (q - p) - (1 - lam)[:, None] * pull, accepted
 
 
-def _acceptance(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """sum_v min(p, q) [C], and where q is the smaller one."""
-    return torch.minimum(p, q).sum(-1), q < p
+def _acceptance(p: Tensor, q: Tensor) -> Tensor:
+    """sum_v min(p, q) [C]."""
+    return torch.minimum(p, q).sum(-1)
 
 
 def _mean_lam(
@@ -196,16 +206,11 @@ def _mean_lam(
     """lam [P] of each prediction's mean acceptance: the chunks are read once more for it."""
     sums, counts = weights.new_zeros(len(hidden), dtype=wide), weights.new_zeros(len(hidden), dtype=wide)
     for part in chunks:
-        wanted, _, known = _target(target_logits(part).to(wide), d2t, False)
-        counted = weights[:, part] * known if objective.drop_unknown else weights[:, part]
+        wanted = _target(target_logits(part).to(wide), d2t, objective.drop_unknown)
+        counted = weights[:, part] * wanted.known if objective.drop_unknown else weights[:, part]
         p = wanted.whole
         for i, states in enumerate(hidden):
             q = F.linear(states[part], lm_head).to(wide).softmax(-1)
-            sums[i] += (_acceptance(p, q)[0] * counted[i]).sum()
+            sums[i] += (_acceptance(p, q) * counted[i]).sum()
             counts[i] += counted[i].sum()
     return (-objective.eta * sums / counts.clamp_min(1e-9)).exp()
-
-
-def _chunks(count: int, vocabulary: int) -> Iterator[slice]:
-    rows = max(1, losses.CHUNK_ELEMENTS // vocabulary)
-    yield from (slice(start, start + rows) for start in range(0, count, rows))

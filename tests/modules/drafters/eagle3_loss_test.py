@@ -72,6 +72,39 @@ def test_values_and_gradients(monkeypatch, objective: Objective, d2t: Tensor | N
     assert max((a - b).abs().max() for a, b in zip(got, wanted, strict=True)) < 1e-10
 
 
+@pytest.mark.parametrize("d2t", [None, D2T], ids=["whole", "reduced"])
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
+def test_totals_and_gradients_are_the_same_where_nothing_is_measured(objective: Objective, d2t: Tensor | None) -> None:
+    target, lm_head, hidden, weights = case(d2t)
+    before = target.clone()
+    outcomes = []
+    for measured in (True, False):
+        found = distances(objective, lambda part: target[part], lm_head, d2t, hidden, weights, measured)
+        outcomes.append([found.totals, *torch.autograd.grad(found.totals.sum(), [lm_head, *hidden])])
+    assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
+    assert not found.right.any() and (objective.kind != "ce" or not found.accepted.any())
+    assert torch.equal(target, before)  # whose logits they are, they stay
+
+
+def test_large_logits_neither_overflow_nor_lose_the_loss() -> None:
+    """In float32, where exp(100) is infinite, and where the draft vocabulary has next to nothing of p."""
+    target, lm_head, hidden, weights = case(D2T)
+    target[0, 1], target[1] = 300, target[1] * 40
+    ours = distances(
+        Objective(drop_unknown=False),
+        lambda part: target[part].float(),
+        lm_head.float().detach() * 60,
+        D2T,
+        [h.float() for h in hidden],
+        weights.float(),
+    )
+    wanted = [
+        formula(Objective(drop_unknown=False), target, lm_head * 60, D2T, h, w)[0]
+        for h, w in zip(hidden, weights, strict=True)
+    ]
+    torch.testing.assert_close(ours.totals, torch.stack(wanted).float(), rtol=1e-5, atol=0)
+
+
 def test_a_frozen_lm_head_and_no_tokens() -> None:
     target, lm_head, hidden, weights = case(D2T)
     frozen = lm_head.detach()

@@ -14,6 +14,7 @@ from torch import Tensor
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.tree import StaticTree
+from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.drafters.eagle3.head import (
     Eagle3Head,
     Eagle3Settings,
@@ -173,6 +174,16 @@ def test_documents_end_to_end_have_the_loss_of_those_apart(dialect: dict[str, An
         losses.append([output.loss.detach() * count, head.fc.weight.grad])
     for apart, packed in zip(*losses, strict=True):
         assert (apart - packed).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+def test_a_step_that_is_not_logged_has_the_same_loss_and_no_metrics(reduced: bool) -> None:
+    head, settings = head_of(reduced), Eagle3Settings(passes=PASSES)
+    logged, other = (
+        head.loss(batch_of(), TARGET, settings, TrainStep(0, 1, LENGTHS, (), logged=logged)) for logged in (True, False)
+    )
+    assert logged.loss.equal(other.loss) and other.sums.keys() == other.counts.keys() == {"loss"}
+    assert logged.sums.keys() == {"loss", "top1", "accepted"} | ({"known"} if reduced else set())
 
 
 def test_only_what_is_to_be_trained_gets_a_gradient() -> None:

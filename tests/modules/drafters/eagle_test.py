@@ -61,6 +61,15 @@ def test_every_response_token_but_those_the_prompt_cannot_predict_is_counted_onc
         assert inputs.predicted_ids[inputs.loss_mask].tolist() == list(range(prompt_length, 8))
 
 
+@pytest.mark.parametrize("lengths", [(5, 1, 2, 7, 3), (1, 1), None])
+def test_tokens_are_counted_as_the_pairing_has_them(lengths):
+    size = sum(lengths or (4, 4))
+    mask = (torch.rand(1, size, generator=torch.Generator().manual_seed(0)) < 0.8) if lengths else torch.ones(2, 4) > 0
+    ids = torch.zeros(mask.shape, dtype=torch.int64)
+    batch = FeatureBatch(ids, mask[..., None].float(), mask, torch.zeros_like(ids), None, lengths)
+    assert EagleHead.num_loss_tokens(batch) == int(shift(batch).loss_mask.sum())
+
+
 def test_the_feature_a_row_predicts_is_the_one_that_gives_its_token():
     # With a target whose features determine the next token, the pairing is provable: f_{t+1} -> x_{t+2}.
     lm, ids = TableLM(0), list(PROMPT)
