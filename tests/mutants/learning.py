@@ -185,7 +185,7 @@ MUTANTS = [
            "logits.div_(norm)", (LOSS_TEST,)),
     Mutant("loss-gradient-of-masked-tokens", LOSSES, "pull(logits) * keep[part, None].to(states.dtype)", "pull(logits)",
            (LOSS_TEST, "tests/train/eagle_test.py")),
-    Mutant("loss-ranked-in-every-step", "train/lit_head.py", "logged=self.config.logs(done + 1, self.total_steps)",
+    Mutant("loss-ranked-in-every-step", "train/lit_head.py", "logged=self.logs(done + 1)",
            "logged=True", ("tests/train/eagle_test.py",)),
     Mutant("loss-counts-a-documents-first-tokens", EAGLE, "- batch.loss_mask[0, first].sum())", ")",
            ("tests/modules/drafters/eagle_test.py",)),
