@@ -54,7 +54,7 @@ def small_weights(pair: Pair, repeats: int) -> Iterator[Number]:
 def _methods(pair: Pair, models: tuple[LlamaLM, LlamaLM]) -> dict[str, EngineRunner]:
     target, draft = models
     head = random_eagle_head(target)
-    drafters = {
+    drafters: dict[str, Any] = {
         "ar": None,
         f"spec:k={K}": DraftModelDrafter(draft, [FixedLength(K)], pair.capacity),
         f"eagle:k={K}": head.drafter(target, [FixedLength(K)], pair.capacity),

@@ -68,7 +68,7 @@ class _StaticLevel:
 @functools.lru_cache(maxsize=16)
 def _static_levels(shape: StaticTree, device: torch.device) -> tuple[_StaticLevel, ...]:
     """What `grow_static` has to know of a tree, on its device: sent there once, and not for every draft."""
-    levels, places = [], {-1: 0}  # node -> its row among what was read last
+    levels, places = list[_StaticLevel](), {-1: 0}  # node -> its row among what was read last
     with torch.inference_mode(False):  # whoever asks first
         for depth in range(1, max(shape.depths) + 1):
             nodes = shape.level(depth)

@@ -68,6 +68,12 @@ def test_both_variants_are_timed_on_as_many_steps(other):
     assert all(step.seconds > 0 for step in ours + theirs)
 
 
+def test_the_command_reads_every_document_once_unless_told_otherwise():
+    config = ThroughputConfig(output=Path("absent"), hidden=64, vocab=16, tokens=1500, documents=2)
+    row = next(throughput.speed(config))
+    assert row.what.startswith("bare") and row.value > 0
+
+
 def test_ratios_are_of_sums_and_of_pairs():
     ours = [TakenStep(100, 0.0, 1.0), TakenStep(300, 0.0, 2.2), TakenStep(50, 0.0, 3.0)]
     bare = [TakenStep(100, 0.0, 1.0), TakenStep(300, 0.0, 2.0), TakenStep(50, 0.0, 2.0)]
