@@ -26,6 +26,7 @@ from draftsmith.benchmarks.decoder_cost import (
     overheads,
     trace_cost,
 )
+from draftsmith.benchmarks.layout_cost import draft_vocabularies, small_weights
 from draftsmith.benchmarks.pairs import GREEDY, K, Pair, embedded_models, paired_ratio, random_models
 from draftsmith.benchmarks.precision_cost import precisions
 from draftsmith.benchmarks.predictor_cost import predictors
@@ -59,7 +60,8 @@ class LatencyConfig:
         dtypes: float32, bfloat16 or both, separated by a comma.
         embedded: measure the embedded pair too (float32, CPU).
         what: all, or only what predictors of acceptance take (of the embedded pair, or of the shape without it), or
-            only what fewer bits are worth (of the shape, on a CPU).
+            only what fewer bits are worth (of the shape, on a CPU), or how small weights lie (of the embedded pair), or
+            a reduced draft vocabulary (of the shape).
         long_context: tokens of the long prompt; 0 leaves it out.
         new_tokens: answers' length.
         repeats: paired runs of which the median counts.
@@ -70,7 +72,7 @@ class LatencyConfig:
     shape: Literal["88m", "llama-3-8b", "tiny"] = "88m"
     dtypes: str = "float32,bfloat16"
     embedded: bool = True
-    what: Literal["all", "predictors", "precisions"] = "all"
+    what: Literal["all", "predictors", "precisions", "small-weights", "draft-vocab"] = "all"
     long_context: int = 4000
     new_tokens: int = 64
     repeats: int = 5
@@ -120,10 +122,14 @@ def measure_all(config: LatencyConfig) -> Iterator[Number]:
             (embedded_models if config.embedded else random)(config.new_tokens, clock), config.repeats
         )
         return
-    if config.what == "precisions":
+    if config.what == "small-weights":
+        yield from small_weights(embedded_models(config.new_tokens, clock), config.repeats)
+        return
+    if config.what in ("precisions", "draft-vocab"):
+        part = precisions if config.what == "precisions" else draft_vocabularies
         for dtype in config.dtypes.split(","):
             random_pair = random_models(config.shape, dtype, config.device, config.new_tokens, clock)
-            yield from precisions(random_pair, config.repeats)
+            yield from part(random_pair, config.repeats)
         return
     yield from dispatch_time(config.repeats, config.device, clock)
     if config.embedded and on_cpu:

@@ -1,132 +1,52 @@
-"""`python benchmarks/loss_cost.py`: the losses' own time, against autograd of the formula as it is written.
-
-Both make the same logits of the same states and the gradient of these; what is compared is what stands beside those
-products: exponentials, sums, and what is counted for the log.
-"""
+"""The losses over the vocabulary, alone: against the plain form, and in steps that are logged against others."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 from torch import Tensor
 
-from draftsmith.data.store.files import make_directory, write_json
-from draftsmith.data.store.manifest import package_versions
-from draftsmith.data.store.writer import sole_writer
-from draftsmith.eval.bench.results import hardware
-from draftsmith.eval.cost.clock import clock_of, medians
-from draftsmith.launch.cli import main_of
+from draftsmith.benchmarks.pairs import paired_ratio
+from draftsmith.eval.cost.clock import interleaved
 from draftsmith.modules.drafters.eagle3.loss import Objective, distances
 from draftsmith.modules.losses import soft_cross_entropy
-from draftsmith.modules.types import at_least
 
-BASELINE = "autograd of the formula"
-
-
-@dataclass(frozen=True)
-class LossCostConfig:
-    """Measures EAGLE's and EAGLE-3's losses with their gradients: CPU time, one thread, runs interleaved.
-
-    Attributes:
-        output: Directory to write loss.json to.
-        tokens: Tokens that count.
-        hidden: Width of the states.
-        vocab: Tokens of the vocabulary.
-        drafted: Of them those that EAGLE-3 drafts; 0 takes all.
-        passes: Predictions of each token, of EAGLE-3.
-        repeats: Runs of each.
-    """
-
-    output: Path
-    tokens: int = 600
-    hidden: int = 128
-    vocab: int = 2048
-    drafted: int = 0
-    passes: int = 3
-    repeats: int = 7
-
-    def __post_init__(self) -> None:
-        for name in ("tokens", "hidden", "vocab", "passes", "repeats"):
-            at_least(name, getattr(self, name), 1)
+TOKENS, PASSES = 1000, 3
+REPEATS = 9
 
 
-@sole_writer()
-def run(config: LossCostConfig) -> Path:
-    """Measure, print the ratios, write loss.json; returns its path."""
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    numbers: dict[str, float] = {}
-    for name, calls in (("EAGLE", eagle_losses(config)), ("EAGLE-3", eagle3_losses(config))):
-        seconds = medians(calls, config.repeats, clock_of("cpu", 1), warm=True)
-        numbers |= {f"{name}, {call}, ms": 1000 * taken for call, taken in seconds.items()}
-        slowest = seconds.pop(BASELINE)
-        numbers |= {f"{name}, {BASELINE} / {call}": slowest / taken for call, taken in seconds.items()}
-    path = config.output / "loss.json"
-    make_directory(config.output)
-    settings = {name: str(value) for name, value in vars(config).items()}
-    about = {"config": settings, "hardware": hardware("cpu"), "packages": package_versions()}
-    write_json(path, {**about, **numbers})
-    console = Console(highlight=False)
-    for what, value in numbers.items():
-        console.print(f"{what}: {value:.2f}")
-    return path
+def loss_ratios(hidden: int, vocab: int) -> Iterator[tuple[str, float]]:
+    """What, and how many times as long it takes as the step that is not logged, gradient included: medians of pairs."""
+    rng = torch.Generator().manual_seed(0)
+    weight, wanted = torch.randn(vocab, hidden, generator=rng) * 0.1, torch.randn(TOKENS, hidden, generator=rng)
+    states = [torch.randn(TOKENS, hidden, generator=rng).requires_grad_() for _ in range(PASSES)]
+    ones = torch.ones(PASSES, TOKENS)
 
+    def eagle(ranked: bool) -> Tensor:
+        return soft_cross_entropy(lambda x: x @ weight.T, wanted, [ones[0]], states[:1], ranked)[0].sum()
 
-def eagle_losses(config: LossCostConfig) -> dict[str, Callable[[], Tensor]]:
-    """EAGLE-1's: the lm_head is frozen. Each gives the gradient of the states [N, H]."""
-    weight = torch.randn(config.vocab, config.hidden) * 0.05
-    wanted, states = torch.randn(2, config.tokens, config.hidden).unbind()
-    kept = [torch.ones(config.tokens)]
+    def eagle3(measured: bool) -> Tensor:
+        target = lambda part: wanted[part] @ weight.T  # noqa: E731
+        return distances(Objective(), target, weight, None, states, ones, measured).totals.sum()
 
-    def ours(ranked: bool) -> Tensor:
-        leaf = states.clone().requires_grad_()
-        soft_cross_entropy(lambda h: F.linear(h, weight), wanted, kept, [leaf], ranked)[0].sum().backward()
-        return gradient(leaf)
+    def plain(passes: int) -> Tensor:
+        prob = (wanted @ weight.T).softmax(-1)
+        return torch.stack([F.cross_entropy(own @ weight.T, prob, reduction="sum") for own in states[:passes]]).sum()
 
-    def plain() -> Tensor:
-        leaf = states.clone().requires_grad_()
-        p = F.linear(wanted, weight).softmax(-1)
-        (-(p * F.linear(leaf, weight).log_softmax(-1)).sum()).backward()
-        return gradient(leaf)
+    def with_gradient(loss: Callable[[], Tensor], passes: int) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(loss(), states[:passes])
 
-    return {BASELINE: plain, "logged steps": lambda: ours(True), "other steps": lambda: ours(False)}
-
-
-def eagle3_losses(config: LossCostConfig) -> dict[str, Callable[[], Tensor]]:
-    """EAGLE-3's: its lm_head learns too. Each gives the gradient of the lm_head [D, H]."""
-    d2t = torch.arange(config.drafted) if config.drafted else None
-    lm_head = torch.randn(config.drafted or config.vocab, config.hidden) * 0.05
-    target = torch.randn(config.tokens, config.vocab)
-    states = torch.randn(config.passes, config.tokens, config.hidden)
-    weights = torch.ones(config.passes, config.tokens)
-
-    def ours(ranked: bool) -> Tensor:
-        head, hidden = lm_head.clone().requires_grad_(), [own.clone().requires_grad_() for own in states]
-        objective = Objective(drop_unknown=False)
-        distances(objective, lambda part: target[part], head, d2t, hidden, weights, ranked).totals.sum().backward()
-        return gradient(head)
-
-    def plain() -> Tensor:
-        head, hidden = lm_head.clone().requires_grad_(), [own.clone().requires_grad_() for own in states]
-        p = (target if d2t is None else target[:, d2t]).softmax(-1)
-        total = sum(-(p * F.linear(own, head).log_softmax(-1)).sum() for own in hidden)
-        assert isinstance(total, Tensor)
-        total.backward()
-        return gradient(head)
-
-    return {BASELINE: plain, "logged steps": lambda: ours(True), "other steps": lambda: ours(False)}
-
-
-def gradient(leaf: Tensor) -> Tensor:
-    assert leaf.grad is not None
-    return leaf.grad
-
-
-if __name__ == "__main__":
-    sys.exit(main_of(LossCostConfig, run))
+    for name, own, passes in (("EAGLE", eagle, 1), (f"EAGLE-3, {PASSES} passes", eagle3, PASSES)):
+        forms: dict[str, Callable[[], Tensor]] = {
+            "the plain form, unlogged": partial(plain, passes),
+            "a logged step": partial(own, True),
+            "ours": partial(own, False),
+        }
+        calls = {form: with_gradient(loss, passes) for form, loss in forms.items()}
+        seconds = interleaved(calls, REPEATS, time.thread_time)
+        for form in ("the plain form, unlogged", "a logged step"):
+            yield f"{name} loss: {form} / ours", paired_ratio(seconds[form], seconds["ours"])

@@ -22,6 +22,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from draftsmith.benchmarks.loss_cost import loss_ratios
 from draftsmith.benchmarks.step_peak import in_new_process
 from draftsmith.benchmarks.step_variants import Bare, ByHand, Padded, Shape, TakenStep, Work, train_ours
 from draftsmith.data.progress import say
@@ -46,7 +47,7 @@ class ThroughputConfig:
 
     Attributes:
         output: Directory that receives throughput.json and throughput.md.
-        only: Part of it: speed, memory (of steps), loss-memory (of the loss alone), or all.
+        only: Part of it: speed, memory (of steps), loss-memory (of the loss alone), losses (their time), or all.
         hidden: Hidden size of target and head.
         vocab: Tokens that the target knows.
         layers: Decoder layers of the head.
@@ -59,7 +60,7 @@ class ThroughputConfig:
     """
 
     output: Path = field(kw_only=True)
-    only: Literal["all", "speed", "memory", "loss-memory"] = "all"
+    only: Literal["all", "speed", "memory", "loss-memory", "losses"] = "all"
     hidden: int = 512
     vocab: int = 32_000
     layers: int = 1
@@ -132,7 +133,7 @@ def step_flops(work: Work, config: ThroughputConfig) -> float:
 
 def speed(config: ThroughputConfig) -> Iterator[MeasuredNumber]:
     work = Work(config.shape)
-    steps = config.steps or -(-sum(work.samples.lengths) // config.tokens)
+    steps = config.steps or -(-int(sum(work.samples.lengths)) // config.tokens)
     ours, bare = paired_steps(work, steps, "bare")
     yield MeasuredNumber("bare: tokens a CPU second", tokens_per_s(bare), "tokens/s")
     yield MeasuredNumber("ours: tokens a CPU second", tokens_per_s(ours), "tokens/s")
@@ -172,7 +173,12 @@ def loss_memory(config: ThroughputConfig) -> Iterator[MeasuredNumber]:
     yield MeasuredNumber("in chunks / naive, peak memory", 100 * peaks["loss"] / peaks["naive loss"], "%", "<= 33")
 
 
-PARTS = {"speed": speed, "memory": measured_memory, "loss-memory": loss_memory}
+def losses(config: ThroughputConfig) -> Iterator[MeasuredNumber]:
+    for what, ratio in loss_ratios(config.hidden, config.vocab):
+        yield MeasuredNumber(what, ratio, "x")
+
+
+PARTS = {"speed": speed, "memory": measured_memory, "loss-memory": loss_memory, "losses": losses}
 
 
 @sole_writer()

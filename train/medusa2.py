@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ from draftsmith.data.models.loading import llama_shape, load_lm, tokenizer_ident
 from draftsmith.data.progress import say
 from draftsmith.data.settings import RemoteCode, check_not_negative, check_positive
 from draftsmith.data.store.datasets import ResponsesDataset, collate_features, in_pieces
-from draftsmith.data.store.files import make_directory, whole_directory, write_text
+from draftsmith.data.store.files import copy_file, make_directory, whole_directory, write_text
 from draftsmith.data.store.manifest import file_sha256, git_commit, package_versions, resolved
 from draftsmith.data.store.writer import occupied, sole_writer
 from draftsmith.modules.drafters.medusa import MedusaHead, MedusaSettings
@@ -330,7 +329,7 @@ def save(config: Medusa2Config, joint: Joint, distance: Distance, metrics: Mappi
         source = model_directory(config.target)
         for file in source.iterdir():  # tokenizer, template, ends of answers
             if file.is_file() and not file.name.endswith(WEIGHTS) and not (partial / file.name).exists():
-                shutil.copyfile(file, partial / file.name)
+                copy_file(file, partial / file.name)
         write_text(partial / "README.md", target_card(config, distance))
     about = {
         "original": {"path": config.target, "target": original},

@@ -7,6 +7,7 @@ children of each.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from draftsmith.modules.decoding.protocols import NO_DRAFT, DraftTree
 from draftsmith.modules.decoding.tree import StaticTree, best_connected
 from draftsmith.modules.finite import NO_TOKEN, NonFinite
 from draftsmith.modules.sampling import top_values
+from draftsmith.modules.transfer import to_device_together
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,34 @@ class Level:
 Expand = Callable[[Tensor, Tensor, int], Level]
 
 
+@dataclass(frozen=True)
+class _StaticLevel:
+    """A level of n nodes as a device is asked for it. width: children that are looked at. above, ranks: [n], of each
+    node its parent's row among what was read last, and which child it is; inner, inner_above: [m], the nodes that have
+    children, and their parents' rows."""
+
+    width: int
+    above: Tensor
+    ranks: Tensor
+    inner: Tensor
+    inner_above: Tensor
+
+
+@functools.lru_cache(maxsize=16)
+def _static_levels(shape: StaticTree, device: torch.device) -> tuple[_StaticLevel, ...]:
+    """What `grow_static` has to know of a tree, on its device: sent there once, and not for every draft."""
+    levels, places = list[_StaticLevel](), {-1: 0}  # node -> its row among what was read last
+    with torch.inference_mode(False):  # whoever asks first
+        for depth in range(1, max(shape.depths) + 1):
+            nodes = shape.level(depth)
+            above, ranks = [places[shape.parents[node]] for node in nodes], [shape.ranks[node] for node in nodes]
+            inner = [i for i, node in enumerate(nodes) if node in shape.parents]
+            indices = to_device_together([above, ranks, inner, [above[i] for i in inner]], device)
+            levels.append(_StaticLevel(max(ranks) + 1, *indices))
+            places = {nodes[i]: row for row, i in enumerate(inner)}
+    return tuple(levels)
+
+
 def grow_static(shape: StaticTree, root: Level, expand: Expand, depths: Sequence[int]) -> list[DraftTree]:
     """A tree of ranks for each row, down to depths[b] at most, some of them 1 or more. The host learns of its tokens
     when all are chosen.
@@ -57,24 +87,16 @@ def grow_static(shape: StaticTree, root: Level, expand: Expand, depths: Sequence
     Raises:
         NonFinite: logits of a node that was expanded.
     """
-    device = root.logits.device
-    level, places = root, {-1: 0}  # node -> its row in `level`
-    chosen: list[Tensor] = []
-    reached = 0
-    for depth in range(1, min(max(shape.depths), max(depths)) + 1):
-        nodes = shape.level(depth)
+    level, reached, chosen = root, 0, list[Tensor]()
+    for depth, nodes in enumerate(_static_levels(shape, root.logits.device)[: max(depths)], 1):
         reached = depth
-        width = max(shape.ranks[node] for node in nodes) + 1
-        best = level.logits.topk(min(width, level.logits.shape[-1]), dim=-1)
+        best = level.logits.topk(min(nodes.width, level.logits.shape[-1]), dim=-1)
         tokens = torch.where(best.values[..., :1].isfinite(), best.indices, NO_TOKEN)
-        above = torch.tensor([places[shape.parents[node]] for node in nodes], device=device)
-        chosen.append(tokens[:, above, torch.tensor([shape.ranks[node] for node in nodes], device=device)])
-        inner = [i for i, node in enumerate(nodes) if node in shape.parents]
-        if not inner or depth == max(depths):
+        chosen.append(tokens[:, nodes.above, nodes.ranks])
+        if not len(nodes.inner) or depth == max(depths):
             break
-        own = torch.tensor(inner, device=device)
-        level = expand(chosen[-1][:, own].clamp_min(0), above[own].expand(len(depths), -1), depth)
-        places = {nodes[i]: row for row, i in enumerate(inner)}
+        read = chosen[-1].index_select(1, nodes.inner).clamp_min(0)
+        level = expand(read, nodes.inner_above.expand(len(depths), -1), depth)
     trees = []
     for row, (tokens, most) in enumerate(zip(torch.cat(chosen, 1).tolist(), depths, strict=True)):
         count = sum(depth <= most for depth in shape.depths)

@@ -23,6 +23,7 @@ ROWS = [
     # The demo.
     Row("demo: output is a file", "demo --output {chats}", ("prompts.jsonl", "File exists")),
     Row("demo: a flag that is none", "demo --full maybe", ("maybe",)),
+    Row("doctor: a flag that is none", "doctor --json maybe", ("maybe",)),
     Row("completion: no such shell", "completion csh", ("csh", "zsh")),
     # decode.
     Row("decode: no such method", f"decode Hi {TARGET}--method nosuch", ("nosuch",)),

@@ -68,6 +68,12 @@ def test_both_variants_are_timed_on_as_many_steps(other):
     assert all(step.seconds > 0 for step in ours + theirs)
 
 
+def test_the_command_reads_every_document_once_unless_told_otherwise():
+    config = ThroughputConfig(output=Path("absent"), hidden=64, vocab=16, tokens=1500, documents=2)
+    row = next(throughput.speed(config))
+    assert row.what.startswith("bare") and row.value > 0
+
+
 def test_ratios_are_of_sums_and_of_pairs():
     ours = [TakenStep(100, 0.0, 1.0), TakenStep(300, 0.0, 2.2), TakenStep(50, 0.0, 3.0)]
     bare = [TakenStep(100, 0.0, 1.0), TakenStep(300, 0.0, 2.0), TakenStep(50, 0.0, 2.0)]
@@ -91,10 +97,10 @@ def test_the_peak_of_a_call_is_what_it_held_at_most():
 
 
 def test_the_chunked_loss_needs_less_memory_than_the_naive_one():
-    """At once: three blocks of 2^25 logits, 128 MiB each, against four or so of 2^27."""
+    """At once: three blocks of 2^20 logits, 4 MiB each, against four or so of 2^27."""
     shape = Shape(hidden=16, vocab=2**12, tokens=2**15)
     small, large = (in_new_process(what, shape) for what in ("loss", "naive loss"))
-    assert large > 2**30 and 2**27 < small < large / 3
+    assert large > 2**30 and 2**23 < small < 2**27
 
 
 def test_the_command_writes_its_table(tmp_path, capsys, monkeypatch):

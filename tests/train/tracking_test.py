@@ -48,7 +48,7 @@ def tracked(artefacts, tmp_path_factory) -> Tracked:
     shared |= {"max_steps": STEPS, "batch_size": 8, "val_share": 0.25, "val_every": 10, "log_every": 5, "lr": 3e-3}
     shared |= {"tau_prompts": 2, "tau_max_new_tokens": 6, "tau_every": 50, "token_weight": 1.0, "num_threads": 1}
     shared |= {"track": ("wandb", "tensorboard"), "agreement_steps": 2}
-    learn = LitHead.loss
+    learn = LitHead.part_loss
 
     def interrupted(module: LitHead, part):
         if module.trainer.global_step == STOPPED_AT - 1:
@@ -61,7 +61,7 @@ def tracked(artefacts, tmp_path_factory) -> Tracked:
         patch.setenv("NETRC", str(output.parent / "no netrc"))
         patch.setattr("draftsmith.train.metrics.say", said.append)
         with patch.context() as stopping:
-            stopping.setattr(LitHead, "loss", interrupted)
+            stopping.setattr(LitHead, "part_loss", interrupted)
             with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
                 run(drafter_config("eagle")(**shared))
         said.append("resumed")
