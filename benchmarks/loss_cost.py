@@ -25,28 +25,33 @@ def loss_ratios(hidden: int, vocab: int) -> Iterator[tuple[str, float]]:
     weight, wanted = torch.randn(vocab, hidden, generator=rng) * 0.1, torch.randn(TOKENS, hidden, generator=rng)
     states = [torch.randn(TOKENS, hidden, generator=rng).requires_grad_() for _ in range(PASSES)]
     ones = torch.ones(PASSES, TOKENS)
+    trained = weight.clone().requires_grad_()  # EAGLE-3's lm_head learns too
 
     def eagle(ranked: bool) -> Tensor:
         return soft_cross_entropy(lambda x: x @ weight.T, wanted, [ones[0]], states[:1], ranked)[0].sum()
 
     def eagle3(measured: bool) -> Tensor:
         target = lambda part: wanted[part] @ weight.T  # noqa: E731
-        return distances(Objective(), target, weight, None, states, ones, measured).totals.sum()
+        return distances(Objective(), target, trained, None, states, ones, measured).totals.sum()
 
-    def plain(passes: int) -> Tensor:
+    def plain(lm_head: Tensor, passes: int) -> Tensor:
         prob = (wanted @ weight.T).softmax(-1)
-        return torch.stack([F.cross_entropy(own @ weight.T, prob, reduction="sum") for own in states[:passes]]).sum()
+        return torch.stack([F.cross_entropy(own @ lm_head.T, prob, reduction="sum") for own in states[:passes]]).sum()
 
-    def with_gradient(loss: Callable[[], Tensor], passes: int) -> Callable[[], object]:
-        return lambda: torch.autograd.grad(loss(), states[:passes])
+    def with_gradient(loss: Callable[[], Tensor], leaves: list[Tensor]) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(loss(), leaves)
 
-    for name, own, passes in (("EAGLE", eagle, 1), (f"EAGLE-3, {PASSES} passes", eagle3, PASSES)):
+    kinds = (
+        ("EAGLE", eagle, partial(plain, weight, 1), states[:1]),
+        (f"EAGLE-3, {PASSES} passes", eagle3, partial(plain, trained, PASSES), [trained, *states]),
+    )
+    for name, own, written, leaves in kinds:
         forms: dict[str, Callable[[], Tensor]] = {
-            "the plain form, unlogged": partial(plain, passes),
+            "the plain form, unlogged": written,
             "a logged step": partial(own, True),
             "ours": partial(own, False),
         }
-        calls = {form: with_gradient(loss, passes) for form, loss in forms.items()}
+        calls = {form: with_gradient(loss, leaves) for form, loss in forms.items()}
         seconds = interleaved(calls, REPEATS, time.thread_time)
         for form in ("the plain form, unlogged", "a logged step"):
             yield f"{name} loss: {form} / ours", paired_ratio(seconds[form], seconds["ours"])

@@ -116,7 +116,9 @@ class _Distances(torch.autograd.Function):
                 totals[i] += (value * counted[i]).sum()
                 # The tokens' weights go to the smaller factors, [C, H] each.
                 if to_head:
-                    to_head[i] += grad.to(states.dtype).T @ (states[part] * counted[i][:, None].to(states.dtype))
+                    _add_product(
+                        to_head[i], grad.to(states.dtype).T, states[part] * counted[i][:, None].to(states.dtype)
+                    )
                 if (own := to_hidden[i]) is not None:
                     own[part] = (grad.to(lm_head.dtype) @ lm_head).to(own.dtype) * counted[i][:, None].to(own.dtype)
         ctx.to_head, ctx.to_hidden, ctx.head_dtype = to_head, to_hidden, lm_head.dtype
@@ -131,6 +133,15 @@ class _Distances(torch.autograd.Function):
             head = sum(outer[i] * grad for i, grad in enumerate(ctx.to_head)).to(ctx.head_dtype)
         hidden = [None if grad is None else grad * outer[i].to(grad.dtype) for i, grad in enumerate(ctx.to_hidden)]
         return None, None, None, None, None, head, *hidden
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right; where the precisions are one without the product as a tensor of its own, as large as
+    lm_head for every chunk."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
 
 
 @dataclass(frozen=True)
