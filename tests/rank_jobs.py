@@ -102,6 +102,7 @@ def leave_as_killed(source: Path, step: int, output: Path, rank: int) -> None:
 @contextmanager
 def watched() -> Iterator[dict[str, Any]]:
     """Collects what the trainer had: norms of the gradient, and what is partitioned."""
+    from draftsmith.train.lit_drafter import LitDrafter
     from draftsmith.train.lit_head import LitHead
 
     facts: dict[str, Any] = {"grad_norms": []}
@@ -123,7 +124,9 @@ def watched() -> Iterator[dict[str, Any]]:
         if zero is not None:
             facts["optimized"] = sum(flat.numel() for flat in zero.state)
 
-    with mock.patch.object(LitHead, "on_train_batch_end", on_train_batch_end, create=True):
+    with ExitStack() as patches:
+        for kind in (LitHead, LitDrafter):
+            patches.enter_context(mock.patch.object(kind, "on_train_batch_end", on_train_batch_end, create=True))
         yield facts
 
 
@@ -138,7 +141,7 @@ def poisoned(row: int, how: str) -> Iterator[None]:
         rows = [self.trainer.datamodule.train.indices[key.index] for key in part.keys]
         if row not in rows:
             return step(self, part, batch_idx)
-        true_loss = self.loss
+        true_loss = self.part_loss
 
         def loss(*args: Any, **kwargs: Any) -> Any:
             import dataclasses
@@ -148,7 +151,7 @@ def poisoned(row: int, how: str) -> Iterator[None]:
             bad = float("nan") if how == "loss" else (output.loss * 0).abs().sqrt()
             return dataclasses.replace(output, loss=output.loss + bad)
 
-        with mock.patch.object(self, "loss", loss):
+        with mock.patch.object(self, "part_loss", loss):
             return step(self, part, batch_idx)
 
     with mock.patch.object(LitHead, "training_step", training_step):
