@@ -50,9 +50,13 @@ from draftsmith.modules.drafters.methods import parse_methods
 from draftsmith.modules.types import InputError, SamplingParams, at_least
 
 RESULT, STEPS = "result.json", "steps.json"
-BASE, FEATURES = "base", ("base", "eagle1")  # steps are measured on what these learn from
-CONFIGS = {"eagle": "eagle-small", "eagle3": "eagle3-small"}
+BASE = "base"
+# Of a kind of head: the settings that a recipe changes, and the method that drafts chains.
+CONFIGS = {kind: f"{kind}-small" for kind in ("eagle", "eagle3", "medusa", "hydra")}
+CHAINS = {"eagle": "eagle", "eagle3": "eagle3", "medusa": "medusa-chain", "hydra": "hydra-chain"}
 EDITS = "add_docstring,add_type_hints,remove_docstring,remove_type_hints,rename,sort_imports,wrap_in_try"
+
+KINDS = {"eagle": "EAGLE-1, unroll 2", "medusa": "Medusa-1", "hydra": "Hydra"}  # beside EAGLE-3
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ DOMAINS = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """What differs from configs/train/eagle3-small.yaml, or eagle-small.yaml; other_data: trained on `other_answers`;
+    """What differs from configs/train/eagle3-small.yaml, or another kind's; other_data: trained on `other_answers`;
     late: reads `Domain.late_layers`."""
 
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -87,7 +91,7 @@ class Recipe:
         return [f"--{name.replace('_', '-')}={str(value).lower()}" for name, value in self.settings.items()]
 
     def text(self, answers: int, late_layers: Sequence[int]) -> str:
-        parts = ["EAGLE-1, unroll 2"] if self.kind == "eagle" else []
+        parts = [KINDS[self.kind]] if self.kind in KINDS else []
         parts += [f"{answers:,} answers"] if self.other_data else []
         parts += [f"layers {' '.join(map(str, late_layers))}"] if self.late else []
         return ", ".join([*parts, *(f"{name} {value}" for name, value in self.settings.items())])
@@ -96,6 +100,9 @@ class Recipe:
 RECIPES = {
     BASE: Recipe(),
     "eagle1": Recipe(kind="eagle"),
+    "medusa": Recipe(kind="medusa"),
+    "hydra": Recipe(kind="hydra"),
+    "hydra++": Recipe({"prefix_attention": True, "num_layers": 4}, kind="hydra"),
     "passes-1": Recipe({"passes": 1}),
     "passes-7": Recipe({"passes": 7}),
     "mask-previous": Recipe({"token_mask": "previous"}),
@@ -139,7 +146,7 @@ class RecipesConfig:
         prompts: Other prompts, with splits train and test. All of their tasks are taken unless --tasks is given.
         tasks: Only these tasks, separated by commas.
         cpu_seconds: That a head is trained for: its steps alone, from stored features; not start and validation.
-        recipes: Which ones, separated by commas; all where it is not given.
+        recipes: Which ones, separated by commas; all of EAGLE-3 and EAGLE-1 where it is not given.
         seeds: Trainings of each: 0, 1, ...
         jobs: Trainings at a time, each on one thread.
         data: Directory of the target's answers and features, which several outputs may share. Default: output/data.
@@ -160,7 +167,7 @@ class RecipesConfig:
     prompts: str | None = None
     tasks: str | None = None
     cpu_seconds: float = 80.0
-    recipes: str = ",".join(RECIPES)
+    recipes: str = ",".join(name for name, recipe in RECIPES.items() if recipe.kind in ("eagle", "eagle3"))
     seeds: int = 3
     jobs: int = 1
     data: Path | None = None
@@ -263,7 +270,7 @@ def make_data(config: RecipesConfig) -> None:
         prompts: ["prompts", "--source", own.prompts, *rows],
         responses: ["responses", "--prompts", str(prompts), "--batch-size", "128", *answering],
     }
-    for recipe in (RECIPES[name] for name in (*FEATURES, *config.names)):
+    for recipe in (RECIPES[name] for name in (*config.names, *map(costs_like, config.names))):
         limit, layers = ["--limit", str(config.answers_of(recipe))], config.layers(recipe)
         words = ["features", "--responses", str(responses), *limit, "--drafter", recipe.kind, *layers]
         stages[config.features(recipe)] = words
@@ -273,9 +280,9 @@ def make_data(config: RecipesConfig) -> None:
 
 
 def step_costs(config: RecipesConfig) -> dict[str, StepCost]:
-    """Of the first recipe of each cost, whichever are asked for: measured once, and then read."""
+    """Of the first recipe of each cost that is asked for: measured once, and then read."""
     path = config.steps_of or config.output / STEPS
-    names = list(dict.fromkeys(map(costs_like, RECIPES)))
+    names = list(dict.fromkeys(map(costs_like, config.names)))
     if config.steps_of or config.report or path.exists():
         return read_costs(path, names)
     torch.set_num_threads(1)
@@ -344,7 +351,7 @@ def trained(config: RecipesConfig, name: str, seed: int, steps: int) -> str:
 def decode(own: Domain, limit: int, max_new_tokens: int, kind: str, directory: Path) -> None:
     """Answer the test prompts with the head's drafts; writes the rows."""
     torch.set_num_threads(1)
-    named = parse_methods(f"{kind}:k={K}")
+    named = parse_methods(f"{CHAINS[kind]}:k={K}")
     (prompts,) = read_questions([("", own.prompts)], own.target, "test", own.tasks, limit, "last")
     modes = [SamplingParams(temperature) for temperature in TEMPERATURES.values()]
     target = load_lm(own.target, packed=True)

@@ -78,8 +78,8 @@ def test_every_recipe_is_one_that_training_takes(name):
 def test_a_calibration_is_taken_from_another_output(tmp_path):
     cost = {"early": 0.1, "late": 0.2, "after": 0.5}
     write_json(tmp_path / "steps.json", {"costs": {costs_like(name): cost for name in RECIPES}})
-    found = step_costs(RecipesConfig(tmp_path / "new", steps_of=tmp_path / "steps.json"))
-    assert found["base"] == StepCost(0.1, 0.2, 0.5)
+    found = step_costs(RecipesConfig(tmp_path / "new", recipes="base,decay-0.9", steps_of=tmp_path / "steps.json"))
+    assert found == {"base": StepCost(0.1, 0.2, 0.5)}
     with pytest.raises(InputError, match="without other"):
         read_costs(tmp_path / "steps.json", ["base", "other"])
 

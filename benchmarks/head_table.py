@@ -1,0 +1,139 @@
+"""`python benchmarks/head_table.py`: EAGLE-2's table 1 on the models that ship (docs/results.md).
+
+Heads of every kind are trained on the same answers for the same CPU seconds, with several seeds, as recipes.py does it. Then
+each seed's heads and what needs none answer the same test prompts, greedily and at T=1, beside `ar` in the same run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from draftsmith.benchmarks import recipes
+from draftsmith.benchmarks.recipe_tables import TEMPERATURES
+from draftsmith.benchmarks.recipes import RECIPES, RecipesConfig, python
+from draftsmith.data.progress import say
+from draftsmith.data.store.files import write_json, write_text
+from draftsmith.data.store.manifest import git_commit, package_versions, resolved
+from draftsmith.data.store.writer import sole_writer
+from draftsmith.eval.bench.results import BASELINE, RESULTS, Row, hardware, of_methods, read_rows, totals_of
+from draftsmith.eval.bench.summary import summary_row
+from draftsmith.eval.report.tables import Column, Table, interval, markdown
+from draftsmith.launch.cli import main_of
+from draftsmith.modules.types import at_least
+
+HEADS = ("base", "eagle1", "medusa", "hydra")  # EAGLE-3 is recipes.py's base
+METHODS = (
+    *("pld", "lookahead", "medusa:tree=medusa-63", "hydra:tree=medusa-63", "eagle-tree:tree=eagle-1", "eagle2"),
+    "eagle3-tree",
+)
+
+
+@dataclass(frozen=True)
+class HeadTableConfig:
+    """Trains heads of every kind on the same data for the same CPU seconds, and measures all methods. A command that was
+    interrupted goes on when it is given again.
+
+    Attributes:
+        output: Directory that receives heads/ (of recipes.py), bench/ and table1.md and .json.
+        domain: edits, whose answers copy from their prompts, or prose.
+        cpu_seconds: That a head is trained for: its steps alone, from stored features.
+        seeds: Trainings of each kind: 0, 1, ...
+        methods: What is measured beside ar, separated by commas.
+        answers: Of the target, that heads are trained on.
+        limit: Test prompts.
+        max_new_tokens: Longest answer that is measured.
+    """
+
+    output: Path
+    domain: Literal["edits", "prose"] = "edits"
+    cpu_seconds: float = 120.0
+    seeds: int = 3
+    methods: str = ",".join(METHODS)
+    answers: int = 960
+    limit: int = 40
+    max_new_tokens: int = 128
+
+    def __post_init__(self) -> None:
+        for name in ("seeds", "answers", "limit", "max_new_tokens"):
+            at_least(name, getattr(self, name), 1)
+
+    @property
+    def training(self) -> RecipesConfig:
+        named = {name: getattr(self, name) for name in ("domain", "cpu_seconds", "seeds", "answers", "limit")}
+        return RecipesConfig(self.output / "heads", recipes=",".join(HEADS), **named)
+
+
+@sole_writer()
+def run(config: HeadTableConfig) -> Path:
+    """Train and measure what is not there yet, write the tables; returns table1.json."""
+    recipes.run(config.training)
+    benches = [measured(config, seed) for seed in range(config.seeds)]
+    rows = {mode: pooled([of_methods(own, value) for own in benches]) for mode, value in TEMPERATURES.items()}
+    path = config.output / "table1.json"
+    about = {"settings": resolved(config), "hardware": hardware("cpu"), "packages": package_versions()}
+    write_json(path, {"meta": {**about, "git_commit": git_commit()}, "rows": rows})
+    text = "\n".join(markdown(table_of(mode, own, config)) for mode, own in rows.items())
+    write_text(path.with_suffix(".md"), text)
+    say(f"{text}\nWritten to {path.with_suffix('.md')}")
+    return path
+
+
+def measured(config: HeadTableConfig, seed: int) -> list[Row]:
+    """The rows of a bench with the heads of one seed; measured where they are not there."""
+    own, directory = config.training.source, config.output / "bench" / str(seed)
+    if not (directory / RESULTS).exists():
+        heads = [str(config.output / "heads" / "runs" / f"{name}-{seed}" / "last") for name in HEADS]
+        words = ["--target", own.target, "--prompts", own.prompts, "--split", "test", "--draft", ",".join(heads)]
+        words += ["--keep-tasks", own.tasks] if own.tasks else []
+        words += ["--methods", f"{BASELINE},{config.methods}", "--limit", str(config.limit), "--seed", str(seed)]
+        words += ["--temperatures", ",".join(map(str, TEMPERATURES.values())), "--repeats", "1", "--num-threads", "1"]
+        words += ["--max-new-tokens", str(config.max_new_tokens), "--output", str(directory)]
+        say(f"bench, seed {seed}")
+        python("-m", "draftsmith", "eval", "bench", *words)
+    return read_rows(directory)
+
+
+def pooled(seeds: Sequence[Mapping[str, Sequence[Row]]]) -> list[dict[str, Any]]:
+    """Of each method the numbers over all seeds, ratios of sums; a prompt is drawn with its answers of all seeds.
+
+    seeds: of each, method -> its rows in one order of prompts.
+    """
+    found = []
+    for method in seeds[0]:
+        rows, baseline = ([row for own in seeds for row in own[name]] for name in (method, BASELINE))
+        greedy = all(row["temperature"] == 0 for row in rows)
+        taus = [totals_of(own[method]).tau for own in seeds]
+        found.append({"method": method, **summary_row(rows, baseline, "cpu", 0, greedy), "taus": taus})
+    return found
+
+
+def table_of(mode: str, rows: Sequence[Mapping[str, Any]], config: HeadTableConfig) -> Table:
+    columns = [
+        *(Column("method", "method"), Column("tau", "tau", ".2f"), Column("tau_ci", "95 % CI")),
+        *(Column("by_seed", "by seed"), Column("speedup", "speed-up", ".2fx"), Column("speedup_ci", "95 % CI")),
+        Column("equal", "= ar"),
+    ]
+    shown = [
+        {
+            **row,
+            "tau_ci": interval(row["tau_ci95"]),
+            "speedup_ci": interval(row["speedup_ci95"]),
+            "by_seed": " ".join(f"{tau:.2f}" for tau in row["taus"]),
+            "equal": {None: "", True: "yes", False: f"no ({row['num_differing']})"}[row["matches_ar"]],
+        }
+        for row in rows
+    ]
+    note = (
+        f"{config.domain}, {config.cpu_seconds:g} CPU seconds a head, {config.answers} answers, {config.seeds} seeds, "
+    )
+    note += f"{config.limit} test prompts, answers of up to {config.max_new_tokens} tokens."
+    return Table(mode, mode.capitalize(), columns, shown, note)
+
+
+if __name__ == "__main__":
+    sys.exit(main_of(HeadTableConfig, run))
