@@ -12,6 +12,7 @@ LOSSES, METRICS = "modules/losses.py", "modules/metrics.py"
 EAGLE, MEDUSA, MEDUSA_TEST = (
     "modules/drafters/eagle/head.py", "modules/drafters/medusa.py", "tests/modules/drafters/medusa_test.py"
 )  # fmt: skip
+HYDRA_FORMAT, HYDRA_READ = "modules/interop/hydra.py", "tests/modules/interop/hydra_test.py"
 HYDRA, HYDRA_TEST = "modules/drafters/hydra.py", "tests/modules/drafters/hydra_test.py"
 MEDUSA_2, MEDUSA_2_TEST = "train/medusa2.py", "tests/train/medusa2_test.py"
 MEDUSA_FORMAT, MEDUSA_READ = "modules/interop/medusa.py", "tests/modules/interop/medusa_test.py"
@@ -63,6 +64,14 @@ MUTANTS = [
            (HYDRA_TEST,)),
     Mutant("hydra-branches-behind-the-token-before", HYDRA, "self._ids[starts.to(self.device) - 1]",
            "self._ids[starts.to(self.device) - 2]", (HYDRA_TEST,)),
+    Mutant("hydra-format-of-the-other-architecture", HYDRA_FORMAT, "(1, 2) if config.prefix_attention else (0, 1)",
+           "(0, 1)", (HYDRA_READ,)),
+    Mutant("hydra-format-mixes-the-way-around-up", HYDRA_FORMAT, "if module == 'linear' else 'res_connection'",
+           "if module == 'skip' else 'res_connection'", (HYDRA_READ,)),
+    Mutant("hydra-ungrounded-heads-unnoticed", HYDRA_FORMAT, 'raw.get("grounded_heads", False)',
+           'raw.get("grounded_heads", True)', (HYDRA_READ,)),
+    Mutant("hydra-lost-tensors-are-zero", HYDRA_FORMAT, "torch.full(slot.shape, math.nan)",
+           "torch.full(slot.shape, 0.0)", (HYDRA_READ,)),
     # -- Medusa-2
     Mutant("medusa2-the-other-divergence", MEDUSA_2, "F.kl_div(log_q, log_p,", "F.kl_div(log_p, log_q,",
            (MEDUSA_2_TEST,)),
