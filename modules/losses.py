@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from draftsmith.modules.transfer import true_places
 from draftsmith.modules.types import AcceptanceBatch, LossOutput
@@ -97,6 +98,35 @@ class _SoftCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, outer: Tensor, _: Tensor) -> Any:
         grads = [None if grad is None else grad * outer[i].to(grad.dtype) for i, grad in enumerate(ctx.grads)]
         return None, None, None, None, *grads
+
+
+def token_loss(
+    hidden: Tensor, labels: Tensor, lm_head: LmHead, vocab_size: int, taught: tuple[Tensor, LmHead] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Sum of the cross-entropies of lm_head(hidden [N, H]) with labels [N], and how often the label is the argmax.
+    taught: states [N, H'], and what makes logits of them whose softmax takes the labels' place in the first of these.
+    Logits are made CHUNK_ELEMENTS at a time, and again for the gradient."""
+
+    def wide(logits: Tensor) -> Tensor:
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def chunk(states: Tensor, label: Tensor, teaching: Tensor | None) -> tuple[Tensor, Tensor]:
+        logits = wide(lm_head(states))
+        wanted = label
+        if taught is not None and teaching is not None:
+            with torch.no_grad():
+                wanted = wide(taught[1](teaching)).softmax(-1)
+        return F.cross_entropy(logits, wanted, reduction="sum"), (logits.argmax(-1) == label).sum()
+
+    rows = max(1, CHUNK_ELEMENTS // vocab_size)
+    entropies, hits = list[Tensor](), list[Tensor]()
+    states = hidden.split(rows)
+    teaching = [None] * len(states) if taught is None else taught[0].split(rows)
+    for parts in zip(states, labels.split(rows), teaching, strict=True):
+        entropy, right = checkpoint(chunk, *parts, use_reentrant=False, preserve_rng_state=False)
+        entropies.append(entropy)
+        hits.append(right)
+    return torch.stack(entropies).sum(), torch.stack(hits).sum()
 
 
 def row_chunks(count: int, vocabulary: int, device: torch.device) -> Iterator[slice]:

@@ -14,6 +14,7 @@ from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadCon
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.drafters.eagle3.head import Eagle3Head
 from draftsmith.modules.drafters.eagle3.net import Eagle3Config, layer_like
+from draftsmith.modules.drafters.hydra import HydraConfig, HydraHead
 from draftsmith.modules.drafters.medusa import MedusaConfig, MedusaHead
 from draftsmith.modules.drafters.methods import Models
 from draftsmith.modules.layers import LlamaConfig, LlamaModel, rope_table
@@ -62,6 +63,7 @@ def models(broken: str | None = None) -> Models:
     eagle = EagleHead(EagleConfig(CONFIG)).requires_grad_(False)
     eagle3 = Eagle3Head(Eagle3Config(layer_like(CONFIG), (0, 1), V)).requires_grad_(False)
     medusa = MedusaHead(MedusaConfig(H, V, CONTEXT, num_heads=3)).requires_grad_(False)
+    hydra = HydraHead(HydraConfig(CONFIG, num_heads=3)).requires_grad_(False)
     acceptance = AcceptanceHead(AcceptanceHeadConfig(H, num_blocks=1)).requires_grad_(False)
     if broken == "eagle":
         spoil(eagle, *inner)
@@ -69,9 +71,11 @@ def models(broken: str | None = None) -> Models:
         spoil(eagle3, "layer.mlp.down_proj.weight", (0, 0))
     if broken == "medusa":
         spoil(medusa, "heads.0.0.linear.weight", (0, 0))
+    if broken == "hydra":
+        spoil(hydra, "heads.0.linear.weight", (0, 0))
     if broken == "acceptance":
         spoil(acceptance, "out.weight", (0, 0))
     return run_models(
-        *lms.values(), eagle=eagle, eagle3=eagle3, medusa=medusa, acceptance=acceptance, capacity=CONTEXT,
+        *lms.values(), eagle=eagle, eagle3=eagle3, medusa=medusa, hydra=hydra, acceptance=acceptance, capacity=CONTEXT,
         times=KnownTimes(),
     )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from quick_heads import specdecpp
 from table_models import H, TableLM, V
@@ -18,6 +20,7 @@ from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.drafters.feature_heads import FeatureDrafter, FeatureTreeDrafter
 from draftsmith.modules.drafters.growth import DynamicTree
 from draftsmith.modules.drafters.hierarchical import HierarchicalDrafter
+from draftsmith.modules.drafters.hydra import HydraConfig, HydraDrafter, HydraHead
 from draftsmith.modules.drafters.lookahead import LookaheadDrafter
 from draftsmith.modules.drafters.medusa import MedusaConfig, MedusaDrafter, MedusaHead
 from draftsmith.modules.drafters.pearl import PearlDrafter
@@ -36,13 +39,15 @@ def random_acceptance_head(seed: int, **settings) -> AcceptanceHead:
     return head
 
 
+LAYER = LlamaConfig(
+    vocab_size=V, hidden_size=H, intermediate_size=8, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=H,
+    max_position=CAPACITY,
+)  # fmt: skip
+
+
 def random_eagle_head(seed: int) -> EagleHead:
     torch.manual_seed(seed)
-    llama = LlamaConfig(
-        vocab_size=V, hidden_size=H, intermediate_size=8, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=H,
-        max_position=CAPACITY,
-    )  # fmt: skip
-    head = EagleHead(EagleConfig(llama)).double().requires_grad_(False)
+    head = EagleHead(EagleConfig(LAYER)).double().requires_grad_(False)
     head.fc.weight.normal_()
     return head
 
@@ -52,6 +57,16 @@ def random_medusa_heads(seed: int, own_lm_head: bool = False) -> MedusaHead:
     heads = (
         MedusaHead(MedusaConfig(H, V, CAPACITY, num_heads=3, own_lm_head=own_lm_head)).double().requires_grad_(False)
     )
+    for weight in heads.parameters():
+        weight.normal_()
+    return heads
+
+
+def random_hydra_heads(seed: int, plus: bool = False) -> HydraHead:
+    """plus: with all that Hydra++ adds, and lm_heads of their own."""
+    torch.manual_seed(seed)
+    llama = dataclasses.replace(LAYER, num_layers=int(plus))
+    heads = HydraHead(HydraConfig(llama, 3, 3 if plus else 1, own_lm_head=plus)).double().requires_grad_(False)
     for weight in heads.parameters():
         weight.normal_()
     return heads
@@ -113,6 +128,10 @@ def method(name: str, target: TableLM, seed: int = 7, rows: int = 1):
         shape = None if "k=" in name else EAGLE_TREES["eagle-tree"]
         heads = random_medusa_heads(seed, "own" in name)
         return lambda: MedusaDrafter(heads, target, [FixedLength(2) for _ in range(rows)], shape)
+    if name.startswith("hydra"):
+        shape = None if "k=" in name else EAGLE_TREES["eagle-tree"]
+        hydra, stops = random_hydra_heads(seed, "++" in name), [FixedLength(2) for _ in range(rows)]
+        return lambda: HydraDrafter(hydra, target, stops, CAPACITY, shape=shape)
     if name in EAGLE_TREES:
         head = random_eagle_head(seed)
 
@@ -167,4 +186,5 @@ METHODS = ["ar", "spec:k=1", "spec:k=2", "spec:k=3", "specdec++", "specdec++cali
            "eagle:k=2", "specdec++:eagle", "specdec++calibrated:eagle", "confidence:eagle", "self-verify:eagle", "tree",
            *EAGLE_TREES, "pre-verify", "pre+self-verify", "hsddw", "pre-verify:eagle", "pre+self-verify:eagle",
            "hsddw:eagle", "medusa", "medusa-chain:k=2", "medusa:own", "medusa-chain:k=2:own",
+           "hydra", "hydra-chain:k=2", "hydra++", "hydra-chain:k=2++",
            "pld", "lookahead", "pearl:k=1", "pearl:k=2"]  # fmt: skip

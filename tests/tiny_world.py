@@ -15,6 +15,7 @@ from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadCon
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.drafters.eagle3.head import Eagle3Head
 from draftsmith.modules.drafters.eagle3.net import Eagle3Config, layer_like
+from draftsmith.modules.drafters.hydra import HydraHead, HydraSettings
 from draftsmith.modules.drafters.medusa import MedusaHead, MedusaSettings
 from draftsmith.modules.targets.llama import llama_config
 
@@ -22,7 +23,7 @@ NUM_PROMPTS = 5
 
 
 def make_tiny_world(root: Path) -> dict[str, str]:
-    """target, draft, eagle, acceptance and prompts: flag -> path below `root`, where `eagle3` and `medusa` are too."""
+    """target, draft, eagle, acceptance and prompts: flag -> path below `root`, where the other heads are."""
     target = tiny_llama_dir(root / "target", seed=0, layers=3)
     model = transformers.AutoModelForCausalLM.from_pretrained(target)
     generator = torch.Generator().manual_seed(1)
@@ -44,6 +45,8 @@ def make_tiny_world(root: Path) -> dict[str, str]:
     save_head(root / "eagle3", Eagle3Head(shape), {"target": target_lm.info.identity}, "card")
     medusa = MedusaHead(MedusaHead.shape(MedusaSettings(num_heads=3), llama_config(raw)))
     save_head(root / "medusa", medusa, {"target": target_lm.info.identity}, "card")
+    hydra = HydraHead(HydraHead.shape(HydraSettings(num_heads=3, prefix_attention=True), llama_config(raw)))
+    save_head(root / "hydra", hydra, {"target": target_lm.info.identity}, "card")
     rows = [
         {"id": f"row-{i}", "task": "ab"[i % 2], "split": "test" if i < NUM_PROMPTS else "train",
          "messages": [{"role": "user", "content": f"What does function number {i} do?" + " Rename a to b:" * i}]}

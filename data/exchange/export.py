@@ -50,7 +50,8 @@ class ExportConfig(Loading):
 
     Attributes:
         format: eagle (SafeAILab/EAGLE), vllm and sglang take EAGLE-1 and EAGLE-3 heads, speculators EAGLE-3; medusa-v1
-            and modelopt Medusa heads with their own lm_heads, medusa-v2 those without; specdec_pp an acceptance head
+            and modelopt Medusa heads with their own lm_heads, medusa-v2 those without; hydra Hydra heads with
+            their own lm_heads; specdec_pp an acceptance head
             with tied blocks; acceptance any acceptance head, with a statement of what a server must feed it;
             hf-assisted a draft model, for transformers' assisted generation.
         output: The directory to write; new or empty.

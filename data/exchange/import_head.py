@@ -40,11 +40,11 @@ class ImportConfig:
     Attributes:
         directory: The head: a local directory or a hub id, with config.json and model.safetensors or pytorch_model.bin.
         output: The head directory to write; new or empty.
-        target: The model that an EAGLE head, or Medusa's, drafts for. It is recorded, and the head is refused on other
-            models.
+        target: The model that an EAGLE head, or Medusa's or Hydra's, drafts for. It is recorded, and the head is
+            refused on other models.
         draft: The draft model that an acceptance head was trained for; recorded in the same way.
         format: Whose head it is: eagle (SafeAILab), vllm, sglang, speculators, medusa-v1 or medusa-v2 (FasterDecoding),
-            modelopt, specdec_pp, or acceptance, which export writes; auto finds out.
+            modelopt, hydra (zankner), specdec_pp, or acceptance, which export writes; auto finds out.
         w_rej: Loss weight of rejected tokens that an acceptance head was trained with (SpecDec_pp's
             --weight_mismatch), which no file says; it corrects the calibrated output.
         engine: How the target or draft is read; lean for Llama-family weights, hf for any transformers model.

@@ -8,9 +8,9 @@ each (`chains.FixedK`, `trees.StaticTrees`, `trees.DynamicTrees`).
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -66,7 +66,7 @@ class FeatureHead(DraftHead):
         capacity: int,
         rows: int = 1,
         rules: Sequence[TreeRule] | None = None,
-    ) -> FeatureTreeDrafter:
+    ) -> FeatureDrafter:
         return FeatureTreeDrafter(self, target, shape, capacity, rows, rules=rules)
 
     def branches(self, target: CausalLM, depth: int) -> BranchDrafter:
@@ -93,6 +93,7 @@ class FeatureDrafter(RowDrafter):
     """
 
     _beside = 0
+    _forward: ClassVar[Callable[..., tuple[Tensor, Tensor]]] = staticmethod(forward)
 
     def __init__(
         self,
@@ -109,7 +110,7 @@ class FeatureDrafter(RowDrafter):
         self._positions = min(capacity, head.config.max_position)
         self.net = net = head.lean(target)
         self.cache: CachedRows = cached_rows(
-            net.stack, partial(forward, net), len(self.stops), self._positions + self._beside, static
+            net.stack, partial(self._forward, net), len(self.stops), self._positions + self._beside, static
         )
 
     def begin(self, row: int, prompt: Sequence[int], features: Tensor, first_token: int) -> None:

@@ -6,12 +6,10 @@ import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from draftsmith.modules import flops
 from draftsmith.modules.acceptance.head import ResidualBlock
@@ -27,7 +25,7 @@ from draftsmith.modules.drafters.methods import Models
 from draftsmith.modules.drafters.row_drafter import DraftedRow, RowDrafter
 from draftsmith.modules.drafters.trees import StaticTrees
 from draftsmith.modules.layers import LlamaConfig
-from draftsmith.modules.losses import CHUNK_ELEMENTS, LmHead
+from draftsmith.modules.losses import LmHead, token_loss
 from draftsmith.modules.quantized import Precision, linear_of
 from draftsmith.modules.sampling import Source
 from draftsmith.modules.targets.base import CausalLM
@@ -63,6 +61,8 @@ class MedusaSettings:
             lm_head reads what all heads give. Default: target, or what the heads to train on have.
         init: random, where every head begins by repeating the token before; or a directory of heads to train on.
         head_decay: Loss weight of a head, relative to the one before.
+        loss: What the heads learn from: hard, the tokens of the text; or soft, the target's own distributions there,
+            at temperature 1 (Hydra++'s teacher loss).
     """
 
     num_heads: int | None = None
@@ -70,6 +70,7 @@ class MedusaSettings:
     lm_head: Literal["own", "target"] | None = None
     init: str = "random"
     head_decay: float = 0.8
+    loss: Literal["hard", "soft"] = "hard"
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_layers"):
@@ -84,19 +85,23 @@ class MedusaHead(DraftHead):
     2024). They have an lm_head each, or read the target's, which is not in this directory."""
 
     kind = "medusa"
-    Config, Settings = MedusaConfig, MedusaSettings
+    Config: ClassVar[type] = MedusaConfig
+    Settings: ClassVar[type] = MedusaSettings
     defaults: ClassVar[dict[str, Any]] = {"epochs": 2, "lr": 1e-3}  # section 3.3 of the paper
     lookahead = AHEAD
+    lm_head_bias: ClassVar[bool] = False  # of lm_heads of their own
 
-    def __init__(self, config: MedusaConfig):
+    def __init__(self, config: Any):
         super().__init__()
         self.config = config
-        self.heads = nn.ModuleList(
-            nn.Sequential(*(ResidualBlock(config.hidden_size) for _ in range(config.num_layers)))
-            for _ in range(config.num_heads)
-        )
-        own = config.num_heads if config.own_lm_head else 0
-        self.lm_heads = nn.ModuleList(nn.Linear(config.hidden_size, config.vocab_size, bias=False) for _ in range(own))
+        self.heads = nn.ModuleList(self.net(config, i) for i in range(config.num_heads))
+        size, own = (config.hidden_size, config.vocab_size), config.num_heads if config.own_lm_head else 0
+        self.lm_heads = nn.ModuleList(nn.Linear(*size, bias=self.lm_head_bias) for _ in range(own))
+
+    @classmethod
+    def net(cls, config: Any, number: int) -> nn.Module:
+        """What makes the state of a head, counted from 0, from what it reads."""
+        return nn.Sequential(*(ResidualBlock(config.hidden_size) for _ in range(config.num_layers)))
 
     def forward(self, features: Tensor) -> list[Tensor]:
         """The state of every head, [.., H] each, from the target's features [.., H]."""
@@ -113,12 +118,12 @@ class MedusaHead(DraftHead):
     # -- training
 
     @classmethod
-    def shape(cls, settings: MedusaSettings, target: LlamaConfig) -> MedusaConfig:
+    def shape(cls, settings: MedusaSettings, target: LlamaConfig) -> Any:
         sizes = target.hidden_size, target.vocab_size, target.max_position
         return MedusaConfig(*sizes, settings.num_heads or 5, settings.num_layers or 1, settings.lm_head == "own")
 
     @classmethod
-    def check_start(cls, settings: MedusaSettings, config: MedusaConfig) -> None:
+    def check_start(cls, settings: Any, config: Any) -> None:
         has = {
             "num_heads": config.num_heads,
             "num_layers": config.num_layers,
@@ -137,27 +142,42 @@ class MedusaHead(DraftHead):
 
     def copy_lm_head(self, wanted: Tensor) -> None:
         """Let the lm_head of every head be this one, [V, H]."""
-        for weight in self.lm_heads.parameters():
-            weight.data.copy_(wanted)
+        for layer in self.lm_heads:
+            layer.get_parameter("weight").data.copy_(wanted)
 
     @classmethod
     def num_loss_tokens(cls, batch: FeatureBatch) -> int:
         return int(pairs(batch, 0).sum())
 
+    def read(self, batch: FeatureBatch) -> Tensor:
+        """What stands for the text's states [B, T, H] to the heads: the states themselves."""
+        assert batch.features is not None, "the target reads the batch first"
+        return batch.features.to(next(self.parameters()).dtype)
+
+    def inputs(self, number: int, states: Tensor, counted: Tensor, batch: FeatureBatch, target: CausalLM) -> Tensor:
+        """What a head reads at the places that count (`pairs`), [N, R], of what `read` gave."""
+        return states[:, : counted.shape[1]][counted]
+
     def loss(
         self, batch: FeatureBatch, target: CausalLM, settings: MedusaSettings, step: TrainStep | None
     ) -> LossOutput:
-        """sum_i head_decay^i x the cross-entropy of head i with the tokens of the text (section 2.2.1), over the tokens
-        that the first head counts."""
-        assert batch.features is not None, "the target reads the batch first"
-        features = batch.features.to(next(self.parameters()).dtype)
-        loss, sums, counts = features.new_zeros(()), {}, {}
-        outputs = self.outputs(lambda hidden: target.lm_head(hidden.to(target.dtype)))
-        for i, (head, lm_head) in enumerate(zip(self.heads, outputs, strict=True)):
+        """sum_i head_decay^i x the cross-entropy of head i with the tokens of the text (section 2.2.1), or with the
+        target's distributions there, over the tokens that the first head counts."""
+        states = self.read(batch)
+        loss, sums, counts = states.new_zeros(()), {}, {}
+
+        def of_target(hidden: Tensor) -> Tensor:
+            return target.lm_head(hidden.to(target.dtype))
+
+        for i, (head, lm_head) in enumerate(zip(self.heads, self.outputs(of_target), strict=True)):
             counted = pairs(batch, i)
             labels = batch.input_ids[:, AHEAD + i :][counted]
+            taught = None
+            if settings.loss == "soft":
+                assert batch.features is not None
+                taught = batch.features[:, AHEAD - 1 + i : -1][counted].detach(), of_target
             entropy, hits = token_loss(
-                head(features[:, : counted.shape[1]][counted]), labels, lm_head, self.config.vocab_size
+                head(self.inputs(i, states, counted, batch, target)), labels, lm_head, self.config.vocab_size, taught
             )
             loss = loss + settings.head_decay**i * entropy
             name = "top1" if i == 0 else f"top1_{i + 1}"
@@ -166,11 +186,10 @@ class MedusaHead(DraftHead):
         return LossOutput(loss / counts["top1"].clamp_min(1), sums, counts)
 
     @classmethod
-    def flops(cls, config: MedusaConfig, settings: MedusaSettings, step: TrainStep, loss_tokens: int) -> float:
+    def flops(cls, config: Any, settings: Any, step: TrainStep, loss_tokens: int) -> float:
         blocks = config.num_layers * flops.linear(config.hidden_size, config.hidden_size, loss_tokens)
         lm_head = flops.linear(config.hidden_size, config.vocab_size, loss_tokens)
-        passes = flops.TRAINED if config.own_lm_head else flops.FROZEN_PASSING
-        return config.num_heads * (flops.TRAINED * blocks + passes * lm_head)
+        return config.num_heads * (flops.TRAINED * blocks + lm_head_passes(config, settings) * lm_head)
 
     # -- decoding
 
@@ -184,10 +203,10 @@ class MedusaHead(DraftHead):
         else:
             super().draft_in(precision, target)
 
-    def drafter(self, target: CausalLM, stops: Sequence[StopPolicy], capacity: int) -> MedusaDrafter:
+    def drafter(self, target: CausalLM, stops: Sequence[StopPolicy], capacity: int) -> RowDrafter:
         return MedusaDrafter(self, target, stops)
 
-    def tree_drafter(self, target: CausalLM, shape: Any, capacity: int, rows: int = 1, *_: Any) -> MedusaDrafter:
+    def tree_drafter(self, target: CausalLM, shape: Any, capacity: int, rows: int = 1, *_: Any) -> RowDrafter:
         return MedusaDrafter(self, target, [FixedLength(1)] * rows, shape)
 
     def branches(self, target: CausalLM, depth: int) -> MedusaBranches:
@@ -195,29 +214,20 @@ class MedusaHead(DraftHead):
         return MedusaBranches(self, target, depth)
 
 
+def lm_head_passes(config: Any, settings: MedusaSettings) -> int:
+    """How often a token's logits cost what making them costs: forward and backward, and the target's own."""
+    own = flops.TRAINED if config.own_lm_head else flops.FROZEN_PASSING
+    return own + (settings.loss == "soft")
+
+
+Head = TypeVar("Head", bound=MedusaHead)
+
+
 def pairs(batch: FeatureBatch, head: int) -> Tensor:
     """The alignment: [B, T - 2 - i] bool, true at t where token t + 2 + i is of the same text and counts."""
     ahead = AHEAD + head
     same = batch.position_ids[:, ahead:] == batch.position_ids[:, : max(batch.input_ids.shape[1] - ahead, 0)] + ahead
     return same & batch.loss_mask[:, ahead:]
-
-
-def token_loss(hidden: Tensor, labels: Tensor, lm_head: LmHead, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Sum of the cross-entropies of lm_head(hidden [N, H]) with labels [N], and how often the label is the argmax.
-    Logits are made CHUNK_ELEMENTS at a time, and again for the gradient."""
-
-    def chunk(states: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        logits = lm_head(states)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(logits, wanted, reduction="sum"), (logits.argmax(-1) == wanted).sum()
-
-    rows = max(1, CHUNK_ELEMENTS // vocab_size)
-    entropies, hits = list[Tensor](), list[Tensor]()
-    for states, wanted in zip(hidden.split(rows), labels.split(rows), strict=True):
-        entropy, right = checkpoint(chunk, states, wanted, use_reentrant=False, preserve_rng_state=False)
-        entropies.append(entropy)
-        hits.append(right)
-    return torch.stack(entropies).sum(), torch.stack(hits).sum()
 
 
 class MedusaDrafter(RowDrafter):
@@ -290,14 +300,22 @@ class MedusaBranches(BranchDrafter):
         assert features is not None and len(features) == len(tokens)
         self._text = features
 
-    def _level(self, starts: Tensor, level: int) -> Tensor:
+    def _level(self, level: int) -> Tensor:
         if level == len(self._head.heads):
             expected = f"at most {level - 1} for a head that reads the state after a token"
             raise InputError("depth", level, expected, "Make labels of shorter drafts, or pass --state before.")
-        return self._head.heads[level](super()._before(starts))
+        return self._state(level)
+
+    def _state(self, level: int) -> Tensor:
+        return self._head.heads[level](self._read)
+
+    def _begin(self, starts: Tensor) -> Tensor:
+        """What the first head reads."""
+        return super()._before(starts)
 
     def _before(self, starts: Tensor) -> Tensor:
-        return self._level(starts, 0)
+        self._read = self._begin(starts)  # of these drafts, until others begin
+        return self._level(0)
 
     def lm_head(self, hidden: Tensor, level: int | Tensor = 0) -> Tensor:
         if isinstance(level, int):
@@ -309,10 +327,10 @@ class MedusaBranches(BranchDrafter):
         return logits
 
     def _step(self, starts: Tensor, level: int, tokens: Tensor, hidden: Tensor) -> Tensor:
-        return self._level(starts, level + 1)
+        return self._level(level + 1)
 
 
-def in_type_of(head: MedusaHead, target: CausalLM) -> MedusaHead:
+def in_type_of(head: Head, target: CausalLM) -> Head:
     """The head as the target computes."""
     weight = next(head.parameters())
     same = weight.dtype == target.dtype and weight.device == target.device
@@ -323,8 +341,8 @@ def lm_heads_of(head: MedusaHead, target: CausalLM) -> Sequence[LmHead]:
     """What drafts make logits with, an lm_head for each head."""
     if not head.config.own_lm_head:
         return head.outputs(head.output or target.lm_head)
-    weights = [weight.detach().to(target.device, target.dtype) for weight in head.lm_heads.parameters()]
-    return [linear_of(weight, None, target.packed, head.precision) for weight in weights]
+    layers = [layer for layer in in_type_of(head, target).lm_heads if isinstance(layer, nn.Linear)]
+    return [linear_of(layer.weight, layer.bias, target.packed, head.precision) for layer in layers]
 
 
 @dataclass(frozen=True)

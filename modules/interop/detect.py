@@ -15,8 +15,8 @@ from draftsmith.modules.interop.base import ForeignHead, HeadFormat
 from draftsmith.modules.types import InputError
 
 CAN_READ = (
-    "an EAGLE-1 or EAGLE-3 head (SafeAILab, vLLM, SGLang, speculators), Medusa heads (FasterDecoding, ModelOpt) or an "
-    "acceptance head of SpecDec_pp"
+    "an EAGLE-1 or EAGLE-3 head (SafeAILab, vLLM, SGLang, speculators), Medusa heads (FasterDecoding, ModelOpt), Hydra "
+    "heads or an acceptance head of SpecDec_pp"
 )
 LATER = "Importing it is not supported yet."
 
@@ -107,9 +107,9 @@ REFUSED = (
         architecture="MedusaModel$",
     ),
     KnownFormat(
-        "Hydra heads",
-        tensors=r"hydra_|prefix_embeding_layer\.|input_embed_fn\.",
-        rule=lambda found: any(key.startswith("hydra_") for key in found.config),
+        "Hydra heads of another make than its grounded MLPs",
+        config={"hydra_head_arch": "(?!mlp$|prefix-mlp$)"},
+        rule=lambda found: found.has(r"input_embed_fn\.") and not found.has(r"hydra_mlp\."),
     ),
     KnownFormat(
         "a DFlash head",

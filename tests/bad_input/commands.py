@@ -116,6 +116,7 @@ ROWS = [
         f"data features --responses {{responses}} {TARGET}{OUT}--drafter eagle --layers 0 1 2", ("layers",)),
     Row("train medusa: no heads", f"train medusa --data {{features}} {TARGET}{OUT}--num-heads 0", ("num_heads",)),
     Row("train medusa: no weight", f"train medusa --data {{features}} {TARGET}{OUT}--head-decay 0", ("head_decay",)),
+    Row("train hydra: no such loss", f"train hydra --data {{features}} {TARGET}{OUT}--loss mean", ("loss", "mean")),
     Row("train medusa2: nothing held out", f"train medusa2 --data {{responses}} {TARGET}{OUT}--val-share 0",
         ("val_share",)),
     Row("train medusa2: the heads alone for longer than all", f"train medusa2 --data {{responses}} {TARGET}{OUT}"
@@ -126,6 +127,7 @@ ROWS = [
         ("train medusa2", "several processes")),
     Row("plan eagle3: no such target", "plan eagle3 --target ./nosuch", ("./nosuch",)),
     Row("plan medusa: no such target", "plan medusa --target ./nosuch", ("./nosuch",)),
+    Row("plan hydra: no such target", "plan hydra --target ./nosuch", ("./nosuch",)),
     Row("plan eagle: no such target", "plan eagle --target ./nosuch", ("./nosuch",)),
     Row("plan eagle: ranks", f"plan eagle {TARGET}--world -1", ("world", "-1")),
     Row("plan eagle: short samples", f"plan eagle {TARGET}--assume-length 0", ("assume_length", "0")),

@@ -230,7 +230,7 @@ def test_only_bad_numbers_are_explained():
     assert not bad_numbers({"loss": 3.0})
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "medusa"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "medusa", "hydra"])
 def test_a_training_with_bad_numbers_ends_with_a_diagnosis(world, tmp_path, capsys, kind):
     own = {"layers": LAYERS} if kind == "eagle3" else {}
     train(

@@ -20,6 +20,7 @@ from run_models import run_models
 from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.modules.decoding.loop import generate, generate_one
+from draftsmith.modules.drafters.hydra import HydraHead, HydraSettings
 from draftsmith.modules.drafters.medusa import MedusaConfig, MedusaHead
 from draftsmith.modules.drafters.methods import known_methods, parse_method
 from draftsmith.modules.sampling import TorchSource
@@ -72,6 +73,7 @@ class World:
     eagle: Any = None
     eagle3: Any = None
     medusa: Any = None
+    hydra: Any = None
 
     def drafter(self, name: str) -> Any:
         method = parse_method(name)
@@ -83,8 +85,8 @@ class World:
         elif "mid" in method.needs:
             models = run_models(self.target, self.small, self.draft, capacity=CAPACITY)
         else:
-            heads = {"eagle": self.eagle, "eagle3": self.eagle3, "medusa": self.medusa, "acceptance": acceptance}
-            models = run_models(self.target, self.draft, **heads, capacity=CAPACITY)
+            heads = {kind: getattr(self, kind) for kind in ("eagle", "eagle3", "medusa", "hydra")}
+            models = run_models(self.target, self.draft, **heads, acceptance=acceptance, capacity=CAPACITY)
         return method.build(models)
 
 
@@ -134,6 +136,7 @@ def world():
     info = WORLD.target.info
     # Untrained: every head's state is the target's own, which is right where the text repeats itself.
     WORLD.medusa = MedusaHead(MedusaConfig(info.hidden_size, info.vocab_size, info.max_position)).requires_grad_(False)
+    WORLD.hydra = HydraHead(HydraHead.shape(HydraSettings(), WORLD.target.config)).requires_grad_(False)
     yield WORLD
     WORLD = None
 
@@ -160,5 +163,5 @@ def test_greedy_answers_are_the_targets(world, name):
     assert ties <= 1  # ties are rare: more would be a defect that hides behind small gaps
     drafted, accepted = (sum(part) for part in list(zip(*found, strict=True))[1:])
     # Drafts were right in part and wrong in part; those that the target has verified as M2 are all right.
-    assert (0 if name == "medusa-chain" else count) < accepted  # whose heads are untrained
+    assert (0 if name in ("medusa-chain", "hydra-chain") else count) < accepted  # whose heads are untrained
     assert accepted == drafted if name.startswith(("pre-verify", "hsddw")) and "eagle" in name else accepted < drafted

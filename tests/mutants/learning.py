@@ -12,6 +12,8 @@ LOSSES, METRICS = "modules/losses.py", "modules/metrics.py"
 EAGLE, MEDUSA, MEDUSA_TEST = (
     "modules/drafters/eagle/head.py", "modules/drafters/medusa.py", "tests/modules/drafters/medusa_test.py"
 )  # fmt: skip
+HYDRA_FORMAT, HYDRA_READ = "modules/interop/hydra.py", "tests/modules/interop/hydra_test.py"
+HYDRA, HYDRA_TEST = "modules/drafters/hydra.py", "tests/modules/drafters/hydra_test.py"
 MEDUSA_2, MEDUSA_2_TEST = "train/medusa2.py", "tests/train/medusa2_test.py"
 MEDUSA_FORMAT, MEDUSA_READ = "modules/interop/medusa.py", "tests/modules/interop/medusa_test.py"
 LOSS_TEST, METRIC_TEST = "tests/modules/losses_test.py", "tests/modules/metrics_test.py"
@@ -33,8 +35,7 @@ MUTANTS = [
     Mutant("medusa-heads-weigh-alike", MEDUSA, "settings.head_decay**i * entropy", "entropy", (MEDUSA_TEST,)),
     Mutant("medusa-heads-guess-one-token-early", MEDUSA, "    ahead = AHEAD + head\n", "    ahead = 1 + head\n",
            (MEDUSA_TEST,)),
-    Mutant("medusa-lm-heads-begin-at-random", MEDUSA, "            weight.data.copy_(wanted)\n",
-           "            wanted.clone()\n", (MEDUSA_TEST,)),
+    Mutant("medusa-lm-heads-begin-at-random", MEDUSA, ".data.copy_(wanted)\n", ".data.clone()\n", (MEDUSA_TEST,)),
     Mutant("medusa-trees-by-the-first-lm-head", MEDUSA, "self._lm_heads[depth](hidden)", "self._lm_heads[0](hidden)",
            (MEDUSA_TEST,)),
     Mutant("medusa-states-by-the-first-lm-head", MEDUSA, "own = (level == number)", "own = (0 * level == number)",
@@ -49,6 +50,28 @@ MUTANTS = [
            "torch.full(shapes[own], 0.0)", (MEDUSA_READ,)),
     Mutant("medusa-declared-as-v2-unnoticed", MEDUSA_FORMAT, 'str(package.config.get("version")) == "2"',
            'str(package.config.get("version")) == "3"', (MEDUSA_READ,)),
+    # -- Hydra's heads
+    Mutant("hydra-reads-tokens-one-early", HYDRA, "batch.input_ids[:, 1 + i : 1 + i + end]",
+           "batch.input_ids[:, i : i + end]", (HYDRA_TEST,)),
+    Mutant("hydra-is-taught-the-token-before", MEDUSA, "batch.features[:, AHEAD - 1 + i : -1]",
+           "batch.features[:, AHEAD - 2 + i : -2]", (HYDRA_TEST,)),
+    Mutant("hydra-nodes-behind-the-first-of-their-level", HYDRA, "above[..., None].expand(-1, -1, read",
+           "(0 * above)[..., None].expand(-1, -1, read", (HYDRA_TEST,)),
+    Mutant("hydra-nodes-by-the-first-lm-head", HYDRA, "self._lm_heads[number](hidden)", "self._lm_heads[0](hidden)",
+           (HYDRA_TEST,)),
+    Mutant("hydra-prefix-without-its-norm", HYDRA, "else self._norm(states)", "else states", (HYDRA_TEST,)),
+    Mutant("hydra-one-layer-too-few", HYDRA, "self.repeats = num_layers - 1", "self.repeats = num_layers - 2",
+           (HYDRA_TEST,)),
+    Mutant("hydra-branches-behind-the-token-before", HYDRA, "self._ids[starts.to(self.device) - 1]",
+           "self._ids[starts.to(self.device) - 2]", (HYDRA_TEST,)),
+    Mutant("hydra-format-of-the-other-architecture", HYDRA_FORMAT, "(1, 2) if config.prefix_attention else (0, 1)",
+           "(0, 1)", (HYDRA_READ,)),
+    Mutant("hydra-format-mixes-the-way-around-up", HYDRA_FORMAT, "if module == 'linear' else 'res_connection'",
+           "if module == 'skip' else 'res_connection'", (HYDRA_READ,)),
+    Mutant("hydra-ungrounded-heads-unnoticed", HYDRA_FORMAT, 'raw.get("grounded_heads", False)',
+           'raw.get("grounded_heads", True)', (HYDRA_READ,)),
+    Mutant("hydra-lost-tensors-are-zero", HYDRA_FORMAT, "torch.full(slot.shape, math.nan)",
+           "torch.full(slot.shape, 0.0)", (HYDRA_READ,)),
     # -- Medusa-2
     Mutant("medusa2-the-other-divergence", MEDUSA_2, "F.kl_div(log_q, log_p,", "F.kl_div(log_p, log_q,",
            (MEDUSA_2_TEST,)),

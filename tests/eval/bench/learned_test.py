@@ -28,6 +28,7 @@ from draftsmith.modules.acceptance.tree_rule import TreeRule, TreeTimes
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.drafters.eagle3.head import Eagle3Head
 from draftsmith.modules.drafters.eagle3.net import Eagle3Config, layer_like
+from draftsmith.modules.drafters.hydra import HydraHead, HydraSettings
 from draftsmith.modules.drafters.medusa import MedusaHead, MedusaSettings
 from draftsmith.modules.drafters.methods import Models, known_methods, parse_method, parse_methods
 from draftsmith.modules.types import SamplingParams
@@ -42,7 +43,8 @@ LEARNING = ["online:c=0.1:max=5", "online:c=0.1:max=5:by=max_q:repeats=off", "on
 OTHERS = ["ar", "spec:k=3", "specdec++:h=0.4:min=1:max=5", "confidence:t=0.3:max=5", "self-verify:k=4", "eagle:k=3",
           "eagle-tree", "eagle2:nodes=5:depth=2:topk=2", "pre-verify:k=3", "pre+self-verify:k=3", "hsddw:k=3:max=6",
           "eagle3:k=3", "eagle3-tree:nodes=5:depth=2:topk=2", "eagle3-static",
-          "medusa", "medusa-chain:k=3", "pld:k=4:ngram=2", "lookahead:w=3:n=3:g=3", "pearl:k=2"]  # fmt: skip
+          "medusa", "medusa-chain:k=3", "hydra", "hydra-chain:k=3",
+          "pld:k=4:ngram=2", "lookahead:w=3:n=3:g=3", "pearl:k=2"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +56,9 @@ def lms(models) -> Models:
     shape = Eagle3Config(layer_like(target.config), (0, 1), target.config.vocab_size)
     eagle3 = Eagle3Head(shape).eval().requires_grad_(False)
     medusa = MedusaHead(MedusaHead.shape(MedusaSettings(), target.config)).eval().requires_grad_(False)
-    return run_models(target, draft, draft, eagle=eagle, eagle3=eagle3, medusa=medusa, acceptance=head, capacity=300)
+    hydra = HydraHead(HydraHead.shape(HydraSettings(), target.config)).eval().requires_grad_(False)
+    heads = {"eagle": eagle, "eagle3": eagle3, "medusa": medusa, "hydra": hydra}
+    return run_models(target, draft, draft, **heads, acceptance=head, capacity=300)
 
 
 def runner(lms: Models, label: str, batch: bool = False):

@@ -19,7 +19,7 @@ METHODS = (
     "spec:k=3,specdec++:h=0.7:min=1:max=6,specdec++:h=0.4:calibrated=on,confidence:t=0.5,cost:c=0.2,"
     "online:c=0.2:max=5,online:c=0.1:drafter=eagle,shared:max=5,"
     "confidence:t=0.5:drafter=eagle,self-verify:k=4,self-verify:k=4:drafter=eagle,eagle:k=2,eagle-tree,"
-    "eagle2:nodes=6:depth=2:topk=3,pre-verify:k=2,pre+self-verify:k=2,hsddw:k=2:max=5,medusa,medusa-chain:k=2,"
+    "eagle2:nodes=6:depth=2:topk=3,pre-verify:k=2,pre+self-verify:k=2,hsddw:k=2:max=5,medusa,medusa-chain:k=2,hydra,hydra-chain:k=2,"
     "eagle3:k=2,eagle3-tree:nodes=6:depth=2:topk=3,eagle3-static,"
     "pld:k=4,lookahead:w=4:n=3:g=4,pearl:k=2,hf"
 )
@@ -33,7 +33,7 @@ def test_every_own_method_is_traced_below():
 @pytest.fixture(scope="module", params=[0.0, 1.0], ids=["greedy", "sampling"])
 def traced(request, models, tmp_path_factory):
     output = tmp_path_factory.mktemp("trace")
-    heads = (str(Path(models["eagle"]).with_name(kind)) for kind in ("eagle3", "medusa"))
+    heads = (str(Path(models["eagle"]).with_name(kind)) for kind in ("eagle3", "medusa", "hydra"))
     given = {**models, "draft": (models["draft"], *heads)}
     config = BenchConfig(
         **given, mid=models["target"], methods=METHODS, split="test", limit=3, max_new_tokens=16, ignore_eos=True,

@@ -26,8 +26,8 @@ from draftsmith.modules.types import SamplingParams
 GREEDY, NEW_TOKENS = SamplingParams(), 24
 PROMPTS = [[7 + i, 11, 13 + 2 * i] * (2 + 3 * i) for i in range(3)]
 METHODS = ["ar", "spec:k=4", "specdec++:h=0.5:max=6", "confidence:t=0.2:max=6", "self-verify:k=3", "eagle:k=3",
-           "eagle-tree", "eagle2:nodes=8:depth=2:topk=3", "eagle3:k=3", "eagle3-tree", "medusa", "pld:k=4",
-           "lookahead:w=3:n=3:g=3", "pearl:k=3"]  # fmt: skip
+           "eagle-tree", "eagle2:nodes=8:depth=2:topk=3", "eagle3:k=3", "eagle3-tree", "medusa", "hydra",
+           "hydra-chain:k=3", "pld:k=4", "lookahead:w=3:n=3:g=3", "pearl:k=3"]  # fmt: skip
 # Of logits of order 10, a thousandth of them; in bf16 what 8 bits leave of them after two layers, and what other tokens
 # are above: see the test of the bars.
 GAPS = {"float32": 0.01, "bfloat16": 1.0}
@@ -52,8 +52,9 @@ def made(tmp_path_factory) -> Any:
     heads: dict[str, Any] = {"eagle": quick_eagle_head(lm, rows, steps=30)}
     heads["eagle3"] = quick_eagle3_head(lm, rows, steps=30, draft_vocab=200)
     torch.manual_seed(5)
-    medusa: Any = head_class("medusa")
-    heads["medusa"] = medusa(medusa.shape(medusa.Settings(), lm.config))
+    for kind, settings in (("medusa", {}), ("hydra", {"prefix_attention": True})):
+        made: Any = head_class(kind)
+        heads[kind] = made(made.shape(made.Settings(**settings), lm.config))
     acceptance = AcceptanceHead(AcceptanceHeadConfig(lm.info.hidden_size, num_blocks=1)).requires_grad_(False)
     return target, draft, heads, acceptance
 

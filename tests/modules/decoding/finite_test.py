@@ -49,6 +49,8 @@ BROKEN = {
     "medusa": ("medusa",),
     "medusa:accept=typical": ("medusa",),
     "medusa-chain:k=3": ("medusa",),
+    "hydra": ("hydra",),
+    "hydra-chain:k=3": ("hydra",),
     "pre-verify:k=2": ("draft", "mid"),
     "pre+self-verify:k=2": ("draft", "mid"),
     "hsddw:k=2:max=4": ("draft", "mid"),

@@ -28,6 +28,7 @@ from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.drafters.eagle.head import EagleConfig
 from draftsmith.modules.drafters.eagle3.head import Eagle3Head
 from draftsmith.modules.drafters.eagle3.net import Eagle3Config, layer_like
+from draftsmith.modules.drafters.hydra import HydraConfig
 from draftsmith.modules.drafters.medusa import MedusaConfig
 from draftsmith.modules.drafters.methods import Models, known_methods
 from draftsmith.modules.drafters.trees import DynamicTrees
@@ -46,6 +47,7 @@ LLAMA = LlamaConfig(
 SHAPES: dict[str, Any] = {
     "eagle": EagleConfig(LLAMA, fc_bias=True),
     "medusa": MedusaConfig(H, V, CAPACITY, own_lm_head=True),
+    "hydra": HydraConfig(LLAMA, num_layers=3, own_lm_head=True),
     "eagle3": Eagle3Config(layer_like(LLAMA), (1, 2, 3), V - 1, fc_norm=True, norm_output=True),
 }
 SAMPLING = SamplingParams(temperature=0.9, top_k=2)

@@ -28,7 +28,7 @@ def batch(rng: torch.Generator) -> FeatureBatch:
 @pytest.mark.parametrize("rows_at_once", [2, 100])
 def test_the_loss_is_the_papers_formula_in_float64(monkeypatch, own: bool, rows_at_once: int) -> None:
     """Section 2.2.1: sum_k lambda_k (-log p_k(y_{t+k+1})), p_k = softmax(W_k (h + SiLU(W h + b))), k from 1."""
-    monkeypatch.setattr("draftsmith.modules.drafters.medusa.CHUNK_ELEMENTS", rows_at_once * V)
+    monkeypatch.setattr("draftsmith.modules.losses.CHUNK_ELEMENTS", rows_at_once * V)
     target, head = TableLM(1), random_medusa_heads(3, own).requires_grad_(True)
     data, decay = batch(torch.Generator().manual_seed(0)), 0.7
     output = head.loss(data, target, MedusaSettings(head_decay=decay), None)

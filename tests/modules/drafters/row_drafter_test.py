@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from table_methods import random_eagle_head, random_medusa_heads
+from table_methods import random_eagle_head, random_hydra_heads, random_medusa_heads
 from table_models import PROMPT, TableLM
 
 from draftsmith.modules.decoding.loop import generate_one
@@ -22,14 +22,14 @@ class Verdicts(FixedLength):
         self.heard.append((num_drafted, num_accepted))
 
 
-@pytest.mark.parametrize("name", ["draft", "eagle", "medusa"])
+@pytest.mark.parametrize("name", ["draft", "eagle", "medusa", "hydra"])
 def test_policies_hear_the_verdict_on_every_round_but_the_last(name):
     target, stop = TableLM(1), Verdicts(2)
     if name == "draft":
         drafter = DraftModelDrafter(TableLM(2), [stop], 64)
     else:
-        head = random_eagle_head(2) if name == "eagle" else random_medusa_heads(2)
-        drafter = head.drafter(target, [stop], 64)
+        made = {"eagle": random_eagle_head, "medusa": random_medusa_heads, "hydra": random_hydra_heads}
+        drafter = made[name](2).drafter(target, [stop], 64)
     done = generate_one(target, drafter, PROMPT, SamplingParams(1.0), 30, TorchSource(0), ())
     assert stop.heard == [(step.num_drafted, step.num_accepted) for step in done.trace.steps[:-1]]
     assert any(accepted for _, accepted in stop.heard)

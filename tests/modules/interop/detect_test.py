@@ -46,6 +46,13 @@ def specdec(blocks: int, stored: int | None = None) -> dict:
 
 
 SPECDEC = {"hidden_size": H, "num_layers": 3}
+HYDRA = {"hydra_num_heads": 4, "hydra_num_layers": 2, "hydra_head_arch": "mlp", "grounded_heads": True}
+HYDRA_MLP = {
+    f"hydra_mlp.{i}.0.{name}.{part}": shape
+    for i in range(4)
+    for name in ("linear", "res_connection")
+    for part, shape in (("weight", (H, (i + 2) * H)), ("bias", (H,)))
+} | {f"hydra_lm_head.{i}.{part}": shape for i in range(4) for part, shape in (("weight", (V, H)), ("bias", (V,)))}
 
 # Name of the case -> (format, config.json, tensors).
 READ = {
@@ -76,6 +83,9 @@ READ = {
     ),
     "SpecDec_pp, safetensors": ("specdec_pp", SPECDEC, specdec(3, stored=1)),
     "SpecDec_pp, .bin": ("specdec_pp", SPECDEC, specdec(3)),
+    "Hydra": ("hydra", HYDRA, HYDRA_MLP),
+    "Hydra++": ("hydra", {}, HYDRA_MLP | {"prefix_embeding_layer.layers.0.mlp.up_proj.weight": (INTER, H)}),
+    "Hydra, its embedding stored": ("hydra", HYDRA, HYDRA_MLP | {"input_embed_fn.weight": (V, H)}),
     "SpecDec_pp, no block": ("specdec_pp", {"hidden_size": H}, specdec(0)),
 }  # fmt: skip
 
@@ -91,13 +101,6 @@ MEDUSA = {"medusa_num_heads": 4, "medusa_num_layers": 1, "base_model_name_or_pat
 LM = {"model.embed_tokens.weight": (V, H), "model.norm.weight": (H,), "lm_head.weight": (V, H)} | {
     name: shape for i in range(2) for name, shape in layer(f"model.layers.{i}", norms=PLAIN).items()
 }
-HYDRA = {"hydra_num_heads": 4, "hydra_num_layers": 2, "hydra_head_arch": "mlp", "grounded_heads": True}
-HYDRA_MLP = {
-    f"hydra_mlp.{i}.0.{name}.{part}": shape
-    for i in range(4)
-    for name in ("linear", "res_connection")
-    for part, shape in (("weight", (H, (i + 2) * H)), ("bias", (H,)))
-} | {f"hydra_lm_head.{i}.0.weight": (V, H) for i in range(4)}
 HYDRA_EAGLE = {"fc.weight": (H, 2 * H), "fc.bias": (H,), "input_embed_fn.weight": (V, H), "lm_head.weight": (V, H)}
 OLD_SPECULATORS = (
     {"fusion_fc.weight": (H, 2 * H), "fusion_fc.bias": (H,), "embedding_layernorm.weight": (H,),
@@ -138,9 +141,8 @@ REFUSED = [
     ("Medusa heads in the layout of vLLM's",
         of("MedusaModel"), {"blocks.0.layers.0.weight": (H, H), "lm_heads.0.weight": (V, H)},
     ),
-    ("Hydra heads", HYDRA, HYDRA_MLP),
-    ("Hydra heads", {}, HYDRA_MLP | {"prefix_embeding_layer.layers.0.mlp.up_proj.weight": (INTER, H)}),
-    ("Hydra heads", HYDRA, HYDRA_EAGLE | layer("attn", norms=PLAIN)),  # hydra_head_arch eagle-attn
+    ("Hydra heads of another make", HYDRA | {"hydra_head_arch": "cross-attn"}, HYDRA_MLP),
+    ("Hydra heads of another make", HYDRA, HYDRA_EAGLE | layer("attn", norms=PLAIN)),  # hydra_head_arch eagle-attn
     ("norms of its inputs", EAGLE_1, EAGLE | {"embedding_layernorm.weight": (H,), "lm_head_layernorm.weight": (H,)}),
     ("HASS, add_para_norm", EAGLE_1 | {"add_para_norm": True}, EAGLE | {"enorm.weight": (H,), "hnorm.weight": (H,)}),
     ("EAGLEModel", of("EAGLEModel"), EAGLE | {"lm_head.weight": (128, H), "token_map": (128,)}),

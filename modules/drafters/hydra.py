@@ -1,0 +1,354 @@
+"""Hydra: Medusa's heads made sequential, each reading the tokens drafted before its own (Ankner et al. 2024)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from draftsmith.modules import flops
+from draftsmith.modules.acceptance.head import ResidualBlock
+from draftsmith.modules.decoding.branches import as_decoding
+from draftsmith.modules.decoding.protocols import DraftTree, StopPolicy
+from draftsmith.modules.decoding.stop import FixedLength
+from draftsmith.modules.decoding.tree import StaticTree
+from draftsmith.modules.drafters.base import HeadCard, TrainStep
+from draftsmith.modules.drafters.chains import FixedK
+from draftsmith.modules.drafters.eagle.net import EagleConfig, OfLlama
+from draftsmith.modules.drafters.feature_heads import FeatureDrafter, FeatureHead
+from draftsmith.modules.drafters.growth import Level, grow_static
+from draftsmith.modules.drafters.medusa import (
+    MedusaBranches,
+    MedusaHead,
+    MedusaSettings,
+    in_type_of,
+    lm_head_passes,
+    lm_heads_of,
+)
+from draftsmith.modules.drafters.row_drafter import DraftedRow
+from draftsmith.modules.drafters.trees import StaticTrees
+from draftsmith.modules.layers import DecoderLayer, LlamaConfig, RMSNorm, rope_table
+from draftsmith.modules.lean import LeanNorm, LeanStack
+from draftsmith.modules.lean_rows import Run, picked_of
+from draftsmith.modules.packing import documents_of
+from draftsmith.modules.quantized import linear_of
+from draftsmith.modules.sampling import Source
+from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.types import FeatureBatch, InputError, SamplingParams, at_most
+
+PARTS = ("weight", "bias")
+
+
+@dataclass(frozen=True)
+class HydraConfig(OfLlama):
+    """Sizes of Hydra heads: num_heads heads, each an MLP of num_layers layers.
+
+    llama: of the prefix attention, which has llama.num_layers decoder layers: 1 in Hydra++, or 0, none, in Hydra.
+    own_lm_head: each head has an lm_head of its own, with a bias as published; else all read the target's.
+    """
+
+    num_heads: int = 4
+    num_layers: int = 1
+    own_lm_head: bool = False
+
+    @property
+    def prefix_attention(self) -> bool:
+        return self.llama.num_layers > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class HydraSettings(MedusaSettings):
+    """Train Hydra heads, or with --prefix-attention and --num-layers 4 those of Hydra++. The target stays as it is.
+
+    Attributes:
+        num_heads: Heads, and so the tokens of the longest draft. Default: 4, or those of the heads to train on.
+        num_layers: Layers of each head's MLP, of which those behind the first are one that is repeated, as published.
+            Default: 1, or those of the heads to train on.
+        prefix_attention: A decoder layer over all of the target's states gives the heads what they read in the place of
+            the last one (Hydra++). Default: off, or what the heads to train on have.
+    """
+
+    loss: Literal["hard", "soft"] = "soft"
+    prefix_attention: bool | None = None
+
+
+class GroundedMLP(nn.Module):
+    """A head's net: S x + c + SiLU(W x + b), where x is a state and some embeddings side by side, then one residual
+    block, num_layers - 1 times. It begins by passing the state through."""
+
+    def __init__(self, size: int, parts: int, num_layers: int):
+        """parts: state and embeddings, each of this size."""
+        super().__init__()
+        self.linear, self.skip = nn.Linear(parts * size, size), nn.Linear(parts * size, size)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.skip.bias)
+        nn.init.eye_(self.skip.weight)
+        self.block = ResidualBlock(size) if num_layers > 1 else None
+        self.repeats = num_layers - 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[.., parts * H] -> [.., H]."""
+        x = self.skip(x) + F.silu(self.linear(x))
+        for _ in range(self.repeats):
+            assert self.block is not None
+            x = self.block(x)
+        return x
+
+
+class HydraHead(MedusaHead, FeatureHead):
+    """Guesses each of the next tokens from the target's last state and the tokens drafted before it, by a head for each
+    (Hydra, Ankner et al. 2024). They have an lm_head each, or read the target's; embeddings are the target's."""
+
+    kind = "hydra"
+    Config, Settings = HydraConfig, HydraSettings
+    defaults: ClassVar[dict[str, Any]] = {"epochs": 10, "lr": 5e-4}  # the repository's recipe
+    lm_head_bias = True
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: HydraConfig):
+        super().__init__(config)
+        llama = config.llama
+        self.layers = nn.ModuleList(DecoderLayer(llama) for _ in range(llama.num_layers))
+        self.norm = RMSNorm(llama.hidden_size, llama.rms_eps) if config.prefix_attention else None
+        cos, sin = rope_table(llama, llama.max_position)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    @classmethod
+    def net(cls, config: HydraConfig, number: int) -> nn.Module:
+        return GroundedMLP(config.hidden_size, 2 + number, config.num_layers)
+
+    @classmethod
+    def card(cls, head: Mapping[str, Any]) -> HeadCard:
+        made = super().card(head)
+        shape = made.shape
+        if head:
+            prefix = ", behind a decoder layer over the target's states" if head["llama"]["num_layers"] else ""
+            whose = "lm_heads of their own" if head.get("own_lm_head") else "the target's lm_head"
+            shape = (f"- {head['num_heads']} heads, each an MLP of {head['num_layers']} layer(s), {whose}{prefix}",)
+        return HeadCard("Hydra heads", made.what, made.tags, "hydra", shape, made.metrics)
+
+    # -- training
+
+    @classmethod
+    def shape(cls, settings: Any, target: LlamaConfig) -> HydraConfig:
+        llama = EagleConfig.for_target(target, int(bool(settings.prefix_attention))).llama
+        return HydraConfig(llama, settings.num_heads or 4, settings.num_layers or 1, settings.lm_head == "own")
+
+    @classmethod
+    def check_start(cls, settings: Any, config: Any) -> None:
+        super().check_start(settings, config)
+        if settings.prefix_attention not in (None, config.prefix_attention):
+            expected = f"{config.prefix_attention}, as the heads of --init have"
+            raise InputError("prefix_attention", settings.prefix_attention, expected, "Leave --prefix-attention out.")
+
+    def copy_lm_head(self, wanted: Tensor) -> None:
+        super().copy_lm_head(wanted)
+        for layer in self.lm_heads:
+            layer.get_parameter("bias").data.zero_()
+
+    def read(self, batch: FeatureBatch) -> Tensor:
+        """The states, behind the prefix attention where there is one."""
+        states = super().read(batch)
+        if self.norm is None:
+            return states
+        positions, documents = batch.position_ids, documents_of(batch.lengths, states.device)
+        if documents is not None:
+            states, positions = documents.side_by_side(states), documents.side_by_side(positions)
+        cos, sin = (table[positions][:, None].to(states.dtype) for table in (self.cos, self.sin))
+        for layer in self.layers:
+            states = layer(states, cos, sin)
+        return self.norm(states if documents is None else documents.end_to_end(states))
+
+    def inputs(self, number: int, states: Tensor, counted: Tensor, batch: FeatureBatch, target: CausalLM) -> Tensor:
+        """State t and the embeddings of tokens t + 1 to t + 1 + number side by side, [N, (2 + number) H]."""
+        end = counted.shape[1]
+        tokens = [target.embed(batch.input_ids[:, 1 + i : 1 + i + end][counted]) for i in range(1 + number)]
+        return torch.cat([states[:, :end][counted], *(own.to(states.dtype) for own in tokens)], -1)
+
+    @classmethod
+    def flops(cls, config: Any, settings: Any, step: TrainStep, loss_tokens: int) -> float:
+        size, first = config.hidden_size, flops.TRAINED if config.prefix_attention else flops.TRAINED_FIRST
+        parts = sum(2 + i for i in range(config.num_heads))
+        reading = first * flops.linear(parts * size, 2 * size, loss_tokens)
+        blocks = flops.TRAINED * config.num_heads * (config.num_layers - 1) * flops.linear(size, size, loss_tokens)
+        logits = lm_head_passes(config, settings) * flops.lm_head_forward(config.llama, loss_tokens)
+        layers = flops.TRAINED * flops.layers_forward(config.llama, step.lengths)
+        return reading + blocks + config.num_heads * logits + layers
+
+    # -- decoding
+
+    def drafter(self, target: CausalLM, stops: Sequence[StopPolicy], capacity: int) -> HydraDrafter:
+        return HydraDrafter(self, target, stops, capacity)
+
+    def tree_drafter(self, target: CausalLM, shape: Any, capacity: int, rows: int = 1, *_: Any) -> HydraDrafter:
+        return HydraDrafter(self, target, [FixedLength(1)] * rows, capacity, shape=shape)
+
+    def lean(self, target: CausalLM) -> LeanHydra:
+        return LeanHydra(self, target)
+
+    def branches(self, target: CausalLM, depth: int) -> HydraBranches:
+        at_most("depth", depth, self.config.num_heads)
+        return HydraBranches(self, target, depth)
+
+
+class LeanHydra:
+    """The net for inference beside its target: a `feature_heads.FeatureNet` whose layers, of which there may be none,
+    read the target's states alone, and the heads behind it."""
+
+    def __init__(self, head: HydraHead, target: CausalLM):
+        head = in_type_of(head, target)
+        pack, precision, layers = target.packed, head.precision, list[Any](head.layers)
+        self.stack = LeanStack(layers, head.config.llama, target.dtype, target.device, pack=pack, precision=precision)
+        self._norm = None if head.norm is None else LeanNorm(head.norm.weight, head.norm.eps)
+        self._embed, self._lm_heads = target.embed, lm_heads_of(head, target)
+        self._first, self._blocks = [], []
+        for net in head.heads:
+            assert isinstance(net, GroundedMLP)
+            weight, bias = (torch.cat([getattr(own, part) for own in (net.skip, net.linear)]) for part in PARTS)
+            self._first.append(linear_of(weight, bias, pack, precision))
+            block = None if net.block is None else net.block.linear
+            self._blocks.append([linear_of(block.weight, block.bias, pack, precision)] * net.repeats if block else [])
+
+    def project(self, features: Tensor) -> Tensor:
+        return features
+
+    def fuse(self, ids: Tensor, states: Tensor) -> Tensor:
+        """The layers read states alone: tokens are the heads' matter."""
+        return states
+
+    def lm_head(self, states: Tensor) -> Tensor:
+        """Logits of the first head's states."""
+        return self._lm_heads[0](states)
+
+    def prefix(self, states: Tensor) -> Tensor:
+        """What the heads read of the layers' outputs."""
+        return states if self._norm is None else self._norm(states)
+
+    def grown(self, read: Tensor, ids: Tensor) -> Tensor:
+        """What the next head reads: that of the one before it, [.., R], and the embeddings of ids [..]."""
+        return torch.cat([read, self._embed(ids)], -1)
+
+    def hidden(self, read: Tensor, number: int) -> Tensor:
+        """The state [.., H] of a head."""
+        skipped, x = self._first[number](read).chunk(2, -1)
+        x = skipped + F.silu(x)
+        for block in self._blocks[number]:
+            x = x + F.silu(block(x))
+        return x
+
+    def level(self, read: Tensor, number: int) -> Level:
+        """What a head says of the nodes that it reads, [B, n, R]."""
+        hidden = self.hidden(read, number)
+        return Level(hidden, self._lm_heads[number](hidden))
+
+
+def read_prefix(
+    net: LeanHydra, run: Run, picked: Tensor | slice | None, ids: Any, states: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Feed states: what the heads read of those that are picked, twice (`lean_rows.Forward`); logits are the heads'."""
+    found = net.prefix(picked_of(run(states), picked))
+    return found, found
+
+
+class HydraDrafter(FeatureDrafter):
+    """Drafts chains or, given a shape, trees: a level is one call of its head for all nodes that go on."""
+
+    net: LeanHydra
+    _forward = staticmethod(read_prefix)
+
+    def __init__(
+        self,
+        head: HydraHead,
+        target: CausalLM,
+        stops: Sequence[StopPolicy],
+        capacity: int,
+        static: bool | None = None,
+        shape: StaticTree | None = None,
+    ):
+        super().__init__(head, target, stops, capacity, static)
+        self._most, self._shape = head.config.num_heads, shape
+
+    def _deepest(self, row: DraftedRow) -> int:
+        return min(self._most, super()._deepest(row))
+
+    def _grow(
+        self,
+        logits: Tensor,
+        hidden: Tensor,
+        limits: Sequence[int],
+        params: SamplingParams,
+        sources: Sequence[Source],
+    ) -> list[DraftTree]:
+        net, first = self.net, torch.tensor([row.tokens[-1:] for row in self._rows], device=hidden.device)
+        read = net.grown(hidden, first)
+        level, number = net.level(read, 0), 0
+
+        def expand(tokens: Tensor, above: Tensor, depth: int) -> Level:
+            nonlocal read
+            read = net.grown(read.gather(1, above[..., None].expand(-1, -1, read.shape[-1])), tokens)
+            return net.level(read, depth)
+
+        if self._shape is not None:
+            return grow_static(self._shape, level, expand, limits)
+
+        def step(tokens: list[list[int]] | Tensor) -> tuple[Tensor, Tensor]:
+            nonlocal number
+            number += 1
+            ids = tokens if isinstance(tokens, Tensor) else torch.tensor([own or [0] for own in tokens])
+            ids = ids.to(hidden.device)
+            found = expand(ids, torch.zeros_like(ids), number)
+            return found.logits[:, 0], found.hidden[:, 0]
+
+        return self._chains(level.logits[:, 0], level.hidden[:, 0], step, limits, params, sources)
+
+
+class HydraBranches(MedusaBranches):
+    """Drafts from many places of one text, each read with the tokens of its own draft."""
+
+    model = "hydra"
+
+    def __init__(self, head: HydraHead, target: CausalLM, depth: int):
+        super().__init__(head, target, depth)
+        self._net = head.lean(target)
+
+    def open(self, tokens: Sequence[int], features: Tensor | None = None) -> None:
+        assert features is not None and len(features) == len(tokens)
+        stack = self._net.stack
+        with as_decoding(self.device):
+            self._text = self._net.prefix(stack.chain(features, stack.new_cache(1, len(tokens))))
+        self._ids = torch.tensor(tokens, device=self.device)
+
+    def _begin(self, starts: Tensor) -> Tensor:
+        return self._net.grown(super()._begin(starts), self._ids[starts.to(self.device) - 1])
+
+    def _step(self, starts: Tensor, level: int, tokens: Tensor, hidden: Tensor) -> Tensor:
+        self._read = self._net.grown(self._read, tokens.to(self.device))
+        return super()._step(starts, level, tokens, hidden)
+
+    def _state(self, level: int) -> Tensor:
+        return self._net.hidden(self._read, level)
+
+
+@dataclass(frozen=True)
+class HydraChain(FixedK):
+    """Hydra heads draft a chain of k tokens a round, at most one a head."""
+
+    uses = ("hydra",)
+
+
+@dataclass(frozen=True)
+class HydraTree(StaticTrees):
+    """Hydra heads draft a tree a round, a YAML list of paths of ranks, each node by the tokens of its own path (Ankner
+    et al. 2024)."""
+
+    uses = ("hydra",)
+
+
+METHODS = {"hydra": HydraTree, "hydra-chain": HydraChain}
