@@ -1,12 +1,11 @@
 """`python benchmarks/head_table.py`: EAGLE-2's table 1 on the models that ship (docs/results.md).
 
-Heads of every kind are trained on the same answers for the same CPU seconds, with several seeds, as recipes.py does it. Then
-each seed's heads and what needs none answer the same test prompts, greedily and at T=1, beside `ar` in the same run.
+Heads of every kind are trained on the same answers for the same CPU seconds, with several seeds, as recipes.py does it.
+Then each seed's heads and what needs none answer the same test prompts, greedily and at T=1, beside `ar` in that run.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any, Literal
 
 from draftsmith.benchmarks import recipes
 from draftsmith.benchmarks.recipe_tables import TEMPERATURES
-from draftsmith.benchmarks.recipes import RECIPES, RecipesConfig, python
+from draftsmith.benchmarks.recipes import RecipesConfig, python
 from draftsmith.data.progress import say
 from draftsmith.data.store.files import write_json, write_text
 from draftsmith.data.store.manifest import git_commit, package_versions, resolved
@@ -35,8 +34,8 @@ METHODS = (
 
 @dataclass(frozen=True)
 class HeadTableConfig:
-    """Trains heads of every kind on the same data for the same CPU seconds, and measures all methods. A command that was
-    interrupted goes on when it is given again.
+    """Trains heads of every kind on the same data for the same CPU seconds, and measures all methods. A command that
+    was interrupted goes on when it is given again.
 
     Attributes:
         output: Directory that receives heads/ (of recipes.py), bench/ and table1.md and .json.
