@@ -262,7 +262,8 @@ def python(*words: str) -> float:
 def make_data(config: RecipesConfig) -> None:
     """Answers of the target, and the states that each kind of head learns from."""
     own, root = config.source, config.data_directory
-    most = max(config.answers, config.other_answers)
+    learned = [RECIPES[name] for name in (*config.names, *map(costs_like, config.names))]
+    most = max(map(config.answers_of, learned))
     rows = ["--split", "train", "--limit", str(most), *(["--task", own.tasks] if own.tasks else [])]
     answering = ["--temperature", str(config.answer_temperature), "--max-new-tokens", str(config.max_new_tokens)]
     prompts, responses = root / "prompts", root / "responses"
@@ -270,7 +271,7 @@ def make_data(config: RecipesConfig) -> None:
         prompts: ["prompts", "--source", own.prompts, *rows],
         responses: ["responses", "--prompts", str(prompts), "--batch-size", "128", *answering],
     }
-    for recipe in (RECIPES[name] for name in (*config.names, *map(costs_like, config.names))):
+    for recipe in learned:
         limit, layers = ["--limit", str(config.answers_of(recipe))], config.layers(recipe)
         words = ["features", "--responses", str(responses), *limit, "--drafter", recipe.kind, *layers]
         stages[config.features(recipe)] = words
