@@ -19,20 +19,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from rich.console import Console
 
 from draftsmith.benchmarks.synthetic import SHAPES, random_eagle_head, random_pair
 from draftsmith.data.heads.markdown import markdown_lines
 from draftsmith.data.models.device import check_device
-from draftsmith.data.progress import say
+from draftsmith.data.screen import note, show
 from draftsmith.data.store.datasets import pack_features
 from draftsmith.data.store.files import make_directory, write_json, write_text
 from draftsmith.data.store.manifest import git_commit, package_versions, resolved
 from draftsmith.data.store.writer import sole_writer
+from draftsmith.data.tables import of_cells
 from draftsmith.eval.bench.results import hardware
 from draftsmith.eval.bench.runner import EngineRunner
 from draftsmith.eval.cost.clock import clock_of
-from draftsmith.eval.report.tables import plain_table
 from draftsmith.launch.cli import main_of
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.drafters import head_class
@@ -321,15 +320,11 @@ def run(config: GpuReportConfig) -> Path:
     """Measure, print every row as it comes, write gpu.json and gpu.md; returns the directory."""
     if torch.device(config.device).type == "cpu":
         torch.set_num_threads(1)
-    rows, table = [], plain_table()
+    rows = []
     for row in measure_all(config):
         rows.append(row)
-        say(" | ".join(row.cells))
-    for heading in HEADINGS:
-        table.add_column(heading, justify="left" if heading == HEADINGS[0] else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*row.cells)
-    Console(highlight=False).print(table)
+        note(" | ".join(row.cells))
+    show(of_cells("gpu", HEADINGS, [row.cells for row in rows], right=HEADINGS[1:]))
     make_directory(config.output)
     meta = {
         "settings": resolved(config),

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from rich.console import Console
 
 from draftsmith.benchmarks.decoder_cost import (
     Number,
@@ -33,15 +32,15 @@ from draftsmith.benchmarks.predictor_cost import predictors
 from draftsmith.data.heads.markdown import markdown_lines
 from draftsmith.data.models.device import check_device
 from draftsmith.data.models.loading import DTYPES
-from draftsmith.data.progress import say
+from draftsmith.data.screen import note, show
 from draftsmith.data.store.files import make_directory, write_json, write_text
 from draftsmith.data.store.manifest import git_commit, package_versions, resolved
 from draftsmith.data.store.writer import sole_writer
+from draftsmith.data.tables import of_cells
 from draftsmith.eval.bench.hf_baseline import HFRunner
 from draftsmith.eval.bench.results import hardware
 from draftsmith.eval.bench.runner import EngineRunner, Runner
 from draftsmith.eval.cost.clock import clock_of, interleaved
-from draftsmith.eval.report.tables import plain_table
 from draftsmith.launch.cli import main_of
 from draftsmith.modules.packed import can_pack
 from draftsmith.modules.types import InputError, at_least
@@ -155,17 +154,11 @@ def measure_all(config: LatencyConfig) -> Iterator[Number]:
 def run(config: LatencyConfig) -> Path:
     """Measure, print every row as it comes, write latency.json and latency.md; returns the directory."""
     torch.set_num_threads(1)
-    console = Console(highlight=False)
     rows = []
     for row in measure_all(config):
         rows.append(row)
-        say(" | ".join(row.cells))
-    table = plain_table()
-    for heading in HEADINGS:
-        table.add_column(heading, justify="right" if heading in HEADINGS[2:] else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*row.cells)
-    console.print(table)
+        note(" | ".join(row.cells))
+    show(of_cells("latency", HEADINGS, [row.cells for row in rows], right=HEADINGS[2:]))
     make_directory(config.output)
     meta = {
         "settings": resolved(config),

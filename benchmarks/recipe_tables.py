@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from draftsmith.data.tables import Column, Table, interval
 from draftsmith.eval.bench.results import Row, totals_of
 from draftsmith.eval.bench.summary import MeasuredResamples, copying
 from draftsmith.eval.bootstrap import NUM_RESAMPLES, Floats
-from draftsmith.eval.report.tables import Column, Table, interval
 
 K, TEMPERATURES = 5, {"greedy": 0.0, "T=1": 1.0}
 SeedRows = Sequence[Sequence[Row]]  # of every seed, a row for each test prompt, in one order

@@ -10,11 +10,11 @@ import json
 import sys
 from dataclasses import asdict, dataclass
 
-from draftsmith.data.progress import say
+from draftsmith.data.screen import say
 from draftsmith.data.store.files import make_directory, write_json
 from draftsmith.data.store.writer import sole_writer
+from draftsmith.data.tables import plain
 from draftsmith.eval.cost.clock import clock_of
-from draftsmith.eval.report.tables import plain
 from draftsmith.eval.tuning.tune import TuneConfig, measured_speeds, prepare, tune
 from draftsmith.launch.cli import main_of
 from draftsmith.modules.drafters.methods import parse_methods

@@ -11,16 +11,17 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from draftsmith.data.features import key
 from draftsmith.data.models.loading import load_tokenizer, tokenizer_identity
+from draftsmith.data.screen import say, show, show_facts
 from draftsmith.data.settings import check_not_negative
 from draftsmith.data.store.feature_codec import decode, stored_features
 from draftsmith.data.store.manifest import Manifest, open_artefact, volatile
 from draftsmith.data.store.reading import open_tensors
 from draftsmith.data.store.shards import Rows
+from draftsmith.data.tables import of_cells
 from draftsmith.data.text.answers import answer_mask, answers_of, spans
 from draftsmith.data.text.repetition import Repetition, distinct_4grams
 from draftsmith.data.text.turns import later_turns
@@ -61,10 +62,10 @@ def run(config: InspectConfig) -> None:
     rows = Rows(config.artefact, manifest)
     if config.rows and config.row >= len(rows):
         raise InputError("row", config.row, f"less than {len(rows)}, the number of rows", "Pass a smaller number.")
-    console = Console(highlight=False)
-    console.print(manifest_summary(config.artefact, manifest, rows, tokenizer))
+    facts = manifest_summary(manifest, rows, tokenizer)
+    show_facts(facts, f"{manifest.kind} in {config.artefact}")
     for number in range(config.row, min(config.row + config.rows, len(rows))):
-        show_row(console, number, rows.read(number, number + 1)[0], manifest, config.artefact, tokenizer)
+        show_row(number, rows.read(number, number + 1)[0], manifest, config.artefact, tokenizer)
 
 
 def open_tokenizer(manifest: Manifest, name: str | None) -> Any:
@@ -82,11 +83,8 @@ def open_tokenizer(manifest: Manifest, name: str | None) -> Any:
     return load_tokenizer(name)
 
 
-def manifest_summary(directory: Path, manifest: Manifest, rows: Rows, tokenizer: Any) -> Table:
+def manifest_summary(manifest: Manifest, rows: Rows, tokenizer: Any) -> dict[str, str]:
     """What the manifest says; for responses how the text relates to the tokens; and how much of the answers copies."""
-    table = Table(title=f"{manifest.kind} in {directory}", show_header=False, title_justify="left")
-    table.add_column(style="cyan")
-    table.add_column(overflow="fold")
     entries = {name.replace("_", " "): f"{value:,}" for name, value in manifest.counts.items()}
     if manifest.kind == "responses":
         entries |= round_trips(rows, tokenizer)
@@ -97,9 +95,7 @@ def manifest_summary(directory: Path, manifest: Manifest, rows: Rows, tokenizer:
     for name, value in nested.items():
         several = [f"{key} {_plain(one)}" for key, one in value.items()] if isinstance(value, dict) else [str(value)]
         entries |= {name: ", ".join(several)} if several else {}
-    for entry in {**entries, "made by": manifest.command}.items():
-        table.add_row(*entry)
-    return table
+    return {**entries, "made by": manifest.command}
 
 
 def _plain(value: Any) -> str:
@@ -140,22 +136,20 @@ def retokenised_exactly(row: dict[str, Any], tokenizer: Any) -> bool:
     return said == row["text"] and row["server_tokens"] in (None, sum(map(len, answers)))
 
 
-def show_row(
-    console: Console, number: int, row: dict[str, Any], manifest: Manifest, directory: Path, tokenizer: Any
-) -> None:
+def show_row(number: int, row: dict[str, Any], manifest: Manifest, directory: Path, tokenizer: Any) -> None:
     """One row: its text, coloured by what the loss counts or by how likely a drafted token is kept."""
     task = f", task {row['task']}" if row.get("task") else ""
-    console.rule(f"row {number}, id {row['id']}{task}", align="left")
+    say(Text(f"\nrow {number}, id {row['id']}{task}", "bold"))
     if manifest.kind == "acceptance":
-        show_labels(console, row, tokenizer)
+        show_labels(row, tokenizer)
         return
     if manifest.kind == "rollouts":
-        show_drafts(console, row, manifest.config["depth"], tokenizer)
+        show_drafts(row, manifest.config["depth"], tokenizer)
         return
     ids = row.get("input_ids") or row["prompt_ids"]
     unanswered = manifest.kind == "prompts" and not row.get("loss_mask")
     mask = [False] * len(ids) if unanswered else answer_mask(row)
-    console.print(masked_text(ids, mask, tokenizer, marked=not console.is_terminal))
+    say(masked_text(ids, mask, tokenizer, marked=not Console().is_terminal))
     notes = [f"{len(ids)} tokens", f"{sum(mask)} counted by the loss"]
     if manifest.kind == "responses":
         notes.append("ended" if row["ended"] else "cut off")
@@ -165,13 +159,13 @@ def show_row(
             features = decode(stored_features(file, key(row["row"]))).float()
         finite = "all finite" if bool(features.isfinite().all()) else "NOT all finite"
         notes.append(f"features {list(features.shape)}, standard deviation {features.std():.3f}, {finite}")
-    console.print(Text(", ".join(notes), style="cyan"))
+    say(Text(", ".join(notes), style="cyan"))
     if manifest.kind == "prompts":
         for turn, said in enumerate([json.loads(row["messages"]), *later_turns(row)], 1):
             if turn > 1:
-                console.print(Text(f"(the target's answer, then turn {turn})", style=COUNTED))
+                say(Text(f"(the target's answer, then turn {turn})", style=COUNTED))
             for message in said:
-                console.print(Text(f"{message['role']}: {message['content']}", style=PROMPT), soft_wrap=True)
+                say(Text(f"{message['role']}: {message['content']}", style=PROMPT))
 
 
 def masked_text(ids: Sequence[int], mask: Sequence[bool], tokenizer: Any, marked: bool) -> Text:
@@ -184,7 +178,7 @@ def masked_text(ids: Sequence[int], mask: Sequence[bool], tokenizer: Any, marked
     return text
 
 
-def show_labels(console: Console, row: dict[str, Any], tokenizer: Any) -> None:
+def show_labels(row: dict[str, Any], tokenizer: Any) -> None:
     """The target's answers, each token coloured by how likely it is that the draft's proposal there is kept, and a
     table of the first positions."""
     ids, probs, text, known = row["input_ids"], row["accept_prob"], Text(), 0
@@ -193,23 +187,24 @@ def show_labels(console: Console, row: dict[str, Any], tokenizer: Any) -> None:
         text.append(tokenizer.decode(ids[known:at]), style=PROMPT)
         text.append(tokenizer.decode([ids[at]]), style=band(prob))
         known = at + 1
-    console.print(text)
+    say(text)
     means = f"mean {sum(probs) / len(probs):.3f}, mean overlap {sum(row['overlap']) / len(probs):.3f}"
-    console.print(LEGEND.copy().append(means))
-    table = Table("position", "target X", "draft Y", "P", "overlap", "log p(Y)", "log q(Y)")
+    say(LEGEND.copy().append(means))
+    cells = []
     for j, at in enumerate(places[:LABELS_SHOWN]):
-        shown = (Text(repr(tokenizer.decode([token]))) for token in (ids[at], row["draft_ids"][j]))
+        words = (repr(tokenizer.decode([token])) for token in (ids[at], row["draft_ids"][j]))
         numbers = (f"{row[name][j]:.3f}" for name in ("accept_prob", "overlap", "log_p", "log_q"))
-        table.add_row(str(at), *shown, *numbers, style=band(probs[j]))
-    console.print(table)
+        cells.append([Text(cell, band(probs[j])) for cell in (str(at), *words, *numbers)])
+    right = ("P", "overlap", "log p(Y)", "log q(Y)")
+    show(of_cells("labels", ("position", "target X", "draft Y", *right), cells, right))
 
 
-def show_drafts(console: Console, row: dict[str, Any], depth: int, tokenizer: Any) -> None:
+def show_drafts(row: dict[str, Any], depth: int, tokenizer: Any) -> None:
     """The text with the places where drafts begin; the first drafts beside what the target says there, each token by
     how likely it is kept once it is verified; and how likely that is by depth, on the average."""
     ids, starts = row["input_ids"], row["starts"]
-    console.print(masked_text(ids, [at in starts for at in range(len(ids))], tokenizer, marked=not console.is_terminal))
-    table = Table("start", "temperature", "target X", "draft Y", "P of each")
+    say(masked_text(ids, [at in starts for at in range(len(ids))], tokenizer, marked=not Console().is_terminal))
+    cells = []
     for number, start in enumerate(starts[:DRAFTS_SHOWN]):
         own = slice(number * depth, (number + 1) * depth)
         probs, drafted = row["accept_prob"][own], Text()
@@ -217,12 +212,12 @@ def show_drafts(console: Console, row: dict[str, Any], depth: int, tokenizer: An
             drafted.append(repr(tokenizer.decode([token]))[1:-1], style=band(prob))
         said = Text(repr(tokenizer.decode(ids[start : start + depth]))[1:-1])
         at = f"{row['temperature'][number]:g}"
-        table.add_row(str(start), at, said, drafted, " ".join(f"{prob:.2f}" for prob in probs))
-    console.print(table)
+        cells.append((start, at, said, drafted, " ".join(f"{prob:.2f}" for prob in probs)))
+    show(of_cells("drafts", ("start", "temperature", "target X", "draft Y", "P of each"), cells))
     weights, probs = (np.array(row[name]).reshape(-1, depth) for name in ("reached", "accept_prob"))
     kept, verified = (weights * probs).sum(0), weights.sum(0)
     by_depth = (f"{one / all_:.3f}" if all_ else "-" for one, all_ in zip(kept, verified, strict=True))
-    console.print(LEGEND.copy().append(f"mean of those that are verified, by depth: {' '.join(by_depth)}"))
+    say(LEGEND.copy().append(f"mean of those that are verified, by depth: {' '.join(by_depth)}"))
 
 
 def band(prob: float) -> str:

@@ -19,8 +19,9 @@ from draftsmith.data.answering.vllm import VllmEngine
 from draftsmith.data.models.device import pick_device
 from draftsmith.data.models.loading import load_lm, text_identity
 from draftsmith.data.models.naming import naming
-from draftsmith.data.progress import Advance, say
+from draftsmith.data.progress import Advance
 from draftsmith.data.ranks import place
+from draftsmith.data.screen import note, say
 from draftsmith.data.settings import RemoteCode, Sampling, check_not_negative, check_positive
 from draftsmith.data.store.datasets import Lists
 from draftsmith.data.store.manifest import Field, Manifest, open_artefact, volatile
@@ -263,4 +264,4 @@ def tell_supervision(directory: Path, manifest: Manifest) -> None:
     learned = Supervision.of(np.concatenate(lengths))
     say(f"responses: {learned.text()}")
     if warning := learned.warning():
-        say(warning)
+        note(warning)

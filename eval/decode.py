@@ -15,6 +15,7 @@ from rich.text import Text
 from draftsmith.data.heads.draft_settings import DraftSettings
 from draftsmith.data.models.loading import load_tokenizer
 from draftsmith.data.models.naming import naming
+from draftsmith.data.screen import answer, note
 from draftsmith.data.settings import Sampling, check_positive
 from draftsmith.data.store.files import make_directory, write_text
 from draftsmith.data.text.conversations import well_formed
@@ -76,13 +77,14 @@ def run(config: DecodeConfig) -> Generation:
     drafter = named.method.build(models)
 
     console = Console(highlight=False, soft_wrap=True)
-    console.print(legend(named.label))
-    stream = TokenStream(tokenizer)
+    note(legend(named.label))
+    stream, said = TokenStream(tokenizer), list[str]()
 
     def show(pieces: Iterator[tuple[str, bool]]) -> None:
         text = Text()
         for piece, drafted in pieces:
             text.append(piece, DRAFTED if drafted else OWN)
+            said.append(piece)
         console.print(text, end="")
 
     def on_round(done: Round) -> None:
@@ -103,8 +105,12 @@ def run(config: DecodeConfig) -> Generation:
     if config.trace is not None:
         write_text(config.trace, trace_text(named.label, bench_prompt, params, rounds))
     show(stream.finish())
-    console.print("\n")
-    console.print(Text(footer(generation, elapsed), "dim"))
+    console.print()
+    totals = pool([generation.trace])
+    counts = {"tau": totals.tau, "target_calls": totals.num_target_calls, "accepted": totals.num_accepted}
+    counts |= {"drafted": totals.num_draft_tokens, "tokens": totals.num_tokens, "wall_s": elapsed}
+    answer(method=named.label, answer="".join(said), ended=generation.ended, **counts)
+    note(Text(f"\n{footer(generation, elapsed)}", "dim"))
     return generation
 
 

@@ -5,22 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-
 from draftsmith.data.acceptance import AcceptanceConfig, labels_of
 from draftsmith.data.heads.diagnosis import diagnose
 from draftsmith.data.heads.directory import kind_at
 from draftsmith.data.heads.frozen_drafter import FrozenDrafter, load_drafter
 from draftsmith.data.models.loading import check_same_tokenizer, load_lm, text_identity
-from draftsmith.data.progress import say
 from draftsmith.data.rollouts import Rollouts
+from draftsmith.data.screen import say, show
 from draftsmith.data.settings import Loading, check_positive
 from draftsmith.data.store.manifest import Manifest, open_artefact
 from draftsmith.data.store.shards import Rows
 from draftsmith.data.text.answers import answer_mask
 from draftsmith.data.text.repetition import Repetition
 from draftsmith.eval.cost.auto import MeasuredTimes
-from draftsmith.eval.report.tables import on_screen
 from draftsmith.eval.stop_gain import advice, drafted_rounds, gains_table, stop_gains
 from draftsmith.modules.drafters.methods import Models
 from draftsmith.modules.targets.base import CausalLM
@@ -95,7 +92,7 @@ def tell_stops(
     models = Models(target, draft=drafter.lm, heads=heads, capacity=min(CAPACITY, target.info.max_position))
     c = config.c or MeasuredTimes().step_cost(models, drafter.name)
     found = stop_gains(drafted_rounds(rollouts, rows), sorted({*CS, c}), sampling[0].greedy)
-    Console(highlight=False).print(on_screen(gains_table(found, len(rows))))
+    show(gains_table(found, len(rows)))
     copied = Repetition.of((row["input_ids"], answer_mask(row)) for row in rows)
     mode = "greedy" if sampling[0].greedy else f"temperature {sampling[0].temperature:g}"
     say(f"Of the answers' tokens ({mode}), {copied.text()}.")

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from draftsmith.data.settings import check_not_negative, check_positive, comma_numbers
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.shards import Rows
+from draftsmith.data.tables import Column, Table, interval
 from draftsmith.data.text.answers import answer_mask, spans
 from draftsmith.eval.bench.compare import Bench, check_comparable, paired
 from draftsmith.eval.bench.prompts import BenchPrompt
@@ -21,7 +22,6 @@ from draftsmith.eval.bench.results import BASELINE, Row, totals_of
 from draftsmith.eval.bench.summary import MeasuredResamples, speedup, tokens_per_s
 from draftsmith.eval.bench.tables import mode
 from draftsmith.eval.bootstrap import Floats
-from draftsmith.eval.report.tables import Column, Table, interval
 from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
 from draftsmith.modules.types import InputError
 

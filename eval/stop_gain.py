@@ -18,7 +18,7 @@ from torch import Tensor
 
 from draftsmith.data.progress import bar
 from draftsmith.data.rollouts import Rollouts
-from draftsmith.eval.report.tables import Column, Table
+from draftsmith.data.tables import Column, Table
 from draftsmith.eval.studies.policies.comparison import Gain, gain
 from draftsmith.modules.acceptance.fitting import begin, descend, predicted, shuffled
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, Feature, feature_value

@@ -1,3 +1,10 @@
 """The command line and the launchers for one machine or many."""
 
+# Options of every command: what it tells, and how.
+TELLING = {
+    "json": "print the answer as one JSON document",
+    "quiet": "print the answer and errors, nothing else",
+    "verbose": "print what the libraries below log",
+    "debug": "show the traceback of an error",
+}
 MAX_WIDTH = 120  # of help: longer lines are hard to read, however wide the terminal

@@ -23,7 +23,7 @@ from cyclopts.config import Dict
 from cyclopts.exceptions import UnknownOptionError, UnusedCliTokensError
 from cyclopts.help import ColumnSpec, DefaultFormatter, DescriptionRenderer, NameRenderer
 
-from draftsmith.launch import MAX_WIDTH
+from draftsmith.launch import MAX_WIDTH, TELLING
 from draftsmith.launch.errors import UsageError, did_you_mean, one_line
 
 TRUTH = {"true", "false", "yes", "no", "on", "off"}
@@ -135,11 +135,11 @@ def setting_parameters(config_class: type, positional: tuple[str, ...], printing
 
 
 def own_parameters(config_class: type) -> list[inspect.Parameter]:
-    """The options of every command. --help and --debug are read before; cyclopts shows and completes them."""
+    """The options of every command. --help and those of TELLING are read before; cyclopts shows and completes them."""
     flags = {
         "print_config": "print the settings as YAML and stop",
         "help": "print this and stop",
-        "debug": "show the traceback of an error",
+        **TELLING,
     }
     files = keyword("config", list[Path] | None, None, ALWAYS, metavar="FILE", help="settings: YAML, or a shipped name")
     plain: dict[str, Any] = {"negative": (), "show_default": False}

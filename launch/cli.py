@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
+from functools import partial
+from os import PathLike
 from typing import Any
 
-from draftsmith.launch import MAX_WIDTH
+from draftsmith.launch import MAX_WIDTH, TELLING
 from draftsmith.launch.commands import COMMANDS, SECTIONS, command_name, configure, leading_words, unknown_command
-from draftsmith.launch.errors import name_model, user_message
+from draftsmith.launch.errors import UsageError, name_model, user_message
 from draftsmith.launch.inner import check_dashes
 
 
@@ -44,9 +49,13 @@ def guarded(work: Callable[[list[str]], int], words: Sequence[str]) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     args = list(words)
     before, after = (args[: args.index("--")], args[args.index("--") :]) if "--" in args else (args, [])
-    debug = "--debug" in before
+    options = {name for name in TELLING if f"--{name}" in before}
+    debug = "debug" in options
     try:
-        code = with_recorded_failures(work)([arg for arg in before if arg != "--debug"] + after)
+        with told(options) as document:
+            code = with_recorded_failures(work)([arg for arg in before if arg[2:] not in options] + after)
+        if "json" in options and is_first():
+            print(document(exit_code=code or 0))
         sys.stdout.flush()  # here, where a closed pipe is caught, and not while Python shuts down
         return code or 0
     except KeyboardInterrupt:
@@ -64,6 +73,32 @@ def guarded(work: Callable[[list[str]], int], words: Sequence[str]) -> int:
             traceback.print_exc()
         print(f"draftsmith: error: {message}", file=sys.stderr)
         return 2
+
+
+@contextmanager
+def told(options: Set[str]) -> Iterator[Callable[..., str]]:
+    """Inside, commands tell what they do as these options of TELLING ask; yields what makes the document of --json."""
+    from draftsmith.data.screen import document, telling
+
+    if {"quiet", "verbose"} <= options:
+        raise UsageError("found --quiet and --verbose, expected one of them. Leave one out.")
+    with telling("quiet" in options, "json" in options) as screen, warnings.catch_warnings():
+        if "quiet" in options:
+            warnings.simplefilter("ignore")
+            logging.disable(logging.WARNING)
+        if "verbose" in options:
+            for library in ("TRANSFORMERS", "DATASETS", "HF_HUB"):
+                os.environ.setdefault(f"{library}_VERBOSITY", "info")
+            logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+        try:
+            yield partial(document, screen)
+        finally:
+            logging.disable(logging.NOTSET)
+
+
+def is_first() -> bool:
+    """True on the one process of a run that answers for all."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def with_recorded_failures(work: Callable[[list[str]], int]) -> Callable[[list[str]], int | None]:
@@ -95,11 +130,20 @@ def run_command(name: str, args: list[str]) -> int:
     if name.startswith("launch "):
         check_dashes(name, args)
     run, config = configure(name, args)
-    return 0 if config is None else run_settings(run, config)
+    if config is None:
+        return 0
+    from draftsmith.data.screen import answer
+
+    try:
+        return run_settings(run, config)
+    finally:
+        answer(command=name)  # the last to end is the one that was asked for, whatever others it ran
 
 
 def run_settings(run: Callable[[Any], Any], config: Any) -> int:
     """A command that certifies returns its exit code, others a path."""
+    from draftsmith.data.screen import answer
+
     if getattr(config, "trust_remote_code", False):
         from draftsmith.data.models.loading import trust_code
 
@@ -109,6 +153,8 @@ def run_settings(run: Callable[[Any], Any], config: Any) -> int:
     except Exception as error:
         name_model(error, config)
         raise
+    if isinstance(result, PathLike):
+        answer(output=str(result))
     return result if isinstance(result, int) else 0
 
 
@@ -132,6 +178,7 @@ def overview(group: str | None) -> str:
             lines += [""]
     lines += [
         "--help after a command lists its settings; --print-config prints them as YAML;",
+        "--json prints one document, --quiet the answer alone, --verbose what is logged;",
         "--debug shows the traceback of an error; --version prints the version.",
     ]
     return "\n".join(lines)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from rich.console import Console
 
 from draftsmith.launch.steps import PipelineStep, execute
 
@@ -51,21 +50,21 @@ def run(config: DemoConfig) -> Path:
 
 def make(config: DemoConfig) -> Path:
     """Run the demo, alone in its output."""
+    from draftsmith.data.screen import note
     from draftsmith.eval.report.command import missing_packages
 
-    console = Console(highlight=False)
     started = time.monotonic()
     for step in demo_steps(config)[:-3]:
-        execute(step, console)
+        execute(step)
     chosen = choose_methods(read_results(config.directory / "dev"))
     test, export, page = demo_steps(config, chosen.values())[-3:]
-    execute(test, console)
-    execute(export, console)
+    execute(test)
+    execute(export)
     if missing_packages():
-        console.print("No report page: pip install 'draftsmith[report]', then run this again")
+        note("No report page: pip install 'draftsmith[report]', then run this again")
     else:
-        execute(page, console)
-    report(console, config.directory, chosen, time.monotonic() - started)
+        execute(page)
+    report(config.directory, chosen, time.monotonic() - started)
     return config.output
 
 
@@ -113,22 +112,22 @@ def head_lines(sized: Path) -> list[str]:
     ]
 
 
-def report(console: Console, sized: Path, chosen: Mapping[str, str], seconds: float) -> None:
+def report(sized: Path, chosen: Mapping[str, str], seconds: float) -> None:
     """One table, the heads' own numbers, and where everything lies."""
+    from draftsmith.data.screen import note, say
     from draftsmith.data.store.files import write_text
-    from draftsmith.eval.bench.tables import results_tables, screen
+    from draftsmith.eval.bench.tables import results_tables, show_results
     from draftsmith.eval.report.tables import markdown
 
     results = read_results(sized / "test")
     table = results_tables(results)[0]
-    console.print()
-    console.print(screen(table))
+    show_results(table)
     speed = {row["method"]: row["tokens_per_s"] for row in results["methods"]}
     assisted = speed["hf-assisted:k=5"]
     lines = [f"{method}: {speed[method] / assisted:.2f}x over hf-assisted:k=5" for method in chosen.values()]
     lines += head_lines(sized)
     for line in lines:
-        console.print(line)
+        say(line)
     places = {
         "table": sized / "REPORT.md",
         "report": sized / "report.html",
@@ -141,5 +140,5 @@ def report(console: Console, sized: Path, chosen: Mapping[str, str], seconds: fl
     write_text(sized / "REPORT.md", "\n".join([markdown(table), "", *(f"- {line}" for line in lines), ""]))
     for name, path in places.items():
         if path.exists():  # the page needs packages that may be missing
-            console.print(f"[dim]{name}:[/dim] {path}")
-    console.print(f"[dim]{seconds / 60:.1f} minutes in this run; run it again and it goes on from what is there[/dim]")
+            say(f"{name}: {path}")
+    note(f"{seconds / 60:.1f} minutes in this run; run it again and it goes on from what is there")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import json
 import os
 import platform
 import re
@@ -22,31 +21,20 @@ VARIABLES = (
     *("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "WANDB_MODE", "HF_HUB_OFFLINE"),
     *("DRAFTSMITH_VLLM_ESTIMATOR", "CUDA_LAUNCH_BLOCKING", "NCCL_P2P_DISABLE"),
 )
-LONGEST = 28  # name of a line
 GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorConfig:
     """Prints versions, devices, kernels and room: what a report of a problem should have with it. Nothing is sent
-    anywhere, and no path of yours is in it.
-
-    Attributes:
-        json: Print it as JSON.
-    """
-
-    json: bool = False
+    anywhere, and no path of yours is in it."""
 
 
 def run(config: DoctorConfig) -> None:
-    found = {"software": software(), "machine": machine(), "kernels": kernels(), "surroundings": surroundings()}
-    if config.json:
-        print(json.dumps(found, indent=2))
-        return
-    for title, lines in found.items():
-        print(title)
-        for name, value in lines.items():
-            print(f"  {name:<{LONGEST}} {'-' if value is None else value}")
+    from draftsmith.data.screen import show_facts
+
+    for part in (software, machine, kernels, surroundings):
+        show_facts(part(), part.__name__, key=part.__name__)
 
 
 def software() -> dict[str, Any]:

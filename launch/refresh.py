@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from rich.console import Console
+from rich.text import Text
 
 from draftsmith.launch.commands import configure
 from draftsmith.launch.errors import did_you_mean
@@ -42,22 +42,22 @@ def make(config: RefreshConfig) -> Path:
     from draftsmith.data.store.files import write_json
     from draftsmith.data.store.reading import read_object
 
-    console, done = Console(highlight=False), config.output / REFRESHED
+    done = config.output / REFRESHED
     if (config.output / STARTED).exists():
         remember_settings(config)
     if done.exists():
-        report(read_object(done, {"modes": [dict], "verdict": str, "recommended": str}), config, console)
+        report(read_object(done, {"modes": [dict], "verdict": str, "recommended": str}), config)
         return config.output
     method = chain_of(config)
     before, training, after = steps(config, method)
     seen = prepare(config, training)
-    execute(before, console, partly=True)
+    execute(before, partly=True)
     remember_settings(config)  # now that nothing of them was refused
-    train(training, console, config.output / COST)
-    execute(after, console, partly=True)
+    train(training, config.output / COST)
+    execute(after, partly=True)
     found = outcome(config, method, seen)
     write_json(done, found)
-    report(found, config, console)
+    report(found, config)
     return config.output
 
 
@@ -160,17 +160,17 @@ def recipe_of(config: RefreshConfig, kind: str) -> dict[str, Any]:
     return own | chosen | ({"max_steps": config.max_steps} if config.max_steps else {})
 
 
-def train(step: PipelineStep, console: Console, file: Path) -> None:
+def train(step: PipelineStep, file: Path) -> None:
     """Train, or go on, and add up in `file` what all starts took; one that is killed outright leaves nothing of its
     own."""
     from draftsmith.data.store.files import write_json
 
     if step.done.exists():  # also where another command has trained it, whose cost nobody knows
-        return execute(step, console)
+        return execute(step)
     spent = read_cost(file)
     wall, cpu = time.monotonic(), time.process_time()
     try:
-        execute(step, console)
+        execute(step)
     finally:
         wall, cpu = time.monotonic() - wall, time.process_time() - cpu
         finished = step.done.exists()
@@ -225,23 +225,22 @@ def outcome(config: RefreshConfig, method: str, seen: set[int]) -> dict[str, Any
     }
 
 
-def report(found: dict[str, Any], config: RefreshConfig, console: Console) -> None:
+def report(found: dict[str, Any], config: RefreshConfig) -> None:
     """Tables, the cost, the verdict and which head to take."""
+    from draftsmith.data.screen import say, show
     from draftsmith.eval.bench.tables import mode
     from draftsmith.eval.refresh import tables_of, verdict_line
-    from draftsmith.eval.report.tables import on_screen
 
-    console.print()
     for table in tables_of(found["modes"], found["method"]):
-        console.print(on_screen(table, first_width=13))
+        show(table)
     if found["prompts_left_out"]:
-        console.print(f"{found['prompts_left_out']} prompts are answered in the data too, and do not count.")
+        say(f"{found['prompts_left_out']} prompts are answered in the data too, and do not count.")
     cost, took = found["cost"], "an unknown time, as another command trained it"
     if "cpu_s" in cost:
         took = f"{cost['cpu_s']:.0f} CPU seconds, {cost['wall_s']:.0f} s on {cost['device']}"
-    console.print(f"Cost: {cost['steps']:,} steps, about {cost['tokens']:,} tokens, {took}.")
+    say(f"Cost: {cost['steps']:,} steps, about {cost['tokens']:,} tokens, {took}.")
     for row, tokens in zip(found["modes"], found["paid_after_tokens"], strict=True):
         if tokens is not None:
-            console.print(f"Paid back after about {tokens:,.0f} decoded tokens, {mode(row['temperature'])}.")
-    console.print(verdict_line(found["verdict"], found["modes"], config.worth), style="bold")
-    console.print(f"Recommended: {found['recommended']}. Everything: {config.output / REFRESHED}")
+            say(f"Paid back after about {tokens:,.0f} decoded tokens, {mode(row['temperature'])}.")
+    say(Text(verdict_line(found["verdict"], found["modes"], config.worth), "bold"))
+    say(f"Recommended: {found['recommended']}. Everything: {config.output / REFRESHED}")

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from draftsmith.launch.steps import PipelineStep, execute, remember_settings
 
 if TYPE_CHECKING:
@@ -27,10 +25,9 @@ def make(config: SpecDecPPConfig) -> Path:
     """Run the study, alone in its output."""
     config = config.sized()
     remember_settings(config)
-    console = Console(highlight=False)
     for step in [*label_steps(config), *training_steps(config)]:
-        execute(step, console)
-    measure_study(config, console)
+        execute(step)
+    measure_study(config)
     return config.output
 
 
@@ -99,9 +96,9 @@ def sampling(config: SpecDecPPConfig) -> dict[str, object]:
     return {name: getattr(config, name) for name in ("temperature", "top_k", "top_p")}
 
 
-def measure_study(config: SpecDecPPConfig, console: Console) -> None:
+def measure_study(config: SpecDecPPConfig) -> None:
     """Rollouts and sweep, times, choice on the dev prompts, bench on the reported ones, results."""
-    from draftsmith.data.progress import say
+    from draftsmith.data.screen import note
     from draftsmith.data.store.reading import read_object
     from draftsmith.eval.studies.forward_times import bench_rows, fit_forward_times
     from draftsmith.eval.studies.specdecpp.found import Measurements, drafting, write_study_results
@@ -117,19 +114,19 @@ def measure_study(config: SpecDecPPConfig, console: Console) -> None:
     study = load_study(config, config.heads or config.output / "heads")
     timing = published_head(study.heads) or next(iter(study.heads))
     dev = bench_step(study, config.dev_split, config.dev_prompts, dev_methods(config), timing)
-    execute(dev, console)
+    execute(dev)
     clock = read_object(dev.done, {"meta": {"clock": str}})["meta"]["clock"]
     dev_rows = bench_rows(dev.done.parent)
     times = fit_forward_times(drafting(dev_rows), clock)
     rollouts = {split: rollouts_of(study, split) for split in (config.dev_split, config.split)}
-    say("Replaying every K, and every h of every head")
+    note("Replaying every K, and every h of every head")
     chosen = choose_fastest(study, study.sweep(rollouts[config.dev_split]), times)
     tests = [
         bench_step(study, config.split, config.test_prompts, methods, head)
         for head, methods in methods_by_head(chosen.values(), config).items()
     ]
     for step in tests:
-        execute(step, console)
+        execute(step)
     reported = study.sweep(rollouts[config.split])
     places = {name: config.output / "data" / name / "acceptance" for name in ("train", "eval")}
     labels = {name: place for name, place in places.items() if place.exists()}

@@ -6,12 +6,11 @@ import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.text import Text
 
 from draftsmith.modules.types import InputError
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 STARTED = "settings.json"
 
@@ -36,20 +35,21 @@ class PipelineStep:
         return cls(title, tuple(argv), done)
 
 
-def execute(step: PipelineStep, console: Console, partly: bool = False) -> None:
+def execute(step: PipelineStep, partly: bool = False) -> None:
     """Run a step's command through the command line's own parser, unless it is done. partly: go on where it says that
     some of its work failed and the rest is written."""
+    from draftsmith.data.screen import note
     from draftsmith.launch.cli import dispatch
 
-    console.print(f"\n[bold]{step.title}[/bold]" + (" [dim](done before)[/dim]" if step.done.exists() else ""))
-    console.print(f"  draftsmith {shlex.join(step.argv)}", style="cyan", soft_wrap=True)
+    note(Text.assemble("\n", (step.title, "bold"), (" (done before)" if step.done.exists() else "", "dim")))
+    note(Text(f"  draftsmith {shlex.join(step.argv)}", "cyan"))
     if step.done.exists():
         return
     started = time.monotonic()
     code = dispatch(list(step.argv))
     if code and not (partly and step.done.exists()):  # what it found is on the screen
         raise SystemExit(code)
-    console.print(f"  [dim]{time.monotonic() - started:.0f} s[/dim]")
+    note(Text(f"  {time.monotonic() - started:.0f} s", "dim"))
 
 
 def remember_settings(config: Any) -> None:

@@ -89,7 +89,7 @@ def test_a_policy_on_the_command_line(monkeypatch, capsys):
     draftsmith.add_drafters(str(EXAMPLES / "drafters"))
     words = ["decode", "Rename a to b: a = 1", "--draft", "embedded:draft", "--method", "streak:low=2"]
     assert main([*words, "--max-new-tokens", "8"]) == 0
-    assert "streak:low=2: drafted and accepted" in capsys.readouterr().out
+    assert "streak:low=2: drafted and accepted" in capsys.readouterr().err
 
 
 def test_a_folder_without_files_is_refused(tmp_path):

@@ -11,7 +11,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from draftsmith.eval.report.tables import Column, Table, drawn_data, to_json
+from draftsmith.data.tables import Column, Table
+from draftsmith.eval.report.tables import drawn_data, to_json
 
 HOSTILE = "<script>alert(1)</script>"
 METHODS = ("ar", "spec:k=3", "eagle2:nodes=4:depth=2:topk=2:value=on:rerank=on")

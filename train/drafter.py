@@ -14,7 +14,7 @@ from draftsmith.data.heads.diagnosis import bad_numbers, diagnose
 from draftsmith.data.heads.directory import starting_head, starting_settings, starting_weights
 from draftsmith.data.models.identity import captured
 from draftsmith.data.models.loading import llama_shape, load_lm
-from draftsmith.data.progress import say
+from draftsmith.data.screen import note
 from draftsmith.data.store.datasets import FeatureDataset, ResponsesDataset, collate_features, pack_features
 from draftsmith.data.store.feature_codec import FeatureDtype, decoded, rounded
 from draftsmith.data.store.manifest import Manifest, open_artefact
@@ -102,7 +102,7 @@ def explain(best: Path, config: TrainDrafterConfig, target: CausalLM, val: Sampl
         rows = [{name: item[name].tolist() for name in ("input_ids", "loss_mask")} for item in items]
         bad += f"\n{diagnose(best, target, config.target, rows, val.dataset.manifest)}"
     if bad:
-        say(f"warning: {bad}")
+        note(f"warning: {bad}")
 
 
 def _token_counts(samples: Samples, target: CausalLM) -> Tensor:

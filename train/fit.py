@@ -23,6 +23,7 @@ from torch import nn
 
 from draftsmith.data.heads.card import model_card
 from draftsmith.data.heads.directory import head_fields, save_head
+from draftsmith.data.screen import say
 from draftsmith.data.store.files import make_directory, write_json, write_text
 from draftsmith.data.store.manifest import (
     decisive,
@@ -173,7 +174,8 @@ def _end(
         result = {"steps": module.total_steps, "best": between.best, "last": between.latest}
         write_json(config.output / FINISHED, result)
     trainer.strategy.barrier("finished")
-    say_on_rank_zero(f"{provenance.job} head: {config.output / 'best'} (step {between.best.get('step', 0):.0f})")
+    if is_first_process():
+        say(f"{provenance.job} head: {config.output / 'best'} (step {between.best.get('step', 0):.0f})")
     if interrupted in {signal.SIGINT, signal.SIGTERM}:  # in the last step: complete, but nothing more was wanted
         raise SystemExit(128 + interrupted)
     return config.output / "best"

@@ -24,7 +24,7 @@ from draftsmith.data.heads.directory import head_fields, save_head, starting_hea
 from draftsmith.data.models.device import check_device
 from draftsmith.data.models.hub import model_directory
 from draftsmith.data.models.loading import llama_shape, load_lm, tokenizer_identity
-from draftsmith.data.progress import say
+from draftsmith.data.screen import note, say
 from draftsmith.data.settings import RemoteCode, check_not_negative, check_positive
 from draftsmith.data.store.datasets import ResponsesDataset, collate_features, in_pieces
 from draftsmith.data.store.files import copy_file, make_directory, whole_directory, write_text
@@ -296,7 +296,7 @@ def trained(config: Medusa2Config, joint: Joint, train: Sequence[Any]) -> None:
     share = lr_schedule("cosine", total, config.warmup_share, 0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share)
     steps = shuffled(train, config)
-    say(f"{total} steps on {len(train)} samples, the first {first} of the heads alone")
+    note(f"{total} steps on {len(train)} samples, the first {first} of the heads alone")
     for step in range(total):
         divergence, heads = joint.loss(moved(next(steps), config.device), config, alone=step < first)
         loss = heads if step < first else divergence + config.head_weight * heads
@@ -310,7 +310,7 @@ def trained(config: Medusa2Config, joint: Joint, train: Sequence[Any]) -> None:
         schedule.step()
         if (step + 1) % config.log_every == 0 or step + 1 == total:
             told = f"heads {heads.item():.4g}, KL from the original {divergence.item():.3g}"
-            say(f"step {step + 1}/{total}: {told}")
+            note(f"step {step + 1}/{total}: {told}")
 
 
 def shuffled(train: Sequence[Any], config: Medusa2Config) -> Iterator[FeatureBatch]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
-from draftsmith.data.progress import say
+from draftsmith.data.screen import note
 from draftsmith.modules.types import LossOutput
 
 T = TypeVar("T")
@@ -30,9 +30,9 @@ def is_first_process() -> bool:
 
 
 def say_on_rank_zero(text: str) -> None:
-    """One line for the user, from one process only; also before the process group is there."""
+    """One line beside the answer, from one process only; also before the process group is there."""
     if is_first_process():
-        say(text)
+        note(text)
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from draftsmith.data.progress import say
+from draftsmith.data.screen import note
 from draftsmith.train.lit_head import SIGNALS
 from draftsmith.train.metrics import is_first_process
 
@@ -76,7 +76,7 @@ def exit_code(number: int, goes_on: bool) -> int:
     except (OSError, subprocess.TimeoutExpired) as error:
         problem = str(error)
     if problem:
-        say(f"job {job} cannot be requeued: {problem}")
+        note(f"job {job} cannot be requeued: {problem}")
         return 128 + number
-    say(f"job {job} is requeued and goes on from there")
+    note(f"job {job} is requeued and goes on from there")
     return 0

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 from torch import nn
 
@@ -17,7 +15,9 @@ from draftsmith.data.exchange.directory import read_package
 from draftsmith.data.exchange.record import against_model, against_record, read_record
 from draftsmith.data.exchange.states import StateSource, make_trial, state_source
 from draftsmith.data.heads.directory import build_head, kind_at, load_head
+from draftsmith.data.screen import say, show
 from draftsmith.data.settings import Dtype, Loading
+from draftsmith.data.tables import of_cells
 from draftsmith.modules.interop import format_names, formats, formats_of, hf_assisted
 from draftsmith.modules.interop.base import Finding, ForeignHead, HeadFormat, Measure, Package
 from draftsmith.modules.interop.detect import detect, named_format
@@ -118,10 +118,10 @@ def print_verdicts(
 
     written: whose it is; own: the report by that one.
     """
-    console, package = Console(highlight=False, soft_wrap=True), read_package(str(directory))
+    package = read_package(str(directory))
     shapes = {name: tuple(tensor.shape) for name, tensor in package.tensors.items()}
     said = written.dialect(ForeignHead(package.config, shapes))
-    console.print(f"\nWritten as {said} does.", markup=False)
+    say(f"\nWritten as {said} does.")
     if head is None:
         try:
             parsed = written.parse(package, source.facts)
@@ -134,7 +134,7 @@ def print_verdicts(
         wrong += [f"{m.name}: {m.value} ({m.bar})" for m in report.measures if not m.passed]
         more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         verdict = f"another head, or none ({wrong[0]}{more})" if wrong else "computes this head"
-        console.print(f"  {format.name}: {verdict}", markup=False)
+        say(f"  {format.name}: {verdict}")
 
 
 def report_of_assistant(directory: Path, target: str) -> Report:
@@ -194,24 +194,18 @@ def check_head(directory: Path, format: HeadFormat, source: StateSource, head: n
 
 def print_report(report: Report, directory: str, format: str) -> None:
     """What differs first, then what was measured, then what is worth knowing."""
-    console = Console(highlight=False)
     said = f": {report.used}" if report.used else ""
-    console.print(Text.assemble((f"{directory} as {format} reads it", "bold"), said))
-
-    def show(headings: tuple[str, ...], rows: list[tuple[Text | str, ...]]) -> None:
-        table = Table(*headings, box=None, pad_edge=False, header_style="bold")
-        for row in rows:
-            table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
-        if rows:
-            console.print(table)
-
-    def lines(level: str, style: str) -> list[tuple[Text | str, ...]]:
-        return [(Text(f.where, style, overflow="fold"), f.text) for f in report.findings if f.level == level]
+    say(Text.assemble((f"{directory} as {format} reads it", "bold"), said))
 
     marks = {True: Text("ok", "green"), False: Text("DIFFERS", "bold red")}
-    show(("differs", ""), lines("error", "red"))
-    show(("measured", "", "bar", ""), [(m.name, m.value, m.bar, marks[m.passed]) for m in report.measures])
-    show(("read as", ""), lines("note", "dim"))
+    levels = {"error": ("differs", "red"), "note": ("read as", "dim")}
+    found = {level: [f for f in report.findings if f.level == level] for level in levels}
+    for level, (name, style) in levels.items():
+        if level == "note" and report.measures:
+            rows = [(m.name, m.value, m.bar, marks[m.passed]) for m in report.measures]
+            show(of_cells("measured", ("measured", "value", "bar", "verdict"), rows))
+        if found[level]:
+            show(of_cells(level, (name, "as"), [(Text(f.where, style), f.text) for f in found[level]]))
     count = report.failures
     good = Text("nothing differs", "green")
-    console.print(Text(f"{count} difference{'s' if count > 1 else ''}", "bold red") if count else good)
+    say(Text(f"{count} difference{'s' if count > 1 else ''}", "bold red") if count else good)

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.console import Console
-
 from draftsmith.data.exchange.assistant import write_assistant
 from draftsmith.data.exchange.check import (
     FormatName,
@@ -27,6 +25,7 @@ from draftsmith.data.heads.measured import measured_of
 from draftsmith.data.models.checkpoint import INDEX
 from draftsmith.data.models.hub import loadable, model_directory
 from draftsmith.data.models.loading import DTYPES, load_lm, tokenizer_identity
+from draftsmith.data.screen import say
 from draftsmith.data.settings import Dtype, Loading
 from draftsmith.data.store.files import whole_directory, write_json, write_tensors, write_text, write_torch
 from draftsmith.data.store.reading import open_tensors, read_object
@@ -106,8 +105,7 @@ def run(config: ExportConfig) -> int:
                 raise Refused
     except Refused:
         return 1
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(f"\nWritten to {config.output}. Use it with:\n\n{command}", markup=False)
+    say(f"\nWritten to {config.output}. Use it with:\n\n{command}")
     return 0
 
 

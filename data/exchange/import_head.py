@@ -17,7 +17,7 @@ from draftsmith.data.exchange.states import StateSource, state_source
 from draftsmith.data.heads.card import model_card
 from draftsmith.data.heads.directory import build_head, check_sizes, head_fields, named_kind, save_head
 from draftsmith.data.models.loading import tokenizer_identity
-from draftsmith.data.progress import say
+from draftsmith.data.screen import say
 from draftsmith.data.store.manifest import file_sha256, warn_not_compared
 from draftsmith.data.store.writer import occupied, sole_writer
 from draftsmith.modules.drafters import head_class

@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import json
 import os
-import sys
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,7 @@ from typing import Any
 
 import torch
 
+from draftsmith.data.screen import note
 from draftsmith.data.store.files import CannotWrite, make_directory, write_json
 from draftsmith.data.store.reading import open_tensors
 
@@ -51,7 +51,7 @@ def tensor_digests(files: Iterable[Path]) -> dict[str, TensorDigest]:
     known = {file: _remembered(file) for file in files}
     missing = sum(file.stat().st_size for file, digests in known.items() if digests is None)
     if missing > SAID_FROM:
-        print(f"draftsmith: hashing {missing / 1e9:.0f} GB of weights, once", file=sys.stderr)
+        note(f"draftsmith: hashing {missing / 1e9:.0f} GB of weights, once")
     for file, digests in known.items():
         found |= _read_and_remember(file) if digests is None else digests
     return found

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from draftsmith.data.progress import say
+from draftsmith.data.screen import note
 from draftsmith.data.store.files import CannotWrite, write_batches, write_json
 from draftsmith.data.store.manifest import Manifest, file_sha256
 from draftsmith.data.store.reading import read_object
@@ -46,7 +46,7 @@ def open_columns(directory: Path, manifest: Manifest, names: Sequence[str]) -> p
         try:
             _make(path, rows)
         except CannotWrite as error:
-            say(f"warning: {error} Every process holds the columns in its own memory.")
+            note(f"warning: {error} Every process holds the columns in its own memory.")
             return rows.table()
         table = _mapped(path)
     return rows.table() if table is None else table  # another program is at work on it
@@ -70,7 +70,7 @@ def _make(path: Path, rows: Rows) -> None:
         with suppress(OSError):  # another rank was quicker
             if _age(old) > LEFTOVER_S if leftover else not old.name.startswith(path.stem):
                 old.unlink(missing_ok=True)
-    say(f"{path.parent}: writing its columns to a file that every process maps")
+    note(f"{path.parent}: writing its columns to a file that every process maps")
     write_batches(path, _chunks(rows))
     pa.default_memory_pool().release_unused()
     write_json(_record(path), {"bytes": path.stat().st_size, "sha256": file_sha256(path)})

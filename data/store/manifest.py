@@ -12,7 +12,6 @@ import importlib.metadata
 import json
 import shlex
 import subprocess
-import sys
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data.ranks import place
+from draftsmith.data.screen import note
 from draftsmith.data.store.files import write_json
 from draftsmith.data.store.reading import check_shape, read_object
 from draftsmith.modules.drafters import learned
@@ -225,7 +225,7 @@ def warn_not_compared(where: str, keys: Sequence[str]) -> None:
     if keys and where not in _warned and place().rank == 0:
         _warned.add(where)
         found = f"{where} does not record {', '.join(keys)} (an earlier version or a server made it)"
-        print(f"draftsmith: warning: {found}: not compared", file=sys.stderr)
+        note(f"draftsmith: warning: {found}: not compared")
 
 
 _warned: set[str] = set()

@@ -21,8 +21,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from torch import Tensor
 
-from draftsmith.data.progress import Advance, bar, say
+from draftsmith.data.progress import Advance, bar
 from draftsmith.data.ranks import place
+from draftsmith.data.screen import note, say
 from draftsmith.data.store.files import make_directory, write_json, write_table, write_tensors
 from draftsmith.data.store.manifest import (
     FILE,
@@ -139,7 +140,7 @@ def run_stage(plan: StagePlan, make_shard: Callable[[Shard, Advance], ShardConte
         raise InputError(f"{plan.stage}: input", "no rows", "at least one", "Check the input and its filters.")
     begin(plan)
     if (directory / MANIFEST).exists() and not _unfinished(plan):
-        say(f"{plan.kind}: already complete in {directory}")
+        note(f"{plan.kind}: already complete in {directory}")
         return Manifest.read(directory)
     own = [shard for shard in plan.shards if shard.index % world == rank]
     todo = [shard for shard in own if read_done(directory, shard) is None]

@@ -30,6 +30,7 @@ from typing import Any, TypeVar
 from filelock import FileLock, Timeout
 
 from draftsmith.data.ranks import place
+from draftsmith.data.screen import note
 from draftsmith.data.store.files import make_directory, write_json, writing
 from draftsmith.modules.types import InputError
 
@@ -205,7 +206,7 @@ def _see_that_it_is_gone(directory: Path, before: Holder) -> None:
 
 
 def _tell(text: str) -> None:
-    print(f"draftsmith: {text}", file=sys.stderr)
+    note(f"draftsmith: {text}")
 
 
 def _shows_life(path: Path) -> bool:

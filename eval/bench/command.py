@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from draftsmith.data.heads.draft_settings import MODEL, DraftSettings
 from draftsmith.data.heads.measured import CARD, WEIGHTS, write_measured
 from draftsmith.data.models.device import check_device
 from draftsmith.data.models.loading import load_lm
-from draftsmith.data.progress import say
+from draftsmith.data.screen import note
 from draftsmith.data.settings import Sampling, check_not_negative, check_positive, comma_numbers
 from draftsmith.data.store.files import write_json
 from draftsmith.data.store.manifest import file_sha256
@@ -41,7 +40,7 @@ from draftsmith.eval.bench.results import (
 )
 from draftsmith.eval.bench.runner import make_runners
 from draftsmith.eval.bench.summary import summarise
-from draftsmith.eval.bench.tables import results_tables, screen
+from draftsmith.eval.bench.tables import results_tables, show_results
 from draftsmith.eval.bench.trace import first_of_each_task, write_trace
 from draftsmith.eval.cost.auto import times_of_run
 from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
@@ -132,14 +131,13 @@ def run(config: BenchConfig) -> int:
     """Measure, print the tables and write `output`/results.json, which is there only when the run is complete. Returns
     1 where prompts failed, else 0."""
     results = bench(config)
-    console = Console(highlight=False)
     for table in results_tables(results):
-        console.print(screen(table))
+        show_results(table)
     for failure in results["failures"]:
         where = ", ".join(str(failure[key]) for key in ("task", "id") if failure[key])
         about = f"turn {failure['turn']}, temperature {failure['temperature']:g}"
         print(f"draftsmith: failed: prompt {where} ({about}): {failure['error']}", file=sys.stderr)
-    say(f"Written to {config.output / RESULTS}")
+    note(f"Written to {config.output / RESULTS}")
     return 1 if results["failures"] else 0
 
 
@@ -192,7 +190,7 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     if config.card:
         for kind, directory in heads_of(named, config.paths).items():
             write_measured(directory, measured_of_head(results, named, kind))
-            say(f"Model card: {Path(directory) / CARD}")
+            note(f"Model card: {Path(directory) / CARD}")
     return results
 
 

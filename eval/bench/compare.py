@@ -8,18 +8,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from draftsmith.data.progress import say
+from draftsmith.data.screen import note, say, show
 from draftsmith.data.store.files import make_directory, write_text
 from draftsmith.data.store.manifest import differences, flatten, without_unrecorded
 from draftsmith.data.store.reading import check_shape, read_object
+from draftsmith.data.tables import Column, Table, interval
 from draftsmith.eval.bench.results import BASELINE, RESULTS, Row, of_methods, read_rows, totals_of
 from draftsmith.eval.bench.summary import MeasuredResamples, speedup, tokens_per_s
 from draftsmith.eval.bench.tables import mode
 from draftsmith.eval.bootstrap import Floats
 from draftsmith.eval.cost.clock import ClockName
-from draftsmith.eval.report.tables import Column, Table, interval, markdown, on_screen
+from draftsmith.eval.report.tables import markdown
 from draftsmith.modules.types import InputError
 
 # Settings without which two runs did not do the same work.
@@ -81,16 +80,15 @@ def run(config: CompareConfig) -> None:
     check_comparable(first, second)
     notes = [f"A: {first.name}. B: {second.name}. Ratios are B / A, differences B - A.", *notes_of(first, second)]
     tables = compare_runs(first, second, config.seed)
-    console = Console(highlight=False)
-    for note in notes:
-        say(note)
+    for line in notes:
+        say(line)
     for table in tables:
-        console.print(on_screen(table))
+        show(table)
     if config.output is not None:
         make_directory(config.output.parent)
         lines = [*(f"- {note}" for note in notes), "", *(markdown(table) for table in tables)]
         write_text(config.output, "\n".join(lines))
-        say(f"Written to {config.output}")
+        note(f"Written to {config.output}")
 
 
 def open_bench(path: str) -> Bench:
@@ -249,11 +247,11 @@ def table_of(rows: Sequence[Row], temperature: float, prompts: int, comparable: 
         *(speed if comparable else ()),
         Column("gain_a", "speed-up A", ".2fx"),
         Column("gain_b", "speed-up B", ".2fx"),
-        Column("gain", "B/A", ".3fx"),
+        Column("gain", "speed-up B/A", ".3fx"),
         Column("gain_ci", "95 % CI", below=True),
         Column("tau_a", "tau A", ".2f"),
         Column("tau_b", "tau B", ".2f"),
-        Column("tau", "B-A", "+.3f"),
+        Column("tau", "tau B-A", "+.3f"),
         Column("tau_ci", "95 % CI", below=True),
         Column("equal", "equal answers"),
     ]

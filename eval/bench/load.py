@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import files
@@ -16,6 +15,7 @@ from draftsmith.data.heads.directory import another_mode, drafter_identity, head
 from draftsmith.data.heads.draft_settings import MODEL, ROLES
 from draftsmith.data.models.device import check_device
 from draftsmith.data.models.loading import check_same_tokenizer, load_lm
+from draftsmith.data.screen import note
 from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence
 from draftsmith.eval.cost.auto import MeasuredTimes
 from draftsmith.modules.acceptance.head import AcceptanceHead
@@ -154,7 +154,7 @@ def warn_about_sampling(directory: str, params: SamplingParams) -> None:
     """Acceptance labels hold for the sampling settings they were made with; another mode makes the head mislead."""
     warning = another_mode(directory, params)
     if warning is not None:
-        print(f"draftsmith: warning: {warning}", file=sys.stderr)
+        note(f"draftsmith: warning: {warning}")
 
 
 def read_tree(name: str) -> StaticTree:

@@ -8,16 +8,13 @@ with the same tokens), so this is a conversation that it could have had itself, 
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 from draftsmith.data.models.naming import naming
+from draftsmith.data.progress import bar
+from draftsmith.data.screen import note
 from draftsmith.data.text.template import RowError
 from draftsmith.eval.bench.journal import Journal
 from draftsmith.eval.bench.prompts import BenchPrompt, Chat
@@ -197,11 +194,11 @@ class PromptRunner:
         total, done = sum(map(len, files)) * len(self.runners), sum(len(groups[number]) for number, _ in kept)
         if done:
             about = f"{done} of {total} prompts are measured ({journal.path})"
-            print(f"draftsmith: going on with an interrupted run: {about}", file=sys.stderr)
+            note(f"draftsmith: going on with an interrupted run: {about}")
         if done < total:
             self.warm_up([prompt for file in files for prompt in file], batch_size)
         rows: list[Row] = []
-        with between_prompts(total, done) as progress:
+        with bar("measuring", total, "prompts", done, moving=False) as progress:
             for number, group in enumerate(groups):
                 for temperature, runners in self.runners.items():
                     if (number, temperature) not in kept:
@@ -216,16 +213,6 @@ class PromptRunner:
         places = [(temperature, label) for temperature, own in self.runners.items() for label in own]
         by_method = {place: number for number, place in enumerate(places)}
         return sorted(rows, key=lambda row: (by_method[row["temperature"], row["method"]], row["prompt"], row["turn"]))
-
-
-@contextmanager
-def between_prompts(total: int, done: int, what: str = "prompts") -> Iterator[Callable[[int], None]]:
-    """A progress bar that is drawn only when it is advanced: one that redraws itself takes CPU time from the clocks."""
-    left = (TextColumn(f"{what}, left"), TimeRemainingColumn())
-    columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), *left)
-    with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as progress:
-        task = progress.add_task("measuring", total=total, completed=done)
-        yield lambda count: progress.update(task, advance=count, refresh=True)
 
 
 def every_prompt_failed(why: str) -> InputError:

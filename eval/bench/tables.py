@@ -5,26 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rich.table import Table as Printed
-
+from draftsmith.data.screen import show
+from draftsmith.data.tables import Column, Table, interval
 from draftsmith.data.text.repetition import Repetition
 from draftsmith.eval.bench.fidelity import fidelity_of
-from draftsmith.eval.report.tables import Column, Table, interval, on_screen
 from draftsmith.modules.drafters.methods import LOSSY
 
 COLUMNS = (
     Column("method", "method"),
     Column("tokens_per_s", "tokens/s", ",.1f"),
     Column("speedup", "speed-up", ".2fx"),
-    Column("speedup_ci", "95 % CI"),
+    Column("speedup_ci", "95 % CI", below=True),
     Column("tau", "tau", ".2f"),
-    Column("tau_ci", "95 % CI"),
+    Column("tau_ci", "95 % CI", below=True),
     Column("discarded", "discarded", ".0%"),
     Column("equal", "= ar"),
 )
 POOLED, MACRO = "all, pooled", "mean of tasks"
 SHOWN_FAILURES = 5
-METHOD_WIDTH = 12  # narrower terminals fold a method's name, not the numbers
 
 
 def results_tables(results: Mapping[str, Any]) -> list[Table]:
@@ -44,9 +42,9 @@ def results_tables(results: Mapping[str, Any]) -> list[Table]:
     return [*found, *(table for table in (*apart, *tasks) if table is not None)]
 
 
-def screen(table: Table) -> Printed:
-    """Fits in 100 columns with room for a name, and in 80 with folded names."""
-    return on_screen(table, bold="fastest", joint=" ", first_width=METHOD_WIDTH)
+def show_results(table: Table) -> None:
+    """One of `results_tables` on the screen."""
+    show(table, bold="fastest")
 
 
 def cells(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+from draftsmith.data.screen import note
 from draftsmith.data.store.reading import read_object
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.results import RESULTS
@@ -79,7 +79,7 @@ class MeasuredTimes(MachineTimes):
         if key not in self.step_costs:
             self.step_costs[key] = measure_step_cost(models, drafter, rows, clock_of(models.target.device))
             about = f"a drafted token's time in rounds without a draft, measured here ({key})"
-            print(f"draftsmith: c = {self.step_costs[key]:.3f}: {about}", file=sys.stderr)
+            note(f"draftsmith: c = {self.step_costs[key]:.3f}: {about}")
         return self.step_costs[key]
 
     def batch_times(self, models: Models, drafter: str, rows: int) -> BatchTimes:
@@ -88,7 +88,7 @@ class MeasuredTimes(MachineTimes):
         if key not in self.batches:
             found = measure_batch_times(models, drafter, rows, clock_of(models.target.device))
             self.batches[key] = as_json(found)
-            print(f"draftsmith: times of rounds measured here ({key})", file=sys.stderr)
+            note(f"draftsmith: times of rounds measured here ({key})")
         return from_json(self.batches[key])
 
     @torch.inference_mode()

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from draftsmith.data.screen import note
 from draftsmith.modules.types import InputError
 
 STARTS_S, ENDS_S = 1800.0, 20.0
@@ -38,7 +39,7 @@ def running(words: Sequence[str], settings: Mapping[str, str]) -> Iterator[str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     handle, name = tempfile.mkstemp(prefix="draftsmith-engine-", suffix=".log")
-    print(f"starting the engine; its log: {name}", flush=True)
+    note(f"starting the engine; its log: {name}")
     before = signal.signal(signal.SIGTERM, _leave)
     process = None
     try:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from draftsmith.data import screen
+from draftsmith.data.screen import say
+from draftsmith.data.tables import of_cells
 from draftsmith.eval.engines.counts import Answer, total
 
 SHOWN = 8  # prompts that differ
@@ -57,35 +58,33 @@ class Verdict:
 
 def show(verdict: Verdict) -> None:
     """The sums, prompts that differ, what was found out, and a line."""
-    console, rows = Console(highlight=False, soft_wrap=True), verdict.rows
+    rows = verdict.rows
     theirs, ours = total(row.theirs for row in rows), total(row.ours for row in rows)
-    console.print(Text(f"{verdict.directory} in {verdict.engine}, beside our chain of {len(ours.by_place)}", "bold"))
-    table = Table("", verdict.engine, "here", box=None, pad_edge=False, header_style="bold")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    table.add_row("prompts, greedy", str(len(rows)), f"{len(rows)}, {verdict.dtype}")
+    say(Text(f"{verdict.directory} in {verdict.engine}, beside our chain of {len(ours.by_place)}", "bold"))
     spoken = (sum(len(row.theirs.tokens) for row in rows), sum(len(row.ours.tokens) for row in rows))
-    table.add_row("tokens", *(f"{count:,}" for count in spoken))
-    table.add_row("drafts", f"{theirs.drafts:,}", f"{ours.drafts:,}")
-    table.add_row("accepted tokens", f"{theirs.accepted:,}", f"{ours.accepted:,}")
+    sums = [
+        ("prompts, greedy", str(len(rows)), f"{len(rows)}, {verdict.dtype}"),
+        ("tokens", *(f"{count:,}" for count in spoken)),
+        ("drafts", f"{theirs.drafts:,}", f"{ours.drafts:,}"),
+        ("accepted tokens", f"{theirs.accepted:,}", f"{ours.accepted:,}"),
+    ]
     for place, (one, other) in enumerate(zip(theirs.shares, ours.shares, strict=True), 1):
-        table.add_row(f"  drafts kept up to place {place}", f"{one:.1%}", f"{other:.1%}")
-    table.add_row("tokens a round", f"{theirs.length:.3f}", f"{ours.length:.3f}")
-    console.print(table)
+        sums.append((f"  drafts kept up to place {place}", f"{one:.1%}", f"{other:.1%}"))
+    sums.append(("tokens a round", f"{theirs.length:.3f}", f"{ours.length:.3f}"))
+    screen.show(of_cells("sums", ("count", verdict.engine, "here"), sums, (verdict.engine, "here")))
     differing = [row for row in rows if not (row.same_text and row.same_counts)]
     if differing:
-        table = Table(
-            "prompt", "text", "drafts", "here", "accepted", "here", box=None, pad_edge=False, header_style="bold"
-        )
+        cells = []
         for row in differing[:SHOWN]:
             engine, here, said = row.theirs.counts, row.ours.counts, "same" if row.same_text else "DIFFERS"
-            table.add_row(Text(row.id), said, *map(str, (engine.drafts, here.drafts, engine.accepted, here.accepted)))
-        console.print(table)
+            cells.append((row.id, said, engine.drafts, here.drafts, engine.accepted, here.accepted))
+        right = ("drafts", "here", "accepted", "accepted here")
+        screen.show(of_cells("differing", ("prompt", "text", *right), cells, right))
         if len(differing) > SHOWN:
-            console.print(f"and {len(differing) - SHOWN} more")
+            say(f"and {len(differing) - SHOWN} more")
     for found in verdict.located:
-        console.print(Text.assemble((found.where, "bold"), f" {found.text}"))
-    console.print(line(verdict, theirs.length, ours.length))
+        say(Text.assemble((found.where, "bold"), f" {found.text}"))
+    say(line(verdict, theirs.length, ours.length))
 
 
 def line(verdict: Verdict, theirs: float, ours: float) -> Text:

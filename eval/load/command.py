@@ -11,22 +11,22 @@ from typing import Any
 
 import pyarrow as pa
 import torch
-from rich.console import Console
 
 from draftsmith.data.heads.measured import WEIGHTS
 from draftsmith.data.models.identity import config_hash
 from draftsmith.data.models.loading import read_config
 from draftsmith.data.models.naming import naming
-from draftsmith.data.progress import say
+from draftsmith.data.progress import bar
+from draftsmith.data.screen import note, show
 from draftsmith.data.store.files import write_json, write_table
 from draftsmith.data.store.manifest import file_sha256
 from draftsmith.data.store.writer import sole_writer
+from draftsmith.data.tables import plain
 from draftsmith.data.text.template import context_length
 from draftsmith.data.text.turns import AnswerSettings
 from draftsmith.eval.bench.command import decided_by, heads_of
 from draftsmith.eval.bench.journal import Journal, unfinished_auto
 from draftsmith.eval.bench.load import load_run
-from draftsmith.eval.bench.prompt_runner import between_prompts
 from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence, read_prompts
 from draftsmith.eval.bench.results import BASELINE, RESULTS, arrow_type, describe
 from draftsmith.eval.bench.runner import check_rows
@@ -38,7 +38,7 @@ from draftsmith.eval.load.server import LoadedServer
 from draftsmith.eval.load.settings import LoadConfig, check
 from draftsmith.eval.load.summary import answered, compared, equality, paying, summarise
 from draftsmith.eval.load.tables import load_tables, numbers
-from draftsmith.eval.report.tables import on_screen, plain, to_json
+from draftsmith.eval.report.tables import to_json
 from draftsmith.modules.decoding.loop import RowAnswer, RowPool, Setup, asked
 from draftsmith.modules.drafters.methods import Models
 from draftsmith.modules.sampling import TorchSource
@@ -56,13 +56,12 @@ def run(config: LoadConfig) -> int:
     """Measure, print the tables and write `output`/results.json, which is there only when the run is complete. Returns
     1 where requests failed, else 0."""
     results = measure(config)
-    console = Console(highlight=False)
     for table in results["shown"]:
-        console.print(on_screen(table))
+        show(table)
     failed = sum(row["failed"] for row in results["points"])
     if failed:
         print(f"draftsmith: failed: {failed} requests, such as {results['failures'][0]}", file=sys.stderr)
-    say(f"Written to {config.output / RESULTS}; `draftsmith eval report {config.output}` draws it")
+    note(f"Written to {config.output / RESULTS}; `draftsmith eval report {config.output}` draws it")
     return 1 if failed else 0
 
 
@@ -111,8 +110,8 @@ def run_blocks(config: LoadConfig, labels: Sequence[str], measured: Measure, jou
         found[entry["method"], load, entry["repeat"]] = block_of(entry["block"])
     keys = list(block_keys(config, labels))
     if found:
-        print(f"draftsmith: going on with an interrupted run: {len(found)} of {len(keys)} blocks", file=sys.stderr)
-    with between_prompts(len(keys), len(found), "blocks") as progress:
+        note(f"draftsmith: going on with an interrupted run: {len(found)} of {len(keys)} blocks")
+    with bar("measuring", len(keys), "blocks", len(found), moving=False) as progress:
         for key in keys:
             if key not in found:
                 label, load, repeat = key

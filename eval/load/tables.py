@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from draftsmith.data.tables import Column, Table, interval
 from draftsmith.eval.bench.results import BASELINE
 from draftsmith.eval.load.requests import Load
 from draftsmith.eval.load.summary import LATENCIES, QUANTILES
-from draftsmith.eval.report.tables import Column, Table, drawn_data, interval
+from draftsmith.eval.report.tables import drawn_data
 
 Row = Mapping[str, Any]
 HEADINGS = {"closed": ("users", "users"), "open": ("rate", "requests a second")}

@@ -12,14 +12,14 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from draftsmith.data.models.loading import load_lm
-from draftsmith.data.progress import say
+from draftsmith.data.screen import note, show
 from draftsmith.data.store.files import make_directory, write_json
 from draftsmith.data.store.manifest import package_versions, resolved
 from draftsmith.data.store.writer import sole_writer
+from draftsmith.data.tables import Table, of_cells
 from draftsmith.eval.bench.load import check_methods, load_run
 from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
 from draftsmith.eval.bench.results import hardware
@@ -63,7 +63,7 @@ def certify(
     found = []
     for item in named:
         if not item.method.lossless:
-            say(f"{item.label}: its rule of acceptance changes the output; the tests show whether they find it")
+            note(f"{item.label}: its rule of acceptance changes the output; the tests show whether they find it")
         loops = []
         for count in rows[item.label]:
             runner = PlacedRunner.of(item.method, models, count)
@@ -73,7 +73,7 @@ def certify(
             if config.sampled_prompts:
                 fresh = PlacedRunner.of(item.method, models, count)  # has learned nothing yet
                 some = prompts[: config.sampled_prompts]
-                row["sampling"] = SamplingTest(item.label, fresh, some, config, level, say).run()
+                row["sampling"] = SamplingTest(item.label, fresh, some, config, level, note).run()
             tests = [test["passed"] for test in (row["greedy"], row["sampling"]) if test is not None]
             row["passed"] = all(tests) and item.method.lossless
             loops.append(row)
@@ -100,25 +100,22 @@ def write(config: LosslessConfig, named: Sequence[Named], found: Sequence[dict[s
     }
     make_directory(config.output)
     write_json(config.output / RESULTS, {"meta": meta, "methods": found})
-    console = Console(highlight=False)
-    console.print(verdicts(found))
+    show(verdicts(found))
     if config.sampled_prompts:
-        console.print(known_defects(found))
-    console.print(f"[dim]Written to {config.output / RESULTS}[/dim]")
+        show(known_defects(found))
+    note(f"Written to {config.output / RESULTS}")
 
 
 def verdicts(found: Sequence[dict[str, Any]]) -> Table:
     """A row for each method and loop."""
-    table = Table(box=None)
-    for name in ("method", "loop", "greedy", "tokens", "p", "finds", "verdict"):
-        table.add_column(name)
+    rows: list[tuple[Any, ...]] = []
     for method in found:
         for row in method["loops"]:
-            verdict = "[green]lossless[/green]" if row["passed"] else "[red]NOT lossless[/red]"
+            verdict = Text("lossless", "green") if row["passed"] else Text("NOT lossless", "red")
             if not method["lossless"]:
-                verdict += ", by its rule"
-            table.add_row(method["method"], row["loop"], greedy_words(row["greedy"]), *sampled_words(row), verdict)
-    return table
+                verdict.append(", by its rule")
+            rows.append((method["method"], row["loop"], greedy_words(row["greedy"]), *sampled_words(row), verdict))
+    return of_cells("verdicts", ("method", "loop", "greedy", "tokens", "p", "finds", "verdict"), rows)
 
 
 def greedy_words(greedy: dict[str, Any]) -> str:
@@ -153,13 +150,13 @@ def rounded_down(chance: float) -> str:
 
 def known_defects(found: Sequence[dict[str, Any]]) -> Table:
     """What each test would have found, had its method this defect: total variation, and probability."""
-    table = Table(box=None, title="Had a method this defect here: its TV, and the probability to find it")
-    for name in ("method", "loop", "defect", "TV", "found with"):
-        table.add_column(name)
+    rows = []
     for method in found:
         for row in method["loops"]:
             finds = row["sampling"]["finds"]
-            for number, (name, defect) in enumerate(finds["defects"].items() if finds else ()):
-                whose = ("", "") if number else (method["method"], row["loop"])
-                table.add_row(*whose, name, f"{defect['tv']:.4f}", rounded_down(defect["found_with"]))
-    return table
+            for name, defect in finds["defects"].items() if finds else ():
+                chance = rounded_down(defect["found_with"])
+                rows.append((name, method["method"], row["loop"], f"{defect['tv']:.4f}", chance))
+    right = ("TV", "found with")
+    table = of_cells("defects", ("defect", "method", "loop", *right), rows, right)
+    return dataclasses.replace(table, title="Had a method this defect here: its TV, and the probability to find it")

@@ -10,6 +10,7 @@ from typing import Any
 import altair as alt
 import pandas as pd
 
+from draftsmith.data.tables import Column, Table, interval, plain
 from draftsmith.eval.report.drawing import (
     BAR_HEIGHT,
     SQUARE,
@@ -29,7 +30,6 @@ from draftsmith.eval.report.drawing import (
     y_number,
 )
 from draftsmith.eval.report.runs import Run, prompt_rows, temperature_of, temperatures
-from draftsmith.eval.report.tables import Column, Table, interval, plain
 from draftsmith.modules.drafters.methods import LOSSY
 
 Row = dict[str, Any]

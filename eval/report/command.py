@@ -7,7 +7,7 @@ import importlib.util
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from draftsmith.data.progress import say
+from draftsmith.data.screen import say
 from draftsmith.data.store.files import make_directory, write_text
 from draftsmith.data.store.manifest import resolved
 from draftsmith.data.tracking import Choice, switched_off

@@ -10,10 +10,10 @@ from typing import Any
 import vl_convert
 
 from draftsmith.data.store.files import make_directory, write_bytes
+from draftsmith.data.tables import Table
 from draftsmith.eval.report import tables
 from draftsmith.eval.report.drawing import Chart
 from draftsmith.eval.report.page import VEGA_LITE, Section
-from draftsmith.eval.report.tables import Table
 from draftsmith.eval.report.themes import COLOURS, chart_config
 
 WIDTH = 600  # pixels of a single panel; PNG has three for each, for print

@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from draftsmith.data.store.manifest import flatten
+from draftsmith.data.tables import Column, Table
 from draftsmith.eval.bench.trace import TRACE
 from draftsmith.eval.report.benchmark import bench_figures, temperature_text
 from draftsmith.eval.report.drawing import Chart, Drawing, chart
 from draftsmith.eval.report.page import Section
 from draftsmith.eval.report.runs import Run, temperatures
 from draftsmith.eval.report.study_charts import STUDIES
-from draftsmith.eval.report.tables import Column, Table, from_json
+from draftsmith.eval.report.tables import from_json
 from draftsmith.eval.report.viewer import viewer_data
 
 MAX_FAILURES = 6  # that are told one by one

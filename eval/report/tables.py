@@ -1,55 +1,15 @@
-"""Tables: rows under headings, as results.json keeps them, and as screen, page, Markdown, CSV and LaTeX show them."""
+"""Tables of a study: as results.json keeps them, and as Markdown, CSV and LaTeX show them."""
 
 from __future__ import annotations
 
 import csv
 import dataclasses
 import io
-import itertools
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
-from rich import box
-from rich.table import Table as Printed
-
 from draftsmith.data.heads.markdown import markdown_lines
-
-Row = Mapping[str, Any]
-SIGNIFICANT_DIGITS = 5
-
-
-@dataclass(frozen=True)
-class Column:
-    """One column of a table.
-
-    key: of its values in the rows. title: its heading. format: of its numbers, `format()`'s; `x` behind it is kept:
-    `.2fx` writes 1.84x. group: a heading above this one, over all neighbours that share it. below: on the screen it
-    stands below the column before it.
-    """
-
-    key: str
-    title: str
-    format: str = ""
-    group: str = ""
-    below: bool = False
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows under headings; None and missing values are empty cells.
-
-    name: a file's name, without blanks. columns: none where the rows are there to be drawn. note: what a reader must
-    know to read the table.
-    """
-
-    name: str
-    title: str = ""
-    columns: Sequence[Column] = ()
-    rows: Sequence[Row] = ()
-    note: str = ""
+from draftsmith.data.tables import Column, Row, Table, groups, numbers, plain, text_cells
 
 
 def drawn_data(name: str, rows: Iterable[Row]) -> Table:
@@ -72,86 +32,6 @@ def from_json(results: Row) -> list[Table]:
         )
         for item in results.get("tables") or results.get("figures") or ()
     ]  # fmt: skip
-
-
-def plain(value: Any) -> Any:
-    """A value as JSON holds it: rounded numbers, None where there is none (NaN), in mappings and lists alike."""
-    if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, float):
-        return float(f"{value:.{SIGNIFICANT_DIGITS}g}") if math.isfinite(value) else None
-    return value
-
-
-def formatted(value: Any, form: str) -> str:
-    """One value as text; None is empty, and so is NaN."""
-    if value is None or value != value:
-        return ""
-    if isinstance(value, str | bool) or not form:
-        return str(value)
-    return format(value, form[:-1]) + "x" if form.endswith("x") else format(value, form)
-
-
-def interval(ends: Sequence[float | None] | None, form: str = ".2f", between: str = "-") -> str:
-    """The ends of an interval as tables write it; empty where there is none."""
-    low, high = ends or (None, None)
-    return "" if low is None or low != low else f"{low:{form}}{between}{high:{form}}"
-
-
-def text_cells(table: Table) -> list[list[str]]:
-    """Every row as text, in the order of the columns."""
-    return [[formatted(row.get(column.key), column.format) for column in table.columns] for row in table.rows]
-
-
-def groups(columns: Sequence[Column]) -> list[tuple[str, int]]:
-    """The headings above the headings, as (heading, columns that it spans); empty when no column has one."""
-    if not any(column.group for column in columns):
-        return []
-    return [(name, len(list(members))) for name, members in itertools.groupby(columns, lambda column: column.group)]
-
-
-def numbers(table: Table) -> list[bool]:
-    """For each column whether it is aligned as numbers: whatever it holds besides nothing is one, or looks like one."""
-
-    def looks_like_one(value: Any) -> bool:
-        return isinstance(value, int | float) or (isinstance(value, str) and value[:1].isdigit())
-
-    values = ([row.get(column.key) for row in table.rows] for column in table.columns)
-    known = ([value for value in column if value not in (None, "")] for column in values)
-    return [bool(column) and all(map(looks_like_one, column)) for column in known]
-
-
-def plain_table(**kwargs: Any) -> Printed:
-    """An empty table of the screen, in this project's style."""
-    return Printed(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, **kwargs)
-
-
-def on_screen(table: Table, bold: str = "", joint: str = "\n", first_width: int | None = None) -> Printed:
-    """A table for a rich console, its note below it.
-
-    bold: key that is true in rows to stand out. joint: between a value and that of the column `below` it.
-    first_width: characters of the first column that are not given up in a narrow terminal.
-    """
-    shown = plain_table(
-        title=table.title or None, title_justify="left", title_style="bold", caption=table.note, caption_justify="left"
-    )
-    stacks: list[list[int]] = []
-    for number, column in enumerate(table.columns):
-        if column.below:
-            stacks[-1].append(number)
-            continue
-        stacks.append([number])
-        least = first_width if number == 0 else None
-        justify: Any = "right" if column.format else "left"
-        shown.add_column(column.title, justify=justify, overflow="fold", min_width=least)
-    for row, texts in zip(table.rows, text_cells(table), strict=True):
-        joined = (joint.join(filter(None, (texts[number] for number in stack))) for stack in stacks)
-        shown.add_row(*joined, style="bold" if bold and row.get(bold) else None)
-    return shown
 
 
 def markdown(table: Table) -> str:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.progress import say
+from draftsmith.data.screen import note
+from draftsmith.data.tables import Table
 from draftsmith.data.tracking import Choice, finish_wandb, start_wandb
 from draftsmith.eval.report.files import contents
 from draftsmith.eval.report.page import Section
-from draftsmith.eval.report.tables import Table
 
 
 def log_report(page: Path, sections: Sequence[Section], mode: Choice, **options: Any) -> None:
@@ -22,7 +22,7 @@ def log_report(page: Path, sections: Sequence[Section], mode: Choice, **options:
     import wandb
     from PIL import Image
 
-    run = start_wandb(wandb, mode, {**options, "job_type": "report", "dir": str(page.parent)}, say)
+    run = start_wandb(wandb, mode, {**options, "job_type": "report", "dir": str(page.parent)}, note)
     logged: dict[str, Any] = {"report": wandb.Html(page.read_text("utf-8"), inject=False)}
     for section in sections:
         for figure in section.figures:
@@ -39,4 +39,4 @@ def log_report(page: Path, sections: Sequence[Section], mode: Choice, **options:
                 image = Image.open(io.BytesIO(contents(figure, ("png",))["png"]))
                 logged[key] = wandb.Image(image, caption=figure.title)
     run.log(logged)
-    finish_wandb(run, say)
+    finish_wandb(run, note)

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from rich.console import Console
 
-from draftsmith.data.progress import say
+from draftsmith.data.screen import note, show
 from draftsmith.data.store.files import write_json, write_text
 from draftsmith.data.store.manifest import command_line, resolved
 from draftsmith.data.store.writer import sole_writer
+from draftsmith.data.tables import Column, Table, interval, plain
 from draftsmith.eval.bench.compare import Bench, open_bench
 from draftsmith.eval.bench.results import RESULTS, SCHEMA_VERSION
-from draftsmith.eval.report.tables import Column, Table, interval, on_screen, plain, to_json
+from draftsmith.eval.report.tables import to_json
 from draftsmith.eval.schedule.choice import Schedule, choose
 from draftsmith.eval.schedule.costs import RoundTimes, read_times
 from draftsmith.eval.schedule.priors import read_priors
@@ -84,10 +84,9 @@ def run(config: ScheduleConfig) -> None:
     meta |= {name: bench.meta[name] for name in ("target", "heads", "prompts")}
     schedules = [plain({**vars(own), "ranges": own.ranges, "advice": own.advice}) for own in found.values()]
     write_json(config.output / RESULTS, {"meta": meta, "tables": to_json(tables), "schedules": schedules})
-    console = Console(highlight=False)
     for table in tables:
-        console.print(on_screen(table))
-    say(f"Written to {config.output}: {', '.join([RESULTS, *(path.name for path in written)])}")
+        show(table)
+    note(f"Written to {config.output}: {', '.join([RESULTS, *(path.name for path in written)])}")
 
 
 def chain_of(bench: Bench, asked: str | None) -> tuple[str, FixedK]:

@@ -14,18 +14,19 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from rich.console import Console
 from torch import nn
 
 from draftsmith.data.heads.directory import load_head
 from draftsmith.data.heads.draft_settings import DraftSettings
 from draftsmith.data.models.device import check_device
 from draftsmith.data.models.loading import load_lm
-from draftsmith.data.progress import bar, say
+from draftsmith.data.progress import bar
+from draftsmith.data.screen import note, show
 from draftsmith.data.settings import comma_numbers
 from draftsmith.data.store.files import make_directory, write_json
 from draftsmith.data.store.manifest import resolved
 from draftsmith.data.store.reading import read_object
+from draftsmith.data.tables import Table, interval, plain
 from draftsmith.eval.bench.command import BenchConfig, bench
 from draftsmith.eval.bench.load import check_methods, load_models
 from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence, read_prompts
@@ -34,7 +35,7 @@ from draftsmith.eval.bench.runner import EngineRunner
 from draftsmith.eval.replay.chains import ChainRecorder
 from draftsmith.eval.replay.record import Recording, TargetAnswers
 from draftsmith.eval.replay.rollouts import ChainRollouts, recorded
-from draftsmith.eval.report.tables import Table, interval, on_screen, plain, to_json
+from draftsmith.eval.report.tables import to_json
 from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.decoding.loop import Generation, Round
@@ -260,7 +261,7 @@ def measured(
     if path.exists() and not (config.output / RESULTS).exists():
         results = read_object(path, {"meta": {"settings": dict}, "methods": [dict]})
         if results["meta"]["settings"] == resolved(to_measure):
-            say(f"Measured before: {path}")
+            note(f"Measured before: {path}")
         else:
             results = None
     return {row["method"]: row for row in (results or bench(to_measure))["methods"]}
@@ -294,11 +295,10 @@ def write_results(
     }
     make_directory(config.output)
     write_json(config.output / RESULTS, results)
-    console = Console(highlight=False)
     for table in tables:
         if table.columns and (shown is None or table.name in shown):
-            console.print(on_screen(table))
-    say(f"Written to {config.output / RESULTS}")
+            show(table)
+    note(f"Written to {config.output / RESULTS}")
     return Path(config.output)
 
 

@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from draftsmith.data.tables import Column, plain
 from draftsmith.eval.replay.replay import online_features
 from draftsmith.eval.replay.rollouts import ChainRollouts, Floats
-from draftsmith.eval.report.tables import Column, plain
 from draftsmith.modules.acceptance.online_logistic import OnlineLogistic
 from draftsmith.modules.acceptance.policies import ConfidenceName
 from draftsmith.modules.decoding.confidence import log_odds_of

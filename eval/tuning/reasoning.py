@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from draftsmith.data.tables import Column, Table, plain
 from draftsmith.eval.bench.results import BASELINE
 from draftsmith.eval.cost.machine import DecodingCosts
-from draftsmith.eval.report.tables import Column, Table, drawn_data, plain
+from draftsmith.eval.report.tables import drawn_data
 from draftsmith.eval.tuning.candidates import Predicted, best_of_families
 
 COLUMNS = (

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from rich.console import Console
 
 from draftsmith.data.heads.draft_settings import DraftSettings
-from draftsmith.data.progress import say
+from draftsmith.data.screen import note, say, show
 from draftsmith.data.settings import Sampling, check_not_negative, check_positive, comma_numbers
 from draftsmith.data.store.files import make_directory, write_json, write_text
 from draftsmith.data.store.writer import sole_writer
@@ -32,7 +31,7 @@ from draftsmith.eval.cost.machine import DecodingCosts, family_of, measure_costs
 from draftsmith.eval.replay.chains import ChainRecorder, LookupRecorder
 from draftsmith.eval.replay.record import Recording, TargetAnswers, record_all
 from draftsmith.eval.replay.trees import TreeRecorder
-from draftsmith.eval.report.tables import on_screen, to_json
+from draftsmith.eval.report.tables import to_json
 from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
 from draftsmith.eval.tuning.candidates import HEAD, NGRAMS, Grid, Predicted, Recorded, best_of_families, predict, probes
 from draftsmith.eval.tuning.reasoning import Choice, summary, tables
@@ -105,7 +104,7 @@ def run(config: TuneConfig) -> Path:
     setup = prepare(config)
     choice = tune(config, setup)
     found = tables(choice)
-    Console(highlight=False).print(on_screen(dataclasses.replace(found[0], title=""), bold="chosen"))
+    show(dataclasses.replace(found[0], title=""), bold="chosen")
     make_directory(config.output)
     write_text(config.output / DECODE, decode_yaml(config, choice))
     models = {"draft": setup.models.draft}
@@ -165,7 +164,7 @@ def tune(config: TuneConfig, setup: Setup) -> Choice:
         named = [Named(BASELINE, parse_method(BASELINE)), *(item.named for item in finalists)]
         return measured_speeds(config, setup, named, config.repeats) if finalists else {}
 
-    say(f"{len(setup.settings)} settings on {len(setup.prompts)} prompts")
+    note(f"{len(setup.settings)} settings on {len(setup.prompts)} prompts")
     recorded = timed("recording", lambda: record(config, setup))
     costs = timed("costs", take_costs)
     predicted = timed("prediction", lambda: predict(setup.settings, recorded, costs))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from draftsmith.data.screen import print_table
 from draftsmith.eval.bench.compare import Bench
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.results import Row, row_of
@@ -24,7 +26,6 @@ from draftsmith.eval.refresh import (
     verdict_line,
     verdict_of,
 )
-from draftsmith.eval.report.tables import on_screen
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
 
@@ -153,10 +154,10 @@ def test_the_interval_is_of_pairs_and_agrees_with_an_own_bootstrap():
 def test_the_tables_and_the_sentence():
     found = gains(bench(*BEFORE), bench(*AFTER), METHOD, config(), set())
     json.dumps(found)
-    console = Console(width=80, record=True)
+    console = Console(width=80, file=io.StringIO())
     for table in tables_of(found, METHOD):
-        console.print(on_screen(table))
-    text = console.export_text()
+        print_table(console, table)
+    text = console.file.getvalue()
     assert "1.86" in text and "2.33" in text and "1.26x" in text and "cannot tell" in text and "2 held-out" in text
     said = verdict_line("cannot tell", found, 0.02)
     assert said.startswith("Cannot tell with so few prompts (2; about ") and said.endswith("keep the head as it was.")

@@ -125,7 +125,7 @@ def test_the_size_with_the_lowest_held_out_kl_is_taken_and_told(artefacts, rollo
     assert load_head(best).config.width == tried[0].width
     written = yaml.safe_load((output / "config.yaml").read_text())
     assert (written["width"], written["epochs"]) == (tried[0].width, tried[0].epochs)
-    assert "sizes: held-out KL" in capsys.readouterr().out
+    assert "sizes: held-out KL" in capsys.readouterr().err
     # The same command again, and the one that the run itself names, both find it finished.
     again = dataclasses.replace(a_config(artefacts, rollouts, output), resume=True)
     assert run(again) == best == run(dataclasses.replace(with_size(again), resume=True))

@@ -168,7 +168,7 @@ def test_training_on_packed_steps_with_split_sequences_runs_and_says_so(artefact
     limit = sorted(lengths)[-6]
     output = run(config(artefacts, tmp_path / "run", tokens_per_batch=200, max_length=limit, accumulate=2)).parent
     longer = sum(length > limit for length in lengths)
-    assert f"{longer} of {len(lengths)} sequences are longer than {limit} tokens: split" in capsys.readouterr().out
+    assert f"{longer} of {len(lengths)} sequences are longer than {limit} tokens: split" in capsys.readouterr().err
     with (output / "metrics.csv").open() as file:
         found = [float(row["train/loss"]) for row in csv.DictReader(file) if row["train/loss"]]
     assert len(found) == 4 and found[-1] < found[0]
@@ -200,7 +200,7 @@ def test_what_will_be_learned_is_said_and_recorded(artefacts, eagle_run, tmp_pat
     assert recorded["early_share"] == pytest.approx(sum(min(5, n) for n in lengths) / sum(lengths), abs=1e-4)
     assert f"{len(lengths)} answers of {sum(lengths)} tokens" in (eagle_run / "best" / "README.md").read_text()
     run(config(artefacts, tmp_path / "run", max_steps=1, val_every=1))
-    shown = capsys.readouterr().out
+    shown = capsys.readouterr().err
     assert f"data: {len(lengths)} answers with {sum(lengths)} tokens to learn from" in shown
     assert shown.partition("step 1/1")[0].count("fewer than 60,000") == 1
     assert "(tau on 3 prompt(s) of " in shown and "8 each, end tokens ignored, chains of 5)" in shown

@@ -147,7 +147,7 @@ def test_a_disk_that_fills_up_ends_the_caching_and_not_the_training(tmp_path, mo
     for seed in (1, 2):
         cache.put(*a_row(seed))
         cache.flush()
-    assert capsys.readouterr().out.count("No space left on device") == 1
+    assert capsys.readouterr().err.count("No space left on device") == 1
     assert torch.equal(cache.put(ids, features), feature_codec.rounded(features, "bf16"))
     assert not list(tmp_path.glob("*.safetensors*"))
 
@@ -161,7 +161,7 @@ def test_the_disk_is_looked_at_before_the_first_step(artefacts, tmp_path, monkey
     tokens = sum(map(len, unique)) - data.lengths[0]
     whole = Samples(data, range(len(data)))
     check_cache_room(cache, [whole, whole], 32, tmp_path / "cache")
-    assert f"{tokens * (32 + 2):,} bytes" in capsys.readouterr().out  # a value is a byte, a token's scale two
+    assert f"{tokens * (32 + 2):,} bytes" in capsys.readouterr().err  # a value is a byte, a token's scale two
     real = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: real._replace(free=1000))
     with pytest.raises(InputError, match="found 1,000 bytes free"):

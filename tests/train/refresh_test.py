@@ -17,7 +17,6 @@ import pytest
 import torch
 import transformers
 import yaml
-from rich.console import Console
 from safetensors.torch import load_file
 from tiny_models import tiny_llama_dir
 
@@ -141,7 +140,7 @@ def test_only_a_head_that_is_worth_it_is_recommended(world, refreshed, monkeypat
     found = refresh.outcome(config, "eagle:k=3", set())
     place = "training/best" if verdict == "worth it" else "old"
     assert found["verdict"] == verdict and found["recommended"] == str(refreshed / place)
-    refresh.report(found, config, Console(width=200))
+    refresh.report(found, config)
     said = capsys.readouterr().out
     assert ("keep the head as it was" in said.lower()) == (verdict != "worth it") and f"{place}." in said
 
@@ -149,7 +148,7 @@ def test_only_a_head_that_is_worth_it_is_recommended(world, refreshed, monkeypat
 def test_the_cost_adds_up_over_starts_and_is_unknown_of_another_command(tmp_path, monkeypatch):
     step, file = PipelineStep("Training", ("train", "eagle"), tmp_path / "training.json"), tmp_path / "cost.json"
 
-    def work(step: PipelineStep, console: Any) -> None:
+    def work(step: PipelineStep) -> None:
         end = time.process_time() + 0.05
         while time.process_time() < end:
             pass
@@ -159,16 +158,16 @@ def test_the_cost_adds_up_over_starts_and_is_unknown_of_another_command(tmp_path
 
     monkeypatch.setattr(refresh, "execute", work)
     with pytest.raises(SystemExit):
-        refresh.train(step, Console(), file)
+        refresh.train(step, file)
     first = refresh.read_cost(file)
     assert first["cpu_s"] >= 0.05 and not first["finished"]
-    refresh.train(step, Console(), file)
+    refresh.train(step, file)
     whole = refresh.read_cost(file)
     assert whole["finished"] and whole["cpu_s"] >= first["cpu_s"] + 0.05 and whole["wall_s"] >= first["wall_s"] + 0.05
-    refresh.train(step, Console(), file)  # it is done
+    refresh.train(step, file)  # it is done
     assert refresh.read_cost(file) == whole
     file.unlink()
-    refresh.train(step, Console(), file)
+    refresh.train(step, file)
     assert not file.exists() and not refresh.read_cost(file)["finished"]
 
 

@@ -26,7 +26,7 @@ def scontrol(tmp_path, monkeypatch):
 
 def test_the_warning_before_the_time_limit_requeues_the_job_once(scontrol, monkeypatch, capsys):
     assert exit_code(signal.SIGUSR1, goes_on=True) == 0
-    assert scontrol() == ["requeue 42"] and "job 42 is requeued" in capsys.readouterr().out
+    assert scontrol() == ["requeue 42"] and "job 42 is requeued" in capsys.readouterr().err
     monkeypatch.setattr(rank_zero_only, "rank", 1)
     assert exit_code(signal.SIGUSR1, goes_on=True) == 0
     assert len(scontrol()) == 1
@@ -35,10 +35,10 @@ def test_the_warning_before_the_time_limit_requeues_the_job_once(scontrol, monke
 def test_a_job_that_cannot_be_requeued_fails_and_says_why(scontrol, monkeypatch, capsys):
     monkeypatch.setenv("STUB_CODE", "1")
     assert exit_code(signal.SIGUSR1, goes_on=True) == 128 + signal.SIGUSR1
-    assert "job 42 cannot be requeued: scontrol: not allowed" in capsys.readouterr().out
+    assert "job 42 cannot be requeued: scontrol: not allowed" in capsys.readouterr().err
     monkeypatch.setenv("PATH", "/nonexistent")
     assert exit_code(signal.SIGUSR1, goes_on=True) == 128 + signal.SIGUSR1
-    assert "scontrol" in capsys.readouterr().out
+    assert "scontrol" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

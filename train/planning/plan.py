@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from draftsmith.data.answering.batched import set_threads
-from draftsmith.data.progress import say
-from draftsmith.data.store.files import write_json
+from draftsmith.data.screen import answer, note, say, show, show_facts
+from draftsmith.data.tables import Column, Table
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.metrics import say_on_rank_zero
 from draftsmith.train.planning.dry_run import NotRehearsed
@@ -22,24 +17,18 @@ from draftsmith.train.planning.measure import measure_steps
 from draftsmith.train.planning.memory import LAYOUTS
 from draftsmith.train.strategies import device_kind, settled
 
-WIDEST = 100  # longer lines are hard to read
 
-
-def run(config: Any) -> Path | None:
-    """Print the plan; returns the file with its numbers, if one was asked for."""
+def run(config: Any) -> None:
+    """Print the plan."""
     set_threads(config.num_threads)
     config = settled(config)
     import_deepspeed(config)
     plan = plan_of(config, config.world, config.assume_samples, config.assume_length)
-    console = Console(highlight=False, width=min(Console().width, WIDEST))
-    print_plan(plan, config, console)
+    print_plan(plan, config)
     measured = measure_steps(config) if config.measure else None
     if measured is not None:
-        console.print(measured.text(plan), markup=False)
-    if config.json is None:
-        return None
-    write_json(config.json, {**as_numbers(plan), "measured": dataclasses.asdict(measured) if measured else None})
-    return config.json
+        say(measured.text(plan))
+    answer(**as_numbers(plan), measured=dataclasses.asdict(measured) if measured else None)
 
 
 def import_deepspeed(config: TrainConfig) -> None:
@@ -50,7 +39,7 @@ def import_deepspeed(config: TrainConfig) -> None:
         try:
             import deepspeed  # noqa: F401
         except ImportError:
-            say("deepspeed is not installed here: its own memory is not in the plan")
+            note("deepspeed is not installed here: its own memory is not in the plan")
 
 
 def announce(config: TrainConfig) -> None:
@@ -84,16 +73,10 @@ def short_plan(plan: TrainingPlan) -> str:
     )
 
 
-def print_plan(plan: TrainingPlan, config: TrainConfig, console: Console) -> None:
-    console.print(f"{plan.job} head for {plan.model}, planned from its config.json\n", markup=False)
-    facts = Table.grid(padding=(0, 2))
-    facts.add_column(no_wrap=True, style="cyan")
-    facts.add_column()
-    for name, value in fact_rows(plan, config).items():
-        facts.add_row(name, value)
-    console.print(facts)
-    console.print(f"\nMemory of a rank, {memory_unit(plan)[0]}; * as configured, off: with offload to host memory")
-    console.print(memory_table(plan))
+def print_plan(plan: TrainingPlan, config: TrainConfig) -> None:
+    title = f"{plan.job} head for {plan.model}, planned from its config.json"
+    show_facts(fact_rows(plan, config), title)
+    show(memory_table(plan), bold="peak")
 
 
 def fact_rows(plan: TrainingPlan, config: TrainConfig) -> dict[str, str]:
@@ -117,26 +100,26 @@ def fact_rows(plan: TrainingPlan, config: TrainConfig) -> dict[str, str]:
 
 def memory_table(plan: TrainingPlan) -> Table:
     """A row a part, a column a strategy."""
-    shown = {key: plan.memories[key] for key in LAYOUTS if key in plan.memories}
+    own = plan.strategy
+    shown = {LAYOUTS[key] + ("*" if key == own else ""): found for key in LAYOUTS if (found := plan.memories.get(key))}
     _, divisor, digits = memory_unit(plan)
 
-    def cells(sizes: list[int]) -> list[str]:
-        return [f"{size / divisor:,.{digits}f}" for size in sizes]
+    def cells(part: str, sizes: list[int]) -> dict[str, Any]:
+        values = (f"{size / divisor:,.{digits}f}" for size in sizes)
+        return {"part": part, **dict(zip(shown, values, strict=True))}
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    table.add_column("part")
-    for key in shown:
-        table.add_column(LAYOUTS[key] + ("*" if key == plan.strategy else ""), justify="right")
+    rows: list[dict[str, Any]] = []
     for name in plan.own.parts:
         values = [found.parts[name] for found in shown.values()]
         if any(values):
-            table.add_row(name, *cells(values))
-    table.add_section()
-    table.add_row("most at a time", *cells([found.peak for found in shown.values()]), style="bold")
-    table.add_row("which is in", *(found.phase for found in shown.values()))
+            rows.append(cells(name, values))
+    rows.append({**cells("most at a time", [found.peak for found in shown.values()]), "peak": True})
+    rows.append({"part": "which is in", **{name: found.phase for name, found in shown.items()}})
     if any(found.host for found in shown.values()):
-        table.add_row("host memory", *cells([found.host for found in shown.values()]))
-    return table
+        rows.append(cells("host memory", [found.host for found in shown.values()]))
+    columns = [Column("part", "part"), *(Column(name, name, ">") for name in shown)]
+    title = f"Memory of a rank, {memory_unit(plan)[0]}; * as configured, off: with offload to host memory"
+    return Table("memory", title, columns, rows)
 
 
 def memory_unit(plan: TrainingPlan) -> tuple[str, float, int]:

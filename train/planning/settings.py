@@ -24,7 +24,6 @@ class PlanOptions:
         measure: Time a few real steps here and say how long the whole training takes, with the peak that was measured.
         assume_samples: Samples, where the artefact is not there yet.
         assume_length: Tokens of each of these.
-        json: File that receives the numbers.
     """
 
     data: Path = volatile(Path("runs/data"))
@@ -33,7 +32,6 @@ class PlanOptions:
     measure: bool = volatile(False)
     assume_samples: int = volatile(60_000)
     assume_length: int = volatile(512)
-    json: Path | None = volatile(None)
 
     def __post_init__(self) -> None:
         super().__post_init__()  # type: ignore[misc]  # of the training that it is mixed into

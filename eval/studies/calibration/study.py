@@ -12,10 +12,11 @@ import torch
 
 from draftsmith.data.heads.draft_settings import DraftSettings
 from draftsmith.data.store.writer import sole_writer
+from draftsmith.data.tables import Column, Table
 from draftsmith.eval.bench.load import warn_about_sampling
 from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.eval.replay.record import Recording
-from draftsmith.eval.report.tables import Column, Table, drawn_data
+from draftsmith.eval.report.tables import drawn_data
 from draftsmith.eval.settings import Decoding
 from draftsmith.eval.studies.common import StudyContext, load_study_models, mode, recorded_chains, write_results
 from draftsmith.eval.studies.predictors import (

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from draftsmith.data.tables import Column, Row, Table, plain
 from draftsmith.eval.bench.results import BASELINE
 from draftsmith.eval.cost.fit import LinearCost, least_squares
-from draftsmith.eval.report.tables import Column, Row, Table, drawn_data, plain
+from draftsmith.eval.report.tables import drawn_data
 from draftsmith.eval.studies.common import slug, speed_columns, summarised
 
 # EAGLE-2, table 3: speed-up on MT-bench at T=0, Vicuna 7B.

@@ -13,9 +13,10 @@ from collections.abc import Iterator, Sequence
 
 import pandas as pd
 
+from draftsmith.data.tables import Column, Row, Table, plain
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bootstrap import mean_interval
-from draftsmith.eval.report.tables import Column, Row, Table, drawn_data, plain
+from draftsmith.eval.report.tables import drawn_data
 from draftsmith.eval.studies import common
 from draftsmith.modules.decoding.loop import Round
 from draftsmith.modules.decoding.protocols import DraftTree

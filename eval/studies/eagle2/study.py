@@ -11,12 +11,12 @@ import pandas as pd
 
 from draftsmith.data.settings import comma_numbers
 from draftsmith.data.store.writer import sole_writer
+from draftsmith.data.tables import Row
 from draftsmith.eval.bench.load import read_tree
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.replay.record import Recording, record_all
 from draftsmith.eval.replay.replay import replay_tree
 from draftsmith.eval.replay.trees import TreeRecorder
-from draftsmith.eval.report.tables import Row
 from draftsmith.eval.studies import common
 from draftsmith.eval.studies.eagle2.found import COUNTS, TreeSize, ablation_table, size_tables, summary_of
 from draftsmith.eval.studies.eagle2.nodes import COLUMNS, node_tables, nodes_of

@@ -14,8 +14,9 @@ import numpy as np
 import pandas as pd
 import torch
 
+from draftsmith.data.tables import Column, Row, Table, plain
 from draftsmith.eval.bootstrap import mean_interval
-from draftsmith.eval.report.tables import Column, Row, Table, drawn_data, plain
+from draftsmith.eval.report.tables import drawn_data
 from draftsmith.eval.studies.common import speed_columns, summarised
 from draftsmith.modules.metrics import soft_label_auc
 

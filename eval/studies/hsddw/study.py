@@ -13,7 +13,7 @@ import pandas as pd
 
 from draftsmith.data.settings import comma_numbers
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.eval.report.tables import Row
+from draftsmith.data.tables import Row
 from draftsmith.eval.studies import common
 from draftsmith.eval.studies.hsddw.found import (
     entropy_tables,

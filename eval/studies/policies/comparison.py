@@ -11,9 +11,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from draftsmith.data.tables import interval
 from draftsmith.eval.replay import replay
 from draftsmith.eval.replay.rollouts import ChainRollouts, Floats
-from draftsmith.eval.report.tables import interval
 from draftsmith.eval.studies.forward_times import ratio_interval
 from draftsmith.eval.studies.predictors import fitted_probs
 from draftsmith.modules.acceptance.head import AcceptanceHead

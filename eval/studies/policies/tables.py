@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from draftsmith.eval.report.tables import Column, Table, drawn_data, plain
+from draftsmith.data.tables import Column, Table, plain
+from draftsmith.eval.report.tables import drawn_data
 from draftsmith.eval.studies.common import slug
 from draftsmith.eval.studies.policies.comparison import (
     AS_PUBLISHED,

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from draftsmith.data.tables import Column, Table, interval, plain
 from draftsmith.eval.bootstrap import Floats
 from draftsmith.eval.replay.rollouts import ChainRollouts
-from draftsmith.eval.report.tables import Column, Table, drawn_data, interval, plain
+from draftsmith.eval.report.tables import drawn_data
 from draftsmith.eval.studies import common
 from draftsmith.eval.studies.forward_times import (
     ForwardTimes,

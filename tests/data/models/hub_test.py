@@ -209,5 +209,5 @@ def test_code_of_a_repository_runs_only_when_it_is_trusted(hub, tmp_path, monkey
     assert "--trust-remote-code" in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "modules").exists()
     assert main([*words, "--trust-remote-code"]) == 0
-    assert "tau 1.00" in capsys.readouterr().out
+    assert "tau 1.00" in capsys.readouterr().err
     assert list((tmp_path / "modules").rglob("tokenization_mine.py"))

@@ -154,6 +154,6 @@ def test_what_will_be_learned_is_counted_by_answers():
 
 def test_responses_say_what_can_be_learned_of_them(asked, tmp_path, capsys):
     made = make_responses(asked, tmp_path / "out")
-    counts, shown = counts_of(made), capsys.readouterr().out
+    counts, shown = counts_of(made), "".join(capsys.readouterr())
     assert f"{counts['answers']} answers with {counts['response_tokens']} tokens to learn from" in shown
     assert shown.count("warning: ") == 1 and "fewer than 60,000" in shown

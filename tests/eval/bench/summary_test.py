@@ -8,10 +8,11 @@ import json
 import pytest
 from rich.console import Console
 
+from draftsmith.data.screen import print_table
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.results import Row, failures_of, of_methods, read_rows, row_of, write_rows
 from draftsmith.eval.bench.summary import summarise
-from draftsmith.eval.bench.tables import by_task, caption, results_tables, screen
+from draftsmith.eval.bench.tables import by_task, caption, results_tables
 from draftsmith.eval.report.tables import markdown
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
@@ -123,10 +124,10 @@ def results_of(methods: dict[str, list[Row]], *temperatures: float) -> dict:
 
 
 def shown(width: int, *tables) -> str:
-    console = Console(width=width, record=True, file=io.StringIO())
+    console = Console(width=width, file=io.StringIO())
     for table in tables:
-        console.print(screen(table))
-    return console.export_text()
+        print_table(console, table, bold="fastest")
+    return console.file.getvalue()
 
 
 def markdown_tables(results: dict) -> str:

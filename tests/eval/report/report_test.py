@@ -32,6 +32,7 @@ from report_runs import (
 )
 from wandb_file import offline_runs
 
+from draftsmith.data.tables import Table
 from draftsmith.eval.report import tables
 from draftsmith.eval.report.benchmark import DRAWINGS as OF_A_BENCH
 from draftsmith.eval.report.benchmark import counts, headline, labelled, speeds
@@ -42,7 +43,6 @@ from draftsmith.eval.report.page import VEGA_LITE, json_text
 from draftsmith.eval.report.runs import comparable, read_runs
 from draftsmith.eval.report.sections import make_sections
 from draftsmith.eval.report.study_charts import STUDIES
-from draftsmith.eval.report.tables import Table
 from draftsmith.eval.report.viewer import kinds, shown_prompts, viewer_data
 from draftsmith.launch.cli import main
 from draftsmith.launch.commands import configure

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from draftsmith.data.settings import comma_numbers
+from draftsmith.data.tables import interval, plain
 from draftsmith.eval.bootstrap import mean_interval
-from draftsmith.eval.report.tables import interval, plain
 from draftsmith.eval.studies import common
 from draftsmith.eval.studies.common import StudyConfig, decode_prompts, measured, prepare, reduced, slug
 from draftsmith.modules.types import InputError, SamplingParams

@@ -386,7 +386,7 @@ def test_the_command_on_prompts_without_splits(models, tmp_path, capsys):
     argv += ["--split", "none", "--temperatures", "0", "--max_drafted", "3", "--max_new_tokens", "6", "--cs", "0.2"]
     argv += ["--hs", "0.5", "--ts", "0.5", "--bench_limit", "0", "--output", str(tmp_path / "out")]
     assert main(argv) == 0
-    said = " ".join(capsys.readouterr().out.split())
+    said = " ".join(capsys.readouterr().err.split())
     assert "chosen on 1 prompts of the last 1; the first 3 are reported" in said
     assert "no table of overlaps" in said
     figures = from_json(json.loads((tmp_path / "out" / "results.json").read_text()))
