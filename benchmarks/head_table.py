@@ -15,13 +15,14 @@ from typing import Any, Literal
 from draftsmith.benchmarks import recipes
 from draftsmith.benchmarks.recipe_tables import TEMPERATURES
 from draftsmith.benchmarks.recipes import RecipesConfig, python
-from draftsmith.data.progress import say
+from draftsmith.data.screen import say
 from draftsmith.data.store.files import write_json, write_text
 from draftsmith.data.store.manifest import git_commit, package_versions, resolved
 from draftsmith.data.store.writer import sole_writer
+from draftsmith.data.tables import Column, Table, interval
 from draftsmith.eval.bench.results import BASELINE, RESULTS, Row, hardware, of_methods, read_rows, totals_of
 from draftsmith.eval.bench.summary import summary_row
-from draftsmith.eval.report.tables import Column, Table, interval, markdown
+from draftsmith.eval.report.tables import markdown
 from draftsmith.launch.cli import main_of
 from draftsmith.modules.types import at_least
 
