@@ -13,6 +13,10 @@ CONTEXTS = f"{LIMITS}::test_a_tree_is_drafted_to_the_end_of_the_heads_context_as
 CACHE_TEST = "tests/modules/kv_cache_test.py"
 
 MUTANTS = [
+    Mutant("chosen-paths-by-their-own-accuracy", TREE_PY, "(-value * accuracy, (*path, rank))",
+           "(-accuracy, (*path, rank))", (TREE,)),
+    Mutant("chosen-paths-one-too-few", TREE_PY, "while open_paths and len(taken) < count:",
+           "while open_paths and len(taken) < count - 1:", (TREE,)),
     Mutant("reranking-worst-first", TREE_PY, "(-values[child], child))", "(values[child], child))", (TREE,)),
     Mutant("reranking-one-node-too-few", TREE_PY, "while open_nodes and len(taken) < count:",
            "while open_nodes and len(taken) < count - 1:", (TREE,)),
