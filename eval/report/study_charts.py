@@ -293,6 +293,7 @@ STUDIES: dict[str, tuple[str, Mapping[str, Drawing]]] = {
     "calibration": ("Calibration of acceptance", CALIBRATION),
     "policies": ("Stop policies: what an acceptance head is worth", POLICIES),
     "tune": ("Tuning for this machine", TUNING),
+    "tree": ("A draft tree for a head", {}),
     "load": ("Many requests at once", LOAD),
     "schedule": ("How long a server should draft", {}),
 }

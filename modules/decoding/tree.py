@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -68,3 +69,41 @@ def best_connected(parents: Sequence[int], values: Sequence[float], count: int) 
         for child in children.get(node, []):
             heapq.heappush(open_nodes, (-values[child], child))
     return sorted(taken)
+
+
+def likeliest_paths(accuracies: Sequence[Sequence[float]], count: int) -> list[tuple[int, ...]]:
+    """The tree of `count` nodes that is expected to have the most tokens accepted, as paths of ranks, best first
+    and parents before children, so that the first n are the tree of n nodes (Medusa, section 2.3.3).
+
+    accuracies[d][r]: how often the token of rank r at depth d + 1 is the target's, given that all before it were. A
+    node is worth the product along its path, a tree the sum over its nodes (`expected_accepted`). As no child is worth
+    more than its parent, best first is optimal. Fewer nodes where no more have an accuracy above 0.
+
+    Raises:
+        ValueError: count below 1, or an accuracy that is no probability.
+    """
+    if count < 1:
+        raise ValueError(f"count {count}: expected 1 node or more")
+    if not all(0 <= accuracy <= 1 for level in accuracies for accuracy in level):
+        raise ValueError("accuracies: expected probabilities, in [0, 1]")
+    open_paths: list[tuple[float, tuple[int, ...]]] = []
+
+    def offer(path: tuple[int, ...], value: float) -> None:
+        if len(path) < len(accuracies):
+            for rank, accuracy in enumerate(accuracies[len(path)]):
+                if accuracy > 0:
+                    heapq.heappush(open_paths, (-value * accuracy, (*path, rank)))
+
+    offer((), 1.0)
+    taken: list[tuple[int, ...]] = []
+    while open_paths and len(taken) < count:
+        value, path = heapq.heappop(open_paths)
+        taken.append(path)
+        offer(path, -value)
+    return taken
+
+
+def expected_accepted(accuracies: Sequence[Sequence[float]], paths: Sequence[Sequence[int]]) -> float:
+    """Drafted tokens accepted a round, expected of a tree: the sum over its nodes of the accuracies along the path. The
+    bonus token is not counted."""
+    return math.fsum(math.prod(accuracies[d][rank] for d, rank in enumerate(path)) for path in paths)

@@ -245,8 +245,9 @@ class LeanHydra:
 
     def level(self, read: Tensor, number: int) -> Level:
         """What a head says of the nodes that it reads, [B, n, R]."""
-        hidden = self.hidden(read, number)
-        return Level(hidden, self._lm_heads[number](hidden))
+        hidden = self.hidden(read.flatten(0, 1), number)  # rows are read faster than rows of rows
+        logits = self._lm_heads[number](hidden)
+        return Level(hidden.view(*read.shape[:2], -1), logits.view(*read.shape[:2], -1))
 
 
 def read_prefix(

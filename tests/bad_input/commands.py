@@ -158,6 +158,8 @@ ROWS = [
     Row("report: nothing", "eval report --output {out}/r.html", ("runs",)),
     Row("tune: no such head", f"eval tune {STUDY}--eagle ./nosuch", ("nosuch",)),
     Row("tune: prompts too long", f"eval tune {TARGET}--eagle {{eagle}} {OUT}", ("prompt", "context")),
+    Row("tree: a draft model", f"eval tree {STUDY}--draft {{draft}}", ("draft", "static trees")),
+    Row("tree: more nodes than a call", f"eval tree {STUDY}--draft {{eagle}} --nodes 129", ("nodes", "129")),
     Row("lossless: a greedy certificate of samples", f"eval lossless {STUDY}--draft {{draft}} --temperature 0",
         ("temperature",)),
     Row("lossless: transformers' own", f"eval lossless {STUDY}--methods hf", ("hf",)),

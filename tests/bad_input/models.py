@@ -18,6 +18,7 @@ DEVICES = {
     "eval bench": "eval bench " + PAIR + "--prompts {chats} --output {out} ",
     "eval lossless": "eval lossless " + PAIR + "--prompts {chats} --output {out} ",
     "eval tune": "eval tune " + PAIR + "--prompts {chats} --output {out} ",
+    "eval tree": "eval tree --target {target} --draft {eagle} --prompts {chats} --output {out} ",
     "eval specdecpp": "eval specdecpp " + PAIR + "--prompts {chats} --output {out} ",
     "eval eagle2": "eval eagle2 --target {target} --eagle {eagle} --prompts {chats} --output {out} ",
     "eval hsddw": "eval hsddw " + PAIR + "--mid {draft} --prompts {chats} --output {out} ",

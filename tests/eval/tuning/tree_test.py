@@ -1,0 +1,72 @@
+"""`eval tree` counts what heads say of the target's own text, and writes a tree that their methods take."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from table_methods import random_eagle_head, random_hydra_heads, random_medusa_heads
+from table_models import PROMPT, TableLM
+
+from draftsmith.eval.bench.load import read_tree
+from draftsmith.eval.bench.prompts import BenchPrompt
+from draftsmith.eval.tuning.tree import measured_accuracies
+from draftsmith.launch.cli import main
+from draftsmith.modules.decoding.loop import generate_one
+from draftsmith.modules.decoding.tree import StaticTree, expected_accepted
+from draftsmith.modules.sampling import TorchSource
+from draftsmith.modules.types import SamplingParams
+
+HEADS = {"medusa": random_medusa_heads, "hydra": random_hydra_heads, "eagle": random_eagle_head}
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_accuracies_are_those_of_trees_drafted_at_every_place(kind):
+    """The oracle drafts, from every place, a tree that has all ranks, by the production drafter, and follows the
+    target's text through it."""
+    target, head, depth, ranks = TableLM(1), HEADS[kind](7), 2, 3
+    models = SimpleNamespace(target=target, heads={kind: head}, ends=())
+    config = SimpleNamespace(depth=depth, ranks=ranks, max_new_tokens=24, seed=0)
+    prompts = [BenchPrompt(str(n), [*PROMPT, n]) for n in range(2)]
+    found = measured_accuracies(models, kind, prompts, config)
+    right, reached = torch.zeros(depth, ranks), torch.zeros(depth, 1)
+    shape = StaticTree.from_paths([[0], [1], [2], *([a, b] for a in range(3) for b in range(3))])
+    for prompt in prompts:
+        made = generate_one(target, None, prompt.prompt_ids, SamplingParams(), 24, TorchSource(0), ())
+        text = [*prompt.prompt_ids, *made.tokens]
+        features = torch.stack([target.row(tuple(text[: i + 1]))[1] for i in range(len(text))])
+        for start in range(len(prompt.prompt_ids) + 1, len(text)):
+            drafter = head.tree_drafter(target, shape, 64)
+            drafter.begin(0, text[: start - 1], features[: start - 1], text[start - 1])
+            (tree,) = drafter.propose([depth], SamplingParams(), [TorchSource(0)])
+            node = -1
+            for level in range(min(depth, len(text) - start)):
+                reached[level] += 1
+                children = [i for i, parent in enumerate(tree.parents) if parent == node]
+                hits = [rank for rank, i in enumerate(children) if tree.tokens[i] == text[start + level]]
+                if not hits:
+                    break
+                right[level, hits[0]] += 1
+                node = children[hits[0]]
+    assert torch.allclose(torch.tensor(found), right / reached)
+    assert 0 < right[1].sum() < reached[1]  # else the second level says nothing
+
+
+@pytest.mark.parametrize("kind", ["eagle", "hydra"])
+def test_the_tree_is_written_and_decoded_with(models, tmp_path, capsys, kind):
+    head = str(Path(models["eagle"]).with_name(kind))
+    words = ["--target", models["target"], "--prompts", models["prompts"], "--draft", head, "--ignore-eos"]
+    flags = ["--nodes", "7", "--depth", "2", "--ranks", "40", "--max-new-tokens", "12", "--limit", "2"]
+    assert main(["eval", "tree", *words, *flags, "--output", str(tmp_path)]) == 0
+    results = json.loads((tmp_path / "results.json").read_text())
+    summary, shape = results["summary"], read_tree(str(tmp_path / "tree.yaml"))
+    assert len(shape.parents) == summary["nodes"] == sum(summary["depths"]) <= 7
+    assert shape == StaticTree.from_paths(summary["paths"])
+    assert summary["expected_tau"] == pytest.approx(
+        1 + expected_accepted(results["accuracies"], summary["paths"]), rel=1e-4
+    )  # five digits are written
+    assert summary["tau"] >= 1 and results["meta"]["kind"] == "tree"
+    assert f"tree={tmp_path / 'tree.yaml'}" in "".join(capsys.readouterr().out.split())
