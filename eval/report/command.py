@@ -6,6 +6,7 @@ import datetime
 import importlib.util
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal, get_args
 
 from draftsmith.data.screen import say
 from draftsmith.data.store.files import make_directory, write_text
@@ -14,7 +15,8 @@ from draftsmith.data.tracking import Choice, switched_off
 from draftsmith.modules.types import InputError
 
 PACKAGES = ("altair", "vl_convert", "jinja2")  # of the extra `report`
-FORMATS = ("png", "svg", "md", "csv", "tex")
+Format = Literal["png", "svg", "md", "csv", "tex"]
+FORMATS = get_args(Format)
 TRACE_BYTES = 2_600_000  # of all traces together: the page stays under 5 MB
 
 
@@ -39,8 +41,8 @@ class ReportConfig:
     output: Path = field(kw_only=True)
     title: str = "Draftsmith report"
     figures: Path | None = None
-    formats: tuple[str, ...] = FORMATS
-    track: tuple[str, ...] = ()
+    formats: tuple[Format, ...] = FORMATS
+    track: tuple[Literal["wandb"], ...] = ()
     wandb: Choice = "auto"
     project: str = "draftsmith"
     run_name: str = ""

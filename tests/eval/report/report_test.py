@@ -256,8 +256,8 @@ def test_the_command_takes_runs_by_their_place(tmp_path):
         (["nowhere"], "no directory nowhere"),
         (["."], "no results.json in ."),
         (["{run}", "{run}"], "twice"),
-        (["{run}", "--formats", "gif"], "found gif, expected some of png"),
-        (["{run}", "--track", "csv"], "found csv, expected some of wandb"),
+        (["{run}", "--formats", "gif"], '"gif" for --formats. Choose from: "png"'),
+        (["{run}", "--track", "csv"], '"csv" for --track. Choose from: "wandb"'),
         (["{other}"], "other JSON"),
         ([], "--runs"),
     ],
@@ -295,7 +295,7 @@ def test_weights_and_biases_has_tables_charts_and_the_page(tmp_path, monkeypatch
     assert types["report._type"] == "html-file" and types["eagle2-s/eagle2-tau-by-size._type"] == "image-file"
     assert types["eagle2-s/best._type"] == types["eagle2-s/empty._type"] == "table-file"
     assert "eagle2-s/eagle2-predicted-speed._type" not in types
-    assert f"wandb sync {session.directory}" in capsys.readouterr().out
+    assert f"wandb sync {session.directory}" in capsys.readouterr().err
 
 
 def test_the_command_is_read_without_the_extra():
