@@ -80,6 +80,7 @@ class TrainConfig(RemoteCode):
         track: Where numbers go: csv, wandb (Weights & Biases), tensorboard. The CSV file is always written.
         wandb: Weights & Biases; auto goes online when a key is found and offline without one.
         project: Weights & Biases project.
+        group: Weights & Biases group: the study or sweep that the run belongs to.
         license: The head's licence for its model card (apache-2.0, cc-by-nc-4.0, ...); not stated without it.
     """
 
@@ -120,6 +121,7 @@ class TrainConfig(RemoteCode):
     track: tuple[Tracker, ...] = volatile(("csv", "wandb"))
     wandb: Literal["auto", "online", "offline", "off"] = volatile("auto")
     project: str = volatile("draftsmith")
+    group: str | None = volatile(None)
     license: str = volatile("")
     trust_remote_code: bool = volatile(False)
 

@@ -42,6 +42,7 @@ class ReportConfig:
         track: wandb logs tables, charts and the page to Weights & Biases.
         wandb: auto goes online when a key is found and offline without one.
         project: Weights & Biases project.
+        group: Weights & Biases group, as the trainings name theirs.
         run_name: of the Weights & Biases run; without it the output's name.
     """
 
@@ -54,6 +55,7 @@ class ReportConfig:
     track: tuple[Literal["wandb"], ...] = ()
     wandb: Choice = "auto"
     project: str = "draftsmith"
+    group: str | None = None
     run_name: str = ""
 
     def __post_init__(self) -> None:
@@ -87,10 +89,12 @@ def run(config: ReportConfig) -> Path:
         written = write_figures(sections, config.figures, config.formats)
         say(f"{len(written)} files of charts and tables in {config.figures}")
     if "wandb" in config.track and not switched_off(config.wandb):
+        from draftsmith.eval.report.runs import read_runs
         from draftsmith.eval.report.tracking import log_report
 
         name = config.run_name or f"report {output.stem}"
-        log_report(output, sections, config.wandb, project=config.project, name=name, config=resolved(config))
+        options = {"project": config.project, "name": name, "group": config.group, "config": resolved(config)}
+        log_report(output, sections, read_runs(config.runs), config.wandb, **options)
     return output
 
 

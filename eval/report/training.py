@@ -16,9 +16,9 @@ from typing import Any
 import yaml
 
 from draftsmith.data.store.reading import read_object
-from draftsmith.data.tables import Column, Row, Table
+from draftsmith.data.tables import Column, Table
 from draftsmith.eval.bench.journal import JOURNAL, whole_lines
-from draftsmith.eval.bench.results import BASELINE, RESULTS, totals_of
+from draftsmith.eval.bench.results import BASELINE, RESULTS, Row, totals_of
 from draftsmith.eval.bench.summary import speedup
 from draftsmith.eval.report.drawing import Drawing, colour, lines, tips, x_number, y_number
 from draftsmith.eval.report.tables import drawn_data, to_json
