@@ -22,7 +22,7 @@ from draftsmith.data.models.naming import naming
 from draftsmith.data.progress import Advance
 from draftsmith.data.ranks import place
 from draftsmith.data.screen import note, say
-from draftsmith.data.settings import RemoteCode, Sampling, check_not_negative, check_positive
+from draftsmith.data.settings import Dtype, RemoteCode, Sampling, check_not_negative, check_positive
 from draftsmith.data.store.datasets import Lists
 from draftsmith.data.store.manifest import Field, Manifest, open_artefact, volatile
 from draftsmith.data.store.shards import Rows, Shard, ShardContent, StagePlan, run_stage
@@ -105,7 +105,7 @@ class ResponsesConfig(Sampling, RemoteCode):
     limit: int = 0
     batch_size: int = 32
     rows_per_shard: int = 256
-    dtype: str = "float32"
+    dtype: Dtype = "float32"
     draft: str | None = volatile(None)  # its content is compared by hash
     method: str | None = None
     lm_engine: Literal["auto", "lean", "hf"] = "auto"

@@ -7,10 +7,16 @@ from __future__ import annotations
 
 import netrc
 import os
+import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
+
+from draftsmith.data.heads.directory import kind_at
+from draftsmith.data.store.files import copy_file
+from draftsmith.data.store.manifest import MANIFEST, Manifest
+from draftsmith.data.store.reading import read_object
 
 WANDB_START_TIMEOUT_S = 20
 # Quiet, and nothing but what the run itself gives: no console text, machine load, git state or code, no host name,
@@ -72,3 +78,51 @@ def finish_wandb(run: Any, say: Callable[[str], None], exit_code: int = 0) -> No
     run.finish(exit_code=exit_code)
     if run.offline:
         say(f"Weights & Biases: logged offline. Upload it with: {shlex.join(['wandb', 'sync', str(files.parent)])}")
+
+
+def head_artifact(wandb: Any, name: str, directory: Path, card: Path) -> Any:
+    """A head directory as an artifact of type model, with its card as the description.
+
+    name: what its versions have in common. card: file that receives a copy of the card. The other files are referred
+    to where they lie, not copied: an offline run reads them when it is uploaded; but a benchmark may have written the
+    card anew by then (`eval bench --card`), and a file that has changed is not taken.
+    """
+    manifest = read_object(directory / "manifest.json", {})
+    metadata = {key: manifest.get(key) for key in ("step", "metrics", "inputs", "models", "git_commit")}
+    text = (directory / "README.md").read_text("utf-8")
+    artifact = wandb.Artifact(plain_name(name), type="model", description=text, metadata=metadata)
+    copy_file(directory / "README.md", card)
+    for path in sorted(directory.resolve().iterdir()):
+        source = card if path.name == "README.md" else path
+        artifact.add_file(str(source), name=path.name, policy="immutable", skip_cache=True)
+    return artifact
+
+
+def head_name(directory: Path) -> str:
+    """The name of the artifact that a training made of a head, by where the head lies: KIND-OUTPUT."""
+    made = directory.resolve()
+    return plain_name(f"{kind_at(made)} {(made.parent if made.name == 'best' else made).name}")
+
+
+def data_artifact(wandb: Any, directory: Path) -> Any:
+    """An artefact of ours as one of type dataset: its manifest, which has the hash of every file. The data stay where
+    they are. The name has the digest, so that the same data are the same artifact for every run that reads them."""
+    manifest = Manifest.read(directory)
+    metadata = {"digest": manifest.digest, "counts": manifest.counts, "command": manifest.command}
+    artifact = wandb.Artifact(f"{manifest.kind}-{manifest.digest[:12]}", type="dataset", metadata=metadata)
+    artifact.add_file(str(directory.resolve() / MANIFEST), name=MANIFEST, policy="immutable", skip_cache=True)
+    return artifact
+
+
+def use_artifact(run: Any, artifact: Any) -> None:
+    """Say that the run was made from the artifact. The client's own `use_artifact` asks its server for the version, and
+    offline there is none: what it writes for the server is written here, and `wandb sync` sends it."""
+    if run.offline:
+        run._log_artifact(artifact, is_user_created=True, use_after_commit=True)
+    else:
+        run.use_artifact(artifact)
+
+
+def plain_name(name: str) -> str:
+    """As the names of artifacts may be."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", name)

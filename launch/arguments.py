@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import docstring_parser
 import yaml
@@ -71,14 +71,16 @@ def application(
     positional: tuple[str, ...] = (),
     printing: bool = False,
     values: Mapping[str, Any] | None = None,
+    name: str | None = None,
 ) -> App:
     """A command as cyclopts knows it; called with words, it returns the settings.
 
     positional: settings that may also be given without their names, in this order.
     printing: print the settings, of which required ones may be missing.
-    values: settings that are given beside the words.
+    values: settings that are given beside the words. name: of the app, where it is not `prog`.
     """
-    settings, own = setting_parameters(config_class, positional, printing), own_parameters(config_class)
+    own = own_parameters(config_class, tuple(shipped(prog)))
+    settings = setting_parameters(config_class, positional, printing)
 
     def command(*unnamed: Any, **named: Any) -> Any | None:
         given = dict(zip(positional, unnamed, strict=False)) | named
@@ -100,7 +102,7 @@ def application(
 
     command.__signature__ = inspect.Signature([*settings, *own])  # type: ignore[attr-defined]  # `inspect` reads it
     return App(
-        name=prog,
+        name=name or prog,
         help=one_line(described(config_class).description or ""),
         help_formatter=DefaultFormatter(column_specs=help_columns),
         default_command=command,
@@ -134,14 +136,19 @@ def setting_parameters(config_class: type, positional: tuple[str, ...], printing
     return [*(p.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) for p in first), *parameters.values()]
 
 
-def own_parameters(config_class: type) -> list[inspect.Parameter]:
-    """The options of every command. --help and those of TELLING are read before; cyclopts shows and completes them."""
+def own_parameters(config_class: type, configs: tuple[str, ...]) -> list[inspect.Parameter]:
+    """The options of every command. --help and those of TELLING are read before; cyclopts shows and completes them.
+
+    configs: names of the files that ship for it.
+    """
     flags = {
         "print_config": "print the settings as YAML and stop",
         "help": "print this and stop",
         **TELLING,
     }
-    files = keyword("config", list[Path] | None, None, ALWAYS, metavar="FILE", help="settings: YAML, or a shipped name")
+    kind: Any = Path | Literal[configs] if configs else Path
+    meaning = "settings: YAML, or a shipped name" if configs else "settings: YAML"
+    files = keyword("config", list[kind] | None, None, ALWAYS, metavar="FILE", help=meaning)
     plain: dict[str, Any] = {"negative": (), "show_default": False}
     own = [keyword(name, bool, False, ALWAYS, help=text, **plain) for name, text in flags.items()]
     owner = revised(config_class)
@@ -280,15 +287,21 @@ def config_file(prog: str, name: str) -> Path:
     file = Path(name)
     if file.is_file():
         return file
+    known = shipped(prog)
+    if name.removesuffix(".yaml") in known:
+        return known[name.removesuffix(".yaml")]
+    what = "a directory" if file.is_dir() else "no such file"
+    names = ", ".join(known) or "none"
+    raise UsageError(f"--config: found {what} at {name}, expected a YAML file or a shipped one ({names}). Correct it.")
+
+
+def shipped(prog: str) -> dict[str, Path]:
+    """The YAML files that ship for a command, by their names."""
     group = prog.split()[1] if len(prog.split()) > 1 else ""
     folders = ("train", "recipes") if group in {"train", "plan"} else (group,)
     root = Path(__file__).parents[1] / "configs"
-    shipped = {path.stem: path for folder in folders for path in (root / folder).glob("*.yaml")}
-    if name.removesuffix(".yaml") in shipped:
-        return shipped[name.removesuffix(".yaml")]
-    what = "a directory" if file.is_dir() else "no such file"
-    names = ", ".join(sorted(shipped)) or "none"
-    raise UsageError(f"--config: found {what} at {name}, expected a YAML file or a shipped one ({names}). Correct it.")
+    found = {path.stem: path for folder in folders for path in (root / folder).glob("*.yaml")}
+    return dict(sorted(found.items()))
 
 
 def read_yaml(file: Path) -> dict[str, Any]:

@@ -164,7 +164,7 @@ SECTIONS: dict[str, dict[str, Command]] = {
     "Your shell and machine": {
         "doctor": Command("launch.doctor:DoctorConfig", "What is installed here and what of it can be used"),
         "completion": Command(
-            "launch.completion:CompletionConfig", "What completes these commands in bash or zsh", ("shell",)
+            "launch.completion:CompletionConfig", "What completes these commands in bash, zsh or fish", ("shell",)
         ),
     },
 }

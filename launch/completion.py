@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,8 +11,8 @@ from typing import Literal
 class CompletionConfig:
     """Prints what completes `draftsmith` in a shell: draftsmith completion bash > ~/.bash_completion.d/draftsmith
 
-    For bash, source the file; for zsh, call it `_draftsmith` and put it into a folder of `fpath`. Make it again after
-    an update.
+    For bash, source the file; for zsh, call it `_draftsmith` and put it into a folder of `fpath`; for fish, put it into
+    ~/.config/fish/completions. Make it again after an update.
 
     Attributes:
         shell: The shell that reads the script.
@@ -23,6 +24,7 @@ class CompletionConfig:
 def run(config: CompletionConfig) -> None:
     from cyclopts import App
 
+    from draftsmith.data.screen import say
     from draftsmith.launch.arguments import application
     from draftsmith.launch.commands import COMMANDS
 
@@ -36,5 +38,15 @@ def run(config: CompletionConfig) -> None:
                 groups[word] = App(name=word)
                 root.command(groups[word])
             parent = groups[word]
-        parent.command(application(last, command.config_class(), command.positional))
-    print(root.generate_completion(shell=config.shell))
+        parent.command(application(f"draftsmith {name}", command.config_class(), command.positional, name=last))
+    say(with_files(config.shell, root.generate_completion(shell=config.shell)))
+
+
+def with_files(shell: str, script: str) -> str:
+    """The script that completes files too where --config has names: cyclopts completes choices or files, not both."""
+    if shell == "bash":  # files, where nothing else fits
+        return script.replace("complete -F ", "complete -o default -F ")
+    if shell == "fish":
+        return re.sub(r"(-l config) -x -a", r"\1 -r -F -a", script)
+    script = re.sub(r"(?<=:config:)\(([\w. -]+)\)", r"{compadd -- \1; _files}", script)
+    return re.sub(r"(compset -P '--config='\n\s*compadd -- .*)", r"\1; _files", script)

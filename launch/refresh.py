@@ -91,7 +91,7 @@ def steps(config: RefreshConfig, method: str) -> tuple[PipelineStep, PipelineSte
     training = PipelineStep.of(
         "Training on", f"train {kind}", root / "training" / "training.json", config=root / RECIPE, init=config.head,
         data=config.data, **common, model_dtype="auto" if config.dtype == "float16" else config.dtype,
-        accelerator="cpu" if config.device == "cpu" else "gpu", resume=True, output=root / "training",
+        accelerator="cpu" if config.device == "cpu" else "gpu", resume=True, group=root.name, output=root / "training",
     )  # fmt: skip
     return (
         bench("The head as it is", "before", root / "old"),

@@ -125,7 +125,7 @@ NUMBERS = (
     "k", "c", "x", "depth", "nodes", "rows", "length", "round", "start", "count", "tokens", "reached", "rounds", "low",
     "high", "speedup", "tau", "tokens_per_s", "gain", "entropy", "share", "drafted", "accepted", "threshold",
     "confidence", "predicted", "observed", "measured", "auc", "ece", "kl", "milliseconds", "discard_rate",
-    "verification_rate", "theory", "prompts", "users", "user_tokens_per_s",
+    "verification_rate", "theory", "prompts", "users", "user_tokens_per_s", "at_step", "value",
 )  # fmt: skip
 
 

@@ -15,7 +15,8 @@ BLOCK, PREFIX = 32768, 7
 
 @dataclass
 class OfflineRun:
-    """directory: what `wandb sync` takes. history: one dictionary a logged row, in order. artifacts: their records."""
+    """directory: what `wandb sync` takes. history: one dictionary a logged row, in order. artifacts: their
+    records. best: name of a metric -> max or min, where the summary keeps that of it."""
 
     directory: Path
     run_id: str = ""
@@ -24,6 +25,7 @@ class OfflineRun:
     history: list[dict[str, Any]] = field(default_factory=list)
     artifacts: list[Any] = field(default_factory=list)
     kinds: set[str] = field(default_factory=set)
+    best: dict[str, str] = field(default_factory=dict)
 
 
 def records(path: Path) -> Iterator[Any]:
@@ -72,6 +74,8 @@ def _read(directory: Path, file: Path) -> OfflineRun:
         elif kind == "history":
             items = {".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
             run.history.append({name: value for name, value in items.items() if not name.startswith("_")})
+        elif kind == "metric" and (record.metric.summary.max or record.metric.summary.min):
+            run.best[record.metric.name] = "max" if record.metric.summary.max else "min"
         elif kind == "artifact" or (kind == "request" and record.request.HasField("log_artifact")):
             run.artifacts.append(record.artifact if kind == "artifact" else record.request.log_artifact.artifact)
     return run

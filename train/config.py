@@ -8,7 +8,7 @@ import functools
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_type_hints
+from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
 from draftsmith.data.settings import RemoteCode
 from draftsmith.data.store.feature_codec import FeatureDtype
@@ -17,7 +17,8 @@ from draftsmith.modules.drafters import head_class
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.types import InputError
 
-TRACKERS = ("csv", "wandb", "tensorboard")
+Tracker = Literal["csv", "wandb", "tensorboard"]
+TRACKERS = get_args(Tracker)
 MOST = 2**31 - 1
 # Shorter pieces of a sequence have next to no context.
 MIN_LENGTH = 16
@@ -79,6 +80,7 @@ class TrainConfig(RemoteCode):
         track: Where numbers go: csv, wandb (Weights & Biases), tensorboard. The CSV file is always written.
         wandb: Weights & Biases; auto goes online when a key is found and offline without one.
         project: Weights & Biases project.
+        group: Weights & Biases group: the study or sweep that the run belongs to.
         license: The head's licence for its model card (apache-2.0, cc-by-nc-4.0, ...); not stated without it.
     """
 
@@ -116,9 +118,10 @@ class TrainConfig(RemoteCode):
     save_every: int = volatile(0)
     keep: int = volatile(2)
     max_bad_steps: int = volatile(10)
-    track: tuple[str, ...] = volatile(("csv", "wandb"))
+    track: tuple[Tracker, ...] = volatile(("csv", "wandb"))
     wandb: Literal["auto", "online", "offline", "off"] = volatile("auto")
     project: str = volatile("draftsmith")
+    group: str | None = volatile(None)
     license: str = volatile("")
     trust_remote_code: bool = volatile(False)
 

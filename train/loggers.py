@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import importlib.util
 import io
-import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -20,14 +19,22 @@ import yaml
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.loggers.logger import Logger
 
-from draftsmith.data.store.files import append, copy_file, make_directory, write_text
-from draftsmith.data.store.manifest import resolved
-from draftsmith.data.store.reading import read_object
-from draftsmith.data.tracking import finish_wandb, start_wandb, switched_off
+from draftsmith.data.store.files import append, make_directory, write_text
+from draftsmith.data.store.manifest import MANIFEST, resolved
+from draftsmith.data.tracking import (
+    data_artifact,
+    finish_wandb,
+    head_artifact,
+    start_wandb,
+    switched_off,
+    use_artifact,
+)
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.metrics import is_first_process
 
+# What the summary of a run keeps of a metric, beside the last value of every other.
+BEST = {"val/tau": "max", "val/top1": "max", "val/accepted": "max", "val/auc": "max", "val/loss": "min"}
 # (step, metrics) of what a continued run logged before, oldest first.
 Past = Callable[[], Iterable[tuple[int, Mapping[str, float]]]]
 
@@ -95,6 +102,8 @@ class WandbLogger(Logger):
         self._run, self._say, self._open = run, say, True
         run.define_metric("trainer/global_step")
         run.define_metric("*", step_metric="trainer/global_step")
+        for name, best in BEST.items():
+            run.define_metric(name, step_metric="trainer/global_step", summary=best)
 
     @property
     def name(self) -> str:
@@ -111,28 +120,19 @@ class WandbLogger(Logger):
         self._run.log({**metrics, "trainer/global_step": step})
 
     def log_head(self, directory: Path) -> None:
-        """A head directory as the next version of the artifact `JOB-RUN`, with its card as the description.
-
-        Its files are referred to where they lie, not copied: an offline run reads them when it is uploaded. Only the
-        card is copied into the run's directory: a benchmark may have written it anew by then (`eval bench --card`),
-        and a file that has changed is not taken.
-        """
+        """A head directory as the next version of the artifact `JOB-RUN`."""
         import wandb
 
-        manifest = read_object(directory / "manifest.json", {})
-        metadata = {key: manifest.get(key) for key in ("step", "metrics", "inputs", "models", "git_commit")}
-        artifact = wandb.Artifact(
-            re.sub(r"[^A-Za-z0-9_.-]+", "-", self._run.name),
-            type="model",
-            description=(directory / "README.md").read_text("utf-8"),
-            metadata=metadata,
-        )
         card = Path(self._run.dir).resolve().parent / "head-card.md"
-        copy_file(directory / "README.md", card)
-        for path in sorted(directory.resolve().iterdir()):
-            source = card if path.name == "README.md" else path
-            artifact.add_file(str(source), name=path.name, policy="immutable", skip_cache=True)
-        self._run.log_artifact(artifact, aliases=["best", f"step-{manifest['step']}"])
+        artifact = head_artifact(wandb, self._run.name, directory, card)
+        self._run.log_artifact(artifact, aliases=["best", f"step-{artifact.metadata['step']}"])
+
+    def log_inputs(self, directories: Iterable[Path]) -> None:
+        """What the head is made from, in the lineage of its artifact."""
+        import wandb
+
+        for directory in directories:
+            use_artifact(self._run, data_artifact(wandb, directory))
 
     def finalize(self, status: str) -> None:
         if not self._open:
@@ -172,6 +172,7 @@ def wandb_logger(
         "project": config.project,
         "name": f"{job} {config.output.name}",
         "job_type": job,
+        "group": config.group,
         "dir": str(config.output),
         "config": {**resolved(config), "made_from": dict(made_from)},
         "id": _run_id(config.output / "wandb_id.txt", resumed),
@@ -179,6 +180,7 @@ def wandb_logger(
     }
     run = start_wandb(wandb, config.wandb, options, say)
     logger = WandbLogger(run, say)
+    logger.log_inputs(path for path in (config.data, config.val) if path is not None and (path / MANIFEST).is_file())
     if resumed and not run.resumed:
         for step, metrics in past():
             logger.log_metrics(metrics, step)

@@ -34,7 +34,7 @@ class Journal:
         """
         self.path = make_directory(directory) / JOURNAL
         decided = json.loads(json.dumps(decided_by))
-        lines = _whole_lines(self.path) or [{"settings": decided, "auto": auto}]
+        lines = whole_lines(self.path) or [{"settings": decided, "auto": auto}]
         for number, line in enumerate(lines, start=1):
             check_shape(self.path, line, entry if number > 1 else {"settings": dict}, AGAIN, f"line {number}")
         if differing := differences(flatten(lines[0]["settings"]), flatten(decided)):
@@ -57,11 +57,11 @@ class Journal:
 
 def unfinished_auto(directory: Path) -> dict[str, Any]:
     """What the first start of an unfinished run has measured: drafts are of other lengths with other numbers."""
-    lines = _whole_lines(directory / JOURNAL)
+    lines = whole_lines(directory / JOURNAL)
     return lines[0].get("auto", {}) if lines else {}
 
 
-def _whole_lines(path: Path) -> list[Any]:
+def whole_lines(path: Path) -> list[Any]:
     """The lines that end with a newline; the file is cut behind them."""
     if not path.exists():
         return []

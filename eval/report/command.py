@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import datetime
 import importlib.util
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal, get_args
 
-from draftsmith.data.screen import say
+from draftsmith.data.screen import note, say
 from draftsmith.data.store.files import make_directory, write_text
 from draftsmith.data.store.manifest import resolved
 from draftsmith.data.tracking import Choice, switched_off
 from draftsmith.modules.types import InputError
 
+if TYPE_CHECKING:
+    from draftsmith.eval.report.page import Section
+
 PACKAGES = ("altair", "vl_convert", "jinja2")  # of the extra `report`
-FORMATS = ("png", "svg", "md", "csv", "tex")
+Format = Literal["png", "svg", "md", "csv", "tex"]
+FORMATS = get_args(Format)
+EVERY_S = 60  # of --watch
 TRACE_BYTES = 2_600_000  # of all traces together: the page stays under 5 MB
 
 
@@ -23,26 +30,32 @@ class ReportConfig:
     """Shows finished runs as one HTML file that needs no network: tables, charts, and traces round by round.
 
     Attributes:
-        runs: directories of `eval bench`, of studies and of `eval tune`; each holds results.json. Benchmarks of the
-            same target, prompts, sampling and machine share their tables, others are sections of their own.
-        output: the HTML file.
+        runs: directories of `eval bench`, of studies and of `eval tune`, which hold results.json, and of trainings.
+            Benchmarks of the same target, prompts, sampling and machine share their tables, others are sections of
+            their own.
+        output: the HTML file; without it report.html in the first run's directory.
+        watch: write the page again every minute, also of runs that are not finished, until all are: the loss, tau,
+            acceptance by depth and throughput of a training, and what a benchmark or study has measured so far.
         title: its title.
         figures: directory that receives the charts and tables as files of their own.
         formats: of these files: charts as png and svg, tables as md (Markdown), csv and tex (LaTeX, booktabs).
         track: wandb logs tables, charts and the page to Weights & Biases.
         wandb: auto goes online when a key is found and offline without one.
         project: Weights & Biases project.
+        group: Weights & Biases group, as the trainings name theirs.
         run_name: of the Weights & Biases run; without it the output's name.
     """
 
     runs: tuple[Path, ...]
-    output: Path = field(kw_only=True)
+    output: Path | None = field(default=None, kw_only=True)
+    watch: bool = False
     title: str = "Draftsmith report"
     figures: Path | None = None
-    formats: tuple[str, ...] = FORMATS
-    track: tuple[str, ...] = ()
+    formats: tuple[Format, ...] = FORMATS
+    track: tuple[Literal["wandb"], ...] = ()
     wandb: Choice = "auto"
     project: str = "draftsmith"
+    group: str | None = None
     run_name: str = ""
 
     def __post_init__(self) -> None:
@@ -63,25 +76,45 @@ def run(config: ReportConfig) -> Path:
     if missing := missing_packages():
         found = f"{', '.join(missing)} not installed"
         raise InputError("report", found, "the packages of reports", "Run: pip install 'draftsmith[report]'")
-    from draftsmith.eval.report.files import write_figures
+    output = config.output or config.runs[0] / "report.html"
+    while config.watch and any(map(going_on, config.runs)):
+        write_page(config, output, EVERY_S)
+        note(f"{output}: written at {datetime.datetime.now():%H:%M:%S}, and again every {EVERY_S} s; Ctrl-C ends it")
+        time.sleep(EVERY_S)
+    sections = write_page(config, output)
+    say(f"Written to {output} ({output.stat().st_size / 1e6:.1f} MB)")
+    if config.figures is not None:
+        from draftsmith.eval.report.files import write_figures
+
+        written = write_figures(sections, config.figures, config.formats)
+        say(f"{len(written)} files of charts and tables in {config.figures}")
+    if "wandb" in config.track and not switched_off(config.wandb):
+        from draftsmith.eval.report.runs import read_runs
+        from draftsmith.eval.report.tracking import log_report
+
+        name = config.run_name or f"report {output.stem}"
+        options = {"project": config.project, "name": name, "group": config.group, "config": resolved(config)}
+        log_report(output, sections, read_runs(config.runs), config.wandb, **options)
+    return output
+
+
+def going_on(path: Path) -> bool:
+    from draftsmith.eval.report.training import is_going_on
+
+    return is_going_on(path)
+
+
+def write_page(config: ReportConfig, output: Path, every_s: int = 0) -> list[Section]:
+    """Write the page of the runs as they are now. every_s: it is to be loaded anew after so many seconds."""
     from draftsmith.eval.report.page import render
     from draftsmith.eval.report.runs import comparable, read_runs
     from draftsmith.eval.report.sections import make_sections
 
-    sections = make_sections(comparable(read_runs(config.runs)), TRACE_BYTES)
+    sections = make_sections(comparable(read_runs(config.runs, config.watch)), TRACE_BYTES)
     date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-    make_directory(config.output.parent)
-    write_text(config.output, render(config.title, date, sections))
-    say(f"Written to {config.output} ({config.output.stat().st_size / 1e6:.1f} MB)")
-    if config.figures is not None:
-        written = write_figures(sections, config.figures, config.formats)
-        say(f"{len(written)} files of charts and tables in {config.figures}")
-    if "wandb" in config.track and not switched_off(config.wandb):
-        from draftsmith.eval.report.tracking import log_report
-
-        name = config.run_name or f"report {config.output.stem}"
-        log_report(config.output, sections, config.wandb, project=config.project, name=name, config=resolved(config))
-    return config.output
+    make_directory(output.parent)
+    write_text(output, render(config.title, date, sections, every_s))
+    return sections
 
 
 def missing_packages() -> list[str]:

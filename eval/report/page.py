@@ -10,6 +10,7 @@ import base64
 import functools
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -46,8 +47,11 @@ class Section:
     warnings: Sequence[str] = ()
 
 
-def render(title: str, date: str, sections: Sequence[Section]) -> str:
-    """The whole page. Everything but this project's own assets is escaped."""
+def render(title: str, date: str, sections: Sequence[Section], every_s: int = 0) -> str:
+    """The whole page. Everything but this project's own assets is escaped.
+
+    every_s: seconds after which a browser loads it anew; 0 is never.
+    """
     charts = {
         f"{section.name}-{figure.name}": figure.specification
         for section in sections
@@ -59,6 +63,7 @@ def render(title: str, date: str, sections: Sequence[Section]) -> str:
     return environment.from_string(asset("template.html.jinja")).render(
         title=title,
         date=date,
+        every_s=every_s,
         sections=sections,
         policy=policy(scripts),
         css=Markup(f"{css_variables()}\n{asset('report.css')}"),
@@ -68,6 +73,7 @@ def render(title: str, date: str, sections: Sequence[Section]) -> str:
         tree=Markup(asset("tree.vega.json")),
         tables=tables,
         json_text=json_text,
+        breakable=breakable,
     )
 
 
@@ -89,6 +95,11 @@ def json_text(content: Any) -> Markup:
     for char in "<>&":
         text = text.replace(char, f"\\u{ord(char):04x}")
     return Markup(text)
+
+
+def breakable(name: str) -> Markup:
+    """A name whose lines may end behind its own separators."""
+    return Markup("<wbr>").join(re.split(r"(?<=[:/_,=+])(?=\w)", name))
 
 
 def policy(scripts: Sequence[str]) -> str:

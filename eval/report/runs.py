@@ -17,6 +17,7 @@ from draftsmith.data.store.reading import check_shape, read_json
 from draftsmith.eval.bench.compare import SAME_SETTINGS, SAME_SPEED
 from draftsmith.eval.bench.results import PER_PROMPT, RESULTS
 from draftsmith.eval.report.tables import from_json
+from draftsmith.eval.report.training import is_going_on, is_training, read_training, read_under_way
 from draftsmith.modules.types import InputError
 
 MEASURE = "Measure it again."
@@ -65,9 +66,11 @@ class Run:
         return self.meta.get("settings", {})
 
 
-def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """Raises:
-    InputError: a path without complete results, or with results of something else.
+def read_runs(paths: Sequence[Path], watching: bool = False) -> list[Run]:
+    """watching: runs that go on are shown as far as they are.
+
+    Raises:
+        InputError: a path without complete results, or with results of something else.
     """
     directories = [path.parent if path.name == RESULTS else path for path in paths]
     resolved = [path.resolve() for path in directories]
@@ -75,10 +78,14 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
         raise InputError("runs", f"{twice[0]} twice", "each run once", "Name it once.")
     seen = Counter(path.name for path in resolved)
     names = [path.name if seen[path.name] == 1 else f"{path.parent.name}/{path.name}" for path in resolved]
-    return [Run(path, name, _read(path)) for path, name in zip(directories, names, strict=True)]
+    return [Run(path, name, _read(path, watching)) for path, name in zip(directories, names, strict=True)]
 
 
-def _read(directory: Path) -> Mapping[str, Any]:
+def _read(directory: Path, watching: bool) -> Mapping[str, Any]:
+    if is_training(directory):
+        return read_training(directory)
+    if watching and is_going_on(directory):
+        return read_under_way(directory)
     if not directory.is_dir():
         raise InputError("runs", f"no directory {directory}", "directories of finished runs", "Check the path.")
     if not (directory / RESULTS).exists():

@@ -89,6 +89,8 @@ def about(run: Run) -> str:
         parts.append(f"{machine}, {hardware.get('torch_threads', '?')} CPU thread(s)")
     if meta.get("clock"):
         parts.append("CPU time" if meta["clock"] == "cpu" else "wall time")
+    if status := meta.get("status"):  # of a training, or of a run that goes on
+        return " ".join([status, *(["; ".join(parts) + "."] if settings else [])])
     return "; ".join(parts) + f". Measured {str(meta.get('date', 'at an unknown date'))[:10]}."
 
 

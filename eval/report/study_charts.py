@@ -30,6 +30,7 @@ from draftsmith.eval.report.drawing import (
     y_number,
 )
 from draftsmith.eval.report.load_charts import LOAD
+from draftsmith.eval.report.training import DRAWINGS as TRAINING
 
 DISCARDED = x_number("discard_rate", "discarded tokens per token", ".2f", zero=True)
 VERIFIED = y_number("verification_rate", "target calls per token", ".2f")
@@ -296,4 +297,6 @@ STUDIES: dict[str, tuple[str, Mapping[str, Drawing]]] = {
     "tree": ("A draft tree for a head", {}),
     "load": ("Many requests at once", LOAD),
     "schedule": ("How long a server should draft", {}),
+    "training": ("Training", TRAINING),
+    "under way": ("Under way", {}),
 }

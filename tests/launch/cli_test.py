@@ -380,6 +380,7 @@ def test_a_shell_completes_commands_options_and_choices(tmp_path):
         "draftsmith eval ben",
         "draftsmith eval bench --keep",
         "draftsmith eval bench --engine le",
+        "draftsmith train eagle --config eagle3-sm",
     ]
     for line in lines:
         test += (
@@ -387,4 +388,4 @@ def test_a_shell_completes_commands_options_and_choices(tmp_path):
             '_draftsmith draftsmith "${COMP_WORDS[-1]}" "${COMP_WORDS[-2]}"; echo "${COMPREPLY[@]}"\n'
         )
     result = subprocess.run(["bash", "-c", test], capture_output=True, text=True, check=True)
-    assert result.stdout.split() == ["eval", "bench", "--keep-tasks", "lean"]
+    assert result.stdout.split() == ["eval", "bench", "--keep-tasks", "lean", "eagle3-small"]

@@ -47,7 +47,7 @@ def tracked(artefacts, tmp_path_factory) -> Tracked:
     shared = {"data": artefacts.features, "target": str(artefacts.target), "output": output, "accelerator": "cpu"}
     shared |= {"max_steps": STEPS, "batch_size": 8, "val_share": 0.25, "val_every": 10, "log_every": 5, "lr": 3e-3}
     shared |= {"tau_prompts": 2, "tau_max_new_tokens": 6, "tau_every": 50, "token_weight": 1.0, "num_threads": 1}
-    shared |= {"track": ("wandb", "tensorboard"), "agreement_steps": 2}
+    shared |= {"track": ("wandb", "tensorboard"), "agreement_steps": 2, "group": "study 1"}
     learn = LitHead.part_loss
 
     def interrupted(module: LitHead, part):
@@ -59,7 +59,7 @@ def tracked(artefacts, tmp_path_factory) -> Tracked:
         for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
             patch.delenv(name, raising=False)
         patch.setenv("NETRC", str(output.parent / "no netrc"))
-        patch.setattr("draftsmith.train.metrics.say", said.append)
+        patch.setattr("draftsmith.train.metrics.note", said.append)
         with patch.context() as stopping:
             stopping.setattr(LitHead, "part_loss", interrupted)
             with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
@@ -109,8 +109,9 @@ def test_the_run_knows_what_it_was_made_from(tracked, artefacts):
 
 
 def test_the_head_is_an_artifact_of_the_completed_run_with_its_card(tracked):
-    assert [len(session.artifacts) for session in tracked.sessions] == [0, 1]
-    (artifact,), best = tracked.sessions[1].artifacts, tracked.output / "best"
+    made = [[artifact for artifact in session.artifacts if artifact.type == "model"] for session in tracked.sessions]
+    (artifact,), best = made[1], tracked.output / "best"
+    assert made[0] == [] and not artifact.use_after_commit
     manifest = json.loads((best / "manifest.json").read_text())
     assert (artifact.type, artifact.name) == ("model", "eagle-run-1")
     assert artifact.description == (best / "README.md").read_text()
@@ -122,6 +123,21 @@ def test_the_head_is_an_artifact_of_the_completed_run_with_its_card(tracked):
     assert Path(card).read_text() == artifact.description and size == Path(card).stat().st_size
     assert Path(card).parent == tracked.sessions[1].directory.resolve()
     assert files == {path.name: (str(path), path.stat().st_size) for path in best.iterdir() if path.name != "README.md"}
+
+
+def test_the_run_is_made_from_its_data(tracked, artefacts):
+    manifest = Manifest.read(artefacts.features)
+    for session in tracked.sessions:
+        (used,) = [artifact for artifact in session.artifacts if artifact.type == "dataset"]
+        assert used.use_after_commit and used.name == f"features-{manifest.digest[:12]}"  # an input, not an output
+        assert json.loads(used.metadata)["digest"] == manifest.digest
+        assert [Path(entry.local_path) for entry in used.manifest.contents] == [artefacts.features / "manifest.json"]
+        assert session.record.run_group == "study 1"
+
+
+def test_the_summary_keeps_the_best_tau(tracked):
+    for session in tracked.sessions:
+        assert session.best["val/tau"] == session.best["val/top1"] == "max" and session.best["val/loss"] == "min"
 
 
 def test_machine_and_process_are_not_told(tracked):

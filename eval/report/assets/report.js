@@ -36,7 +36,7 @@ let drawing = 0;
 
 // Pixels that a name beside an axis may take; what is longer is cut, and whole under the pointer.
 function labelLimit(width) {
-  return Math.max(90, Math.min(340, width * 0.38));
+  return Math.max(90, Math.min(340, width * 0.42));
 }
 
 function sized(specification, width) {
@@ -389,6 +389,20 @@ class Viewer {
 }
 
 const viewers = [...document.querySelectorAll("[data-trace]")].map((element) => new Viewer(element));
+
+// A command to the clipboard; where there is none for this page, its text is selected, to be copied by hand.
+for (const button of document.querySelectorAll("[data-copy]")) {
+  const command = button.previousElementSibling;
+  button.addEventListener("click", async () => {
+    try {
+      await navigator.clipboard.writeText(command.textContent);
+      button.textContent = "Copied";
+    } catch {
+      getSelection().selectAllChildren(command);
+      button.textContent = "Selected";
+    }
+  });
+}
 
 document.getElementById("theme").addEventListener("click", () => {
   chosenTheme = theme() === "dark" ? "light" : "dark";

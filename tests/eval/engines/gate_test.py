@@ -295,8 +295,7 @@ def test_an_engine_ends_when_the_check_is_stopped(tmp_path, number: int):
     )
     check = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, stderr=subprocess.DEVNULL)
     assert check.stdout is not None
-    lines = [check.stdout.readline(), check.stdout.readline()]
-    pid = child_of(lines[1].strip())
+    pid = child_of(check.stdout.readline().strip())
     check.send_signal(number)
     assert check.wait(30) != 0
     assert ended(pid)

@@ -32,6 +32,7 @@ from report_runs import (
 )
 from wandb_file import offline_runs
 
+from draftsmith.data.heads.directory import save_head
 from draftsmith.data.tables import Table
 from draftsmith.eval.report import tables
 from draftsmith.eval.report.benchmark import DRAWINGS as OF_A_BENCH
@@ -46,6 +47,7 @@ from draftsmith.eval.report.study_charts import STUDIES
 from draftsmith.eval.report.viewer import kinds, shown_prompts, viewer_data
 from draftsmith.launch.cli import main
 from draftsmith.launch.commands import configure
+from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.drafters.methods import LOSSY
 
 
@@ -256,8 +258,8 @@ def test_the_command_takes_runs_by_their_place(tmp_path):
         (["nowhere"], "no directory nowhere"),
         (["."], "no results.json in ."),
         (["{run}", "{run}"], "twice"),
-        (["{run}", "--formats", "gif"], "found gif, expected some of png"),
-        (["{run}", "--track", "csv"], "found csv, expected some of wandb"),
+        (["{run}", "--formats", "gif"], '"gif" for --formats. Choose from: "png"'),
+        (["{run}", "--track", "csv"], '"csv" for --track. Choose from: "wandb"'),
         (["{other}"], "other JSON"),
         ([], "--runs"),
     ],
@@ -287,15 +289,34 @@ def test_weights_and_biases_has_tables_charts_and_the_page(tmp_path, monkeypatch
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "no netrc"))
     output = tmp_path / "report" / "r.html"
-    run(ReportConfig(runs=(study_run(tmp_path / "s"),), output=output, track=("wandb",), project="p", run_name="named"))
+    head = save_head(tmp_path / "run 1" / "best", AcceptanceHead(AcceptanceHeadConfig(8)), {}, "# card")
+    bench = bench_run(tmp_path / "b")
+    results = json.loads((bench / "results.json").read_text())
+    results["meta"]["heads"] = {"acceptance": {"path": str(head)}, "eagle": {"path": str(tmp_path / "gone")}}
+    (bench / "results.json").write_text(json.dumps(results))
+    named = {"project": "p", "run_name": "named", "group": "g"}
+    run(ReportConfig(runs=(study_run(tmp_path / "s"), bench), output=output, track=("wandb",), **named))
     (session,) = offline_runs(output.parent)
+    assert session.record.run_group == "g"
     assert (session.record.project, session.record.display_name, session.record.job_type) == ("p", "named", "report")
     (logged,) = session.history
     types = {key: value for key, value in logged.items() if key.endswith("._type")}
     assert types["report._type"] == "html-file" and types["eagle2-s/eagle2-tau-by-size._type"] == "image-file"
     assert types["eagle2-s/best._type"] == types["eagle2-s/empty._type"] == "table-file"
     assert "eagle2-s/eagle2-predicted-speed._type" not in types
-    assert f"wandb sync {session.directory}" in capsys.readouterr().out
+    assert f"wandb sync {session.directory}" in capsys.readouterr().err
+    rounds = next(iter(output.parent.rglob("rounds_*.table.json")))
+    content = json.loads(rounds.read_text())
+    rows = [dict(zip(content["columns"], row, strict=True)) for row in content["data"]]
+    place = {"method": METHODS[1], "temperature": 0, "prompt": rows[0]["prompt"]}
+    chain = [row for row in rows if place.items() <= row.items()]
+    counted = [(row["round"], row["num_drafted"], row["num_accepted"]) for row in chain[:3]]
+    assert counted == [(0, 0, 0), (1, 3, 2), (2, 2, 2)]
+    assert (chain[1]["drafted"], chain[1]["emitted"]) == (" x\n a", " x\n" + HOSTILE)
+    used, made = (one for one in session.artifacts if one.type in ("model", "results"))
+    assert (used.type, used.name, used.use_after_commit) == ("model", "acceptance-run-1", True)
+    assert (made.type, made.name, made.use_after_commit) == ("results", "results-r", False)
+    assert {entry.path for entry in made.manifest.contents} == {"r.html", "s/results.json", "b/results.json"}
 
 
 def test_the_command_is_read_without_the_extra():

@@ -1,0 +1,113 @@
+"""Trainings and runs under way in the report, and --watch, which writes it until all are finished."""
+
+import json
+from pathlib import Path
+
+import pytest
+from report_runs import bench_run
+
+from draftsmith.eval.bench.journal import JOURNAL
+from draftsmith.eval.report import command
+from draftsmith.eval.report.command import ReportConfig, run
+from draftsmith.eval.report.runs import read_runs
+from draftsmith.eval.report.sections import make_sections
+from draftsmith.eval.report.training import series, so_far
+from draftsmith.launch.cli import main
+
+# A loss before the steps, two validations, and a line that is being written.
+METRICS = """step,val/loss,val/tau,val/agreement_1,val/top1,val/agreement_2,train/loss,cost/tokens_per_s
+10,6.5,1.25,0.2,0.2,0.1,,
+10,,,,,,6.75,1200.0
+20,5.5,1.5,0.4,0.4,0.3,,
+20,,,,,,5.75,
+3"""
+CONFIG = "# draftsmith train eagle --config THIS_FILE\ntarget: embedded:target\nmax_steps: 40\n"
+
+
+@pytest.fixture
+def training(tmp_path) -> Path:
+    directory = tmp_path / "my head"
+    directory.mkdir()
+    (directory / "metrics.csv").write_text(METRICS)
+    (directory / "config.yaml").write_text(CONFIG)
+    return directory
+
+
+def figures(directory: Path):
+    (section,) = make_sections([read_runs([directory])], 0)
+    return section, {figure.name: figure for figure in section.figures}
+
+
+def test_a_training_that_goes_on_has_its_curves_so_far(training):
+    section, found = figures(training)
+    assert section.about.startswith("Going on: step 20 is the last that is logged. Target embedded:target")
+    assert section.commands == [f"draftsmith train eagle --config '{training}/config.yaml'"]
+
+    def points(name):
+        values = found[name].specification["data"]["values"]
+        return [(row["series"], row["at_step"], row["value"]) for row in values]
+
+    assert points("training-loss") == [
+        ("validation", 10, 6.5), ("training", 10, 6.75), ("validation", 20, 5.5), ("training", 20, 5.75)
+    ]  # fmt: skip
+    assert points("training-tau") == [("tau", 10, 1.25), ("tau", 20, 1.5)]
+    assert points("training-depth") == [
+        ("token 1", 10, 0.2), ("token 2", 10, 0.1), ("token 1", 20, 0.4), ("token 2", 20, 0.3)
+    ]  # fmt: skip
+    assert points("training-speed") == [("training", 10, 1200.0)]
+    last = {row["metric"]: (row["value"], row["step"], row["lowest"]) for row in found["training-latest"].rows}
+    assert last["val/loss"] == (5.5, 20, 5.5) and last["cost/tokens_per_s"] == (1200.0, 10, 1200.0)
+    (training / "training.json").write_text("{}")
+    assert figures(training)[0].about.startswith("Finished after 20 steps.")
+
+
+def test_depths_of_heads_that_have_no_agreement():
+    rows = [{"step": 1, "val/top1": 0.5, "val/top1_2": 0.25, "val/tau": 2.0}]
+    assert [(point["series"], point["value"]) for point in series(rows, "training-depth")] == [
+        ("token 1", 0.5), ("token 2", 0.25)
+    ]  # fmt: skip
+
+
+def row(method: str, tokens: int, calls: int, seconds: float, error: str | None = None) -> dict:
+    counts = dict.fromkeys(("num_draft_tokens", "num_accepted", "num_discarded", "draft_calls"), 0)
+    known = {"tokens": tokens, "num_tokens": tokens, "num_target_calls": calls, "wall_s": seconds, "cpu_s": 9.0}
+    return {"method": method, "temperature": 0.0, "error": error, **counts, **known}
+
+
+def test_a_benchmark_that_goes_on_has_ratios_of_sums_so_far(tmp_path, capsys):
+    first = [row("ar", 10, 10, 1.0), row("spec", 10, 5, 0.5)]
+    second = [row("ar", 30, 30, 3.0), row("spec", 30, 10, 1.0), row("spec", 0, 0, 0.0, "failed")]
+    found = {one["method"]: one for one in so_far(first + second)}
+    assert found["spec"] == {
+        "method": "spec", "temperature": 0.0, "prompts": 2, "tau": 40 / 15, "speedup": pytest.approx(4.0 / 1.5)
+    }  # fmt: skip
+    part = tmp_path / "study" / "bench-t0"
+    part.mkdir(parents=True)
+    lines = [{"settings": {}}, {"rows": first}]
+    (part / JOURNAL).write_text("\n".join(map(json.dumps, lines)) + '\n{"torn')
+    bench_run(tmp_path / "study" / "bench-t1")
+    study = read_runs([tmp_path / "study"], watching=True)[0]
+    (table,) = study.results["tables"]
+    states = {(entry["part"], entry["method"]): (entry["state"], entry["tau"]) for entry in table["rows"]}
+    assert states["bench-t0", "spec"] == ("going on", 2.0) and states["bench-t1", "ar"][0] == "done"
+    assert main(["eval", "report", str(tmp_path / "study")]) == 2  # without --watch
+    assert "no results.json" in capsys.readouterr().err
+
+
+def test_watching_ends_with_the_run(training, monkeypatch, capsys):
+    pages = []
+
+    def sleep(seconds):
+        pages.append((training / "report.html").read_text())
+        assert seconds == command.EVERY_S
+        if len(pages) == 2:
+            (training / "training.json").write_text("{}")
+
+    monkeypatch.setattr(command.time, "sleep", sleep)
+    assert run(ReportConfig(runs=(training,), watch=True)) == training / "report.html"
+    refresh = '<meta http-equiv="refresh" content="60">'
+    assert len(pages) == 2 and all(refresh in page and "Going on: step 20" in page for page in pages)
+    last = (training / "report.html").read_text()
+    assert refresh not in last and "Finished after 20 steps" in last
+    captured = capsys.readouterr()
+    assert captured.err.count("again every 60 s") == 2 and captured.out.startswith("Written to ")
