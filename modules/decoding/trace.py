@@ -86,7 +86,7 @@ class Totals:
 
     @property
     def verification_rate(self) -> float:
-        """N_target / N: SpecDec++'s verification rate, and HSDDW's utilisation eta (target inferences by the length of
+        """N_target / N, SpecDec++'s verification rate, and HSDDW's utilisation eta (target inferences by the length of
         the output). 1 / tau."""
         return self.num_target_calls / max(self.num_tokens, 1)
 
