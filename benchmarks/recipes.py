@@ -100,9 +100,9 @@ class Recipe:
 RECIPES = {
     BASE: Recipe(),
     "eagle1": Recipe(kind="eagle"),
-    "medusa": Recipe(kind="medusa"),
-    "hydra": Recipe(kind="hydra"),
-    "hydra++": Recipe({"prefix_attention": True, "num_layers": 4}, kind="hydra"),
+    "medusa": Recipe({"lm_head": "own"}, kind="medusa"),  # as published, Hydra's too
+    "hydra": Recipe({"lm_head": "own"}, kind="hydra"),
+    "hydra++": Recipe({"lm_head": "own", "prefix_attention": True, "num_layers": 4}, kind="hydra"),
     "passes-1": Recipe({"passes": 1}),
     "passes-7": Recipe({"passes": 7}),
     "mask-previous": Recipe({"token_mask": "previous"}),
