@@ -80,18 +80,20 @@ def navigation(pages: set[str]) -> str:
 
 
 def notebook(source: str) -> str:
-    """A notebook with its outputs as Markdown. What has a form for browsers is shown in that one."""
+    """A notebook with its outputs as Markdown: results in their form for browsers, what was printed as it was."""
     parts = []
     for cell in json.loads(source)["cells"]:
         text = "".join(cell["source"])
         parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+        printed = ""
         for output in cell.get("outputs", []):
             data = output.get("data", {})
-            if "text/html" in data:
-                parts.append("```{raw} html\n" + "".join(data["text/html"]) + "\n```")
+            if output["output_type"] == "execute_result" and "text/html" in data:
+                parts.append("```{raw} html\n<div class='output'>" + "".join(data["text/html"]) + "</div>\n```")
             else:
-                printed = "".join(data.get("text/plain", output.get("text", "")))
-                parts.append(f"```{{code-block}} text\n:class: output\n\n{printed}\n```")
+                printed += "".join(data.get("text/plain", output.get("text", "")))
+        if printed:
+            parts.append(f"```{{code-block}} text\n:class: output\n\n{printed}\n```")
     return "\n\n".join(parts)
 
 

@@ -54,6 +54,9 @@ class HydraFormat(HeadFormat):
 
     name, system, kind = "hydra", "zankner/Hydra", "hydra"
     weights_files = (WEIGHTS,)
+    notes = (
+        "Its command line drafts by a tree of four levels whatever config.json says: it wants 4 heads, the default.",
+    )
 
     def recognises(self, found: ForeignHead) -> bool:
         return found.has(r"hydra_mlp\.")

@@ -25,13 +25,14 @@ def batch(rng: torch.Generator) -> FeatureBatch:
 
 
 @OWN
-@pytest.mark.parametrize("rows_at_once", [2, 100])
-def test_the_loss_is_the_papers_formula_in_float64(monkeypatch, own: bool, rows_at_once: int) -> None:
-    """Section 2.2.1: sum_k lambda_k (-log p_k(y_{t+k+1})), p_k = softmax(W_k (h + SiLU(W h + b))), k from 1."""
+@pytest.mark.parametrize(("rows_at_once", "loss"), [(2, "hard"), (100, "hard"), (2, "soft")])
+def test_the_loss_is_the_papers_formula_in_float64(monkeypatch, own: bool, rows_at_once: int, loss: str) -> None:
+    """Section 2.2.1: sum_k lambda_k (-log p_k(y_{t+k+1})), p_k = softmax(W_k (h + SiLU(W h + b))), k from 1; soft, the
+    mean of -log p_k by the target's distribution of that token."""
     monkeypatch.setattr("draftsmith.modules.losses.CHUNK_ELEMENTS", rows_at_once * V)
     target, head = TableLM(1), random_medusa_heads(3, own).requires_grad_(True)
     data, decay = batch(torch.Generator().manual_seed(0)), 0.7
-    output = head.loss(data, target, MedusaSettings(head_decay=decay), None)
+    output = head.loss(data, target, MedusaSettings(head_decay=decay, loss=loss), None)
     terms, counted = [], 0
     for row in range(2):
         for t in range(9):
@@ -43,7 +44,10 @@ def test_the_loss_is_the_papers_formula_in_float64(monkeypatch, own: bool, rows_
                 state = h + x / (1 + torch.exp(-x))
                 logits = (head.lm_heads[k - 1].weight if own else target._lm_head) @ state
                 log_p = logits - logits.exp().sum().log()
-                terms.append(decay ** (k - 1) * -log_p[data.input_ids[row, t + k + 1]])
+                entropy = -log_p[data.input_ids[row, t + k + 1]]
+                if loss == "soft":
+                    entropy = -((target._lm_head @ data.features[row, t + k]).softmax(-1) * log_p).sum()
+                terms.append(decay ** (k - 1) * entropy)
                 counted += k == 1
     wanted = torch.stack(terms).sum() / counted
     assert float((output.loss - wanted).detach()) == pytest.approx(0, abs=1e-12)  # sums of some dozen float64 terms
