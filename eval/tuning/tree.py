@@ -14,21 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from draftsmith.data.heads.draft_settings import DraftSettings
-from draftsmith.data.progress import say
+from draftsmith.data.screen import say, show
 from draftsmith.data.settings import check_not_negative, check_positive
 from draftsmith.data.store.files import make_directory, write_json, write_text
 from draftsmith.data.store.writer import sole_writer
+from draftsmith.data.tables import Column, Table, plain
 from draftsmith.eval.bench.load import load_run, read_tree
 from draftsmith.eval.bench.prompt_runner import answered
 from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
 from draftsmith.eval.bench.results import RESULTS, describe
 from draftsmith.eval.bench.runner import make_runners
 from draftsmith.eval.replay.record import Recording, TargetAnswers
-from draftsmith.eval.report.tables import Column, Table, on_screen, plain, to_json
+from draftsmith.eval.report.tables import to_json
 from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
 from draftsmith.modules.decoding.branches import BranchDrafter
 from draftsmith.modules.decoding.trace import pool
@@ -86,7 +86,7 @@ def run(config: TreeConfig) -> Path:
     tau = measured_tau(models, method, config, prompts)
     depths = [sum(len(path) == depth for path in paths) for depth in range(1, 1 + max(map(len, paths)))]
     table = accuracy_table(accuracies, depths)
-    Console(highlight=False).print(on_screen(table))
+    show(table)
     meta = describe("tree", config, models.target, prompts, config.prompts, {})
     summary = {"nodes": len(paths), "depths": depths, "expected_tau": expected, "tau": tau, "paths": paths}
     results = {"meta": meta, "tables": to_json([table]), "summary": plain(summary), "accuracies": accuracies}
