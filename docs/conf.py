@@ -9,8 +9,12 @@ import json
 import os
 import re
 import shutil
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from sphinx.util import logging
 
 import draftsmith
 
@@ -31,7 +35,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 if REPOSITORY:
     extensions.append("sphinx.ext.linkcode")
 
-myst_enable_extensions = ["html_image"]
+myst_enable_extensions = ["alert", "html_image", "tasklist"]
 myst_heading_anchors = 4
 default_role = "code"
 highlight_language = "text"  # of blocks that name none: what a command printed
@@ -46,7 +50,7 @@ html_title = "Draftsmith"
 html_static_path = ["site.css"]
 html_css_files = ["site.css"]
 html_copy_source = False
-html_show_sphinx = False
+html_show_sphinx = html_show_copyright = False
 html_theme_options = (
     {"source_repository": f"{REPOSITORY}/", "source_branch": BRANCH, "source_directory": ""} if REPOSITORY else {}
 )
@@ -101,16 +105,19 @@ def sources(folder: Path, text: str, pages: set[str]) -> str:
     """Links to what is no page lead to the repository if that is known; else a file comes along, a folder cannot."""
 
     def moved(link: re.Match[str]) -> str:
-        words, path = link.groups()
+        words, path, part = link.groups(default="")
         place = (folder / path).resolve()
-        if not place.exists() or place.relative_to(ROOT).with_suffix("").as_posix() in pages:
+        if not (place.exists() and place.is_relative_to(ROOT)):
+            return link[0]  # which Sphinx then warns of
+        name = place.relative_to(ROOT)
+        if name.with_suffix("").as_posix() in pages:
             return link[0]
         if REPOSITORY:
             kind = "tree" if place.is_dir() else "blob"
-            return f"[{words}]({REPOSITORY}/{kind}/{BRANCH}/{place.relative_to(ROOT).as_posix()})"
+            return f"[{words}]({REPOSITORY}/{kind}/{BRANCH}/{name.as_posix()}{part})"
         return words if place.is_dir() else f"[{words}](path:{path})"
 
-    return re.sub(r"(?<!!)\[([^\]]*)\]\(([^)#:\s]+)\)", moved, text)
+    return re.sub(r"(?<!!)\[([^\]]*)\]\(([^)#:\s]+)(#[^)\s]*)?\)", moved, text)
 
 
 def read_source(app: Any, page: str, source: list[str]) -> None:
@@ -135,7 +142,8 @@ def parameters(app: Any, what: str, name: str, thing: Any, options: Any, lines: 
         if begins.match(paragraph):
             _, *found = begins.split(" ".join(line.strip() for line in paragraph.splitlines()))
             entries = zip(found[::2], found[1::2], strict=True)
-            paragraphs[number] = "\n".join(f":param {name}: {text.strip()}" for name, text in entries)
+            each = [(name, text.strip()) for some, text in entries for name in re.split(", | and ", some)]
+            paragraphs[number] = "\n".join(f":param {name}: {text}" for name, text in each)
     lines[:] = "\n\n".join(paragraphs).split("\n")
 
 
@@ -152,13 +160,41 @@ def linkcode_resolve(domain: str, info: dict[str, str]) -> str | None:
     return f"{REPOSITORY}/blob/{BRANCH}/{file.as_posix()}#L{first}-L{first + len(lines) - 1}"
 
 
-def home(app: Any, failed: Exception | None) -> None:
-    """Servers look for an index."""
-    if failed is None:
-        shutil.copy(Path(app.outdir) / f"{root_doc}.html", Path(app.outdir) / "index.html")
+class Links(HTMLParser):
+    """Where a page leads, and the places in it that others may lead to."""
+
+    def __init__(self, page: Path):
+        super().__init__()
+        self.leads, self.places = set[str](), {""}
+        self.feed(page.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if name in ("href", "src", "srcset"):
+                self.leads |= {part.split()[0] for part in (value or "").split(",") if part.strip()}
+            elif name == "id":
+                self.places.add(value or "")
+
+
+def finish(app: Any, failed: Exception | None) -> None:
+    """Servers look for an index. Then every link of every page is followed, as written: Sphinx checks no raw HTML."""
+    if failed is not None:
+        return
+    site = Path(app.outdir)
+    shutil.copy(site / f"{root_doc}.html", site / "index.html")
+    pages = {page: Links(page) for page in site.rglob("*.html")}
+    for page, links in pages.items():
+        for lead in sorted(links.leads):
+            url = urlsplit(lead)
+            file = Path(os.path.normpath(page.parent / unquote(url.path))) if url.path else page
+            if not (url.scheme or url.netloc) and (
+                not file.is_file() or (file in pages and unquote(url.fragment) not in pages[file].places)
+            ):
+                logging.getLogger("site").warning(f"{page.relative_to(site)}: {lead} leads nowhere")
+                app.statuscode = 1
 
 
 def setup(app: Any) -> None:
     app.connect("source-read", read_source)
     app.connect("autodoc-process-docstring", parameters, priority=400)  # before napoleon reads the rest
-    app.connect("build-finished", home)
+    app.connect("build-finished", finish)

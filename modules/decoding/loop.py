@@ -37,8 +37,8 @@ class Generation:
 class Round:
     """What `on_round` sees: the tokens a round emitted, of which the first `num_accepted` had been drafted.
 
-    tree, verdict and step: what was drafted, what the target decided, and the counts; logits: [N+1, V] of the target,
-    row 0 scores the root's children. None for the prefill, which emits the first token. row: number of the prompt.
+    tree: what was drafted. verdict: what the target decided. step: the counts. logits: [N+1, V] of the target, row 0
+    scores the root's children. These are None for the prefill, which emits the first token. row: number of the prompt.
     """
 
     tokens: list[int]

@@ -45,7 +45,7 @@ MUTANTS = [
     Mutant("eagle3-logits-not-shifted", LOSS, "logits -= logits.amax(-1, keepdim=True)\n", "pass\n", (LOSS_TEST,)),
     Mutant("eagle3-unmeasured-tokens-are-known", LOSS, "measured or objective.drop_unknown)",
            "measured)", (LOSS_TEST,)),
-    Mutant("eagle3-gradient-of-lm-head-unweighted", LOSS, "(states[part] * counted[i][:, None].to(states.dtype))",
+    Mutant("eagle3-gradient-of-lm-head-unweighted", LOSS, "states[part] * counted[i][:, None].to(states.dtype)",
            "states[part]", (LOSS_TEST,)),
     Mutant("eagle3-measures-in-every-step", HEAD, "measured = step is None or step.logged", "measured = True",
            (TRAINING,)),
