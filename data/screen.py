@@ -60,7 +60,7 @@ def telling(quiet: bool = False, as_json: bool = False) -> Iterator[Screen]:
 
 
 def document(screen: Screen, **more: Any) -> str:
-    """What a command told, as JSON: what it answered, its `tables` with the values as they are, and its `text`."""
+    """What a command told, as JSON: what it answered, its `tables` with their values, and its `text`."""
     told: dict[str, Any] = {"tables": screen.tables, "text": screen.texts}
     whole = {**more, **(screen.document or {}), **{name: value for name, value in told.items() if value}}
     return json.dumps(plain(whole), indent=2, ensure_ascii=False, default=str)
@@ -113,7 +113,7 @@ def show_facts(facts: Mapping[str, Any], title: str = "", key: str = "facts") ->
 
 
 def as_values(table: Table) -> dict[str, Any]:
-    """A table in the document: its rows by the keys of its columns, unrounded."""
+    """A table in the document: its rows by the keys of its columns."""
     keys = [column.key for column in table.columns]
     rows = [{key: row.get(key) for key in keys} for row in table.rows]
     shown = {"name": table.name, "title": table.title, "rows": rows, "note": table.note}

@@ -132,7 +132,10 @@ class WandbLogger(Logger):
         import wandb
 
         for directory in directories:
-            use_artifact(self._run, data_artifact(wandb, directory))
+            try:
+                use_artifact(self._run, data_artifact(wandb, directory))
+            except Exception as error:  # of the network or the server: the training does not need it
+                self._say(f"Weights & Biases: {directory} is not in the head's lineage ({type(error).__name__})")
 
     def finalize(self, status: str) -> None:
         if not self._open:
