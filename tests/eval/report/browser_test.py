@@ -209,26 +209,10 @@ def test_the_theme_is_the_systems_until_the_reader_chooses_and_paper_is_light(se
     assert [page.evaluate(background), page.evaluate(label)] == dark
 
 
-def test_a_command_is_copied_or_selected(seen):
-    page = seen.page
-    command = page.locator("#bench-bench-commands .command").first
-    text = command.locator("pre").text_content()
-    assert text.startswith("draftsmith eval bench") and page.locator("#glossary dl").is_visible()
-    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    command.locator("button").click()
-    page.wait_for_function("document.querySelector('[data-copy]').textContent === 'Copied'")
-    assert page.evaluate("navigator.clipboard.readText()") == text
-    page.evaluate("navigator.clipboard.writeText = () => Promise.reject(new Error('none'))")
-    command.locator("button").click()
-    page.wait_for_function("document.querySelector('[data-copy]').textContent === 'Selected'")
-    assert page.evaluate("getSelection().toString()").split() == text.split()
-
-
-def test_a_phone_scrolls_no_page_and_no_chart(seen):
+def test_a_phone_scrolls_no_page(seen):
     page = seen.page
     page.set_viewport_size({"width": 390, "height": 800})
     page.reload()
     drawn(page)
-    wider = "[...document.querySelectorAll('.drawing')].filter((one) => one.scrollWidth > one.clientWidth + 1).length"
-    assert page.evaluate("document.documentElement.scrollWidth") <= 390 and page.evaluate(wider) == 0
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390 and page.locator("#glossary dl").is_visible()
     page.set_viewport_size({"width": 1200, "height": 900})

@@ -197,7 +197,7 @@ def test_the_command_on_the_embedded_pair_and_its_continuation(tmp_path, capsys)
     assert kl["paper"] == 0.637 and kl["eval_kl"] > 0
     capsys.readouterr()
     assert main(argv) == 0
-    shown = capsys.readouterr().out
+    shown = capsys.readouterr().err
     done = [line for line in shown.splitlines() if "done before" in line]
     assert len(done) == 6 + 1 + 2  # data, the head, two benches
     again = json.loads((tmp_path / "results.json").read_text())
