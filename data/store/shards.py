@@ -145,6 +145,8 @@ def run_stage(plan: StagePlan, make_shard: Callable[[Shard, Advance], ShardConte
     own = [shard for shard in plan.shards if shard.index % world == rank]
     todo = [shard for shard in own if read_done(directory, shard) is None]
     total, left = (sum(s.stop - s.start for s in shards) for shards in (own, todo))
+    if rank == 0 and world > 1:
+        note(f"{plan.kind}: {total:,} of {plan.num_rows:,} rows here, the others by {world - 1} more")
     with bar(plan.kind, total, "rows", total - left, enabled=rank == 0) as advance:
         _write_all(plan, ((shard, make_shard(shard, advance)) for shard in todo))
     if rank == 0:
