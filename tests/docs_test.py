@@ -4,13 +4,17 @@ line takes, with settings that it knows; their links lead somewhere."""
 from __future__ import annotations
 
 import ast
+import importlib
+import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
+from draftsmith.launch.arguments import parse
 from draftsmith.launch.commands import COMMANDS, configure
 from draftsmith.modules import drafters
 
@@ -52,19 +56,28 @@ def commands(text: str) -> list[list[str]]:
     """The command lines of a page's sh blocks: words without comments, redirections, pipes and what `launch` starts."""
     found = []
     for block in re.findall(r"```(?:sh|bash)\n(.*?)```", text, re.DOTALL):
-        lines = re.sub(r"(^|\s)#[^\n]*", r"\1", block).replace("\\\n", " ")
+        lines = re.sub(r"(^|\s)#[^\n]*", r"\1", block)
+        assert not any("\\\n" in quoted for quoted in re.findall(r"'[^']*'", lines)), "a backslash is itself in quotes"
+        lines = lines.replace("\\\n", " ")
         lexer = shlex.shlex(lines, posix=True, punctuation_chars="|;&<>\n")
         lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t", True, ""
         words: list[str] = []
+        file = False  # is the next word, of a redirection
         for word in [*lexer, "\n"]:
-            if word and set(word) <= set("|;&<>\n"):
+            if word and set(word) <= set("<>"):
+                file = True
+            elif word and set(word) <= set("|;&\n"):
                 found += [words] * bool(words)
                 words = []
+            elif file:
+                file = False
             else:
                 words.append(word)
     return [words[next((i for i, word in enumerate(words) if "=" not in word), 0) :] for words in found]
 
 
+# Programs of a reader's machine, which need not be on this one.
+OTHERS = ("vllm", "cd")
 # What stands for a value of the reader's.
 STANDING = {"T": "0.7", "N": "3", "SEED": "0"}
 
@@ -84,6 +97,45 @@ def test_commands_are_ones_that_the_command_line_takes(name, capsys):
             args += ["--print-config"]
             args = [word for word, before in zip(args, ["", *args], strict=False) if "--config" not in (word, before)]
         configure(command, args)
+
+
+def settings_of(script: Path) -> type:
+    """Whose fields are the options of a script of this project: what it gives to `main_of`."""
+    calls = [node for node in ast.walk(ast.parse(script.read_text())) if isinstance(node, ast.Call)]
+    given = next(node.args[0] for node in calls if isinstance(node.func, ast.Name) and node.func.id == "main_of")
+    assert isinstance(given, ast.Name)
+    parts = script.relative_to(ROOT).with_suffix("").parts
+    return getattr(importlib.import_module(".".join(("draftsmith", *parts))), given.id)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_run_by_another_program_is_there(name, capsys):
+    """Scripts and their options, targets of make and their variables, the JSON that a server is given."""
+    makefile = (ROOT / "Makefile").read_text()
+    for words in commands(NAMES[name].read_text()):
+        if words[0] == "make":
+            for word in words[1:]:
+                variable, assigned, _ = word.partition("=")
+                assert re.search(rf"^{variable} [?:]?=|^{word}:" if assigned else rf"^{word}:", makefile, re.M), words
+        elif words[0] == "python" and words[1] != "-m":
+            script = ROOT / words[1]
+            assert script.is_file(), words
+            if "main_of" in script.read_text():
+                parse(words[1], settings_of(script), words[2:])
+        elif "--speculative-config" in words and "..." not in " ".join(words):
+            assert json.loads(words[words.index("--speculative-config") + 1]), words
+        else:
+            assert words[0] == "draftsmith" or words[0] in OTHERS or shutil.which(words[0]), words
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_block_is_of_a_kind_that_is_tested(name):
+    """Blocks without a kind are what a command printed."""
+    text = NAMES[name].read_text()
+    for kind, block in re.findall(r"^ *```([^\n]*)\n(.*?)^ *```$", text, re.DOTALL | re.MULTILINE):
+        assert kind in ("", "sh", "python", "json", "{eval-rst}"), kind
+        if kind == "json":
+            json.loads(block)
 
 
 def anchors(page: Path) -> set[str]:

@@ -22,6 +22,7 @@ TOKENS = {1: "def", 2: " x", 3: "\n", 4: HOSTILE, 5: " a", 6: " b", 7: " c", 8: 
 META = {
     "schema_version": 2,
     "kind": "bench",
+    "command": "draftsmith eval bench --target embedded:target --methods 'ar,spec:k=3'",
     "date": "2026-11-21T00:00:00+00:00",
     "seed": 0,
     "settings": {"target": "embedded:target", "draft": "embedded:draft", "prompts": "p.jsonl",
@@ -127,6 +128,18 @@ NUMBERS = (
     "confidence", "predicted", "observed", "measured", "auc", "ece", "kl", "milliseconds", "discard_rate",
     "verification_rate", "theory", "prompts", "users", "user_tokens_per_s", "at_step", "value",
 )  # fmt: skip
+
+
+def wide_rows() -> list[dict[str, Any]]:
+    """As many columns and as long names as studies have, in two panels."""
+    rows = []
+    for panel in ("T=0", "T=1, prompts of a long name"):
+        for i in range(24):
+            series = f"specdecpp:h=0.{i % 6}:calibrated=on"
+            row: dict[str, Any] = dict.fromkeys(NAMED, panel) | dict.fromkeys(SERIES, series)
+            row |= {key: (i + 1) / 24 for key in NUMBERS} | {"position": i, "depth": i, "nodes": i + 1}
+            rows.append(row | {"drafter": f"drafter {i}", "setting": f"K={i}", "task": f"task number {i}"})
+    return rows
 
 
 def study_tables() -> list[Table]:

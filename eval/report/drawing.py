@@ -51,8 +51,8 @@ def chart(name: str, drawing: Drawing, rows: Rows, settings: Mapping[str, Any] |
 
 
 def room(specification: Mapping[str, Any]) -> dict[str, int]:
-    """Measures by which a chart is fitted to a width: its panels, and the characters of the longest entry of its legend
-    and of the longest name along y."""
+    """Measures by which a chart is fitted to a width: its panels, the characters of the longest entry of its legend and
+    of the longest name along y, and the columns of a heatmap."""
     rows = specification["data"]["values"]
     layers = specification.get("spec", specification).get("layer", ())
     panel = specification.get("facet", {}).get("field")
@@ -63,7 +63,8 @@ def room(specification: Mapping[str, Any]) -> dict[str, int]:
         return {str(row.get(key)) for row in rows for key in keys}
 
     entry, names = (max(map(len, named(channel)), default=least) for channel, least in (("color", 0), ("y", 6)))
-    return {"panels": count(rows, panel) if panel else 1, "entry": entry, "names": names}
+    panels, cells = count(rows, panel) if panel else 1, max(1, len(named("x")))
+    return {"panels": panels, "entry": entry, "names": names, "cells": cells}
 
 
 def count(rows: Rows, key: str) -> int:
@@ -104,6 +105,11 @@ def names(key: str, **more: Any) -> Any:
 def colour(key: str, title: str = "", channel: Any = alt.Color) -> Any:
     """A colour, or a shape, for each name under `key`."""
     return channel(f"{key}:N", title=title or key, sort=None)
+
+
+def unexplained(key: str) -> Any:
+    """The colours of `colour`, of lines beside points whose legend says what they are: it would come twice."""
+    return alt.Stroke(f"{key}:N", sort=None, legend=None)
 
 
 def tips(*shown: str, **formats: str) -> list[alt.Tooltip]:

@@ -98,8 +98,8 @@ def json_text(content: Any) -> Markup:
 
 
 def breakable(name: str) -> Markup:
-    """A name whose lines may end behind its own separators."""
-    return Markup("<wbr>").join(re.split(r"(?<=[:/_,=+])(?=\w)", name))
+    """A name whose lines may end behind its own separators, where more than a character or two would follow."""
+    return Markup("<wbr>").join(re.split(r"(?<=[:/_,=+])(?=\w{3})", name))
 
 
 def policy(scripts: Sequence[str]) -> str:

@@ -26,6 +26,7 @@ from draftsmith.eval.report.drawing import (
     names,
     points,
     tips,
+    unexplained,
     x_number,
     y_number,
 )
@@ -35,7 +36,9 @@ from draftsmith.eval.report.training import DRAWINGS as TRAINING
 DISCARDED = x_number("discard_rate", "discarded tokens per token", ".2f", zero=True)
 VERIFIED = y_number("verification_rate", "target calls per token", ".2f")
 RATES = tips("series", "setting", "head", discard_rate=".2f", verification_rate=".2f", tau=".2f", theory=".1f")
-SETTINGS = alt.Chart().mark_text(align="left", dx=9, fontSize=11).encode(DISCARDED, VERIFIED, text="setting:N")
+# Of every series they would cover each other.
+SETTINGS = alt.Chart().transform_filter("datum.series === 'fixed K'").mark_text(align="left", dx=9, dy=-5, fontSize=11)
+SETTINGS = SETTINGS.encode(DISCARDED, VERIFIED, text="setting:N")
 SPECDECPP = {
     "specdecpp-rates": Drawing(
         "Verification against discard rate (SpecDec++, figure 4)",
@@ -76,7 +79,7 @@ def acceptance_by_position(rows: Rows) -> Any:
     """EAGLE-2's figure 5."""
     x, y = x_number("accepted", ACCEPTED, ".0%", zero=True), names("position")
     shown = tips("mode", "position", "depth", "reached", accepted=".0%", low=".0%", high=".0%")
-    intervals = interval_marks(alt.Chart().encode(y, colour("mode")), x, along="x")
+    intervals = interval_marks(alt.Chart().encode(y, unexplained("mode")), x, along="x")
     return drawn([intervals, points(x, y, "mode", shown)], rows, height=BAR_HEIGHT * count(rows, "position"))
 
 
@@ -93,7 +96,7 @@ def acceptance_by_confidence(rows: Rows) -> Any:
     x = x_number("confidence", "confidence: the head's probability of the token", ".1f", unit=True)
     y = y_number("accepted", ACCEPTED, ".0%", unit=True)
     shown = tips("mode", "nodes", confidence=".2f", accepted=".0%", low=".0%", high=".0%")
-    intervals = interval_marks(alt.Chart().encode(x, colour("mode")), y)
+    intervals = interval_marks(alt.Chart().encode(x, unexplained("mode")), y)
     layers = [diagonal(), intervals, points(x, y, "mode", shown, size=counted("nodes"))]
     return drawn(layers, rows, width=SQUARE, height=SQUARE)
 
@@ -135,7 +138,7 @@ EAGLE2 = {
         "Measured speed-up by nodes and depth",
         lines(
             x_number("nodes", "nodes that the target scores", log=True),
-            y_number("speedup", "speed-up over autoregressive decoding", ".2f"), colour("depth"),
+            y_number("speedup", "speed-up over ar", ".2f"), colour("depth"),
             tips("mode", "depth", "nodes", speedup=".2f", low=".2f", high=".2f", tau=".2f"), "mode", band=True,
         ),
         "More nodes accept more and cost more: the best number is where the target still scores another row for "
@@ -163,7 +166,7 @@ HSDDW = {
     "hsddw-window-sensitivity": Drawing(
         "Speed-up by window size",
         lines(
-            WINDOW, y_number("speedup", "speed-up over autoregressive decoding", ".2f"), colour("method"),
+            WINDOW, y_number("speedup", "speed-up over ar", ".2f"), colour("method"),
             tips("method", "mode", "k", speedup=".2f", low=".2f", high=".2f", tokens_per_s=".1f"), "mode", band=True,
         ),
         "The window k is the tokens drafted at most by the first model. A flat line needs no tuning: figure 7 of the "

@@ -7,9 +7,13 @@ import shutil
 from dataclasses import dataclass, field
 
 import pytest
-from report_runs import CHAIN, HOSTILE, METHODS, TOKENS, bench_run, study_run
+from report_runs import CHAIN, HOSTILE, META, METHODS, TOKENS, bench_run, study_run, wide_rows
 
+from draftsmith.eval.report.benchmark import DRAWINGS as OF_A_BENCH
 from draftsmith.eval.report.command import ReportConfig, run
+from draftsmith.eval.report.drawing import chart
+from draftsmith.eval.report.page import Section, render
+from draftsmith.eval.report.study_charts import STUDIES
 
 INSTALL = "no chromium on PATH: apt-get install chromium (Debian), or any Chromium under that name"
 
@@ -37,6 +41,7 @@ def seen(tmp_path_factory):
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         context = browser.new_context(viewport={"width": 1200, "height": 900}, color_scheme="light")
+        context.grant_permissions(["clipboard-read", "clipboard-write"])
         context.set_default_timeout(180_000)  # a machine whose cores all run tests is slow, not broken
         page = context.new_page()
         found = Seen(page)
@@ -84,6 +89,42 @@ def test_nothing_is_wider_than_its_page(seen):
         seen.page.set_viewport_size({"width": width, "height": 900})
         assert seen.page.evaluate("document.documentElement.scrollWidth") == width
     seen.page.set_viewport_size({"width": 1200, "height": 900})
+
+
+@pytest.fixture(scope="module")
+def every_chart(seen, tmp_path_factory):
+    """A page of every drawing that a report has, of wide rows."""
+    drawings = [item for own in (OF_A_BENCH, *(own for _, own in STUDIES.values())) for item in own.items()]
+    charts = [chart(name, drawing, wide_rows(), {"tree": "eagle-1"}) for name, drawing in drawings]
+    path = tmp_path_factory.mktemp("charts") / "report.html"
+    path.write_text(render("Charts", "today", [Section("all", "All", "", charts)]))
+    page = seen.page.context.browser.new_page()
+    page.goto(path.as_uri())
+    drawn(page)
+    yield page
+    page.close()
+
+
+@pytest.mark.parametrize("width", [390, 768, 1280])
+def test_every_chart_is_as_wide_as_there_is_room(every_chart, width):
+    every_chart.set_viewport_size({"width": width, "height": 900})
+    every_chart.reload()
+    drawn(every_chart)
+    over = "chart => [chart.dataset.chart, chart.parentElement.scrollWidth - chart.parentElement.clientWidth]"
+    sizes = every_chart.locator("[data-chart]").evaluate_all(f"charts => charts.map({over})")
+    assert len(sizes) == len(OF_A_BENCH) + sum(len(own) for _, own in STUDIES.values())
+    assert [(name, over) for name, over in sizes if over > 0] == []
+
+
+def test_a_command_is_copied_or_selected_to_be_copied(seen):
+    page, button = seen.page, seen.page.locator("#bench-bench-commands [data-copy]")
+    button.click()
+    page.wait_for_function("document.querySelector('[data-copy]').textContent === 'Copied'")
+    assert page.evaluate("navigator.clipboard.readText()") == META["command"]
+    page.evaluate("() => { navigator.clipboard.writeText = () => Promise.reject(new Error('not here')); }")
+    button.click()
+    page.wait_for_function("document.querySelector('[data-copy]').textContent === 'Selected'")
+    assert page.evaluate("getSelection().toString()") == META["command"]
 
 
 def test_values_are_shown_under_the_pointer(seen):

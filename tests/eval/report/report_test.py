@@ -185,9 +185,11 @@ def test_vega_draws_a_mark_for_every_row(name, drawing):
 
 def test_a_chart_says_what_it_needs_to_be_fitted():
     drawn = chart("speedup", OF_A_BENCH["speedup"], rows_to_draw())
-    assert drawn.specification["usermeta"] == {"panels": 2, "entry": 0, "names": len("a.b[0]")}
+    assert drawn.specification["usermeta"] == {"panels": 2, "entry": 0, "names": len("a.b[0]"), "cells": 1}
     scaled = chart("reliability-head", STUDIES["calibration"][1]["reliability-head"], rows_to_draw())
-    assert scaled.specification["usermeta"] == {"panels": 2, "entry": len("a.b[0]"), "names": 6}
+    assert scaled.specification["usermeta"] == {"panels": 2, "entry": len("a.b[0]"), "names": 6, "cells": 1}
+    cells = chart("eagle2-tau-by-size", STUDIES["eagle2"][1]["eagle2-tau-by-size"], rows_to_draw())
+    assert cells.specification["usermeta"]["cells"] == 3
 
 
 def test_results_of_earlier_versions_are_drawn_from_their_rows(tmp_path):
