@@ -66,7 +66,7 @@ def short_plan(plan: TrainingPlan) -> str:
     own = plan.own
     ranks = f"{plan.world} ranks" if plan.world > 1 else "1 rank"
     return (
-        f"plan: {short(plan.trained)}trained and {short(plan.frozen)}frozen parameters, "
+        f"plan: {short(plan.trained).strip()} trained and {short(plan.frozen).strip()} frozen parameters, "
         f"about {short(own.peak)}B of memory a rank ({ranks}, {LAYOUTS[plan.strategy]}; most in: {own.phase})\n"
         f"plan: {plan.steps:,} steps, {plan.steps_per_epoch:,} an epoch, {short(plan.step_flops)}FLOPs each; "
         f"checkpoints {short(plan.checkpoint_bytes)}B each, {short(plan.disk_bytes)}B at most"
@@ -82,7 +82,7 @@ def print_plan(plan: TrainingPlan, config: TrainConfig) -> None:
 def fact_rows(plan: TrainingPlan, config: TrainConfig) -> dict[str, str]:
     documents, per_step = plan.documents, plan.documents.tokens / plan.steps_per_epoch
     rows = {
-        "parameters": f"{short(plan.trained)}trained, {short(plan.frozen)}frozen",
+        "parameters": f"{short(plan.trained).strip()} trained, {short(plan.frozen).strip()} frozen",
         "data": f"{documents.source}: {len(documents.lengths):,} training samples, {documents.tokens:,} tokens",
         "steps": f"{plan.steps:,} of {per_step:,.0f} tokens: {plan.epochs:.3g} epochs of {plan.steps_per_epoch:,} "
         f"steps; {per_step * plan.steps:,.0f} tokens in all",

@@ -111,7 +111,7 @@ def test_planned_checkpoints_are_as_large_as_written_ones(artefacts, tmp_path, c
     config = eagle_config(artefacts, tmp_path / "run", max_steps=3, save_every=1, keep=2, wandb="off", track=("csv",))
     plan = plan_of(config)
     run(config)
-    assert f"plan: {short(plan.trained)}trained" in capsys.readouterr().err
+    assert f"plan: {short(plan.trained).strip()} trained" in capsys.readouterr().err
     kept = list((config.output / "checkpoints").glob("*/state.pt"))
     assert len(kept) == 2
     for file in kept:
