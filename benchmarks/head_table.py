@@ -51,11 +51,11 @@ class HeadTableConfig:
 
     output: Path
     domain: Literal["edits", "prose"] = "edits"
-    cpu_seconds: float = 60.0
+    cpu_seconds: float = 120.0
     seeds: int = 3
     methods: str = ",".join(METHODS)
     answers: int = 960
-    limit: int = 24
+    limit: int = 40
     max_new_tokens: int = 128
 
     def __post_init__(self) -> None:

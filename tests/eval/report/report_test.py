@@ -315,7 +315,8 @@ def test_weights_and_biases_has_tables_charts_and_the_page(tmp_path, monkeypatch
     counted = [(row["round"], row["num_drafted"], row["num_accepted"]) for row in chain[:3]]
     assert counted == [(0, 0, 0), (1, 3, 2), (2, 2, 2)]
     assert (chain[1]["drafted"], chain[1]["emitted"]) == (" x\n a", " x\n" + HOSTILE)
-    used, made = (one for one in session.artifacts if one.type in ("model", "results"))
+    found = [one for one in session.artifacts if one.type in ("model", "results")]
+    used, made = sorted(found, key=lambda one: one.type)
     assert (used.type, used.name, used.use_after_commit) == ("model", "acceptance-run-1", True)
     assert (made.type, made.name, made.use_after_commit) == ("results", "results-r", False)
     assert {entry.path for entry in made.manifest.contents} == {"r.html", "s/results.json", "b/results.json"}
