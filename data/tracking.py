@@ -1,4 +1,4 @@
-"""Starting a Weights & Biases run, alike for trainings and reports: online with a key, else offline.
+"""Starting a Weights & Biases run, alike for trainings and reports: online with a key, else offline if asked for.
 
 The client itself is passed in: who may import it is decided elsewhere (tests/architecture_test.py).
 """
@@ -46,6 +46,11 @@ def has_wandb_key() -> bool:
         return path.exists() and host in netrc.netrc(str(path)).hosts
     except (netrc.NetrcParseError, OSError):
         return False
+
+
+def configured() -> bool:
+    """Whether somebody has set the client up here: a key, or a mode in its own environment variable."""
+    return has_wandb_key() or bool(os.environ.get("WANDB_MODE"))
 
 
 def switched_off(choice: Choice) -> bool:

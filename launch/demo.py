@@ -25,14 +25,14 @@ class DemoConfig:
         full: Train longer and measure on more prompts.
         num_threads: CPU threads of the stages that make data and train; the bench takes one.
         seed: Of the trainings and of the order of samples.
-        wandb: Weights & Biases for the trainings; a demo does not go online by itself, key or not.
+        wandb: Weights & Biases for the trainings; a demo logs nothing there by itself, key or not.
     """
 
     output: Path = Path("runs/demo")
     full: bool = False
     num_threads: int = 2
     seed: int = 0
-    wandb: Literal["offline", "online", "off"] = "offline"
+    wandb: Literal["offline", "online", "off"] = "off"
 
     @property
     def directory(self) -> Path:

@@ -134,6 +134,8 @@ def test_every_block_is_of_a_kind_that_is_tested(name):
     text = NAMES[name].read_text()
     for kind, block in re.findall(r"^ *```([^\n]*)\n(.*?)^ *```$", text, re.DOTALL | re.MULTILINE):
         assert kind in ("", "sh", "python", "json", "{eval-rst}"), kind
+        # Commands and Python are marked as such, and tested as such.
+        assert kind or not re.match(r" *(draftsmith|python|make|pip|vllm|git|import|from) ", block), block
         if kind == "json":
             json.loads(block)
 

@@ -78,7 +78,7 @@ class TrainConfig(RemoteCode):
         keep: Checkpoints to keep, the newest ones.
         max_bad_steps: Steps with a loss or gradient that is not finite that are left out before the run ends.
         track: Where numbers go: csv, wandb (Weights & Biases), tensorboard. The CSV file is always written.
-        wandb: Weights & Biases; auto goes online when a key is found and offline without one.
+        wandb: Weights & Biases; auto goes online when a key is found, and is off without one or WANDB_MODE.
         project: Weights & Biases project.
         group: Weights & Biases group: the study or sweep that the run belongs to.
         license: The head's licence for its model card (apache-2.0, cc-by-nc-4.0, ...); not stated without it.

@@ -22,6 +22,7 @@ from lightning.pytorch.loggers.logger import Logger
 from draftsmith.data.store.files import append, make_directory, write_text
 from draftsmith.data.store.manifest import MANIFEST, resolved
 from draftsmith.data.tracking import (
+    configured,
     data_artifact,
     finish_wandb,
     head_artifact,
@@ -161,13 +162,17 @@ class HeadArtifact(pl.Callback):
 def wandb_logger(
     config: TrainConfig, job: str, resumed: bool, say: Callable[[str], None], made_from: Mapping[str, Any], past: Past
 ) -> Logger | None:
-    """Online with a key, else offline; online that does not start falls back to offline. None when switched off.
+    """Online with a key, offline where that is asked for; online that does not start falls back to offline. None when
+    switched off, and by `auto` where nobody has set Weights & Biases up.
 
     The files lie in output/wandb; `wandb sync` uploads an offline run later. A continued training continues its run:
     the run's id is kept, and where the server does not bring back what was logged before, `past` is logged anew.
     (Uploading a second offline directory of one run replaces the first, so the last one has to hold everything.)
     """
     if "wandb" not in config.track or switched_off(config.wandb):
+        return None
+    if config.wandb == "auto" and not configured():
+        say("Weights & Biases: off, no key was found (`wandb login` logs online, --wandb offline into files)")
         return None
     import wandb
 

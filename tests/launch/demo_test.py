@@ -33,10 +33,10 @@ def test_the_demo_measures_headline_tasks_only():
             assert set(step.argv[step.argv.index("--keep-tasks") + 1].split(",")) <= set(HEADLINE_TASKS)
 
 
-def test_no_training_goes_online_by_itself():
+def test_no_training_is_tracked_elsewhere_by_itself():
     trainings = [step.argv for step in demo.demo_steps(demo.DemoConfig()) if step.argv[0] == "train"]
     assert len(trainings) == 3
-    assert all(argv[argv.index("--wandb") + 1] == "offline" for argv in trainings)
+    assert all(argv[argv.index("--wandb") + 1] == "off" for argv in trainings)
 
 
 def test_full_does_the_same_steps_with_larger_sizes(tmp_path):

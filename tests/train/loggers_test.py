@@ -67,10 +67,23 @@ def test_a_key_is_found_where_wandb_looks_for_it(no_key, monkeypatch, tmp_path):
     assert has_wandb_key()
 
 
-def test_without_a_key_the_run_is_logged_offline_and_how_to_upload_it_is_said_at_the_end(no_key, tmp_path):
-    config, said = TrainConfig(data=tmp_path, output=tmp_path / "out"), []
+@pytest.mark.parametrize(("mode", "tracked"), [(None, False), ("offline", True), ("dryrun", True), ("disabled", False)])
+def test_without_a_key_weights_and_biases_is_off_until_it_is_asked_for(no_key, tmp_path, monkeypatch, mode, tracked):
+    if mode is not None:
+        monkeypatch.setenv("WANDB_MODE", mode)
+    said: list[str] = []
+    loggers = make_loggers(TrainConfig(data=tmp_path, output=tmp_path / "out"), "eagle", 0, said.append)
+    assert [logger.name for logger in loggers] == ["csv"] + ["wandb"] * tracked
+    for logger in loggers:
+        logger.finalize("success")
+    assert len(offline_runs(tmp_path / "out")) == tracked
+    assert [text for text in said if "no key was found" in text and "wandb login" in text] == said[: mode is None]
+
+
+def test_online_without_a_key_is_logged_offline_and_how_to_upload_it_is_said_at_the_end(no_key, tmp_path):
+    config, said = TrainConfig(data=tmp_path, output=tmp_path / "out", wandb="online"), []
     loggers = make_loggers(config, "eagle", 0, said.append)
-    assert len(said) == 1 and "offline" in said[0]
+    assert len(said) == 1 and "no API key" in said[0]
     for logger in loggers:
         logger.log_metrics({"train/loss": 0.5}, 7)
     for logger in loggers:
@@ -84,7 +97,8 @@ def test_without_a_key_the_run_is_logged_offline_and_how_to_upload_it_is_said_at
 
 def test_a_path_with_a_space_can_be_pasted(no_key, tmp_path):
     said: list[str] = []
-    loggers = make_loggers(TrainConfig(data=tmp_path, output=tmp_path / "my run"), "eagle", 0, said.append)
+    config = TrainConfig(data=tmp_path, output=tmp_path / "my run", wandb="offline")
+    loggers = make_loggers(config, "eagle", 0, said.append)
     loggers[1].finalize("success")
     (run,) = offline_runs(tmp_path / "my run")
     assert shlex.split(said[-1].split(": ")[-1]) == ["wandb", "sync", str(run.directory)]

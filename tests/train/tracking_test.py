@@ -47,7 +47,7 @@ def tracked(artefacts, tmp_path_factory) -> Tracked:
     shared = {"data": artefacts.features, "target": str(artefacts.target), "output": output, "accelerator": "cpu"}
     shared |= {"max_steps": STEPS, "batch_size": 8, "val_share": 0.25, "val_every": 10, "log_every": 5, "lr": 3e-3}
     shared |= {"tau_prompts": 2, "tau_max_new_tokens": 6, "tau_every": 50, "token_weight": 1.0, "num_threads": 1}
-    shared |= {"track": ("wandb", "tensorboard"), "agreement_steps": 2, "group": "study 1"}
+    shared |= {"track": ("wandb", "tensorboard"), "agreement_steps": 2, "group": "study 1", "wandb": "offline"}
     learn = LitHead.part_loss
 
     def interrupted(module: LitHead, part):
