@@ -7,7 +7,7 @@ Then each seed's heads and what needs none answer the same test prompts, greedil
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +18,7 @@ from draftsmith.benchmarks.recipes import RecipesConfig, python
 from draftsmith.data.screen import say
 from draftsmith.data.store.files import write_json, write_text
 from draftsmith.data.store.manifest import git_commit, package_versions, resolved
+from draftsmith.data.store.reading import read_object
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.data.tables import Column, Table, interval
 from draftsmith.eval.bench.results import BASELINE, RESULTS, Row, hardware, of_methods, read_rows, totals_of
@@ -28,8 +29,8 @@ from draftsmith.modules.types import at_least
 
 HEADS = ("base", "eagle1", "medusa", "hydra")  # EAGLE-3 is recipes.py's base
 METHODS = (
-    *("pld", "lookahead", "medusa:tree=medusa-63", "hydra:tree=medusa-63", "eagle-tree:tree=eagle-1", "eagle2"),
-    "eagle3-tree",
+    *("pld", "lookahead", "medusa:tree=medusa-63", "hydra:tree=medusa-63"),
+    *("eagle-tree:tree=eagle-1", "eagle-tree:tree=medusa-63", "eagle2", "eagle3-tree"),
 )
 
 
@@ -84,18 +85,28 @@ def run(config: HeadTableConfig) -> Path:
 
 
 def measured(config: HeadTableConfig, seed: int) -> list[Row]:
-    """The rows of a bench with the heads of one seed; measured where they are not there."""
+    """The rows of a bench with the heads of one seed; measured where there are none of these settings."""
     own, directory = config.training.source, config.output / "bench" / str(seed)
-    if not (directory / RESULTS).exists():
-        heads = [str(config.output / "heads" / "runs" / f"{name}-{seed}" / "last") for name in HEADS]
+    heads = [str(config.output / "heads" / "runs" / f"{name}-{seed}" / "last") for name in HEADS]
+    methods = f"{BASELINE},{config.methods}"
+    decided = {"draft": heads, "methods": methods, "limit": config.limit, "max_new_tokens": config.max_new_tokens}
+    if settings_of(directory / RESULTS, decided) != decided:
         words = ["--target", own.target, "--prompts", own.prompts, "--split", "test", "--draft", ",".join(heads)]
         words += ["--keep-tasks", own.tasks] if own.tasks else []
-        words += ["--methods", f"{BASELINE},{config.methods}", "--limit", str(config.limit), "--seed", str(seed)]
+        words += ["--methods", methods, "--limit", str(config.limit), "--seed", str(seed)]
         words += ["--temperatures", ",".join(map(str, TEMPERATURES.values())), "--repeats", "1", "--num-threads", "1"]
         words += ["--max-new-tokens", str(config.max_new_tokens), "--output", str(directory)]
         say(f"bench, seed {seed}")
         python("-m", "draftsmith", "eval", "bench", *words)
     return read_rows(directory)
+
+
+def settings_of(results: Path, names: Iterable[str]) -> dict[str, Any]:
+    """These settings of a finished bench; none of one that is not there."""
+    if not results.exists():
+        return {}
+    settings = read_object(results, {"meta": dict}, "Delete it, and it is measured again.")["meta"]["settings"]
+    return {name: settings.get(name) for name in names}
 
 
 def pooled(seeds: Sequence[Mapping[str, Sequence[Row]]]) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from draftsmith.benchmarks import head_table, recipes
 from draftsmith.benchmarks.head_table import HEADS, HeadTableConfig, pooled
 from draftsmith.benchmarks.recipes import RECIPES
 from draftsmith.data.store.files import make_directory, write_json
+from draftsmith.data.store.manifest import resolved
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.results import PER_PROMPT, RESULTS, row_of, write_rows
 from draftsmith.launch.commands import configure
@@ -54,7 +56,7 @@ def test_it_trains_every_kind_and_measures_all_methods_with_the_heads_of_a_seed(
         temperatures = config.all_temperatures
         rows = [answered(m, p, 6, 6 if m == "ar" else 3, 1.0, t) for t in temperatures for m in methods for p in (0, 1)]
         write_rows(config.output / PER_PROMPT, rows)
-        write_json(config.output / RESULTS, {})
+        write_json(config.output / RESULTS, {"meta": {"settings": resolved(config)}})
         return 1.0
 
     monkeypatch.setattr(recipes, "run", trained.append)
@@ -65,9 +67,12 @@ def test_it_trains_every_kind_and_measures_all_methods_with_the_heads_of_a_seed(
     assert {RECIPES[name].kind for name in HEADS} == {"eagle", "eagle3", "medusa", "hydra"}
     heads = [[str(Path(path)) for path in run.draft] for run in benched]
     assert heads == [[str(tmp_path / f"heads/runs/{name}-{seed}/last") for name in HEADS] for seed in (0, 1)]
-    assert [row["tau"] for row in found["rows"]["T=1"]] == [1.0] + [2.0] * 7
-    assert [row["matches_ar"] for row in found["rows"]["greedy"]] == [True] * 8
+    assert [row["tau"] for row in found["rows"]["T=1"]] == [1.0] + [2.0] * 8
+    assert [row["matches_ar"] for row in found["rows"]["greedy"]] == [True] * 9
     table = (tmp_path / "table1.md").read_text()
     assert "**Greedy**" in table and "| eagle2 | 2.00 |" in table and "| 2.00 2.00 | 1.00x |" in table
     head_table.run(config)
     assert len(benched) == 2  # what is measured stays
+    fewer = dataclasses.replace(config, methods="pld,eagle2")
+    rows = json.loads(head_table.run(fewer).read_text())["rows"]["greedy"]
+    assert len(benched) == 4 and [row["method"] for row in rows] == ["ar", "pld", "eagle2"]  # and of others it is not
