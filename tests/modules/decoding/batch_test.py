@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -69,16 +70,29 @@ def in_groups(
     ]
 
 
+COUNT = 16  # with rows of 3 or 5 the last group is smaller
+
+
+@pytest.fixture(scope="module")
+def alone(world):
+    """Of a method the traces of the single loop on the first prompts, by one drafter; made once."""
+
+    @functools.cache
+    def traces(method: str) -> list:
+        drafter = world.drafter(method)
+        return [world.run(method, prompt, NEW_TOKENS, drafter=drafter).trace for prompt in world.prompts[:COUNT]]
+
+    return traces
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("size", [1, 3, 5])
-def test_tokens_are_transformers_and_counts_the_single_loops(world, method, size):
-    count = 16  # with rows of 3 or 5 the last group is smaller
-    prompts, answers = world.prompts[:count], world.answers[:count]
+def test_tokens_are_transformers_and_counts_the_single_loops(world, alone, method, size):
+    prompts, answers = world.prompts[:COUNT], world.answers[:COUNT]
     made = in_groups(world, batch_drafter(world, method, size), size, prompts)
-    single = world.drafter(method)
-    for prompt, answer, one in zip(prompts, answers, made, strict=True):
+    for answer, one, trace in zip(answers, made, alone(method), strict=True):
         assert one.tokens == answer and not one.ended
-        assert one.trace == world.run(method, prompt, NEW_TOKENS, drafter=single).trace
+        assert one.trace == trace
     steps = {(step.num_drafted, step.num_accepted) for one in made for step in one.trace.steps}
     if method != "ar":  # else nothing was tested
         tree = method.startswith(("eagle-tree", "eagle2", "lookahead"))
