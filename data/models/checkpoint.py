@@ -80,7 +80,7 @@ def read_settings(directory: Path) -> dict[str, Any]:
 def _check_count(section: Mapping[str, Any], name: str, file: Path) -> None:
     value = section.get(name)
     most = MOST.get(name, MOST_POSITIONS if name in POSITIONS else MOST_SIZE)
-    least = 0 if name == "max_window_layers" else 1
+    least = 0 if name in ("max_window_layers", "sliding_window") else 1  # transformers saves 0 for a window that is off
     for count in value if isinstance(value, list) else [] if value is None else [value]:  # a list has one a layer
         if isinstance(count, bool) or not isinstance(count, int) or not least <= count <= most:
             raise _wrong(section, name, f"an integer of {least} to {most:,}", file)

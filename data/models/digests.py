@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 
 from draftsmith.data.screen import note
-from draftsmith.data.store.files import CannotWrite, make_directory, write_json
+from draftsmith.data.store.files import CannotWrite, make_directory, user_cache, write_json
 from draftsmith.data.store.reading import open_tensors
 
 VERSION = 1  # of what a remembered file means
@@ -117,19 +116,9 @@ def _bytes(tensor: torch.Tensor, kind: str) -> Any:
     return values.contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
-def folder() -> Path | None:
-    """Where hashes are remembered: `draftsmith/digests` in the user's cache; None where the user has no home."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    try:
-        root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
-    except RuntimeError:
-        return None
-    return root / "draftsmith" / "digests"
-
-
 def _entry(file: Path) -> Path | None:
     """The hub's cache links one content from several places: what counts is the file behind the links."""
-    place = folder()
+    place = user_cache("digests")
     return None if place is None else place / f"{hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:32]}.json"
 
 

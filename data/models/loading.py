@@ -21,6 +21,7 @@ from draftsmith.data.models.digests import tensor_hash
 from draftsmith.data.models.hub import model_directory
 from draftsmith.data.models.identity import encoding_hash, model_identity, template_hash, vocabulary_hash
 from draftsmith.data.models.parallel import check_placed, placement
+from draftsmith.data.models.self_tests import cached_self_test
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.quantized import Precision, check_precision
 from draftsmith.modules.targets.base import CausalLM, ModelInfo
@@ -157,12 +158,28 @@ def _load_hf(
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
         num_layers=text.num_hidden_layers,
-        max_position=getattr(text, "max_position_embeddings", None) or 2048,
+        max_position=_longest(text),
         eos_ids=eos_ids,
         identity=identity,
         path=str(directory),
     )
-    return HFLM(model, info)
+    lm = HFLM(model, info)
+    lm.refusals = cached_self_test(model, lm, parallel)
+    return lm
+
+
+def _longest(config: Any) -> int:
+    """Most positions that a model reads by one function of its tokens.
+
+    LongRoPE takes other frequencies for ALL positions once a text is longer than `original_max_position_embeddings`:
+    keys in a cache are then of the wrong kind, and what a token's distribution is depends on what is read with it.
+    """
+    names = ("max_position_embeddings", "max_seq_len")  # MPT's
+    longest = next((size for name in names if isinstance(size := getattr(config, name, None), int) and size > 0), 2048)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        longest = min(longest, rope.get("original_max_position_embeddings") or longest)
+    return longest
 
 
 def load_transformers(directory: Path, dtype: torch.dtype | str, trust_remote_code: bool = False, **spread: Any) -> Any:

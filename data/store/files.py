@@ -144,6 +144,16 @@ def make_directory(path: Path) -> Path:
     return Path(path)
 
 
+def user_cache(name: str) -> Path | None:
+    """`draftsmith/NAME` in the user's cache directory, which may not exist yet; None if the user has no home."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    except RuntimeError:
+        return None
+    return root / "draftsmith" / name
+
+
 def write_bytes(path: Path, content: bytes, remedy: str | None = None) -> None:
     """A file of this content; its directory has to be there."""
     with whole(path, len(content), remedy) as temporary, temporary.open("wb") as file:

@@ -11,14 +11,16 @@ from transformers import DynamicCache
 
 from draftsmith.modules.lean import tree_mask
 from draftsmith.modules.targets.base import ModelInfo, Rows, Scores, check_capture
+from draftsmith.modules.targets.self_test import Refusals
 from draftsmith.modules.types import InputError
 
 
 class HFLM:
-    """A `CausalLM` over a transformers model (any architecture with a decoder and an output embedding).
+    """A `CausalLM` over a transformers model (an architecture with a decoder and an output embedding).
 
-    Trees need 4-D attention masks: with an attention implementation that takes none (flash_attention_2) only chains
-    work. The model's own forward is never wrapped or changed.
+    refusals: why this model cannot read trees or rows, from `self_test` at load. Trees need 4-D attention masks: with
+        an attention implementation that takes none (flash_attention_2) only chains work.
+    The model's own forward is never wrapped or changed.
     """
 
     packed = False
@@ -27,8 +29,11 @@ class HFLM:
         self.model, self.info = model.eval().requires_grad_(False), info
         weight = model.get_input_embeddings().weight
         self.device, self.dtype = weight.device, weight.dtype
+        self.refusals = Refusals()
 
     def session(self, rows: int, capacity: int, capture: tuple[int, ...] = (), static: bool | None = None) -> HFSession:
+        if rows > 1 and self.refusals.rows:
+            raise InputError("model", self.refusals.rows, "a model that reads rows together", "Pass --batch-size 1.")
         return HFSession(self, rows, capture)
 
     def features(self, input_ids: Tensor, position_ids: Tensor | None = None, capture: tuple[int, ...] = ()) -> Tensor:
@@ -58,12 +63,16 @@ class HFLM:
         transformers takes a ready mask as it is, so a sliding window has to be in it; a model whose layers differ takes
         one mask a kind of layer.
         """
+        if self.refusals.trees:
+            remedy = "Use a method that drafts chains."
+            raise InputError("model", self.refusals.trees, "a model that reads trees", remedy)
         config = self.model.config.get_text_config()
-        window = getattr(config, "sliding_window", None)
-        if window is None:
+        window, layer_types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+        # A window may be stated that no layer uses: transformers 5 then sets it to 0, or has no such layer type.
+        if not window or (layer_types and "sliding_attention" not in layer_types):
             return self._additive(visible)
         near = positions[-len(visible) :, None] - positions < window
-        if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        if layer_types:
             return {
                 "full_attention": self._additive(visible),
                 "sliding_attention": self._additive(visible & near),

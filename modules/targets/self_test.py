@@ -1,0 +1,131 @@
+"""Check that a transformers model gives the same logits read in parts, as a tree and in rows as read at once.
+
+transformers' architectures differ in what they do with a cache, with position ids and with attention masks. Some ignore
+one of these without an error, so that decoding would be wrong and look right. A few small forwards at load find out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.types import InputError
+
+PREFIX, TAIL = 5, 3
+# Eight children of the last prefix token, and two paths that go on from the first two of them. The paths' nodes are far
+# from their parents in the cache and next to them in position, which tells apart a model that counts slots.
+TREE = (-1,) * 8 + (0, 1, 8, 9)
+PATHS = ((0, 8, 10), (1, 9, 11))
+REMEDY = "Use a model of another architecture: docs/models.md lists those that were tried."
+
+
+@dataclass(frozen=True)
+class Refusals:
+    """Why a model cannot read trees, or several rows at once; empty where it can."""
+
+    trees: str = ""
+    rows: str = ""
+
+
+def self_test(model: Any, lm: CausalLM) -> Refusals:
+    """Compare each way in which a session reads with one whole forward, on a few tokens of the model's vocabulary.
+
+    A difference beyond rounding in trees or rows is returned. Costs seven forwards of at most 22 tokens.
+
+    Raises:
+        InputError: the model cannot be decoded at all: its logits are not those of its output embedding, or what it
+            reads after a cached prefix differs.
+    """
+    name = type(model).__name__
+    ids = _spread(lm.info.vocab_size, PREFIX + len(TREE) + TAIL)
+    prefix, nodes, tail = ids[:PREFIX], ids[PREFIX:-TAIL], ids[-TAIL:]
+    texts = [[*prefix, *(nodes[node] for node in path), *tail] for path in PATHS]
+    batch = torch.tensor(texts, device=lm.device)
+    session = lm.session(1, PREFIX + len(nodes) + TAIL)
+    try:
+        with torch.inference_mode():
+            whole = model(input_ids=batch, use_cache=False).logits.to(lm.device)  # [2, T, V]
+        if not whole.isfinite().all():
+            remedy = "Check the checkpoint, or load it in another dtype."
+            raise InputError("model", f"{name} with NaN or infinite logits in {lm.dtype}", "finite logits", remedy)
+        session.extend([prefix])
+        rest = texts[0][PREFIX:]
+        in_parts = session.extend([rest], num_logits=len(rest)).logits[0]
+        reason = _differs(name, "reading in two parts", in_parts, whole[0, PREFIX:], lm)
+        if reason and (at_once := _differs(name, "its output embedding", lm.lm_head(lm.features(batch)), whole, lm)):
+            reason = at_once
+        session.keep([PREFIX], [()])
+    except (InputError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # each architecture fails in its own way
+        reason = f"{name}, which fails when a cache of keys and values is extended ({_describe(error)})"
+    if reason:
+        raise InputError("model", reason, "an architecture that decodes from a cache of keys and values", REMEDY)
+    try:
+        # Each path's last two nodes, which a chain would not have, then what follows once one path is kept.
+        logits = session.extend([nodes], [TREE], num_logits=len(nodes)).logits[0]
+        in_tree = torch.stack([logits[list(path[1:])] for path in PATHS])  # [2, 2, V]
+        trees = _differs(name, "a tree", in_tree, whole[:, PREFIX + 1 : PREFIX + 3], lm)
+        session.keep([PREFIX], [[PREFIX + node for node in PATHS[1]]])
+        after = session.extend([tail], num_logits=TAIL).logits[0]
+        trees = trees or _differs(name, "what follows a kept branch", after, whole[1, -TAIL:], lm)
+    except Exception as error:
+        trees = f"{name}, which cannot read a tree ({_describe(error)})"
+    if "local" in (getattr(model.config, "attention_layers", None) or ()):
+        # GPT-Neo: the window is longer than this test, and in slots.
+        trees = f"{name}, whose window is over cache slots, where nodes of other branches lie"
+    try:
+        in_rows = _read_rows(lm, texts)
+        rows = _differs(
+            name, "rows of different lengths", in_rows, torch.stack([whole[0, -TAIL - 1 : -1], whole[1, -TAIL:]]), lm
+        )
+    except Exception as error:
+        rows = f"{name}, which cannot read rows of different lengths ({_describe(error)})"
+    return Refusals(trees, rows)
+
+
+def _spread(vocab_size: int, count: int) -> list[int]:
+    """`count` token ids from all over the vocabulary, different where there are so many."""
+    return [(number * vocab_size // count + 1) % vocab_size for number in range(1, count + 1)]
+
+
+def _read_rows(lm: CausalLM, texts: list[list[int]]) -> Tensor:
+    """Logits [2, TAIL, V] of the last tokens of the first text without its last token, and of the second text."""
+    first, second = texts[0][:-1], texts[1]
+    session = lm.session(2, len(second))
+    session.extend([first[:-TAIL], second[:-TAIL]])
+    return session.extend([first[-TAIL:], second[-TAIL:]], num_logits=TAIL).logits
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    """Distance between logits [..., T, V] relative to the expected logits' spread: the worst row's median position.
+
+    A wrong mask or position shows at every compared position of a row. In bf16 a near tie between two experts of a
+    mixture may be decided otherwise at one of them, which is rounding: hence the median.
+    """
+    found, expected = found.double(), expected.double()
+    spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
+    ratio = ((found - expected).norm(dim=-1) / spread).median(-1).values.max().item()
+    return ratio if ratio == ratio else float("inf")
+
+
+def _differs(name: str, way: str, found: Tensor, expected: Tensor, lm: CausalLM) -> str:
+    """A sentence where the logits differ by more than rounding, else empty."""
+    # Rounding grows with depth; a wrong mask changes logits by their own size. The square root of the precision is
+    # between both: 3e-4 in float32, 0.09 in bfloat16.
+    eps = torch.finfo(lm.dtype).eps
+    if lm.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
+        eps = max(eps, 2.0**-10)  # of TF32
+    difference = _difference(found, expected)
+    if difference <= eps**0.5:
+        return ""
+    return f"{name}, which gives other logits for {way} than for one whole forward ({difference:.2g} of their spread)"
+
+
+def _describe(error: Exception) -> str:
+    first_line = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {first_line[:160]}"
