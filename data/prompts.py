@@ -151,7 +151,7 @@ def drop(where: str, error: RowError, config: PromptsConfig, counts: Counter[str
         InputError: it is not to be dropped.
     """
     reason, wanted = "invalid", config.invalid
-    expected, remedy = "a usable row", "Correct it, or pass --invalid drop."
+    expected, remedy = "a usable row", error.remedy or "Correct it, or pass --invalid drop."
     if isinstance(error, Overlong):
         reason, wanted = "overlong", config.overlong
         expected, remedy = "at most the target's context or --max-length", "Pass --overlong drop."

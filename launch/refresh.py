@@ -125,7 +125,7 @@ def prepare(config: RefreshConfig, training: PipelineStep) -> set[int]:
     open_data(config.data, settings, target, layers)
     sources = [("", config.prompts)]
     questions = read_questions(sources, config.target, config.split, config.keep_tasks, config.limit, "all")
-    seen = also_in(config.data, questions[0])
+    seen = also_in(config.data, [prompt for part in questions for prompt in part])
     if not (config.output / "old" / "manifest.json").exists():
         move_head(config.head, target, config.target, config.output / "old")
     return seen

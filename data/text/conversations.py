@@ -28,6 +28,14 @@ Turns = Literal["all", "first", "last"]
 ID_COLUMNS = ("id", "question_id", "conversation_id", "prompt_id", "conv_id")
 TASK_COLUMNS = ("task", "category")
 CHAT_COLUMNS = ("messages", "conversations", "conversation")
+# Columns of NVIDIA's SPEED-Bench, beside `turns` (Parquet) or `messages` (JSONL). Where its licence forbids a copy of a
+# text, a placeholder stands in its place until a script fetches it.
+SPEED_BENCH = {"question_id", "category", "sub_category", "source", "src_id", "difficulty", "multiturn"}
+PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
+FETCH = (
+    "Fetch the texts with SPEED-Bench's prepare_data.py (NVIDIA/Model-Optimizer, examples/specdec_bench) or prepare.py "
+    "(NVIDIA-NeMo/Skills, nemo_skills/dataset/speed-bench), and pass the file that it writes."
+)
 KNOWN_COLUMNS = "messages, conversations, turns, instruction (Alpaca) or prompt"
 
 
@@ -82,6 +90,11 @@ def label_of(row: Mapping[str, Any], columns: Mapping[str, str], name: str, defa
     if isinstance(value, list | tuple | Mapping):
         raise RowError(f"{columns[name]} is {kind_name(value)}, expected text or a number")
     return default if value is None else well_formed(str(value), columns[name])
+
+
+def is_speed_bench(row: Mapping[str, Any]) -> bool:
+    """Return whether a row has the columns of SPEED-Bench."""
+    return row.keys() >= SPEED_BENCH
 
 
 def parse_columns(text: str) -> dict[str, str]:
@@ -226,7 +239,10 @@ def _read_messages(row: Mapping[str, Any], columns: Mapping[str, str]) -> Conver
     turns = _turns(row, columns["messages"])
     # A system turn without text is common, and means none.
     said = (turn for turn in turns if not (_role(turn) == "system" and _content(turn) in (None, "")))
-    return Conversation([_message(turn) for turn in said])
+    messages = [_message(turn) for turn in said]
+    if all(message["role"] == "user" for message in messages):  # nobody answered: `turns` in another layout
+        return Conversation(messages[:1], tuple(message["content"] for message in messages[1:]))
+    return Conversation(messages)
 
 
 def _turns(row: Mapping[str, Any], column: str) -> list[Any]:
@@ -271,6 +287,8 @@ def _filled(value: Any, what: str) -> str:
         raise RowError(f"{what} is {kind_name(value)}, expected text")
     if value is None or not value.strip():
         raise RowError(f"{what} has no text")
+    if value.startswith(PLACEHOLDER):
+        raise RowError(f"{what} is a placeholder ({PLACEHOLDER} ...)", FETCH)
     return well_formed(value, what)
 
 

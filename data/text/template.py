@@ -15,7 +15,14 @@ PROBE: Messages = [{"role": "user", "content": "Hello."}, {"role": "assistant", 
 
 
 class RowError(ValueError):
-    """One row cannot be used; the stage counts it or makes it an InputError that names the row."""
+    """One row cannot be used; the stage counts it or makes it an InputError that names the row.
+
+    remedy: what to do about it; empty where the row itself is to be corrected.
+    """
+
+    def __init__(self, message: str, remedy: str = ""):
+        super().__init__(message)
+        self.remedy = remedy
 
 
 def load_chat_tokenizer(target: str, chat_template: Path | None = None, supervised: bool = False) -> Any:

@@ -79,7 +79,8 @@ class BenchConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running):
         turns: which user turns of a conversation are asked. all: one after the other; every method is asked a later
             turn after the answers that ar gave to the earlier ones. first: the first. last: the last, after recorded
             answers.
-        limit: measure the first so many prompts, of each file where --tasks names several; 0 takes all.
+        limit: measure the first so many prompts, of each file where --tasks names several, and of each category where
+            --prompts is a file of SPEED-Bench; 0 takes all.
         temperatures: several, separated by commas (0,1), in place of temperature. Speed-ups are over ar at the same
             one. dtype: float32, bfloat16, float16 or auto. Equality with ar is checked in float32 only.
         batch_size: prompts that are answered and timed together, by ar and the methods that draft chains; speed-ups are
@@ -174,10 +175,11 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     journal = Journal(config.output, decided_by(meta, prompts), ENTRY, models.times.state_dict())
     rows = prompt_runner.run_all(files, config.batch_size, journal)
     methods: list[dict[str, Any]] = []
+    speed_bench = all(prompt.speed_bench for prompt in prompts)
     for params in config.modes:
         compare = params.greedy and target.dtype == torch.float32
         measured = of_methods(rows, params.temperature)
-        methods += summarise(measured, config.clock, config.seed, compare, params.temperature)
+        methods += summarise(measured, config.clock, config.seed, compare, params.temperature, speed_bench)
     results = {"meta": meta, "methods": methods, "failures": failures_of(rows)}
     if config.traces:
         own = [row for row in rows if row["method"] == BASELINE and row["error"] is None]

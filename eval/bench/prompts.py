@@ -19,7 +19,15 @@ from draftsmith.data.models.hub import EMBEDDED, resolve_model
 from draftsmith.data.models.identity import template_hash
 from draftsmith.data.models.loading import text_identity
 from draftsmith.data.store.manifest import MANIFEST, STARTED, open_artefact
-from draftsmith.data.text.conversations import Turns, label_columns, label_of, layout_of, up_to_last, user_turns
+from draftsmith.data.text.conversations import (
+    Turns,
+    is_speed_bench,
+    label_columns,
+    label_of,
+    layout_of,
+    up_to_last,
+    user_turns,
+)
 from draftsmith.data.text.sources import OPENERS, named_split, open_source, plain_stem, suffix_of
 from draftsmith.data.text.template import RowError, load_chat_tokenizer, prompt_ids
 from draftsmith.data.text.turns import has_later_turns, later_turns
@@ -35,6 +43,7 @@ class BenchPrompt:
 
     messages: what `prompt_ids` were made of, where the user goes on. later: what the user says in the turns that
     follow. turn: of the conversation, from 1. number: of the question in its run, from 0, the same in all its turns.
+    speed_bench: its task is a category of SPEED-Bench.
     """
 
     id: str
@@ -44,17 +53,20 @@ class BenchPrompt:
     later: tuple[str, ...] = ()
     turn: int = 1
     number: int = 0
+    speed_bench: bool = False
 
 
 @dataclass(frozen=True)
 class PromptRow:
-    """One prompt before it is selected. prompt: makes its token ids, once it is. where: its file and line."""
+    """One prompt before it is selected. prompt: makes its token ids, once it is. where: its file and line. speed_bench:
+    it has the columns of SPEED-Bench, and its category as its task."""
 
     id: str
     task: str
     split: str
     prompt: Callable[[], BenchPrompt]
     where: str = ""
+    speed_bench: bool = False
 
 
 def read_prompts(
@@ -177,7 +189,8 @@ def chat_rows(source: str, target: str, split: str | None, turns: Turns) -> Iter
             columns = label_columns([name for name, value in raw.items() if value is not None], {})
             row_id, task, own = (label_of(raw, columns, name) for name in ("id", "task", "split"))
         name, own = row_id or str(number), (split or "") if opened.split_taken else own
-        yield PromptRow(name, task, own, functools.partial(prompt, raw, name, task, where), where)
+        made = functools.partial(prompt, raw, name, task, where)
+        yield PromptRow(name, task, own, made, where, is_speed_bench(raw))
 
 
 @contextmanager
@@ -189,26 +202,32 @@ def usable(where: str) -> Iterator[None]:
         yield
     except RowError as error:
         remedy = "Correct the row, or pass what `data prompts --invalid drop` makes of the file."
-        raise InputError(where, error, "a conversation with a user turn", remedy) from error
+        raise InputError(where, error, "a conversation with a user turn", error.remedy or remedy) from error
 
 
 def read_questions(
     sources: Sequence[tuple[str, str]], target: str, split: str | None, keep_tasks: str | None, limit: int, turns: Turns
 ) -> list[list[BenchPrompt]]:
     """The prompts of (name, source) pairs, the first `limit` of each (0: all), numbered through all of them. A name
-    becomes the task of its prompts; an empty one leaves them their own.
+    becomes the task of its prompts; an empty one leaves them their own. SPEED-Bench without a name is read as a source
+    for each category.
 
     Raises:
         InputError: as `read_prompts`.
     """
     number = itertools.count()
-    return [
-        [
-            dataclasses.replace(prompt, task=name or prompt.task, number=next(number))
-            for prompt in read_prompts(source, target, split, keep_tasks, limit, turns)
-        ]
-        for name, source in sources
-    ]
+    questions: list[list[BenchPrompt]] = []
+    for name, source in sources:
+        parts: dict[str, list[BenchPrompt]] = {}
+        for row in kept_rows(source, target, split, keep_tasks, turns):
+            category = row.task if row.speed_bench and not name else ""
+            part = parts.setdefault(category, [])
+            if not limit or len(part) < limit:
+                part.append(dataclasses.replace(row.prompt(), task=name or row.task, speed_bench=bool(category)))
+            if not category and len(part) == limit:
+                break
+        questions += parts.values()
+    return [[dataclasses.replace(prompt, number=next(number)) for prompt in part] for part in questions]
 
 
 def task_sources(prompts: str | None, tasks: str | None) -> list[tuple[str, str]]:

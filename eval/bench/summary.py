@@ -69,6 +69,15 @@ def copying(rows: Sequence[Row], baseline: Sequence[Row]) -> dict[str, float | N
     }
 
 
+def speed_bench_tau(rows: Sequence[Row]) -> float:
+    """Acceptance length of a category by SPEED-Bench's rule: tokens per target call of each question, over all its
+    turns, and their mean over questions. Ours, `Totals.tau`, is a ratio of sums over questions."""
+    questions: dict[int, list[Row]] = {}
+    for row in rows:
+        questions.setdefault(row["prompt"], []).append(row)
+    return statistics.fmean(totals_of(turns).tau for turns in questions.values())
+
+
 def summary_row(
     rows: Sequence[Row], baseline: Sequence[Row], clock: ClockName, seed: int, compare: bool
 ) -> dict[str, Any]:
@@ -99,13 +108,19 @@ def summary_row(
 
 
 def summarise(
-    measured: Mapping[str, Sequence[Row]], clock: ClockName, seed: int, compare: bool, temperature: float = 0.0
+    measured: Mapping[str, Sequence[Row]],
+    clock: ClockName,
+    seed: int,
+    compare: bool,
+    temperature: float = 0.0,
+    speed_bench: bool = False,
 ) -> list[dict[str, Any]]:
     """One row a method in the order measured, all at one temperature, each with `by_task` where prompts carry tasks and
     no group mixes them: the seconds of a mixed group belong to no task. measured: of `of_methods`.
 
     A row's own numbers are pooled: ratios of sums over all prompts. `macro_speedup` and `macro_tau` beside `by_task`
-    are means over tasks, each of which counts alike, as papers print them.
+    are means over tasks, each of which counts alike, as papers print them. speed_bench: tasks are its categories; adds
+    `speed_bench_tau` to every part of `by_task`, and to the row their mean.
     """
     baseline, found = measured[BASELINE], []
     mixed = len({(row["group"], row["task"]) for row in baseline}) > len({row["group"] for row in baseline})
@@ -121,5 +136,9 @@ def summarise(
             row["by_task"] = by_task = {task: numbers(rows, task) for task in tasks}
             for name in ("speedup", "tau"):
                 row[f"macro_{name}"] = statistics.fmean(part[name] for part in by_task.values())
+            if speed_bench:
+                for task, part in by_task.items():
+                    part["speed_bench_tau"] = speed_bench_tau([own for own in rows if own["task"] == task])
+                row["speed_bench_tau"] = statistics.fmean(part["speed_bench_tau"] for part in by_task.values())
         found.append(row)
     return found

@@ -22,6 +22,7 @@ COLUMNS = (
     Column("equal", "= ar"),
 )
 POOLED, MACRO = "all, pooled", "mean of tasks"
+RATES, SPEED_BENCH = ("speedup", "tau"), "speed_bench_tau"  # keys of a row
 SHOWN_FAILURES = 5
 
 
@@ -36,7 +37,8 @@ def results_tables(results: Mapping[str, Any]) -> list[Table]:
         shown = [{**row, **cells(row), "fastest": row["speedup"] == fastest} for row in rows]
         title = mode(temperature).capitalize()
         found.append(Table("methods", title, COLUMNS, shown, caption(results) if number == len(temperatures) else ""))
-    several = len(results["methods"][0].get("by_task", ())) > 1
+    first = results["methods"][0]
+    several = len(first.get("by_task", ())) > 1 or SPEED_BENCH in first
     apart = [by_repetition(results, temperature) for temperature in temperatures]
     tasks = [by_task(results, temperature) for temperature in temperatures if several]
     return [*found, *(table for table in (*apart, *tasks) if table is not None)]
@@ -159,19 +161,26 @@ def by_task(results: Mapping[str, Any], temperature: float) -> Table | None:
     if not rows or not tasks:
         return None
     titles = {**{task: task.replace("_", " ") for task in tasks}, "pooled": POOLED, "macro": MACRO}
+    speed_bench = SPEED_BENCH in baseline
     columns = [Column("method", "method")]
     for key, title in titles.items():
-        below = Column(f"{key}.tau", f"{title}: tau", ".2f", below=True)
-        columns += [Column(f"{key}.speedup", title, ".2fx"), below]
+        columns += [Column(f"{key}.speedup", title, ".2fx"), Column(f"{key}.tau", f"{title}: tau", ".2f", below=True)]
+        if speed_bench and key != "pooled":
+            columns.append(Column(f"{key}.{SPEED_BENCH}", f"{title}: SPEED-Bench's AL", ".2f", below=True))
     shown = []
     for row in rows:
-        macro = {name: row.get(f"macro_{name}") for name in ("speedup", "tau")}
+        macro = {name: row.get(f"macro_{name}") for name in ("speedup", "tau")} | {SPEED_BENCH: row.get(SPEED_BENCH)}
         parts = {**row["by_task"], "pooled": row, "macro": macro}
-        numbers = {f"{key}.{name}": part[name] for key, part in parts.items() for name in ("speedup", "tau")}
+        numbers = {f"{key}.{name}": part.get(name) for key, part in parts.items() for name in (*RATES, SPEED_BENCH)}
         shown.append({"method": row["method"], **numbers})
     counts = ", ".join(f"{task} {part['prompts']}{repetition_of(part)}" for task, part in tasks.items())
     note = (
         f"{POOLED}: ratio of sums over the prompts of all tasks. {MACRO}: mean over tasks, each counting alike. "
         f"Prompts of the tasks (and the tokens of ar's answers): {counts}."
     )
+    if speed_bench:
+        note += (
+            " SPEED-Bench's AL: acceptance length by its rule, tokens per target call of each question, then the mean "
+            "over questions, then over categories; tau is a ratio of sums over questions."
+        )
     return Table(f"by-task-t{temperature:g}", f"Speed-up and tau by task, {mode(temperature)}", columns, shown, note)

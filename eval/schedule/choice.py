@@ -50,12 +50,15 @@ def ranges(lengths: Sequence[int]) -> list[Range]:
 @dataclass(frozen=True)
 class Schedule:
     """Of one temperature. lengths [B]: K by requests. falling [B]: the same of lengths that are never above the first.
-    most_drafted: the largest K there was to choose. single: the best K for all. rows: a dict for every number of
-    requests that was timed. over_single: mean gain over that K, and its interval."""
+    drafting [B]: the same of lengths of at least 1; loss: the largest share of the pace that this costs. most_drafted:
+    the largest K there was to choose. single: the best K for all. rows: a dict for every number of requests that was
+    timed. over_single: mean gain over that K, and its interval."""
 
     temperature: float
     lengths: Sequence[int]
     falling: Sequence[int]
+    drafting: Sequence[int]
+    loss: float
     most_drafted: int
     single: int
     rows: Sequence[dict[str, Any]]
@@ -68,6 +71,10 @@ class Schedule:
     @property
     def falling_ranges(self) -> list[Range]:
         return ranges(self.falling)
+
+    @property
+    def drafting_ranges(self) -> list[Range]:
+        return ranges(self.drafting)
 
     @property
     def last(self) -> int:
@@ -116,4 +123,6 @@ def choose(temperature: float, counts: RoundCounts, times: RoundTimes, seed: int
     )
     over_single = float(np.expm1(mean)), ends
     falling, most_drafted = best_lengths(pace, lengths[0]), pace.shape[1] - 1
-    return Schedule(temperature, lengths, falling, most_drafted, single, rows, over_single)
+    drafting = [1 + k for k in best_lengths(pace[:, 1:])]
+    loss = max(float(1 - at[kept] / at[best]) for at, kept, best in zip(pace, drafting, lengths, strict=True))
+    return Schedule(temperature, lengths, falling, drafting, loss, most_drafted, single, rows, over_single)

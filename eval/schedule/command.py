@@ -28,6 +28,10 @@ from draftsmith.modules.drafters.chains import FixedK
 from draftsmith.modules.drafters.methods import known_methods, parse_method
 from draftsmith.modules.types import InputError
 
+STALL = (
+    "a vLLM server whose schedule went to K = 0 fell from 232 to 24-157 tokens/s as requests crossed that threshold "
+    "(vllm#49548)"
+)
 FILES = ("vllm-T{}.json", "sglang-T{}.json", "tensorrt-llm-T{}.yaml", "priors-T{}.json")
 
 
@@ -45,6 +49,8 @@ class ScheduleConfig:
         costs: what a round takes: directory of a finished run whose methods included `shared`, or a JSON file of
             seconds by requests and drafted tokens, {"seconds": {"1": {"0": 0.011, "4": 0.013}, "64": {...}}}.
             Default: run.
+        allow_zero: write K = 0 for vLLM too, where no drafts are best. Without it its file drafts at least 1 token:
+            vLLM has stalled at K = 0 (vllm#49548).
         seed: of the bootstrap.
         output: directory that receives results.json and, for each temperature T, vllm-T.json, sglang-T.json,
             tensorrt-llm-T.yaml and, where the run has traces (--traces), priors-T.json for vLLM's plugin.
@@ -53,6 +59,7 @@ class ScheduleConfig:
     run: Path
     method: str | None = None
     costs: Path | None = None
+    allow_zero: bool = False
     seed: int = 0
     output: Path = dataclasses.field(kw_only=True)
 
@@ -75,10 +82,10 @@ def run(config: ScheduleConfig) -> None:
     if not found:
         raise InputError("run", f"no rounds of {label}", "answers of more than one token", "Measure it again.")
     priors = {temperature: read_priors(config.run, label, temperature) for temperature in found}
-    tables = [table_of(own, label, times) for own in found.values()]
+    tables = [table_of(own, label, times, config.allow_zero) for own in found.values()]
     for name in (RESULTS, *(path.name for form in FILES for path in config.output.glob(form.format("*")))):
         (config.output / name).unlink(missing_ok=True)
-    written = [path for own in found.values() for path in write_files(config.output, own, priors[own.temperature])]
+    written = [path for own in found.values() for path in write_files(config, own, priors[own.temperature])]
     meta = {"schema_version": SCHEMA_VERSION, "kind": "schedule", "settings": resolved(config)}
     meta |= {"command": command_line("eval schedule", config), "method": label, "costs": times.source}
     meta |= {name: bench.meta[name] for name in ("target", "heads", "prompts")}
@@ -107,7 +114,7 @@ def chain_of(bench: Bench, asked: str | None) -> tuple[str, FixedK]:
     return asked, chains[asked]
 
 
-def table_of(found: Schedule, label: str, times: RoundTimes) -> Table:
+def table_of(found: Schedule, label: str, times: RoundTimes, allow_zero: bool) -> Table:
     def ends(own: Sequence[float] | None) -> str:
         return "" if own is None else interval([100 * end for end in own], "+.1f", " to ")
 
@@ -126,17 +133,30 @@ def table_of(found: Schedule, label: str, times: RoundTimes) -> Table:
         f"{found.advice} K by requests: {said}. Tokens by time over the best single K, {found.single}, on average "
         f"{value:+.1%} ({ends(own_ends)}). "
         f"Expected of rounds of {label}, intervals over prompts; times: {times.source}."
+        + zero_warning(found, allow_zero)
     )
     return Table(f"schedule-T{found.temperature:g}", f"Drafted tokens, T={found.temperature:g}", columns, rows, note)
 
 
-def write_files(output: Path, found: Schedule, priors: Mapping[str, Any] | None) -> list[Path]:
+def zero_warning(found: Schedule, allow_zero: bool) -> str:
+    """Return what is known of K = 0 in a server's file; nothing where no file holds it."""
+    if all(found.lengths) or not found.last:
+        return ""
+    if allow_zero:
+        return f" Beware of K = 0 in the servers' files: {STALL}. Measure yours on both sides of it."
+    return (
+        f" Beware of K = 0: {STALL}. So vLLM's file drafts at least 1 token, which costs up to {found.loss:.1%} of the "
+        "tokens by time here; --allow-zero writes the 0. The other servers' files hold it."
+    )
+
+
+def write_files(config: ScheduleConfig, found: Schedule, priors: Mapping[str, Any] | None) -> list[Path]:
     """The servers' files of one temperature: none where drafting never pays, and none for TensorRT-LLM, which drafts
     most with one request, where it does not pay there."""
-    vllm, sglang, tensorrt, plugin = (output / name.format(f"{found.temperature:g}") for name in FILES)
+    vllm, sglang, tensorrt, plugin = (config.output / name.format(f"{found.temperature:g}") for name in FILES)
     texts = {}
     if found.last:
-        texts[vllm] = json.dumps(for_vllm(found.ranges))
+        texts[vllm] = json.dumps(for_vllm(found.ranges if config.allow_zero else found.drafting_ranges))
         texts[sglang] = json.dumps(for_sglang(found.ranges))
     if found.lengths[0]:
         texts[tensorrt] = yaml.safe_dump(for_tensorrt_llm(found.falling_ranges), sort_keys=False).strip()

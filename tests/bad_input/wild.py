@@ -44,6 +44,10 @@ LINES: dict[str, tuple[bytes, tuple[str, ...]]] = {
     "an id twice": (GOOD + GOOD, ("x.jsonl, line 2", "x.jsonl, line 1", "'a'")),
     "a number for a text": (GOOD + b'{"prompt": 5}', ("x.jsonl, line 2", "a number")),
     "a role of nobody": (b'{"messages": [{"role": "robot", "content": "a"}]}', ("x.jsonl, line 1", "robot")),
+    "a placeholder of SPEED-Bench": (
+        b'{"turns": ["Hi", "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE\\n\\n{question}"]}',
+        ("x.jsonl, line 1", "a later turn is a placeholder", "SPEED-Bench's prepare_data.py"),
+    ),
     "no user": (b'{"messages": [{"role": "system", "content": "a"}]}', ("x.jsonl, line 1", "no user turn")),
 }  # fmt: skip
 ROWS = [Row(f"prompts: {what}", PROMPTS, says, file(content)) for what, (content, says) in LINES.items()]

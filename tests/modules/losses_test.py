@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -28,25 +29,28 @@ def acceptance_case(seed: int = 0):
     return logit, AcceptanceBatch(torch.zeros(3, 9, 4), prob, mask)
 
 
+@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize(("w_acc", "w_rej"), [(1.0, 6.0), (1.0, 1.0), (2.0, 3.0)])
-def test_acceptance_loss_is_the_papers(w_acc, w_rej):
+def test_acceptance_loss_is_the_papers(w_acc, w_rej, weighted):
     logit, batch = acceptance_case()
-    total = kl = 0.0
-    count = 0
+    if weighted:
+        batch = dataclasses.replace(batch, weight=torch.rand(3, 9, generator=torch.Generator().manual_seed(1)))
+    total = kl = count = 0.0
     for b in range(3):
         for t in range(9):
             if not batch.loss_mask[b, t]:
                 continue
             prob, predicted = float(batch.accept_prob[b, t]), 1 / (1 + math.exp(-float(logit[b, t])))
-            total += -w_acc * prob * math.log(predicted) - w_rej * (1 - prob) * math.log(1 - predicted)
-            kl += prob * math.log(prob / predicted) if prob else 0.0
-            kl += (1 - prob) * math.log((1 - prob) / (1 - predicted)) if prob < 1 else 0.0
-            count += 1
+            weight = float(batch.weight[b, t]) if weighted else 1.0
+            total -= weight * (w_acc * prob * math.log(predicted) + w_rej * (1 - prob) * math.log(1 - predicted))
+            kl += weight * prob * math.log(prob / predicted) if prob else 0.0
+            kl += weight * (1 - prob) * math.log((1 - prob) / (1 - predicted)) if prob < 1 else 0.0
+            count += weight
     output = acceptance_loss(logit, batch, w_acc, w_rej)
     assert output.loss.item() == pytest.approx(total / count, rel=TOLERANCE)
     assert output.sums["loss"].item() == pytest.approx(total, rel=TOLERANCE)
     assert output.sums["kl"].item() == pytest.approx(kl, rel=TOLERANCE)
-    assert output.counts["loss"].item() == output.counts["kl"].item() == count
+    assert output.counts["loss"].item() == output.counts["kl"].item() == pytest.approx(count, rel=TOLERANCE)
 
 
 def test_acceptance_loss_has_its_optimum_where_the_design_says():

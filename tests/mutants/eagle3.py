@@ -17,6 +17,8 @@ MUTANTS = [
     Mutant("eagle3-predicts-a-row-late", HEAD, "self.position - 1 - number", "self.position - number", (TRAINING,)),
     Mutant("eagle3-drafts-begin-before-the-text", HEAD, "self.place > number", "self.place >= number", (TRAINING,)),
     Mutant("eagle3-mask-one-token-early", HEAD, 'if mask == "previous":', 'if mask != "predicted":', (TRAINING,)),
+    Mutant("eagle3-predicts-the-next-documents-first-token", HEAD, "F.pad(own[:, 1:] & ~first[:, 1:], (0, 1))",
+           "F.pad(own[:, 1:], (0, 1))", (TRAINING,)),
     Mutant("eagle3-sequences-weigh-by-their-tokens", HEAD, 'if settings.normalizer == "sequence":',
            'if settings.normalizer == "none":', (TRAINING,)),
     Mutant("eagle3-passes-weigh-alike", HEAD, "[settings.pass_decay**i", "[1.0**i", (TRAINING,)),

@@ -38,6 +38,8 @@ MUTANTS = [
     Mutant("medusa-lm-heads-begin-at-random", MEDUSA, ".data.copy_(wanted)\n", ".data.clone()\n", (MEDUSA_TEST,)),
     Mutant("medusa-trees-by-the-first-lm-head", MEDUSA, "self._lm_heads[depth](hidden)", "self._lm_heads[0](hidden)",
            (MEDUSA_TEST,)),
+    Mutant("medusa-drafts-from-the-first-state", MEDUSA, "torch.stack([row.features[-1] for row",
+           "torch.stack([row.features[0] for row", (MEDUSA_TEST,)),
     Mutant("medusa-states-by-the-first-lm-head", MEDUSA, "own = (level == number)", "own = (0 * level == number)",
            (MEDUSA_TEST,)),
     Mutant("medusa-v1-makes-as-many-as-it-says", MEDUSA_FORMAT, "return Layout(FORCED, positive",
@@ -96,6 +98,8 @@ MUTANTS = [
            (REPETITION_TEST,)),
     Mutant("repetition-rounds-begin-with-the-prefill", SUMMARY, '[len(prompt) :], row["prefill_emitted"]',
            "[len(prompt) :], 0", (SUMMARY_TEST,)),
+    Mutant("speed-bench-mean-over-turns", SUMMARY, 'questions.setdefault(row["prompt"], [])',
+           'questions.setdefault((row["prompt"], row["turn"]), [])', (SUMMARY_TEST,)),
     # -- replays
     Mutant("replay-confidence-stops-at-its-threshold", REPLAY,
            "minimum - 1 : maximum]) < t", "minimum - 1 : maximum]) <= t", (RULES,)),
@@ -199,6 +203,8 @@ MUTANTS = [
     Mutant("loss-tokens-all-weigh-the-same", LOSSES,
            "torch.ones_like(prob) if batch.weight is None else batch.weight.flatten()[chosen].float()",
            "torch.ones_like(prob)", ("tests/train/rollouts_test.py",)),
+    Mutant("loss-mean-over-tokens-not-weights", LOSSES, "    count = weight.sum()\n",
+           "    count = torch.ones_like(weight).sum()\n", (LOSS_TEST,)),
     Mutant("loss-kl-plus-the-entropy", LOSSES, "(1 - prob) * reject) - entropy)", "(1 - prob) * reject) + entropy)",
            (LOSS_TEST,)),
     Mutant("loss-token-weight", EAGLE, "token_weight: float = 0.1,\n    decay",
@@ -225,6 +231,10 @@ MUTANTS = [
     Mutant("auc-ties-count-whole", METRICS, "(below + negatives / 2)", "(below + negatives)", (METRIC_TEST,)),
     Mutant("ece-of-unsorted-tokens", METRICS, "order = prob.argsort(stable=True)",
            "order = torch.arange(len(prob))", (METRIC_TEST,)),
+    # -- optimizers
+    Mutant("muon-without-nesterov", "train/muon.py",
+           'torch.lerp(param.grad, state["momentum"], group["momentum"])', 'state["momentum"].clone()',
+           ("tests/train/muon_test.py",)),
     # -- what ending drafts would gain
     Mutant("gain-of-answers-that-were-learned", GAIN, "own, kept = fold == held, fold != held",
            "own, kept = fold == held, fold >= 0", (GAIN_TEST,)),

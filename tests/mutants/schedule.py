@@ -27,6 +27,8 @@ MUTANTS = [
     Mutant("schedule-intervals-without-times", CHOICE, "resampled[:, base] * cheaper - 1", "resampled[:, base] - 1",
            (CHOICE_TEST,)),
     Mutant("schedule-one-draft-step-too-many", COSTS, "first + (k - 1) * step", "first + k * step", (COMMAND_TEST,)),
+    Mutant("schedule-zero-for-vllm-unasked", "eval/schedule/command.py",
+           "found.ranges if config.allow_zero else found.drafting_ranges", "found.ranges", (COMMAND_TEST,)),
     Mutant("schedule-starts-of-ranges-alone", SERVERS, "for size in (start, end)}", "for size in (start,)}",
            (COMMAND_TEST,)),
     Mutant("priors-of-what-was-never-reached", "modules/acceptance/served.py",

@@ -33,6 +33,25 @@ def test_vectors_move_as_torchs_adamw_moves_them_also_after_a_reload():
     torch.testing.assert_close(ours, theirs)
 
 
+def test_matrices_move_by_nesterovs_momentum():
+    """Jordan 2024: m = 0.95 m + 0.05 g, then a step along 0.95 m + 0.05 g, whose singular values go five times through
+    the published polynomial."""
+    rng, lr, beta = torch.Generator().manual_seed(0), 0.01, 0.95
+    matrix = torch.nn.Parameter(torch.randn(6, 10, generator=rng, dtype=torch.float64))
+    opt = MuonAdamW([matrix], [], lr=lr, momentum=beta)
+    expected, moment = matrix.detach().clone(), torch.zeros(6, 10, dtype=torch.float64)
+    for _ in range(4):
+        matrix.grad = torch.randn(6, 10, generator=rng, dtype=torch.float64)
+        opt.step()
+        moment = beta * moment + (1 - beta) * matrix.grad
+        left, values, right = torch.linalg.svd(beta * moment + (1 - beta) * matrix.grad, full_matrices=False)
+        values = values / (values.square().sum().sqrt() + 1e-7)
+        for _ in range(5):
+            values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+        expected -= lr * 0.2 * 10**0.5 * left @ values.diag() @ right
+    torch.testing.assert_close(matrix.detach(), expected, rtol=0, atol=1e-12)
+
+
 def test_matrices_move_by_orthogonal_steps_of_adamws_size():
     matrix = torch.nn.Parameter(torch.zeros(6, 10))
     opt = MuonAdamW([matrix], [], lr=0.01)

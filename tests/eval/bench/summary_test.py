@@ -158,6 +158,18 @@ def test_the_mean_of_tasks_is_named_apart_from_the_pooled_ratio():
     assert "| spec | 3.00x | 1.50 | 1.67x | 2.00 | 2.00x | 1.75 | 2.33x | 1.75 |" in markdown(table)
 
 
+def test_speed_benchs_acceptance_length_is_a_mean_over_questions_then_over_categories():
+    # Category a: a question of two turns, 3 + 4 tokens in 2 + 2 calls, and one of 3 in 2. Category b: one of 4 in 2.
+    turns = [{**SPEC[0], "task": "a"}, {**SPEC[1], "task": "a", "group": 0, "turn": 2}]
+    rows = [*turns, {**SPEC[0], "prompt": 1, "group": 1}, {**SPEC[1], "prompt": 2, "group": 2}]
+    ar = [{**AR[row["token_ids"][0] == 4], **{key: row[key] for key in ("prompt", "group", "task")}} for row in rows]
+    row = summarise({"ar": ar, "spec": rows}, "cpu", 0, True, speed_bench=True)[1]
+    assert row["by_task"]["a"]["speed_bench_tau"] == (7 / 4 + 3 / 2) / 2 and row["by_task"]["a"]["tau"] == 10 / 6
+    assert row["by_task"]["b"]["speed_bench_tau"] == row["by_task"]["b"]["tau"] == 2
+    assert row["speed_bench_tau"] == ((7 / 4 + 3 / 2) / 2 + 2) / 2 and row["macro_tau"] == (10 / 6 + 2) / 2
+    assert "speed_bench_tau" not in summarise({"ar": ar, "spec": rows}, "cpu", 0, True)[1]
+
+
 def test_turns_of_one_question_are_resampled_together():
     # Two questions of two turns. Question 1 is 3x in both turns, question 2 is 1x in both: resamples are 1x, 3x or the
     # mix of both, (8/4)/(8/8) = 2x, never something between, and the extremes have probability 1/4 each.

@@ -35,6 +35,8 @@ def test_a_table_whose_answer_is_known():
     assert found.advice.startswith("Do not speculate above 9 requests at once. More than 2 tokens may pay")
     assert found.rows[0]["over_none"] == pytest.approx(1.75 / 13 * 11 - 1)
     assert found.rows[1]["over_none"] == 0 and found.rows[1]["k"] == 0
+    # Of at least 1 token: 1 wherever none is best, which costs most at 16 requests.
+    assert found.drafting_ranges == [(1, 2, 2), (3, 16, 1)] and found.loss == pytest.approx(1 - 1.5 / 42 * 26)
     # Over both sizes: K = 1 gives 1.375 and 0.929, K = 2 1.481 and 0.785 of the pace without drafts.
     assert found.single == 1
     assert found.rows[0]["over_single"] == pytest.approx(1.75 / 13 / (1.5 / 12) - 1)

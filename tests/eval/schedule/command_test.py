@@ -58,12 +58,30 @@ def test_files_are_those_of_the_printed_schedule(bench, costs, tmp_path, capsys)
         assert own.advice in said and results["schedules"][number]["advice"] == own.advice
         assert own.last, "nothing to be seen in the files"
         form = f"T{temperature:g}"
-        assert json.loads((out / f"vllm-{form}.json").read_text()) == servers.for_vllm(own.ranges)
+        assert json.loads((out / f"vllm-{form}.json").read_text()) == servers.for_vllm(own.drafting_ranges)
         assert json.loads((out / f"sglang-{form}.json").read_text()) == servers.for_sglang(own.ranges)
         read = yaml.safe_load((out / f"tensorrt-llm-{form}.yaml").read_text())
         assert read == servers.for_tensorrt_llm(own.falling_ranges)
         prompts = {row["prompt"] for row in methods[temperature]["spec:k=3"]}
         assert len(prompts) > 1 and own.rows[0]["over_none_ci95"] is not None
+
+
+def test_no_zero_is_written_without_a_word_on_what_it_did_to_vllm(bench, costs, tmp_path, capsys):
+    words = ["eval", "schedule", str(bench), "--method", "spec:k=3", "--output", str(tmp_path / "out"), "--costs"]
+    for more, least in (((), 1), (("--allow-zero",), 0)):
+        assert main([*words, str(costs), *more]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert "fell from 232 to 24-157 tokens/s" in said and "(vllm#49548)" in said
+        assert ("--allow-zero writes the 0" in said) == (not more)
+        for number, temperature in enumerate("01"):
+            written = json.loads((tmp_path / "out" / f"vllm-T{temperature}.json").read_text())
+            schedule = json.loads((tmp_path / "out" / "results.json").read_text())["schedules"][number]
+            assert min(schedule["lengths"]) == 0
+            assert min(k for *_, k in written["num_speculative_tokens_per_batch_size"]) == least
+            assert (written["num_speculative_tokens_per_batch_size"] == schedule["ranges"]) == (least == 0)
+    free = tmp_path / "free.json"
+    free.write_text(json.dumps({"seconds": {"1": {"0": 0.01, "3": 0.0100001}}}))
+    assert main([*words, str(free)]) == 0 and "49548" not in capsys.readouterr().out
 
 
 def test_nothing_is_written_for_servers_where_nothing_pays(bench, tmp_path, capsys):

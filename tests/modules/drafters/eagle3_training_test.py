@@ -69,7 +69,8 @@ def batch_of(packed: bool = False, num_states: int = 3) -> FeatureBatch:
     rng = torch.Generator().manual_seed(8)
     width = max(LENGTHS)
     real = torch.arange(width) < torch.tensor(LENGTHS)[:, None]
-    mask = real & (torch.arange(width) >= torch.tensor([3, 1, 2])[:, None])
+    # The second sequence is all answer: packed, the last token of the first stands before it and must not draft it.
+    mask = real & (torch.arange(width) >= torch.tensor([3, 0, 2])[:, None])
     mask[0, 5] = False  # a second turn
     fields = {
         "input_ids": torch.randint(V, (3, width), generator=rng),

@@ -113,17 +113,17 @@ def test_the_published_tree_is_shipped() -> None:
 @pytest.mark.parametrize("rows", [1, 3])
 @OWN
 def test_a_node_is_what_the_head_of_its_depth_ranks(own: bool, rows: int) -> None:
-    """Whatever its parent is."""
+    """Whatever its parent is, and of the last token's state alone."""
     target, head = TableLM(1), random_medusa_heads(2, own)
     paths = [[0], [2], [0, 1], [2, 0], [2, 3], [2, 3, 1]]
     drafter, rng = head.tree_drafter(target, StaticTree.from_paths(paths), 32, rows), torch.Generator().manual_seed(0)
-    features = torch.randn(rows, H, generator=rng, dtype=torch.float64)
+    features = torch.randn(rows, 3, H, generator=rng, dtype=torch.float64)
     for row in range(rows):
-        drafter.begin(row, [1, 2], features[row : row + 1], 3)
+        drafter.begin(row, [1, 2, 0], features[row], 3)
     for row, tree in enumerate(drafter.propose([8] * rows, SamplingParams(), [TorchSource(0)] * rows)):
         ranked = []
         for i, block in enumerate(head.heads):
-            logits = (head.lm_heads[i].weight if own else target._lm_head) @ block(features[row])
+            logits = (head.lm_heads[i].weight if own else target._lm_head) @ block(features[row, -1])
             ranked.append(logits.argsort(descending=True).tolist())
         wanted = [ranked[len(path) - 1][path[-1]] for path in sorted(paths, key=lambda path: (len(path), path))]
         assert list(tree.tokens) == wanted and tree.draft_calls == 1

@@ -1,0 +1,108 @@
+"""SPEED-Bench's files as its two scripts write them: Parquet with `turns`, and JSONL with `messages` of users alone."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from statistics import fmean
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts, read_questions
+from draftsmith.eval.bench.results import read_rows
+from draftsmith.eval.bench.tables import results_tables
+from draftsmith.eval.report.tables import markdown
+from draftsmith.launch.cli import main
+
+SCHEMA = pa.schema([
+    *((name, pa.string()) for name in ("question_id", "category", "sub_category")), ("turns", pa.list_(pa.string())),
+    *((name, pa.string()) for name in ("source", "src_id", "difficulty")), ("multiturn", pa.bool_()),
+])  # fmt: skip
+PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
+# Categories are not in one piece, so that a group of two consecutive rows would mix them.
+ASKED = [
+    ("coding", ["Rename a to b", "Now to c"]), ("writing", ["Say hello"]), ("coding", ["Sort these imports"]),
+    ("writing", ["Write a line", "And one more", "And the last"]), ("writing", ["Wrap it"]), ("coding", ["Explain it"]),
+]  # fmt: skip
+
+
+def rows_of(asked: list[tuple[str, list[str]]]) -> list[dict]:
+    return [
+        {"question_id": f"q{number}", "category": category, "sub_category": "", "turns": turns, "source": "a set",
+         "src_id": f"set_{number}", "difficulty": "", "multiturn": len(turns) > 1}
+        for number, (category, turns) in enumerate(asked)
+    ]  # fmt: skip
+
+
+def write(directory: Path, asked: list[tuple[str, list[str]]]) -> tuple[Path, Path]:
+    parquet, lines = directory / "test.parquet", directory / "qualitative.jsonl"
+    pq.write_table(pa.Table.from_pylist(rows_of(asked), SCHEMA), parquet)
+    with lines.open("w") as file:
+        for row in rows_of(asked):
+            messages = [{"role": "user", "content": turn} for turn in row.pop("turns")]
+            file.write(json.dumps({**row, "messages": messages}) + "\n")
+    return parquet, lines
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> tuple[Path, Path]:
+    return write(tmp_path_factory.mktemp("speed-bench"), ASKED)
+
+
+def asked_ids(questions: list[list[BenchPrompt]]) -> list[list[str]]:
+    return [[prompt.id for prompt in part] for part in questions]
+
+
+def test_both_layouts_are_the_same_questions_category_by_category(models, files):
+    found = [read_questions([("", str(file))], models["target"], None, None, 0, "all") for file in files]
+    assert found[0] == found[1] and asked_ids(found[0]) == [["q0", "q2", "q5"], ["q1", "q3", "q4"]]
+    assert [{prompt.task for prompt in part} for part in found[0]] == [{"coding"}, {"writing"}]
+    assert [prompt.number for part in found[0] for prompt in part] == list(range(6))
+    assert found[0][1][1].later == ("And one more", "And the last")
+    for turns in ("first", "last"):
+        parquet, lines = (read_prompts(str(file), models["target"], turns=turns) for file in files)
+        assert parquet == lines
+
+
+def test_the_limit_counts_in_each_category_and_in_a_task_of_another_name_for_all(models, files):
+    for file in files:
+        found = read_questions([("", str(file))], models["target"], None, None, 2, "all")
+        assert asked_ids(found) == [["q0", "q2"], ["q1", "q3"]]
+        (named,) = read_questions([("speed", str(file))], models["target"], None, None, 2, "all")
+        assert [(prompt.id, prompt.task, prompt.speed_bench) for prompt in named] == [
+            ("q0", "speed", False), ("q1", "speed", False)
+        ]  # fmt: skip
+
+
+def test_a_placeholder_is_refused_with_the_script_that_fetches_it(models, tmp_path, capsys):
+    for file in write(tmp_path, [("coding", ["Hi"]), ("writing", [f"{PLACEHOLDER}\n\nDescribe {{question}}"])]):
+        words = ["--target", models["target"], "--prompts", str(file), "--output", str(tmp_path / "out")]
+        assert main(["eval", "bench", *words]) == 2
+        err = capsys.readouterr().err
+        assert file.name in err and "is a placeholder (FULL BENCHMARK DATA" in err and "prepare_data.py" in err
+        assert not (tmp_path / "out" / "results.json").exists()
+        assert len(read_prompts(str(file), models["target"], keep_tasks="coding")) == 1
+
+
+def test_its_acceptance_length_stands_beside_tau(models, files, tmp_path):
+    words = ["--target", models["target"], "--draft", models["draft"], "--prompts", str(files[0])]
+    words += ["--methods", "spec:k=3", "--limit", "2", "--batch-size", "2", "--repeats", "1"]
+    words += ["--max-new-tokens", "8", "--ignore-eos", "--output", str(tmp_path)]
+    assert main(["eval", "bench", *words]) == 0
+    results = json.loads((tmp_path / "results.json").read_text())
+    steps: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for row in read_rows(tmp_path):
+        if row["method"] == "spec:k=3":
+            own = [1, *(done["num_emitted"] for done in row["rounds"])]
+            steps[row["task"]][row["id"]] += own
+            assert sum(own) == row["tokens"]
+    expected = {task: fmean(fmean(own) for own in by_id.values()) for task, by_id in steps.items()}
+    _, row = results["methods"]
+    assert {task: part["speed_bench_tau"] for task, part in row["by_task"].items()} == pytest.approx(expected)
+    assert row["speed_bench_tau"] == pytest.approx(fmean(expected.values())) and row["speed_bench_tau"] != row["tau"]
+    written = "\n".join(map(markdown, results_tables(results)))
+    assert "| coding: SPEED-Bench's AL | writing |" in written and "mean of tasks: SPEED-Bench's AL |" in written
+    assert "SPEED-Bench's AL: acceptance length by its rule" in written
