@@ -47,6 +47,9 @@ def guarded(work: Callable[[list[str]], int], words: Sequence[str]) -> int:
     # The libraries below report every load of a tiny model; their warnings are still shown.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # OpenMP's threads wait for each other by spinning, after each of thousands of small products. If another program
+    # has one of their cores, all of them spin for as long as it does. OpenMP reads this when torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     args = list(words)
     before, after = (args[: args.index("--")], args[args.index("--") :]) if "--" in args else (args, [])
     options = {name for name in TELLING if f"--{name}" in before}
