@@ -47,8 +47,10 @@ def cached_self_test(model: Any, lm: CausalLM, parallel: str) -> Refusals:
 
 def _read(entry: Path | None) -> Refusals | None:
     """Return a cached result; None if there is none, or it is damaged."""
+    if entry is None:
+        return None
     try:
-        content = json.loads(entry.read_text("utf-8")) if entry is not None else None
+        content = json.loads(entry.read_text("utf-8"))
         trees, rows = content["trees"], content["rows"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
