@@ -3,6 +3,7 @@ line that names the file, the place in it and the remedy."""
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -66,6 +67,37 @@ def read_lines(path: Path, shape: Mapping[str, Shape], remedy: str = REMEDY) -> 
                 raise InputError(str(path), f"damaged in line {number} ({error})", "a JSON object", remedy) from error
             check_shape(path, found, shape, remedy, f"line {number}")
             yield found
+
+
+def read_text(path: Path, expected: str, remedy: str = REMEDY) -> str:
+    """The content of a text file. expected: what it holds, for the error.
+
+    Raises:
+        OSError: it is not there. InputError: it is not UTF-8.
+    """
+    try:
+        return Path(path).read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(str(path), f"bytes that are not UTF-8 ({error.reason})", expected, remedy) from error
+
+
+def metric_rows(path: Path) -> list[dict[str, str]]:
+    """Rows of a training's metrics.csv, with cells as text. A line that is being written, or that a kill tore, has no
+    end and is left out.
+
+    Raises:
+        OSError: it is not there. InputError: its first line does not name the steps, so something else has damaged it.
+    """
+    expected, remedy = "the metrics of a training", "Correct it, or move it away."
+    text = read_text(path, expected, remedy)
+    reader = csv.DictReader(text[: text.rfind("\n") + 1].splitlines())
+    try:
+        rows = [row for row in reader if (row.get("step") or "").isdecimal()]
+    except csv.Error as error:
+        raise InputError(str(path), f"damaged ({error})", expected, remedy) from error
+    if text and "step" not in (reader.fieldnames or ()):
+        raise InputError(str(path), "no column `step`", expected, remedy)
+    return rows
 
 
 @contextmanager
