@@ -86,17 +86,21 @@ def metric_rows(path: Path) -> list[dict[str, str]]:
     end and is left out.
 
     Raises:
-        OSError: it is not there. InputError: its first line does not name the steps, so something else has damaged it.
+        OSError: it is not there. InputError: its lines are not steps and numbers, so something else has damaged it.
     """
     expected, remedy = "the metrics of a training", "Correct it, or move it away."
     text = read_text(path, expected, remedy)
     reader = csv.DictReader(text[: text.rfind("\n") + 1].splitlines())
+    rows: list[dict[str, str]] = []
     try:
-        rows = [row for row in reader if (row.get("step") or "").isdecimal()]
-    except csv.Error as error:
-        raise InputError(str(path), f"damaged ({error})", expected, remedy) from error
-    if text and "step" not in (reader.fieldnames or ()):
-        raise InputError(str(path), "no column `step`", expected, remedy)
+        for row in reader:
+            int(row["step"])
+            for cell in filter(None, row.values()):
+                float(cell)
+            rows.append({name: cell or "" for name, cell in row.items()})
+    except (csv.Error, KeyError, TypeError, ValueError) as error:
+        found = f"damaged in line {reader.line_num} ({type(error).__name__}: {error})"
+        raise InputError(str(path), found, expected, remedy) from error
     return rows
 
 

@@ -96,12 +96,9 @@ def is_going_on(directory: Path) -> bool:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, float]]:
-    """Rows of metrics.csv as numbers; a row that holds anything else is left out."""
+    """Rows of metrics.csv as numbers."""
     for row in metric_rows(path):
-        try:
-            yield {name: float(value) for name, value in row.items() if name and value} | {"step": int(row["step"])}
-        except (TypeError, ValueError):
-            continue
+        yield {name: float(value) for name, value in row.items() if value} | {"step": int(row["step"])}
 
 
 def series(rows: Sequence[Row], name: str) -> Iterator[dict[str, Any]]:

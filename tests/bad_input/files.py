@@ -239,7 +239,8 @@ ROWS = [
     *(
         Row(f"report: {file} {name}", REPORT, (file, said), training(file, content))
         for file, name, content, said in [
-            ("metrics.csv", "torn in its first line", b"st\n10\n", "no column `step`"),
+            ("metrics.csv", "torn in its first line", b"st\n10\n", "line 2 (KeyError: 'step')"),
+            ("metrics.csv", "of words", b"step,a\n10,high\n", "line 2 (ValueError"),
             ("metrics.csv", "of bytes", b"step,\xff\n", "not UTF-8"),
             ("metrics.csv", "with an endless cell", b"step,a\n10," + b"1" * 200_000 + b"\n", "field larger"),
             ("config.yaml", "of bytes", b"\xff", "not UTF-8"),
