@@ -145,6 +145,8 @@ def chain_method(config: DecodeConfig) -> str:
 
 def encode_prompt(config: DecodeConfig) -> tuple[Any, list[int]]:
     """Tokenizer, and the prompt's token ids."""
+    if config.prompt == "-":
+        note("reading the prompt from standard input, up to its end")
     try:
         text = well_formed(sys.stdin.read() if config.prompt == "-" else config.prompt, "prompt")
         if not text.strip():

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import docstring_parser
 import yaml
-from cyclopts import App, ArgumentCollection, CycloptsError, Group, Parameter, Token, convert
+from cyclopts import App, ArgumentCollection, CoercionError, CycloptsError, Group, Parameter, Token, convert
 from cyclopts.config import Dict
 from cyclopts.exceptions import UnknownOptionError, UnusedCliTokensError
 from cyclopts.help import ColumnSpec, DefaultFormatter, DescriptionRenderer, NameRenderer
@@ -89,6 +89,9 @@ def application(
             print(as_yaml(defaults_of(config_class) | given), end="")
             return None
         config = config_class(**given)
+        from draftsmith.data.store.special import check_paths
+
+        check_paths(config)
         return config if asked.get("revision") is None else at_revision(config, asked["revision"])
 
     def read_files(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
@@ -99,6 +102,7 @@ def application(
         for token in reversed(arguments["--config"].tokens):  # what is set stays as it is
             file = config_file(prog, token.value)
             Dict(read_yaml(file), source=str(file))(app, commands, known)
+        refuse_fractions(known)
 
     command.__signature__ = inspect.Signature([*settings, *own])  # type: ignore[attr-defined]  # `inspect` reads it
     return App(
@@ -124,7 +128,8 @@ def setting_parameters(config_class: type, positional: tuple[str, ...], printing
         if is_list(kind):
             if str in members(kind):  # which a script may pass; words are always several
                 kind = next(member for member in members(kind) if is_list(member)) | None
-            options |= {"n_tokens": -1, "consume_multiple": 1, "json_list": False}
+            # `decode --draft DIR "PROMPT"`: one value behind each --draft, so that it never swallows the prompt.
+            options |= {"n_tokens": -1, "consume_multiple": None if name == "draft" else 1, "json_list": False}
             options |= {"show_default": bool(defaults.get(name)) and (lambda values: ", ".join(map(str, values)))}
         if name != "command" and bool not in members(kind) and (is_list(kind) or type(None) in members(kind)):
             options |= {"converter": reader(kind)}  # the words of another command stay as they are
@@ -224,6 +229,16 @@ def split(token: Token) -> list[str]:
     return [text for text in token.value.split(",") if text]
 
 
+def refuse_fractions(arguments: ArgumentCollection) -> None:
+    """Raise CoercionError for a fraction where a setting takes integers; cyclopts would round it."""
+    for argument in arguments:
+        kinds = {item for kind in members(argument.hint) for item in get_args(kind) or (kind,)}
+        if int in kinds and kinds.isdisjoint({float, str}):
+            fraction = next((token for token in argument.tokens if "." in token.value), None)
+            if fraction is not None:
+                raise CoercionError(argument=argument, token=fraction, target_type=int)
+
+
 def limits(name: str) -> Callable[[Any, Any], None]:
     """What is true of the numbers of every command: finite, within 64 bits; seeds not negative. Their own ranges are
     checked where they are used."""
@@ -290,7 +305,9 @@ def config_file(prog: str, name: str) -> Path:
     known = shipped(prog)
     if name.removesuffix(".yaml") in known:
         return known[name.removesuffix(".yaml")]
-    what = "a directory" if file.is_dir() else "no such file"
+    from draftsmith.data.store.special import special_kind
+
+    what = "a directory" if file.is_dir() else special_kind(file) or "no such file"
     names = ", ".join(known) or "none"
     raise UsageError(f"--config: found {what} at {name}, expected a YAML file or a shipped one ({names}). Correct it.")
 

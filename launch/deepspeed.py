@@ -92,12 +92,15 @@ def read_hosts(hostfile: Path) -> list[str]:
     """Names of the machines.
 
     Raises:
-        InputError: a line that is not `NAME slots=N`, or none at all.
+        InputError: a line that is not `NAME slots=N` with N above 0, or none at all.
     """
+    from draftsmith.data.store.reading import read_text
+
     hosts = []
-    for number, line in enumerate(hostfile.read_text("utf-8").splitlines(), 1):
+    for number, line in enumerate(read_text(hostfile, "lines of NAME slots=GPUS", "Correct it.").splitlines(), 1):
         entry = line.partition("#")[0].strip()
-        match = re.fullmatch(rf"({HOST})\s+slots=\d+", entry, re.ASCII)
+        # DeepSpeed starts nothing on machines without slots, and still exits with 0.
+        match = re.fullmatch(rf"({HOST})\s+slots=0*[1-9]\d{{0,3}}", entry, re.ASCII)
         if match is not None:
             hosts.append(match[1])
         elif entry:

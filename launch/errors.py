@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 
 import yaml
 
-from draftsmith.modules.types import InputError
+from draftsmith.modules.types import InputError, without_passwords
 
 # What the operating system says about a path that a user named.
 PATH_ERRORS = {
@@ -29,6 +29,11 @@ class UsageError(Exception):
 
 def user_message(error: BaseException) -> str | None:
     """One line for an error that its user can mend; None for a defect of ours, which deserves a traceback."""
+    message = _message(error)
+    return None if message is None else without_passwords(message)
+
+
+def _message(error: BaseException) -> str | None:
     if isinstance(error, UsageError | InputError):
         return one_line(str(error))
     if isinstance(error, OSError) and error.filename is not None:

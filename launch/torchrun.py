@@ -40,7 +40,7 @@ class TorchrunConfig(Launched):
         if self.nnodes > 1 and self.rdzv_endpoint is None:
             raise InputError("rdzv_endpoint", "nothing", "HOST:PORT, with several machines", "Name one of them.")
         if self.rdzv_endpoint is not None:
-            found = re.fullmatch(r"[^\s:]+:(\d{1,5})", self.rdzv_endpoint)
+            found = re.fullmatch(r"[\w.-]+:(\d{1,5})", self.rdzv_endpoint, re.ASCII)  # torchrun takes no other names
             if found is None or not 0 < int(found[1]) < 2**16:
                 raise InputError("rdzv_endpoint", repr(self.rdzv_endpoint), "HOST:PORT", "Correct it.")
         if self.node_rank is not None and not 0 <= self.node_rank < self.nnodes:

@@ -9,6 +9,7 @@ The command line's errors are from here too, so torch is not imported.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -23,8 +24,13 @@ class InputError(ValueError):
     """
 
     def __init__(self, field: str, found: object, expected: str, remedy: str):
-        super().__init__(f"{field}: found {found}, expected {expected}. {remedy}")
+        super().__init__(without_passwords(f"{field}: found {found}, expected {expected}. {remedy}"))
         self.field = field
+
+
+def without_passwords(text: str) -> str:
+    """Hide the user and password of every address in a text."""
+    return re.sub(r"(?<=://)[^/\s]*@", "***@", text)
 
 
 @dataclass(frozen=True)

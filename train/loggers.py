@@ -21,6 +21,7 @@ from lightning.pytorch.loggers.logger import Logger
 
 from draftsmith.data.store.files import append, make_directory, write_text
 from draftsmith.data.store.manifest import MANIFEST, resolved
+from draftsmith.data.store.reading import metric_rows
 from draftsmith.data.tracking import (
     configured,
     data_artifact,
@@ -54,11 +55,8 @@ class CsvLogger(Logger):
         self._columns = ["step"]
         self._whole = False  # the file holds all rows
         if resumed_step and path.exists():
-            with path.open(newline="") as file:
-                reader = csv.DictReader(file)
-                # A line cut short by a kill has no step or no rest.
-                self._rows = [r for r in reader if (r["step"] or "x").isdigit() and int(r["step"]) <= resumed_step]
-                self._columns = list(reader.fieldnames or ["step"])
+            self._rows = [row for row in metric_rows(path) if int(row["step"]) <= resumed_step]
+            self._columns = list(dict.fromkeys(name for row in self._rows for name in row)) or ["step"]
 
     @property
     def name(self) -> str:

@@ -12,6 +12,7 @@ import asyncio
 import json
 import math
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -72,8 +73,13 @@ class ServerConfig:
             at_least(f"server.{name}", getattr(self, name), least)
         if not 0 < self.timeout_s < math.inf:
             raise InputError("server.timeout_s", self.timeout_s, "a positive number of seconds", "Correct it.")
+        # What is in front of an @ or behind a ? may be secret: it is neither shown here nor kept in a manifest.
+        shown = re.sub(r"[?#].*$", "?***", re.sub(r"^.*@", "***@", self.url, flags=re.DOTALL), flags=re.DOTALL)
+        if re.match(r"\w+://[^/?#]*@", self.url):
+            remedy = "Put a key into the environment variable that --server.api-key-env names."
+            raise InputError("server.url", shown, "an address without user and password", remedy)
         if not _is_address(self.url):
-            raise InputError("server.url", self.url, "http://HOST:PORT/v1, or https", "Correct it.")
+            raise InputError("server.url", shown, "http://HOST:PORT/v1, or https", "Correct it.")
 
 
 def _is_address(url: str) -> bool:
@@ -82,7 +88,8 @@ def _is_address(url: str) -> bool:
         _ = parts.port
     except ValueError:
         return False
-    return parts.scheme in ("http", "https") and bool(parts.hostname) and url.isprintable() and " " not in url
+    plain = url.isprintable() and not {" ", "?", "#"} & set(url)
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and plain
 
 
 class Unavailable(Exception):
@@ -112,7 +119,8 @@ class ServerEngine:
         self.context = context_length(settings.target)
         vocab_size = (raw.get("text_config") or raw).get("vocab_size") or len(self.tokenizer)
         self.reader = ReplyReader(self.tokenizer, vocab_size, self.eos_ids)
-        self.key = _key(self.server.api_key_env)
+        self.key = key_of(self.server)
+        self.last_failure = ""  # of an attempt that is made again
         # The weights are at the server: all that is known of them is their configuration.
         self.identity = {"config": config_hash(raw)}
         if self.server.dialect != "vllm" and settings.ignore_eos:
@@ -157,23 +165,23 @@ class ServerEngine:
         """Which server it is, as it says itself: `vllm 0.32.0`; unknown where it says nothing."""
         import httpx
 
-        headers, root = {"Authorization": f"Bearer {self.key}"} if self.key else {}, self.server.url.rstrip("/")
+        root = self.server.url.rstrip("/")
 
         def told(url: str) -> Any:
             try:
-                reply = httpx.get(url, headers=headers, timeout=VERSION_S)
-                return reply.raise_for_status().json()
-            except (httpx.HTTPError, ValueError):
+                response, content = fetch("GET", url, VERSION_S, self.key)
+                return json.loads(content) if response.is_success else None
+            except (httpx.HTTPError, Unavailable, BadAnswer, ValueError, RecursionError):
                 return None
 
         models, listed = told(f"{root}/models"), {"data": [{"owned_by": str}]}
         fits = next(misfits(models, listed), None) is None and models["data"]
-        owner = models["data"][0]["owned_by"] if fits else "unknown"
+        owner = one_word(models["data"][0]["owned_by"]) if fits else "unknown"
         for name in ("version", "server_info"):  # of vLLM, of SGLang
             about = told(f"{root.removesuffix('/v1')}/{name}")
             if next(misfits(about, {"version": str}), None) is None:
-                return f"{owner} {about['version']}"
-        return str(owner)
+                return f"{owner} {one_word(about['version'])}"
+        return owner
 
     @property
     def model(self) -> str:
@@ -201,27 +209,68 @@ class ServerEngine:
                 stop=stop_after_attempt(self.server.retries + 1),
                 wait=wait_s(),
                 retry=retry_if_exception_type((httpx.RequestError, Unavailable)),
+                before_sleep=self._note_failure,
             ):
                 with attempt:
                     return await self._post(client, url, body)
         except RetryError as error:
-            cause = error.last_attempt.exception()
-            why = f"{url}: {type(cause).__name__} {str(cause)[:SHOWN_CHARS]}".strip()
+            why = f"{url}: {_failure(error.last_attempt.exception())}"
             raise GaveUp(f"{why} in {self.server.retries + 1} attempts") from error
         raise AssertionError("unreachable: the loop returns or raises")
 
+    def _note_failure(self, state: Any) -> None:
+        self.last_failure = _failure(state.outcome.exception())
+
     async def _post(self, client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> Any:
-        """One attempt. httpx's own limit is for each read: a server that drips would never reach it."""
-        content = bytearray()
-        try:
-            async with asyncio.timeout(self.server.timeout_s), client.stream("POST", url, json=body) as response:
-                async for chunk in response.aiter_bytes():
-                    content += chunk
-                    if len(content) > MOST_BYTES:
-                        raise BadAnswer(f"more than {MOST_BYTES:,} bytes")
-        except TimeoutError as error:
-            raise Unavailable(f"no whole answer in {self.server.timeout_s:g} s") from error
-        return _reply(response, bytes(content), url)
+        """One attempt."""
+        response, content = await read_whole(client, "POST", url, self.server.timeout_s, json=body)
+        return _reply(response, content, url)
+
+
+async def read_whole(
+    client: httpx.AsyncClient, method: str, url: str, limit_s: float, **more: Any
+) -> tuple[httpx.Response, bytes]:
+    """A reply and all of its content. httpx's own limit is for each read: a server that drips would never reach it.
+
+    Raises:
+        httpx.HTTPError: no reply. Unavailable: it is not whole after `limit_s`. BadAnswer: it is too long.
+        InputError: no name of a machine.
+    """
+    import httpx
+
+    content = bytearray()
+    try:
+        async with asyncio.timeout(limit_s), client.stream(method, url, **more) as response:
+            async for chunk in response.aiter_bytes():
+                content += chunk
+                if len(content) > MOST_BYTES:
+                    raise BadAnswer(f"more than {MOST_BYTES:,} bytes")
+    except TimeoutError as error:
+        raise Unavailable(f"no whole answer in {limit_s:g} s") from error
+    except (httpx.InvalidURL, UnicodeError) as error:  # what `urlsplit` takes, and no look-up of names
+        raise InputError("server.url", f"{url} ({error})", "http://HOST:PORT/v1, or https", "Correct it.") from error
+    return response, bytes(content)
+
+
+def fetch(method: str, url: str, limit_s: float, key: str = "", **more: Any) -> tuple[httpx.Response, bytes]:
+    """As `read_whole`, by a client of its own."""
+    import httpx
+
+    async def once() -> tuple[httpx.Response, bytes]:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        async with httpx.AsyncClient(headers=headers, timeout=limit_s) as client:
+            return await read_whole(client, method, url, limit_s, **more)
+
+    return asyncio.run(once())
+
+
+def one_word(text: str) -> str:
+    """What a server says of itself, as it can be shown and stored."""
+    return text[:SHOWN_CHARS] if text.isprintable() else "unknown"
+
+
+def _failure(error: BaseException | None) -> str:
+    return f"{type(error).__name__} {str(error)[:SHOWN_CHARS]}".strip()
 
 
 def wait_s() -> Callable[[Any], float]:
@@ -276,7 +325,9 @@ def _reply(response: httpx.Response, content: bytes, url: str) -> Any:
         raise Unavailable(f"not JSON but {text!r}") from error
 
 
-def _key(name: str) -> str:
+def key_of(server: ServerConfig) -> str:
+    """The server's key, from the environment; empty where there is none."""
+    name = server.api_key_env
     key = os.environ.get(name, "")
     if not (key.isascii() and key.isprintable()):
         raise InputError(name, "line ends or letters that no header holds", "a key in plain ASCII", "Set it again.")

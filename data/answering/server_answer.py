@@ -54,7 +54,7 @@ class ReplyReader:
         if given is None:
             ids = self._tokenised(str(text), asked)
         else:
-            ids = self._checked(given, asked.max_tokens)
+            ids = checked_ids(given, asked.max_tokens, self.vocab_size)
             self._agree(ids, text, counted, choice)
         # A text has no end token. Of ids one may be hidden, which the count of tokens then shows.
         hidden = given is None or counted is None or counted > len(ids)
@@ -87,17 +87,6 @@ class ReplyReader:
         if read is not None and read != asked.prompt_ids:
             raise InputError(asked.name, f"the prompt {_short(read)} at the server", "the ids that were sent", remedy)
 
-    def _checked(self, ids: Any, most: int) -> list[int]:
-        """Token ids of the vocabulary, at most `most`."""
-        if not isinstance(ids, list):
-            raise BadAnswer(f"token_ids are {_short(ids)}, expected a list")
-        if len(ids) > most:
-            raise BadAnswer(f"{len(ids):,} token ids where at most {most:,} were asked for")
-        odd = [token for token in ids if type(token) is not int or not 0 <= token < self.vocab_size]
-        if odd:
-            raise BadAnswer(f"token id {_short(odd[0])}, expected whole numbers below {self.vocab_size:,}")
-        return ids
-
     def _tokenised(self, text: str, asked: Question) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         if len(ids) > LONGER * asked.max_tokens:
@@ -119,6 +108,18 @@ class ReplyReader:
         ):
             own = self.tokenizer.decode(ids)
             raise BadAnswer(f"text {_short(text)} with token ids that read {_short(own)}: another tokenizer?")
+
+
+def checked_ids(ids: Any, most: int, vocab_size: int) -> list[int]:
+    """Return token ids of the vocabulary, at most `most`; raise BadAnswer for anything else."""
+    if not isinstance(ids, list):
+        raise BadAnswer(f"token_ids are {_short(ids)}, expected a list")
+    if len(ids) > most:
+        raise BadAnswer(f"{len(ids):,} token ids where at most {most:,} were asked for")
+    odd = [token for token in ids if type(token) is not int or not 0 <= token < vocab_size]
+    if odd:
+        raise BadAnswer(f"token id {_short(odd[0])}, expected whole numbers below {vocab_size:,}")
+    return ids
 
 
 def _parts(reply: Any) -> tuple[dict[str, Any], dict[str, Any]]:

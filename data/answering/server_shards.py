@@ -14,6 +14,7 @@ from draftsmith.data.answering.server import GaveUp, ServerEngine
 from draftsmith.data.answering.server_answer import BadAnswer, named_failures
 from draftsmith.data.progress import Advance
 from draftsmith.data.ranks import place
+from draftsmith.data.screen import note
 from draftsmith.data.store.files import write_json
 from draftsmith.data.store.reading import read_object
 from draftsmith.data.store.shards import DONE, Rows, Shard, ShardContent, read_done
@@ -24,6 +25,7 @@ from draftsmith.modules.types import InputError
 if TYPE_CHECKING:
     pass
 
+SILENT_S = 30.0
 ROW = {"id": str, "input_ids": [int], "prompt_length": int, "loss_mask": [bool], "turn": int, "ended": bool}
 
 
@@ -51,6 +53,7 @@ class ServerShards:
         self._asked: dict[int, _Asked] = {}  # by shard
         self._failed: dict[str, int] = {}  # prompts without an answer, by the record of a shard that was made here
         self._over = False  # nothing more is to be asked
+        self._heard = False  # a reply, lately
 
     def __enter__(self) -> ServerShards:
         import httpx
@@ -90,13 +93,25 @@ class ServerShards:
             if one.index not in self._asked:
                 self._begin(one, advance)
         asked = self._asked[shard.index]
-        self._runner.run(_all(asked.tasks))
+        self._runner.run(self._all(asked.tasks))
         self._check_failures(asked)
         self._failed[f"{shard.name}.done.json"] = len(asked.failures)
         del self._asked[shard.index]
         asked.kept.unlink(missing_ok=True)
         made = shard_content([asked.answers[number] for number in asked.rows if number in asked.answers])
         return replace(made, counts={**made.counts, "failed_dropped": len(asked.failures)})
+
+    async def _all(self, tasks: Sequence[asyncio.Task[None]]) -> None:
+        """Wait for the tasks, and say so every SILENT_S in which the server has answered nothing."""
+        together, server = asyncio.gather(*tasks), self._engine.server
+        self._heard = False
+        while not (await asyncio.wait([together], timeout=SILENT_S))[0]:
+            if not (self._heard or place().rank):
+                limits = f"each is given up after {server.retries + 1} attempts of {server.timeout_s:g} s"
+                failed = f"; the last failure: {self._engine.last_failure}" if self._engine.last_failure else ""
+                note(f"draftsmith: {server.url}: no answer for {SILENT_S:g} s; {limits}{failed}")
+            self._heard = False
+        await together
 
     def _behind(self, shard: Shard) -> list[Shard]:
         """The shard that this rank makes next, if there is one."""
@@ -129,6 +144,7 @@ class ServerShards:
                     return
                 try:
                     reply = await engine.ask(self._client, engine.request(number, talk.asked(), talk.turn))
+                    self._heard = True
                     talk.hear(engine.read(number, talk.asked(), reply))
                 except BadAnswer as error:
                     asked.failures[number] = str(error)
@@ -158,10 +174,6 @@ class ServerShards:
             expected = f"at most {most} without one (--server.max-failed)"
             remedy = "Run the same command again, which asks for these only, or raise --server.max-failed."
             raise InputError("server", found, expected, remedy)
-
-
-async def _all(tasks: Sequence[asyncio.Task[None]]) -> None:
-    await asyncio.gather(*tasks)
 
 
 def _answers_before(path: Path, rows: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from draftsmith.data.answering.server_answer import BadAnswer, checked_ids
 from draftsmith.data.models.checkpoint import end_tokens
 from draftsmith.data.models.hub import model_directory
 from draftsmith.data.models.loading import read_config, saved_identity
@@ -60,7 +61,9 @@ class VllmEngine(AbstractContextManager["VllmEngine"]):
             found = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}"
             raise InputError("vllm_args", found, "what vllm.LLM takes", "Correct them, or choose an engine.") from error
         directory = model_directory(settings.target)
-        self._ends = () if settings.ignore_eos else end_tokens(directory, read_config(settings.target))
+        raw = read_config(settings.target)
+        self._ends = () if settings.ignore_eos else end_tokens(directory, raw)
+        self._vocab_size = int((raw.get("text_config") or raw)["vocab_size"])
         self.settings, self._params = settings, SamplingParams
         self.context = int(self._llm.llm_engine.model_config.max_model_len)
 
@@ -70,7 +73,11 @@ class VllmEngine(AbstractContextManager["VllmEngine"]):
         self._llm.llm_engine.engine_core.shutdown()
 
     def answers(self, turns: Sequence[Turn]) -> Iterator[tuple[int, TargetTurn]]:
-        """Each turn's answer with its place in `turns`, when all are complete."""
+        """Each turn's answer with its place in `turns`, when all are complete.
+
+        Raises:
+            InputError: an answer that is empty, too long or not of the vocabulary.
+        """
         settings = self.settings
         own = settings.params
         sampling = [
@@ -88,7 +95,15 @@ class VllmEngine(AbstractContextManager["VllmEngine"]):
         ]
         asked = [{"prompt_token_ids": turn.prompt_ids} for turn in turns]
         for i, made in enumerate(self._llm.generate(asked, sampling, use_tqdm=False)):
-            tokens = list(made.outputs[0].token_ids)
+            try:
+                tokens = checked_ids(list(made.outputs[0].token_ids), settings.max_new_tokens, self._vocab_size)
+                if not tokens:
+                    raise BadAnswer("an empty answer")
+            except BadAnswer as error:
+                remedy = "Leave --vllm-args out, or pass --engine transformers."
+                raise InputError(
+                    "engine", f"{error} to prompt {turns[i].row}", "an answer of vLLM's", remedy
+                ) from error
             yield i, TargetTurn(tokens, ended=tokens[-1] in self._ends)
 
 

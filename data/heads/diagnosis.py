@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -14,7 +13,7 @@ from draftsmith.data.heads.directory import load_draft_head
 from draftsmith.data.heads.readings import Measured, measure, readings_of
 from draftsmith.data.models.loading import llama_shape, tokenizer_identity
 from draftsmith.data.store.manifest import Manifest
-from draftsmith.data.store.reading import read_object
+from draftsmith.data.store.reading import metric_rows, read_object
 from draftsmith.data.text.answers import Supervision, answer_mask, spans
 from draftsmith.data.text.template import load_chat_tokenizer, prompt_ids
 from draftsmith.modules.targets.base import CausalLM
@@ -205,8 +204,7 @@ def misread(firsts: Mapping[str, float]) -> Iterator[Finding]:
 
 def trained(file: Path) -> Iterator[Finding]:
     """Validation against training along the steps, of a training's metrics.csv, if it is there."""
-    lines = file.read_text("utf-8").splitlines() if file.is_file() else []
-    curve = list(csv.DictReader(lines))
+    curve = metric_rows(file) if file.is_file() else []
     names = ("val/loss", "val/top1", "train/top1")
     loss, top1, learned = ([float(row[name]) for row in curve if row.get(name)] for name in names)
     if min(len(loss), len(top1)) < 2 or not learned:

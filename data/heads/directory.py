@@ -40,12 +40,23 @@ def class_of(kind: str) -> Any:
 
 
 def kind_at(path: str | Path) -> str | None:
-    """The kind of the head in a directory; None for anything else, as a language model is."""
+    """The kind of the head in a directory; None for anything else, as a language model is.
+
+    Raises:
+        InputError: the directory of a training, whose head is in best/.
+    """
     directory = Path(path)
-    if not (directory / "manifest.json").exists() or not (directory / "config.json").exists():
+    if not _is_head(directory):
+        if _is_head(directory / "best") and not (directory / "config.json").exists():
+            found = f"{directory}, the directory of a training"
+            raise InputError("head", found, "the head in it", f"Pass {directory / 'best'}.")
         return None
     kind = read_object(directory / "config.json", {}).get("kind")
     return kind if kind in head_kinds() else None
+
+
+def _is_head(directory: Path) -> bool:
+    return (directory / "manifest.json").exists() and (directory / "config.json").exists()
 
 
 def head_fields(head: nn.Module) -> dict[str, Any]:
@@ -95,7 +106,8 @@ def head_config(directory: str | Path, kind: str | None = None) -> dict[str, Any
             another kind.
     """
     directory = Path(directory)
-    if not (directory / "manifest.json").exists() or not (directory / "config.json").exists():
+    if not _is_head(directory):
+        kind_at(directory)  # the head may be in best/
         expected = "a head directory (config.json, manifest.json)"
         raise InputError("head", directory, expected, "Train one, or check the path.")
     manifest = read_object(directory / "manifest.json", {"sha256?": {"*": str}}, AGAIN)

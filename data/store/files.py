@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from draftsmith.data.store.special import special_kind
 from draftsmith.modules.types import InputError
 
 AGAIN = "Free some space or choose another place, then give the command again."
@@ -54,6 +55,7 @@ def whole(path: Path, needed: int | None = None, remedy: str | None = None) -> I
         CannotWrite: it does not fit or may not be written; the temporary file is gone then.
     """
     path = Path(path)
+    _check_regular(path)
     # Other processes, of this machine or another, may write the same file.
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}-{os.urandom(3).hex()}")
     try:
@@ -112,6 +114,12 @@ def check_disk(directory: Path, needed: int, field: str, remedy: str) -> None:
     if needed and needed + SPARE_BYTES > free:
         found, expected = f"{free:,} bytes free at {existing}", f"{needed + SPARE_BYTES:,} for what is left to write"
         raise InputError(field, found, expected, remedy)
+
+
+def _check_regular(path: Path) -> None:
+    """Raise CannotWrite for a device, pipe or socket: taking its name would put a file in its place."""
+    if kind := special_kind(path):
+        raise CannotWrite(str(path), kind, "a file", "Choose another path.")
 
 
 def _existing(path: Path) -> Path:
@@ -220,6 +228,7 @@ def append(path: Path, text: str) -> None:
     Raises:
         CannotWrite: they do not fit; the file is then as long as it was.
     """
+    _check_regular(path)
     content = text.encode("utf-8")
     with writing(path, len(content)), path.open("ab", buffering=0) as file:
         length, left = file.tell(), memoryview(content)

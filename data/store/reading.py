@@ -3,6 +3,7 @@ line that names the file, the place in it and the remedy."""
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -66,6 +67,41 @@ def read_lines(path: Path, shape: Mapping[str, Shape], remedy: str = REMEDY) -> 
                 raise InputError(str(path), f"damaged in line {number} ({error})", "a JSON object", remedy) from error
             check_shape(path, found, shape, remedy, f"line {number}")
             yield found
+
+
+def read_text(path: Path, expected: str, remedy: str = REMEDY) -> str:
+    """The content of a text file. expected: what it holds, for the error.
+
+    Raises:
+        OSError: it is not there. InputError: it is not UTF-8.
+    """
+    try:
+        return Path(path).read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(str(path), f"bytes that are not UTF-8 ({error.reason})", expected, remedy) from error
+
+
+def metric_rows(path: Path) -> list[dict[str, str]]:
+    """Rows of a training's metrics.csv, with cells as text. A line that is being written, or that a kill tore, has no
+    end and is left out.
+
+    Raises:
+        OSError: it is not there. InputError: its lines are not steps and numbers, so something else has damaged it.
+    """
+    expected, remedy = "the metrics of a training", "Correct it, or move it away."
+    text = read_text(path, expected, remedy)
+    reader = csv.DictReader(text[: text.rfind("\n") + 1].splitlines())
+    rows: list[dict[str, str]] = []
+    try:
+        for row in reader:
+            int(row["step"])
+            for cell in filter(None, row.values()):
+                float(cell)
+            rows.append({name: cell or "" for name, cell in row.items()})
+    except (csv.Error, KeyError, TypeError, ValueError) as error:
+        found = f"damaged in line {reader.line_num} ({type(error).__name__}: {error})"
+        raise InputError(str(path), found, expected, remedy) from error
+    return rows
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from filelock import FileLock, Timeout
 from draftsmith.data.ranks import place
 from draftsmith.data.screen import note
 from draftsmith.data.store.files import make_directory, write_json, writing
-from draftsmith.modules.types import InputError
+from draftsmith.modules.types import InputError, without_passwords
 
 LOCK, HOLDER = ".writer.lock", ".writer.json"
 BEAT_S = 10.0  # between signs of life
@@ -158,7 +158,7 @@ def _locked(directory: Path) -> FileLock:
 
 def _this_process() -> Holder:
     now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-    command = shlex.join(["draftsmith", *sys.argv[1:]])
+    command = without_passwords(shlex.join(["draftsmith", *sys.argv[1:]]))
     return Holder(os.getpid(), socket.gethostname(), command, now, _job(), os.environ.get("SLURM_JOB_ID", ""))
 
 

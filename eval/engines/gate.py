@@ -20,13 +20,14 @@ from draftsmith.data.heads.directory import build_head, load_head, stored_tensor
 from draftsmith.data.heads.draft_settings import MODEL
 from draftsmith.data.models.hub import EMBEDDED, model_directory
 from draftsmith.data.models.loading import check_same_tokenizer, load_lm
+from draftsmith.data.screen import note
 from draftsmith.data.text.template import load_chat_tokenizer, prompt_ids
 from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
 from draftsmith.eval.engines.chain import OurChain, margin, misread
 from draftsmith.eval.engines.process import running
 from draftsmith.eval.engines.settings import EngineCheckConfig
 from draftsmith.eval.engines.show import DIRECTORY, TEMPLATE, Compared, Located, Verdict, show
-from draftsmith.eval.engines.vllm import ENVIRONMENT, VllmClient, engine_python, server_words
+from draftsmith.eval.engines.vllm import ANSWERED_S, ENVIRONMENT, VllmClient, engine_python, server_words
 from draftsmith.modules.interop import formats
 from draftsmith.modules.interop.base import ForeignHead, Package, Served, TargetFacts
 from draftsmith.modules.interop.detect import causal_lm, detect, named_format
@@ -79,6 +80,7 @@ def check_served(config: EngineCheckConfig) -> int:
         before, _ = client.counts()
         chain = OurChain(target, len(before.by_place), config.max_new_tokens)
         check_room(config, chain, prompts, min(target.info.max_position, client.about.length or 2**62))
+        note(f"{client.url}: asking {len(prompts)} prompts, each for at most {ANSWERED_S:g} s")
         theirs = [client.answer(number, prompt.prompt_ids) for number, prompt in enumerate(prompts)]
         template = template_difference(client, config.target)
         about = client.about

@@ -84,18 +84,21 @@ def read_runs(paths: Sequence[Path], watching: bool = False) -> list[Run]:
 def _read(directory: Path, watching: bool) -> Mapping[str, Any]:
     if is_training(directory):
         return read_training(directory)
-    if watching and is_going_on(directory):
-        return read_under_way(directory)
     if not directory.is_dir():
         raise InputError("runs", f"no directory {directory}", "directories of finished runs", "Check the path.")
+    if watching and is_going_on(directory):
+        return read_under_way(directory)
     if not (directory / RESULTS).exists():
         remedy = "Run its command again: it continues with what is left."
         raise InputError("runs", f"no {RESULTS} in {directory}", "a finished run, which ends by writing it", remedy)
     results = read_json(directory / RESULTS, MEASURE)
     fits = isinstance(results, dict) and isinstance(results.get("meta"), dict)
-    if not fits or not any(isinstance(results.get(key), list) for key in ("methods", "tables", "figures")):
+    measured = [results[key] for key in ("methods", "tables", "figures") if key in results] if fits else []
+    if not any(isinstance(rows, list) for rows in measured):
         expected = "results of `eval bench` or of a study"
         raise InputError("runs", f"other JSON in {directory / RESULTS}", expected, "Pass another directory.")
+    if not any(measured):
+        raise InputError(str(directory / RESULTS), "nothing measured", "rows of a method or a table", MEASURE)
     check_shape(directory / RESULTS, results, SHAPE, MEASURE)
     try:
         from_json(results)

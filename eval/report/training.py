@@ -5,7 +5,6 @@ They are what `eval report --watch` shows of a run that goes on; a finished trai
 
 from __future__ import annotations
 
-import csv
 import datetime
 import re
 import shlex
@@ -15,13 +14,14 @@ from typing import Any
 
 import yaml
 
-from draftsmith.data.store.reading import read_object
+from draftsmith.data.store.reading import REMEDY, check_shape, metric_rows, read_object, read_text
 from draftsmith.data.tables import Column, Table
 from draftsmith.eval.bench.journal import JOURNAL, whole_lines
-from draftsmith.eval.bench.results import BASELINE, RESULTS, Row, totals_of
+from draftsmith.eval.bench.results import BASELINE, COLUMNS, COUNTS, RESULTS, Row, totals_of
 from draftsmith.eval.bench.summary import speedup
 from draftsmith.eval.report.drawing import Drawing, colour, lines, tips, x_number, y_number
 from draftsmith.eval.report.tables import drawn_data, to_json
+from draftsmith.modules.types import InputError
 
 METRICS, SETTINGS, FINISHED = "metrics.csv", "config.yaml", "training.json"
 DEPTH = re.compile(r"val/(agreement|top1|accepted)_(\d+)$")  # how often a draft's token at this depth is right
@@ -52,10 +52,15 @@ def is_training(directory: Path) -> bool:
 
 
 def read_training(directory: Path) -> dict[str, Any]:
-    """A training's directory as results of a study: its curves so far, its latest numbers, its settings."""
+    """A training's directory as results of a study: its curves so far, its latest numbers, its settings.
+
+    Raises:
+        InputError: one of its files is damaged.
+    """
     rows = list(read_metrics(directory / METRICS))
-    text = (directory / SETTINGS).read_text("utf-8") if (directory / SETTINGS).exists() else "{}"
-    settings = yaml.safe_load(text) or {}
+    text, settings = read_settings(directory / SETTINGS)
+    if not is_going_on(directory):
+        read_object(directory / FINISHED, {})
     kind = re.match(r"# draftsmith (\S+ \S+)", text)
     command = f"draftsmith {kind[1]} --config {shlex.quote(str(directory / SETTINGS))}" if kind else None
     step = max((row["step"] for row in rows), default=0)
@@ -72,19 +77,28 @@ def read_training(directory: Path) -> dict[str, Any]:
     return {"meta": meta, "tables": to_json(tables), "summary": {"step": step}}
 
 
+def read_settings(path: Path) -> tuple[str, dict[str, Any]]:
+    """The text of a training's config.yaml and the settings in it; empty where there is none."""
+    if not path.exists():
+        return "", {}
+    text = read_text(path, "settings of a training")
+    try:
+        settings = yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise InputError(str(path), f"damaged ({error})", "YAML", REMEDY) from error
+    check_shape(path, settings, {})
+    return text, settings
+
+
 def is_going_on(directory: Path) -> bool:
     """Whether the run there has not written what it writes last."""
     return not (directory / (FINISHED if is_training(directory) else RESULTS)).exists()
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, float]]:
-    """Rows of metrics.csv; a line that is being written is left out."""
-    with path.open(newline="") as file:
-        for row in csv.DictReader(file):
-            try:
-                yield {name: float(value) for name, value in row.items() if name and value} | {"step": int(row["step"])}
-            except (TypeError, ValueError):
-                continue
+    """Rows of metrics.csv as numbers."""
+    for row in metric_rows(path):
+        yield {name: float(value) for name, value in row.items() if value} | {"step": int(row["step"])}
 
 
 def series(rows: Sequence[Row], name: str) -> Iterator[dict[str, Any]]:
@@ -122,10 +136,12 @@ def read_under_way(directory: Path) -> dict[str, Any]:
     for path in sorted({*directory.glob(f"*/{JOURNAL}"), *directory.glob(JOURNAL), *directory.glob(f"*/{RESULTS}")}):
         part = path.parent.name
         lines = whole_lines(path) if path.name == JOURNAL else []
+        for number, line in enumerate(lines, start=1):
+            check_shape(path, line, {"rows?": [MEASURED]}, place=f"line {number}")
         measured = [row for line in lines for row in line.get("rows", ())]
         rows += [{"part": part, "state": "going on", **row} for row in so_far(measured)]
         if path.name == RESULTS:
-            done = read_object(path, {}).get("methods", [])
+            done = read_object(path, {"methods?": [dict]}).get("methods", [])
             rows += [{"part": part, "state": "done", **{key: row.get(key) for key in KEYS}} for row in done]
     columns = [Column("part", "part"), Column("method", "method"), Column("temperature", "temperature", "g")]
     columns += [Column("prompts", "prompts", ",d"), Column("tau", "tau", ".2f")]
@@ -136,6 +152,8 @@ def read_under_way(directory: Path) -> dict[str, Any]:
 
 
 KEYS = ("method", "temperature", "prompts", "tau", "speedup")
+# What `so_far` reads of a journal's rows.
+MEASURED = {name: COLUMNS[name] for name in ("method", "temperature", "error", "tokens", "wall_s", *COUNTS)}
 
 
 def so_far(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:

@@ -107,7 +107,8 @@ def method_of(config: TreeConfig) -> tuple[str, str]:
     methods = {m.uses[0]: name for name, m in known_methods().items() if issubclass(m, StaticTrees)}
     given = list(config.drafters)
     if len(given) != 1 or given[0] not in methods:
-        found, expected = ", ".join(given) or "nothing", f"one head that drafts static trees: {', '.join(methods)}"
+        named = [f"{path} ({kind})" for kind, path in config.drafters.items()]
+        found, expected = ", ".join(named) or "nothing", f"one head that drafts static trees: {', '.join(methods)}"
         raise InputError("draft", found, expected, "Pass --draft HEAD.")
     return given[0], methods[given[0]]
 

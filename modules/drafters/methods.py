@@ -223,4 +223,7 @@ def check_needs(named: Named, given: Mapping[str, str]) -> None:
     for need in named.method.needs:
         if need not in given:
             what, option = known.get(need, (f"a head of kind {need}", "--draft HEAD"))
-            raise InputError("methods", f"{named.label} without {what}", option, f"Pass {option}: {what}.")
+            drafters = [(kind, path) for kind, path in given.items() if kind not in ("target", "mid", "acceptance")]
+            kinds = (f"{path} is {'no head' if kind == 'draft' else f'of kind {kind}'}" for kind, path in drafters)
+            found = f"{named.label} without {what}" + (f" ({', '.join(kinds)})" if drafters else "")
+            raise InputError("methods", found, option, f"Pass {option}: {what}.")

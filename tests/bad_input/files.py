@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -79,6 +80,37 @@ def unfinished(spoil: Spoil, file: str = "started.json", source: str = "features
         (directory / "manifest.json").unlink()
         spoil(directory / file)
         return {"d": directory}
+
+    return make
+
+
+def training(file: str, content: bytes) -> Callable[[Ground, Path], dict[str, object]]:
+    """What a report reads of a finished training, one file of it with another content."""
+
+    def make(ground: Ground, to: Path) -> dict[str, object]:
+        whole = {"metrics.csv": b"step,val/loss\n10,6.5\n", "config.yaml": b"target: t\n", "training.json": b"{}"}
+        for name, own in (whole | {file: content}).items():
+            (to / name).write_bytes(own)
+        return {"d": to}
+
+    return make
+
+
+def hostfile(content: bytes) -> Callable[[Ground, Path], dict[str, object]]:
+    def make(ground: Ground, to: Path) -> dict[str, object]:
+        (to / "hosts").write_bytes(content)
+        return {"d": to / "hosts"}
+
+    return make
+
+
+def pipe(name: str) -> Callable[[Ground, Path], dict[str, object]]:
+    """A fifo that nobody writes to: whoever opens it waits for ever."""
+
+    def make(ground: Ground, to: Path) -> dict[str, object]:
+        (to / "d").mkdir()
+        os.mkfifo(to / "d" / name)
+        return {"d": to / "d"}
 
     return make
 
@@ -202,6 +234,39 @@ ROWS = [
     Row("report: trace.jsonl without tokens", REPORT, ("trace.jsonl", "emitted"),
         spoilt("bench", "trace.jsonl", text('{"method": "ar", "prompt": 0}\n'))),
     Row("report: texts.json null", REPORT, ("texts.json",), spoilt("bench", "texts.json", text("null"))),
+    Row("report: a bench of nothing", REPORT, ("results.json", "nothing measured"),
+        spoilt("bench", "results.json", changed(methods=[]))),
+    *(
+        Row(f"report: {file} {name}", REPORT, (file, said), training(file, content))
+        for file, name, content, said in [
+            ("metrics.csv", "torn in its first line", b"st\n10\n", "line 2 (KeyError: 'step')"),
+            ("metrics.csv", "of words", b"step,a\n10,high\n", "line 2 (ValueError"),
+            ("metrics.csv", "of bytes", b"step,\xff\n", "not UTF-8"),
+            ("metrics.csv", "with an endless cell", b"step,a\n10," + b"1" * 200_000 + b"\n", "field larger"),
+            ("config.yaml", "of bytes", b"\xff", "not UTF-8"),
+            ("config.yaml", "cut", b"target: [a", "damaged"),
+            ("config.yaml", "a list", b"- a", "an object"),
+            ("training.json", "a list", b"[]", "an object"),
+            ("training.json", "cut", b"{", "damaged"),
+        ]
+    ),
+    # Pipes, as devices are, named or inside of a directory.
+    *(
+        Row(f"{words.split(' --')[0]}: a pipe", words, ("a pipe", name), pipe(name))
+        for words, name in {
+            "decode Hi --config {d}/c.yaml": "c.yaml",
+            "decode Hi --draft {d}": "config.json",
+            "eval bench --target x --methods ar --prompts {d}/p.jsonl --output {out}": "p.jsonl",
+            "launch deepspeed --hostfile {d}/h -- train eagle --data x --target y --output z": "h",
+            "eval report {d} --watch": "metrics.csv",
+            "decode Prompt --trace {d}/out": "out",  # /dev/full is another such file; a test must not risk it
+            "eval compare x y --output {d}/o.md": "o.md",
+        }.items()
+    ),
+    Row("deepspeed: a machine without slots", "launch deepspeed --hostfile {d} -- train eagle --data x --target y "
+        "--output z", ("hosts, line 1", "slots=0"), hostfile(b"worker slots=0\n")),
+    Row("deepspeed: a hostfile of bytes", "launch deepspeed --hostfile {d} -- train eagle --data x --target y "
+        "--output z", ("hosts", "not UTF-8"), hostfile(b"\xff\xfe")),
     # An interrupted bench.
     Row("journal: a head of another type", BENCH, ("journal.jsonl", "line 1"), journal([])),
     Row("journal: settings of text", BENCH, ("journal.jsonl", "settings"), journal({"settings": "x", "sha256": "y"})),

@@ -20,6 +20,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from tiny_models import CONTEXT, tiny_tokenizer
 
+from draftsmith.data.answering import server as asking
+from draftsmith.data.answering import server_shards
 from draftsmith.data.answering.batched import answer_all
 from draftsmith.data.answering.server import LONGEST_WAIT_S, ServerConfig
 from draftsmith.data.inspect import InspectConfig, run
@@ -195,6 +197,9 @@ def test_no_server_is_an_input_error_after_the_retries(ask):
         ({"max_failed": -1}, {}, "server.max_failed"),
         ({"url": "127.0.0.1:8000/v1"}, {}, "server.url"),
         ({"url": "http://[::1/v1"}, {}, "server.url"),
+        ({"url": "http://h/v1?key=abc"}, {}, r"server.url: found http://h/v1\?\*\*\*, expected"),
+        ({"url": "http://me:abc@h/v1"}, {}, r"server.url: found \*\*\*@h/v1, expected an address without user"),
+        ({"url": "http://me:a/b@h:x/v1"}, {}, r"server.url: found \*\*\*@h:x/v1, expected"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(remake, settings, changes, what):
@@ -234,6 +239,23 @@ def test_which_server_answered_is_in_the_manifest(vllm_like, ask, monkeypatch):
 
 def test_a_server_that_does_not_say_what_it_is(vllm_like, ask):
     assert Manifest.read(ask(vllm_like().url)[0]).packages["server"] == "unknown"
+
+
+def test_what_a_server_says_of_itself_has_an_end(vllm_like, ask, monkeypatch):
+    monkeypatch.setattr(asking, "VERSION_S", 0.1)
+    monkeypatch.setattr(Handler, "do_GET", lambda self: dripping(self), raising=False)
+    assert Manifest.read(ask(vllm_like().url)[0]).packages["server"] == "unknown"
+
+
+def test_a_silent_server_is_told(vllm_like, ask, monkeypatch, capsys):
+    monkeypatch.setattr(server_shards, "SILENT_S", 0.1)
+    server = vllm_like()
+    server.misbehave = lambda handler, body: time.sleep(2.0) is None
+    with pytest.raises(InputError, match="no whole answer in"):
+        ask(server.url, retries=1, timeout_s=0.4)
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"{server.url}: no answer for 0.1 s; each is given up after 2 attempts of 0.4 s" in said
+    assert "the last failure: Unavailable no whole answer in 0.4 s" in said
 
 
 def refusing(*prompts: list[int]) -> Callable[[Handler, dict], bool]:

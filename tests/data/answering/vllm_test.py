@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from draftsmith.data.answering.vllm import VllmEngine, read_arguments
-from draftsmith.data.text.turns import AnswerSettings
+from draftsmith.data.text.turns import AnswerSettings, Turn
 from draftsmith.modules.types import InputError, SamplingParams
 
 
@@ -42,3 +44,14 @@ def test_ranks_would_each_hold_all_gpus(monkeypatch):
     settings = AnswerSettings("embedded:target", SamplingParams(), 8, False, 0)
     with pytest.raises(InputError, match=r"vllm in 2 ranks.*tensor_parallel_size"):
         VllmEngine(settings, "float32", None, False)
+
+
+@pytest.mark.parametrize("tokens", [[], [-1], [90], [5] * 9, ["5"], [[5]]])
+def test_an_answer_that_is_none_is_refused(tokens):
+    engine: Any = object.__new__(VllmEngine)
+    engine.settings, engine.context = AnswerSettings("t", SamplingParams(), 8, False, 0), 64
+    engine._vocab_size, engine._ends, engine._params = 90, (1,), SimpleNamespace
+    answer = SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens)])
+    engine._llm = SimpleNamespace(generate=lambda *_, **__: [answer])
+    with pytest.raises(InputError, match=r"^engine: found .* to prompt 3, expected an answer of vLLM's"):
+        list(engine.answers([Turn(3, 1, "a", [4])]))

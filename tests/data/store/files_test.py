@@ -45,6 +45,15 @@ def ground(tmp_path_factory) -> Ground:
     return Ground(tmp_path_factory.mktemp("ground"))
 
 
+@pytest.mark.parametrize("write", [write_text, append], ids=["whole", "appended"])
+def test_a_pipe_or_a_device_is_never_replaced_by_a_file(tmp_path, write):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(CannotWrite, match="pipe: found a pipe, expected a file"):
+        write(pipe, "text")
+    assert pipe.is_fifo() and list(tmp_path.iterdir()) == [pipe]
+
+
 @pytest.fixture
 def full_disk(tmp_path_factory):
     """A file system of 64 KiB with 8 of them free."""

@@ -1,0 +1,151 @@
+"""What a server says of itself and its counts: whatever is none of vLLM's costs one line, and has an end."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from draftsmith.eval.engines import vllm
+from draftsmith.eval.engines.counts import Counts
+from draftsmith.eval.engines.vllm import VllmClient
+from draftsmith.modules.types import InputError
+
+PLACES = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+GOOD: dict[str, Any] = {
+    "/v1/models": {"data": [{"id": "served", "max_model_len": 64}]},
+    "/version": {"version": "1.0"},
+    "/metrics": f'vllm:spec_decode_num_drafts_total{{engine="0"}} 3.0\n{PLACES}{{position="0"}} 2.0\n',
+    "/tokenize": {"tokens": [1, 2]},
+}
+
+
+class Pages(ThreadingHTTPServer):
+    """Answers each address with an object, a text, bytes, or what a function writes; None closes the connection."""
+
+    daemon_threads = True
+
+    def __init__(self, changed: dict[str, Any]):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.pages = GOOD | changed
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Pages
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        page = self.server.pages[self.path]
+        if callable(page):
+            return page(self.wfile)
+        if page is not None:
+            text = page if isinstance(page, str) else json.dumps(page)
+            self.wfile.write(b"HTTP/1.0 200 OK\r\n\r\n" + text.encode())
+        return None
+
+    do_POST = do_GET
+
+
+def endless(line: bytes) -> Callable[[Any], None]:
+    """Writes without end, a little at a time: no single wait is long."""
+
+    def write(file: Any) -> None:
+        try:
+            while True:
+                file.write(line)
+                file.flush()
+                time.sleep(0.01)
+        except OSError:
+            pass
+
+    return write
+
+
+@pytest.fixture
+def client() -> Iterator[Callable[[dict[str, Any]], VllmClient]]:
+    servers = []
+
+    def start(changed: dict[str, Any]) -> VllmClient:
+        servers.append(Pages(changed))
+        return VllmClient(f"http://127.0.0.1:{servers[-1].server_port}", "embedded:target", 8)
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def ask(client: VllmClient) -> tuple[Any, ...]:
+    return client.about, client.counts(), client.templated("Hi")
+
+
+def counted(value: str, place: str = "0") -> str:
+    return f'{PLACES}{{position="{place}"}} {value}\n'
+
+
+def test_a_good_server_is_read(client):
+    about, (counts, ended), tokens = ask(client({}))
+    assert (about.version, about.model, about.length) == ("1.0", "served", 64)
+    assert (counts.drafts, counts.by_place, ended, tokens) == (3, (2,), 0, [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("page", "content", "said"),
+    [
+        *(("/metrics", counted(value), value) for value in ("NaN", "+Inf", "-1", "many", "1e300")),
+        ("/metrics", counted("1", "1"), r"places \[1\]"),
+        ("/metrics", None, "RemoteProtocolError"),
+        ("/v1/models", {"data": [{"id": "m", "max_model_len": "long"}]}, "max_model_len: \"long\""),
+        ("/v1/models", '{"data": [{"id": "m", "max_model_len": 1e400}]}', "max_model_len: Infinity"),
+        ("/v1/models", {"data": [{"id": "m", "max_model_len": -1}]}, "a length"),
+        ("/v1/models", {"data": [{"id": "\ud800"}]}, "a name that can be sent"),
+        ("/v1/models", {"data": []}, "without a model"),
+        ("/v1/models", "[" * 100_000, "expected JSON"),
+        ("/version", [1], r"version: \[1\], expected an object"),
+        ("/tokenize", "<html>", "expected JSON"),
+        ("/tokenize", [1], r"tokenize: \[1\], expected an object"),
+        ("/tokenize", {"tokens": ["a"]}, r"tokens\[0\]"),
+        ("/tokenize", None, "RemoteProtocolError"),
+    ],
+)  # fmt: skip
+def test_what_is_no_page_of_vllms_is_one_line(client, page, content, said):
+    with pytest.raises(InputError, match=f"^server: found .*{said.replace('+', '.')}"):
+        ask(client({page: content}))
+
+
+@pytest.mark.parametrize("after", [Counts(2, (2,)), Counts(4, (1,)), Counts(4, (2, 1))])
+def test_counters_only_grow(client, monkeypatch, after):
+    asking = client({})
+    asking._engine = SimpleNamespace(
+        request=lambda *_: ("models", {}), read=lambda *_: SimpleNamespace(retokenised=False, tokens=[5])
+    )
+    counted = iter([(Counts(3, (2,)), 0), (after, 1)])
+    monkeypatch.setattr(asking, "counts", lambda: next(counted))
+    with pytest.raises(InputError, match="expected counters that only grow"):
+        asking.answer(0, [1])
+
+
+@pytest.mark.parametrize("line", [b"HTTP/1.1 102 Processing\r\n\r\n", b"HTTP/1.0 200 OK\r\n\r\n", b""])
+def test_a_page_without_end_has_a_limit(client, monkeypatch, line):
+    monkeypatch.setattr(vllm, "TOLD_S", 0.3)
+    with pytest.raises(InputError, match=r"no whole answer in 0\.3 s"):
+        ask(client({"/version": endless(line)}))
+
+
+def test_a_version_that_cannot_be_shown_is_unknown(client):
+    assert client({"/version": {"version": "\ud800"}}).about.version == "unknown"
+
+
+def test_an_address_with_a_password_is_refused_without_it():
+    with pytest.raises(InputError, match="without user and password") as error:
+        VllmClient("http://user:secret@127.0.0.1:9", "embedded:target", 8)
+    assert "secret" not in str(error.value)
