@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from draftsmith.data.store.reading import open_tensors, read_object, read_tensors
+from draftsmith.modules.layers import MOST_HEADS, MOST_LAYERS, MOST_POSITIONS, MOST_SIZE
 from draftsmith.modules.types import InputError
 
 INDEX = "model.safetensors.index.json"
@@ -28,10 +29,9 @@ NUMBERS = (
     "rope_local_base_freq",
 )
 SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
-# Far beyond every model, and little enough to multiply and to build.
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
-MOST_POSITIONS, MOST_SIZE = 2**27, 2**24
-MOST = dict.fromkeys(LAYERS, 10_000) | dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), 2**16)
+HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim")
+MOST = dict.fromkeys(LAYERS, MOST_LAYERS) | dict.fromkeys(HEADS, MOST_HEADS)
 AGAIN = "Fetch or build it again."
 
 

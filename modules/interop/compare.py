@@ -194,7 +194,7 @@ class Drafting3(Drafting):
 def net3_of(reading: Reading, positions: int) -> Eagle3Net:
     """As `net_of`."""
     settings = reading.settings
-    llama = dataclasses.replace(settings["llama"], max_position=positions)
+    llama = dataclasses.replace(settings["llama"], num_layers=1, max_position=positions)
     followed = llama.rope_scaling.kind in KNOWN
     llama = llama if followed else dataclasses.replace(llama, rope_scaling=RopeScaling())
     flags = {name: settings[name] for name in ("fc_norm", "norm_output", "norm_before_residual")}

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.modules.layers import ROPE_KINDS as KNOWN
 from draftsmith.modules.layers import LlamaConfig, RopeScaling, rope_frequencies
 from draftsmith.modules.types import InputError
 
 BASE = 10000.0  # where nothing is said
-KNOWN = ("default", "linear", "llama3")  # kinds that our layers compute
 PARTIAL = "partial_rotary_factor"
 # What a kind of scaling cannot do without (transformers' modeling_rope_utils.py).
 REQUIRED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
