@@ -17,7 +17,7 @@ from draftsmith.data.answering.server import ServerConfig, ServerEngine
 from draftsmith.data.answering.server_shards import ServerShards
 from draftsmith.data.answering.vllm import VllmEngine
 from draftsmith.data.models.device import pick_device
-from draftsmith.data.models.loading import load_lm, text_identity
+from draftsmith.data.models.loading import load_lm, text_identity, vocabulary_size
 from draftsmith.data.models.naming import naming
 from draftsmith.data.progress import Advance
 from draftsmith.data.ranks import place
@@ -137,7 +137,7 @@ def run(config: ResponsesConfig) -> Path:
     """Write the artefact `responses`; returns its directory."""
     set_threads(config.num_threads)
     manifest = open_artefact(config.prompts, "prompts", text_identity(config.target))
-    prompts = Rows(config.prompts, manifest, limit=config.limit)
+    prompts = Rows(config.prompts, manifest, limit=config.limit, vocab_size=vocabulary_size(config.target))
     with answering(config, manifest, prompts) as who:
         plan = StagePlan(
             kind="responses",

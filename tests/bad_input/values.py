@@ -1,0 +1,60 @@
+"""Artefacts and heads whose hashes are right and whose values are not, and commands that are to learn from them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from bad_input.row import Ground, Row
+
+from draftsmith.data.store.manifest import file_sha256
+
+
+def rows(name: str, column: str, change: Callable[[list], Any]) -> Callable[[Ground, Path], dict[str, object]]:
+    """A copy of an artefact in which one row has another list, and the manifest the new file's hash: `{d}`."""
+
+    def make(ground: Ground, to: Path) -> dict[str, object]:
+        directory = ground.copy(name, to)
+        manifest = json.loads((directory / "manifest.json").read_text())
+        entry = next(entry for entry in manifest["files"] if entry["name"].endswith(".parquet"))
+        file = directory / entry["name"]
+        table = pq.read_table(file)
+        place, values = table.column_names.index(column), table[column].to_pylist()
+        values[1] = change(values[1])
+        field = table.schema.field(place)
+        pq.write_table(table.set_column(place, field, pa.array(values, field.type)), file)
+        entry |= {"bytes": file.stat().st_size, "sha256": file_sha256(file)}
+        (directory / "manifest.json").write_text(json.dumps(manifest))
+        return {"d": directory}
+
+    return make
+
+
+TRAIN = "train {kind} --target {{target}} --output {{out}} --max-steps 1 --data {{d}} "
+LABEL = "data acceptance --target {target} --draft {draft} --output {out} --responses {d}"
+SOME = ("draftsmith data", "row 1 (row-")
+ROWS = [
+    Row("train hydra: an id beyond the vocabulary", TRAIN.format(kind="hydra"),
+        ("input_ids", "found 999999", "below", *SOME), rows("responses", "input_ids", lambda ids: [999999, *ids[1:]])),
+    Row("train eagle: a negative id in features", TRAIN.format(kind="eagle"),
+        ("input_ids", "found -1", *SOME), rows("features", "input_ids", lambda ids: [-1, *ids[1:]])),
+    Row("train medusa: a short mask", TRAIN.format(kind="medusa"), ("loss_mask", "values", *SOME),
+        rows("features", "loss_mask", lambda mask: mask[:-1])),
+    Row("train acceptance: probabilities of 1.7", "train acceptance --draft {draft} --output {out} --data {d}",
+        ("accept_prob", "1.7", "[0, 1]", *SOME), rows("labels", "accept_prob", lambda probs: [1.7] * len(probs))),
+    Row("data acceptance: an empty answer", LABEL, ("loss_mask", "no answer token", *SOME),
+        rows("responses", "loss_mask", lambda mask: [False] * len(mask))),
+    Row("data acceptance: no tokens", LABEL, ("input_ids", *SOME), rows("responses", "input_ids", lambda ids: [])),
+    Row("data features: an id beyond the vocabulary", "data features --target {target} --output {out} --responses {d}",
+        ("input_ids", "found 999999", *SOME), rows("responses", "input_ids", lambda ids: [999999, *ids[1:]])),
+    Row("data responses: an id beyond the vocabulary", "data responses --target {target} --output {out} --prompts {d}",
+        ("prompt_ids", "found 999999", *SOME), rows("prompts", "prompt_ids", lambda ids: [999999, *ids[1:]])),
+    Row("diagnose: an id beyond the vocabulary", "diagnose --target {target} --draft {eagle} --data {d}",
+        ("input_ids", "found 999999", *SOME), rows("responses", "input_ids", lambda ids: [999999, *ids[1:]])),
+    Row("data inspect: a negative id", "data inspect {d}", ("input_ids", "found -1", *SOME),
+        rows("responses", "input_ids", lambda ids: [-1, *ids[1:]])),
+]  # fmt: skip
