@@ -49,10 +49,7 @@ class SamplingParams:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
-            raise InputError("temperature", self.temperature, "0 (greedy) or more", "Pass a finite number.")
-        if self.top_k < 0:
-            raise InputError("top_k", self.top_k, "0 (off) or more", "Pass a non-negative integer.")
+        check_config(self, temperature=(0, math.inf), top_k=(0, math.inf), top_p=(0, 1))
         if not 0 < self.top_p <= 1:
             raise InputError("top_p", self.top_p, "a number in (0, 1]", "Pass 1 to switch it off.")
 
@@ -114,8 +111,8 @@ def between(name: str, value: float, low: float, high: float) -> None:
         raise InputError(name, value, f"a number between {low} and {high}", "Correct it.")
 
 
-def whole_number(name: str, value: object, low: int, high: int) -> None:
-    """Raise InputError unless `value` is an int in [low, high]. A bool is none, nor is 2.0."""
+def whole_number(name: str, value: object, low: int, high: float = math.inf) -> None:
+    """Raise InputError unless `value` is an int from `low` to `high`. A bool is none, nor is 2.0."""
     if expected := _expected(value, int, (low, high)):
         raise InputError(name, _shown(value), expected, "Correct it.")
 
@@ -161,7 +158,9 @@ def _expected(value: object, kind: Any, span: tuple[float, float]) -> str:
         if isinstance(value, int | float) and number and low <= value <= high and abs(value) != math.inf:
             return ""
         name = "a whole number" if kind is int else "a finite number"
-        return name if math.inf in (high, -low) else f"{name} from {low:,} to {high:,}"
+        if high == math.inf:
+            return name if low == -math.inf else f"{name}, {low:,} or more"
+        return f"{name} from {low:,} to {high:,}"
     return "" if isinstance(value, kind) else _NAMES.get(kind, f"a {kind.__name__}")
 
 

@@ -18,13 +18,13 @@ from draftsmith.modules.decoding.protocols import DraftTree, StopPolicy
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.tree import MAX_NODES, StaticTree
 from draftsmith.modules.drafters.base import HeadCard, TrainStep
-from draftsmith.modules.drafters.chains import FixedK
 from draftsmith.modules.drafters.eagle.net import EagleConfig, OfLlama
 from draftsmith.modules.drafters.feature_heads import FeatureDrafter, FeatureHead
 from draftsmith.modules.drafters.growth import Level, grow_static
 from draftsmith.modules.drafters.medusa import (
     MOST_BLOCKS,
     MedusaBranches,
+    MedusaChain,
     MedusaHead,
     MedusaSettings,
     in_type_of,
@@ -345,8 +345,8 @@ class HydraBranches(MedusaBranches):
 
 
 @dataclass(frozen=True)
-class HydraChain(FixedK):
-    """Hydra heads draft a chain of k tokens a round, at most one a head."""
+class HydraChain(MedusaChain):
+    """Hydra heads draft a chain of k tokens a round, at most one a head; 0 takes all heads."""
 
     uses = ("hydra",)
 

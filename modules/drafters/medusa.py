@@ -366,9 +366,19 @@ def lm_heads_of(head: MedusaHead, target: CausalLM) -> Sequence[LmHead]:
 
 @dataclass(frozen=True)
 class MedusaChain(FixedK):
-    """Medusa heads draft a chain of k tokens a round, at most one a head."""
+    """Medusa heads draft a chain of k tokens a round, at most one a head; 0 takes all heads."""
+
+    k: int = 0
 
     uses = ("medusa",)
+
+    def __post_init__(self) -> None:
+        at_least("k", self.k, 0)
+
+    def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
+        heads = models.heads[self.uses[0]].config.num_heads
+        at_most("k", self.k, heads)
+        return [FixedLength(self.k or heads) for _ in range(rows)]
 
 
 @dataclass(frozen=True)
