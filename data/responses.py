@@ -173,7 +173,11 @@ def answering(config: ResponsesConfig, manifest: Manifest, prompts: Rows) -> Ite
         return InProcess(engine.answers, prompts, talks_of(config, manifest, context), context).make
 
     if config.engine == "openai":
-        server = ServerEngine(config.server, config.answering, manifest.identity["chat_template"])
+        template = manifest.identity.get("chat_template")
+        if not isinstance(template, str):
+            remedy = f"Make them again with another output: {manifest.command}"
+            raise InputError(f"{config.prompts}, chat_template", template, "the hash of the prompts' template", remedy)
+        server = ServerEngine(config.server, config.answering, template)
         talks = talks_of(config, manifest, server.context)
         with ServerShards(server, prompts, talks, config.output, config.rows_per_shard) as shards:
             yield Answering(shards.make, {"target": server.identity}, lambda: {"server": server.version()})

@@ -160,7 +160,7 @@ def _expected(value: object, kind: Any, span: tuple[float, float]) -> str:
         name = "a whole number" if kind is int else "a finite number"
         if high == math.inf:
             return name if low == -math.inf else f"{name}, {low:,} or more"
-        return f"{name} from {low:,} to {high:,}"
+        return f"{name} from {low:,} to {high:,}" if isinstance(high, int) else f"{name} from {low:g} to {high:g}"
     return "" if isinstance(value, kind) else _NAMES.get(kind, f"a {kind.__name__}")
 
 

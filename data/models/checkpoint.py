@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from draftsmith.data.store.reading import open_tensors, read_object, read_tensors
+from draftsmith.modules.interop.rope import ROPE_NUMBERS, missing_keys
 from draftsmith.modules.layers import MOST_HEADS, MOST_LAYERS, MOST_POSITIONS, MOST_SIZE
 from draftsmith.modules.types import InputError
 
@@ -70,8 +71,10 @@ def read_settings(directory: Path) -> dict[str, Any]:
             inner = section.get(name)
             if not isinstance(inner, Mapping | None):
                 raise _wrong(section, name, "an object", file)
-            for number in ("rope_theta", "factor"):
+            for number in ROPE_NUMBERS:
                 _check_number(inner or {}, number, file)
+        if lacking := missing_keys(section):
+            raise InputError(f"rope_parameters of {file}", f"no {lacking[0]}", "all that its rope_type needs", AGAIN)
         if not isinstance(section.get("model_type"), str | None):
             raise _wrong(section, "model_type", "a name", file)
     return raw

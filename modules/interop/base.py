@@ -331,7 +331,7 @@ def misfits(net: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[st
         if found.shape != own.shape:
             wrong[name] = f"is {list(found.shape)} in place of {list(own.shape)}"
         elif found.dtype not in dtypes:
-            wrong[name] = f"is {dtype_name(found.dtype)} in place of {' or '.join(map(dtype_name, dtypes))}"
+            wrong[name] = f"is {dtype_name(found.dtype)} in place of {dtype_name(dtypes[0])}"
     return wrong
 
 

@@ -227,11 +227,9 @@ def longest_text(llama: LlamaConfig, target: TargetFacts | None, notes: list[str
 
 
 def as_stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of an imported head: weights in the type of their file where that is a narrow one."""
-    narrow = (torch.bfloat16, torch.float16)
-    return {
-        name: tensor if name == "d2t" or tensor.dtype in narrow else tensor.float() for name, tensor in tensors.items()
-    }
+    """Tensors of an imported head in the type of their file; of float64 in float32. Types that are no weights' stay:
+    building the head refuses them."""
+    return {name: tensor.float() if tensor.dtype == torch.float64 else tensor for name, tensor in tensors.items()}
 
 
 def with_biases(llama: LlamaConfig, biases: Biases) -> LlamaConfig:
