@@ -65,8 +65,8 @@ def _faults(batch: pa.RecordBatch, manifest: Manifest, vocab_size: int | None) -
             yield from _wrong_values(name, column, np.isnan(values), "numbers")
     if "starts" in lists and "input_ids" in lists:  # where drafts hang off a text
         begins, lengths = lists["starts"], _lengths(lists["input_ids"])
-        places, most = begins.flatten().to_numpy(), lengths.repeat(_lengths(begins))
-        yield from _wrong_values("starts", begins, (places < 1) | (places > most), "places in its row's input_ids")
+        places, ends = begins.flatten().to_numpy(), lengths.repeat(_lengths(begins))
+        yield from _wrong_values("starts", begins, (places < 1) | (places > ends), "places in its row's input_ids")
 
 
 def _wrong_lengths(batch: pa.RecordBatch, lists: dict[str, pa.ListArray], manifest: Manifest) -> Iterator[Fault]:
