@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 from bad_input.row import Ground, Row
+from safetensors.torch import load_file, save_file
 
 from draftsmith.data.store.manifest import file_sha256
 
@@ -34,6 +35,19 @@ def rows(name: str, column: str, change: Callable[[list], Any]) -> Callable[[Gro
     return make
 
 
+def short_states(ground: Ground, to: Path) -> dict[str, object]:
+    """Features of which one row has a state less than tokens."""
+    directory = ground.copy("features", to)
+    manifest = json.loads((directory / "manifest.json").read_text())
+    entry = next(entry for entry in manifest["files"] if entry["name"].endswith(".safetensors"))
+    file = directory / entry["name"]
+    tensors = load_file(file)
+    save_file(tensors | {"0000001": tensors["0000001"][:-1].clone()}, file)
+    entry |= {"bytes": file.stat().st_size, "sha256": file_sha256(file)}
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+    return {"d": directory}
+
+
 def no_template(ground: Ground, to: Path) -> dict[str, object]:
     """Prompts whose manifest does not say by which chat template they were made."""
     directory = ground.copy("prompts", to)
@@ -53,6 +67,8 @@ ROWS = [
         ("input_ids", "found -1", *SOME), rows("features", "input_ids", lambda ids: [-1, *ids[1:]])),
     Row("train medusa: a short mask", TRAIN.format(kind="medusa"), ("loss_mask", "values", *SOME),
         rows("features", "loss_mask", lambda mask: mask[:-1])),
+    Row("train eagle: fewer states than tokens", TRAIN.format(kind="eagle"), ("features", "one a token", *SOME),
+        short_states),
     Row("train acceptance: probabilities of 1.7", "train acceptance --draft {draft} --output {out} --data {d}",
         ("accept_prob", "1.7", "[0, 1]", *SOME), rows("labels", "accept_prob", lambda probs: [1.7] * len(probs))),
     Row("data acceptance: an empty answer", LABEL, ("loss_mask", "no answer token", *SOME),
