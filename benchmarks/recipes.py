@@ -53,7 +53,7 @@ RESULT, STEPS = "result.json", "steps.json"
 BASE = "base"
 # Of a kind of head: the settings that a recipe changes, and the method that drafts chains.
 CONFIGS = {kind: f"{kind}-small" for kind in ("eagle", "eagle3", "medusa", "hydra")}
-CHAINS = {"eagle": "eagle", "eagle3": "eagle3", "medusa": "medusa-chain", "hydra": "hydra-chain"}
+CHAINS = {"eagle": f"eagle:k={K}", "eagle3": f"eagle3:k={K}", "medusa": "medusa-chain", "hydra": "hydra-chain"}
 EDITS = "add_docstring,add_type_hints,remove_docstring,remove_type_hints,rename,sort_imports,wrap_in_try"
 
 KINDS = {"eagle": "EAGLE-1, unroll 2", "medusa": "Medusa-1", "hydra": "Hydra"}  # beside EAGLE-3
@@ -352,7 +352,7 @@ def trained(config: RecipesConfig, name: str, seed: int, steps: int) -> str:
 def decode(own: Domain, limit: int, max_new_tokens: int, kind: str, directory: Path) -> None:
     """Answer the test prompts with the head's drafts; writes the rows."""
     torch.set_num_threads(1)
-    named = parse_methods(f"{CHAINS[kind]}:k={K}")
+    named = parse_methods(CHAINS[kind])
     (prompts,) = read_questions([("", own.prompts)], own.target, "test", own.tasks, limit, "last")
     modes = [SamplingParams(temperature) for temperature in TEMPERATURES.values()]
     target = load_lm(own.target, packed=True)

@@ -141,7 +141,7 @@ def run(config: AcceptanceConfig) -> Path:
     drafter = load_drafter(config.drafter, lambda: target, load)
     identity = {**text_identity(config.target), "target": target.info.identity}
     manifest = open_artefact(config.responses, "responses", identity)
-    rows = Rows(config.responses, manifest, limit=config.limit)
+    rows = Rows(config.responses, manifest, limit=config.limit, vocab_size=target.info.vocab_size)
     sampling = config.sampling(manifest.sampling or {})
     first, temperatures = sampling[0], [params.temperature for params in sampling]
     labels = labels_of(config, sampling, target, drafter)

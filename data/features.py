@@ -96,7 +96,7 @@ def run(config: FeaturesConfig) -> Path:
     set_threads(config.num_threads)
     lm = load_lm(config.target, **config.loading, parallel=config.target_parallel)
     manifest = open_texts(config.responses, config.target, lm.info.identity)
-    rows = Rows(config.responses, manifest, limit=config.limit)
+    rows = Rows(config.responses, manifest, limit=config.limit, vocab_size=lm.info.vocab_size)
     capture = states_for(config, lm)
     shared = config.target_parallel == "tensor"  # all processes are one target, and the first one writes
     plan = StagePlan(

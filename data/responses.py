@@ -17,7 +17,7 @@ from draftsmith.data.answering.server import ServerConfig, ServerEngine
 from draftsmith.data.answering.server_shards import ServerShards
 from draftsmith.data.answering.vllm import VllmEngine
 from draftsmith.data.models.device import pick_device
-from draftsmith.data.models.loading import load_lm, text_identity
+from draftsmith.data.models.loading import load_lm, text_identity, vocabulary_size
 from draftsmith.data.models.naming import naming
 from draftsmith.data.progress import Advance
 from draftsmith.data.ranks import place
@@ -137,7 +137,7 @@ def run(config: ResponsesConfig) -> Path:
     """Write the artefact `responses`; returns its directory."""
     set_threads(config.num_threads)
     manifest = open_artefact(config.prompts, "prompts", text_identity(config.target))
-    prompts = Rows(config.prompts, manifest, limit=config.limit)
+    prompts = Rows(config.prompts, manifest, limit=config.limit, vocab_size=vocabulary_size(config.target))
     with answering(config, manifest, prompts) as who:
         plan = StagePlan(
             kind="responses",
@@ -173,7 +173,11 @@ def answering(config: ResponsesConfig, manifest: Manifest, prompts: Rows) -> Ite
         return InProcess(engine.answers, prompts, talks_of(config, manifest, context), context).make
 
     if config.engine == "openai":
-        server = ServerEngine(config.server, config.answering, manifest.identity["chat_template"])
+        template = manifest.identity.get("chat_template")
+        if not isinstance(template, str):
+            remedy = f"Make them again with another output: {manifest.command}"
+            raise InputError(f"{config.prompts}, chat_template", template, "the hash of the prompts' template", remedy)
+        server = ServerEngine(config.server, config.answering, template)
         talks = talks_of(config, manifest, server.context)
         with ServerShards(server, prompts, talks, config.output, config.rows_per_shard) as shards:
             yield Answering(shards.make, {"target": server.identity}, lambda: {"server": server.version()})

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import operator
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from draftsmith.data.heads.draft_settings import DraftSettings
 from draftsmith.data.models.loading import load_tokenizer
-from draftsmith.data.text.template import load_chat_tokenizer, prompt_ids
+from draftsmith.data.text.conversations import well_formed
+from draftsmith.data.text.template import RowError, load_chat_tokenizer, prompt_ids
 from draftsmith.eval.bench.load import load_models
 from draftsmith.modules.decoding.loop import Generation, Round, RowPool, Setup, asked
 from draftsmith.modules.decoding.protocols import Drafter
@@ -18,21 +21,22 @@ from draftsmith.modules.decoding.trace import Totals, pool
 from draftsmith.modules.drafters.chains import chain_methods
 from draftsmith.modules.drafters.methods import parse_methods
 from draftsmith.modules.sampling import TorchSource
-from draftsmith.modules.targets.base import CausalLM
-from draftsmith.modules.types import InputError, SamplingParams
+from draftsmith.modules.targets.base import CausalLM, check_ids
+from draftsmith.modules.types import InputError, SamplingParams, at_least, whole_number
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+MOST_SEED = 2**63 - 1  # as on the command line; torch takes as many
 _drafting: WeakKeyDictionary[Drafter, int] = WeakKeyDictionary()  # drafter -> the answer that it is drafting for
 # Behind the text, so that they can be told on a page of either theme.
 DRAFTED, OWN = "rgba(46, 160, 67, 0.28)", "rgba(212, 167, 44, 0.32)"
 
 
 def load_drafter(
-    draft: str,
+    draft: str | Path,
     target: CausalLM,
     method: str = "",
     *,
-    acceptance: str | None = None,
+    acceptance: str | Path | None = None,
     longest: int = 4096,
     temperature: float = 0.0,
 ) -> Drafter:
@@ -45,9 +49,12 @@ def load_drafter(
     Raises:
         InputError: no such model, or one that does not fit the target.
     """
-    paths = DraftSettings(draft=draft).paths | {"target": known_path(target)}
+    if not isinstance(draft, str | Path):
+        raise InputError("draft", repr(draft), "a path or hub id", "Pass one.")
+    at_least("longest", longest, 1)
+    paths = DraftSettings(draft=str(draft)).paths | {"target": known_path(target)}
     if acceptance is not None:
-        paths["acceptance"] = acceptance
+        paths["acceptance"] = str(acceptance)
     kind = next(name for name in paths if name != "target")
     named = parse_methods(method or chain_methods().get(kind, kind))
     if len(named) != 1:
@@ -71,13 +78,44 @@ def known_path(target: CausalLM) -> str:
 
 
 def encode(target: CausalLM, prompt: Prompt) -> list[int]:
-    """Token ids of a prompt: of text as a user's message by the chat template, of messages, or ids as they are."""
+    """Token ids of a prompt: of text as a user's message by the chat template, of messages, or ids as they are.
+
+    Raises:
+        InputError: anything else, ids that the target does not have, or messages that the chat template does not take.
+    """
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    messages = [dict(part) for part in prompt if isinstance(part, Mapping)]
-    if messages:
+    if not isinstance(prompt, Sequence) or not any(isinstance(part, Mapping) for part in prompt):
+        return token_ids("prompt", prompt, target)
+    messages = []
+    for number, part in enumerate(prompt):
+        message = dict(part) if isinstance(part, Mapping) else {}
+        if not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            expected = "messages, each with a role and a content of text"
+            raise InputError(f"prompt, message {number}", repr(part)[:80], expected, "Correct it.")
+        messages.append(message)
+    try:
+        for message in messages:
+            well_formed(message["content"], "the prompt")
         return list(prompt_ids(load_chat_tokenizer(known_path(target)), messages))
-    return [int(token) for token in prompt if not isinstance(token, Mapping)]
+    except RowError as error:
+        raise InputError("prompt", str(error), "messages that the chat template takes", "Correct it.") from error
+
+
+def token_ids(field: str, values: Any, target: CausalLM) -> list[int]:
+    """Token ids of the target as a list of ints; those of numpy and torch are ids too.
+
+    Raises:
+        InputError: something else, such as floats or bytes, or ids that the target does not have.
+    """
+    try:
+        if isinstance(values, str | bytes | bytearray | Mapping) or any(isinstance(value, bool) for value in values):
+            raise TypeError
+        ids = [operator.index(value) for value in values]
+    except TypeError as error:
+        raise InputError(field, repr(values)[:80], "token ids, which are whole numbers", "Correct it.") from error
+    check_ids(ids, target.info.vocab_size)
+    return ids
 
 
 def generate(
@@ -98,6 +136,7 @@ def generate(
     Raises:
         InputError: a prompt that the chat template or the context does not take.
     """
+    whole_number("seed", seed, 0, MOST_SEED)
     ids = encode(target, prompt)
     params = SamplingParams(temperature, top_k, top_p)
     tokenizer = load_tokenizer(target.info.path) if target.info.path else None

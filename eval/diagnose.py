@@ -9,7 +9,7 @@ from draftsmith.data.acceptance import AcceptanceConfig, labels_of
 from draftsmith.data.heads.diagnosis import diagnose
 from draftsmith.data.heads.directory import kind_at
 from draftsmith.data.heads.frozen_drafter import FrozenDrafter, load_drafter
-from draftsmith.data.models.loading import check_same_tokenizer, load_lm, text_identity
+from draftsmith.data.models.loading import check_same_tokenizer, load_lm, text_identity, vocabulary_size
 from draftsmith.data.rollouts import Rollouts
 from draftsmith.data.screen import say, show
 from draftsmith.data.settings import Loading, check_positive
@@ -64,7 +64,8 @@ def run(config: DiagnoseConfig) -> None:
     if "input_ids" not in {spec.name for spec in manifest.fields}:
         remedy = "Make responses first (data responses)."
         raise InputError("data", f"{config.data}, prompts without answers", "answers", remedy)
-    rows = list(Rows(config.data, manifest, limit=config.limit).iterate())
+    source = Rows(config.data, manifest, limit=config.limit, vocab_size=vocabulary_size(config.target))
+    rows = list(source.iterate())
     is_model = kind_at(config.draft) is None
     if is_model:
         check_same_tokenizer(config.target, config.draft)

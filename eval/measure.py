@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from draftsmith.eval.answer import Answer, Prompt, encode
+from draftsmith.eval.answer import MOST_SEED, Answer, Prompt, encode, token_ids
 from draftsmith.eval.bench.load import DRAFT_ROOM
 from draftsmith.eval.bench.prompt_runner import Failed, measure_group
 from draftsmith.eval.bench.prompts import BenchPrompt
@@ -18,7 +18,7 @@ from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.protocols import Drafter
 from draftsmith.modules.decoding.trace import DecodeTrace
 from draftsmith.modules.targets.base import CausalLM
-from draftsmith.modules.types import InputError, SamplingParams, at_least
+from draftsmith.modules.types import InputError, SamplingParams, at_most, whole_number
 
 if TYPE_CHECKING:
     import pandas
@@ -33,23 +33,33 @@ INTERVALS = ("speedup_ci95", "tau_ci95")
 class CallableRunner:
     """A callable as a method of a bench. Of one that gives token ids alone nothing is known of rounds."""
 
+    label: str
     decode: Decode
+    target: CausalLM
 
     def __call__(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seeds: Sequence[int]) -> list[Generation]:
         return [
-            generation_of(self.decode(list(prompt), max_new_tokens, seed))
+            generation_of(self.label, self.decode(list(prompt), max_new_tokens, seed), max_new_tokens, self.target)
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
 
 
-def generation_of(made: Any) -> Generation:
-    """What a callable gave, of any of its forms."""
-    if isinstance(made, Generation):
-        return made
+def generation_of(label: str, made: Any, max_new_tokens: int, target: CausalLM) -> Generation:
+    """Convert what a callable returned. Of plain token ids those count that were asked for: up to the first end token,
+    and to `max_new_tokens`.
+
+    Raises:
+        InputError: no token ids, or rounds with more tokens than were asked for, whose counts cannot be cut.
+    """
     if isinstance(made, Answer):
-        return made.generation
-    tokens = [int(token) for token in made]
-    return Generation(tokens, DecodeTrace(prefill_emitted=len(tokens)), False)
+        made = made.generation
+    if isinstance(made, Generation):
+        at_most(f"methods, {label}, tokens of an answer", max(len(made.tokens), made.trace.num_tokens), max_new_tokens)
+        return made
+    tokens = token_ids(f"methods, {label}, an answer", made, target)[:max_new_tokens]
+    ends = [at for at, token in enumerate(tokens) if token in target.info.eos_ids][:1]
+    tokens = tokens[: ends[0] + 1] if ends else tokens
+    return Generation(tokens, DecodeTrace(prefill_emitted=len(tokens)), bool(ends))
 
 
 def measure(
@@ -73,18 +83,20 @@ def measure(
     float32 answers are those of `ar`. tau and what goes with it are empty where a callable gives tokens alone.
 
     Raises:
-        InputError: no prompts, or one that some method does not answer.
+        InputError: no prompts, or one that some method does not answer; a method that is called `ar`, or none.
     """
     import pandas
 
-    at_least("repeats", repeats, 1)
-    if not prompts:
-        raise InputError("prompts", "none", "at least one", "Pass some.")
+    for name, value, low in (("repeats", repeats, 1), ("max_new_tokens", max_new_tokens, 1), ("seed", seed, 0)):
+        whole_number(name, value, low, MOST_SEED)
+    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Sequence) or not prompts:
+        raise InputError("prompts", repr(prompts)[:80], "a list of at least one prompt", "Pass [prompt] for one.")
+    check_methods(methods)
     asked = [BenchPrompt(str(number), encode(target, prompt), number=number) for number, prompt in enumerate(prompts)]
     longest = max(len(prompt.prompt_ids) for prompt in asked) + max_new_tokens
     params = SamplingParams(temperature)
     runners = {
-        label: runner_of(method, target, params, longest)
+        label: runner_of(label, method, target, params, longest)
         for label, method in ({BASELINE: None} | dict(methods)).items()
     }
     measured: dict[str, list[Row]] = {label: [] for label in runners}
@@ -95,16 +107,30 @@ def measure(
             for row in rows:
                 measured[row["method"]].append(row)
     except Failed as failure:
+        if isinstance(failure.__cause__, InputError):
+            raise failure.__cause__ from None
         raise InputError("prompts", str(failure), "prompts that every method answers", "Leave it out.") from failure
     fair = params.greedy and str(target.dtype) == "torch.float32"
     summary = summarise(measured, clock_name(target.device), seed, fair, temperature)
     return pandas.DataFrame([flat(row) for row in summary]).set_index("method")
 
 
-def runner_of(method: Any, target: CausalLM, params: SamplingParams, longest: int) -> Runner:
+def check_methods(methods: Any) -> None:
+    """Raises InputError for what cannot be measured, and for a name that `measure` itself gives."""
+    if not isinstance(methods, Mapping):
+        raise InputError("methods", repr(methods)[:80], "names and what decodes or drafts", "Pass a dict.")
+    if BASELINE in methods:
+        expected = f"another name: {BASELINE} is the target alone, which every speed-up is over"
+        raise InputError("methods", f"one called {BASELINE}", expected, "Rename it.")
+    for name, method in methods.items():
+        if not (method is None or hasattr(method, "propose") or callable(method)):
+            raise InputError(f"methods, {name}", repr(method)[:80], "a drafter or a callable", "Load it first.")
+
+
+def runner_of(label: str, method: Any, target: CausalLM, params: SamplingParams, longest: int) -> Runner:
     """longest: tokens of a prompt with its answer."""
     if method is not None and not hasattr(method, "propose"):
-        return CallableRunner(method)
+        return CallableRunner(label, method, target)
     capacity = min(longest, target.info.max_position) + DRAFT_ROOM
     session = target.session(1, capacity, () if method is None else method.capture)
     return EngineRunner(target, method, params, tuple(target.info.eos_ids), session=session)

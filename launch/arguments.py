@@ -326,7 +326,16 @@ def read_yaml(file: Path) -> dict[str, Any]:
         content = yaml.safe_load(stream)
     if not isinstance(content, dict):
         raise UsageError(f"--config: found {type(content).__name__} in {file}, expected `key: value` lines.")
+    check_keys(content, file)
     return content
+
+
+def check_keys(content: Any, file: Path) -> None:
+    """Raises UsageError for a key that YAML reads as something else than text, such as 1, null or yes."""
+    for key, value in content.items() if isinstance(content, dict) else ():
+        if not isinstance(key, str):
+            raise UsageError(f"--config: found the key {key!r} in {file}, expected names of settings. Correct it.")
+        check_keys(value, file)
 
 
 def as_yaml(settings: Mapping[str, Any]) -> str:

@@ -14,7 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftsmith.modules.types import InputError
+from draftsmith.modules.types import InputError, check_config
+
+# Far beyond every published model (the largest: 262,144 tokens, 53,248 wide, 126 layers, a context of 10 million), and
+# little enough that a net of them is built without storage in seconds and counted in 64 bits.
+MOST_SIZE, MOST_LAYERS, MOST_HEADS, MOST_POSITIONS = 2**24, 1024, 2**16, 2**24
+ROPE_KINDS = ("default", "linear", "llama3")  # that `rope_frequencies` computes
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,18 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+
+    def __post_init__(self) -> None:
+        check_config(
+            self,
+            factor=(1e-6, 1e6),
+            low_freq_factor=(1e-6, 1e6),
+            high_freq_factor=(1e-6, 1e6),
+            original_max_position=(1, MOST_POSITIONS),
+        )
+        if self.kind == "llama3" and self.low_freq_factor == self.high_freq_factor:  # a division by their difference
+            expected = f"another number than low_freq_factor, {self.low_freq_factor}"
+            raise InputError("high_freq_factor", self.high_freq_factor, expected, "Correct it.")
 
 
 @dataclass(frozen=True)
@@ -49,6 +66,24 @@ class LlamaConfig:
     qk_norm: bool = False
     tie_embeddings: bool = False
     sliding_window: int | None = None
+
+    def __post_init__(self) -> None:
+        check_config(
+            self,
+            vocab_size=(1, MOST_SIZE),
+            hidden_size=(1, MOST_SIZE),
+            intermediate_size=(1, MOST_SIZE),
+            num_layers=(0, MOST_LAYERS),  # Hydra heads without prefix attention have none
+            num_heads=(1, MOST_HEADS),
+            num_kv_heads=(1, MOST_HEADS),
+            head_dim=(1, MOST_HEADS),
+            max_position=(1, MOST_POSITIONS),
+            rms_eps=(0, 1),
+            rope_theta=(1, 1e15),
+            sliding_window=(1, MOST_POSITIONS),
+        )
+        if self.head_dim % 2:
+            raise InputError("head_dim", self.head_dim, "an even number: rotary positions turn pairs", "Correct it.")
 
 
 class RMSNorm(nn.Module):
@@ -75,11 +110,11 @@ def rope_settings(raw: Mapping[str, Any], remedy: str) -> tuple[float, RopeScali
     """
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind not in ("default", "linear", "llama3"):
+    if kind not in ROPE_KINDS:
         raise InputError("rope_type", kind, "default, linear or llama3", remedy)
     if kind != "default" and rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise InputError("partial_rotary_factor", rope["partial_rotary_factor"], "1.0", remedy)
-    theta = float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0)
+    theta = next((base for base in (rope.get("rope_theta"), raw.get("rope_theta")) if base is not None), 10000.0)
     original = rope.get("original_max_position_embeddings") or raw.get("max_position_embeddings", 2048)
     low, high = rope.get("low_freq_factor", 1.0), rope.get("high_freq_factor", 4.0)
     return theta, RopeScaling(kind, rope.get("factor", 1.0), low, high, original)
@@ -103,7 +138,7 @@ def rope_frequencies(config: LlamaConfig) -> Tensor:
         blended = (1 - smooth) * inv_freq / scaling.factor + smooth * inv_freq
         blended = torch.where(wavelength < high, inv_freq, blended)
         return torch.where(wavelength > low, inv_freq / scaling.factor, blended)
-    raise ValueError(f"rope type: got {scaling.kind!r}, expected default, linear or llama3")
+    raise InputError("rope_type", scaling.kind, " or ".join(ROPE_KINDS), "Such layers are not supported.")
 
 
 def rope_table(config: LlamaConfig, num_positions: int) -> tuple[Tensor, Tensor]:

@@ -8,10 +8,14 @@ The command line's errors are from here too, so torch is not imported.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import re
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,7 +29,11 @@ class InputError(ValueError):
 
     def __init__(self, field: str, found: object, expected: str, remedy: str):
         super().__init__(without_passwords(f"{field}: found {found}, expected {expected}. {remedy}"))
-        self.field = field
+        self.field, self.found, self.expected, self.remedy = field, found, expected, remedy
+
+    def within(self, place: str, remedy: str) -> InputError:
+        """The same error, of a field of `place`: a file, or one of several items."""
+        return InputError(f"{place}, {self.field}", self.found, self.expected, remedy)
 
 
 def without_passwords(text: str) -> str:
@@ -47,10 +55,7 @@ class SamplingParams:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
-            raise InputError("temperature", self.temperature, "0 (greedy) or more", "Pass a finite number.")
-        if self.top_k < 0:
-            raise InputError("top_k", self.top_k, "0 (off) or more", "Pass a non-negative integer.")
+        check_config(self, temperature=(0, math.inf), top_k=(0, math.inf), top_p=(0, 1))
         if not 0 < self.top_p <= 1:
             raise InputError("top_p", self.top_p, "a number in (0, 1]", "Pass 1 to switch it off.")
 
@@ -110,3 +115,61 @@ def between(name: str, value: float, low: float, high: float) -> None:
     """`value` lies strictly between."""
     if not low < value < high:
         raise InputError(name, value, f"a number between {low} and {high}", "Correct it.")
+
+
+def whole_number(name: str, value: object, low: int, high: float = math.inf) -> None:
+    """Raise InputError unless `value` is an int from `low` to `high`. A bool is none, nor is 2.0."""
+    if expected := _expected(value, int, (low, high)):
+        raise InputError(name, _shown(value), expected, "Correct it.")
+
+
+def check_config(config: Any, **ranges: tuple[float, float]) -> None:
+    """Check every field of a config dataclass by its annotated type, and its numbers by their ranges.
+
+    A config's `__post_init__` calls this, so that no command sees a value that a file or a caller made up.
+
+    ranges: field -> lowest and highest value, both allowed; for the items of a tuple likewise.
+
+    Raises:
+        InputError: names the first field that does not fit.
+    """
+    hints = _hints(type(config))
+    for spec in fields(config):
+        value = getattr(config, spec.name)
+        if expected := _expected(value, hints[spec.name], ranges.get(spec.name, (-math.inf, math.inf))):
+            raise InputError(spec.name, _shown(value), expected, "Correct it.")
+
+
+_hints: Any = functools.cache(get_type_hints)
+_NAMES: Mapping[Any, str] = {bool: "true or false", str: "text"}
+
+
+def _expected(value: object, kind: Any, span: tuple[float, float]) -> str:
+    """Return what a value of this type and range is, in words; empty if `value` is one."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):  # of configs: a type, or None
+        return "" if value is None else _expected(value, args[0], span)
+    if origin is Literal:
+        return "" if value in args and type(value) is type(args[0]) else f"one of {', '.join(map(str, args))}"
+    if origin is tuple:
+        kinds = itertools.repeat(args[0]) if args[-1] is Ellipsis else args
+        if not isinstance(value, tuple) or (args[-1] is not Ellipsis and len(value) != len(args)):
+            return "a list" if args[-1] is Ellipsis else f"a list of {len(args)}"
+        wrong = (_expected(item, own, span) for item, own in zip(value, kinds, strict=False))
+        return next((f"a list, each {words}" for words in wrong if words), "")
+    if kind in (int, float):
+        low, high = span
+        number = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
+        # NaN is in no range; infinity would be in an open one.
+        if isinstance(value, int | float) and number and low <= value <= high and abs(value) != math.inf:
+            return ""
+        name = "a whole number" if kind is int else "a finite number"
+        if high == math.inf:
+            return name if low == -math.inf else f"{name}, {low:,} or more"
+        return f"{name} from {low:,} to {high:,}" if isinstance(high, int) else f"{name} from {low:g} to {high:g}"
+    return "" if isinstance(value, kind) else _NAMES.get(kind, f"a {kind.__name__}")
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -284,11 +284,11 @@ def with_size(config: TrainAcceptanceConfig) -> TrainAcceptanceConfig:
 
 def open_labels(config: TrainAcceptanceConfig, path: Path, labels: Labels, drafter: FrozenDrafter) -> Any:
     """A data set of labels that this drafter was given."""
-    identity = {"draft": drafter.identity}
+    identity, vocab_size = {"draft": drafter.identity}, drafter.lm.info.vocab_size
     if labels == "rollouts":
-        return RolloutDataset(path, identity)
+        return RolloutDataset(path, identity, vocab_size)
     assert config.mix is not None
-    return AcceptanceDataset(path, config.mix, config.seed, identity)
+    return AcceptanceDataset(path, config.mix, config.seed, identity, vocab_size)
 
 
 def check_labels(head: AcceptanceHeadConfig, labels: Labels, manifest: Manifest) -> None:

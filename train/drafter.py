@@ -130,7 +130,8 @@ def open_data(
             expected = f"those of {ours}, which this head learns from"
             remedy = f"Make them with data features --drafter {config.kind}."
             raise InputError("data", f"features of layers {theirs}", expected, remedy)
-        return FeatureDataset(directory, {"target": identity}, check="sha256" if size < HASHED_BYTES else "size")
+        check = "sha256" if size < HASHED_BYTES else "size"
+        return FeatureDataset(directory, {"target": identity}, check, target.info.vocab_size)
     open_artefact(directory, ("responses", "prompts", "features"), check="size")
     return ResponsesDataset(directory, config.target, target.info.identity)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.data.models.loading import text_identity
+from draftsmith.data.models.loading import text_identity, vocabulary_size
 from draftsmith.data.store.manifest import open_artefact
 from draftsmith.data.store.shards import Rows
 from draftsmith.data.text.answers import spans
@@ -97,7 +97,8 @@ def probe_prompts(config: TrainDrafterConfig, val: Samples, context: int) -> lis
         found = held_out_prompts(val)
     else:
         manifest = open_artefact(config.tau_data, "prompts", text_identity(config.target))
-        found = (row["prompt_ids"] for row in Rows(config.tau_data, manifest, ["prompt_ids"]).iterate())
+        rows = Rows(config.tau_data, manifest, ["prompt_ids"], vocab_size=vocabulary_size(config.target))
+        found = (row["prompt_ids"] for row in rows.iterate())
     chosen: list[list[int]] = []
     tight: list[list[int]] = []
     for prompt in found:

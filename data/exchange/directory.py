@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.data.models.checkpoint import MOST, MOST_POSITIONS, MOST_SIZE, read_model_json, weight_map
+from draftsmith.data.models.checkpoint import MOST, read_model_json, weight_map
 from draftsmith.data.models.hub import model_directory
 from draftsmith.data.store.reading import open_tensors
 from draftsmith.modules.interop.base import Package, flat
+from draftsmith.modules.layers import MOST_POSITIONS, MOST_SIZE
 from draftsmith.modules.types import InputError
 
 # In the order in which vLLM, SGLang and huggingface_hub prefer them.

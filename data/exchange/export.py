@@ -30,10 +30,11 @@ from draftsmith.data.settings import Dtype, Loading
 from draftsmith.data.store.files import whole_directory, write_json, write_tensors, write_text, write_torch
 from draftsmith.data.store.reading import open_tensors, read_object
 from draftsmith.data.store.writer import occupied, sole_writer
+from draftsmith.modules.decoding.tree import MAX_NODES
 from draftsmith.modules.interop import formats, formats_of, hf_assisted
 from draftsmith.modules.interop.acceptance import check_trim
 from draftsmith.modules.interop.base import HeadFormat, Package, Served
-from draftsmith.modules.types import InputError
+from draftsmith.modules.types import InputError, whole_number
 
 HEAD_MANIFEST = {"sha256": {"model.safetensors": str}, "config?": (dict, None), "imported?": (dict, None)}
 RESULTS = {
@@ -81,6 +82,9 @@ class ExportConfig(Loading):
     weights: Dtype = "auto"
     license: str = ""
     dtype: Dtype = "auto"
+
+    def __post_init__(self) -> None:
+        whole_number("num_drafted", self.num_drafted, 0, MAX_NODES)
 
 
 class Refused(Exception):

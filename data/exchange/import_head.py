@@ -91,9 +91,9 @@ def run(config: ImportConfig) -> Path:
         parsed = Parsed(dataclasses.replace(parsed.config, w_rej=config.w_rej), parsed.state, tuple(notes))
     if source is not None:
         _check_model(config, format, parsed, source)
+    head = build_head(format.kind, parsed.config, parsed.state)
     if odd := [name for name, tensor in parsed.state.items() if not bool(tensor.isfinite().all())]:
         raise InputError("weights", f"infinite or undefined values in {odd[0]}", "numbers", "Fetch the head again.")
-    head = build_head(format.kind, parsed.config, parsed.state)
     manifest = _manifest(config, format, parsed, source)
     save_head(config.output, head, manifest, model_card(format.kind, {**manifest, "head": head_fields(head)}))
     # What the system itself would not compute of the directory as it lies there.

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
+import torch
+
 from draftsmith.data.store.files import whole_directory, write_json, write_tensors, write_text
 from draftsmith.data.store.manifest import compare_identity, file_sha256, warn_not_compared
 from draftsmith.data.store.reading import read_object, read_tensors
@@ -17,7 +19,7 @@ from draftsmith.modules import drafters
 from draftsmith.modules.acceptance.head import RETIRED, AcceptanceHead
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.interop.base import misfits
-from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.targets.base import CausalLM, check_capture
 from draftsmith.modules.types import InputError, SamplingParams
 
 if TYPE_CHECKING:
@@ -115,8 +117,12 @@ def head_config(directory: str | Path, kind: str | None = None) -> dict[str, Any
         file = directory / name
         if name != "README.md" and (not file.exists() or file_sha256(file) != sha256):
             raise InputError(str(file), "missing or changed content", f"sha256 {sha256[:12]}", AGAIN)
-    known = {"target?": (dict, None), "sampling?": (dict, None)}
+    known = {"target?": (dict, None), "sampling?": (dict, None), "schema_version?": int}
     config = read_object(directory / "config.json", {"kind": object, "head": dict, **known}, AGAIN)
+    version = config.get("schema_version", SCHEMA_VERSION)
+    if version != SCHEMA_VERSION:
+        found, remedy = f"schema version {version}", "Use the version of draftsmith that wrote it, or train it again."
+        raise InputError(str(directory / "config.json"), found, f"version {SCHEMA_VERSION}", remedy)
     if config["kind"] not in head_kinds():
         raise InputError("kind", config["kind"], " or ".join(head_kinds()), f"{directory} is no head of this version.")
     if kind not in (None, config["kind"]):
@@ -214,10 +220,13 @@ def load_head(
     """
     config = head_config(directory, kind)
     if target is not None:
-        check_sizes("head", directory, _settings(config), target.info.hidden_size, target.info.vocab_size)
+        settings = _settings(directory, config)
+        check_sizes("head", directory, settings, target.info.hidden_size, target.info.vocab_size)
         _check_identity(directory, config, target.info.identity if identity is None else identity)
     head = _read_head(directory, config).eval().requires_grad_(False)
     computes_with = isinstance(head, DraftHead)
+    if target is not None and isinstance(head, DraftHead):
+        check_capture(head.capture, target.info.num_layers)
     return head if target is None else head.to(target.device, target.dtype if computes_with else None)
 
 
@@ -246,10 +255,12 @@ def named_kind(kind: str) -> str:
     return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
 
 
-def _settings(config: dict[str, Any]) -> Any:
-    """The head's own config dataclass."""
+def _settings(directory: str | Path, config: dict[str, Any]) -> Any:
+    """The head's own config dataclass, which checks itself."""
     try:
         return config_from_json(class_of(config["kind"]).Config, config["head"])
+    except InputError as error:
+        raise error.within(str(Path(directory) / "config.json"), AGAIN) from error
     except (TypeError, KeyError) as error:  # a name that is absent, unknown, or of another type
         found = f"settings that are none of {named_kind(config['kind'])} head ({error})"
         raise InputError("config.json", found, "what training wrote", AGAIN) from error
@@ -261,14 +272,15 @@ def build_head(kind: str, config: Any, state: Mapping[str, Tensor]) -> Any:
     state: by the names of `stored_tensors`.
 
     Raises:
-        InputError: a tensor is missing, unknown or of another shape.
+        InputError: a tensor is missing, unknown, or of another shape or kind of number.
     """
-    head = class_of(kind)(config)
-    wrong = misfits({name: tuple(tensor.shape) for name, tensor in stored_tensors(head).items()}, state)
+    with torch.device("meta"):  # settings may ask for more than there is memory: nothing is allocated before they fit
+        wrong = misfits(stored_tensors(class_of(kind)(config)), state)
     if wrong:
         found = ", ".join(f"{name} {text}" for name, text in list(wrong.items())[:8])
         found += f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
         raise InputError("weights", found, "the tensors that config.json asks for", "Check config.json and the file.")
+    head = class_of(kind)(config)
     # Not strict: a tied block's other names are not in `state`.
     head.load_state_dict(state, strict=False, assign=True)
     return head
@@ -280,13 +292,13 @@ def head_settings(directory: str | Path, kind: str) -> Any:
     Raises:
         InputError: no head, or one of another kind.
     """
-    return _settings(head_config(directory, kind))
+    return _settings(directory, head_config(directory, kind))
 
 
 def _read_head(directory: str | Path, config: dict[str, Any]) -> nn.Module:
     """The head on the CPU, in the type of its file."""
     state = read_tensors(Path(directory) / "model.safetensors", AGAIN)
-    return build_head(config["kind"], _settings(config), state)
+    return build_head(config["kind"], _settings(directory, config), state)
 
 
 def check_sizes(field: str, named: str | Path, head: Any, width: int, vocab_size: int | None) -> None:

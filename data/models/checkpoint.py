@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from draftsmith.data.store.reading import open_tensors, read_object, read_tensors
+from draftsmith.modules.interop.rope import ROPE_NUMBERS, missing_keys
+from draftsmith.modules.layers import MOST_HEADS, MOST_LAYERS, MOST_POSITIONS, MOST_SIZE
 from draftsmith.modules.types import InputError
 
 INDEX = "model.safetensors.index.json"
@@ -28,10 +30,9 @@ NUMBERS = (
     "rope_local_base_freq",
 )
 SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
-# Far beyond every model, and little enough to multiply and to build.
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
-MOST_POSITIONS, MOST_SIZE = 2**27, 2**24
-MOST = dict.fromkeys(LAYERS, 10_000) | dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), 2**16)
+HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim")
+MOST = dict.fromkeys(LAYERS, MOST_LAYERS) | dict.fromkeys(HEADS, MOST_HEADS)
 AGAIN = "Fetch or build it again."
 
 
@@ -70,8 +71,10 @@ def read_settings(directory: Path) -> dict[str, Any]:
             inner = section.get(name)
             if not isinstance(inner, Mapping | None):
                 raise _wrong(section, name, "an object", file)
-            for number in ("rope_theta", "factor"):
+            for number in ROPE_NUMBERS:
                 _check_number(inner or {}, number, file)
+        if lacking := missing_keys(section):
+            raise InputError(f"rope_parameters of {file}", f"no {lacking[0]}", "all that its rope_type needs", AGAIN)
         if not isinstance(section.get("model_type"), str | None):
             raise _wrong(section, "model_type", "a name", file)
     return raw

@@ -91,6 +91,12 @@ def read_config(path: str) -> dict[str, Any]:
     return read_settings(model_directory(path))
 
 
+def vocabulary_size(path: str) -> int | None:
+    """How many tokens a model has, by its `config.json`; None if that does not say."""
+    raw = read_config(path)
+    return {**raw, **(raw.get("text_config") or {})}.get("vocab_size")
+
+
 def _resolve_dtype(dtype: str, raw: dict[str, Any]) -> torch.dtype:
     if dtype == "auto":
         dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32")

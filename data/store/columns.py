@@ -23,6 +23,7 @@ from draftsmith.data.store.files import CannotWrite, write_batches, write_json
 from draftsmith.data.store.manifest import Manifest, file_sha256
 from draftsmith.data.store.reading import read_object
 from draftsmith.data.store.shards import Rows
+from draftsmith.data.store.values import check_values
 from draftsmith.modules.types import InputError
 
 FORMAT = 1
@@ -34,9 +35,9 @@ LEFTOVER_S = 3600.0  # older temporary files are of killed processes
 RECORD = {"bytes": int, "sha256": str}
 
 
-def open_columns(directory: Path, manifest: Manifest, names: Sequence[str]) -> pa.Table:
-    """Columns of all rows of an artefact that `open_artefact` has looked at."""
-    rows = Rows(directory, manifest, list(names))
+def open_columns(directory: Path, manifest: Manifest, names: Sequence[str], vocab_size: int | None = None) -> pa.Table:
+    """Columns of all rows of an artefact that `open_artefact` has looked at. vocab_size: as of `check_values`."""
+    rows = Rows(directory, manifest, list(names), vocab_size=vocab_size)
     if sum(entry.bytes for entry in manifest.files if entry.name.endswith(".parquet")) < MAPPED_BYTES:
         return rows.table()
     key = hashlib.sha256(json.dumps([FORMAT, manifest.digest, *names]).encode()).hexdigest()[:16]
@@ -49,7 +50,10 @@ def open_columns(directory: Path, manifest: Manifest, names: Sequence[str]) -> p
             note(f"warning: {error} Every process holds the columns in its own memory.")
             return rows.table()
         table = _mapped(path)
-    return rows.table() if table is None else table  # another program is at work on it
+    if table is None:  # another program is at work on it
+        return rows.table()
+    check_values(table, directory, manifest, 0, vocab_size)
+    return table
 
 
 def _mapped(path: Path) -> pa.Table | None:

@@ -21,6 +21,7 @@ from torch.utils.data import Dataset
 
 from draftsmith.data.answering.batched import row_uniforms
 from draftsmith.data.features import key, open_texts
+from draftsmith.data.models.loading import vocabulary_size
 from draftsmith.data.store.columns import open_columns
 from draftsmith.data.store.feature_codec import FeatureFiles, as_item, decoded
 from draftsmith.data.store.manifest import Manifest, open_artefact
@@ -77,16 +78,6 @@ class Lists:
             own = values.slice(offsets[0], offsets[-1] - offsets[0])
             yield own.to_numpy(zero_copy_only=False), offsets - offsets[0]
 
-    def first_broken(self) -> int | None:
-        """The first row with a number that is not finite."""
-        start = 0
-        for values, offsets in self.parts():
-            broken = np.flatnonzero(~np.isfinite(values))
-            if len(broken):
-                return start + int(np.searchsorted(offsets, broken[0], "right")) - 1
-            start += len(offsets) - 1
-        return None
-
 
 class BehindPrompts:
     """Masks of one answer a row, as `Lists` gives those that are stored: all that is behind the prompt."""
@@ -115,21 +106,21 @@ class ArtefactDataset(Dataset):
 
     answers: Lists | BehindPrompts
 
-    def __init__(self, directory: Path, manifest: Manifest, columns: Sequence[str] = ()):
-        """columns: to read beside ids, tokens and answers."""
+    def __init__(self, directory: Path, manifest: Manifest, columns: Sequence[str] = (), vocab_size: int | None = None):
+        """columns: to read beside ids, tokens and answers. vocab_size: of the model that reads them, if it is known."""
         names = {spec.name for spec in manifest.fields}
         # Artefacts of earlier versions have one answer a row, behind its prompt, and one row a conversation.
         answers = "loss_mask" if "loss_mask" in names else "prompt_length"
         wanted = ["id", "input_ids", answers, *({"turn"} & names), *columns]
-        self.manifest, self._opened = manifest, (Path(directory), wanted)
+        self.manifest, self._opened = manifest, (Path(directory), wanted, vocab_size)
         self._open()
         self.lengths = self._lists["input_ids"].lengths
         turns = self._table["turn"].to_numpy() if "turn" in names else np.ones(len(self.lengths), dtype=np.int64)
         self.conversations = conversation_numbers(turns)
 
     def _open(self) -> None:
-        directory, wanted = self._opened
-        table = open_columns(directory, self.manifest, wanted)
+        directory, wanted, vocab_size = self._opened
+        table = open_columns(directory, self.manifest, wanted, vocab_size)
         self._table = table
         lists = {name: Lists(table[name]) for name in wanted if pa.types.is_list(table[name].type)}
         self.answers = lists.pop("loss_mask", None) or BehindPrompts(
@@ -184,12 +175,6 @@ class ArtefactDataset(Dataset):
         safetensors, and are not among these."""
         return as_datasets(self._opened[0], self.manifest)
 
-    def _check_finite_labels(self, directory: Path) -> None:
-        row = self._lists["accept_prob"].first_broken()
-        if row is not None:
-            found = f"{directory} with NaN or infinity in the labels of row {self.name(row)}"
-            raise InputError("data", found, "probabilities", "Check the models that labelled it, and make it again.")
-
 
 def as_datasets(directory: Path, manifest: Manifest) -> Any:
     """An artefact's columns as a `datasets.Dataset`: mapped, not read."""
@@ -206,12 +191,18 @@ class AcceptanceDataset(ArtefactDataset):
     z_t is the target's token x_t with probability `mix`, else the drafted y_t; the loss counts the latter only.
     """
 
-    def __init__(self, directory: Path, mix: float = 0.15, seed: int = 0, identity: Mapping[str, Any] | None = None):
+    def __init__(
+        self,
+        directory: Path,
+        mix: float = 0.15,
+        seed: int = 0,
+        identity: Mapping[str, Any] | None = None,
+        vocab_size: int | None = None,
+    ):
         if not 0 <= mix < 1:
             raise InputError("mix", mix, "a probability in [0, 1)", "The paper's is 0.15.")
         manifest = open_artefact(directory, "acceptance", identity)
-        super().__init__(directory, manifest, ["draft_ids", "accept_prob", "log_q", "overlap"])
-        self._check_finite_labels(directory)
+        super().__init__(directory, manifest, ["draft_ids", "accept_prob", "log_q", "overlap"], vocab_size)
         self.mix, self.seed = mix, seed
 
     def item(self, row: int, epoch: int) -> Item:
@@ -236,17 +227,27 @@ class FeatureDataset(ArtefactDataset):
     check: `sha256` reads the whole artefact once at the start to see that it is intact; `size` does not.
     """
 
-    def __init__(self, directory: Path, identity: Mapping[str, Any] | None = None, check: str = "sha256"):
+    def __init__(
+        self,
+        directory: Path,
+        identity: Mapping[str, Any] | None = None,
+        check: str = "sha256",
+        vocab_size: int | None = None,
+    ):
         manifest = open_artefact(directory, "features", identity, check)
-        super().__init__(directory, manifest, ["row", "shard"])
+        super().__init__(directory, manifest, ["row", "shard"], vocab_size)
         remedy = f"Delete it and run the stage again, which rebuilds just this shard: {manifest.command}"
         self._files = FeatureFiles(directory, remedy)
 
     def item(self, row: int, epoch: int) -> Item:
         """The text's fields, and features [T, L*H]: bf16, or fp8 with scale [T], as they are stored."""
         shard, number = (self._table[name][int(row)].as_py() for name in ("shard", "row"))
-        stored = self._files.read(shard, key(number), f"row {self.name(row)}")
-        return {**super().item(row, epoch), **as_item(stored)}
+        item = super().item(row, epoch) | as_item(self._files.read(shard, key(number), f"row {self.name(row)}"))
+        if len(item["features"]) != len(item["input_ids"]):
+            found = f"{len(item['features'])} states in row {row} ({self.name(row)})"
+            remedy = f"Make it again with another output: {self.manifest.command}"
+            raise InputError(f"{self._opened[0]}, features", found, f"{len(item['input_ids'])}, one a token", remedy)
+        return item
 
     def __getitem__(self, row: int) -> Item:
         """The row as it is in epoch 0, its features in bf16."""
@@ -260,7 +261,7 @@ class ResponsesDataset(ArtefactDataset):
 
     def __init__(self, directory: Path, target: str, identity: Mapping[str, str]):
         """identity: the target's; responses must be its own, and supervised prompts of its tokenizer."""
-        super().__init__(directory, open_texts(directory, target, identity, "data"))
+        super().__init__(directory, open_texts(directory, target, identity, "data"), (), vocabulary_size(target))
 
 
 class Pieces(Dataset):

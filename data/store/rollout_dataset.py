@@ -55,14 +55,14 @@ class RolloutTokens:
 class RolloutDataset(ArtefactDataset):
     """Rows of a `rollouts` artefact."""
 
-    def __init__(self, directory: Path, identity: Mapping[str, Any] | None = None):
+    def __init__(self, directory: Path, identity: Mapping[str, Any] | None = None, vocab_size: int | None = None):
         manifest = open_artefact(directory, "rollouts", identity)
         self.depth: int = manifest.config["depth"]
         there = {spec.name for spec in manifest.fields} | {spec.name for spec in FIELDS if spec.name != OPTIONAL}
         listed = (spec for spec in FIELDS if spec.dtype.startswith("list") and spec.name in there)
         self._fields = [spec for spec in listed if spec.name != "loss_mask"]  # of an item it is about the drafts
-        super().__init__(directory, manifest, [spec.name for spec in self._fields if spec.name != "input_ids"])
-        self._check_finite_labels(directory)
+        columns = [spec.name for spec in self._fields if spec.name != "input_ids"]
+        super().__init__(directory, manifest, columns, vocab_size)
         # And of the drafts that hang off a response: what it takes to read them.
         self.lengths = self._lists["input_ids"].lengths + self._lists["draft_ids"].lengths
 

@@ -42,6 +42,7 @@ from draftsmith.data.store.manifest import (
     resolved,
 )
 from draftsmith.data.store.reading import read_object
+from draftsmith.data.store.values import check_values
 from draftsmith.data.store.writer import HOLDER, LOCK
 from draftsmith.modules.types import InputError
 
@@ -295,8 +296,16 @@ def account(counts: Mapping[str, int]) -> str:
 class Rows:
     """The table of an opened artefact by global row number, one shard in memory at a time."""
 
-    def __init__(self, directory: Path, manifest: Manifest, columns: list[str] | None = None, limit: int = 0):
-        """columns: of all. limit: only the first so many rows; 0 takes all."""
+    def __init__(
+        self,
+        directory: Path,
+        manifest: Manifest,
+        columns: list[str] | None = None,
+        limit: int = 0,
+        vocab_size: int | None = None,
+    ):
+        """columns: of all. limit: only the first so many rows; 0 takes all. vocab_size: as of `check_values`."""
+        self._directory, self._manifest, self._vocab_size = directory, manifest, vocab_size
         files = [entry for entry in manifest.files if entry.name.endswith(".parquet")]
         self._paths, self._columns = [Path(directory) / entry.name for entry in files], columns
         self._ends = list(itertools.accumulate(entry.rows for entry in files))
@@ -333,8 +342,18 @@ class Rows:
 
     def _read(self, index: int) -> pa.Table:
         path = self._paths[index]
+        remedy = "Delete it and run its stage again, which rebuilds just this shard."
         try:
-            return pq.read_table(path, columns=self._columns, partitioning=None)
+            table = pq.read_table(path, columns=self._columns, partitioning=None)
         except (pa.ArrowException, OSError, KeyError) as error:
-            remedy = "Delete it and run its stage again, which rebuilds just this shard."
             raise InputError(str(path), f"unreadable ({error})", "a Parquet shard", remedy) from error
+        first = self._ends[index - 1] if index else 0
+        if table.num_rows != self._ends[index] - first:
+            raise InputError(str(path), f"{table.num_rows} rows", f"{self._ends[index] - first}, as recorded", remedy)
+        types = {spec.name: ARROW[spec.dtype] for spec in self._manifest.fields if spec.dtype in ARROW}
+        for column in table.schema:
+            if column.type != types.get(column.name, column.type):
+                found = f"{column.name} of {column.type}"
+                raise InputError(str(path), found, f"{types[column.name]}, as recorded", remedy)
+        check_values(table, self._directory, self._manifest, first, self._vocab_size)
+        return table

@@ -170,7 +170,10 @@ def read_tree(name: str) -> StaticTree:
         names = ", ".join(sorted(file.name.removesuffix(".yaml") for file in trees.iterdir()))
         raise InputError("tree", repr(name), f"a YAML file, or one of: {names}", "Correct the path.")
     try:
-        tree = StaticTree.from_paths([[int(rank) for rank in path] for path in yaml.safe_load(source.read_text())])
+        paths = yaml.safe_load(source.read_text())
+        if odd := [rank for path in paths for rank in path if type(rank) is not int]:
+            raise ValueError(f"{odd[0]!r} is no rank")
+        tree = StaticTree.from_paths(paths)
     except (yaml.YAMLError, TypeError, ValueError, RecursionError) as error:
         raise InputError("tree", f"{name}: {error}", "a list of paths such as [0, 1]", "Correct it.") from error
     at_most("tree, nodes", len(tree.parents), MAX_NODES)

@@ -35,7 +35,7 @@ from draftsmith.eval.report.tables import to_json
 from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
 from draftsmith.eval.tuning.candidates import HEAD, NGRAMS, Grid, Predicted, Recorded, best_of_families, predict, probes
 from draftsmith.eval.tuning.reasoning import Choice, summary, tables
-from draftsmith.modules.drafters.chains import chain_methods
+from draftsmith.modules.drafters.chains import FixedK, chain_methods
 from draftsmith.modules.drafters.methods import Models, Named, parse_method
 from draftsmith.modules.drafters.trees import DynamicTrees
 from draftsmith.modules.quantized import Precision, can_int8
@@ -127,6 +127,13 @@ def prepare(config: TuneConfig) -> Setup:
     for topk in grid.topks:
         if topk > vocab_size:
             raise InputError("topk", topk, f"{vocab_size}, the vocabulary, or less", "Lower it.")
+    # Heads that guess a token each draft no more of them: `build` refuses longer chains.
+    heads = {kind: getattr(head.config, "num_heads", grid.depth) for kind, head in models.heads.items()}
+    settings = [
+        own
+        for own in settings
+        if not isinstance(own.method, FixedK) or own.method.k <= heads.get(own.method.needs[0], grid.depth)
+    ]
     return Setup(models, prompts, settings)
 
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from draftsmith.modules import flops
 from draftsmith.modules.decoding.confidence import MAX_LOGIT, TokenConfidences, log_odds_of
-from draftsmith.modules.types import InputError
+from draftsmith.modules.layers import MOST_LAYERS, MOST_SIZE
+from draftsmith.modules.types import InputError, check_config
 
 State = Literal["after", "before", "undrawn"]
 Number = TypeVar("Number", float, Tensor)
@@ -60,6 +61,17 @@ class AcceptanceHeadConfig:
     standardize: bool = False
 
     def __post_init__(self) -> None:
+        check_config(
+            self,
+            hidden_size=(1, MOST_SIZE),
+            num_blocks=(0, MOST_LAYERS),
+            w_acc=(1e-6, 1e6),
+            w_rej=(1e-6, 1e6),
+            calibration=(-1e6, 1e6),
+            width=(0, MOST_SIZE),
+        )
+        if len(set(self.features)) != len(self.features):
+            raise InputError("features", ", ".join(self.features), "each once", "Leave one out.")
         if not self.joins and (self.activation != "none" or self.standardize):
             found = f"activation {self.activation}, standardize {self.standardize} of a head of the state alone"
             raise InputError("head", found, "neither without a first layer", "Leave them out, or choose a width.")

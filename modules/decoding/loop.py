@@ -21,7 +21,7 @@ from draftsmith.modules.decoding.verify import verify
 from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.sampling import Source
 from draftsmith.modules.targets.base import CausalLM, ModelInfo, Scores, Session, check_ids
-from draftsmith.modules.types import InputError, SamplingParams
+from draftsmith.modules.types import InputError, SamplingParams, whole_number
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,7 @@ def room_for(prompt: Sequence[int], max_new_tokens: int, info: ModelInfo) -> int
             "prompt", f"{len(prompt)} tokens", f"1 to {limit - 1}, the target's context", "Shorten the prompt."
         )
     check_ids(prompt, info.vocab_size)
-    if max_new_tokens < 1:
-        raise InputError("max_new_tokens", max_new_tokens, "1 or more", "Ask for at least one token.")
+    whole_number("max_new_tokens", max_new_tokens, 1)
     return min(max_new_tokens, limit - len(prompt))
 
 

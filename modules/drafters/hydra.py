@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -15,14 +16,15 @@ from draftsmith.modules.acceptance.head import ResidualBlock
 from draftsmith.modules.decoding.branches import as_decoding
 from draftsmith.modules.decoding.protocols import DraftTree, StopPolicy
 from draftsmith.modules.decoding.stop import FixedLength
-from draftsmith.modules.decoding.tree import StaticTree
+from draftsmith.modules.decoding.tree import MAX_NODES, StaticTree
 from draftsmith.modules.drafters.base import HeadCard, TrainStep
-from draftsmith.modules.drafters.chains import FixedK
 from draftsmith.modules.drafters.eagle.net import EagleConfig, OfLlama
 from draftsmith.modules.drafters.feature_heads import FeatureDrafter, FeatureHead
 from draftsmith.modules.drafters.growth import Level, grow_static
 from draftsmith.modules.drafters.medusa import (
+    MOST_BLOCKS,
     MedusaBranches,
+    MedusaChain,
     MedusaHead,
     MedusaSettings,
     in_type_of,
@@ -38,7 +40,7 @@ from draftsmith.modules.packing import documents_of
 from draftsmith.modules.quantized import linear_of
 from draftsmith.modules.sampling import Source
 from draftsmith.modules.targets.base import CausalLM
-from draftsmith.modules.types import FeatureBatch, InputError, SamplingParams, at_most
+from draftsmith.modules.types import FeatureBatch, InputError, SamplingParams, at_most, check_config
 
 PARTS = ("weight", "bias")
 
@@ -54,6 +56,10 @@ class HydraConfig(OfLlama):
     num_heads: int = 4
     num_layers: int = 1
     own_lm_head: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_config(self, num_heads=(1, MAX_NODES), num_layers=(1, MOST_BLOCKS))
 
     @property
     def prefix_attention(self) -> bool:
@@ -138,7 +144,8 @@ class HydraHead(MedusaHead, FeatureHead):
 
     @classmethod
     def shape(cls, settings: Any, target: LlamaConfig) -> HydraConfig:
-        llama = EagleConfig.for_target(target, int(bool(settings.prefix_attention))).llama
+        layers = int(bool(settings.prefix_attention))
+        llama = dataclasses.replace(EagleConfig.for_target(target).llama, num_layers=layers)
         return HydraConfig(llama, settings.num_heads or 4, settings.num_layers or 1, settings.lm_head == "own")
 
     @classmethod
@@ -338,8 +345,8 @@ class HydraBranches(MedusaBranches):
 
 
 @dataclass(frozen=True)
-class HydraChain(FixedK):
-    """Hydra heads draft a chain of k tokens a round, at most one a head."""
+class HydraChain(MedusaChain):
+    """Hydra heads draft a chain of k tokens a round, at most one a head; 0 takes all heads."""
 
     uses = ("hydra",)
 

@@ -16,7 +16,7 @@ from draftsmith.modules.acceptance.head import ResidualBlock
 from draftsmith.modules.decoding.branches import BranchDrafter
 from draftsmith.modules.decoding.protocols import Drafter, DraftTree, StopPolicy
 from draftsmith.modules.decoding.stop import FixedLength
-from draftsmith.modules.decoding.tree import StaticTree
+from draftsmith.modules.decoding.tree import MAX_NODES, StaticTree
 from draftsmith.modules.decoding.typical import Typical
 from draftsmith.modules.drafters.base import DraftHead, HeadCard, TargetWeights, TrainStep
 from draftsmith.modules.drafters.chains import FixedK
@@ -24,15 +24,24 @@ from draftsmith.modules.drafters.growth import Level, grow_static
 from draftsmith.modules.drafters.methods import Models
 from draftsmith.modules.drafters.row_drafter import DraftedRow, RowDrafter
 from draftsmith.modules.drafters.trees import StaticTrees
-from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.layers import MOST_POSITIONS, MOST_SIZE, LlamaConfig
 from draftsmith.modules.losses import LmHead, token_loss
 from draftsmith.modules.quantized import Precision, linear_of
 from draftsmith.modules.sampling import Source
 from draftsmith.modules.targets.base import CausalLM
-from draftsmith.modules.types import FeatureBatch, InputError, LossOutput, SamplingParams, at_least, at_most
+from draftsmith.modules.types import (
+    FeatureBatch,
+    InputError,
+    LossOutput,
+    SamplingParams,
+    at_least,
+    at_most,
+    check_config,
+)
 
 # State t of the target gives token t + 1 by its own lm_head; head i, counted from 0, gives token t + 2 + i.
 AHEAD = 2
+MOST_BLOCKS = 64  # of a head; published ones have 1 to 4
 
 
 @dataclass(frozen=True)
@@ -48,6 +57,16 @@ class MedusaConfig:
     num_heads: int = 5
     num_layers: int = 1
     own_lm_head: bool = False
+
+    def __post_init__(self) -> None:
+        check_config(
+            self,
+            hidden_size=(1, MOST_SIZE),
+            vocab_size=(1, MOST_SIZE),
+            max_position=(1, MOST_POSITIONS),
+            num_heads=(1, MAX_NODES),  # no round has room for the tokens of more
+            num_layers=(1, MOST_BLOCKS),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -347,9 +366,19 @@ def lm_heads_of(head: MedusaHead, target: CausalLM) -> Sequence[LmHead]:
 
 @dataclass(frozen=True)
 class MedusaChain(FixedK):
-    """Medusa heads draft a chain of k tokens a round, at most one a head."""
+    """Medusa heads draft a chain of k tokens a round, at most one a head; 0 takes all heads."""
+
+    k: int = 0
 
     uses = ("medusa",)
+
+    def __post_init__(self) -> None:
+        at_least("k", self.k, 0)
+
+    def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
+        heads = models.heads[self.uses[0]].config.num_heads
+        at_most("k", self.k, heads)
+        return [FixedLength(self.k or heads) for _ in range(rows)]
 
 
 @dataclass(frozen=True)

@@ -149,11 +149,11 @@ class Acceptance(PredictorFormat):
             found = f"{config.hidden_size}, but the model's hidden states have width {target.hidden_size}"
             findings.append(Finding("error", "hidden_size", found))
         with torch.device("meta"):
-            shapes = {name: tuple(weight.shape) for name, weight in AcceptanceHead(config).named_parameters()}
-        findings += [Finding("error", name, text) for name, text in misfits(shapes, package.tensors).items()]
-        weights = {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
-        fitting = {name: tensor for name, tensor in package.tensors.items() if tuple(tensor.shape) == shapes.get(name)}
-        weights |= {name: tensor.detach().float() for name, tensor in fitting.items()}
+            net = dict(AcceptanceHead(config).named_parameters())
+        wrong = misfits(net, package.tensors)
+        findings += [Finding("error", name, text) for name, text in wrong.items()]
+        weights = {name: torch.full(weight.shape, torch.nan) for name, weight in net.items()}
+        weights |= {name: package.tensors[name].detach().float() for name in net.keys() - wrong.keys()}
         used = tuple(name for name in weights if name in package.tensors)
         return Reading(weights, {"config": config}, tuple(findings), used)
 

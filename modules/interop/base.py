@@ -14,6 +14,9 @@ from torch import Tensor, nn
 
 from draftsmith.modules.types import InputError
 
+# Types of weights that layers compute with as they are; integers and float8 are quantised ones, whose scales are lost.
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
 
 @dataclass(frozen=True)
 class Package:
@@ -316,15 +319,24 @@ class HeadFormat(ABC):
         return []
 
 
-def misfits(shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """What is wrong with tensors that are to be a net's parameters, by name; strict."""
-    wrong = {name: "is missing" for name in sorted(shapes.keys() - tensors.keys())}
-    wrong |= {name: "is unknown" for name in sorted(tensors.keys() - shapes.keys())}
-    return wrong | {
-        name: f"is {list(tensors[name].shape)} in place of {list(shape)}"
-        for name, shape in shapes.items()
-        if name in tensors and tuple(tensors[name].shape) != shape
-    }
+def misfits(net: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """What is wrong with tensors that are to be a net's parameters and buffers, by name; strict. Any type that torch
+    computes layers with is a weight's; a table of ids keeps its own."""
+    wrong = {name: "is missing" for name in sorted(net.keys() - tensors.keys())}
+    wrong |= {name: "is unknown" for name in sorted(tensors.keys() - net.keys())}
+    for name, own in net.items():
+        if name not in tensors:
+            continue
+        found, dtypes = tensors[name], FLOATS if own.is_floating_point() else (own.dtype,)
+        if found.shape != own.shape:
+            wrong[name] = f"is {list(found.shape)} in place of {list(own.shape)}"
+        elif found.dtype not in dtypes:
+            wrong[name] = f"is {dtype_name(found.dtype)} in place of {dtype_name(dtypes[0])}"
+    return wrong
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def largest(values: Tensor) -> float:

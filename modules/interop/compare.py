@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from draftsmith.modules.drafters.eagle.net import EagleConfig, EagleNet
 from draftsmith.modules.drafters.eagle3.net import Eagle3Config, Eagle3Net
 from draftsmith.modules.interop.base import Measure, Package, Reading, Trial, largest
+from draftsmith.modules.interop.draft_vocabulary import table_fault
 from draftsmith.modules.interop.rope import KNOWN, Rope, frequencies, transformers_rope
 from draftsmith.modules.layers import RopeScaling
 
@@ -194,19 +195,17 @@ class Drafting3(Drafting):
 def net3_of(reading: Reading, positions: int) -> Eagle3Net:
     """As `net_of`."""
     settings = reading.settings
-    llama = dataclasses.replace(settings["llama"], max_position=positions)
+    llama = dataclasses.replace(settings["llama"], num_layers=1, max_position=positions)
     followed = llama.rope_scaling.kind in KNOWN
     llama = llama if followed else dataclasses.replace(llama, rope_scaling=RopeScaling())
     flags = {name: settings[name] for name in ("fc_norm", "norm_output", "norm_before_residual")}
     config = Eagle3Config(llama, tuple(range(settings["num_states"])), settings["draft_vocab_size"], **flags)
     net = Eagle3Net(config).requires_grad_(False)
     weights, drafted = dict(reading.weights), reading.weights.get("d2t")
-    inside = True
+    inside, count = True, config.draft_vocab_size
     if drafted is not None:  # ours are ascending, a system's need not be
-        inside = (
-            len(drafted.unique()) == len(drafted) and 0 <= int(drafted.min()) <= int(drafted.max()) < llama.vocab_size
-        )
-        order = drafted.argsort() if inside else torch.arange(len(drafted))
+        inside = drafted.shape == (count,) and not table_fault(drafted, None, llama.vocab_size)
+        order = drafted.argsort() if inside else torch.arange(count)
         weights["lm_head.weight"] = weights["lm_head.weight"][order]
         weights["d2t"] = drafted[order] if inside else order
     net.load_state_dict({name: weights[name] for name in net.state_dict()})

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.modules.interop.base import TargetFacts
+from draftsmith.modules.interop.base import TargetFacts, dtype_name
 from draftsmith.modules.interop.reader import Reader
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.types import InputError
@@ -17,6 +17,8 @@ from draftsmith.modules.types import InputError
 
 def table_fault(ids: Tensor, marks: Tensor | None, vocab: int) -> str:
     """What is wrong with the target's ids [N] of a draft vocabulary, beside its marks; empty where nothing is."""
+    if not len(ids):
+        return "no tokens"
     if int(ids.min()) < 0 or int(ids.max()) >= vocab:
         return f"tokens beyond the target's {vocab}"
     if len(ids.unique()) != len(ids):
@@ -55,6 +57,8 @@ def take_vocabulary(
     for name, tensor, size in (("d2t", offsets, 1), ("t2d", marks, 1), ("lm_head.weight", lm_head, 2)):
         if tensor is not None and tensor.ndim != size:
             raise InputError(name, f"a tensor {list(tensor.shape)}", f"{size} dimension(s)", "Fetch the head again.")
+    if offsets is not None and (offsets.is_floating_point() or offsets.dtype == torch.bool):
+        raise InputError("d2t", f"a tensor of {dtype_name(offsets.dtype)}", "whole numbers", "Fetch the head again.")
     drafted = raw.get("draft_vocab_size") or (vocab if lm_head is None else len(lm_head))
     if lm_head is not None and len(lm_head) != drafted:
         remedy = "Correct config.json."

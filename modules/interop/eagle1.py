@@ -144,15 +144,16 @@ class EagleFormat(LlamaFormat):
     ) -> Package:
         """The tensors as they are, in `dtype`."""
         self.check(config)
-        shapes = {name: slot.shape for name, slot in eagle_slots(config).items()}
+        shapes = {name: slot.shape for name, slot in eagle_slots(config.llama, config.fc_bias).items()}
         assert {name: tuple(tensor.shape) for name, tensor in state.items()} == shapes, "state is not the config's head"
         tensors = {name: state[name].detach().to(dtype).contiguous().clone() for name in shapes}
         return Package({**llama_fields(config.llama, dtype), **self.fields(config)}, tensors, {"format": "pt"})
 
     def read(self, package: Package, target: TargetFacts | None = None) -> Reading:
         raw = package.config
-        config = with_biases(llama_config(raw, self.rope(raw), self.reads_head_dim), self.biases(raw))
-        reader = Reader(package, target, self.system, config.llama, eagle_slots(config, self.zero_bias))
+        biases = self.biases(raw)
+        llama = with_biases(llama_config(raw, self.rope(raw), self.reads_head_dim), biases)
+        reader = Reader(package, target, self.system, llama, eagle_slots(llama, biases.fc, self.zero_bias))
         self.check_config(reader)
         for name in package.tensors:
             self.load(reader, name)
@@ -173,7 +174,7 @@ class EagleFormat(LlamaFormat):
         longest = longest_text(llama, target, notes)
         if "rms_norm_eps" not in raw:
             notes.append("rms_norm_eps is not in config.json: 1e-6, the default of the systems that read it")
-        config = with_biases(dataclasses.replace(llama, max_position=longest), kept)
+        config = EagleConfig(with_biases(dataclasses.replace(llama, max_position=longest), kept), kept.fc)
         return Parsed(config, as_stored(tensors), tuple(notes))
 
     def _kept_biases(self, tensors: dict[str, Tensor], raw: Mapping[str, Any], notes: list[str]) -> Biases:
@@ -226,23 +227,20 @@ def longest_text(llama: LlamaConfig, target: TargetFacts | None, notes: list[str
 
 
 def as_stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of an imported head: weights in the type of their file where that is a narrow one."""
-    narrow = (torch.bfloat16, torch.float16)
-    return {
-        name: tensor if name == "d2t" or tensor.dtype in narrow else tensor.float() for name, tensor in tensors.items()
-    }
+    """Tensors of an imported head in the type of their file; of float64 in float32. Types that are no weights' stay:
+    building the head refuses them."""
+    return {name: tensor.float() if tensor.dtype == torch.float64 else tensor for name, tensor in tensors.items()}
 
 
-def with_biases(llama: LlamaConfig, biases: Biases) -> EagleConfig:
-    llama = dataclasses.replace(llama, qkv_bias=biases.qkv, o_bias=biases.o, mlp_bias=biases.mlp)
-    return EagleConfig(llama, biases.fc)
+def with_biases(llama: LlamaConfig, biases: Biases) -> LlamaConfig:
+    return dataclasses.replace(llama, qkv_bias=biases.qkv, o_bias=biases.o, mlp_bias=biases.mlp)
 
 
-def eagle_slots(config: EagleConfig, zero_bias: bool = False) -> dict[str, Slot]:
+def eagle_slots(llama: LlamaConfig, fc_bias: bool, zero_bias: bool = False) -> dict[str, Slot]:
     """Parameters of a head of these sizes and biases: the three systems build the same net as ours."""
-    plain = dataclasses.replace(config.llama, rope_scaling=RopeScaling(), max_position=1)
+    plain = dataclasses.replace(llama, rope_scaling=RopeScaling(), max_position=1)
     with torch.device("meta"):
-        return slots_of(EagleNet(EagleConfig(plain, config.fc_bias)), zero_bias)
+        return slots_of(EagleNet(EagleConfig(plain, fc_bias)), zero_bias)
 
 
 def producer(found: ForeignHead) -> str:

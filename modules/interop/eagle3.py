@@ -166,8 +166,9 @@ class Eagle3Format(LlamaFormat):
         llama = dataclasses.replace(llama, num_layers=depth, qkv_bias=biases.qkv, o_bias=biases.o, mlp_bias=biases.mlp)
         drafted = llama.vocab_size if raw.get("draft_vocab_size") is None else positive(raw, "draft_vocab_size", 1)
         count = self.num_states(raw)
-        shape = Eagle3Config(llama, tuple(range(count)), drafted, **flags._asdict())
-        reader = Reader(Package(raw, package.tensors), target, self.system, llama, eagle3_slots(shape))
+        plain = dataclasses.replace(llama, num_layers=1, rope_scaling=RopeScaling(), max_position=1)
+        slots = eagle3_slots(Eagle3Config(plain, tuple(range(count)), drafted, **flags._asdict()))
+        reader = Reader(Package(raw, package.tensors), target, self.system, llama, slots)
         ids = self.ids(raw)
         capture = ids if ids is not None else None if target is None else default_layers(target)
         reader.settings |= {
@@ -227,9 +228,8 @@ def default_layers(target: TargetFacts) -> tuple[int, ...] | None:
 
 def eagle3_slots(config: Eagle3Config) -> dict[str, Slot]:
     """Parameters of a head of these sizes and switches."""
-    plain = dataclasses.replace(config.llama, rope_scaling=RopeScaling(), max_position=1)
     with torch.device("meta"):
-        return slots_of(Eagle3Net(dataclasses.replace(config, llama=plain)))
+        return slots_of(Eagle3Net(config))
 
 
 def said_ids(raw: Mapping[str, Any], *places: str) -> tuple[int, ...] | None:

@@ -38,8 +38,8 @@ from draftsmith.modules.interop.base import (
 from draftsmith.modules.interop.compare import difference, working
 from draftsmith.modules.interop.eagle1 import as_stored, sizes_differ
 from draftsmith.modules.interop.reader import ROTARY_BUFFERS, llama_config, positive, same_values
-from draftsmith.modules.interop.rope import BASE, KNOWN, safeailab_rope
-from draftsmith.modules.layers import DecoderLayer, rope_table
+from draftsmith.modules.interop.rope import BASE, Rope, safeailab_rope
+from draftsmith.modules.layers import DecoderLayer, RopeScaling, rope_table
 from draftsmith.modules.types import FeatureBatch, InputError
 
 WEIGHTS = "hydra_lm_head.pt"
@@ -68,7 +68,7 @@ class HydraFormat(HeadFormat):
             expected = "the model that the heads read: no file of theirs says its sizes"
             raise InputError("target", "none, or one of unknown sizes", expected, "Pass --target.")
         layers = int(raw.get("hydra_head_arch", MLP) == PREFIX)
-        rope = dataclasses.replace(safeailab_rope(target.raw), theta=BASE)
+        rope = dataclasses.replace(safeailab_rope(target.raw), theta=BASE) if layers else Rope(BASE, RopeScaling())
         llama = dataclasses.replace(llama_config(target.raw, rope, head_dim=False), num_layers=layers)
         heads, mlp_layers = positive(raw, "hydra_num_heads", 4), positive(raw, "hydra_num_layers", 1)
         return HydraConfig(llama, heads, mlp_layers, own_lm_head=True)
@@ -149,9 +149,6 @@ class HydraFormat(HeadFormat):
             yield Finding("error", "grounded_heads", "is not true: heads are made that read no drafted token")
         if offset := raw.get("hidden_state_offset", 0):
             yield Finding("error", "hidden_state_offset", f"is {offset}: another layer's states are read")
-        if config.prefix_attention and config.llama.rope_scaling.kind not in KNOWN:
-            text = f"has rotary positions ({config.llama.rope_scaling.kind}) that this check does not follow"
-            yield Finding("error", "rope_scaling", f"{self.system} {text}")
 
     def _others(
         self, package: Package, target: TargetFacts | None, names: set[str], config: HydraConfig

@@ -14,14 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.modules.layers import ROPE_KINDS as KNOWN
 from draftsmith.modules.layers import LlamaConfig, RopeScaling, rope_frequencies
 from draftsmith.modules.types import InputError
 
 BASE = 10000.0  # where nothing is said
-KNOWN = ("default", "linear", "llama3")  # kinds that our layers compute
 PARTIAL = "partial_rotary_factor"
 # What a kind of scaling cannot do without (transformers' modeling_rope_utils.py).
-REQUIRED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
+REQUIRED = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+ROPE_NUMBERS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", PARTIAL)
 
 
 @dataclass(frozen=True)
@@ -51,24 +58,23 @@ def transformers_rope(raw: Mapping[str, Any]) -> Rope:
     rope = _preferred(raw)
     inside, outside = rope.get("rope_theta"), raw.get("rope_theta")
     original = raw.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
-    partial = float(rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0)
+    partial = _number(PARTIAL, rope.get(PARTIAL) or raw.get(PARTIAL), 1.0)
     scaling = RopeScaling(
         kind=_kind(rope) if partial == 1.0 else f"{PARTIAL} {partial:g}",
-        factor=float(rope.get("factor") or 1.0),
-        low_freq_factor=float(rope.get("low_freq_factor") or 1.0),
-        high_freq_factor=float(rope.get("high_freq_factor") or 4.0),
+        factor=_number("factor", rope.get("factor"), 1.0),
+        low_freq_factor=_number("low_freq_factor", rope.get("low_freq_factor"), 1.0),
+        high_freq_factor=_number("high_freq_factor", rope.get("high_freq_factor"), 4.0),
         original_max_position=original or raw.get("max_position_embeddings", 2048),
     )
-    return Rope(float(inside if inside is not None else BASE if outside is None else outside), scaling)
+    return Rope(_number("rope_theta", outside if inside is None else inside, BASE), scaling)
 
 
 def safeailab_rope(raw: Mapping[str, Any]) -> Rope:
     """Rotary settings as SafeAILab/EAGLE reads them (cnets1.py, _init_rope): the old spelling only, and base 10000
     under any scaling."""
     if scaling := _block(raw, "rope_scaling"):
-        return Rope(BASE, RopeScaling(str(scaling.get("type")), float(scaling.get("factor") or 1.0)))
-    base = raw.get("rope_theta")
-    return Rope(BASE if base is None else float(base), RopeScaling())
+        return Rope(BASE, RopeScaling(str(scaling.get("type")), _number("factor", scaling.get("factor"), 1.0)))
+    return Rope(_number("rope_theta", raw.get("rope_theta"), BASE), RopeScaling())
 
 
 def frequencies(llama: LlamaConfig, rope: Rope) -> Tensor:
@@ -92,12 +98,21 @@ def conflict(raw: Mapping[str, Any]) -> str | None:
         "rope_scaling.rope_theta": old.get("rope_theta"),
         "rope_parameters.rope_theta": new.get("rope_theta"),
     }
-    said = {name: float(base) for name, base in bases.items() if base is not None}
+    said = {name: _number(name, base, BASE) for name, base in bases.items() if base is not None}
     if len(set(said.values())) > 1:
         return " but ".join(f"{name} {base:g}" for name, base in said.items())
     if new and "rope_scaling" in raw and _scaling(old) != _scaling(new):
         return f"rope_scaling {dict(old) or None} but rope_parameters {dict(new)}"
     return None
+
+
+def _number(name: str, value: Any, default: float) -> float:
+    """Return a number of the rotary settings, or the default if there is none."""
+    if value is None:
+        return default
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise InputError(f"config.json, {name}", repr(value)[:80], "a number", "Correct config.json.")
+    return float(value)
 
 
 def _block(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -112,7 +127,10 @@ def _preferred(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _kind(rope: Mapping[str, Any]) -> str:
-    return rope.get("rope_type") or rope.get("type") or "default"
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if not isinstance(kind, str):
+        raise InputError("config.json, rope_type", repr(kind)[:80], "a name", "Correct config.json.")
+    return kind
 
 
 def _scaling(rope: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -120,4 +138,4 @@ def _scaling(rope: Mapping[str, Any]) -> tuple[Any, ...]:
     if kind == "default":
         return (kind,)
     keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    return (kind, *(None if rope.get(key) is None else float(rope[key]) for key in keys))
+    return (kind, *(None if rope.get(key) is None else _number(key, rope[key], 0.0) for key in keys))

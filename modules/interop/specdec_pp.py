@@ -18,12 +18,14 @@ from torch import Tensor
 
 from draftsmith.modules.acceptance.head import AcceptanceHeadConfig
 from draftsmith.modules.interop.base import (
+    FLOATS,
     Finding,
     ForeignHead,
     Package,
     Reading,
     Served,
     TargetFacts,
+    dtype_name,
     matrix_size,
 )
 from draftsmith.modules.interop.predictor import PredictorFormat, unreadable
@@ -176,6 +178,9 @@ def _loaded(
         text = f"shape {list(tensors[wrong[0]].shape)} where {list(shape)} is wanted: loading fails"
         return torch.full(shape, torch.nan), [Finding("error", wrong[0], text)]
     last, findings = present[-1], []
+    if tensors[last].dtype not in FLOATS:
+        text = f"{dtype_name(tensors[last].dtype)} values: quantised weights, whose scales it does not read"
+        return torch.full(shape, torch.nan), [Finding("error", last, text)]
     for alias in present[:-1]:
         if torch.equal(tensors[alias], tensors[last]):
             findings.append(Finding("note", alias, f"a copy of {last}: the blocks are one object"))

@@ -48,10 +48,11 @@ def check_ids(tokens: Sequence[int], vocab_size: int) -> None:
 
 def check_capture(capture: Sequence[int], num_layers: int) -> None:
     """Raises:
-    ValueError: layers that the model has not, or that are not ascending.
+    InputError: layers that the model has not, or that are not ascending.
     """
     if capture and (list(capture) != sorted(set(capture)) or not 0 <= capture[0] <= capture[-1] <= num_layers):
-        raise ValueError(f"capture: got {tuple(capture)}, expected ascending numbers from 0 to {num_layers}")
+        expected = f"ascending numbers from 0 to {num_layers}, the target's layers"
+        raise InputError("capture", tuple(capture), expected, "Pass the target that the head was trained for.")
 
 
 @dataclass(frozen=True)

@@ -55,11 +55,11 @@ def llama_config(raw: Mapping[str, Any]) -> LlamaConfig:
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         # Qwen2 has q/k/v biases without saying so; Mistral has none whatever it says.
-        qkv_bias=kind == "qwen2" or (kind != "mistral" and raw.get("attention_bias", False)),
-        o_bias=kind in ("llama", "qwen3") and raw.get("attention_bias", False),
-        mlp_bias=kind == "llama" and raw.get("mlp_bias", False),
+        qkv_bias=kind == "qwen2" or (kind != "mistral" and bool(raw.get("attention_bias"))),
+        o_bias=kind in ("llama", "qwen3") and bool(raw.get("attention_bias")),
+        mlp_bias=kind == "llama" and bool(raw.get("mlp_bias")),
         qk_norm=kind == "qwen3",
-        tie_embeddings=raw.get("tie_word_embeddings", False),
+        tie_embeddings=bool(raw.get("tie_word_embeddings")),
         sliding_window=raw["sliding_window"] if windowed else None,
     )
 

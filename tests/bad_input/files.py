@@ -9,7 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from bad_input.row import Ground, Row
+from safetensors.torch import load_file, save_file
 
 Spoil = Callable[[Path], object]
 BENCH = "eval bench --target {target} --draft {draft} --prompts {chats} --methods ar,spec:k=2 --repeats 1 --limit 2 "
@@ -34,6 +36,15 @@ def changed(**values: Any) -> Spoil:
         for key, value in values.items():
             found.pop(key, None) if value is ... else found.update({key: value})
         file.write_text(json.dumps(found))
+
+    return spoil
+
+
+def of_type(dtype: torch.dtype) -> Spoil:
+    """The same tensors, cast."""
+
+    def spoil(file: Path) -> None:
+        save_file({name: tensor.to(dtype) for name, tensor in load_file(file).items()}, file, {"format": "pt"})
 
     return spoil
 
@@ -310,6 +321,20 @@ ROWS = [
         for name, value in {"hidden_size": 2**24, "intermediate_size": 10**12, "vocab_size": 10**12, "head_dim": 10**9,
                             "num_attention_heads": 10**9, "num_key_value_heads": 10**9}.items()
     ),
+    *(
+        Row(f"{command}: {name} of {value}", f"{command} {{d}} --target {{target}} {more}", (name, "found"),
+            exported("config.json", changed(**({"rope_parameters": ...} | (place or {name: value})))))
+        for command, more in (("import", "--output {out}"), ("check", "--format vllm"))
+        for name, value, place in (
+            ("rope_theta", 0, None), ("rope_theta", "x", None), ("rope_scaling", "x", None),
+            ("rope_type", 3, {"rope_scaling": {"rope_type": 3}}),
+            ("factor", "x", {"rope_scaling": {"rope_type": "linear", "factor": "x"}}),
+        )
+    ),
+    Row("import: weights of int8", "import {d} --target {target} --output {out}", ("fc.weight is int8", "float32"),
+        exported("model.safetensors", of_type(torch.int8))),
+    Row("import: weights of float8", "import {d} --target {target} --output {out}", ("fc.weight is float8_e4m3fn",),
+        exported("model.safetensors", of_type(torch.float8_e4m3fn))),
     Row("import: weights cut", "import {d} --target {target} --output {out}", ("model.safetensors", "damaged"),
         exported("model.safetensors", cut)),
     # decode.yaml, as an editor may leave it.

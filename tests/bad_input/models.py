@@ -86,6 +86,7 @@ def adapter_beside(model: Path) -> None:
 
 
 DECODE = "decode Hi --target {model} --method ar"
+LLAMA3 = {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 MODELS: list[tuple[str, Callable[[Path], object], tuple[str, ...]]] = [
     ("no tokenizer", without("tokenizer*"), ("tokenizer", "without tokenizer files")),
     ("a damaged tokenizer", text("tokenizer.json", '{"model": {'), ("tokenizer.json", "damaged")),
@@ -108,6 +109,11 @@ MODELS: list[tuple[str, Callable[[Path], object], tuple[str, ...]]] = [
     ("text for a switch", setting(tie_word_embeddings="no"), ("tie_word_embeddings",)),
     ("text for rope", setting(rope_parameters="default"), ("rope_parameters",)),
     ("text for rope theta", setting(rope_parameters={"rope_type": "default", "rope_theta": "x"}), ("rope_theta",)),
+    ("a rope theta of zero", setting(rope_parameters={"rope_type": "default", "rope_theta": 0}), ("rope_theta", "0")),
+    ("a rope type that is a number", setting(rope_parameters={"rope_type": 3}), ("rope_type", "3")),
+    ("yarn without a factor", setting(rope_parameters={"rope_type": "yarn"}), ("rope_parameters", "no factor")),
+    ("text for a frequency factor", setting(rope_parameters=LLAMA3 | {"low_freq_factor": "a"}),
+        ("low_freq_factor", "'a'")),
     ("no width", setting(hidden_size=None), ("hidden_size",)),
     ("a text eos id", setting("generation_config.json", eos_token_id="</s>"), ("eos_token_id", "</s>")),
     ("an eos id beyond", setting("generation_config.json", eos_token_id=10**6), ("eos_token_id", "1000000")),
@@ -120,7 +126,7 @@ MODELS: list[tuple[str, Callable[[Path], object], tuple[str, ...]]] = [
     ("damaged weights", text("model.safetensors", "no"), ("model.safetensors", "damaged")),
     ("an adapter", adapter_only, ("PEFT", "merge_and_unload")),
     ("an adapter beside a model", adapter_beside, ("PEFT", "merge_and_unload")),
-]
+]  # fmt: skip
 ROWS += [Row(id, DECODE, says, spoiled(spoil)) for id, spoil, says in MODELS]
 ROWS += [
     Row("pickled weights on the hf engine", DECODE + " --engine hf", ("without safetensors",), spoiled(bin_only)),

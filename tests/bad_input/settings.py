@@ -37,6 +37,19 @@ ROWS += [
     for number in ("nan", "-inf")
 ]  # fmt: skip
 ROWS += [
+    Row(f"a key that YAML reads as {key}", "decode Hi --target {target} --config {yaml}", ("key", key, "c.yaml"),
+        lambda ground, to, text=text: {"yaml": to / "c.yaml", "x": (to / "c.yaml").write_text(text)})
+    for key, text in {"1": "1: 2", "None": "null: 2", "True": "server:\n  yes: 2"}.items()
+]  # fmt: skip
+ROWS += [
+    Row("a billion Medusa heads", "plan medusa --target {target} --num-heads 1000000000", ("num_heads", "1 to 128")),
+    Row("a billion layers", "plan eagle --target {target} --num-layers 1000000000", ("num_layers", "1,024")),
+    Row("a billion blocks", "train acceptance --data {labels} --draft {draft} --output {out} --num-blocks 1000000000",
+        ("num_blocks", "1000000000")),
+    Row("fewer than no drafted tokens", "export --format vllm --head {eagle} --target {target} --output {out} "
+        "--num-drafted -1", ("num_drafted", "-1")),
+]  # fmt: skip
+ROWS += [
     Row("a number as text", EAGLE + "--lr much", ("--lr", "much", "float")),
     Row("threads without end", BENCH + "--num-threads 1000000000", ("--num-threads", "1024")),
     Row("a batch beyond 64 bits", EAGLE + f"--batch-size {2**70}", ("--batch-size", "integer")),

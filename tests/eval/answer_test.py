@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import html
 import re
+from pathlib import Path
 
 import pytest
 import torch
 
 import draftsmith
+from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.answer import encode
-from draftsmith.modules.decoding.loop import generate_one
+from draftsmith.modules.decoding.loop import Generation, generate_one
+from draftsmith.modules.decoding.trace import DecodeTrace
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import InputError, SamplingParams
 
@@ -102,7 +105,7 @@ def test_a_bench_of_callables(target, drafter):
     assert list(table["matches_ar"]) == [True, True, False]
     assert table.loc["ar", "speedup"] == 1 and table.loc["spec:k=3", "tau"] > 1.5
     assert table["tau"].isna().to_list() == [False, False, True]
-    with pytest.raises(InputError, match="prompts: found none"):
+    with pytest.raises(InputError, match=r"prompts: found \[\]"):
         draftsmith.measure(methods, target, [])
     with pytest.raises(InputError, match="ValueError: no"):
         draftsmith.measure({"no": refuse}, target, [QUESTION], max_new_tokens=4)
@@ -118,3 +121,80 @@ def test_every_public_name_is_there():
     assert set(draftsmith.__all__) == {"__version__", *draftsmith.PUBLIC}
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         draftsmith.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [
+        ([1.9, 2.2], "found .1.9, 2.2., expected token ids"),
+        (b"abc", "token ids"),
+        ([True, 1], "token ids"),
+        ([[1, 2]], "token ids"),
+        (torch.tensor([1.0]), "token ids"),
+        (None, "token ids"),
+        ({"role": "user", "content": "x"}, "token ids"),
+        ([-1], "id -1"),
+        ([10**9], "id 1000000000"),
+        ([{"role": "user", "content": "x"}, 3], "message 1: found 3"),
+        ([{"role": "user"}], "message 0: .* a role and a content of text"),
+        ([{"role": "user", "content": None}], "content of text"),
+        ("a\ud800", "half of a surrogate pair"),
+    ],
+)
+def test_a_prompt_that_is_none_is_refused_in_one_line(target, prompt, says):
+    with pytest.raises(InputError, match=says):
+        draftsmith.generate(target, prompt, max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"seed": 2**70}, {"seed": -1}, {"seed": 1.5}, {"max_new_tokens": 4.5}, {"top_k": 2.5}, {"temperature": "1"}],
+    ids=str,
+)
+def test_a_setting_of_another_type_or_range_is_named(target, setting):
+    with pytest.raises(InputError, match=next(iter(setting))):
+        draftsmith.generate(target, [1, 2], **setting)
+
+
+def test_a_drafter_loads_from_a_path(target):
+    draft = Path(load_lm("embedded:draft").info.path)
+    assert draftsmith.load_drafter(draft, target).propose
+    with pytest.raises(InputError, match="draft: found None"):
+        draftsmith.load_drafter(None, target)
+
+
+def of_length(count):
+    return lambda ids, max_new_tokens, seed: [5] * count
+
+
+@pytest.mark.parametrize(
+    ("methods", "settings", "says"),
+    [
+        ({"ar": of_length(1)}, {}, "methods: found one called ar"),
+        ({"x": "spec"}, {}, "methods, x: found 'spec', expected a drafter or a callable"),
+        (["x"], {}, "methods: found"),
+        ({"x": of_length(1)}, {"prompts": "abc"}, "prompts: found 'abc'"),
+        ({"x": of_length(1)}, {"prompts": [1, 2]}, "prompt: found 1"),
+        ({"x": of_length(1)}, {"prompts": {"a": 1}}, "prompts: found"),
+        ({"x": of_length(1)}, {"seed": 2**70}, "seed: found"),
+        ({"x": lambda ids, count, seed: [5.5]}, {}, "methods, x, an answer: found .5.5."),
+        ({"x": lambda ids, count, seed: [-5]}, {}, "id -5"),
+        ({"x": lambda ids, count, seed: None}, {}, "methods, x, an answer: found None"),
+        (
+            {"x": lambda ids, count, seed: Generation([5] * 9, DecodeTrace(prefill_emitted=9), False)},
+            {},
+            "methods, x, tokens of an answer: found 9, expected 4 or less",
+        ),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(target, methods, settings, says):
+    given = {"prompts": [[1, 2]], "max_new_tokens": 4, "repeats": 1} | settings
+    with pytest.raises(InputError, match=says):
+        draftsmith.measure(methods, target, **given)
+
+
+def test_tokens_count_that_were_asked_for_up_to_the_end_token(target):
+    (end, *_) = target.info.eos_ids
+    methods = {"long": of_length(500), "ends": lambda ids, count, seed: [5, end, 5, 5]}
+    table = draftsmith.measure(methods, target, [[1, 2]], max_new_tokens=3, repeats=1)
+    assert table["tokens"]["long"] == 3 and table["tokens"]["ends"] == 2

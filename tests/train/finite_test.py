@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import shutil
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from online_cases import config, texts
@@ -18,11 +14,9 @@ from draftsmith.data.heads.frozen_drafter import FrozenDrafter
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.datasets import (
     AcceptanceDataset,
-    Lists,
     collate_acceptance,
     collate_features,
 )
-from draftsmith.data.store.manifest import MANIFEST, file_sha256
 from draftsmith.modules.drafters.eagle.head import EagleHead
 from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.types import InputError
@@ -148,24 +142,6 @@ def test_a_cache_keeps_no_nan_and_gives_none(tmp_path, dtype, monkeypatch):
     monkeypatch.undo()
     with pytest.raises(InputError, match=r"\.safetensors: found NaN or infinity in row .*, position 2"):
         cache.get(ids)
-
-
-def test_labels_that_are_none_are_named_by_their_row(artefacts, tmp_path):
-    labels = [[0.5, 1.0], [], [0.25], [1.0, math.nan], [math.inf]]
-    lists = [Lists(pa.chunked_array([pa.array(part, pa.list_(pa.float32()))])) for part in (labels, labels[:3])]
-    assert [own.first_broken() for own in lists] == [3, None]
-    directory = shutil.copytree(artefacts.acceptance, tmp_path / "labels")
-    about = json.loads((directory / MANIFEST).read_text())
-    entry = about["files"][0]
-    table = pq.read_table(directory / entry["name"])
-    broken = [[math.nan] * len(row) if i == 1 else row for i, row in enumerate(table["accept_prob"].to_pylist())]
-    place = table.column_names.index("accept_prob")
-    table = table.set_column(place, table.schema.field(place), pa.array(broken, table.schema.field(place).type))
-    pq.write_table(table, directory / entry["name"])
-    entry |= {"bytes": (directory / entry["name"]).stat().st_size, "sha256": file_sha256(directory / entry["name"])}
-    (directory / MANIFEST).write_text(json.dumps(about))
-    with pytest.raises(InputError, match=f"labels of row {table['id'][1]}"):
-        AcceptanceDataset(directory)
 
 
 def test_stored_features_are_not_looked_at_twice(artefacts, tmp_path):

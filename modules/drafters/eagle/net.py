@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftsmith.modules.diagonal import diagonal_attention
-from draftsmith.modules.layers import DecoderLayer, LlamaConfig, RopeScaling, rope_table
+from draftsmith.modules.layers import MOST_LAYERS, ROPE_KINDS, DecoderLayer, LlamaConfig, RopeScaling, rope_table
 from draftsmith.modules.lean import LeanStack
 from draftsmith.modules.packing import Documents
 from draftsmith.modules.quantized import Precision, linear_of
 from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.types import InputError, check_config, whole_number
 
 Rope = Literal["target", "plain"]
 
@@ -26,6 +27,12 @@ class OfLlama:
     """Shape of a head. llama: sizes of its layers, whose vocabulary and width are the target's."""
 
     llama: LlamaConfig
+
+    def __post_init__(self) -> None:
+        check_config(self)
+        kind = self.llama.rope_scaling.kind
+        if kind not in ROPE_KINDS:
+            raise InputError("rope_scaling.kind", kind, " or ".join(ROPE_KINDS), "Such heads are not supported.")
 
     @property
     def hidden_size(self) -> int:
@@ -45,6 +52,10 @@ class EagleConfig(OfLlama):
     """Settings of an EAGLE head. fc_bias: bias of the fusion layer. Off by default: vLLM drops it silently."""
 
     fc_bias: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole_number("num_layers", self.llama.num_layers, 1, MOST_LAYERS)
 
     @classmethod
     def for_target(

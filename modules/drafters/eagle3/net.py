@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from draftsmith.modules.diagonal import diagonal_attention
 from draftsmith.modules.drafters.eagle.net import OfLlama
-from draftsmith.modules.layers import MLP, Attention, LlamaConfig, RMSNorm, RopeScaling, rope_table
+from draftsmith.modules.layers import MLP, MOST_LAYERS, Attention, LlamaConfig, RMSNorm, RopeScaling, rope_table
 from draftsmith.modules.lean import LeanLayer, LeanNorm, LeanStack
 from draftsmith.modules.packing import Documents
 from draftsmith.modules.quantized import Precision, linear_of
 from draftsmith.modules.targets.base import CausalLM
-from draftsmith.modules.types import InputError
+from draftsmith.modules.types import InputError, check_config, whole_number
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,14 @@ class Eagle3Config(OfLlama):
     norm_before_residual: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "capture", tuple(self.capture))  # JSON has lists
+        if isinstance(self.capture, list):  # of JSON
+            object.__setattr__(self, "capture", tuple(self.capture))
+        super().__post_init__()
+        check_config(self, capture=(0, MOST_LAYERS), draft_vocab_size=(1, self.vocab_size))
+        whole_number("num_layers", self.llama.num_layers, 1, 1)
+        if not self.capture or list(self.capture) != sorted(set(self.capture)):
+            expected = "some layers of the target, each once, ascending"
+            raise InputError("capture", list(self.capture), expected, "Correct it.")
 
     @property
     def reduced(self) -> bool:

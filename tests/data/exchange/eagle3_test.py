@@ -102,6 +102,10 @@ BROKEN: dict[str, tuple[Callable[[Directory], None], dict[str, str | None]]] = {
         lambda d: d.change("d2t", lambda table: table + torch.arange(len(table))),
         dict.fromkeys(FORMATS, "the file has ids where all systems want offsets"),
     ),
+    "an empty d2t": (
+        lambda d: d.change("d2t", lambda table: table[:0].clone()),
+        {"vllm": "another shape (file [0]", "speculators": "another shape (file [0]"},
+    ),
     "missing norm": (
         lambda d: d.write({name: tensor for name, tensor in d.tensors.items() if "hidden_norm" not in name}),
         dict.fromkeys(FORMATS, "hidden_norm.weight"),

@@ -14,6 +14,7 @@ from tiny_models import tiny_llama_dir
 from draftsmith.data.heads import directory as heads
 from draftsmith.data.heads.directory import (
     another_mode,
+    build_head,
     head_config,
     head_settings,
     kind_at,
@@ -25,9 +26,12 @@ from draftsmith.data.heads.directory import (
 )
 from draftsmith.data.heads.measured import write_card
 from draftsmith.data.models.loading import load_lm
+from draftsmith.data.store.reading import read_tensors
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.drafters import learned
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
+from draftsmith.modules.drafters.eagle3.head import Eagle3Head
+from draftsmith.modules.drafters.eagle3.net import Eagle3Config, layer_like
 from draftsmith.modules.types import InputError, SamplingParams
 
 HIDDEN = 32
@@ -160,6 +164,60 @@ def test_a_head_that_does_not_work_without_what_was_retired_is_refused(tmp_path,
         load_head(directory)
     found = f"{directory}, trained with {name} {value} by an earlier version"
     assert str(raised.value).startswith(f"head: found {found}, expected {name} ") and "\n" not in str(raised.value)
+
+
+def edited(directory: Path, **changes) -> Path:
+    """The head directory with other settings, of which its manifest has the hash."""
+    config, manifest = (json.loads((directory / name).read_text()) for name in ("config.json", "manifest.json"))
+    top = {name: changes.pop(name) for name in ("schema_version",) if name in changes}
+    inner = config["head"]["llama"] if changes.keys() & config["head"].get("llama", {}).keys() else config["head"]
+    inner.update(changes)
+    (directory / "config.json").write_text(json.dumps(config | top))
+    manifest["sha256"]["config.json"] = heads.file_sha256(directory / "config.json")
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+    return directory
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_layers": 10**7},
+        {"num_layers": 1000},  # within range, and far from the file's tensors
+        {"intermediate_size": 10**12},
+        {"intermediate_size": 2**24},
+        {"max_position": 10**18},
+        {"max_position": 0},
+        {"head_dim": 1, "num_heads": 32, "num_kv_heads": 16},  # fits the tensors
+        {"fc_bias": 1},
+        {"rope_scaling": {"kind": "yarn"}},
+        {"rope_scaling": {"factor": 0}},
+        {"schema_version": 99},
+        {"schema_version": True},
+    ],
+    ids=str,
+)
+def test_an_edited_config_is_one_line_before_anything_is_allocated(saved, target, changes):
+    with pytest.raises(InputError, match=r"config\.json|weights") as error:
+        load_head(edited(saved, **changes), target)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float8_e4m3fn])
+def test_weights_that_no_layer_computes_with_are_refused(saved, dtype):
+    state = read_tensors(saved / "model.safetensors")
+    with pytest.raises(InputError, match=f"fc.weight is {str(dtype).removeprefix('torch.')} in place of float32"):
+        build_head("eagle", head_settings(saved, "eagle"), state | {"fc.weight": state["fc.weight"].to(dtype)})
+
+
+def test_an_eagle3_head_fits_its_targets_layers_and_ids(tmp_path, target):
+    head = Eagle3Head(Eagle3Config(layer_like(target.config), (0, 1, 2), target.info.vocab_size - 1))
+    directory = save_head(tmp_path / "head", head, manifest_of(target), CARD)
+    state = read_tensors(directory / "model.safetensors")
+    with pytest.raises(InputError, match="d2t is int32 in place of int64"):
+        build_head("eagle3", head.config, state | {"d2t": state["d2t"].int()})
+    assert load_head(directory, target).config == head.config
+    with pytest.raises(InputError, match=r"capture: found \(0, 1, 9\), expected .* 0 to 2, the target's layers"):
+        load_head(edited(directory, capture=[0, 1, 9]), target)
 
 
 @pytest.mark.parametrize("make", ["acceptance", "eagle"])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from table_methods import random_medusa_heads
+from table_methods import random_hydra_heads, random_medusa_heads
 from table_models import H, TableLM, V
 
 from draftsmith.eval.bench.load import read_tree
 from draftsmith.modules.decoding.tree import StaticTree
 from draftsmith.modules.drafters.medusa import MedusaConfig, MedusaHead, MedusaSettings
+from draftsmith.modules.drafters.methods import Models, parse_method
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import FeatureBatch, InputError, SamplingParams
 
@@ -127,3 +128,18 @@ def test_a_node_is_what_the_head_of_its_depth_ranks(own: bool, rows: int) -> Non
             ranked.append(logits.argsort(descending=True).tolist())
         wanted = [ranked[len(path) - 1][path[-1]] for path in sorted(paths, key=lambda path: (len(path), path))]
         assert list(tree.tokens) == wanted and tree.draft_calls == 1
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+def test_a_chain_has_a_token_a_head_at_most(kind: str) -> None:
+    heads = {"medusa": random_medusa_heads, "hydra": random_hydra_heads}[kind](1)
+    models = Models(TableLM(1), heads={kind: heads}, capacity=32)
+    with pytest.raises(InputError, match=r"k: found 4, expected 3 or less"):
+        parse_method(f"{kind}-chain:k=4").build(models)
+    assert [parse_method(f"{kind}-chain{k}").policies(models, 1)[0].max_drafted for k in ("", ":k=2")] == [3, 2]
+
+
+def test_a_rank_of_a_tree_is_a_number(tmp_path) -> None:
+    (tmp_path / "tree.yaml").write_text("- [true]\n")
+    with pytest.raises(InputError, match="True is no rank"):
+        read_tree(str(tmp_path / "tree.yaml"))

@@ -260,6 +260,7 @@ def test_a_head_that_stands_beside_its_own_tokens_is_found():
         ({}, {"@hidden_norm.weight": None}, "layer.hidden_norm.weight is missing"),
         ({}, {"d2t": None, "t2d": None}, "d2t: found 20 tokens, expected 8 different ones"),
         ({}, {"d2t": torch.zeros(8, dtype=torch.int64)}, "d2t: found other tokens than t2d marks"),
+        ({}, {"d2t": torch.zeros(8, dtype=torch.bool)}, "d2t: found a tensor of bool, expected whole numbers"),
         ({}, {"d2t": torch.zeros(2, 4, dtype=torch.int64)}, r"d2t: found a tensor \[2, 4\]"),
         ({}, {"lm_head.weight": torch.zeros(())}, r"lm_head.weight: found a tensor \[\]"),
         ({"draft_vocab_size": "many"}, {}, "draft_vocab_size: found many"),

@@ -1,0 +1,77 @@
+"""Every field of every head's config refuses what is of another type or out of range, in one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from draftsmith.modules.acceptance.head import AcceptanceHeadConfig
+from draftsmith.modules.drafters.eagle.net import EagleConfig
+from draftsmith.modules.drafters.eagle3.net import Eagle3Config
+from draftsmith.modules.drafters.hydra import HydraConfig
+from draftsmith.modules.drafters.medusa import MedusaConfig
+from draftsmith.modules.layers import LlamaConfig, RopeScaling
+from draftsmith.modules.types import InputError
+
+LLAMA = LlamaConfig(60, 8, 16, 1, 2, 1, 4, 64, sliding_window=8)
+GOOD = [
+    RopeScaling(),
+    LLAMA,
+    EagleConfig(LLAMA),
+    Eagle3Config(LLAMA, (0, 1), 60),
+    MedusaConfig(8, 60, 64),
+    HydraConfig(LLAMA),
+    AcceptanceHeadConfig(8, features=("log_q",)),
+]
+NUMBERS = ["1", [1], True, -1, 10**9, 10**18, 2**70, math.nan, math.inf, -math.inf]
+# Of values like these: others that no head has.
+WRONG: dict[type, list[Any]] = {
+    bool: [0, 1, "yes", None],
+    int: [*NUMBERS, 1.0, None],
+    float: [value for value in NUMBERS if value not in (10**9, -1)] + [1e18, -1e18, None],
+    str: [3, None, ["default"], "nothing of the kind"],
+    tuple: ["abc", 3, (True,), (-1,), (1.5,), ("nothing",), (2**70,), (0.5, math.nan), (1, 1, 1)],
+}
+
+
+def cases() -> Iterator[Any]:
+    for config in GOOD:
+        for spec in dataclasses.fields(config):
+            value = getattr(config, spec.name)
+            for wrong in WRONG.get(type(value), [3, None, {}]):
+                optional = wrong is None and spec.name == "sliding_window"
+                free = spec.name == "kind" and isinstance(wrong, str)  # other systems' kinds: heads refuse them
+                if not optional and not free:
+                    yield pytest.param(config, spec.name, wrong, id=f"{type(config).__name__}.{spec.name}-{wrong}")
+
+
+@pytest.mark.parametrize(("config", "name", "wrong"), list(cases()))
+def test_a_field_refuses_what_it_cannot_be(config, name, wrong):
+    with pytest.raises(InputError, match=name) as error:
+        dataclasses.replace(config, **{name: wrong})
+    assert "\n" not in str(error.value) and len(str(error.value)) < 250
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: dataclasses.replace(LLAMA, rope_theta=0), "rope_theta: found 0, expected a finite number from 1"),
+        (lambda: dataclasses.replace(LLAMA, head_dim=3), "even"),
+        (lambda: RopeScaling("llama3", 8.0, 4.0, 4.0), "another number than low_freq_factor"),
+        (lambda: EagleConfig(dataclasses.replace(LLAMA, rope_scaling=RopeScaling("yarn"))), "yarn"),
+        (lambda: EagleConfig(dataclasses.replace(LLAMA, num_layers=0)), "num_layers: found 0"),
+        (lambda: Eagle3Config(dataclasses.replace(LLAMA, num_layers=2), (0,), 60), "num_layers: found 2"),
+        (lambda: Eagle3Config(LLAMA, (1, 0), 60), "ascending"),
+        (lambda: Eagle3Config(LLAMA, (1, 1), 60), "each once"),
+        (lambda: Eagle3Config(LLAMA, (), 60), "some layers"),
+        (lambda: Eagle3Config(LLAMA, (0,), 61), "draft_vocab_size: found 61, expected a whole number from 1 to 60"),
+        (lambda: AcceptanceHeadConfig(8, features=("log_q", "log_q")), "each once"),
+    ],
+)
+def test_fields_fit_each_other(make, says):
+    with pytest.raises(InputError, match=says):
+        make()
