@@ -124,11 +124,6 @@ SECTIONS: dict[str, dict[str, Command]] = {
         "eval bench": Command(
             "eval.bench.command:BenchConfig", "Compare methods: speed, tau, equality with the target"
         ),
-        "eval load": Command(
-            "eval.load.settings:LoadConfig",
-            "Methods or servers under many requests at once",
-            runner="eval.load.command",
-        ),
         "eval schedule": Command(
             "eval.schedule.command:ScheduleConfig", "How many tokens servers should draft, by load", ("run",)
         ),
