@@ -96,9 +96,6 @@ SECTIONS: dict[str, dict[str, Command]] = {
             "The same for `train acceptance`",
             runner="train.planning.plan",
         ),
-        "refresh": Command(
-            "eval.refresh:RefreshConfig", "A head for a target that has changed, measured", ("head",), "launch.refresh"
-        ),
     },
     "Run data and train commands on many devices": {
         "launch torchrun": Command(
