@@ -96,9 +96,6 @@ SECTIONS: dict[str, dict[str, Command]] = {
             "The same for `train acceptance`",
             runner="train.planning.plan",
         ),
-        "refresh": Command(
-            "eval.refresh:RefreshConfig", "A head for a target that has changed, measured", ("head",), "launch.refresh"
-        ),
     },
     "Run data and train commands on many devices": {
         "launch torchrun": Command(
@@ -123,11 +120,6 @@ SECTIONS: dict[str, dict[str, Command]] = {
         "diagnose": Command("eval.diagnose:DiagnoseConfig", "Why a drafter drafts badly, and the remedy", ("draft",)),
         "eval bench": Command(
             "eval.bench.command:BenchConfig", "Compare methods: speed, tau, equality with the target"
-        ),
-        "eval load": Command(
-            "eval.load.settings:LoadConfig",
-            "Methods or servers under many requests at once",
-            runner="eval.load.command",
         ),
         "eval schedule": Command(
             "eval.schedule.command:ScheduleConfig", "How many tokens servers should draft, by load", ("run",)

@@ -9,7 +9,6 @@ import torch
 from run_models import run_models
 
 from draftsmith.eval.cost.auto import MeasuredTimes
-from draftsmith.modules.acceptance.budget import BatchTimes
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.drafters.eagle3.head import Eagle3Head
@@ -45,13 +44,6 @@ def small_lm(seed: int, nan_in: tuple[str, tuple[int, ...]] | None = None) -> Ll
     return LlamaLM(model.eval().requires_grad_(False), ModelInfo(H, V, 1, CONTEXT, (), {}))
 
 
-class KnownTimes(MeasuredTimes):
-    """Taken before a model broke: measuring with it would be the first to find out."""
-
-    def batch_times(self, models: Models, drafter: str, rows: int) -> BatchTimes:
-        return BatchTimes({1: 1.0}, {1: {1: 0.1}}, {1: {1: 0.1}}, {1: {1: 0.1}})
-
-
 def models(broken: str | None = None) -> Models:
     """All models that methods use, one of them with a NaN."""
     inner = ("layers.0.mlp.down_proj.weight", (0, 0))
@@ -77,5 +69,5 @@ def models(broken: str | None = None) -> Models:
         spoil(acceptance, "out.weight", (0, 0))
     return run_models(
         *lms.values(), eagle=eagle, eagle3=eagle3, medusa=medusa, hydra=hydra, acceptance=acceptance, capacity=CONTEXT,
-        times=KnownTimes(),
+        times=MeasuredTimes(),
     )  # fmt: skip

@@ -23,8 +23,6 @@ from draftsmith.eval.bench.results import Row
 from draftsmith.eval.bench.runner import EngineRunner, make_runners
 from draftsmith.eval.cost.clock import Stopwatch, Timed, wall_time
 from draftsmith.modules.acceptance.policies import PredictorStop
-from draftsmith.modules.acceptance.repeats import RepeatScores
-from draftsmith.modules.acceptance.served import undrawn_features
 from draftsmith.modules.decoding.confidence import draft_distribution
 from draftsmith.modules.decoding.loop import Generation, Round
 from draftsmith.modules.decoding.protocols import DraftTree, DraftView, StopPolicy, Verdict
@@ -48,8 +46,8 @@ class TracedRound:
     views: Sequence[DraftView] = ()
     predicted: Sequence[float] = ()
 
-    def line(self, params: SamplingParams, text: Sequence[int], repeats: RepeatScores) -> dict[str, Any]:
-        """The round as JSON values. text: before it. repeats: that were shown the rounds before."""
+    def line(self, params: SamplingParams) -> dict[str, Any]:
+        """Return the round as JSON values."""
         done, tree = self.done, self.done.tree
         found: dict[str, Any] = {"emitted": done.tokens, "target_s": self.target_s}
         if tree is None or done.verdict is None or done.step is None:
@@ -76,8 +74,6 @@ class TracedRound:
         if self.views:
             seen = [draft_distribution(view) for view in self.views]
             found["entropy"] = [entropy(distribution) for distribution in seen]
-            shown = [replace(view, context=text) for view in self.views]
-            found["undrawn"] = [undrawn_features(view, repeats) for view in shown]
             if tree.draft_prob is None:
                 found["q"] = [float(own[view.token]) for own, view in zip(seen, self.views, strict=True)]
         if self.predicted:
@@ -115,11 +111,9 @@ def trace_text(label: str, prompt: BenchPrompt, params: SamplingParams, rounds: 
     """The lines of an answer, each with its place in the run."""
     own = {"prompt": prompt.number, "id": prompt.id, "task": prompt.task, "turn": prompt.turn}
     place = {"method": label, "temperature": params.temperature, **own}
-    text, repeats, lines = list(prompt.prompt_ids), RepeatScores(), list[str]()
-    for number, done in enumerate(rounds):
-        lines.append(json.dumps({**place, "round": number, **done.line(params, text, repeats)}) + "\n")
-        text += done.done.tokens
-    return "".join(lines)
+    return "".join(
+        json.dumps({**place, "round": number, **done.line(params)}) + "\n" for number, done in enumerate(rounds)
+    )
 
 
 def accept_probs(

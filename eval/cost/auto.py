@@ -21,11 +21,9 @@ from draftsmith.data.store.reading import read_object
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.results import RESULTS
 from draftsmith.eval.bench.runner import EngineRunner, Runner
-from draftsmith.eval.cost.batches import as_json, from_json, measure_batch_times
 from draftsmith.eval.cost.clock import Clock, clock_of, interleaved
 from draftsmith.eval.cost.machine import PROPOSALS, STEPS, DraftCost, draft_cost, straight, target_curves
 from draftsmith.eval.replay.record import Recording, TargetAnswers
-from draftsmith.modules.acceptance.budget import BatchTimes
 from draftsmith.modules.acceptance.tree_rule import TreeTimes
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.protocols import Drafter
@@ -47,28 +45,21 @@ CURVE = "target, by rows"  # among the times of trees
 class MeasuredTimes(MachineTimes):
     """Times of this machine, for the methods of one run.
 
-    step_costs: c by what drafts. seconds: of the parts of trees' rounds, by what was timed. batches: the same of rows
-    that are decoded together, by what drafts and how many they are. All are JSON values.
+    step_costs: c by what drafts. seconds: of the parts of trees' rounds, by what was timed. Both are JSON values.
     """
 
     def __init__(self) -> None:
         self.step_costs: dict[str, float] = {}
         self.seconds: dict[str, Any] = {}
-        self.batches: dict[str, Any] = {}
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """The costs as `meta` of results.json has them."""
-        return {
-            "step_costs": dict(self.step_costs),
-            "tree_times": dict(self.seconds),
-            "batch_times": dict(self.batches),
-        }
+        return {"step_costs": dict(self.step_costs), "tree_times": dict(self.seconds)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go by these; what is not among them is measured when it is asked for."""
         self.step_costs |= state.get("step_costs", {})
         self.seconds |= state.get("tree_times", {})
-        self.batches |= state.get("batch_times", {})
 
     def step_cost(self, models: Models, drafter: str, rows: int = 1) -> float:
         """c: what one more drafted token takes, by a round without a draft.
@@ -81,15 +72,6 @@ class MeasuredTimes(MachineTimes):
             about = f"a drafted token's time in rounds without a draft, measured here ({key})"
             note(f"draftsmith: c = {self.step_costs[key]:.3f}: {about}")
         return self.step_costs[key]
-
-    def batch_times(self, models: Models, drafter: str, rows: int) -> BatchTimes:
-        """Times of rounds of up to so many rows. drafter: what drafts chains."""
-        key = f"{drafter}, up to {rows} rows"
-        if key not in self.batches:
-            found = measure_batch_times(models, drafter, rows, clock_of(models.target.device))
-            self.batches[key] = as_json(found)
-            note(f"draftsmith: times of rounds measured here ({key})")
-        return from_json(self.batches[key])
 
     @torch.inference_mode()
     def tree_times(self, models: Models, trees: str, probe: Callable[[int], Drafter]) -> TreeTimes:
@@ -122,9 +104,9 @@ def times_of_run(directory: Path) -> dict[str, dict[str, Any]]:
     remedy = "Name the --output of a finished `draftsmith eval bench` or `draftsmith eval tune`."
     if not path.is_file():
         raise InputError("costs", f"no {RESULTS} in {directory}", "the directory of a finished run", remedy)
-    shape = {"meta": {"step_costs?": {"*": float}, "tree_times?": dict, "batch_times?": dict}}
+    shape = {"meta": {"step_costs?": {"*": float}, "tree_times?": dict}}
     meta = read_object(path, shape, remedy)["meta"]
-    found = {kind: meta.get(kind, {}) for kind in ("step_costs", "tree_times", "batch_times")}
+    found = {kind: meta.get(kind, {}) for kind in ("step_costs", "tree_times")}
     if not any(found.values()) or any(c <= 0 for c in found["step_costs"].values()):
         raise InputError("costs", f"{path} without measured costs", "a run that measured some", remedy)
     return found

@@ -30,7 +30,6 @@ from draftsmith.eval.report.drawing import (
     x_number,
     y_number,
 )
-from draftsmith.eval.report.load_charts import LOAD
 from draftsmith.eval.report.training import DRAWINGS as TRAINING
 
 DISCARDED = x_number("discard_rate", "discarded tokens per token", ".2f", zero=True)
@@ -298,7 +297,6 @@ STUDIES: dict[str, tuple[str, Mapping[str, Drawing]]] = {
     "policies": ("Stop policies: what an acceptance head is worth", POLICIES),
     "tune": ("Tuning for this machine", TUNING),
     "tree": ("A draft tree for a head", {}),
-    "load": ("Many requests at once", LOAD),
     "schedule": ("How long a server should draft", {}),
     "training": ("Training", TRAINING),
     "under way": ("Under way", {}),

@@ -49,14 +49,15 @@ def ranges(lengths: Sequence[int]) -> list[Range]:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Of one temperature. lengths [B]: K by requests. falling [B]: the same of lengths that are never above the first.
-    drafting [B]: the same of lengths of at least 1; loss: the largest share of the pace that this costs. most_drafted:
-    the largest K there was to choose. single: the best K for all. rows: a dict for every number of requests that was
-    timed. over_single: mean gain over that K, and its interval."""
+    """Drafted tokens by requests, at one temperature.
+
+    lengths [B]: the best K. drafting [B]: the best K of at least 1; loss: the largest share of the pace that this
+    costs. most_drafted: the largest K there was to choose. single: the best K for all. rows: a dict for every number of
+    requests that was timed. over_single: mean gain over that K, and its interval.
+    """
 
     temperature: float
     lengths: Sequence[int]
-    falling: Sequence[int]
     drafting: Sequence[int]
     loss: float
     most_drafted: int
@@ -67,10 +68,6 @@ class Schedule:
     @property
     def ranges(self) -> list[Range]:
         return ranges(self.lengths)
-
-    @property
-    def falling_ranges(self) -> list[Range]:
-        return ranges(self.falling)
 
     @property
     def drafting_ranges(self) -> list[Range]:
@@ -122,7 +119,7 @@ def choose(temperature: float, counts: RoundCounts, times: RoundTimes, seed: int
         lambda: np.expm1((np.log(resampled[:, own] / resampled[:, [single]]) + np.array(cheaper)).mean(1))
     )
     over_single = float(np.expm1(mean)), ends
-    falling, most_drafted = best_lengths(pace, lengths[0]), pace.shape[1] - 1
+    most_drafted = pace.shape[1] - 1
     drafting = [1 + k for k in best_lengths(pace[:, 1:])]
     loss = max(float(1 - at[kept] / at[best]) for at, kept, best in zip(pace, drafting, lengths, strict=True))
-    return Schedule(temperature, lengths, falling, drafting, loss, most_drafted, single, rows, over_single)
+    return Schedule(temperature, lengths, drafting, loss, most_drafted, single, rows, over_single)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from draftsmith.data.screen import note, show
 from draftsmith.data.store.files import write_json, write_text
@@ -21,9 +18,8 @@ from draftsmith.eval.bench.results import RESULTS, SCHEMA_VERSION
 from draftsmith.eval.report.tables import to_json
 from draftsmith.eval.schedule.choice import Schedule, choose
 from draftsmith.eval.schedule.costs import RoundTimes, read_times
-from draftsmith.eval.schedule.priors import read_priors
 from draftsmith.eval.schedule.rounds import count_rounds
-from draftsmith.eval.schedule.servers import for_sglang, for_tensorrt_llm, for_vllm
+from draftsmith.eval.schedule.servers import for_sglang, for_vllm
 from draftsmith.modules.drafters.chains import FixedK
 from draftsmith.modules.drafters.methods import known_methods, parse_method
 from draftsmith.modules.types import InputError
@@ -32,13 +28,13 @@ STALL = (
     "a vLLM server whose schedule went to K = 0 fell from 232 to 24-157 tokens/s as requests crossed that threshold "
     "(vllm#49548)"
 )
-FILES = ("vllm-T{}.json", "sglang-T{}.json", "tensorrt-llm-T{}.yaml", "priors-T{}.json")
+FILES = ("vllm-T{}.json", "sglang-T{}.json")
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """Says how many tokens to draft with every number of requests that a server decodes together, as files that vLLM,
-    SGLang and TensorRT-LLM read.
+    """Says how many tokens to draft with every number of requests that a server decodes together, as files that vLLM
+    and SGLang read.
 
     Of rounds that `draftsmith eval bench` recorded with K drafted tokens follows how many tokens a round gives with any
     smaller K; of costs, what it takes.
@@ -46,19 +42,17 @@ class ScheduleConfig:
     Attributes:
         run: directory of a finished run of `draftsmith eval bench` with a chain of a fixed length, as long as may pay.
         method: that chain, as the run names it (spec:k=8); needed where the run has several.
-        costs: what a round takes: directory of a finished run whose methods included `shared`, or a JSON file of
-            seconds by requests and drafted tokens, {"seconds": {"1": {"0": 0.011, "4": 0.013}, "64": {...}}}.
-            Default: run.
+        costs: JSON file of what a round takes, seconds by requests and drafted tokens:
+            {"seconds": {"1": {"0": 0.011, "4": 0.013}, "64": {...}}}.
         allow_zero: write K = 0 for vLLM too, where no drafts are best. Without it its file drafts at least 1 token:
             vLLM has stalled at K = 0 (vllm#49548).
         seed: of the bootstrap.
-        output: directory that receives results.json and, for each temperature T, vllm-T.json, sglang-T.json,
-            tensorrt-llm-T.yaml and, where the run has traces (--traces), priors-T.json for vLLM's plugin.
+        output: directory that receives results.json and, for each temperature T, vllm-T.json and sglang-T.json.
     """
 
     run: Path
     method: str | None = None
-    costs: Path | None = None
+    costs: Path = dataclasses.field(kw_only=True)
     allow_zero: bool = False
     seed: int = 0
     output: Path = dataclasses.field(kw_only=True)
@@ -73,7 +67,7 @@ def run(config: ScheduleConfig) -> None:
     """
     bench = open_bench(str(config.run))
     label, method = chain_of(bench, config.method)
-    times = read_times(config.run if config.costs is None else config.costs, method.needs[0])
+    times = read_times(config.costs)
     found = {
         temperature: choose(temperature, count_rounds(own[label], method.k), times, config.seed)
         for temperature, own in bench.methods.items()
@@ -81,11 +75,10 @@ def run(config: ScheduleConfig) -> None:
     }
     if not found:
         raise InputError("run", f"no rounds of {label}", "answers of more than one token", "Measure it again.")
-    priors = {temperature: read_priors(config.run, label, temperature) for temperature in found}
     tables = [table_of(own, label, times, config.allow_zero) for own in found.values()]
     for name in (RESULTS, *(path.name for form in FILES for path in config.output.glob(form.format("*")))):
         (config.output / name).unlink(missing_ok=True)
-    written = [path for own in found.values() for path in write_files(config, own, priors[own.temperature])]
+    written = [path for own in found.values() for path in write_files(config, own)]
     meta = {"schema_version": SCHEMA_VERSION, "kind": "schedule", "settings": resolved(config)}
     meta |= {"command": command_line("eval schedule", config), "method": label, "costs": times.source}
     meta |= {name: bench.meta[name] for name in ("target", "heads", "prompts")}
@@ -143,25 +136,18 @@ def zero_warning(found: Schedule, allow_zero: bool) -> str:
     if all(found.lengths) or not found.last:
         return ""
     if allow_zero:
-        return f" Beware of K = 0 in the servers' files: {STALL}. Measure yours on both sides of it."
+        return f" Beware of K = 0 in the servers' files: {STALL}. Measure your server on both sides of it."
     return (
         f" Beware of K = 0: {STALL}. So vLLM's file drafts at least 1 token, which costs up to {found.loss:.1%} of the "
-        "tokens by time here; --allow-zero writes the 0. The other servers' files hold it."
+        "tokens by time here; --allow-zero writes the 0. SGLang's file holds it."
     )
 
 
-def write_files(config: ScheduleConfig, found: Schedule, priors: Mapping[str, Any] | None) -> list[Path]:
-    """The servers' files of one temperature: none where drafting never pays, and none for TensorRT-LLM, which drafts
-    most with one request, where it does not pay there."""
-    vllm, sglang, tensorrt, plugin = (config.output / name.format(f"{found.temperature:g}") for name in FILES)
-    texts = {}
-    if found.last:
-        texts[vllm] = json.dumps(for_vllm(found.ranges if config.allow_zero else found.drafting_ranges))
-        texts[sglang] = json.dumps(for_sglang(found.ranges))
-    if found.lengths[0]:
-        texts[tensorrt] = yaml.safe_dump(for_tensorrt_llm(found.falling_ranges), sort_keys=False).strip()
-    if priors is not None:
-        texts[plugin] = json.dumps(priors)
-    for path, text in texts.items():
-        write_text(path, text + "\n")
-    return list(texts)
+def write_files(config: ScheduleConfig, found: Schedule) -> list[Path]:
+    """Write the servers' files of one temperature; none where drafting never pays."""
+    if not found.last:
+        return []
+    vllm, sglang = (config.output / name.format(f"{found.temperature:g}") for name in FILES)
+    write_text(vllm, json.dumps(for_vllm(found.ranges if config.allow_zero else found.drafting_ranges)) + "\n")
+    write_text(sglang, json.dumps(for_sglang(found.ranges)) + "\n")
+    return [vllm, sglang]

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from draftsmith.modules.decoding.protocols import (
     NO_DRAFT,
-    Budget,
     DraftedStep,
     DraftTree,
     DraftView,
@@ -44,9 +43,8 @@ def draft_chains(
     params: SamplingParams,
     sources: Sequence[Source],
     contexts: Sequence[Sequence[int]],
-    budget: Budget | None = None,
 ) -> list[DraftTree]:
-    """Draft in each row until its own policy says so, or what the rows share is spent, at most limits[b] tokens.
+    """Draft in each row until its own policy stops, at most limits[b] tokens.
 
     read: logits [B, V] and states [B, H] of the forward that read the last emitted tokens.
     contexts: what policies may look at, each row's tokens before its draft.
@@ -88,7 +86,7 @@ def draft_chains(
                 raise error.passed(offset=count) from None
             if not stopped and count < ends[row]:
                 going.append(row)
-        rows = sorted(budget.share(going, stops)) if budget is not None and going else going
+        rows = going
         if rows:
             logits, states = step([own[-1:] if row in rows else [] for row, own in enumerate(tokens)])
     return [

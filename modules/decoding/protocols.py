@@ -178,23 +178,8 @@ class StopPolicy(Protocol):
         return None
 
 
-class Budget(Protocol):
-    """Says which rows draft, where it is not each row's own policy alone that does: what a round takes is shared by
-    all. As with a policy, what has been drawn stays in the draft."""
-
-    def start(self, able: Sequence[int], stops: Sequence[StopPolicy]) -> Sequence[int]:
-        """The rows that draft in this round, of those that can. stops: of all rows that are decoded."""
-
-    def share(self, rows: Sequence[int], stops: Sequence[StopPolicy]) -> Sequence[int]:
-        """The rows that draft one more token, of those whose policies do not stop. stops: as of `start`."""
-
-    def observe(self, verdicts: Sequence[tuple[int, int] | None]) -> None:
-        """The verdicts on a round's drafts: drafted and accepted tokens of each row; None of rows that are complete."""
-
-
 class Drafter(Protocol):
-    """Proposes drafts for rows of sequences, each of which is drafted for as if it were alone, unless rows share a
-    `Budget`.
+    """Proposes drafts for rows of sequences, each of which is drafted for as if it were alone.
 
     capture: what features of the target it reads (`targets.base.CausalLM.session`).
     """

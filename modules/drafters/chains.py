@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from draftsmith.modules.acceptance.budget import SharedBudget, SharedStop
 from draftsmith.modules.acceptance.policies import (
     ConfidenceName,
     CostRule,
@@ -232,41 +231,6 @@ class Online(CostAware):
 
 
 @dataclass(frozen=True)
-class Shared(StopRule):
-    """Rows that are decoded together share a round's time: of their next tokens those are drafted that bring most, by
-    times that are measured on this machine, once a run, and by the predictions of `online`, which learns from all rows.
-    With more than a few rows (`SharedBudget.FEW`) all draft alike, as many tokens as bring most by time.
-
-    max: most tokens of a row's draft. repeats, head: as of `online`, for few rows.
-    """
-
-    timed: ClassVar[bool] = True  # type: ignore[misc]
-    max: int = 16
-    repeats: bool = True
-    head: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least("max", self.max, 1)
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        return (self.drafter, "acceptance") if self.head else (self.drafter,)
-
-    def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
-        heads = head_predictors(models, self.drafter, rows, calibrated=True) if self.head else [None] * rows
-        predictors = [OnlinePredictor(repeats=self.repeats, head=head) for head in heads]
-        for other in predictors[1:]:
-            other.model = predictors[0].model
-        return [SharedStop(predictor, self.max) for predictor in predictors]
-
-    def build(self, models: Models, rows: int = 1) -> RowDrafter:
-        drafter = super().build(models, rows)
-        drafter.budget = SharedBudget(models.times.batch_times(models, self.drafter, rows))
-        return drafter
-
-
-@dataclass(frozen=True)
 class ConfidenceStop(Bounded):
     """Stopped once the drafted token's probability q falls below t, as in transformers' assisted generation."""
 
@@ -299,7 +263,6 @@ METHODS = {
     "specdec++": SpecDecPlusPlus,
     "cost": HeadByCost,
     "online": Online,
-    "shared": Shared,
     "confidence": ConfidenceStop,
     "self-verify": SelfVerification,
 }

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from types import UnionType
 from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
-from draftsmith.modules.acceptance.budget import BatchTimes
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.acceptance.tree_rule import TreeTimes
 from draftsmith.modules.decoding.protocols import Drafter
@@ -34,10 +33,6 @@ class MachineTimes:
     def step_cost(self, models: Models, drafter: str, rows: int = 1) -> float:
         """c of what drafts chains: the time of one more drafted token, and of verifying it, by that of a round without
         a draft. rows: that are decoded together."""
-        raise NotImplementedError("no times of this machine were handed in")
-
-    def batch_times(self, models: Models, drafter: str, rows: int) -> BatchTimes:
-        """Times of the parts of a round of what drafts chains, for up to so many rows."""
         raise NotImplementedError("no times of this machine were handed in")
 
     def tree_times(self, models: Models, trees: str, probe: Callable[[int], Drafter]) -> TreeTimes:

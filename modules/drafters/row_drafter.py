@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.modules.decoding.chain import Step, draft_chains
-from draftsmith.modules.decoding.protocols import NO_DRAFT, Budget, DraftTree, Outcome, StopPolicy
+from draftsmith.modules.decoding.protocols import NO_DRAFT, DraftTree, Outcome, StopPolicy
 from draftsmith.modules.finite import blame
 from draftsmith.modules.sampling import Source
 from draftsmith.modules.types import SamplingParams
@@ -38,14 +38,12 @@ class RowDrafter(ABC):
     a model tells it of tokens and takes them back.
 
     needs_features: it reads the features of the model it drafts for. model: its name in errors. stops: a policy for
-    each row that it can draft for. budget: what the rows share, if anything.
+    each row that it can draft for.
     """
 
     capture: tuple[int, ...] = ()
     needs_features = True
     model: str
-
-    budget: Budget | None = None
 
     def __init__(self, stops: Sequence[StopPolicy]):
         self.stops = list(stops)
@@ -71,7 +69,7 @@ class RowDrafter(ABC):
     ) -> list[DraftTree]:
         """Chains by the rows' policies (`draft_chains`)."""
         stops, contexts = [row.stop for row in self._rows], [row.tokens for row in self._rows]
-        return draft_chains((logits, states), step, stops, limits, params, sources, contexts, self.budget)
+        return draft_chains((logits, states), step, stops, limits, params, sources, contexts)
 
     def wrap_stops(self, wrap: Callable[[Any], Any]) -> Sequence[Any]:
         """Put in each row's policy's place, from its next `begin` on, what `wrap` makes of it, and return these: for
@@ -87,10 +85,6 @@ class RowDrafter(ABC):
 
     def propose(self, limits: Sequence[int], params: SamplingParams, sources: Sequence[Source]) -> list[DraftTree]:
         limits = [min(limit, self._deepest(row)) for limit, row in zip(limits, self._rows, strict=True)]
-        if self.budget is not None:
-            able = [row for row, limit in enumerate(limits) if limit > 0]
-            kept = set(self.budget.start(able, [row.stop for row in self._rows]))
-            limits = [limit if row in kept else 0 for row, limit in enumerate(limits)]
         trees = [NO_DRAFT] * len(limits)
         if max(limits) > 0:
             with blame(self.model):
@@ -100,11 +94,6 @@ class RowDrafter(ABC):
         return trees
 
     def advance(self, outcomes: Sequence[Outcome | None]) -> None:
-        if self.budget is not None:
-            verdicts = zip(self._rows, outcomes, strict=True)
-            self.budget.observe(
-                [None if own is None else (len(row.tree.tokens), own.num_accepted) for row, own in verdicts]
-            )
         for number, (row, outcome) in enumerate(zip(self._rows, outcomes, strict=True)):
             if outcome is not None:
                 self.commit(number, outcome.emitted, outcome.features)

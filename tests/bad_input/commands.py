@@ -70,8 +70,6 @@ ROWS = [
     Row("responses: drafts by the clock",
         f"data responses --prompts {{prompts}} {TARGET}{OUT}--draft {{draft}} --method online",
         ("method", "online:c=0.1")),
-    Row("responses: rows that share a measured time",
-        f"data responses --prompts {{prompts}} {TARGET}{OUT}--draft {{draft}} --method shared", ("method", "shared")),
     Row("responses: a head that does not draft",
         f"data responses --prompts {{prompts}} {TARGET}{OUT}--draft {{acceptance}}", ("head", "a drafter")),
     Row("responses: a tree of a file",

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from bad_input.files import changed, spoilt, text
+from bad_input.files import changed, spoilt
 from bad_input.row import Ground, Row
 
 SCHEDULE = "eval schedule {bench} --output {out} "
@@ -24,24 +24,15 @@ def costs(content: object) -> Callable[[Ground, Path], dict[str, object]]:
     return make
 
 
-def without(rounds: Path) -> None:
-    lines = rounds.read_text().splitlines()
-    rounds.write_text("".join(f"{json.dumps({**json.loads(line), 'undrawn': [0.5]})}\n" for line in lines))
-
-
+GIVEN = costs({"seconds": GOOD})
 ROWS = [
-    Row("no run", "eval schedule {target} --output {out}", ("target", "results.json")),
-    Row("a run of another kind", "eval schedule {d} --output {out}", ("kind load",),
-        spoilt("bench", "results.json", changed(meta={"kind": "load"}))),
-    Row("no such method", SCHEDULE + "--method spec:k=3", ("method", "spec:k=3", "spec:k=2")),
-    Row("a method that drafts nothing", SCHEDULE + "--method ar", ("method", "ar", "spec:k=2")),
-    Row("no costs in the run", SCHEDULE, ("costs", "without measured costs")),
+    Row("no run", "eval schedule {target} --costs {costs} --output {out}", ("target", "results.json"), GIVEN),
+    Row("a run of another kind", "eval schedule {d} --costs ./nosuch.json --output {out}", ("kind study",),
+        spoilt("bench", "results.json", changed(meta={"kind": "study"}))),
+    Row("no such method", SCHEDULE + "--costs {costs} --method spec:k=3", ("method", "spec:k=3", "spec:k=2"), GIVEN),
+    Row("a method that drafts nothing", SCHEDULE + "--costs {costs} --method ar", ("method", "ar", "spec:k=2"), GIVEN),
+    Row("no costs", SCHEDULE, ("--costs",)),
     Row("no such costs", SCHEDULE + "--costs ./nosuch.json", ("costs", "nosuch.json")),
-    Row("costs of another run", SCHEDULE + "--costs {target}", ("costs", "results.json")),
-    Row("costs of c alone", SCHEDULE + "--costs {d}", ("costs", "times of rounds of draft", "shared"),
-        spoilt("bench", "results.json", changed(meta={"step_costs": {"draft": 0.1}}))),
-    Row("costs of a run that was edited", SCHEDULE + "--costs {d}", ("results.json", "batch_times.draft", "no "),
-        spoilt("bench", "results.json", changed(meta={"batch_times": {"draft, up to 2 rows": {"plain": {"1": 1}}}}))),
     *(
         Row(f"costs: {name}", SCHEDULE + "--costs {costs}", ("costs.json", *says), costs(content))
         for name, content, says in [
@@ -59,10 +50,4 @@ ROWS = [
             ("time without end", '{"seconds": {"1": {"0": 0.1, "2": Infinity}}}', ("inf s",)),
         ]
     ),
-    Row("traces of numbers", "eval schedule {d} --costs {good} --output {out}", ("trace.jsonl", "undrawn"),
-        lambda ground, to: spoilt("bench", "trace.jsonl", without)(ground, to)
-        | {"good": costs({"seconds": GOOD})(ground, to)["costs"]}),
-    Row("traces cut", "eval schedule {d} --costs {good} --output {out}", ("trace.jsonl", "line 1"),
-        lambda ground, to: spoilt("bench", "trace.jsonl", text("{"))(ground, to)
-        | {"good": costs({"seconds": GOOD})(ground, to)["costs"]}),
 ]  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutants.mutant import LIMITS, NODES, POLICIES, POOL, Mutant
+from mutants.mutant import LIMITS, NODES, POLICIES, Mutant
 
 STOP, SURE = "modules/decoding/stop.py", "modules/decoding/confidence.py"
 RULES, ONLINE, NODES_PY, REPEATS = (
@@ -14,42 +14,11 @@ ONLINE_TEST, REPEATS_TEST, PREDICTOR_TEST, HEAD_TEST = (
     f"tests/modules/acceptance/{name}_test.py" for name in ("online_logistic", "repeats", "head_predictor", "head")
 )
 TRIMMING_TEST = "tests/modules/acceptance/trimming_test.py"
-BUDGET, BUDGET_TEST = "modules/acceptance/budget.py", "tests/modules/acceptance/budget_test.py"
-SERVED, SERVED_TEST = "modules/acceptance/served.py", "tests/modules/acceptance/served_test.py"
 EXPORT, EXPORT_TEST = "modules/interop/acceptance.py", "tests/data/exchange/other_exports_test.py"
 HIERARCHY = f"{LIMITS}::test_a_hierarchy_goes_on_while_no_entropy_of_the_last_round_is_above_the_mean"
 
 MUTANTS = [
     # -- rows that share a round's time
-    Mutant("budget-worst-rows-first", BUDGET, "key=values.__getitem__, reverse=True)", "key=values.__getitem__)",
-           (BUDGET_TEST,)),
-    Mutant("budget-time-is-free", BUDGET, "net = total - pace * (", "net = total - 0.1 * pace * (", (BUDGET_TEST,)),
-    Mutant("budget-time-of-a-rounds-reading-anew", BUDGET, "self._reading(number) - self._read)",
-           "self._reading(number))", (BUDGET_TEST,)),
-    Mutant("budget-pace-without-drafts", BUDGET, "return plain * max(faster, 1.0)", "return plain", (BUDGET_TEST,)),
-    Mutant("budget-draft-steps-are-free", BUDGET, "net = total - pace * (seconds[number] + ", "net = total - pace * (",
-           (BUDGET_TEST,)),
-    Mutant("budget-uneven-drafts-cost-what-even-ones-do", BUDGET,
-           "(1.0 if even else self._times.unevenly(self._rows))", "1.0", (BUDGET_TEST,)),
-    Mutant("budget-all-drafts-are-uneven", BUDGET, "even = self._even and count in (0, self._rows)", "even = False",
-           (BUDGET_TEST,)),
-    Mutant("budget-alike-by-the-first-place", BUDGET, "survival *= self._acceptance(count - 1)",
-           "survival *= self._acceptance(0)", (BUDGET_TEST,)),
-    Mutant("budget-alike-and-drafts-are-free", BUDGET, "+ unequal * reading[able * count])", ")", (BUDGET_TEST,)),
-    Mutant("budget-many-rows-predict-all-the-same", BUDGET, "innermost(stop).asleep = self._alike",
-           "innermost(stop).asleep = False", (BUDGET_TEST,)),
-    Mutant("budget-nothing-is-tried-again", BUDGET, "            chosen = list(able)\n", "            pass\n",
-           (BUDGET_TEST,)),
-    Mutant("budget-what-is-drawn-is-dropped", "modules/decoding/chain.py",
-           "        rows = sorted(budget.share(going, stops)) if budget is not None and going else going\n",
-           "        rows = sorted(budget.share(going, stops)) if budget is not None and going else going\n"
-           "        for row in set(going) - set(rows):\n            del tokens[row][-1:], distributions[row][-1:]\n",
-           (BUDGET_TEST,)),
-    Mutant("budget-rows-that-were-not-chosen-draft", "modules/drafters/row_drafter.py",
-           "limits = [limit if row in kept else 0 for", "limits = [limit for",
-           (f"{POOL}::test_drafts_are_as_long_as_the_budget_says",)),
-    Mutant("budget-beyond-what-was-timed-it-is-free", BUDGET, "curve[high] + max(slope, 0.0) * (x - high)",
-           "curve[high]", (BUDGET_TEST,)),
     Mutant("together-another-rows-part", PREDICTOR, "self._of_rows)[view.place] + self._direct_part(view)",
            "self._of_rows)[0] + self._direct_part(view)", (PREDICTOR_TEST,)),
     Mutant("together-another-rows-confidence", SURE, 'once("log_q", log_qs)[view.place]', 'once("log_q", log_qs)[0]',
@@ -156,19 +125,6 @@ MUTANTS = [
            "TRIM_UNDRAWN", (EXPORT_TEST,)),
     Mutant("undrawn-imports-as-before", EXPORT, 'return "before" if "embedding" in names else "undrawn"',
            'return "before"', ("tests/modules/interop/acceptance_test.py",)),
-    Mutant("served-reads-the-drawn-token", SERVED, "mean_score(half, drawn)",
-           "torch.where(self._served.drafted[: len(rows)].gather(1, steps[:, None])[:, 0] == expected, half, -half)",
-           (SERVED_TEST,)),
-    Mutant("served-trims-by-the-next-places-prefix", SERVED, "places = (length + steps)[:, None]",
-           "places = (length + steps + 1)[:, None]", (SERVED_TEST,)),
-    Mutant("served-learns-of-what-was-not-verified", SERVED, " & (self._steps < verified)", "", (SERVED_TEST,)),
-    Mutant("served-learns-of-nobody", SERVED, " & (rows != self._nobody)[:, None]\n        z,", "\n        z,",
-           (SERVED_TEST,)),
-    Mutant("served-index-keeps-another-text", SERVED, "                index.clear(row)\n", "", (SERVED_TEST,)),
-    Mutant("served-index-believes-its-buckets", SERVED, " | ~self._within).all(-1) & (places > 0)",
-           " | True).all(-1) & (places > 0)", (SERVED_TEST,)),
-    Mutant("served-index-does-not-read-on", SERVED, "        self._num_read[rows] = length\n", "", (SERVED_TEST,)),
-    Mutant("served-never-forgets", SERVED, "torch.exp(-labelled.sum() / self._memory)", "1.0", (SERVED_TEST,)),
     Mutant("repeats-shortest-suffix-first", REPEATS, "SIZES = (8, 4, 2)", "SIZES = (2, 4, 8)", (REPEATS_TEST,)),
     Mutant("repeats-miss-the-texts-beginning", REPEATS, "if end >= size:", "if end > size:", (REPEATS_TEST,)),
     Mutant("repeats-outlive-a-prompt", REPEATS, "        self._repeats.clear()\n", "        pass\n", (REPEATS_TEST,)),

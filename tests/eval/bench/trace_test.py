@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import defaultdict
 from pathlib import Path
 
@@ -12,12 +11,11 @@ import pytest
 from draftsmith.eval.bench import command as bench
 from draftsmith.eval.bench.command import BenchConfig
 from draftsmith.eval.bench.results import read_rows
-from draftsmith.modules.acceptance.repeats import Repeats
 from draftsmith.modules.drafters.methods import known_methods
 
 METHODS = (
     "spec:k=3,specdec++:h=0.7:min=1:max=6,specdec++:h=0.4:calibrated=on,confidence:t=0.5,cost:c=0.2,"
-    "online:c=0.2:max=5,online:c=0.1:drafter=eagle,shared:max=5,"
+    "online:c=0.2:max=5,online:c=0.1:drafter=eagle,"
     "confidence:t=0.5:drafter=eagle,self-verify:k=4,self-verify:k=4:drafter=eagle,eagle:k=2,eagle-tree,"
     "eagle2:nodes=6:depth=2:topk=3,pre-verify:k=2,pre+self-verify:k=2,hsddw:k=2:max=5,medusa,medusa-chain:k=2,hydra,hydra-chain:k=2,"
     "eagle3:k=2,eagle3-tree:nodes=6:depth=2:topk=3,eagle3-static,"
@@ -98,25 +96,3 @@ def test_every_line_is_a_round(traced):
         assert ("beside" in line) == (line["method"].startswith("pearl") and bool(line["drafted"]))
     assert temperature or all(line["next_token"] is not None for line in lines if "pearl" not in line["method"]
                               and not line.get("prefill"))  # fmt: skip
-
-
-def test_what_was_known_before_a_draw_is_of_the_text_so_far(traced):
-    """Repetitions, by another reading of the prompt and of what the rounds before emitted."""
-    temperature, lines, _, per_prompt = traced
-    prompts = {row["prompt"]: row["prompt_ids"] for row in per_prompt if row["method"] == "ar"}
-    texts, found = {}, set()
-    for line in lines:
-        text = texts.setdefault((line["method"], line["prompt"]), list(prompts[line["prompt"]]))
-        if line["method"].startswith(("spec", "online", "confidence")) and line.get("drafted"):
-            assert len(line["undrawn"]) == len(line["drafted"])
-            for place, (odds, mean) in enumerate(line["undrawn"]):
-                repeats = Repeats()
-                repeats.read(text)
-                half, expected = repeats.follower((*text, *line["drafted"][:place])[-8:])
-                if temperature == 0:
-                    assert mean == (half if expected == line["drafted"][place] else -half)
-                    assert odds == pytest.approx(math.log(line["q"][place] / (1 - line["q"][place])), abs=1e-3)
-                assert abs(mean) <= half and (mean == 0) <= (half == 0)
-                found.add(half)
-        text += line["emitted"]
-    assert len(found) > 1 or temperature  # what is sampled here repeats nothing

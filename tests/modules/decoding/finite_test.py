@@ -35,7 +35,6 @@ BROKEN = {
     "specdec++:h=0.9:max=4:drafter=eagle": ("eagle", "acceptance"),
     "cost:c=0.1:max=4": ("draft", "acceptance"),
     "online:c=0.1:max=4": ("draft",),
-    "shared:max=4": ("draft",),
     "confidence:t=0.1:max=4": ("draft",),
     "self-verify:k=3": ("draft",),
     "eagle:k=3": ("eagle",),

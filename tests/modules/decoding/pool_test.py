@@ -14,8 +14,7 @@ from table_methods import METHODS, method
 from table_models import TableLM, V
 from tiny_models import CONTEXT
 
-from draftsmith.eval.cost.batches import GivenLengths
-from draftsmith.modules.decoding.loop import Generation, Round, RowAnswer, RowPool, Setup, asked, generate, generate_one
+from draftsmith.modules.decoding.loop import Generation, RowAnswer, RowPool, Setup, asked, generate, generate_one
 from draftsmith.modules.drafters.methods import parse_method
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
@@ -111,28 +110,6 @@ def test_a_refilled_row_answers_as_transformers_does(world, name, static):
     for row, prompt, answer in zip(rows, world.prompts, world.answers, strict=True):
         assert row.tokens == answer[: len(row.tokens)] and row.done
         assert Generation(row.tokens, row.trace, row.ended) == world.run(name, prompt, NEW_TOKENS, ends)
-
-
-@pytest.mark.parametrize("name", ["shared", "shared:drafter=eagle:max=5"])
-def test_rows_that_share_a_rounds_time_answer_as_transformers_does(world, name):
-    models, rounds = models_of(world), list[Round]()
-    drafter = parse_method(name).build(models, 4)
-    rows = [asked(world.target.info, p, NEW_TOKENS, TorchSource(0), (), i) for i, p in enumerate(world.prompts)]
-    pool = RowPool(world.target, drafter, GREEDY, 4, CONTEXT, Setup(rounds.append))
-    for row in pool.run(rows):
-        assert row.tokens == world.answers[row.number]
-    assert len({len(one.tree.tokens) for one in rounds if one.tree}) > 1, "drafts are of different lengths"
-
-
-@pytest.mark.parametrize("name", ["shared:max=4", "shared:drafter=eagle:max=4"])
-def test_drafts_are_as_long_as_the_budget_says(world, name):
-    drafter, rounds, budget = parse_method(name).build(models_of(world), 4), list[Round](), GivenLengths()
-    drafter.budget, budget.lengths = budget, (2, 0, 4, 1)
-    pool = RowPool(world.target, drafter, GREEDY, 4, CONTEXT, Setup(rounds.append))
-    pool.admit([asked(world.target.info, p, 40, TorchSource(0), (), i) for i, p in enumerate(world.prompts[:4])])
-    for _ in range(4):
-        pool.round()
-    assert [(one.row, len(one.tree.tokens)) for one in rounds if one.tree] == list(enumerate(budget.lengths)) * 4
 
 
 def test_a_session_goes_on_with_fewer_rows_than_it_had(world):

@@ -1,1 +1,0 @@
-"""Many requests at once: what methods, and servers, are worth under load."""
