@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from draftsmith.data.heads.directory import kind_at
 from draftsmith.data.store.files import copy_file
 from draftsmith.data.store.manifest import MANIFEST, Manifest
 from draftsmith.data.store.reading import read_object
@@ -101,12 +100,6 @@ def head_artifact(wandb: Any, name: str, directory: Path, card: Path) -> Any:
         source = card if path.name == "README.md" else path
         artifact.add_file(str(source), name=path.name, policy="immutable", skip_cache=True)
     return artifact
-
-
-def head_name(directory: Path) -> str:
-    """The name of the artifact that a training made of a head, by where the head lies: KIND-OUTPUT."""
-    made = directory.resolve()
-    return plain_name(f"{kind_at(made)} {(made.parent if made.name == 'best' else made).name}")
 
 
 def data_artifact(wandb: Any, directory: Path) -> Any:

@@ -46,9 +46,7 @@ CORE_FILES = {"attention", "layers", "kv_cache", "ragged", "lean", "lean_rows", 
 EFFECTS = {"argparse", "http", "io", "logging", "os", "pathlib", "shutil", "socket", "subprocess", "sys", "tempfile",
            "time", "urllib"}  # fmt: skip
 TRAIN_ONLY = {"lightning", "pytorch_lightning", "lightning_fabric", "deepspeed", "peft", "wandb"}
-# The one file outside train/ that may import the client of Weights & Biases: a report's tables and media.
-TRACKS_REPORTS = "eval/report/tracking.py"
-DRAWING = ("benchmark", "drawing", "files", "page", "sections", "study_charts", "tracking")
+DRAWING = ("benchmark", "drawing", "files", "page", "sections", "study_charts")
 REPORT_PARTS = tuple(f"draftsmith.eval.report.{name}" for name in DRAWING)
 REPORT_ONLY = {"altair", "vl_convert"}  # of the extra `report`; jinja2 comes with transformers too
 OPTIONAL = {"deepspeed", "httpx", "peft", "tenacity", "wandb"}  # imported in the function that needs them, everywhere
@@ -173,7 +171,7 @@ def errors_of(path: str, found: Import) -> Iterator[str]:
         yield "pickle is never read or written"
     if top in PACKAGES:
         yield f"`{name}`: write draftsmith.{name}"
-    if top in TRAIN_ONLY and package != "train" and (top, path) != ("wandb", TRACKS_REPORTS):
+    if top in TRAIN_ONLY and package != "train":
         yield f"{top} belongs in train/ only"
     if top in REPORT_ONLY and not path.startswith("eval/report/"):
         yield f"{top} belongs in eval/report/ only"
@@ -245,9 +243,7 @@ def test_imports_follow_the_architecture():
         ("eval/bench/command.py", "from lightning.pytorch import Trainer"),
         ("eval/bench/command.py", "def f():\n    import wandb"),
         ("eval/bench/command.py", "import pickle"),
-        ("eval/report/tracking.py", "import wandb"),
         ("eval/report/page.py", "def f():\n    import wandb"),
-        ("eval/report/tracking.py", "from lightning.pytorch import Trainer"),
         ("data/heads/card.py", "import altair"),
         ("eval/bench/command.py", "from draftsmith.eval.report.page import render"),
         ("launch/cli.py", "import torch"),
@@ -276,7 +272,6 @@ def test_a_planted_violation_is_caught_once(path, source):
         ("data/responses.py", "def engine():\n    import httpx"),
         ("train/lit.py", "import lightning\nfrom draftsmith.data.store.datasets import Features"),
         ("train/loggers.py", "def make():\n    import wandb"),
-        ("eval/report/tracking.py", "def log():\n    import wandb"),
         ("eval/report/drawing.py", "import altair"),
         ("launch/cli.py", "import sys\nimport rich\ndef f():\n    import torch\n    from draftsmith.eval import bench"),
         ("launch/cli.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),

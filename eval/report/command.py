@@ -1,4 +1,4 @@
-"""`draftsmith eval report`: finished runs as one HTML file, and as figures and tables for papers."""
+"""`draftsmith eval report`: finished runs as one HTML file, and their charts and tables as files."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from draftsmith.data.screen import note, say
 from draftsmith.data.store.files import make_directory, write_text
-from draftsmith.data.store.manifest import resolved
-from draftsmith.data.tracking import Choice, switched_off
 from draftsmith.modules.types import InputError
 
 if TYPE_CHECKING:
     from draftsmith.eval.report.page import Section
 
 PACKAGES = ("altair", "vl_convert", "jinja2")  # of the extra `report`
-Format = Literal["png", "svg", "md", "csv", "tex"]
+Format = Literal["png", "svg", "md", "csv"]
 FORMATS = get_args(Format)
 EVERY_S = 60  # of --watch
 TRACE_BYTES = 2_600_000  # of all traces together: the page stays under 5 MB
@@ -38,12 +36,7 @@ class ReportConfig:
             acceptance by depth and throughput of a training, and what a benchmark or study has measured so far.
         title: its title.
         figures: directory that receives the charts and tables as files of their own.
-        formats: of these files: charts as png and svg, tables as md (Markdown), csv and tex (LaTeX, booktabs).
-        track: wandb logs tables, charts and the page to Weights & Biases.
-        wandb: auto goes online when a key is found and offline without one.
-        project: Weights & Biases project.
-        group: Weights & Biases group, as the trainings name theirs.
-        run_name: of the Weights & Biases run; without it the output's name.
+        formats: of these files: charts as png and svg, tables as md (Markdown) and csv.
     """
 
     runs: tuple[Path, ...]
@@ -52,17 +45,10 @@ class ReportConfig:
     title: str = "Draftsmith report"
     figures: Path | None = None
     formats: tuple[Format, ...] = FORMATS
-    track: tuple[Literal["wandb"], ...] = ()
-    wandb: Choice = "auto"
-    project: str = "draftsmith"
-    group: str | None = None
-    run_name: str = ""
 
     def __post_init__(self) -> None:
-        for name, known in (("formats", FORMATS), ("track", ("wandb",))):
-            unknown = sorted(set(getattr(self, name)) - set(known))
-            if unknown:
-                raise InputError(name, ", ".join(unknown), f"some of {', '.join(known)}", "Change it.")
+        if unknown := sorted(set(self.formats) - set(FORMATS)):
+            raise InputError("formats", ", ".join(unknown), f"some of {', '.join(FORMATS)}", "Change it.")
         if not self.runs:
             raise InputError("runs", "none", "one or more directories of runs", "Name them: eval report RUN ...")
 
@@ -88,13 +74,6 @@ def run(config: ReportConfig) -> Path:
 
         written = write_figures(sections, config.figures, config.formats)
         say(f"{len(written)} files of charts and tables in {config.figures}")
-    if "wandb" in config.track and not switched_off(config.wandb):
-        from draftsmith.eval.report.runs import read_runs
-        from draftsmith.eval.report.tracking import log_report
-
-        name = config.run_name or f"report {output.stem}"
-        options = {"project": config.project, "name": name, "group": config.group, "config": resolved(config)}
-        log_report(output, sections, read_runs(config.runs), config.wandb, **options)
     return output
 
 

@@ -1,4 +1,4 @@
-"""Charts as PNG and SVG, tables as Markdown, CSV and LaTeX: one file for each figure and format."""
+"""Charts as PNG and SVG, tables as Markdown and CSV: one file for each figure and format."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def write_figures(sections: Sequence[Section], directory: Path, formats: Collect
 def contents(figure: Table | Chart, formats: Collection[str]) -> dict[str, bytes]:
     """Format -> file content, of those of `formats` that suit the figure."""
     if isinstance(figure, Table):
-        writers = {"md": tables.markdown, "csv": tables.comma_separated, "tex": tables.latex}
+        writers = {"md": tables.markdown, "csv": tables.comma_separated}
         return {form: write(figure).encode() for form, write in writers.items() if form in formats}
     if figure.specification is None:
         return {}

@@ -21,7 +21,8 @@ import jinja2
 import vl_convert
 from markupsafe import Markup
 
-from draftsmith.eval.report import tables
+from draftsmith.data import tables
+from draftsmith.data.tables import Table
 from draftsmith.eval.report.drawing import Chart
 from draftsmith.eval.report.themes import css_variables, page_themes
 
@@ -40,7 +41,7 @@ class Section:
     name: str
     title: str
     about: str
-    figures: Sequence[tables.Table | Chart]
+    figures: Sequence[Table | Chart]
     facts: Sequence[tuple[str, Sequence[tuple[str, str]]]] = ()
     commands: Sequence[str] = ()
     viewer: Mapping[str, Any] | None = None

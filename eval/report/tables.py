@@ -1,4 +1,4 @@
-"""Tables of a study: as results.json keeps them, and as Markdown, CSV and LaTeX show them."""
+"""Tables of a study: as results.json keeps them, and as Markdown and CSV show them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from draftsmith.data.heads.markdown import markdown_lines
-from draftsmith.data.tables import Column, Row, Table, groups, numbers, plain, text_cells
+from draftsmith.data.tables import Column, Row, Table, plain, text_cells
 
 
 def drawn_data(name: str, rows: Iterable[Row]) -> Table:
@@ -49,18 +49,3 @@ def comma_separated(table: Table) -> str:
     writer.writeheader()
     writer.writerows(table.rows)
     return out.getvalue()
-
-
-def latex(table: Table) -> str:
-    """A `tabular` for the booktabs package; title and note are comments, as captions are the paper's own words."""
-    import pandas as pd
-
-    grouped = bool(groups(table.columns))
-    titles = [(column.group, column.title) if grouped else column.title for column in table.columns]
-    frame = pd.DataFrame(text_cells(table), columns=range(len(titles)), dtype=str)
-    frame.columns = pd.MultiIndex.from_tuples(titles) if grouped else pd.Index(titles)
-    style = frame.style.hide(axis="index").format(escape="latex").format_index(escape="latex", axis="columns")
-    aligned = "".join("r" if number else "l" for number in numbers(table))
-    text = style.to_latex(hrules=True, column_format=aligned, multicol_align="c")
-    about = "".join(f"% {' '.join(part.split())}\n" for part in (table.title, table.note) if part)
-    return about + text

@@ -30,9 +30,7 @@ from report_runs import (
     study_run,
     study_tables,
 )
-from wandb_file import offline_runs
 
-from draftsmith.data.heads.directory import save_head
 from draftsmith.data.tables import Table
 from draftsmith.eval.report import tables
 from draftsmith.eval.report.benchmark import DRAWINGS as OF_A_BENCH
@@ -47,7 +45,6 @@ from draftsmith.eval.report.study_charts import STUDIES
 from draftsmith.eval.report.viewer import kinds, shown_prompts, viewer_data
 from draftsmith.launch.cli import main
 from draftsmith.launch.commands import configure
-from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.drafters.methods import LOSSY
 
 
@@ -209,26 +206,23 @@ def test_files_for_papers(tmp_path):
     drawn = [table.name for table in study_tables() if not table.columns and table.rows]
     listed = [table.name for table in study_tables() if table.columns]
     assert names == {f"{n}.{f}" for n in drawn for f in ("png", "svg")} | {
-        f"{n}.{f}" for n in listed for f in ("md", "csv", "tex")
+        f"{n}.{f}" for n in listed for f in ("md", "csv")
     }
     for name in drawn:
         assert (tmp_path / "out" / f"eagle2-study-{name}.png").read_bytes().startswith(b"\x89PNG")
         ET.parse(tmp_path / "out" / f"eagle2-study-{name}.svg")
 
 
-def test_tables_as_markdown_csv_and_latex():
+def test_tables_as_markdown_and_csv():
     best = study_tables()[0]
-    found = {form: content.decode() for form, content in contents(best, ("md", "csv", "tex", "png")).items()}
-    assert set(found) == {"md", "csv", "tex"}
+    found = {form: content.decode() for form, content in contents(best, ("md", "csv", "png")).items()}
+    assert set(found) == {"md", "csv"}
     assert "| a_b & c | 1.50x | 1,200 |" in found["md"]
     assert list(csv.reader(io.StringIO(found["csv"]))) == [
         ["m", "n", "c"],
         ["a_b & c", "1.5", "1200"],
         [HOSTILE, "", "7"],
     ]
-    body = [line for line in found["tex"].splitlines() if not line.startswith("%")]
-    assert body[:3] == [r"\begin{tabular}{lrr}", r"\toprule", r"method\_1 & 50 \% & count \\"]
-    assert r"a\_b \& c & 1.50x & 1,200 \\" in body and r"\bottomrule" in body
 
 
 def test_json_in_the_page_cannot_end_its_element():
@@ -261,7 +255,6 @@ def test_the_command_takes_runs_by_their_place(tmp_path):
         (["."], "no results.json in ."),
         (["{run}", "{run}"], "twice"),
         (["{run}", "--formats", "gif"], '"gif" for --formats. Choose from: "png"'),
-        (["{run}", "--track", "csv"], '"csv" for --track. Choose from: "wandb"'),
         (["{other}"], "other JSON"),
         ([], "--runs"),
     ],
@@ -286,45 +279,9 @@ def test_without_the_extra_its_name_is_said(tmp_path, monkeypatch, capsys):
     assert "pip install 'draftsmith[report]'" in capsys.readouterr().err
 
 
-def test_weights_and_biases_has_tables_charts_and_the_page(tmp_path, monkeypatch, capsys):
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NETRC", str(tmp_path / "no netrc"))
-    output = tmp_path / "report" / "r.html"
-    head = save_head(tmp_path / "run 1" / "best", AcceptanceHead(AcceptanceHeadConfig(8)), {}, "# card")
-    bench = bench_run(tmp_path / "b")
-    results = json.loads((bench / "results.json").read_text())
-    results["meta"]["heads"] = {"acceptance": {"path": str(head)}, "eagle": {"path": str(tmp_path / "gone")}}
-    (bench / "results.json").write_text(json.dumps(results))
-    named = {"project": "p", "run_name": "named", "group": "g"}
-    run(ReportConfig(runs=(study_run(tmp_path / "s"), bench), output=output, track=("wandb",), **named))
-    (session,) = offline_runs(output.parent)
-    assert session.record.run_group == "g"
-    assert (session.record.project, session.record.display_name, session.record.job_type) == ("p", "named", "report")
-    (logged,) = session.history
-    types = {key: value for key, value in logged.items() if key.endswith("._type")}
-    assert types["report._type"] == "html-file" and types["eagle2-s/eagle2-tau-by-size._type"] == "image-file"
-    assert types["eagle2-s/best._type"] == types["eagle2-s/empty._type"] == "table-file"
-    assert "eagle2-s/eagle2-predicted-speed._type" not in types
-    assert f"wandb sync {session.directory}" in capsys.readouterr().err
-    rounds = next(iter(output.parent.rglob("rounds_*.table.json")))
-    content = json.loads(rounds.read_text())
-    rows = [dict(zip(content["columns"], row, strict=True)) for row in content["data"]]
-    place = {"method": METHODS[1], "temperature": 0, "prompt": rows[0]["prompt"]}
-    chain = [row for row in rows if place.items() <= row.items()]
-    counted = [(row["round"], row["num_drafted"], row["num_accepted"]) for row in chain[:3]]
-    assert counted == [(0, 0, 0), (1, 3, 2), (2, 2, 2)]
-    assert (chain[1]["drafted"], chain[1]["emitted"]) == (" x\n a", " x\n" + HOSTILE)
-    found = [one for one in session.artifacts if one.type in ("model", "results")]
-    used, made = sorted(found, key=lambda one: one.type)
-    assert (used.type, used.name, used.use_after_commit) == ("model", "acceptance-run-1", True)
-    assert (made.type, made.name, made.use_after_commit) == ("results", "results-r", False)
-    assert {entry.path for entry in made.manifest.contents} == {"r.html", "s/results.json", "b/results.json"}
-
-
 def test_the_command_is_read_without_the_extra():
     """Its settings and its help must not need what the error of `require_packages` asks for."""
-    names = ("altair", "vl_convert", "wandb")
+    names = ("altair", "vl_convert")
     code = f"import sys, draftsmith.eval.report.command; print([m for m in {names} if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
