@@ -56,7 +56,7 @@ BROKEN: dict[str, tuple[Callable[[Directory], None], dict[str, str | None]]] = {
         dict.fromkeys(FORMATS, "layers.0.post_attention_layernorm.weight"),
     ),
     "fc bias that is lost": (
-        lambda d: d.add("fc.bias", torch.full((48,), 0.5)),
+        lambda d: d.add("fc.bias", torch.full((48,), 0.01)),
         {"eagle": "fc.bias", "vllm": "fc.bias", "sglang": None},  # SGLang computes with it
     ),
     "bias read as attention bias": (
