@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.shards import Rows
 from draftsmith.eval.diagnose import DiagnoseConfig, run
+from draftsmith.modules.interop.alternatives import other_weights
 from draftsmith.train.config import drafter_config
 from draftsmith.train.run import run as train
 
@@ -100,12 +102,12 @@ def diagnosed(world, capsys):
     return diagnosed
 
 
-def changed(world, sound: Path, output: Path, **changes) -> Path:
-    """The sound head's weights with another config."""
+def changed(world, sound: Path, output: Path, state: Mapping[str, torch.Tensor], **changes) -> Path:
+    """The sound head with other weights or another config, recorded as it is."""
     head = load_draft_head(sound, load_lm(str(world.target)))
     manifest = json.loads((sound / "manifest.json").read_text())
     del manifest["sha256"], manifest["kind"]
-    other = build_head(head.kind, dataclasses.replace(head.config, **changes), stored_tensors(head))
+    other = build_head(head.kind, dataclasses.replace(head.config, **changes), state)
     return save_head(output, other, manifest, "card")
 
 
@@ -128,17 +130,29 @@ def test_its_own_answers_at_temperature_1_are_no_defect(world, diagnosed, sound,
     assert diagnosed(sound, own)["answers"].startswith("ok ")
 
 
-def test_layers_other_than_those_it_was_trained_on(world, diagnosed, sound, tmp_path):
-    head = changed(world, sound, tmp_path / "head", capture=tuple(layer + 1 for layer in LAYERS))
-    verdict = diagnosed(head)["verdict"]
-    assert verdict.startswith("Likeliest cause (layers): ") and "layers 2 4 6" in verdict
+PLANTED = {
+    "layers 2 4 6": ("layers", lambda c: {"capture": tuple(layer + 1 for layer in c.capture)}),
+    "rotary base 10000": ("rotary", lambda c: {"llama": dataclasses.replace(c.llama, rope_theta=500_000.0)}),
+    "norm_output on": ("switches", lambda c: {"norm_output": False}),
+    "norm_before_residual off": ("switches", lambda c: {"norm_before_residual": True}),
+    "the state before the embedding in q, k and v": ("weights", 0),
+    "the rotary pairs of q and k as if converted twice from interleaved": ("weights", 1),
+    "the rotary pairs of q and k as if not converted from interleaved": ("weights", 2),
+}
 
 
-def test_another_rotary_base_than_it_was_trained_with(world, diagnosed, sound, tmp_path):
-    llama = load_draft_head(sound, load_lm(str(world.target))).config.llama
-    head = changed(world, sound, tmp_path / "head", llama=dataclasses.replace(llama, rope_theta=3.0))
-    verdict = diagnosed(head)["verdict"]
-    assert verdict.startswith("Likeliest cause (rotary): ") and "rotary base 10000" in verdict
+@pytest.mark.parametrize("reading", PLANTED)
+def test_a_head_that_is_not_read_as_it_was_trained(world, diagnosed, sound, tmp_path, reading):
+    """The first cause is the planted one, and what undoes it is named."""
+    name, planted = PLANTED[reading]
+    trained = load_draft_head(sound, load_lm(str(world.target)))
+    state, changes = stored_tensors(trained), {}
+    if callable(planted):
+        changes = planted(trained.config)
+    else:
+        state = list(other_weights(state, trained.config.llama.head_dim))[planted][1]
+    verdict = diagnosed(changed(world, sound, tmp_path / "head", state, **changes))["verdict"]
+    assert verdict.startswith(f"Likeliest cause ({name}): ") and f"better with {reading}" in verdict
 
 
 def test_a_draft_vocabulary_without_frequent_tokens(world, diagnosed, sound, tmp_path):
