@@ -215,6 +215,12 @@ def print_report(report: Report, directory: str, format: str) -> None:
             show(of_cells(level, (name, "as"), [(Text(f.where, style), f.text) for f in found[level]]))
     count = report.failures
     good = Text("nothing differs", "green")
+    alike = ", ".join(label for m in report.measures for label in m.alike)
+    if alike:
+        more = (
+            f"; these few answers do not tell it from a head made for {alike}: import it, and see draftsmith diagnose"
+        )
+        good = Text.assemble(good, (f"{made}: import it and draftsmith diagnose it", "yellow"))
     if any(m.weak for m in report.measures):
         why = f"it drafts too little (first tokens right below {STRONG:.0%}, or few) to show how it was made"
         good = Text(f"too weak to tell: {why}. No name, setting or logit differs.", "yellow")

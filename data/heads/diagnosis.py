@@ -93,7 +93,7 @@ def diagnose(directory: Path, target: CausalLM, name: str, rows: Rows, data: Man
     told = compare_readings(lengths[readings[0].label], {r.label: lengths[r.label] for r in readings[1:]})
     findings = [
         off_policy(target, rows, data, own),
-        template(name, rows, data),
+        template(name, rows, data, (made.get("models") or {}).get("chat_template")),
         *amount((made.get("samples") or {}).get("training") or {}),
         vocabulary(*own.unknown),
         by_depth(own.agreement, head.passes, passes),
@@ -147,8 +147,12 @@ def off_policy(target: CausalLM, rows: Rows, data: Manifest, whole: Measured) ->
     return Finding("answers", said, max(lost, UNTOLD), f"{advice}, and train on that.")
 
 
-def template(name: str, rows: Rows, data: Manifest) -> Finding:
-    """Whether answers, as the mask has them, begin where the target's own template ends a prompt."""
+def template(name: str, rows: Rows, data: Manifest, trained: str | None = None) -> Finding:
+    """Compare where answers begin, as the mask has them, with where the target's own template ends a prompt; and the
+    templates of the data and of what the head was trained on with the target's.
+
+    trained: hash of the latter, where it is recorded.
+    """
     try:
         tokenizer = load_chat_tokenizer(name)
     except InputError as error:
@@ -160,16 +164,16 @@ def template(name: str, rows: Rows, data: Manifest) -> Finding:
     wrong = sum(ids[len(ids) - len(ending) :] != ending for ids in before) / max(1, len(before))
     ours, theirs = tokenizer_identity(name)["chat_template"], data.identity.get("chat_template")
     said = f"{1 - wrong:.1%} of the answers begin where a served prompt ends; template {theirs}, the target's {ours}"
-    advice = "Make the prompts again with the template that is served, or serve with the data's."
+    if trained not in (None, theirs):
+        said += f", the head was trained on {trained}"
+    advice = "Make the prompts again with the template that is served, or serve with theirs"
     if wrong > MISPLACED:
         elsewhere = f"the mask's answers do not begin behind {tokenizer.decode(ending)!r}, as those of the target do"
-        return Finding("template", said, wrong, f"{elsewhere}. {advice}")
-    return Finding(
-        "template",
-        said,
-        UNTOLD * (theirs not in (None, ours)),
-        f"the data has another template than the target. {advice}",
-    )
+        return Finding("template", said, wrong, f"{elsewhere}. {advice}.")
+    if theirs not in (None, ours):
+        return Finding("template", said, UNTOLD, f"the data has another template than the target. {advice}.")
+    other = f"the head was trained on another template than the target's. {advice}, and train on that."
+    return Finding("template", said, UNTOLD * (trained not in (None, ours)), other)
 
 
 def amount(recorded: Mapping[str, Any]) -> Iterator[Finding]:

@@ -64,7 +64,8 @@ class Finding:
 class Measure:
     """One number of a check: what it is, its value and the bar, in words, and whether it is met.
 
-    weak: it is met because the head drafts too little for anything else to show.
+    weak: it is met because the head drafts too little for anything else to show. alike: what it does not tell from what
+    was measured.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Measure:
     bar: str
     passed: bool
     weak: bool = False
+    alike: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

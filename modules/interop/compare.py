@@ -134,9 +134,8 @@ def working(trial: Trial, theirs: Any, inputs: Inputs, others: Iterator[tuple[st
         best = lengths[told.better[0]]
         said += f"; {right(best):.1%} with {told.better[0]}"
         said += f", and {right(best, 2):.1%} of two in place of {right(own, 2):.1%}" * (right(best) == right(own))
-    return Measure(
-        "chooses as the target", said, "no other reading better", not told.better, told.weak and not trial.known
-    )
+    measure = Measure("chooses as the target", said, "no other reading better", not told.better)
+    return measure if trial.known else dataclasses.replace(measure, weak=told.weak, alike=told.alike)
 
 
 def accepted(trial: Trial, drafting: Any, inputs: Inputs, depth: int) -> Tensor:

@@ -216,7 +216,9 @@ def test_a_mask_that_does_not_begin_behind_the_served_prompt(world, by):
     assert finding.lost == 1 and "<|assistant|>" in finding.advice
     other = dataclasses.replace(data, identity={**data.identity, "chat_template": "0123"})
     assert "another template" in template(str(world.target), rows, other).advice
-    assert not template(str(world.target), rows, data).lost
+    own = data.identity["chat_template"]
+    assert not template(str(world.target), rows, data, own).lost
+    assert "trained on another template" in template(str(world.target), rows, data, "0123").advice
 
 
 @pytest.mark.parametrize(
