@@ -217,10 +217,8 @@ def print_report(report: Report, directory: str, format: str) -> None:
     good = Text("nothing differs", "green")
     alike = ", ".join(label for m in report.measures for label in m.alike)
     if alike:
-        more = (
-            f"; these few answers do not tell it from a head made for {alike}: import it, and see draftsmith diagnose"
-        )
-        good = Text.assemble(good, (f"{made}: import it and draftsmith diagnose it", "yellow"))
+        others = f"; these few answers do not tell it from a head made for {alike}: import and `diagnose` it on more"
+        good = Text.assemble(good, (others, "yellow"))
     if any(m.weak for m in report.measures):
         why = f"it drafts too little (first tokens right below {STRONG:.0%}, or few) to show how it was made"
         good = Text(f"too weak to tell: {why}. No name, setting or logit differs.", "yellow")
