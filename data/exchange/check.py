@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -19,6 +20,7 @@ from draftsmith.data.screen import say, show
 from draftsmith.data.settings import Dtype, Loading
 from draftsmith.data.tables import of_cells
 from draftsmith.modules.interop import format_names, formats, formats_of, hf_assisted
+from draftsmith.modules.interop.alternatives import STRONG
 from draftsmith.modules.interop.base import Finding, ForeignHead, HeadFormat, Measure, Package
 from draftsmith.modules.interop.detect import detect, named_format
 from draftsmith.modules.types import InputError
@@ -188,7 +190,9 @@ def check_head(directory: Path, format: HeadFormat, source: StateSource, head: n
             report.findings.append(Finding("error", "import", str(error)))
             return report
     ours = ours.float()
-    report.measures += format.compare(reading, ours, package, make_trial(format, source, ours, reading))
+    trial = make_trial(format, source, ours, reading)
+    known = dataclasses.replace(trial, known=record is not None or head is not None)
+    report.measures += format.compare(reading, ours, package, known)
     return report
 
 
@@ -197,15 +201,25 @@ def print_report(report: Report, directory: str, format: str) -> None:
     said = f": {report.used}" if report.used else ""
     say(Text.assemble((f"{directory} as {format} reads it", "bold"), said))
 
+    def mark(measure: Measure) -> Text:
+        return Text("cannot tell", "yellow") if measure.weak else marks[measure.passed]
+
     marks = {True: Text("ok", "green"), False: Text("DIFFERS", "bold red")}
     levels = {"error": ("differs", "red"), "note": ("read as", "dim")}
     found = {level: [f for f in report.findings if f.level == level] for level in levels}
     for level, (name, style) in levels.items():
         if level == "note" and report.measures:
-            rows = [(m.name, m.value, m.bar, marks[m.passed]) for m in report.measures]
+            rows = [(m.name, m.value, m.bar, mark(m)) for m in report.measures]
             show(of_cells("measured", ("measured", "value", "bar", "verdict"), rows))
         if found[level]:
             show(of_cells(level, (name, "as"), [(Text(f.where, style), f.text) for f in found[level]]))
     count = report.failures
     good = Text("nothing differs", "green")
+    alike = ", ".join(label for m in report.measures for label in m.alike)
+    if alike:
+        others = f"; these few answers do not tell it from a head made for {alike}: import and `diagnose` it on more"
+        good = Text.assemble(good, (others, "yellow"))
+    if any(m.weak for m in report.measures):
+        why = f"it drafts too little (first tokens right below {STRONG:.0%}, or few) to show how it was made"
+        good = Text(f"too weak to tell: {why}. No name, setting or logit differs.", "yellow")
     say(Text(f"{count} difference{'s' if count > 1 else ''}", "bold red") if count else good)

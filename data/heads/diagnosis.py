@@ -8,14 +8,17 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from draftsmith.data.answering.batched import OwnUniforms, answer_all
 from draftsmith.data.heads.directory import load_draft_head
-from draftsmith.data.heads.readings import Measured, measure, readings_of
+from draftsmith.data.heads.readings import Measured, Reading, measure, readings_of
 from draftsmith.data.models.loading import llama_shape, tokenizer_identity
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.reading import metric_rows, read_object
 from draftsmith.data.text.answers import Supervision, answer_mask, spans
 from draftsmith.data.text.template import load_chat_tokenizer, prompt_ids
+from draftsmith.modules.interop.alternatives import DEPTH, STRONG, Told, compare_readings, right
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
 
@@ -25,7 +28,7 @@ Rows = Sequence[Mapping[str, Any]]
 FIRST_SOUND = 0.5
 # A later token, where those before were right, as a share of the first: 0.94 for the fourth of our EAGLE-3 head trained
 # on three passes, 0.31 for the third of the same head while it was trained on one.
-LATER_SOUND, DEPTH = 0.8, 4
+LATER_SOUND, TOKENS = 0.8, 4
 # The embedded target's own answers at temperature 1 and those of its draft model: 0.99 and 0.73 to 0.84 first choices,
 # perplexity 1.02 and 5 to 20. Drawing 2,000 tokens anew moves a share by less than 0.02.
 OFF_POLICY, OFF_POLICY_PERPLEXITY = 0.05, 1.5
@@ -34,8 +37,6 @@ OWN_PROMPTS, OWN_TOKENS = 32, 64
 MISPLACED = 0.05
 # Chosen, not measured: every twentieth token then ends its draft, whatever the head has learned.
 UNKNOWN = 0.05
-# The standard error of a difference on the same 3,000 tokens is below 0.005.
-CLEARLY_BETTER = 0.02
 # top1 of training above validation's, validation loss above its lowest, a last rise of top1: twice a sound run's.
 OVERFIT, RISEN, RISING = 0.1, 1.1, 0.02
 # Of defects that cost nobody knows how much: they rank behind those that are measured.
@@ -45,12 +46,13 @@ UNTOLD = 0.01
 @dataclass(frozen=True)
 class Finding:
     """One thing that was measured, in words. lost: the share of tokens that it may cost, 0 where nothing is wrong; else
-    advice is the cause and the remedy."""
+    advice is the cause and the remedy. generic: any bad head shows it, so every other cause ranks before it."""
 
     name: str
     measured: str
     lost: float = 0.0
     advice: str = ""
+    generic: bool = False
 
 
 def unsound(agreement: Sequence[float]) -> str:
@@ -63,7 +65,7 @@ def unsound(agreement: Sequence[float]) -> str:
 
 def bad_numbers(metrics: Mapping[str, float]) -> str:
     """`unsound` of the metrics of a validation."""
-    names = ["agreement_1" if "agreement_1" in metrics else "top1", *(f"agreement_{j}" for j in range(2, DEPTH + 1))]
+    names = ["agreement_1" if "agreement_1" in metrics else "top1", *(f"agreement_{j}" for j in range(2, TOKENS + 1))]
     return unsound([metrics[name] for name in names if name in metrics]) if names[0] in metrics else ""
 
 
@@ -82,24 +84,35 @@ def diagnose(directory: Path, target: CausalLM, name: str, rows: Rows, data: Man
     except InputError:  # of a family whose rotary positions are not known
         shape = None
     readings = readings_of(head, shape, target.info.num_layers)
-    depth = min(DEPTH, getattr(head.config, "num_heads", DEPTH))  # Medusa has a head for each token
+    depth = min(TOKENS, getattr(head.config, "num_heads", TOKENS))  # Medusa has a head for each token
     own = measure(target, rows, readings, depth)
-    firsts = {reading.label: (found or [0.0])[0] for reading, found in zip(readings, own.agreement, strict=True)}
+    passes = (made.get("config") or {}).get(head.passes)
+    # Of a head that was trained on true states alone, later tokens say nothing.
+    lengths = {r.label: n.clamp_max(passes or DEPTH) for r, n in zip(readings, own.lengths, strict=True)}
+    told = compare_readings(lengths[readings[0].label], {r.label: lengths[r.label] for r in readings[1:]})
     findings = [
         off_policy(target, rows, data, own),
-        template(name, rows, data),
+        template(name, rows, data, (made.get("models") or {}).get("chat_template")),
         *amount((made.get("samples") or {}).get("training") or {}),
         vocabulary(*own.unknown),
-        by_depth(own.agreement[0], head.passes, (made.get("config") or {}).get(head.passes)),
-        *misread(firsts),
+        by_depth(own.agreement, head.passes, passes),
+        *misread(readings, lengths, told),
         *trained(directory.parent / "metrics.csv"),
     ]
     lines = [f"{'BAD ' if found.lost else 'ok  '} {found.name}: {found.measured}" for found in findings]
-    causes = sorted((found for found in findings if found.lost), key=lambda found: -found.lost)
-    for number, found in enumerate(causes):
-        lines.append(f"{'Also' if number else 'Likeliest cause'} ({found.name}): {found.advice}")
-    if not causes:
-        bad = unsound(own.agreement[0])
+    causes = sorted((found for found in findings if found.lost), key=lambda found: (found.generic, -found.lost))
+    begins = "Likeliest cause"
+    if told.weak and all(found.generic for found in causes):
+        lines.append(
+            f"Too weak to tell why: under its best reading the first token is right in {told.first:.0%} of the drafts; "
+            f"below {STRONG:.0%}, or on few answers, no mistake in its weights or config.json shows."
+        )
+        begins = "Also"
+    for found in causes:
+        lines.append(f"{begins} ({found.name}): {found.advice}")
+        begins = "Also"
+    if begins == "Likeliest cause":
+        bad = unsound(own.agreement)
         lines.append(f"None of these is why {bad}: train longer, or on more answers." if bad else "Nothing is wrong.")
     return "\n".join(lines)
 
@@ -133,8 +146,12 @@ def off_policy(target: CausalLM, rows: Rows, data: Manifest, whole: Measured) ->
     return Finding("answers", said, max(lost, UNTOLD), f"{advice}, and train on that.")
 
 
-def template(name: str, rows: Rows, data: Manifest) -> Finding:
-    """Whether answers, as the mask has them, begin where the target's own template ends a prompt."""
+def template(name: str, rows: Rows, data: Manifest, trained: str | None = None) -> Finding:
+    """Compare where answers begin, as the mask has them, with where the target's own template ends a prompt; and the
+    templates of the data and of what the head was trained on with the target's.
+
+    trained: hash of the latter, where it is recorded.
+    """
     try:
         tokenizer = load_chat_tokenizer(name)
     except InputError as error:
@@ -146,16 +163,16 @@ def template(name: str, rows: Rows, data: Manifest) -> Finding:
     wrong = sum(ids[len(ids) - len(ending) :] != ending for ids in before) / max(1, len(before))
     ours, theirs = tokenizer_identity(name)["chat_template"], data.identity.get("chat_template")
     said = f"{1 - wrong:.1%} of the answers begin where a served prompt ends; template {theirs}, the target's {ours}"
-    advice = "Make the prompts again with the template that is served, or serve with the data's."
+    if trained not in (None, theirs):
+        said += f", the head was trained on {trained}"
+    advice = "Make the prompts again with the template that is served, or serve with theirs"
     if wrong > MISPLACED:
         elsewhere = f"the mask's answers do not begin behind {tokenizer.decode(ending)!r}, as those of the target do"
-        return Finding("template", said, wrong, f"{elsewhere}. {advice}")
-    return Finding(
-        "template",
-        said,
-        UNTOLD * (theirs not in (None, ours)),
-        f"the data has another template than the target. {advice}",
-    )
+        return Finding("template", said, wrong, f"{elsewhere}. {advice}.")
+    if theirs not in (None, ours):
+        return Finding("template", said, UNTOLD, f"the data has another template than the target. {advice}.")
+    other = f"the head was trained on another template than the target's. {advice}, and train on that."
+    return Finding("template", said, UNTOLD * (trained not in (None, ours)), other)
 
 
 def amount(recorded: Mapping[str, Any]) -> Iterator[Finding]:
@@ -164,7 +181,7 @@ def amount(recorded: Mapping[str, Any]) -> Iterator[Finding]:
     if recorded.keys() >= names:
         learned = Supervision(**{name: recorded[name] for name in names})
         advice = learned.warning() or ""
-        yield Finding("amount", learned.text(), UNTOLD * bool(advice), advice.removeprefix("warning: "))
+        yield Finding("amount", learned.text(), UNTOLD * bool(advice), advice.removeprefix("warning: "), generic=True)
 
 
 def vocabulary(tokens: float, choices: float) -> Finding:
@@ -183,23 +200,24 @@ def by_depth(agreement: Sequence[float], setting: str, passes: int | None) -> Fi
         return Finding("depth", said)
     known = "" if passes is None else f" ({setting} was {passes})"
     advice = f"it has not learned to read its own states{known}. Train on more, --{setting} 3 or 7, or longer."
-    return Finding("depth", said, agreement[0] - min(agreement), advice)
+    return Finding("depth", said, agreement[0] - min(agreement), advice, generic=True)
 
 
-def misread(firsts: Mapping[str, float]) -> Iterator[Finding]:
-    """How often the first token is right with other layers, and with other rotary positions, by label."""
-    own = firsts["as it is"]
-    for name in ("layers", "rotary"):
-        tried = {label: first for label, first in firsts.items() if label.startswith(name)}
-        if not tried:
-            continue
-        said = f"first token {own:.3f} as it is; " + "; ".join(f"{label} {first:.3f}" for label, first in tried.items())
-        best = max(tried, key=lambda label: tried[label])
-        lost = tried[best] - own if tried[best] - own > CLEARLY_BETTER else 0.0
+def misread(readings: Sequence[Reading], lengths: Mapping[str, Tensor], told: Told) -> Iterator[Finding]:
+    """Compare how the head drafts as it is with how it drafts under other readings, a finding for each factor that they
+    change. lengths: as of `Measured`, by label."""
+    shown = {label: f"{right(own):.3f} / {right(own, 2):.3f}" for label, own in lengths.items()}
+    own = lengths[readings[0].label]
+    for factor in dict.fromkeys(reading.factor for reading in readings[1:]):
+        labels = [reading.label for reading in readings if reading.factor == factor]
+        said = "; ".join(f"{label} {shown[label]}{' (alike)' * (label in told.alike)}" for label in labels)
+        said = f"first token / first two right {shown[readings[0].label]} as it is; {said}"
+        best = next((label for label in told.better if label in labels), "")
+        lost = max(right(lengths[best], depth) - right(own, depth) for depth in (1, 2)) if best else 0.0
         advice = (
-            f"config.json is not what it was trained with: {best} is better. Correct that and import it, or train it."
+            f"it drafts better with {best}: it is not read as it was made. Correct that and import it, or train it."
         )
-        yield Finding(name, said, lost, advice)
+        yield Finding(factor, said, lost, advice)
 
 
 def trained(file: Path) -> Iterator[Finding]:
@@ -214,7 +232,8 @@ def trained(file: Path) -> Iterator[Finding]:
     said += f"validation loss {risen - 1:.0%} above its lowest, validation {loss.index(min(loss)) + 1} of {len(loss)}"
     if gap > OVERFIT or risen > RISEN:
         advice = "it overfits. Train for fewer --epochs, or on more answers."
-        yield Finding("training", said, max(gap, UNTOLD), advice)
+        yield Finding("training", said, max(gap, UNTOLD), advice, generic=True)
     else:
         lost = rise if rise > RISING else 0.0
-        yield Finding("training", said, lost, "it ended while the head still learned. Train for more --epochs.")
+        advice = "it ended while the head still learned. Train for more --epochs."
+        yield Finding("training", said, lost, advice, generic=True)

@@ -16,20 +16,22 @@ from draftsmith.data.heads.directory import build_head, stored_tensors
 from draftsmith.data.text.answers import answer_mask
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.drafters.eagle3.net import default_layers
-from draftsmith.modules.layers import LlamaConfig, RopeScaling
+from draftsmith.modules.interop.alternatives import DEPTH, SWITCHES, other_ropes, other_weights
+from draftsmith.modules.interop.rope import Rope
+from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams
 
-# What published heads were trained with, whatever their targets have.
-COMMON_BASE = 10_000.0
 # Of a text; the logits of so many are made at once.
 MOST_TOKENS = 2048
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A head that is fed the target's states after these many layers. label: how this differs from its config."""
+    """A head that is fed the target's states after these many layers. factor, label: what differs from its config, and
+    how."""
 
+    factor: str
     label: str
     head: DraftHead
     layers: tuple[int, ...]
@@ -40,35 +42,44 @@ class Measured:
     """What texts say.
 
     chosen: share of the answers' tokens that are the target's first choice. perplexity: of them, under the target at
-    temperature 1. agreement: of each reading, how often a draft's first, second, ... token is the target's first choice
-    where those before it were right and the text's. unknown: shares of the answers' tokens and of the target's first
-    choices that the first reading's head cannot draft.
+    temperature 1. agreement: of the first reading, how often a draft's first, second, ... token is the target's first
+    choice where those before it were right and the text's. lengths: of each reading, how many tokens of the draft from
+    each place [N] the target would accept, at most DEPTH. unknown: shares of the answers' tokens and of the target's
+    first choices that the first reading's head cannot draft.
     """
 
     chosen: float
     perplexity: float
-    agreement: list[list[float]]
+    agreement: list[float]
+    lengths: list[Tensor]
     unknown: tuple[float, float]
 
 
 def readings_of(head: DraftHead, target: LlamaConfig | None, num_layers: int) -> list[Reading]:
-    """The head as it is; with its layers one up, one down and the default ones; with a rotary base of 10,000, and with
-    its target's rotary positions. target: its sizes, where they are known."""
+    """The head as it is, then with one factor changed each: its layers, its rotary settings, the order of what its
+    weights read, its switches. target: its sizes, where they are known."""
     own = head.capture or (num_layers,)
     layers = [tuple(layer + by for layer in own) for by in (-1, 1)]
     layers += [default_layers(num_layers)] * (len(head.capture) == 3)
     possible = [one for one in layers if one[0] >= 0 and one[-1] < num_layers and list(one) == sorted({*one})]
-    found = [Reading("as it is", head, own)]
-    found += [Reading(f"layers {' '.join(map(str, one))}", head, one) for one in possible if one != own]
-    llama, device = getattr(head.config, "llama", None), next(head.parameters()).device
+    possible += [own[::-1]] * (len(own) > 1)
+    found = [Reading("", "as it is", head, own)]
+    found += [Reading("layers", f"layers {' '.join(map(str, one))}", head, one) for one in possible if one != own]
+    llama, state, device = getattr(head.config, "llama", None), stored_tensors(head), next(head.parameters()).device
     if llama is None:
         return found
-    ropes = {(COMMON_BASE, RopeScaling())} | ({(target.rope_theta, target.rope_scaling)} if target else set())
-    for theta, scaling in sorted(ropes, key=str):
-        if (theta, scaling.kind) != (llama.rope_theta, llama.rope_scaling.kind):
-            turned = dataclasses.replace(llama, rope_theta=theta, rope_scaling=scaling)
-            other = build_head(head.kind, dataclasses.replace(head.config, llama=turned), stored_tensors(head))
-            found.append(Reading(f"rotary base {theta:g}, scaling {scaling.kind}", other.eval().to(device), own))
+
+    def read_as(factor: str, label: str, state: Mapping[str, Tensor] = state, **changes: Any) -> Reading:
+        other = build_head(head.kind, dataclasses.replace(head.config, **changes), state)
+        return Reading(factor, label, other.eval().to(device), own)
+
+    rope = Rope(target.rope_theta, target.rope_scaling) if target else None
+    found += [read_as("rotary", label, llama=turned) for label, turned in other_ropes(llama, rope)]
+    found += [read_as("weights", label, other) for label, other in other_weights(state, llama.head_dim)]
+    for name in SWITCHES:
+        if hasattr(head.config, name):
+            on = getattr(head.config, name)
+            found.append(read_as("switches", f"{name} {'off' if on else 'on'}", **{name: not on}))
     return found
 
 
@@ -79,7 +90,7 @@ def measure(
     """Read every row's text once with the target, and as often as asked with the head.
 
     rows: of an artefact with answers; what is behind MOST_TOKENS or a context is left out. depth: tokens of the first
-    reading's drafts; the others draft one.
+    reading's drafts; the others draft at most DEPTH.
 
     Raises:
         NonFinite: the head's logits.
@@ -87,9 +98,9 @@ def measure(
     last = target.info.num_layers
     layers = tuple(sorted({last, *(layer for reading in readings for layer in reading.layers)}))
     context = min([MOST_TOKENS, target.info.max_position, *(reading.head.config.max_position for reading in readings)])
-    depths = [depth, *[1] * len(readings)][: len(readings)]
+    depths = [depth, *[min(depth, DEPTH)] * len(readings)][: len(readings)]
     drafting = [reading.head.branches(target, own) for reading, own in zip(readings, depths, strict=True)]
-    tallies = [torch.zeros(2, own) for own in depths]
+    tally, lengths = torch.zeros(2, depth), [list[Tensor]() for _ in readings]
     sums = torch.zeros(5, dtype=torch.float64)  # tokens, chosen, -log p, unknown tokens, unknown choices
     for row in rows:
         ids, mask = torch.tensor(row["input_ids"][:context]), torch.tensor(answer_mask(row)[:context], dtype=torch.bool)
@@ -108,18 +119,21 @@ def measure(
                 continue
             branches.open(ids.tolist(), torch.cat([states[layer] for layer in reading.layers], -1))
             drafted = branches.draft(starts.tolist(), depths[number], [SamplingParams()] * len(starts))
-            tallies[number] += agreed(drafted.tokens.cpu(), starts, ids, choices)
+            right, compared = agreed(drafted.tokens.cpu(), starts, ids, choices)
+            lengths[number].append(right.sum(1).clamp_max(DEPTH))
             if number == 0:
+                tally += torch.stack([right.sum(0), compared.sum(0)])
                 known = branches.lm_head(drafted.hidden[:1, 0])[0].isfinite().cpu()
                 sums[3:] += torch.stack([(~known[tokens]).sum() for tokens in (ids[places + 1], choices[places])])
     _, chosen, surprise, *unknown = (sums / sums[0].clamp_min(1)).tolist()
-    agreement = [[right / count for right, count in tally.T.tolist() if count] for tally in tallies]
-    return Measured(chosen, math.exp(min(surprise, 100.0)), agreement, (unknown[0], unknown[1]))
+    agreement = [right / count for right, count in tally.T.tolist() if count]
+    joined = [torch.cat([torch.zeros(0, dtype=torch.long), *own]) for own in lengths]
+    return Measured(chosen, math.exp(min(surprise, 100.0)), agreement, joined, (unknown[0], unknown[1]))
 
 
 def agreed(drafted: Tensor, starts: Tensor, ids: Tensor, choices: Tensor) -> Tensor:
-    """[2, K]: of greedy drafts [S, K] how many tokens are the target's first choice, and how many were compared: those
-    in the answer whose draft was right and the text's until then.
+    """[2, S, K]: which tokens of greedy drafts [S, K] were compared and are the target's first choice, and which were
+    compared: those in the answer whose draft was right and the text's until then.
 
     choices: [T], after each token of the text [T] where an answer's token follows; -1 elsewhere.
     """
@@ -129,4 +143,4 @@ def agreed(drafted: Tensor, starts: Tensor, ids: Tensor, choices: Tensor) -> Ten
     right = drafted == wanted
     goes_on = (right & (drafted == ids[after])).cumprod(-1).bool()
     compared = (wanted >= 0) & torch.cat([torch.ones_like(goes_on[:, :1]), goes_on[:, :-1]], 1)
-    return torch.stack([(compared & right).sum(0), compared.sum(0)])
+    return torch.stack([compared & right, compared])

@@ -65,12 +65,18 @@ class Finding:
 
 @dataclass(frozen=True)
 class Measure:
-    """One number of a check: what it is, its value and the bar, in words, and whether it is met."""
+    """One number of a check: what it is, its value and the bar, in words, and whether it is met.
+
+    weak: it is met because the head drafts too little for anything else to show. alike: what it does not tell from what
+    was measured.
+    """
 
     name: str
     value: str
     bar: str
     passed: bool
+    weak: bool = False
+    alike: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -127,11 +133,13 @@ class Trial:
 
     facts: of the model whose hidden states it reads, with embedding and lm_head. probes: for a head that drafts.
     inputs: for a predictor, name -> [N, size] of all that it may read of N tokens (`interop/acceptance.py` names them).
+    known: the head is at hand, or a record of it: how well it drafts says less of how it was made than these do.
     """
 
     facts: TargetFacts
     probes: Sequence[Probe] = ()
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
+    known: bool = False
 
 
 @dataclass(frozen=True)

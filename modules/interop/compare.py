@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftsmith.modules.drafters.eagle.net import EagleConfig, EagleNet
 from draftsmith.modules.drafters.eagle3.net import Eagle3Config, Eagle3Net
+from draftsmith.modules.interop.alternatives import DEPTH, SWITCHES, compare_readings, other_ropes, other_weights, right
 from draftsmith.modules.interop.base import Measure, Package, Reading, Trial, largest
 from draftsmith.modules.interop.draft_vocabulary import table_fault
-from draftsmith.modules.interop.rope import KNOWN, Rope, frequencies, transformers_rope
+from draftsmith.modules.interop.rope import KNOWN, transformers_rope
 from draftsmith.modules.layers import RopeScaling
 
 # Two float32 implementations of one layer; another rope, order or bias changes logits by tenths at least.
@@ -23,8 +25,6 @@ LARGEST_DIFFERENCE = 1e-4
 LARGEST_SHARE = 1e-5  # of the largest logit, where that is more: a draft goes on from its own rounded states
 # Steps that a draft is followed on its own tokens and features.
 DRAFT_STEPS = 3
-# Another reading has to agree this much more often with the target, chance aside, to be called the right one.
-CLEARLY_BETTER = 0.1
 
 Inputs = list[tuple[Tensor, Tensor]]  # token ids [T] and features [T, H] of each probe: row t has x_{t+1} and f_t
 
@@ -61,6 +61,13 @@ class Drafting:
     def logits(self, ids: Tensor, features: Tensor) -> Tensor:
         """[T, V]."""
         return self.of_states(self.states(ids, features))
+
+    def passes(self, ids: Tensor, features: Tensor) -> list[Tensor]:
+        """Logits [T, V] of the first, second, ... token of a draft from each row, the text's own tokens before it."""
+        net: Any = self.net
+        # Row t of pass j belongs to the draft from row t - j.
+        states = net.unroll(self.embedding[ids][None], features[None], DEPTH)
+        return [self.of_states(own[0].roll(-j, 0)) for j, own in enumerate(states)]
 
     def draft(self, ids: Tensor, features: Tensor) -> Tensor:
         """[T + DRAFT_STEPS, V]: logits of all rows, then of a greedy draft from the last one, on its own states."""
@@ -112,27 +119,40 @@ def difference(name: str, value: float, size: float) -> Measure:
     return Measure(name, f"differ by {value:.1e}", f"at most {bar:.2g}", value <= bar)
 
 
-def working(trial: Trial, theirs: Drafting, inputs: Inputs, others: Iterator[tuple[str, Drafting, Inputs]]) -> Measure:
-    """Whether the head, read by the system's rules, drafts what the target says; and whether it would do so clearly
-    more often when read another way, which is then how it was made.
+def working(trial: Trial, theirs: Any, inputs: Inputs, others: Iterator[tuple[str, Any, Inputs]]) -> Measure:
+    """Compare how far the head, read by the system's rules, drafts what the target says with how far it does so when
+    read another way. The reading that drafts best is how the head was made.
 
-    Neither needs our reading of the directory: this is what finds a mistake that all readers share.
+    Neither needs our reading of the directory: this is what finds a mistake that all readers share. theirs: its
+    `passes` gives logits [T, V] of each token of a draft.
     """
-    # Row t: the target's greedy choice of x_{t+2}, and whether that token is one of the answer.
-    choices = [probe.choices[1:] for probe in trial.probes]
-    counts = [torch.arange(2, len(probe.ids) + 1) >= probe.start for probe in trial.probes]
-    count = max(sum(int(counted.sum()) for counted in counts), 1)
+    depth = 1 if trial.known else DEPTH
+    own = accepted(trial, theirs, inputs, depth)
+    lengths = {name: accepted(trial, drafting, rows, depth) for name, drafting, rows in others}
+    told = compare_readings(own, lengths)
+    said = f"{right(own):.1%} of {len(own)} tokens"
+    if told.better:
+        best = lengths[told.better[0]]
+        said += f"; {right(best):.1%} with {told.better[0]}"
+        said += f", and {right(best, 2):.1%} of two in place of {right(own, 2):.1%}" * (right(best) == right(own))
+    measure = Measure("chooses as the target", said, "no other reading better", not told.better)
+    return measure if trial.known else dataclasses.replace(measure, weak=told.weak, alike=told.alike)
 
-    def agreement(drafting: Drafting, inputs: Inputs) -> float:
-        chosen = [drafting.logits(*rows).nan_to_num(0.0).argmax(-1) for rows in inputs]
-        return sum(int(((own == best) & n).sum()) for own, best, n in zip(chosen, choices, counts, strict=True)) / count
 
-    value = agreement(theirs, inputs)
-    needed = value + CLEARLY_BETTER + 3 * math.sqrt(0.25 / count)
-    shares = ((agreement(drafting, rows), name) for name, drafting, rows in others)
-    best, name = max((share for share in shares if share[0] > needed), default=(0.0, ""))
-    said = f"{value:.1%} of {count} tokens" + (f"; {best:.1%} with {name}" if name else "")
-    return Measure("chooses as the target", said, "no other reading better", not name)
+def accepted(trial: Trial, drafting: Any, inputs: Inputs, depth: int) -> Tensor:
+    """Count the first tokens, at most `depth`, of a greedy draft that the target would accept, [N] places in the
+    answers."""
+    lengths = []
+    for probe, rows in zip(trial.probes, inputs, strict=True):
+        # Row t: the target's greedy choice of x_{t+2}, and whether that token is one of the answer.
+        choices, counted = probe.choices[1:], torch.arange(2, len(probe.ids) + 1) >= probe.start
+        hits = [
+            logits.nan_to_num(0.0).argmax(-1)[: len(choices) - j] == choices[j:]
+            for j, logits in enumerate(drafting.passes(*rows)[:depth])
+        ]
+        padded = torch.stack([F.pad(own, (0, len(choices) - len(own))) for own in hits], -1)
+        lengths.append(padded.long().cumprod(-1).sum(-1)[counted])
+    return torch.cat(lengths)
 
 
 def other_readings(
@@ -146,8 +166,8 @@ def other_readings(
         return dataclasses.replace(theirs, net=net_of(dataclasses.replace(reading, **changes), positions))
 
     weights, settings = reading.weights, reading.settings
-    swapped = torch.cat(weights["fc.weight"].chunk(2, dim=1)[::-1], dim=1)
-    yield "the feature before the embedding in fc", read_as(weights=weights | {"fc.weight": swapped}), inputs
+    for name, changed in other_weights(weights, settings["llama"].head_dim):
+        yield name, read_as(weights=changed), inputs
     states = [probe.before_norm for probe in trial.probes if probe.before_norm is not None]
     if len(states) == len(inputs):
         before = [(ids, state[:-1]) for (ids, _), state in zip(inputs, states, strict=True)]
@@ -158,10 +178,8 @@ def other_readings(
     bias = package.tensors.get("fc.bias")
     if bias is not None and "fc.bias" not in weights:
         yield "the fc.bias of the file", read_as(weights=weights | {"fc.bias": bias.float()}), inputs
-    llama, rope = settings["llama"], transformers_rope(trial.facts.raw)
-    target = dataclasses.replace(llama, rope_theta=rope.theta, rope_scaling=rope.scaling)
-    if rope.kind in KNOWN and not torch.equal(frequencies(llama, rope), frequencies(llama, Rope.of(llama))):
-        yield "the rotary settings of the target", read_as(settings=settings | {"llama": target}), inputs
+    for name, llama in other_ropes(settings["llama"], transformers_rope(trial.facts.raw)):
+        yield name, read_as(settings=settings | {"llama": llama}), inputs
     if settings["embed"] == "file":
         yield "the target's embedding", plain, inputs
 
@@ -173,6 +191,11 @@ class Drafting3(Drafting):
     def states(self, ids: Tensor, features: Tensor) -> Tensor:
         net: Any = self.net
         return net.follow(self.embedding[ids][None], features[None], 1)[0][0]
+
+    def passes(self, ids: Tensor, features: Tensor) -> list[Tensor]:
+        net: Any = self.net
+        embeds = F.pad(self.embedding[ids], (0, 0, 0, DEPTH - 1))
+        return [self.of_states(own[0]) for own in net.follow(embeds[None], features[None], DEPTH)]
 
     def of_states(self, states: Tensor) -> Tensor:
         net: Any = self.net
@@ -253,18 +276,15 @@ def other_readings3(
         yield f"layers {name}", theirs, theirs.inputs(trial, tuple(number + step for number in capture))
     if len(capture) > 1:
         yield "the layers in the opposite order", theirs, theirs.inputs(trial, capture[::-1])
-    projections = [f"layer.self_attn.{name}_proj.weight" for name in "qkv"]
-    swapped = {name: torch.cat(weights[name].chunk(2, dim=1)[::-1], dim=1) for name in projections}
-    yield "the state before the embedding in q, k and v", *read_as({**weights, **swapped})
-    residual = "as it is" if settings["norm_before_residual"] else "after its norm"
-    yield f"the state {residual} as the residual", *read_as(norm_before_residual=not settings["norm_before_residual"])
+    for name, changed in other_weights(weights, settings["llama"].head_dim):
+        yield name, *read_as(changed)
+    for name in SWITCHES:
+        yield f"{name} {'off' if settings[name] else 'on'}", *read_as(**{name: not settings[name]})
     if "d2t" in weights and "d2t" in package.tensors:
         yield "ids in d2t", *read_as({**weights, "d2t": package.tensors["d2t"].long()})
     plain = dataclasses.replace(theirs, embedding=trial.facts.embed_tokens.float())
     yield "each state beside its own token instead of the next", plain, plain.inputs(trial, capture, shift=0)
-    llama, rope = settings["llama"], transformers_rope(trial.facts.raw)
-    if rope.kind in KNOWN and not torch.equal(frequencies(llama, rope), frequencies(llama, Rope.of(llama))):
-        target = dataclasses.replace(llama, rope_theta=rope.theta, rope_scaling=rope.scaling)
-        yield "the rotary settings of the target", *read_as(llama=target)
+    for name, llama in other_ropes(settings["llama"], transformers_rope(trial.facts.raw)):
+        yield name, *read_as(llama=llama)
     if settings["embed"] == "file":
         yield "the target's embedding", plain, inputs

@@ -288,9 +288,9 @@ class Reads:
             x = x + F.silu(linear(f"{name}.block.linear", x))
         return linear(f"lm_heads.{number}", x)
 
-    def logits(self, ids: Tensor, features: Tensor) -> Tensor:
-        """[T, V] of the first head, where ids [T] are the tokens that it reads; for `working`."""
-        return self._head(0, torch.cat([self._prefix(features), self._embedding[ids]], -1))
+    def passes(self, ids: Tensor, features: Tensor) -> list[Tensor]:
+        """Logits [T, V] of the first token of a draft, where ids [T] are the tokens that it reads; for `working`."""
+        return [self._head(0, torch.cat([self._prefix(features), self._embedding[ids]], -1))]
 
     def others(self, trial: Trial) -> Iterator[tuple[str, Any, Any]]:
         """What they may have been made for, if not for what the system does with them."""

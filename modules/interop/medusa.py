@@ -251,9 +251,9 @@ class Reads:
             found.append(F.linear(states, self._weights.get(f"lm_heads.{i}.weight", self._shared)))
         return found
 
-    def logits(self, ids: Tensor, features: Tensor) -> Tensor:
-        """[T, V] of the first head, for `working`."""
-        return self.heads(features)[0]
+    def passes(self, ids: Tensor, features: Tensor) -> list[Tensor]:
+        """Logits [T, V] of the first token of a draft, for `working`."""
+        return self.heads(features)[:1]
 
     def others(self, trial: Trial) -> Iterator[tuple[str, Any, Any]]:
         """What they may have been made for, if not for what the system does with them."""

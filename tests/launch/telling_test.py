@@ -77,11 +77,11 @@ def test_words_behind_the_dashes_are_another_commands(capsys):
     ("shell", "line"),
     [
         ("bash", "complete -o default -F _draftsmith draftsmith"),
-        ("fish", "-l config -r -F -a 'bench bench-gpu calibration eagle2 hsddw load policies specdecpp tune' "),
-        ("zsh", ":config:{compadd -- bench bench-gpu calibration eagle2 hsddw load policies specdecpp tune; _files}"),
+        ("fish", "-l config -r -F -a 'bench bench-gpu calibration eagle2 hsddw policies specdecpp tune' "),
+        ("zsh", ":config:{compadd -- bench bench-gpu calibration eagle2 hsddw policies specdecpp tune; _files}"),
         (
             "zsh",
-            "compadd -- 'bench' 'bench-gpu' 'calibration' 'eagle2' 'hsddw' 'load' 'policies' 'specdecpp' 'tune'; _f",
+            "compadd -- 'bench' 'bench-gpu' 'calibration' 'eagle2' 'hsddw' 'policies' 'specdecpp' 'tune'; _f",
         ),
     ],
 )

@@ -56,7 +56,7 @@ BROKEN: dict[str, tuple[Callable[[Directory], None], dict[str, str | None]]] = {
         dict.fromkeys(FORMATS, "layers.0.post_attention_layernorm.weight"),
     ),
     "fc bias that is lost": (
-        lambda d: d.add("fc.bias", torch.full((48,), 0.5)),
+        lambda d: d.add("fc.bias", torch.full((48,), 0.01)),
         {"eagle": "fc.bias", "vllm": "fc.bias", "sglang": None},  # SGLang computes with it
     ),
     "bias read as attention bias": (
@@ -91,8 +91,8 @@ def test_what_a_system_would_read_otherwise_is_found_without_the_original(copy_o
     (directory / RECORD).unlink()
     breakage(Directory(directory))
     code, said = checked(directory, format)
-    if systems[format] is None:
-        assert (code, "nothing differs" in said) == (0, True), said
+    if systems[format] is None:  # the head drafts 35 % of its tokens, which is too little to say that nothing differs
+        assert (code, "too weak to tell" in said) == (0, True), said
     else:
         assert code == 1 and systems[format] in said and "nothing differs" not in said, said
 

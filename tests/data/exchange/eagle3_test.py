@@ -135,6 +135,39 @@ def test_what_a_system_would_read_otherwise_is_found_without_the_original(export
         assert code == 1 and systems[format] in said and "nothing differs" not in said, said
 
 
+@pytest.fixture(scope="module")
+def normed(target, tmp_path_factory) -> Path:
+    """An export of a head that reads its own states normed, as EAGLE-3.1 does."""
+    lm, root = load_lm(target), tmp_path_factory.mktemp("normed")
+    probes = make_probes(target, lm, lm.info.max_position)
+    head = quick_eagle3_head(lm, [probe.ids.tolist() for probe in probes], steps=60, norm_output=True)
+    save_head(root / "head", head, {"target": lm.info.identity, "config": {"target": target}}, "card")
+    assert export(ExportConfig(format="vllm", head=root / "head", output=root / "vllm")) == 0
+    return root / "vllm"
+
+
+# What is done to an export whose record is gone, and what the check says; where the two other readings of layers are as
+# good, and where no draft is right.
+MISREAD: dict[str, tuple[Callable[[Directory], None], int, str]] = {
+    "halves of q, k and v": (swap_all, 1, "with the state before the embedding in q, k and v"),
+    "another recurrent state": (lambda d: d.set(norm_output=None), 1, "with norm_output on"),
+    "layer ids": (later, 0, "do not tell it from a head made for layers one later, layers one earlier"),
+    "weak": (lambda d: d.change("lm_head.weight", lambda w: w.roll(1, 0)), 0, "too weak to tell"),
+}
+
+
+@pytest.mark.parametrize("name", MISREAD)
+def test_how_a_head_drafts_tells_how_it_was_made_or_that_it_cannot(exported, normed, checked, tmp_path, name):
+    directory = tmp_path / "copy"
+    shutil.copytree(normed if name == "another recurrent state" else exported("vllm"), directory)
+    (directory / RECORD).unlink()
+    breakage, expected, said = MISREAD[name]
+    breakage(Directory(directory))
+    code, shown = checked(directory, "vllm")
+    assert said in shown and code == expected, shown
+    assert name != "weak" or "nothing differs" not in shown
+
+
 # The head works about as well, or only its drafts are worse: this target's layers have much the same states.
 RECORDED: dict[str, tuple[Callable[[Directory], None], tuple[str, ...], str]] = {
     "layer ids": (later, FORMATS[1:], "capture: (3, 7, 10) in this system"),

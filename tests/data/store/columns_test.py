@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 from multiprocessing import get_context
@@ -55,11 +56,13 @@ def rewritten(directory) -> None:
 
 
 def test_mapped_columns_are_those_of_the_shards_and_take_no_memory(directory):
+    gc.collect()  # what other tests left may go while this one counts
     before = pa.total_allocated_bytes()
     table = opened(directory)
     assert table.to_pylist() == rows_of(directory) and table["input_ids"].num_chunks > 1
     assert [path.suffix for path in made(directory)] == [".arrow", ".json"]
-    assert pa.total_allocated_bytes() == before  # Arrow counts what it allocates, and not what is mapped
+    # Arrow counts what it allocates, and not what is mapped: a copy of the columns would be as large as they are.
+    assert pa.total_allocated_bytes() - before < table.nbytes
 
 
 def test_a_small_artefact_is_read(chain):

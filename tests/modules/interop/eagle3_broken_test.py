@@ -213,14 +213,24 @@ def reversed_states(package: Package) -> Package:
     return changed(package, {}, {"fc.weight": torch.cat(package.tensors["fc.weight"].chunk(3, dim=1)[::-1], dim=1)})
 
 
+def interleaved(package: Package) -> Package:
+    """Rows of q and k as Llama's own code has them: (0, d/2), (1, 1 + d/2), .. side by side."""
+    d = package.config["head_dim"]
+    order = torch.arange(d).view(2, d // 2).T.flatten()
+    names = [f"midlayer.self_attn.{name}_proj.weight" for name in "qk"]
+    tensors = {n: package.tensors[n].unflatten(0, (-1, d))[:, order].flatten(0, 1) for n in names}
+    return changed(package, {}, tensors)
+
+
 MISREAD = {
     "layers one earlier": lambda package: changed(package, {IDS: [3, 7, 10]}),
     "layers one later": lambda package: changed(package, {IDS: [1, 5, 8]}),
     "the layers in the opposite order": reversed_states,
     "the state before the embedding in q, k and v": swapped,
-    "the state as it is as the residual": lambda package: changed(package, {"norm_before_residual": True}),
+    "norm_before_residual off": lambda package: changed(package, {"norm_before_residual": True}),
     "ids in d2t": lambda package: changed(package, {}, {"d2t": torch.arange(8), "t2d": None}),
-    "the rotary settings of the target": lambda package: changed(package, {"rope_theta": 7.0, "rope_parameters": ...}),
+    "rotary base 5000": lambda package: changed(package, {"rope_theta": 7.0, "rope_parameters": ...}),
+    "the rotary pairs of q and k as if not converted from interleaved": interleaved,
     "the target's embedding": lambda package: changed(package, {}, {"embed_tokens.weight": rand(V, H)}),
 }
 
