@@ -79,7 +79,7 @@ def readings_of(head: DraftHead, target: LlamaConfig | None, num_layers: int) ->
     for name in SWITCHES:
         if hasattr(head.config, name):
             on = getattr(head.config, name)
-            found.append(read_as("switches", f"{name} {'off' if on else 'on'}", **{name: not on}))
+            found.append(read_as("switches", f"{name} {'off' if on else 'on'}", state, **{name: not on}))
     return found
 
 

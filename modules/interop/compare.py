@@ -279,7 +279,7 @@ def other_readings3(
     for name, changed in other_weights(weights, settings["llama"].head_dim):
         yield name, *read_as(changed)
     for name in SWITCHES:
-        yield f"{name} {'off' if settings[name] else 'on'}", *read_as(**{name: not settings[name]})
+        yield f"{name} {'off' if settings[name] else 'on'}", *read_as(weights, **{name: not settings[name]})
     if "d2t" in weights and "d2t" in package.tensors:
         yield "ids in d2t", *read_as({**weights, "d2t": package.tensors["d2t"].long()})
     plain = dataclasses.replace(theirs, embedding=trial.facts.embed_tokens.float())
