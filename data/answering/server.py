@@ -265,7 +265,7 @@ def fetch(method: str, url: str, limit_s: float, key: str = "", **more: Any) -> 
 
 
 def one_word(text: str) -> str:
-    """What a server says of itself, as it can be shown and stored."""
+    """Return a server's name of itself if it can be printed and stored, else `unknown`."""
     return text[:SHOWN_CHARS] if text.isprintable() else "unknown"
 
 

@@ -18,7 +18,7 @@ from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.reading import metric_rows, read_object
 from draftsmith.data.text.answers import Supervision, answer_mask, spans
 from draftsmith.data.text.template import load_chat_tokenizer, prompt_ids
-from draftsmith.modules.interop.alternatives import DEPTH, STRONG, Told, compare_readings, right
+from draftsmith.modules.interop.alternatives import DEPTH, STRONG, Comparison, compare_readings, right
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
 
@@ -89,23 +89,23 @@ def diagnose(directory: Path, target: CausalLM, name: str, rows: Rows, data: Man
     passes = (made.get("config") or {}).get(head.passes)
     # Of a head that was trained on true states alone, later tokens say nothing.
     lengths = {r.label: n.clamp_max(passes or DEPTH) for r, n in zip(readings, own.lengths, strict=True)}
-    told = compare_readings(lengths[readings[0].label], {r.label: lengths[r.label] for r in readings[1:]})
+    comparison = compare_readings(lengths[readings[0].label], {r.label: lengths[r.label] for r in readings[1:]})
     findings = [
         off_policy(target, rows, data, own),
         template(name, rows, data, (made.get("models") or {}).get("chat_template")),
         *amount((made.get("samples") or {}).get("training") or {}),
         vocabulary(*own.unknown),
         by_depth(own.agreement, head.passes, passes),
-        *misread(readings, lengths, told),
+        *misread(readings, lengths, comparison),
         *trained(directory.parent / "metrics.csv"),
     ]
     lines = [f"{'BAD ' if found.lost else 'ok  '} {found.name}: {found.measured}" for found in findings]
     causes = sorted((found for found in findings if found.lost), key=lambda found: (found.generic, -found.lost))
     begins = "Likeliest cause"
-    if told.weak and all(found.generic for found in causes):
+    if comparison.weak and all(found.generic for found in causes):
         lines.append(
-            f"Too weak to tell why: under its best reading the first token is right in {told.first:.0%} of the drafts; "
-            f"below {STRONG:.0%}, or on few answers, no mistake in its weights or config.json shows."
+            f"Too weak to tell why: under its best reading the first token is right in {comparison.first:.0%} of the "
+            f"drafts; below {STRONG:.0%}, or on few answers, no mistake in its weights or config.json shows."
         )
         begins = "Also"
     for found in causes:
@@ -203,16 +203,16 @@ def by_depth(agreement: Sequence[float], setting: str, passes: int | None) -> Fi
     return Finding("depth", said, agreement[0] - min(agreement), advice, generic=True)
 
 
-def misread(readings: Sequence[Reading], lengths: Mapping[str, Tensor], told: Told) -> Iterator[Finding]:
+def misread(readings: Sequence[Reading], lengths: Mapping[str, Tensor], comparison: Comparison) -> Iterator[Finding]:
     """Compare how the head drafts as it is with how it drafts under other readings, a finding for each factor that they
     change. lengths: as of `Measured`, by label."""
     shown = {label: f"{right(own):.3f} / {right(own, 2):.3f}" for label, own in lengths.items()}
     own = lengths[readings[0].label]
     for factor in dict.fromkeys(reading.factor for reading in readings[1:]):
         labels = [reading.label for reading in readings if reading.factor == factor]
-        said = "; ".join(f"{label} {shown[label]}{' (alike)' * (label in told.alike)}" for label in labels)
+        said = "; ".join(f"{label} {shown[label]}{' (alike)' * (label in comparison.alike)}" for label in labels)
         said = f"first token / first two right {shown[readings[0].label]} as it is; {said}"
-        best = next((label for label in told.better if label in labels), "")
+        best = next((label for label in comparison.better if label in labels), "")
         lost = max(right(lengths[best], depth) - right(own, depth) for depth in (1, 2)) if best else 0.0
         advice = (
             f"it drafts better with {best}: it is not read as it was made. Correct that and import it, or train it."

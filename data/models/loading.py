@@ -92,7 +92,7 @@ def read_config(path: str) -> dict[str, Any]:
 
 
 def vocabulary_size(path: str) -> int | None:
-    """How many tokens a model has, by its `config.json`; None if that does not say."""
+    """Return the vocabulary size in a model's `config.json`, or None if it has none."""
     raw = read_config(path)
     return {**raw, **(raw.get("text_config") or {})}.get("vocab_size")
 

@@ -70,7 +70,7 @@ def read_lines(path: Path, shape: Mapping[str, Shape], remedy: str = REMEDY) -> 
 
 
 def read_text(path: Path, expected: str, remedy: str = REMEDY) -> str:
-    """The content of a text file. expected: what it holds, for the error.
+    """Read a text file. expected: its content in words, for the error.
 
     Raises:
         OSError: it is not there. InputError: it is not UTF-8.

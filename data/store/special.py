@@ -1,7 +1,7 @@
-"""Fifos, sockets and devices: nothing here reads or writes them.
+"""Refuse fifos, sockets and devices as inputs and outputs.
 
-A fifo that nobody writes to is read forever, `/dev/zero` has no end, and writing beside a name and then taking it would
-put a regular file in the place of a device.
+Reading a fifo without a writer never returns, `/dev/zero` has no end, and an atomic write turns a device into a
+regular file.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ PROBABILITIES = ("accept_prob", "overlap", "reached")
 
 
 class Fault(NamedTuple):
-    """What is wrong in a row of a batch."""
+    """A wrong value in a row of a batch."""
 
     column: str
     row: int

@@ -240,7 +240,7 @@ def _read_messages(row: Mapping[str, Any], columns: Mapping[str, str]) -> Conver
     # A system turn without text is common, and means none.
     said = (turn for turn in turns if not (_role(turn) == "system" and _content(turn) in (None, "")))
     messages = [_message(turn) for turn in said]
-    if all(message["role"] == "user" for message in messages):  # nobody answered: `turns` in another layout
+    if all(message["role"] == "user" for message in messages):  # no answers: `turns` in another layout
         return Conversation(messages[:1], tuple(message["content"] for message in messages[1:]))
     return Conversation(messages)
 

@@ -30,12 +30,12 @@ ROTATED = ("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")
 
 
 @dataclass(frozen=True)
-class Told:
+class Comparison:
     """Result of comparing readings.
 
-    better: readings that draft better than the head's own, the best first. alike: those that cannot be told from its
-    own. first: share of right first tokens under the best reading. weak: none is better, and that is too little to
-    expect one to be.
+    better: readings that draft better than the head's own, the best first. alike: those that cannot be distinguished
+    from its own. first: share of right first tokens under the best reading. weak: none is better, and `first` is too
+    low for a better one to show.
     """
 
     better: tuple[str, ...]
@@ -45,15 +45,15 @@ class Told:
 
 
 def sign_test(wins: int, losses: int) -> float:
-    """Probability of at least so many wins in so many fair coin flips (one-sided sign test, exact)."""
-    flips = wins + losses
-    k = torch.arange(wins, flips + 1, dtype=torch.float64)
-    total = torch.tensor(flips + 1.0, dtype=torch.float64)
-    logs = torch.lgamma(total) - torch.lgamma(k + 1) - torch.lgamma(flips - k + 1) - flips * math.log(2)
+    """Probability of at least so many wins in so many fair draws (one-sided sign test, exact)."""
+    draws = wins + losses
+    k = torch.arange(wins, draws + 1, dtype=torch.float64)
+    total = torch.tensor(draws + 1.0, dtype=torch.float64)
+    logs = torch.lgamma(total) - torch.lgamma(k + 1) - torch.lgamma(draws - k + 1) - draws * math.log(2)
     return min(1.0, math.exp(torch.logsumexp(logs, 0)))
 
 
-def compare_readings(own: Tensor, others: Mapping[str, Tensor]) -> Told:
+def compare_readings(own: Tensor, others: Mapping[str, Tensor]) -> Comparison:
     """Compare readings of a head by a paired sign test over the places that they drafted from.
 
     First tokens are compared, and later ones where a reading changes no first token: those depend on how far the head
@@ -72,10 +72,10 @@ def compare_readings(own: Tensor, others: Mapping[str, Tensor]) -> Told:
         elif sign_test(losses, wins) >= chance:
             alike.append(label)
     hits = max([int((lengths > 0).sum()) for lengths in (own, *others.values())])
-    # With so few hits, not even a reading without any would be told from the best.
+    # With so few hits, not even a reading without any could be distinguished from the best.
     weak = not better and (hits < STRONG * len(own) or sign_test(hits, 0) >= chance)
     better.sort(key=lambda label: -float(others[label].float().mean()))
-    return Told(tuple(better), tuple(alike), hits / max(1, len(own)), weak)
+    return Comparison(tuple(better), tuple(alike), hits / max(1, len(own)), weak)
 
 
 def right(lengths: Tensor, depth: int = 1) -> float:

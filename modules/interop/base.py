@@ -65,10 +65,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class Measure:
-    """One number of a check: what it is, its value and the bar, in words, and whether it is met.
+    """One number of a check: name, value and bar in words, and whether the bar is met.
 
-    weak: it is met because the head drafts too little for anything else to show. alike: what it does not tell from what
-    was measured.
+    weak: it is met because the head drafts too little to show a difference. alike: readings that the check cannot tell
+    from the measured one.
     """
 
     name: str
@@ -328,8 +328,10 @@ class HeadFormat(ABC):
 
 
 def misfits(net: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """What is wrong with tensors that are to be a net's parameters and buffers, by name; strict. Any type that torch
-    computes layers with is a weight's; a table of ids keeps its own."""
+    """Compare tensors with a net's parameters and buffers; return what differs, by name: missing and unknown too.
+
+    A weight may be of any floating-point type that layers compute in; an integer buffer keeps its type.
+    """
     wrong = {name: "is missing" for name in sorted(net.keys() - tensors.keys())}
     wrong |= {name: "is unknown" for name in sorted(tensors.keys() - net.keys())}
     for name, own in net.items():

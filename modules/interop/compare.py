@@ -129,14 +129,14 @@ def working(trial: Trial, theirs: Any, inputs: Inputs, others: Iterator[tuple[st
     depth = 1 if trial.known else DEPTH
     own = accepted(trial, theirs, inputs, depth)
     lengths = {name: accepted(trial, drafting, rows, depth) for name, drafting, rows in others}
-    told = compare_readings(own, lengths)
+    comparison = compare_readings(own, lengths)
     said = f"{right(own):.1%} of {len(own)} tokens"
-    if told.better:
-        best = lengths[told.better[0]]
-        said += f"; {right(best):.1%} with {told.better[0]}"
+    if comparison.better:
+        best = lengths[comparison.better[0]]
+        said += f"; {right(best):.1%} with {comparison.better[0]}"
         said += f", and {right(best, 2):.1%} of two in place of {right(own, 2):.1%}" * (right(best) == right(own))
-    measure = Measure("chooses as the target", said, "no other reading better", not told.better)
-    return measure if trial.known else dataclasses.replace(measure, weak=told.weak, alike=told.alike)
+    measure = Measure("chooses as the target", said, "no other reading better", not comparison.better)
+    return measure if trial.known else dataclasses.replace(measure, weak=comparison.weak, alike=comparison.alike)
 
 
 def accepted(trial: Trial, drafting: Any, inputs: Inputs, depth: int) -> Tensor:
