@@ -48,8 +48,11 @@ def guarded(work: Callable[[list[str]], int], words: Sequence[str]) -> int:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # OpenMP's threads wait for each other by spinning, after each of thousands of small products. If another program
-    # has one of their cores, all of them spin for as long as it does. OpenMP reads this when torch is imported.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # has one of their cores, all of them spin for as long as it does. 5,000 spins before they sleep cost an idle
+    # machine nothing that could be measured (benchmarks/busy_core.py). OpenMP reads both when torch is imported.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ["OMP_WAIT_POLICY"] = "passive"
+        os.environ.setdefault("GOMP_SPINCOUNT", "5000")
     args = list(words)
     before, after = (args[: args.index("--")], args[args.index("--") :]) if "--" in args else (args, [])
     options = {name for name in TELLING if f"--{name}" in before}

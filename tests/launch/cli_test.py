@@ -392,11 +392,12 @@ def test_a_shell_completes_commands_options_and_choices(tmp_path):
 
 
 @pytest.mark.parametrize("chosen", [None, "active"])
-def test_openmp_threads_wait_asleep_unless_the_user_chose(chosen):
+def test_openmp_threads_soon_sleep_unless_the_user_chose(chosen):
     """OpenMP itself shows what it read when torch loaded it."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
-    environment |= {"OMP_DISPLAY_ENV": "true"} | ({"OMP_WAIT_POLICY": chosen} if chosen else {})
+    environment |= {"OMP_DISPLAY_ENV": "verbose"} | ({"OMP_WAIT_POLICY": chosen} if chosen else {})
     shown = subprocess.run(
         [sys.executable, "-m", "draftsmith", "doctor"], env=environment, capture_output=True, text=True, check=True
     ).stderr
     assert f"OMP_WAIT_POLICY = '{(chosen or 'passive').upper()}'" in shown
+    assert ("GOMP_SPINCOUNT = '5000'" in shown) == (chosen is None)
