@@ -220,7 +220,7 @@ def reason(error: InputError) -> str:
     if error.field != "model":
         return f"has `{error.field}`"
     said = str(error).removeprefix("model: found ").partition(", expected")[0]
-    return re.sub(r" \(.*", "", said).partition(", ")[2].removeprefix("which ")
+    return re.sub(r" \(.*", "", said).partition(", which ")[2]
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -15,14 +16,12 @@ from draftsmith.data.store.files import CannotWrite, make_directory, user_cache,
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.targets.self_test import Refusals, self_test
 
-VERSION = 1  # raise it when `self_test` compares something else
-
 
 def cached_self_test(model: Any, lm: CausalLM, parallel: str) -> Refusals:
     """Return what the self-test refuses of this model, from the cache if its config was tested before.
 
-    The result depends on the architecture and its settings, on how and where it runs, and on both libraries; not on
-    the weights. A model that fails as a whole is tested each time.
+    The result depends on the architecture and its settings, on how and where it runs, on both libraries and on our
+    code that reads and tests; not on the weights. A model that fails as a whole is tested each time.
 
     Raises:
         InputError: as of `self_test`.
@@ -31,7 +30,9 @@ def cached_self_test(model: Any, lm: CausalLM, parallel: str) -> Refusals:
 
     config = model.config.to_diff_dict() | {"attention": model.config._attn_implementation}
     how = [str(lm.dtype), lm.device.type, parallel, torch.get_float32_matmul_precision()]
-    libraries = [VERSION, torch.__version__, transformers.__version__, lm.info.identity.get("code", "")]
+    sources = [Path(inspect.getfile(part)).read_bytes() for part in (type(lm), self_test)]
+    code = [lm.info.identity.get("code", ""), *(hashlib.sha256(source).hexdigest() for source in sources)]
+    libraries = [torch.__version__, transformers.__version__, *code]
     content = json.dumps([type(model).__name__, config, how, libraries], sort_keys=True, default=str)
     folder = user_cache("self-tests")
     entry = folder and folder / f"{hashlib.sha256(content.encode()).hexdigest()[:32]}.json"

@@ -77,7 +77,7 @@ def self_test(model: Any, lm: CausalLM) -> Refusals:
         trees = f"{name}, which cannot read a tree ({_describe(error)})"
     if "local" in (getattr(model.config, "attention_layers", None) or ()):
         # GPT-Neo: the window is longer than this test, and in slots.
-        trees = f"{name}, whose window is over cache slots, where nodes of other branches lie"
+        trees = f"{name}, which has a window over cache slots, where nodes of other branches lie"
     try:
         in_rows = _read_rows(lm, texts)
         rows = _differs(

@@ -15,6 +15,12 @@ from draftsmith.modules.targets.self_test import Refusals
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "models.md"
 
 
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path_factory, monkeypatch):
+    """No result of an earlier self-test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
 def documented(name: str) -> str:
     rows = [line.strip("| ").partition(" | ") for line in PAGE.read_text("utf-8").splitlines()]
     return next(cells.removesuffix(" |") for names, _, cells in rows if name in names.split("; "))
@@ -42,11 +48,11 @@ def test_a_config_is_tested_once(tmp_path, monkeypatch):
     build("Gemma", tmp_path / "model")
     tested = []
 
-    def count(model, lm):
+    def self_test(model, lm):
         tested.append(type(model).__name__)
         return Refusals(trees="seen")
 
-    monkeypatch.setattr("draftsmith.data.models.self_tests.self_test", count)
+    monkeypatch.setattr("draftsmith.data.models.self_tests.self_test", self_test)
     refusals = [load_lm(str(tmp_path / "model")).refusals for _ in range(2)]
     assert tested == ["GemmaForCausalLM"] and refusals == [Refusals(trees="seen")] * 2
     (entry,) = (tmp_path / "cache").rglob("*.json")
