@@ -169,7 +169,8 @@ class HeadFacts:
         """Path or hub id of what gives the hidden states that the head reads."""
         if self.drafts:
             return self.recorded("target")
-        return self.recorded("draft")
+        # Earlier versions recorded a drafting head by its kind.
+        return self.recorded("draft") or (self.recorded(self.drafter) if self.drafter else None)
 
     @property
     def base_model(self) -> str | None:
