@@ -135,7 +135,7 @@ WAYS = {"alone": "ar", "chains": "spec:k=3", "trees": "lookahead:w=4:n=3:g=4", "
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an architecture came out. ways: `equal`, `refused` or `wrong` by way of `WAYS`; reason: of the refusals."""
+    """Result of an architecture. ways: `equal`, `refused` or `wrong` by way of `WAYS`; reason: of the refusals."""
 
     engine: str
     ways: dict[str, str]

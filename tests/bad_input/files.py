@@ -96,7 +96,7 @@ def unfinished(spoil: Spoil, file: str = "started.json", source: str = "features
 
 
 def training(file: str, content: bytes) -> Callable[[Ground, Path], dict[str, object]]:
-    """What a report reads of a finished training, one file of it with another content."""
+    """A finished training with another content in one of its files."""
 
     def make(ground: Ground, to: Path) -> dict[str, object]:
         whole = {"metrics.csv": b"step,val/loss\n10,6.5\n", "config.yaml": b"target: t\n", "training.json": b"{}"}
@@ -116,7 +116,7 @@ def hostfile(content: bytes) -> Callable[[Ground, Path], dict[str, object]]:
 
 
 def pipe(name: str) -> Callable[[Ground, Path], dict[str, object]]:
-    """A fifo that nobody writes to: whoever opens it waits for ever."""
+    """Make a fifo without a writer: opening it never returns."""
 
     def make(ground: Ground, to: Path) -> dict[str, object]:
         (to / "d").mkdir()

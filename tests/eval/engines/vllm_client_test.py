@@ -1,4 +1,4 @@
-"""What a server says of itself and its counts: whatever is none of vLLM's costs one line, and has an end."""
+"""A server whose replies are not those of vLLM is refused in one line, within a time limit."""
 
 from __future__ import annotations
 
