@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from draftsmith.benchmarks.pairs import paired_ratio
-from draftsmith.data.answering.batched import answer_all, set_threads
+from draftsmith.data.engines.batched import answer_all, set_threads
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.files import make_directory, write_json
 from draftsmith.data.store.manifest import package_versions

@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from draftsmith.data.console import say
 from draftsmith.data.responses import TEXT_FIELDS
-from draftsmith.data.screen import say
 from draftsmith.data.store.datasets import ArtefactDataset
 from draftsmith.data.store.files import make_directory, write_table
 from draftsmith.data.store.manifest import MANIFEST, FileEntry, Manifest, file_sha256, open_artefact

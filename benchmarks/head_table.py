@@ -15,7 +15,7 @@ from typing import Any, Literal
 from draftsmith.benchmarks import recipes
 from draftsmith.benchmarks.recipe_tables import TEMPERATURES
 from draftsmith.benchmarks.recipes import RecipesConfig, python
-from draftsmith.data.screen import say
+from draftsmith.data.console import say
 from draftsmith.data.store.files import write_json, write_text
 from draftsmith.data.store.manifest import git_commit, package_versions, resolved
 from draftsmith.data.store.reading import read_object

@@ -29,10 +29,10 @@ from draftsmith.benchmarks.layout_cost import draft_vocabularies, small_weights
 from draftsmith.benchmarks.pairs import GREEDY, K, Pair, embedded_models, paired_ratio, random_models
 from draftsmith.benchmarks.precision_cost import precisions
 from draftsmith.benchmarks.predictor_cost import predictors
+from draftsmith.data.console import note, show
 from draftsmith.data.heads.markdown import markdown_lines
 from draftsmith.data.models.device import check_device
 from draftsmith.data.models.loading import DTYPES
-from draftsmith.data.screen import note, show
 from draftsmith.data.store.files import make_directory, write_json, write_text
 from draftsmith.data.store.manifest import git_commit, package_versions, resolved
 from draftsmith.data.store.writer import sole_writer
@@ -42,7 +42,7 @@ from draftsmith.eval.bench.results import hardware
 from draftsmith.eval.bench.runner import EngineRunner, Runner
 from draftsmith.eval.cost.clock import clock_of, interleaved
 from draftsmith.launch.cli import main_of
-from draftsmith.modules.packed import can_pack
+from draftsmith.modules.engine.packed import can_pack
 from draftsmith.modules.types import InputError, at_least
 
 HEADINGS = ("what", "models", "value", "aim")

@@ -15,13 +15,13 @@ from draftsmith.benchmarks.pairs import GREEDY, TREE, K, Pair
 from draftsmith.benchmarks.synthetic import random_eagle_head
 from draftsmith.eval.bench.runner import EngineRunner
 from draftsmith.eval.cost.clock import interleaved
-from draftsmith.modules import quantized
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.drafters.eagle3.head import Eagle3Head, Eagle3Settings
 from draftsmith.modules.drafters.feature_heads import FeatureTreeDrafter
 from draftsmith.modules.drafters.growth import DynamicTree
-from draftsmith.modules.packed import MIN_WEIGHTS, LeanLinear
+from draftsmith.modules.engine import quantized
+from draftsmith.modules.engine.packed import MIN_WEIGHTS, LeanLinear
 from draftsmith.modules.targets.llama import LlamaLM
 
 SMALL_TREE = DynamicTree(nodes=12, depth=4, topk=4)

@@ -21,8 +21,8 @@ from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.drafters.feature_heads import FeatureTreeDrafter
 from draftsmith.modules.drafters.growth import DynamicTree
-from draftsmith.modules.lean_rows import OneRow
-from draftsmith.modules.quantized import Precision
+from draftsmith.modules.engine.quantized import Precision
+from draftsmith.modules.engine.rows import OneRow
 from draftsmith.modules.targets.base import Session
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import SamplingParams

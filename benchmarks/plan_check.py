@@ -18,8 +18,8 @@ from typing import Any
 
 from draftsmith.benchmarks import training_data
 from draftsmith.benchmarks.training_data import dialogue_lengths, write_responses
+from draftsmith.data.console import say
 from draftsmith.data.models.loading import load_lm
-from draftsmith.data.screen import say
 from draftsmith.launch.cli import main_of
 from draftsmith.modules.types import InputError
 

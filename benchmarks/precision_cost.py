@@ -14,7 +14,7 @@ from draftsmith.eval.bench.runner import EngineRunner
 from draftsmith.eval.cost.clock import interleaved
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
-from draftsmith.modules.quantized import Precision, can_int8
+from draftsmith.modules.engine.quantized import Precision, can_int8
 from draftsmith.modules.targets.llama import LlamaLM
 
 BITS: tuple[Precision, ...] = ("dtype", "bf16", "int8")

@@ -25,8 +25,8 @@ import torch
 
 from draftsmith.benchmarks.recipe_cost import MeasuredTraining, StepCost, measured_costs, read_costs
 from draftsmith.benchmarks.recipe_tables import TEMPERATURES, K, compared, tables
+from draftsmith.data.console import say
 from draftsmith.data.models.loading import load_lm
-from draftsmith.data.screen import say
 from draftsmith.data.store.files import write_json, write_text
 from draftsmith.data.store.manifest import git_commit, package_versions, resolved
 from draftsmith.data.store.reading import read_object

@@ -25,7 +25,7 @@ from rich.table import Table
 from draftsmith.benchmarks.loss_cost import loss_ratios
 from draftsmith.benchmarks.step_peak import in_new_process
 from draftsmith.benchmarks.step_variants import Bare, ByHand, Padded, Shape, TakenStep, Work, train_ours
-from draftsmith.data.screen import say
+from draftsmith.data.console import say
 from draftsmith.data.store.files import make_directory, write_json, write_text
 from draftsmith.data.store.manifest import git_commit, package_versions, resolved
 from draftsmith.data.store.writer import sole_writer

@@ -10,7 +10,7 @@ import json
 import sys
 from dataclasses import asdict, dataclass
 
-from draftsmith.data.screen import say
+from draftsmith.data.console import say
 from draftsmith.data.store.files import make_directory, write_json
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.data.tables import plain

@@ -15,14 +15,14 @@ from typing import Any, Literal
 
 import torch
 
-from draftsmith.data.answering.batched import by_length, pad_right, set_threads
+from draftsmith.data.console import note
+from draftsmith.data.engines.batched import by_length, pad_right, set_threads
 from draftsmith.data.models.identity import captured
 from draftsmith.data.models.loading import llama_shape, load_lm, text_identity
 from draftsmith.data.models.naming import naming
 from draftsmith.data.models.parallel import DONE, tell, told
 from draftsmith.data.progress import Advance
 from draftsmith.data.ranks import place
-from draftsmith.data.screen import note
 from draftsmith.data.settings import StageLoading, check_not_negative, check_positive
 from draftsmith.data.store import feature_codec
 from draftsmith.data.store.files import check_disk

@@ -13,9 +13,9 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
+from draftsmith.data.console import say, show, show_facts
 from draftsmith.data.features import key
 from draftsmith.data.models.loading import load_tokenizer, tokenizer_identity
-from draftsmith.data.screen import say, show, show_facts
 from draftsmith.data.settings import check_not_negative
 from draftsmith.data.store.feature_codec import decode, stored_features
 from draftsmith.data.store.manifest import Manifest, open_artefact, volatile

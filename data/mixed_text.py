@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftsmith.data.answering.batched import by_length, check_lengths, pad_right, row_uniforms
+from draftsmith.data.engines.batched import by_length, check_lengths, pad_right, row_uniforms
 from draftsmith.data.models.naming import naming
 from draftsmith.data.progress import Advance
 from draftsmith.data.responses import TEXT_FIELDS

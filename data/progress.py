@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from draftsmith.data.screen import is_quiet, note
+from draftsmith.data.console import is_quiet, note
 
 Advance = Callable[[float], None]
 LINE_EVERY_S = 30  # in a log

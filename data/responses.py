@@ -11,17 +11,17 @@ from typing import Any, Literal
 
 import numpy as np
 
-from draftsmith.data.answering.batched import OwnUniforms, answers, set_threads
-from draftsmith.data.answering.drafting import AnswerDrafter
-from draftsmith.data.answering.server import ServerConfig, ServerEngine
-from draftsmith.data.answering.server_shards import ServerShards
-from draftsmith.data.answering.vllm import VllmEngine
+from draftsmith.data.console import note, say
+from draftsmith.data.engines.batched import OwnUniforms, answers, set_threads
+from draftsmith.data.engines.drafting import AnswerDrafter
+from draftsmith.data.engines.server import ServerConfig, ServerEngine
+from draftsmith.data.engines.server_shards import ServerShards
+from draftsmith.data.engines.vllm import VllmEngine
 from draftsmith.data.models.device import pick_device
 from draftsmith.data.models.loading import load_lm, text_identity, vocabulary_size
 from draftsmith.data.models.naming import naming
 from draftsmith.data.progress import Advance
 from draftsmith.data.ranks import place
-from draftsmith.data.screen import note, say
 from draftsmith.data.settings import Dtype, RemoteCode, Sampling, check_not_negative, check_positive
 from draftsmith.data.store.datasets import Lists
 from draftsmith.data.store.manifest import Field, Manifest, open_artefact, volatile

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.data.answering.batched import check_lengths, row_uniforms
+from draftsmith.data.engines.batched import check_lengths, row_uniforms
 from draftsmith.data.heads.frozen_drafter import FrozenDrafter
 from draftsmith.data.models.naming import naming
 from draftsmith.data.progress import Advance

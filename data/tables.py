@@ -1,4 +1,4 @@
-"""Tables: rows under headings, as results hold them; how they are printed says `data/screen.py`."""
+"""Tables: rows under headings, as results hold them; how they are printed says `data/console.py`."""
 
 from __future__ import annotations
 

@@ -12,10 +12,10 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.text import Text
 
+from draftsmith.data.console import answer, note
 from draftsmith.data.heads.draft_settings import DraftSettings
 from draftsmith.data.models.loading import load_tokenizer
 from draftsmith.data.models.naming import naming
-from draftsmith.data.screen import answer, note
 from draftsmith.data.settings import Sampling, check_positive
 from draftsmith.data.store.files import make_directory, write_text
 from draftsmith.data.text.conversations import well_formed

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from draftsmith.data.acceptance import AcceptanceConfig, labels_of
+from draftsmith.data.console import say, show
 from draftsmith.data.heads.diagnosis import diagnose
 from draftsmith.data.heads.directory import kind_at
 from draftsmith.data.heads.frozen_drafter import FrozenDrafter, load_drafter
 from draftsmith.data.models.loading import check_same_tokenizer, load_lm, text_identity, vocabulary_size
 from draftsmith.data.rollouts import Rollouts
-from draftsmith.data.screen import say, show
 from draftsmith.data.settings import Loading, check_positive
 from draftsmith.data.store.manifest import Manifest, open_artefact
 from draftsmith.data.store.shards import Rows

@@ -84,7 +84,7 @@ def guarded(work: Callable[[list[str]], int], words: Sequence[str]) -> int:
 @contextmanager
 def told(options: Set[str]) -> Iterator[Callable[..., str]]:
     """Inside, commands tell what they do as these options of TELLING ask; yields what makes the document of --json."""
-    from draftsmith.data.screen import document, telling
+    from draftsmith.data.console import document, telling
 
     if {"quiet", "verbose"} <= options:
         raise UsageError("found --quiet and --verbose, expected one of them. Leave one out.")
@@ -138,7 +138,7 @@ def run_command(name: str, args: list[str]) -> int:
     run, config = configure(name, args)
     if config is None:
         return 0
-    from draftsmith.data.screen import answer
+    from draftsmith.data.console import answer
 
     try:
         return run_settings(run, config)
@@ -148,7 +148,7 @@ def run_command(name: str, args: list[str]) -> int:
 
 def run_settings(run: Callable[[Any], Any], config: Any) -> int:
     """A command that certifies returns its exit code, others a path."""
-    from draftsmith.data.screen import answer
+    from draftsmith.data.console import answer
 
     if getattr(config, "trust_remote_code", False):
         from draftsmith.data.models.loading import trust_code

@@ -107,14 +107,14 @@ SECTIONS: dict[str, dict[str, Command]] = {
         ),
     },
     "Use heads elsewhere, and others' here": {
-        "export": Command("data.exchange.export:ExportConfig", "A head as another system loads it, checked"),
+        "export": Command("data.export.export:ExportConfig", "A head as another system loads it, checked"),
         "check": Command(
             "eval.engines.settings:EngineCheckConfig",
             "What another system makes of a directory",
             ("directory",),
             "eval.engines.gate",
         ),
-        "import": Command("data.exchange.import_head:ImportConfig", "A public head as one of ours", ("directory",)),
+        "import": Command("data.export.import_head:ImportConfig", "A public head as one of ours", ("directory",)),
     },
     "Measure": {
         "diagnose": Command("eval.diagnose:DiagnoseConfig", "Why a drafter drafts badly, and the remedy", ("draft",)),

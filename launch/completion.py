@@ -24,7 +24,7 @@ class CompletionConfig:
 def run(config: CompletionConfig) -> None:
     from cyclopts import App
 
-    from draftsmith.data.screen import say
+    from draftsmith.data.console import say
     from draftsmith.launch.arguments import application
     from draftsmith.launch.commands import COMMANDS
 

@@ -50,7 +50,7 @@ def run(config: DemoConfig) -> Path:
 
 def make(config: DemoConfig) -> Path:
     """Run the demo, alone in its output."""
-    from draftsmith.data.screen import note
+    from draftsmith.data.console import note
     from draftsmith.eval.report.command import missing_packages
 
     started = time.monotonic()
@@ -114,7 +114,7 @@ def head_lines(sized: Path) -> list[str]:
 
 def report(sized: Path, chosen: Mapping[str, str], seconds: float) -> None:
     """One table, the heads' own numbers, and where everything lies."""
-    from draftsmith.data.screen import note, say
+    from draftsmith.data.console import note, say
     from draftsmith.data.store.files import write_text
     from draftsmith.eval.bench.tables import results_tables, show_results
     from draftsmith.eval.report.tables import markdown

@@ -31,7 +31,7 @@ class DoctorConfig:
 
 
 def run(config: DoctorConfig) -> None:
-    from draftsmith.data.screen import show_facts
+    from draftsmith.data.console import show_facts
 
     for part in (software, machine, kernels, surroundings):
         show_facts(part(), part.__name__, key=part.__name__)
@@ -93,8 +93,8 @@ def kernels() -> dict[str, Any]:
     """What computes here: the fast ways that Draftsmith asks for, and whether they are there."""
     import torch
 
-    from draftsmith.modules.packed import can_pack
-    from draftsmith.modules.quantized import can_int8
+    from draftsmith.modules.engine.packed import can_pack
+    from draftsmith.modules.engine.quantized import can_int8
 
     lines: dict[str, Any] = {"CPU vectors": torch.backends.cpu.get_cpu_capability()}
     lines["packed float32 weights"] = yes(can_pack(torch.float32))

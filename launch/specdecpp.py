@@ -98,7 +98,7 @@ def sampling(config: SpecDecPPConfig) -> dict[str, object]:
 
 def measure_study(config: SpecDecPPConfig) -> None:
     """Rollouts and sweep, times, choice on the dev prompts, bench on the reported ones, results."""
-    from draftsmith.data.screen import note
+    from draftsmith.data.console import note
     from draftsmith.data.store.reading import read_object
     from draftsmith.eval.studies.forward_times import bench_rows, fit_forward_times
     from draftsmith.eval.studies.specdecpp.found import Measurements, drafting, write_study_results

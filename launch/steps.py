@@ -38,7 +38,7 @@ class PipelineStep:
 def execute(step: PipelineStep, partly: bool = False) -> None:
     """Run a step's command through the command line's own parser, unless it is done. partly: go on where it says that
     some of its work failed and the rest is written."""
-    from draftsmith.data.screen import note
+    from draftsmith.data.console import note
     from draftsmith.launch.cli import dispatch
 
     note(Text.assemble("\n", (step.title, "bold"), (" (done before)" if step.done.exists() else "", "dim")))

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.modules import attention
+from draftsmith.modules.engine import attention
 
 
 class CudaKernels:

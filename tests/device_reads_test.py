@@ -9,8 +9,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 READS = {"item", "tolist", "cpu", "nonzero", "unique", "bincount", "masked_select", "isin", "argwhere"}
 FILES = [
-    *(f"modules/{name}.py" for name in ("attention", "lean", "lean_rows", "ragged", "kv_cache", "graphs", "sampling")),
-    *(f"modules/{name}.py" for name in ("losses", "packing", "diagonal", "transfer")),
+    *(f"modules/engine/{name}.py" for name in ("attention", "lean", "rows", "ragged", "cache", "graphs")),
+    *(f"modules/{name}.py" for name in ("sampling", "losses", "packing", "diagonal", "transfer")),
     *(f"modules/decoding/{name}.py" for name in ("loop", "verify", "chain")),
     *(f"modules/drafters/{name}.py" for name in ("row_drafter", "draft_model", "feature_heads", "growth")),
     *(f"modules/drafters/{name}.py" for name in ("eagle/head", "eagle/net", "eagle3/head", "eagle3/net")),
@@ -19,8 +19,8 @@ FILES = [
 ]
 HOST, ROUND, CPU = "tensors of the host", "one transfer a round", "the CPU's way, or a row's alone"
 ALLOWED = {
-    "modules/lean_rows.py:_tree_inputs": (1, HOST),
-    "modules/kv_cache.py:select_rows": (1, HOST),
+    "modules/engine/rows.py:_tree_inputs": (1, HOST),
+    "modules/engine/cache.py:select_rows": (1, HOST),
     "modules/sampling.py:best_token": (1, CPU),
     "modules/sampling.py:_last": (1, CPU),
     "modules/sampling.py:_fill": (1, HOST),

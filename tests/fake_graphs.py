@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from draftsmith.modules import graphs, lean_rows
 from draftsmith.modules.drafters import feature_heads
-from draftsmith.modules.graphs import Graphed
+from draftsmith.modules.engine import graphs
+from draftsmith.modules.engine.graphs import Graphed
 from draftsmith.modules.targets import llama
 
 
@@ -43,4 +43,4 @@ class FakeGraphs:
 
     @staticmethod
     def _cached_rows(stack: Any, forward: Any, rows: int, capacity: int, static: bool | None) -> Any:
-        return lean_rows.cached_rows(stack, forward, rows, capacity, static is None or static)
+        return rows.cached_rows(stack, forward, rows, capacity, static is None or static)

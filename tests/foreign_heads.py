@@ -13,8 +13,8 @@ from draftsmith.data.heads.directory import stored_tensors
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.drafters.eagle3.head import Eagle3Head
 from draftsmith.modules.drafters.eagle3.net import Eagle3Config
-from draftsmith.modules.interop import formats
-from draftsmith.modules.interop.base import Package, TargetFacts
+from draftsmith.modules.formats import formats
+from draftsmith.modules.formats.base import Package, TargetFacts
 from draftsmith.modules.layers import LlamaConfig, RopeScaling
 
 V, H, CONTEXT = 20, 12, 64

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from draftsmith.modules.interop.base import Reading
+from draftsmith.modules.formats.base import Reading
 from draftsmith.modules.layers import rope_frequencies
 
 

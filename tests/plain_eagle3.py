@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.modules.interop.base import Package, flat
+from draftsmith.modules.formats.base import Package, flat
 from draftsmith.modules.layers import LlamaConfig, rope_frequencies
 
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from draftsmith.data.console import note
 from draftsmith.data.heads.diagnosis import bad_numbers, diagnose
 from draftsmith.data.heads.directory import starting_head, starting_settings, starting_weights
 from draftsmith.data.models.identity import captured
 from draftsmith.data.models.loading import llama_shape, load_lm
-from draftsmith.data.screen import note
 from draftsmith.data.store.datasets import FeatureDataset, ResponsesDataset, collate_features, pack_features
 from draftsmith.data.store.feature_codec import FeatureDtype, decoded, rounded
 from draftsmith.data.store.manifest import Manifest, open_artefact

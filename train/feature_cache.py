@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from draftsmith.data.screen import note
+from draftsmith.data.console import note
 from draftsmith.data.store import feature_codec
 from draftsmith.data.store.feature_codec import FeatureDtype, FeatureFiles
 from draftsmith.data.store.files import CannotWrite, check_disk, make_directory, write_json, write_tensors

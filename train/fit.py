@@ -21,9 +21,9 @@ import lightning.pytorch as pl
 import yaml
 from torch import nn
 
+from draftsmith.data.console import say
 from draftsmith.data.heads.card import model_card
 from draftsmith.data.heads.directory import head_fields, save_head
-from draftsmith.data.screen import say
 from draftsmith.data.store.files import make_directory, write_json, write_text
 from draftsmith.data.store.manifest import (
     decisive,

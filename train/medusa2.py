@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from draftsmith.data.console import note, say
 from draftsmith.data.heads.card import model_card
 from draftsmith.data.heads.directory import head_fields, save_head, starting_head, starting_settings
 from draftsmith.data.models.device import check_device
 from draftsmith.data.models.hub import model_directory
 from draftsmith.data.models.loading import llama_shape, load_lm, tokenizer_identity
-from draftsmith.data.screen import note, say
 from draftsmith.data.settings import RemoteCode, check_not_negative, check_positive
 from draftsmith.data.store.datasets import ResponsesDataset, collate_features, in_pieces
 from draftsmith.data.store.files import copy_file, make_directory, whole_directory, write_text

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
-from draftsmith.data.screen import note
+from draftsmith.data.console import note
 from draftsmith.modules.types import LossOutput
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from draftsmith.data.screen import note
+from draftsmith.data.console import note
 from draftsmith.train.lit_head import SIGNALS
 from draftsmith.train.metrics import is_first_process
 

@@ -14,7 +14,7 @@ import torch
 
 from draftsmith.benchmarks.embedded.domains import Domain
 from draftsmith.benchmarks.embedded.language_model import Recipe
-from draftsmith.data.answering.batched import OwnUniforms, answer_all
+from draftsmith.data.engines.batched import OwnUniforms, answer_all
 from draftsmith.data.heads.markdown import markdown_lines
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.stop import FixedLength

@@ -8,7 +8,7 @@ from typing import Any
 
 from draftsmith.data.heads.markdown import code, markdown_lines
 from draftsmith.modules.drafters.base import HeadCard
-from draftsmith.modules.interop.acceptance import DISTRIBUTION, PREDICTED, inputs_of, uses_of
+from draftsmith.modules.formats.acceptance import DISTRIBUTION, PREDICTED, inputs_of, uses_of
 
 WHAT = (
     "Predicts from a drafter's last hidden state whether the target will keep a drafted token (SpecDec++, Huang et al. "

@@ -24,7 +24,7 @@ from draftsmith.data.heads.markdown import code, markdown_lines, sentence, shell
 from draftsmith.data.heads.metrics import metric_help
 from draftsmith.modules.drafters import head_class, learned
 from draftsmith.modules.drafters.base import HeadCard
-from draftsmith.modules.interop import formats_of, hf_assisted
+from draftsmith.modules.formats import formats_of, hf_assisted
 
 # Library that an export's format belongs to, as the model hub names it, where that is not the format's own name.
 LIBRARIES = {hf_assisted.NAME: "transformers"}

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from draftsmith.data.answering.batched import OwnUniforms, answer_all
+from draftsmith.data.engines.batched import OwnUniforms, answer_all
 from draftsmith.data.heads.directory import load_draft_head
 from draftsmith.data.heads.readings import Measured, Reading, measure, readings_of
 from draftsmith.data.models.loading import llama_shape, tokenizer_identity
@@ -18,7 +18,7 @@ from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.reading import metric_rows, read_object
 from draftsmith.data.text.answers import Supervision, answer_mask, spans
 from draftsmith.data.text.template import load_chat_tokenizer, prompt_ids
-from draftsmith.modules.interop.alternatives import DEPTH, STRONG, Comparison, compare_readings, right
+from draftsmith.modules.formats.alternatives import DEPTH, STRONG, Comparison, compare_readings, right
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
 

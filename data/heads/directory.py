@@ -18,7 +18,7 @@ from draftsmith.data.store.reading import read_object, read_tensors
 from draftsmith.modules import drafters
 from draftsmith.modules.acceptance.head import RETIRED, AcceptanceHead
 from draftsmith.modules.drafters.base import DraftHead
-from draftsmith.modules.interop.base import misfits
+from draftsmith.modules.formats.base import misfits
 from draftsmith.modules.targets.base import CausalLM, check_capture
 from draftsmith.modules.types import InputError, SamplingParams
 

@@ -16,8 +16,8 @@ from draftsmith.data.heads.directory import build_head, stored_tensors
 from draftsmith.data.text.answers import answer_mask
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.drafters.eagle3.net import default_layers
-from draftsmith.modules.interop.alternatives import DEPTH, SWITCHES, other_ropes, other_weights
-from draftsmith.modules.interop.rope import Rope
+from draftsmith.modules.formats.alternatives import DEPTH, SWITCHES, other_ropes, other_weights
+from draftsmith.modules.formats.rope import Rope
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams

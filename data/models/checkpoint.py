@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from draftsmith.data.store.reading import open_tensors, read_object, read_tensors
-from draftsmith.modules.interop.rope import ROPE_NUMBERS, missing_keys
+from draftsmith.modules.formats.rope import ROPE_NUMBERS, missing_keys
 from draftsmith.modules.layers import MOST_HEADS, MOST_LAYERS, MOST_POSITIONS, MOST_SIZE
 from draftsmith.modules.types import InputError
 

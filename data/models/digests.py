@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.data.screen import note
+from draftsmith.data.console import note
 from draftsmith.data.store.files import CannotWrite, make_directory, user_cache, write_json
 from draftsmith.data.store.reading import open_tensors
 

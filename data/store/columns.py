@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from draftsmith.data.screen import note
+from draftsmith.data.console import note
 from draftsmith.data.store.files import CannotWrite, write_batches, write_json
 from draftsmith.data.store.manifest import Manifest, file_sha256
 from draftsmith.data.store.reading import read_object

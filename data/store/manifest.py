@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from draftsmith.data.console import note
 from draftsmith.data.ranks import place
-from draftsmith.data.screen import note
 from draftsmith.data.store.files import write_json
 from draftsmith.data.store.reading import check_shape, read_object
 from draftsmith.modules.drafters import learned

@@ -21,9 +21,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from torch import Tensor
 
+from draftsmith.data.console import note, say
 from draftsmith.data.progress import Advance, bar
 from draftsmith.data.ranks import place
-from draftsmith.data.screen import note, say
 from draftsmith.data.store.files import make_directory, write_json, write_table, write_tensors
 from draftsmith.data.store.manifest import (
     FILE,

@@ -29,8 +29,8 @@ from typing import Any, TypeVar
 
 from filelock import FileLock, Timeout
 
+from draftsmith.data.console import note
 from draftsmith.data.ranks import place
-from draftsmith.data.screen import note
 from draftsmith.data.store.files import make_directory, write_json, writing
 from draftsmith.modules.types import InputError, without_passwords
 

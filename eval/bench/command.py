@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
+from draftsmith.data.console import note
 from draftsmith.data.heads.draft_settings import MODEL, DraftSettings
 from draftsmith.data.heads.measured import CARD, WEIGHTS, write_measured
 from draftsmith.data.models.device import check_device
 from draftsmith.data.models.loading import load_lm
-from draftsmith.data.screen import note
 from draftsmith.data.settings import Sampling, check_not_negative, check_positive, comma_numbers
 from draftsmith.data.store.files import write_json
 from draftsmith.data.store.manifest import file_sha256

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.screen import note, say, show
+from draftsmith.data.console import note, say, show
 from draftsmith.data.store.files import make_directory, write_text
 from draftsmith.data.store.manifest import differences, flatten, without_unrecorded
 from draftsmith.data.store.reading import check_shape, read_object

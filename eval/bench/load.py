@@ -11,18 +11,18 @@ from typing import Any
 import torch
 import yaml
 
+from draftsmith.data.console import note
 from draftsmith.data.heads.directory import another_mode, drafter_identity, head_config, load_head
 from draftsmith.data.heads.draft_settings import MODEL, ROLES
 from draftsmith.data.models.device import check_device
 from draftsmith.data.models.loading import check_same_tokenizer, load_lm
-from draftsmith.data.screen import note
 from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence
 from draftsmith.eval.cost.auto import MeasuredTimes
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.decoding.tree import MAX_NODES, StaticTree
 from draftsmith.modules.drafters import learned
 from draftsmith.modules.drafters.methods import Models, Named, check_needs
-from draftsmith.modules.quantized import Precision, check_precision
+from draftsmith.modules.engine.quantized import Precision, check_precision
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams, at_most
 

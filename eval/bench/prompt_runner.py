@@ -12,9 +12,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from draftsmith.data.console import note
 from draftsmith.data.models.naming import naming
 from draftsmith.data.progress import bar
-from draftsmith.data.screen import note
 from draftsmith.data.text.template import RowError
 from draftsmith.eval.bench.journal import Journal
 from draftsmith.eval.bench.prompts import BenchPrompt, Chat

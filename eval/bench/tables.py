@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from draftsmith.data.screen import show
+from draftsmith.data.console import show
 from draftsmith.data.tables import Column, Table, interval
 from draftsmith.data.text.repetition import Repetition
 from draftsmith.eval.bench.fidelity import fidelity_of

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.data.screen import note
+from draftsmith.data.console import note
 from draftsmith.data.store.reading import read_object
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.results import RESULTS

@@ -16,7 +16,7 @@ from draftsmith.eval.engines.counts import Answer, Counts
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.drafters.eagle3.net import default_layers
 from draftsmith.modules.drafters.methods import Models, parse_method
-from draftsmith.modules.interop.rope import BASE, KNOWN, Rope, frequencies, transformers_rope
+from draftsmith.modules.formats.rope import BASE, KNOWN, Rope, frequencies, transformers_rope
 from draftsmith.modules.layers import RopeScaling
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.base import CausalLM

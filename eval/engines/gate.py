@@ -11,16 +11,16 @@ from typing import Any
 
 from torch import Tensor
 
-from draftsmith.data.exchange import check
-from draftsmith.data.exchange.check import foreign_package
-from draftsmith.data.exchange.directory import package_directory
-from draftsmith.data.exchange.record import against_record, make_record
-from draftsmith.data.exchange.states import facts_of
+from draftsmith.data.console import note
+from draftsmith.data.export import check
+from draftsmith.data.export.check import foreign_package
+from draftsmith.data.export.directory import package_directory
+from draftsmith.data.export.record import against_record, make_record
+from draftsmith.data.export.states import facts_of
 from draftsmith.data.heads.directory import build_head, load_head, stored_tensors
 from draftsmith.data.heads.draft_settings import MODEL
 from draftsmith.data.models.hub import EMBEDDED, model_directory
 from draftsmith.data.models.loading import check_same_tokenizer, load_lm
-from draftsmith.data.screen import note
 from draftsmith.data.text.template import load_chat_tokenizer, prompt_ids
 from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
 from draftsmith.eval.engines.chain import OurChain, margin, misread
@@ -28,10 +28,10 @@ from draftsmith.eval.engines.process import running
 from draftsmith.eval.engines.settings import EngineCheckConfig
 from draftsmith.eval.engines.show import DIRECTORY, TEMPLATE, Compared, Located, Verdict, show
 from draftsmith.eval.engines.vllm import ANSWERED_S, ENVIRONMENT, VllmClient, engine_python, server_words
-from draftsmith.modules.interop import formats
-from draftsmith.modules.interop.base import ForeignHead, Package, Served, TargetFacts
-from draftsmith.modules.interop.detect import causal_lm, detect, named_format
-from draftsmith.modules.interop.vllm import command
+from draftsmith.modules.formats import formats
+from draftsmith.modules.formats.base import ForeignHead, Package, Served, TargetFacts
+from draftsmith.modules.formats.detect import causal_lm, detect, named_format
+from draftsmith.modules.formats.vllm import command
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
 
@@ -53,7 +53,7 @@ def run(config: EngineCheckConfig) -> int:
     """0 when nothing differs, else 1.
 
     Raises:
-        InputError: as of `data.exchange.check`; no engine, or one that does not start, answer or count.
+        InputError: as of `data.export.check`; no engine, or one that does not start, answer or count.
     """
     if config.serves:
         return check_served(config)

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from draftsmith.data.screen import note
+from draftsmith.data.console import note
 from draftsmith.modules.types import InputError
 
 STARTS_S, ENDS_S = 1800.0, 20.0

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from draftsmith.data.exchange.check import CheckConfig
+from draftsmith.data.export.check import CheckConfig
 from draftsmith.data.settings import check_not_negative, check_positive
 
 

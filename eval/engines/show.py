@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from draftsmith.data import screen
-from draftsmith.data.screen import say
+from draftsmith.data import console
+from draftsmith.data.console import say
 from draftsmith.data.tables import of_cells
 from draftsmith.eval.engines.counts import Answer, total
 
@@ -71,7 +71,7 @@ def show(verdict: Verdict) -> None:
     for place, (one, other) in enumerate(zip(theirs.shares, ours.shares, strict=True), 1):
         sums.append((f"  drafts kept up to place {place}", f"{one:.1%}", f"{other:.1%}"))
     sums.append(("tokens a round", f"{theirs.length:.3f}", f"{ours.length:.3f}"))
-    screen.show(of_cells("sums", ("count", verdict.engine, "here"), sums, (verdict.engine, "here")))
+    console.show(of_cells("sums", ("count", verdict.engine, "here"), sums, (verdict.engine, "here")))
     differing = [row for row in rows if not (row.same_text and row.same_counts)]
     if differing:
         cells = []
@@ -79,7 +79,7 @@ def show(verdict: Verdict) -> None:
             engine, here, said = row.theirs.counts, row.ours.counts, "same" if row.same_text else "DIFFERS"
             cells.append((row.id, said, engine.drafts, here.drafts, engine.accepted, here.accepted))
         right = ("drafts", "here", "accepted", "accepted here")
-        screen.show(of_cells("differing", ("prompt", "text", *right), cells, right))
+        console.show(of_cells("differing", ("prompt", "text", *right), cells, right))
         if len(differing) > SHOWN:
             say(f"and {len(differing) - SHOWN} more")
     for found in verdict.located:

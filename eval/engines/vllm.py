@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.answering.server import (
+from draftsmith.data.engines.server import (
     ServerConfig,
     ServerEngine,
     Unavailable,
@@ -23,7 +23,7 @@ from draftsmith.data.answering.server import (
     need_extra,
     one_word,
 )
-from draftsmith.data.answering.server_answer import SHOWN_CHARS, BadAnswer
+from draftsmith.data.engines.server_answer import SHOWN_CHARS, BadAnswer
 from draftsmith.data.store.reading import misfits
 from draftsmith.data.text.turns import AnswerSettings
 from draftsmith.eval.engines.counts import Answer, Counts

@@ -14,8 +14,8 @@ from typing import Any
 
 from rich.text import Text
 
+from draftsmith.data.console import note, show
 from draftsmith.data.models.loading import load_lm
-from draftsmith.data.screen import note, show
 from draftsmith.data.store.files import make_directory, write_json
 from draftsmith.data.store.manifest import package_versions, resolved
 from draftsmith.data.store.writer import sole_writer

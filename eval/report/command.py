@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
-from draftsmith.data.screen import note, say
+from draftsmith.data.console import note, say
 from draftsmith.data.store.files import make_directory, write_text
 from draftsmith.modules.types import InputError
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from draftsmith.data.screen import note, show
+from draftsmith.data.console import note, show
 from draftsmith.data.store.files import write_json, write_text
 from draftsmith.data.store.manifest import command_line, resolved
 from draftsmith.data.store.writer import sole_writer

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import nn
 
+from draftsmith.data.console import note, show
 from draftsmith.data.heads.directory import load_head
 from draftsmith.data.heads.draft_settings import DraftSettings
 from draftsmith.data.models.device import check_device
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.progress import bar
-from draftsmith.data.screen import note, show
 from draftsmith.data.settings import comma_numbers
 from draftsmith.data.store.files import make_directory, write_json
 from draftsmith.data.store.manifest import resolved

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.data.console import say, show
 from draftsmith.data.heads.draft_settings import DraftSettings
-from draftsmith.data.screen import say, show
 from draftsmith.data.settings import check_not_negative, check_positive
 from draftsmith.data.store.files import make_directory, write_json, write_text
 from draftsmith.data.store.writer import sole_writer

@@ -15,8 +15,8 @@ from typing import Any
 
 import yaml
 
+from draftsmith.data.console import note, say, show
 from draftsmith.data.heads.draft_settings import DraftSettings
-from draftsmith.data.screen import note, say, show
 from draftsmith.data.settings import Sampling, check_not_negative, check_positive, comma_numbers
 from draftsmith.data.store.files import make_directory, write_json, write_text
 from draftsmith.data.store.writer import sole_writer
@@ -38,7 +38,7 @@ from draftsmith.eval.tuning.reasoning import Choice, summary, tables
 from draftsmith.modules.drafters.chains import FixedK, chain_methods
 from draftsmith.modules.drafters.methods import Models, Named, parse_method
 from draftsmith.modules.drafters.trees import DynamicTrees
-from draftsmith.modules.quantized import Precision, can_int8
+from draftsmith.modules.engine.quantized import Precision, can_int8
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import InputError, at_least
 

@@ -230,7 +230,7 @@ class RowPool:
             yield from self.round()
 
     @torch.inference_mode()
-    def admit(self, fresh: Sequence[RowAnswer]) -> list[RowAnswer]:
+    def admit(self, fresh: Sequence[RowAnswer]) -> list[RowAnswer]:  # noqa: C901
         """Read the prompts of more rows, one at least, and emit their first tokens; the rows whose answers these
         complete.
 

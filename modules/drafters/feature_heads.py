@@ -23,9 +23,9 @@ from draftsmith.modules.decoding.tree import StaticTree
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.drafters.growth import DynamicTree, Level, grow_dynamic, grow_static
 from draftsmith.modules.drafters.row_drafter import DraftedRow, RowDrafter
-from draftsmith.modules.kv_cache import KVCache
-from draftsmith.modules.lean import LeanStack, as_bias
-from draftsmith.modules.lean_rows import CachedRows, Run, cached_rows, picked_of
+from draftsmith.modules.engine.cache import KVCache
+from draftsmith.modules.engine.lean import LeanStack, as_bias
+from draftsmith.modules.engine.rows import CachedRows, Run, cached_rows, picked_of
 from draftsmith.modules.sampling import Source
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams
@@ -76,7 +76,7 @@ class FeatureHead(DraftHead):
 def forward(
     net: FeatureNet, run: Run, picked: Tensor | slice | None, ids: Any, states: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Feed pairs: logits and states of what is picked (`lean_rows.Forward`)."""
+    """Feed pairs: logits and states of what is picked (`engine.rows.Forward`)."""
     if not isinstance(ids, Tensor):
         ids = torch.tensor(ids, device=net.stack.device)
     hidden = picked_of(run(net.fuse(ids, states)), picked)

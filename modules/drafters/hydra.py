@@ -33,11 +33,11 @@ from draftsmith.modules.drafters.medusa import (
 )
 from draftsmith.modules.drafters.row_drafter import DraftedRow
 from draftsmith.modules.drafters.trees import StaticTrees
+from draftsmith.modules.engine.lean import LeanNorm, LeanStack
+from draftsmith.modules.engine.quantized import linear_of
+from draftsmith.modules.engine.rows import Run, picked_of
 from draftsmith.modules.layers import DecoderLayer, LlamaConfig, RMSNorm, rope_table
-from draftsmith.modules.lean import LeanNorm, LeanStack
-from draftsmith.modules.lean_rows import Run, picked_of
 from draftsmith.modules.packing import documents_of
-from draftsmith.modules.quantized import linear_of
 from draftsmith.modules.sampling import Source
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import FeatureBatch, InputError, SamplingParams, at_most, check_config
@@ -260,7 +260,7 @@ class LeanHydra:
 def read_prefix(
     net: LeanHydra, run: Run, picked: Tensor | slice | None, ids: Any, states: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Feed states: what the heads read of those that are picked, twice (`lean_rows.Forward`); logits are the heads'."""
+    """Feed states: what the heads read of those that are picked, twice (`rows.Forward`); logits are the heads'."""
     found = net.prefix(picked_of(run(states), picked))
     return found, found
 

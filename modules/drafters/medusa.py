@@ -24,9 +24,9 @@ from draftsmith.modules.drafters.growth import Level, grow_static
 from draftsmith.modules.drafters.methods import Models
 from draftsmith.modules.drafters.row_drafter import DraftedRow, RowDrafter
 from draftsmith.modules.drafters.trees import StaticTrees
+from draftsmith.modules.engine.quantized import Precision, linear_of
 from draftsmith.modules.layers import MOST_POSITIONS, MOST_SIZE, LlamaConfig
 from draftsmith.modules.losses import LmHead, token_loss
-from draftsmith.modules.quantized import Precision, linear_of
 from draftsmith.modules.sampling import Source
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import (

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.modules.kv_cache import NoCache
+from draftsmith.modules.engine.cache import NoCache
+from draftsmith.modules.engine.lean import LeanNorm, LeanStack, Taps
+from draftsmith.modules.engine.packed import MIN_WEIGHTS
+from draftsmith.modules.engine.quantized import Precision, linear_of
+from draftsmith.modules.engine.rows import OneRow, Run, cached_rows, picked_of
 from draftsmith.modules.layers import LlamaConfig, LlamaModel, rope_settings, rope_table
-from draftsmith.modules.lean import LeanNorm, LeanStack, Taps
-from draftsmith.modules.lean_rows import OneRow, Run, cached_rows, picked_of
-from draftsmith.modules.packed import MIN_WEIGHTS
-from draftsmith.modules.quantized import Precision, linear_of
 from draftsmith.modules.targets.base import ModelInfo, Rows, Scores, check_capture
 from draftsmith.modules.types import InputError
 

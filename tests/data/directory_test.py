@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from draftsmith.data.exchange.directory import read_package, weight_files
+from draftsmith.data.export.directory import read_package, weight_files
 from draftsmith.data.models.hub import _fetch
 from draftsmith.modules.types import InputError
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from broken_models import CONTEXT, V, models, small_lm
 
-from draftsmith.data.answering.batched import OwnUniforms, answer_all
+from draftsmith.data.engines.batched import OwnUniforms, answer_all
 from draftsmith.data.heads.frozen_drafter import FrozenDrafter
 from draftsmith.data.mixed_text import MixedTextLabels
 from draftsmith.data.models.naming import naming

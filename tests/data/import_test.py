@@ -13,14 +13,14 @@ from safetensors.torch import save_file
 from tiny_models import tiny_llama_dir
 from torch import Tensor
 
-from draftsmith.data.exchange.import_head import ImportConfig, run
+from draftsmith.data.export.import_head import ImportConfig, run
 from draftsmith.data.heads.directory import head_config, load_head, save_head
 from draftsmith.data.models.loading import load_lm, read_config, tokenizer_identity
 from draftsmith.eval.decode import DecodeConfig
 from draftsmith.eval.decode import run as decode
 from draftsmith.launch.cli import main
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
-from draftsmith.modules.interop import formats
+from draftsmith.modules.formats import formats
 from draftsmith.modules.types import InputError
 
 WIDTH = 32
@@ -320,7 +320,7 @@ def test_a_format_that_is_named_is_not_guessed(tmp_path, target):
 
 
 def test_facts_are_the_models_own_tables_on_either_engine(target):
-    from draftsmith.data.exchange.states import facts_of
+    from draftsmith.data.export.states import facts_of
 
     lean, hf = (facts_of(target, load_lm(target, engine=engine)) for engine in ("lean", "hf"))
     assert lean.raw == hf.raw == json.loads(Path(target, "config.json").read_text())

@@ -11,7 +11,7 @@ import torch
 from tiny_models import CONTEXT
 from transformers import AutoModelForCausalLM
 
-from draftsmith.data.answering.batched import OwnUniforms, answer_all, by_length, row_uniforms
+from draftsmith.data.engines.batched import OwnUniforms, answer_all, by_length, row_uniforms
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.shards import Rows

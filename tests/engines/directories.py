@@ -19,7 +19,7 @@ reading.json
     raises, errors, notes: texts of its findings. dropped: names in the file that it does not use.
 reading.safetensors
     weights.NAME: `Reading.weights`, NaN where nothing defined is. logits [T, V]: on the rows above, by
-    `modules/interop/compare.py`; NaN from such weights.
+    `modules/formats/compare.py`; NaN from such weights.
 
 EAGLE-3 heads are written by `eagle3_directories.py`. Both run with this project's Python. The engines live in
 environments of their own and read only what is written here.
@@ -42,16 +42,16 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the other tests' helpers
 from defects import DEFECTS, Defect
 from tiny_models import tiny_llama_dir
 
-from draftsmith.data.exchange.directory import read_package
-from draftsmith.data.exchange.export import ExportConfig, write_package
-from draftsmith.data.exchange.export import run as export
-from draftsmith.data.exchange.states import facts_of
+from draftsmith.data.export.directory import read_package
+from draftsmith.data.export.export import ExportConfig, write_package
+from draftsmith.data.export.export import run as export
+from draftsmith.data.export.states import facts_of
 from draftsmith.data.heads.directory import save_head
 from draftsmith.data.models.loading import load_lm
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
-from draftsmith.modules.interop import formats
-from draftsmith.modules.interop.base import Package, Reading
-from draftsmith.modules.interop.compare import net_of
+from draftsmith.modules.formats import formats
+from draftsmith.modules.formats.base import Package, Reading
+from draftsmith.modules.formats.compare import net_of
 
 LENGTH = 48
 SPREAD = 0.1  # of random weights: far from any initial value

@@ -36,17 +36,17 @@ from directories import LENGTH, SPREAD, save_prediction
 from eagle3_defects import DEFECTS
 from tiny_models import tiny_llama_dir
 
-from draftsmith.data.exchange.directory import read_package
-from draftsmith.data.exchange.export import ExportConfig, write_package
-from draftsmith.data.exchange.export import run as export
-from draftsmith.data.exchange.states import facts_of
+from draftsmith.data.export.directory import read_package
+from draftsmith.data.export.export import ExportConfig, write_package
+from draftsmith.data.export.export import run as export
+from draftsmith.data.export.states import facts_of
 from draftsmith.data.heads.directory import save_head
 from draftsmith.data.models.loading import load_lm
 from draftsmith.modules.drafters.eagle3.head import Eagle3Head
 from draftsmith.modules.drafters.eagle3.net import Eagle3Config, layer_like
-from draftsmith.modules.interop import formats
-from draftsmith.modules.interop.base import Package, Reading
-from draftsmith.modules.interop.compare import Drafting3, net3_of
+from draftsmith.modules.formats import formats
+from draftsmith.modules.formats.base import Package, Reading
+from draftsmith.modules.formats.compare import Drafting3, net3_of
 
 ALL = ("eagle", "vllm", "sglang", "speculators")
 PASSES = 3

@@ -16,11 +16,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draftsmith.data.exchange.directory import read_package
+from draftsmith.data.export.directory import read_package
 from draftsmith.data.heads.directory import load_head, stored_tensors
 from draftsmith.eval.engines.gate import run
 from draftsmith.eval.engines.settings import EngineCheckConfig
-from draftsmith.modules.interop import formats
+from draftsmith.modules.formats import formats
 
 torch.set_num_threads(1)
 SERVED = Path(os.environ["DRAFTSMITH_ENGINES"]) / "served"

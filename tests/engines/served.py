@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the other tests' helpers
 from quick_heads import quick_eagle3_head, quick_eagle_head
 from run_models import run_models
 
-from draftsmith.data.exchange.export import ExportConfig
-from draftsmith.data.exchange.export import run as export
+from draftsmith.data.export.export import ExportConfig
+from draftsmith.data.export.export import run as export
 from draftsmith.data.heads.directory import save_head
 from draftsmith.data.models.hub import resolve_model
 from draftsmith.data.models.loading import load_lm

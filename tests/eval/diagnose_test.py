@@ -20,7 +20,7 @@ from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.shards import Rows
 from draftsmith.eval.diagnose import DiagnoseConfig, run
-from draftsmith.modules.interop.alternatives import other_weights
+from draftsmith.modules.formats.alternatives import other_weights
 from draftsmith.train.config import drafter_config
 from draftsmith.train.run import run as train
 

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 
-from draftsmith.data.screen import note, say, show
+from draftsmith.data.console import note, say, show
 from draftsmith.data.tables import of_cells
 from draftsmith.launch import commands
 from draftsmith.launch.cli import main

@@ -7,9 +7,9 @@ from mutants.mutant import BATCH, CUBE, EXACT, LIMITS, POOL, ROWS_ALONE, TRACE, 
 VERIFY, LOOP, TRACE_PY, CHAIN = (f"modules/decoding/{name}.py" for name in ("verify", "loop", "trace", "chain"))
 TYPICAL, TYPICAL_TEST = "modules/decoding/typical.py", "tests/modules/decoding/typical_test.py"
 DRAFTERS = "modules/drafters"
-QUANTIZED, QUANTIZED_TEST = "modules/quantized.py", "tests/modules/quantized_test.py"
-PACKED_TEST = "tests/modules/packed_test.py"
-CACHE, CACHE_TEST = "modules/kv_cache.py", "tests/modules/kv_cache_test.py"
+QUANTIZED, QUANTIZED_TEST = "modules/engine/quantized.py", "tests/modules/engine/quantized_test.py"
+PACKED_TEST = "tests/modules/engine/packed_test.py"
+CACHE, CACHE_TEST = "modules/engine/cache.py", "tests/modules/engine/cache_test.py"
 PARITY, ROWS = "tests/modules/targets/parity_test.py", "tests/modules/targets/session_test.py"
 LOOKUP_TEST = "tests/modules/drafters/prompt_lookup_test.py"
 CUTS = f"{LIMITS}::test_an_answer_is_cut_at_the_first_end_token_and_at_its_room"
@@ -153,7 +153,7 @@ MUTANTS = [
            (f"{POOL}::test_a_session_goes_on_with_fewer_rows_than_it_had",)),
     Mutant("pool-a-leftover-drafter", LOOP, "                self._drafter.select([])\n", "                pass\n",
            (f"{POOL}::test_a_session_goes_on_with_fewer_rows_than_it_had",)),
-    Mutant("pool-a-row-sees-its-predecessor", "modules/lean_rows.py", "self.lengths[row : row + 1] = [0]",
+    Mutant("pool-a-row-sees-its-predecessor", "modules/engine/rows.py", "self.lengths[row : row + 1] = [0]",
            "self.lengths[row : row + 1] = self.lengths[row : row + 1] or [0]", refilled("eagle:k=4")),
     Mutant("pool-features-of-another-row", LOOP, "in zip(places, fresh, scores.features, strict=True)",
            "in zip(places, fresh, scores.features.flip(0), strict=True)", arriving("eagle:k=2")),
@@ -173,11 +173,11 @@ MUTANTS = [
     Mutant("pool-more-than-there-is-room-for", LOOP, "if row.num_prompt + row.room > self._longest:",
            "if row.num_prompt + row.room > self._longest + 1:",
            (f"{POOL}::test_only_as_much_is_admitted_as_there_is_room_for",)),
-    Mutant("rows-beside-a-prompt-in-later-slots", "modules/lean_rows.py",
+    Mutant("rows-beside-a-prompt-in-later-slots", "modules/engine/rows.py",
            "found = list(zip(*self._together(short, lengths, above, num_logits), strict=True))",
            "found = list(zip(*self._together(short, self.lengths, above, num_logits), strict=True))",
            (f"{POOL}::test_prompts_beside_going_rows_are_read_as_alone",)),
-    Mutant("responses-uniforms-in-another-order", "data/answering/batched.py", "tolist()[::-1], *self._uniforms]",
+    Mutant("responses-uniforms-in-another-order", "data/engines/batched.py", "tolist()[::-1], *self._uniforms]",
            "tolist(), *self._uniforms]", ("tests/data/responses_test.py",)),
     # -- what is kept, and what is counted
     Mutant("loop-keeps-the-wrong-slots", LOOP, "[first + node for node in read_path]",
@@ -211,7 +211,7 @@ MUTANTS = [
            (CACHE_TEST,)),
     Mutant("cache-a-second-wipe-finds-nothing-written", CACHE, "self._written, self._place = 0, None",
            "self._written = 0", (CACHE_TEST,)),
-    Mutant("lean-one-token-is-rotated-as-the-one-before", "modules/lean.py", "return self._ready[position]",
+    Mutant("lean-one-token-is-rotated-as-the-one-before", "modules/engine/lean.py", "return self._ready[position]",
            "return self._ready[max(position - 1, 0)]", (PARITY,)),
     Mutant("int8-one-scale-for-all-rows", QUANTIZED, "torch.linalg.vector_norm(rows, torch.inf, -1, keepdim=True)",
            "rows.abs().amax().expand(len(rows), 1).clone()", (QUANTIZED_TEST,)),
@@ -228,7 +228,7 @@ MUTANTS = [
            "key=lambda bits: -self.precisions[bits]", ("tests/eval/tuning/tune_test.py",)),
     Mutant("fidelity-the-other-way-round", "eval/bench/fidelity.py", "(p.exp() * (p - q))", "(q.exp() * (q - p))",
            ("tests/eval/bench/fidelity_test.py",)),
-    Mutant("packed-small-weights-share-nothing", "modules/lean.py", "fused.weight.split(", "weight.split(",
+    Mutant("packed-small-weights-share-nothing", "modules/engine/lean.py", "fused.weight.split(", "weight.split(",
            (PACKED_TEST,)),
     Mutant("cache-forgets-the-path", CACHE, "        self.length = end\n", "        self.length = length\n",
            (CACHE_TEST,)),
@@ -236,28 +236,28 @@ MUTANTS = [
            "self.data[:, :, old].copy_(self.data[:, :, new])", (ROWS,)),
     Mutant("cache-rows-write-without-their-offset", CACHE, "self._first[: len(slots)] + slots[..., None]",
            "self._first[: len(slots)] + slots[:1, :, None]", (CACHE_TEST, ROWS)),
-    Mutant("session-tree-read-as-a-chain", "modules/lean_rows.py", "    if parents is None:\n        return forward(",
+    Mutant("session-tree-read-as-a-chain", "modules/engine/rows.py", "    if parents is None:\n        return forward(",
            "    if True:\n        return forward(", (PARITY,)),
-    Mutant("rows-tree-nodes-see-their-siblings", "modules/lean_rows.py", "torch.where(place < 0, kept, own), ragged",
+    Mutant("rows-tree-nodes-see-their-siblings", "modules/engine/rows.py", "torch.where(place < 0, kept, own), ragged",
            "torch.where(place < 0, kept, 0 * own.clamp_min(0)), ragged", (ROWS,)),
-    Mutant("rows-tree-in-the-kept-slots", "modules/lean_rows.py", "moved += [(row, old, first + i)",
+    Mutant("rows-tree-in-the-kept-slots", "modules/engine/rows.py", "moved += [(row, old, first + i)",
            "moved += [(row, old, first + i + 1)", (ROWS,)),
-    Mutant("rows-logits-of-the-first-tokens", "modules/lean_rows.py", "first = [start + max(count - num_logits, 0) for",
+    Mutant("rows-logits-of-the-first-tokens", "modules/engine/rows.py", "first = [start + max(count - num_logits, 0) for",
            "first = [start for", (ROWS,)),
-    Mutant("ragged-logits-of-another-row", "modules/lean_rows.py", "[0, *accumulate(counts[:-1])]",
+    Mutant("ragged-logits-of-another-row", "modules/engine/rows.py", "[0, *accumulate(counts[:-1])]",
            "[0, *counts[:-1]]", (ROWS,)),
-    Mutant("ragged-all-at-the-first-positions", "modules/lean_rows.py", "rotated = ragged.pack(rotated)[None]",
+    Mutant("ragged-all-at-the-first-positions", "modules/engine/rows.py", "rotated = ragged.pack(rotated)[None]",
            "rotated = rotated.flatten()[None, : len(x)]", (ROWS,)),
-    Mutant("ragged-keys-of-the-first-row", "modules/ragged.py", "keys[one],", "keys[:1],", (ROWS,)),
-    Mutant("ragged-a-mask-of-the-first-row", "modules/ragged.py", "mask[one, :,", "mask[:1, :,",
+    Mutant("ragged-keys-of-the-first-row", "modules/engine/ragged.py", "keys[one],", "keys[:1],", (ROWS,)),
+    Mutant("ragged-a-mask-of-the-first-row", "modules/engine/ragged.py", "mask[one, :,", "mask[:1, :,",
            (ROWS,)),
-    Mutant("attention-mask-of-another-query", "modules/attention.py",
+    Mutant("attention-mask-of-another-query", "modules/engine/attention.py",
            "mask.unsqueeze(-2).expand(*outer, length, groups, slots)",
-           "mask.unsqueeze(-3).expand(*outer, groups, length, slots)", ("tests/modules/attention_test.py",)),
-    Mutant("attention-heads-of-other-keys", "modules/attention.py", "found.unflatten(2, (-1, groups)).transpose(1, 2)",
-           "found.unflatten(2, (groups, -1)).transpose(1, 3)", ("tests/modules/attention_test.py",)),
-    Mutant("ragged-queries-one-place-late", "modules/ragged.py", "[row * width + i for row,",
+           "mask.unsqueeze(-3).expand(*outer, groups, length, slots)", ("tests/modules/engine/attention_test.py",)),
+    Mutant("attention-heads-of-other-keys", "modules/engine/attention.py", "found.unflatten(2, (-1, groups)).transpose(1, 2)",
+           "found.unflatten(2, (groups, -1)).transpose(1, 3)", ("tests/modules/engine/attention_test.py",)),
+    Mutant("ragged-queries-one-place-late", "modules/engine/ragged.py", "[row * width + i for row,",
            "[row * width + width - 1 - i for row,", (ROWS,)),
-    Mutant("capture-one-layer-early", "modules/lean.py", "if taps and index in taps:", "if taps and index + 1 in taps:",
+    Mutant("capture-one-layer-early", "modules/engine/lean.py", "if taps and index in taps:", "if taps and index + 1 in taps:",
            (PARITY,)),
 ]  # fmt: skip

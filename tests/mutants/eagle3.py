@@ -10,8 +10,8 @@ TRAINING, NET_TEST, LOSS_TEST = (
     f"tests/modules/drafters/eagle3_{name}_test.py" for name in ("training", "net", "loss")
 )
 DIAGONAL_TEST = "tests/modules/diagonal_test.py"
-INTEROP, EAGLE1 = (f"modules/interop/{name}.py" for name in ("eagle3", "eagle1"))
-INTEROP_TEST = "tests/modules/interop/eagle3_test.py"
+INTEROP, EAGLE1 = (f"modules/formats/{name}.py" for name in ("eagle3", "eagle1"))
+INTEROP_TEST = "tests/modules/formats/eagle3_test.py"
 
 MUTANTS = [
     Mutant("eagle3-predicts-a-row-late", HEAD, "self.position - 1 - number", "self.position - number", (TRAINING,)),

@@ -12,10 +12,10 @@ LOSSES, METRICS = "modules/losses.py", "modules/metrics.py"
 EAGLE, MEDUSA, MEDUSA_TEST = (
     "modules/drafters/eagle/head.py", "modules/drafters/medusa.py", "tests/modules/drafters/medusa_test.py"
 )  # fmt: skip
-HYDRA_FORMAT, HYDRA_READ = "modules/interop/hydra.py", "tests/modules/interop/hydra_test.py"
+HYDRA_FORMAT, HYDRA_READ = "modules/formats/hydra.py", "tests/modules/formats/hydra_test.py"
 HYDRA, HYDRA_TEST = "modules/drafters/hydra.py", "tests/modules/drafters/hydra_test.py"
 MEDUSA_2, MEDUSA_2_TEST = "train/medusa2.py", "tests/train/medusa2_test.py"
-MEDUSA_FORMAT, MEDUSA_READ = "modules/interop/medusa.py", "tests/modules/interop/medusa_test.py"
+MEDUSA_FORMAT, MEDUSA_READ = "modules/formats/medusa.py", "tests/modules/formats/medusa_test.py"
 LOSS_TEST, METRIC_TEST = "tests/modules/losses_test.py", "tests/modules/metrics_test.py"
 LABELS, ROLLOUTS, DATASETS = "data/mixed_text.py", "data/rollouts.py", "data/store/datasets.py"
 LABEL_TEST, ROLLOUT_TEST, DATASET_TEST = (

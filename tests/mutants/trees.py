@@ -5,12 +5,12 @@ from __future__ import annotations
 from mutants.mutant import LIMITS, TREE, Mutant, replayed
 
 TREE_PY, GROWN = "modules/decoding/tree.py", "modules/drafters/growth.py"
-DRAFTING, READER = "modules/drafters/feature_heads.py", "modules/lean_rows.py"
-EAGLE, LEAN = "modules/drafters/eagle/head.py", "modules/lean.py"
+DRAFTING, READER = "modules/drafters/feature_heads.py", "modules/engine/rows.py"
+EAGLE, LEAN = "modules/drafters/eagle/head.py", "modules/engine/lean.py"
 NET = "modules/drafters/eagle/net.py"
 EAGLE_TREES, EAGLE_TEST = "tests/modules/drafters/eagle_tree_test.py", "tests/modules/drafters/eagle_test.py"
 CONTEXTS = f"{LIMITS}::test_a_tree_is_drafted_to_the_end_of_the_heads_context_as_a_chain_is"
-CACHE_TEST = "tests/modules/kv_cache_test.py"
+CACHE_TEST = "tests/modules/engine/cache_test.py"
 CHOSEN, CHOSEN_TEST = "eval/tuning/tree.py", "tests/eval/tuning/tree_test.py"
 
 MUTANTS = [

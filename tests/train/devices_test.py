@@ -16,7 +16,7 @@ from trained_runs import losses, weights
 
 from draftsmith.data.store.datasets import FeatureDataset, pack_features
 from draftsmith.modules.drafters.eagle.head import EagleHead
-from draftsmith.modules.graphs import Graphed
+from draftsmith.modules.engine.graphs import Graphed
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.data_module import HeadDataModule, Key, Part, Samples, move
 from draftsmith.train.run import run

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from draftsmith.data import features, prompts
-from draftsmith.data.exchange.export import ExportConfig
-from draftsmith.data.exchange.export import run as export
-from draftsmith.data.exchange.import_head import ImportConfig
-from draftsmith.data.exchange.import_head import run as import_head
+from draftsmith.data.export.export import ExportConfig
+from draftsmith.data.export.export import run as export
+from draftsmith.data.export.import_head import ImportConfig
+from draftsmith.data.export.import_head import run as import_head
 from draftsmith.data.heads.directory import load_head, of_target, save_head
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.datasets import FeatureDataset

@@ -6,8 +6,8 @@ import dataclasses
 import os
 from typing import Any
 
-from draftsmith.data.answering.batched import set_threads
-from draftsmith.data.screen import answer, note, say, show, show_facts
+from draftsmith.data.console import answer, note, say, show, show_facts
+from draftsmith.data.engines.batched import set_threads
 from draftsmith.data.tables import Column, Table
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.metrics import say_on_rank_zero

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from draftsmith.data.screen import note
+from draftsmith.data.console import note
 from draftsmith.data.store.manifest import open_artefact
 from draftsmith.data.store.shards import Rows
 from draftsmith.data.text.repetition import Repetition

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from draftsmith.data.console import note
 from draftsmith.data.heads.directory import drafter_identity, head_config
-from draftsmith.data.screen import note
 from draftsmith.data.settings import comma_numbers
 from draftsmith.data.store.files import make_directory, write_json
 from draftsmith.data.store.reading import read_object

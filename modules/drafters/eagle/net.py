@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftsmith.modules.diagonal import diagonal_attention
+from draftsmith.modules.engine.lean import LeanStack
+from draftsmith.modules.engine.quantized import Precision, linear_of
 from draftsmith.modules.layers import MOST_LAYERS, ROPE_KINDS, DecoderLayer, LlamaConfig, RopeScaling, rope_table
-from draftsmith.modules.lean import LeanStack
 from draftsmith.modules.packing import Documents
-from draftsmith.modules.quantized import Precision, linear_of
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, check_config, whole_number
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from draftsmith.modules.diagonal import diagonal_attention
 from draftsmith.modules.drafters.eagle.net import OfLlama
+from draftsmith.modules.engine.lean import LeanLayer, LeanNorm, LeanStack
+from draftsmith.modules.engine.quantized import Precision, linear_of
 from draftsmith.modules.layers import MLP, MOST_LAYERS, Attention, LlamaConfig, RMSNorm, RopeScaling, rope_table
-from draftsmith.modules.lean import LeanLayer, LeanNorm, LeanStack
 from draftsmith.modules.packing import Documents
-from draftsmith.modules.quantized import Precision, linear_of
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, check_config, whole_number
 

@@ -11,7 +11,7 @@ import pytest
 from fake_hub import Hub, fake_hub
 from tiny_models import tiny_llama_dir
 
-from draftsmith.data.exchange.directory import package_directory
+from draftsmith.data.export.directory import package_directory
 from draftsmith.data.models import hub as places
 from draftsmith.data.models import loading as models_module
 from draftsmith.data.models.hub import loadable, model_directory, repository

@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_llama_dir
 
-from draftsmith.data.answering.batched import answer_all, pad_right
+from draftsmith.data.engines.batched import answer_all, pad_right
 from draftsmith.data.models.hub import resolve_model
 from draftsmith.data.models.loading import check_same_tokenizer, load_lm, load_tokenizer, tokenizer_identity
 from draftsmith.launch.cli import main

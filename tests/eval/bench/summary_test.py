@@ -8,7 +8,7 @@ import json
 import pytest
 from rich.console import Console
 
-from draftsmith.data.screen import print_table
+from draftsmith.data.console import print_table
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.results import Row, failures_of, of_methods, read_rows, row_of, write_rows
 from draftsmith.eval.bench.summary import summarise

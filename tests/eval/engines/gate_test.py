@@ -20,9 +20,9 @@ import torch
 from engine_like import EngineLike
 from quick_heads import quick_eagle3_head, quick_eagle_head
 
-from draftsmith.data.exchange.export import ExportConfig
-from draftsmith.data.exchange.export import run as export
-from draftsmith.data.exchange.states import PROMPTS, make_probes
+from draftsmith.data.export.export import ExportConfig
+from draftsmith.data.export.export import run as export
+from draftsmith.data.export.states import PROMPTS, make_probes
 from draftsmith.data.heads.directory import build_head, load_head, save_head, stored_tensors
 from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.engines.chain import other_layers
@@ -31,8 +31,8 @@ from draftsmith.eval.engines.gate import run
 from draftsmith.eval.engines.process import running
 from draftsmith.eval.engines.settings import EngineCheckConfig
 from draftsmith.eval.engines.vllm import server_words
-from draftsmith.modules.interop.base import Served
-from draftsmith.modules.interop.vllm import command
+from draftsmith.modules.formats.base import Served
+from draftsmith.modules.formats.vllm import command
 from draftsmith.modules.types import InputError
 
 TARGET, NEW_TOKENS = "embedded:target", 40

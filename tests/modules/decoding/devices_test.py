@@ -14,7 +14,7 @@ from run_models import run_models
 from tiny_models import CONTEXT, tiny_llama_dir
 from transformers import AutoModelForCausalLM
 
-from draftsmith.data.answering.batched import answer_all
+from draftsmith.data.engines.batched import answer_all
 from draftsmith.data.models.loading import load_lm
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.decoding.loop import generate

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from draftsmith.data.answering.drafting import fitting
+from draftsmith.data.engines.drafting import fitting
 from draftsmith.eval.bench.hf_baseline import BASELINES
 from draftsmith.eval.tuning.candidates import best_of_families
 from draftsmith.modules.drafters import learned

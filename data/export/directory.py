@@ -1,0 +1,213 @@
+"""A directory that someone else wrote, read without trust: no code of its files runs, no file outside it is opened."""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Mapping
+from pathlib import Path, PureWindowsPath
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.data.models.checkpoint import MOST, read_model_json, weight_map
+from draftsmith.data.models.hub import model_directory
+from draftsmith.data.store.reading import open_tensors
+from draftsmith.modules.formats.base import Package, flat
+from draftsmith.modules.layers import MOST_POSITIONS, MOST_SIZE
+from draftsmith.modules.types import InputError
+
+# In the order in which vLLM, SGLang and huggingface_hub prefer them.
+KINDS = (".safetensors", ".bin", ".pt")
+# What trainers leave beside the weights, and every system passes over (vLLM 0.33.0, model_loader/weight_utils.py).
+NOT_WEIGHTS = {"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.bin", "scheduler.pt", "scaler.pt"}
+# What may lie beside safetensors, and who reads it first.
+COPIES = {"pytorch_model.bin": "SafeAILab's code", "medusa_lm_head.pt": "Medusa's code"}
+FETCH = "Fetch it again, or ask its author for safetensors."
+STORED = "tensors by their names, nothing else"
+
+
+def package_directory(path: str) -> Path:
+    """The local directory of a foreign head: a path, or a hub id, which is downloaded or taken from the cache."""
+    return model_directory(path, ("*.bin", "*.pt"))
+
+
+def read_package(path: str) -> Package:
+    """Config, tensors and metadata of a foreign directory or hub id; tensors as stored, on the CPU.
+
+    Of weights in several kinds of files safetensors count. One of COPIES must then hold the same.
+
+    Raises:
+        InputError: a file is absent, damaged, outside the directory, or holds more than tensors; weights are ambiguous.
+    """
+    directory = package_directory(path)
+    config = read_model_json(member(directory, "config.json", "the directory"))
+    files, index = _chosen(directory)
+    tensors: dict[str, Tensor] = {}
+    metadata: dict[str, str] = {}
+    for file in files:
+        stored, about = read_safetensors(file) if file.suffix == ".safetensors" else (read_torch(file), {})
+        if twice := sorted(stored.keys() & tensors.keys()):
+            raise InputError(str(file), f"{twice[0]}, which another shard has", "every tensor once", FETCH)
+        tensors |= stored
+        metadata |= about
+    if odd := [name for name in tensors if not name.isprintable()]:  # messages show names, and a terminal obeys them
+        raise InputError(str(files[0]), f"a tensor named {odd[0]!r}", "names that can be printed", FETCH)
+    if index is not None and (wrong := sorted(weight_map(index, FETCH).keys() ^ tensors.keys())):
+        found = f"{len(wrong)} tensors that only it or only its files have ({', '.join(wrong[:3])})"
+        raise InputError(str(index), found, "the tensors of its files", FETCH)
+    _check_sizes(directory / "config.json", flat(config), tensors)
+    for copy in COPIES if files[0].suffix == ".safetensors" else ():
+        if (directory / copy).exists():
+            other = read_torch(member(directory, copy, "the directory"))
+            _check_equal(tensors, metadata, other, files[0].name, copy)
+    names = sorted(
+        entry.name for entry in directory.iterdir() if entry.suffix in KINDS and entry.name not in NOT_WEIGHTS
+    )
+    return Package(config, tensors, metadata, tuple(names))
+
+
+def _check_sizes(file: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Sizes far beyond what the tensors hold would have a reader build for hours, or ask for petabytes.
+
+    Raises:
+        InputError: names the setting.
+    """
+
+    def count(name: str) -> int:
+        value = config.get(name)
+        return value if isinstance(value, int) else 1
+
+    values = sum(tensor.numel() for tensor in tensors.values())
+    width = max(count("hidden_size"), 1)
+    # Heads with lost or cut tensors are still told what they lack.
+    room = 64 * values + 2**24
+    heads = max(count("num_attention_heads"), count("num_key_value_heads"), 1)
+    most = dict.fromkeys(
+        ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"), room // width
+    )
+    most |= {"head_dim": room // width // heads, "num_hidden_layers": max(len(tensors), 1)}
+    most |= {"num_layers": MOST["num_layers"], "vocab_size": MOST_SIZE, "draft_vocab_size": MOST_SIZE}
+    most |= {"max_position_embeddings": MOST_POSITIONS}
+    for name, limit in most.items():
+        if count(name) > limit:
+            found = f"{count(name)} with {len(tensors)} tensors of {values:,} values"
+            raise InputError(f"{name} of {file}", found, f"at most {limit:,}", FETCH)
+
+
+def weight_files(directory: Path) -> tuple[Path, ...]:
+    """The files that hold a directory's weights: one, or the shards that an index names.
+
+    Raises:
+        InputError: there are none, several and no index, or an index that names another place.
+    """
+    return _chosen(directory)[0]
+
+
+def _chosen(directory: Path) -> tuple[tuple[Path, ...], Path | None]:
+    """The files of the preferred kind that is there, and their index, if they have one."""
+    names = sorted({entry.name for entry in directory.iterdir()} - NOT_WEIGHTS)
+    for kind in KINDS:
+        files = [name for name in names if name.endswith(kind)]
+        indexes = [name for name in names if name.endswith(f"{kind}.index.json")]
+        if not files and not indexes:
+            continue
+        if not indexes and len(files) == 1:
+            return (member(directory, files[0], "the directory"),), None
+        index = member(directory, indexes[0], "the directory") if indexes else None
+        shards = sorted(set(weight_map(index, FETCH).values())) if index is not None else []
+        if index is not None and len(indexes) == 1 and not set(files) - set(shards):
+            return tuple(member(directory, name, index.name) for name in shards), index
+        found = f"several weights ({', '.join([*indexes, *files][:4])})"
+        remedy = "Systems differ in which of them they read: keep those that are meant."
+        raise InputError(str(directory), found, f"one {kind} file, or one index of all", remedy)
+    raise InputError(str(directory), "no weights", "model.safetensors or pytorch_model.bin", "Check the path.")
+
+
+def member(directory: Path, name: str, named_by: str) -> Path:
+    """The regular file of this name in the directory. The cache of huggingface_hub links from snapshots/X to blobs/.
+
+    Raises:
+        InputError: the name, or a link behind it, leads elsewhere; there is no such file.
+    """
+    if PureWindowsPath(name).name != name or name in ("", "..") or "\0" in name:
+        remedy = "Do not trust this directory: it names files outside itself."
+        raise InputError(str(directory), f"the path {name!r} in {named_by}", "a plain file name", remedy)
+    root = Path(os.path.realpath(directory))
+    file = Path(os.path.realpath(root / name))
+    blobs = root.parent.parent / "blobs" if root.parent.name == "snapshots" else root
+    if file.parent not in (root, blobs):
+        raise InputError(str(directory / name), f"a link to {file}", "a file of the directory", "Copy it there.")
+    if not file.is_file():
+        raise InputError(str(directory / name), "no such file", f"what {named_by} names", FETCH)
+    return directory / name
+
+
+def read_safetensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors and metadata of one file."""
+    with open_tensors(file, FETCH) as opened:
+        return {name: opened.get_tensor(name) for name in list(opened.keys())}, opened.metadata() or {}
+
+
+def read_torch(file: Path) -> dict[str, Tensor]:
+    """Tensors of a `.bin` or `.pt` file. Its pickle is read by torch's restricted reader, which calls nothing but what
+    rebuilds tensors.
+
+    Raises:
+        InputError: damaged, or anything but a flat dict of plain tensors.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of unusual pickles and TorchScript, which fail right after
+            # Public heads come as `.bin`; weights_only builds tensors and plain values and runs nothing of the file.
+            content = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # damaged and hostile bytes make the reader fail in ways it does not list
+        raise InputError(str(file), _why_refused(error), STORED, FETCH) from error
+    if not isinstance(content, Mapping):
+        raise InputError(str(file), f"a {type(content).__name__}", STORED, FETCH)
+    wrong = [f"{name!r} ({what})" for name, value in content.items() if (what := _not_plain(name, value))]
+    if wrong:
+        raise InputError(str(file), ", ".join(wrong[:3]), STORED, "Save the head's state_dict alone.")
+    return {name: tensor.detach() for name, tensor in content.items()}
+
+
+def _why_refused(error: Exception) -> str:
+    """torch's own message ends with the advice to switch its check off; only its facts are kept."""
+    text = " ".join(str(error).split())
+    if code := re.search(r"(?:GLOBAL|class|function) ([\w.]+\.\w+)", text):
+        return f"a pickle that asks for {code[1]}, which is code and not weights"
+    if "TorchScript" in text:
+        return "a TorchScript program"
+    if "legacy .tar" in text:
+        return "a tar of pickles, torch's form before 2017"
+    if "weights_only" in text:
+        return "a pickle of other things than tensors, or no weights at all"
+    return f"damaged ({type(error).__name__}: {text[:120]})"
+
+
+def _not_plain(name: Any, value: Any) -> str:
+    """What keeps an entry from being a named tensor; empty where nothing does."""
+    if not isinstance(name, str):
+        return "no name"
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    if value.layout != torch.strided or value.is_quantized:
+        return "sparse or quantised"
+    return "" if value.device.type == "cpu" else "without values"
+
+
+def _check_equal(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str], other: Mapping[str, Tensor], name: str, copy: str
+) -> None:
+    """One set of weights in both files. Of tensors that share storage safetensors keeps one; its metadata maps the
+    others' names to that one."""
+    full = {**tensors, **{alias: tensors[stored] for alias, stored in metadata.items() if stored in tensors}}
+    wrong = sorted(full.keys() ^ other.keys())
+    both = [(key, full[key], other[key]) for key in full if key in other]
+    wrong += [key for key, one, two in both if one.dtype != two.dtype or not torch.equal(one, two)]
+    if wrong:
+        found = f"{name} and {copy} that differ ({', '.join(wrong[:3])})"
+        remedy = f"{COPIES[copy]} reads {copy}, vLLM and SGLang {name}: delete the one that is not meant."
+        raise InputError("weights", found, "one set of weights", remedy)

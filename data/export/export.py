@@ -1,0 +1,255 @@
+"""`draftsmith export`: a head, or a draft model, as another system loads it; checked before it is there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from draftsmith.data.console import say
+from draftsmith.data.export.assistant import write_assistant
+from draftsmith.data.export.check import (
+    FormatName,
+    Report,
+    check_head,
+    original,
+    print_report,
+    report_of_assistant,
+)
+from draftsmith.data.export.record import RECORD, made_with, make_record
+from draftsmith.data.export.states import state_source
+from draftsmith.data.heads.card import draft_model_card, model_card
+from draftsmith.data.heads.directory import build_head, head_config, head_fields, named_kind, stored_tensors
+from draftsmith.data.heads.measured import measured_of
+from draftsmith.data.models.checkpoint import INDEX
+from draftsmith.data.models.hub import loadable, model_directory
+from draftsmith.data.models.loading import DTYPES, load_lm, tokenizer_identity
+from draftsmith.data.settings import Dtype, Loading
+from draftsmith.data.store.files import whole_directory, write_json, write_tensors, write_text, write_torch
+from draftsmith.data.store.reading import open_tensors, read_object
+from draftsmith.data.store.writer import occupied, sole_writer
+from draftsmith.modules.decoding.tree import MAX_NODES
+from draftsmith.modules.formats import formats, formats_of, hf_assisted
+from draftsmith.modules.formats.acceptance import check_trim
+from draftsmith.modules.formats.base import HeadFormat, Package, Served
+from draftsmith.modules.types import InputError, whole_number
+
+HEAD_MANIFEST = {"sha256": {"model.safetensors": str}, "config?": (dict, None), "imported?": (dict, None)}
+RESULTS = {
+    "meta": {"methods": {"*": dict}, "models?": dict, "prompts?": (dict, None)},
+    "methods": [{"method": str, "tokens_per_s": float}],
+}
+TARGET_INDEX = "target-index.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig(Loading):
+    """Write a head as another system loads it, check it by that system's rules, and print the command that serves it.
+
+    Attributes:
+        format: eagle (SafeAILab/EAGLE), vllm and sglang take EAGLE-1 and EAGLE-3 heads, speculators EAGLE-3; medusa-v1
+            and modelopt Medusa heads with their own lm_heads, medusa-v2 those without; hydra Hydra heads with
+            their own lm_heads; specdec_pp an acceptance head
+            with tied blocks; acceptance any acceptance head, with a statement of what a server must feed it;
+            hf-assisted a draft model, for transformers' assisted generation.
+        output: The directory to write; new or empty.
+        head: The head's directory, such as runs/eagle-head/best.
+        target: The target model. Default: the one named in the head's manifest.
+        use: What a server does by an acceptance head: stop a draft, or trim what was drawn already, which is refused
+            where that would change the output's distribution.
+        draft: The draft model to be exported as hf-assisted; or the draft whose hidden states an acceptance head reads:
+            a model, or the directory of a drafting head (default: the one named in its manifest).
+        eagle: The old name of --draft for a head.
+        results: Directory of an `eval bench` with this draft, for hf-assisted: the fastest settings are taken from it.
+        num_drafted: Drafted tokens a round in the printed command; 0 takes the fastest chain of `eval bench --card`,
+            else 5 (20 with a stop rule).
+        weights: Type of the exported weights; auto keeps the head's.
+        license: Licence of the head, for the card.
+        dtype: Type of the model that gives hidden states for the check; auto takes what its checkpoint holds.
+    """
+
+    format: FormatName
+    output: Path
+    head: Path | None = None
+    use: Literal["stop", "trim"] = "stop"
+    target: str | None = None
+    draft: str | None = None
+    eagle: Path | None = None
+    results: Path | None = None
+    num_drafted: int = 0
+    weights: Dtype = "auto"
+    license: str = ""
+    dtype: Dtype = "auto"
+
+    def __post_init__(self) -> None:
+        whole_number("num_drafted", self.num_drafted, 0, MAX_NODES)
+
+
+class Refused(Exception):
+    """The check found a difference: nothing is written."""
+
+
+@sole_writer()
+def run(config: ExportConfig) -> int:
+    """0, or 1 when the check finds a difference: nothing is left in the output then.
+
+    Raises:
+        InputError: the output exists, the head is not one the format can hold, or a model is missing or another one.
+    """
+    if occupied(config.output):
+        raise InputError("output", f"{config.output}, which exists", "a new directory", "Choose another.")
+    write = export_assistant if config.format == hf_assisted.NAME else export_head
+    try:
+        with whole_directory(config.output) as partial:
+            report, command = write(config, partial)
+            print_report(report, str(config.output), config.format)
+            if report.failures:
+                raise Refused
+    except Refused:
+        return 1
+    say(f"\nWritten to {config.output}. Use it with:\n\n{command}")
+    return 0
+
+
+def export_head(config: ExportConfig, directory: Path) -> tuple[Report, str]:
+    """Write and check a head; the report, and the command that serves it."""
+    path = Path(given(config, "head", "the head's directory"))
+    format = format_for(path, config.format)
+    manifest = head_manifest(path, format, config.weights)
+    recorded = manifest.get("config") or manifest.get("imported") or {}
+    # Earlier versions recorded a drafting head by its kind.
+    draft = config.draft or config.eagle or recorded.get("draft") or recorded.get("eagle")
+    source = state_source(format, config.target or recorded.get("target"), draft, config.loading)
+    head: Any = original(path, format.kind, source)
+    if config.use == "trim":
+        if not format.predicts:
+            raise InputError("use", f"trim by {named_kind(format.kind)} head", "an acceptance head", "Leave it out.")
+        check_trim(head.config, manifest.get("sampling"))
+    dtype = next(head.parameters()).dtype if config.weights == "auto" else DTYPES[config.weights]
+    state = {name: stored.detach().cpu() for name, stored in stored_tensors(head).items()}
+    state = {name: stored.to(dtype) if stored.is_floating_point() else stored for name, stored in state.items()}
+    package = format.write(head.config, state, dtype, source.facts)
+    fields = {**package.config, **format.completed(source.facts.raw, manifest, loadable(source.path))}
+    package = Package(fields, package.tensors, package.metadata)
+    write_package(directory, package, format.weights_files)
+    sha256 = manifest["sha256"]["model.safetensors"]
+    origin = {"path": str(path), "sha256": sha256, "target": manifest.get("target")}
+    write_json(directory / RECORD, make_record(format, head.config, format.recorded(state, package), origin))
+    report = check_head(directory, format, source, build_head(format.kind, head.config, state))
+    measured = measured_of(path)
+    verifier = loadable(config.target) if format.predicts and source.head_path is None and config.target else None
+    count = config.num_drafted or num_drafted(measured, format)
+    command = format.serve(Served(loadable(source.path), str(config.output), count, source.head_path, verifier))
+    notes = list(format.notes)
+    if format.target_index and (note := index_for_target(source.path, directory)):
+        notes.append(note)
+    export = {
+        "format": format.name,
+        "command": command,
+        "checks": passed(report),
+        "head": origin,
+        "weights": str(dtype).removeprefix("torch."),
+        "notes": notes,
+    }
+    facts = {**manifest, "head": head_fields(head), "license": config.license}
+    write_text(directory / "README.md", model_card(format.kind, facts, measured=measured, export=export))
+    return report, "\n\n".join([command, *notes])
+
+
+def given(config: ExportConfig, flag: str, what: str) -> str:
+    """The value of a flag that this format needs.
+
+    Raises:
+        InputError: it was not given.
+    """
+    if getattr(config, flag) is None:
+        raise InputError(flag, "none", what, f"Pass --{flag}.")
+    return str(getattr(config, flag))
+
+
+def format_for(head: Path, name: str) -> HeadFormat:
+    """The format of this name that holds heads of its kind.
+
+    Raises:
+        InputError: no head, or of a kind that no format of this name holds.
+    """
+    kind = head_config(head)["kind"]
+    if (name, kind) not in formats():
+        holds = [other.name for other in formats_of(kind)]
+        remedy = f"Choose {' or '.join(holds)}." if holds else f"No format holds {named_kind(kind)} head yet."
+        held = " or ".join(f"{named_kind(own)} head" for known, own in formats() if known == name)
+        raise InputError("head", f"{head}, {named_kind(kind)} head", f"{held}, which {name} holds", remedy)
+    return formats()[name, kind]
+
+
+def head_manifest(head: Path, format: HeadFormat, weights: str) -> dict[str, Any]:
+    """The manifest of the head that is to be exported.
+
+    Raises:
+        InputError: it is asked for in a type that the format has not.
+    """
+    if format.float32 and weights not in ("auto", "float32"):
+        raise InputError("weights", weights, f"float32: {format.name} reads nothing else", "Leave it out.")
+    return read_object(head / "manifest.json", HEAD_MANIFEST, "Copy or train the head again.")
+
+
+def write_package(directory: Path, package: Package, files: Sequence[str] = ("model.safetensors",)) -> None:
+    """files: of weights, each by its ending; torch's own has a shared tensor under all its names."""
+    write_json(directory / "config.json", dict(package.config), indent=2)
+    tensors = {name: tensor.contiguous() for name, tensor in package.tensors.items()}
+    aliases = {name: tensors[own] for name, own in package.metadata.items() if own in tensors}
+    for name in files:
+        if not name.endswith(".safetensors"):
+            write_torch(directory / name, {**tensors, **aliases})
+            continue
+        # transformers and the servers want to know that the tensors are torch's.
+        write_tensors(directory / name, tensors, {"format": "pt", **package.metadata})
+        # safetensors keeps others from reading it; a server often runs as somebody else.
+        (directory / name).chmod((directory / "config.json").stat().st_mode)
+
+
+def index_for_target(target: str, directory: Path) -> str:
+    """SafeAILab's code finds a target's embedding through an index of shards, also where there is one file. Where the
+    target has none it is written into the export, never beside the target; returns what to do with it.
+    """
+    source = model_directory(target)
+    if (source / INDEX).exists() or not (source / "model.safetensors").exists():
+        return ""
+    with open_tensors(source / "model.safetensors") as file:
+        names = list(file.keys())
+    size = {"total_size": (source / "model.safetensors").stat().st_size}
+    write_json(directory / TARGET_INDEX, {"metadata": size, "weight_map": dict.fromkeys(names, "model.safetensors")})
+    return f"{source} has no {INDEX}, which this code needs beside the target: copy {TARGET_INDEX} there by that name."
+
+
+def num_drafted(measured: Mapping[str, Any] | None, format: HeadFormat) -> int:
+    """Drafted tokens a round: of the fastest chain that was measured of the head, else the format's own."""
+    rows = [] if measured is None else measured["methods"]
+    chains = ((re.fullmatch(rf"{format.kind}:k=(\d+)", row["method"]), row["speedup"]) for row in rows)
+    speeds = {int(chain[1]): speedup for chain, speedup in chains if chain}
+    return max(speeds, key=speeds.__getitem__, default=format.num_drafted)
+
+
+def export_assistant(config: ExportConfig, directory: Path) -> tuple[Report, str]:
+    """Write and check a draft model with measured settings; the report, and the lines of Python that use it."""
+    draft, target = given(config, "draft", "the draft model"), given(config, "target", "its target")
+    results = Path(given(config, "results", "a directory of eval bench"))
+    if not (results / "results.json").exists():
+        raise InputError("results", f"{results} without results.json", "a directory of eval bench", "Check the path.")
+    identity = load_lm(draft, "auto", engine=config.engine, trust_remote_code=config.trust_remote_code).info.identity
+    tuning = hf_assisted.choose_tuning(read_object(results / "results.json", RESULTS), identity)
+    command = hf_assisted.serve(loadable(target), str(config.output))
+    write_assistant(draft, tuning, directory)
+    report = report_of_assistant(directory, target)
+    export = {"format": config.format, "command": command, "target": target, "draft": draft, "checks": passed(report)}
+    export["notes"] = [f"settings: {tuning.measured}"]
+    facts = {"models": {"draft": identity, **tokenizer_identity(draft)}, "license": config.license, **made_with()}
+    write_text(directory / "README.md", draft_model_card(facts, export))
+    return report, command
+
+
+def passed(report: Report) -> list[str]:
+    """What the card says of the check."""
+    return [f"{measure.name}: {measure.value} ({measure.bar})" for measure in report.measures]

@@ -1,0 +1,190 @@
+"""`draftsmith import`: a head of another system as one of ours."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from draftsmith.data.console import say
+from draftsmith.data.export.directory import package_directory, read_package, weight_files
+from draftsmith.data.export.record import against_model, made_with, read_record
+from draftsmith.data.export.states import StateSource, state_source
+from draftsmith.data.heads.card import model_card
+from draftsmith.data.heads.directory import build_head, check_sizes, head_fields, named_kind, save_head
+from draftsmith.data.models.loading import tokenizer_identity
+from draftsmith.data.store.manifest import file_sha256, warn_not_compared
+from draftsmith.data.store.writer import occupied, sole_writer
+from draftsmith.modules.drafters import head_class
+from draftsmith.modules.formats import format_names, formats
+from draftsmith.modules.formats.base import HeadFormat, Parsed
+from draftsmith.modules.formats.detect import detect, named_format
+from draftsmith.modules.formats.specdec_pp import UNCORRECTED
+from draftsmith.modules.types import InputError
+
+if TYPE_CHECKING:
+    Producer = str
+else:
+    Producer = Literal[("auto", *format_names())]
+
+
+@dataclass(frozen=True)
+class ImportConfig:
+    """Write a head of another system as one of ours, which decodes, is measured and is trained on.
+
+    Attributes:
+        directory: The head: a local directory or a hub id, with config.json and model.safetensors or pytorch_model.bin.
+        output: The head directory to write; new or empty.
+        target: The model that an EAGLE head, or Medusa's or Hydra's, drafts for. It is recorded, and the head is
+            refused on other models.
+        draft: The draft model that an acceptance head was trained for; recorded in the same way.
+        format: Whose head it is: eagle (SafeAILab), vllm, sglang, speculators, medusa-v1 or medusa-v2 (FasterDecoding),
+            modelopt, hydra (zankner), specdec_pp, or acceptance, which export writes; auto finds out.
+        w_rej: Loss weight of rejected tokens that an acceptance head was trained with (SpecDec_pp's
+            --weight_mismatch), which no file says; it corrects the calibrated output.
+        engine: How the target or draft is read; lean for Llama-family weights, hf for any transformers model.
+        trust_remote_code: Run code that comes with the target or draft; never with the head.
+    """
+
+    directory: str
+    output: Path
+    target: str | None = None
+    draft: str | None = None
+    format: Producer = "auto"
+    w_rej: float = 1.0
+    engine: Literal["auto", "lean", "hf"] = "auto"
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.w_rej < float("inf"):
+            raise InputError("w_rej", self.w_rej, "a number above 0", "Pass 1 where rejected tokens weighed no more.")
+
+
+@sole_writer()
+def run(config: ImportConfig) -> Path:
+    """Import one head; the path of its new directory.
+
+    Raises:
+        InputError: the directory is not what it should be, our head cannot be it, or it does not fit the model.
+    """
+    if occupied(config.output):
+        raise InputError("output", f"{config.output}, which exists", "a new directory", "Choose another, or remove it.")
+    package = read_package(config.directory)
+    shapes = {name: tuple(tensor.shape) for name, tensor in package.tensors.items()}
+    named = (package.config, shapes)
+    format = detect(*named) if config.format == "auto" else named_format(config.format, *named)
+    _check_flags(config, format)
+    source = None
+    if getattr(config, format.reads) is not None:
+        loading = {"dtype": "auto", "engine": config.engine, "trust_remote_code": config.trust_remote_code}
+        source = state_source(format, config.target, config.draft, loading)
+    facts = None if source is None else source.facts
+    parsed = format.parse(package, facts)
+    if config.w_rej != 1.0:
+        notes = [note for note in parsed.notes if note != UNCORRECTED]
+        notes.append(f"w_rej {config.w_rej:g} is taken, as given")
+        parsed = Parsed(dataclasses.replace(parsed.config, w_rej=config.w_rej), parsed.state, tuple(notes))
+    if source is not None:
+        _check_model(config, format, parsed, source)
+    head = build_head(format.kind, parsed.config, parsed.state)
+    if odd := [name for name, tensor in parsed.state.items() if not bool(tensor.isfinite().all())]:
+        raise InputError("weights", f"infinite or undefined values in {odd[0]}", "numbers", "Fetch the head again.")
+    manifest = _manifest(config, format, parsed, source)
+    save_head(config.output, head, manifest, model_card(format.kind, {**manifest, "head": head_fields(head)}))
+    # What the system itself would not compute of the directory as it lies there.
+    errors = [f"{finding.where}: {finding.text}" for finding in format.read(package, facts).errors]
+    _report(config, format, parsed, errors)
+    return config.output
+
+
+def _check_flags(config: ImportConfig, format: HeadFormat) -> None:
+    """Raises InputError for flags of the other kind of head, which would be passed over."""
+    other = "target" if format.predicts else "draft"
+    if getattr(config, other) is not None:
+        expected = f"--{format.reads}: this is {named_kind(format.kind)} head ({format.name})"
+        raise InputError(other, getattr(config, other), expected, f"Pass --{format.reads} in its place.")
+    if not format.w_rej and config.w_rej != 1.0:
+        wanted = " or ".join(known.name for known in formats().values() if known.w_rej)
+        raise InputError("w_rej", config.w_rej, f"a head of {wanted}: this is one of {format.name}", "Leave it out.")
+
+
+def _check_model(config: ImportConfig, format: HeadFormat, parsed: Parsed, source: StateSource) -> None:
+    """Does the head fit the model? One that this project exported also says what it was trained for, which another
+    model's name would cover up.
+
+    Raises:
+        InputError: other sizes, or another model.
+    """
+    info = source.drafter.lm.info
+    check_sizes("head", config.directory, parsed.config, info.hidden_size, info.vocab_size)
+    record = read_record(package_directory(config.directory))
+    differing, unrecorded = against_model(record, source.drafter.identity, with_drafter=False)
+    if differing:
+        found = f"{source.path}, which is another model than the head was trained for ({', '.join(differing)} differ)"
+        remedy = f"Pass that one; or leave --{format.reads} out, and train the head on with --init."
+        raise InputError(format.reads, found, "the model it was trained for", remedy)
+    warn_not_compared(config.directory, unrecorded)
+
+
+def _manifest(config: ImportConfig, format: HeadFormat, parsed: Parsed, source: StateSource | None) -> dict[str, Any]:
+    """What is known of the head: no settings, data or losses of a training."""
+    files = weight_files(package_directory(config.directory))
+    flag, identity = format.reads, None if source is None else source.drafter.identity
+    imported = {
+        "producer": format.name,
+        "path": config.directory,
+        "sha256": {file.name: file_sha256(file) for file in files},
+        flag: getattr(config, flag),
+        "notes": list(parsed.notes),
+    }
+    return {
+        "target": identity,
+        "models": {} if source is None else {flag: identity, **tokenizer_identity(source.path)},
+        "sampling": None,
+        "of_target": of_target(parsed, None if source is None else source.facts.lm_head),
+        "imported": imported,
+        **made_with(),
+    }
+
+
+def of_target(parsed: Parsed, lm_head: Tensor | None) -> list[str]:
+    """`DraftHead.of_target` of a foreign head: its lm_head, where each row is the target's. lm_head: that [V, H]."""
+    name, state = "lm_head.weight", parsed.state
+    if name not in state or lm_head is None:
+        return []
+    rows = lm_head[state["d2t"]] if "d2t" in state else lm_head
+    return [name] if torch.equal(rows.to(state[name].dtype), state[name]) else []
+
+
+def _report(config: ImportConfig, format: HeadFormat, parsed: Parsed, errors: list[str]) -> None:
+    """What came of it, what a user should know of it, and what to do next.
+
+    errors: what the system would not compute of the directory.
+    """
+    out, flag = shlex.quote(str(config.output)), format.reads
+    given = getattr(config, flag)
+    path = shlex.quote(given) if given else flag.upper()
+    say(f"{format.kind} head in the format of {format.system}: {config.output}")
+    for note in parsed.notes:
+        say(f"  note: {note}")
+    if given is None:
+        say(f"  note: no --{flag} was given: nothing is recorded of it, and other models are not refused")
+    for error in errors:
+        say(f"  note: {format.system} would not compute this head from the directory as it is: {error}")
+    say("Next:")
+    if not errors:
+        say(f"  draftsmith check {shlex.quote(config.directory)} --format {format.name} --{flag} {path}")
+    elif not getattr(parsed.config, "fc_bias", False):  # no format keeps that one
+        say(f"  draftsmith export --format {format.name} --head {out} --{flag} {path} --output DIR")
+    if format.predicts:
+        models = f"--target TARGET --draft {path} --acceptance {out}"
+        say(f"  draftsmith eval bench {models} --methods specdec++:h=0.7 --prompts FILE")
+    else:
+        method = head_class(format.kind).card({}).method
+        say(f"  draftsmith eval bench --target {path} --draft {out} --methods {method} --prompts FILE")
+        say(f"  draftsmith train {format.kind} --init {out} --target {path} --data FILE --output DIR")

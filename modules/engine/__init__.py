@@ -1,0 +1,1 @@
+"""Transformer layers and caches for decoding."""

@@ -1,0 +1,117 @@
+"""What commands tell: tables that neither crop nor break a name, the document of --json, notes beside the answer."""
+
+import io
+import json
+import sys
+
+import pytest
+from rich.console import Console
+from rich.text import Text
+
+from draftsmith.data.console import answer, document, note, print_table, say, show, show_facts, telling
+from draftsmith.data.progress import LINE_EVERY_S, Lines, bar
+from draftsmith.data.tables import Column, Table, of_cells
+
+LONG = "specdec++:h=0.7:min=2:max=20:calibrated=on"
+TABLE = Table(
+    "methods",
+    "Greedy",
+    [
+        Column("method", "method"),
+        Column("tau", "tau", ".2f"),
+        Column("ci", "95 % CI", below=True),
+        Column("words", "what was found in the end"),
+    ],
+    [
+        {"method": LONG, "tau": 4.125, "ci": "3.90-4.40", "words": "more than the best fixed number of tokens"},
+        {"method": "ar", "tau": 1.0, "words": Text("nothing", "red")},
+    ],
+    "A note of several words that is longer than a narrow terminal.",
+)
+
+
+def shown(width: int, table: Table = TABLE) -> list[str]:
+    console = Console(width=width, file=io.StringIO())
+    print_table(console, table)
+    return console.file.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("width", [120, 100, 80, 60, 50])
+def test_no_width_crops_or_breaks_a_word(width):
+    lines = shown(width)
+    words = {word for line in lines for word in line.split()}
+    cells = [cell for row in TABLE.rows for cell in row.values() if not isinstance(cell, float)]
+    assert {word for cell in cells for word in str(cell).split()} <= words
+    assert all(len(line) <= width for line in lines) and "4.12" in words
+    assert [line for line in lines if line != line.rstrip()] == []
+
+
+def test_a_table_that_does_not_fit_is_a_block_of_lines_a_row():
+    tall = shown(60)
+    at = tall.index(LONG)
+    assert tall[at + 1 : at + 3] == [
+        "  tau 4.12 3.90-4.40",
+        "  what was found in the end more than the best fixed number",
+    ]
+    assert "  tau 1.00   what was found in the end nothing" in tall
+    wide = shown(120)
+    assert sum("tau" in line for line in wide) == 1 and "4.12 3.90-4.40" in "\n".join(wide)
+
+
+def test_rows_are_told_apart_by_as_many_columns_as_it_takes():
+    rows = [("draft model", c, "x" * 30, "y" * 30) for c in ("0.1", "0.2")]
+    lines = shown(50, of_cells("gains", ("drafter", "c", "first", "second"), rows))
+    assert [line for line in lines if line.startswith("draft model")] == ["draft model   c 0.1", "draft model   c 0.2"]
+
+
+def test_a_pipe_has_the_whole_width(capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    row = ("a " * 100).strip(), "b" * 100
+    show(of_cells("wide", ("words", "word"), [row]))
+    show_facts({"name": row[0], "none": None}, "title")
+    out = capsys.readouterr().out.splitlines()
+    assert f" {row[0]}  {row[1]}" in out and f"  name  {row[0]}" in out and "  none  -" in out
+
+
+def test_the_document_is_all_there_is_on_stdout(capsys):
+    with telling(as_json=True) as screen:
+        print("a library's own words")
+        note("a note")
+        say(Text("the answer", "bold"))
+        show(TABLE)
+        assert answer(tau=float("nan"), path=sys) is True
+        show_facts({"rows": 3}, key="counts")
+    found = json.loads(document(screen, exit_code=0))
+    captured = capsys.readouterr()
+    assert captured.out == "" and "a library's own words\na note\n" in captured.err
+    assert found["text"] == ["the answer"] and found["exit_code"] == 0 and found["counts"] == {"rows": 3}
+    assert found["tau"] is None
+    (table,) = found["tables"]
+    assert table["rows"][0]["tau"] == 4.125 and table["rows"][1]["words"] == "nothing" and table["title"] == "Greedy"
+    assert answer(tau=1.0) is False
+
+
+def test_quiet_leaves_out_notes_and_progress(capsys):
+    with telling(quiet=True):
+        note("a note")
+        with bar("measuring", 2, "prompts") as advance:
+            advance(2)
+        say("the answer")
+    captured = capsys.readouterr()
+    assert captured.out == "the answer\n" and captured.err == ""
+    note("[again]")
+    assert capsys.readouterr().err == "[again]\n"
+
+
+def test_progress_in_a_log_is_a_line_now_and_then(capsys):
+    now = iter([0.0, 1.0, LINE_EVERY_S, LINE_EVERY_S + 1, 2 * LINE_EVERY_S]).__next__
+    lines = Lines("rollouts", 100, "prompts", 10, now)
+    for _ in range(4):
+        lines.advance(15)
+    assert capsys.readouterr().err.splitlines() == [
+        "rollouts: 40/100 prompts, 1 prompts/s, about 60 s left",
+        "rollouts: 70/100 prompts, 1 prompts/s, about 30 s left",
+    ]
+    with bar("short", 2, "prompts") as advance:  # not a terminal: nothing is drawn
+        advance(2)
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,72 @@
+"""A drafter that nobody outside its own file knows: its card, and what export says while no format holds it."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from draftsmith.data.export.export import ExportConfig
+from draftsmith.data.export.export import run as export
+from draftsmith.data.heads.card import model_card
+from draftsmith.modules import drafters
+from draftsmith.modules.types import InputError
+
+SOURCE = '''"""Echo: drafts the last token again."""
+
+from dataclasses import dataclass, field
+from draftsmith.modules.drafters.base import DraftHead
+
+
+@dataclass(frozen=True)
+class EchoConfig:
+    hidden_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class EchoSettings:
+    delay: int = 2
+    log: str = field(default="", metadata={"volatile": True})
+
+
+class EchoHead(DraftHead):
+    """Drafts the last token
+    again.
+
+    Not a word of this is on its card.
+    """
+
+    kind = "echo"
+    Config, Settings = EchoConfig, EchoSettings
+'''
+
+
+@pytest.fixture
+def echo(tmp_path):
+    """The folder of drafters has one file more; the directory of a head of its kind."""
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "echo.py").write_text(SOURCE)
+    drafters.__path__.append(str(tmp_path / "files"))
+    head = tmp_path / "head"
+    head.mkdir()
+    (head / "config.json").write_text(json.dumps({"kind": "echo", "head": {"hidden_size": 8}}))
+    (head / "manifest.json").write_text(json.dumps({"sha256": {}}))
+    yield head
+    drafters.__path__.remove(str(tmp_path / "files"))
+    sys.modules.pop("draftsmith.modules.drafters.echo", None)
+
+
+def test_a_new_drafters_card_says_what_its_own_file_does(echo):
+    config = {"delay": 3, "log": "here", "lr": 0.1, "target": "owner/model"}
+    card = model_card("echo", {"config": config, "step": 12, "head": {"hidden_size": 8}})
+    assert "# echo head\n\nDrafts the last token again.\n\n##" in card and "- echo\n" in card
+    assert "Settings of `draftsmith train echo`" in card and "| `delay` | `3` |" in card and "`log`" not in card
+    assert "decode PROMPT --target owner/model --draft DIR --method echo:k=5" in card
+    assert "draftsmith export" not in card
+
+
+def test_export_says_that_no_format_holds_a_new_drafter_yet(echo, tmp_path):
+    said = r"an eagle.* head, which vllm holds\. No format holds an echo head yet\."
+    with pytest.raises(InputError, match=rf"head: found .*, an echo head, expected {said}"):
+        export(ExportConfig(format="vllm", head=echo, output=tmp_path / "out"))

@@ -1,0 +1,190 @@
+"""Acceptance heads for SpecDec_pp and draft models for transformers, from the command's settings to the files."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+
+import pytest
+import torch
+from quick_heads import varied_acceptance_head
+from tiny_models import tiny_llama_dir
+
+from draftsmith.data.export.check import CheckConfig
+from draftsmith.data.export.check import run as check
+from draftsmith.data.export.export import ExportConfig
+from draftsmith.data.export.export import run as export
+from draftsmith.data.export.import_head import ImportConfig
+from draftsmith.data.export.import_head import run as import_head
+from draftsmith.data.heads.directory import drafter_identity, load_head, save_head
+from draftsmith.data.models.loading import load_lm
+from draftsmith.eval.bench.command import BenchConfig, bench
+from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
+from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
+from draftsmith.modules.types import InputError
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory) -> str:
+    return str(tiny_llama_dir(tmp_path_factory.mktemp("draft")))
+
+
+@pytest.fixture(scope="module")
+def tied(draft, tmp_path_factory):
+    """A head of three tied blocks, as `train acceptance --tied` saves it, with opinions that differ."""
+    torch.manual_seed(3)
+    head = AcceptanceHead(AcceptanceHeadConfig(32, num_blocks=3, tied=True)).requires_grad_(False)
+    for weight in head.parameters():
+        torch.nn.init.normal_(weight, std=0.2)
+    identity = load_lm(draft).info.identity
+    return save_head(tmp_path_factory.mktemp("tied") / "head", head, {"target": identity}, "card")
+
+
+def test_a_tied_acceptance_head_comes_back_from_specdec_pp_as_it_was(tied, draft, tmp_path, capsys):
+    there, back = tmp_path / "there", tmp_path / "back"
+    assert export(ExportConfig(format="specdec_pp", head=tied, draft=draft, target="big", output=there)) == 0
+    assert "--model_name big" in capsys.readouterr().out
+    import_head(ImportConfig(directory=str(there), output=back, draft=draft, w_rej=6.0))
+    head, again = load_head(tied), load_head(back)
+    assert head.config == again.config
+    states = torch.randn(50, 32)
+    assert torch.equal(head(states), again(states))
+
+
+def test_an_acceptance_head_loads_in_specdec_pps_own_environment(tied, draft, tmp_path):
+    """By the rule of PyTorchModelHubMixin before huggingface_hub 0.18: `pytorch_model.bin` alone is read, into a class
+    whose blocks are one object."""
+    there = tmp_path / "there"
+    assert export(ExportConfig(format="specdec_pp", head=tied, draft=draft, output=there)) == 0
+    state = torch.load(there / "pytorch_model.bin", map_location="cpu", weights_only=True)
+    size, count = (json.loads((there / "config.json").read_text())[name] for name in ("hidden_size", "num_layers"))
+    block = torch.nn.ModuleDict({"linear": torch.nn.Linear(size, size)})
+    theirs = torch.nn.ModuleDict({"model": torch.nn.Sequential(*[block] * count, torch.nn.Linear(size, 2))})
+    theirs.load_state_dict(state, strict=True)
+    states = torch.randn(50, size)
+    hidden = states
+    for _ in range(count):
+        hidden = hidden + torch.nn.functional.silu(theirs["model"][0]["linear"](hidden))
+    prob = theirs["model"][count](hidden).softmax(-1)[:, 1]
+    assert torch.allclose(prob, load_head(tied)(states).sigmoid(), atol=1e-6)  # float32 sums in another order
+    assert {path.name for path in there.iterdir()} >= {"model.safetensors", "pytorch_model.bin"}
+
+
+@pytest.mark.parametrize("name", ["model.0.linear.bias", "model.3.weight"])
+def test_a_changed_tensor_of_an_acceptance_head_is_found(tied, draft, tmp_path, capsys, monkeypatch, name):
+    from head_directory import Directory
+
+    monkeypatch.setenv("COLUMNS", "400")
+    there = tmp_path / "there"
+    assert export(ExportConfig(format="specdec_pp", head=tied, draft=draft, output=there)) == 0
+    (there / "pytorch_model.bin").unlink()  # two files that differ are told apart before anything is compared
+    Directory(there).change(name, lambda tensor: tensor + 0.1)
+    capsys.readouterr()
+    assert check(CheckConfig(directory=there, format="specdec_pp", draft=draft)) == 1
+    assert f"{name}" in capsys.readouterr().out
+
+
+def test_what_specdec_pp_cannot_hold_is_refused_with_the_remedy(tied, draft, tmp_path):
+    own_blocks = save_head(tmp_path / "own", varied_acceptance_head(32), {}, "card")
+    with pytest.raises(InputError, match="--tied"):
+        export(ExportConfig(format="specdec_pp", head=own_blocks, draft=draft, output=tmp_path / "out"))
+    with pytest.raises(InputError, match="weights: found bfloat16, expected float32"):
+        export(ExportConfig(format="specdec_pp", head=tied, draft=draft, output=tmp_path / "out", weights="bfloat16"))
+    assert {path.name for path in tmp_path.iterdir()} == {"own"}
+
+
+GREEDY = {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
+
+
+def opinionated(directory, identity, sampling=GREEDY, **settings):
+    """A head of a new kind, as a training saves it."""
+    torch.manual_seed(5)
+    config = AcceptanceHeadConfig(32, num_blocks=1, w_rej=1.0, **{"state": "before", **settings})
+    head = AcceptanceHead(config).requires_grad_(False)
+    for weight in head.parameters():
+        torch.nn.init.normal_(weight, std=0.2)
+    return save_head(directory, head, {"target": identity, "sampling": sampling, "drafter": "draft"}, "card")
+
+
+def test_an_acceptance_head_is_exported_with_a_statement_of_its_inputs(draft, tmp_path, capsys):
+    identity = load_lm(draft).info.identity
+    made = opinionated(tmp_path / "head", identity, features=("log_q", "depth"), calibration=(1.3, 0.5))
+    there, back = tmp_path / "there", tmp_path / "back"
+    assert export(ExportConfig(format="acceptance", head=made, draft=draft, output=there)) == 0
+    said = capsys.readouterr().out
+    assert "P(accept) of" in said and f"draftsmith check {there} --format acceptance --draft" in said
+    config = json.loads((there / "config.json").read_text())
+    assert [part["name"] for part in config["inputs"]] == ["state_before", "embedding", "log_q", "depth"]
+    assert config["sampling"]["temperature"] == 0.0 and config["drafter"] == "draft"
+    card = (there / "README.md").read_text()
+    assert "| 3 | log_q | 1 | max(log q(y), -12) |" in card
+
+    import_head(ImportConfig(directory=str(there), output=back, draft=draft))
+    assert load_head(back).config == load_head(made).config
+    assert check(CheckConfig(directory=there, format="acceptance", draft=draft)) == 0
+    (there / "config.json").write_text(json.dumps({**config, "calibration": [1.0, 0.0]}))  # nothing else would tell
+    assert check(CheckConfig(directory=there, format="acceptance", draft=draft, head=made)) == 1
+    with pytest.raises(InputError, match="head: found a head that predicts by the state before the token, log_q"):
+        export(ExportConfig(format="specdec_pp", head=made, draft=draft, output=tmp_path / "out"))
+
+
+def test_a_server_may_trim_by_a_head_that_has_not_seen_the_draw(draft, tmp_path):
+    identity = load_lm(draft).info.identity
+    for state, temperature in itertools.product(("before", "undrawn"), (0.0, 1.0)):
+        sampling = {**GREEDY, "temperature": temperature}
+        head = opinionated(tmp_path / f"{state}{temperature}", identity, sampling, state=state)
+        there = tmp_path / f"out-{state}{temperature}"
+        asked = ExportConfig(format="acceptance", head=head, draft=draft, output=there, use="trim")
+        if (state, temperature) == ("before", 1.0):
+            with pytest.raises(InputError, match=r"use: found trim by a head .*--state undrawn") as error:
+                export(asked)
+            assert "\n" not in str(error.value) and not there.exists()
+            assert export(dataclasses.replace(asked, use="stop")) == 0
+        else:
+            assert export(asked) == 0
+        uses = json.loads((there / "config.json").read_text())["uses"]
+        assert "at any temperature" in uses["stop"]
+        assert ("when greedy only" in uses["trim"]) == (state == "before")
+        assert uses["trim"] in (there / "README.md").read_text()
+
+
+def test_a_head_that_reads_an_eagle_heads_states_is_checked_on_them(draft, tmp_path, capsys):
+    target = load_lm(draft)
+    eagle = save_head(tmp_path / "eagle", EagleHead(EagleConfig.for_target(target.config)), {}, "card")
+    identity = drafter_identity(eagle, target)
+    made = opinionated(tmp_path / "head", identity, features=("logit_max_q",))
+    there, models = tmp_path / "there", {"target": draft, "draft": str(eagle)}
+    with pytest.raises(InputError, match="draft: found none"):
+        export(ExportConfig(format="acceptance", head=made, output=there))
+    assert export(ExportConfig(format="acceptance", head=made, output=there, **models)) == 0
+    assert f"--target {draft} --draft {eagle}" in capsys.readouterr().out
+    assert check(CheckConfig(directory=there, format="acceptance", **models)) == 0
+    assert check(CheckConfig(directory=there, format="acceptance", target=draft, eagle=eagle)) == 0  # the old name
+    with pytest.raises(InputError, match=r"head: found .* an acceptance head, expected a drafter"):
+        check(CheckConfig(directory=there, format="acceptance", target=draft, draft=str(made)))
+
+
+def test_a_draft_is_exported_with_the_fastest_settings_that_were_measured(tmp_path, capsys):
+    pair = {"target": "embedded:target", "draft": "embedded:draft"}
+    results = bench(
+        BenchConfig(
+            **pair,
+            prompts="embedded:prompts",
+            split="test",
+            limit=1,
+            max_new_tokens=12,
+            repeats=1,
+            methods="hf-assisted:k=2,hf-assisted:k=4",
+            output=tmp_path / "bench",
+        )
+    )
+    speeds = {row["method"]: row["tokens_per_s"] for row in results["methods"]}
+    fastest = 2 if speeds["hf-assisted:k=2"] > speeds["hf-assisted:k=4"] else 4
+    out = tmp_path / "out"
+    assert export(ExportConfig(format="hf-assisted", **pair, results=tmp_path / "bench", output=out)) == 0
+    written = json.loads((out / "generation_config.json").read_text())
+    assert (written["num_assistant_tokens"], written["num_assistant_tokens_schedule"]) == (fastest, "constant")
+    assert "assistant_model=draft" in (out / "README.md").read_text()
+    with pytest.raises(InputError, match="target: found none"):
+        check(CheckConfig(directory=out, format="hf-assisted"))

@@ -1,0 +1,136 @@
+"""Packed linear layers: the same numbers as `F.linear`, one copy of the weights, and a fallback that is really used."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_models import tiny_llama_dir
+
+from draftsmith.data.models.loading import load_lm
+from draftsmith.modules.decoding.loop import generate_one
+from draftsmith.modules.decoding.stop import FixedLength
+from draftsmith.modules.drafters.draft_model import DraftModelDrafter
+from draftsmith.modules.engine import packed
+from draftsmith.modules.engine.packed import MIN_WEIGHTS, LeanLinear, can_pack
+from draftsmith.modules.sampling import TorchSource
+from draftsmith.modules.types import SamplingParams
+
+needs_packing = pytest.mark.skipif(not can_pack(torch.float32), reason="this torch build has no oneDNN ops")
+OUT, IN = 1280, 512
+PROMPT = [5, 17, 250, 31, 7]
+GREEDY = SamplingParams()
+
+
+@pytest.fixture
+def broken_ops(monkeypatch):
+    """The private ops are gone, as they may be in another version of torch."""
+
+    def gone(*args):
+        raise NotImplementedError("no such op")  # what torch raises for an op that its build leaves out
+
+    monkeypatch.setattr(packed, "_pack", gone)
+    can_pack.cache_clear()
+    yield
+    can_pack.cache_clear()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 6, 8, 9, 61])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("pack", [False, pytest.param(True, marks=needs_packing)])
+def test_results_are_those_of_float64(rows, biased, pack):
+    torch.manual_seed(rows)
+    weight, x, residual = torch.randn(OUT, IN), torch.randn(rows, IN), torch.randn(rows, OUT)
+    bias = torch.randn(OUT) if biased else None
+    linear = LeanLinear(weight, bias, pack)
+    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+
+    assert linear.packed == pack
+    # Sums of 512 products of order 1 in float32: some 1e-5 of rounding, whatever the order.
+    torch.testing.assert_close(linear(x).double(), exact, rtol=0, atol=2e-4)
+    kept = residual.clone()
+    torch.testing.assert_close(linear.add_to(residual, x).double(), kept + exact, rtol=0, atol=2e-4)
+
+
+def test_more_than_two_dimensions_are_as_good():
+    weight, x = torch.randn(OUT, IN), torch.randn(2, 3, IN)
+    torch.testing.assert_close(LeanLinear(weight, None, True)(x), F.linear(x, weight), rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("rows", [1, 6])
+def test_small_weights_lie_in_by_out_and_give_the_same(rows, biased):
+    out = MIN_WEIGHTS // 64 - 1
+    weight, x, residual = torch.randn(out, 64), torch.randn(rows, 64), torch.randn(rows, out)
+    bias = torch.randn(out) if biased else None
+    linear = LeanLinear(weight, bias, pack=True)
+    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+
+    assert not linear.packed and torch.equal(linear.weight, weight)
+    assert linear.weight.stride() == ((64, 1) if biased else (1, out))
+    # Sums of 64 products of order 1 in float32.
+    torch.testing.assert_close(linear(x).double(), exact, rtol=0, atol=1e-4)
+    torch.testing.assert_close(linear.add_to(residual, x).double(), residual + exact, rtol=0, atol=1e-4)
+    assert LeanLinear(weight).weight.data_ptr() == weight.data_ptr()  # without pack it lies as it did
+
+
+def test_without_the_ops_linear_layers_are_plain(broken_ops):
+    weight, x = torch.randn(OUT, IN), torch.randn(3, IN)
+    linear = LeanLinear(weight, pack=True)
+    assert not linear.packed and not can_pack(torch.float32)
+    assert torch.equal(linear(x), F.linear(x, weight))
+
+
+@needs_packing
+def test_ops_that_compute_something_else_are_not_used(monkeypatch):
+    right = packed._linear
+    monkeypatch.setattr(packed, "_linear", lambda x, weight, bias: right(x, weight, bias) * 1.001)
+    can_pack.cache_clear()
+    try:
+        assert not can_pack(torch.float32)
+    finally:
+        can_pack.cache_clear()
+
+
+def test_other_devices_stay_plain():
+    assert not LeanLinear(torch.empty(OUT, IN, device="meta"), pack=True).packed
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def directory(request, tmp_path_factory):
+    return str(tiny_llama_dir(tmp_path_factory.mktemp(request.param), family=request.param))
+
+
+@pytest.fixture
+def pack_all(monkeypatch):
+    monkeypatch.setattr(packed, "MIN_WEIGHTS", 1)
+
+
+@needs_packing
+def test_greedy_answers_and_features_are_those_of_plain_weights(directory, pack_all):
+    plain, dense = load_lm(directory), load_lm(directory, packed=True)
+    linears = [linear for layer in dense.stack.layers for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+    assert all(linear.packed for linear in linears)
+
+    answers = [generate_one(lm, None, PROMPT, GREEDY, 60, TorchSource(0), ()).tokens for lm in (plain, dense)]
+    assert answers[0] == answers[1]
+    drafter = DraftModelDrafter(dense, [FixedLength(5)], 100)
+    assert generate_one(dense, drafter, PROMPT, GREEDY, 60, TorchSource(0), ()).tokens == answers[0]
+    ids = torch.tensor([PROMPT + answers[0]])
+    torch.testing.assert_close(dense.features(ids), plain.features(ids), rtol=1e-3, atol=1e-3)
+
+
+@needs_packing
+def test_weights_are_held_once(directory, pack_all):
+    model = load_lm(directory, packed=True).model
+    left = {name for name, weight in model.named_parameters() if weight.ndim == 2 and weight.numel()}
+    assert left == {"embed_tokens.weight"}  # everything else was given away to the packed layout
+
+
+def test_small_weights_are_held_once_too(directory):
+    lm = load_lm(directory, packed=True)
+    for lean, layer in zip(lm.stack.layers, lm.model.layers, strict=True):
+        pairs = [(lean.o, layer.self_attn.o_proj), (lean.down, layer.mlp.down_proj), (lean.qkv, layer.self_attn.q_proj)]
+        for linear, module in pairs:
+            assert linear.weight.untyped_storage().data_ptr() == module.weight.untyped_storage().data_ptr()
+            assert torch.equal(linear.weight[: len(module.weight)], module.weight)

@@ -1,0 +1,169 @@
+"""Linear layers in fewer bits: what they compute, that it does not depend on neighbours, and that drafting in them
+leaves the target's output alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_models import tiny_llama_dir
+
+from draftsmith.data.models.loading import load_lm
+from draftsmith.eval.bench.load import load_models
+from draftsmith.modules.decoding.loop import generate_one
+from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
+from draftsmith.modules.drafters.methods import Models, parse_method, parse_methods
+from draftsmith.modules.engine import quantized
+from draftsmith.modules.engine.packed import LeanLinear
+from draftsmith.modules.engine.quantized import Bf16Linear, Int8Linear, can_int8, check_precision, copy_of, linear_of
+from draftsmith.modules.sampling import TorchSource
+from draftsmith.modules.types import InputError, SamplingParams
+
+# Asked of the processor, so that products that are wrong fail here and skip nothing.
+needs_int8 = pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="no VNNI: int8 may be refused here")
+OUT, IN = 384, 160
+PROMPT = [5, 17, 250, 31, 7]
+LOW = ["bf16", pytest.param("int8", marks=needs_int8)]
+
+
+def by_hand(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The rounded numbers' product, in float64, where sums of integers are exact."""
+    scales, tops = weight.abs().amax(1) / 127, x.abs().amax(1, keepdim=True)
+    rounded = (weight / scales[:, None]).round().double(), (x * (127 / tops)).round().double()
+    return (rounded[1] @ rounded[0].t()) * scales.double() * (tops / 127).double()
+
+
+@needs_int8
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+def test_int8_products_are_those_of_the_rounded_numbers(turned, biased):
+    torch.manual_seed(0)
+    weight, x, residual = torch.randn(OUT, IN), torch.randn(7, IN) * 10.0 ** torch.arange(-3.0, 4)[:, None], 1.0
+    bias = torch.randn(OUT) if biased else None
+    linear = Int8Linear(weight.t().contiguous().t() if turned else weight, bias)
+    expected = by_hand(x, weight) + (0 if bias is None else bias.double())
+    # Integers are exact; what is left are some roundings of float32 of numbers up to 1e4 * 12.
+    torch.testing.assert_close(linear(x).double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(linear.add_to(torch.full((7, OUT), residual), x).double(), expected + 1, rtol=1e-5,
+                               atol=1e-5)  # fmt: skip
+
+
+@needs_int8
+def test_a_row_in_int8_does_not_depend_on_what_it_is_read_with():
+    torch.manual_seed(0)
+    linear, x = Int8Linear(torch.randn(OUT, IN)), torch.randn(61, IN) * torch.logspace(-3, 3, 61)[:, None]
+    together = linear(x)
+    for count in (1, 2, 6, 13):
+        assert torch.equal(linear(x[:count]), together[:count])
+    assert torch.equal(linear(x[None, -4:])[0], together[-4:])
+
+
+@needs_int8
+def test_this_processor_has_int8():
+    assert can_int8()
+
+
+@needs_int8
+def test_nothing_hides_in_int8():
+    x = torch.ones(2, IN)
+    x[1, 3] = torch.nan
+    found = Int8Linear(torch.randn(OUT, IN))(x)
+    assert bool(found[0].isfinite().all()) and bool(found[1].isnan().all())
+    assert not bool(Int8Linear(torch.zeros(OUT, IN))(torch.zeros(1, IN)).any())
+
+
+@pytest.mark.parametrize(("precision", "most"), [("bf16", 0.01), pytest.param("int8", 0.02, marks=needs_int8)])
+def test_a_copy_is_the_layer_that_it_was_read_off(precision, most):
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(IN, OUT).requires_grad_(False)
+    copied = copy_of(layer, torch.empty(IN), precision)
+    x = torch.randn(5, IN)
+    exact = layer(x)
+    # Each rounding is 2^-9 of a number in bf16, and of the largest of its row 1/254 in int8: relative to the whole.
+    assert float((copied(x) - exact).norm() / exact.norm()) < most
+    torch.testing.assert_close(linear_of(layer.weight, layer.bias, False, "dtype")(x), F.linear(x, *layer.parameters()))
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return str(tiny_llama_dir(tmp_path_factory.mktemp("llama")))
+
+
+@pytest.mark.parametrize("precision", LOW)
+@pytest.mark.parametrize("method", ["spec:k=3", "eagle:k=3", "eagle2:nodes=6:depth=2:topk=3"])
+def test_drafts_in_fewer_bits_leave_greedy_answers_alone(directory, precision, method):
+    target = load_lm(directory, packed=True)
+    torch.manual_seed(0)
+    head = EagleHead(EagleConfig.for_target(target.config)).requires_grad_(False)
+    head.draft_in(precision, target)
+    models = Models(target, load_lm(directory, precision=precision), heads={"eagle": head}, capacity=120)
+    alone, drafted = (
+        generate_one(target, drafter, PROMPT, SamplingParams(), 60, TorchSource(0), ())
+        for drafter in (None, parse_method(method).build(models))
+    )
+    assert drafted.tokens == alone.tokens
+    if method == "spec:k=3":  # a copy of the target: nearly all is accepted
+        assert drafted.trace.num_target_calls < 30
+
+
+@pytest.mark.parametrize("precision", LOW)
+def test_a_head_drafts_nearly_the_same_distributions(directory, precision):
+    target = load_lm(directory, packed=True)
+    torch.manual_seed(0)
+    head = EagleHead(EagleConfig.for_target(target.config)).requires_grad_(False)
+    ids, states = torch.arange(6), torch.randn(6, target.config.hidden_size)
+
+    def drafted() -> torch.Tensor:
+        net = head.lean(target)
+        assert head.precision == "dtype" or net.lm_head is head.output
+        return net.lm_head(net.stack.chain(net.fuse(ids, states), net.stack.new_cache(1, 8)))
+
+    exact = drafted()
+    head.draft_in(precision, target)
+    found = drafted()
+    assert not torch.equal(found, exact)
+    # Some roundings of about one percent each, one behind the other.
+    assert float((found - exact).norm() / exact.norm()) < 0.06
+
+
+@needs_int8
+def test_a_target_in_int8_decodes_as_it_does_alone(directory):
+    target, draft = load_lm(directory, precision="int8"), load_lm(directory)
+    alone, drafted = (
+        generate_one(target, drafter, PROMPT, SamplingParams(), 60, TorchSource(0), ())
+        for drafter in (None, parse_method("spec:k=3").build(Models(target, draft, capacity=120)))
+    )
+    assert drafted.tokens == alone.tokens
+    ids = torch.tensor([PROMPT + alone.tokens])
+    exact = draft.lm_head(draft.features(ids))
+    assert float((target.lm_head(target.features(ids)) - exact).norm() / exact.norm()) < 0.06
+
+
+@pytest.mark.parametrize("precision", LOW)
+def test_a_run_quantises_what_drafts_and_not_its_target(directory, precision):
+    paths = {"target": directory, "draft": directory}
+    named = parse_methods("spec:k=2")
+    models = load_models(named, paths, 64, SamplingParams(), load_lm(directory), precision)
+    kinds = [type(lm._head) for lm in (models.target, models.draft)]
+    assert kinds == [LeanLinear, {"bf16": Bf16Linear, "int8": Int8Linear}[precision]]
+
+
+def test_other_devices_and_engines_are_refused(directory, monkeypatch):
+    with pytest.raises(InputError, match="int8 on cuda"):
+        check_precision("draft_precision", "int8", "cuda")
+    with pytest.raises(InputError, match="bf16 on the hf engine"):
+        load_lm(directory, engine="hf", precision="bf16")
+    monkeypatch.setattr(quantized, "can_int8", lambda: False)
+    with pytest.raises(InputError, match="oneDNN"):
+        check_precision("target_precision", "int8", "cpu")
+
+
+@needs_int8
+def test_products_that_overflow_are_noticed(monkeypatch):
+    right = quantized._product
+    monkeypatch.setattr(quantized, "_product", lambda *given: right(*given).clamp(max=2.0**13))
+    can_int8.cache_clear()
+    try:
+        assert not can_int8()
+    finally:
+        can_int8.cache_clear()

@@ -1,0 +1,199 @@
+"""The format `acceptance`: its config.json says all that a server needs to compute P, and what lacks is found."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+
+from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, Feature, feature_value
+from draftsmith.modules.decoding.confidence import TokenConfidences, confidences_of
+from draftsmith.modules.formats import acceptance, formats
+from draftsmith.modules.formats.base import Package, Served, TargetFacts
+from draftsmith.modules.formats.detect import detect
+from draftsmith.modules.types import InputError
+
+FORMAT = formats()["acceptance", "acceptance"]
+HIDDEN, VOCAB, TOKENS = 6, 11, 12
+ALL: tuple[Feature, ...] = get_args(Feature)
+BLIND = tuple(name for name in ALL if name not in ("log_q", "logit_q", "repeat"))
+REPEAT = torch.arange(TOKENS) % 5 - 2.0
+MEANS = torch.arange(TOKENS) % 7 - 2.5
+CASES = {
+    "published": AcceptanceHeadConfig(HIDDEN, num_blocks=3, tied=True),
+    "own blocks": AcceptanceHeadConfig(HIDDEN, num_blocks=2, calibration=(1.3, 0.2)),
+    "linear": AcceptanceHeadConfig(HIDDEN, num_blocks=0, w_rej=1.0),
+    "late with numbers": AcceptanceHeadConfig(HIDDEN, num_blocks=1, features=("entropy",)),
+    "narrow": AcceptanceHeadConfig(HIDDEN, num_blocks=1, state="before", features=("depth",), width=2),
+    "narrow, of the state alone": AcceptanceHeadConfig(HIDDEN, num_blocks=1, width=3),
+    "before": AcceptanceHeadConfig(HIDDEN, num_blocks=1, w_rej=1.0, state="before"),
+    "all": AcceptanceHeadConfig(HIDDEN, num_blocks=2, w_rej=2.0, state="before", features=ALL, calibration=(0.7, -0.2)),
+    "undrawn": AcceptanceHeadConfig(HIDDEN, num_blocks=1, state="undrawn"),
+    "undrawn, relu": AcceptanceHeadConfig(
+        HIDDEN, num_blocks=0, state="undrawn", features=BLIND, width=4, activation="relu", calibration=(1.2, 0.1)
+    ),
+    "relu": AcceptanceHeadConfig(HIDDEN, num_blocks=0, state="before", features=ALL, width=4, activation="relu"),
+}
+
+
+def a_head(config: AcceptanceHeadConfig) -> AcceptanceHead:
+    torch.manual_seed(1)
+    head = AcceptanceHead(config)
+    for weight in head.parameters():
+        weight.data.normal_(std=0.5)
+    return head.requires_grad_(False)
+
+
+def package_of(head: AcceptanceHead) -> Package:
+    written = FORMAT.write(head.config, dict(head.named_parameters()))
+    return Package(json.loads(json.dumps(dict(written.config))), written.tensors)
+
+
+def draws():
+    """States, embeddings, distributions, tokens, places: what a server has at hand."""
+    generator = torch.Generator().manual_seed(2)
+    states, embeds = (torch.randn(TOKENS, HIDDEN, generator=generator) for _ in range(2))
+    distributions = (4 * torch.randn(TOKENS, VOCAB, generator=generator)).softmax(-1)
+    distributions[0] = torch.eye(VOCAB)[3]  # top-k 1: q(y) = 1
+    tokens = torch.multinomial(distributions, 1, generator=generator)[:, 0]
+    return states, embeds, distributions, tokens, torch.arange(TOKENS) % 4 + 1
+
+
+def by_the_words(config: dict, tensors: dict, states, embeds, distributions, tokens, depth) -> np.ndarray:
+    """P in float64, from nothing but config.json, the weights and the words in it."""
+    q = distributions.double().numpy()
+    own, top = q[np.arange(TOKENS), tokens], q.max(1)
+    with np.errstate(divide="ignore"):
+        numbers = {
+            "log_q": np.maximum(np.log(own), -12),
+            "logit_q": np.clip(np.log(own / (1 - own)), -12, 12),
+            "logit_max_q": np.clip(np.log(top / (1 - top)), -12, 12),
+            "entropy": -np.where(q > 0, q * np.log(np.where(q > 0, q, 1)), 0).sum(1),
+            "depth": np.log(depth.numpy()),
+            "temperature": np.full(TOKENS, 0.7),
+            "repeat": REPEAT.double().numpy(),  # of the text, which is not part of this
+            "repeat_mean": MEANS.double().numpy(),
+        }
+    matrices = {"state_before": states.numpy(), "state_after": states.numpy(), "embedding": embeds.numpy()}
+    weights = {name: tensor.double().numpy() for name, tensor in tensors.items()}
+    given = [matrices[i["name"]] if i["name"] in matrices else numbers[i["name"]][:, None] for i in config["inputs"]]
+    assert [part.shape[1] for part in given] == [i["size"] for i in config["inputs"]]
+    rectified = config["activation"] == "relu"
+    x = np.concatenate([part for part in given if not (rectified and part.shape[1] == 1)], 1)
+    if "join.weight" in weights:
+        x = x @ weights["join.weight"].T + weights["join.bias"]
+    if rectified:
+        x = np.maximum(x, 0)
+    for i in range(config["num_blocks"]):
+        name = f"blocks.{0 if config['tied'] else i}.linear"
+        z = x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
+        x = x + z / (1 + np.exp(-z))
+    z = x @ weights["out.weight"][0] + weights["out.bias"][0]
+    if "direct.weight" in weights:
+        z = z + np.concatenate([part for part in given if part.shape[1] == 1], 1) @ weights["direct.weight"][0]
+    z = z + math.log(config["w_rej"] / config["w_acc"])
+    z = config["calibration"][0] * z + config["calibration"][1]
+    return 1 / (1 + np.exp(-z))
+
+
+def named_inputs(states, embeds, known: TokenConfidences) -> dict[str, torch.Tensor]:
+    numbers = {name: feature_value(name, known)[:, None] for name in ALL}
+    return {"state_before": states, "state_after": states, "embedding": embeds, **numbers}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_config_and_weights_say_all_that_is_computed(name):
+    head = a_head(CASES[name])
+    package = package_of(head)
+    states, embeds, distributions, tokens, depth = draws()
+    known = confidences_of(distributions, tokens, depth, torch.full((TOKENS,), 0.7))
+    known = dataclasses.replace(known, repeat=REPEAT, repeat_mean=MEANS)
+    numbers = head.feature_values(known) if head.config.features else None
+    ours = torch.sigmoid(head.calibrated(head(states, embeds if head.config.state == "before" else None, numbers)))
+    by_words = by_the_words(dict(package.config), dict(package.tensors), states, embeds, distributions, tokens, depth)
+    # Float32 sums of some tens of terms, against float64.
+    assert ours.numpy() == pytest.approx(by_words, abs=1e-5)
+    reading = FORMAT.read(package, TargetFacts({"hidden_size": HIDDEN}))
+    assert not reading.findings and set(reading.used) == set(package.tensors)
+    assert torch.allclose(FORMAT.accept_prob(reading, named_inputs(states, embeds, known)), ours, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_head_comes_back_as_it_was(name):
+    head = a_head(CASES[name])
+    package = package_of(head)
+    parsed = FORMAT.parse(package)
+    assert parsed.config == head.config
+    assert {key: value.tolist() for key, value in parsed.state.items()} == {
+        key: value.tolist() for key, value in head.named_parameters()
+    }
+    shapes = {key: tuple(value.shape) for key, value in package.tensors.items()}
+    assert detect(package.config, shapes).name == "acceptance"
+
+
+def test_standardisation_is_written_in_the_weights():
+    head = a_head(dataclasses.replace(CASES["relu"], standardize=True))
+    for name, buffer in head.named_buffers():
+        buffer.uniform_(0.5, 2) if name.endswith("scale") else buffer.normal_()
+    package = FORMAT.write(head.config, head.state_dict())
+    states, embeds, distributions, tokens, depth = draws()
+    known = dataclasses.replace(
+        confidences_of(distributions, tokens, depth, torch.full((TOKENS,), 0.7)), repeat=REPEAT, repeat_mean=MEANS
+    )
+    ours = torch.sigmoid(head.calibrated(head(states, embeds, head.feature_values(known))))
+    by_words = by_the_words(dict(package.config), dict(package.tensors), states, embeds, distributions, tokens, depth)
+    assert ours.numpy() == pytest.approx(by_words, abs=1e-5)
+
+
+def changed(package: Package, tensors: dict | None = None, **config) -> Package:
+    return dataclasses.replace(package, config={**package.config, **config}, tensors=tensors or package.tensors)
+
+
+def test_what_does_not_fit_is_found():
+    package = package_of(a_head(CASES["all"]))
+    tensors, inputs = dict(package.tensors), package.config["inputs"]
+    lacking = {name: value for name, value in tensors.items() if name != "direct.weight"}
+    broken = {
+        "direct.weight": changed(package, lacking),
+        "join.weight": changed(package, {**tensors, "join.weight": tensors["join.weight"][:, 1:]}),
+        "more.weight": changed(package, {**tensors, "more.weight": torch.zeros(1)}),
+        "inputs": changed(package, inputs=[inputs[1], inputs[0], *inputs[2:]]),
+        "format": changed(package, format_version=2),
+        "calibration": Package({k: v for k, v in package.config.items() if k != "calibration"}, tensors),
+        # What earlier versions wrote, where it is not what changes nothing.
+        "knots": changed(package, judges="chain", knots=[[-1.0, -2.0], [1.0, 0.5]]),
+        "judges": changed(package, judges="tree", knots=[]),
+    }
+    for where, directory in broken.items():
+        assert where in {finding.where for finding in FORMAT.read(directory).errors}, where
+        with pytest.raises(InputError, match=f"head: found {where}: "):
+            FORMAT.parse(directory)
+    unused = {finding.where for finding in FORMAT.read(broken["format"]).errors} - {"format"}
+    assert unused == set(tensors)  # every tensor is used or told of
+    assert FORMAT.read(changed(package, judges="chain", knots=[])).findings == ()
+    other = FORMAT.read(package, TargetFacts({"hidden_size": 2 * HIDDEN}))
+    assert [finding.where for finding in other.errors] == ["hidden_size"]
+
+
+def test_specdec_pp_refuses_what_its_class_is_not_fed():
+    for name in ("late with numbers", "before", "all"):
+        head = a_head(CASES[name])
+        with pytest.raises(InputError, match=r"predicts by .*export --format acceptance") as error:
+            formats()["specdec_pp", "acceptance"].write(head.config, dict(head.named_parameters()))
+        assert "\n" not in str(error.value)
+
+
+def test_every_feature_is_put_into_words():
+    assert tuple(acceptance.FEATURES) == ALL
+    assert all(a is not b for a, b in itertools.combinations(acceptance.FEATURES.values(), 2))
+
+
+def test_its_command_checks_the_directory():
+    assert FORMAT.serve(Served("d", "there", 8)) == "draftsmith check there --format acceptance --draft d"
+    assert FORMAT.serve(Served("t", "there", 8, drafter="e")).endswith("--format acceptance --target t --draft e")

@@ -1,0 +1,208 @@
+"""Whose head a directory holds: every public layout by all its tensors' names, each as its own producer writes it."""
+
+from __future__ import annotations
+
+import pytest
+
+from draftsmith.modules.formats import formats
+from draftsmith.modules.formats.base import ForeignHead
+from draftsmith.modules.formats.detect import detect, named_format
+from draftsmith.modules.types import InputError
+
+H, V, INTER, AUX = 64, 512, 176, 3
+LLAMA = {"model_type": "llama", "hidden_size": H, "vocab_size": V, "num_attention_heads": 4, "rope_theta": 10000.0}
+EAGLE_1 = LLAMA | {"architectures": ["LlamaForCausalLM"], "bias": False, "rope_scaling": None}
+
+
+def layer(prefix: str, width: int = H, norms: tuple[str, ...] = ("post_attention_layernorm",), **more) -> dict:
+    """One decoder layer of four heads and two key/value heads whose attention reads `width` values."""
+    shapes = {f"{prefix}.{norm}.weight": (H,) for norm in norms}
+    for name, rows in (("q", H), ("k", H // 2), ("v", H // 2)):
+        shapes[f"{prefix}.self_attn.{name}_proj.weight"] = (rows, width)
+    shapes[f"{prefix}.self_attn.o_proj.weight"] = (H, H)
+    for name, shape in (("gate", (INTER, H)), ("up", (INTER, H)), ("down", (H, INTER))):
+        shapes[f"{prefix}.mlp.{name}_proj.weight"] = shape
+    return shapes | {f"{prefix}.{name}": shape for name, shape in more.items()}
+
+
+PLAIN = ("input_layernorm", "post_attention_layernorm")
+EAGLE = {"fc.weight": (H, 2 * H)} | layer("layers.0")
+QKV_BIAS = {f"layers.0.self_attn.{name}_proj.bias": (rows,) for name, rows in (("q", H), ("k", H // 2), ("v", H // 2))}
+WIDE = EAGLE | {
+    "layers.0.self_attn.q_proj.weight": (2 * H, H),
+    "layers.0.self_attn.k_proj.weight": (H, H),
+    "layers.0.self_attn.v_proj.weight": (H, H),
+    "layers.0.self_attn.o_proj.weight": (H, 2 * H),
+}
+LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+def specdec(blocks: int, stored: int | None = None) -> dict:
+    """stored: blocks in the file; safetensors keeps the one shared block once."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for j in range(blocks if stored is None else stored):
+        shapes |= {f"model.{j}.linear.weight": (H, H), f"model.{j}.linear.bias": (H,)}
+    return shapes | {f"model.{blocks}.weight": (2, H), f"model.{blocks}.bias": (2,)}
+
+
+SPECDEC = {"hidden_size": H, "num_layers": 3}
+HYDRA = {"hydra_num_heads": 4, "hydra_num_layers": 2, "hydra_head_arch": "mlp", "grounded_heads": True}
+HYDRA_MLP = {
+    f"hydra_mlp.{i}.0.{name}.{part}": shape
+    for i in range(4)
+    for name in ("linear", "res_connection")
+    for part, shape in (("weight", (H, (i + 2) * H)), ("bias", (H,)))
+} | {f"hydra_lm_head.{i}.{part}": shape for i in range(4) for part, shape in (("weight", (V, H)), ("bias", (V,)))}
+
+# Name of the case -> (format, config.json, tensors).
+READ = {
+    "SafeAILab, stock trainer": ("eagle", EAGLE_1 | {"bias": True}, EAGLE | {"fc.bias": (H,)}),
+    "SafeAILab, published, its embedding stored": ("eagle", EAGLE_1, EAGLE | {"embed_tokens.weight": (V, H)}),
+    "SafeAILab, Qwen2": ("eagle", EAGLE_1 | {"qkv_bias": True}, EAGLE | QKV_BIAS),
+    "SafeAILab, linear rope": ("eagle", EAGLE_1 | {"rope_scaling": {"type": "linear", "factor": 2.0}}, EAGLE),
+    "SafeAILab, without architectures": ("eagle", LLAMA, EAGLE),
+    "SafeAILab, two layers": ("eagle", EAGLE_1, EAGLE | layer("layers.1", norms=PLAIN)),
+    "vLLM's class by its name": ("vllm", EAGLE_1 | {"architectures": ["EagleLlamaForCausalLM"]}, EAGLE),
+    "vLLM, heads wider than the model": ("vllm", EAGLE_1 | {"head_dim": 32}, WIDE),
+    "vLLM, Llama-3 rope": ("vllm", EAGLE_1 | {"rope_scaling": LLAMA3_ROPE}, EAGLE),
+    "vLLM, attention biases": (
+        "vllm", EAGLE_1 | {"attention_bias": True}, EAGLE | QKV_BIAS | {"layers.0.self_attn.o_proj.bias": (H,)},
+    ),
+    "vLLM, biases of q, k and v only": ("vllm", EAGLE_1 | {"attention_bias": True}, EAGLE | QKV_BIAS),
+    "vLLM, rope in the new spelling": (
+        "vllm", {"rope_parameters": {"rope_theta": 1e6}} | {k: v for k, v in EAGLE_1.items() if "rope" not in k}, EAGLE,
+    ),
+    "SGLang": ("sglang", EAGLE_1 | {"architectures": ["LlamaForCausalLMEagle"]}, EAGLE | {"fc.bias": (H,)}),
+    "SGLang, a stray lm_head": (
+        "sglang", EAGLE_1 | {"architectures": ["LlamaForCausalLMEagle"]},
+        EAGLE | {"fc.bias": (H,), "lm_head.weight": (V, H)},
+    ),
+    "SafeAILab under SGLang's class name": ("eagle", EAGLE_1 | {"architectures": ["LlamaForCausalLMEagle"]}, EAGLE),
+    "SafeAILab's bias under SGLang's class name": (
+        "eagle", EAGLE_1 | {"architectures": ["LlamaForCausalLMEagle"], "bias": True}, EAGLE | {"fc.bias": (H,)},
+    ),
+    "SpecDec_pp, safetensors": ("specdec_pp", SPECDEC, specdec(3, stored=1)),
+    "SpecDec_pp, .bin": ("specdec_pp", SPECDEC, specdec(3)),
+    "Hydra": ("hydra", HYDRA, HYDRA_MLP),
+    "Hydra++": ("hydra", {}, HYDRA_MLP | {"prefix_embeding_layer.layers.0.mlp.up_proj.weight": (INTER, H)}),
+    "Hydra, its embedding stored": ("hydra", HYDRA, HYDRA_MLP | {"input_embed_fn.weight": (V, H)}),
+    "SpecDec_pp, no block": ("specdec_pp", {"hidden_size": H}, specdec(0)),
+}  # fmt: skip
+
+EAGLE_3 = (
+    {"fc.weight": (H, AUX * H), "norm.weight": (H,), "lm_head.weight": (128, H), "d2t": (128,), "t2d": (V,)}
+    | layer("midlayer", 2 * H, ("input_layernorm", "hidden_norm", "post_attention_layernorm"))
+)  # fmt: skip
+AS_LAYERS = {name.replace("midlayer", "layers.0"): shape for name, shape in EAGLE_3.items()}
+FULL_VOCABULARY = {name: shape for name, shape in AS_LAYERS.items() if name not in ("d2t", "t2d")}
+MEDUSA_2 = {f"{i}.0.linear.{part}": shape for i in range(4) for part, shape in (("weight", (H, H)), ("bias", (H,)))}
+MEDUSA_1 = MEDUSA_2 | {f"{i}.1.weight": (V, H) for i in range(4)}
+MEDUSA = {"medusa_num_heads": 4, "medusa_num_layers": 1, "base_model_name_or_path": "lmsys/vicuna-7b-v1.3"}
+LM = {"model.embed_tokens.weight": (V, H), "model.norm.weight": (H,), "lm_head.weight": (V, H)} | {
+    name: shape for i in range(2) for name, shape in layer(f"model.layers.{i}", norms=PLAIN).items()
+}
+HYDRA_EAGLE = {"fc.weight": (H, 2 * H), "fc.bias": (H,), "input_embed_fn.weight": (V, H), "lm_head.weight": (V, H)}
+OLD_SPECULATORS = (
+    {"fusion_fc.weight": (H, 2 * H), "fusion_fc.bias": (H,), "embedding_layernorm.weight": (H,),
+     "pre_lm_head_layernorm.weight": (H,), "embed_tokens.weight": (V, H), "lm_head.weight": (V, H)}
+    | layer("transformer", norms=PLAIN)
+)  # fmt: skip
+DFLASH = {"fc.weight": (H, 5 * H), "hidden_norm.weight": (H,), "norm.weight": (H,)} | {
+    name: shape
+    for i in range(2)
+    for name, shape in layer(
+        f"layers.{i}", norms=PLAIN, **{"self_attn.q_norm.weight": (16,), "self_attn.k_norm.weight": (16,)}
+    ).items()
+}
+
+
+def of(name: str) -> dict:
+    return LLAMA | {"architectures": [name]}
+
+
+def speculators(kind: str) -> dict:
+    return {"speculators_model_type": kind, "speculators_config": {"algorithm": kind}, "draft_vocab_size": 128}
+
+
+# What the message says, config.json, tensors.
+REFUSED = [
+    ("a P-EAGLE head of speculators", speculators("peagle"), AS_LAYERS | {"mask_hidden": (1, 1, AUX * H)}),
+    ("a P-EAGLE head, PEagleDraftModel", of("PEagleDraftModel"), AS_LAYERS),
+    ("a DFlash head of speculators", speculators("dflash"), DFLASH),
+    ("a DFlash head, DFlashDraftModel", of("DFlashDraftModel") | {"dflash_config": {}}, DFLASH),
+    ("a head of speculators", speculators("mtp"), AS_LAYERS),
+    ("an EAGLE head in the old layout of speculators",
+        speculators("eagle") | {"layernorms": True, "fusion_bias": True}, OLD_SPECULATORS,
+    ),
+    ("an EAGLE head in the old layout", {}, OLD_SPECULATORS),
+    ("Medusa heads with the whole model",
+        of("MistralForCausalLM") | MEDUSA, LM | {f"medusa_head.{name}": shape for name, shape in MEDUSA_1.items()},
+    ),
+    ("Medusa heads in the layout of vLLM's",
+        of("MedusaModel"), {"blocks.0.layers.0.weight": (H, H), "lm_heads.0.weight": (V, H)},
+    ),
+    ("Hydra heads of another make", HYDRA | {"hydra_head_arch": "cross-attn"}, HYDRA_MLP),
+    ("Hydra heads of another make", HYDRA, HYDRA_EAGLE | layer("attn", norms=PLAIN)),  # hydra_head_arch eagle-attn
+    ("norms of its inputs", EAGLE_1, EAGLE | {"embedding_layernorm.weight": (H,), "lm_head_layernorm.weight": (H,)}),
+    ("HASS, add_para_norm", EAGLE_1 | {"add_para_norm": True}, EAGLE | {"enorm.weight": (H,), "hnorm.weight": (H,)}),
+    ("EAGLEModel", of("EAGLEModel"), EAGLE | {"lm_head.weight": (128, H), "token_map": (128,)}),
+    ("of the architecture Qwen2ForCausalLMEagle", of("Qwen2ForCausalLMEagle"), EAGLE | QKV_BIAS),
+    ("of the architecture MistralForCausalLMEagle", of("MistralForCausalLMEagle"), EAGLE),
+    ("of the architecture EagleCohereForCausalLM", of("EagleCohereForCausalLM"), EAGLE),
+    ("of the architecture EagleMiniCPMForCausalLM", of("EagleMiniCPMForCausalLM"), EAGLE),
+    ("a causal language model, LlamaForCausalLM", of("LlamaForCausalLM"), LM),
+    ("a causal language model", {}, {"wte.weight": (V, H), "h.0.attn.c_attn.weight": (H, 3 * H)}),
+    ("quantised weights",
+        EAGLE_1 | {"quantization_config": {"quant_method": "gptq"}}, {"fc.qweight": (8, H), "fc.scales": (1, H)},
+    ),
+    ("one of draftsmith's own heads", {"kind": "eagle", "schema_version": 1, "head": {"fc_bias": False}}, EAGLE),
+    ("no head that is known (layers.0.mlp", EAGLE_1, layer("layers.0")),  # EAGLE-1 that lost its fc
+    ("no head that is known (model.0.linear.bias", SPECDEC, specdec(1) | {"model.1.weight": (1, H)}),
+    ("no head that is known (none)", {}, {}),
+]  # fmt: skip
+
+
+# Format, what `check` says of its writer, config.json, tensors.
+EAGLE_3_READ = [
+    ("eagle", "SafeAILab/EAGLE", EAGLE_1 | {"draft_vocab_size": 128}, EAGLE_3),
+    ("eagle", "SafeAILab/EAGLE", {}, {n: s for n, s in EAGLE_3.items() if n not in ("fc.weight", "d2t", "t2d")}),
+    ("sglang", "SGLang (SpecForge, ModelOpt)", of("LlamaForCausalLMEagle3"), EAGLE_3),
+    ("sglang", "SGLang (SpecForge, ModelOpt)", of("LlamaForCausalLMEagle3") | {"fc_norm": True}, FULL_VOCABULARY),
+    ("sglang", "SGLang (SpecForge, ModelOpt)", {}, AS_LAYERS | {"aux_norm_low.weight": (H,)}),
+    ("vllm", "vLLM", of("Eagle3LlamaForCausalLM"), AS_LAYERS),
+    ("vllm", "vLLM", of("LlamaForCausalLMEagle3") | {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}, EAGLE_3),
+    ("vllm", "vLLM", of("LlamaForCausalLMEagle3") | {"norm_before_residual": True}, EAGLE_3),
+    ("vllm", "NeMo Automodel", of("LlamaEagle3DraftModel"), {f"model.{n}": s for n, s in AS_LAYERS.items()}),
+    ("speculators", "speculators", speculators("eagle3"), AS_LAYERS | {"embed_tokens.weight": (V, H)}),
+]
+
+
+@pytest.mark.parametrize("case", READ)
+def test_the_producer_is_recognised(case):
+    expected, config, shapes = READ[case]
+    format = detect(config, shapes)
+    assert format is formats()[expected, format.kind]
+
+
+@pytest.mark.parametrize(("name", "dialect", "config", "shapes"), EAGLE_3_READ)
+def test_whose_eagle3_it_is(name, dialect, config, shapes):
+    format = detect(config, shapes)
+    assert (format.name, format.kind, format.dialect(ForeignHead(config, shapes))) == (name, "eagle3", dialect)
+    assert all(named_format(own, config, shapes).kind == "eagle3" for own in ("eagle", "vllm", "sglang"))
+
+
+@pytest.mark.parametrize(("said", "config", "shapes"), REFUSED)
+def test_what_is_known_and_not_read_is_refused_by_its_name(said, config, shapes):
+    with pytest.raises(InputError) as error:
+        detect(config, shapes)
+    assert said in str(error.value) and "\n" not in str(error.value)
+    own, known = said.startswith("one of"), not said.startswith("no head")
+    assert ("It needs no import" in str(error.value)) == own
+    elsewhere = own or said.startswith(("a causal", "quantised"))
+    assert ("not supported yet" in str(error.value)) == (known and not elsewhere)
+
+
+@pytest.mark.parametrize("architectures", [None, [], "LlamaForCausalLMEagle", [None], [["LlamaForCausalLM"]]])
+def test_architectures_of_another_form_name_nobody(architectures):
+    format = detect(LLAMA | {"architectures": architectures}, EAGLE)
+    assert (format.name, format.kind) == ("eagle", "eagle")

@@ -1,0 +1,237 @@
+"""SpecDec++'s acceptance head against a class built by its authors' rules, on the hub mixin that they use."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import PyTorchModelHubMixin
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
+from draftsmith.modules.formats import formats, specdec_pp
+from draftsmith.modules.formats.base import Package, Served, TargetFacts
+from draftsmith.modules.types import InputError
+
+HIDDEN = 8
+FORMAT = formats()["specdec_pp", "acceptance"]
+DRAFT = TargetFacts({"hidden_size": HIDDEN})
+
+
+class Block(nn.Module):
+    def __init__(self, size: int):
+        super().__init__()
+        self.linear = nn.Linear(size, size)
+
+    def forward(self, x):
+        return x + nn.functional.silu(self.linear(x))
+
+
+class TheirHead(nn.Module, PyTorchModelHubMixin):
+    """One block object, listed `num_layers` times, and two classes."""
+
+    def __init__(self, config):
+        super().__init__()
+        repeated = [Block(config["hidden_size"])] * config.get("num_layers", 0)
+        self.model = nn.Sequential(*repeated, nn.Linear(config["hidden_size"], 2))
+
+    def forward(self, hidden):
+        """P(accept), as their stop rule takes it."""
+        return self.model(hidden.float()).softmax(-1)[..., 1]
+
+
+def our_head(num_blocks: int, tied: bool = True) -> AcceptanceHead:
+    torch.manual_seed(num_blocks)
+    head = AcceptanceHead(AcceptanceHeadConfig(HIDDEN, num_blocks, tied=tied))
+    for weight in head.parameters():
+        weight.data.normal_(std=0.5)
+    return head.requires_grad_(False)
+
+
+def package_of(head: AcceptanceHead) -> Package:
+    return FORMAT.write(head.config, dict(head.named_parameters()), torch.float32)
+
+
+def as_ours(parsed) -> AcceptanceHead:
+    head = AcceptanceHead(parsed.config)
+    assert {name for name, _ in head.named_parameters()} == set(parsed.state)
+    head.load_state_dict(parsed.state, strict=False)
+    return head.requires_grad_(False)
+
+
+def to_directory(package: Package, directory: Path) -> Path:
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(dict(package.config)))
+    save_file(dict(package.tensors), directory / "model.safetensors", dict(package.metadata))
+    return directory
+
+
+def from_directory(directory: Path) -> Package:
+    with safe_open(directory / "model.safetensors", "pt") as file:
+        metadata = file.metadata() or {}
+    config = json.loads((directory / "config.json").read_text())
+    return Package(config, load_file(directory / "model.safetensors"), metadata)
+
+
+def their_head(num_layers: int) -> TheirHead:
+    torch.manual_seed(10 + num_layers)
+    return TheirHead(config={"hidden_size": HIDDEN, "num_layers": num_layers}).requires_grad_(False)
+
+
+def hidden_states() -> torch.Tensor:
+    return 2 * torch.randn(5, 3, HIDDEN, generator=torch.Generator().manual_seed(0))
+
+
+# One rounding more or less in float32 sums of about 1.
+CLOSE = {"atol": 1e-6, "rtol": 0}
+
+
+@pytest.mark.parametrize("num_blocks", [0, 1, 3])
+def test_what_is_written_gives_the_same_probabilities_in_their_class(num_blocks, tmp_path):
+    head, hidden = our_head(num_blocks), hidden_states()
+    theirs = TheirHead.from_pretrained(to_directory(package_of(head), tmp_path / "head"))
+    assert torch.allclose(theirs(hidden), torch.sigmoid(head(hidden)), **CLOSE)
+    assert theirs(hidden).std() > 0.05  # else equality shows little
+
+
+@pytest.mark.parametrize("num_blocks", [0, 1, 3])
+def test_what_is_written_is_laid_out_as_theirs(num_blocks, tmp_path):
+    """Names, shapes, dtype, config and the metadata's aliases are those of their own `save_pretrained`."""
+    their_head(num_blocks).save_pretrained(tmp_path / "theirs")
+    ours, theirs = package_of(our_head(num_blocks)), from_directory(tmp_path / "theirs")
+    assert {name: (t.shape, t.dtype) for name, t in ours.tensors.items()} == {
+        name: (t.shape, t.dtype) for name, t in theirs.tensors.items()
+    }
+    assert ours.config == theirs.config
+    assert {key: value for key, value in theirs.metadata.items() if key != "format"} == ours.metadata
+
+
+@pytest.mark.parametrize("num_blocks", [0, 1, 3])
+def test_the_round_trip_is_exact(num_blocks):
+    head = our_head(num_blocks)
+    parsed = FORMAT.parse(package_of(head), DRAFT)
+    assert all(torch.equal(parsed.state[name], weight) for name, weight in head.named_parameters())
+    assert (parsed.config.num_blocks, parsed.config.tied) == (num_blocks, True)
+
+
+@pytest.mark.parametrize("num_layers", [0, 1, 3])
+def test_their_repeated_block_is_reproduced_by_tied_blocks(num_layers, tmp_path):
+    """safetensors, with block 0 only, as the hub mixin writes it."""
+    theirs, hidden = their_head(num_layers), hidden_states()
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = as_ours(FORMAT.parse(from_directory(tmp_path / "theirs"), DRAFT))
+    assert sum(weight.numel() for weight in ours.parameters()) == HIDDEN + 1 + (HIDDEN**2 + HIDDEN) * (num_layers > 0)
+    assert torch.allclose(torch.sigmoid(ours(hidden)), theirs(hidden), **CLOSE)
+
+
+def test_a_state_dict_with_every_name_of_the_block_is_the_same_head():
+    """What `pytorch_model.bin` holds."""
+    theirs, hidden = their_head(3), hidden_states()
+    package = Package({"hidden_size": HIDDEN, "num_layers": 3}, theirs.state_dict())
+    assert len(package.tensors) == 8
+    parsed = FORMAT.parse(package, DRAFT)
+    assert torch.allclose(torch.sigmoid(as_ours(parsed)(hidden)), theirs(hidden), **CLOSE)
+    assert parsed.notes == (specdec_pp.UNCORRECTED,) and (parsed.config.w_acc, parsed.config.w_rej) == (1, 1)
+    assert not FORMAT.read(package, DRAFT).errors
+
+
+def test_of_unequal_copies_the_last_one_counts_and_is_told(tmp_path):
+    state = their_head(3).state_dict()
+    state = {name: tensor.clone() for name, tensor in state.items()}
+    state["model.1.linear.weight"] += 1
+    state["model.2.linear.weight"] -= 1
+    package = Package({"hidden_size": HIDDEN, "num_layers": 3}, state)
+    theirs, hidden = TheirHead.from_pretrained(to_directory(package, tmp_path / "head")), hidden_states()
+    parsed, reading = FORMAT.parse(package, DRAFT), FORMAT.read(package, DRAFT)
+    assert torch.allclose(torch.sigmoid(as_ours(parsed)(hidden)), theirs(hidden), **CLOSE)
+    assert torch.allclose(FORMAT.accept_prob(reading, {"state_after": hidden}), theirs(hidden), **CLOSE)
+    assert [finding.where for finding in reading.errors] == ["model.0.linear.weight", "model.1.linear.weight"]
+    assert any("model.1.linear.weight: overwritten by model.2.linear.weight" in note for note in parsed.notes)
+
+
+def test_any_name_of_the_block_fills_it(tmp_path):
+    """Their loader copies by name into one object; the metadata plays no part."""
+    package = package_of(our_head(2))
+    moved = {name.replace("model.0.linear", "model.1.linear"): tensor for name, tensor in package.tensors.items()}
+    moved = Package(package.config, moved)
+    theirs = TheirHead.from_pretrained(to_directory(moved, tmp_path / "head"))
+    reading = FORMAT.read(moved, DRAFT)
+    assert not reading.errors
+    assert torch.allclose(
+        FORMAT.accept_prob(reading, {"state_after": hidden_states()}), theirs(hidden_states()), **CLOSE
+    )
+
+
+def test_what_is_read_computes_what_their_class_does(tmp_path):
+    theirs = their_head(3)
+    theirs.save_pretrained(tmp_path / "theirs")
+    reading = FORMAT.read(from_directory(tmp_path / "theirs"), DRAFT)
+    bf16 = hidden_states().bfloat16()
+    assert torch.allclose(FORMAT.accept_prob(reading, {"state_after": bf16.float()}), theirs(bf16), **CLOSE)
+    assert set(reading.used) == {"model.0.linear.weight", "model.0.linear.bias", "model.3.weight", "model.3.bias"}
+    assert {tuple(t.shape) for t in reading.weights.values()} == {(8, 8), (8,), (2, 8), (2,)}
+
+
+def without(package: Package, name: str) -> Package:
+    return Package(package.config, {key: tensor for key, tensor in package.tensors.items() if key != name})
+
+
+def with_tensor(package: Package, name: str, tensor: torch.Tensor) -> Package:
+    return Package(package.config, {**package.tensors, name: tensor})
+
+
+def with_config(package: Package, **fields) -> Package:
+    return Package({**package.config, **fields}, package.tensors)
+
+
+BROKEN = {
+    "lost bias": (lambda p: without(p, "model.0.linear.bias"), "model.0.linear.bias", "missing"),
+    "lost classifier": (lambda p: without(p, "model.2.weight"), "model.2.weight", "missing"),
+    "unknown name": (lambda p: with_tensor(p, "head.weight", torch.ones(1)), "head.weight", "dropped"),
+    "wrong shape": (lambda p: with_tensor(p, "model.2.bias", torch.ones(1)), "model.2.bias", "loading fails"),
+    "fewer blocks": (lambda p: with_config(p, num_layers=1), "model.1.weight", "missing"),
+    "no width": (lambda p: with_config(p, hidden_size=None), "hidden_size", "width is needed"),
+    "no number": (lambda p: with_config(p, num_layers="2"), "num_layers", "number of residual blocks"),
+    "another draft": (lambda p: with_config(p, hidden_size=HIDDEN + 1), "hidden_size", f"width {HIDDEN}"),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_broken_head_is_an_error_and_is_not_taken_over(kind):
+    spoil, where, text = BROKEN[kind]
+    package = spoil(package_of(our_head(2)))
+    reading = FORMAT.read(package, DRAFT)
+    assert any(finding.where == where and text in finding.text for finding in reading.errors)
+    assert set(package.tensors) <= {finding.where for finding in reading.findings} | set(reading.used)
+    with pytest.raises(InputError, match="head: found"):
+        FORMAT.parse(package, DRAFT)
+
+
+def test_what_is_missing_spoils_every_comparison():
+    """Their class leaves it at random initial values: NaN equals nothing."""
+    reading = FORMAT.read(without(package_of(our_head(1)), "model.0.linear.weight"), DRAFT)
+    assert FORMAT.accept_prob(reading, {"state_after": hidden_states()}).isnan().all()
+
+
+def test_blocks_with_their_own_weights_are_refused():
+    with pytest.raises(InputError, match=r"repeats one block object.*train acceptance --tied"):
+        package_of(our_head(2, tied=False))
+    assert package_of(our_head(1, tied=False)).config["num_layers"] == 1
+
+
+def test_a_width_of_its_own_is_refused():
+    """Their class has no layer that would bring the state to it: it would be left out without a word."""
+    config = AcceptanceHeadConfig(HIDDEN, num_blocks=1, width=HIDDEN // 2)
+    with pytest.raises(InputError, match=rf"head: found hidden layers of width {HIDDEN // 2}, expected {HIDDEN}"):
+        FORMAT.check(config)
+
+
+def test_their_benchmark_is_told_where_the_head_lies():
+    line = FORMAT.serve(Served("my draft", "exports/head", 20, verifier="big"))
+    assert line.startswith("python3 specdec_pp/evaluate.py --model_name big --assistant_name 'my draft' ")
+    assert "--num_assistant_tokens_schedule ada --assist_acc_head_dir exports/head" in line
+    assert "--bound 2 20" in line
