@@ -82,9 +82,6 @@ SECTIONS: dict[str, dict[str, Command]] = {
             "train.acceptance:TrainAcceptanceConfig", "Acceptance head: when to stop drafting", runner="train.run"
         ),
         **of_drafters("train", "train.config:drafter_config", "train.run"),
-        "train medusa2": Command(
-            "train.medusa2:Medusa2Config", "Medusa heads and their target together: another target"
-        ),
         **of_drafters(
             "plan",
             "train.planning.settings:plan_config",

@@ -13,7 +13,7 @@ from draftsmith.launch.errors import UsageError
 from draftsmith.modules.types import at_least
 
 # Groups whose commands share their work out by rank, but for those that show something, or work in one process.
-SHARED, ALONE = ("data", "train"), ("data inspect", "train medusa2")
+SHARED, ALONE = ("data", "train"), ("data inspect",)
 
 
 @dataclass(frozen=True)
@@ -77,5 +77,4 @@ def with_resume(command: Sequence[str]) -> list[str]:
     """The command as it must be to be started again: a training goes on from its checkpoint, and begins where there is
     none. Data stages always go on; a `--resume` or `--no-resume` of the user's stays."""
     written = any(word.partition("=")[0] in {"--resume", "--no-resume", "--no_resume"} for word in command)
-    goes_on = command[0] == "train" and command_name(command) not in ALONE
-    return [*command, "--resume"] if goes_on and not written else [*command]
+    return [*command, "--resume"] if command[0] == "train" and not written else [*command]

@@ -95,3 +95,14 @@ def test_a_policy_on_the_command_line(monkeypatch, capsys):
 def test_a_folder_without_files_is_refused(tmp_path):
     with pytest.raises(draftsmith.InputError, match="a folder of Python files"):
         draftsmith.add_drafters(str(tmp_path))
+
+
+def test_medusa2_saves_another_target_and_heads_that_decode_it(target, responses, tmp_path):
+    new_target, heads = example("medusa2").main(responses, target, tmp_path / "run", steps=4, batch_size=4)
+    original, changed = draftsmith.load_target(target), draftsmith.load_target(str(new_target))
+    assert changed.info.identity != original.info.identity
+    with pytest.raises(draftsmith.InputError, match="another model"):
+        draftsmith.load_drafter(str(heads), original, "medusa")
+    drafter = draftsmith.load_drafter(str(heads), changed, "medusa-chain:k=2")
+    answer = draftsmith.generate(changed, "What is 2 + 3?", drafter, max_new_tokens=12)
+    assert answer.tokens == draftsmith.generate(changed, "What is 2 + 3?", max_new_tokens=12).tokens

@@ -14,7 +14,6 @@ EAGLE, MEDUSA, MEDUSA_TEST = (
 )  # fmt: skip
 HYDRA_FORMAT, HYDRA_READ = "modules/formats/hydra.py", "tests/modules/formats/hydra_test.py"
 HYDRA, HYDRA_TEST = "modules/drafters/hydra.py", "tests/modules/drafters/hydra_test.py"
-MEDUSA_2, MEDUSA_2_TEST = "train/medusa2.py", "tests/train/medusa2_test.py"
 MEDUSA_FORMAT, MEDUSA_READ = "modules/formats/medusa.py", "tests/modules/formats/medusa_test.py"
 LOSS_TEST, METRIC_TEST = "tests/modules/losses_test.py", "tests/modules/metrics_test.py"
 LABELS, ROLLOUTS, DATASETS = "data/mixed_text.py", "data/rollouts.py", "data/store/datasets.py"
@@ -74,17 +73,6 @@ MUTANTS = [
            'raw.get("grounded_heads", True)', (HYDRA_READ,)),
     Mutant("hydra-lost-tensors-are-zero", HYDRA_FORMAT, "torch.full(slot.shape, math.nan)",
            "torch.full(slot.shape, 0.0)", (HYDRA_READ,)),
-    # -- Medusa-2
-    Mutant("medusa2-the-other-divergence", MEDUSA_2, "F.kl_div(log_q, log_p,", "F.kl_div(log_p, log_q,",
-           (MEDUSA_2_TEST,)),
-    Mutant("medusa2-its-own-teacher", MEDUSA_2, "with self.adapted.disable_adapter(), torch.no_grad():",
-           "with torch.no_grad():", (MEDUSA_2_TEST,)),
-    Mutant("medusa2-both-learn-from-the-first-step", MEDUSA_2, "config, alone=step < first)", "config, alone=False)",
-           (MEDUSA_2_TEST,)),
-    Mutant("medusa2-distance-of-the-prompts-too", MEDUSA_2, "F.pad(batch.loss_mask[:, 1:], (0, 1))",
-           "F.pad(batch.attention_mask[:, 1:], (0, 1))", (MEDUSA_2_TEST,)),
-    Mutant("medusa2-heads-of-the-original", MEDUSA_2, '        "target": identity,\n        "models"',
-           '        "target": original,\n        "models"', (MEDUSA_2_TEST,)),
     # -- measuring
     Mutant("peak-of-pages-that-were-free", "benchmarks/step_peak.py", "    ctypes.CDLL(None).malloc_trim(0)\n", "",
            ("tests/benchmarks/throughput_test.py",)),
