@@ -1,12 +1,4 @@
-"""Answers of a method, and what had been drafted where each of their tokens was decided.
-
-What stands in a `DraftedPlace` is known before its token is: a drafter's distribution depends on what came before, and
-a policy keeps the token that it looked at. So given its place, too, a token of a lossless method follows the target.
-
-Greedy answers are held against autoregression's, token by token, or, outside float32, against what is next to the best
-there: a model read with another number of rows rounds differently, which in bfloat16 changes tokens. There a token may
-be within a stated gap of the best logit of a float32 reference. Lengths are checked everywhere.
-"""
+"""Answers of a method together with what had been drafted where each token was decided, and the greedy test."""
 
 from __future__ import annotations
 
@@ -31,9 +23,15 @@ GREEDY = SamplingParams()
 
 @dataclass(frozen=True)
 class DraftedPlace:
-    """What had been drafted for a token: drawn from `distribution` [V], or chosen as `children`, or nothing.
+    """Draft at the place of one emitted token, known before the token was decided.
 
-    first: it was the first token of its round.
+    Given its place, a token of a lossless method still follows the target: a drafter's distribution depends only on
+    what came before, and a stop policy keeps the token that it looked at.
+
+    Attributes:
+        first: the token is the first of its round.
+        distribution: [V], the distribution that a draft was sampled from, if one was.
+        children: tokens drafted as children of a tree node, without sampling.
     """
 
     first: bool = False
@@ -43,7 +41,7 @@ class DraftedPlace:
 
 @dataclass(frozen=True)
 class PlacedAnswer:
-    """tokens: with the end token, if it came. places: one a token; the first token's, the prefill's own, is empty."""
+    """An answer, including its end token, with one place per token. The prefill's token has an empty place."""
 
     tokens: list[int]
     places: list[DraftedPlace]
@@ -51,7 +49,7 @@ class PlacedAnswer:
 
 @dataclass(frozen=True)
 class PlacedRunner:
-    """A method that answers so many prompts together. ends: tokens that end an answer."""
+    """Decoding of `rows` prompts at a time by one method, recording the places of the tokens."""
 
     target: CausalLM
     drafter: Drafter | None
@@ -61,7 +59,7 @@ class PlacedRunner:
 
     @classmethod
     def of(cls, method: Method, models: Models, rows: int) -> PlacedRunner:
-        """With a drafter of its own. Prompts that are alone get a session each, others share one."""
+        """Build a runner with a drafter of its own, which has learned nothing yet."""
         drafter = method.build(models, rows)
         capture = () if drafter is None else drafter.capture
         session = models.target.session(rows, models.capacity, capture) if rows > 1 else None
@@ -69,58 +67,57 @@ class PlacedRunner:
 
     @property
     def loop(self) -> str:
-        """How the decoder runs, as results name it."""
         return "single" if self.rows == 1 else "batched"
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, max_new_tokens: int, seeds: Sequence[int]
     ) -> list[PlacedAnswer]:
-        """An answer to each prompt; the same seed gives the same tokens."""
-        found: list[PlacedAnswer] = []
+        """Answer each prompt; the same seed gives the same tokens."""
+        answers: list[PlacedAnswer] = []
         for start in range(0, len(prompts), self.rows):
             group = slice(start, start + self.rows)
             places: list[list[DraftedPlace]] = [[] for _ in prompts[group]]
 
-            def on_round(done: Round, own: list[list[DraftedPlace]] = places) -> None:
-                own[done.row] += places_of(done)
+            def record(done: Round, places: list[list[DraftedPlace]] = places) -> None:
+                places[done.row] += places_of(done)
 
-            runner = EngineRunner(self.target, self.drafter, params, self.ends, on_round, self.session, rows=self.rows)
-            answers = runner(prompts[group], max_new_tokens, seeds[group])
-            found += [PlacedAnswer(answer.tokens, own) for answer, own in zip(answers, places, strict=True)]
-        return found
+            runner = EngineRunner(self.target, self.drafter, params, self.ends, record, self.session, rows=self.rows)
+            decoded = runner(prompts[group], max_new_tokens, seeds[group])
+            answers += [PlacedAnswer(each.tokens, row) for each, row in zip(decoded, places, strict=True)]
+        return answers
 
 
 def places_of(done: Round) -> list[DraftedPlace]:
-    """The places of the tokens that a round emitted; the prefill has an empty one."""
-    if done.tree is None or done.verdict is None:
+    """Return the places of the tokens that a round emitted."""
+    if done.tree is None or done.verdict is None:  # the prefill
         return [DraftedPlace()]
-    tree, found = done.tree, []
+    tree, places = done.tree, []
     for i in range(len(done.tokens)):
-        parent = done.verdict.path[i - 1] if i else -1
-        if tree.draft_prob is None:
-            children = tuple(token for token, above in zip(tree.tokens, tree.parents, strict=True) if above == parent)
-            found.append(DraftedPlace(i == 0, None, children))
+        if tree.draft_prob is not None:
+            places.append(DraftedPlace(i == 0, tree.draft_prob[i].clone() if i < len(tree.tokens) else None))
         else:
-            found.append(DraftedPlace(i == 0, tree.draft_prob[i].clone() if i < len(tree.tokens) else None))
-    return found
+            parent = done.verdict.path[i - 1] if i else -1
+            children = (token for token, above in zip(tree.tokens, tree.parents, strict=True) if above == parent)
+            places.append(DraftedPlace(i == 0, None, tuple(children)))
+    return places
 
 
-def answer_seed(*of: Any) -> int:
-    """63 bits of what makes an answer's random numbers its own: the run's seed, method, loop, prompt and number."""
-    return int.from_bytes(hashlib.sha256(repr(of).encode()).digest()[:8], "big") >> 1
+def answer_seed(*parts: Any) -> int:
+    """Return a 63-bit seed that differs with the run's seed, method, loop, prompt and answer number."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") >> 1
 
 
-def ends_as_asked(tokens: Sequence[int], ends: Sequence[int], most: int) -> bool:
-    """An answer ends with its first end token, or is as long as it may be."""
+def ends_as_asked(tokens: Sequence[int], ends: Sequence[int], max_tokens: int) -> bool:
+    """Check that an answer ends with its first end token or at its length limit."""
     if not tokens or any(token in ends for token in tokens[:-1]):
         return False
-    return len(tokens) == most or (len(tokens) < most and tokens[-1] in ends)
+    return len(tokens) == max_tokens or (len(tokens) < max_tokens and tokens[-1] in ends)
 
 
 def greedy_answers(
     runner: PlacedRunner, prompts: Sequence[BenchPrompt], max_new_tokens: int, seed: int
 ) -> list[list[int]]:
-    """An answer to each prompt."""
+    """Decode every prompt greedily."""
     ids, seeds = [prompt.prompt_ids for prompt in prompts], [seed] * len(prompts)
     return [answer.tokens for answer in runner(ids, GREEDY, max_new_tokens, seeds)]
 
@@ -135,36 +132,40 @@ def greedy_test(
     info: ModelInfo,
     max_gap: float,
 ) -> dict[str, Any]:
-    """Equality with `expected`, or, with a float32 `reference`, the largest gap to its best token; and that every
-    answer ends with an end token or is as long as it may be. info: of the target."""
-    first, gaps, ended = None, [0.0], True
+    """Compare greedy answers with autoregressive ones.
+
+    In float32 the tokens must be equal. In other dtypes another number of rows rounds differently and may change a
+    token, so there each token must be within `max_gap` of the best logit of a float32 `reference`. In every dtype an
+    answer must end with an end token or at its limit, so a truncated answer fails.
+    """
+    first_difference, gaps, all_end = None, [0.0], True
     for prompt, answer, wanted in zip(prompts, answers, expected, strict=True):
-        most = room_for(prompt.prompt_ids, max_new_tokens, info)
-        right_end = ends_as_asked(answer, ends, most)
-        ended &= right_end
-        wrong = not right_end or (reference is None and answer != wanted)
-        if wrong and first is None:
-            place = next((i for i, (a, b) in enumerate(zip(answer, wanted, strict=False)) if a != b), None)
-            first = {"prompt": prompt.id, "place": min(len(answer), len(wanted)) if place is None else place}
+        ends_well = ends_as_asked(answer, ends, room_for(prompt.prompt_ids, max_new_tokens, info))
+        all_end &= ends_well
+        if first_difference is None and (not ends_well or (reference is None and answer != wanted)):
+            differs = (i for i, (a, b) in enumerate(zip(answer, wanted, strict=False)) if a != b)
+            first_difference = {"prompt": prompt.id, "place": next(differs, min(len(answer), len(wanted)))}
         if reference is not None and answer:
             gaps.append(largest_gap(reference, prompt.prompt_ids, answer))
+
     identical = sum(answer == wanted for answer, wanted in zip(answers, expected, strict=True))
-    close = all(gap <= max_gap for gap in gaps)  # false of NaN, too
-    found: dict[str, Any] = {
+    close = all(gap <= max_gap for gap in gaps)  # false for NaN
+    row: dict[str, Any] = {
         "prompts": len(prompts),
         "tokens": sum(map(len, answers)),
         "identical": identical,
-        "ended_as_asked": ended,
-        "first_difference": first,
-        "passed": ended and (identical == len(prompts) if reference is None else close),
+        "ended_as_asked": all_end,
+        "first_difference": first_difference,
+        "passed": all_end and (identical == len(prompts) if reference is None else close),
     }
-    return found if reference is None else found | {"largest_logit_gap": max(gaps, key=lambda gap: (gap != gap, gap))}
+    # NaN sorts first, so that it is what the result shows.
+    return row if reference is None else row | {"largest_logit_gap": max(gaps, key=lambda gap: (gap != gap, gap))}
 
 
 @torch.inference_mode()
 def largest_gap(reference: CausalLM, prompt: Sequence[int], answer: Sequence[int]) -> float:
-    """max over the answer's tokens of (best logit - its logit), teacher-forced."""
+    """Return the largest difference between the best logit and an answer token's, teacher-forced."""
     ids = torch.tensor([[*prompt, *answer]], device=reference.device)
-    logits = reference.lm_head(reference.features(ids)[0, len(prompt) - 1 : -1]).double()
-    chosen = logits.gather(-1, ids[0, len(prompt) :, None])[:, 0]
+    logits = reference.lm_head(reference.features(ids)[0, len(prompt) - 1 : -1]).double()  # [T, V]
+    chosen = logits.gather(-1, ids[0, len(prompt) :, None])[:, 0]  # [T]
     return float((logits.max(-1).values - chosen).max())

@@ -1,32 +1,35 @@
-"""Evidence that emitted tokens do not follow the target: bets on them, at the target's own odds.
+"""Sequential test that emitted tokens follow the target: bets at the target's own odds.
 
-Every bet starts with a stake of 1, and every emitted token y multiplies it by 1 + l x(y), where x and l are fixed
-before y is known and x has the mean 0 under p, the target's distribution given all that came before: either a score of
-tokens less its mean, or e / p - 1 with the distribution e that a known defect has there. Under p each factor is 1 on
-average, so the mean of all stakes is, too, and reaches M with probability at most 1 / M, however many tokens there are
-and whenever one stops looking (Ville's inequality; a test martingale, Shafer et al. 2011). No distribution is
-approximated. Where tokens do not follow p, the stakes of bets in the right direction grow exponentially; that there are
-others beside them costs the logarithm of their number.
+Every bet starts with a stake of 1. Every emitted token y multiplies it by 1 + l x(y), where l and x are fixed before y
+is known and x has mean 0 under the target's distribution p: either a score of tokens minus its mean, or e / p - 1 with
+the distribution e that a known sampling defect has there. Under p the mean of all stakes stays 1 on average, so it
+reaches M with probability at most 1 / M, for any number of tokens and whenever one stops (Ville's inequality; test
+martingales, Shafer et al. 2011). Nothing is approximated. If tokens do not follow p, the stakes of bets in the right
+direction grow exponentially; having many bets costs the logarithm of their number.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.eval.lossless.defects import DEFECTS, defective
+from draftsmith.modules.sampling import residual
+from draftsmith.modules.types import InputError
 
-# l of the bets on a score and on single tokens, with both signs; and on a defect: the share of tokens that have it.
+# Strengths l of bets on a score and on single tokens (each with both signs), and of bets on a defect, where l is the
+# share of tokens that have it.
 STRENGTHS = (0.015, 0.03, 0.06, 0.12, 0.25, 0.5, 0.95)
 TOKEN_STRENGTHS = (0.03, 0.1, 0.3, 0.95)
-SHARES = (0.3, 0.9)
-# What a bet lays on a repetition of the prompt's answer before this one.
-COPIED_STAKES = (0.05, 0.5)
-LOWEST = 8.0  # nats below the best token, where a score of probability ends
+DEFECT_SHARES = (0.3, 0.9)
+COPY_STRENGTHS = (0.05, 0.5)  # of bets that an answer repeats the prompt's previous one
+LOWEST = 8.0  # nats below the best token at which the score of probable tokens reaches 0
+UNLIKELY = 0.15  # q below which the defective policy drops a drafted token
 SCORES = (
     "what was drafted",
     "probable tokens",
@@ -35,16 +38,19 @@ SCORES = (
     "high token ids, the target's own",
 )
 TOKENS, COPIES = "single tokens", "the answer before"
-NUM_FAMILIES = len(SCORES) + len(DEFECTS) + 2
 
 
 @dataclass(frozen=True)
-class Decided:
-    """N emitted tokens, and all that was known when each was decided.
+class DecidedTokens:
+    """N emitted tokens and everything that was known when each was decided.
 
-    target: [N, V] float64, the target's distribution. draft: [N, V], what a draft was drawn from there, 0 where none
-    was. children: [N, V] bool, the nodes chosen there. first: [N] bool, it is a round's first token. copied: [N] int64,
-    what the answer before this one has there if all is equal up to there, else -1.
+    Attributes:
+        token: [N] int64.
+        target: [N, V] float64, the target's distribution.
+        draft: [N, V], the distribution a draft was sampled from; 0 where none was.
+        children: [N, V] bool, tokens drafted as tree nodes without sampling.
+        first: [N] bool, the first token of a round.
+        copied: [N] int64, the token of the prompt's previous answer if that answer is equal up to here, else -1.
     """
 
     token: Tensor
@@ -55,39 +61,118 @@ class Decided:
     copied: Tensor
 
     @property
-    def drawn(self) -> Tensor:
-        """[N] bool: a drafted token was verified."""
+    def was_sampled(self) -> Tensor:
+        """[N] bool: a sampled draft was verified here."""
         return self.draft.sum(-1) > 0
 
-    @property
-    def chosen(self) -> Tensor:
-        return self.children.any(-1)
+    def take(self, rows: slice | Tensor) -> DecidedTokens:
+        """Return some of the tokens, by index or mask."""
+        return DecidedTokens(*(column[rows] for column in vars(self).values()))
+
+
+def acceptance(p: Tensor, q: Tensor) -> Tensor:
+    """Return min(1, p / q); 1 where q is 0 and nothing can be drawn."""
+    return torch.where(q > 0, p / q, 1).clamp_max(1)
+
+
+def mixture(drawn: Tensor, accept: Tensor, replacement: Tensor) -> Tensor:
+    """Return the distribution of a token drawn from `drawn`, kept with probability `accept`, else replaced."""
+    kept = drawn * accept
+    return kept + (1 - kept.sum(-1, keepdim=True)).clamp_min(0) * replacement
+
+
+def at_temperature(distribution: Tensor, temperature: float) -> Tensor:
+    powered = distribution.pow(1 / temperature)
+    total = powered.sum(-1, keepdim=True)
+    return torch.where(total > 0, powered / total, distribution)
+
+
+def accept_draw_reused(p: Tensor, q: Tensor) -> Tensor:
+    """Return the distribution if the uniform number that drew a draft also decides on its acceptance."""
+    below = q.cumsum(-1) - q
+    accept = torch.where(q > 0, (acceptance(p, q) - below) / q, 1).clamp(0, 1)
+    return mixture(q, accept, residual(p, q))
+
+
+def rejecting_draw_reused(p: Tensor, q: Tensor) -> Tensor:
+    """Return the distribution if the uniform number that rejected a draft also draws its replacement."""
+    ratio, order = acceptance(p, q).sort(-1)
+    mass = q.gather(-1, order)
+    ends = residual(p, q).cumsum(-1)
+    # For each cell of the residual: the drafted mass that is rejected by uniform numbers below the cell's end.
+    count = torch.searchsorted(ratio.contiguous(), ends.contiguous(), right=True)
+    mass_below, ratio_below = (F.pad(x.cumsum(-1), (1, 0)).gather(-1, count) for x in (mass, mass * ratio))
+    rejected = ends * mass_below - ratio_below
+    replacement = (rejected - F.pad(rejected, (1, 0))[..., :-1]).clamp_min(0)
+    total = replacement.sum(-1, keepdim=True)
+    return mixture(q, acceptance(p, q), torch.where(total > 0, replacement / total, p))
+
+
+def unlikely_dropped(p: Tensor, q: Tensor) -> Tensor:
+    """Return the distribution if a policy takes back a drafted token because of that token's own q."""
+    likely = q * (q >= UNLIKELY)
+    kept = likely * acceptance(p, q)
+    dropped, rejected = (mass.sum(-1, keepdim=True) for mass in (q - likely, likely - kept))
+    return kept + dropped * p + rejected * residual(p, q)
+
+
+# Emitted distributions [N, V] of known defects, in closed form, given p and q where a draft was sampled.
+DRAFT_DEFECTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "rejected tokens replaced by draws from p": lambda p, q: mixture(q, acceptance(p, q), p),
+    "drafts drawn at 0.8 of their temperature": lambda p, q: mixture(
+        at_temperature(q, 0.8), acceptance(p, q), residual(p, q)
+    ),
+    "drafts drawn at 1.25 of their temperature": lambda p, q: mixture(
+        at_temperature(q, 1.25), acceptance(p, q), residual(p, q)
+    ),
+    "drafts accepted with 1.25 p/q": lambda p, q: mixture(q, acceptance(1.25 * p, q), residual(p, q)),
+    "a draft's own draw decides on it": accept_draw_reused,
+    "the draw that rejects a token replaces it": rejecting_draw_reused,
+    "drafts of q < 0.15 taken back": unlikely_dropped,
+}
+FIRST_DEFECT = "the draw that rejects a round's first token replaces it"
+NODE_DEFECT = "tokens that miss a node's children drawn again"
+TARGET_DEFECT = "target sampled at 0.9 of its temperature"
+DEFECTS = (*DRAFT_DEFECTS, FIRST_DEFECT, NODE_DEFECT, TARGET_DEFECT)
+NUM_FAMILIES = len(SCORES) + len(DEFECTS) + 2  # and single tokens, and copies
+
+
+def defective(name: str, tokens: DecidedTokens) -> Tensor:
+    """Return the distribution [N, V] that tokens have under a defect; p where the defect cannot act."""
+    p, q, children = tokens.target, tokens.draft, tokens.children
+    if name == TARGET_DEFECT:
+        return at_temperature(p, 0.9)
+    if name == NODE_DEFECT:
+        missed = (p * ~children).sum(-1, keepdim=True)
+        return torch.where(children.any(-1, keepdim=True), p * children + missed * p, p)
+    sampled = tokens.was_sampled[:, None]
+    if name == FIRST_DEFECT:
+        return torch.where(sampled & tokens.first[:, None], rejecting_draw_reused(p, q), p)
+    return torch.where(sampled, DRAFT_DEFECTS[name](p, q), p)
 
 
 @dataclass(frozen=True)
 class BetFamily:
-    """Bets that differ in strength: x [N, V] at N tokens, and the strengths l."""
+    """Bets on the same x [N, V] that differ in strength."""
 
     name: str
     x: Tensor
     strengths: tuple[float, ...]
 
-    @property
-    def handicap(self) -> float:
-        """Log of what a bet of the family has to win for the mean of all stakes to be 1."""
-        return math.log(NUM_FAMILIES * len(self.strengths))
+
+def both_signs(strengths: tuple[float, ...]) -> tuple[float, ...]:
+    return (*strengths, *(-strength for strength in strengths))
 
 
-def scores(found: Decided) -> Iterator[BetFamily]:
-    """Bets on scores in [0, 1], less their means; 0 where a score says nothing about a token."""
-    p, drawn = found.target, found.drawn[:, None]
-    verified = drawn | found.chosen[:, None]
-    best = p.amax(-1, keepdim=True)
+def score_bets(tokens: DecidedTokens) -> Iterator[BetFamily]:
+    """Yield the bets on scores in [0, 1] minus their means; a score is 0 where it says nothing about a token."""
+    p, sampled = tokens.target, tokens.was_sampled[:, None]
+    verified = sampled | tokens.children.any(-1, keepdim=True)
     order = p.cumsum(-1) - p / 2
-    first = found.first[:, None] & verified
+    first = tokens.first[:, None] & verified
     values = (
-        torch.where(drawn, torch.where(p > 0, found.draft / p, 0).clamp_max(1), found.children.to(p.dtype)),
-        (1 + (p / best).log() / LOWEST).clamp_min(0),
+        torch.where(sampled, torch.where(p > 0, tokens.draft / p, 0).clamp_max(1), tokens.children.to(p.dtype)),
+        (1 + (p / p.amax(-1, keepdim=True)).log() / LOWEST).clamp_min(0),
         torch.where(first, order, 0),
         torch.where(verified & ~first, order, 0),
         torch.where(verified, 0, order),
@@ -96,55 +181,44 @@ def scores(found: Decided) -> Iterator[BetFamily]:
         yield BetFamily(name, value - (p * value).sum(-1, keepdim=True), both_signs(STRENGTHS))
 
 
-def defects(found: Decided) -> Iterator[BetFamily]:
-    """Bets that tokens follow the distribution of a defect, at least a share of them."""
-    p = found.target
-    for name in DEFECTS:
-        distribution = defective(name, p, found.draft, found.children, found.first)
-        yield BetFamily(name, torch.where(p > 0, distribution / p - 1, 0), SHARES)
-
-
-def single_token(found: Decided, token: int) -> BetFamily:
-    """The bets on one token: they are of a family in which every token has as many."""
-    x = torch.zeros_like(found.target)
-    x[:, token] = 1
-    return BetFamily(f"token {token}", x - found.target[:, token : token + 1], both_signs(TOKEN_STRENGTHS))
-
-
-def both_signs(strengths: tuple[float, ...]) -> tuple[float, ...]:
-    return (*strengths, *(-strength for strength in strengths))
-
-
-def growth(strengths: tuple[float, ...], x: Tensor) -> Tensor:
-    """Logs of the factors: x [...] -> [L, ...]."""
-    of = torch.tensor(strengths, dtype=x.dtype, device=x.device)
-    return torch.log1p(of.view(-1, *[1] * x.ndim) * x)
-
-
 class Evidence:
-    """The logs of all stakes, by family."""
+    """Logarithms of all stakes, by family of bets."""
 
     def __init__(self) -> None:
         self.stakes: dict[str, Tensor] = {}
         self.impossible = 0  # tokens that the target cannot emit
 
-    def add(self, found: Decided) -> None:
-        """More tokens, at most a few million entries of [N, V] at a time."""
-        y = found.token[:, None]
-        for family in (*scores(found), *defects(found)):
-            self._grow(family.name, growth(family.strengths, family.x.gather(1, y)[:, 0]).sum(1))
-        self._grow(TOKENS, torch.stack([token_stakes(found, of) for of in both_signs(TOKEN_STRENGTHS)]))
-        before = found.copied.clamp_min(0)
-        chance = torch.where(found.copied >= 0, found.target.gather(1, before[:, None])[:, 0], 0)
-        copies = torch.where(chance > 0, (before == found.token) / chance - 1, 0)
-        self._grow(COPIES, growth(COPIED_STAKES, copies).sum(1))
+    def add(self, tokens: DecidedTokens) -> None:
+        """Bet on more tokens; at most a few million entries of [N, V] at a time."""
+        p, emitted = tokens.target, tokens.token[:, None]
 
-    def _grow(self, name: str, more: Tensor) -> None:
-        self.stakes[name] = self.stakes[name] + more.cpu() if name in self.stakes else more.cpu()
+        def add_logs(name: str, logs: Tensor) -> None:
+            self.stakes[name] = self.stakes[name] + logs.cpu() if name in self.stakes else logs.cpu()
+
+        families = list(score_bets(tokens))
+        for name in DEFECTS:
+            ratio = torch.where(p > 0, defective(name, tokens) / p - 1, 0)
+            families.append(BetFamily(name, ratio, DEFECT_SHARES))
+        for family in families:
+            add_logs(family.name, log_factors(family.strengths, family.x.gather(1, emitted)[:, 0]).sum(1))
+
+        # Bets on each token of the vocabulary: x is 1 at the token minus its probability.
+        p_emitted = p.gather(1, emitted)[:, 0]  # [N]
+        token_logs = []
+        for strength in both_signs(TOKEN_STRENGTHS):
+            hits = torch.log1p(strength * (1 - p_emitted)) - torch.log1p(-strength * p_emitted)
+            token_logs.append(torch.log1p(-strength * p).sum(0).index_add(0, tokens.token, hits))
+        add_logs(TOKENS, torch.stack(token_logs))
+
+        # Bets that the prompt's previous answer is repeated, as with a seed that is used twice.
+        before = tokens.copied.clamp_min(0)
+        chance = torch.where(tokens.copied >= 0, p.gather(1, before[:, None])[:, 0], 0)
+        copies = torch.where(chance > 0, (before == tokens.token) / chance - 1, 0)
+        add_logs(COPIES, log_factors(COPY_STRENGTHS, copies).sum(1))
 
     @property
     def log_mean(self) -> float:
-        """Log of the mean stake: families count alike, and so do the bets of one."""
+        """Logarithm of the mean stake; families count alike, and so do the bets of one."""
         if not self.stakes:
             return 0.0
         means = [stakes.flatten().logsumexp(0) - math.log(stakes.numel()) for stakes in self.stakes.values()]
@@ -152,12 +226,12 @@ class Evidence:
 
     @property
     def p_value(self) -> float:
-        """A lossless method has one below a with probability at most a; 0 where the target cannot emit a token."""
+        """Upper bound of the probability of such evidence against a lossless method."""
         return 0.0 if self.impossible else math.exp(min(0.0, -self.log_mean))
 
     @property
     def strongest(self) -> str:
-        """The bet that won most, in words."""
+        """Describe the bet that won most."""
         if not self.stakes:
             return ""
         name, stakes = max(self.stakes.items(), key=lambda item: float(item[1].max()))
@@ -169,9 +243,77 @@ class Evidence:
         return f"repeats {name}" if name == COPIES else name
 
 
-def token_stakes(found: Decided, strength: float) -> Tensor:
-    """What bets of this strength on each token grew by, [V]."""
-    p = found.target
-    at = p.gather(1, found.token[:, None])[:, 0]
-    hits = torch.log1p(strength * (1 - at)) - torch.log1p(-strength * at)
-    return torch.log1p(-strength * p).sum(0).index_add(0, found.token, hits)
+def log_factors(strengths: tuple[float, ...], x: Tensor) -> Tensor:
+    """Return log(1 + l x) for every strength: x [...] -> [L, ...]."""
+    strength = torch.tensor(strengths, dtype=x.dtype, device=x.device)
+    return torch.log1p(strength.view(-1, *[1] * x.ndim) * x)
+
+
+@dataclass(frozen=True)
+class BetGrowth:
+    """Mean and variance per token of a bet's logarithm under a biased sampler.
+
+    After n tokens the logarithm is close to normal with mean n m and variance n v. The bet alone decides the test when
+    it exceeds `handicap` (log of the number of bets it is averaged with) plus log(1 / level).
+    """
+
+    mean: float
+    variance: float
+    handicap: float
+
+    def chance(self, tokens: float, level: float) -> float:
+        """Return the probability that the bet decides the test within so many tokens."""
+        deviation = max(math.sqrt(tokens * self.variance), 1e-300)
+        return NormalDist().cdf((tokens * self.mean - self.handicap + math.log(level)) / deviation)
+
+    def tokens_needed(self, power: float, level: float) -> float:
+        """Return the number of tokens for that probability; infinite if the bet does not grow."""
+        if self.mean <= 0:
+            return math.inf
+        z, threshold = NormalDist().inv_cdf(power), self.handicap - math.log(level)
+        root = math.sqrt(z * z * self.variance + 4 * self.mean * threshold)
+        return ((z * math.sqrt(self.variance) + root) / (2 * self.mean)) ** 2
+
+
+def growth_of_biases(tokens: DecidedTokens, bias: float) -> dict[str, list[BetGrowth]]:
+    """Return the growth of the bets on a score under samplers biased along that score.
+
+    The biased sampler is p exp(t x), normalised, with t such that its mean total variation distance from p is `bias`.
+    Directions in which these tokens do not allow such a bias are left out.
+
+    Raises:
+        InputError: the bias is too small for the weakest bets.
+    """
+    p = tokens.target
+    growths: dict[str, list[BetGrowth]] = {}
+    for family in score_bets(tokens):
+        for sign, word in ((1, "towards"), (-1, "away from")):
+            biased, tilt = tilted(p, sign * family.x, bias)
+            if biased is not None and tilt < 0.6 * STRENGTHS[0]:
+                expected = "a bias that the weakest bets can detect on these prompts"
+                raise InputError("bias", bias, expected, "Raise --bias, or choose other prompts.")
+            if biased is None:
+                continue
+            handicap = math.log(NUM_FAMILIES * len(family.strengths))
+            bets = []
+            for strength in family.strengths:
+                logs = torch.log1p(strength * family.x)  # [N, V]
+                mean = float((biased * logs).sum(-1).mean())
+                bets.append(BetGrowth(mean, float((biased * logs.square()).sum(-1).mean()) - mean**2, handicap))
+            growths[f"{word} {family.name}"] = bets
+    return growths
+
+
+def tilted(p: Tensor, x: Tensor, bias: float) -> tuple[Tensor | None, float]:
+    """Return p exp(t x) [N, V] at mean total variation `bias` from p, and t; None if no t up to 50 reaches it."""
+    tilt = bias / max(float((p * x.abs()).sum(-1).mean()) / 2, 1e-12)
+    for _ in range(30):
+        if tilt > 50:
+            break
+        biased = p * (tilt * x).exp()
+        biased /= biased.sum(-1, keepdim=True)
+        distance = float((biased - p).abs().sum(-1).mean()) / 2
+        if abs(distance / bias - 1) < 0.02:
+            return biased, tilt
+        tilt *= bias / max(distance, 1e-12)
+    return None, tilt
