@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -25,10 +24,7 @@ from draftsmith.benchmarks.decoder_cost import (
     overheads,
     trace_cost,
 )
-from draftsmith.benchmarks.layout_cost import draft_vocabularies, small_weights
 from draftsmith.benchmarks.pairs import GREEDY, K, Pair, embedded_models, paired_ratio, random_models
-from draftsmith.benchmarks.precision_cost import precisions
-from draftsmith.benchmarks.predictor_cost import predictors
 from draftsmith.data.console import note, show
 from draftsmith.data.heads.markdown import markdown_lines
 from draftsmith.data.models.device import check_device
@@ -58,9 +54,6 @@ class LatencyConfig:
         shape: of the random pair: 88m, llama-3-8b (16 GB in bfloat16; for a GPU), or tiny (computes next to nothing).
         dtypes: float32, bfloat16 or both, separated by a comma.
         embedded: measure the embedded pair too (float32, CPU).
-        what: all, or only what predictors of acceptance take (of the embedded pair, or of the shape without it), or
-            only what fewer bits are worth (of the shape, on a CPU), or how small weights lie (of the embedded pair), or
-            a reduced draft vocabulary (of the shape).
         long_context: tokens of the long prompt; 0 leaves it out.
         new_tokens: answers' length.
         repeats: paired runs of which the median counts.
@@ -71,7 +64,6 @@ class LatencyConfig:
     shape: Literal["88m", "llama-3-8b", "tiny"] = "88m"
     dtypes: str = "float32,bfloat16"
     embedded: bool = True
-    what: Literal["all", "predictors", "precisions", "small-weights", "draft-vocab"] = "all"
     long_context: int = 4000
     new_tokens: int = 64
     repeats: int = 5
@@ -114,22 +106,6 @@ def end_to_end(pair: Pair, repeats: int) -> Iterator[Number]:
 def measure_all(config: LatencyConfig) -> Iterator[Number]:
     clock = clock_of(config.device, 1)
     on_cpu = torch.device(config.device).type == "cpu"
-    if config.what == "predictors":
-        dtype = config.dtypes.split(",")[0]
-        random = partial(random_models, config.shape, dtype, config.device)
-        yield from predictors(
-            (embedded_models if config.embedded else random)(config.new_tokens, clock), config.repeats
-        )
-        return
-    if config.what == "small-weights":
-        yield from small_weights(embedded_models(config.new_tokens, clock), config.repeats)
-        return
-    if config.what in ("precisions", "draft-vocab"):
-        part = precisions if config.what == "precisions" else draft_vocabularies
-        for dtype in config.dtypes.split(","):
-            random_pair = random_models(config.shape, dtype, config.device, config.new_tokens, clock)
-            yield from part(random_pair, config.repeats)
-        return
     yield from dispatch_time(config.repeats, config.device, clock)
     if config.embedded and on_cpu:
         pair = embedded_models(config.new_tokens, clock)
@@ -137,7 +113,6 @@ def measure_all(config: LatencyConfig) -> Iterator[Number]:
         yield from overheads(pair, config.repeats)
         yield from ideals(pair, config.repeats)
         yield from trace_cost(pair, config.repeats)
-        yield from predictors(pair, config.repeats)
     for dtype in config.dtypes.split(","):
         pair = random_models(config.shape, dtype, config.device, config.new_tokens, clock)
         yield from fixed_shapes(pair, config.repeats)

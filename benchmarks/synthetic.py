@@ -1,7 +1,7 @@
-"""Models of any size with random weights, for measuring time and nothing else: what they say means nothing.
+"""Models of any size with random weights, for measuring time only.
 
-The draft is the target's own layer 0 under the target's output embedding. The other layers of the target write little
-into the residual stream, so that the draft is accepted about as often as a trained one would be.
+The draft model is the target's own layer 0 under the target's output embedding. The other layers of the target write
+little into the residual stream, so that drafts are accepted about as often as those of a trained draft model.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "max_position_embeddings": 8192,
     },
-    # All that it takes is what calls cost.
+    # Computes next to nothing: all its time is calls.
     "tiny": {
         "vocab_size": 64,
         "hidden_size": 32,
@@ -50,20 +50,20 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 512,
     },
 }
-# What the layers after the first write, against what the first writes: about 0.8 of the drafted tokens are accepted.
+# Output of the later layers relative to the first: about 0.8 of the drafted tokens are accepted.
 LATER_LAYERS = 0.02
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A `config.json` and tensors under transformers' names, in one dtype on one device; engines share the tensors."""
+    """A `config.json` and tensors under transformers' names, shared by the engines."""
 
     raw: dict[str, Any]
     state: Mapping[str, Tensor]
 
     @property
     def forward_bytes(self) -> int:
-        """What a forward of one token reads: everything but the other rows of the embedding."""
+        """Bytes that a forward of one token reads: all weights but the other rows of the embedding."""
         return sum(tensor.nbytes for name, tensor in self.state.items() if "embed" not in name)
 
     @property
@@ -71,52 +71,63 @@ class Weights:
         return llama_config(self.raw)
 
     def lean(self, packed: bool, precision: Precision = "dtype") -> LlamaLM:
-        """This project's engine."""
+        """Return the model in this project's engine."""
         config = self.config
         info = ModelInfo(config.hidden_size, config.vocab_size, config.num_layers, config.max_position, (), {})
         weight = self.state["lm_head.weight"]
         return LlamaLM(model_from_state(config, self.state, weight.dtype).to(weight.device), info, packed, precision)
 
     def transformers(self) -> Any:
-        """The same model in transformers."""
+        """Return the same model in transformers."""
         from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
         with torch.device("meta"):
             model = LlamaForCausalLM(LlamaConfig(**self.raw))
         model.load_state_dict(dict(self.state), assign=True)
         weight = self.state["lm_head.weight"]
-        with torch.device(weight.device):  # the one thing that is no parameter: tables of the rotary embedding
+        with torch.device(weight.device):  # rotary tables are no parameters
             model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
         model.generation_config = GenerationConfig()
         return model.eval().requires_grad_(False)
 
 
-def random_pair(shape: str, dtype: torch.dtype, device: str) -> tuple[Weights, Weights]:
-    """A target of this shape, and its draft."""
-    raw = {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 10000.0, **SHAPES[shape]}
-    raw |= {"tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+def random_weights(raw: dict[str, Any], dtype: torch.dtype, device: str, later_layers: float = 1.0) -> Weights:
+    """Draw weights that keep states finite.
+
+    later_layers: factor on what all layers but the first write into the residual stream.
+    """
     with torch.device("meta"):
-        named = dict(LlamaModel(llama_config(raw)).named_parameters())
+        parameters = dict(LlamaModel(llama_config(raw)).named_parameters())
     rng = torch.Generator(device).manual_seed(0)
     state: dict[str, Tensor] = {}
-    for name, parameter in named.items():
-        prefix = "" if name.startswith("lm_head") else "model."
+    for name, parameter in parameters.items():
+        full_name = name if name.startswith("lm_head") else f"model.{name}"
         if parameter.ndim == 1:
-            state[prefix + name] = torch.ones(parameter.shape, dtype=dtype, device=device)
+            state[full_name] = torch.ones(parameter.shape, dtype=dtype, device=device)
             continue
-        # Layers keep the size of what they read; the embedding starts the residual stream at 1.
+        # Layers keep the size of their input; the embedding starts the residual stream at 1.
         scale = 1.0 if name.startswith("embed") else parameter.shape[1] ** -0.5
         if name.startswith("layers.") and not name.startswith("layers.0.") and ("o_proj" in name or "down" in name):
-            scale *= LATER_LAYERS
+            scale *= later_layers
         weight = torch.randn(parameter.shape, generator=rng, device=device, dtype=dtype)
-        state[prefix + name] = weight.mul_(scale)
+        state[full_name] = weight.mul_(scale)
+    return Weights(raw, state)
+
+
+def random_pair(shape: str, dtype: torch.dtype, device: str) -> tuple[Weights, Weights]:
+    """Return a target of this shape, and its first layer as the draft model."""
+    raw = {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 10000.0, **SHAPES[shape]}
+    raw |= {"tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    target = random_weights(raw, dtype, device, LATER_LAYERS)
     first = {
-        name: tensor for name, tensor in state.items() if ".layers." not in name or name.startswith("model.layers.0.")
+        name: tensor
+        for name, tensor in target.state.items()
+        if ".layers." not in name or name.startswith("model.layers.0.")
     }
-    return Weights(raw, state), Weights({**raw, "num_hidden_layers": 1}, first)
+    return target, Weights({**raw, "num_hidden_layers": 1}, first)
 
 
 def random_eagle_head(target: LlamaLM) -> Any:
-    """An EAGLE head of the target's shape, untrained."""
+    """Return an untrained EAGLE head of the target's shape."""
     torch.manual_seed(0)
     return EagleHead(EagleConfig.for_target(target.config)).to(target.device, target.dtype).eval().requires_grad_(False)

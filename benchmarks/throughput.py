@@ -1,119 +1,269 @@
-"""`python benchmarks/throughput.py`: what a training step costs, in ratios.
+"""Measure a training step beside a bare PyTorch loop: `python benchmarks/throughput.py --output DIR`.
 
-Our step stands beside a bare PyTorch loop over the same head and loss, and beside the straightforward form of
-SafeAILab's trainer (step_variants.py). One thread, process CPU time; the variants take turns step by step, so that
-a machine whose speed drifts favours none. Memory is the peak of a process of its own (step_peak.py).
+Our step is the real path: `fit` with its data module, callbacks and loggers. The bare loop takes the same batches, head
+and loss. Both run on one thread and are timed by process CPU time; they take turns step by step, so that a machine
+whose speed drifts favours neither.
 """
 
 from __future__ import annotations
 
+import copy
+import math
 import platform
+import random
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
+from torch import Tensor
+from torch.utils.data import DataLoader
 
-from draftsmith.benchmarks.loss_cost import loss_ratios
-from draftsmith.benchmarks.step_peak import in_new_process
-from draftsmith.benchmarks.step_variants import Bare, ByHand, Padded, Shape, TakenStep, Work, train_ours
-from draftsmith.data.console import say
+from draftsmith.benchmarks.synthetic import Weights, random_weights
+from draftsmith.data.console import say, show
+from draftsmith.data.heads.markdown import markdown_lines
+from draftsmith.data.store.datasets import Item, pack_features
 from draftsmith.data.store.files import make_directory, write_json, write_text
 from draftsmith.data.store.manifest import git_commit, package_versions, resolved
 from draftsmith.data.store.writer import sole_writer
+from draftsmith.data.tables import of_cells
 from draftsmith.launch.cli import main_of
-from draftsmith.modules.drafters.eagle.head import LOOKAHEAD, eagle_training
-from draftsmith.modules.types import InputError
+from draftsmith.modules.drafters.eagle.head import (
+    LOOKAHEAD,
+    EagleConfig,
+    EagleHead,
+    eagle_loss,
+    eagle_training,
+    shift,
+)
+from draftsmith.modules.types import at_least
+from draftsmith.train.config import drafter_config
+from draftsmith.train.data_module import HeadDataModule, Order, Part, Samples
+from draftsmith.train.drafter_objective import DrafterObjective
+from draftsmith.train.fit import Provenance, fit
+from draftsmith.train.lit_head import LitHead
+from draftsmith.train.schedules import lr_schedule
 from draftsmith.train.telemetry import measured_peak
 
 HEADINGS = ("what", "value", "aim")
-# The loss alone: tokens, and a vocabulary as large as Llama 3's. The hidden size says little about its memory.
-LOSS_SHAPE = Shape(hidden=256, vocab=128_000, tokens=2048)
 WARM_UP = 2  # steps that are not counted
 PEAK_FOR_S = 3.0
+# Lengths of conversations in tokens: log-normal, with the median and spread of shared chats, cut at both ends.
+DIALOGUE_MEDIAN, DIALOGUE_SIGMA = 400, 0.9
+DIALOGUE_SHORTEST, DIALOGUE_LONGEST = 50, 1500
+# Share of a document that the user wrote; the rest is the response, which the loss counts.
+PROMPT_SHARE = 0.3
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class ThroughputConfig:
-    """Measures a training step against a bare loop and against the straightforward form, on one CPU thread.
+    """Measures a training step against a bare loop over the same head and loss, on one CPU thread.
 
     Attributes:
         output: Directory that receives throughput.json and throughput.md.
-        only: Part of it: speed, memory (of steps), loss-memory (of the loss alone), losses (their time), or all.
         hidden: Hidden size of target and head.
-        vocab: Tokens that the target knows.
+        vocab: Vocabulary size of the target.
         layers: Decoder layers of the head.
-        tokens: In a batch.
-        documents: Made up, with the lengths of dialogues: log-normal, 50 to 1500 tokens.
-        dtype: float32, or bfloat16: the target's weights, with autocast around the head.
-        steps: Counted ones of each variant; 0 takes as many as read every document once.
-        compile_head: Measure a bare loop with torch.compile around the head, too.
-        seed: Of weights and documents.
+        tokens: Tokens per batch.
+        documents: Random documents with the lengths of dialogues: log-normal, 50 to 1500 tokens.
+        scale: Factor on all lengths.
+        dtype: float32, or bfloat16 weights of the target with autocast around the head.
+        steps: Steps to count; 0 takes as many as read every document once.
+        compile_head: Also measure a bare loop with torch.compile around the head.
+        seed: Seed of weights and documents.
     """
 
     output: Path = field(kw_only=True)
-    only: Literal["all", "speed", "memory", "loss-memory", "losses"] = "all"
     hidden: int = 512
     vocab: int = 32_000
     layers: int = 1
     tokens: int = 2048
     documents: int = 48
+    scale: float = 1.0
     dtype: Literal["float32", "bfloat16"] = "float32"
     steps: int = 0
     compile_head: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in {"hidden": 64, "vocab": 16, "layers": 1, "documents": 2, "steps": 0, "tokens": 1500}.items():
-            if getattr(self, name) < least:
-                raise InputError(name, getattr(self, name), f"{least} or more", "Change it.")
+        longest = math.ceil(DIALOGUE_LONGEST * self.scale)
+        limits = {"hidden": 64, "vocab": 16, "layers": 1, "documents": 2, "steps": 0, "tokens": longest}
+        for name, least in limits.items():
+            at_least(name, getattr(self, name), least)
 
-    @property
-    def shape(self) -> Shape:
-        return Shape(self.hidden, self.vocab, self.layers, self.tokens, self.documents, 1.0, self.dtype, self.seed)
+
+class RandomDocuments:
+    """Dataset of documents with random tokens and features, held in memory."""
+
+    def __init__(self, lengths: Sequence[int], hidden: int, vocab: int, seed: int = 0):
+        self.lengths = list(lengths)
+        generator = torch.Generator().manual_seed(seed)
+        self._items: list[Item] = [
+            {
+                "input_ids": torch.randint(vocab, (length,), generator=generator),
+                "features": torch.randn(length, hidden, generator=generator).to(torch.bfloat16),
+                "loss_mask": torch.arange(length) >= int(length * PROMPT_SHARE),
+            }
+            for length in self.lengths
+        ]
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, row: int) -> Item:
+        return self.item(row, 0)
+
+    def item(self, row: int, epoch: int) -> Item:
+        return dict(self._items[row])
+
+    def answer_lengths(self, rows: Sequence[int]) -> np.ndarray:
+        return np.array([int(self._items[row]["loss_mask"].sum()) for row in rows])
+
+
+def dialogue_lengths(count: int, seed: int = 0, scale: float = 1.0) -> list[int]:
+    """Draw the lengths of `count` conversations in tokens, all multiplied by `scale`."""
+    rng = random.Random(f"dialogue/{seed}")
+    drawn = (rng.lognormvariate(math.log(DIALOGUE_MEDIAN), DIALOGUE_SIGMA) for _ in range(count))
+    return [max(4, round(min(max(length, DIALOGUE_SHORTEST), DIALOGUE_LONGEST) * scale)) for length in drawn]
+
+
+class Workload:
+    """Target, documents and the head's first weights, shared by both loops."""
+
+    def __init__(self, config: ThroughputConfig):
+        self.config = config
+        heads = max(1, config.hidden // 64)
+        raw = {
+            "model_type": "llama", "vocab_size": config.vocab, "hidden_size": config.hidden,
+            "intermediate_size": -(-config.hidden * 8 // 3 // 64) * 64, "num_hidden_layers": 1,
+            "num_attention_heads": heads, "num_key_value_heads": heads, "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
+        }  # fmt: skip
+        weights: Weights = random_weights(raw, DTYPES[config.dtype], "cpu")
+        self.target = weights.lean(packed=False)
+        lengths = dialogue_lengths(config.documents, config.seed, config.scale)
+        dataset: Any = RandomDocuments(lengths, config.hidden, config.vocab, config.seed)
+        self.samples = Samples(dataset, range(len(dataset)))
+        torch.manual_seed(config.seed)
+        self.head = EagleHead(EagleConfig.for_target(self.target.config, config.layers))
+
+    def training_config(self, output: Path, steps: int, noise: float = 0.1) -> Any:
+        """Return the options of a training of so many steps."""
+        options: Any = drafter_config("eagle")
+        return options(
+            target="synthetic", data=Path("synthetic"), output=output,
+            tokens_per_batch=self.config.tokens, max_steps=steps,
+            val_every=steps,  # at the end, off the clock
+            precision="bf16" if self.config.dtype == "bfloat16" else "32",
+            seed=self.config.seed, noise=noise, num_threads=1, accelerator="cpu", tau_prompts=0, track=("csv",),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class MeasuredNumber:
-    """One number, and what is aimed at."""
+class TimedStep:
+    """A measured step: its tokens, its loss and its CPU seconds."""
 
-    what: str
-    value: float
-    unit: str
-    aim: str = ""
-
-    @property
-    def cells(self) -> tuple[str, str, str]:
-        digits = {"x": 2, "%": 1, "MB": 0, "tokens/s": 0}[self.unit]
-        return self.what, f"{self.value:,.{digits}f}{'' if self.unit in 'x%' else ' '}{self.unit}", self.aim
+    tokens: int
+    loss: float
+    seconds: float
 
 
-def tokens_per_s(steps: Sequence[TakenStep]) -> float:
-    """Documents' own tokens a second, over all steps: a ratio of sums."""
-    return sum(step.tokens for step in steps) / sum(step.seconds for step in steps)
+class BareLoop:
+    """Plain PyTorch loop over the batches, head and loss of a training, without Lightning."""
+
+    def __init__(self, work: Workload, config: Any, compiled: bool = False):
+        self.work, self.config = work, config
+        self.head = copy.deepcopy(work.head)
+        self.unroll: Any = torch.compile(self.head.unroll, dynamic=True) if compiled else self.head.unroll
+        groups = [
+            {"params": [p for p in self.head.parameters() if p.ndim >= 2], "weight_decay": config.weight_decay},
+            {"params": [p for p in self.head.parameters() if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas)
+        share = lr_schedule(config.schedule, config.max_steps, config.warmup_share, config.min_lr_share)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, share)
+        order = Order(work.samples.lengths, config.seed, 1, config.tokens_per_batch, config.group_by_length)
+        rows = [order.step(step)[1] for step in range(config.max_steps)]
+        dataset: Any = work.samples.dataset
+        self.batches = iter(DataLoader(dataset, batch_sampler=rows, collate_fn=pack_features))
+
+    def step(self) -> TimedStep:
+        """Run forward, backward, clipping and update on the next batch."""
+        config, started = self.config, time.process_time()
+        batch = next(self.batches)
+        pair = shift(batch)
+        features = pair.features.float()
+        if config.noise:
+            features = features + torch.empty_like(features).uniform_(-config.noise, config.noise)
+        embeds = self.work.target.embed(pair.next_ids).float()
+
+        with torch.autocast("cpu", torch.bfloat16, enabled=config.precision == "bf16"):
+            (hidden,) = self.unroll(embeds, features, 1, pair.position_ids, pair.documents)
+            loss = eagle_loss(
+                [hidden], pair.target_features, [pair.loss_mask], self.work.target.lm_head,
+                config.feature_weight, config.token_weight,
+            ).loss  # fmt: skip
+        loss.backward()
+        if config.clip:
+            torch.nn.utils.clip_grad_norm_(self.head.parameters(), config.clip)
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+
+        assert batch.attention_mask is not None
+        return TimedStep(int(batch.attention_mask.sum()), float(loss.detach()), time.process_time() - started)
 
 
-def slower(ours: Sequence[TakenStep], theirs: Sequence[TakenStep]) -> float:
-    """Per cent by which our steps take longer than theirs on the same batches: the median over pairs."""
-    return 100 * (statistics.median(a.seconds / b.seconds for a, b in zip(ours, theirs, strict=True)) - 1)
+class InterleavedEagle(LitHead):
+    """Our training step, which lets another loop take its step first, off the clock."""
+
+    def __init__(self, *args: Any, between_steps: Callable[[], object], **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.timed_steps: list[TimedStep] = []
+        self._between_steps, self._started = between_steps, 0.0
+        self._previous: tuple[int, Tensor] | None = None
+
+    def training_step(self, part: Part, batch_idx: int) -> Tensor:
+        # A step lasts until the next one begins: backward and update are Lightning's.
+        arrived = time.process_time()
+        if self._previous is not None:
+            tokens, loss = self._previous
+            self.timed_steps.append(TimedStep(tokens, float(loss), arrived - self._started))
+        self._between_steps()
+        self._started = time.process_time()
+        loss = super().training_step(part, batch_idx)
+        self._previous = sum(self.lengths_of(part)), loss.detach()
+        return loss
 
 
-def paired_steps(work: Work, steps: int, other: str, warm_up: int = WARM_UP) -> tuple[list[TakenStep], list[TakenStep]]:
-    """Counted steps of ours and of another variant, which take turns."""
+def train_ours(work: Workload, config: Any, between_steps: Callable[[], object] = lambda: None) -> list[TimedStep]:
+    """Run a training with `fit` and return its steps but the last."""
+    shortest = min(range(len(work.samples)), key=work.samples.lengths.__getitem__)
+    val = Samples(work.samples.dataset, [shortest])
+    data = HeadDataModule(work.samples, val, pack_features, EagleHead.num_loss_tokens, config)
+    objective = DrafterObjective(EagleHead, config, work.target)
+    module = InterleavedEagle(
+        copy.deepcopy(work.head), objective, config, data.total_steps, between_steps=between_steps
+    )
+    fit(module, data, config, Provenance("eagle", {}, {}, {}))
+    return module.timed_steps
+
+
+def paired_steps(
+    work: Workload, steps: int, compiled: bool = False, warm_up: int = WARM_UP
+) -> tuple[list[TimedStep], list[TimedStep]]:
+    """Return the counted steps of ours and of a bare loop that took turns with it."""
     total = warm_up + steps + 1
     with tempfile.TemporaryDirectory(prefix="draftsmith-throughput-") as folder:
-        config = work.settings(Path(folder) / "run", total)
-        plain = {"padded": Padded, "by hand": ByHand}
-        loop = plain[other](work, config) if other in plain else Bare(work, config, compiled="compiled" in other)
-        theirs: list[TakenStep] = []
+        config = work.training_config(Path(folder) / "run", total)
+        loop, theirs = BareLoop(work, config, compiled), list[TimedStep]()
 
         def step() -> None:
             if len(theirs) < total - 1:  # our last step is not timed to its end
@@ -123,92 +273,59 @@ def paired_steps(work: Work, steps: int, other: str, warm_up: int = WARM_UP) -> 
     return ours[warm_up:], theirs[warm_up:]
 
 
-def step_flops(work: Work, config: ThroughputConfig) -> float:
-    """Model FLOPs of a token, on average over the documents."""
+def tokens_per_s(steps: Sequence[TimedStep]) -> float:
+    """Return tokens per second over all steps: a ratio of sums."""
+    return sum(step.tokens for step in steps) / sum(step.seconds for step in steps)
+
+
+def slowdown(ours: Sequence[TimedStep], theirs: Sequence[TimedStep]) -> float:
+    """Return by how many per cent our steps are slower on the same batches: the median over pairs."""
+    return 100 * (statistics.median(a.seconds / b.seconds for a, b in zip(ours, theirs, strict=True)) - 1)
+
+
+def measure(config: ThroughputConfig) -> Iterator[tuple[str, float, str, str]]:
+    """Yield name, value, unit and aim of every number."""
+    work = Workload(config)
     lengths = work.samples.lengths
+    steps = config.steps or -(-int(sum(lengths)) // config.tokens)
+    ours, bare = paired_steps(work, steps)
+    yield "bare: tokens per CPU second", tokens_per_s(bare), "tokens/s", ""
+    yield "ours: tokens per CPU second", tokens_per_s(ours), "tokens/s", ""
+    yield "ours is slower than the bare loop by", slowdown(ours, bare), "%", "<= 3"
+
+    if config.compile_head:
+        again, compiled = paired_steps(work, steps, compiled=True)
+        # Each is compared to ours of its own run: the machine may have changed its speed between them.
+        ratio = (1 + slowdown(again, compiled) / 100) / (1 + slowdown(ours, bare) / 100)
+        yield "bare with torch.compile for the head / without", ratio, "x", ""
+
     rows = [max(0, length - LOOKAHEAD) for length in lengths]
     counted = sum(int(work.samples.dataset[i]["loss_mask"][LOOKAHEAD:].sum()) for i in range(len(lengths)))
-    return eagle_training(work.head.config.llama, rows, counted) / sum(lengths)
-
-
-def speed(config: ThroughputConfig) -> Iterator[MeasuredNumber]:
-    work = Work(config.shape)
-    steps = config.steps or -(-int(sum(work.samples.lengths)) // config.tokens)
-    ours, bare = paired_steps(work, steps, "bare")
-    yield MeasuredNumber("bare: tokens a CPU second", tokens_per_s(bare), "tokens/s")
-    yield MeasuredNumber("ours: tokens a CPU second", tokens_per_s(ours), "tokens/s")
-    yield MeasuredNumber("ours takes longer than the bare loop by", slower(ours, bare), "%", "<= 3")
-    by_hand = paired_steps(work, steps, "by hand")
-    yield MeasuredNumber("by hand: tokens a CPU second", tokens_per_s(by_hand[1]), "tokens/s")
-    yield MeasuredNumber("ours / by hand, median over steps", 1 / (1 + slower(*by_hand) / 100), "x", ">= 0.97")
-    again, padded = paired_steps(work, steps, "padded")
-    yield MeasuredNumber("padded: tokens a CPU second", tokens_per_s(padded), "tokens/s")
-    yield MeasuredNumber(
-        "ours / padded, tokens a CPU second", tokens_per_s(again) / tokens_per_s(padded), "x", ">= 1.5"
-    )
-    if config.compile_head:
-        third, compiled = paired_steps(work, steps, "bare, compiled")
-        # Each against ours of its own run, as the machine may have changed its speed between them.
-        ratio = (1 + slower(third, compiled) / 100) / (1 + slower(ours, bare) / 100)
-        yield MeasuredNumber("bare with torch.compile for the head / without", ratio, "x")
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
-    most = measured_peak(torch.device("cpu"), dtype, time.process_time, PEAK_FOR_S)
-    utilisation = 100 * step_flops(work, config) * tokens_per_s(ours) / most
-    yield MeasuredNumber("ours: model FLOPs of what matrix products reach here", utilisation, "%")
-
-
-def measured_memory(config: ThroughputConfig) -> Iterator[MeasuredNumber]:
-    peaks = {name: in_new_process(name, config.shape) for name in ("ours", "bare", "padded")}
-    for name, peak in peaks.items():
-        yield MeasuredNumber(f"{name}: peak memory of a step", peak / 1e6, "MB")
-    yield MeasuredNumber("padded / ours, peak memory", peaks["padded"] / peaks["ours"], "x", ">= 2")
-
-
-def loss_memory(config: ThroughputConfig) -> Iterator[MeasuredNumber]:
-    shape = replace(LOSS_SHAPE, seed=config.seed)
-    where = f"{shape.tokens} tokens, {shape.vocab // 1000}k vocabulary"
-    peaks = {name: in_new_process(name, shape) for name in ("loss", "naive loss")}
-    yield MeasuredNumber(f"EAGLE loss in chunks: peak memory, {where}", peaks["loss"] / 1e6, "MB")
-    yield MeasuredNumber(f"the naive form: peak memory, {where}", peaks["naive loss"] / 1e6, "MB")
-    yield MeasuredNumber("in chunks / naive, peak memory", 100 * peaks["loss"] / peaks["naive loss"], "%", "<= 33")
-
-
-def losses(config: ThroughputConfig) -> Iterator[MeasuredNumber]:
-    for what, ratio in loss_ratios(config.hidden, config.vocab):
-        yield MeasuredNumber(what, ratio, "x")
-
-
-PARTS = {"speed": speed, "memory": measured_memory, "loss-memory": loss_memory, "losses": losses}
+    flops = eagle_training(work.head.config.llama, rows, counted) / sum(lengths)  # per token
+    peak = measured_peak(torch.device("cpu"), DTYPES[config.dtype], time.process_time, PEAK_FOR_S)
+    yield "ours: model FLOPs / FLOPs of large matrix products here", 100 * flops * tokens_per_s(ours) / peak, "%", ""
 
 
 @sole_writer()
 def run(config: ThroughputConfig) -> Path:
-    """Measure, print every row as it comes, write throughput.json and throughput.md; returns the directory."""
+    """Measure, print every row as it comes, write throughput.json and throughput.md; return the directory."""
     torch.set_num_threads(1)
-    started = time.process_time()
-    rows = []
-    for name, part in PARTS.items():
-        for row in part(config) if config.only in ("all", name) else ():
-            rows.append(row)
-            say(" | ".join(row.cells))
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    table.add_column(HEADINGS[0], overflow="fold")
-    for heading in HEADINGS[1:]:
-        table.add_column(heading, justify="right")
-    for row in rows:
-        table.add_row(*row.cells)
-    Console(highlight=False).print(table)
+    rows, cells = [], []
+    for what, value, unit, aim in measure(config):
+        rows.append({"what": what, "value": value, "unit": unit, "aim": aim})
+        digits = {"x": 2, "%": 1, "tokens/s": 0}[unit]
+        cells.append((what, f"{value:,.{digits}f}{'' if unit in 'x%' else ' '}{unit}", aim))
+        say(" | ".join(cells[-1]))
+    show(of_cells("throughput", HEADINGS, cells, right=HEADINGS[1:]))
     make_directory(config.output)
-    lines = ["| " + " | ".join(cells) + " |" for cells in (HEADINGS, ("---", "---:", "---:"), *(r.cells for r in rows))]
-    write_text(config.output / "throughput.md", "\n".join(lines) + "\n")
+    write_text(config.output / "throughput.md", "\n".join(markdown_lines(HEADINGS, cells)) + "\n")
     meta = {
         "settings": resolved(config),
         "machine": platform.processor() or platform.machine(),
-        "cpu_s": time.process_time() - started,
         "versions": package_versions(),
         "git_commit": git_commit(),
     }
-    write_json(config.output / "throughput.json", {"meta": meta, "rows": [asdict(row) for row in rows]})
+    write_json(config.output / "throughput.json", {"meta": meta, "rows": rows})
     return config.output
 
 

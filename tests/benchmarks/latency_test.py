@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import time
 
 import pytest
 import torch
 
 from draftsmith.benchmarks.latency import LatencyConfig, run
-from draftsmith.benchmarks.pairs import GREEDY, paired_ratio, random_models, timed_copy
-from draftsmith.benchmarks.predictor_cost import DRAFTED, share_of_a_step
+from draftsmith.benchmarks.pairs import paired_ratio, timed_copy
 from draftsmith.benchmarks.synthetic import random_pair
 from draftsmith.eval.cost.clock import Stopwatch, interleaved
 from draftsmith.launch.cli import main_of
-from draftsmith.modules.acceptance.policies import OnlinePredictor
-from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 
 
 class Wound:
@@ -82,20 +78,6 @@ def test_the_random_models_are_the_same_in_both_engines(number):
     lean, hf = weights.lean(False), weights.transformers()
     ids = torch.tensor([[1, 40, 7, 63, 0]])
     torch.testing.assert_close(lean.lm_head(lean.features(ids)), hf(ids).logits, rtol=1e-4, atol=1e-5)
-
-
-def test_a_predictor_is_timed_while_it_drafts_and_changes_nothing():
-    pair = random_models("tiny", "float32", "cpu", 24, time.process_time)
-    made = []
-
-    def make(stop):
-        made.append(DraftModelDrafter(pair.packed[1], [stop], pair.capacity))
-        return made[-1]
-
-    share, seconds = share_of_a_step(pair, make, OnlinePredictor(), GREEDY)
-    assert 0 < share < math.inf and 0 < seconds < 1
-    # Every draft is as long as it may be, and all of its tokens were predicted.
-    assert made[0].stops[0].max_drafted == DRAFTED and len(made[0].stops[0].probs) >= 1
 
 
 @pytest.mark.slow

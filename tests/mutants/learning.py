@@ -73,9 +73,6 @@ MUTANTS = [
            'raw.get("grounded_heads", True)', (HYDRA_READ,)),
     Mutant("hydra-lost-tensors-are-zero", HYDRA_FORMAT, "torch.full(slot.shape, math.nan)",
            "torch.full(slot.shape, 0.0)", (HYDRA_READ,)),
-    # -- measuring
-    Mutant("peak-of-pages-that-were-free", "benchmarks/step_peak.py", "    ctypes.CDLL(None).malloc_trim(0)\n", "",
-           ("tests/benchmarks/throughput_test.py",)),
     # -- repetitions
     Mutant("repetition-of-a-token-less", REPETITION, "ids[at - size + 1 : at + 1]", "ids[at - size + 2 : at + 1]",
            (REPETITION_TEST,)),
