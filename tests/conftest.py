@@ -14,3 +14,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if marked and not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture
+def drafters_registry(monkeypatch):
+    """Restore the registry of drafters after a test that adds a folder to it."""
+    from draftsmith.modules import drafters
+    from draftsmith.modules.drafters.methods import known_methods
+
+    monkeypatch.setattr(drafters, "__path__", list(drafters.__path__))
+    monkeypatch.setattr(drafters, "HEADS", dict(drafters.HEADS))
+    methods = dict(known_methods())
+    yield
+    known_methods().clear()
+    known_methods().update(methods)

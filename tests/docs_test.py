@@ -15,7 +15,6 @@ import torch
 
 from draftsmith.launch.arguments import parse
 from draftsmith.launch.commands import COMMANDS, configure
-from draftsmith.modules import drafters
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -41,10 +40,9 @@ def test_what_is_called_python_is(page):
         ast.parse(block)
 
 
-def test_the_page_on_python_runs_in_order(tmp_path, monkeypatch):
+def test_the_page_on_python_runs_in_order(tmp_path, monkeypatch, drafters_registry):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "docs").symlink_to(ROOT / "docs")
-    monkeypatch.setattr(drafters, "__path__", list(drafters.__path__))
     page, names = ROOT / "docs" / "python.md", {"__name__": "page"}
     assert len(blocks(page)) >= 8
     for number, block in enumerate(blocks(page), 1):

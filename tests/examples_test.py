@@ -13,7 +13,6 @@ from tiny_models import tiny_llama_dir
 
 import draftsmith
 from draftsmith.launch.cli import main
-from draftsmith.modules import drafters
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "docs" / "examples"
 
@@ -72,8 +71,7 @@ def test_a_script_with_its_own_trainer_trains_saves_and_measures(target, tmp_pat
     assert table["matches_ar"].all() and table["prompts"].eq(4).all()
 
 
-def test_a_policy_in_a_file_of_ones_own(monkeypatch):
-    monkeypatch.setattr(drafters, "__path__", list(drafters.__path__))
+def test_a_policy_in_a_file_of_ones_own(drafters_registry):
     draftsmith.add_drafters(str(EXAMPLES / "drafters"))
     target = draftsmith.load_target("embedded:target")
     drafter = draftsmith.load_drafter("embedded:draft", target, "streak:low=1:high=4")
@@ -84,8 +82,7 @@ def test_a_policy_in_a_file_of_ones_own(monkeypatch):
     assert answer.tokens == draftsmith.generate(target, prompt, max_new_tokens=24).tokens
 
 
-def test_a_policy_on_the_command_line(monkeypatch, capsys):
-    monkeypatch.setattr(drafters, "__path__", list(drafters.__path__))
+def test_a_policy_on_the_command_line(drafters_registry, capsys):
     draftsmith.add_drafters(str(EXAMPLES / "drafters"))
     words = ["decode", "Rename a to b: a = 1", "--draft", "embedded:draft", "--method", "streak:low=2"]
     assert main([*words, "--max-new-tokens", "8"]) == 0

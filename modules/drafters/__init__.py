@@ -1,18 +1,13 @@
-"""Drafters, learned and training-free: whatever proposes tokens for a target to verify.
+"""Registry of drafters: trained heads by kind, decoding methods by name.
 
-The folder is the registry. A learned drafter is a file NAME.py, or NAME/head.py, with a `DraftHead` (base.py) of that
-`kind`. Names and one line of help are read from the source, so that the command line knows them before torch is there.
+A trained drafter is a `DraftHead` (base.py) listed in HEADS; modules that list decoding methods in a METHODS table are
+listed in METHOD_MODULES. Both tables hold names only, so that the command line lists drafters without importing torch.
 """
 
 from __future__ import annotations
 
-import ast
-import functools
 import importlib
-import importlib.abc
 import pkgutil
-import re
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from draftsmith.modules.types import InputError
@@ -20,52 +15,66 @@ from draftsmith.modules.types import InputError
 if TYPE_CHECKING:
     from draftsmith.modules.drafters.base import DraftHead
 
+# Kind of each trained drafter -> module of this package, and its line of help.
+HEADS = {
+    "eagle": ("eagle.head", "EAGLE head: drafts from the target's own features (Li et al. 2024, both papers)."),
+    "eagle3": (
+        "eagle3.head",
+        "EAGLE-3: drafts from several layers of the target, trained on its own states (Li et al. 2025).",
+    ),
+    "hydra": (
+        "hydra",
+        "Hydra: Medusa's heads made sequential, each reading the tokens drafted before its own (Ankner et al. 2024).",
+    ),
+    "medusa": (
+        "medusa",
+        "Medusa-1: heads beside the target's own that guess the tokens further ahead (Cai et al. 2024).",
+    ),
+}
+METHOD_MODULES = [
+    "chains",
+    "eagle.head",
+    "eagle3.head",
+    "hierarchical",
+    "hydra",
+    "lookahead",
+    "medusa",
+    "pearl",
+    "prompt_lookup",
+]
+
 
 def learned() -> dict[str, str]:
-    """Kind of every learned drafter -> the first line of its docstring (of the folder, where it has one)."""
-    return _learned_in(tuple(__path__))
-
-
-@functools.cache
-def _learned_in(folders: tuple[str, ...]) -> dict[str, str]:
-    found = {}
-    for name in sorted(module.name for module in pkgutil.iter_modules(folders)):
-        if re.search(rf'^    kind = "{name}"$', _source(_module_of(name)), re.MULTILINE):
-            found[name] = (ast.get_docstring(ast.parse(_source(f"{__name__}.{name}"))) or name).splitlines()[0]
-    return found
-
-
-def add_folder(folder: str) -> None:
-    """Files of another folder count as drafters too: learned ones, and methods that they list in METHODS.
-
-    Raises:
-        InputError: no Python files there.
-    """
-    if not any(pkgutil.iter_modules([folder])):
-        raise InputError("drafters", folder, "a folder of Python files", "Correct the path.")
-    if folder not in __path__:
-        __path__.append(folder)
+    """Return the kind of every trained drafter with its line of help."""
+    return {kind: summary for kind, (_, summary) in sorted(HEADS.items())}
 
 
 def head_class(kind: str) -> type[DraftHead]:
-    """The head of a kind, imported when it is asked for."""
-    if kind not in learned():
-        raise KeyError(kind)
+    """Import the head of a kind. Raises KeyError for an unknown kind."""
     from draftsmith.modules.drafters.base import DraftHead
 
-    values = vars(importlib.import_module(_module_of(kind))).values()
+    values = vars(importlib.import_module(f"{__name__}.{HEADS[kind][0]}")).values()
     return next(v for v in values if isinstance(v, type) and issubclass(v, DraftHead) and vars(v).get("kind") == kind)
 
 
-def _module_of(name: str) -> str:
-    """Where the head of a drafter is, if it has one."""
-    spec = find_spec(f"{__name__}.{name}")
-    assert spec is not None, name
-    head = spec.submodule_search_locations is not None and find_spec(f"{__name__}.{name}.head") is not None
-    return f"{__name__}.{name}.head" if head else f"{__name__}.{name}"
+def add_folder(folder: str) -> None:
+    """Register the drafters of another folder: heads named like their file, and methods listed in METHODS.
 
+    Raises:
+        InputError: the folder holds no Python files.
+    """
+    names = [module.name for module in pkgutil.iter_modules([folder])]
+    if not names:
+        raise InputError("drafters", folder, "a folder of Python files", "Correct the path.")
+    if folder in __path__:
+        return
+    __path__.append(folder)
+    from draftsmith.modules.drafters.base import DraftHead
+    from draftsmith.modules.drafters.methods import known_methods
 
-def _source(module: str) -> str:
-    spec = find_spec(module)
-    assert spec is not None and isinstance(spec.loader, importlib.abc.InspectLoader), module
-    return spec.loader.get_source(module) or ""
+    for name in names:
+        module = importlib.import_module(f"{__name__}.{name}")
+        known_methods().update(vars(module).get("METHODS", {}))
+        heads = [v for v in vars(module).values() if isinstance(v, type) and issubclass(v, DraftHead)]
+        if any(vars(head).get("kind") == name for head in heads):
+            HEADS[name] = name, (module.__doc__ or name).splitlines()[0]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import UnionType
@@ -19,6 +18,7 @@ from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.acceptance.tree_rule import TreeTimes
 from draftsmith.modules.decoding.protocols import Drafter
 from draftsmith.modules.decoding.tree import StaticTree
+from draftsmith.modules.drafters import METHOD_MODULES
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
 
@@ -134,17 +134,13 @@ class Named:
             object.__setattr__(self, "label", self.label.removesuffix(LOSSY) + LOSSY)
 
 
-def known_methods() -> Mapping[str, type[Method]]:
-    """Every method of this engine by its name, `ar` and what the modules of this folder list in METHODS."""
-    return _methods_in(tuple(importlib.import_module(__package__).__path__))
-
-
 @functools.cache
-def _methods_in(folders: tuple[str, ...]) -> Mapping[str, type[Method]]:
-    found: dict[str, type[Method]] = {"ar": Autoregressive}
-    for module in pkgutil.walk_packages(folders, f"{__package__}."):
-        found |= vars(importlib.import_module(module.name)).get("METHODS", {})
-    return found
+def known_methods() -> dict[str, type[Method]]:
+    """Return every method of this engine by its name: `ar`, and the METHODS of `drafters.METHOD_MODULES`."""
+    methods: dict[str, type[Method]] = {"ar": Autoregressive}
+    for name in METHOD_MODULES:
+        methods |= importlib.import_module(f"{__package__}.{name}").METHODS
+    return methods
 
 
 def parse_methods(text: str, more: Mapping[str, type[Method]] | None = None) -> list[Named]:

@@ -32,10 +32,11 @@ QUICK = {"max_steps": 12, "batch_size": 8, "val_share": 0.25, "log_every": 3, "w
 
 @pytest.fixture(scope="module", autouse=True)
 def another_drafter():
-    """The folder of drafters has one file more."""
-    drafters.__path__.append(str(FOLDER))
+    """Register the drafters of tests/drafters."""
+    drafters.add_folder(str(FOLDER))
     yield
     drafters.__path__.remove(str(FOLDER))
+    del drafters.HEADS["bigram"]
 
 
 @pytest.fixture(scope="module")

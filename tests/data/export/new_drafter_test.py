@@ -43,17 +43,16 @@ class EchoHead(DraftHead):
 
 
 @pytest.fixture
-def echo(tmp_path):
-    """The folder of drafters has one file more; the directory of a head of its kind."""
+def echo(tmp_path, drafters_registry):
+    """Register a new drafter and return the directory of a head of its kind."""
     (tmp_path / "files").mkdir()
     (tmp_path / "files" / "echo.py").write_text(SOURCE)
-    drafters.__path__.append(str(tmp_path / "files"))
+    drafters.add_folder(str(tmp_path / "files"))
     head = tmp_path / "head"
     head.mkdir()
     (head / "config.json").write_text(json.dumps({"kind": "echo", "head": {"hidden_size": 8}}))
     (head / "manifest.json").write_text(json.dumps({"sha256": {}}))
     yield head
-    drafters.__path__.remove(str(tmp_path / "files"))
     sys.modules.pop("draftsmith.modules.drafters.echo", None)
 
 
