@@ -1,7 +1,7 @@
 """Registry of drafters: trained heads by kind, decoding methods by name.
 
-A trained drafter is a `DraftHead` (base.py) listed in HEADS; modules that list decoding methods in a METHODS table are
-listed in METHOD_MODULES. Both tables hold names only, so that the command line lists drafters without importing torch.
+A trained drafter is a `DraftHead` (base.py) listed in HEADS, which holds names only: the command line lists drafters
+without importing torch. methods.py lists the modules with decoding methods.
 """
 
 from __future__ import annotations
@@ -31,17 +31,6 @@ HEADS = {
         "Medusa-1: heads beside the target's own that guess the tokens further ahead (Cai et al. 2024).",
     ),
 }
-METHOD_MODULES = [
-    "chains",
-    "eagle.head",
-    "eagle3.head",
-    "hierarchical",
-    "hydra",
-    "lookahead",
-    "medusa",
-    "pearl",
-    "prompt_lookup",
-]
 
 
 def learned() -> dict[str, str]:

@@ -18,9 +18,21 @@ from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.acceptance.tree_rule import TreeTimes
 from draftsmith.modules.decoding.protocols import Drafter
 from draftsmith.modules.decoding.tree import StaticTree
-from draftsmith.modules.drafters import METHOD_MODULES
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
+
+# Modules of this package with a METHODS table: name -> class of the method.
+METHOD_MODULES = (
+    "chains",
+    "eagle.head",
+    "eagle3.head",
+    "hierarchical",
+    "hydra",
+    "lookahead",
+    "medusa",
+    "pearl",
+    "prompt_lookup",
+)
 
 # Behind the name of a method that does not keep the target's distribution, wherever it is shown.
 LOSSY = " (not lossless)"
@@ -136,7 +148,7 @@ class Named:
 
 @functools.cache
 def known_methods() -> dict[str, type[Method]]:
-    """Return every method of this engine by its name: `ar`, and the METHODS of `drafters.METHOD_MODULES`."""
+    """Return every method of this engine by its name: `ar`, and the METHODS of METHOD_MODULES."""
     methods: dict[str, type[Method]] = {"ar": Autoregressive}
     for name in METHOD_MODULES:
         methods |= importlib.import_module(f"{__package__}.{name}").METHODS
