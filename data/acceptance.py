@@ -26,7 +26,7 @@ from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
 
 Mode = Literal["sampling", "greedy"]
-ROLLOUT_ONLY = ("eagle", "temperatures", "depth", "stride")
+ROLLOUT_ONLY = ("temperatures", "depth", "stride")
 
 
 def mode_of(*sampling: SamplingParams) -> Mode:
@@ -44,7 +44,6 @@ class AcceptanceConfig(StageLoading):
         output: Directory to write.
         draft: Directory or hub id of the draft model, or embedded:draft; or, for rollout labels, directory of a trained
             drafter's head.
-        eagle: The same as draft, for a head.
         labels: mix is SpecDec++'s, one drafted token at every position of the answer; rollout is whole drafts, as the
             decoder makes them, from some of the positions.
         mode: sampling (P is min(1, p/q)) or greedy (P is agreement); by default what the temperature says.
@@ -65,8 +64,7 @@ class AcceptanceConfig(StageLoading):
     responses: Path = volatile()
     target: str = volatile()
     output: Path = volatile()
-    draft: str | None = volatile(None)
-    eagle: str | None = volatile(None)
+    draft: str = volatile()
     labels: Literal["mix", "rollout"] = "mix"
     mode: Mode | None = None
     temperature: float | None = None
@@ -84,9 +82,6 @@ class AcceptanceConfig(StageLoading):
     def __post_init__(self) -> None:
         check_positive(self, "batch_size", "chunk", "rows_per_shard", "depth", "stride")
         check_not_negative(self, "limit", "num_threads")
-        if (self.draft is None) == (self.eagle is None):
-            found = "neither" if self.draft is None else "both"
-            raise InputError("draft, eagle", found, "one of them", "Pass --draft: a language model, or a head.")
         if self.labels == "mix":
             for spec in dataclasses.fields(self):
                 if spec.name in ROLLOUT_ONLY and getattr(self, spec.name) != spec.default:
@@ -96,11 +91,6 @@ class AcceptanceConfig(StageLoading):
             raise InputError("temperature", found, "one of the two", "Pass --temperature or --temperatures.")
         # What the responses were sampled with is not known yet; nothing of it may contradict by itself.
         _ = self.sampling({"temperature": 1.0 if self.mode == "sampling" else 0.0})
-
-    @property
-    def drafter(self) -> str:
-        """Path of what drafts."""
-        return str(self.draft if self.eagle is None else self.eagle)
 
     def sampling(self, sampled: dict[str, Any]) -> tuple[SamplingParams, ...]:
         """These settings, one for each temperature; what is not given is as in `sampled`, the responses' own.
@@ -135,10 +125,10 @@ def run(config: AcceptanceConfig) -> Path:
     def load(path: str) -> CausalLM:
         return load_lm(path, **config.loading, packed=config.labels == "rollout")
 
-    if kind_at(config.drafter) is None:
-        check_same_tokenizer(config.target, config.drafter)
+    if kind_at(config.draft) is None:
+        check_same_tokenizer(config.target, config.draft)
     target = load(config.target)
-    drafter = load_drafter(config.drafter, lambda: target, load)
+    drafter = load_drafter(config.draft, lambda: target, load)
     identity = {**text_identity(config.target), "target": target.info.identity}
     manifest = open_artefact(config.responses, "responses", identity)
     rows = Rows(config.responses, manifest, limit=config.limit, vocab_size=target.info.vocab_size)
@@ -177,7 +167,7 @@ def labels_of(
         raise InputError("draft: vocabulary", own, f"{vocab_size}, the target's", "Use a draft of the same family.")
     if config.labels == "mix":
         if drafter.head is not None:  # it has no states along a text of the target's alone
-            raise InputError("draft", f"{config.drafter}, a head", "a language model", "Pass --labels rollout.")
+            raise InputError("draft", f"{config.draft}, a head", "a language model", "Pass --labels rollout.")
         return MixedTextLabels(target, drafter.lm, sampling[0], config.batch_size, config.chunk, config.seed)
     context = min(target.info.max_position, drafter.max_position)
     if config.depth >= context:

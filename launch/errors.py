@@ -64,7 +64,9 @@ def name_model(error: BaseException, config: object) -> None:
     if finite is not None and isinstance(error, finite.NonFinite) and error.path is None:
         paths = getattr(config, "paths", None)  # of a command that uses drafters
         name = error.model or ""
-        path = paths.get(name) if isinstance(paths, Mapping) else getattr(config, name, None)
+        # A head is named by its kind in the error, and was passed as --draft.
+        passed = getattr(config, name, getattr(config, "draft", None))
+        path = paths.get(name) if isinstance(paths, Mapping) else passed
         error.path = None if path is None else str(path)
 
 

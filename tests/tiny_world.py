@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -20,6 +22,22 @@ from draftsmith.modules.drafters.medusa import MedusaHead, MedusaSettings
 from draftsmith.modules.targets.llama import llama_config
 
 NUM_PROMPTS = 5
+
+
+def draft_options(models: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a command: `draft` and `eagle` of `models` together as its `draft`; what is None is left out."""
+    options = {name: value for name, value in models.items() if name != "eagle" and value is not None}
+    drafts = tuple(models[name] for name in ("draft", "eagle") if models.get(name) is not None)
+    return {**options, "draft": drafts} if drafts else options
+
+
+def draft_words(models: Mapping[str, Any]) -> list[str]:
+    """The same as words of a command line."""
+    return [
+        f"--{name.replace('_', '-')}={word}"
+        for name, value in draft_options(models).items()
+        for word in (value if isinstance(value, tuple) else (value,))
+    ]
 
 
 def make_tiny_world(root: Path) -> dict[str, str]:

@@ -67,7 +67,6 @@ class TrainAcceptanceConfig(TrainConfig):
 
     Attributes:
         draft: The draft model, or the trained drafter's head, whose drafts were labelled; frozen.
-        eagle: The same as draft, for a head.
         target: The target model, for a head: it gives what the head reads.
         init: Head directory to go on from, in the place of random weights: to fine-tune a head, also one that was
             imported or made for another draft of this width. Its blocks and inputs are then the head's; the loss
@@ -93,7 +92,6 @@ class TrainAcceptanceConfig(TrainConfig):
     """
 
     draft: str | None = None
-    eagle: Path | None = None
     target: str | None = None
     init: Path | None = volatile(None)
     num_blocks: int | None = None
@@ -128,22 +126,21 @@ class TrainAcceptanceConfig(TrainConfig):
         """Path of what drafts: a language model, or a head.
 
         Raises:
-            InputError: none, or two.
+            InputError: there is none.
         """
-        if (self.draft is None) == (self.eagle is None):
-            found = "none" if self.draft is None else f"{self.draft} beside --eagle {self.eagle}"
-            raise InputError("draft", found, "one drafter", "Pass --draft, and for a head its --target.")
-        return str(self.draft if self.eagle is None else self.eagle)
+        if self.draft is None:
+            raise InputError("draft", "none", "one drafter", "Pass --draft, and for a head its --target.")
+        return str(self.draft)
 
     @property
     def read_model(self) -> str:
         """Path of the language model that has to be there: the draft, or the model that a head drafts for.
 
         Raises:
-            InputError: no drafter, two, or a head without its target.
+            InputError: no drafter, or a head without its target.
         """
         drafter = self.drafter
-        if self.eagle is None and kind_at(drafter) is None:
+        if kind_at(drafter) is None:
             return drafter
         if self.target is None:
             raise InputError("target", "none", f"the model that {drafter} drafts for", "Pass --target.")

@@ -84,7 +84,7 @@ def run(config: CheckConfig) -> int:
         report = report_of_assistant(config.directory, config.target)
         print_report(report, str(config.directory), config.format)
         return 1 if report.failures else 0
-    models = (config.target, config.draft or config.eagle, config.loading)
+    models = (config.target, config.draft, config.loading)
     # A server's formats all read the same model's states: what is missing of it is said before the directory is read.
     named = [format for (name, _), format in formats().items() if name == config.format]
     source = state_source(named[0], *models) if named else None

@@ -119,8 +119,7 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[Report, str]:
     format = format_for(path, config.format)
     manifest = head_manifest(path, format, config.weights)
     recorded = manifest.get("config") or manifest.get("imported") or {}
-    # Earlier versions recorded a drafting head by its kind.
-    draft = config.draft or config.eagle or recorded.get("draft") or recorded.get("eagle")
+    draft = config.draft or recorded.get("draft")
     source = state_source(format, config.target or recorded.get("target"), draft, config.loading)
     head: Any = original(path, format.kind, source)
     if config.use == "trim":

@@ -169,8 +169,7 @@ class HeadFacts:
         """Path or hub id of what gives the hidden states that the head reads."""
         if self.drafts:
             return self.recorded("target")
-        # Earlier versions recorded a drafting head by its kind.
-        return self.recorded("draft") or (self.recorded(self.drafter) if self.drafter else None)
+        return self.recorded("draft")
 
     @property
     def base_model(self) -> str | None:

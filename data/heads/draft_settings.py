@@ -21,11 +21,9 @@ class DraftSettings:
     Attributes:
         draft: what drafts: a draft model, or the directory of a trained head, which says what it is; repeated for
             several.
-        eagle: deprecated, the old name of --draft for an EAGLE head.
     """
 
     draft: tuple[str, ...] | str | None = volatile(())
-    eagle: str | None = volatile(None)
 
     def __post_init__(self) -> None:
         given: Any = self.draft
@@ -40,8 +38,8 @@ class DraftSettings:
             InputError: two of a kind, or a head that does not draft.
         """
         found: dict[str, str] = {}
-        old = [] if self.eagle is None else [("eagle", str(self.eagle))]
-        for kind, directory in [*((kind_at(name) or MODEL, name) for name in self.draft or ()), *old]:
+        for directory in self.draft or ():
+            kind = kind_at(directory) or MODEL
             if kind == "acceptance":
                 remedy = "Pass it with --acceptance."
                 raise InputError("draft", f"{directory}, an acceptance head", "a model or head that drafts", remedy)

@@ -146,7 +146,7 @@ INSPECT = "data inspect {d}"
 FEATURES = "data features --responses {responses} --target {target} --output {d}"
 REPORT = "eval report {d} --output {out}/report.html"
 COMPARE = "eval compare {d} {bench}"
-DECODE = "decode Hi --target {target} --eagle {d} --method eagle:k=2 --max-new-tokens 4"
+DECODE = "decode Hi --target {target} --draft {d} --method eagle:k=2 --max-new-tokens 4"
 RESUME = (
     "train eagle --data {features} --target {target} --max-steps 2 --batch-size 2 --resume --output {d} --track csv"
 )

@@ -20,7 +20,7 @@ DEVICES = {
     "eval tune": "eval tune " + PAIR + "--prompts {chats} --output {out} ",
     "eval tree": "eval tree --target {target} --draft {eagle} --prompts {chats} --output {out} ",
     "eval specdecpp": "eval specdecpp " + PAIR + "--prompts {chats} --output {out} ",
-    "eval eagle2": "eval eagle2 --target {target} --eagle {eagle} --prompts {chats} --output {out} ",
+    "eval eagle2": "eval eagle2 --target {target} --draft {eagle} --prompts {chats} --output {out} ",
     "eval hsddw": "eval hsddw " + PAIR + "--mid {draft} --prompts {chats} --output {out} ",
     "eval policies": "eval policies " + PAIR + "--prompts embedded:prompts --output {out} ",
     "eval calibration": "eval calibration " + PAIR + "--acceptance {acceptance} --prompts embedded:prompts "

@@ -81,8 +81,8 @@ ROWS = [
     Row("draft, greedy", DECODE + "spec:k=3 --draft {broken}", (*DRAFT, HERE), of("draft")),
     Row("draft, traced", DECODE + "spec:k=3 --draft {broken} --trace {tmp}/trace", (*DRAFT, HERE), of("draft")),
     Row("M2", DECODE + "hsddw --draft {draft} --mid {broken}", ("mid (", "/draft)", HERE), of("draft")),
-    Row("EAGLE head", DECODE + "eagle --eagle {broken}", HEAD, of("eagle")),
-    Row("EAGLE head of trees", DECODE + "eagle2 --eagle {broken} --temperature 1", HEAD, of("eagle")),
+    Row("EAGLE head", DECODE + "eagle --draft {broken}", HEAD, of("eagle")),
+    Row("EAGLE head of trees", DECODE + "eagle2 --draft {broken} --temperature 1", HEAD, of("eagle")),
     Row("acceptance head", DECODE + "specdec++ --draft {draft} --acceptance {broken}", ("acceptance (", HERE),
         of("acceptance", "out.weight")),
     Row("target", "decode Hi --target {broken}", (*TARGET, HERE, "position"), of("target")),
@@ -98,7 +98,7 @@ ROWS = [
     Row("labels", LABELS, (*DRAFT, "row-"), of("draft")),
     Row("labels of rounds", LABELS + "--labels rollout", (*DRAFT, "row-"), of("draft")),
     Row("labels of greedy rounds", LABELS + "--labels rollout --mode greedy", (*DRAFT, "row-"), of("draft")),
-    Row("labels of an EAGLE head", "data acceptance --target {target} --eagle {broken} --responses {responses} "
+    Row("labels of an EAGLE head", "data acceptance --target {target} --draft {broken} --responses {responses} "
         "--output {out} --labels rollout", (*HEAD, "row-"), of("eagle")),
     Row("stored features", TRAIN + "--data {spoiled}", (".safetensors", "row-1, position 2"), spoiled_features),
     Row("features made in training", TRAIN.replace("target}", "broken}") + "--data {texts} --val-share 0.5",

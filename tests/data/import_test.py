@@ -192,7 +192,7 @@ def test_an_imported_head_drafts_as_the_original_does(tmp_path, target):
     theirs = write(tmp_path / "theirs", eagle_fields(target), dict(head.named_parameters()), "pytorch_model.bin")
     imported = run(ImportConfig(theirs, tmp_path / "imported", target=target))
     traces = [
-        decode(DecodeConfig("Hi", target, eagle=str(path), method="eagle:k=3", max_new_tokens=16, ignore_eos=True))
+        decode(DecodeConfig("Hi", target, draft=str(path), method="eagle:k=3", max_new_tokens=16, ignore_eos=True))
         for path in (ours, imported)
     ]
     assert traces[0] == traces[1]

@@ -383,9 +383,6 @@ def test_drafts_are_shown(remake, capsys):
     ("changes", "message"),
     [
         ({"labels": "mix", "depth": 4}, "depth: found 4, expected labels rollout"),
-        ({"labels": "mix", "draft": None, "eagle": "head"}, "eagle: found head, expected labels rollout"),
-        ({"draft": None}, "draft, eagle: found neither"),
-        ({"eagle": "head"}, "draft, eagle: found both"),
         ({"depth": 0}, "depth: found 0, expected 1 or more"),
         ({"stride": 0}, "stride: found 0, expected 1 or more"),
         ({"mode": "greedy", "temperature": 1.0}, "mode: found greedy at temperature 1, expected sampling"),

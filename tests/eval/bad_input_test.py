@@ -8,6 +8,7 @@ import shutil
 import pytest
 from quick_heads import varied_acceptance_head
 from tiny_models import CONTEXT, tiny_llama_dir, tiny_tokenizer
+from tiny_world import draft_words
 
 from draftsmith.benchmarks.embedded.tokenizer import train_tokenizer
 from draftsmith.data.heads.directory import drafter_identity, save_head
@@ -40,8 +41,8 @@ def world(models, tmp_path_factory) -> dict[str, str]:
 
 def run(world, command: str, method: str, flags: dict[str, str], output) -> int:
     """`flags`: flag -> the name of a model of `world`."""
-    words = [word for flag, name in flags.items() for word in (f"--{flag}", world[name])]
-    words = ["--target", world["target"], *words, "--max-new-tokens", "6"]
+    words = [*draft_words({"target": world["target"], **{flag: world[name] for flag, name in flags.items()}})]
+    words += ["--max-new-tokens", "6"]
     if command == "decode":
         return main(["decode", "Hi", "--method", method, *words])
     return main(
@@ -84,7 +85,7 @@ WRONG = [
     ("eagle", {"target": "other", **EAGLE}, "trained for another model"),
     ("eagle", {"target": "narrow", **EAGLE}, "width 32, expected width 16"),
     ("hsddw:drafter=eagle", {"mid": "draft", **EAGLE}, "trained for another model"),
-    ("eagle", {"eagle": "acceptance"}, "an acceptance head, expected an eagle head"),
+    ("eagle", {"eagle": "acceptance"}, "an acceptance head, expected a model or head that drafts"),
     ("specdec++", {"draft": "draft", "acceptance": "eagle"}, "an eagle head, expected an acceptance head"),
     ("specdec++", {"draft": "other", "acceptance": "acceptance"}, "trained for another model"),
     ("specdec++", {"draft": "narrow", "acceptance": "acceptance"}, "width 32, expected width 16"),

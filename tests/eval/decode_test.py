@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from tiny_models import tiny_tokenizer
+from tiny_world import draft_options, draft_words
 
 from draftsmith.data.heads.directory import drafter_identity, load_head, save_head
 from draftsmith.data.models.loading import load_lm
@@ -55,7 +56,7 @@ def test_a_character_is_shown_once_it_is_whole_with_the_colour_of_its_last_token
 
 @pytest.mark.parametrize("method", ["ar", "spec:k=3", "specdec++", "online:c=0.2", "eagle:k=2"])
 def test_the_streamed_answer_is_the_targets(models, capsys, method):
-    flags = [word for name in ("target", "draft", "eagle", "acceptance") for word in (f"--{name}", models[name])]
+    flags = draft_words({name: models[name] for name in ("target", "draft", "eagle", "acceptance")})
     flags += ["--method", method, "--max-new-tokens", "24", "--ignore-eos"]
     assert main(["decode", "What does it do?", *flags]) == 0
     captured = capsys.readouterr()
@@ -86,7 +87,9 @@ def test_the_streamed_answer_is_the_targets(models, capsys, method):
     ],
 )
 def test_the_method_follows_from_the_models_given(models, given, policy, method):
-    config = DecodeConfig("Hi", models["target"], policy=policy, **{name: models[name] for name in given})
+    config = DecodeConfig(
+        "Hi", models["target"], policy=policy, **draft_options({name: models[name] for name in given})
+    )
     assert choose_method(config).label == method
 
 
@@ -95,10 +98,9 @@ def test_a_head_is_used_with_the_drafter_that_it_was_trained_for(models, tmp_pat
     of_eagle = save_head(
         tmp_path / "head", load_head(models["acceptance"]), {"target": drafter_identity(models["eagle"], owner)}, "card"
     )
-    given = {"draft": models["draft"], "eagle": models["eagle"]}
     methods = {models["acceptance"]: "online:head=on", str(of_eagle): "online:head=on:drafter=eagle"}
     for directory, method in methods.items():
-        config = DecodeConfig("Hi", models["target"], acceptance=directory, **given)
+        config = DecodeConfig("Hi", models["target"], acceptance=directory, draft=(models["draft"], models["eagle"]))
         assert choose_method(config).label == method
 
 

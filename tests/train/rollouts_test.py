@@ -242,12 +242,12 @@ def test_a_continued_run_keeps_the_calibration(artefacts, rollouts, trained, tmp
 
 
 def test_heads_of_eagle_chains_are_trained(artefacts, eagle, tmp_path):
-    models = {"target": str(artefacts.target), "eagle": eagle}
+    models = {"target": str(artefacts.target), "draft": str(eagle)}
     made = labels.run(
         labels.AcceptanceConfig(
             responses=artefacts.responses,
             target=str(artefacts.target),
-            eagle=str(eagle),
+            draft=str(eagle),
             output=tmp_path / "labels",
             labels="rollout",
             mode="greedy",
@@ -256,7 +256,7 @@ def test_heads_of_eagle_chains_are_trained(artefacts, eagle, tmp_path):
             num_threads=1,
         )
     )
-    settings = config(artefacts, made, tmp_path / "run", draft=None, **models, max_steps=2)
+    settings = config(artefacts, made, tmp_path / "run", **models, max_steps=2)
     best = run(settings)
     identity = drafter_identity(eagle, load_lm(str(artefacts.target)))
     head = load_head(best, load_lm(str(artefacts.target)), kind="acceptance", identity=identity)
@@ -264,17 +264,14 @@ def test_heads_of_eagle_chains_are_trained(artefacts, eagle, tmp_path):
     written = json.loads((best / "config.json").read_text())
     assert (written["target"], written["drafter"], written["mode"]) == (identity, "eagle", "greedy")
     assert "--method online:head=on:drafter=eagle" in (best / "README.md").read_text()
-    named = run(dataclasses.replace(settings, eagle=None, draft=str(eagle), output=tmp_path / "named"))
-    ours, theirs = (load_file(path / "model.safetensors") for path in (best, named))
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)  # --draft is told what it is by the directory
     with pytest.raises(InputError, match=r"draft: found none, expected one drafter"):
-        run(dataclasses.replace(settings, eagle=None, output=tmp_path / "other"))
+        run(dataclasses.replace(settings, draft=None, output=tmp_path / "other"))
     with pytest.raises(InputError, match="target: found none"):
         run(dataclasses.replace(settings, target=None, output=tmp_path / "other"))
     with pytest.raises(InputError, match=r"made with another draft\.eagle"):
         chain = EagleHead(EagleConfig.for_target(load_lm(str(artefacts.target)).config))
         other = save_head(tmp_path / "other-eagle", chain, {}, "card")
-        run(dataclasses.replace(settings, eagle=other, output=tmp_path / "other"))
+        run(dataclasses.replace(settings, draft=str(other), output=tmp_path / "other"))
 
 
 def test_a_plan_counts_what_the_training_does(artefacts, rollouts, tmp_path):
@@ -307,7 +304,6 @@ def test_settings_that_do_not_go_with_the_labels_are_told(artefacts, rollouts, t
     wrong = [
         (rollouts, {"mix": 0.1}, r"mix: found 0.1, expected labels of mixed text"),
         (rollouts, {"max_length": 20}, r"max_length: found 20.*label shorter responses"),
-        (rollouts, {"eagle": tmp_path}, r"draft: found .* beside --eagle"),
         (artefacts.acceptance, {"state": "before"}, r"data: found acceptance labels of mixed text.*--labels rollout"),
         (artefacts.acceptance, {"features": ("log_q",)}, r"data: found .*--labels rollout"),
     ]

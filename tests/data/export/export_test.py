@@ -42,7 +42,7 @@ def measured(tiny_target, prompts, tmp_path) -> Callable[[Path], tuple[float, li
 
     def run(head: Path) -> tuple[float, list[list[int]]]:
         config = BenchConfig(
-            target=str(tiny_target), prompts=str(prompts), eagle=str(head), methods=f"eagle:k={K}", repeats=1,
+            target=str(tiny_target), prompts=str(prompts), draft=str(head), methods=f"eagle:k={K}", repeats=1,
             max_new_tokens=NEW_TOKENS, packed=False, output=tmp_path / "bench",
         )  # fmt: skip
         rows = {row["method"]: row for row in bench(config)["methods"]}

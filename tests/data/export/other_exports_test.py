@@ -160,7 +160,6 @@ def test_a_head_that_reads_an_eagle_heads_states_is_checked_on_them(draft, tmp_p
     assert export(ExportConfig(format="acceptance", head=made, output=there, **models)) == 0
     assert f"--target {draft} --draft {eagle}" in capsys.readouterr().out
     assert check(CheckConfig(directory=there, format="acceptance", **models)) == 0
-    assert check(CheckConfig(directory=there, format="acceptance", target=draft, eagle=eagle)) == 0  # the old name
     with pytest.raises(InputError, match=r"head: found .* an acceptance head, expected a drafter"):
         check(CheckConfig(directory=there, format="acceptance", target=draft, draft=str(made)))
 

@@ -40,10 +40,6 @@ def test_a_head_is_known_by_its_directory_and_all_else_is_a_model(eagle):
     assert Command(draft=None).drafters == Command().drafters == {}
 
 
-def test_the_old_flag_of_an_eagle_head_says_the_same(eagle):
-    assert Command(eagle=eagle).drafters == Command(draft=(eagle,)).drafters == {"eagle": eagle}
-
-
 @pytest.mark.parametrize(
     ("words", "draft"),
     [
@@ -82,7 +78,7 @@ def test_two_of_a_kind_and_heads_that_do_not_draft_are_told(eagle, tmp_path):
     head = save_head(tmp_path / "head", varied_acceptance_head(8), {}, "card")
     for wrong, expected in (
         ({"draft": ("a", "b")}, "draft: found a and b, two draft models, expected one of a kind. Leave"),
-        ({"draft": (eagle,), "eagle": eagle}, "two eagle heads"),
+        ({"draft": (eagle, eagle)}, "two eagle heads"),
         ({"draft": (str(head),)}, "expected a model or head that drafts. Pass it with --acceptance"),
     ):
         with pytest.raises(InputError, match=expected):

@@ -221,7 +221,7 @@ def head(pristine, tmp_path) -> Path:
 
 
 def test_a_head_of_a_fine_tuned_target_is_refused(pristine, scaled, head, capsys):
-    words = ["decode", "Hi", "--method", "eagle:k=2", "--eagle", str(head), "--max-new-tokens", "4"]
+    words = ["decode", "Hi", "--method", "eagle:k=2", "--draft", str(head), "--max-new-tokens", "4"]
     assert main([*words, "--target", str(pristine)]) == 0
     capsys.readouterr()
     assert main([*words, "--target", str(scaled)]) == 2

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from tiny_models import tiny_llama_dir, tiny_tokenizer
+from tiny_world import draft_options, draft_words
 
 from draftsmith.data.heads.directory import load_head, save_head
 from draftsmith.data.heads.measured import measured_of
@@ -36,7 +37,13 @@ SCHEMA = {
 def config(models, tmp_path_factory) -> BenchConfig:
     output = tmp_path_factory.mktemp("bench")
     return BenchConfig(
-        **models, methods=METHODS, split="test", max_new_tokens=NEW_TOKENS, ignore_eos=True, repeats=2, output=output
+        **draft_options(models),
+        methods=METHODS,
+        split="test",
+        max_new_tokens=NEW_TOKENS,
+        ignore_eos=True,
+        repeats=2,
+        output=output,
     )
 
 
@@ -183,8 +190,8 @@ def test_a_prompts_artefact_gives_the_same_prompts_as_its_file(models, tmp_path)
 )
 def test_wrong_input_ends_with_code_2_and_one_line(models, tmp_path, capsys, change, expected):
     arguments = {**models, "output": str(tmp_path), **change}
-    arguments = {k: models["acceptance"] if v == "ACCEPTANCE" else v for k, v in arguments.items() if v is not None}
-    assert main(["eval", "bench", *(word for key, value in arguments.items() for word in (f"--{key}", value))]) == 2
+    arguments = {k: models["acceptance"] if v == "ACCEPTANCE" else v for k, v in arguments.items()}
+    assert main(["eval", "bench", *draft_words(arguments)]) == 2
     err = capsys.readouterr().err
     assert err.startswith("draftsmith: error: ") and err.count("\n") == 1 and expected in err
     assert not (tmp_path / "results.json").exists()
@@ -280,9 +287,9 @@ def test_sampled_batches_repeat_with_their_seed(config, tmp_path):
     ],
 )
 def test_what_cannot_be_batched_is_told_before_anything_is_loaded(tmp_path, capsys, change, expected):
-    arguments = {"target": "absent", "prompts": "absent", "draft": "absent", "eagle": "absent", "batch_size": "4",
+    arguments = {"target": "absent", "prompts": "absent", "draft": "absent", "batch_size": "4",
                  "output": str(tmp_path), **change}  # fmt: skip
-    assert main(["eval", "bench", *(word for key, value in arguments.items() for word in (f"--{key}", value))]) == 2
+    assert main(["eval", "bench", *draft_words(arguments)]) == 2
     err = capsys.readouterr().err
     assert err.startswith("draftsmith: error: ") and err.count("\n") == 1 and expected in err
 
@@ -309,7 +316,7 @@ def test_the_shipped_pair_in_batches_of_four(tmp_path):
 def test_a_card_shows_what_results_json_says_and_the_heads_still_load(config, models, tmp_path):
     heads = {flag: shutil.copytree(models[flag], tmp_path / flag) for flag in ("eagle", "acceptance")}
     methods = "spec:k=3,specdec++:h=0.7:max=6,eagle:k=2"
-    paths = {flag: str(path) for flag, path in heads.items()}
+    paths = {"draft": (models["draft"], str(heads["eagle"])), "acceptance": str(heads["acceptance"])}
     carded = dataclasses.replace(config, **paths, methods=methods, repeats=1, card=True, output=tmp_path / "out")
     found = bench.bench(carded)
     wanted = {row["method"]: row for row in json.loads((tmp_path / "out" / "results.json").read_text())["methods"]}

@@ -7,6 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from tiny_world import draft_options
 
 from draftsmith.eval.bench import command as bench
 from draftsmith.eval.bench.command import BenchConfig
@@ -31,8 +32,8 @@ def test_every_own_method_is_traced_below():
 @pytest.fixture(scope="module", params=[0.0, 1.0], ids=["greedy", "sampling"])
 def traced(request, models, tmp_path_factory):
     output = tmp_path_factory.mktemp("trace")
-    heads = (str(Path(models["eagle"]).with_name(kind)) for kind in ("eagle3", "medusa", "hydra"))
-    given = {**models, "draft": (models["draft"], *heads)}
+    heads = (str(Path(models["eagle"]).with_name(kind)) for kind in ("eagle", "eagle3", "medusa", "hydra"))
+    given = {**draft_options(models), "draft": (models["draft"], *heads)}
     config = BenchConfig(
         **given, mid=models["target"], methods=METHODS, split="test", limit=3, max_new_tokens=16, ignore_eos=True,
         repeats=2, temperature=request.param, output=output, traces=3,

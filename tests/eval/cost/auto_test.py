@@ -7,6 +7,7 @@ import dataclasses
 import json
 
 import pytest
+from tiny_world import draft_options
 
 from draftsmith.eval.bench import command as bench
 from draftsmith.eval.bench import prompt_runner as asking
@@ -23,7 +24,7 @@ AUTO = "online:max=4,eagle2:nodes=auto:depth=auto:topk=2"
 def config_of(models, output, **changes) -> BenchConfig:
     return BenchConfig(
         **{
-            **{flag: models[flag] for flag in ("target", "draft", "eagle", "prompts")},
+            **draft_options({flag: models[flag] for flag in ("target", "draft", "eagle", "prompts")}),
             **{"methods": AUTO, "repeats": 1, "max_new_tokens": 12, "temperatures": "0,1", "output": output},
             **changes,
         }
@@ -84,7 +85,8 @@ def test_a_run_by_anothers_costs_drafts_the_same_in_every_round(first, tmp_path)
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_with_c_given_the_seed_fixes_every_round(models, tmp_path, batch_size):
     configs = [
-        config_of(models, tmp_path / name, methods=GIVEN, batch_size=batch_size, eagle=None) for name in ("a", "b")
+        config_of(models, tmp_path / name, methods=GIVEN, batch_size=batch_size, draft=models["draft"])
+        for name in ("a", "b")
     ]
     assert [bench.run(config) for config in configs] == [0, 0]
     assert rounds(configs[0]) == rounds(configs[1]) and meta(configs[0])["step_costs"] == {}
@@ -119,4 +121,4 @@ def test_a_run_without_costs_is_told(models, tmp_path, content):
     if content is not None:
         (tmp_path / "results.json").write_text(content)
     with pytest.raises(InputError, match=r"(costs|results\.json): found .* expected "):
-        bench.run(config_of(models, tmp_path / "out", methods=GIVEN, eagle=None, costs=tmp_path))
+        bench.run(config_of(models, tmp_path / "out", methods=GIVEN, draft=models["draft"], costs=tmp_path))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from planted_biases import PLANTED, Planted, child_twice, past_the_end
+from tiny_world import draft_options, draft_words
 
 from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.bench.prompts import BenchPrompt
@@ -34,7 +35,7 @@ FLAGS = {
 
 
 def config(models, output: Path, **changes) -> LosslessConfig:
-    return LosslessConfig(**models, output=output, **{**FLAGS, **changes})
+    return LosslessConfig(**draft_options(models), output=output, **{**FLAGS, **changes})
 
 
 def rows(output: Path) -> dict[str, dict]:
@@ -126,7 +127,7 @@ def without_ends(lms: Models) -> PlacedRunner:
 
 def test_a_biased_sampler_fails_with_exit_code_1_and_the_result_says_by_what(models, tmp_path, monkeypatch):
     PLANTED["replaced from p"].plant(monkeypatch)
-    flags = [f"--{key.replace('_', '-')}={value}" for key, value in {**models, **FLAGS}.items()]
+    flags = draft_words({**models, **FLAGS})
     assert main(["eval", "lossless", *flags, "--methods", "spec:k=3", "--output", str(tmp_path)]) == 1
     row = rows(tmp_path)["spec:k=3, single"]
     assert row["greedy"]["passed"] and not row["sampling"]["passed"]
@@ -214,7 +215,7 @@ def test_models_that_only_transformers_runs_have_the_single_loop(models, tmp_pat
 
 
 def test_transformers_own_methods_and_settings_without_a_meaning_are_refused(models, tmp_path, capsys):
-    flags = [f"--{key}={value}" for key, value in models.items()] + [f"--output={tmp_path}"]
+    flags = draft_words(models) + [f"--output={tmp_path}"]
     for wrong in ("--methods=hf", "--temperature=0", "--bias=0", "--power=1", "--alpha=2", "--sampled-tokens=1",
                   "--max-gap=-1", "--batch-size=0"):  # fmt: skip
         assert main(["eval", "lossless", *flags, wrong]) == 2
@@ -224,7 +225,7 @@ def test_transformers_own_methods_and_settings_without_a_meaning_are_refused(mod
 
 def test_a_bias_too_small_to_bet_on_is_one_line(models, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("draftsmith.eval.lossless.sampling.FIRST_TOKENS", 100)
-    flags = [f"--{key.replace('_', '-')}={value}" for key, value in {**models, **FLAGS, "bias": 1e-6}.items()]
+    flags = draft_words({**models, **FLAGS, "bias": 1e-6})
     assert main(["eval", "lossless", *flags, "--methods", "ar", "--output", str(tmp_path)]) == 2
     assert "bias" in capsys.readouterr().err
 

@@ -32,7 +32,8 @@ SMALL = ["--depth", "3", "--tree-depth", "1", "--topk", "2", "--verify", "2", "-
 def tuned(models, tmp_path_factory):
     """A run on tiny models: its directory. Costs are taken from less than elsewhere: nothing here rests on them."""
     output = tmp_path_factory.mktemp("tune")
-    flags = [word for name in (*GIVEN, "target", "prompts") for word in (f"--{name}", models[name])]
+    flags = [word for name in ("draft", "acceptance", "target", "prompts") for word in (f"--{name}", models[name])]
+    flags += ["--draft", models["eagle"]]
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("PROBE_TOKENS", 8), ("PROBE_REPEATS", 1), ("PROPOSALS", 4)):
             patch.setattr(machine, name, value)
@@ -105,7 +106,7 @@ def test_decode_and_bench_take_the_file(tuned, models, capsys, tmp_path):
         (["--draft", "eagle", "--acceptance", "acceptance"], "a head for what draft drafts, which is not given"),
         (["--draft", "draft", "--topk", "4,x"], "topk: found '4,x'"),
         (["--draft", "draft", "--topk", "0"], "1 or more"),
-        (["--eagle", "eagle", "--topk", "100000"], "the vocabulary"),
+        (["--draft", "eagle", "--topk", "100000"], "the vocabulary"),
         (["--draft", "draft", "--depth", "0"], "depth"),
         (["--draft", "draft", "--split", "none-such"], "no matching row"),
     ],

@@ -9,6 +9,7 @@ import math
 import pandas as pd
 import pytest
 import torch
+from tiny_world import draft_words
 
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.report.tables import from_json
@@ -165,7 +166,7 @@ def test_the_command_on_tiny_models(models, tmp_path):
         "max-new-tokens": "12", "repeats": "1", "ablations": "6:2:3", "topk": "3", "nodes": "2,6", "depths": "1,2",
         "measured-nodes": "2,6", "measured-depths": "1,2", "temperatures": "0,1", "output": str(tmp_path),
     }  # fmt: skip
-    assert main(["eval", "eagle2", *(word for key, value in arguments.items() for word in (f"--{key}", value))]) == 0
+    assert main(["eval", "eagle2", *draft_words(arguments)]) == 0
     results = json.loads((tmp_path / "results.json").read_text())
     figures = {figure.name: figure for figure in from_json(results)}
     assert results["meta"]["kind"] == "eagle2" and "correlation_t0" in results["summary"]
@@ -188,7 +189,6 @@ def test_the_command_on_tiny_models(models, tmp_path):
 )
 def test_wrong_settings_are_told_before_anything_is_loaded(models, tmp_path, capsys, change, expected):
     arguments = {"target": models["target"], "eagle": models["eagle"], "prompts": models["prompts"], **change}
-    words = [word for key, value in arguments.items() if value for word in (f"--{key}", value)]
-    assert main(["eval", "eagle2", *words, "--output", str(tmp_path)]) == 2
+    assert main(["eval", "eagle2", *draft_words(arguments), "--output", str(tmp_path)]) == 2
     err = capsys.readouterr().err
     assert expected in err and err.count("\n") == 1

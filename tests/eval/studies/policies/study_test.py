@@ -348,7 +348,7 @@ def test_the_command_on_tiny_models(models, tmp_path, capsys):
         for name, head, temperature in (("old", varied_acceptance_head(32), 0.0), ("new", before, 1.0)):
             sampling = {"temperature": temperature, "top_k": 0, "top_p": 1.0}
             save_head(tmp_path / folder / name, head, {"target": identity, "sampling": sampling}, "card")
-    argv = ["eval", "policies", "--target", models["target"], "--draft", models["draft"], "--eagle", models["eagle"]]
+    argv = ["eval", "policies", "--target", models["target"], "--draft", models["draft"], "--draft", models["eagle"]]
     argv += ["--heads", str(tmp_path / "draft"), "--heads", str(tmp_path / "eagle")]
     argv += ["--prompts", models["prompts"], "--dev_split", "test", "--limit", "3", "--dev_limit", "2"]
     argv += ["--max_drafted", "4", "--max_new_tokens", "10", "--cs", "0.2", "--hs", "0.3,0.7", "--ts", "0.5"]
@@ -370,7 +370,7 @@ def test_the_command_on_tiny_models(models, tmp_path, capsys):
     by_its_old_name = from_json(json.loads(kept.read_text()))
     assert {figure.name: figure for figure in by_its_old_name} == figures
     # One drafter alone, from what was recorded with both.
-    del argv[argv.index("--eagle") : argv.index("--eagle") + 2]
+    del argv[argv.index(models["eagle"]) - 1 : argv.index(models["eagle"]) + 1]
     assert main(argv) == 2
     assert "for what eagle drafts, which is not given" in capsys.readouterr().err
     del argv[argv.index(str(tmp_path / "eagle")) - 1 : argv.index(str(tmp_path / "eagle")) + 1]
