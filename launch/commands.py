@@ -119,7 +119,7 @@ SECTIONS: dict[str, dict[str, Command]] = {
             "eval.bench.command:BenchConfig", "Compare methods: speed, tau, equality with the target"
         ),
         "eval schedule": Command(
-            "eval.schedule.command:ScheduleConfig", "How many tokens servers should draft, by load", ("run",)
+            "eval.schedule:ScheduleConfig", "How many tokens servers should draft, by load", ("run",)
         ),
         "eval compare": Command(
             "eval.bench.compare:CompareConfig", "Two runs of the bench, prompt by prompt", ("runs",)

@@ -10,14 +10,13 @@ import pytest
 import sglang_stubs  # noqa: F401  (before SGLang)
 from sglang.srt.speculative.adaptive_spec_params import AdaptiveSpeculativeParams, resolve_candidate_steps_from_config
 
-from draftsmith.eval.schedule.choice import ranges
-from draftsmith.eval.schedule.servers import for_sglang
+from draftsmith.eval.schedule import ranges, sglang_config
 
 
 @pytest.mark.parametrize("lengths", [[5, 5, 3, 1, 0, 0, 0], [2], [1, 4, 4, 2], [0, 0, 3]])
 def test_every_batch_takes_as_many_steps_as_the_schedule_says(lengths: list[int], tmp_path: Path):
     path = tmp_path / "sglang.json"
-    path.write_text(json.dumps(for_sglang(ranges(lengths))))
+    path.write_text(json.dumps(sglang_config(ranges(lengths))))
     assert resolve_candidate_steps_from_config(str(path)) == sorted({*lengths})
     params = AdaptiveSpeculativeParams(max(lengths), str(path))
     for accepted in (0, 5):  # whatever is accepted, and for how long

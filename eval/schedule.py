@@ -1,0 +1,394 @@
+"""`draftsmith eval schedule RUN`: choose how many tokens a server drafts, by the number of concurrent requests.
+
+Tokens per round at every K come from rounds that `eval bench` recorded with one larger K; the seconds of a round come
+from a file of measurements of the server (`--costs`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from draftsmith.data.console import note, show
+from draftsmith.data.store.files import write_json, write_text
+from draftsmith.data.store.manifest import command_line, resolved
+from draftsmith.data.store.reading import read_object
+from draftsmith.data.store.writer import sole_writer
+from draftsmith.data.tables import Column, Table, interval, plain
+from draftsmith.eval.bench.compare import Bench, open_bench
+from draftsmith.eval.bench.results import RESULTS, SCHEMA_VERSION
+from draftsmith.eval.bootstrap import Floats, Resamples
+from draftsmith.eval.cost.machine import straight
+from draftsmith.eval.report.tables import to_json
+from draftsmith.modules.drafters.chains import FixedK
+from draftsmith.modules.drafters.methods import known_methods, parse_method
+from draftsmith.modules.types import InputError
+
+STALL = (
+    "a vLLM server whose schedule went to K = 0 fell from 232 to 24-157 tokens/s as requests crossed that threshold "
+    "(vllm#49548)"
+)
+FILES = ("vllm-T{}.json", "sglang-T{}.json")
+COSTS_SHAPE = {"seconds": {"*": {"*": float}}, "machine?": str}
+COSTS_EXAMPLE = '{"seconds": {"1": {"0": 0.011, "4": 0.013}, "64": {"0": 0.021, "4": 0.034}}}'
+MAX_REQUESTS = 4096
+
+KRange = tuple[int, int, int]  # first and last number of requests, and K
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """Choose how many tokens to draft at every number of concurrent requests, as files that vLLM and SGLang read.
+
+    Attributes:
+        run: directory of a finished `draftsmith eval bench` run with a chain of a fixed length, as long as may pay.
+        method: that chain, as the run names it (spec:k=8); required if the run has several.
+        costs: JSON file with the seconds of a round by requests and drafted tokens:
+            {"seconds": {"1": {"0": 0.011, "4": 0.013}, "64": {...}}}.
+        allow_zero: write K = 0 for vLLM too if drafting does not pay. By default its file drafts at least 1 token:
+            vLLM has stalled at K = 0 (vllm#49548).
+        seed: seed of the bootstrap.
+        output: directory that receives results.json and, for each temperature T, vllm-T.json and sglang-T.json.
+    """
+
+    run: Path
+    method: str | None = None
+    costs: Path = dataclasses.field(kw_only=True)
+    allow_zero: bool = False
+    seed: int = 0
+    output: Path = dataclasses.field(kw_only=True)
+
+
+@dataclass(frozen=True)
+class RoundTimes:
+    """Measured seconds of a round, by number of requests and drafted tokens per request.
+
+    One request and 0 drafted tokens are always among them. `source` says where they were measured.
+    """
+
+    seconds: Mapping[int, Mapping[int, float]]
+    source: str
+
+    @property
+    def max_requests(self) -> int:
+        return max(self.seconds)
+
+    @property
+    def max_drafted(self) -> int:
+        """Largest K that was timed at every number of requests."""
+        return min(max(curve) for curve in self.seconds.values())
+
+    def at(self, requests: int, k: int) -> float:
+        """Interpolate linearly between measurements."""
+        return straight({size: straight(curve, k) for size, curve in self.seconds.items()}, requests)
+
+
+@dataclass(frozen=True)
+class RoundCounts:
+    """Expected rounds of A recorded answers at every K.
+
+    Attributes:
+        owners: [A], the prompt of each answer.
+        tokens: [A], tokens after the first one, which the prefill gives.
+        rounds: [A, K+1], expected rounds for these tokens with 0 to K drafted tokens.
+    """
+
+    owners: Sequence[int]
+    tokens: Floats
+    rounds: Floats
+
+    @property
+    def tokens_per_round(self) -> Floats:
+        """[K+1]: 1 without drafts."""
+        tau: Floats = self.tokens.sum() / self.rounds.sum(0)
+        return tau
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Chosen K by number of requests, at one temperature.
+
+    Attributes:
+        lengths: [B], the best K for 1 to B requests.
+        drafting: [B], the best K of at least 1.
+        loss: largest share of the token rate that `drafting` loses to `lengths`.
+        max_drafted: the largest K there was to choose.
+        single: the best K for all numbers of requests.
+        rows: one dict per number of requests that was timed.
+        over_single: mean gain over `single`, with its interval.
+    """
+
+    temperature: float
+    lengths: Sequence[int]
+    drafting: Sequence[int]
+    loss: float
+    max_drafted: int
+    single: int
+    rows: Sequence[dict[str, Any]]
+    over_single: tuple[float, list[float] | None]
+
+    @property
+    def last(self) -> int:
+        """Largest number of requests at which drafting pays; 0 if it never does."""
+        return max((size for size, k in enumerate(self.lengths, start=1) if k), default=0)
+
+    @property
+    def advice(self) -> str:
+        if not self.last:
+            return f"Do not speculate: it pays at no number of requests up to {len(self.lengths)}."
+        advice = f"Do not speculate above {self.last} requests at once."
+        if self.last == len(self.lengths):
+            advice = f"Speculating pays up to {self.last} requests at once, the most that was timed."
+        if max(self.lengths) == self.max_drafted:
+            advice += f" More than {self.max_drafted} tokens may pay: longer drafts were not recorded, or not timed."
+        return advice
+
+
+@sole_writer()
+def run(config: ScheduleConfig) -> None:
+    """Choose the schedule of each temperature, print it, and write results.json and the servers' files.
+
+    Raises:
+        InputError: the run or the costs cannot be used.
+    """
+    bench = open_bench(str(config.run))
+    label, method = recorded_chain(bench, config.method)
+    times = read_times(config.costs)
+    schedules = [
+        choose(temperature, count_rounds(rows[label], method.k), times, config.seed)
+        for temperature, rows in bench.methods.items()
+        if any(row["rounds"] for row in rows[label])
+    ]
+    if not schedules:
+        raise InputError("run", f"no rounds of {label}", "answers of more than one token", "Measure it again.")
+
+    # Files of an earlier run may be for temperatures that this run does not have.
+    for name in (RESULTS, *(path.name for form in FILES for path in config.output.glob(form.format("*")))):
+        (config.output / name).unlink(missing_ok=True)
+    written = []
+    for schedule in schedules:
+        if schedule.last:
+            vllm, sglang = (config.output / name.format(f"{schedule.temperature:g}") for name in FILES)
+            lengths = schedule.lengths if config.allow_zero else schedule.drafting
+            write_text(vllm, json.dumps(vllm_config(ranges(lengths))) + "\n")
+            write_text(sglang, json.dumps(sglang_config(ranges(schedule.lengths))) + "\n")
+            written += [vllm.name, sglang.name]
+
+    tables = [schedule_table(schedule, label, times, config.allow_zero) for schedule in schedules]
+    meta = {
+        "schema_version": SCHEMA_VERSION,
+        "kind": "schedule",
+        "settings": resolved(config),
+        "command": command_line("eval schedule", config),
+        "method": label,
+        "costs": times.source,
+        **{name: bench.meta[name] for name in ("target", "heads", "prompts")},
+    }
+    rows = [plain({**vars(each), "ranges": ranges(each.lengths), "advice": each.advice}) for each in schedules]
+    write_json(config.output / RESULTS, {"meta": meta, "tables": to_json(tables), "schedules": rows})
+    for table in tables:
+        show(table)
+    note(f"Written to {config.output}: {', '.join([RESULTS, *written])}")
+
+
+def recorded_chain(bench: Bench, label: str | None) -> tuple[str, FixedK]:
+    """Return the run's only chain of a fixed length, or the one with this label.
+
+    Raises:
+        InputError: there is none, or there are several.
+    """
+    labels = sorted({each for rows in bench.methods.values() for each in rows})
+    parsed = {each: parse_method(each) for each in labels if each.partition(":")[0] in known_methods()}
+    chains = {each: method for each, method in parsed.items() if isinstance(method, FixedK)}
+    if label is None and len(chains) == 1:
+        label = next(iter(chains))
+    if label is None or label not in chains:
+        expected = f"one of {', '.join(chains)}" if chains else "a chain of a fixed length, such as spec:k=8"
+        remedy = "Name it with --method." if chains else "Measure one with `draftsmith eval bench`."
+        raise InputError("method", label or f"{len(chains)} such methods in {bench.name}", expected, remedy)
+    return label, chains[label]
+
+
+def read_times(path: Path) -> RoundTimes:
+    """Read `{"seconds": {REQUESTS: {K: seconds}}, "machine": TEXT}`; "machine" is optional."""
+    remedy = f"Write it as {COSTS_EXAMPLE}: seconds of a round by requests and drafted tokens."
+    if not path.exists():
+        raise InputError("costs", f"no {path}", "a JSON file of times", "Check the path.")
+    content = read_object(path, COSTS_SHAPE, remedy)
+    seconds = dict[int, dict[int, float]]()
+    for size, curve in content["seconds"].items():
+        for name in (size, *curve):
+            if not name.isdecimal():
+                raise InputError(str(path), repr(name), "whole numbers of requests and of drafted tokens", remedy)
+        wrong = [value for value in curve.values() if not (value > 0 and math.isfinite(value))]
+        if wrong:
+            raise InputError(str(path), f"{wrong[0]} s with {size} requests", "seconds, above 0", remedy)
+        seconds[int(size)] = {int(k): float(curve[k]) for k in sorted(curve, key=int)}
+        if 0 not in seconds[int(size)] or len(curve) < 2:
+            found = f"K of {', '.join(curve) or 'nothing'} with {size} requests"
+            raise InputError(str(path), found, "0 and at least one more", remedy)
+    if 1 not in seconds or 0 in seconds or max(seconds) > MAX_REQUESTS:
+        found = f"{', '.join(content['seconds']) or 'no'} requests"
+        raise InputError(str(path), found, f"1, and more, up to {MAX_REQUESTS:,}", remedy)
+    return RoundTimes(dict(sorted(seconds.items())), content.get("machine", str(path)))
+
+
+def count_rounds(rows: Sequence[Mapping[str, Any]], k: int) -> RoundCounts:
+    """Compute the expected rounds of every answer with 0 to k drafted tokens, from rounds that drafted k.
+
+    With another K rounds begin at other places of the text. A recorded round says of its accepted places that the draft
+    was right there, and of the one after them that it was wrong. Nothing is known only after a fully accepted draft:
+    there a token counts as accepted with the rate of a draft's last place. For a draft model, whose drafts depend on
+    the preceding text alone, this is the distribution of real rounds except for those places. A head's later tokens are
+    worse than its first ones: it accepts slightly more than is counted here.
+
+    Args:
+        rows: rows of prompts.parquet; answers without a round are skipped.
+    """
+    answers = [row for row in rows if row["rounds"]]
+    rounds = [each for row in answers for each in row["rounds"]]
+    reached = [each for each in rounds if each["num_drafted"] == k and each["num_accepted"] >= k - 1]
+    last_rate = sum(each["num_accepted"] == k for each in reached) / max(len(reached), 1)
+    probs = [accept_probs(row["rounds"], k, last_rate) for row in answers]
+    expected = np.array([[expected_rounds(each, length) for length in range(k + 1)] for each in probs])
+    return RoundCounts([row["prompt"] for row in answers], np.array([float(len(each)) for each in probs]), expected)
+
+
+def accept_probs(rounds: Sequence[Mapping[str, int]], k: int, unknown: float) -> list[float]:
+    """Return the acceptance probability of every emitted token.
+
+    It is 1 where the token was drafted, 0 where the draft was different or had ended, and `unknown` after k accepted
+    tokens.
+    """
+    probs = list[float]()
+    for each in rounds:
+        accepted = min(each["num_accepted"], each["num_emitted"])
+        probs += [1.0] * accepted
+        if each["num_emitted"] > accepted:
+            probs.append(unknown if accepted == k else 0.0)
+    return probs
+
+
+def expected_rounds(accept_prob: Sequence[float], k: int) -> float:
+    """Return the expected number of rounds of k drafted tokens that emit len(accept_prob) tokens."""
+    count = len(accept_prob)
+    begins = [1.0, *([0.0] * (count + k))]  # probability that a round begins at a place
+    for place in range(count):
+        alive = begins[place]  # probability that the draft is accepted up to here
+        for at in range(place, place + k):
+            if not alive or at >= count:
+                break
+            begins[at + 1] += alive * (1 - accept_prob[at])
+            alive *= accept_prob[at]
+        else:
+            begins[place + k + 1] += alive
+    return sum(begins[:count])
+
+
+def choose(temperature: float, counts: RoundCounts, times: RoundTimes, seed: int) -> Schedule:
+    """Choose the K with the highest token rate at every number of requests.
+
+    The choice uses all prompts; the intervals of its gains are bootstrapped over prompts.
+    """
+    tau, sizes = counts.tokens_per_round, sorted(times.seconds)
+    num_lengths = min(len(tau) - 1, times.max_drafted) + 1
+    seconds = [[times.at(size, k) for k in range(num_lengths)] for size in range(1, times.max_requests + 1)]
+    rate: Floats = tau[:num_lengths] / np.array(seconds)  # [B, K+1] tokens per second of each request
+    lengths = [int(k) for k in rate.argmax(1)]  # the smallest of equal ones
+    drafting = [1 + int(k) for k in rate[:, 1:].argmax(1)]
+    timed = rate[[size - 1 for size in sizes]]
+    single = int(np.log(timed / timed[:, :1]).mean(0).argmax())
+
+    resamples = Resamples(counts.owners, seed)
+    tokens = resamples.sums(counts.tokens)
+    tau_resampled = np.stack([tokens / resamples.sums(counts.rounds[:, k]) for k in range(num_lengths)], 1)
+
+    def gain(size: int, k: int, base: int) -> tuple[float, list[float] | None]:
+        cheaper = times.at(size, base) / times.at(size, k)
+        ends = resamples.interval(lambda: tau_resampled[:, k] / tau_resampled[:, base] * cheaper - 1)
+        return float(rate[size - 1, k] / rate[size - 1, base] - 1), ends
+
+    rows = []
+    for size in sizes:
+        k = lengths[size - 1]
+        row: dict[str, Any] = {"requests": size, "k": k, "tokens_per_round": float(tau[k])}
+        row["over_none"], row["over_none_ci95"] = gain(size, k, 0)
+        row["over_single"], row["over_single_ci95"] = gain(size, k, single)
+        rows.append(row)
+
+    # Mean gain over the best single K: geometric, over the numbers of requests that were timed.
+    chosen = [lengths[size - 1] for size in sizes]
+    mean = np.log([1 + row["over_single"] for row in rows]).mean()
+    cheaper = [np.log(times.at(size, single) / times.at(size, k)) for size, k in zip(sizes, chosen, strict=True)]
+    ends = resamples.interval(
+        lambda: np.expm1((np.log(tau_resampled[:, chosen] / tau_resampled[:, [single]]) + np.array(cheaper)).mean(1))
+    )
+    loss = max(float(1 - at[kept] / at[best]) for at, kept, best in zip(rate, drafting, lengths, strict=True))
+    return Schedule(temperature, lengths, drafting, loss, num_lengths - 1, single, rows, (float(np.expm1(mean)), ends))
+
+
+def ranges(lengths: Sequence[int]) -> list[KRange]:
+    """Merge equal neighbours: K for 1 to B requests -> (first, last, K)."""
+    merged: list[KRange] = []
+    for size, k in enumerate(lengths, start=1):
+        if merged and merged[-1][2] == k:
+            merged[-1] = (merged[-1][0], size, k)
+        else:
+            merged.append((size, size, k))
+    return merged
+
+
+def vllm_config(k_ranges: Sequence[KRange]) -> dict[str, Any]:
+    """Return a part of vLLM's --speculative-config (0.32, 0.33); above the last range its K holds."""
+    longest = max(k for _, _, k in k_ranges)
+    by_batch = [list(each) for each in k_ranges]
+    return {"num_speculative_tokens": longest, "num_speculative_tokens_per_batch_size": by_batch}
+
+
+def sglang_config(k_ranges: Sequence[KRange]) -> dict[str, Any]:
+    """Return SGLang's --speculative-adaptive-config (0.5.23): the smallest batch size -> the allowed steps.
+
+    With a single candidate SGLang's acceptance rates change nothing.
+    """
+    return {str(first): {"candidate_steps": [k]} for first, _, k in k_ranges}
+
+
+def schedule_table(schedule: Schedule, label: str, times: RoundTimes, allow_zero: bool) -> Table:
+    """Return the table of one temperature, with the advice as its note."""
+
+    def percent(ends: Sequence[float] | None) -> str:
+        return "" if ends is None else interval([100 * end for end in ends], "+.1f", " to ")
+
+    rows = [
+        {**row, "over_none_ci": percent(row["over_none_ci95"]), "over_single_ci": percent(row["over_single_ci95"])}
+        for row in schedule.rows
+    ]
+    columns = [
+        Column("requests", "requests", "d"), Column("k", "K", "d"), Column("tokens_per_round", "tokens/round", ".2f"),
+        Column("over_none", "over K=0", "+.1%"), Column("over_none_ci", "95 % CI"),
+        Column("over_single", f"over K={schedule.single}", "+.1%"), Column("over_single_ci", "95 % CI"),
+    ]  # fmt: skip
+    parts = (f"{first}-{last}: {k}" if first < last else f"{first}: {k}" for first, last, k in ranges(schedule.lengths))
+    value, ends = schedule.over_single
+    text = (
+        f"{schedule.advice} K by requests: {'; '.join(parts)}. Tokens per second over the best single K, "
+        f"{schedule.single}, on average {value:+.1%} ({percent(ends)}). Expected from rounds of {label}, intervals "
+        f"over prompts; times: {times.source}."
+    )
+    if schedule.last and not all(schedule.lengths):
+        if allow_zero:
+            text += f" Beware of K = 0 in the servers' files: {STALL}. Measure your server on both sides of it."
+        else:
+            text += (
+                f" Beware of K = 0: {STALL}. vLLM's file therefore drafts at least 1 token, which costs up to "
+                f"{schedule.loss:.1%} of the token rate here; --allow-zero writes the 0. SGLang's file holds it."
+            )
+    name, title = f"schedule-T{schedule.temperature:g}", f"Drafted tokens, T={schedule.temperature:g}"
+    return Table(name, title, columns, rows, text)
