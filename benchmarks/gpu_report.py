@@ -21,14 +21,13 @@ from typing import Any, Literal
 import torch
 
 from draftsmith.benchmarks.synthetic import SHAPES, random_eagle_head, random_pair
-from draftsmith.data.console import note, show
+from draftsmith.data.console import log_note, print_table, table_from_cells
 from draftsmith.data.heads.markdown import markdown_lines
 from draftsmith.data.models.device import check_device
 from draftsmith.data.store.datasets import pack_features
 from draftsmith.data.store.files import make_directory, write_json, write_text
 from draftsmith.data.store.manifest import git_commit, package_versions, resolved
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.data.tables import of_cells
 from draftsmith.eval.bench.results import hardware
 from draftsmith.eval.bench.runner import EngineRunner
 from draftsmith.eval.cost.clock import clock_of
@@ -323,8 +322,8 @@ def run(config: GpuReportConfig) -> Path:
     rows = []
     for row in measure_all(config):
         rows.append(row)
-        note(" | ".join(row.cells))
-    show(of_cells("gpu", HEADINGS, [row.cells for row in rows], right=HEADINGS[1:]))
+        log_note(" | ".join(row.cells))
+    print_table(table_from_cells("gpu", HEADINGS, [row.cells for row in rows], right=HEADINGS[1:]))
     make_directory(config.output)
     meta = {
         "settings": resolved(config),

@@ -15,12 +15,11 @@ from typing import Any, Literal
 from draftsmith.benchmarks import recipes
 from draftsmith.benchmarks.recipe_tables import TEMPERATURES
 from draftsmith.benchmarks.recipes import RecipesConfig, python
-from draftsmith.data.console import say
+from draftsmith.data.console import Column, Table, format_interval, print_text
 from draftsmith.data.store.files import write_json, write_text
 from draftsmith.data.store.manifest import git_commit, package_versions, resolved
 from draftsmith.data.store.reading import read_object
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.data.tables import Column, Table, interval
 from draftsmith.eval.bench.results import BASELINE, RESULTS, Row, hardware, of_methods, read_rows, totals_of
 from draftsmith.eval.bench.summary import summary_row
 from draftsmith.eval.report.tables import markdown
@@ -80,7 +79,7 @@ def run(config: HeadTableConfig) -> Path:
     write_json(path, {"meta": {**about, "git_commit": git_commit()}, "rows": rows})
     text = "\n".join(markdown(table_of(mode, own, config)) for mode, own in rows.items())
     write_text(path.with_suffix(".md"), text)
-    say(f"{text}\nWritten to {path.with_suffix('.md')}")
+    print_text(f"{text}\nWritten to {path.with_suffix('.md')}")
     return path
 
 
@@ -96,7 +95,7 @@ def measured(config: HeadTableConfig, seed: int) -> list[Row]:
         words += ["--methods", methods, "--limit", str(config.limit), "--seed", str(seed)]
         words += ["--temperatures", ",".join(map(str, TEMPERATURES.values())), "--repeats", "1", "--num-threads", "1"]
         words += ["--max-new-tokens", str(config.max_new_tokens), "--output", str(directory)]
-        say(f"bench, seed {seed}")
+        print_text(f"bench, seed {seed}")
         python("-m", "draftsmith", "eval", "bench", *words)
     return read_rows(directory)
 
@@ -132,8 +131,8 @@ def table_of(mode: str, rows: Sequence[Mapping[str, Any]], config: HeadTableConf
     shown = [
         {
             **row,
-            "tau_ci": interval(row["tau_ci95"]),
-            "speedup_ci": interval(row["speedup_ci95"]),
+            "tau_ci": format_interval(row["tau_ci95"]),
+            "speedup_ci": format_interval(row["speedup_ci95"]),
             "by_seed": " ".join(f"{tau:.2f}" for tau in row["taus"]),
             "equal": {None: "", True: "yes", False: f"no ({row['num_differing']})"}[row["matches_ar"]],
         }

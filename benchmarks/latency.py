@@ -25,14 +25,13 @@ from draftsmith.benchmarks.decoder_cost import (
     trace_cost,
 )
 from draftsmith.benchmarks.pairs import GREEDY, K, Pair, embedded_models, paired_ratio, random_models
-from draftsmith.data.console import note, show
+from draftsmith.data.console import log_note, print_table, table_from_cells
 from draftsmith.data.heads.markdown import markdown_lines
 from draftsmith.data.models.device import check_device
 from draftsmith.data.models.loading import DTYPES
 from draftsmith.data.store.files import make_directory, write_json, write_text
 from draftsmith.data.store.manifest import git_commit, package_versions, resolved
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.data.tables import of_cells
 from draftsmith.eval.bench.hf_baseline import HFRunner
 from draftsmith.eval.bench.results import hardware
 from draftsmith.eval.bench.runner import EngineRunner, Runner
@@ -132,8 +131,8 @@ def run(config: LatencyConfig) -> Path:
     rows = []
     for row in measure_all(config):
         rows.append(row)
-        note(" | ".join(row.cells))
-    show(of_cells("latency", HEADINGS, [row.cells for row in rows], right=HEADINGS[2:]))
+        log_note(" | ".join(row.cells))
+    print_table(table_from_cells("latency", HEADINGS, [row.cells for row in rows], right=HEADINGS[2:]))
     make_directory(config.output)
     meta = {
         "settings": resolved(config),

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from draftsmith.data.tables import Column, Table, interval
+from draftsmith.data.console import Column, Table, format_interval
 from draftsmith.eval.bench.results import Row, totals_of
 from draftsmith.eval.bench.summary import MeasuredResamples, copying
 from draftsmith.eval.bootstrap import NUM_RESAMPLES, Floats
@@ -68,7 +68,7 @@ def tables(found: Sequence[Mapping[str, Any]], title: str) -> list[Table]:
         depths += [Column(f"{mode} {key}", heading, ".2f", mode) for key, heading in places.items()]
         for row, part in zip(rows, (own[mode] for own in found), strict=True):
             row |= {f"{mode} {name}": part[name] for name in ("tau", "ratio", *places)}
-            row |= {f"{mode} {name}_ci95": interval(part[f"{name}_ci95"]) for name in ("tau", "ratio")}
+            row |= {f"{mode} {name}_ci95": format_interval(part[f"{name}_ci95"]) for name in ("tau", "ratio")}
             row |= {f"{mode} {d + 1}": value for d, value in enumerate(part["acceptance"])}
     note = "CPU s: of the whole training, its start and one validation included."
     shares = [f"{own['copied_prompt'] + own['copied_answer']:.0%} ({mode})" for mode, own in modes_of(found[0])]

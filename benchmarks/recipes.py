@@ -25,7 +25,7 @@ import torch
 
 from draftsmith.benchmarks.recipe_cost import MeasuredTraining, StepCost, measured_costs, read_costs
 from draftsmith.benchmarks.recipe_tables import TEMPERATURES, K, compared, tables
-from draftsmith.data.console import say
+from draftsmith.data.console import print_text
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.files import write_json, write_text
 from draftsmith.data.store.manifest import git_commit, package_versions, resolved
@@ -277,7 +277,7 @@ def make_data(config: RecipesConfig) -> None:
         stages[config.features(recipe)] = words
     for directory, words in stages.items():
         python("-m", "draftsmith", "data", *words, "--target", own.target, "--output", str(directory))
-        say(f"data: {directory}")
+        print_text(f"data: {directory}")
 
 
 def step_costs(config: RecipesConfig) -> dict[str, StepCost]:
@@ -302,7 +302,7 @@ def train_all(config: RecipesConfig, steps: Mapping[str, int]) -> None:
         waiting = [pool.submit(trained, config, name, seed, steps[name]) for name, seed in todo]
         try:
             for number, done in enumerate(as_completed(waiting), start=1):
-                say(f"{number}/{len(waiting)} {done.result()}")
+                print_text(f"{number}/{len(waiting)} {done.result()}")
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -408,7 +408,7 @@ def write_report(config: RecipesConfig, steps: Mapping[str, int]) -> Path:
     meta: dict[str, Any] = {"settings": resolved(config), "hardware": hardware("cpu"), "packages": package_versions()}
     meta["git_commit"] = git_commit()
     write_json(path, {"meta": meta, "recipes": found})
-    say(f"{text}\nWritten to {path.with_suffix('.md')}")
+    print_text(f"{text}\nWritten to {path.with_suffix('.md')}")
     return path
 
 

@@ -26,13 +26,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from draftsmith.benchmarks.synthetic import Weights, random_weights
-from draftsmith.data.console import say, show
+from draftsmith.data.console import print_table, print_text, table_from_cells
 from draftsmith.data.heads.markdown import markdown_lines
 from draftsmith.data.store.datasets import Item, pack_features
 from draftsmith.data.store.files import make_directory, write_json, write_text
 from draftsmith.data.store.manifest import git_commit, package_versions, resolved
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.data.tables import of_cells
 from draftsmith.launch.cli import main_of
 from draftsmith.modules.drafters.eagle.head import (
     LOOKAHEAD,
@@ -315,8 +314,8 @@ def run(config: ThroughputConfig) -> Path:
         rows.append({"what": what, "value": value, "unit": unit, "aim": aim})
         digits = {"x": 2, "%": 1, "tokens/s": 0}[unit]
         cells.append((what, f"{value:,.{digits}f}{'' if unit in 'x%' else ' '}{unit}", aim))
-        say(" | ".join(cells[-1]))
-    show(of_cells("throughput", HEADINGS, cells, right=HEADINGS[1:]))
+        print_text(" | ".join(cells[-1]))
+    print_table(table_from_cells("throughput", HEADINGS, cells, right=HEADINGS[1:]))
     make_directory(config.output)
     write_text(config.output / "throughput.md", "\n".join(markdown_lines(HEADINGS, cells)) + "\n")
     meta = {

@@ -1,7 +1,7 @@
-"""What commands tell: their answer on stdout, as text and tables or, with --json, as one document; notes on stderr.
+"""Console output of commands: results on stdout (text and tables, or one JSON document), notes and progress on stderr.
 
-A table that a terminal has no room for is shown in its long form, one block of lines a row: no name or number is cut or
-broken. In a pipe or a file it has its full width.
+A table that does not fit a terminal is printed as one block of lines per row, so that no name or number is cut. In a
+pipe or a file it has its full width.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,20 +20,91 @@ from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.measure import Measurement
 from rich.padding import Padding
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table as Grid
 from rich.text import Text
 
-from draftsmith.data.tables import Column, Row, Table, formatted, plain
+Row = Mapping[str, Any]
+Advance = Callable[[float], None]
 
-# Of its widest cell's width a column of words keeps this share, or so many columns, before the long form is taken.
-WRAPPED, PROSE = 0.6, 24
-INDENT, BETWEEN = 2, "   "
-UNLIMITED = 10_000  # columns of a pipe or a file
+SIGNIFICANT_DIGITS = 5  # of floats in JSON
+# A column of words may shrink to this share of its widest cell, or to so many characters, before rows become blocks.
+WRAPPED_SHARE, WRAPPED_WIDTH = 0.6, 24
+INDENT, GAP = 2, "   "
+UNLIMITED = 10_000  # width of a pipe or a file
+LOG_EVERY_S = 30  # seconds between progress lines in a log
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a table.
+
+    key: name of the value in a row. title: heading. format: spec for `format()`; a final `x` is printed behind the
+    number (`.2fx` gives 1.84x) and `>` only aligns text to the right. group: heading shared with neighbouring columns.
+    below: print the value below that of the column before.
+    """
+
+    key: str
+    title: str
+    format: str = ""
+    group: str = ""
+    below: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under headings; None and missing values are empty cells.
+
+    name: identifier without blanks, used for files. columns: empty if the rows are only drawn in a chart. note: printed
+    below the table.
+    """
+
+    name: str
+    title: str = ""
+    columns: Sequence[Column] = ()
+    rows: Sequence[Row] = ()
+    note: str = ""
+
+
+def table_from_cells(
+    name: str, headings: Sequence[str], rows: Iterable[Sequence[Any]], right: Sequence[str] = ()
+) -> Table:
+    """Build a table from rows of cells in the order of the headings. right: headings of right-aligned columns."""
+    columns = [Column(heading, heading, ">" if heading in right else "") for heading in headings]
+    return Table(name, columns=columns, rows=[dict(zip(headings, row, strict=True)) for row in rows])
+
+
+def json_values(value: Any) -> Any:
+    """Convert nested values for JSON: floats are rounded, NaN and infinity become None."""
+    if isinstance(value, Mapping):
+        return {key: json_values(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_values(item) for item in value]
+    if not isinstance(value, float) and hasattr(value, "item"):  # a NumPy scalar
+        value = value.item()
+    if isinstance(value, float):
+        return float(f"{value:.{SIGNIFICANT_DIGITS}g}") if math.isfinite(value) else None
+    return value
+
+
+def format_value(value: Any, form: str) -> str:
+    """Format one cell; None and NaN are empty."""
+    if value is None or value != value:
+        return ""
+    if isinstance(value, str | bool) or not form:
+        return str(value)
+    return format(value, form[:-1]) + "x" if form.endswith("x") else format(value, form)
+
+
+def format_interval(ends: Sequence[float | None] | None, form: str = ".2f", between: str = "-") -> str:
+    """Format the ends of an interval; empty if there is none."""
+    low, high = ends or (None, None)
+    return "" if low is None or low != low else f"{low:{form}}{between}{high:{form}}"
 
 
 @dataclass
-class Screen:
-    """How this process tells what it does. document: of --json, which is filled instead of printing."""
+class _Output:
+    """Output options of this process, and the values collected for --json (document is None without it)."""
 
     quiet: bool = False
     document: dict[str, Any] | None = None
@@ -40,211 +112,235 @@ class Screen:
     tables: list[dict[str, Any]] = field(default_factory=list)
 
 
-_screen = Screen()
+_output = _Output()
 
 
 @contextmanager
-def telling(quiet: bool = False, as_json: bool = False) -> Iterator[Screen]:
-    """For what runs inside: quiet leaves notes and progress out; as_json collects what is told, and sends whatever else
-    is printed to stderr."""
-    global _screen
-    before, _screen = _screen, Screen(quiet, {} if as_json else None)
+def console_output(quiet: bool = False, as_json: bool = False) -> Iterator[Callable[..., str]]:
+    """Apply output options inside the block; yields a function that returns the JSON document.
+
+    quiet: no notes and no progress. as_json: collect results instead of printing them, and redirect any other print to
+    stderr.
+    """
+    global _output
+    before, _output = _output, _Output(quiet, {} if as_json else None)
+    output = _output
+
+    def to_json(**values: Any) -> str:
+        document = {**values, **(output.document or {})}
+        if output.tables:
+            document["tables"] = output.tables
+        if output.texts:
+            document["text"] = output.texts
+        return json.dumps(json_values(document), indent=2, ensure_ascii=False, default=str)
+
     try:
         if as_json:
             with redirect_stdout(sys.stderr):
-                yield _screen
+                yield to_json
         else:
-            yield _screen
+            yield to_json
     finally:
-        _screen = before
+        _output = before
 
 
-def document(screen: Screen, **more: Any) -> str:
-    """What a command told, as JSON: what it answered, its `tables` with their values, and its `text`."""
-    told: dict[str, Any] = {"tables": screen.tables, "text": screen.texts}
-    whole = {**more, **(screen.document or {}), **{name: value for name, value in told.items() if value}}
-    return json.dumps(plain(whole), indent=2, ensure_ascii=False, default=str)
-
-
-def is_quiet() -> bool:
-    return _screen.quiet
-
-
-def say(text: str | Text) -> None:
-    """Lines of the answer, on stdout."""
-    if _screen.document is not None:
-        _screen.texts.append(str(text).strip("\n"))
+def print_text(text: str | Text) -> None:
+    """Print result text on stdout."""
+    if _output.document is not None:
+        _output.texts.append(str(text).strip("\n"))
         return
     Console(soft_wrap=True, highlight=False, markup=False).print(text)
 
 
-def note(text: str | Text) -> None:
-    """Lines beside the answer, on stderr."""
-    if not _screen.quiet:
+def log_note(text: str | Text) -> None:
+    """Print a note on stderr, unless --quiet."""
+    if not _output.quiet:
         Console(soft_wrap=True, highlight=False, markup=False, stderr=True).print(text)
 
 
-def answer(**values: Any) -> bool:
-    """Values of the document; False without --json, where the caller prints them."""
-    if _screen.document is not None:
-        _screen.document |= values
-    return _screen.document is not None
+def add_result(**values: Any) -> bool:
+    """Add values to the JSON document. Return False without --json, where the caller prints them."""
+    if _output.document is not None:
+        _output.document |= values
+    return _output.document is not None
 
 
-def show(table: Table, bold: str = "") -> None:
-    """A table of the answer, on stdout.
-
-    bold: key that is true in rows to stand out.
-    """
-    if _screen.document is not None:
-        _screen.tables.append(as_values(table))
-    else:
-        print_table(wide_console(), table, bold)
-
-
-def show_facts(facts: Mapping[str, Any], title: str = "", key: str = "facts") -> None:
-    """Names and values of the answer in lines; None is a dash. key: in the document."""
-    if answer(**{key: dict(facts)}):
+def print_table(table: Table, bold: str = "") -> None:
+    """Print a result table on stdout. bold: key that is true in rows to highlight."""
+    if _output.document is None:
+        draw_table(_stdout(), table, bold)
         return
-    console = wide_console()
-    if title:
-        console.print(Text(title, "bold"), soft_wrap=True)
-    print_wide(console, pairs([(name, as_text("-" if value is None else value)) for name, value in facts.items()]))
-
-
-def as_values(table: Table) -> dict[str, Any]:
-    """A table in the document: its rows by the keys of its columns."""
     keys = [column.key for column in table.columns]
     rows = [{key: row.get(key) for key in keys} for row in table.rows]
-    shown = {"name": table.name, "title": table.title, "rows": rows, "note": table.note}
-    return {name: value for name, value in shown.items() if value or name == "rows"}
+    values = {"name": table.name, "title": table.title, "rows": rows, "note": table.note}
+    _output.tables.append({name: value for name, value in values.items() if value or name == "rows"})
 
 
-def wide_console() -> Console:
-    """Of stdout; its lines end where a terminal's do, or COLUMNS says, and else nowhere."""
+def print_facts(facts: Mapping[str, Any], title: str = "", key: str = "facts") -> None:
+    """Print names and values, one per line; None is a dash. key: name in the JSON document."""
+    if add_result(**{key: dict(facts)}):
+        return
+    console = _stdout()
+    if title:
+        console.print(Text(title, "bold"), soft_wrap=True)
+    grid = Grid.grid(padding=(0, 2, 0, 0))
+    grid.add_column(no_wrap=True, style="cyan")
+    grid.add_column(overflow="fold")
+    for name, value in facts.items():
+        grid.add_row(Text(" " * INDENT + name), _as_text("-" if value is None else value))
+    _print_full_width(console, grid)
+
+
+def draw_table(console: Console, table: Table, bold: str = "") -> None:
+    """Print a table in the widest form that fits: side by side, stacked cells, or one block per row."""
+    if table.title:
+        console.print(Text(f"\n{table.title}", "bold"), soft_wrap=True)
+    stacks: list[list[Column]] = []  # columns printed beside each other, each with those below it
+    for column in table.columns:
+        if column.below:
+            stacks[-1].append(column)
+        else:
+            stacks.append([column])
+    rows = []
+    for row in table.rows:
+        cells = [[_as_text(row.get(column.key), column.format) for column in stack] for stack in stacks]
+        rows.append([[cell for cell in stack if cell.plain] for stack in cells])
+    styles = ["bold" if bold and row.get(bold) else "" for row in table.rows]
+    beside, below = ([[Text(joint).join(cells) for cells in row] for row in rows] for joint in (" ", "\n"))
+    grid = _grid(console, stacks, beside, styles) or _grid(console, stacks, below, styles)
+    _print_full_width(console, grid or Group(*_blocks(console.width, stacks, beside, styles)))
+    if table.note:
+        _print_full_width(console, Text(table.note, "dim"))
+
+
+def _grid(console: Console, stacks: list[list[Column]], rows: list[list[Text]], styles: list[str]) -> Grid | None:
+    """Lay rows out under their headings. Return None if words would be broken or sentences squeezed."""
+    grid = Grid(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    widths, minimums = [], []
+    for number, (column, *below) in enumerate(stacks):
+        titles = [column.title, *(under.title.removeprefix(f"{column.title}: ") for under in below)]
+        heading = Text(", ".join(filter(None, titles)))
+        grid.add_column(heading, justify="right" if column.format else "left", overflow="fold")
+        head, *cells = (_measure(console, text) for text in (heading, *(row[number] for row in rows)))
+        widest = max((cell.maximum for cell in cells), default=0)
+        wrapped = widest if below else min(math.ceil(widest * WRAPPED_SHARE), WRAPPED_WIDTH)
+        widths.append(max(head.maximum, widest))
+        minimums.append(max(head.minimum, wrapped, *(cell.minimum for cell in cells), 0))
+    for cells_, style in zip(rows, styles, strict=True):
+        grid.add_row(*cells_, style=style)
+    room = console.width - _measure(console, grid).maximum + sum(widths)
+    if sum(minimums) > room:
+        return None
+    while sum(widths) > room:  # shrink the column that has most to give
+        slack = [width - minimum for width, minimum in zip(widths, minimums, strict=True)]
+        widths[slack.index(max(slack))] -= 1
+    for column_, width in zip(grid.columns, widths, strict=True):
+        column_.width = width
+    return grid
+
+
+def _blocks(
+    room: int, stacks: list[list[Column]], rows: list[list[Text]], styles: list[str]
+) -> Iterator[RenderableType]:
+    """Yield one block per row: the cells that identify the row, then the others behind their headings, as many per line
+    as fit."""
+    names = [": ".join(filter(None, (column.group, column.title))) for column, *_ in stacks]
+    # The first columns that together distinguish all rows are the title of a block.
+    prefixes = (len({tuple(cell.plain for cell in row[:count]) for row in rows}) for count in range(1, len(stacks)))
+    num_title = next((count for count, distinct in enumerate(prefixes, 1) if distinct == len(rows)), 1)
+    for row, style in zip(rows, styles, strict=True):
+        cells = [(name, cell) for name, cell in zip(names, row, strict=True) if cell.plain]
+        named = [Text.assemble((name, "cyan"), " " if name else "", cell) for name, cell in cells]
+        lines: list[list[Text]] = [[]]
+        for part in named[num_title:]:
+            width = sum(map(len, lines[-1])) + len(GAP) * len(lines[-1]) + len(part)
+            if lines[-1] and width > room - INDENT:
+                lines.append([])
+            lines[-1].append(part)
+        yield Text()
+        yield Text.assemble(Text(GAP).join([*(cell for _, cell in cells[:1]), *named[1:num_title]]), style="bold")
+        yield Padding(Group(*(Text(GAP).join(line) for line in lines)), (0, 0, 0, INDENT), style=style)
+    yield Text()
+
+
+def _stdout() -> Console:
+    """Console for stdout; unlimited width unless it is a terminal or COLUMNS is set."""
     console = Console(highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = UNLIMITED
     return console
 
 
-def print_table(console: Console, table: Table, bold: str = "") -> None:
-    """A table that the console has room for, its title above and its note below it."""
-    if table.title:
-        console.print(Text(f"\n{table.title}", "bold"), soft_wrap=True)
-    stacks = stacked(table.columns)
-    rows = [[cells_of(row, stack) for stack in stacks] for row in table.rows]
-    styles = ["bold" if bold and row.get(bold) else "" for row in table.rows]
-    beside, below = ([[Text(joint).join(cells) for cells in row] for row in rows] for joint in (" ", "\n"))
-    grids = (laid_out(console, stacks, cells, styles) for cells in (beside, below))
-    long_form = Group(*blocks(console.width, stacks, beside, styles))
-    print_wide(console, next((grid for grid in grids if grid is not None), long_form))
-    if table.note:
-        print_wide(console, Text(table.note, "dim"))
-
-
-def print_wide(console: Console, shown: RenderableType) -> None:
-    """As wide as it is, where there is room; a file has no blanks at the ends of lines."""
-    width = max(natural(console, shown).maximum, 1)
+def _print_full_width(console: Console, content: RenderableType) -> None:
+    """Print at the content's natural width, without trailing blanks in files."""
+    width = max(_measure(console, content).maximum, 1)
     if console.is_terminal:
-        console.print(shown, width=width)
+        console.print(content, width=width)
         return
-    with console.capture() as made:
-        console.print(shown, width=width)
-    print("\n".join(line.rstrip() for line in made.get().splitlines()), file=console.file)
+    with console.capture() as captured:
+        console.print(content, width=width)
+    print("\n".join(line.rstrip() for line in captured.get().splitlines()), file=console.file)
 
 
-def natural(console: Console, shown: RenderableType) -> Measurement:
-    """Its widest word and its widest line."""
-    return Measurement.get(console, console.options.update(width=UNLIMITED), shown)
+def _measure(console: Console, content: RenderableType) -> Measurement:
+    """Return the width of the widest word (minimum) and of the widest line (maximum)."""
+    return Measurement.get(console, console.options.update(width=UNLIMITED), content)
 
 
-def stacked(columns: Sequence[Column]) -> list[list[Column]]:
-    """Columns as they stand beside each other, each with those `below` it."""
-    stacks: list[list[Column]] = []
-    for column in columns:
-        if column.below:
-            stacks[-1].append(column)
-        else:
-            stacks.append([column])
-    return stacks
+def _as_text(value: Any, form: str = "") -> Text:
+    return value if isinstance(value, Text) else Text(format_value(value, form))
 
 
-def cells_of(row: Row, stack: Sequence[Column]) -> list[Text]:
-    """What a row has there; texts with styles stay as they are."""
-    cells = (as_text(row.get(column.key), column.format) for column in stack)
-    return [cell for cell in cells if cell.plain]
+class _RateColumn(ProgressColumn):
+    """Recent units per second; skipped shards do not count."""
+
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text("" if speed is None else f"{speed:,.0f} {task.fields['unit']}/s", style="progress.data.speed")
 
 
-def as_text(value: Any, form: str = "") -> Text:
-    return value if isinstance(value, Text) else Text(formatted(value, form))
+@contextmanager
+def progress_bar(
+    description: str, total: int, unit: str, done: int = 0, enabled: bool = True, moving: bool = True
+) -> Iterator[Advance]:
+    """Show progress on stderr, as a bar or as lines of a log; yields a function that advances it.
+
+    done: units finished before. moving: also redraw between advances, which takes time from what is measured.
+    """
+    console, visible = Console(stderr=True), enabled and not _output.quiet
+    if visible and not console.is_terminal:
+        yield LogProgress(description, total, unit, done).advance
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:,.0f}/{task.total:,.0f} {task.fields[unit]}"),
+        _RateColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, auto_refresh=moving, disable=not visible) as progress:
+        task = progress.add_task(description, total=total, completed=done, unit=unit)
+        yield lambda amount: progress.update(task, advance=amount, refresh=not moving)
 
 
-def laid_out(console: Console, stacks: list[list[Column]], rows: list[list[Text]], styles: list[str]) -> Grid | None:
-    """Rows under headings; None where they would have to break words or squeeze sentences."""
-    grid = Grid(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    widths, least = [], []
-    for number, (column, *below) in enumerate(stacks):
-        titles = [column.title, *(under.title.removeprefix(f"{column.title}: ") for under in below)]
-        heading = Text(", ".join(filter(None, titles)))
-        grid.add_column(heading, justify="right" if column.format else "left", overflow="fold")
-        head, *cells = (natural(console, text) for text in (heading, *(row[number] for row in rows)))
-        widest = max((cell.maximum for cell in cells), default=0)
-        some = widest if below else min(math.ceil(widest * WRAPPED), PROSE)
-        widths.append(max(head.maximum, widest))
-        least.append(max(head.minimum, some, *(cell.minimum for cell in cells), 0))
-    for cells_, style in zip(rows, styles, strict=True):
-        grid.add_row(*cells_, style=style)
-    spare = console.width - natural(console, grid).maximum + sum(widths)
-    if sum(least) > spare:
-        return None
-    for drawn, width in zip(grid.columns, fitted(widths, least, spare), strict=True):
-        drawn.width = width
-    return grid
+class LogProgress:
+    """Progress as log lines, one every LOG_EVERY_S; a short stage writes none."""
 
+    def __init__(self, description: str, total: int, unit: str, done: int, clock: Callable[[], float] = time.monotonic):
+        self.description, self.total, self.unit, self.clock = description, total, unit, clock
+        self.done: float = done
+        self.initial, self.start = done, clock()
+        self.last_line = self.start
 
-def fitted(widths: Sequence[int], least: Sequence[int], room: int) -> list[int]:
-    """Widths whose sum is at most `room`, taken from where there is most to give."""
-    found = list(widths)
-    while sum(found) > room:
-        slack = [width - low for width, low in zip(found, least, strict=True)]
-        found[slack.index(max(slack))] -= 1
-    return found
-
-
-def blocks(
-    room: int, stacks: list[list[Column]], rows: list[list[Text]], styles: list[str]
-) -> Iterator[RenderableType]:
-    """The long form: what tells a row from the others, and below it its values behind their headings, side by side as
-    far as there is room."""
-    names = [": ".join(filter(None, (column.group, column.title))) for column, *_ in stacks]
-    prefixes = (len({tuple(cell.plain for cell in row[:count]) for row in rows}) for count in range(1, len(stacks)))
-    telling = next((count for count, distinct in enumerate(prefixes, 1) if distinct == len(rows)), 1)
-    for row, style in zip(rows, styles, strict=True):
-        known = [(name, cell) for name, cell in zip(names, row, strict=True) if cell.plain]
-        named = [Text.assemble((name, "cyan"), " " if name else "", cell) for name, cell in known]
-        yield Text()
-        yield Text.assemble(Text(BETWEEN).join([*(cell for _, cell in known[:1]), *named[1:telling]]), style="bold")
-        yield Padding(Group(*flowing(named[telling:], room - INDENT)), (0, 0, 0, INDENT), style=style)
-    yield Text()
-
-
-def flowing(parts: Sequence[Text], room: int) -> Iterator[Text]:
-    """Lines of whole parts; one that no line holds is a line of its own."""
-    line: list[Text] = []
-    for part in parts:
-        if line and sum(map(len, line)) + len(BETWEEN) * len(line) + len(part) > room:
-            yield Text(BETWEEN).join(line)
-            line = []
-        line.append(part)
-    yield Text(BETWEEN).join(line)
-
-
-def pairs(values: Sequence[tuple[str, Text]]) -> Grid:
-    """Names, indented, beside values, whose words wrap."""
-    grid = Grid.grid(padding=(0, 2, 0, 0))
-    grid.add_column(no_wrap=True, style="cyan")
-    grid.add_column(overflow="fold")
-    for name, value in values:
-        grid.add_row(Text(" " * INDENT + name), value)
-    return grid
+    def advance(self, amount: float) -> None:
+        """Add finished units, and log a line if the last one is old enough."""
+        self.done += amount
+        now = self.clock()
+        if now - self.last_line >= LOG_EVERY_S:
+            self.last_line = now
+            rate = (self.done - self.initial) / (now - self.start)
+            left = f", about {(self.total - self.done) / rate:,.0f} s left" if rate else ""
+            speed = f"{rate:.3g} {self.unit}/s"
+            log_note(f"{self.description}: {self.done:,.0f}/{self.total:,.0f} {self.unit}, {speed}{left}")

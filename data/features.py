@@ -15,13 +15,12 @@ from typing import Any, Literal
 
 import torch
 
-from draftsmith.data.console import note
+from draftsmith.data.console import Advance, log_note
 from draftsmith.data.engines.batched import by_length, pad_right, set_threads
 from draftsmith.data.models.identity import captured
 from draftsmith.data.models.loading import llama_shape, load_lm, text_identity
 from draftsmith.data.models.naming import naming
 from draftsmith.data.models.parallel import DONE, tell, told
-from draftsmith.data.progress import Advance
 from draftsmith.data.ranks import place
 from draftsmith.data.settings import StageLoading, check_not_negative, check_positive
 from draftsmith.data.store import feature_codec
@@ -181,7 +180,9 @@ def check_room(plan: StagePlan, rows: Rows, token_bytes: int, max_bytes: int) ->
     needed = sum(sum(lengths[shard.start : shard.stop]) for shard in left) * per_token
     if place().rank == 0:
         shape = f"{sum(lengths):,} tokens x {token_bytes:,} bytes and an index"
-        note(f"features: {plan.num_rows:,} rows, {shape}: {total:,} bytes ({total / 1e9:,.2f} GB), {needed:,} to go")
+        log_note(
+            f"features: {plan.num_rows:,} rows, {shape}: {total:,} bytes ({total / 1e9:,.2f} GB), {needed:,} to go"
+        )
     if max_bytes and total > max_bytes:
         raise InputError("max_bytes", f"{total:,} bytes to write", f"at most {max_bytes:,}", "Raise it or use --limit.")
     check_disk(plan.directory, needed, "output", "Free some space, use --limit or another disk.")

@@ -13,7 +13,7 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from draftsmith.data.console import say, show, show_facts
+from draftsmith.data.console import print_facts, print_table, print_text, table_from_cells
 from draftsmith.data.features import key
 from draftsmith.data.models.loading import load_tokenizer, tokenizer_identity
 from draftsmith.data.settings import check_not_negative
@@ -21,7 +21,6 @@ from draftsmith.data.store.feature_codec import decode, stored_features
 from draftsmith.data.store.manifest import Manifest, open_artefact, volatile
 from draftsmith.data.store.reading import open_tensors
 from draftsmith.data.store.shards import Rows
-from draftsmith.data.tables import of_cells
 from draftsmith.data.text.answers import answer_mask, answers_of, spans
 from draftsmith.data.text.repetition import Repetition, distinct_4grams
 from draftsmith.data.text.turns import later_turns
@@ -63,7 +62,7 @@ def run(config: InspectConfig) -> None:
     if config.rows and config.row >= len(rows):
         raise InputError("row", config.row, f"less than {len(rows)}, the number of rows", "Pass a smaller number.")
     facts = manifest_summary(manifest, rows, tokenizer)
-    show_facts(facts, f"{manifest.kind} in {config.artefact}")
+    print_facts(facts, f"{manifest.kind} in {config.artefact}")
     for number in range(config.row, min(config.row + config.rows, len(rows))):
         show_row(number, rows.read(number, number + 1)[0], manifest, config.artefact, tokenizer)
 
@@ -139,7 +138,7 @@ def retokenised_exactly(row: dict[str, Any], tokenizer: Any) -> bool:
 def show_row(number: int, row: dict[str, Any], manifest: Manifest, directory: Path, tokenizer: Any) -> None:
     """One row: its text, coloured by what the loss counts or by how likely a drafted token is kept."""
     task = f", task {row['task']}" if row.get("task") else ""
-    say(Text(f"\nrow {number}, id {row['id']}{task}", "bold"))
+    print_text(Text(f"\nrow {number}, id {row['id']}{task}", "bold"))
     if manifest.kind == "acceptance":
         show_labels(row, tokenizer)
         return
@@ -149,7 +148,7 @@ def show_row(number: int, row: dict[str, Any], manifest: Manifest, directory: Pa
     ids = row.get("input_ids") or row["prompt_ids"]
     unanswered = manifest.kind == "prompts" and not row.get("loss_mask")
     mask = [False] * len(ids) if unanswered else answer_mask(row)
-    say(masked_text(ids, mask, tokenizer, marked=not Console().is_terminal))
+    print_text(masked_text(ids, mask, tokenizer, marked=not Console().is_terminal))
     notes = [f"{len(ids)} tokens", f"{sum(mask)} counted by the loss"]
     if manifest.kind == "responses":
         notes.append("ended" if row["ended"] else "cut off")
@@ -159,13 +158,13 @@ def show_row(number: int, row: dict[str, Any], manifest: Manifest, directory: Pa
             features = decode(stored_features(file, key(row["row"]))).float()
         finite = "all finite" if bool(features.isfinite().all()) else "NOT all finite"
         notes.append(f"features {list(features.shape)}, standard deviation {features.std():.3f}, {finite}")
-    say(Text(", ".join(notes), style="cyan"))
+    print_text(Text(", ".join(notes), style="cyan"))
     if manifest.kind == "prompts":
         for turn, said in enumerate([json.loads(row["messages"]), *later_turns(row)], 1):
             if turn > 1:
-                say(Text(f"(the target's answer, then turn {turn})", style=COUNTED))
+                print_text(Text(f"(the target's answer, then turn {turn})", style=COUNTED))
             for message in said:
-                say(Text(f"{message['role']}: {message['content']}", style=PROMPT))
+                print_text(Text(f"{message['role']}: {message['content']}", style=PROMPT))
 
 
 def masked_text(ids: Sequence[int], mask: Sequence[bool], tokenizer: Any, marked: bool) -> Text:
@@ -187,23 +186,23 @@ def show_labels(row: dict[str, Any], tokenizer: Any) -> None:
         text.append(tokenizer.decode(ids[known:at]), style=PROMPT)
         text.append(tokenizer.decode([ids[at]]), style=band(prob))
         known = at + 1
-    say(text)
+    print_text(text)
     means = f"mean {sum(probs) / len(probs):.3f}, mean overlap {sum(row['overlap']) / len(probs):.3f}"
-    say(LEGEND.copy().append(means))
+    print_text(LEGEND.copy().append(means))
     cells = []
     for j, at in enumerate(places[:LABELS_SHOWN]):
         words = (repr(tokenizer.decode([token])) for token in (ids[at], row["draft_ids"][j]))
         numbers = (f"{row[name][j]:.3f}" for name in ("accept_prob", "overlap", "log_p", "log_q"))
         cells.append([Text(cell, band(probs[j])) for cell in (str(at), *words, *numbers)])
     right = ("P", "overlap", "log p(Y)", "log q(Y)")
-    show(of_cells("labels", ("position", "target X", "draft Y", *right), cells, right))
+    print_table(table_from_cells("labels", ("position", "target X", "draft Y", *right), cells, right))
 
 
 def show_drafts(row: dict[str, Any], depth: int, tokenizer: Any) -> None:
     """The text with the places where drafts begin; the first drafts beside what the target says there, each token by
     how likely it is kept once it is verified; and how likely that is by depth, on the average."""
     ids, starts = row["input_ids"], row["starts"]
-    say(masked_text(ids, [at in starts for at in range(len(ids))], tokenizer, marked=not Console().is_terminal))
+    print_text(masked_text(ids, [at in starts for at in range(len(ids))], tokenizer, marked=not Console().is_terminal))
     cells = []
     for number, start in enumerate(starts[:DRAFTS_SHOWN]):
         own = slice(number * depth, (number + 1) * depth)
@@ -213,11 +212,11 @@ def show_drafts(row: dict[str, Any], depth: int, tokenizer: Any) -> None:
         said = Text(repr(tokenizer.decode(ids[start : start + depth]))[1:-1])
         at = f"{row['temperature'][number]:g}"
         cells.append((start, at, said, drafted, " ".join(f"{prob:.2f}" for prob in probs)))
-    show(of_cells("drafts", ("start", "temperature", "target X", "draft Y", "P of each"), cells))
+    print_table(table_from_cells("drafts", ("start", "temperature", "target X", "draft Y", "P of each"), cells))
     weights, probs = (np.array(row[name]).reshape(-1, depth) for name in ("reached", "accept_prob"))
     kept, verified = (weights * probs).sum(0), weights.sum(0)
     by_depth = (f"{one / all_:.3f}" if all_ else "-" for one, all_ in zip(kept, verified, strict=True))
-    say(LEGEND.copy().append(f"mean of those that are verified, by depth: {' '.join(by_depth)}"))
+    print_text(LEGEND.copy().append(f"mean of those that are verified, by depth: {' '.join(by_depth)}"))
 
 
 def band(prob: float) -> str:

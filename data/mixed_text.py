@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draftsmith.data.console import Advance
 from draftsmith.data.engines.batched import by_length, check_lengths, pad_right, row_uniforms
 from draftsmith.data.models.naming import naming
-from draftsmith.data.progress import Advance
 from draftsmith.data.responses import TEXT_FIELDS
 from draftsmith.data.rollouts import kept_of
 from draftsmith.data.store.manifest import Field

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from draftsmith.data.console import Advance
 from draftsmith.data.models.identity import template_hash
 from draftsmith.data.models.loading import text_identity
-from draftsmith.data.progress import Advance
 from draftsmith.data.settings import RemoteCode, check_not_negative, check_positive
 from draftsmith.data.store.manifest import Field, volatile
 from draftsmith.data.store.shards import Shard, ShardContent, StagePlan, run_stage

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from draftsmith.data.console import note, say
+from draftsmith.data.console import Advance, log_note, print_text
 from draftsmith.data.engines.batched import OwnUniforms, answers, set_threads
 from draftsmith.data.engines.drafting import AnswerDrafter
 from draftsmith.data.engines.server import ServerConfig, ServerEngine
@@ -20,7 +20,6 @@ from draftsmith.data.engines.vllm import VllmEngine
 from draftsmith.data.models.device import pick_device
 from draftsmith.data.models.loading import load_lm, text_identity, vocabulary_size
 from draftsmith.data.models.naming import naming
-from draftsmith.data.progress import Advance
 from draftsmith.data.ranks import place
 from draftsmith.data.settings import Dtype, RemoteCode, Sampling, check_not_negative, check_positive
 from draftsmith.data.store.datasets import Lists
@@ -266,6 +265,6 @@ def tell_supervision(directory: Path, manifest: Manifest) -> None:
     masks = (table["loss_mask"] for table in Rows(directory, manifest, ["loss_mask"]).tables())
     lengths = [answer_lengths(*part)[0] for mask in masks for part in Lists(mask).parts()]
     learned = Supervision.of(np.concatenate(lengths))
-    say(f"responses: {learned.text()}")
+    print_text(f"responses: {learned.text()}")
     if warning := learned.warning():
-        note(warning)
+        log_note(warning)

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.data.console import Advance
 from draftsmith.data.engines.batched import check_lengths, row_uniforms
 from draftsmith.data.heads.frozen_drafter import FrozenDrafter
 from draftsmith.data.models.naming import naming
-from draftsmith.data.progress import Advance
 from draftsmith.data.responses import TEXT_FIELDS
 from draftsmith.data.store.manifest import Field
 from draftsmith.data.store.shards import Rows, Shard, ShardContent

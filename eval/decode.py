@@ -12,7 +12,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.text import Text
 
-from draftsmith.data.console import answer, note
+from draftsmith.data.console import add_result, log_note
 from draftsmith.data.heads.draft_settings import DraftSettings
 from draftsmith.data.models.loading import load_tokenizer
 from draftsmith.data.models.naming import naming
@@ -77,7 +77,7 @@ def run(config: DecodeConfig) -> Generation:
     drafter = named.method.build(models)
 
     console = Console(highlight=False, soft_wrap=True)
-    note(legend(named.label))
+    log_note(legend(named.label))
     stream, said = TokenStream(tokenizer), list[str]()
 
     def show(pieces: Iterator[tuple[str, bool]]) -> None:
@@ -109,8 +109,8 @@ def run(config: DecodeConfig) -> Generation:
     totals = pool([generation.trace])
     counts = {"tau": totals.tau, "target_calls": totals.num_target_calls, "accepted": totals.num_accepted}
     counts |= {"drafted": totals.num_draft_tokens, "tokens": totals.num_tokens, "wall_s": elapsed}
-    answer(method=named.label, answer="".join(said), ended=generation.ended, **counts)
-    note(Text(f"\n{footer(generation, elapsed)}", "dim"))
+    add_result(method=named.label, answer="".join(said), ended=generation.ended, **counts)
+    log_note(Text(f"\n{footer(generation, elapsed)}", "dim"))
     return generation
 
 
@@ -146,7 +146,7 @@ def chain_method(config: DecodeConfig) -> str:
 def encode_prompt(config: DecodeConfig) -> tuple[Any, list[int]]:
     """Tokenizer, and the prompt's token ids."""
     if config.prompt == "-":
-        note("reading the prompt from standard input, up to its end")
+        log_note("reading the prompt from standard input, up to its end")
     try:
         text = well_formed(sys.stdin.read() if config.prompt == "-" else config.prompt, "prompt")
         if not text.strip():

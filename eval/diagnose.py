@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from draftsmith.data.acceptance import AcceptanceConfig, labels_of
-from draftsmith.data.console import say, show
+from draftsmith.data.console import print_table, print_text
 from draftsmith.data.heads.diagnosis import diagnose
 from draftsmith.data.heads.directory import kind_at
 from draftsmith.data.heads.frozen_drafter import FrozenDrafter, load_drafter
@@ -71,7 +71,7 @@ def run(config: DiagnoseConfig) -> None:
         check_same_tokenizer(config.target, config.draft)
     target = load_lm(config.target, **config.loading)
     if not is_model:
-        say(diagnose(Path(config.draft), target, config.target, rows, manifest))
+        print_text(diagnose(Path(config.draft), target, config.target, rows, manifest))
     if config.stops:
         drafter = load_drafter(config.draft, lambda: target, lambda path: load_lm(path, **config.loading))
         tell_stops(config, target, drafter, rows, manifest)
@@ -93,8 +93,8 @@ def tell_stops(
     models = Models(target, draft=drafter.lm, heads=heads, capacity=min(CAPACITY, target.info.max_position))
     c = config.c or MeasuredTimes().step_cost(models, drafter.name)
     found = stop_gains(drafted_rounds(rollouts, rows), sorted({*CS, c}), sampling[0].greedy)
-    show(gains_table(found, len(rows)))
+    print_table(gains_table(found, len(rows)))
     copied = Repetition.of((row["input_ids"], answer_mask(row)) for row in rows)
     mode = "greedy" if sampling[0].greedy else f"temperature {sampling[0].temperature:g}"
-    say(f"Of the answers' tokens ({mode}), {copied.text()}.")
-    say(advice(next(at for at in found if at.c == c)))
+    print_text(f"Of the answers' tokens ({mode}), {copied.text()}.")
+    print_text(advice(next(at for at in found if at.c == c)))

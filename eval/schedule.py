@@ -16,12 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from draftsmith.data.console import note, show
+from draftsmith.data.console import Column, Table, format_interval, json_values, log_note, print_table
 from draftsmith.data.store.files import write_json, write_text
 from draftsmith.data.store.manifest import command_line, resolved
 from draftsmith.data.store.reading import read_object
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.data.tables import Column, Table, interval, plain
 from draftsmith.eval.bench.compare import Bench, open_bench
 from draftsmith.eval.bench.results import RESULTS, SCHEMA_VERSION
 from draftsmith.eval.bootstrap import Floats, Resamples
@@ -191,11 +190,11 @@ def run(config: ScheduleConfig) -> None:
         "costs": times.source,
         **{name: bench.meta[name] for name in ("target", "heads", "prompts")},
     }
-    rows = [plain({**vars(each), "ranges": ranges(each.lengths), "advice": each.advice}) for each in schedules]
+    rows = [json_values({**vars(each), "ranges": ranges(each.lengths), "advice": each.advice}) for each in schedules]
     write_json(config.output / RESULTS, {"meta": meta, "tables": to_json(tables), "schedules": rows})
     for table in tables:
-        show(table)
-    note(f"Written to {config.output}: {', '.join([RESULTS, *written])}")
+        print_table(table)
+    log_note(f"Written to {config.output}: {', '.join([RESULTS, *written])}")
 
 
 def recorded_chain(bench: Bench, label: str | None) -> tuple[str, FixedK]:
@@ -364,7 +363,7 @@ def schedule_table(schedule: Schedule, label: str, times: RoundTimes, allow_zero
     """Return the table of one temperature, with the advice as its note."""
 
     def percent(ends: Sequence[float] | None) -> str:
-        return "" if ends is None else interval([100 * end for end in ends], "+.1f", " to ")
+        return "" if ends is None else format_interval([100 * end for end in ends], "+.1f", " to ")
 
     rows = [
         {**row, "over_none_ci": percent(row["over_none_ci95"]), "over_single_ci": percent(row["over_single_ci95"])}

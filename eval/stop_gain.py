@@ -16,9 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from draftsmith.data.progress import bar
+from draftsmith.data.console import Column, Table, progress_bar
 from draftsmith.data.rollouts import Rollouts
-from draftsmith.data.tables import Column, Table
 from draftsmith.eval.studies.policies.comparison import Gain, gain
 from draftsmith.modules.acceptance.fitting import begin, descend, predicted, shuffled
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, Feature, feature_value
@@ -96,7 +95,7 @@ def drafted_rounds(rollouts: Rollouts, rows: Sequence[Mapping[str, Any]]) -> Rou
     drafter, depth = rollouts.drafter, rollouts.depth
     text, branches = BranchedText(rollouts.target, depth), drafter.branches(depth)
     made, hidden = [], []
-    with bar("rounds", len(rows), "answers") as advance:
+    with progress_bar("rounds", len(rows), "answers") as advance:
         for number, row in enumerate(rows):
             named = {"id": f"row {number}", "prompt_length": 0, "task": "", **row}
             labels = rollouts.label_response(text, branches, named, number)

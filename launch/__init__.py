@@ -1,7 +1,7 @@
 """The command line and the launchers for one machine or many."""
 
-# Options of every command: what it tells, and how.
-TELLING = {
+# Output options of every command.
+OUTPUT_OPTIONS = {
     "json": "print the answer as one JSON document",
     "quiet": "print the answer and errors, nothing else",
     "verbose": "print what the libraries below log",

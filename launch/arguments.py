@@ -23,7 +23,7 @@ from cyclopts.config import Dict
 from cyclopts.exceptions import UnknownOptionError, UnusedCliTokensError
 from cyclopts.help import ColumnSpec, DefaultFormatter, DescriptionRenderer, NameRenderer
 
-from draftsmith.launch import MAX_WIDTH, TELLING
+from draftsmith.launch import MAX_WIDTH, OUTPUT_OPTIONS
 from draftsmith.launch.errors import UsageError, did_you_mean, one_line
 
 TRUTH = {"true", "false", "yes", "no", "on", "off"}
@@ -142,14 +142,14 @@ def setting_parameters(config_class: type, positional: tuple[str, ...], printing
 
 
 def own_parameters(config_class: type, configs: tuple[str, ...]) -> list[inspect.Parameter]:
-    """The options of every command. --help and those of TELLING are read before; cyclopts shows and completes them.
+    """Return the options of every command. --help and OUTPUT_OPTIONS are read before; cyclopts only shows them.
 
     configs: names of the files that ship for it.
     """
     flags = {
         "print_config": "print the settings as YAML and stop",
         "help": "print this and stop",
-        **TELLING,
+        **OUTPUT_OPTIONS,
     }
     kind: Any = Path | Literal[configs] if configs else Path
     meaning = "settings: YAML, or a shipped name" if configs else "settings: YAML"

@@ -11,11 +11,10 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
-from functools import partial
 from os import PathLike
 from typing import Any
 
-from draftsmith.launch import MAX_WIDTH, TELLING
+from draftsmith.launch import MAX_WIDTH, OUTPUT_OPTIONS
 from draftsmith.launch.commands import COMMANDS, SECTIONS, command_name, configure, leading_words, unknown_command
 from draftsmith.launch.errors import UsageError, name_model, user_message
 from draftsmith.launch.inner import check_dashes
@@ -55,13 +54,13 @@ def guarded(work: Callable[[list[str]], int], words: Sequence[str]) -> int:
         os.environ.setdefault("GOMP_SPINCOUNT", "5000")
     args = list(words)
     before, after = (args[: args.index("--")], args[args.index("--") :]) if "--" in args else (args, [])
-    options = {name for name in TELLING if f"--{name}" in before}
+    options = {name for name in OUTPUT_OPTIONS if f"--{name}" in before}
     debug = "debug" in options
     try:
-        with told(options) as document:
+        with output_options(options) as to_json:
             code = with_recorded_failures(work)([arg for arg in before if arg[2:] not in options] + after)
         if "json" in options and is_first():
-            print(document(exit_code=code or 0))
+            print(to_json(exit_code=code or 0))
         sys.stdout.flush()  # here, where a closed pipe is caught, and not while Python shuts down
         return code or 0
     except KeyboardInterrupt:
@@ -82,13 +81,13 @@ def guarded(work: Callable[[list[str]], int], words: Sequence[str]) -> int:
 
 
 @contextmanager
-def told(options: Set[str]) -> Iterator[Callable[..., str]]:
-    """Inside, commands tell what they do as these options of TELLING ask; yields what makes the document of --json."""
-    from draftsmith.data.console import document, telling
+def output_options(options: Set[str]) -> Iterator[Callable[..., str]]:
+    """Apply --quiet, --verbose and --json inside the block; yields a function that returns the JSON document."""
+    from draftsmith.data.console import console_output
 
     if {"quiet", "verbose"} <= options:
         raise UsageError("found --quiet and --verbose, expected one of them. Leave one out.")
-    with telling("quiet" in options, "json" in options) as screen, warnings.catch_warnings():
+    with console_output("quiet" in options, "json" in options) as to_json, warnings.catch_warnings():
         if "quiet" in options:
             warnings.simplefilter("ignore")
             logging.disable(logging.WARNING)
@@ -97,7 +96,7 @@ def told(options: Set[str]) -> Iterator[Callable[..., str]]:
                 os.environ.setdefault(f"{library}_VERBOSITY", "info")
             logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
         try:
-            yield partial(document, screen)
+            yield to_json
         finally:
             logging.disable(logging.NOTSET)
 
@@ -138,17 +137,17 @@ def run_command(name: str, args: list[str]) -> int:
     run, config = configure(name, args)
     if config is None:
         return 0
-    from draftsmith.data.console import answer
+    from draftsmith.data.console import add_result
 
     try:
         return run_settings(run, config)
     finally:
-        answer(command=name)  # the last to end is the one that was asked for, whatever others it ran
+        add_result(command=name)  # the last to end is the one that was asked for, whatever others it ran
 
 
 def run_settings(run: Callable[[Any], Any], config: Any) -> int:
     """A command that certifies returns its exit code, others a path."""
-    from draftsmith.data.console import answer
+    from draftsmith.data.console import add_result
 
     if getattr(config, "trust_remote_code", False):
         from draftsmith.data.models.loading import trust_code
@@ -160,7 +159,7 @@ def run_settings(run: Callable[[Any], Any], config: Any) -> int:
         name_model(error, config)
         raise
     if isinstance(result, PathLike):
-        answer(output=str(result))
+        add_result(output=str(result))
     return result if isinstance(result, int) else 0
 
 

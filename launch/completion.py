@@ -24,7 +24,7 @@ class CompletionConfig:
 def run(config: CompletionConfig) -> None:
     from cyclopts import App
 
-    from draftsmith.data.console import say
+    from draftsmith.data.console import print_text
     from draftsmith.launch.arguments import application
     from draftsmith.launch.commands import COMMANDS
 
@@ -39,7 +39,7 @@ def run(config: CompletionConfig) -> None:
                 root.command(groups[word])
             parent = groups[word]
         parent.command(application(f"draftsmith {name}", command.config_class(), command.positional, name=last))
-    say(with_files(config.shell, root.generate_completion(shell=config.shell)))
+    print_text(with_files(config.shell, root.generate_completion(shell=config.shell)))
 
 
 def with_files(shell: str, script: str) -> str:

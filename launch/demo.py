@@ -50,7 +50,7 @@ def run(config: DemoConfig) -> Path:
 
 def make(config: DemoConfig) -> Path:
     """Run the demo, alone in its output."""
-    from draftsmith.data.console import note
+    from draftsmith.data.console import log_note
     from draftsmith.eval.report.command import missing_packages
 
     started = time.monotonic()
@@ -61,7 +61,7 @@ def make(config: DemoConfig) -> Path:
     execute(test)
     execute(export)
     if missing_packages():
-        note("No report page: pip install 'draftsmith[report]', then run this again")
+        log_note("No report page: pip install 'draftsmith[report]', then run this again")
     else:
         execute(page)
     report(config.directory, chosen, time.monotonic() - started)
@@ -114,7 +114,7 @@ def head_lines(sized: Path) -> list[str]:
 
 def report(sized: Path, chosen: Mapping[str, str], seconds: float) -> None:
     """One table, the heads' own numbers, and where everything lies."""
-    from draftsmith.data.console import note, say
+    from draftsmith.data.console import log_note, print_text
     from draftsmith.data.store.files import write_text
     from draftsmith.eval.bench.tables import results_tables, show_results
     from draftsmith.eval.report.tables import markdown
@@ -127,7 +127,7 @@ def report(sized: Path, chosen: Mapping[str, str], seconds: float) -> None:
     lines = [f"{method}: {speed[method] / assisted:.2f}x over hf-assisted:k=5" for method in chosen.values()]
     lines += head_lines(sized)
     for line in lines:
-        say(line)
+        print_text(line)
     places = {
         "table": sized / "REPORT.md",
         "report": sized / "report.html",
@@ -140,5 +140,5 @@ def report(sized: Path, chosen: Mapping[str, str], seconds: float) -> None:
     write_text(sized / "REPORT.md", "\n".join([markdown(table), "", *(f"- {line}" for line in lines), ""]))
     for name, path in places.items():
         if path.exists():  # the page needs packages that may be missing
-            say(f"{name}: {path}")
-    note(f"{seconds / 60:.1f} minutes in this run; run it again and it goes on from what is there")
+            print_text(f"{name}: {path}")
+    log_note(f"{seconds / 60:.1f} minutes in this run; run it again and it goes on from what is there")

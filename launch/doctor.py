@@ -31,10 +31,10 @@ class DoctorConfig:
 
 
 def run(config: DoctorConfig) -> None:
-    from draftsmith.data.console import show_facts
+    from draftsmith.data.console import print_facts
 
     for part in (software, machine, kernels, surroundings):
-        show_facts(part(), part.__name__, key=part.__name__)
+        print_facts(part(), part.__name__, key=part.__name__)
 
 
 def software() -> dict[str, Any]:

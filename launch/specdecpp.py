@@ -98,7 +98,7 @@ def sampling(config: SpecDecPPConfig) -> dict[str, object]:
 
 def measure_study(config: SpecDecPPConfig) -> None:
     """Rollouts and sweep, times, choice on the dev prompts, bench on the reported ones, results."""
-    from draftsmith.data.console import note
+    from draftsmith.data.console import log_note
     from draftsmith.data.store.reading import read_object
     from draftsmith.eval.studies.forward_times import bench_rows, fit_forward_times
     from draftsmith.eval.studies.specdecpp.found import Measurements, drafting, write_study_results
@@ -119,7 +119,7 @@ def measure_study(config: SpecDecPPConfig) -> None:
     dev_rows = bench_rows(dev.done.parent)
     times = fit_forward_times(drafting(dev_rows), clock)
     rollouts = {split: rollouts_of(study, split) for split in (config.dev_split, config.split)}
-    note("Replaying every K, and every h of every head")
+    log_note("Replaying every K, and every h of every head")
     chosen = choose_fastest(study, study.sweep(rollouts[config.dev_split]), times)
     tests = [
         bench_step(study, config.split, config.test_prompts, methods, head)

@@ -38,18 +38,18 @@ class PipelineStep:
 def execute(step: PipelineStep, partly: bool = False) -> None:
     """Run a step's command through the command line's own parser, unless it is done. partly: go on where it says that
     some of its work failed and the rest is written."""
-    from draftsmith.data.console import note
+    from draftsmith.data.console import log_note
     from draftsmith.launch.cli import dispatch
 
-    note(Text.assemble("\n", (step.title, "bold"), (" (done before)" if step.done.exists() else "", "dim")))
-    note(Text(f"  draftsmith {shlex.join(step.argv)}", "cyan"))
+    log_note(Text.assemble("\n", (step.title, "bold"), (" (done before)" if step.done.exists() else "", "dim")))
+    log_note(Text(f"  draftsmith {shlex.join(step.argv)}", "cyan"))
     if step.done.exists():
         return
     started = time.monotonic()
     code = dispatch(list(step.argv))
     if code and not (partly and step.done.exists()):  # what it found is on the screen
         raise SystemExit(code)
-    note(Text(f"  {time.monotonic() - started:.0f} s", "dim"))
+    log_note(Text(f"  {time.monotonic() - started:.0f} s", "dim"))
 
 
 def remember_settings(config: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from draftsmith.data.tables import Column, Table
+from draftsmith.data.console import Column, Table
 from draftsmith.eval.report.tables import drawn_data, to_json
 
 HOSTILE = "<script>alert(1)</script>"

@@ -15,7 +15,7 @@ from typing import Any
 import lightning.pytorch as pl
 from torch import nn
 
-from draftsmith.data.progress import bar
+from draftsmith.data.console import progress_bar
 from draftsmith.data.store.files import CannotWrite
 from draftsmith.train.checkpoints import FOLDER, Checkpoints, path_of
 from draftsmith.train.config import TrainConfig
@@ -66,7 +66,7 @@ class BetweenSteps(pl.Callback):
         self.saved_step = trainer.global_step
         shown = sys.stderr.isatty() and rank() == 0
         name = f"train {pl_module.head.kind}"
-        drawn = bar(name, pl_module.total_steps, "steps", trainer.global_step, enabled=shown)
+        drawn = progress_bar(name, pl_module.total_steps, "steps", trainer.global_step, enabled=shown)
         self._advance = self._bar.enter_context(drawn)
         if pl_module.objective.validates_first and trainer.global_step == 0:
             with whole_head(trainer, pl_module) as head:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from draftsmith.data.console import note
+from draftsmith.data.console import log_note
 from draftsmith.data.heads.diagnosis import bad_numbers, diagnose
 from draftsmith.data.heads.directory import starting_head, starting_settings, starting_weights
 from draftsmith.data.models.identity import captured
@@ -102,7 +102,7 @@ def explain(best: Path, config: TrainDrafterConfig, target: CausalLM, val: Sampl
         rows = [{name: item[name].tolist() for name in ("input_ids", "loss_mask")} for item in items]
         bad += f"\n{diagnose(best, target, config.target, rows, val.dataset.manifest)}"
     if bad:
-        note(f"warning: {bad}")
+        log_note(f"warning: {bad}")
 
 
 def _token_counts(samples: Samples, target: CausalLM) -> Tensor:

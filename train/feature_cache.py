@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from draftsmith.data.console import note
+from draftsmith.data.console import log_note
 from draftsmith.data.store import feature_codec
 from draftsmith.data.store.feature_codec import FeatureDtype, FeatureFiles
 from draftsmith.data.store.files import CannotWrite, check_disk, make_directory, write_json, write_tensors
@@ -127,7 +127,7 @@ class FeatureCache:
             shard, names = writing.result()
         except (OSError, CannotWrite) as error:
             self._full, self._unwritten = True, {}
-            note(f"feature cache: {self._directory}: {error}. Nothing more is cached; training goes on without.")
+            log_note(f"feature cache: {self._directory}: {error}. Nothing more is cached; training goes on without.")
             return
         self._shards.add(shard)
         self._where |= dict.fromkeys(names, shard)
@@ -183,5 +183,5 @@ def check_cache_room(cache: FeatureCache, samples: Sequence[Samples], width: int
     """
     tokens = cache.missing_tokens(part.item(i, 0)["input_ids"] for part in samples for i in range(len(part)))
     needed = tokens * feature_codec.token_bytes(width, cache.dtype)
-    note(f"feature cache: {cache.num_rows:,} rows in {directory}; {needed:,} bytes ({needed / 1e9:,.2f} GB) to go")
+    log_note(f"feature cache: {cache.num_rows:,} rows in {directory}; {needed:,} bytes ({needed / 1e9:,.2f} GB) to go")
     check_disk(directory, needed, "feature_cache", "Pass --feature-cache on another disk, or --feature-dtype fp8.")

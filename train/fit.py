@@ -21,7 +21,7 @@ import lightning.pytorch as pl
 import yaml
 from torch import nn
 
-from draftsmith.data.console import say
+from draftsmith.data.console import print_text
 from draftsmith.data.heads.card import model_card
 from draftsmith.data.heads.directory import head_fields, save_head
 from draftsmith.data.store.files import make_directory, write_json, write_text
@@ -175,7 +175,7 @@ def _end(
         write_json(config.output / FINISHED, result)
     trainer.strategy.barrier("finished")
     if is_first_process():
-        say(f"{provenance.job} head: {config.output / 'best'} (step {between.best.get('step', 0):.0f})")
+        print_text(f"{provenance.job} head: {config.output / 'best'} (step {between.best.get('step', 0):.0f})")
     if interrupted in {signal.SIGINT, signal.SIGTERM}:  # in the last step: complete, but nothing more was wanted
         raise SystemExit(128 + interrupted)
     return config.output / "best"

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
-from draftsmith.data.console import note
+from draftsmith.data.console import log_note
 from draftsmith.modules.types import LossOutput
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ def is_first_process() -> bool:
 def say_on_rank_zero(text: str) -> None:
     """One line beside the answer, from one process only; also before the process group is there."""
     if is_first_process():
-        note(text)
+        log_note(text)
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:

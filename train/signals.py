@@ -10,7 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from draftsmith.data.console import note
+from draftsmith.data.console import log_note
 from draftsmith.train.lit_head import SIGNALS
 from draftsmith.train.metrics import is_first_process
 
@@ -76,7 +76,7 @@ def exit_code(number: int, goes_on: bool) -> int:
     except (OSError, subprocess.TimeoutExpired) as error:
         problem = str(error)
     if problem:
-        note(f"job {job} cannot be requeued: {problem}")
+        log_note(f"job {job} cannot be requeued: {problem}")
         return 128 + number
-    note(f"job {job} is requeued and goes on from there")
+    log_note(f"job {job} is requeued and goes on from there")
     return 0

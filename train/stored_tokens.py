@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftsmith.data.progress import bar
+from draftsmith.data.console import progress_bar
 from draftsmith.data.store.datasets import Item
 from draftsmith.data.store.rollout_dataset import collate_rollouts
 from draftsmith.modules.types import AcceptanceBatch, InputError
@@ -61,7 +61,7 @@ def stored(samples: Samples, reader: RolloutDrafts, title: str) -> StoredTokens:
         InputError: no round reaches any.
     """
     parts: list[StoredTokens] = []
-    with bar(title, len(samples), "answers") as advance:
+    with progress_bar(title, len(samples), "answers") as advance:
         for index in range(len(samples)):
             data = collate_rollouts([samples.item(index, 0)])
             read, ids = reader.read(data, with_log_q=True), data.draft_ids[data.loss_mask]

@@ -10,10 +10,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from draftsmith.data.console import note
+from draftsmith.data.console import Advance, log_note
 from draftsmith.data.engines.server import GaveUp, ServerEngine
 from draftsmith.data.engines.server_answer import BadAnswer, named_failures
-from draftsmith.data.progress import Advance
 from draftsmith.data.ranks import place
 from draftsmith.data.store.files import write_json
 from draftsmith.data.store.reading import read_object
@@ -109,7 +108,7 @@ class ServerShards:
             if not (self._heard or place().rank):
                 limits = f"each is given up after {server.retries + 1} attempts of {server.timeout_s:g} s"
                 failed = f"; the last failure: {self._engine.last_failure}" if self._engine.last_failure else ""
-                note(f"draftsmith: {server.url}: no answer for {SILENT_S:g} s; {limits}{failed}")
+                log_note(f"draftsmith: {server.url}: no answer for {SILENT_S:g} s; {limits}{failed}")
             self._heard = False
         await together
 

@@ -11,14 +11,13 @@ import torch
 from rich.text import Text
 from torch import nn
 
-from draftsmith.data.console import say, show
+from draftsmith.data.console import print_table, print_text, table_from_cells
 from draftsmith.data.export.assistant import check_assistant
 from draftsmith.data.export.directory import read_package
 from draftsmith.data.export.record import against_model, against_record, read_record
 from draftsmith.data.export.states import StateSource, make_trial, state_source
 from draftsmith.data.heads.directory import build_head, kind_at, load_head
 from draftsmith.data.settings import Dtype, Loading
-from draftsmith.data.tables import of_cells
 from draftsmith.modules.formats import format_names, formats, formats_of, hf_assisted
 from draftsmith.modules.formats.alternatives import STRONG
 from draftsmith.modules.formats.base import Finding, ForeignHead, HeadFormat, Measure, Package
@@ -123,7 +122,7 @@ def print_verdicts(
     package = read_package(str(directory))
     shapes = {name: tuple(tensor.shape) for name, tensor in package.tensors.items()}
     said = written.dialect(ForeignHead(package.config, shapes))
-    say(f"\nWritten as {said} does.")
+    print_text(f"\nWritten as {said} does.")
     if head is None:
         try:
             parsed = written.parse(package, source.facts)
@@ -136,7 +135,7 @@ def print_verdicts(
         wrong += [f"{m.name}: {m.value} ({m.bar})" for m in report.measures if not m.passed]
         more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         verdict = f"another head, or none ({wrong[0]}{more})" if wrong else "computes this head"
-        say(f"  {format.name}: {verdict}")
+        print_text(f"  {format.name}: {verdict}")
 
 
 def report_of_assistant(directory: Path, target: str) -> Report:
@@ -199,7 +198,7 @@ def check_head(directory: Path, format: HeadFormat, source: StateSource, head: n
 def print_report(report: Report, directory: str, format: str) -> None:
     """What differs first, then what was measured, then what is worth knowing."""
     said = f": {report.used}" if report.used else ""
-    say(Text.assemble((f"{directory} as {format} reads it", "bold"), said))
+    print_text(Text.assemble((f"{directory} as {format} reads it", "bold"), said))
 
     def mark(measure: Measure) -> Text:
         return Text("cannot tell", "yellow") if measure.weak else marks[measure.passed]
@@ -210,9 +209,9 @@ def print_report(report: Report, directory: str, format: str) -> None:
     for level, (name, style) in levels.items():
         if level == "note" and report.measures:
             rows = [(m.name, m.value, m.bar, mark(m)) for m in report.measures]
-            show(of_cells("measured", ("measured", "value", "bar", "verdict"), rows))
+            print_table(table_from_cells("measured", ("measured", "value", "bar", "verdict"), rows))
         if found[level]:
-            show(of_cells(level, (name, "as"), [(Text(f.where, style), f.text) for f in found[level]]))
+            print_table(table_from_cells(level, (name, "as"), [(Text(f.where, style), f.text) for f in found[level]]))
     count = report.failures
     good = Text("nothing differs", "green")
     alike = ", ".join(label for m in report.measures for label in m.alike)
@@ -222,4 +221,4 @@ def print_report(report: Report, directory: str, format: str) -> None:
     if any(m.weak for m in report.measures):
         why = f"it drafts too little (first tokens right below {STRONG:.0%}, or few) to show how it was made"
         good = Text(f"too weak to tell: {why}. No name, setting or logit differs.", "yellow")
-    say(Text(f"{count} difference{'s' if count > 1 else ''}", "bold red") if count else good)
+    print_text(Text(f"{count} difference{'s' if count > 1 else ''}", "bold red") if count else good)

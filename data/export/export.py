@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from draftsmith.data.console import say
+from draftsmith.data.console import print_text
 from draftsmith.data.export.assistant import write_assistant
 from draftsmith.data.export.check import (
     FormatName,
@@ -109,7 +109,7 @@ def run(config: ExportConfig) -> int:
                 raise Refused
     except Refused:
         return 1
-    say(f"\nWritten to {config.output}. Use it with:\n\n{command}")
+    print_text(f"\nWritten to {config.output}. Use it with:\n\n{command}")
     return 0
 
 

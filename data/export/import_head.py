@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from draftsmith.data.console import say
+from draftsmith.data.console import print_text
 from draftsmith.data.export.directory import package_directory, read_package, weight_files
 from draftsmith.data.export.record import against_model, made_with, read_record
 from draftsmith.data.export.states import StateSource, state_source
@@ -169,22 +169,22 @@ def _report(config: ImportConfig, format: HeadFormat, parsed: Parsed, errors: li
     out, flag = shlex.quote(str(config.output)), format.reads
     given = getattr(config, flag)
     path = shlex.quote(given) if given else flag.upper()
-    say(f"{format.kind} head in the format of {format.system}: {config.output}")
+    print_text(f"{format.kind} head in the format of {format.system}: {config.output}")
     for note in parsed.notes:
-        say(f"  note: {note}")
+        print_text(f"  note: {note}")
     if given is None:
-        say(f"  note: no --{flag} was given: nothing is recorded of it, and other models are not refused")
+        print_text(f"  note: no --{flag} was given: nothing is recorded of it, and other models are not refused")
     for error in errors:
-        say(f"  note: {format.system} would not compute this head from the directory as it is: {error}")
-    say("Next:")
+        print_text(f"  note: {format.system} would not compute this head from the directory as it is: {error}")
+    print_text("Next:")
     if not errors:
-        say(f"  draftsmith check {shlex.quote(config.directory)} --format {format.name} --{flag} {path}")
+        print_text(f"  draftsmith check {shlex.quote(config.directory)} --format {format.name} --{flag} {path}")
     elif not getattr(parsed.config, "fc_bias", False):  # no format keeps that one
-        say(f"  draftsmith export --format {format.name} --head {out} --{flag} {path} --output DIR")
+        print_text(f"  draftsmith export --format {format.name} --head {out} --{flag} {path} --output DIR")
     if format.predicts:
         models = f"--target TARGET --draft {path} --acceptance {out}"
-        say(f"  draftsmith eval bench {models} --methods specdec++:h=0.7 --prompts FILE")
+        print_text(f"  draftsmith eval bench {models} --methods specdec++:h=0.7 --prompts FILE")
     else:
         method = head_class(format.kind).card({}).method
-        say(f"  draftsmith eval bench --target {path} --draft {out} --methods {method} --prompts FILE")
-        say(f"  draftsmith train {format.kind} --init {out} --target {path} --data FILE --output DIR")
+        print_text(f"  draftsmith eval bench --target {path} --draft {out} --methods {method} --prompts FILE")
+        print_text(f"  draftsmith train {format.kind} --init {out} --target {path} --data FILE --output DIR")

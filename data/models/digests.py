@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.data.console import note
+from draftsmith.data.console import log_note
 from draftsmith.data.store.files import CannotWrite, make_directory, user_cache, write_json
 from draftsmith.data.store.reading import open_tensors
 
@@ -50,7 +50,7 @@ def tensor_digests(files: Iterable[Path]) -> dict[str, TensorDigest]:
     known = {file: _remembered(file) for file in files}
     missing = sum(file.stat().st_size for file, digests in known.items() if digests is None)
     if missing > SAID_FROM:
-        note(f"draftsmith: hashing {missing / 1e9:.0f} GB of weights, once")
+        log_note(f"draftsmith: hashing {missing / 1e9:.0f} GB of weights, once")
     for file, digests in known.items():
         found |= _read_and_remember(file) if digests is None else digests
     return found

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from draftsmith.data.console import note
+from draftsmith.data.console import log_note
 from draftsmith.data.store.files import CannotWrite, write_batches, write_json
 from draftsmith.data.store.manifest import Manifest, file_sha256
 from draftsmith.data.store.reading import read_object
@@ -47,7 +47,7 @@ def open_columns(directory: Path, manifest: Manifest, names: Sequence[str], voca
         try:
             _make(path, rows)
         except CannotWrite as error:
-            note(f"warning: {error} Every process holds the columns in its own memory.")
+            log_note(f"warning: {error} Every process holds the columns in its own memory.")
             return rows.table()
         table = _mapped(path)
     if table is None:  # another program is at work on it
@@ -74,7 +74,7 @@ def _make(path: Path, rows: Rows) -> None:
         with suppress(OSError):  # another rank was quicker
             if _age(old) > LEFTOVER_S if leftover else not old.name.startswith(path.stem):
                 old.unlink(missing_ok=True)
-    note(f"{path.parent}: writing its columns to a file that every process maps")
+    log_note(f"{path.parent}: writing its columns to a file that every process maps")
     write_batches(path, _chunks(rows))
     pa.default_memory_pool().release_unused()
     write_json(_record(path), {"bytes": path.stat().st_size, "sha256": file_sha256(path)})

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.console import note
+from draftsmith.data.console import log_note
 from draftsmith.data.ranks import place
 from draftsmith.data.store.files import write_json
 from draftsmith.data.store.reading import check_shape, read_object
@@ -225,7 +225,7 @@ def warn_not_compared(where: str, keys: Sequence[str]) -> None:
     if keys and where not in _warned and place().rank == 0:
         _warned.add(where)
         found = f"{where} does not record {', '.join(keys)} (an earlier version or a server made it)"
-        note(f"draftsmith: warning: {found}: not compared")
+        log_note(f"draftsmith: warning: {found}: not compared")
 
 
 _warned: set[str] = set()

@@ -21,8 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from torch import Tensor
 
-from draftsmith.data.console import note, say
-from draftsmith.data.progress import Advance, bar
+from draftsmith.data.console import Advance, log_note, print_text, progress_bar
 from draftsmith.data.ranks import place
 from draftsmith.data.store.files import make_directory, write_json, write_table, write_tensors
 from draftsmith.data.store.manifest import (
@@ -141,14 +140,14 @@ def run_stage(plan: StagePlan, make_shard: Callable[[Shard, Advance], ShardConte
         raise InputError(f"{plan.stage}: input", "no rows", "at least one", "Check the input and its filters.")
     begin(plan)
     if (directory / MANIFEST).exists() and not _unfinished(plan):
-        note(f"{plan.kind}: already complete in {directory}")
+        log_note(f"{plan.kind}: already complete in {directory}")
         return Manifest.read(directory)
     own = [shard for shard in plan.shards if shard.index % world == rank]
     todo = [shard for shard in own if read_done(directory, shard) is None]
     total, left = (sum(s.stop - s.start for s in shards) for shards in (own, todo))
     if rank == 0 and world > 1:
-        note(f"{plan.kind}: {total:,} of {plan.num_rows:,} rows here, the others by {world - 1} more")
-    with bar(plan.kind, total, "rows", total - left, enabled=rank == 0) as advance:
+        log_note(f"{plan.kind}: {total:,} of {plan.num_rows:,} rows here, the others by {world - 1} more")
+    with progress_bar(plan.kind, total, "rows", total - left, enabled=rank == 0) as advance:
         _write_all(plan, ((shard, make_shard(shard, advance)) for shard in todo))
     if rank == 0:
         _wait(plan, lambda: _unfinished(plan), "shards of other ranks")
@@ -274,7 +273,7 @@ def _finish(plan: StagePlan) -> Manifest:
     told = {"rows", "read", SPLIT, *(name + DROPPED for name in dropped(counts))}
     more = {name: value for name, value in counts.items() if value and name not in told}
     numbers = "".join(f", {value:,} {name.replace('_', ' ')}" for name, value in more.items())
-    say(f"{plan.kind}: {account(counts)}; {size / 1e6:,.1f} MB{numbers} in {plan.directory}")
+    print_text(f"{plan.kind}: {account(counts)}; {size / 1e6:,.1f} MB{numbers} in {plan.directory}")
     return manifest
 
 

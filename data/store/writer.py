@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 
 from filelock import FileLock, Timeout
 
-from draftsmith.data.console import note
+from draftsmith.data.console import log_note
 from draftsmith.data.ranks import place
 from draftsmith.data.store.files import make_directory, write_json, writing
 from draftsmith.modules.types import InputError, without_passwords
@@ -206,7 +206,7 @@ def _see_that_it_is_gone(directory: Path, before: Holder) -> None:
 
 
 def _tell(text: str) -> None:
-    note(f"draftsmith: {text}")
+    log_note(f"draftsmith: {text}")
 
 
 def _shows_life(path: Path) -> bool:

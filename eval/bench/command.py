@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.data.console import note
+from draftsmith.data.console import log_note
 from draftsmith.data.heads.draft_settings import MODEL, DraftSettings
 from draftsmith.data.heads.measured import CARD, WEIGHTS, write_measured
 from draftsmith.data.models.device import check_device
@@ -138,7 +138,7 @@ def run(config: BenchConfig) -> int:
         where = ", ".join(str(failure[key]) for key in ("task", "id") if failure[key])
         about = f"turn {failure['turn']}, temperature {failure['temperature']:g}"
         print(f"draftsmith: failed: prompt {where} ({about}): {failure['error']}", file=sys.stderr)
-    note(f"Written to {config.output / RESULTS}")
+    log_note(f"Written to {config.output / RESULTS}")
     return 1 if results["failures"] else 0
 
 
@@ -192,7 +192,7 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     if config.card:
         for kind, directory in heads_of(named, config.paths).items():
             write_measured(directory, measured_of_head(results, named, kind))
-            note(f"Model card: {Path(directory) / CARD}")
+            log_note(f"Model card: {Path(directory) / CARD}")
     return results
 
 

@@ -8,11 +8,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.console import note, say, show
+from draftsmith.data.console import Column, Table, format_interval, log_note, print_table, print_text
 from draftsmith.data.store.files import make_directory, write_text
 from draftsmith.data.store.manifest import differences, flatten, without_unrecorded
 from draftsmith.data.store.reading import check_shape, read_object
-from draftsmith.data.tables import Column, Table, interval
 from draftsmith.eval.bench.results import BASELINE, RESULTS, Row, of_methods, read_rows, totals_of
 from draftsmith.eval.bench.summary import MeasuredResamples, speedup, tokens_per_s
 from draftsmith.eval.bench.tables import mode
@@ -81,14 +80,14 @@ def run(config: CompareConfig) -> None:
     notes = [f"A: {first.name}. B: {second.name}. Ratios are B / A, differences B - A.", *notes_of(first, second)]
     tables = compare_runs(first, second, config.seed)
     for line in notes:
-        say(line)
+        print_text(line)
     for table in tables:
-        show(table)
+        print_table(table)
     if config.output is not None:
         make_directory(config.output.parent)
         lines = [*(f"- {note}" for note in notes), "", *(markdown(table) for table in tables)]
         write_text(config.output, "\n".join(lines))
-        note(f"Written to {config.output}")
+        log_note(f"Written to {config.output}")
 
 
 def open_bench(path: str) -> Bench:
@@ -225,7 +224,7 @@ def compared(items: BOTH, base: BOTH, clock: ClockName, seed: int, comparable: b
     def add(name: str, value: float, ends: list[float] | None) -> None:
         low, high = ends or (None, None)
         found.update(
-            {name: value, f"{name}_low": low, f"{name}_high": high, f"{name}_ci": interval(ends, between=" to ")}
+            {name: value, f"{name}_low": low, f"{name}_high": high, f"{name}_ci": format_interval(ends, between=" to ")}
         )
 
     if comparable:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import yaml
 
-from draftsmith.data.console import note
+from draftsmith.data.console import log_note
 from draftsmith.data.heads.directory import another_mode, drafter_identity, head_config, load_head
 from draftsmith.data.heads.draft_settings import MODEL, ROLES
 from draftsmith.data.models.device import check_device
@@ -154,7 +154,7 @@ def warn_about_sampling(directory: str, params: SamplingParams) -> None:
     """Acceptance labels hold for the sampling settings they were made with; another mode makes the head mislead."""
     warning = another_mode(directory, params)
     if warning is not None:
-        note(f"draftsmith: warning: {warning}")
+        log_note(f"draftsmith: warning: {warning}")
 
 
 def read_tree(name: str) -> StaticTree:

@@ -12,9 +12,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from draftsmith.data.console import note
+from draftsmith.data.console import log_note, progress_bar
 from draftsmith.data.models.naming import naming
-from draftsmith.data.progress import bar
 from draftsmith.data.text.template import RowError
 from draftsmith.eval.bench.journal import Journal
 from draftsmith.eval.bench.prompts import BenchPrompt, Chat
@@ -194,11 +193,11 @@ class PromptRunner:
         total, done = sum(map(len, files)) * len(self.runners), sum(len(groups[number]) for number, _ in kept)
         if done:
             about = f"{done} of {total} prompts are measured ({journal.path})"
-            note(f"draftsmith: going on with an interrupted run: {about}")
+            log_note(f"draftsmith: going on with an interrupted run: {about}")
         if done < total:
             self.warm_up([prompt for file in files for prompt in file], batch_size)
         rows: list[Row] = []
-        with bar("measuring", total, "prompts", done, moving=False) as progress:
+        with progress_bar("measuring", total, "prompts", done, moving=False) as progress:
             for number, group in enumerate(groups):
                 for temperature, runners in self.runners.items():
                     if (number, temperature) not in kept:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from draftsmith.data.console import show
-from draftsmith.data.tables import Column, Table, interval
+from draftsmith.data.console import Column, Table, format_interval, print_table
 from draftsmith.data.text.repetition import Repetition
 from draftsmith.eval.bench.fidelity import fidelity_of
 from draftsmith.modules.drafters.methods import LOSSY
@@ -46,7 +45,7 @@ def results_tables(results: Mapping[str, Any]) -> list[Table]:
 
 def show_results(table: Table) -> None:
     """One of `results_tables` on the screen."""
-    show(table, bold="fastest")
+    print_table(table, bold="fastest")
 
 
 def cells(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,8 +53,8 @@ def cells(row: Mapping[str, Any]) -> dict[str, Any]:
     matches = row.get("matches_ar")  # None where it is no fair test
     equal = "-" if matches is None else "yes" if matches else f"no ({row.get('num_differing', '?')})"
     return {
-        "speedup_ci": interval(row.get("speedup_ci95")),
-        "tau_ci": interval(row.get("tau_ci95")),
+        "speedup_ci": format_interval(row.get("speedup_ci95")),
+        "tau_ci": format_interval(row.get("tau_ci95")),
         "discarded": row["discard_rate"] if row["num_draft_tokens"] else None,
         "equal": equal,
     }

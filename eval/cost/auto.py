@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.data.console import note
+from draftsmith.data.console import log_note
 from draftsmith.data.store.reading import read_object
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.results import RESULTS
@@ -70,7 +70,7 @@ class MeasuredTimes(MachineTimes):
         if key not in self.step_costs:
             self.step_costs[key] = measure_step_cost(models, drafter, rows, clock_of(models.target.device))
             about = f"a drafted token's time in rounds without a draft, measured here ({key})"
-            note(f"draftsmith: c = {self.step_costs[key]:.3f}: {about}")
+            log_note(f"draftsmith: c = {self.step_costs[key]:.3f}: {about}")
         return self.step_costs[key]
 
     @torch.inference_mode()

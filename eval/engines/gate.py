@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from draftsmith.data.console import note
+from draftsmith.data.console import log_note
 from draftsmith.data.export import check
 from draftsmith.data.export.check import foreign_package
 from draftsmith.data.export.directory import package_directory
@@ -80,7 +80,7 @@ def check_served(config: EngineCheckConfig) -> int:
         before, _ = client.counts()
         chain = OurChain(target, len(before.by_place), config.max_new_tokens)
         check_room(config, chain, prompts, min(target.info.max_position, client.about.length or 2**62))
-        note(f"{client.url}: asking {len(prompts)} prompts, each for at most {ANSWERED_S:g} s")
+        log_note(f"{client.url}: asking {len(prompts)} prompts, each for at most {ANSWERED_S:g} s")
         theirs = [client.answer(number, prompt.prompt_ids) for number, prompt in enumerate(prompts)]
         template = template_difference(client, config.target)
         about = client.about

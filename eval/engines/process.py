@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from draftsmith.data.console import note
+from draftsmith.data.console import log_note
 from draftsmith.modules.types import InputError
 
 STARTS_S, ENDS_S = 1800.0, 20.0
@@ -39,7 +39,7 @@ def running(words: Sequence[str], settings: Mapping[str, str]) -> Iterator[str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     handle, name = tempfile.mkstemp(prefix="draftsmith-engine-", suffix=".log")
-    note(f"starting the engine; its log: {name}")
+    log_note(f"starting the engine; its log: {name}")
     before = signal.signal(signal.SIGTERM, _leave)
     process = None
     try:

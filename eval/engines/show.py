@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from rich.text import Text
 
 from draftsmith.data import console
-from draftsmith.data.console import say
-from draftsmith.data.tables import of_cells
+from draftsmith.data.console import print_text, table_from_cells
 from draftsmith.eval.engines.counts import Answer, total
 
 SHOWN = 8  # prompts that differ
@@ -60,7 +59,7 @@ def show(verdict: Verdict) -> None:
     """The sums, prompts that differ, what was found out, and a line."""
     rows = verdict.rows
     theirs, ours = total(row.theirs for row in rows), total(row.ours for row in rows)
-    say(Text(f"{verdict.directory} in {verdict.engine}, beside our chain of {len(ours.by_place)}", "bold"))
+    print_text(Text(f"{verdict.directory} in {verdict.engine}, beside our chain of {len(ours.by_place)}", "bold"))
     spoken = (sum(len(row.theirs.tokens) for row in rows), sum(len(row.ours.tokens) for row in rows))
     sums = [
         ("prompts, greedy", str(len(rows)), f"{len(rows)}, {verdict.dtype}"),
@@ -71,7 +70,7 @@ def show(verdict: Verdict) -> None:
     for place, (one, other) in enumerate(zip(theirs.shares, ours.shares, strict=True), 1):
         sums.append((f"  drafts kept up to place {place}", f"{one:.1%}", f"{other:.1%}"))
     sums.append(("tokens a round", f"{theirs.length:.3f}", f"{ours.length:.3f}"))
-    console.show(of_cells("sums", ("count", verdict.engine, "here"), sums, (verdict.engine, "here")))
+    console.print_table(table_from_cells("sums", ("count", verdict.engine, "here"), sums, (verdict.engine, "here")))
     differing = [row for row in rows if not (row.same_text and row.same_counts)]
     if differing:
         cells = []
@@ -79,12 +78,12 @@ def show(verdict: Verdict) -> None:
             engine, here, said = row.theirs.counts, row.ours.counts, "same" if row.same_text else "DIFFERS"
             cells.append((row.id, said, engine.drafts, here.drafts, engine.accepted, here.accepted))
         right = ("drafts", "here", "accepted", "accepted here")
-        console.show(of_cells("differing", ("prompt", "text", *right), cells, right))
+        console.print_table(table_from_cells("differing", ("prompt", "text", *right), cells, right))
         if len(differing) > SHOWN:
-            say(f"and {len(differing) - SHOWN} more")
+            print_text(f"and {len(differing) - SHOWN} more")
     for found in verdict.located:
-        say(Text.assemble((found.where, "bold"), f" {found.text}"))
-    say(line(verdict, theirs.length, ours.length))
+        print_text(Text.assemble((found.where, "bold"), f" {found.text}"))
+    print_text(line(verdict, theirs.length, ours.length))
 
 
 def line(verdict: Verdict, theirs: float, ours: float) -> Text:

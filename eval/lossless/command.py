@@ -14,12 +14,11 @@ from typing import Any
 
 from rich.text import Text
 
-from draftsmith.data.console import note, show
+from draftsmith.data.console import Table, log_note, print_table, table_from_cells
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.files import make_directory, write_json
 from draftsmith.data.store.manifest import package_versions, resolved
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.data.tables import Table, of_cells
 from draftsmith.eval.bench.load import check_methods, load_run
 from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
 from draftsmith.eval.bench.results import hardware
@@ -52,8 +51,8 @@ def run(config: LosslessConfig) -> int:
     }
     make_directory(config.output)
     write_json(config.output / RESULTS, {"meta": meta, "methods": verdicts})
-    show(verdict_table(verdicts))
-    note(f"Written to {config.output / RESULTS}")
+    print_table(verdict_table(verdicts))
+    log_note(f"Written to {config.output / RESULTS}")
     return 0 if all(verdict["passed"] for verdict in verdicts) else 1
 
 
@@ -76,7 +75,7 @@ def certify(
     verdicts = []
     for item in methods:
         if not item.method.lossless:
-            note(f"{item.label}: its rule of acceptance changes the output; the tests show whether they find it")
+            log_note(f"{item.label}: its rule of acceptance changes the output; the tests show whether they find it")
         loops = []
         for count in num_rows[item.label]:
             runner = PlacedRunner.of(item.method, models, count)
@@ -89,7 +88,7 @@ def certify(
                 # Methods that learn online start anew, so that the test does not depend on the greedy prompts.
                 fresh = PlacedRunner.of(item.method, models, count)
                 sampled = prompts[: config.sampled_prompts]
-                sampling = SamplingTest(item.label, fresh, sampled, config, level, note).run()
+                sampling = SamplingTest(item.label, fresh, sampled, config, level, log_note).run()
             passed = greedy["passed"] and (sampling is None or sampling["passed"]) and item.method.lossless
             loops.append({"loop": runner.loop, "greedy": greedy, "sampling": sampling, "passed": passed})
         passed = all(row["passed"] for row in loops)
@@ -135,4 +134,4 @@ def verdict_table(verdicts: Sequence[dict[str, Any]]) -> Table:
             if not verdict["lossless"]:
                 conclusion.append(", by its rule")
             rows.append((verdict["method"], row["loop"], greedy_cell, *cells, conclusion))
-    return of_cells("verdicts", ("method", "loop", "greedy", "tokens", "p", "finds", "verdict"), rows)
+    return table_from_cells("verdicts", ("method", "loop", "greedy", "tokens", "p", "finds", "verdict"), rows)

@@ -10,7 +10,7 @@ from typing import Any
 import altair as alt
 import pandas as pd
 
-from draftsmith.data.tables import Column, Table, interval, plain
+from draftsmith.data.console import Column, Table, format_interval, json_values
 from draftsmith.eval.report.drawing import (
     BAR_HEIGHT,
     SQUARE,
@@ -81,7 +81,7 @@ def headline(rows: Sequence[Row], temperature: float, several: bool) -> Table:
     table_rows = []
     for row in rows:
         shown = {key: row.get(key) for key in ("method", "run", *RATES, "macro_speedup", "macro_tau")}
-        shown |= {f"{name}_ci": interval(row.get(f"{name}_ci95")) for name in RATES}
+        shown |= {f"{name}_ci": format_interval(row.get(f"{name}_ci95")) for name in RATES}
         for task, part in (row.get("by_task") or {}).items():
             shown |= {f"{name} {task}": part.get(name) for name in RATES}
         table_rows.append(shown)
@@ -121,8 +121,10 @@ def charts(rows: Sequence[Row]) -> list[Chart]:
     for row in rows:
         named = {"method": row["label"], "temperature": temperature_text(row["T"])}
         low, high = row.get("speedup_ci95") or (None, None)
-        overall.append(plain({**named, **rates(row), "low": low, "high": high}))
-        by_task += [plain({**named, "task": task, **rates(part)}) for task, part in (row.get("by_task") or {}).items()]
+        overall.append(json_values({**named, **rates(row), "low": low, "high": high}))
+        by_task += [
+            json_values({**named, "task": task, **rates(part)}) for task, part in (row.get("by_task") or {}).items()
+        ]
     shown = {"speedup": overall, "tau-and-speedup": overall, "speedup-by-task": by_task, "tau-by-task": by_task}
     return [chart(name, DRAWINGS[name], own) for name, own in shown.items() if own]
 
@@ -203,7 +205,7 @@ def speeds(runs: Sequence[Run], temperature: float) -> list[Row]:
             # Files of several tasks may number their prompts alike.
             sums = pd.DataFrame(rows).groupby(["method", "task", "prompt"], sort=False, as_index=False).sum()
             sums["tokens_per_s"] = sums.pop("tokens") / sums.pop("seconds")
-            found += plain(sums.to_dict("records"))
+            found += json_values(sums.to_dict("records"))
     return found
 
 

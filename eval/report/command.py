@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
-from draftsmith.data.console import note, say
+from draftsmith.data.console import log_note, print_text
 from draftsmith.data.store.files import make_directory, write_text
 from draftsmith.modules.types import InputError
 
@@ -65,15 +65,17 @@ def run(config: ReportConfig) -> Path:
     output = config.output or config.runs[0] / "report.html"
     while config.watch and any(map(going_on, config.runs)):
         write_page(config, output, EVERY_S)
-        note(f"{output}: written at {datetime.datetime.now():%H:%M:%S}, and again every {EVERY_S} s; Ctrl-C ends it")
+        log_note(
+            f"{output}: written at {datetime.datetime.now():%H:%M:%S}, and again every {EVERY_S} s; Ctrl-C ends it"
+        )
         time.sleep(EVERY_S)
     sections = write_page(config, output)
-    say(f"Written to {output} ({output.stat().st_size / 1e6:.1f} MB)")
+    print_text(f"Written to {output} ({output.stat().st_size / 1e6:.1f} MB)")
     if config.figures is not None:
         from draftsmith.eval.report.files import write_figures
 
         written = write_figures(sections, config.figures, config.formats)
-        say(f"{len(written)} files of charts and tables in {config.figures}")
+        print_text(f"{len(written)} files of charts and tables in {config.figures}")
     return output
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import vl_convert
 
+from draftsmith.data.console import Table
 from draftsmith.data.store.files import make_directory, write_bytes
-from draftsmith.data.tables import Table
 from draftsmith.eval.report import tables
 from draftsmith.eval.report.drawing import Chart
 from draftsmith.eval.report.page import VEGA_LITE, Section

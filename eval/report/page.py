@@ -21,8 +21,8 @@ import jinja2
 import vl_convert
 from markupsafe import Markup
 
-from draftsmith.data import tables
-from draftsmith.data.tables import Table
+from draftsmith.data.console import Table
+from draftsmith.eval.report import tables
 from draftsmith.eval.report.drawing import Chart
 from draftsmith.eval.report.themes import css_variables, page_themes
 

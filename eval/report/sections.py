@@ -8,8 +8,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from draftsmith.data.console import Column, Table
 from draftsmith.data.store.manifest import flatten
-from draftsmith.data.tables import Column, Table
 from draftsmith.eval.bench.trace import TRACE
 from draftsmith.eval.report.benchmark import bench_figures, temperature_text
 from draftsmith.eval.report.drawing import Chart, Drawing, chart

@@ -5,16 +5,17 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from draftsmith.data.console import Column, Row, Table, format_value, json_values
 from draftsmith.data.heads.markdown import markdown_lines
-from draftsmith.data.tables import Column, Row, Table, plain, text_cells
 
 
 def drawn_data(name: str, rows: Iterable[Row]) -> Table:
     """A table whose rows only a chart shows (`eval/report/study_charts.py`)."""
-    return Table(name, rows=plain(list(rows)))
+    return Table(name, rows=json_values(list(rows)))
 
 
 def to_json(tables: Sequence[Table]) -> list[dict[str, Any]]:
@@ -49,3 +50,26 @@ def comma_separated(table: Table) -> str:
     writer.writeheader()
     writer.writerows(table.rows)
     return out.getvalue()
+
+
+def text_cells(table: Table) -> list[list[str]]:
+    """Return every row as text, in the order of the columns."""
+    return [[format_value(row.get(column.key), column.format) for column in table.columns] for row in table.rows]
+
+
+def heading_groups(columns: Sequence[Column]) -> list[tuple[str, int]]:
+    """Return the upper headings as (heading, columns that it spans); empty if no column has one."""
+    if not any(column.group for column in columns):
+        return []
+    return [(name, len(list(members))) for name, members in itertools.groupby(columns, lambda column: column.group)]
+
+
+def numeric_columns(table: Table) -> list[bool]:
+    """Return for each column whether all its values are numbers, or texts that begin with a digit."""
+
+    def is_number(value: Any) -> bool:
+        return isinstance(value, int | float) or (isinstance(value, str) and value[:1].isdigit())
+
+    columns = ([row.get(column.key) for row in table.rows] for column in table.columns)
+    present = ([value for value in column if value not in (None, "")] for column in columns)
+    return [bool(column) and all(map(is_number, column)) for column in present]

@@ -14,8 +14,8 @@ from typing import Any
 
 import yaml
 
+from draftsmith.data.console import Column, Table
 from draftsmith.data.store.reading import REMEDY, check_shape, metric_rows, read_object, read_text
-from draftsmith.data.tables import Column, Table
 from draftsmith.eval.bench.journal import JOURNAL, whole_lines
 from draftsmith.eval.bench.results import BASELINE, COLUMNS, COUNTS, RESULTS, Row, totals_of
 from draftsmith.eval.bench.summary import speedup

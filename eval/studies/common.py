@@ -16,17 +16,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from draftsmith.data.console import note, show
+from draftsmith.data.console import Table, format_interval, json_values, log_note, print_table, progress_bar
 from draftsmith.data.heads.directory import load_head
 from draftsmith.data.heads.draft_settings import DraftSettings
 from draftsmith.data.models.device import check_device
 from draftsmith.data.models.loading import load_lm
-from draftsmith.data.progress import bar
 from draftsmith.data.settings import comma_numbers
 from draftsmith.data.store.files import make_directory, write_json
 from draftsmith.data.store.manifest import resolved
 from draftsmith.data.store.reading import read_object
-from draftsmith.data.tables import Table, interval, plain
 from draftsmith.eval.bench.command import BenchConfig, bench
 from draftsmith.eval.bench.load import check_methods, load_models
 from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence, read_prompts
@@ -184,7 +182,7 @@ def decode_prompts(
     """
     drafter = drafter or parse_methods(label)[0].method.build(context.models)
     made: list[Generation] = []
-    with bar(f"{label}, T={params.temperature:g}", len(context.prompts), "prompts") as advance:
+    with progress_bar(f"{label}, T={params.temperature:g}", len(context.prompts), "prompts") as advance:
         for number, prompt in enumerate(context.prompts):
 
             def seen(done: Round, prompt: BenchPrompt = prompt) -> None:
@@ -228,7 +226,7 @@ def recorded_chains(
         settings["models"][drafter] = head_digest(models.heads[drafter])
     together = further == "together"
     recorder = ChainRecorder(models, drafter, how, heads, answers, along=bool(further), side_by_side=together)
-    with bar(f"rollouts, {directory.name}", len(prompts), "prompts") as advance:
+    with progress_bar(f"rollouts, {directory.name}", len(prompts), "prompts") as advance:
         return recorded(directory, prompts, settings, recorder, advance)
 
 
@@ -261,7 +259,7 @@ def measured(
     if path.exists() and not (config.output / RESULTS).exists():
         results = read_object(path, {"meta": {"settings": dict}, "methods": [dict]})
         if results["meta"]["settings"] == resolved(to_measure):
-            note(f"Measured before: {path}")
+            log_note(f"Measured before: {path}")
         else:
             results = None
     return {row["method"]: row for row in (results or bench(to_measure))["methods"]}
@@ -291,14 +289,14 @@ def write_results(
     results = {
         "meta": describe(kind, config, models.target, context.prompts, config.prompts, smaller, **more),
         "tables": to_json(tables),
-        "summary": plain(summary),
+        "summary": json_values(summary),
     }
     make_directory(config.output)
     write_json(config.output / RESULTS, results)
     for table in tables:
         if table.columns and (shown is None or table.name in shown):
-            show(table)
-    note(f"Written to {config.output / RESULTS}")
+            print_table(table)
+    log_note(f"Written to {config.output / RESULTS}")
     return Path(config.output)
 
 
@@ -321,7 +319,7 @@ def slug(*parts: str) -> str:
 def speed_columns(row: Mapping[str, Any]) -> dict[str, Any]:
     """Mode, speed-up with its interval, as ends and as text, and tau of a measured method."""
     low, high = row["speedup_ci95"] or (None, None)
-    ends = {"low": low, "high": high, "ci": interval(row["speedup_ci95"])}
+    ends = {"low": low, "high": high, "ci": format_interval(row["speedup_ci95"])}
     return {"mode": row["mode"], "speedup": row["speedup"], **ends, "tau": row["tau"]}
 
 

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from draftsmith.data.tables import Column, plain
+from draftsmith.data.console import Column, json_values
 from draftsmith.eval.replay.replay import online_features
 from draftsmith.eval.replay.rollouts import ChainRollouts, Floats
 from draftsmith.modules.acceptance.online_logistic import OnlineLogistic
@@ -172,7 +172,7 @@ def quality_by(
 def _quality_rows(label: Tensor, predictions: Mapping[str, Prediction]) -> list[dict[str, Any]]:
     accepted = label.mean() if len(label) else torch.tensor(torch.nan)
     return [
-        plain({"predictor": name, "accepted": float(accepted), **quality(said.score, said.prob, label)})
+        json_values({"predictor": name, "accepted": float(accepted), **quality(said.score, said.prob, label)})
         for name, said in predictions.items()
     ]
 
@@ -206,4 +206,4 @@ def reliability_rows(
     for name in shown:
         prob = predictions[name].prob
         if prob is not None:
-            yield from (plain({"predictor": name, **bin}) for bin in reliability_bins(prob, tokens.accept_prob))
+            yield from (json_values({"predictor": name, **bin}) for bin in reliability_bins(prob, tokens.accept_prob))

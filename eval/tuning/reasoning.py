@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from draftsmith.data.tables import Column, Table, plain
+from draftsmith.data.console import Column, Table, json_values
 from draftsmith.eval.bench.results import BASELINE
 from draftsmith.eval.cost.machine import DecodingCosts
 from draftsmith.eval.report.tables import drawn_data
@@ -76,7 +76,7 @@ def rows(choice: Choice) -> list[dict[str, Any]]:
             "measured_speedup": measured / choice.measured[BASELINE] if measured is not None else None,
             "chosen": "chosen" if item.label == choice.label else "",
         }
-        found.append(plain(row))
+        found.append(json_values(row))
     return found
 
 
@@ -154,4 +154,4 @@ def summary(choice: Choice) -> dict[str, Any]:
         "settings": len(choice.predicted),
         **{f"{name}_s": seconds for name, seconds in choice.spent.items()},
     }
-    return plain(found)
+    return json_values(found)

@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.data.console import say, show
+from draftsmith.data.console import Column, Table, json_values, print_table, print_text
 from draftsmith.data.heads.draft_settings import DraftSettings
 from draftsmith.data.settings import check_not_negative, check_positive
 from draftsmith.data.store.files import make_directory, write_json, write_text
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.data.tables import Column, Table, plain
 from draftsmith.eval.bench.load import load_run, read_tree
 from draftsmith.eval.bench.prompt_runner import answered
 from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
@@ -86,15 +85,15 @@ def run(config: TreeConfig) -> Path:
     tau = measured_tau(models, method, config, prompts)
     depths = [sum(len(path) == depth for path in paths) for depth in range(1, 1 + max(map(len, paths)))]
     table = accuracy_table(accuracies, depths)
-    show(table)
+    print_table(table)
     meta = describe("tree", config, models.target, prompts, config.prompts, {})
     summary = {"nodes": len(paths), "depths": depths, "expected_tau": expected, "tau": tau, "paths": paths}
-    results = {"meta": meta, "tables": to_json([table]), "summary": plain(summary), "accuracies": accuracies}
+    results = {"meta": meta, "tables": to_json([table]), "summary": json_values(summary), "accuracies": accuracies}
     write_json(config.output / RESULTS, results)
-    say(
+    print_text(
         f"{len(paths)} nodes, by depth {depths}: {expected:.3f} tokens a round expected, tau {tau:.3f} on these prompts"
     )
-    say(f"Use it: --methods {method}:tree={config.output / TREE}")
+    print_text(f"Use it: --methods {method}:tree={config.output / TREE}")
     return config.output
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from draftsmith.data.console import note, say, show
+from draftsmith.data.console import log_note, print_table, print_text
 from draftsmith.data.heads.draft_settings import DraftSettings
 from draftsmith.data.settings import Sampling, check_not_negative, check_positive, comma_numbers
 from draftsmith.data.store.files import make_directory, write_json, write_text
@@ -104,7 +104,7 @@ def run(config: TuneConfig) -> Path:
     setup = prepare(config)
     choice = tune(config, setup)
     found = tables(choice)
-    show(dataclasses.replace(found[0], title=""), bold="chosen")
+    print_table(dataclasses.replace(found[0], title=""), bold="chosen")
     make_directory(config.output)
     write_text(config.output / DECODE, decode_yaml(config, choice))
     models = {"draft": setup.models.draft}
@@ -112,7 +112,7 @@ def run(config: TuneConfig) -> Path:
     meta = describe("tune", config, setup.models.target, setup.prompts, config.prompts, models, **more)
     results = {"meta": meta, "tables": to_json(found), "summary": summary(choice)}
     write_json(config.output / RESULTS, {**results, "costs": dataclasses.asdict(choice.costs)})
-    say(f"{choice.label}: written to {config.output / DECODE}. Use it: draftsmith decode --config FILE '...'")
+    print_text(f"{choice.label}: written to {config.output / DECODE}. Use it: draftsmith decode --config FILE '...'")
     return config.output
 
 
@@ -171,7 +171,7 @@ def tune(config: TuneConfig, setup: Setup) -> Choice:
         named = [Named(BASELINE, parse_method(BASELINE)), *(item.named for item in finalists)]
         return measured_speeds(config, setup, named, config.repeats) if finalists else {}
 
-    note(f"{len(setup.settings)} settings on {len(setup.prompts)} prompts")
+    log_note(f"{len(setup.settings)} settings on {len(setup.prompts)} prompts")
     recorded = timed("recording", lambda: record(config, setup))
     costs = timed("costs", take_costs)
     predicted = timed("prediction", lambda: predict(setup.settings, recorded, costs))

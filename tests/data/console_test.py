@@ -8,9 +8,21 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from draftsmith.data.console import answer, document, note, print_table, say, show, show_facts, telling
-from draftsmith.data.progress import LINE_EVERY_S, Lines, bar
-from draftsmith.data.tables import Column, Table, of_cells
+from draftsmith.data.console import (
+    LOG_EVERY_S,
+    Column,
+    LogProgress,
+    Table,
+    add_result,
+    console_output,
+    draw_table,
+    log_note,
+    print_facts,
+    print_table,
+    print_text,
+    progress_bar,
+    table_from_cells,
+)
 
 LONG = "specdec++:h=0.7:min=2:max=20:calibrated=on"
 TABLE = Table(
@@ -32,7 +44,7 @@ TABLE = Table(
 
 def shown(width: int, table: Table = TABLE) -> list[str]:
     console = Console(width=width, file=io.StringIO())
-    print_table(console, table)
+    draw_table(console, table)
     return console.file.getvalue().splitlines()
 
 
@@ -60,58 +72,58 @@ def test_a_table_that_does_not_fit_is_a_block_of_lines_a_row():
 
 def test_rows_are_told_apart_by_as_many_columns_as_it_takes():
     rows = [("draft model", c, "x" * 30, "y" * 30) for c in ("0.1", "0.2")]
-    lines = shown(50, of_cells("gains", ("drafter", "c", "first", "second"), rows))
+    lines = shown(50, table_from_cells("gains", ("drafter", "c", "first", "second"), rows))
     assert [line for line in lines if line.startswith("draft model")] == ["draft model   c 0.1", "draft model   c 0.2"]
 
 
 def test_a_pipe_has_the_whole_width(capsys, monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     row = ("a " * 100).strip(), "b" * 100
-    show(of_cells("wide", ("words", "word"), [row]))
-    show_facts({"name": row[0], "none": None}, "title")
+    print_table(table_from_cells("wide", ("words", "word"), [row]))
+    print_facts({"name": row[0], "none": None}, "title")
     out = capsys.readouterr().out.splitlines()
     assert f" {row[0]}  {row[1]}" in out and f"  name  {row[0]}" in out and "  none  -" in out
 
 
 def test_the_document_is_all_there_is_on_stdout(capsys):
-    with telling(as_json=True) as screen:
+    with console_output(as_json=True) as to_json:
         print("a library's own words")
-        note("a note")
-        say(Text("the answer", "bold"))
-        show(TABLE)
-        assert answer(tau=float("nan"), path=sys) is True
-        show_facts({"rows": 3}, key="counts")
-    found = json.loads(document(screen, exit_code=0))
+        log_note("a note")
+        print_text(Text("the answer", "bold"))
+        print_table(TABLE)
+        assert add_result(tau=float("nan"), path=sys) is True
+        print_facts({"rows": 3}, key="counts")
+    found = json.loads(to_json(exit_code=0))
     captured = capsys.readouterr()
     assert captured.out == "" and "a library's own words\na note\n" in captured.err
     assert found["text"] == ["the answer"] and found["exit_code"] == 0 and found["counts"] == {"rows": 3}
     assert found["tau"] is None
     (table,) = found["tables"]
     assert table["rows"][0]["tau"] == 4.125 and table["rows"][1]["words"] == "nothing" and table["title"] == "Greedy"
-    assert answer(tau=1.0) is False
+    assert add_result(tau=1.0) is False
 
 
 def test_quiet_leaves_out_notes_and_progress(capsys):
-    with telling(quiet=True):
-        note("a note")
-        with bar("measuring", 2, "prompts") as advance:
+    with console_output(quiet=True):
+        log_note("a note")
+        with progress_bar("measuring", 2, "prompts") as advance:
             advance(2)
-        say("the answer")
+        print_text("the answer")
     captured = capsys.readouterr()
     assert captured.out == "the answer\n" and captured.err == ""
-    note("[again]")
+    log_note("[again]")
     assert capsys.readouterr().err == "[again]\n"
 
 
 def test_progress_in_a_log_is_a_line_now_and_then(capsys):
-    now = iter([0.0, 1.0, LINE_EVERY_S, LINE_EVERY_S + 1, 2 * LINE_EVERY_S]).__next__
-    lines = Lines("rollouts", 100, "prompts", 10, now)
+    now = iter([0.0, 1.0, LOG_EVERY_S, LOG_EVERY_S + 1, 2 * LOG_EVERY_S]).__next__
+    lines = LogProgress("rollouts", 100, "prompts", 10, now)
     for _ in range(4):
         lines.advance(15)
     assert capsys.readouterr().err.splitlines() == [
         "rollouts: 40/100 prompts, 1 prompts/s, about 60 s left",
         "rollouts: 70/100 prompts, 1 prompts/s, about 30 s left",
     ]
-    with bar("short", 2, "prompts") as advance:  # not a terminal: nothing is drawn
+    with progress_bar("short", 2, "prompts") as advance:  # not a terminal: nothing is drawn
         advance(2)
     assert capsys.readouterr().err == ""

@@ -6,8 +6,7 @@ import warnings
 
 import pytest
 
-from draftsmith.data.console import note, say, show
-from draftsmith.data.tables import of_cells
+from draftsmith.data.console import log_note, print_table, print_text, table_from_cells
 from draftsmith.launch import commands
 from draftsmith.launch.cli import main
 
@@ -21,9 +20,9 @@ def loud(monkeypatch, tmp_path):
         warnings.warn("a library warns", stacklevel=1)
         logging.getLogger("a.library").warning("a library logs")
         logging.getLogger("a.library").info("a library logs more")
-        note("a note")
-        say("the answer")
-        show(of_cells("numbers", ("name", "value"), [("tau", 2.5)]))
+        log_note("a note")
+        print_text("the answer")
+        print_table(table_from_cells("numbers", ("name", "value"), [("tau", 2.5)]))
         return tmp_path
 
     monkeypatch.setattr(commands.Command, "run", property(lambda self: run))

@@ -6,9 +6,8 @@ import dataclasses
 import os
 from typing import Any
 
-from draftsmith.data.console import answer, note, say, show, show_facts
+from draftsmith.data.console import Column, Table, add_result, log_note, print_facts, print_table, print_text
 from draftsmith.data.engines.batched import set_threads
-from draftsmith.data.tables import Column, Table
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.metrics import say_on_rank_zero
 from draftsmith.train.planning.dry_run import NotRehearsed
@@ -27,8 +26,8 @@ def run(config: Any) -> None:
     print_plan(plan, config)
     measured = measure_steps(config) if config.measure else None
     if measured is not None:
-        say(measured.text(plan))
-    answer(**as_numbers(plan), measured=dataclasses.asdict(measured) if measured else None)
+        print_text(measured.text(plan))
+    add_result(**as_numbers(plan), measured=dataclasses.asdict(measured) if measured else None)
 
 
 def import_deepspeed(config: TrainConfig) -> None:
@@ -39,7 +38,7 @@ def import_deepspeed(config: TrainConfig) -> None:
         try:
             import deepspeed  # noqa: F401
         except ImportError:
-            note("deepspeed is not installed here: its own memory is not in the plan")
+            log_note("deepspeed is not installed here: its own memory is not in the plan")
 
 
 def announce(config: TrainConfig) -> None:
@@ -75,8 +74,8 @@ def short_plan(plan: TrainingPlan) -> str:
 
 def print_plan(plan: TrainingPlan, config: TrainConfig) -> None:
     title = f"{plan.job} head for {plan.model}, planned from its config.json"
-    show_facts(fact_rows(plan, config), title)
-    show(memory_table(plan), bold="peak")
+    print_facts(fact_rows(plan, config), title)
+    print_table(memory_table(plan), bold="peak")
 
 
 def fact_rows(plan: TrainingPlan, config: TrainConfig) -> dict[str, str]:

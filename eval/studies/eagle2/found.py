@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from draftsmith.data.tables import Column, Row, Table, plain
+from draftsmith.data.console import Column, Row, Table, json_values
 from draftsmith.eval.bench.results import BASELINE
 from draftsmith.eval.cost.fit import LinearCost, least_squares
 from draftsmith.eval.report.tables import drawn_data
@@ -67,7 +67,7 @@ def ablation_table(sizes: Sequence[TreeSize], references: Sequence[str], speeds:
         "token. No value: candidates are ranked by their own confidence. No reranking: the expanded nodes are kept. "
         "Paper: EAGLE-2, table 3, Vicuna 7B at 60/6/10 on a GPU."
     )
-    return Table("eagle2-ablation", "EAGLE-2: what value and reranking add", columns, plain(rows), note)
+    return Table("eagle2-ablation", "EAGLE-2: what value and reranking add", columns, json_values(rows), note)
 
 
 def by_method(speeds: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
@@ -108,7 +108,7 @@ def size_tables(timed: Sequence[TreeSize], replayed: pd.DataFrame, speeds: pd.Da
         drawn_data("eagle2-tau-by-size", replayed[["mode", "nodes", "depth", "tau"]].to_dict("records")),
         drawn_data("eagle2-speed-by-size", measured),
         drawn_data("eagle2-predicted-speed", predicted),
-        Table("eagle2-prediction", "Replay and cost beside measurement", columns, plain(compared), note),
+        Table("eagle2-prediction", "Replay and cost beside measurement", columns, json_values(compared), note),
     ]
 
 

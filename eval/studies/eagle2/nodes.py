@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import pandas as pd
 
-from draftsmith.data.tables import Column, Row, Table, plain
+from draftsmith.data.console import Column, Row, Table, json_values
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bootstrap import mean_interval
 from draftsmith.eval.report.tables import drawn_data
@@ -75,7 +75,7 @@ def node_tables(static: pd.DataFrame, dynamic: pd.DataFrame, shape: StaticTree, 
         drawn_data("eagle2-acceptance-by-position", position_rows(static, shape)),
         drawn_data("eagle2-acceptance-by-task", task_rows(static, shape)),
         drawn_data("eagle2-acceptance-by-confidence", confidence_rows(dynamic, seed)),
-        Table("eagle2-confidence", "Does confidence say what is accepted?", columns, plain(confidence), note),
+        Table("eagle2-confidence", "Does confidence say what is accepted?", columns, json_values(confidence), note),
     ]
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pandas as pd
 
+from draftsmith.data.console import Row
 from draftsmith.data.settings import comma_numbers
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.data.tables import Row
 from draftsmith.eval.bench.load import read_tree
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.replay.record import Recording, record_all

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from draftsmith.data.tables import Column, Row, Table, plain
+from draftsmith.data.console import Column, Row, Table, json_values
 from draftsmith.eval.bootstrap import mean_interval
 from draftsmith.eval.report.tables import drawn_data
 from draftsmith.eval.studies.common import speed_columns, summarised
@@ -49,7 +49,7 @@ def ablation_table(k: int, speeds: pd.DataFrame) -> Table:
         "prompts. Paper: HSDDW, table 2, other models and a GPU; HSDDW's own MT-Bench, HumanEval, GSM8K and Alpaca at "
         "T=1 are 2.91x, 2.92x, 2.64x and 2.99x."
     )
-    return Table("hsddw-ablation", "HSDDW: what each part adds", columns, plain(rows), note)
+    return Table("hsddw-ablation", "HSDDW: what each part adds", columns, json_values(rows), note)
 
 
 def speed_tables(k: int, speeds: pd.DataFrame) -> list[Table]:
@@ -89,7 +89,7 @@ def entropy_tables(verified: pd.DataFrame) -> list[Table]:
         "of two."
     )
     return [
-        Table("hsddw-entropy", "Entropy of accepted and rejected tokens", columns, plain(rows), note),
+        Table("hsddw-entropy", "Entropy of accepted and rejected tokens", columns, json_values(rows), note),
         drawn_data("hsddw-entropy-density", densities),
     ]
 
@@ -116,7 +116,7 @@ def redundancy_table(k: int, watched: Sequence[Row]) -> Table:
         "target's utilisation: its inferences by the length of the output, less is better. From: who made the tokens "
         "of the answers; those of the target are corrections and bonus tokens."
     )
-    return Table("hsddw-redundancy", "What is drafted in vain", columns, plain(watched), note)
+    return Table("hsddw-redundancy", "What is drafted in vain", columns, json_values(watched), note)
 
 
 def window_tables(windows: pd.DataFrame, examples: int, seed: int) -> list[Table]:

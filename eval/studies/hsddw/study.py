@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pandas as pd
 
+from draftsmith.data.console import Row
 from draftsmith.data.settings import comma_numbers
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.data.tables import Row
 from draftsmith.eval.studies import common
 from draftsmith.eval.studies.hsddw.found import (
     entropy_tables,

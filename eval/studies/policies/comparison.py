@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from draftsmith.data.tables import interval
+from draftsmith.data.console import format_interval
 from draftsmith.eval.replay import replay
 from draftsmith.eval.replay.rollouts import ChainRollouts, Floats
 from draftsmith.eval.studies.forward_times import ratio_interval
@@ -251,7 +251,7 @@ class Gain:
     @property
     def ends(self) -> str:
         """The interval alone."""
-        return interval((self.low, self.high), "+.1%", " to ")
+        return format_interval((self.low, self.high), "+.1%", " to ")
 
 
 def gain(own: Floats, base: Floats, seed: int) -> Gain:

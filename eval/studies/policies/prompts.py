@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from draftsmith.data.console import note
+from draftsmith.data.console import log_note
 from draftsmith.data.store.manifest import open_artefact
 from draftsmith.data.store.shards import Rows
 from draftsmith.data.text.repetition import Repetition
@@ -55,7 +55,9 @@ def hold_out(config: PoliciesConfig) -> tuple[list[BenchPrompt], PoliciesConfig]
     reported = total - -(-total // HELD_OUT)
     dev = read_prompts(*source, config.dev_limit, skip=reported)
     limit = min(config.limit or reported, reported)
-    note(f"Settings are chosen on {len(dev)} prompts of the last {total - reported}; the first {limit} are reported.")
+    log_note(
+        f"Settings are chosen on {len(dev)} prompts of the last {total - reported}; the first {limit} are reported."
+    )
     return dev, dataclasses.replace(config, limit=limit, bench_limit=min(config.bench_limit, limit))
 
 

@@ -6,13 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.console import note
+from draftsmith.data.console import json_values, log_note
 from draftsmith.data.heads.directory import drafter_identity, head_config
 from draftsmith.data.settings import comma_numbers
 from draftsmith.data.store.files import make_directory, write_json
 from draftsmith.data.store.reading import read_object
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.data.tables import plain
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.results import cpu_name
 from draftsmith.eval.replay.record import Recording, TargetAnswers
@@ -55,21 +54,21 @@ def run(config: PoliciesConfig) -> Path:
     known = {tuple(prompt.prompt_ids) for prompt in dev}
     if both := sum(tuple(prompt.prompt_ids) in known for prompt in context.prompts):
         total = len(context.prompts)
-        note(f"{both} of {total} reported prompts are among those that settings are chosen on: gains flatter.")
+        log_note(f"{both} of {total} reported prompts are among those that settings are chosen on: gains flatter.")
     heads = {drafter: study_heads(config, context.models, drafter) for drafter in config.chain_drafters}
     train = KnownGrams(training_texts(config), config.ngram)
     own = {name: own_c(config, context.models, name) for name in config.chain_drafters}
     found = []
     for scene in scenes(config, context, dev, heads):
         overlaps = [train.share(answer.tokens) for answer in scene.test.answers]
-        note(f"{scene.title}: {', '.join(scene.heads) or 'no head'}; c = {own[scene.drafter]:.3f} here")
+        log_note(f"{scene.title}: {', '.join(scene.heads) or 'no head'}; c = {own[scene.drafter]:.3f} here")
         cs = (*comma_numbers("cs", config.cs, float), own[scene.drafter])
         copied = copied_shares(context.prompts, scene.test.answers)
         found.append(compare_policies(scene, config.grid, cs, overlaps, copied, config.seed))
     decoded = [row for compared in found for row in cross_check(config, compared)] if config.bench_limit else []
     tables, summary = tables_of(found, decoded), summary_of(found, decoded)
     if not train:
-        note("Of the text that heads were trained on nothing is known (--train-text): no table of overlaps.")
+        log_note("Of the text that heads were trained on nothing is known (--train-text): no table of overlaps.")
         tables = [table for table in tables if table.name != OVERLAP]
     return write_results("policies", config, context, tables, summary, shown_first(tables), c=own)
 
@@ -168,4 +167,4 @@ def cross_check(config: PoliciesConfig, compared: PolicyComparison) -> list[Row]
                 "tau_replayed": replayed.tau, "discard_replayed": replayed.discard_rate,
             }
         )  # fmt: skip
-    return [plain(row) for row in found]
+    return [json_values(row) for row in found]

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from draftsmith.data.tables import Column, Table, plain
+from draftsmith.data.console import Column, Table, json_values
 from draftsmith.eval.report.tables import drawn_data
 from draftsmith.eval.studies.common import slug
 from draftsmith.eval.studies.policies.comparison import (
@@ -135,11 +135,13 @@ def head_rows(found: Sequence[PolicyComparison]) -> Iterator[Row]:
                 ("head over the training-free that looks for repetitions", best[LOOKING]),
             ):
                 made = compared.gain(at, head, base)
-                yield plain({**row, "what": what, "value": made.value, "interval": made.ends, "base": base.family.name})
+                yield json_values(
+                    {**row, "what": what, "value": made.value, "interval": made.ends, "base": base.family.name}
+                )
             most = compared.gain(at, best[KNOWN]).value if KNOWN in best else 0.0
             if most > 0:  # else there is nothing to have a share of
                 share = compared.gain(at, head).value / most
-                yield plain({**row, "what": "share of the gain with true p/q known", "value": share})
+                yield json_values({**row, "what": "share of the gain with true p/q known", "value": share})
 
 
 def gain_table(compared: PolicyComparison) -> Table:
@@ -170,7 +172,7 @@ def gain_rows(found: Sequence[PolicyComparison]) -> Iterator[Row]:
                     "drafted": totals.num_draft_tokens / max(totals.num_target_calls - totals.prompts, 1),
                     "discard_rate": totals.discard_rate,
                 }  # fmt: skip
-                yield plain(row)
+                yield json_values(row)
 
 
 def settings_table(found: Sequence[PolicyComparison]) -> Table:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from draftsmith.data.tables import Column, Table, interval, plain
+from draftsmith.data.console import Column, Table, format_interval, json_values
 from draftsmith.eval.bootstrap import Floats
 from draftsmith.eval.replay.rollouts import ChainRollouts
 from draftsmith.eval.report.tables import drawn_data
@@ -141,7 +141,7 @@ def throughput_rows(study: LoadedStudy, found: Measurements) -> list[dict[str, A
         if rule != fixed:
             row["gain_theory"] = _rate(test[rule]) / _rate(test[fixed]) - 1
             row["gain_theory_ci"] = gains(ratio_interval(test[rule], test[fixed], config.seed))
-        rows.append(plain(row))
+        rows.append(json_values(row))
     return rows
 
 
@@ -181,7 +181,7 @@ def run_name(split: str, head: str | None) -> str:
 
 def gains(ends: Sequence[float] | None) -> str | None:
     """An interval of relative gains."""
-    return interval(ends, "+.1%", " to ") or None
+    return format_interval(ends, "+.1%", " to ") or None
 
 
 def throughput_table(rows: Sequence[Row]) -> Table:
@@ -250,7 +250,7 @@ def rate_series(settings: Sequence[Setting], best_head: LengthRule, published: s
 def kl_tables(rows: Sequence[Row], constant: float | None) -> list[Table]:
     """KL by (w_rej, D), and its eval column as lines. rows: of `kl_rows`. constant: the eval KL of the best
     constant."""
-    table = [{**plain(row), "paper": PAPER_EVAL_KL.get((row["w_rej"], row["depth"]))} for row in rows]
+    table = [{**json_values(row), "paper": PAPER_EVAL_KL.get((row["w_rej"], row["depth"]))} for row in rows]
     kls = [("train_kl", "train"), ("eval_kl", "eval")]
     columns = [
         Column("w_rej", "w_rej", "g"), Column("depth", "D"),
@@ -295,7 +295,7 @@ def regression_tables(fits: Mapping[str, ForwardTimes], theory: Sequence[Row]) -
                 Column("t_target", "t_target (ms)", ".3f"), Column("c", "c", ".3f"), Column("r2", "R2", ".4f"),
                 Column("paper", "R2, paper"),
             ],
-            plain(fitted),
+            json_values(fitted),
             "Least squares, without intercept, of a prompt's seconds (all of its decoding) on its drafted tokens and "
             "its target calls, the prefill among them; ar is in none of the fits. The cost model takes the first row.",
         ),
@@ -306,7 +306,7 @@ def regression_tables(fits: Mapping[str, ForwardTimes], theory: Sequence[Row]) -
                 Column("theory", "theory (tok/s)", ".1f"), Column("difference", "theory / measured - 1", "+.1%"),
                 Column("difference_dev", "with times of dev", "+.1%"), Column("paper", "paper"),
             ],
-            [{**plain(row), "paper": None if row["method"] == "ar" else PAPER_THEORY_ERROR} for row in theory],
+            [{**json_values(row), "paper": None if row["method"] == "ar" else PAPER_THEORY_ERROR} for row in theory],
             "Theory: the run's own counts at times fitted to the same run, as in the paper; beside it at the times of "
             "the dev bench, which ran at another moment. ar was not part of the fits: its target calls read one row.",
         ),

@@ -8,7 +8,7 @@ import json
 import pytest
 from rich.console import Console
 
-from draftsmith.data.console import print_table
+from draftsmith.data.console import draw_table
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.results import Row, failures_of, of_methods, read_rows, row_of, write_rows
 from draftsmith.eval.bench.summary import summarise
@@ -126,7 +126,7 @@ def results_of(methods: dict[str, list[Row]], *temperatures: float) -> dict:
 def shown(width: int, *tables) -> str:
     console = Console(width=width, file=io.StringIO())
     for table in tables:
-        print_table(console, table, bold="fastest")
+        draw_table(console, table, bold="fastest")
     return console.file.getvalue()
 
 

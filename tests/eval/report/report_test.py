@@ -31,7 +31,7 @@ from report_runs import (
     study_tables,
 )
 
-from draftsmith.data.tables import Table
+from draftsmith.data.console import Table
 from draftsmith.eval.report import tables
 from draftsmith.eval.report.benchmark import DRAWINGS as OF_A_BENCH
 from draftsmith.eval.report.benchmark import counts, headline, labelled, speeds

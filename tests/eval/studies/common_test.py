@@ -9,8 +9,8 @@ import shutil
 import numpy as np
 import pytest
 
+from draftsmith.data.console import format_interval, json_values
 from draftsmith.data.settings import comma_numbers
-from draftsmith.data.tables import interval, plain
 from draftsmith.eval.bootstrap import mean_interval
 from draftsmith.eval.studies import common
 from draftsmith.eval.studies.common import StudyConfig, decode_prompts, measured, prepare, reduced, slug
@@ -34,7 +34,7 @@ def test_numbers_are_read_in_order_and_each_once():
 
 
 def test_values_are_plain_json():
-    found = plain({"a": np.float64(1.23456789), "b": [float("nan"), np.int64(7)], "c": (True, "x", None)})
+    found = json_values({"a": np.float64(1.23456789), "b": [float("nan"), np.int64(7)], "c": (True, "x", None)})
     assert json.loads(json.dumps(found, allow_nan=False)) == {"a": 1.2346, "b": [None, 7], "c": [True, "x", None]}
 
 
@@ -50,7 +50,7 @@ def test_the_interval_of_a_mean_draws_prompts_and_not_tokens():
 def test_names_of_summary_keys_and_intervals():
     assert slug("pre+self-verify", "T=1") == "pre_self_verify_t1"
     assert slug("SD, M2 drafts", "T=0.7") == "sd_m2_drafts_t0.7"
-    assert (interval([1.234, 5.678]), interval(None)) == ("1.23-5.68", "")
+    assert (format_interval([1.234, 5.678]), format_interval(None)) == ("1.23-5.68", "")
 
 
 def test_end_tokens_are_ignored_where_lengths_matter(models, tmp_path):
