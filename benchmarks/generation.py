@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from draftsmith.benchmarks.pairs import paired_ratio
-from draftsmith.data.engines.batched import answer_all, set_threads
+from draftsmith.data.engines.own import generate_all, set_threads
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.files import make_directory, write_json
 from draftsmith.data.store.manifest import package_versions
@@ -75,7 +75,7 @@ def run(config: GenerationConfig) -> Path:
     answers: dict[str, list[list[int]]] = {}
 
     def batched() -> None:
-        answers["ours"] = answer_all(lm, prompts, SamplingParams(), config.max_new_tokens, config.batch_size)
+        answers["ours"] = generate_all(lm, prompts, SamplingParams(), config.max_new_tokens, config.batch_size)
 
     def one_by_one() -> None:
         made = hf(prompts, config.max_new_tokens, [0] * len(prompts))

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from draftsmith.data.console import Advance, log_note
-from draftsmith.data.engines.batched import by_length, pad_right, set_threads
+from draftsmith.data.engines.own import length_batches, pad_right, set_threads
 from draftsmith.data.models.identity import captured
 from draftsmith.data.models.loading import llama_shape, load_lm, text_identity
 from draftsmith.data.models.naming import naming
@@ -204,7 +204,7 @@ def read_shard(
             found, expected = f"{len(row['input_ids'])} tokens", f"at most {lm.info.max_position}, the target's context"
             raise InputError(f"row {shard.start + offset}", found, expected, "Make shorter ones, or use --limit.")
     tensors: dict[str, torch.Tensor] = {}
-    for batch in by_length([len(row["input_ids"]) for row in rows], config.batch_size):
+    for batch in length_batches([len(row["input_ids"]) for row in rows], config.batch_size):
         features = lm.features(pad_right([rows[i]["input_ids"] for i in batch], lm), capture=capture)
         for i, padded in zip(batch, features, strict=True):
             own = padded[: len(rows[i]["input_ids"])]

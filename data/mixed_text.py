@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.console import Advance
-from draftsmith.data.engines.batched import by_length, check_lengths, pad_right, row_uniforms
+from draftsmith.data.engines.own import check_lengths, length_batches, pad_right, row_uniforms
 from draftsmith.data.models.naming import naming
 from draftsmith.data.responses import TEXT_FIELDS
 from draftsmith.data.rollouts import kept_of
@@ -59,7 +59,7 @@ class MixedTextLabels:
         rows = source.read(shard.start, shard.stop)
         check_lengths(rows, shard.start, min(self.target.info.max_position, self.draft.info.max_position))
         made: list[dict[str, Any]] = [{} for _ in rows]
-        for batch in by_length([len(row["input_ids"]) for row in rows], self.batch_size):
+        for batch in length_batches([len(row["input_ids"]) for row in rows], self.batch_size):
             ids, masks = [rows[i]["input_ids"] for i in batch], [answer_mask(rows[i]) for i in batch]
             counts = [sum(mask) for mask in masks]
             drawn = [

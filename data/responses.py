@@ -12,8 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from draftsmith.data.console import Advance, log_note, print_text
-from draftsmith.data.engines.batched import OwnUniforms, answers, set_threads
-from draftsmith.data.engines.drafting import AnswerDrafter
+from draftsmith.data.engines.own import ResponseDrafter, RowSource, generate_rows, set_threads
 from draftsmith.data.engines.server import ServerConfig, ServerEngine
 from draftsmith.data.engines.server_shards import ServerShards
 from draftsmith.data.engines.vllm import VllmEngine
@@ -187,7 +186,7 @@ def answering(config: ResponsesConfig, manifest: Manifest, prompts: Rows) -> Ite
     else:
         how = (config.dtype, pick_device(config.device), config.lm_engine, config.trust_remote_code, True)
         lm = load_lm(config.target, *how)
-        drafter = AnswerDrafter.load(lm, config.target, config.draft, config.method, lambda path: load_lm(path, *how))
+        drafter = ResponseDrafter.load(lm, config.target, config.draft, config.method, lambda path: load_lm(path, *how))
         make = rounds(Batched(lm, config, drafter), lm.info.max_position)
         yield Answering(make, {"target": lm.info.identity, **drafter.identity})
 
@@ -207,16 +206,16 @@ class Batched:
 
     lm: CausalLM
     config: ResponsesConfig
-    drafter: AnswerDrafter
+    drafter: ResponseDrafter
 
     def answers(self, turns: Sequence[Turn]) -> Iterator[tuple[int, TargetTurn]]:
         """Each turn's answer with its place in `turns`, as they are complete."""
         config = self.config
         ends = () if config.ignore_eos else self.lm.info.eos_ids
 
-        def source(i: int) -> OwnUniforms:
+        def source(i: int) -> RowSource:
             stage = "responses" if turns[i].number == 1 else f"responses/turn-{turns[i].number}"
-            return OwnUniforms(stage, config.seed, turns[i].row)
+            return RowSource(stage, config.seed, turns[i].row)
 
         def drafter(capacity: int) -> Drafter | None:
             return self.drafter.build(capacity, ends, config.batch_size)
@@ -224,7 +223,7 @@ class Batched:
         ids = [turn.prompt_ids for turn in turns]
         with naming([turn.id for turn in turns]):
             limit, size = config.max_new_tokens, config.batch_size
-            for i, tokens in answers(self.lm, ids, config.sampling, limit, size, source, ends, drafter):
+            for i, tokens in generate_rows(self.lm, ids, config.sampling, limit, size, source, ends, drafter):
                 yield i, TargetTurn(tokens, ended=tokens[-1] in ends)
 
 

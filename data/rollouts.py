@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.console import Advance
-from draftsmith.data.engines.batched import check_lengths, row_uniforms
+from draftsmith.data.engines.own import check_lengths, row_uniforms
 from draftsmith.data.heads.frozen_drafter import FrozenDrafter
 from draftsmith.data.models.naming import naming
 from draftsmith.data.responses import TEXT_FIELDS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from draftsmith.data.engines.batched import set_threads
+from draftsmith.data.engines.own import set_threads
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.train.acceptance import TrainAcceptanceConfig, filled, with_size
 from draftsmith.train.config import TrainDrafterConfig

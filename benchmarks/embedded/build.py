@@ -31,7 +31,7 @@ from draftsmith.benchmarks.embedded.language_model import TokenRow, evaluate
 from draftsmith.benchmarks.embedded.models import Builder
 from draftsmith.benchmarks.embedded.tasks import Turn
 from draftsmith.benchmarks.embedded.tokenizer import ASSISTANT, END, USER, train_tokenizer
-from draftsmith.data.engines.batched import set_threads
+from draftsmith.data.engines.own import set_threads
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.files import make_directory, write_json, write_text
 from draftsmith.data.store.writer import sole_writer

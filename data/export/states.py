@@ -11,7 +11,7 @@ from typing import Any, cast, get_args
 import torch
 from torch import Tensor
 
-from draftsmith.data.engines.batched import answer_all
+from draftsmith.data.engines.own import generate_all
 from draftsmith.data.heads.frozen_drafter import FrozenDrafter, load_drafter
 from draftsmith.data.models.loading import load_lm, load_tokenizer, read_config
 from draftsmith.data.text.template import RowError, prompt_ids
@@ -148,7 +148,7 @@ def make_probes(path: str, lm: CausalLM, longest: int, layers: tuple[int, ...] =
     longest = min(longest, lm.info.max_position)
     room = min(MAX_NEW_TOKENS, longest // 2)
     prompts = [ids[: longest - room] for ids in encoded(load_tokenizer(path), PROMPTS)]
-    answers = answer_all(lm, prompts, SamplingParams(), room, len(prompts))
+    answers = generate_all(lm, prompts, SamplingParams(), room, len(prompts))
     probes = []
     for prompt, reply in zip(prompts, answers, strict=True):
         ids = torch.tensor([*prompt, *reply])

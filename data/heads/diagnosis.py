@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from draftsmith.data.engines.batched import OwnUniforms, answer_all
+from draftsmith.data.engines.own import RowSource, generate_all
 from draftsmith.data.heads.directory import load_draft_head
 from draftsmith.data.heads.readings import Measured, Reading, measure, readings_of
 from draftsmith.data.models.loading import llama_shape, tokenizer_identity
@@ -130,7 +130,7 @@ def off_policy(target: CausalLM, rows: Rows, data: Manifest, whole: Measured) ->
         return Finding("answers", said)
     params = SamplingParams(**(data.sampling or {"temperature": 1.0}))
     prompts, answers = zip(*asked, strict=True)
-    made = answer_all(target, prompts, params, OWN_TOKENS, OWN_PROMPTS, lambda i: OwnUniforms("diagnose", 0, i))
+    made = generate_all(target, prompts, params, OWN_TOKENS, OWN_PROMPTS, lambda i: RowSource("diagnose", 0, i))
     theirs, own = (
         measure(target, [{"input_ids": p + a, "prompt_length": len(p)} for p, a in zip(prompts, given, strict=True)])
         for given in (answers, made)

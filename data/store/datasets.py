@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from draftsmith.data.engines.batched import row_uniforms
+from draftsmith.data.engines.own import row_uniforms
 from draftsmith.data.features import key, open_texts
 from draftsmith.data.models.loading import vocabulary_size
 from draftsmith.data.store.columns import open_columns

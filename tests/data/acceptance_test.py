@@ -8,7 +8,7 @@ import torch
 from tiny_models import tiny_llama_dir, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
-from draftsmith.data.engines.batched import row_uniforms
+from draftsmith.data.engines.own import row_uniforms
 from draftsmith.data.mixed_text import MixedTextLabels, label_positions
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.manifest import Manifest

@@ -8,7 +8,7 @@ import pytest
 import torch
 from broken_models import CONTEXT, V, models, small_lm
 
-from draftsmith.data.engines.batched import OwnUniforms, answer_all
+from draftsmith.data.engines.own import RowSource, generate_all
 from draftsmith.data.heads.frozen_drafter import FrozenDrafter
 from draftsmith.data.mixed_text import MixedTextLabels
 from draftsmith.data.models.naming import naming
@@ -66,12 +66,12 @@ def test_labels_of_rounds(broken, drafting, params):
 @pytest.mark.parametrize("params", MODES, ids=str)
 def test_answers(params):
     def drawn(number: int):
-        return OwnUniforms("test", 0, number)
+        return RowSource("test", 0, number)
 
-    assert all(len(answer) == 8 for answer in answer_all(small_lm(1), TEXTS, params, 8, 2, drawn))
+    assert all(len(answer) == 8 for answer in generate_all(small_lm(1), TEXTS, params, 8, 2, drawn))
     target = small_lm(1, ("embed_tokens.weight", (8, 0)))  # which only the second prompt holds
     with pytest.raises(NonFinite) as caught:
-        answer_all(target, TEXTS, params, 1, 2, drawn)
+        generate_all(target, TEXTS, params, 1, 2, drawn)
     assert (caught.value.model, caught.value.row, caught.value.position) == ("target", 1, 4)
 
 

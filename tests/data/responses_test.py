@@ -11,7 +11,7 @@ import torch
 from tiny_models import CONTEXT
 from transformers import AutoModelForCausalLM
 
-from draftsmith.data.engines.batched import OwnUniforms, answer_all, by_length, row_uniforms
+from draftsmith.data.engines.own import RowSource, generate_all, length_batches, row_uniforms
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.shards import Rows
@@ -39,7 +39,7 @@ def greedy(oracle, prompt: list[int], count: int, eos: int | None = None) -> lis
 @pytest.mark.parametrize("engine", ["lean", "hf"])
 def test_greedy_answers_are_those_of_one_prompt_at_a_time(pair, oracle, engine):
     lm = load_lm(str(pair[0]), engine=engine)
-    found = answer_all(lm, PROMPTS, SamplingParams(), 12, 32)
+    found = generate_all(lm, PROMPTS, SamplingParams(), 12, 32)
     assert found == [greedy(oracle, prompt, 12, lm.info.eos_ids[0]) for prompt in PROMPTS]
 
 
@@ -51,13 +51,13 @@ def test_rows_end_at_their_end_token_which_is_kept(pair, oracle, tmp_path, engin
     lm = load_lm(str(directory), engine=engine)
     expected = [greedy(oracle, prompt, 40, eos) for prompt in PROMPTS]
     assert len({len(row) for row in expected}) > 2
-    assert answer_all(lm, PROMPTS, SamplingParams(), 40, 32) == expected
+    assert generate_all(lm, PROMPTS, SamplingParams(), 40, 32) == expected
 
 
 def test_a_row_stops_at_the_end_of_the_context_and_others_go_on(pair, oracle):
     lm = load_lm(str(pair[0]))
     prompts = [PROMPTS[0], (PROMPTS[3] * 40)[: CONTEXT - 3], PROMPTS[2]]
-    found = answer_all(lm, prompts, SamplingParams(), 9, 32)
+    found = generate_all(lm, prompts, SamplingParams(), 9, 32)
     assert [len(row) for row in found] == [9, 3, 9]
     assert found == [greedy(oracle, prompt, 9) for prompt in prompts]
 
@@ -143,10 +143,10 @@ def test_a_row_that_is_done_makes_room_for_the_next(chain, monkeypatch):
         "extend",
         lambda self, tokens, *how, **more: fed.append(len(tokens)) or extend(self, tokens, *how, **more),
     )
-    plain = answer_all(lm, PROMPTS, SamplingParams(), 12, 7, eos_ids=())
+    plain = generate_all(lm, PROMPTS, SamplingParams(), 12, 7, eos_ids=())
     ends = (plain[6][1], plain[5][3])  # the longest prompts', so that these are done first
     fed.clear()
-    found = answer_all(lm, PROMPTS, SamplingParams(), 12, 2, eos_ids=ends)
+    found = generate_all(lm, PROMPTS, SamplingParams(), 12, 2, eos_ids=ends)
     assert found == [own[: next((i + 1 for i, t in enumerate(own) if t in ends), 12)] for own in plain]
     counts = [len(own) - 1 for own in found]  # the prefill gives the first
     assert sum(fed) == sum(counts) and len(fed) < sum(max(counts[i], counts[i - 1]) for i in (6, 4, 2)) + counts[0]
@@ -165,7 +165,7 @@ def test_uniforms_are_of_their_stage_seed_and_row():
     drawn = [tuple(row_uniforms(*stream, 5)) for stream in streams]
     assert len(set(drawn)) == len(streams)
     assert tuple(row_uniforms("responses", 0, 1, 3)) == drawn[0][:3]  # a longer answer begins alike
-    source = OwnUniforms("responses", 0, 1)
+    source = RowSource("responses", 0, 1)
     assert [source.uniform() for _ in range(600)] == list(row_uniforms("responses", 0, 1, 600))
 
 
@@ -196,5 +196,5 @@ def test_another_tokenizer_is_an_input_error(chain, remake, tmp_path):
 
 
 def test_batches_are_of_like_length_and_hold_every_row_once():
-    batches = by_length([3, 9, 1, 9, 5], 2)
+    batches = length_batches([3, 9, 1, 9, 5], 2)
     assert batches == [[1, 3], [4, 0], [2]]

@@ -13,7 +13,7 @@ from table_models import PROMPT, TableLM, V, enumerate_branches, warped
 from transformers import AutoModelForCausalLM
 
 from draftsmith.data.acceptance import AcceptanceConfig
-from draftsmith.data.engines.batched import row_uniforms
+from draftsmith.data.engines.own import row_uniforms
 from draftsmith.data.heads.directory import drafter_identity, save_head
 from draftsmith.data.heads.frozen_drafter import FrozenDrafter
 from draftsmith.data.inspect import InspectConfig

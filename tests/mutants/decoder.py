@@ -177,7 +177,7 @@ MUTANTS = [
            "found = list(zip(*self._together(short, lengths, above, num_logits), strict=True))",
            "found = list(zip(*self._together(short, self.lengths, above, num_logits), strict=True))",
            (f"{POOL}::test_prompts_beside_going_rows_are_read_as_alone",)),
-    Mutant("responses-uniforms-in-another-order", "data/engines/batched.py", "tolist()[::-1], *self._uniforms]",
+    Mutant("responses-uniforms-in-another-order", "data/engines/own.py", "tolist()[::-1], *self._uniforms]",
            "tolist(), *self._uniforms]", ("tests/data/responses_test.py",)),
     # -- what is kept, and what is counted
     Mutant("loop-keeps-the-wrong-slots", LOOP, "[first + node for node in read_path]",

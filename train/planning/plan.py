@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from draftsmith.data.console import Column, Table, add_result, log_note, print_facts, print_table, print_text
-from draftsmith.data.engines.batched import set_threads
+from draftsmith.data.engines.own import set_threads
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.metrics import say_on_rank_zero
 from draftsmith.train.planning.dry_run import NotRehearsed

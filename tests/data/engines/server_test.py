@@ -22,7 +22,7 @@ from tiny_models import CONTEXT, tiny_tokenizer
 
 from draftsmith.data.engines import server as asking
 from draftsmith.data.engines import server_shards
-from draftsmith.data.engines.batched import answer_all
+from draftsmith.data.engines.own import generate_all
 from draftsmith.data.engines.server import LONGEST_WAIT_S, ServerConfig
 from draftsmith.data.inspect import InspectConfig, run
 from draftsmith.data.models.loading import load_lm
@@ -81,7 +81,7 @@ class Handler(BaseHTTPRequestHandler):
         server = self.server
         with server.lock:  # the lean model's caches are per session, but one core is enough
             params = SamplingParams(body["temperature"])
-            (ids,) = answer_all(server.lm, [body["prompt"]], params, body["max_tokens"], 32)
+            (ids,) = generate_all(server.lm, [body["prompt"]], params, body["max_tokens"], 32)
         stop = ids[-1] in server.lm.info.eos_ids
         choice = {
             "text": tiny_tokenizer().decode(ids, skip_special_tokens=True),

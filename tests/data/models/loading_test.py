@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_llama_dir
 
-from draftsmith.data.engines.batched import answer_all, pad_right
+from draftsmith.data.engines.own import generate_all, pad_right
 from draftsmith.data.models.hub import resolve_model
 from draftsmith.data.models.loading import check_same_tokenizer, load_lm, load_tokenizer, tokenizer_identity
 from draftsmith.launch.cli import main
@@ -254,7 +254,7 @@ def test_a_token_that_the_model_does_not_have_is_one_error(directory, capsys):
         assert "tokens: found id " in capsys.readouterr().err.splitlines()[-1]
     lm = load_lm(str(directory))
     with pytest.raises(InputError, match="ids below"):
-        answer_all(lm, [[1, 2], [lm.info.vocab_size]], SamplingParams(), 4, 32)
+        generate_all(lm, [[1, 2], [lm.info.vocab_size]], SamplingParams(), 4, 32)
     with pytest.raises(InputError, match="ids below"):
         pad_right([[-1]], lm)
 

@@ -26,7 +26,7 @@ from turn_taking import (
     rows_of,
 )
 
-from draftsmith.data.engines.batched import answer_all
+from draftsmith.data.engines.own import generate_all
 from draftsmith.data.engines.server import ServerConfig, ServerEngine
 from draftsmith.data.inspect import InspectConfig
 from draftsmith.data.inspect import run as inspect
@@ -211,7 +211,7 @@ def test_a_server_is_asked_turn_by_turn(answered, asked, tmp_path, monkeypatch):
         await asyncio.sleep(0)
         seen.append(request)
         body = request[1]
-        ids = answer_all(lm, [body["prompt"]], self.params, body["max_tokens"], 32)[0]
+        ids = generate_all(lm, [body["prompt"]], self.params, body["max_tokens"], 32)[0]
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
         reason = "stop" if ids[-1] in lm.info.eos_ids else "length"
         return {"choices": [{"text": text, "finish_reason": reason, "token_ids": ids}]}
@@ -234,7 +234,7 @@ def test_a_chat_endpoint_is_told_the_answers_so_far(asked, tmp_path, monkeypatch
         seen.append(body["messages"])
         shown = tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True, return_dict=True)
         limit = json.loads(body["generation_config"])["max_new_tokens"]
-        ids = answer_all(lm, [shown["input_ids"]], self.params, limit, 32)[0]
+        ids = generate_all(lm, [shown["input_ids"]], self.params, limit, 32)[0]
         text = tokenizer.decode(ids, skip_special_tokens=True)
         usage = {"prompt_tokens": len(shown["input_ids"]), "completion_tokens": len(ids)}
         reason = "stop" if ids[-1] in lm.info.eos_ids else "length"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from draftsmith.data.engines.drafting import fitting
+from draftsmith.data.engines.own import select_method
 from draftsmith.eval.bench.hf_baseline import BASELINES
 from draftsmith.eval.tuning.candidates import best_of_families
 from draftsmith.modules.drafters import learned
@@ -115,8 +115,8 @@ def test_a_method_that_changes_the_output_says_so_in_its_label_which_is_read_aga
     assert parse_methods(named.label) == [named] and parse_method(named.label) == named.method
     assert named.method == MedusaTree(accept="typical", eps=0.1, delta=0.5) and not named.method.lossless
     assert parse_methods("medusa:eps=0.1")[0].label == "medusa:eps=0.1"  # exact: no setting of the rule matters
-    with pytest.raises(InputError, match="which changes the answers"):
-        fitting("medusa:accept=typical", "medusa")
+    with pytest.raises(InputError, match="which changes the responses"):
+        select_method("medusa:accept=typical", "medusa")
     others = [method for name, method in known_methods().items() if name != "medusa"]
     assert all(method().lossless for method in others)
 
