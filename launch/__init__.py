@@ -1,10 +1,10 @@
-"""The command line and the launchers for one machine or many."""
+"""Command line, and launchers for one machine or many."""
 
-# Output options of every command.
+# Options of every command that control its output.
 OUTPUT_OPTIONS = {
-    "json": "print the answer as one JSON document",
-    "quiet": "print the answer and errors, nothing else",
-    "verbose": "print what the libraries below log",
-    "debug": "show the traceback of an error",
+    "json": "print the result as one JSON document",
+    "quiet": "print the result and errors only",
+    "verbose": "print what libraries log",
+    "debug": "print the traceback of an error",
 }
-MAX_WIDTH = 120  # of help: longer lines are hard to read, however wide the terminal
+MAX_WIDTH = 120  # of help; longer lines are hard to read, however wide the terminal

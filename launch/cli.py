@@ -17,33 +17,35 @@ from typing import Any
 from draftsmith.launch import MAX_WIDTH, OUTPUT_OPTIONS
 from draftsmith.launch.commands import COMMANDS, SECTIONS, command_name, configure, leading_words, unknown_command
 from draftsmith.launch.errors import UsageError, name_model, user_message
-from draftsmith.launch.inner import check_dashes
+from draftsmith.launch.launchers import check_dashes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line; the exit code is 0, 1 for a failed certificate, 2 for bad input and 130 when
-    interrupted."""
+    """Run one command line and return its exit code.
+
+    The code is 0, 1 if a certificate or check failed, 2 for bad input, and 130 if interrupted.
+    """
     return guarded(dispatch, sys.argv[1:] if argv is None else argv)
 
 
 def main_of(config_class: type, run: Callable[[Any], Any], argv: Sequence[str] | None = None) -> int:
-    """Run a script outside the package, whose only command is this one."""
+    """Run a script outside the package that has a single command."""
 
     def work(args: list[str]) -> int:
         from draftsmith.launch.arguments import parse
 
         config = parse(f"python {sys.argv[0]}", config_class, args)
-        return 0 if config is None else run_settings(run, config)
+        return 0 if config is None else run_config(run, config)
 
     return guarded(work, sys.argv[1:] if argv is None else argv)
 
 
 def guarded(work: Callable[[list[str]], int], words: Sequence[str]) -> int:
-    """The exit code of `work`, with errors that users can mend in one line.
+    """Return the exit code of `work`, and print errors that users can fix as one line.
 
-    Defects are not caught: their traceback is what a bug report needs, and Python exits with 1.
+    Bugs are not caught: a bug report needs their traceback, and Python exits with 1.
     """
-    # The libraries below report every load of a tiny model; their warnings are still shown.
+    # Libraries report every load of a tiny model; their warnings are still printed.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # OpenMP's threads wait for each other by spinning, after each of thousands of small products. If another program
@@ -52,29 +54,33 @@ def guarded(work: Callable[[list[str]], int], words: Sequence[str]) -> int:
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ["OMP_WAIT_POLICY"] = "passive"
         os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+
     args = list(words)
     before, after = (args[: args.index("--")], args[args.index("--") :]) if "--" in args else (args, [])
     options = {name for name in OUTPUT_OPTIONS if f"--{name}" in before}
-    debug = "debug" in options
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun reports the failure of a rank from this file
+        from torch.distributed.elastic.multiprocessing.errors import record
+
+        work = record(work)
     try:
         with output_options(options) as to_json:
-            code = with_recorded_failures(work)([arg for arg in before if arg[2:] not in options] + after)
-        if "json" in options and is_first():
-            print(to_json(exit_code=code or 0))
-        sys.stdout.flush()  # here, where a closed pipe is caught, and not while Python shuts down
-        return code or 0
+            code = work([arg for arg in before if arg[2:] not in options] + after) or 0
+        if "json" in options and os.environ.get("RANK", "0") == "0":
+            print(to_json(exit_code=code))
+        sys.stdout.flush()  # a closed pipe is caught here, and not while Python shuts down
+        return code
     except KeyboardInterrupt:
         print("draftsmith: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader of a pipe (`| head`) has gone: nobody is left to tell, and the final flush must not fail either.
+        # The reader of a pipe (`| head`) has closed it. The final flush must not fail either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
         message = user_message(error)
         if message is None:
             raise
-        if debug:
+        if "debug" in options:
             traceback.print_exc()
         print(f"draftsmith: error: {message}", file=sys.stderr)
         return 2
@@ -101,28 +107,27 @@ def output_options(options: Set[str]) -> Iterator[Callable[..., str]]:
             logging.disable(logging.NOTSET)
 
 
-def is_first() -> bool:
-    """True on the one process of a run that answers for all."""
-    return os.environ.get("RANK", "0") == "0"
-
-
-def with_recorded_failures(work: Callable[[list[str]], int]) -> Callable[[list[str]], int | None]:
-    """Under torchrun, a rank's failure is written where torchrun's report looks for it."""
-    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
-        return work
-    from torch.distributed.elastic.multiprocessing.errors import record
-
-    return record(work)
-
-
 def dispatch(args: list[str]) -> int:
-    """Find the command at the beginning of `args` and run it."""
+    """Run the command at the beginning of `args`, or print the version or the overview."""
     if args and args[0] in {"--version", "-V"}:
         print(f"draftsmith {version()}")
         return 0
     name = command_name(args)
     if name is not None:
-        return run_command(name, args[len(name.split()) :])
+        rest = args[len(name.split()) :]
+        if name.startswith("launch "):
+            check_dashes(name, rest)
+        run, config = configure(name, rest)
+        if config is None:
+            return 0
+        from draftsmith.data.console import add_result
+
+        try:
+            return run_config(run, config)
+        finally:
+            # A command may run others: the last one to end is the one that was called.
+            add_result(command=name)
+
     words = leading_words(args)
     groups = {command.split()[0] for command in COMMANDS}
     if (not words or words[0] in groups) and set(args[min(len(words), 1) :]) <= {"-h", "--help"}:
@@ -131,28 +136,14 @@ def dispatch(args: list[str]) -> int:
     raise unknown_command(args)
 
 
-def run_command(name: str, args: list[str]) -> int:
-    if name.startswith("launch "):
-        check_dashes(name, args)
-    run, config = configure(name, args)
-    if config is None:
-        return 0
-    from draftsmith.data.console import add_result
-
-    try:
-        return run_settings(run, config)
-    finally:
-        add_result(command=name)  # the last to end is the one that was asked for, whatever others it ran
-
-
-def run_settings(run: Callable[[Any], Any], config: Any) -> int:
-    """A command that certifies returns its exit code, others a path."""
+def run_config(run: Callable[[Any], Any], config: Any) -> int:
+    """Run a command and return its exit code; a path that it returns becomes part of the result."""
     from draftsmith.data.console import add_result
 
     if getattr(config, "trust_remote_code", False):
         from draftsmith.data.models.loading import trust_code
 
-        trust_code()  # of tokenizers too, wherever they are loaded
+        trust_code()  # tokenizers need it too, wherever they are loaded
     try:
         result = run(config)
     except Exception as error:
@@ -164,13 +155,13 @@ def run_settings(run: Callable[[Any], Any], config: Any) -> int:
 
 
 def overview(group: str | None) -> str:
-    """All commands by section, or those of one group."""
+    """Format the list of all commands by section, or of those of one group."""
     bold = "\033[1m{}\033[0m" if sys.stdout.isatty() and "NO_COLOR" not in os.environ else "{}"
     width, columns = max(map(len, COMMANDS)), min(shutil.get_terminal_size().columns, MAX_WIDTH)
     lines = []
     if group is None:
         lines += [f"{bold.format('draftsmith')} {version()}"]
-        lines += ["Trains the learned parts of speculative decoding; measures what they are worth", ""]
+        lines += ["Trains the learned parts of speculative decoding and measures their gain", ""]
     prefix = "draftsmith" if group is None else f"draftsmith {group}"
     lines += [bold.format("Usage:") + f" {prefix} <command> [--config FILE] [--name value ...]", ""]
     for title, commands in SECTIONS.items():
@@ -183,7 +174,7 @@ def overview(group: str | None) -> str:
             lines += [""]
     lines += [
         "--help after a command lists its settings; --print-config prints them as YAML;",
-        "--json prints one document, --quiet the answer alone, --verbose what is logged;",
+        "--json prints one document, --quiet the result alone, --verbose what libraries log;",
         "--debug shows the traceback of an error; --version prints the version.",
     ]
     return "\n".join(lines)
@@ -196,5 +187,5 @@ def version() -> str:
 
     try:
         return draftsmith.__version__
-    except PackageNotFoundError:  # run from a source tree that was never installed
+    except PackageNotFoundError:  # a source tree that was never installed
         return "(not installed)"

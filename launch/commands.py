@@ -1,7 +1,7 @@
-"""The commands: where each lives, and what it is for.
+"""Table of all commands: where each one lives and its one-line help.
 
-A command is a frozen dataclass of settings and a function `run(config)` in one module, which is imported only when
-the command is called.
+A command is a frozen dataclass of options and a function `run(config)`, in a module that is imported only when the
+command is called.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from draftsmith.launch.errors import UsageError, did_you_mean
 
 @dataclass(frozen=True)
 class Command:
-    """Where a command lives.
+    """Location and help of a command.
 
-    settings: its dataclass, as `module:name` relative to the package; of a drafter's command, a function from the
-        drafter's name to the dataclass.
-    help: one line for the overview.
-    positional: settings that may also be given without their names, in this order.
-    runner: the module with `run(config)`, where it is not that of the settings.
-    drafter: the learned drafter that the command is about.
+    Attributes:
+        settings: `module:name` of its config dataclass, relative to the package; for a command about a trained
+            drafter, of a function from the drafter's kind to that dataclass.
+        help: one line for the overview.
+        positional: options that may also be given without their names, in this order.
+        runner: `module` or `module:function` that runs it; by default `run` in the module of the dataclass.
+        drafter: kind of the trained drafter that the command is about.
     """
 
     settings: str
@@ -32,25 +33,27 @@ class Command:
     runner: str | None = None
     drafter: str | None = None
 
-    @property
-    def module(self) -> str:
-        """The module with `run`, which --help does not need."""
-        return f"draftsmith.{self.runner or self.settings.partition(':')[0]}"
-
     def config_class(self) -> type:
-        """The dataclass of settings."""
-        place, _, name = self.settings.partition(":")
-        settings = getattr(importlib.import_module(f"draftsmith.{place}"), name)
+        """Import and return the config dataclass."""
+        module, _, name = self.settings.partition(":")
+        settings = getattr(importlib.import_module(f"draftsmith.{module}"), name)
         return settings if self.drafter is None else settings(self.drafter)
 
+    def function(self) -> Callable[[Any], Any]:
+        """Import and return the function that runs the command; --help does not need it."""
+        module, _, name = (self.runner or self.settings.partition(":")[0]).partition(":")
+        function: Callable[[Any], Any] = getattr(importlib.import_module(f"draftsmith.{module}"), name or "run")
+        return function
+
     def run(self, config: Any) -> Any:
-        return importlib.import_module(self.module).run(config)
+        return self.function()(config)
 
 
 def of_drafters(verb: str, settings: str, runner: str | None = None, about: str = "{first_line}") -> dict[str, Command]:
-    """`VERB KIND` of every learned drafter in modules/drafters.
+    """Return a command `VERB KIND` for every trained drafter in modules/drafters.
 
-    settings, runner: as of `Command`. about: its help, with the first line of the drafter's file or its kind in it.
+    Args:
+        about: help, with `{kind}` and `{first_line}` (of the drafter's file) filled in.
     """
     from draftsmith.modules.drafters import learned
 
@@ -96,11 +99,17 @@ SECTIONS: dict[str, dict[str, Command]] = {
     },
     "Run data and train commands on many devices": {
         "launch torchrun": Command(
-            "launch.torchrun:TorchrunConfig", "Processes on this machine, or one group per machine", ("command",)
+            "launch.launchers:TorchrunConfig",
+            "Processes on this machine, or one group per machine",
+            ("command",),
+            "launch.launchers:run_torchrun",
         ),
         "launch slurm": Command("launch.slurm:SlurmConfig", "A SLURM job: submitted, followed, requeued", ("command",)),
         "launch deepspeed": Command(
-            "launch.deepspeed:DeepspeedConfig", "Machines of a hostfile, through ssh", ("command",)
+            "launch.launchers:DeepspeedConfig",
+            "Machines of a hostfile, through ssh",
+            ("command",),
+            "launch.launchers:run_deepspeed",
         ),
     },
     "Use heads elsewhere, and others' here": {
@@ -165,24 +174,24 @@ def leading_words(args: Sequence[str]) -> list[str]:
 
 
 def command_name(args: Sequence[str]) -> str | None:
-    """The command at the beginning of `args`: two words, or one."""
+    """Return the command at the beginning of `args`, which has one or two words."""
     words = leading_words(args)
     return next((name for name in (" ".join(words), "".join(words[:1])) if name in COMMANDS), None)
 
 
 def unknown_command(args: Sequence[str]) -> UsageError:
-    """The error that names the nearest commands."""
+    """Build the error that names the nearest commands."""
     words = leading_words(args)
     typed = " ".join(words) or args[0]
-    known = [name for name in COMMANDS if words and name.split()[0] == words[0]] or list(COMMANDS)
+    candidates = [name for name in COMMANDS if words and name.split()[0] == words[0]] or list(COMMANDS)
     return UsageError(
-        f"found command {typed!r}, expected one of: {', '.join(known)}.{did_you_mean(typed, known)} "
+        f"found command {typed!r}, expected one of: {', '.join(candidates)}.{did_you_mean(typed, candidates)} "
         "Run `draftsmith --help`."
     )
 
 
 def configure(name: str, args: Sequence[str]) -> tuple[Callable[[Any], Any], Any | None]:
-    """What runs the command, and the settings that `args` describe; None when help was printed instead."""
+    """Return the function that runs a command, and its config; None as config if help was printed instead."""
     from draftsmith.launch.arguments import parse
 
     command = COMMANDS[name]

@@ -1,4 +1,4 @@
-"""`draftsmith completion bash`: the script by which a shell completes the commands, their options and their choices."""
+"""`draftsmith completion bash`: script by which a shell completes commands, options and their choices."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class CompletionConfig:
-    """Prints what completes `draftsmith` in a shell: draftsmith completion bash > ~/.bash_completion.d/draftsmith
+    """Print the completion script of a shell: draftsmith completion bash > ~/.bash_completion.d/draftsmith
 
-    For bash, source the file; for zsh, call it `_draftsmith` and put it into a folder of `fpath`; for fish, put it into
-    ~/.config/fish/completions. Make it again after an update.
+    For bash, source the file; for zsh, name it `_draftsmith` and put it into a folder of `fpath`; for fish, put it into
+    ~/.config/fish/completions. Generate it again after an update.
 
     Attributes:
         shell: The shell that reads the script.
@@ -22,6 +22,7 @@ class CompletionConfig:
 
 
 def run(config: CompletionConfig) -> None:
+    """Print the script, which completes files too where --config has names."""
     from cyclopts import App
 
     from draftsmith.data.console import print_text
@@ -39,14 +40,14 @@ def run(config: CompletionConfig) -> None:
                 root.command(groups[word])
             parent = groups[word]
         parent.command(application(f"draftsmith {name}", command.config_class(), command.positional, name=last))
-    print_text(with_files(config.shell, root.generate_completion(shell=config.shell)))
+    script = root.generate_completion(shell=config.shell)
 
-
-def with_files(shell: str, script: str) -> str:
-    """The script that completes files too where --config has names: cyclopts completes choices or files, not both."""
-    if shell == "bash":  # files, where nothing else fits
-        return script.replace("complete -F ", "complete -o default -F ")
-    if shell == "fish":
-        return re.sub(r"(-l config) -x -a", r"\1 -r -F -a", script)
-    script = re.sub(r"(?<=:config:)\(([\w. -]+)\)", r"{compadd -- \1; _files}", script)
-    return re.sub(r"(compset -P '--config='\n\s*compadd -- .*)", r"\1; _files", script)
+    # cyclopts completes choices or files, not both.
+    if config.shell == "bash":  # files, if nothing else fits
+        script = script.replace("complete -F ", "complete -o default -F ")
+    elif config.shell == "fish":
+        script = re.sub(r"(-l config) -x -a", r"\1 -r -F -a", script)
+    else:
+        script = re.sub(r"(?<=:config:)\(([\w. -]+)\)", r"{compadd -- \1; _files}", script)
+        script = re.sub(r"(compset -P '--config='\n\s*compadd -- .*)", r"\1; _files", script)
+    print_text(script)

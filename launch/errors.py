@@ -1,4 +1,4 @@
-"""Which exceptions are the user's to mend, and the one line that says how."""
+"""Errors that users can fix, as one line each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import yaml
 
 from draftsmith.modules.types import InputError, without_passwords
 
-# What the operating system says about a path that a user named.
+# Message and remedy for what the operating system reports about a path that a user named.
 PATH_ERRORS = {
     FileNotFoundError: ("no such file or directory", "Check the path."),
     IsADirectoryError: ("is a directory, expected a file", "Name a file in it."),
@@ -19,52 +19,44 @@ PATH_ERRORS = {
     FileExistsError: ("is a file, expected a directory", "Choose another path."),
     PermissionError: ("permission denied", "Choose a path that you may read and write."),
 }
-# And of a disk, wherever a library below meets it (what this program writes itself is in data/store/files.py).
+# A library below may meet these too; data/store/files.py handles them for our own writes.
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
 
 
 class UsageError(Exception):
-    """The command line itself is wrong; the message is one line for the user."""
+    """Error in the command line itself; the message is one line for the user."""
 
 
 def user_message(error: BaseException) -> str | None:
-    """One line for an error that its user can mend; None for a defect of ours, which deserves a traceback."""
-    message = _message(error)
-    return None if message is None else without_passwords(message)
-
-
-def _message(error: BaseException) -> str | None:
+    """Return one line for an error that the user can fix; None for a bug, which deserves a traceback."""
+    message = None
     if isinstance(error, UsageError | InputError):
-        return one_line(str(error))
-    if isinstance(error, OSError) and error.filename is not None:
-        for kind, (what, remedy) in PATH_ERRORS.items():
-            if isinstance(error, kind):
-                return one_line(f"{error.filename}: {what}. {remedy}")
-    if isinstance(error, OSError) and error.errno in DISK_ERRORS:
-        where = f"{error.filename}: " if error.filename is not None else ""
+        message = str(error)
+    elif isinstance(error, OSError) and error.filename is not None and isinstance(error, tuple(PATH_ERRORS)):
+        what, remedy = next(PATH_ERRORS[kind] for kind in PATH_ERRORS if isinstance(error, kind))
+        message = f"{error.filename}: {what}. {remedy}"
+    elif isinstance(error, OSError) and error.errno in DISK_ERRORS:
+        place = f"{error.filename}: " if error.filename is not None else ""
         remedy = "Free some space or choose another place, then give the command again."
-        return one_line(f"{where}found {error.strerror or error}, expected a disk that can be written. {remedy}")
-    if isinstance(error, yaml.YAMLError):
-        return yaml_message(error)
-    return None
-
-
-def yaml_message(error: yaml.YAMLError) -> str:
-    """What is wrong with a YAML text, and where."""
-    mark = getattr(error, "problem_mark", None)
-    problem = getattr(error, "problem", None) or one_line(str(error))
-    name = getattr(mark, "name", None) or "YAML"
-    place = f"{name}, line {mark.line + 1}, column {mark.column + 1}" if mark is not None else name
-    return one_line(f"{place}: found invalid YAML ({problem}), expected `key: value` lines. Correct the file.")
+        message = f"{place}found {error.strerror or error}, expected a disk that can be written. {remedy}"
+    elif isinstance(error, yaml.YAMLError):
+        mark = getattr(error, "problem_mark", None)
+        problem = getattr(error, "problem", None) or str(error)
+        place = getattr(mark, "name", None) or "YAML"
+        if mark is not None:
+            place += f", line {mark.line + 1}, column {mark.column + 1}"
+        message = f"{place}: found invalid YAML ({problem}), expected `key: value` lines. Correct the file."
+    return None if message is None else without_passwords(one_line(message))
 
 
 def name_model(error: BaseException, config: object) -> None:
-    """Name in the error the model whose numbers are none, as the user passed it."""
-    finite = sys.modules.get("draftsmith.modules.finite")  # it needs torch, and so does who raises it
+    """Add the path of the model, as the user passed it, to a NonFinite error."""
+    # Importing modules.finite would import torch; if the error is one of its own, it is imported already.
+    finite = sys.modules.get("draftsmith.modules.finite")
     if finite is not None and isinstance(error, finite.NonFinite) and error.path is None:
         paths = getattr(config, "paths", None)  # of a command that uses drafters
         name = error.model or ""
-        # A head is named by its kind in the error, and was passed as --draft.
+        # The error names a head by its kind; it was passed as --draft.
         passed = getattr(config, name, getattr(config, "draft", None))
         path = paths.get(name) if isinstance(paths, Mapping) else passed
         error.path = None if path is None else str(path)
@@ -74,7 +66,7 @@ def one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """` Did you mean X?` or nothing; put right after a full stop."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+def did_you_mean(name: str, candidates: Iterable[str]) -> str:
+    """Return ` Did you mean X?` or an empty text, to follow a full stop."""
+    close = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.6)
     return f" Did you mean {close[0]}?" if close else ""
