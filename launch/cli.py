@@ -174,7 +174,7 @@ def overview(group: str | None) -> str:
             lines += [""]
     lines += [
         "--help after a command lists its settings; --print-config prints them as YAML;",
-        "--json prints one document, --quiet the result alone, --verbose what libraries log;",
+        "--json prints one document, --quiet the result alone, --verbose library logs;",
         "--debug shows the traceback of an error; --version prints the version.",
     ]
     return "\n".join(lines)

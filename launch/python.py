@@ -1,4 +1,4 @@
-"""Commands from Python: their settings as keyword arguments, read and checked as the command line reads them."""
+"""Commands from Python: options as keyword arguments, read and checked as on the command line."""
 
 from __future__ import annotations
 
@@ -15,16 +15,27 @@ if TYPE_CHECKING:
     from draftsmith.train.lit_drafter import LitDrafter
 
 
-def config_of(command: str, values: dict[str, Any]) -> Any:
-    """The settings of a command, such as `train eagle3`."""
+def run(command: str, **values: Any) -> Any:
+    """Run a command of the command line: `run("data responses", prompts="runs/prompts", ...)`.
+
+    Args:
+        values: the command's options, with underscores; `config` takes a YAML file or a shipped name.
+
+    Returns:
+        The directory of the artefact or head that the command makes, or its exit code.
+
+    Raises:
+        InputError, UsageError: as the command line prints them.
+    """
     if command not in COMMANDS:
         expected = f"one of {', '.join(COMMANDS)}"
         raise InputError("command", repr(command), expected, f"Choose one.{did_you_mean(command, list(COMMANDS))}")
-    return from_values(f"draftsmith {command}", COMMANDS[command].config_class(), values)
+    config = from_values(f"draftsmith {command}", COMMANDS[command].config_class(), values)
+    return COMMANDS[command].run(config)
 
 
 def training_config(kind: str, values: dict[str, Any]) -> Any:
-    """The settings of `train KIND`, of a drafter of one's own too (`draftsmith.add_drafters`)."""
+    """Build the config of `train KIND`, also for a drafter that was added with `draftsmith.add_drafters`."""
     from draftsmith.modules.drafters import learned
     from draftsmith.train.config import drafter_config
 
@@ -34,31 +45,19 @@ def training_config(kind: str, values: dict[str, Any]) -> Any:
     return from_values(f"draftsmith train {kind}", drafter_config(kind), values)
 
 
-def run(command: str, **values: Any) -> Any:
-    """What a command of the command line does: `run("data responses", prompts="runs/prompts", ...)`.
-
-    values: its settings by their names with underscores; `config` takes a YAML file or a shipped name. Gives what the
-    command makes: the directory of an artefact or head, or its exit code.
-
-    Raises:
-        InputError, UsageError: as the command line prints them.
-    """
-    return COMMANDS[command].run(config_of(command, values))
-
-
 def settings(kind: str, **values: Any) -> TrainDrafterConfig:
-    """The settings of `train KIND`, for a `LitDrafter` in a Trainer of one's own: what says where data and output lie
-    may be left out."""
+    """Build the config of `train KIND` for a `LitDrafter` in your own Trainer; data and output may be omitted."""
     from draftsmith.train.lit_drafter import IN_PYTHON
 
     return training_config(kind, {"data": IN_PYTHON, "output": IN_PYTHON, "target": IN_PYTHON} | values)
 
 
 def fit(kind: str, learner: type[LitDrafter] | None = None, **values: Any) -> Path:
-    """Train a head as `draftsmith train KIND` does, with checkpoints, tau and best/, whose directory it gives.
+    """Train a head as `draftsmith train KIND` does and return the directory of the best one.
 
-    learner: a subclass of `LitDrafter` with a loss of its own. values: settings of the command, `data`, `target` and
-    `output` among them.
+    Args:
+        learner: a subclass of `LitDrafter` with a loss of its own.
+        values: options of the command, including `data`, `target` and `output`.
     """
     from draftsmith.train.run import run as train
 
@@ -66,11 +65,11 @@ def fit(kind: str, learner: type[LitDrafter] | None = None, **values: Any) -> Pa
 
 
 def export(head: str | Path, format: str, output: str | Path, **values: Any) -> Path:
-    """Write a head as another system loads it, checked by that system's rules; values: as of `draftsmith export`.
+    """Write a head as another system loads it, checked; values: options of `draftsmith export`.
 
     Raises:
-        InputError: what `draftsmith export` refuses, or a check that found a difference, which it printed.
+        InputError: `draftsmith export` refuses the head, or its check found a difference, which it printed.
     """
     if run("export", head=head, format=format, output=output, **values) != 0:
-        raise InputError("export", f"differences from {head}, told above", "none", "Nothing was written.")
+        raise InputError("export", f"differences from {head}, printed above", "none", "Nothing was written.")
     return Path(output)

@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.run import get_args_parser
 
-from draftsmith.launch import cli, deepspeed, slurm
+from draftsmith.launch import cli, launchers, slurm
 from draftsmith.launch.commands import configure
-from draftsmith.launch.inner import with_resume
+from draftsmith.launch.launchers import with_resume
 from draftsmith.modules.types import InputError
 
 # What a shell, sbatch or an argument parser would take for something else.
@@ -133,8 +133,8 @@ def test_resume_is_added_to_trainings_only_and_never_twice(written):
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.text()))
 def test_packed_words_come_back_and_mean_nothing_to_a_shell(words):
-    packed = deepspeed.pack(words)
-    assert deepspeed.unpack(packed) == words
+    packed = launchers.pack(words)
+    assert launchers.unpack(packed) == words
     assert packed and all(c.isascii() and (c.isalnum() or c in "-_") for c in packed) and not packed.startswith("-")
 
 
@@ -145,13 +145,13 @@ def test_a_hostfile_names_machines_and_slots(tmp_path, line):
     file = tmp_path / "hosts"
     file.write_text(f"# machines\nworker-0 slots=8\n{line}\n")
     with pytest.raises(InputError, match="line 3"):
-        deepspeed.read_hosts(file)
+        launchers.read_hosts(file)
     file.write_text("# machines\n\nworker-0 slots=8\n10.0.0.2 slots=4 # smaller\n")
-    assert deepspeed.read_hosts(file) == ["worker-0", "10.0.0.2"]
+    assert launchers.read_hosts(file) == ["worker-0", "10.0.0.2"]
 
 
 def test_a_missing_deepspeed_names_the_extra(started, capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(deepspeed, "find_spec", lambda name: None)
+    monkeypatch.setattr(launchers, "find_spec", lambda name: None)
     assert cli.main(["launch", "deepspeed", "--hostfile", str(tmp_path), "--", *TRAIN]) == 2
     assert 'pip install "draftsmith[deepspeed]"' in capsys.readouterr().err and started == []
 
@@ -279,7 +279,7 @@ def test_time_limits_are_read_as_slurm_does(text, expected):
     assert slurm.time_limit_seconds(text) == expected
 
 
-def test_directives_say_what_was_asked_for():
+def test_sbatch_gets_every_option():
     args = ("--qos=high", "--exclude=n[1-3],n7", "--exclusive")
     config = slurm.SlurmConfig(
         tuple(TRAIN),
@@ -291,10 +291,14 @@ def test_directives_say_what_was_asked_for():
         mem="64G",
         sbatch_args=args,
     )
-    found = slurm.directives(config, goes_on=True, to_script=False)
+
+    def directives(config: slurm.SlurmConfig) -> set[str]:
+        lines = slurm.job_script(config).splitlines()
+        return {line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")}
+
     expected = {"--nodes=2", "--ntasks-per-node=8", "--gpus-per-node=8", "--time=24:00:00", "--partition=a,b"}
-    assert expected | {"--account=x", "--mem=64G", *args} <= set(found)
-    without = slurm.directives(slurm.SlurmConfig(tuple(TRAIN), gpus_per_node=0), goes_on=True, to_script=False)
+    assert expected | {"--account=x", "--mem=64G", *args} <= directives(config)
+    without = directives(slurm.SlurmConfig(tuple(TRAIN), gpus_per_node=0))
     assert "--ntasks-per-node=1" in without and not any("gpu" in word for word in without)
 
 
@@ -345,7 +349,7 @@ def test_a_failed_job_fails_the_call_and_an_interrupt_leaves_the_job_alone(stubs
     monkeypatch.setattr(slurm, "job_state", interrupt)
     assert cli.main(words) == 130
     said = capsys.readouterr().out
-    assert "job 42 goes on. Follow it: tail -F" in said and "scancel 42" in said
+    assert "job 42 keeps running. Follow it: tail -F" in said and "scancel 42" in said
     assert calls(stubs, "scontrol") == []
 
 
