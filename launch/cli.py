@@ -15,9 +15,16 @@ from os import PathLike
 from typing import Any
 
 from draftsmith.launch import MAX_WIDTH, OUTPUT_OPTIONS
-from draftsmith.launch.commands import COMMANDS, SECTIONS, command_name, configure, leading_words, unknown_command
+from draftsmith.launch.commands import (
+    COMMANDS,
+    SECTIONS,
+    check_dashes,
+    command_name,
+    configure,
+    leading_words,
+    unknown_command,
+)
 from draftsmith.launch.errors import UsageError, name_model, user_message
-from draftsmith.launch.launchers import check_dashes
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -190,6 +190,21 @@ def unknown_command(args: Sequence[str]) -> UsageError:
     )
 
 
+def check_dashes(launcher: str, args: Sequence[str]) -> None:
+    """Check that `--` precedes the command; without it the launcher would take the command's options for its own.
+
+    Raises:
+        UsageError: there is a command's name but no `--`.
+    """
+    if "--" in args:
+        return
+    for start, word in enumerate(args):
+        if not word.startswith("-") and command_name(args[start:]) is not None:
+            before, after = " ".join(args[:start]), " ".join(args[start:])
+            corrected = " ".join(part for part in (f"draftsmith {launcher}", before, "--", after) if part)
+            raise UsageError(f"command: found {word!r} without `--` before it. Write `{corrected}`.")
+
+
 def configure(name: str, args: Sequence[str]) -> tuple[Callable[[Any], Any], Any | None]:
     """Return the function that runs a command, and its config; None as config if help was printed instead."""
     from draftsmith.launch.arguments import parse

@@ -45,21 +45,6 @@ class LaunchConfig:
             at_least(name, getattr(self, name), minimum)
 
 
-def check_dashes(launcher: str, args: Sequence[str]) -> None:
-    """Check that `--` precedes the command; without it the launcher would take the command's options for its own.
-
-    Raises:
-        UsageError: there is a command's name but no `--`.
-    """
-    if "--" in args:
-        return
-    for start, word in enumerate(args):
-        if not word.startswith("-") and command_name(args[start:]) is not None:
-            before, after = " ".join(args[:start]), " ".join(args[start:])
-            corrected = " ".join(part for part in (f"draftsmith {launcher}", before, "--", after) if part)
-            raise UsageError(f"command: found {word!r} without `--` before it. Write `{corrected}`.")
-
-
 def check_command(launcher: str, command: Sequence[str], num_processes: int | None) -> bool:
     """Check that `command` would start; return False if it only printed help.
 
