@@ -12,9 +12,8 @@ from typing import Any, Literal
 import numpy as np
 
 from draftsmith.data.console import Advance, log_note, print_text
+from draftsmith.data.engines.openai import ServerConfig, ServerEngine, ServerShards
 from draftsmith.data.engines.own import ResponseDrafter, RowSource, generate_rows, set_threads
-from draftsmith.data.engines.server import ServerConfig, ServerEngine
-from draftsmith.data.engines.server_shards import ServerShards
 from draftsmith.data.engines.vllm import VllmEngine
 from draftsmith.data.models.device import pick_device
 from draftsmith.data.models.loading import load_lm, text_identity, vocabulary_size

@@ -14,16 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.engines.server import (
+from draftsmith.data.engines.openai import (
+    SHOWN_CHARS,
+    BadReply,
     ServerConfig,
     ServerEngine,
     Unavailable,
+    api_key,
     fetch,
-    key_of,
     need_extra,
     one_word,
 )
-from draftsmith.data.engines.server_answer import SHOWN_CHARS, BadAnswer
 from draftsmith.data.store.reading import misfits
 from draftsmith.data.text.turns import AnswerSettings
 from draftsmith.eval.engines.counts import Answer, Counts
@@ -90,7 +91,7 @@ class VllmClient:
     def __init__(self, url: str, target: str, max_new_tokens: int):
         need_extra()
         self.url = url.rstrip("/").removesuffix("/v1")
-        self._key = key_of(ServerConfig(url=f"{self.url}/v1"))  # raises for what is no address
+        self._key = api_key(ServerConfig(url=f"{self.url}/v1"))  # raises for what is no address
         self.max_new_tokens, self._target = max_new_tokens, target
         self.about = self._describe()
         server = ServerConfig(url=f"{self.url}/v1", model=self.about.model)
@@ -157,7 +158,7 @@ class VllmClient:
         endpoint, body = self._engine.request(number, row)
         try:
             turn = self._engine.read(number, row, self._json("POST", f"v1/{endpoint}", ANSWERED_S, json=body))
-        except BadAnswer as error:
+        except BadReply as error:
             raise InputError("server", f"prompt {number}: {error}", "an answer", READ_LOG) from error
         if turn.retokenised:
             raise InputError("server", "text without token ids", "return_token_ids to be obeyed", "Use a newer vLLM.")
@@ -200,7 +201,7 @@ class VllmClient:
         address = f"{self.url}/{path}"
         try:
             reply, content = fetch(method, address, limit_s, self._key, **more)
-        except (httpx.HTTPError, Unavailable, BadAnswer) as error:
+        except (httpx.HTTPError, Unavailable, BadReply) as error:
             found = f"{address}: {type(error).__name__} {str(error)[:SHOWN_CHARS]}".strip()
             raise InputError("server", found, "a vLLM server that answers", CHECK_ADDRESS) from error
         if not reply.is_success:

@@ -84,7 +84,7 @@ ROWS += [
     Row("server: no server", SERVER + "--server.url http://127.0.0.1:9/v1", ("prompt 0 (id row-0)", "ConnectError")),
     Row("server: no address", SERVER + "--server.url 127.0.0.1:9", ("server.url",)),
     Row("server: a password in the address", SERVER + "--server.url http://me:secret@127.0.0.1:9/v1",
-        ("server.url", "found ***@127.0.0.1:9/v1", "without user and password")),
+        ("server.url", "found an address with @", "no user, password or query")),
     Row("a password in another address", "data prompts --target {target} --output {out} "
         "--source https://me:secret@127.0.0.1/x.jsonl", ("source: found https://***@127.0.0.1/x.jsonl",)),
     Row("server: a name that no machine has", SERVER + "--server.url http://\u2603.net/v1", ("server.url", "IDNA")),

@@ -26,8 +26,8 @@ from turn_taking import (
     rows_of,
 )
 
+from draftsmith.data.engines.openai import ServerConfig, ServerEngine
 from draftsmith.data.engines.own import generate_all
-from draftsmith.data.engines.server import ServerConfig, ServerEngine
 from draftsmith.data.inspect import InspectConfig
 from draftsmith.data.inspect import run as inspect
 from draftsmith.data.models.hub import model_directory
