@@ -42,8 +42,7 @@ from draftsmith.train.config import drafter_config
 from draftsmith.train.data_module import HeadDataModule, Samples
 from draftsmith.train.drafter_objective import DrafterObjective, FeatureSource
 from draftsmith.train.lit_head import LitHead
-from draftsmith.train.planning.measure import TIMED, WARM_UP, timed_steps
-from draftsmith.train.planning.plan import plan_of
+from draftsmith.train.plan import TIMED, WARM_UP, plan_of, timed_steps
 from draftsmith.train.strategies import settled
 from draftsmith.train.telemetry import measured_peak, peak_flops
 

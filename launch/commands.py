@@ -87,14 +87,14 @@ SECTIONS: dict[str, dict[str, Command]] = {
         **of_drafters("train", "train.config:drafter_config", "train.run"),
         **of_drafters(
             "plan",
-            "train.planning.settings:plan_config",
-            "train.planning.plan",
+            "train.plan:plan_config",
+            "train.plan",
             "What `train {kind}` takes: memory, disk, time",
         ),
         "plan acceptance": Command(
-            "train.planning.settings:PlanAcceptanceConfig",
+            "train.plan:PlanAcceptanceConfig",
             "The same for `train acceptance`",
-            runner="train.planning.plan",
+            runner="train.plan",
         ),
     },
     "Run data and train commands on many devices": {

@@ -28,7 +28,7 @@ def run(config: TrainedConfig, learner: type[LitDrafter] | None = None) -> Path:
     # Lightning takes seconds to import, and --help needs none of it.
     from draftsmith.train.fit import finished, fit
     from draftsmith.train.metrics import is_first_process
-    from draftsmith.train.planning.plan import announce
+    from draftsmith.train.plan import announce
 
     set_threads(config.num_threads)
     if isinstance(config, TrainAcceptanceConfig):

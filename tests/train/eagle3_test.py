@@ -26,7 +26,7 @@ from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import InputError, SamplingParams
 from draftsmith.train.config import drafter_config
 from draftsmith.train.drafter import make_head
-from draftsmith.train.planning.estimate import plan_of
+from draftsmith.train.plan import plan_of
 from draftsmith.train.run import run
 
 TARGET = "embedded:target"

@@ -29,7 +29,7 @@ from draftsmith.train.acceptance_objective import AcceptanceObjective
 from draftsmith.train.data_module import Key, Part, Samples
 from draftsmith.train.drafted_tokens import RolloutDrafts
 from draftsmith.train.lit_head import LitHead
-from draftsmith.train.planning.estimate import plan_of
+from draftsmith.train.plan import plan_of
 from draftsmith.train.run import run
 from draftsmith.train.stored_tokens import StoredDataset, StoredDrafts, collate_stored, stored
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +19,7 @@ from draftsmith.modules.drafters.eagle.head import LOOKAHEAD
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.data_module import train_and_val
-from draftsmith.train.planning.estimate import training_documents
+from draftsmith.train.plan import training_documents
 
 
 def test_features_of_a_row_are_those_of_its_tokens(answered, oracle, tmp_path):
@@ -85,14 +83,13 @@ def test_rows_of_a_conversation_stay_on_one_side_of_the_validation_split(rewritt
     data = ResponsesDataset(directory, TARGET, load_lm(TARGET).info.identity)
     names = [row["id"].split("/")[0] for row in rows_of(directory)]
     pieces = in_pieces(data, 40, LOOKAHEAD)
-    training: Any = SimpleNamespace(kind="responses", context=4096, lookahead=LOOKAHEAD, documents=list)
     for dataset, owner in ((data, names), (pieces, [names[row] for row in pieces.rows])):
         config = TrainConfig(data=directory, output=tmp_path, val_share=0.4, max_length=0 if dataset is data else 40)
         train, val = train_and_val(config, data, None, 4096, LOOKAHEAD)
         sides = [{owner[i] for i in side.indices} for side in (train, val)]
         assert sides[0] | sides[1] == set(names) and not sides[0] & sides[1]
         # What `plan` expects is what is trained on.
-        assert training_documents(config, training, 0, 0).lengths == train.lengths.tolist()
+        assert training_documents(config, 4096, LOOKAHEAD).lengths == train.lengths.tolist()
 
 
 def training_data(source: Path, root: Path) -> list:

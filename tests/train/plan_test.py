@@ -1,4 +1,4 @@
-"""A plan says what a training takes (parameters, steps, FLOPs, files) and stops it where the disk is too small."""
+"""A plan counts what the training does, and stops one that the disk is too small for."""
 
 from __future__ import annotations
 
@@ -21,11 +21,18 @@ from draftsmith.train import acceptance, drafter
 from draftsmith.train.acceptance import TrainAcceptanceConfig
 from draftsmith.train.config import TrainDrafterConfig, drafter_config
 from draftsmith.train.data_module import held_out
-from draftsmith.train.planning.estimate import own_memory, plan_of
-from draftsmith.train.planning.frozen import frozen_model
-from draftsmith.train.planning.measure import TIMED, measure_steps
-from draftsmith.train.planning.plan import short
-from draftsmith.train.planning.settings import plan_config
+from draftsmith.train.plan import (
+    FLOAT32,
+    LAYOUTS,
+    TIMED,
+    frozen_sizes,
+    measure_steps,
+    own_memory,
+    plan_config,
+    plan_of,
+    rank_memory,
+    short,
+)
 from draftsmith.train.run import run
 
 
@@ -39,11 +46,10 @@ def eagle_config(artefacts, output: Path, **changes) -> TrainDrafterConfig:
     [
         {},
         {"val_share": 0.3, "seed": 3},
-        {"tokens_per_batch": 300},
         {"tokens_per_batch": 128, "max_length": 40},
         {"max_steps": 5, "unroll": 2},
     ],
-    ids=["batches", "held out", "tokens", "pieces", "steps"],
+    ids=["batches", "held out", "pieces", "steps"],
 )
 def test_an_eagle_plan_counts_what_the_training_does(artefacts, tmp_path, changes):
     config = eagle_config(artefacts, tmp_path / "run", **changes)
@@ -62,7 +68,7 @@ def test_an_eagle_plan_counts_what_the_training_does(artefacts, tmp_path, change
 
 
 class Trainer:
-    """What module and data ask of Lightning's trainer before a training."""
+    """Stand-in for Lightning's trainer before a training."""
 
     global_rank, world_size, global_step = 0, 1, 0
 
@@ -85,25 +91,23 @@ def test_an_acceptance_plan_counts_what_the_training_does(artefacts, tmp_path):
     assert plan.step_flops * plan.steps_per_epoch == pytest.approx(epoch, rel=0.05)
 
 
-@pytest.mark.parametrize(
-    ("family", "extra"), [("llama", {}), ("llama", {"tie_word_embeddings": True}), ("qwen2", {}), ("qwen3", {})]
-)
-def test_frozen_parameters_are_those_of_the_loaded_model(tmp_path, family, extra):
+@pytest.mark.parametrize(("family", "extra"), [("llama", {"tie_word_embeddings": True}), ("qwen2", {}), ("qwen3", {})])
+def test_frozen_parameters_equal_the_loaded_models(tmp_path, family, extra):
     directory = tiny_llama_dir(tmp_path / "model", family=family, **extra)
-    planned = frozen_model(str(directory), "auto")
+    planned = frozen_sizes(str(directory), "auto")
     loaded = load_lm(str(directory), engine="hf").model
     assert planned.params == sum(p.numel() for p in loaded.parameters())
-    assert (planned.info.hidden_size, planned.info.max_position) == (32, 256)
+    assert (planned.hidden_size, planned.max_position) == (32, 256)
 
 
 def test_a_family_that_only_transformers_runs_is_counted_by_it(tmp_path):
     model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=300, n_positions=64))
     model.save_pretrained(tmp_path)
-    planned = frozen_model(str(tmp_path), "auto")
+    planned = frozen_sizes(str(tmp_path), "auto")
     assert planned.llama is None and planned.params == sum(p.numel() for p in model.parameters())
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "no-such-family"}))
     with pytest.raises(InputError, match="no-such-family"):
-        frozen_model(str(tmp_path), "auto")
+        frozen_sizes(str(tmp_path), "auto")
 
 
 def test_planned_checkpoints_are_as_large_as_written_ones(artefacts, tmp_path, capsys):
@@ -144,7 +148,7 @@ def test_the_command_prints_a_table_that_fits_and_its_numbers(artefacts, capsys,
     assert main(words) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines()[1:])) <= 80  # the first names the model
-    assert "zero-2*" in out and "most at a time" in out and "alone" not in out
+    assert "zero-2*" in out and "peak" in out and "alone" not in out
     assert main([*words, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["world"] == 4 and plan["documents"]["source"] == str(artefacts.responses)
@@ -160,20 +164,45 @@ def test_without_data_a_plan_says_what_it_assumes(artefacts, tmp_path, capsys):
     assert f"{-(-len(train) // 10)} steps" in out and f"{100 * len(train):,} tokens" in out
 
 
-def test_measuring_runs_real_steps_and_leaves_nothing(artefacts, tmp_path):
+def test_measuring_runs_real_steps_and_leaves_no_file(artefacts, tmp_path):
     config = plan_config("eagle")(
         target=str(artefacts.target), data=artefacts.responses, output=tmp_path / "run", batch_size=4, epochs=50
     )
-    plan, found = plan_of(config), measure_steps(config)
-    assert found.steps == TIMED
-    assert found.hours(plan) == pytest.approx(plan.step_flops * plan.steps / found.flops_per_s / 3600)
+    plan, measured = plan_of(config), measure_steps(config)
+    assert measured.steps == TIMED and 0 < measured.part_tokens <= plan.part_tokens
+    assert measured.hours(plan) == pytest.approx(plan.step_flops * plan.steps / measured.flops_per_s / 3600)
     assert torch.is_grad_enabled() and list(tmp_path.iterdir()) == []
     with pytest.raises(InputError, match=r"data: found no artefact at .*none, expected data to measure a training on"):
         measure_steps(dataclasses.replace(config, data=tmp_path / "none"))
 
 
-def test_a_plan_of_fine_tuning_is_of_the_heads_own_shape(artefacts, tmp_path):
-    """Here a head of other sizes than one made for the target, and of a shorter reach than its documents."""
+def test_measured_activations_replace_the_estimate(artefacts, capsys):
+    words = ["--target", str(artefacts.target), "--data", str(artefacts.responses), "--batch-size", "4"]
+    assert main(["plan", "eagle", *words, "--measure", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    alone, measured = plan["memories"]["alone"], plan["measured"]
+    fixed = alone["peak"] - alone["parts"]["activations"]
+    activations = max(0, measured["peak_bytes"] - fixed)
+    assert alone["parts"]["activations"] == activations * plan["part_tokens"] // measured["part_tokens"]
+
+
+@pytest.mark.parametrize(("strategy", "offload"), list(LAYOUTS)[2:])
+def test_what_zero_shares_out_adds_up_over_the_ranks(strategy, offload):
+    """Rajbhandari et al. 2020, figure 1: each stage shares out one more of optimizer state, gradients, weights."""
+    whole, ranks = FLOAT32 * 1000, 4
+    process = {"weights": whole, "gradients": whole, "optimizer": 2 * whole, "activations": 100}
+    memory = rank_memory(process, (strategy, offload), ranks)
+    stage = int(strategy[-1])
+    # A master copy of the weights and both averages.
+    assert ranks * (memory.host - whole // ranks if offload else memory.parts["optimizer"]) == 3 * whole
+    # One bucket holds these few gradients.
+    assert (memory.parts["gradients"] - whole) * (ranks if stage >= 2 else 1) == whole
+    assert memory.parts["weights"] == (whole + whole // ranks if stage == 3 else whole)
+    assert memory.peak == sum(memory.parts.values())
+
+
+def test_fine_tuning_is_planned_with_the_heads_own_shape(artefacts, tmp_path):
+    """The head's sizes differ from the target's, and its context is shorter than the documents."""
     target = load_lm(str(artefacts.target))
     layer = dataclasses.replace(target.config, intermediate_size=24, num_kv_heads=4, num_layers=2, max_position=40)
     head = save_head(tmp_path / "head", EagleHead(EagleConfig(layer, fc_bias=True)), {}, "card")
