@@ -43,7 +43,16 @@ from draftsmith.modules.targets.llama import SUPPORTED, llama_config
 from draftsmith.modules.types import InputError, at_least, at_most
 from draftsmith.train.acceptance import TrainAcceptanceConfig, acceptance_settings, check_labels, filled, labels_of
 from draftsmith.train.config import MOST, TrainConfig, TrainDrafterConfig, drafter_config
-from draftsmith.train.strategies import device_kind, model_dtype, settled, world_size
+from draftsmith.train.drafter import head_shape
+from draftsmith.train.prepare import prepare
+from draftsmith.train.strategies import (
+    device_kind,
+    model_dtype,
+    settled,
+    tensor_cores,
+    trainer_arguments,
+    world_size,
+)
 
 if TYPE_CHECKING:
     from draftsmith.train.data_module import HeadDataModule, Order
@@ -226,9 +235,6 @@ def planned_head(config: TrainConfig) -> PlannedHead:
     if isinstance(config, TrainAcceptanceConfig):
         return _planned_acceptance(config)
     assert isinstance(config, TrainDrafterConfig)
-    # Imported here: it loads what --help of this command does not need.
-    from draftsmith.train.drafter import head_shape
-
     drafter, frozen = config.drafter, frozen_sizes(config.target, model_dtype(config))
     shape = head_shape(config, frozen.llama or target_shape(config.target))
     with torch.device("meta"):
@@ -581,7 +587,6 @@ def measure_steps(config: TrainConfig) -> MeasuredSteps:
         InputError: as the training itself, or the data does not exist yet.
     """
     from draftsmith.train.metrics import num_ranks
-    from draftsmith.train.prepare import prepare
 
     if not (config.data / MANIFEST).exists():
         remedy = "Make it (a few rows will do), or leave --measure out."
@@ -609,7 +614,6 @@ def timed_steps(module: LitHead, data: HeadDataModule, config: TrainConfig, fold
     import lightning.pytorch as pl
 
     from draftsmith.train.fit import quiet
-    from draftsmith.train.strategies import tensor_cores, trainer_arguments
     from draftsmith.train.telemetry import Telemetry, num_slots
 
     telemetry = Telemetry(peak=1.0)  # so that its utilisation is FLOP/s

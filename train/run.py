@@ -10,6 +10,7 @@ from draftsmith.data.store.writer import sole_writer
 from draftsmith.train.acceptance import TrainAcceptanceConfig, filled, with_size
 from draftsmith.train.config import TrainDrafterConfig
 from draftsmith.train.drafter import explain
+from draftsmith.train.plan import announce
 from draftsmith.train.prepare import TrainedConfig, prepare
 from draftsmith.train.strategies import settled
 
@@ -28,7 +29,6 @@ def run(config: TrainedConfig, learner: type[LitDrafter] | None = None) -> Path:
     # Lightning takes seconds to import, and --help needs none of it.
     from draftsmith.train.fit import finished, fit
     from draftsmith.train.metrics import is_first_process
-    from draftsmith.train.plan import announce
 
     set_threads(config.num_threads)
     if isinstance(config, TrainAcceptanceConfig):

@@ -185,7 +185,7 @@ def counted(monkeypatch) -> Counted:
         return real(self, input_ids, position_ids, capture)
 
     monkeypatch.setattr(LlamaLM, "features", features)
-    monkeypatch.setattr("draftsmith.train.plan.announce", lambda config: None)
+    monkeypatch.setattr("draftsmith.train.run.announce", lambda config: None)
     return counter
 
 
