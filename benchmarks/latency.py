@@ -37,7 +37,7 @@ from draftsmith.eval.bench.results import hardware
 from draftsmith.eval.bench.runner import EngineRunner, Runner
 from draftsmith.eval.cost.clock import clock_of, interleaved
 from draftsmith.launch.cli import main_of
-from draftsmith.modules.engine.packed import can_pack
+from draftsmith.modules.engine.lean import can_pack
 from draftsmith.modules.types import InputError, at_least
 
 HEADINGS = ("what", "models", "value", "aim")

@@ -21,7 +21,7 @@ from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.drafters.feature_heads import FeatureTreeDrafter
 from draftsmith.modules.drafters.growth import DynamicTree
-from draftsmith.modules.engine.quantized import Precision
+from draftsmith.modules.engine.low_precision import Precision
 from draftsmith.modules.engine.rows import OneRow
 from draftsmith.modules.targets.base import Session
 from draftsmith.modules.targets.llama import LlamaLM

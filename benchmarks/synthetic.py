@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
-from draftsmith.modules.engine.quantized import Precision
+from draftsmith.modules.engine.low_precision import Precision
 from draftsmith.modules.layers import LlamaConfig, LlamaModel
 from draftsmith.modules.targets.base import ModelInfo
 from draftsmith.modules.targets.llama import LlamaLM, llama_config, model_from_state

@@ -85,8 +85,8 @@ def kernels() -> dict[str, Any]:
     """Return which fast kernels are available."""
     import torch
 
-    from draftsmith.modules.engine.packed import can_pack
-    from draftsmith.modules.engine.quantized import can_int8
+    from draftsmith.modules.engine.lean import can_pack
+    from draftsmith.modules.engine.low_precision import can_int8
 
     facts: dict[str, Any] = {"CPU vectors": torch.backends.cpu.get_cpu_capability()}
     facts["packed float32 weights"] = yes(can_pack(torch.float32))

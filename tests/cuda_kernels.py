@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.modules.engine import attention
+from draftsmith.modules.engine import cache
 
 
 class CudaKernels:
@@ -25,8 +25,8 @@ class CudaKernels:
         self.masked = self.plain = 0
         self.data: list[int] = []
         # In that module alone: the oracles attend too.
-        patch.setattr(attention, "F", SimpleNamespace(scaled_dot_product_attention=self))
-        patch.setattr(attention, "takes_shared", lambda tensor: False)
+        patch.setattr(cache, "F", SimpleNamespace(scaled_dot_product_attention=self))
+        patch.setattr(cache, "takes_shared", lambda tensor: False)
 
     def __call__(
         self,

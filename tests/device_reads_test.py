@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 READS = {"item", "tolist", "cpu", "nonzero", "unique", "bincount", "masked_select", "isin", "argwhere"}
 FILES = [
-    *(f"modules/engine/{name}.py" for name in ("attention", "lean", "rows", "ragged", "cache", "graphs")),
+    *(f"modules/engine/{name}.py" for name in ("lean", "rows", "cache", "graphs")),
     *(f"modules/{name}.py" for name in ("sampling", "losses", "packing", "diagonal", "transfer")),
     *(f"modules/decoding/{name}.py" for name in ("loop", "verify", "chain")),
     *(f"modules/drafters/{name}.py" for name in ("row_drafter", "draft_model", "feature_heads", "growth")),

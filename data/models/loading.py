@@ -22,7 +22,7 @@ from draftsmith.data.models.hub import model_directory
 from draftsmith.data.models.identity import encoding_hash, model_identity, template_hash, vocabulary_hash
 from draftsmith.data.models.parallel import check_placed, placement
 from draftsmith.data.models.self_tests import cached_self_test
-from draftsmith.modules.engine.quantized import Precision, check_precision
+from draftsmith.modules.engine.low_precision import Precision, check_precision
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.targets.base import CausalLM, ModelInfo
 from draftsmith.modules.targets.llama import SUPPORTED, LlamaLM, llama_config, model_from_state

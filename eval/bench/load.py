@@ -22,7 +22,7 @@ from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.decoding.tree import MAX_NODES, StaticTree
 from draftsmith.modules.drafters import learned
 from draftsmith.modules.drafters.methods import Models, Named, check_needs
-from draftsmith.modules.engine.quantized import Precision, check_precision
+from draftsmith.modules.engine.low_precision import Precision, check_precision
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams, at_most
 

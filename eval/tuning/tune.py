@@ -38,7 +38,7 @@ from draftsmith.eval.tuning.reasoning import Choice, summary, tables
 from draftsmith.modules.drafters.chains import FixedK, chain_methods
 from draftsmith.modules.drafters.methods import Models, Named, parse_method
 from draftsmith.modules.drafters.trees import DynamicTrees
-from draftsmith.modules.engine.quantized import Precision, can_int8
+from draftsmith.modules.engine.low_precision import Precision, can_int8
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import InputError, at_least
 

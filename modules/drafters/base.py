@@ -25,7 +25,8 @@ from draftsmith.modules.decoding.protocols import Drafter, StopPolicy
 from draftsmith.modules.decoding.tree import StaticTree
 from draftsmith.modules.drafters.growth import DynamicTree
 from draftsmith.modules.drafters.row_drafter import RowDrafter
-from draftsmith.modules.engine.quantized import Linear, Precision, copy_of
+from draftsmith.modules.engine.lean import Linear
+from draftsmith.modules.engine.low_precision import Precision, copy_of
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import FeatureBatch, LossOutput

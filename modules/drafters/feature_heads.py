@@ -23,9 +23,9 @@ from draftsmith.modules.decoding.tree import StaticTree
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.drafters.growth import DynamicTree, Level, grow_dynamic, grow_static
 from draftsmith.modules.drafters.row_drafter import DraftedRow, RowDrafter
-from draftsmith.modules.engine.cache import KVCache
-from draftsmith.modules.engine.lean import LeanStack, as_bias
-from draftsmith.modules.engine.rows import CachedRows, Run, cached_rows, picked_of
+from draftsmith.modules.engine.cache import KVCache, as_bias
+from draftsmith.modules.engine.lean import LeanStack
+from draftsmith.modules.engine.rows import CachedRows, RunLayers, cached_rows, picked_of
 from draftsmith.modules.sampling import Source
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams
@@ -74,7 +74,7 @@ class FeatureHead(DraftHead):
 
 
 def forward(
-    net: FeatureNet, run: Run, picked: Tensor | slice | None, ids: Any, states: Tensor
+    net: FeatureNet, run: RunLayers, picked: Tensor | slice | None, ids: Any, states: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Feed pairs: logits and states of what is picked (`engine.rows.Forward`)."""
     if not isinstance(ids, Tensor):

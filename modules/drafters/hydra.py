@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -34,8 +35,8 @@ from draftsmith.modules.drafters.medusa import (
 from draftsmith.modules.drafters.row_drafter import DraftedRow
 from draftsmith.modules.drafters.trees import StaticTrees
 from draftsmith.modules.engine.lean import LeanNorm, LeanStack
-from draftsmith.modules.engine.quantized import linear_of
-from draftsmith.modules.engine.rows import Run, picked_of
+from draftsmith.modules.engine.low_precision import linear_of
+from draftsmith.modules.engine.rows import RunLayers, picked_of
 from draftsmith.modules.layers import DecoderLayer, LlamaConfig, RMSNorm, rope_table
 from draftsmith.modules.packing import documents_of
 from draftsmith.modules.sampling import Source
@@ -212,7 +213,9 @@ class LeanHydra:
     def __init__(self, head: HydraHead, target: CausalLM):
         head = in_type_of(head, target)
         pack, precision, layers = target.packed, head.precision, list[Any](head.layers)
-        self.stack = LeanStack(layers, head.config.llama, target.dtype, target.device, pack=pack, precision=precision)
+        self.stack = LeanStack(
+            layers, head.config.llama, target.dtype, target.device, partial(linear_of, pack=pack, precision=precision)
+        )
         self._norm = None if head.norm is None else LeanNorm(head.norm.weight, head.norm.eps)
         self._embed, self._lm_heads = target.embed, lm_heads_of(head, target)
         self._first, self._blocks = [], []
@@ -258,7 +261,7 @@ class LeanHydra:
 
 
 def read_prefix(
-    net: LeanHydra, run: Run, picked: Tensor | slice | None, ids: Any, states: Tensor
+    net: LeanHydra, run: RunLayers, picked: Tensor | slice | None, ids: Any, states: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Feed states: what the heads read of those that are picked, twice (`rows.Forward`); logits are the heads'."""
     found = net.prefix(picked_of(run(states), picked))

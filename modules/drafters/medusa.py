@@ -24,7 +24,7 @@ from draftsmith.modules.drafters.growth import Level, grow_static
 from draftsmith.modules.drafters.methods import Models
 from draftsmith.modules.drafters.row_drafter import DraftedRow, RowDrafter
 from draftsmith.modules.drafters.trees import StaticTrees
-from draftsmith.modules.engine.quantized import Precision, linear_of
+from draftsmith.modules.engine.low_precision import Precision, linear_of
 from draftsmith.modules.layers import MOST_POSITIONS, MOST_SIZE, LlamaConfig
 from draftsmith.modules.losses import LmHead, token_loss
 from draftsmith.modules.sampling import Source

@@ -1,4 +1,4 @@
-"""CUDA graphs: a forward of fixed shapes is recorded once and replayed, without its launches one by one."""
+"""CUDA graphs: a forward of fixed shapes is captured once and replayed, without launching its kernels one by one."""
 
 from __future__ import annotations
 
@@ -12,21 +12,19 @@ Outputs = tuple[Tensor, ...]
 
 
 def records(tensor: Tensor) -> bool:
-    """Its device has graphs."""
+    """Return whether the tensor's device has graphs."""
     return tensor.is_cuda
 
 
 class Graphed:
-    """Calls `fn(*inputs, *static)`; on CUDA by replaying a graph, one for each shapes of the inputs and static values.
+    """Callable that runs `fn(*inputs, *static)`, on CUDA by replaying a graph for these shapes and static values.
 
-    fn: launches the same kernels on the same memory whenever shapes and static values are the same, reads nothing back
-        to the host and returns a tuple of tensors.
-
-    On CUDA the tensors returned are the graph's own, and all graphs share one pool of memory: what a call returned is
-    good until the next call, to which it may be an input.
+    `fn` launches the same kernels on the same memory whenever shapes and static values are the same, reads nothing back
+    to the host and returns a tuple of tensors. On CUDA the returned tensors are the graph's own, and all graphs share
+    one memory pool: outputs are valid until the next call, to which they may be inputs.
     """
 
-    WARM_UPS = 3  # libraries choose and allocate on first calls, which cannot be captured
+    WARM_UPS = 3  # libraries choose kernels and allocate in their first calls, which cannot be captured
 
     def __init__(self, fn: Callable[..., Outputs]):
         self._fn = fn
@@ -46,8 +44,7 @@ class Graphed:
         return outputs
 
     def _capture(self, inputs: Outputs, static: tuple[Hashable, ...]) -> tuple[torch.cuda.CUDAGraph, Outputs, Outputs]:
-        """Capture as torch's notes on CUDA graphs say: warm up on a side stream, then record over copies of the
-        inputs."""
+        """Warm up on a side stream, then capture over copies of the inputs (torch's notes on CUDA graphs)."""
         buffers = tuple(tensor.clone() for tensor in inputs)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -58,7 +55,7 @@ class Graphed:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # Of this thread: another one may be pinning a batch meanwhile, which a capture of all threads forbids.
+        # Of this thread only: another one may be pinning a batch meanwhile, which a capture of all threads forbids.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             outputs = self._fn(*buffers, *static)
         return graph, buffers, outputs

@@ -1,37 +1,149 @@
 """Llama-family layers for inference: fused projections, one preallocated cache, no per-call framework work.
 
-The same weights and the same function as `layers.DecoderLayer`; what is gone is dispatch, which at batch size one is
-most of a small model's time.
+Same weights and same function as `layers.DecoderLayer`, without its dispatch, which at batch size one is most of a
+small model's time. Targets, draft models and EAGLE heads share these layers.
+
+Weights lie in the layout that the CPU's matrix kernels read fastest. A decoder multiplies few rows (1 to some dozens)
+with large weights, over and over: oneDNN lays a weight out for that once, where `F.linear` reads the plain layout,
+which is slower for a few rows (docs/performance.md). Its operators are private to torch, so they are compared with
+`F.linear` before use, and `F.linear` is used where they fail. For small weights oneDNN's call overhead costs more than
+it gains; they lie [in, out] in memory, which BLAS reads faster.
+
+B rows, T new tokens of each, N = B * T, H hidden size, D head_dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.modules.engine.attention import attend, prepared
-from draftsmith.modules.engine.cache import KVCache, LayerCache
-from draftsmith.modules.engine.packed import LeanLinear
-from draftsmith.modules.engine.quantized import Linear, Precision, linear_of
+from draftsmith.modules.engine.cache import KVCache, LayerCache, as_bias, prepared, tree_mask
 from draftsmith.modules.layers import DecoderLayer, LlamaConfig, RMSNorm, rope_table
 
-Taps = dict[int, Tensor]  # numbers of layers -> states, of which the caller gives the numbers
+# States by layer: the caller gives the numbers, the forward fills in the states.
+Taps = dict[int, Tensor]
+# Smaller weights stay in the processor's caches, where the layout matters less than the cost of oneDNN's call.
+MIN_WEIGHTS = 2**19
+# Rows that a weight is laid out for; the layout for 8 is good at 1 and at 60.
+PACKED_ROWS = 8
 
 
-def _fuse(linears: Sequence[torch.nn.Linear], share: bool, pack: bool, precision: Precision) -> Linear:
-    """Linears that read the same input as one, stacked by rows.
+class Linear(Protocol):
+    """A linear layer of frozen weights. `packed`: it holds its own copy, so that the caller may free the weight."""
 
-    share: leave one copy of the weights: the linears' become views of the stacked tensor, or empty where it is packed
-    (using them is then an error of shape).
+    packed: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """Return residual [N, out] + linear(x [N, in])."""
+
+
+# A linear layer from weight [out, in] and bias [out] or None.
+MakeLinear = Callable[[Tensor, Tensor | None], Linear]
+
+
+@functools.cache
+def can_pack(dtype: torch.dtype) -> bool:
+    """Return whether oneDNN's operators exist here and agree with `F.linear` (bf16, for one, needs AVX-512)."""
+    rng = torch.Generator().manual_seed(0)
+    x, weight, bias, added = (
+        torch.randn(shape, generator=rng).to(dtype) for shape in ((3, 32), (48, 32), (48,), (3, 48))
+    )
+    try:
+        packed = _pack(weight)
+        pairs = [
+            (_linear(x, packed, None), F.linear(x, weight)),
+            (_linear(x[:1], packed, bias), F.linear(x[:1], weight, bias)),
+            (_linear_add(added, x, packed, bias), added + F.linear(x, weight, bias)),
+        ]
+    except (AttributeError, NotImplementedError, RuntimeError):
+        # Raised by torch, in this order, for an operator that it lacks, that its build lacks, and that this CPU lacks
+        # for this dtype. Nothing is lost: the plain layout computes the same.
+        return False
+    # Sums of 32 products in another order differ by some roundings of the dtype; values are around 6.
+    tolerance = 32 * torch.finfo(dtype).eps
+    return all(torch.allclose(ours, plain, rtol=tolerance, atol=tolerance) for ours, plain in pairs)
+
+
+def _pack(weight: Tensor) -> Tensor:
+    return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_ROWS)
+
+
+def _linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    # By name of the overload: choosing one by the arguments takes time in every call.
+    return torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
+
+
+def _linear_add(residual: Tensor, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise.binary(x, residual, packed, bias, "add")
+
+
+class LeanLinear:
+    """x @ weight.T + bias in the weights' own type: weight [out, in], bias [out] or None."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, pack: bool = False):
+        """pack: lay the weight out for the CPU's kernels where that pays and works. The caller may then free it, or, if
+        `packed` stays false, use `weight`, the same numbers, in its place."""
+        pack, small = pack and weight.device.type == "cpu", weight.numel() < MIN_WEIGHTS
+        self.packed = pack and not small and can_pack(weight.dtype)
+        self.weight = weight = weight.detach()
+        self._transposed = None if self.packed else weight.t()  # [in, out], a view made once
+        self._turned: Tensor | None = None  # [in, out] contiguous in memory
+        if self.packed:
+            self.weight = _pack(weight)
+        elif pack and small and bias is None:
+            self._transposed = self._turned = weight.t().contiguous()
+            self.weight = self._transposed.t()
+        self._bias = None if bias is None else bias.detach()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.packed:
+            return _linear(x, self.weight, self._bias)
+        if self._turned is not None and x.dim() == 2:
+            return torch.mm(x, self._turned)
+        return F.linear(x, self.weight, self._bias)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        # One call for product and sum.
+        if self._transposed is None:
+            return _linear_add(residual, x, self.weight, self._bias)
+        added = torch.addmm(residual, x, self._transposed)
+        return added if self._bias is None else added.add_(self._bias)
+
+
+class LeanNorm:
+    """x / rms(x) * weight [..., H] over the last dimension, the mean in float32 or wider, in few calls."""
+
+    def __init__(self, weight: Tensor, eps: float):
+        self.weight, self._eps, self._size = weight.detach(), eps, weight.shape[-1]
+        self._wide = weight.dtype in (torch.float32, torch.float64)
+        self._eps_tensor = torch.tensor(eps, dtype=weight.dtype if self._wide else torch.float32, device=weight.device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.is_cuda:
+            return F.rms_norm(x, (self._size,), None, self._eps) * self.weight  # one fused kernel instead of seven
+        norm = torch.linalg.vector_norm(x if self._wide else x.float(), dim=-1, keepdim=True)
+        scaled = x * torch.addcmul(self._eps_tensor, norm, norm, value=1 / self._size).rsqrt_()
+        return (scaled if self._wide else scaled.to(x.dtype)).mul_(self.weight)
+
+
+def _fuse(linears: Sequence[torch.nn.Linear], share: bool, make_linear: MakeLinear) -> Linear:
+    """Stack linears that read the same input.
+
+    share: keep one copy of the weights. The linears' become views of the stacked tensor, or, if that is packed, empty:
+    calling them is then an error of shape.
     """
     weights = [linear.weight.detach() for linear in linears]
     weight = torch.cat(weights) if len(weights) > 1 else weights[0]
     has_bias = any(linear.bias is not None for linear in linears)
-    bias = torch.cat([linear.bias.detach() for linear in linears]) if has_bias else None
-    fused = linear_of(weight, bias, pack, precision)
+    fused = make_linear(weight, torch.cat([linear.bias.detach() for linear in linears]) if has_bias else None)
     if share and fused.packed:
         for linear in linears:
             linear.weight.data = weight.new_empty(0)
@@ -41,33 +153,18 @@ def _fuse(linears: Sequence[torch.nn.Linear], share: bool, pack: bool, precision
     return fused
 
 
-class LeanNorm:
-    """x / rms(x) * weight over the last dimension, the mean in float32 or wider, in few calls. weight: [..., H]."""
-
-    def __init__(self, weight: Tensor, eps: float):
-        self.weight, self._eps, self._size = weight.detach(), eps, weight.shape[-1]
-        self._wide = weight.dtype in (torch.float32, torch.float64)
-        self._eps_tensor = torch.tensor(eps, dtype=weight.dtype if self._wide else torch.float32, device=weight.device)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if x.is_cuda:
-            return F.rms_norm(x, (self._size,), None, self._eps) * self.weight  # one fused kernel there, seven here
-        norm = torch.linalg.vector_norm(x if self._wide else x.float(), dim=-1, keepdim=True)
-        scaled = x * torch.addcmul(self._eps_tensor, norm, norm, value=1 / self._size).rsqrt_()
-        return (scaled if self._wide else scaled.to(x.dtype)).mul_(self.weight)
-
-
 class LeanLayer:
-    """One decoder layer with q/k/v and gate/up fused; reads and writes a cache. Results are written in place."""
+    """A decoder layer with q/k/v and gate/up fused, over a cache. Results are written in place."""
 
-    def __init__(self, layer: DecoderLayer, share: bool, pack: bool, precision: Precision = "dtype"):
+    def __init__(self, layer: DecoderLayer, make_linear: MakeLinear = LeanLinear, share: bool = False):
+        """share: see `_fuse`."""
         attention = layer.self_attn
         self.num_heads, self.num_kv_heads = attention.num_heads, attention.num_kv_heads
         self.groups, self.head_dim = self.num_heads // self.num_kv_heads, attention.head_dim
-        self.qkv = _fuse([attention.q_proj, attention.k_proj, attention.v_proj], share, pack, precision)
-        self.o = _fuse([attention.o_proj], share, pack, precision)
-        self.gate_up = _fuse([layer.mlp.gate_proj, layer.mlp.up_proj], share, pack, precision)
-        self.down = _fuse([layer.mlp.down_proj], share, pack, precision)
+        self.qkv = _fuse([attention.q_proj, attention.k_proj, attention.v_proj], share, make_linear)
+        self.o = _fuse([attention.o_proj], share, make_linear)
+        self.gate_up = _fuse([layer.mlp.gate_proj, layer.mlp.up_proj], share, make_linear)
+        self.down = _fuse([layer.mlp.down_proj], share, make_linear)
         self.qk_norm = None
         if attention.qk_norm:
             weights: list[Tensor] = [attention.q_norm.weight] * self.num_heads
@@ -78,7 +175,7 @@ class LeanLayer:
         self.post_norm = LeanNorm(second.weight, second.eps)
 
     def read(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The residual [N, H], and what attention reads, of the layer's input [N, ..]."""
+        """Return the residual [N, H] and the input of attention, from the layer's input [N, ..]."""
         return rows, rows if self.input_norm is None else self.input_norm(rows)
 
     def __call__(
@@ -92,41 +189,27 @@ class LeanLayer:
         mask: Tensor | None,
         causal: bool,
     ) -> Tensor:
-        """rows [B * T, H], sequence by sequence, fed after `cache.length` tokens -> the same.
+        """Run the layer on rows [N, H], sequence by sequence, that follow `cache.length` tokens: [N, H].
 
-        cos, sin: [B or 1, T, 1, D].
-        mask: added to the scores, [B or 1, 1, T, cache.length + T] (`as_bias`), `attention.prepared`; None with T == 1,
-        or with `causal`.
-        Where the cache is `ragged` a batch of 1 and T of all rows together, but in the mask.
+        cos, sin: [B or 1, T, 1, D]. mask: `prepared` bias [B or 1, 1, T, S]; None if T == 1, or with `causal`.
         """
         rows, normed = self.read(rows)
-        qkv = self.qkv(normed).view(batch, -1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
+        qkv = self.qkv(normed).view(batch, -1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)  # [B, T, .., D]
         rotated = qkv[:, :, : self.num_heads + self.num_kv_heads]
         if self.qk_norm is not None:
             rotated.copy_(self.qk_norm(rotated))
         # sin carries the sign of its first half, so a roll by half the width is the rotation.
         rolled = rotated.roll(self.head_dim // 2, -1)
         rotated.mul_(cos).addcmul_(rolled, sin)
-        keys, values = cache.write(index, cache.length, qkv[:, :, self.num_heads :])
-        queries = qkv[:, :, : self.num_heads]
-        if cache.ragged is not None:
-            assert mask is not None
-            attended = cache.ragged.attend(queries[0], keys, values, self.groups, mask)
-        else:
-            attended = attend(queries, keys, values, self.groups, mask, causal)
+        queries, keys_values = qkv[:, :, : self.num_heads], qkv[:, :, self.num_heads :]
+        attended = cache.attend(index, queries, keys_values, self.groups, mask, causal)  # [B, T, heads, D]
         rows = self.o.add_to(rows, attended.reshape(len(rows), -1))
-        normed = self.post_norm(rows)
-        gate, up = self.gate_up(normed).chunk(2, -1)
+        gate, up = self.gate_up(self.post_norm(rows)).chunk(2, -1)
         return self.down.add_to(rows, F.silu(gate).mul_(up))
 
 
-def as_bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """True = may attend -> 0, false -> -inf: made once a forward, where attention would make it once a layer."""
-    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
-
-
 class LeanStack:
-    """Decoder layers over one cache: positions, masks and the layers' loop, for targets, drafts and the EAGLE head."""
+    """Decoder layers over one cache: positions, masks and the loop over layers."""
 
     def __init__(
         self,
@@ -134,23 +217,22 @@ class LeanStack:
         config: LlamaConfig,
         dtype: torch.dtype,
         device: torch.device,
+        make_linear: MakeLinear = LeanLinear,
         share: bool = False,
-        pack: bool = False,
-        precision: Precision = "dtype",
     ):
-        """share: the layers are frozen and give their weights away (see `_fuse`). pack, precision: see `linear_of`."""
+        """share: the layers are frozen and give their weights away (`_fuse`)."""
         self.layers = [
-            layer if isinstance(layer, LeanLayer) else LeanLayer(layer, share, pack, precision) for layer in layers
+            layer if isinstance(layer, LeanLayer) else LeanLayer(layer, make_linear, share) for layer in layers
         ]
         self.config, self.dtype, self.device = config, dtype, device
         cos, sin = rope_table(config, config.max_position)
         signed = torch.cat([-sin[:, : config.head_dim // 2], sin[:, config.head_dim // 2 :]], -1)
         self.cos, self.sin = cos.to(device, dtype)[:, None], signed.to(device, dtype)[:, None]  # [positions, 1, D]
         self._strip = torch.zeros(0, 0, dtype=dtype)
-        self._ready: list[tuple[Tensor, Tensor]] = []  # cos and sin of the first positions, a view for each
+        self._ready: list[tuple[Tensor, Tensor]] = []  # views of cos and sin, one pair for each of the first positions
 
     def new_slots(self, batch: int, capacity: int) -> Tensor:
-        """What a cache keeps keys and values in, zeros."""
+        """Allocate keys and values of a cache: [layers, 2, B, kv_heads, capacity, D]."""
         shape = len(self.layers), 2, batch, self.config.num_kv_heads, capacity, self.config.head_dim
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
@@ -167,17 +249,16 @@ class LeanStack:
         causal: bool,
         taps: Taps | None = None,
     ) -> Tensor:
-        """x [B, T, H], or [T, H] of a single sequence -> the same before any final norm. Slots are written but not
-        kept: `cache.length` stays.
+        """Run all layers on x [B, T, H], or [T, H] of a single sequence; no final norm. `cache.length` stays.
 
-        mask: bool, true = may attend, or a bias of the stack's dtype.
-        taps: the states after so many layers, [B * T, H], are put here under the numbers that it has.
+        mask: bool (true = may attend), or a bias of the stack's dtype.
+        taps: filled with the states [N, H] after the first k layers, for every number k in it.
         """
         if mask is not None:
             bias = as_bias(mask, self.dtype) if mask.dtype == torch.bool else mask
             mask = prepared(bias, self.config.num_heads // self.config.num_kv_heads)
         single = x.dim() == 2
-        rows, batch = (x, 1) if single else (x.reshape(-1, x.shape[-1]), x.shape[0])
+        rows, batch = (x, 1) if single else (x.reshape(-1, x.shape[-1]), x.shape[0])  # [N, H]
         for index, layer in enumerate(self.layers):
             if taps and index in taps:
                 taps[index] = rows
@@ -185,10 +266,16 @@ class LeanStack:
         return rows if single else rows.view(*x.shape[:-1], -1)
 
     def chain(self, x: Tensor, cache: LayerCache, taps: Taps | None = None) -> Tensor:
-        """Chains of T inputs [B, T, H] or [T, H], all at positions cache.length.. ."""
+        """Run chains of T inputs [B, T, H] or [T, H], all at positions cache.length.. ."""
         start, length = cache.length, x.shape[-2]
         end = start + length
-        cos, sin = self._rotation(start) if length == 1 else (self.cos[start:end], self.sin[start:end])
+        if length == 1:  # looking up a view takes less time than slicing
+            if start >= len(self._ready):
+                first, last = len(self._ready), max(1024, 2 * start)
+                self._ready += zip(self.cos[first:last].split(1), self.sin[first:last].split(1), strict=True)
+            cos, sin = self._ready[start]
+        else:
+            cos, sin = self.cos[start:end], self.sin[start:end]
         if self.config.sliding_window is not None and end > self.config.sliding_window:
             positions = torch.arange(end, device=self.device)
             mask = self._windowed(positions[start:, None] >= positions, positions)
@@ -197,30 +284,25 @@ class LeanStack:
         return self.run(x, cos, sin, cache, bias, start == 0 and length > 1, taps)
 
     def tree(self, x: Tensor, parents: Sequence[int], cache: KVCache, taps: Taps | None = None) -> Tensor:
-        """A tree of T inputs [T, H]; parents[i] < i, -1 = the last kept token; position = cache.length + depth."""
+        """Run a tree of T inputs [T, H]; parents[i] < i, -1 = the last kept token; position = cache.length + depth."""
         depths, visible = tree_mask(parents, cache.length, x.device)
         kept = torch.arange(cache.length, device=self.device)
         return self.graft(x, torch.cat([kept, depths + cache.length]), visible, cache, taps)
 
     def graft(self, x: Tensor, positions: Tensor, visible: Tensor, cache: KVCache, taps: Taps | None = None) -> Tensor:
-        """Any T inputs [T, H]. positions: [cache.length + T] of all slots, the new ones last; visible: [T, the same],
-        bool."""
+        """Run any T inputs [T, H].
+
+        positions: [cache.length + T] of all slots, the new ones last. visible: [T, cache.length + T], bool.
+        """
         if self.config.sliding_window is not None:
             visible = self._windowed(visible, positions)
         own = positions[-len(x) :]
         return self.run(x, self.cos[own], self.sin[own], cache, visible, False, taps)
 
-    def _rotation(self, position: int) -> tuple[Tensor, Tensor]:
-        """cos and sin of one position, [1, 1, D] each: slicing takes longer than looking up."""
-        if position >= len(self._ready):
-            first, end = len(self._ready), max(1024, 2 * position)
-            self._ready += zip(self.cos[first:end].split(1), self.sin[first:end].split(1), strict=True)
-        return self._ready[position]
-
     def _chain_bias(self, start: int, length: int) -> Tensor:
-        """The bias [T, start + T] of a chain: input i sees the first start + i + 1 slots.
+        """Return the bias [T, start + T] of a chain: input i sees the first start + i + 1 slots.
 
-        A slice of a strip whose row i is 0 up to column `kept` + i: moved to the left by kept - start columns it fits.
+        It is a slice of a strip whose row i is 0 up to column `kept` + i: shifted left by kept - start columns it fits.
         """
         rows, kept = self._strip.shape[0], self._strip.shape[1] - self._strip.shape[0]
         if length > rows or start > kept:
@@ -234,20 +316,3 @@ class LeanStack:
         assert self.config.sliding_window is not None
         distance = positions[-mask.shape[0] :, None] - positions[None]
         return mask & (distance < self.config.sliding_window)
-
-
-def tree_mask(parents: Sequence[int], start: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Depths int64 [T] (0 = follows the kept tokens) and the mask bool [T, start + T] of a tree fed after `start`
-    tokens: each sees the kept tokens, its ancestors and itself."""
-    size = len(parents)
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(depths[parent] + 1 if parent >= 0 else 0)
-    # By pointer doubling: each node takes over what its pointer sees, then goes on from its pointer's pointer. The
-    # extra last node stands for the kept tokens: it sees no node and points to itself.
-    above = torch.tensor([*(parent if parent >= 0 else size for parent in parents), size], device=device)
-    sees = torch.eye(size + 1, size, dtype=torch.bool, device=device)
-    for _ in range(max(depths).bit_length()):
-        sees, above = sees | sees[above], above[above]
-    sees = sees[:size]
-    return torch.tensor(depths, device=device), torch.cat([sees.new_ones(size, start), sees], 1)

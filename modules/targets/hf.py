@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from draftsmith.modules.engine.lean import tree_mask
+from draftsmith.modules.engine.cache import tree_mask
 from draftsmith.modules.targets.base import ModelInfo, Rows, Scores, check_capture
 from draftsmith.modules.targets.self_test import Refusals
 from draftsmith.modules.types import InputError

@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.modules.engine.cache import NoCache
-from draftsmith.modules.engine.lean import LeanNorm, LeanStack, Taps
-from draftsmith.modules.engine.packed import MIN_WEIGHTS
-from draftsmith.modules.engine.quantized import Precision, linear_of
-from draftsmith.modules.engine.rows import OneRow, Run, cached_rows, picked_of
+from draftsmith.modules.engine.lean import MIN_WEIGHTS, LeanNorm, LeanStack, Taps
+from draftsmith.modules.engine.low_precision import Precision, linear_of
+from draftsmith.modules.engine.rows import OneRow, RunLayers, cached_rows, picked_of
 from draftsmith.modules.layers import LlamaConfig, LlamaModel, rope_settings, rope_table
 from draftsmith.modules.targets.base import ModelInfo, Rows, Scores, check_capture
 from draftsmith.modules.types import InputError
@@ -101,7 +100,12 @@ class LlamaLM:
         self.device, self.dtype = weight.device, weight.dtype
         layers: list = list(model.layers)
         self.stack = LeanStack(
-            layers, model.config, self.dtype, self.device, share=True, pack=packed, precision=precision
+            layers,
+            model.config,
+            self.dtype,
+            self.device,
+            partial(linear_of, pack=packed, precision=precision),
+            share=True,
         )
         self.embeddings = weight.detach()  # [V, H]
         self.norm = LeanNorm(model.norm.weight, model.norm.eps)
@@ -185,7 +189,7 @@ class LlamaSession:
 
 
 def _forward(
-    lm: LlamaLM, capture: tuple[int, ...], run: Run, picked: Tensor | slice | None, tokens: Any
+    lm: LlamaLM, capture: tuple[int, ...], run: RunLayers, picked: Tensor | slice | None, tokens: Any
 ) -> tuple[Tensor, Tensor]:
     """Logits of what is picked, and all features."""
     if isinstance(tokens, Tensor):

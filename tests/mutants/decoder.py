@@ -7,7 +7,7 @@ from mutants.mutant import BATCH, CUBE, EXACT, LIMITS, POOL, ROWS_ALONE, TRACE, 
 VERIFY, LOOP, TRACE_PY, CHAIN = (f"modules/decoding/{name}.py" for name in ("verify", "loop", "trace", "chain"))
 TYPICAL, TYPICAL_TEST = "modules/decoding/typical.py", "tests/modules/decoding/typical_test.py"
 DRAFTERS = "modules/drafters"
-QUANTIZED, QUANTIZED_TEST = "modules/engine/quantized.py", "tests/modules/engine/quantized_test.py"
+QUANTIZED, QUANTIZED_TEST = "modules/engine/low_precision.py", "tests/modules/engine/quantized_test.py"
 PACKED_TEST = "tests/modules/engine/packed_test.py"
 CACHE, CACHE_TEST = "modules/engine/cache.py", "tests/modules/engine/cache_test.py"
 PARITY, ROWS = "tests/modules/targets/parity_test.py", "tests/modules/targets/session_test.py"
@@ -174,8 +174,8 @@ MUTANTS = [
            "if row.num_prompt + row.room > self._longest + 1:",
            (f"{POOL}::test_only_as_much_is_admitted_as_there_is_room_for",)),
     Mutant("rows-beside-a-prompt-in-later-slots", "modules/engine/rows.py",
-           "found = list(zip(*self._together(short, lengths, above, num_logits), strict=True))",
-           "found = list(zip(*self._together(short, self.lengths, above, num_logits), strict=True))",
+           "outputs = list(zip(*self._together(short, lengths, above, num_logits), strict=True))",
+           "outputs = list(zip(*self._together(short, self.lengths, above, num_logits), strict=True))",
            (f"{POOL}::test_prompts_beside_going_rows_are_read_as_alone",)),
     Mutant("responses-uniforms-in-another-order", "data/engines/own.py", "tolist()[::-1], *self._uniforms]",
            "tolist(), *self._uniforms]", ("tests/data/responses_test.py",)),
@@ -211,8 +211,8 @@ MUTANTS = [
            (CACHE_TEST,)),
     Mutant("cache-a-second-wipe-finds-nothing-written", CACHE, "self._written, self._place = 0, None",
            "self._written = 0", (CACHE_TEST,)),
-    Mutant("lean-one-token-is-rotated-as-the-one-before", "modules/engine/lean.py", "return self._ready[position]",
-           "return self._ready[max(position - 1, 0)]", (PARITY,)),
+    Mutant("lean-one-token-is-rotated-as-the-one-before", "modules/engine/lean.py", "cos, sin = self._ready[start]",
+           "cos, sin = self._ready[max(start - 1, 0)]", (PARITY,)),
     Mutant("int8-one-scale-for-all-rows", QUANTIZED, "torch.linalg.vector_norm(rows, torch.inf, -1, keepdim=True)",
            "rows.abs().amax().expand(len(rows), 1).clone()", (QUANTIZED_TEST,)),
     Mutant("int8-one-scale-for-all-outputs", QUANTIZED, "wide.abs().amax(1)", "wide.abs().amax().expand(len(wide))",
@@ -248,15 +248,15 @@ MUTANTS = [
            "[0, *counts[:-1]]", (ROWS,)),
     Mutant("ragged-all-at-the-first-positions", "modules/engine/rows.py", "rotated = ragged.pack(rotated)[None]",
            "rotated = rotated.flatten()[None, : len(x)]", (ROWS,)),
-    Mutant("ragged-keys-of-the-first-row", "modules/engine/ragged.py", "keys[one],", "keys[:1],", (ROWS,)),
-    Mutant("ragged-a-mask-of-the-first-row", "modules/engine/ragged.py", "mask[one, :,", "mask[:1, :,",
+    Mutant("ragged-keys-of-the-first-row", CACHE, "keys[one],", "keys[:1],", (ROWS,)),
+    Mutant("ragged-a-mask-of-the-first-row", CACHE, "mask[one, :,", "mask[:1, :,",
            (ROWS,)),
-    Mutant("attention-mask-of-another-query", "modules/engine/attention.py",
+    Mutant("attention-mask-of-another-query", CACHE,
            "mask.unsqueeze(-2).expand(*outer, length, groups, slots)",
            "mask.unsqueeze(-3).expand(*outer, groups, length, slots)", ("tests/modules/engine/attention_test.py",)),
-    Mutant("attention-heads-of-other-keys", "modules/engine/attention.py", "found.unflatten(2, (-1, groups)).transpose(1, 2)",
-           "found.unflatten(2, (groups, -1)).transpose(1, 3)", ("tests/modules/engine/attention_test.py",)),
-    Mutant("ragged-queries-one-place-late", "modules/engine/ragged.py", "[row * width + i for row,",
+    Mutant("attention-heads-of-other-keys", CACHE, "attended.unflatten(2, (-1, groups)).transpose(1, 2)",
+           "attended.unflatten(2, (groups, -1)).transpose(1, 3)", ("tests/modules/engine/attention_test.py",)),
+    Mutant("ragged-queries-one-place-late", CACHE, "[row * width + i for row,",
            "[row * width + width - 1 - i for row,", (ROWS,)),
     Mutant("capture-one-layer-early", "modules/engine/lean.py", "if taps and index in taps:", "if taps and index + 1 in taps:",
            (PARITY,)),

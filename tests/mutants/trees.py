@@ -6,7 +6,7 @@ from mutants.mutant import LIMITS, TREE, Mutant, replayed
 
 TREE_PY, GROWN = "modules/decoding/tree.py", "modules/drafters/growth.py"
 DRAFTING, READER = "modules/drafters/feature_heads.py", "modules/engine/rows.py"
-EAGLE, LEAN = "modules/drafters/eagle/head.py", "modules/engine/lean.py"
+EAGLE, CACHE = "modules/drafters/eagle/head.py", "modules/engine/cache.py"
 NET = "modules/drafters/eagle/net.py"
 EAGLE_TREES, EAGLE_TEST = "tests/modules/drafters/eagle_tree_test.py", "tests/modules/drafters/eagle_test.py"
 CONTEXTS = f"{LIMITS}::test_a_tree_is_drafted_to_the_end_of_the_heads_context_as_a_chain_is"
@@ -66,9 +66,9 @@ MUTANTS = [
     Mutant("static-tree-all-from-the-first-parent", GROWN, "[places[shape.parents[node]] for node in nodes]",
            "[0 for node in nodes]",
            (EAGLE_TREES,)),
-    Mutant("tree-mask-hides-grandparents", LEAN, "for _ in range(max(depths).bit_length()):", "for _ in range(1):",
+    Mutant("tree-mask-hides-grandparents", CACHE, "for _ in range(max(depths).bit_length()):", "for _ in range(1):",
            (CACHE_TEST,)),
-    Mutant("tree-mask-depths-from-1", LEAN, "depths.append(depths[parent] + 1 if parent >= 0 else 0)",
+    Mutant("tree-mask-depths-from-1", CACHE, "depths.append(depths[parent] + 1 if parent >= 0 else 0)",
            "depths.append(depths[parent] + 1 if parent >= 0 else 1)", ("tests/modules/targets/parity_test.py",)),
     Mutant("eagle-features-of-its-own-token", EAGLE, "        features=features[:, at(0)],",
            "        features=features[:, at(1)],", (EAGLE_TEST,)),

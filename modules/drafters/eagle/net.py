@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from draftsmith.modules.diagonal import diagonal_attention
 from draftsmith.modules.engine.lean import LeanStack
-from draftsmith.modules.engine.quantized import Precision, linear_of
+from draftsmith.modules.engine.low_precision import Precision, linear_of
 from draftsmith.modules.layers import MOST_LAYERS, ROPE_KINDS, DecoderLayer, LlamaConfig, RopeScaling, rope_table
 from draftsmith.modules.packing import Documents
 from draftsmith.modules.targets.base import CausalLM
@@ -176,7 +177,11 @@ class LeanEagle:
         self._embed, self.lm_head = target.embed, lm_head or target.lm_head
         layers: list = list(net.layers)
         self.stack = LeanStack(
-            layers, net.config.llama, target.dtype, target.device, pack=target.packed, precision=precision
+            layers,
+            net.config.llama,
+            target.dtype,
+            target.device,
+            partial(linear_of, pack=target.packed, precision=precision),
         )
         self.fc = linear_of(net.fc.weight, net.fc.bias, target.packed, precision)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from draftsmith.modules.diagonal import diagonal_attention
 from draftsmith.modules.drafters.eagle.net import OfLlama
 from draftsmith.modules.engine.lean import LeanLayer, LeanNorm, LeanStack
-from draftsmith.modules.engine.quantized import Precision, linear_of
+from draftsmith.modules.engine.low_precision import Precision, linear_of
 from draftsmith.modules.layers import MLP, MOST_LAYERS, Attention, LlamaConfig, RMSNorm, RopeScaling, rope_table
 from draftsmith.modules.packing import Documents
 from draftsmith.modules.targets.base import CausalLM
@@ -223,7 +224,7 @@ class LeanPairLayer(LeanLayer):
 
     def __init__(self, net: Eagle3Net, pack: bool, precision: Precision = "dtype"):
         layer: Any = net.layer
-        super().__init__(layer, share=False, pack=pack, precision=precision)
+        super().__init__(layer, partial(linear_of, pack=pack, precision=precision))
         self._hidden_norm = LeanNorm(layer.hidden_norm.weight, layer.hidden_norm.eps)
         self._before_residual = net.config.norm_before_residual
         self._output_norm = LeanNorm(net.norm.weight, net.norm.eps) if net.config.norm_output else None

@@ -21,7 +21,7 @@ from draftsmith.launch.cli import main
 from draftsmith.launch.commands import configure
 from draftsmith.modules.drafters.chains import ByPrediction
 from draftsmith.modules.drafters.methods import parse_methods
-from draftsmith.modules.engine.quantized import can_int8
+from draftsmith.modules.engine.low_precision import can_int8
 
 GIVEN = {"draft": "d", "eagle": "e", "acceptance": "a"}
 SMALL = ["--depth", "3", "--tree-depth", "1", "--topk", "2", "--verify", "2", "--repeats", "1",

@@ -7,7 +7,7 @@ import torch
 from cuda_kernels import CudaKernels
 from torch import Tensor
 
-from draftsmith.modules.engine.attention import FOLDED, attend, prepared
+from draftsmith.modules.engine.cache import FOLDED, attend, prepared
 
 
 def explicit(queries: Tensor, keys: Tensor, values: Tensor, groups: int, bias: Tensor) -> Tensor:

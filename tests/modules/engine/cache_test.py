@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftsmith.modules.engine.cache import KVCache, RowsCache
-from draftsmith.modules.engine.lean import tree_mask
+from draftsmith.modules.engine.cache import KVCache, RowsCache, tree_mask
 
 LAYERS, BATCH, HEADS, CAPACITY, DIM = 2, 3, 2, 12, 4
 CPU = torch.device("cpu")

@@ -11,8 +11,8 @@ from draftsmith.data.models.loading import load_lm
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
-from draftsmith.modules.engine import packed
-from draftsmith.modules.engine.packed import MIN_WEIGHTS, LeanLinear, can_pack
+from draftsmith.modules.engine import lean
+from draftsmith.modules.engine.lean import MIN_WEIGHTS, LeanLinear, can_pack
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
 
@@ -29,7 +29,7 @@ def broken_ops(monkeypatch):
     def gone(*args):
         raise NotImplementedError("no such op")  # what torch raises for an op that its build leaves out
 
-    monkeypatch.setattr(packed, "_pack", gone)
+    monkeypatch.setattr(lean, "_pack", gone)
     can_pack.cache_clear()
     yield
     can_pack.cache_clear()
@@ -83,8 +83,8 @@ def test_without_the_ops_linear_layers_are_plain(broken_ops):
 
 @needs_packing
 def test_ops_that_compute_something_else_are_not_used(monkeypatch):
-    right = packed._linear
-    monkeypatch.setattr(packed, "_linear", lambda x, weight, bias: right(x, weight, bias) * 1.001)
+    right = lean._linear
+    monkeypatch.setattr(lean, "_linear", lambda x, weight, bias: right(x, weight, bias) * 1.001)
     can_pack.cache_clear()
     try:
         assert not can_pack(torch.float32)
@@ -103,7 +103,7 @@ def directory(request, tmp_path_factory):
 
 @pytest.fixture
 def pack_all(monkeypatch):
-    monkeypatch.setattr(packed, "MIN_WEIGHTS", 1)
+    monkeypatch.setattr(lean, "MIN_WEIGHTS", 1)
 
 
 @needs_packing
@@ -129,8 +129,8 @@ def test_weights_are_held_once(directory, pack_all):
 
 def test_small_weights_are_held_once_too(directory):
     lm = load_lm(directory, packed=True)
-    for lean, layer in zip(lm.stack.layers, lm.model.layers, strict=True):
-        pairs = [(lean.o, layer.self_attn.o_proj), (lean.down, layer.mlp.down_proj), (lean.qkv, layer.self_attn.q_proj)]
+    for own, layer in zip(lm.stack.layers, lm.model.layers, strict=True):
+        pairs = [(own.o, layer.self_attn.o_proj), (own.down, layer.mlp.down_proj), (own.qkv, layer.self_attn.q_proj)]
         for linear, module in pairs:
             assert linear.weight.untyped_storage().data_ptr() == module.weight.untyped_storage().data_ptr()
             assert torch.equal(linear.weight[: len(module.weight)], module.weight)

@@ -13,9 +13,16 @@ from draftsmith.eval.bench.load import load_models
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.drafters.methods import Models, parse_method, parse_methods
-from draftsmith.modules.engine import quantized
-from draftsmith.modules.engine.packed import LeanLinear
-from draftsmith.modules.engine.quantized import Bf16Linear, Int8Linear, can_int8, check_precision, copy_of, linear_of
+from draftsmith.modules.engine import low_precision
+from draftsmith.modules.engine.lean import LeanLinear
+from draftsmith.modules.engine.low_precision import (
+    Bf16Linear,
+    Int8Linear,
+    can_int8,
+    check_precision,
+    copy_of,
+    linear_of,
+)
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import InputError, SamplingParams
 
@@ -153,15 +160,15 @@ def test_other_devices_and_engines_are_refused(directory, monkeypatch):
         check_precision("draft_precision", "int8", "cuda")
     with pytest.raises(InputError, match="bf16 on the hf engine"):
         load_lm(directory, engine="hf", precision="bf16")
-    monkeypatch.setattr(quantized, "can_int8", lambda: False)
+    monkeypatch.setattr(low_precision, "can_int8", lambda: False)
     with pytest.raises(InputError, match="oneDNN"):
         check_precision("target_precision", "int8", "cpu")
 
 
 @needs_int8
 def test_products_that_overflow_are_noticed(monkeypatch):
-    right = quantized._product
-    monkeypatch.setattr(quantized, "_product", lambda *given: right(*given).clamp(max=2.0**13))
+    right = low_precision._product
+    monkeypatch.setattr(low_precision, "_product", lambda *given: right(*given).clamp(max=2.0**13))
     can_int8.cache_clear()
     try:
         assert not can_int8()
