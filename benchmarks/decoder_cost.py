@@ -12,7 +12,7 @@ from draftsmith.benchmarks.pairs import GREEDY, SAMPLING, TREE, K, Pair, paired_
 from draftsmith.benchmarks.synthetic import random_pair
 from draftsmith.eval.bench.runner import EngineRunner
 from draftsmith.eval.bench.trace import traced
-from draftsmith.eval.cost.clock import Clock, Stopwatch, interleaved, medians
+from draftsmith.eval.clock import Clock, Stopwatch, interleaved, medians
 from draftsmith.modules.decoding.loop import Round
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.trace import DecodeStep

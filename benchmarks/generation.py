@@ -23,7 +23,7 @@ from draftsmith.data.store.manifest import package_versions
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.hf_baseline import HFRunner, load_hf_model
 from draftsmith.eval.bench.prompts import read_prompts
-from draftsmith.eval.cost.clock import clock_of, interleaved
+from draftsmith.eval.clock import clock_of, interleaved
 from draftsmith.eval.settings import PromptChoice
 from draftsmith.launch.cli import main_of
 from draftsmith.modules.types import SamplingParams, at_least

@@ -30,7 +30,7 @@ from draftsmith.data.store.manifest import git_commit, package_versions, resolve
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.results import hardware
 from draftsmith.eval.bench.runner import EngineRunner
-from draftsmith.eval.cost.clock import clock_of
+from draftsmith.eval.clock import clock_of
 from draftsmith.launch.cli import main_of
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.drafters import head_class

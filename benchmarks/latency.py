@@ -35,7 +35,7 @@ from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.hf_baseline import HFRunner
 from draftsmith.eval.bench.results import hardware
 from draftsmith.eval.bench.runner import EngineRunner, Runner
-from draftsmith.eval.cost.clock import clock_of, interleaved
+from draftsmith.eval.clock import clock_of, interleaved
 from draftsmith.launch.cli import main_of
 from draftsmith.modules.engine.lean import can_pack
 from draftsmith.modules.types import InputError, at_least

@@ -16,7 +16,7 @@ from draftsmith.data.models.loading import DTYPES, load_lm
 from draftsmith.eval.bench.hf_baseline import load_hf_model
 from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.eval.bench.runner import EngineRunner, Runner
-from draftsmith.eval.cost.clock import Clock, Stopwatch
+from draftsmith.eval.clock import Clock, Stopwatch
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.drafters.feature_heads import FeatureTreeDrafter

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from draftsmith.data.store.reading import read_object
-from draftsmith.eval.cost.clock import Clock, medians
+from draftsmith.eval.clock import Clock, medians
 from draftsmith.launch.commands import configure
 from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.types import InputError

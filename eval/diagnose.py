@@ -17,7 +17,7 @@ from draftsmith.data.store.manifest import Manifest, open_artefact
 from draftsmith.data.store.shards import Rows
 from draftsmith.data.text.answers import answer_mask
 from draftsmith.data.text.repetition import Repetition
-from draftsmith.eval.cost.auto import MeasuredTimes
+from draftsmith.eval.costs import MeasuredTimes
 from draftsmith.eval.stop_gain import advice, drafted_rounds, gains_table, stop_gains
 from draftsmith.modules.drafters.methods import Models
 from draftsmith.modules.targets.base import CausalLM

@@ -13,7 +13,7 @@ from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.results import BASELINE, Row
 from draftsmith.eval.bench.runner import EngineRunner, Runner
 from draftsmith.eval.bench.summary import summarise
-from draftsmith.eval.cost.clock import clock_name
+from draftsmith.eval.clock import clock_name
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.protocols import Drafter
 from draftsmith.modules.decoding.trace import DecodeTrace

@@ -24,7 +24,7 @@ from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.compare import Bench, open_bench
 from draftsmith.eval.bench.results import RESULTS, SCHEMA_VERSION
 from draftsmith.eval.bootstrap import Floats, Resamples
-from draftsmith.eval.cost.machine import straight
+from draftsmith.eval.costs import interpolate
 from draftsmith.eval.report.tables import to_json
 from draftsmith.modules.drafters.chains import FixedK
 from draftsmith.modules.drafters.methods import known_methods, parse_method
@@ -86,7 +86,7 @@ class RoundTimes:
 
     def at(self, requests: int, k: int) -> float:
         """Interpolate linearly between measurements."""
-        return straight({size: straight(curve, k) for size, curve in self.seconds.items()}, requests)
+        return interpolate({size: interpolate(curve, k) for size, curve in self.seconds.items()}, requests)
 
 
 @dataclass(frozen=True)

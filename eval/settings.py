@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from draftsmith.data.settings import Loading
-from draftsmith.eval.cost.clock import ClockName, clock_name
+from draftsmith.eval.clock import ClockName, clock_name
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from run_models import run_models
 
-from draftsmith.eval.cost.auto import MeasuredTimes
+from draftsmith.eval.costs import MeasuredTimes
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.drafters.eagle3.head import Eagle3Head

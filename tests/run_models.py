@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from draftsmith.eval.bench.load import read_tree
-from draftsmith.eval.cost.auto import MeasuredTimes
+from draftsmith.eval.costs import MeasuredTimes
 from draftsmith.modules.drafters.methods import Models
 
 

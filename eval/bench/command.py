@@ -20,6 +20,7 @@ from draftsmith.data.models.loading import load_lm
 from draftsmith.data.settings import Sampling, check_not_negative, check_positive, comma_numbers
 from draftsmith.data.store.files import write_json
 from draftsmith.data.store.manifest import file_sha256
+from draftsmith.data.store.reading import read_object
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.data.text.conversations import Turns
 from draftsmith.eval.bench.fidelity import fidelity
@@ -42,7 +43,6 @@ from draftsmith.eval.bench.runner import make_runners
 from draftsmith.eval.bench.summary import summarise
 from draftsmith.eval.bench.tables import results_tables, show_results
 from draftsmith.eval.bench.trace import first_of_each_task, write_trace
-from draftsmith.eval.cost.auto import times_of_run
 from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
 from draftsmith.modules.drafters.methods import Models, Named, known_methods, parse_methods
 from draftsmith.modules.types import InputError, SamplingParams
@@ -164,7 +164,7 @@ def bench(config: BenchConfig) -> dict[str, Any]:
         for params in config.modes[1:]:
             warn_about_sampling(str(config.acceptance), params)
     models = dataclasses.replace(models, ends=() if config.ignore_eos else models.ends)
-    models.times.load_state_dict(unfinished_auto(config.output) or (times_of_run(config.costs) if config.costs else {}))
+    models.times.load_state_dict(unfinished_auto(config.output) or (load_times(config.costs) if config.costs else {}))
     runners = make_runners(named, models, config.modes, config.batch_size, **config.loading)
     prompt_runner = PromptRunner(runners, chat, context, room, config.max_new_tokens, config.repeats, config.seed)
     meta = meta_of(config, named, prompts, models)  # after the runners, which may measure costs
@@ -194,6 +194,24 @@ def bench(config: BenchConfig) -> dict[str, Any]:
             write_measured(directory, measured_of_head(results, named, kind))
             log_note(f"Model card: {Path(directory) / CARD}")
     return results
+
+
+def load_times(directory: Path) -> dict[str, dict[str, Any]]:
+    """Load the costs that a finished run measured, for `MachineTimes.load_state_dict`.
+
+    Raises:
+        InputError: no such run, or one that measured none.
+    """
+    path = Path(directory) / RESULTS
+    remedy = "Name the --output of a finished `draftsmith eval bench` or `draftsmith eval tune`."
+    if not path.is_file():
+        raise InputError("costs", f"no {RESULTS} in {directory}", "the directory of a finished run", remedy)
+    shape = {"meta": {"step_costs?": {"*": float}, "tree_times?": dict}}
+    meta = read_object(path, shape, remedy)["meta"]
+    times = {kind: meta.get(kind, {}) for kind in ("step_costs", "tree_times")}
+    if not any(times.values()) or any(c <= 0 for c in times["step_costs"].values()):
+        raise InputError("costs", f"{path} without measured costs", "a run that measured some", remedy)
+    return times
 
 
 def meta_of(

@@ -16,7 +16,7 @@ from draftsmith.eval.bench.results import BASELINE, RESULTS, Row, of_methods, re
 from draftsmith.eval.bench.summary import MeasuredResamples, speedup, tokens_per_s
 from draftsmith.eval.bench.tables import mode
 from draftsmith.eval.bootstrap import Floats
-from draftsmith.eval.cost.clock import ClockName
+from draftsmith.eval.clock import ClockName
 from draftsmith.eval.report.tables import markdown
 from draftsmith.modules.types import InputError
 

@@ -17,7 +17,7 @@ from draftsmith.data.heads.draft_settings import MODEL, ROLES
 from draftsmith.data.models.device import check_device
 from draftsmith.data.models.loading import check_same_tokenizer, load_lm
 from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence
-from draftsmith.eval.cost.auto import MeasuredTimes
+from draftsmith.eval.costs import MeasuredTimes
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.decoding.tree import MAX_NODES, StaticTree
 from draftsmith.modules.drafters import learned

@@ -19,7 +19,7 @@ from draftsmith.eval.bench.journal import Journal
 from draftsmith.eval.bench.prompts import BenchPrompt, Chat
 from draftsmith.eval.bench.results import BASELINE, Row, row_of
 from draftsmith.eval.bench.runner import Runner, learned_by, remember, teach
-from draftsmith.eval.cost.clock import rotated, wall_time
+from draftsmith.eval.clock import rotated, wall_time
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.types import InputError
 

@@ -11,7 +11,7 @@ import numpy as np
 from draftsmith.data.text.repetition import NEW, Repetition, distinct_4grams, origins
 from draftsmith.eval.bench.results import BASELINE, COUNTS, Row, totals_of
 from draftsmith.eval.bootstrap import Floats, Resamples
-from draftsmith.eval.cost.clock import ClockName
+from draftsmith.eval.clock import ClockName
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, pool
 
 

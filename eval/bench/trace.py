@@ -21,7 +21,7 @@ from draftsmith.eval.bench.prompt_runner import seed_of
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.results import Row
 from draftsmith.eval.bench.runner import EngineRunner, make_runners
-from draftsmith.eval.cost.clock import Stopwatch, Timed, wall_time
+from draftsmith.eval.clock import Stopwatch, Timed, wall_time
 from draftsmith.modules.acceptance.policies import PredictorStop
 from draftsmith.modules.decoding.confidence import draft_distribution
 from draftsmith.modules.decoding.loop import Generation, Round

@@ -251,43 +251,6 @@ POLICIES = {
 }  # fmt: skip
 
 
-def predicted_speed(title: str) -> Draw:
-    shown = tips("family", "setting", "length", tau=".2f", tokens_per_s=",.1f")
-    return lines(x_number("length", title), y_number("tokens_per_s", "tokens/s", ",.0f"), colour("family"), shown)
-
-
-def draft_cost(rows: Rows) -> Any:
-    bars = alt.Chart().mark_bar(cornerRadiusEnd=2).encode(
-        x_number("milliseconds", "milliseconds", ".2f", zero=True),
-        names("drafter", scale=alt.Scale(paddingInner=0.3)),
-        alt.YOffset("step:N", sort=None), colour("step"),
-        tooltip=tips("drafter", "step", milliseconds=".2f"),
-    )  # fmt: skip
-    return drawn([bars], rows, height=(BAR_HEIGHT + 9) * count(rows, "drafter"))
-
-
-HIGHEST = "Each line's highest point is the length that pays best on this machine."
-TUNING = {
-    "predicted-by-k": Drawing(
-        "Predicted speed by drafted tokens a round", predicted_speed("drafted tokens K"), HIGHEST
-    ),
-    "predicted-by-nodes": Drawing(
-        "Predicted speed by the size of the tree", predicted_speed("nodes"), HIGHEST
-    ),
-    "target-cost": Drawing(
-        "What one target call costs by the rows it reads",
-        lines(
-            x_number("rows", "rows read"), y_number("milliseconds", "milliseconds", ".2f", zero=True),
-            colour("kind", "rows form a"), tips("kind", "rows", milliseconds=".2f"),
-        ),
-        "The flatter the line, the more drafted tokens pay. Medians of calls behind kept tokens.",
-    ),
-    "draft-cost": Drawing(
-        "What a step of each drafter costs", draft_cost,
-        "A step drafts one token of a chain, or one level of a tree of so many nodes a level.",
-    ),
-}  # fmt: skip
-
 # Kind of a run -> what the page calls it, and how its tables without columns are drawn.
 STUDIES: dict[str, tuple[str, Mapping[str, Drawing]]] = {
     "specdecpp": ("SpecDec++: when to stop drafting", SPECDECPP),
@@ -295,7 +258,7 @@ STUDIES: dict[str, tuple[str, Mapping[str, Drawing]]] = {
     "hsddw": ("HSDDW: entropy and draft windows", HSDDW),
     "calibration": ("Calibration of acceptance", CALIBRATION),
     "policies": ("Stop policies: what an acceptance head is worth", POLICIES),
-    "tune": ("Tuning for this machine", TUNING),
+    "tune": ("Tuning for this machine", {}),
     "tree": ("A draft tree for a head", {}),
     "schedule": ("How long a server should draft", {}),
     "training": ("Training", TRAINING),

@@ -12,8 +12,8 @@ import numpy as np
 
 from draftsmith.eval.bench.results import read_rows
 from draftsmith.eval.bootstrap import Floats, Resamples
-from draftsmith.eval.cost.fit import LinearCost, least_squares
-from draftsmith.eval.cost.fit import explained as share_explained
+from draftsmith.eval.studies.fit import LinearCost, least_squares
+from draftsmith.eval.studies.fit import explained as share_explained
 from draftsmith.modules.decoding.trace import Totals
 
 Row = Mapping[str, Any]

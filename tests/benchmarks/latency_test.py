@@ -11,7 +11,7 @@ import torch
 from draftsmith.benchmarks.latency import LatencyConfig, run
 from draftsmith.benchmarks.pairs import paired_ratio, timed_copy
 from draftsmith.benchmarks.synthetic import random_pair
-from draftsmith.eval.cost.clock import Stopwatch, interleaved
+from draftsmith.eval.clock import Stopwatch, interleaved
 from draftsmith.launch.cli import main_of
 
 

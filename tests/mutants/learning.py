@@ -20,8 +20,6 @@ LABELS, ROLLOUTS, DATASETS = "data/mixed_text.py", "data/rollouts.py", "data/sto
 LABEL_TEST, ROLLOUT_TEST, DATASET_TEST = (
     f"tests/data/{name}_test.py" for name in ("acceptance", "rollouts", "store/datasets")
 )
-COSTS, COST_TEST = "eval/cost/machine.py", "tests/eval/cost/machine_test.py"
-
 STORED, START = "train/stored_tokens.py", "train/acceptance_start.py"
 FITTING = "modules/acceptance/fitting.py"
 GAIN, GAIN_TEST = "eval/stop_gain.py", "tests/eval/stop_gain_test.py"
@@ -122,11 +120,6 @@ MUTANTS = [
            "(offset <= equal[:, None] + 1)", (REPLAYED,)),
     Mutant("rollouts-accepted-past-the-answer", CHAINS, "accepted = np.minimum(equal, left)", "accepted = equal",
            (REPLAYED,)),
-    # -- costs
-    Mutant("costs-first-step-twice", COSTS, "cost.first + (step.draft_calls - 1) * cost.step",
-           "cost.first + step.draft_calls * cost.step", (COST_TEST,)),
-    Mutant("costs-no-root", COSTS, "self.target_s(step.num_drafted + 1, ", "self.target_s(step.num_drafted, ",
-           (COST_TEST,)),
     # -- labels
     Mutant("labels-one-position-late", LABELS, "torch.tensor(mask).nonzero()[:, 0] - 1 for",
            "torch.tensor(mask).nonzero()[:, 0] for",

@@ -11,19 +11,19 @@ NET = "modules/drafters/eagle/net.py"
 EAGLE_TREES, EAGLE_TEST = "tests/modules/drafters/eagle_tree_test.py", "tests/modules/drafters/eagle_test.py"
 CONTEXTS = f"{LIMITS}::test_a_tree_is_drafted_to_the_end_of_the_heads_context_as_a_chain_is"
 CACHE_TEST = "tests/modules/engine/cache_test.py"
-CHOSEN, CHOSEN_TEST = "eval/tuning/tree.py", "tests/eval/tuning/tree_test.py"
+CHOSEN, CHOSEN_TEST = "eval/static_tree.py", "tests/eval/static_tree_test.py"
 
 MUTANTS = [
     Mutant("chosen-paths-by-their-own-accuracy", TREE_PY, "(-value * accuracy, (*path, rank))",
            "(-accuracy, (*path, rank))", (TREE,)),
     Mutant("chosen-paths-one-too-few", TREE_PY, "while open_paths and len(taken) < count:",
            "while open_paths and len(taken) < count - 1:", (TREE,)),
-    Mutant("tree-accuracies-behind-the-end", CHOSEN, "there = alive[piece] & (places < len(text))",
-           "there = alive[piece] & (places < len(text) + 1)", (CHOSEN_TEST,)),
-    Mutant("tree-accuracies-behind-wrong-tokens", CHOSEN, "self._reached[level] += there.sum()",
-           "self._reached[level] += len(there)", (CHOSEN_TEST,)),
-    Mutant("tree-accuracies-one-place-late", CHOSEN, "max(len(prompt.prompt_ids) + 1,",
-           "max(len(prompt.prompt_ids) + 2,", (CHOSEN_TEST,)),
+    Mutant("tree-accuracies-behind-the-end", CHOSEN, "inside = active[piece] & (places < len(text))",
+           "inside = active[piece] & (places < len(text) + 1)", (CHOSEN_TEST,)),
+    Mutant("tree-accuracies-behind-wrong-tokens", CHOSEN, "reached[level] += inside.sum()",
+           "reached[level] += len(inside)", (CHOSEN_TEST,)),
+    Mutant("tree-accuracies-one-place-late", CHOSEN, "max(len(ids) + 1,",
+           "max(len(ids) + 2,", (CHOSEN_TEST,)),
     Mutant("tree-ranks-count-equal-logits", CHOSEN, "(logits > own).sum(1)", "(logits >= own).sum(1)", (CHOSEN_TEST,)),
     Mutant("reranking-worst-first", TREE_PY, "(-values[child], child))", "(values[child], child))", (TREE,)),
     Mutant("reranking-one-node-too-few", TREE_PY, "while open_nodes and len(taken) < count:",

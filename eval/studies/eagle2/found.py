@@ -12,9 +12,9 @@ import pandas as pd
 
 from draftsmith.data.console import Column, Row, Table, json_values
 from draftsmith.eval.bench.results import BASELINE
-from draftsmith.eval.cost.fit import LinearCost, least_squares
 from draftsmith.eval.report.tables import drawn_data
 from draftsmith.eval.studies.common import slug, speed_columns, summarised
+from draftsmith.eval.studies.fit import LinearCost, least_squares
 
 # EAGLE-2, table 3: speed-up on MT-bench at T=0, Vicuna 7B.
 PAPER = {"neither": 2.81, "no value": 3.21, "no reranking": 3.48, "full": 3.62}

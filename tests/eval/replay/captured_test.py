@@ -9,7 +9,7 @@ from tiny_models import tiny_llama_dir
 
 from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.bench.prompts import BenchPrompt
-from draftsmith.eval.cost.auto import MeasuredTimes
+from draftsmith.eval.costs import MeasuredTimes
 from draftsmith.eval.replay.chains import ChainRecorder
 from draftsmith.eval.replay.record import Recording, record_all
 from draftsmith.eval.replay.trees import TreeRecorder
@@ -69,4 +69,4 @@ def test_times_of_its_trees_are_measured(models):
     trees = parse_method("eagle3-tree:nodes=3:depth=2:topk=3")
     times = MeasuredTimes()
     times.tree_times(models, "eagle3/3", lambda levels: trees.build(models))
-    assert times.seconds["eagle3/3"]
+    assert times.tree_seconds["eagle3/3"]

@@ -19,9 +19,9 @@ from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
 from draftsmith.eval.replay import replay
 from draftsmith.eval.replay.chains import ChainRecorder, LookupRecorder
 from draftsmith.eval.replay.record import Recording, TargetAnswers, record_all
+from draftsmith.eval.replay.recorded import HEAD, Recorded
 from draftsmith.eval.replay.rollouts import ChainRollouts, TreeRollouts
 from draftsmith.eval.replay.trees import TreeRecorder
-from draftsmith.eval.tuning.candidates import HEAD, Recorded
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.trace import DecodeTrace, pool
 from draftsmith.modules.drafters.eagle.head import Eagle2

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from draftsmith.data.engines.own import select_method
 from draftsmith.eval.bench.hf_baseline import BASELINES
-from draftsmith.eval.tuning.candidates import best_of_families
 from draftsmith.modules.drafters import learned
 from draftsmith.modules.drafters.chains import FixedK, HeadByCost, Online, SpecDecPlusPlus
 from draftsmith.modules.drafters.eagle.head import EagleChain
@@ -119,13 +116,3 @@ def test_a_method_that_changes_the_output_says_so_in_its_label_which_is_read_aga
         select_method("medusa:accept=typical", "medusa")
     others = [method for name, method in known_methods().items() if name != "medusa"]
     assert all(method().lossless for method in others)
-
-
-def test_the_best_of_a_family_is_a_lossless_one():
-    """What `eval tune` takes."""
-    labels = {"medusa": 1.0, "medusa:accept=typical": 3.0, "medusa:eps=0.2": 2.0}
-    settings: list[Any] = [
-        SimpleNamespace(named=parse_methods(label)[0], family="medusa", tokens_per_s=speed)
-        for label, speed in labels.items()
-    ]
-    assert [item.named.label for item in best_of_families(settings)] == ["medusa:eps=0.2"]

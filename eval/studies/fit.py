@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,15 +49,3 @@ def explained(cost: LinearCost, counts: ArrayLike, seconds: ArrayLike) -> float:
     total = np.square(y - y.mean()).sum()
     residual = np.square(y - x @ np.array(cost.weights) - cost.fixed).sum()
     return float(1 - residual / total) if total else math.nan
-
-
-def fit_positive(counts: Sequence[Sequence[float]], seconds: Sequence[float]) -> LinearCost:
-    """The least squares of two counts with no weight below zero: of the fits to both counts, to the first and to the
-    second alone, the first that has none."""
-    x = np.asarray(counts, np.float64)
-    for columns in ([0, 1], [0], [1]):
-        part = x[:, columns]
-        if part.any(0).all() and min((found := least_squares(part, seconds)).weights) >= 0:
-            weights = dict(zip(columns, found.weights, strict=True))
-            return LinearCost((weights.get(0, 0.0), weights.get(1, 0.0)), 0.0, found.r2)
-    return LinearCost((0.0, 0.0))

@@ -99,9 +99,9 @@ def test_a_broken_run_goes_on_with_its_costs_and_what_was_learned(first, tmp_pat
         with pytest.raises(KeyboardInterrupt):
             bench.run(broken)
     with monkeypatch.context() as patch:  # what goes on asks no clock, and no other run
-        patch.setattr("draftsmith.eval.cost.auto.measure_step_cost", None)
-        patch.setattr("draftsmith.eval.cost.auto.target_curves", None)
-        patch.setattr("draftsmith.eval.bench.command.times_of_run", None)
+        patch.setattr("draftsmith.eval.costs.measure_step_cost", None)
+        patch.setattr("draftsmith.eval.costs.time_target_trees", None)
+        patch.setattr("draftsmith.eval.bench.command.load_times", None)
         assert bench.run(broken) == 0
     assert rounds(broken) == rounds(first)
 

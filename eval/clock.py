@@ -1,4 +1,4 @@
-"""The clocks of everything that is timed, and how runs take turns at them."""
+"""Clocks of everything that is timed, and measurements that take turns at them."""
 
 from __future__ import annotations
 
@@ -15,28 +15,26 @@ T = TypeVar("T")
 
 
 def clock_name(device: str | torch.device, num_threads: int | None = None) -> ClockName:
-    """One CPU thread: this process's own time, which a busy machine does not falsify. Else the wall's.
-
-    num_threads: None takes torch's own number.
-    """
+    """Return `cpu` on one CPU thread, else `wall`. num_threads: None takes torch's own number."""
+    # The CPU time of this process does not change when other programs keep the machine busy.
     threads = torch.get_num_threads() if num_threads is None else num_threads
     return "cpu" if torch.device(device).type == "cpu" and threads == 1 else "wall"
 
 
 def clock_of(device: str | torch.device, num_threads: int | None = None) -> Clock:
-    """The clock of this name."""
     return time.process_time if clock_name(device, num_threads) == "cpu" else wall_time
 
 
 def wall_time() -> float:
-    """Wall seconds, once the GPU is idle: its work is queued, and a clock would otherwise be read too early."""
+    """Return wall seconds, after waiting for the GPU."""
+    # A GPU's work is queued: without waiting, the clock would be read too early.
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def rotated(names: Sequence[T], turn: int) -> list[T]:
-    """Names in turn: another one first every turn, so that none always follows the same one."""
+    """Return the names with another one first every turn, so that none always follows the same one."""
     turn %= len(names)
     return [*names[turn:], *names[:turn]]
 
@@ -44,8 +42,12 @@ def rotated(names: Sequence[T], turn: int) -> list[T]:
 def interleaved(
     calls: Mapping[str, Callable[[], Any]], repeats: int, clock: Clock, warm: bool = False
 ) -> dict[str, list[float]]:
-    """Seconds of every call, `repeats` times in rotating order after one uncounted run each: item i of all lists was
-    taken in the same minute, so ratios of them are fair on a machine whose speed drifts. warm: each has just run."""
+    """Time every call `repeats` times, in rotating order, after one uncounted run each.
+
+    Item i of all lists was taken in the same minute, so their ratios are fair on a machine whose speed drifts.
+
+    warm: each call has just run, so that no uncounted run is needed.
+    """
     for call in () if warm else calls.values():
         call()
     seconds: dict[str, list[float]] = {name: [] for name in calls}
@@ -58,19 +60,19 @@ def interleaved(
 
 
 def medians(calls: Mapping[str, Callable[[], Any]], repeats: int, clock: Clock, warm: bool = False) -> dict[str, float]:
-    """Median seconds of every call, as of `interleaved`."""
+    """Return the median seconds of every call, measured by `interleaved`."""
     return {name: statistics.median(taken) for name, taken in interleaved(calls, repeats, clock, warm).items()}
 
 
 class Stopwatch:
-    """Seconds spent in the calls that are made through it; a call inside such a call counts once."""
+    """Seconds spent in timed calls; a timed call inside another one counts once."""
 
     def __init__(self, clock: Clock):
         self.clock, self.seconds = clock, 0.0
         self._running = False
 
     def timed(self, call: Callable[..., T]) -> Callable[..., T]:
-        """The same call, whose seconds count."""
+        """Wrap a call so that its seconds count."""
 
         def run(*args: Any, **kwargs: Any) -> T:
             if self._running:
@@ -85,17 +87,17 @@ class Stopwatch:
         return run
 
     def take(self) -> float:
-        """The seconds so far; counting begins anew."""
+        """Return the seconds so far and start again from zero."""
         seconds, self.seconds = self.seconds, 0.0
         return seconds
 
 
 class Timed:
-    """An object of which some calls are timed; all else is its own."""
+    """Proxy of an object that times some of its methods."""
 
-    def __init__(self, inner: Any, watch: Stopwatch, *calls: str):
+    def __init__(self, inner: Any, watch: Stopwatch, *methods: str):
         self._inner = inner
-        for name in calls:
+        for name in methods:
             setattr(self, name, watch.timed(getattr(inner, name)))
 
     def __getattr__(self, name: str) -> Any:

@@ -13,7 +13,7 @@ from table_models import PROMPT, TableLM
 
 from draftsmith.eval.bench.load import read_tree
 from draftsmith.eval.bench.prompts import BenchPrompt
-from draftsmith.eval.tuning.tree import measured_accuracies
+from draftsmith.eval.static_tree import rank_accuracies
 from draftsmith.launch.cli import main
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.tree import StaticTree, expected_accepted
@@ -29,9 +29,8 @@ def test_accuracies_are_those_of_trees_drafted_at_every_place(kind):
     target's text through it."""
     target, head, depth, ranks = TableLM(1), HEADS[kind](7), 2, 3
     models = SimpleNamespace(target=target, heads={kind: head}, ends=())
-    config = SimpleNamespace(depth=depth, ranks=ranks, max_new_tokens=24, seed=0)
     prompts = [BenchPrompt(str(n), [*PROMPT, n]) for n in range(2)]
-    found = measured_accuracies(models, kind, prompts, config)
+    found = rank_accuracies(models, kind, prompts, 24, depth, ranks)
     right, reached = torch.zeros(depth, ranks), torch.zeros(depth, 1)
     shape = StaticTree.from_paths([[0], [1], [2], *([a, b] for a in range(3) for b in range(3))])
     for prompt in prompts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from draftsmith.data.models.loading import load_lm
-from draftsmith.eval.cost.auto import MeasuredTimes, measure_step_cost, ratio
+from draftsmith.eval.costs import MeasuredTimes, measure_step_cost, step_cost_ratio
 from draftsmith.modules.drafters.methods import Models, parse_method
 
 
@@ -57,8 +57,10 @@ def test_c_is_a_draft_step_and_a_row_by_a_round_without_a_draft(models, rows, sl
 
 
 def test_the_line_through_two_lengths():
-    assert ratio((1.0, 13.0), (5.0, 21.0)) == pytest.approx(2 / 11)
-    assert 0 < ratio((1.0, 13.0), (5.0, 12.0)) < 0.01  # noise: a token that costs less than nothing is taken as cheap
+    assert step_cost_ratio((1.0, 13.0), (5.0, 21.0)) == pytest.approx(2 / 11)
+    assert (
+        0 < step_cost_ratio((1.0, 13.0), (5.0, 12.0)) < 0.01
+    )  # noise: a token that costs less than nothing is taken as cheap
 
 
 def test_it_is_measured_once_a_run_and_said(models, capsys):

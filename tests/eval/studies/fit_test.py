@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from draftsmith.eval.cost.fit import LinearCost, explained, fit_positive, least_squares
+from draftsmith.eval.studies.fit import LinearCost, explained, least_squares
 
 COUNTS = [[1, 0], [4, 2], [2, 5], [7, 1]]
 
@@ -36,22 +36,3 @@ def test_r2_is_of_the_variance_and_not_defined_without_one():
     assert explained(LinearCost((0.0,), float(seconds.mean())), [[1], [2], [3]], seconds) == pytest.approx(0)
     assert explained(LinearCost((1.0,)), [[1], [2], [3]], seconds) == pytest.approx(1 - 1 / (14 / 3))
     assert math.isnan(least_squares([[1], [1]], [2, 2]).r2)
-
-
-@pytest.mark.parametrize(
-    ("planted", "expected"), [((1.0, 2.0), (1.0, 2.0)), ((2.0, -0.1), None), ((-2.0, -1.0), (0, 0))]
-)
-def test_no_weight_is_below_zero(planted, expected):
-    found = fit_positive(COUNTS, seconds_of(LinearCost(planted))).weights
-    assert min(found) >= 0
-    if expected is None:  # the first count alone explains the most
-        assert found == (
-            pytest.approx(least_squares([row[:1] for row in COUNTS], seconds_of(LinearCost(planted))).weights[0]),
-            0,
-        )
-    else:
-        assert found == pytest.approx(expected)
-
-
-def test_a_count_that_never_occurs_has_no_weight():
-    assert fit_positive([[2, 0], [4, 0]], [1.0, 2.0]).weights == pytest.approx((0.5, 0.0))

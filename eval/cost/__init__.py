@@ -1,1 +1,0 @@
-"""What decoding takes on this machine, piece by piece."""

@@ -1,0 +1,67 @@
+"""Times of a tree's round, from curves by hand and on a small model."""
+
+from __future__ import annotations
+
+import pytest
+from run_models import run_models
+from tiny_models import tiny_llama_dir
+
+from draftsmith.data.models.loading import load_lm
+from draftsmith.eval.costs import MeasuredTimes, interpolate
+from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
+from draftsmith.modules.drafters.methods import parse_method
+
+
+def test_the_rows_of_a_call_are_the_nodes_and_the_root_and_no_more_rows_take_less():
+    times = MeasuredTimes()
+    curve = {"1": 4.0, "3": 8.0, "4": 7.0, "6": 13.0}
+    times.load_state_dict({"tree_times": {"target, by rows": curve, "trees": {"first": 2.0, "step": 0.5}}})
+    found = times.tree_times(None, "trees", None)
+    assert found.verify[:8] == (4, 6, 8, 8, 10, 13, 16, 19)
+    assert [found.draft(calls) for calls in (1, 4)] == [2.0, 3.5]
+
+
+class KeepsLast(MeasuredTimes):
+    def tree_times(self, *args):
+        self.last = super().tree_times(*args)
+        return self.last
+
+
+def models_of(path, **shape):
+    target = load_lm(str(tiny_llama_dir(path, **shape)))
+    eagle = EagleHead(EagleConfig.for_target(target.config)).eval().requires_grad_(False)
+    capacity = target.info.max_position + 130
+    return run_models(target, target, eagle=eagle, capacity=capacity, times=KeepsLast())
+
+
+def tree_times(models, label):
+    """The times that the rule of such trees uses."""
+    parse_method(label).build(models)
+    return models.times.last
+
+
+def test_a_run_measures_the_target_once_and_every_kind_of_tree_once(tmp_path):
+    models = models_of(tmp_path)
+    first = tree_times(models, "eagle2:nodes=auto:topk=3")
+    known = dict(models.times.tree_seconds)
+    assert len(first.verify) == 129 and min(first.verify) > 0 and first.first > 0
+    assert tree_times(models, "eagle2:nodes=auto:topk=3:depth=2") == first
+    wider = tree_times(models, "eagle2:nodes=auto:topk=4")
+    assert wider.verify == first.verify
+    now = models.times.tree_seconds
+    assert {key: now[key] for key in known} == known and len(now) == len(known) + 1
+
+
+@pytest.mark.parametrize("context", [4, 24, 64])
+def test_short_contexts_are_measured_as_far_as_they_go(tmp_path, context):
+    models = models_of(tmp_path, max_position_embeddings=context)
+    times = tree_times(models, "eagle2:nodes=auto:topk=3")
+    assert len(times.verify) == 129 and min(times.verify) > 0 <= times.step
+    assert max(models.times.tree_seconds["target, by rows"]) == (4 if context == 4 else 64)
+    assert all(models.times.step_cost(models, drafter, batch) > 0 for drafter in ("draft", "eagle") for batch in (1, 2))
+
+
+def test_a_curve_goes_on_straight_and_never_down():
+    assert interpolate({1: 2.0}, 1) == interpolate({1: 2.0}, 9) == 2.0
+    assert [interpolate({1: 10.0, 3: 14.0, 5: 30.0}, rows) for rows in (1, 2, 3, 4, 5, 7)] == [10, 12, 14, 22, 30, 46]
+    assert interpolate({1: 2.0, 3: 4.0, 4: 1.0}, 200) == 1.0  # noise in the last two does not make many rows free

@@ -1,0 +1,157 @@
+"""`eval tune` halves settings by real rounds, and writes a file that decode and bench take."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import yaml
+from tiny_world import draft_words
+
+from draftsmith.eval import tune
+from draftsmith.eval.bench.command import asked_for
+from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
+from draftsmith.eval.report.tables import from_json
+from draftsmith.eval.tune import PRECISIONS, fits_head, halve, precision_speeds, settings_to_try
+from draftsmith.launch.cli import main
+from draftsmith.launch.commands import configure
+from draftsmith.modules.drafters.chains import ByPrediction
+from draftsmith.modules.drafters.methods import Models, parse_methods
+from draftsmith.modules.engine.low_precision import can_int8
+
+SMALL = ["--depth", "3", "--tree-depth", "1", "--topk", "2", "--finalists", "2", "--repeats", "1",
+         "--limit", "2", "--max-new-tokens", "10", "--ignore-eos"]  # fmt: skip
+
+
+def config_of(models, *flags: str, drafts=("draft",)):
+    given = {name: models[name] for name in ("target", "prompts", *drafts)}
+    return configure("eval tune", [*draft_words(given), *SMALL, *flags, "--output", "unused"])[1]
+
+
+@pytest.fixture(scope="module")
+def tuned(models, tmp_path_factory):
+    """A run on tiny models, with speeds of precisions that no clock took: its directory."""
+    output = tmp_path_factory.mktemp("tune")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tune, "precision_speeds", lambda *_: {"dtype": 5.0, "bf16": 9.0, "int8": 7.0})
+        assert main(["eval", "tune", *draft_words(models), *SMALL, "--output", str(output)]) == 0
+    return output
+
+
+def test_the_choice_is_the_fastest_finalist(tuned):
+    results = json.loads((tuned / "results.json").read_text())
+    assert results["meta"]["kind"] == "tune" and results["meta"]["settings"]["depth"] == 3
+    table, tried = from_json(results)
+    assert table.columns and not tried.columns
+    (chosen,) = [row for row in table.rows if row["chosen"]]
+    assert chosen["setting"] == results["summary"]["chosen"]
+    speeds = [row["tokens_per_s"] for row in table.rows]
+    assert len(speeds) == 3 and chosen["tokens_per_s"] == max(speeds) and speeds == sorted(speeds, reverse=True)
+    for row in table.rows:
+        low, high = row["speedup_ci95"]
+        assert low <= row["speedup"] <= high
+    # Half of the settings were measured on the second prompt, and the finalists are among these.
+    second = {row["setting"] for row in tried.rows if row["prompts"] == 2}
+    assert len(tried.rows) == results["summary"]["settings"] - 1 and len(second) == -(-len(tried.rows) // 2)
+    assert {row["setting"] for row in table.rows} - second == {"ar"}
+
+
+def test_the_precision_of_drafts_is_the_fastest_that_was_measured(tuned):
+    summary = json.loads((tuned / "results.json").read_text())["summary"]
+    content = yaml.safe_load((tuned / "decode.yaml").read_text())
+    assert summary["draft_precision"] == content["draft_precision"] == "bf16"
+    assert [summary[f"{bits}_tokens_per_s"] for bits in PRECISIONS] == [5, 9, 7]
+
+
+def test_precisions_are_measured_with_the_chosen_setting(models):
+    config = config_of(models)
+    prompts = read_prompts(config.prompts, config.target, limit=1)
+    loaded = tune.load_run(config, parse_methods("spec:k=2"), prompts, config.max_new_tokens, config.sampling)
+    chosen = parse_methods("spec:k=2")[0]
+    speeds = precision_speeds(config, prompts, loaded, chosen)
+    assert set(speeds) == {bits for bits in PRECISIONS if bits != "int8" or can_int8()} and min(speeds.values()) > 0
+    given = dataclasses.replace(config, draft_precision="bf16")
+    assert precision_speeds(given, prompts, loaded, chosen) == {}
+    assert precision_speeds(config, prompts, loaded, parse_methods("pld:k=2")[0]) == {}
+
+
+def test_decode_and_bench_take_the_file(tuned, models, capsys, tmp_path):
+    file = str(tuned / "decode.yaml")
+    method = yaml.safe_load((tuned / "decode.yaml").read_text())["method"]
+    assert main(["decode", "--config", file, "What is it?", "--max-new-tokens", "4"]) == 0
+    assert f"{method}: drafted" in capsys.readouterr().err
+    _, config = configure("eval bench", ["--config", file, "--prompts", models["prompts"], "--output", str(tmp_path)])
+    assert config.method == method and config.ignore_eos
+    assert asked_for(config) == ("ar" if method == "ar" else f"ar,{method}")
+    assert asked_for(dataclasses.replace(config, methods=f"ar, {method}")) == f"ar, {method}"
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], "--draft"),
+        (["--draft", "eagle", "--acceptance", "acceptance"], "a head for what draft drafts, which is not given"),
+        (["--draft", "draft", "--topk", "4,x"], "topk: found '4,x'"),
+        (["--draft", "draft", "--topk", "0"], "1 or more"),
+        (["--draft", "eagle", "--topk", "100000"], "the vocabulary"),
+        (["--draft", "draft", "--finalists", "0"], "finalists"),
+        (["--draft", "draft", "--split", "none-such"], "no matching row"),
+    ],
+)
+def test_bad_options_are_one_line(models, capsys, tmp_path, flags, expected):
+    flags = [models.get(word, word) for word in flags]
+    words = ["--target", models["target"], "--prompts", models["prompts"], *flags, "--output", str(tmp_path / "out")]
+    assert main(["eval", "tune", *words]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and expected in err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("num_prompts", [1, 5, 16])
+def test_halving_keeps_the_fastest(models, monkeypatch, num_prompts):
+    """Setting number i takes 1 + i seconds a token, with noise that a single prompt does not tell apart."""
+    config = config_of(models, "--finalists", "3")
+    labels = ["ar", *(f"setting-{i}" for i in range(12))]
+    asked: list[tuple[int, int]] = []
+
+    def measured(config, prompts, runners, repeats):
+        assert repeats == 1 and "ar" not in runners
+        asked.append((len(prompts), len(runners)))
+        return [
+            {"method": label, "tokens": 10, "num_target_calls": 5,
+             "cpu_s": 10 * (1 + int(label.split("-")[1]) + 0.4 * (prompt.number % 2))}
+            for prompt in prompts for label in runners
+        ]  # fmt: skip
+
+    monkeypatch.setattr(tune, "measure_rows", measured)
+    prompts = [BenchPrompt(str(n), [1, 2], number=n) for n in range(num_prompts)]
+    finalists, tried = halve(config, prompts, dict.fromkeys(labels))
+    assert finalists == ["ar", "setting-0", "setting-1", "setting-2"]
+    assert asked == [(1, 12), (1, 6), (2, 3)][: {1: 1, 5: 2, 16: 2}[num_prompts]]
+    assert {row["setting"]: row["prompts"] for row in tried}["setting-0"] == sum(count for count, _ in asked)
+
+
+def test_settings_follow_from_the_models(models):
+    config = config_of(models, "--depth", "16", "--tree-depth", "6", "--topk", "4,8", drafts=("draft", "eagle"))
+    tried = settings_to_try(config, "draft")
+    labels = {named.label for named in tried}
+    assert tried[0].label == "ar" and all(named.method.lossless for named in tried)
+    assert {"spec:k=1", "spec:k=16", "eagle:k=5", "pld:k=6:ngram=3", "cost:max=16", "online:head=on:max=16"} <= labels
+    assert {"eagle2:nodes=60:depth=6:topk=8", "eagle2:nodes=6:depth=1:topk=4"} <= labels
+    assert "eagle2:nodes=40:depth=1:topk=4" not in labels  # more nodes than there are candidates
+    only = settings_to_try(config_of(models, "--depth", "16"), None)
+    assert not [named for named in only if "eagle" in named.label or "specdec" in named.label]
+    for depth in (1, 2, 3):
+        short = settings_to_try(config_of(models, "--depth", str(depth)), "draft")
+        assert max(named.method.max for named in short if isinstance(named.method, ByPrediction)) == depth
+
+
+def test_chains_that_a_head_cannot_draft_are_not_tried():
+    class Heads:
+        class config:
+            num_heads = 3
+
+    models = Models(None, heads={"medusa": Heads})
+    named = parse_methods("medusa-chain:k=3,medusa-chain:k=4,confidence:max=9:drafter=medusa,spec:k=9")
+    assert [fits_head(one, models) for one in named] == [True, False, True, True]
