@@ -18,9 +18,8 @@ import torch
 from draftsmith.data.console import Advance, log_note
 from draftsmith.data.engines.own import length_batches, pad_right, set_threads
 from draftsmith.data.models.identity import captured
-from draftsmith.data.models.loading import llama_shape, load_lm, text_identity
-from draftsmith.data.models.naming import naming
-from draftsmith.data.models.parallel import DONE, tell, told
+from draftsmith.data.models.loading import llama_shape, load_lm, name_nonfinite, text_identity
+from draftsmith.data.models.parallel import DONE, broadcast_number, received_numbers
 from draftsmith.data.ranks import place
 from draftsmith.data.settings import StageLoading, check_not_negative, check_positive
 from draftsmith.data.store import feature_codec
@@ -110,7 +109,7 @@ def run(config: FeaturesConfig) -> Path:
         alone=shared,
     )
     if shared and place().rank:
-        for number in told(lm.device):
+        for number in received_numbers(lm.device):
             read_shard(lm, rows, plan.shards[number], config, lambda count: None, capture)
         return config.output
     width = lm.info.hidden_size * max(1, len(capture))
@@ -118,12 +117,12 @@ def run(config: FeaturesConfig) -> Path:
 
     def make(shard: Shard, advance: Advance) -> ShardContent:
         if shared:
-            tell(shard.index, lm.device)
+            broadcast_number(shard.index, lm.device)
         return read_shard(lm, rows, shard, config, advance, capture)
 
     run_stage(plan, make)
     if shared:
-        tell(DONE, lm.device)
+        broadcast_number(DONE, lm.device)
     return config.output
 
 
@@ -210,7 +209,7 @@ def read_shard(
             own = padded[: len(rows[i]["input_ids"])]
             place = first_broken(own)
             if place is not None:
-                with naming([rows[i]["id"]]):
+                with name_nonfinite([rows[i]["id"]]):
                     raise NonFinite("hidden states", "target", place)
             stored = feature_codec.encode(own, config.feature_dtype)
             # A copy: a view would keep, and safetensors would refuse, the padded batch behind it.

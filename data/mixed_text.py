@@ -17,7 +17,7 @@ from torch import Tensor
 
 from draftsmith.data.console import Advance
 from draftsmith.data.engines.own import check_lengths, length_batches, pad_right, row_uniforms
-from draftsmith.data.models.naming import naming
+from draftsmith.data.models.loading import name_nonfinite
 from draftsmith.data.responses import TEXT_FIELDS
 from draftsmith.data.rollouts import kept_of
 from draftsmith.data.store.manifest import Field
@@ -65,7 +65,7 @@ class MixedTextLabels:
             drawn = [
                 row_uniforms("acceptance", self.seed, shard.start + i, n) for i, n in zip(batch, counts, strict=True)
             ]
-            with naming([rows[i]["id"] for i in batch]):
+            with name_nonfinite([rows[i]["id"] for i in batch]):
                 labels = self.label(ids, masks, torch.from_numpy(np.concatenate(drawn)))
             columns = {name: values.split(counts) for name, values in labels.items()}
             for place, i in enumerate(batch):

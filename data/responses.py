@@ -15,9 +15,7 @@ from draftsmith.data.console import Advance, log_note, print_text
 from draftsmith.data.engines.openai import ServerConfig, ServerEngine, ServerShards
 from draftsmith.data.engines.own import ResponseDrafter, RowSource, generate_rows, set_threads
 from draftsmith.data.engines.vllm import VllmEngine
-from draftsmith.data.models.device import pick_device
-from draftsmith.data.models.loading import load_lm, text_identity, vocabulary_size
-from draftsmith.data.models.naming import naming
+from draftsmith.data.models.loading import load_lm, name_nonfinite, pick_device, text_identity, vocabulary_size
 from draftsmith.data.ranks import place
 from draftsmith.data.settings import Dtype, RemoteCode, Sampling, check_not_negative, check_positive
 from draftsmith.data.store.datasets import Lists
@@ -220,7 +218,7 @@ class Batched:
             return self.drafter.build(capacity, ends, config.batch_size)
 
         ids = [turn.prompt_ids for turn in turns]
-        with naming([turn.id for turn in turns]):
+        with name_nonfinite([turn.id for turn in turns]):
             limit, size = config.max_new_tokens, config.batch_size
             for i, tokens in generate_rows(self.lm, ids, config.sampling, limit, size, source, ends, drafter):
                 yield i, TargetTurn(tokens, ended=tokens[-1] in ends)

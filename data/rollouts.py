@@ -18,7 +18,7 @@ from torch import Tensor
 from draftsmith.data.console import Advance
 from draftsmith.data.engines.own import check_lengths, row_uniforms
 from draftsmith.data.heads.frozen_drafter import FrozenDrafter
-from draftsmith.data.models.naming import naming
+from draftsmith.data.models.loading import name_nonfinite
 from draftsmith.data.responses import TEXT_FIELDS
 from draftsmith.data.store.manifest import Field
 from draftsmith.data.store.shards import Rows, Shard, ShardContent
@@ -86,7 +86,7 @@ class Rollouts:
         check_lengths(rows, shard.start, self.context)
         text, branches = BranchedText(self.target, self.depth), self.drafter.branches(self.depth)
         for offset, row in enumerate(rows):
-            with naming([row["id"]]):
+            with name_nonfinite([row["id"]]):
                 labelled = self.label_response(text, branches, row, shard.start + offset)
             made += [labelled] if labelled else []
             advance(1)

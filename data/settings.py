@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from draftsmith.data.models.device import pick_device
+from draftsmith.data.models.loading import pick_device
 from draftsmith.data.store.manifest import volatile
 from draftsmith.modules.types import InputError, SamplingParams
 

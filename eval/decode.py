@@ -14,8 +14,7 @@ from rich.text import Text
 
 from draftsmith.data.console import add_result, log_note
 from draftsmith.data.heads.draft_settings import DraftSettings
-from draftsmith.data.models.loading import load_tokenizer
-from draftsmith.data.models.naming import naming
+from draftsmith.data.models.loading import load_tokenizer, name_nonfinite
 from draftsmith.data.settings import Sampling, check_positive
 from draftsmith.data.store.files import make_directory, write_text
 from draftsmith.data.text.conversations import well_formed
@@ -96,7 +95,7 @@ def run(config: DecodeConfig) -> Generation:
         make_directory(config.trace.parent)
         write_text(config.trace, "")
     start = time.perf_counter()
-    with naming([bench_prompt.id]):
+    with name_nonfinite([bench_prompt.id]):
         if config.trace is None:
             (generation,) = runner([prompt], config.max_new_tokens, [config.seed])
         else:

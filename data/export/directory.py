@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.data.models.checkpoint import MOST, read_model_json, weight_map
+from draftsmith.data.models.checkpoint import LARGEST, read_model_json, weight_map
 from draftsmith.data.models.hub import model_directory
 from draftsmith.data.store.reading import open_tensors
 from draftsmith.modules.formats.base import Package, flat
@@ -89,7 +89,7 @@ def _check_sizes(file: Path, config: Mapping[str, Any], tensors: Mapping[str, Te
         ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"), room // width
     )
     most |= {"head_dim": room // width // heads, "num_hidden_layers": max(len(tensors), 1)}
-    most |= {"num_layers": MOST["num_layers"], "vocab_size": MOST_SIZE, "draft_vocab_size": MOST_SIZE}
+    most |= {"num_layers": LARGEST["num_layers"], "vocab_size": MOST_SIZE, "draft_vocab_size": MOST_SIZE}
     most |= {"max_position_embeddings": MOST_POSITIONS}
     for name, limit in most.items():
         if count(name) > limit:

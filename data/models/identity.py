@@ -1,17 +1,36 @@
-"""What makes a model the one that an artefact or a head was made with: its settings, its weights and its tokenizer."""
+"""Content hashes that identify a model and its tokenizer, with per-file digests cached in the user's cache.
+
+A digest is computed over the values in bfloat16: the same weights have the same hash in other shards, under other file
+names and in other floating-point types. (Two float32 checkpoints share a hash only if every weight rounds to the same
+bfloat16 number.)
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import time
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.models.checkpoint import checkpoint_files, read_model_json
-from draftsmith.data.models.digests import output_hash, tensor_digests, weights_hash
+import torch
 
-# What decides how text becomes ids, by kind of tokenizer; and the switches beside them that change it.
+from draftsmith.data.console import log_note
+from draftsmith.data.models.checkpoint import REMEDY, checkpoint_files, read_model_json
+from draftsmith.data.store.files import CannotWrite, make_directory, user_cache, write_json
+from draftsmith.data.store.reading import open_tensors
+
+VERSION = 1  # of a cached file's content
+THREADS = 4  # each reads and hashes one tensor at a time, about 1 GB/s
+NOTE_FROM_BYTES = 4e9  # hashing that takes long enough to be logged
+# A file written less than this before it was read may be written again without a change of its time.
+SETTLED_NS = 2_000_000_000
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# Files that decide how text becomes ids where there is no tokenizer.json, and settings that change it.
 TOKENIZER_FILES = (
     "tokenizer.model",
     "spiece.model",
@@ -23,74 +42,180 @@ TOKENIZER_FILES = (
 SWITCHES = ("add_bos_token", "add_eos_token", "add_prefix_space", "legacy", "split_special_tokens", "do_lower_case")
 
 
-def config_hash(raw: Mapping[str, Any]) -> str:
-    """Hash of what makes the model: bookkeeping fields that saving changes do not count."""
-    skipped = ("transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache")
-    return _hash({key: value for key, value in raw.items() if key not in skipped})
+@dataclass(frozen=True)
+class TensorDigest:
+    """Digest of one tensor. kind: `float`, or the dtype. sha256: of the values' bytes, floats in bfloat16."""
+
+    shape: tuple[int, ...]
+    kind: str
+    sha256: str
 
 
-def model_identity(directory: Path, raw: Mapping[str, Any], outputs: Iterable[str]) -> dict[str, str]:
-    """Hashes of a model's config, of all its tensors, of its output embedding, and of code that it brings; the same for
-    each engine, type of numbers and number of shards.
+def model_identity(directory: Path, config: Mapping[str, Any], outputs: Iterable[str]) -> dict[str, str]:
+    """Hash a model's config, tensors, output embedding and own code, independent of engine, dtype and sharding.
 
-    raw: config.json. outputs: names that the output embedding may have in the files, the likeliest first.
+    config: config.json. outputs: names that the output embedding may have in the files, the likeliest first.
     """
     digests = tensor_digests(checkpoint_files(directory))
-    identity = {"config": config_hash(raw), "weights": weights_hash(digests), "layers": "final-norm"}
-    if (head := output_hash(digests, outputs)) is not None:
-        identity["lm_head"] = head
-    if "auto_map" in raw:
-        code = {file.name: file.read_bytes() for file in sorted(directory.glob("*.py"))}
-        identity["code"] = _hash({name: hashlib.sha256(text).hexdigest() for name, text in code.items()})
+    by_name = {_bare_name(name): digest for name, digest in digests.items() if not name.endswith("rotary_emb.inv_freq")}
+    # Files of a model that ties its embeddings may hold the output embedding or not: a copy is not counted.
+    others = {digest for name, digest in by_name.items() if not _is_output(name)}
+    counted = {name: digest for name, digest in by_name.items() if not (_is_output(name) and digest in others)}
+    listed = [[name, digest.shape, digest.kind, digest.sha256] for name, digest in sorted(counted.items())]
+    weights = hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:16]
+    identity = {"config": config_hash(config), "weights": weights, "layers": "final-norm"}
+    output = next((by_name[_bare_name(name)] for name in outputs if _bare_name(name) in by_name), None)
+    if output is not None:
+        identity["lm_head"] = output.sha256[:16]
+    if "auto_map" in config:
+        code = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in directory.glob("*.py")}
+        identity["code"] = _hash(code)
     return identity
 
 
 def captured(identity: Mapping[str, str], layers: Sequence[int]) -> dict[str, str]:
-    """The identity of a target whose residual states after these layers are read; none are the final norm's."""
+    """Return the target's identity with the layers whose residual states are read; () is the final norm."""
     return {**identity, "layers": ",".join(map(str, layers))} if layers else dict(identity)
 
 
-def encoding_hash(directory: Path) -> str:
-    """Hash of what makes ids of text in a tokenizer's files: vocabulary, merges, normalisation, splitting, added tokens
-    and switches. How much is padded or cut, and how a file is laid out, does not count."""
-    found: dict[str, Any] = {}
-    fast, settings = directory / "tokenizer.json", directory / "tokenizer_config.json"
-    if fast.exists():
-        content = read_model_json(fast)
-        found = {
-            key: _normalised(value) for key, value in content.items() if key not in ("version", "truncation", "padding")
-        }
-    else:
-        files = [file for name in TOKENIZER_FILES if (file := directory / name).exists()]
-        files += sorted([*directory.glob("*.tiktoken"), *directory.glob("*.bpe"), *directory.glob("tokenization*.py")])
-        found = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
-    if settings.exists():
-        switches = read_model_json(settings)
-        found |= {f"set_{name}": switches[name] for name in SWITCHES if switches.get(name) is not None}
-    return _hash(found)
+def config_hash(config: Mapping[str, Any]) -> str:
+    """Hash config.json without the bookkeeping fields that saving changes."""
+    skipped = ("transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache")
+    return _hash({key: value for key, value in config.items() if key not in skipped})
 
 
-def _normalised(value: Any) -> Any:
-    """What several versions of one file agree in: what is off or absent is left out, and merges are pairs or text."""
-    if isinstance(value, dict):
-        if "merges" in value:
-            merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in value["merges"]]
-            value = {**value, "merges": merges}
-        kept = {key: _normalised(inner) for key, inner in value.items()}
-        return {key: inner for key, inner in kept.items() if inner is not None and inner is not False}
-    if isinstance(value, list):
-        return [_normalised(inner) for inner in value]
-    return value
+def tensor_hash(tensor: torch.Tensor) -> str:
+    """Hash a tensor's values in bfloat16, so that the dtype it was loaded in does not count."""
+    return hashlib.sha256(_value_bytes(tensor.detach().to("cpu"), "float")).hexdigest()[:16]
 
 
 def vocabulary_hash(tokenizer: Any) -> str:
-    """Hash of which id is which text, special tokens included: what two models must agree in to compare token ids."""
+    """Hash the map of texts to ids, special tokens included, which two models must share to compare token ids."""
     return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()[:16]
 
 
 def template_hash(tokenizer: Any) -> str:
-    """Hash of the chat template."""
     return _hash(tokenizer.chat_template)
+
+
+def encoding_hash(directory: Path) -> str:
+    """Hash everything in a tokenizer's files that turns text into ids: vocabulary, merges, normalization, splitting,
+    added tokens and switches. Padding, truncation and file layout do not count."""
+    content: dict[str, Any] = {}
+    fast, settings = directory / "tokenizer.json", directory / "tokenizer_config.json"
+    if fast.exists():
+        skipped = ("version", "truncation", "padding")
+        content = {key: _normalized(value) for key, value in read_model_json(fast).items() if key not in skipped}
+    else:
+        files = [file for name in TOKENIZER_FILES if (file := directory / name).exists()]
+        files += sorted([*directory.glob("*.tiktoken"), *directory.glob("*.bpe"), *directory.glob("tokenization*.py")])
+        content = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    if settings.exists():
+        switches = read_model_json(settings)
+        content |= {f"set_{name}": switches[name] for name in SWITCHES if switches.get(name) is not None}
+    return _hash(content)
+
+
+def _normalized(value: Any) -> Any:
+    """Drop fields that are null or false, and write merges as pairs: versions of tokenizers differ in both."""
+    if isinstance(value, dict):
+        if "merges" in value:
+            merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in value["merges"]]
+            value = {**value, "merges": merges}
+        fields = {key: _normalized(inner) for key, inner in value.items()}
+        return {key: inner for key, inner in fields.items() if inner is not None and inner is not False}
+    if isinstance(value, list):
+        return [_normalized(inner) for inner in value]
+    return value
+
+
+def tensor_digests(files: Iterable[Path]) -> dict[str, TensorDigest]:
+    """Return the digests of all tensors in safetensors files, by name; cached ones where a file is unchanged.
+
+    Raises:
+        InputError: a damaged file.
+    """
+    digests: dict[str, TensorDigest] = {}
+    cached = {file: read_cached(file) for file in files}
+    missing = sum(file.stat().st_size for file, known in cached.items() if known is None)
+    if missing > NOTE_FROM_BYTES:
+        log_note(f"draftsmith: hashing {missing / 1e9:.0f} GB of weights, once")
+    for file, known in cached.items():
+        if known is None:
+            before = _stamp(file)
+            known = digest_file(file)
+            if time.time_ns() - before["mtime_ns"] > SETTLED_NS and _stamp(file) == before:
+                _write_cache(file, before, known)
+        digests |= known
+    return digests
+
+
+def digest_file(file: Path) -> dict[str, TensorDigest]:
+    """Read and hash every tensor of a safetensors file."""
+
+    def digest(name: str) -> TensorDigest:
+        tensor = opened.get_tensor(name)
+        kind = "float" if tensor.dtype in FLOATS else str(tensor.dtype)
+        return TensorDigest(tuple(tensor.shape), kind, hashlib.sha256(_value_bytes(tensor, kind)).hexdigest())
+
+    with open_tensors(file, REMEDY) as opened, ThreadPoolExecutor(THREADS) as pool:
+        names = list(opened.keys())
+        return dict(zip(names, pool.map(digest, names), strict=True))
+
+
+def read_cached(file: Path) -> dict[str, TensorDigest] | None:
+    """Return the cached digests of an unchanged file; None if there are none, or the cache is damaged."""
+    entry = _cache_entry(file)
+    try:
+        content = json.loads(entry.read_text("utf-8")) if entry is not None else {}
+        tensors = content["tensors"]
+        if content["stamp"] != _stamp(file) or content["sha256"] != _content_hash(tensors):
+            return None
+        return {name: TensorDigest(tuple(shape), kind, sha) for name, (shape, kind, sha) in tensors.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def _write_cache(file: Path, stamp: dict[str, int], digests: dict[str, TensorDigest]) -> None:
+    entry = _cache_entry(file)
+    if entry is None:
+        return
+    tensors = {name: [list(digest.shape), digest.kind, digest.sha256] for name, digest in digests.items()}
+    content = {"file": str(file.resolve()), "stamp": stamp, "tensors": tensors, "sha256": _content_hash(tensors)}
+    with contextlib.suppress(CannotWrite):  # a read-only or full disk: hashed again the next time
+        make_directory(entry.parent)
+        write_json(entry, content)
+
+
+def _cache_entry(file: Path) -> Path | None:
+    # The hub's cache links one content from several places: the file behind the links is the key.
+    folder = user_cache("digests")
+    return None if folder is None else folder / f"{hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:32]}.json"
+
+
+def _stamp(file: Path) -> dict[str, int]:
+    """Return what changes when a file is written again. ctime, unlike mtime, cannot be set back (cp -p, rsync -t)."""
+    stat = file.stat()
+    times = {"mtime_ns": stat.st_mtime_ns, "ctime_ns": stat.st_ctime_ns}
+    return {"version": VERSION, "size": stat.st_size, **times, "inode": stat.st_ino}
+
+
+def _value_bytes(tensor: torch.Tensor, kind: str) -> Any:
+    values = tensor.to(torch.bfloat16) if kind == "float" else tensor
+    return values.contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def _bare_name(name: str) -> str:
+    """Remove the prefix that a base model has inside the whole model."""
+    return name.removeprefix("model.").removeprefix("transformer.")
+
+
+def _is_output(name: str) -> bool:
+    return name.endswith(("lm_head.weight", "embed_out.weight"))
+
+
+def _content_hash(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def _hash(content: Any) -> str:

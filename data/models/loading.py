@@ -1,14 +1,21 @@
-"""Models and tokenizers from a path: a directory, a hub id, or one of the shipped models by its `embedded:` name."""
+"""Load models and tokenizers by path: a directory, a hub id, or a shipped model by its `embedded:` name."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
+import inspect
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from draftsmith.data.models.checkpoint import (
+    REMEDY,
     check_proportions,
     checkpoint_files,
     end_tokens,
@@ -16,23 +23,58 @@ from draftsmith.data.models.checkpoint import (
     read_settings,
     read_state,
 )
-from draftsmith.data.models.device import check_device
-from draftsmith.data.models.digests import tensor_hash
 from draftsmith.data.models.hub import model_directory
-from draftsmith.data.models.identity import encoding_hash, model_identity, template_hash, vocabulary_hash
+from draftsmith.data.models.identity import (
+    encoding_hash,
+    model_identity,
+    template_hash,
+    tensor_hash,
+    vocabulary_hash,
+)
 from draftsmith.data.models.parallel import check_placed, placement
-from draftsmith.data.models.self_tests import cached_self_test
+from draftsmith.data.ranks import place
+from draftsmith.data.store.files import CannotWrite, make_directory, user_cache, write_json
 from draftsmith.modules.engine.low_precision import Precision, check_precision
+from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.targets.base import CausalLM, ModelInfo
 from draftsmith.modules.targets.llama import SUPPORTED, LlamaLM, llama_config, model_from_state
+from draftsmith.modules.targets.self_test import Refusals, self_test
 from draftsmith.modules.types import InputError
 
+# Settings of a transformers model that change the logits behind the output embedding, where `CausalLM.lm_head` ends.
 LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-# Names that a Llama's output embedding may have in its files; of a tied one, its embedding's.
+# Names of a Llama's output embedding in its files; if tied, that of its embedding.
 OUTPUTS = ("lm_head.weight", "embed_tokens.weight")
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+TRUST = "Pass --trust-remote-code if you trust it."
+
+
+def pick_device(name: str) -> str:
+    """Resolve `auto` to this rank's CUDA device, or the CPU without one; check any other name."""
+    if name == "auto":
+        return f"cuda:{place().local_rank}" if torch.cuda.is_available() else "cpu"
+    check_device(name)
+    return name
+
+
+def check_device(name: str) -> None:
+    """Raise InputError for a name that is no device, or a device that this machine does not have."""
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InputError("device", repr(name), "cpu, cuda or cuda:N", "Correct it.") from error
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type not in ("cpu", "cuda"):
+        raise InputError("device", name, "cpu, cuda or cuda:N", "Correct it.")
+    if device.type == "cpu" and device.index:
+        raise InputError("device", name, "cpu, which is one device", "Pass --device cpu.")
+    if device.type == "cuda" and not count:
+        raise InputError("device", name, "a device of this machine (no GPU is visible)", "Pass --device cpu.")
+    if device.type == "cuda" and (device.index or 0) >= count:
+        last = "cuda:0" if count == 1 else f"cuda:0 to cuda:{count - 1}"
+        raise InputError("device", name, f"one of the {count} visible: {last}", "Correct it.")
 
 
 def load_lm(
@@ -45,16 +87,15 @@ def load_lm(
     parallel: str = "none",
     precision: Precision = "dtype",
 ) -> CausalLM:
-    """A language model for decoding and teacher forcing, frozen.
+    """Load a frozen language model for decoding and teacher forcing.
 
     dtype: float32, bfloat16, float16, or auto (the checkpoint's own).
     engine: lean (Llama family), hf (any transformers causal model), or auto: lean where it applies.
-    packed: for decoding on a CPU: the lean engine holds its weights in the layout of the CPU's kernels only. Such a
-        model cannot be differentiated through.
+    packed: for decoding on a CPU with the lean engine: keep the weights only in the layout of the CPU's kernels. Such
+        a model cannot be differentiated through.
     parallel: for a model larger than one device, on the hf engine: device_map spreads its layers over the devices of
-        this process; tensor splits every layer over all processes, which then call it together, with the same input
-        (`data/models/parallel.py`). none is one device.
-    precision: of its weights where they are multiplied, on the lean engine (`modules.quantized`).
+        this process; tensor splits every layer over all processes, which then call it together with the same input.
+    precision: of the multiplied weights, on the lean engine (`modules.engine.low_precision`).
 
     Raises:
         InputError: unknown path, dtype or engine, or weights that do not fit the config.
@@ -64,76 +105,59 @@ def load_lm(
     check_device(device)
     check_precision("precision", precision, device)
     directory = model_directory(path)
-    raw = read_settings(directory)
-    resolved = _resolve_dtype(dtype, raw)
-    check_proportions(raw, checkpoint_files(directory))
+    config = read_settings(directory)
+    if dtype == "auto":
+        dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    if dtype not in DTYPES:
+        raise InputError("dtype", dtype, f"auto, {', '.join(DTYPES)}", "Choose one of these.")
+    check_proportions(config, checkpoint_files(directory))
     if precision != "dtype":
         engine = "lean" if engine == "auto" and parallel == "none" else engine
         if engine != "lean":
-            found = f"{precision} on the hf engine"
-            raise InputError("precision", found, "the lean engine", "Leave the precision out, or pass --engine lean.")
+            found, remedy = f"{precision} on the hf engine", "Leave the precision out, or pass --engine lean."
+            raise InputError("precision", found, "the lean engine", remedy)
     if parallel != "none":
         if engine == "lean":
             found = f"{parallel} on the lean engine"
             raise InputError("target_parallel", found, "the hf engine", "Pass --engine hf or auto.")
-        return _load_hf(directory, raw, resolved, device, trust_remote_code, parallel)
-    if engine == "lean" or (engine == "auto" and raw.get("model_type") in SUPPORTED):
+        return _load_hf(directory, config, DTYPES[dtype], device, trust_remote_code, parallel)
+    if engine == "lean" or (engine == "auto" and config.get("model_type") in SUPPORTED):
         try:
-            return _load_lean(directory, raw, resolved, device, packed, precision)
+            return _load_lean(directory, config, DTYPES[dtype], device, packed, precision)
         except InputError as error:
             if engine == "lean" or "--engine hf" not in str(error):
                 raise
-    return _load_hf(directory, raw, resolved, device, trust_remote_code)
-
-
-def read_config(path: str) -> dict[str, Any]:
-    """`config.json` of a model, checked."""
-    return read_settings(model_directory(path))
-
-
-def vocabulary_size(path: str) -> int | None:
-    """Return the vocabulary size in a model's `config.json`, or None if it has none."""
-    raw = read_config(path)
-    return {**raw, **(raw.get("text_config") or {})}.get("vocab_size")
-
-
-def _resolve_dtype(dtype: str, raw: dict[str, Any]) -> torch.dtype:
-    if dtype == "auto":
-        dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
-    if dtype not in DTYPES:
-        raise InputError("dtype", dtype, f"auto, {', '.join(DTYPES)}", "Choose one of these.")
-    return DTYPES[dtype]
+    return _load_hf(directory, config, DTYPES[dtype], device, trust_remote_code)
 
 
 def _load_lean(
-    directory: Path, raw: dict[str, Any], dtype: torch.dtype, device: str, packed: bool, precision: Precision
+    directory: Path, config: dict[str, Any], dtype: torch.dtype, device: str, packed: bool, precision: Precision
 ) -> CausalLM:
     try:
-        config = llama_config(raw)
-        eos_ids = end_tokens(directory, raw)
-        model = model_from_state(config, read_state(directory), dtype)
+        shape = llama_config(config)
+        eos_ids = end_tokens(directory, config)
+        model = model_from_state(shape, read_state(directory), dtype)
     except InputError:
         raise
     except (KeyError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
         # Settings that contradict each other: more heads than width, rope of an unknown spelling.
-        found = f"settings that make no model ({type(error).__name__}: {first_line(error)})"
+        found = f"settings that make no model ({type(error).__name__}: {_first_line(error)})"
         raise InputError(str(directory / "config.json"), found, "a model's", "Check the checkpoint.") from error
-    model = model.to(device)
     info = ModelInfo(
-        hidden_size=config.hidden_size,
-        vocab_size=config.vocab_size,
-        num_layers=config.num_layers,
-        max_position=config.max_position,
+        hidden_size=shape.hidden_size,
+        vocab_size=shape.vocab_size,
+        num_layers=shape.num_layers,
+        max_position=shape.max_position,
         eos_ids=eos_ids,
-        identity=_identity(directory, raw, OUTPUTS),
+        identity=_identity(directory, config, OUTPUTS),
         path=str(directory),
     )
-    return LlamaLM(model, info, packed, precision)
+    return LlamaLM(model.to(device), info, packed, precision)
 
 
 def _load_hf(
     directory: Path,
-    raw: dict[str, Any],
+    config: dict[str, Any],
     dtype: torch.dtype,
     device: str,
     trust_remote_code: bool,
@@ -141,46 +165,44 @@ def _load_hf(
 ) -> CausalLM:
     from draftsmith.modules.targets.hf import HFLM
 
-    of_text = {**raw, **{key: value for key, value in (raw.get("text_config") or {}).items() if value is not None}}
-    eos_ids = end_tokens(directory, of_text)
-    model = load_transformers(directory, dtype, trust_remote_code, **placement(parallel, raw))
+    nested = {key: value for key, value in (config.get("text_config") or {}).items() if value is not None}
+    eos_ids = end_tokens(directory, {**config, **nested})
+    model = load_transformers(directory, dtype, trust_remote_code, **placement(parallel, config))
     if parallel == "none":
         model = model.to(device)
     else:
         check_placed(model, parallel)
     text = model.config.get_text_config()  # knows each architecture's own names (GPT-2's n_embd)
     for field in LOGIT_CHANGES:
-        # These act on the logits after the output embedding, where `CausalLM.lm_head` ends: the distribution would be
-        # wrong.
         if getattr(text, field, None) not in (None, 0, 1, 1.0):
             remedy = "This model family is not supported yet."
             raise InputError(field, getattr(text, field), "logits as the output embedding gives them", remedy)
     weight = model.get_output_embeddings().weight
     outputs = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is weight]
-    identity = _identity(directory, raw, outputs)
-    if "lm_head" not in identity:  # of a name that the files do not have
+    identity = _identity(directory, config, outputs)
+    if "lm_head" not in identity:  # its name is not in the files
         identity["lm_head"] = tensor_hash(weight)
     info = ModelInfo(
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
         num_layers=text.num_hidden_layers,
-        max_position=_longest(text),
+        max_position=_max_position(text),
         eos_ids=eos_ids,
         identity=identity,
         path=str(directory),
     )
     lm = HFLM(model, info)
-    lm.refusals = cached_self_test(model, lm, parallel)
+    lm.refusals = _cached_self_test(model, lm, parallel)
     return lm
 
 
-def _longest(config: Any) -> int:
-    """Most positions that a model reads by one function of its tokens.
+def _max_position(config: Any) -> int:
+    """Return the number of positions whose keys do not depend on the length of the text.
 
-    LongRoPE takes other frequencies for ALL positions once a text is longer than `original_max_position_embeddings`:
-    keys in a cache are then of the wrong kind, and what a token's distribution is depends on what is read with it.
+    LongRoPE changes the frequencies of ALL positions once a text is longer than `original_max_position_embeddings`, so
+    that cached keys would be wrong.
     """
-    names = ("max_position_embeddings", "max_seq_len")  # MPT's
+    names = ("max_position_embeddings", "max_seq_len")  # the second is MPT's
     longest = next((size for name in names if isinstance(size := getattr(config, name, None), int) and size > 0), 2048)
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":
@@ -189,12 +211,12 @@ def _longest(config: Any) -> int:
 
 
 def load_transformers(directory: Path, dtype: torch.dtype | str, trust_remote_code: bool = False, **spread: Any) -> Any:
-    """A causal model as transformers builds it, on the CPU unless `spread` (`placement`) says otherwise.
+    """Load a causal model with transformers, on the CPU unless `spread` (of `placement`) says otherwise.
 
     dtype: `auto` is the checkpoint's own.
 
     Raises:
-        InputError: a checkpoint that is damaged, absent or not whole, or settings that transformers makes no model of.
+        InputError: a damaged or incomplete checkpoint, or a config that transformers cannot build.
     """
     from transformers import AutoModelForCausalLM
 
@@ -206,54 +228,108 @@ def load_transformers(directory: Path, dtype: torch.dtype | str, trust_remote_co
     except torch.OutOfMemoryError:
         raise  # nothing is wrong with the checkpoint
     except ImportError as error:
-        found = f"{directory}, which needs a package ({first_line(error)})"
+        found = f"{directory}, which needs a package ({_first_line(error)})"
         raise InputError("model", found, "packages that are installed", "Install it.") from error
-    except Exception as error:  # what others wrote fails in the ways of each architecture, and of code that it brings
+    except Exception as error:  # each architecture fails in its own way, and so does code that a model brings
         if "trust_remote_code" in str(error):
-            remedy = "Pass --trust-remote-code if you trust it."
-            raise InputError("model", f"{directory}, which runs its own code", "leave to run it", remedy) from error
-        found = f"{directory} ({type(error).__name__}: {first_line(error)})"
-        raise InputError("model", found, "a whole checkpoint", "Fetch or build it again.") from error
-    # transformers fills what is missing with random numbers and a warning.
+            raise InputError("model", f"{directory}, which runs its own code", "leave to run it", TRUST) from error
+        found = f"{directory} ({type(error).__name__}: {_first_line(error)})"
+        raise InputError("model", found, "a whole checkpoint", REMEDY) from error
+    # transformers fills missing tensors with random numbers and only warns.
     if missing := sorted(loading["missing_keys"]):
         found = f"{len(missing)} tensors missing ({', '.join(missing[:4])})"
         raise InputError("model", found, "exactly the tensors config.json asks for", "Check the checkpoint.")
     return model
 
 
-def first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), "")[:300]
+def _cached_self_test(model: Any, lm: CausalLM, parallel: str) -> Refusals:
+    """Return the hf engine's self-test result, cached because a large model on a CPU takes seconds to test.
+
+    The result depends on the architecture and its settings, on dtype and device, on both libraries and on our code; not
+    on the weights. A model that fails as a whole is tested each time (`self_test` raises InputError).
+    """
+    import transformers
+
+    config = model.config.to_diff_dict() | {"attention": model.config._attn_implementation}
+    setup = [str(lm.dtype), lm.device.type, parallel, torch.get_float32_matmul_precision()]
+    sources = [Path(inspect.getfile(part)).read_bytes() for part in (type(lm), self_test)]
+    code = [lm.info.identity.get("code", ""), *(hashlib.sha256(source).hexdigest() for source in sources)]
+    versions = [torch.__version__, transformers.__version__, *code]
+    content = json.dumps([type(model).__name__, config, setup, versions], sort_keys=True, default=str)
+    folder = user_cache("self-tests")
+    if folder is None:
+        return self_test(model, lm)
+    entry = folder / f"{hashlib.sha256(content.encode()).hexdigest()[:32]}.json"
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # absent or damaged
+        cached = json.loads(entry.read_text("utf-8"))
+        if isinstance(cached["trees"], str) and isinstance(cached["rows"], str):
+            return Refusals(cached["trees"], cached["rows"])
+    refusals = self_test(model, lm)
+    with contextlib.suppress(CannotWrite):  # a read-only or full disk
+        make_directory(entry.parent)
+        write_json(entry, asdict(refusals))
+    return refusals
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """Read and check config.json of a model."""
+    return read_settings(model_directory(path))
+
+
+def vocabulary_size(path: str) -> int | None:
+    """Return the vocabulary size in a model's config.json, or None if it has none."""
+    config = read_config(path)
+    return {**config, **(config.get("text_config") or {})}.get("vocab_size")
+
+
+def llama_shape(lm: CausalLM, path: str) -> LlamaConfig:
+    """Return the sizes of a loaded model; raises as `target_shape`."""
+    return lm.config if isinstance(lm, LlamaLM) else target_shape(path)
+
+
+def target_shape(path: str) -> LlamaConfig:
+    """Return the sizes of a Llama-family target that runs with transformers.
+
+    Raises:
+        InputError: another family, or an option that the head's layers do not have.
+    """
+    config = read_config(path)
+    try:
+        return llama_config(config)
+    except InputError as error:
+        found = f"{path} ({error.field}: {config.get(error.field)})"
+        expected = f"a target whose layers are those of {', '.join(SUPPORTED)}: the head is one of them"
+        raise InputError("target", found, expected, "Train a head for another target.") from error
 
 
 def saved_identity(path: str) -> dict[str, str]:
-    """What `load_lm` says that a model is, from its files alone."""
+    """Return the identity that `load_lm` gives a model, from its files alone."""
     directory = model_directory(path)
     return _identity(directory, read_settings(directory), OUTPUTS)
 
 
-def _identity(directory: Path, raw: dict[str, Any], outputs: Any) -> dict[str, str]:
-    found = model_identity(directory, raw, outputs)
-    if has_tokenizer(directory):
-        found["tokenizer"] = tokenizer_identity(str(directory))["tokenizer"]
-    return found
+def _identity(directory: Path, config: dict[str, Any], outputs: Iterable[str]) -> dict[str, str]:
+    identity = model_identity(directory, config, outputs)
+    if _has_tokenizer(directory):
+        identity["tokenizer"] = tokenizer_identity(str(directory))["tokenizer"]
+    return identity
+
+
+def _has_tokenizer(directory: Path) -> bool:
+    return any((directory / name).exists() for name in TOKENIZERS)
 
 
 _trusted = False
 
 
 def trust_code() -> None:
-    """Let code that comes with a tokenizer run from here on: a command's --trust-remote-code holds for all its models,
-    and the command line calls this."""
+    """Allow code that comes with tokenizers for the rest of this process (--trust-remote-code)."""
     global _trusted
     _trusted = True
 
 
-def has_tokenizer(directory: Path) -> bool:
-    return any((directory / name).exists() for name in TOKENIZERS)
-
-
 def load_tokenizer(path: str) -> Any:
-    """The tokenizer of a model directory, hub id or embedded name.
+    """Load the tokenizer of a model.
 
     Raises:
         InputError: there is none, or its files are damaged.
@@ -261,9 +337,9 @@ def load_tokenizer(path: str) -> Any:
     from transformers import AutoTokenizer
 
     directory = model_directory(path)
-    if not has_tokenizer(directory):
+    if not _has_tokenizer(directory):
         raise InputError("tokenizer", f"{path} without tokenizer files", "tokenizer.json", "Save the tokenizer there.")
-    read_settings(directory)  # which the library asks for the tokenizer's class
+    read_settings(directory)  # the library reads the tokenizer's class there
     for file in (directory / name for name in TOKENIZERS[:2]):
         if file.exists():
             read_model_json(file)
@@ -271,27 +347,25 @@ def load_tokenizer(path: str) -> Any:
         return AutoTokenizer.from_pretrained(str(directory), trust_remote_code=_trusted)
     except Exception as error:  # the library in Rust raises plain exceptions
         if "trust_remote_code" in str(error):
-            remedy = "Pass --trust-remote-code if you trust it."
-            raise InputError("tokenizer", f"{path}, which runs its own code", "leave to run it", remedy) from error
-        found = f"{path} with a damaged one ({type(error).__name__}: {first_line(error)})"
+            raise InputError("tokenizer", f"{path}, which runs its own code", "leave to run it", TRUST) from error
+        found = f"{path} with a damaged one ({type(error).__name__}: {_first_line(error)})"
         raise InputError("tokenizer", found, "a tokenizer's files", "Fetch or save it again.") from error
 
 
 def tokenizer_identity(path: str) -> dict[str, str]:
-    """Content hashes: `tokenizer` of the vocabulary (with special tokens), `encoding` of all that makes ids of text,
-    `chat_template`."""
+    """Return content hashes: `tokenizer` (vocabulary with special tokens), `encoding` (everything that turns text into
+    ids) and `chat_template`."""
     directory = model_directory(path)
-    if not has_tokenizer(directory):
+    if not _has_tokenizer(directory):
         load_tokenizer(path)  # raises
     files = sorted(file for file in directory.iterdir() if file.is_file() and file.suffix != ".safetensors")
-    written = tuple(
-        (file.name, *(file.stat().st_mtime_ns, file.stat().st_ctime_ns, file.stat().st_size)) for file in files
-    )
-    return dict(_tokenizer_identity(str(directory), written))
+    stats = [(file.name, file.stat()) for file in files]
+    stamps = tuple((name, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size) for name, stat in stats)
+    return dict(_tokenizer_identity(str(directory), stamps))
 
 
 @functools.lru_cache(maxsize=16)
-def _tokenizer_identity(directory: str, written: tuple[tuple[str, int, int, int], ...]) -> dict[str, str]:
+def _tokenizer_identity(directory: str, stamps: tuple[tuple[str, int, int, int], ...]) -> dict[str, str]:
     tokenizer = load_tokenizer(directory)
     return {
         "tokenizer": vocabulary_hash(tokenizer),
@@ -301,38 +375,35 @@ def _tokenizer_identity(directory: str, written: tuple[tuple[str, int, int, int]
 
 
 def text_identity(path: str) -> dict[str, str]:
-    """The part of `tokenizer_identity` that text's token ids depend on."""
-    found = tokenizer_identity(path)
-    return {name: found[name] for name in ("tokenizer", "encoding")}
+    """Return the hashes of `tokenizer_identity` that token ids of text depend on."""
+    identity = tokenizer_identity(path)
+    return {name: identity[name] for name in ("tokenizer", "encoding")}
 
 
 def check_same_tokenizer(target: str, draft: str, flag: str = "draft") -> None:
-    """Speculative decoding compares token ids: both models must mean the same by them. flag: what the user passed."""
-    ours, theirs = tokenizer_identity(target)["tokenizer"], tokenizer_identity(draft)["tokenizer"]
-    if ours != theirs:
-        raise InputError(
-            flag,
-            f"{draft} with tokenizer {theirs}",
-            f"the tokenizer of {target} ({ours})",
-            "Use a draft of the same family.",
-        )
+    """Raise InputError if two models give token ids another meaning. flag: option that named the draft."""
+    target_hash, draft_hash = tokenizer_identity(target)["tokenizer"], tokenizer_identity(draft)["tokenizer"]
+    if target_hash != draft_hash:
+        found, expected = f"{draft} with tokenizer {draft_hash}", f"the tokenizer of {target} ({target_hash})"
+        raise InputError(flag, found, expected, "Use a draft of the same family.")
 
 
-def llama_shape(lm: CausalLM, path: str) -> LlamaConfig:
-    """Sizes of a model that is loaded. Raises as `target_shape`."""
-    return lm.config if isinstance(lm, LlamaLM) else target_shape(path)
+@contextlib.contextmanager
+def name_nonfinite(prompts: Sequence[str] = (), paths: Mapping[str, str | None] | None = None) -> Iterator[None]:
+    """Add the prompt's id and the model's path to a NonFinite that leaves the block.
 
-
-def target_shape(path: str) -> LlamaConfig:
-    """Sizes of a Llama-family target that runs by transformers.
-
-    Raises:
-        InputError: another family, or a switch that the head's layers do not have.
+    prompts: ids by their place in the batch. paths: option -> path; needed only where the error does not reach the
+    command line, which adds its own (`launch/errors.py`).
     """
-    raw = read_config(path)
     try:
-        return llama_config(raw)
-    except InputError as error:
-        found = f"{path} ({error.field}: {raw.get(error.field)})"
-        expected = f"a target whose layers are those of {', '.join(SUPPORTED)}: the head is one of them"
-        raise InputError("target", found, expected, "Train a head for another target.") from error
+        yield
+    except NonFinite as error:
+        if prompts:
+            error.prompt = error.prompt or prompts[error.row or 0]
+        if paths:
+            error.path = error.path or paths.get(error.model or "")
+        raise
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), "")[:300]

@@ -1,7 +1,7 @@
-"""Targets that are larger than one device, as transformers spreads them.
+"""Targets larger than one device, spread by transformers.
 
-device_map: accelerate puts the layers one after the other onto the GPUs that this process sees; one works at a time.
-tensor: every layer is split over all processes, which work at the same time, on the same tokens.
+device_map: accelerate places whole layers on the GPUs that this process sees; one GPU works at a time.
+tensor: every layer is split over all processes, which work together on the same tokens.
 """
 
 from __future__ import annotations
@@ -17,55 +17,52 @@ from draftsmith.data.ranks import place
 from draftsmith.modules.types import InputError
 
 DONE = -1
-# Whole on every rank: each rank embeds and scores tokens of its own, when it trains a head on them.
+# Kept whole on every rank, which embeds and scores tokens of its own when it trains a head on them.
 WHOLE = {"lm_head": "replicate", "model.embed_tokens": "replicate"}
 
 
-def placement(parallel: str, raw: dict[str, Any]) -> dict[str, Any]:
-    """What `from_pretrained` is told. raw: the model's config.json.
+def placement(parallel: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `from_pretrained` that spread a model. config: config.json.
 
     Raises:
-        InputError: the processes of this job do not fit it, or a package is missing.
+        InputError: the processes of this job do not fit, or a package is missing.
     """
-    here = place()
+    ranks = place()
     if parallel == "none":
         return {}
     if parallel == "device_map":
-        if here.local_world > 1:
-            found = f"device_map with {here.local_world} processes on this machine"
+        if ranks.local_world > 1:
+            found = f"device_map with {ranks.local_world} processes on this machine"
             remedy = "Start one process, or use --target-parallel tensor."
             raise InputError("target_parallel", found, "one, which has all GPUs", remedy)
-        if not _installed("accelerate"):
+        if find_spec("accelerate") is None:
             remedy = 'Install it: pip install "draftsmith[large]"'
             raise InputError("target_parallel", "device_map without the package accelerate", "accelerate", remedy)
         return {"device_map": "auto"}
     assert parallel == "tensor"
-    if here.world == 1 or here.world != here.local_world:
-        found = f"tensor with {here.world} processes, {here.local_world} of them on this machine"
+    if ranks.world == 1 or ranks.world != ranks.local_world:
+        found = f"tensor with {ranks.world} processes, {ranks.local_world} of them on this machine"
         expected = "several processes on one machine, one for each GPU"
         raise InputError("target_parallel", found, expected, "Launch with torchrun --nproc-per-node N.")
-    text = raw.get("text_config") or raw
-    heads = text.get("num_key_value_heads") or text.get("num_attention_heads") or here.world
-    if heads % here.world:
-        found = f"tensor with {here.world} processes"
+    text = config.get("text_config") or config
+    heads = text.get("num_key_value_heads") or text.get("num_attention_heads") or ranks.world
+    if heads % ranks.world:
+        found = f"tensor with {ranks.world} processes"
         remedy = "Start another number of them, or use device_map."
         raise InputError("target_parallel", found, f"a divisor of the {heads} key/value heads", remedy)
     try:
         from transformers.distributed import DistributedConfig
 
-        config = DistributedConfig(tp_size=here.world, tp_plan=WHOLE)
+        return {"distributed_config": DistributedConfig(tp_size=ranks.world, tp_plan=WHOLE)}
     except (ImportError, TypeError) as error:
         found = "tensor with a transformers that does not have it"
         raise InputError("target_parallel", found, "5.20 or later", "pip install -U transformers") from error
-    return {"distributed_config": config}
 
 
 def check_placed(model: Any, parallel: str) -> None:
-    """Raises:
-    InputError: some layers did not fit the devices, or the model has no plan that keeps its embeddings whole.
-    """
+    """Raise InputError if layers did not fit the devices, or the embeddings are not whole on every rank."""
     if parallel == "device_map":
-        # There is no map where one device holds everything.
+        # There is no map if one device holds everything.
         devices = {str(device) for device in getattr(model, "hf_device_map", {}).values()}
         outside = sorted(devices & ({"cpu", "disk"} if torch.cuda.is_available() else {"disk"}))
         if outside:
@@ -78,20 +75,16 @@ def check_placed(model: Any, parallel: str) -> None:
             raise InputError("target_parallel", found, "a Llama-like model", "Use device_map.")
 
 
-def tell(number: int, device: torch.device) -> None:
-    """Send from the first process to all others what they compute with it next, or DONE."""
+def broadcast_number(number: int, device: torch.device) -> None:
+    """Send the number of the next work item, or DONE, from the first process to the others."""
     dist.broadcast(torch.tensor(number, device=device), src=0)
 
 
-def told(device: torch.device) -> Iterator[int]:
-    """What the first process tells, until it is done. Where it fails, its launcher ends this process."""
+def received_numbers(device: torch.device) -> Iterator[int]:
+    """Yield the numbers that the first process sends, until DONE. If it fails, the launcher ends this process."""
     number = torch.tensor(DONE, device=device)
     while True:
         dist.broadcast(number, src=0)
         if int(number) == DONE:
             return
         yield int(number)
-
-
-def _installed(package: str) -> bool:
-    return find_spec(package) is not None

@@ -15,8 +15,7 @@ import torch
 from draftsmith.data.console import log_note
 from draftsmith.data.heads.draft_settings import MODEL, DraftSettings
 from draftsmith.data.heads.measured import CARD, WEIGHTS, write_measured
-from draftsmith.data.models.device import check_device
-from draftsmith.data.models.loading import load_lm
+from draftsmith.data.models.loading import check_device, load_lm
 from draftsmith.data.settings import Sampling, check_not_negative, check_positive, comma_numbers
 from draftsmith.data.store.files import write_json
 from draftsmith.data.store.manifest import file_sha256

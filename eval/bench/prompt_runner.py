@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from draftsmith.data.console import log_note, progress_bar
-from draftsmith.data.models.naming import naming
+from draftsmith.data.models.loading import name_nonfinite
 from draftsmith.data.text.template import RowError
 from draftsmith.eval.bench.journal import Journal
 from draftsmith.eval.bench.prompts import BenchPrompt, Chat
@@ -45,7 +45,7 @@ def answered(
         Failed: the prompts make the method fail.
     """
     try:
-        with naming([prompt.id for prompt in group]):
+        with name_nonfinite([prompt.id for prompt in group]):
             wall, cpu = wall_time(), time.process_time()
             generations = runner([prompt.prompt_ids for prompt in group], max_new_tokens, seeds)
             return generations, wall_time() - wall, time.process_time() - cpu

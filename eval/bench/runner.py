@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from draftsmith.data.models.naming import naming
+from draftsmith.data.models.loading import name_nonfinite
 from draftsmith.eval.bench.hf_baseline import HFAssisted, HFGenerate, HFRunner, load_hf_model
 from draftsmith.modules.decoding.learner import Learner
 from draftsmith.modules.decoding.loop import Generation, Round, Setup, generate
@@ -51,7 +51,7 @@ class EngineRunner:
     def __call__(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seeds: Sequence[int]) -> list[Generation]:
         made: list[Generation] = []
         setup = Setup(self.on_round, self.session)
-        with naming(paths=self.paths):
+        with name_nonfinite(paths=self.paths):
             for start in range(0, len(prompts), self.rows):
                 some = slice(start, start + self.rows)
                 made += generate(

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from draftsmith.data.models.naming import naming
+from draftsmith.data.models.loading import name_nonfinite
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.replay.coupling import CoupledDraws, ReadAnswer, confidence_columns
 from draftsmith.eval.replay.record import Recording, TargetAnswers, seed_of, walk
@@ -91,7 +91,7 @@ class ChainRecorder:
     @torch.inference_mode()
     def __call__(self, prompt: BenchPrompt, number: int) -> ChainRollouts:
         """number: of the answer, which seeds it."""
-        with naming([prompt.id]):
+        with name_nonfinite([prompt.id]):
             reading = self._answers.read(prompt, number, self._how.depth, self._drafter.capture)
             together = self._side_by_side and self._fits(prompt, reading)
             drafts = (self._together if together else self._one_by_one)(prompt, number, reading)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from draftsmith.data.models.naming import naming
+from draftsmith.data.models.loading import name_nonfinite
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.replay.record import Recording, TargetAnswers, walk
 from draftsmith.eval.replay.rollouts import Ints, TreeRollouts
@@ -31,7 +31,7 @@ class TreeRecorder:
     def __call__(self, prompt: BenchPrompt, number: int) -> TreeRollouts:
         """number: of the answer, which seeds it."""
         how, topk, num_levels = self._how, self._topk, self._how.depth + 1
-        with naming([prompt.id]):
+        with name_nonfinite([prompt.id]):
             reading = self._answers.read(prompt, number, num_levels, self._drafter.capture)
             count = len(reading.answer.tokens) - 1
             rank, levels = np.full((count, num_levels, num_levels), -1, np.int64), np.zeros(count, np.int64)

@@ -19,8 +19,7 @@ from torch import nn
 from draftsmith.data.console import Table, format_interval, json_values, log_note, print_table, progress_bar
 from draftsmith.data.heads.directory import load_head
 from draftsmith.data.heads.draft_settings import DraftSettings
-from draftsmith.data.models.device import check_device
-from draftsmith.data.models.loading import load_lm
+from draftsmith.data.models.loading import check_device, load_lm
 from draftsmith.data.settings import comma_numbers
 from draftsmith.data.store.files import make_directory, write_json
 from draftsmith.data.store.manifest import resolved

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftsmith.data.export.directory import read_package, weight_files
-from draftsmith.data.models.hub import _fetch
+from draftsmith.data.models import hub
 from draftsmith.modules.types import InputError
 
 
@@ -332,5 +332,5 @@ def test_a_hub_id_is_downloaded_with_its_bin_files(head, monkeypatch):
     save_torch(weights(), head / "pytorch_model.bin")
     assert_same(read_package("org/head").tensors, weights())
     ((name, patterns),) = asked
-    _fetch.cache_clear()
+    hub.download.cache_clear()
     assert name == "org/head" and {"*.json", "*.safetensors", "*.bin", "*.pt"} <= set(patterns)

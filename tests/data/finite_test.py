@@ -11,7 +11,7 @@ from broken_models import CONTEXT, V, models, small_lm
 from draftsmith.data.engines.own import RowSource, generate_all
 from draftsmith.data.heads.frozen_drafter import FrozenDrafter
 from draftsmith.data.mixed_text import MixedTextLabels
-from draftsmith.data.models.naming import naming
+from draftsmith.data.models.loading import name_nonfinite
 from draftsmith.data.rollouts import Rollouts
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.replay.chains import ChainRecorder, accept_along
@@ -57,7 +57,7 @@ def test_labels_of_rounds(broken, drafting, params):
     drafter = FrozenDrafter(target, {}, found.heads["eagle"]) if drafting == "eagle" else FrozenDrafter(found.draft, {})
     row = {"id": "x", "input_ids": text, "prompt_length": start, "task": ""}
     how = Rollouts(target, drafter, 3, 1, (params,), 4, 0, CONTEXT)
-    with pytest.raises(NonFinite) as caught, naming(["row-0"]):
+    with pytest.raises(NonFinite) as caught, name_nonfinite(["row-0"]):
         how.label_response(BranchedText(target, 3), drafter.branches(3), row, 0)
     assert caught.value.model == broken and caught.value.prompt == "row-0"
     assert caught.value.position == start + 1  # where drafts begin

@@ -81,9 +81,9 @@ def hub(models, tmp_path, monkeypatch) -> Hub:
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
         monkeypatch.delenv("HF_TOKEN", raising=False)
         monkeypatch.chdir(tmp_path)
-        places._fetch.cache_clear()
+        places.download.cache_clear()
         yield found
-        places._fetch.cache_clear()
+        places.download.cache_clear()
 
 
 def weights(directory: Path) -> bytes:
@@ -114,7 +114,7 @@ def test_an_id_without_an_owner_is_one(hub, models):
 def test_a_revision_is_a_name_or_a_commit(hub, models):
     named = model_directory("org/tiny@v1")
     assert weights(named) == weights(models / "other")
-    places._fetch.cache_clear()
+    places.download.cache_clear()
     assert model_directory(f"org/tiny@{hub.commit('org/tiny', 'v1')}") == named
     assert loadable("org/tiny@v1") == str(named) and loadable("org/tiny") == "org/tiny"
     with pytest.raises(InputError, match=r"no revision v9 of org/tiny"):
@@ -182,7 +182,7 @@ def test_without_a_network_the_cache_serves(hub, monkeypatch):
     from huggingface_hub import constants
 
     directory = model_directory("org/tiny@v1")
-    places._fetch.cache_clear()
+    places.download.cache_clear()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert model_directory("org/tiny@v1") == directory
     with pytest.raises(InputError, match=r"no directory org/else here, nor in the hub's cache.*HF_HUB_OFFLINE"):

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from draftsmith.data.features import open_texts
 from draftsmith.data.heads.directory import load_head, save_head
-from draftsmith.data.models import digests
+from draftsmith.data.models import identity as identities
 from draftsmith.data.models.identity import encoding_hash
 from draftsmith.data.models.loading import load_lm, text_identity, tokenizer_identity
 from draftsmith.data.store.manifest import Manifest, open_artefact
@@ -122,8 +122,8 @@ class Counted:
 
     def __init__(self, monkeypatch):
         self.files: list[Path] = []
-        read = digests._read
-        monkeypatch.setattr(digests, "_read", lambda file: self.files.append(file) or read(file))
+        read = identities.digest_file
+        monkeypatch.setattr(identities, "digest_file", lambda file: self.files.append(file) or read(file))
 
 
 def settle(directory: Path) -> None:
@@ -184,14 +184,14 @@ def test_many_at_once_leave_one_whole_memory(copy, own_cache):
     settle(copy)
     files = [copy / "model.safetensors"]
     found: list[Any] = []
-    threads = [threading.Thread(target=lambda: found.append(digests.tensor_digests(files))) for _ in range(8)]
+    threads = [threading.Thread(target=lambda: found.append(identities.tensor_digests(files))) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert len(found) == 8 and all(one == found[0] for one in found)
     (entry,) = own_cache.iterdir()
-    assert digests._remembered(files[0]) == found[0], entry
+    assert identities.read_cached(files[0]) == found[0], entry
 
 
 # Who compares it.

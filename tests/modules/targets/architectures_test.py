@@ -52,7 +52,7 @@ def test_a_config_is_tested_once(tmp_path, monkeypatch):
         tested.append(type(model).__name__)
         return Refusals(trees="seen")
 
-    monkeypatch.setattr("draftsmith.data.models.self_tests.self_test", self_test)
+    monkeypatch.setattr("draftsmith.data.models.loading.self_test", self_test)
     refusals = [load_lm(str(tmp_path / "model")).refusals for _ in range(2)]
     assert tested == ["GemmaForCausalLM"] and refusals == [Refusals(trees="seen")] * 2
     (entry,) = (tmp_path / "cache").rglob("*.json")
