@@ -65,13 +65,14 @@ def guarded(work: Callable[[list[str]], int], words: Sequence[str]) -> int:
     args = list(words)
     before, after = (args[: args.index("--")], args[args.index("--") :]) if "--" in args else (args, [])
     options = {name for name in OUTPUT_OPTIONS if f"--{name}" in before}
+    run: Callable[[list[str]], int | None] = work
     if "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun reports the failure of a rank from this file
         from torch.distributed.elastic.multiprocessing.errors import record
 
-        work = record(work)
+        run = record(work)
     try:
         with output_options(options) as to_json:
-            code = work([arg for arg in before if arg[2:] not in options] + after) or 0
+            code = run([arg for arg in before if arg[2:] not in options] + after) or 0
         if "json" in options and os.environ.get("RANK", "0") == "0":
             print(to_json(exit_code=code))
         sys.stdout.flush()  # a closed pipe is caught here, and not while Python shuts down
