@@ -1,10 +1,9 @@
-"""Predicting for one token while decoding, against the head's definition in float64 and what the head says of many."""
+"""Predictions for one token while decoding, against the head's definition in float64 and its batched forward."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import itertools
 import math
 
 import numpy as np
@@ -15,7 +14,7 @@ from draftsmith.modules.acceptance import predictor as acceptance
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.acceptance.online_logistic import OnlineLogistic
 from draftsmith.modules.acceptance.policies import OnlinePredictor
-from draftsmith.modules.acceptance.predictor import HeadPredictor, num_parts
+from draftsmith.modules.acceptance.predictor import HeadPredictor
 from draftsmith.modules.decoding.confidence import confidence_of, confidences_of
 from draftsmith.modules.decoding.protocols import DraftedStep, DraftView
 from draftsmith.modules.sampling import probabilities
@@ -23,31 +22,26 @@ from draftsmith.modules.types import SamplingParams
 
 H, V, DEPTH = 8, 30, 4
 ALL = ("log_q", "logit_q", "logit_max_q", "entropy", "depth", "temperature", "repeat", "repeat_mean")
-# What is there before the token is drawn.
+# Features that exist before the token is drawn.
 BLIND = ("logit_max_q", "entropy", "depth", "temperature", "repeat_mean")
 CONTEXT = [3, 1, 4, 1, 5, 9, 3, 1, 4, 2, 6, 3, 1, 4, 1, 5, 3, 1]
+# Every pair of two values of (blocks, state, features, activation, standardize) is in one of these.
 CASES = {
     "published": {"num_blocks": 3},
     "tied": {"num_blocks": 2, "tied": True},
-    "after, with features": {"features": ("entropy", "log_q")},
-    "before": {"state": "before", "num_blocks": 1, "w_rej": 1.0},
-    "before, all features": {"state": "before", "features": ALL, "calibration": (0.7, -0.3)},
-    "of the mode": {"state": "before", "features": ("logit_max_q", "log_q"), "num_blocks": 0},
-    "before, one feature": {"state": "before", "features": ("logit_q",), "w_rej": 3.0},
-    "undrawn, bare": {"state": "undrawn", "num_blocks": 1},
+    "default": {"state": "before", "num_blocks": 0, "features": ("log_q", "logit_q", "depth", "repeat"), "width": 5,
+                "activation": "relu", "standardize": True, "calibration": (1.3, 0.2)},
+    "after, all": {"features": ALL, "num_blocks": 0, "width": 5, "standardize": True},
+    "after, rectified": {"features": ("entropy", "log_q"), "num_blocks": 1, "width": 5, "activation": "relu"},
+    "before, bare": {"state": "before", "num_blocks": 1, "w_rej": 3.0},
+    "before, all": {"state": "before", "features": ALL, "calibration": (0.7, -0.3), "num_blocks": 3, "width": 5},
+    "before, mode": {"state": "before", "features": ("logit_max_q", "log_q"), "num_blocks": 0},
+    "before, rectified": {"state": "before", "features": ALL, "num_blocks": 3, "tied": True, "width": 5,
+                          "activation": "relu", "standardize": True},
+    "undrawn, bare": {"state": "undrawn", "num_blocks": 1, "standardize": True},
+    "undrawn, rectified": {"state": "undrawn", "num_blocks": 0, "features": BLIND, "width": 5, "activation": "relu"},
     "narrow": {"num_blocks": 0, "width": 3},
-}
-
-
-for blocks, state, features, activation in itertools.product(
-    (0, 1, 3), ("before", "after", "undrawn"), ((), ("repeat", "entropy"), ALL), ("none", "relu")
-):
-    if state == "undrawn":
-        features = tuple(name for name in features if name in BLIND)
-    changes = {"num_blocks": blocks, "state": state, "features": features, "activation": activation, "width": 5}
-    CASES[f"{blocks}, {state}, {len(features)}, {activation}"] = {**changes, "calibration": (1.3, 0.2)}
-    CASES[f"{blocks}, {state}, {len(features)}, {activation}, standardised"] = {**changes, "standardize": True}
-CASES["tied, rectified"] = {**CASES["3, before, 8, relu, standardised"], "tied": True}
+}  # fmt: skip
 
 
 @pytest.fixture(params=list(CASES))
@@ -62,16 +56,24 @@ def head(request) -> AcceptanceHead:
     return made
 
 
-@pytest.fixture(params=[SamplingParams(), SamplingParams(0.8, top_k=12)], ids=["greedy", "sampling"])
+SAMPLING = SamplingParams(0.8, top_k=12)
+# Heads whose predictions take different ways: by one row or many, with and without a table and joined features.
+SOME = pytest.mark.parametrize(
+    "head", ["default", "after, all", "before, all", "before, bare", "narrow"], indirect=True
+)
+
+
+@pytest.fixture
 def views(request) -> list[DraftView]:
-    """A round: in the view of token n the state is that which predicted it."""
+    """A round: the view of token n holds the state that predicted it."""
+    params = getattr(request, "param", SAMPLING)
     rng = torch.Generator().manual_seed(2)
     states, logits = torch.randn(DEPTH, H, generator=rng), 2 * torch.randn(DEPTH, V, generator=rng)
-    distributions = None if request.param.greedy else probabilities(logits, request.param)
+    distributions = None if params.greedy else probabilities(logits, params)
     tokens = logits.topk(2).indices[:, 0 if distributions is None else 1].tolist()
     return [
         DraftView(n + 1, tokens[n], states[n : n + 1], logits[n], None if distributions is None else distributions[n],
-                  request.param.temperature, CONTEXT)
+                  params.temperature, CONTEXT)
         for n in range(DEPTH)
     ]  # fmt: skip
 
@@ -84,8 +86,8 @@ def embed(ids: torch.Tensor) -> torch.Tensor:
 
 
 def repeat(views: list[DraftView], number: int, token: int | None = None) -> float:
-    """By a look through the text: what followed the longest suffix of 8, 4 or 2 tokens when it last stood in it.
-    token: one that might have been drawn, in the place of the one that was."""
+    """Search the text for the last occurrence of the longest suffix of 8, 4 or 2 tokens, and compare what followed it.
+    token: drawn in place of the view's own."""
     before = [*CONTEXT, *(view.token for view in views[:number])]
     token = views[number].token if token is None else token
     for size in (8, 4, 2):
@@ -96,7 +98,7 @@ def repeat(views: list[DraftView], number: int, token: int | None = None) -> flo
 
 
 def numbers(views: list[DraftView], number: int, names: tuple[str, ...]) -> list[float]:
-    """The features of a token, from its distribution in float64."""
+    """Compute the features of a token from its distribution in float64."""
     view = views[number]
     distribution = (view.logits.double().softmax(-1) if view.draft_prob is None else view.draft_prob.double()).numpy()
     q, most = distribution[view.token], distribution.max()
@@ -109,8 +111,8 @@ def numbers(views: list[DraftView], number: int, names: tuple[str, ...]) -> list
 
 
 def by_definition(head: AcceptanceHead, state: torch.Tensor, views: list[DraftView], number: int) -> float:
-    """The raw logit of a token, in float64: what is read, standardised; the first layer, which a rectifier keeps the
-    features out of; blocks; one logit."""
+    """Compute the raw logit of a token in float64: standardised inputs; the first layer, which features skip in a
+    rectified head; blocks; one logit."""
     config, weights = head.config, {name: weight.double() for name, weight in head.state_dict().items()}
     features = numbers(views, number, config.features)
     given = [state.double(), *([embed(torch.tensor(views[number].token))] if config.state == "before" else [])]
@@ -142,7 +144,7 @@ def prob(logit: float) -> float:
 
 
 def expected(head: AcceptanceHead, views: list[DraftView], how) -> list[float]:
-    """Token n is predicted by its own view's state, or by the next one's, which has read it."""
+    """Predict token n by its own view's state, or by the next one's, which has read it."""
     if head.config.state != "after":
         return [prob(how(by_definition(head, view.hidden, views, number))) for number, view in enumerate(views)]
     after = enumerate(views[1:])
@@ -154,19 +156,20 @@ def say(predictor: HeadPredictor, views: list[DraftView]) -> list[float]:
     return [predictor.prob(view) for view in views]
 
 
-@pytest.mark.parametrize("raw", [False, True])
-def test_every_token_is_predicted_by_the_heads_definition(head, views, raw):
-    predictor = HeadPredictor(head, embed, calibrated=not raw)
-    assert predictor.late == (head.config.state == "after") and not predictor.learns
-    for _ in range(2):  # a second round is not disturbed by the first
-        assert say(predictor, views) == pytest.approx(
-            expected(head, views, (lambda x: x) if raw else (lambda x: calibrated(head, x))), abs=1e-5
-        )
+@pytest.mark.parametrize("views", [SamplingParams(), SAMPLING], ids=["greedy", "sampling"], indirect=True)
+def test_every_token_is_predicted_by_the_heads_definition(head, views):
+    for predictor, how in (
+        (HeadPredictor(head, embed), lambda x: calibrated(head, x)),
+        (HeadPredictor(head, embed, calibrated=False), lambda x: x),
+    ):
+        assert predictor.late == (head.config.state == "after") and not predictor.learns
+        for _ in range(2):  # a second round is not disturbed by the first
+            assert say(predictor, views) == pytest.approx(expected(head, views, how), abs=1e-5)
 
 
 @pytest.mark.parametrize("state", ["before", "after"])
-def test_a_head_with_what_is_learned_on_top_begins_as_the_head_says(views, state):
-    """And learns each token's label from that token's numbers, also of a head that speaks of it one token late."""
+def test_an_online_predictor_starts_at_the_heads_prediction(views, state):
+    """It learns each token's label from that token's features, also with a head that predicts one token late."""
     torch.manual_seed(4)
     head = AcceptanceHead(AcceptanceHeadConfig(H, state=state, features=ALL, num_blocks=1)).requires_grad_(False)
     torch.nn.init.normal_(head.out.weight)
@@ -186,22 +189,8 @@ def test_a_head_with_what_is_learned_on_top_begins_as_the_head_says(views, state
     assert say(both, views)[alone.late :] == pytest.approx([by_hand.prob(x) for x in features], abs=1e-4)
 
 
-@pytest.mark.parametrize("part", [16, 41, 1])
-def test_first_layers_that_caches_do_not_hold_are_read_in_parts(head, views, monkeypatch, part):
-    """Of one column each, of all in one, and not at all where a column is too long for a part."""
-    usual = say(HeadPredictor(head, embed), views)
-    monkeypatch.setattr(acceptance, "CACHED", 0)
-    monkeypatch.setattr(acceptance, "LARGEST_PART", part)
-    assert say(HeadPredictor(head, embed), views) == pytest.approx(usual, abs=1e-6)
-
-
-def test_of_a_part_openblas_takes_no_threads():
-    """Its interface/gemv.c: below 2304 * GEMM_MULTITHREAD_THRESHOLD (4) numbers. Small ones are torch's."""
-    assert [num_parts(128, 128), num_parts(640, 128), num_parts(640, 32), num_parts(4096, 128)] == [0, 16, 4, 64]
-    assert num_parts(640, 97) == 97 and num_parts(9215, 2) == 2 and num_parts(9216, 2) == 0
-
-
-def test_rows_beside_each_other_have_texts_of_their_own_and_share_what_was_worked_out(head, views):
+@SOME
+def test_predictors_of_two_rows_keep_their_texts_apart(head, views):
     others = [dataclasses.replace(view, context=CONTEXT[::-1]) for view in views]
     first = HeadPredictor(head, embed)
     other = first.beside()
@@ -212,7 +201,7 @@ def test_rows_beside_each_other_have_texts_of_their_own_and_share_what_was_worke
 
 
 def side_by_side(rounds: list[list[DraftView]]) -> list[list[DraftView]]:
-    """The same rounds as rows of one batch, in which more rows are that draft nothing."""
+    """Put the rounds into one batch as rows, beside rows that draft nothing."""
     rows = [0, 2, 3][: len(rounds)]
     for views in zip(*rounds, strict=True):
         states, logits = torch.full((5, H), math.nan), torch.full((5, V), math.nan)
@@ -225,13 +214,14 @@ def side_by_side(rounds: list[list[DraftView]]) -> list[list[DraftView]]:
     return rounds
 
 
-def test_rows_that_draft_together_are_predicted_for_together(head, views, monkeypatch):
-    """Each by the definition; the head's own multiplications are as many for three rows as for two."""
+@SOME
+def test_rows_that_draft_together_are_predicted_together(head, views, monkeypatch):
+    """Each row by the definition; three rows take as many matrix products as two."""
     turned = [*views[1:], views[0]]
     others = [dataclasses.replace(own, num_drafted=n + 1) for n, own in enumerate(turned)]
     last = [dataclasses.replace(own, context=CONTEXT[::-1]) for own in views]
     calls = collections.Counter()
-    for name in ("mm", "mv"):
+    for name in ("addmm", "mv"):
         real = getattr(torch, name)
         monkeypatch.setattr(torch, name, lambda *a, name=name, real=real: calls.update([name]) or real(*a))
     counted = []
@@ -247,7 +237,7 @@ def test_rows_that_draft_together_are_predicted_for_together(head, views, monkey
         assert told[0] == pytest.approx(expected(head, views, lambda x: calibrated(head, x)), abs=1e-5)
         calls.clear()
     reads_numbers = bool(head.config.features) and head.config.activation == "none" and head.join is not None
-    assert reads_numbers or counted[0] == counted[1]  # numbers in the first layer are every row's own
+    assert reads_numbers or counted[0] == counted[1]  # joined features belong to one row
 
 
 def say_together(predictors: list[HeadPredictor], rounds: list[list[DraftView]]) -> list[list[float]]:
@@ -258,6 +248,7 @@ def say_together(predictors: list[HeadPredictor], rounds: list[list[DraftView]])
     return [list(said) for said in zip(*steps, strict=True)]
 
 
+@SOME
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_states_of_another_type(head, views, dtype):
     for view in views:
@@ -266,14 +257,15 @@ def test_states_of_another_type(head, views, dtype):
     assert said == pytest.approx(expected(head, views, lambda x: calibrated(head, x)), abs=1e-5)
 
 
-def test_large_vocabularies_go_another_way_to_the_same_numbers(head, views, monkeypatch):
+@SOME
+def test_a_large_vocabulary_is_predicted_without_a_table(head, views, monkeypatch):
     usual = say(HeadPredictor(head, embed), views)
     monkeypatch.setattr(acceptance, "LARGEST_TABLE", 0)
     assert say(HeadPredictor(head, embed), views) == pytest.approx(usual, abs=1e-5)
 
 
-def test_one_token_is_predicted_as_many_are(head, views):
-    """As training sees them: the features of all tokens at once."""
+def test_one_token_is_predicted_as_in_training(head, views):
+    """Training computes the features of all tokens at once."""
     if head.config.state == "after":
         predicted, states = views[:-1], torch.stack([view.hidden for view in views[1:]])
     else:
