@@ -25,11 +25,12 @@ from draftsmith.eval.bench.load import load_models, load_run, trained_for
 from draftsmith.eval.bench.prompt_runner import answered, measure_group
 from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence, read_prompts
 from draftsmith.eval.bench.results import BASELINE, RESULTS, Row, describe, of_methods
-from draftsmith.eval.bench.runner import Runner, make_runners, remember
+from draftsmith.eval.bench.runner import Runner, make_runners
 from draftsmith.eval.bench.summary import summarise, tokens_per_s
 from draftsmith.eval.clock import clock_of
 from draftsmith.eval.report.tables import drawn_data, to_json
 from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
+from draftsmith.modules.decoding.learner import snapshot_learned_state
 from draftsmith.modules.decoding.tree import MAX_NODES, num_candidates
 from draftsmith.modules.drafters.chains import FixedK, by_drafter, chain_methods
 from draftsmith.modules.drafters.methods import Models, Named, parse_method, parse_methods
@@ -114,7 +115,7 @@ def run(config: TuneConfig) -> Path:
     settings = [named for named in settings if fits_head(named, models)]
     log_note(f"{len(settings)} settings on {len(prompts)} prompts")
     runners = make_runners(settings, models, [config.sampling])[config.temperature]
-    unlearn = [remember(runner) for runner in runners.values()]
+    unlearn = [snapshot_learned_state(runner) for runner in runners.values()]
     warm_up(config, prompts, runners)
     finalists, tried = halve(config, prompts, runners)
 
@@ -221,7 +222,7 @@ def fits_head(named: Named, models: Models) -> bool:
 def warm_up(config: TuneConfig, prompts: Sequence[BenchPrompt], runners: Mapping[str, Runner]) -> None:
     """Decode a few tokens with every runner: the first run of a method pays for its set-up."""
     for label, runner in runners.items():
-        restore = remember(runner)
+        restore = snapshot_learned_state(runner)
         answered(label, runner, prompts[:1], min(config.max_new_tokens, WARM_UP_TOKENS), [config.seed])
         restore()
 

@@ -18,8 +18,9 @@ from draftsmith.data.text.template import RowError
 from draftsmith.eval.bench.journal import Journal
 from draftsmith.eval.bench.prompts import BenchPrompt, Chat
 from draftsmith.eval.bench.results import BASELINE, Row, row_of
-from draftsmith.eval.bench.runner import Runner, learned_by, remember, teach
+from draftsmith.eval.bench.runner import Runner
 from draftsmith.eval.clock import rotated, wall_time
+from draftsmith.modules.decoding.learner import learned_state, load_learned_state, snapshot_learned_state
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.types import InputError
 
@@ -73,7 +74,7 @@ def measure_group(
         Failed: a method did not answer.
     """
     # What one prompt teaches a method serves the next, not the same one again.
-    restore = {label: remember(runner) for label, runner in runners.items()}
+    restore = {label: snapshot_learned_state(runner) for label, runner in runners.items()}
     runs: dict[str, list[Run]] = {label: [] for label in runners}
     for repeat in range(repeats):
         for label in rotated(list(runners), number + repeat):
@@ -121,7 +122,7 @@ class PromptRunner:
             try:
                 for runners in self.runners.values():
                     for label, runner in runners.items():
-                        restore = remember(runner)
+                        restore = snapshot_learned_state(runner)
                         seeds = range(self.seed, self.seed + batch_size)
                         answered(label, runner, [prompt] * batch_size, self.max_new_tokens, seeds)
                         restore()
@@ -188,7 +189,7 @@ class PromptRunner:
                 found = f"group {entry['group']} at temperature {entry['temperature']:g}, which there is not"
                 raise InputError(str(journal.path), found, "groups of this run", "Delete it and measure again.")
             for label, states in entry.get("learned", {}).items():
-                teach(self.runners[entry["temperature"]][label], states)
+                load_learned_state(self.runners[entry["temperature"]][label], states)
         kept = {(entry["group"], entry["temperature"]): entry["rows"] for entry in journal.entries}
         total, done = sum(map(len, files)) * len(self.runners), sum(len(groups[number]) for number, _ in kept)
         if done:
@@ -202,7 +203,7 @@ class PromptRunner:
                 for temperature, runners in self.runners.items():
                     if (number, temperature) not in kept:
                         own = kept[number, temperature] = self.run(group, number, temperature)
-                        learned = {label: states for label in runners if (states := learned_by(runners[label]))}
+                        learned = {label: states for label in runners if (states := learned_state(runners[label]))}
                         journal.add({"group": number, "temperature": temperature, "rows": own, "learned": learned})
                         progress(len(group))
                     rows += kept[number, temperature]

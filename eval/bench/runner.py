@@ -7,11 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from torch import nn
-
 from draftsmith.data.models.loading import name_nonfinite
 from draftsmith.eval.bench.hf_baseline import HFAssisted, HFGenerate, HFRunner, load_hf_model
-from draftsmith.modules.decoding.learner import Learner
+from draftsmith.modules.decoding.learner import Learner, learners_of
 from draftsmith.modules.decoding.loop import Generation, Round, Setup, generate
 from draftsmith.modules.decoding.protocols import Drafter
 from draftsmith.modules.drafters.methods import Models, Named
@@ -47,6 +45,10 @@ class EngineRunner:
     session: Session | None = None
     paths: Mapping[str, str | None] = field(default_factory=dict)
     rows: int = 1
+
+    @property
+    def learners(self) -> Sequence[Learner]:
+        return learners_of(self.drafter)
 
     def __call__(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seeds: Sequence[int]) -> list[Generation]:
         made: list[Generation] = []
@@ -112,41 +114,3 @@ def check_rows(role: str, lm: CausalLM | None) -> None:
     if lm is not None and not isinstance(lm, LlamaLM):
         found = "a model that only transformers can run"
         raise InputError(role, found, "a Llama-family model, to decode in batches", "Pass --batch-size 1.")
-
-
-def learners_of(owner: Any) -> list[Learner]:
-    """All that a drafter, or a runner's, has learned or will, always in the same order."""
-    found: list[Learner] = []
-    seen: set[int] = set()
-    unseen = [owner]
-    while unseen:
-        item = unseen.pop()
-        if id(item) in seen:
-            continue
-        seen.add(id(item))
-        if isinstance(item, Learner):
-            found.append(item)
-        elif isinstance(item, list | tuple):
-            unseen += reversed(item)
-        elif isinstance(item, dict):
-            unseen += reversed(item.values())
-        elif type(item).__module__.startswith("draftsmith.") and not isinstance(item, nn.Module):
-            unseen += reversed(list(getattr(item, "__dict__", {}).values()))
-    return found
-
-
-def learned_by(owner: Any) -> list[dict[str, Any]]:
-    """What a drafter or a runner has learned, as JSON values, for `teach`."""
-    return [learner.state_dict() for learner in learners_of(owner)]
-
-
-def teach(owner: Any, states: Sequence[dict[str, Any]]) -> None:
-    """Let it know what `learned_by` said of it, or of another that was built alike."""
-    for learner, state in zip(learners_of(owner), states, strict=True):
-        learner.load_state_dict(state)
-
-
-def remember(owner: Any) -> Callable[[], None]:
-    """What puts everything back that it knows now: repeated work is the same work."""
-    states = learned_by(owner)
-    return lambda: teach(owner, states)

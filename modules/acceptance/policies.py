@@ -7,6 +7,7 @@ None of it can bias the output: what has been drafted stays in the draft (`proto
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
 from draftsmith.modules.acceptance.online_logistic import OnlineLogistic
@@ -27,6 +28,7 @@ class Predictor(Protocol):
 
     late: bool
     learns: bool
+    learners: Sequence[Learner] = ()
 
     def reset(self) -> None:
         """A new prompt begins; what was learned lasts."""
@@ -46,6 +48,8 @@ class Predictor(Protocol):
 
 class PredictionRule(Protocol):
     """What to make of the probabilities."""
+
+    learners: Sequence[Learner] = ()
 
     def enough(self, survival: float, unseen: int) -> bool:
         """True when one more drafted token is not worth drafting, also where nothing can be said (NaN).
@@ -113,6 +117,7 @@ class CostRule(PredictionRule):
         self.c = c
         # As if one round had been: a draft of one token, accepted half of the time.
         self._pace, self._acceptance = RecentRatio(1.5, 1 + c), RecentRatio(0.5, 1.0)
+        self.learners = (self._pace, self._acceptance)
 
     @property
     def pace(self) -> float:
@@ -143,6 +148,7 @@ class PredictorStop(StopPolicy):
         assert 1 <= min_drafted <= max_drafted
         self.predictor, self.rule = predictor, rule
         self.min_drafted, self.max_drafted = min_drafted, max_drafted
+        self.learners = (*predictor.learners, *rule.learners)
         self.probs: list[float] = []
         self._survival = 1.0
 
@@ -201,6 +207,7 @@ class OnlinePredictor(Predictor):
         self._repeats = ((head and head.repeats) or RepeatScores()) if repeats else None
         more = {} if head is None else {"prior": self.TRUST, "memory": self.MEMORY}
         self.model = OnlineLogistic((head is not None) + 1 + repeats, **more)
+        self.learners = (self.model,)
         self._seen: list[tuple[float, ...]] = []
         self._before: tuple[float, ...] = ()  # of a late head: numbers of the token that it speaks of next
 

@@ -47,6 +47,7 @@ class TreeRule:
         # As if one round had been: a tree of one node, accepted half of the time; and three nodes accepted as promised.
         self._pace = RecentRatio(1.5, times.draft(1) + times.verify[1])
         self._acceptance, self._trust = RecentRatio(0.5, 1.0), RecentRatio(3.0, 3.0)
+        self.learners = (self._pace, self._acceptance, self._trust)
         self._expected = 0.0  # of the nodes chosen last, as their values say
 
     @property

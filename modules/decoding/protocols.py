@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from draftsmith.modules.decoding.learner import Learner
 from draftsmith.modules.decoding.typical import Typical
 from draftsmith.modules.finite import blame
 from draftsmith.modules.sampling import Source
@@ -161,6 +162,7 @@ class StopPolicy(Protocol):
     leaves out does nothing."""
 
     max_drafted: int
+    learners: Sequence[Learner] = ()
 
     def reset(self) -> None:
         """A new prompt begins: forget what is of the last one."""
@@ -181,7 +183,7 @@ class StopPolicy(Protocol):
 class Drafter(Protocol):
     """Proposes drafts for rows of sequences, each of which is drafted for as if it were alone.
 
-    capture: what features of the target it reads (`targets.base.CausalLM.session`).
+    capture: what features of the target it reads (`targets.base.CausalLM.session`). `learners` may be missing.
     """
 
     capture: tuple[int, ...]

@@ -48,6 +48,7 @@ class Around(StopPolicy):
         self.policy = policy
         self.innermost: Any = policy.innermost if isinstance(policy, Around) else policy
         self.max_drafted = policy.max_drafted
+        self.learners = policy.learners
 
     def reset(self) -> None:
         self.policy.reset()

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from draftsmith.modules.acceptance.tree_rule import TreeRule
 from draftsmith.modules.decoding.branches import BranchDrafter, as_decoding, branch_mask
+from draftsmith.modules.decoding.learner import Learner
 from draftsmith.modules.decoding.protocols import DraftTree, Outcome, StopPolicy
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.tree import StaticTree
@@ -187,6 +188,10 @@ class FeatureTreeDrafter(FeatureDrafter):
         super().__init__(head, target, [FixedLength(1)] * rows, capacity, static)
         own = torch.eye(width, dtype=torch.bool, device=target.device)
         self._own = as_bias(own, target.dtype)  # nodes of a level see themselves and not each other
+
+    @property
+    def learners(self) -> Sequence[Learner]:
+        return [learner for rule in self.rules or () for learner in rule.learners]
 
     def _grow(
         self,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.modules.decoding.chain import Step, draft_chains
+from draftsmith.modules.decoding.learner import Learner
 from draftsmith.modules.decoding.protocols import NO_DRAFT, DraftTree, Outcome, StopPolicy
 from draftsmith.modules.finite import blame
 from draftsmith.modules.sampling import Source
@@ -49,6 +50,10 @@ class RowDrafter(ABC):
         self.stops = list(stops)
         self._rows: list[DraftedRow] = []  # those in use
         self._idle = list(range(len(self.stops)))  # numbers of the others' policies
+
+    @property
+    def learners(self) -> Sequence[Learner]:
+        return [learner for stop in self.stops for learner in stop.learners]
 
     @abstractmethod
     def _deepest(self, row: DraftedRow) -> int:

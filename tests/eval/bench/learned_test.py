@@ -14,17 +14,11 @@ from run_models import run_models
 from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.bench.prompt_runner import measure_group
 from draftsmith.eval.bench.prompts import BenchPrompt
-from draftsmith.eval.bench.runner import (
-    EngineRunner,
-    learned_by,
-    learners_of,
-    make_runners,
-    remember,
-    teach,
-)
+from draftsmith.eval.bench.runner import EngineRunner, make_runners
 from draftsmith.modules.acceptance.online_logistic import OnlineLogistic
 from draftsmith.modules.acceptance.policies import RecentRatio
 from draftsmith.modules.acceptance.tree_rule import TreeRule, TreeTimes
+from draftsmith.modules.decoding.learner import learned_state, learners_of, load_learned_state, snapshot_learned_state
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.drafters.eagle3.head import Eagle3Head
 from draftsmith.modules.drafters.eagle3.net import Eagle3Config, layer_like
@@ -77,7 +71,7 @@ def answers(made, *numbers: int) -> list:
 
 def check_nothing_else_lasts(made) -> None:
     """The rounds of an answer are those of a fresh drafter, once what was found to have been learned is put back."""
-    restore = remember(made)
+    restore = snapshot_learned_state(made)
     fresh = answers(made, 1)
     answers(made, 0, 2, 0)
     restore()
@@ -101,9 +95,9 @@ def test_what_outlives_an_answer_is_found_whatever_holds_it(lms, label):
 def test_ways_of_sampling_share_a_drafter_only_where_nothing_is_learned(lms, label):
     found = make_runners(parse_methods(label), lms, MODES)
     greedy, sampling = found[0.0][label], found[1.0][label]
-    before = learned_by(sampling)
+    before = learned_state(sampling)
     greedy([GROUPS[0][0].prompt_ids], COUNT, [0])
-    assert learned_by(sampling) == before != learned_by(greedy)
+    assert learned_state(sampling) == before != learned_state(greedy)
     first, second = make_runners(parse_methods("spec:k=3"), lms, MODES).values()
     assert first["spec:k=3"].drafter is second["spec:k=3"].drafter
 
@@ -120,8 +114,8 @@ def test_state_that_nobody_marked_is_noticed(lms):
 def test_what_was_learned_survives_as_json(lms, label):
     made, other = runner(lms, label), runner(lms, label)
     answers(made, 0, 2)
-    teach(other, json.loads(json.dumps(learned_by(made))))
-    assert learned_by(other) == learned_by(made) != learned_by(runner(lms, label))
+    load_learned_state(other, json.loads(json.dumps(learned_state(made))))
+    assert learned_state(other) == learned_state(made) != learned_state(runner(lms, label))
     assert answers(other, 1) == answers(made, 1)
 
 
@@ -129,12 +123,12 @@ def test_what_was_learned_survives_as_json(lms, label):
 def test_what_is_remembered_is_put_back_and_the_same_work_done(lms, batch):
     made = runner(lms, LEARNING[0], batch)
     answers(made, 0)
-    before, restore = learned_by(made), remember(made)
+    before, restore = learned_state(made), snapshot_learned_state(made)
     first = answers(made, 1)
-    after = learned_by(made)
+    after = learned_state(made)
     restore()
-    assert learned_by(made) == before != after
-    assert answers(made, 1) == first and learned_by(made) == after
+    assert learned_state(made) == before != after
+    assert answers(made, 1) == first and learned_state(made) == after
 
 
 def test_repeats_teach_nothing_more(lms):
@@ -145,18 +139,18 @@ def test_repeats_teach_nothing_more(lms):
             for made, repeats in ((once, 1), (thrice, 3))
         ]
         assert all(found[0][name] == found[1][name] for name in ("token_ids", "rounds"))
-    assert learned_by(once) == learned_by(thrice)
+    assert learned_state(once) == learned_state(thrice)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_nothing_is_learned_from_what_is_no_number(bad):
     """One such round would never be forgotten."""
     ratio, model, rule = RecentRatio(1.0, 2.0), OnlineLogistic(2), TreeRule(TreeTimes(1.0, 1.0, (1.0, 2.0, 3.0)))
-    before = learned_by([ratio, model, rule])
+    before = [ratio.state_dict(), model.state_dict()]
     ratio.add(bad, 1.0)
     model.observe([(bad, 0.5), (0.5, bad)], 1)
     rule.choose([bad, bad])
     rule.observe(2, 1, 1)
-    assert learned_by([ratio, model]) == before[:2]
-    values = [value for state in learned_by(rule) for value in state.values()]
+    assert [ratio.state_dict(), model.state_dict()] == before
+    values = [value for state in learned_state(rule) for value in state.values()]
     assert len(values) == 6 and all(map(math.isfinite, values))

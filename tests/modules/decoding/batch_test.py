@@ -12,7 +12,7 @@ from run_models import run_models
 from tiny_models import CONTEXT, tiny_llama_dir
 
 from draftsmith.data.models.loading import load_lm
-from draftsmith.eval.bench.runner import learned_by
+from draftsmith.modules.decoding.learner import learned_state
 from draftsmith.modules.decoding.loop import Setup, generate, generate_one
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.trace import pool
@@ -325,12 +325,12 @@ def test_graphs_decode_what_the_cpu_does(tmp_path, method):
 @pytest.mark.parametrize("size", [1, 3])
 def test_policies_that_learn_answer_the_same_and_learn_from_their_own_rows(world, method, size):
     drafter = batch_drafter(world, method, size)
-    start = learned_by(drafter)
+    start = learned_state(drafter)
     made = in_groups(world, drafter, size, world.prompts[:9])
     assert [one.tokens for one in made] == world.answers[:9]
     assert len({step.num_drafted for one in made for step in one.trace.steps}) > 2
     # What a row learns lasts from group to group, and is what the loop for one learns from that row's prompts.
-    taught = learned_by(drafter)
+    taught = learned_state(drafter)
     each = len(taught) // size
     for row in range(size):
         single = world.drafter(method)
@@ -338,7 +338,7 @@ def test_policies_that_learn_answer_the_same_and_learn_from_their_own_rows(world
             assert made[place].trace == world.run(method, world.prompts[place], NEW_TOKENS, drafter=single).trace
         own = numbers(taught[row * each :][:each])
         # Rows and single tokens are read by different kernels: float32 confidences differ in the last bits.
-        assert own == pytest.approx(numbers(learned_by(single)), rel=1e-4, abs=1e-4) and own != numbers(start[:each])
+        assert own == pytest.approx(numbers(learned_state(single)), rel=1e-4, abs=1e-4) and own != numbers(start[:each])
 
 
 def numbers(states: Any) -> list[float]:
