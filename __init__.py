@@ -16,7 +16,7 @@ PUBLIC = {
     "load_head": ("data.heads.directory", "load_draft_head"),
     "generate": ("eval.answer", "generate"),
     "measure": ("eval.measure", "measure"),
-    "open_dataset": ("data.store.opening", "open_dataset"),
+    "open_dataset": ("data.store.datasets", "open_dataset"),
     "collate": ("data.store.datasets", "collate_features"),
     "settings": ("launch.python", "settings"),
     "new_head": ("train.drafter", "make_head"),
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from draftsmith.data.models.loading import load_lm as load_target
     from draftsmith.data.models.loading import load_tokenizer as load_tokenizer
     from draftsmith.data.store.datasets import collate_features as collate
-    from draftsmith.data.store.opening import open_dataset as open_dataset
+    from draftsmith.data.store.datasets import open_dataset as open_dataset
     from draftsmith.eval.answer import generate as generate
     from draftsmith.eval.answer import load_drafter as load_drafter
     from draftsmith.eval.measure import measure as measure

@@ -1,42 +1,60 @@
-"""Stage `data acceptance`: which tokens would the drafter propose along the target's text, and would they be kept?
+"""Stage `data acceptance`: label tokens that a drafter proposes along the target's text with their acceptance.
 
-Labels `mix` are SpecDec++'s, of one token at every position (data/mixed_text.py); labels `rollout` are of whole drafts,
-as the decoder makes them (data/rollouts.py). Labels hold for the sampling settings they were made with only: those are
-in the manifest.
+Labels `mix` are SpecDec++'s (Huang et al. 2024, section 3.3), one drafted token at every position of an answer: the
+draft reads prompt and response X (teacher forcing) and proposes Y_j ~ q(. | x, X_<j), which the target accepts with
+P_j = min(1, p(Y_j) / q(Y_j)). Labels `rollout` are of whole drafts, as the decoder makes them (data/rollouts.py).
+Labels hold only for the sampling settings that they were made with, which the manifest records.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from draftsmith.data.engines.own import set_threads
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftsmith.data.console import Advance
+from draftsmith.data.engines.own import check_lengths, length_batches, pad_right, set_threads
 from draftsmith.data.heads.directory import kind_at
 from draftsmith.data.heads.frozen_drafter import FrozenDrafter, load_drafter
-from draftsmith.data.mixed_text import MixedTextLabels
-from draftsmith.data.models.loading import check_same_tokenizer, load_lm, text_identity
-from draftsmith.data.rollouts import Rollouts
+from draftsmith.data.models.loading import check_same_tokenizer, load_lm, name_nonfinite, text_identity
+from draftsmith.data.responses import TEXT_FIELDS
+from draftsmith.data.rollouts import ROLLOUT_FIELDS, Rollouts, text_columns
 from draftsmith.data.settings import StageLoading, check_not_negative, check_positive, comma_numbers
-from draftsmith.data.store.manifest import open_artefact, volatile
-from draftsmith.data.store.shards import Rows, StagePlan, run_stage
+from draftsmith.data.store.manifest import Field, open_artefact, volatile
+from draftsmith.data.store.rows import Rows
+from draftsmith.data.store.shards import Shard, ShardContent, StagePlan, row_uniforms, run_stage
 from draftsmith.data.store.writer import sole_writer
+from draftsmith.modules.decoding.branches import pieces
+from draftsmith.modules.finite import NO_TOKEN, NonFinite
+from draftsmith.modules.sampling import draw_rows, probabilities
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
+
+MIXED_FIELDS = (
+    *TEXT_FIELDS,
+    Field("draft_ids", "list<int32>", ("R",)),
+    *(Field(name, "list<float32>", ("R",)) for name in ("log_p", "log_q", "accept_prob", "overlap")),
+    Field("task", "string"),
+)
 
 Mode = Literal["sampling", "greedy"]
 ROLLOUT_ONLY = ("temperatures", "depth", "stride")
 
 
 def mode_of(*sampling: SamplingParams) -> Mode:
-    """What labels made with these settings are for; with several, greedy where nothing is drawn."""
+    """Return the decoding mode that labels with these settings are for: greedy if none of them draws."""
     return "greedy" if all(params.greedy for params in sampling) else "sampling"
 
 
 @dataclass(frozen=True)
 class AcceptanceConfig(StageLoading):
-    """Which pair to label, and how it decodes.
+    """Options of `data acceptance`: the pair to label, and how it decodes.
 
     Attributes:
         responses: Directory that `data responses` wrote with this target.
@@ -44,21 +62,21 @@ class AcceptanceConfig(StageLoading):
         output: Directory to write.
         draft: Directory or hub id of the draft model, or embedded:draft; or, for rollout labels, directory of a trained
             drafter's head.
-        labels: mix is SpecDec++'s, one drafted token at every position of the answer; rollout is whole drafts, as the
+        labels: mix: SpecDec++'s, one drafted token at every position of the answer. rollout: whole drafts, as the
             decoder makes them, from some of the positions.
-        mode: sampling (P is min(1, p/q)) or greedy (P is agreement); by default what the temperature says.
-        temperature: Of target and draft; 0 is greedy. Without it, what the responses were sampled with.
-        temperatures: rollout: several of them, separated by commas (0,0.7,1; 0 is greedy), which the drafts take in
-            turn, for a head that reads the temperature.
-        top_k: As temperature; 0 is all.
-        top_p: As temperature; 1 is all.
-        depth: rollout: tokens of a draft.
-        stride: rollout: a draft begins at every so many tokens of the answer.
-        seed: Of the drafted tokens. Each row has random numbers of its own.
+        mode: sampling (P is min(1, p/q)) or greedy (P is agreement). Default: by the temperature.
+        temperature: Temperature of target and draft; 0 is greedy. Default: that of the responses.
+        temperatures: rollout: several temperatures, separated by commas (0,0.7,1; 0 is greedy), which the drafts take
+            in turn, for a head that reads the temperature.
+        top_k: Sample among the k most probable tokens; 0 is all. Default: that of the responses.
+        top_p: Sample among the most probable tokens that hold this probability; 1 is all. Default: as top_k.
+        depth: rollout: tokens per draft.
+        stride: rollout: tokens of the answer from one draft's start to the next.
+        seed: Seed of the drafted tokens; each row has random numbers of its own.
         limit: Only the first so many responses; 0 takes all.
         batch_size: mix: responses read together.
         chunk: Positions whose distributions are in memory at once, two rows of the vocabulary's size for each.
-        rows_per_shard: Responses in each shard; what a killed run loses at most.
+        rows_per_shard: Responses per shard; what a killed run loses at most.
     """
 
     responses: Path = volatile()
@@ -89,11 +107,11 @@ class AcceptanceConfig(StageLoading):
         if None not in (self.temperature, self.temperatures):
             found = f"{self.temperature} and temperatures {self.temperatures}"
             raise InputError("temperature", found, "one of the two", "Pass --temperature or --temperatures.")
-        # What the responses were sampled with is not known yet; nothing of it may contradict by itself.
+        # The responses' own sampling is not known yet: check that the options do not contradict each other.
         _ = self.sampling({"temperature": 1.0 if self.mode == "sampling" else 0.0})
 
     def sampling(self, sampled: dict[str, Any]) -> tuple[SamplingParams, ...]:
-        """These settings, one for each temperature; what is not given is as in `sampled`, the responses' own.
+        """Return the sampling settings, one per temperature; defaults are those of the responses, `sampled`.
 
         Raises:
             InputError: the mode, the temperatures and the kind of label contradict each other.
@@ -118,11 +136,11 @@ class AcceptanceConfig(StageLoading):
 
 @sole_writer(shared=True)
 def run(config: AcceptanceConfig) -> Path:
-    """Write the artefact `acceptance`, or `rollouts`; returns its directory."""
+    """Write the artefact `acceptance` or `rollouts` and return its directory."""
     set_threads(config.num_threads)
 
-    # Branches are read in the way of decoding, for which weights are packed.
     def load(path: str) -> CausalLM:
+        # Rollouts read branches in the way of decoding, for which weights are packed.
         return load_lm(path, **config.loading, packed=config.labels == "rollout")
 
     if kind_at(config.draft) is None:
@@ -132,21 +150,22 @@ def run(config: AcceptanceConfig) -> Path:
     identity = {**text_identity(config.target), "target": target.info.identity}
     manifest = open_artefact(config.responses, "responses", identity)
     rows = Rows(config.responses, manifest, limit=config.limit, vocab_size=target.info.vocab_size)
+
     sampling = config.sampling(manifest.sampling or {})
-    first, temperatures = sampling[0], [params.temperature for params in sampling]
+    temperatures = [params.temperature for params in sampling]
     labels = labels_of(config, sampling, target, drafter)
     plan = StagePlan(
-        kind=labels.kind,
+        kind="rollouts" if config.labels == "rollout" else "acceptance",
         stage="data acceptance",
         config=dataclasses.replace(config, mode=mode_of(*sampling)),
         num_rows=len(rows),
-        fields=labels.fields,
+        fields=ROLLOUT_FIELDS if config.labels == "rollout" else MIXED_FIELDS,
         inputs={"responses": manifest.digest},
         identity={**manifest.identity, "target": target.info.identity, "draft": drafter.identity},
         sampling={
-            "temperature": temperatures if len(temperatures) > 1 else first.temperature,
-            "top_k": first.top_k,
-            "top_p": first.top_p,
+            "temperature": temperatures if len(temperatures) > 1 else temperatures[0],
+            "top_k": sampling[0].top_k,
+            "top_p": sampling[0].top_p,
         },
         seed=config.seed,
     )
@@ -157,28 +176,106 @@ def run(config: AcceptanceConfig) -> Path:
 def labels_of(
     config: AcceptanceConfig, sampling: tuple[SamplingParams, ...], target: CausalLM, drafter: FrozenDrafter
 ) -> MixedTextLabels | Rollouts:
-    """How to draft and label.
+    """Build the labeller.
 
     Raises:
         InputError: target and drafter do not fit each other, or the settings do not fit them.
     """
-    vocab_size, own = target.info.vocab_size, drafter.lm.info.vocab_size
-    if own != vocab_size:  # p and q are distributions over the same tokens
-        raise InputError("draft: vocabulary", own, f"{vocab_size}, the target's", "Use a draft of the same family.")
+    vocab_size, draft_size = target.info.vocab_size, drafter.lm.info.vocab_size
+    if draft_size != vocab_size:  # p and q must be distributions over the same tokens
+        raise InputError("draft: vocabulary", draft_size, f"{vocab_size}, the target's", "Use a draft of its family.")
     if config.labels == "mix":
-        if drafter.head is not None:  # it has no states along a text of the target's alone
+        if drafter.head is not None:  # it has no states along a text that the target alone wrote
             raise InputError("draft", f"{config.draft}, a head", "a language model", "Pass --labels rollout.")
         return MixedTextLabels(target, drafter.lm, sampling[0], config.batch_size, config.chunk, config.seed)
     context = min(target.info.max_position, drafter.max_position)
     if config.depth >= context:
         raise InputError("depth", config.depth, f"less than the context, {context}", "Draft fewer tokens.")
-    return Rollouts(
-        target=target,
-        drafter=drafter,
-        depth=config.depth,
-        stride=config.stride,
-        sampling=sampling,
-        chunk=config.chunk,
-        seed=config.seed,
-        context=context,
-    )
+    return Rollouts(target, drafter, config.depth, config.stride, sampling, config.chunk, config.seed, context)
+
+
+@dataclass(frozen=True)
+class MixedTextLabels:
+    """Labeller of one drafted token at every position of the answers.
+
+    batch_size: responses that are read together. chunk: positions whose distributions are in memory at once.
+    """
+
+    target: CausalLM
+    draft: CausalLM
+    params: SamplingParams
+    batch_size: int
+    chunk: int
+    seed: int
+
+    def label_shard(self, source: Rows, shard: Shard, advance: Advance) -> ShardContent:
+        """Label every response of a shard, in batches of similar length."""
+        rows = source.read(shard.start, shard.stop)
+        check_lengths(rows, shard.start, min(self.target.info.max_position, self.draft.info.max_position))
+        labelled: list[dict[str, Any]] = [{} for _ in rows]
+        for batch in length_batches([len(row["input_ids"]) for row in rows], self.batch_size):
+            ids, masks = [rows[i]["input_ids"] for i in batch], [rows[i]["loss_mask"] for i in batch]
+            counts = [sum(mask) for mask in masks]
+            uniforms = np.concatenate(
+                [row_uniforms("acceptance", self.seed, shard.start + i, n) for i, n in zip(batch, counts, strict=True)]
+            )
+            with name_nonfinite([rows[i]["id"] for i in batch]):
+                labels = self.label(ids, masks, torch.from_numpy(uniforms))
+            columns = {name: values.split(counts) for name, values in labels.items()}
+            for place, i in enumerate(batch):
+                labelled[i] = text_columns(rows[i]) | {name: parts[place].numpy() for name, parts in columns.items()}
+            advance(len(batch))
+        drafted = sum(len(row["draft_ids"]) for row in labelled)
+        counts = {"tokens": sum(len(row["input_ids"]) for row in labelled), "drafted_tokens": drafted}
+        return ShardContent(labelled, counts)
+
+    @torch.inference_mode()
+    def label(
+        self, input_ids: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]], uniforms: Tensor
+    ) -> dict[str, Tensor]:
+        """Label all N positions where the rows' masks [T] are true (never the first), row after row.
+
+        One forward per model; distributions exist for `chunk` positions at a time, in float32.
+        uniforms: [N] float64; uniforms[n] draws Y_n. Returns as `label_positions`.
+
+        Raises:
+            NonFinite: a model's logits.
+        """
+        target, draft, params = self.target, self.draft, self.params
+        padded = pad_right(input_ids, target)  # [B, T]
+        # The hidden state at position t - 1 gives the distribution of the token at t.
+        places = [torch.tensor(mask).nonzero()[:, 0] - 1 for mask in masks]
+        positions = torch.cat(places).to(target.device)  # [N]
+        owners = torch.cat([torch.full_like(place, i) for i, place in enumerate(places)]).to(target.device)  # [N]
+        target_hidden = target.features(padded)[owners, positions]  # [N, H]
+        draft_hidden = draft.features(padded.to(draft.device))[owners.to(draft.device), positions.to(draft.device)]
+        parts = []
+        for piece in pieces(len(positions), self.chunk):
+            target_prob = probabilities(target.lm_head(target_hidden[piece]), params)  # [chunk, V]
+            draft_prob = probabilities(draft.lm_head(draft_hidden[piece]), params).to(target_prob.device)
+            parts.append(label_positions(target_prob, draft_prob, uniforms[piece].to(target_prob.device)))
+        labels = {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]}
+        # The overlap is NaN where p or q has a NaN.
+        broken = labels["overlap"].isnan().nonzero()
+        if len(broken):
+            n = int(broken[0])
+            model = "draft" if labels["draft_ids"][n] == NO_TOKEN else "target"
+            raise NonFinite(model=model, position=int(positions[n]) + 1, row=int(owners[n]))
+        return labels
+
+
+def label_positions(target_prob: Tensor, draft_prob: Tensor, uniforms: Tensor) -> dict[str, Tensor]:
+    """Draw Y ~ q and label it, for distributions p and q [N, V] in float32 or wider.
+
+    Returns draft_ids [N] int64 and, in float32 [N], log_p and log_q of Y (-inf where p is 0), accept_prob, the
+    probability that the target accepts Y, and overlap, sum_v min(p, q), its expectation over q.
+
+    Greedy distributions are one-hot: then Y is the draft's argmax, and accept_prob and overlap are 1 if it is the
+    target's too, else 0. If p or q has a NaN the overlap is NaN; if q has one there is no Y.
+    """
+    drafted = draw_rows(draft_prob, uniforms)
+    p, q = (prob.gather(-1, drafted.clamp_min(0)[:, None])[:, 0] for prob in (target_prob, draft_prob))
+    accept_prob = (p / q).clamp(max=1.0)  # q > 0: a token of probability zero is never drawn
+    overlap = torch.minimum(target_prob, draft_prob).sum(-1).clamp(max=1.0)
+    labels = {"log_p": p.log(), "log_q": q.log(), "accept_prob": accept_prob, "overlap": overlap}
+    return {"draft_ids": drafted, **{name: values.float() for name, values in labels.items()}}

@@ -18,16 +18,17 @@ import torch
 from draftsmith.data.console import Advance, log_note
 from draftsmith.data.engines.own import length_batches, pad_right, set_threads
 from draftsmith.data.models.identity import captured
-from draftsmith.data.models.loading import llama_shape, load_lm, name_nonfinite, text_identity
+from draftsmith.data.models.loading import llama_shape, load_lm, name_nonfinite, text_identity, vocabulary_size
 from draftsmith.data.models.parallel import DONE, broadcast_number, received_numbers
 from draftsmith.data.ranks import place
 from draftsmith.data.settings import StageLoading, check_not_negative, check_positive
 from draftsmith.data.store import feature_codec
+from draftsmith.data.store.datasets import ArtefactDataset, feature_key, open_dataset
 from draftsmith.data.store.files import check_disk
 from draftsmith.data.store.manifest import Field, Manifest, open_artefact, volatile
-from draftsmith.data.store.shards import Rows, Shard, ShardContent, StagePlan, read_done, run_stage
+from draftsmith.data.store.rows import Rows
+from draftsmith.data.store.shards import Shard, ShardContent, StagePlan, read_done, run_stage
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.data.text.answers import answer_mask
 from draftsmith.modules import drafters
 from draftsmith.modules.finite import NonFinite, first_broken
 from draftsmith.modules.targets.base import CausalLM
@@ -39,7 +40,6 @@ FIELDS = (
     Field("shard", "string"),
     Field("length", "int32"),
     Field("input_ids", "list<int32>", ("T",)),
-    Field("prompt_length", "int32"),
     Field("loss_mask", "list<bool>", ("T",)),
     Field("turn", "int32"),
     Field("task", "string"),
@@ -164,6 +164,13 @@ def open_texts(directory: Path, target: str, identity: Mapping[str, str], field:
     return manifest
 
 
+def text_dataset(directory: Path, target: str, identity: Mapping[str, str], field: str = "data") -> ArtefactDataset:
+    """Open responses of this target, or supervised prompts of its tokenizer, as a data set. Arguments as of
+    `open_texts`."""
+    manifest = open_texts(directory, target, identity, field)
+    return open_dataset(directory, manifest.kind, vocab_size=vocabulary_size(target))
+
+
 def check_room(plan: StagePlan, rows: Rows, token_bytes: int, max_bytes: int) -> None:
     """Say how much will be written, and stop before the first byte where that is too much.
 
@@ -213,16 +220,13 @@ def read_shard(
                     raise NonFinite("hidden states", "target", place)
             stored = feature_codec.encode(own, config.feature_dtype)
             # A copy: a view would keep, and safetensors would refuse, the padded batch behind it.
-            tensors |= {key(shard.start + i) + suffix: tensor.cpu().clone() for suffix, tensor in stored.items()}
+            tensors |= {
+                feature_key(shard.start + i) + suffix: tensor.cpu().clone() for suffix, tensor in stored.items()
+            }
         advance(len(batch))
     made = [index_row(shard.start + i, shard, row) for i, row in enumerate(rows)]
     counts = {"tokens": sum(row["length"] for row in made), "loss_tokens": sum(sum(row["loss_mask"]) for row in made)}
     return ShardContent(made, counts, dict(sorted(tensors.items())))
-
-
-def key(row: int) -> str:
-    """Name of a row's features in its safetensors file."""
-    return f"{row:07d}"
 
 
 def index_row(number: int, shard: Shard, row: dict[str, Any]) -> dict[str, Any]:
@@ -234,8 +238,7 @@ def index_row(number: int, shard: Shard, row: dict[str, Any]) -> dict[str, Any]:
         "shard": f"{shard.name}.safetensors",
         "length": len(ids),
         "input_ids": ids,
-        "prompt_length": row["prompt_length"] if "prompt_length" in row else len(row["prompt_ids"]),
-        "loss_mask": answer_mask(row),
+        "loss_mask": row["loss_mask"],
         "turn": row.get("turn", 1),
         "task": row["task"],
     }

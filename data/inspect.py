@@ -14,14 +14,14 @@ from rich.console import Console
 from rich.text import Text
 
 from draftsmith.data.console import print_facts, print_table, print_text, table_from_cells
-from draftsmith.data.features import key
 from draftsmith.data.models.loading import load_tokenizer, tokenizer_identity
 from draftsmith.data.settings import check_not_negative
+from draftsmith.data.store.datasets import feature_key
 from draftsmith.data.store.feature_codec import decode, stored_features
 from draftsmith.data.store.manifest import Manifest, open_artefact, volatile
 from draftsmith.data.store.reading import open_tensors
-from draftsmith.data.store.shards import Rows
-from draftsmith.data.text.answers import answer_mask, answers_of, spans
+from draftsmith.data.store.rows import Rows
+from draftsmith.data.text.answers import answers_of, spans
 from draftsmith.data.text.repetition import Repetition, distinct_4grams
 from draftsmith.data.text.turns import later_turns
 from draftsmith.modules.types import InputError
@@ -115,7 +115,7 @@ def round_trips(rows: Rows, tokenizer: Any) -> dict[str, str]:
 
 def repetitions(rows: Rows) -> dict[str, str]:
     """How much of the answers copies their prompts, or themselves."""
-    sequences = [(row["input_ids"], answer_mask(row)) for row in rows.iterate()]
+    sequences = [(row["input_ids"], row["loss_mask"]) for row in rows.iterate()]
     grams = distinct_4grams(ids[start:end] for ids, mask in sequences for start, end in spans(mask))
     distinct = {} if grams is None else {"distinct 4-grams": f"{grams:.2f}, each answer for itself"}
     return {"answers' tokens": Repetition.of(sequences).text(), **distinct}
@@ -147,7 +147,7 @@ def show_row(number: int, row: dict[str, Any], manifest: Manifest, directory: Pa
         return
     ids = row.get("input_ids") or row["prompt_ids"]
     unanswered = manifest.kind == "prompts" and not row.get("loss_mask")
-    mask = [False] * len(ids) if unanswered else answer_mask(row)
+    mask = [False] * len(ids) if unanswered else row["loss_mask"]
     print_text(masked_text(ids, mask, tokenizer, marked=not Console().is_terminal))
     notes = [f"{len(ids)} tokens", f"{sum(mask)} counted by the loss"]
     if manifest.kind == "responses":
@@ -155,7 +155,7 @@ def show_row(number: int, row: dict[str, Any], manifest: Manifest, directory: Pa
         notes += ["re-tokenised"] if row["retokenised"] else []
     if manifest.kind == "features":
         with open_tensors(Path(directory) / row["shard"]) as file:
-            features = decode(stored_features(file, key(row["row"]))).float()
+            features = decode(stored_features(file, feature_key(row["row"]))).float()
         finite = "all finite" if bool(features.isfinite().all()) else "NOT all finite"
         notes.append(f"features {list(features.shape)}, standard deviation {features.std():.3f}, {finite}")
     print_text(Text(", ".join(notes), style="cyan"))
@@ -181,7 +181,7 @@ def show_labels(row: dict[str, Any], tokenizer: Any) -> None:
     """The target's answers, each token coloured by how likely it is that the draft's proposal there is kept, and a
     table of the first positions."""
     ids, probs, text, known = row["input_ids"], row["accept_prob"], Text(), 0
-    places = [at for start, end in spans(answer_mask(row)) for at in range(start, end)]
+    places = [at for start, end in spans(row["loss_mask"]) for at in range(start, end)]
     for at, prob in zip(places, probs, strict=True):
         text.append(tokenizer.decode(ids[known:at]), style=PROMPT)
         text.append(tokenizer.decode([ids[at]]), style=band(prob))

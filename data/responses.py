@@ -18,11 +18,12 @@ from draftsmith.data.engines.vllm import VllmEngine
 from draftsmith.data.models.loading import load_lm, name_nonfinite, pick_device, text_identity, vocabulary_size
 from draftsmith.data.ranks import place
 from draftsmith.data.settings import Dtype, RemoteCode, Sampling, check_not_negative, check_positive
-from draftsmith.data.store.datasets import Lists
+from draftsmith.data.store.datasets import answer_lengths
 from draftsmith.data.store.manifest import Field, Manifest, open_artefact, volatile
-from draftsmith.data.store.shards import Rows, Shard, ShardContent, StagePlan, run_stage
+from draftsmith.data.store.rows import ListColumn, Rows
+from draftsmith.data.store.shards import Shard, ShardContent, StagePlan, run_stage
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.data.text.answers import Supervision, answer_lengths
+from draftsmith.data.text.answers import Supervision
 from draftsmith.data.text.template import check_context
 from draftsmith.data.text.turns import (
     AnswerSettings,
@@ -42,7 +43,6 @@ from draftsmith.modules.types import InputError
 TEXT_FIELDS = (
     Field("id", "string"),
     Field("input_ids", "list<int32>", ("T",)),
-    Field("prompt_length", "int32"),
     Field("loss_mask", "list<bool>", ("T",)),
     Field("turn", "int32"),
 )
@@ -259,7 +259,7 @@ def tell_supervision(directory: Path, manifest: Manifest) -> None:
     if place().rank or "loss_mask" not in {spec.name for spec in manifest.fields}:
         return
     masks = (table["loss_mask"] for table in Rows(directory, manifest, ["loss_mask"]).tables())
-    lengths = [answer_lengths(*part)[0] for mask in masks for part in Lists(mask).parts()]
+    lengths = [answer_lengths(*part)[0] for mask in masks for part in ListColumn(mask).parts()]
     learned = Supervision.of(np.concatenate(lengths))
     print_text(f"responses: {learned.text()}")
     if warning := learned.warning():

@@ -1,9 +1,8 @@
-"""Labels of `data acceptance --labels rollout`: rounds as the decoder drafts them, from places of the target's text.
+"""Labels of `data acceptance --labels rollout`: whole drafts, as the decoder makes them, along the target's text.
 
-From every `stride`-th token of an answer the drafter drafts K tokens of its own, and the target, which reads them all
-in one pass, says of each how likely it keeps it: P = min(1, p/q) where the drafts are sampled, agreement with its
-argmax where they are greedy. Drafts go on behind a rejected token; `reached` is the probability
-that a round comes that far.
+From every `stride`-th token of an answer the drafter drafts K tokens, and the target, which reads them all in one pass,
+gives each its acceptance probability: P = min(1, p/q) for sampled drafts, agreement with its argmax for greedy ones.
+Drafts go on behind a rejected token; `reached` is the probability that a round verifies the token.
 """
 
 from __future__ import annotations
@@ -16,13 +15,15 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.console import Advance
-from draftsmith.data.engines.own import check_lengths, row_uniforms
+from draftsmith.data.engines.own import check_lengths
 from draftsmith.data.heads.frozen_drafter import FrozenDrafter
 from draftsmith.data.models.loading import name_nonfinite
 from draftsmith.data.responses import TEXT_FIELDS
+from draftsmith.data.store.datasets import DRAFT_COLUMNS
 from draftsmith.data.store.manifest import Field
-from draftsmith.data.store.shards import Rows, Shard, ShardContent
-from draftsmith.data.text.answers import answer_mask, spans
+from draftsmith.data.store.rows import Rows
+from draftsmith.data.store.shards import Shard, ShardContent, row_uniforms
+from draftsmith.data.text.answers import spans
 from draftsmith.modules.acceptance.repeats import followers, mean_score, repeat_scores
 from draftsmith.modules.decoding.branches import BranchDrafter, BranchedText, Drafted, pieces, target_states
 from draftsmith.modules.decoding.confidence import confidences_of
@@ -31,30 +32,24 @@ from draftsmith.modules.sampling import row_probabilities
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams
 
-# Of each drafted token, draft after draft: token i of the list is at depth i % K + 1 of draft i // K.
-LABELS = ("log_q", "log_max_q", "entropy", "repeat", "repeat_mean", "log_p", "accept_prob", "overlap", "reached")
-FIELDS = (
+# Lists of drafted tokens, draft after draft: token i of a list has depth i % K + 1 in draft i // K.
+ROLLOUT_FIELDS = (
     *TEXT_FIELDS,
     Field("task", "string"),
     Field("starts", "list<int32>", ("S",)),
     Field("temperature", "list<float32>", ("S",)),
     Field("draft_ids", "list<int32>", ("S*K",)),
-    *(Field(name, "list<float32>", ("S*K",)) for name in LABELS),
+    *(Field(name, "list<float32>", ("S*K",)) for name in DRAFT_COLUMNS),
 )
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """How to draft and label.
+    """Labeller of whole drafts.
 
-    drafter: what drafts; the target reads the drafts.
-    depth: tokens of a draft, K. stride: a draft begins at every so many tokens.
-    sampling: drafts take them in turn.
-    chunk: places whose distributions are in memory at once. context: most tokens of a text and a draft together.
+    depth: tokens per draft, K. stride: tokens from one draft's start to the next. sampling: drafts take these in turn.
+    chunk: positions whose distributions are in memory at once. context: most tokens of a text and a draft together.
     """
-
-    kind = "rollouts"
-    fields = FIELDS  # columns of the artefact
 
     target: CausalLM
     drafter: FrozenDrafter
@@ -65,43 +60,38 @@ class Rollouts:
     seed: int
     context: int
 
-    @property
-    def greedy(self) -> bool:
-        """Nothing is drawn."""
-        return all(params.greedy for params in self.sampling)
-
     def starts(self, mask: Sequence[bool], min_start: int, uniform: float) -> list[int]:
-        """Where drafts begin: every `stride` tokens of the answers, which `mask` [T] is true on, from a random place
-        on, each with room for K tokens.
+        """Return the first positions of the drafts: every `stride` tokens of the answers, where `mask` [T] is true.
 
-        The decoder's first draft follows an answer's first token, which the reading of the prompt gives.
+        The first of them is drawn with `uniform`, and each has room for K tokens. An answer's own first token has
+        none: the decoder gets it from reading the prompt, before the first draft.
         """
         stop = self.context - self.depth + 1
         places = [at for first, end in spans(mask) for at in range(max(first + 1, min_start), min(end, stop))]
         return places[int(uniform * min(self.stride, len(places))) :: self.stride]
 
     def label_shard(self, source: Rows, shard: Shard, advance: Advance) -> ShardContent:
-        """Labelled drafts of every response of a shard that has room for one."""
-        rows, made = source.read(shard.start, shard.stop), []
+        """Label drafts of every response of a shard that has room for one."""
+        rows, labelled = source.read(shard.start, shard.stop), []
         check_lengths(rows, shard.start, self.context)
         text, branches = BranchedText(self.target, self.depth), self.drafter.branches(self.depth)
         for offset, row in enumerate(rows):
             with name_nonfinite([row["id"]]):
-                labelled = self.label_response(text, branches, row, shard.start + offset)
-            made += [labelled] if labelled else []
+                labels = self.label_response(text, branches, row, shard.start + offset)
+            labelled += [labels] if labels else []
             advance(1)
-        drafts = sum(len(row["starts"]) for row in made)
-        counts = {"tokens": sum(len(row["input_ids"]) for row in made), "drafts": drafts}
-        short = shard.stop - shard.start - len(made)
-        return ShardContent(made, {**counts, "drafted_tokens": drafts * self.depth, "too_short_dropped": short})
+        drafts = sum(len(row["starts"]) for row in labelled)
+        counts = {"tokens": sum(len(row["input_ids"]) for row in labelled), "drafts": drafts}
+        too_short = shard.stop - shard.start - len(labelled)
+        return ShardContent(labelled, {**counts, "drafted_tokens": drafts * self.depth, "too_short_dropped": too_short})
 
     @torch.inference_mode()
     def label_response(
         self, text: BranchedText, branches: BranchDrafter, row: dict[str, Any], number: int
     ) -> dict[str, Any] | None:
-        """The artefact's row of one response, the source's `number`-th; None where no draft has room.
+        """Return the labelled row of the `number`-th response; None if no draft has room.
 
-        text: where the target reads it. branches: where the drafter does.
+        text: where the target reads the response. branches: where the drafter does.
 
         Raises:
             NonFinite: a model's logits.
@@ -109,36 +99,42 @@ class Rollouts:
         ids, depth, target = row["input_ids"], self.depth, self.target
         most = -(-len(ids) // self.stride)
         uniforms = torch.from_numpy(row_uniforms("rollouts", self.seed, number, 1 + most * depth))
-        starts = self.starts(answer_mask(row), branches.min_start, float(uniforms[0]))
+        starts = self.starts(row["loss_mask"], branches.min_start, float(uniforms[0]))
         if not starts:
             return None
+
+        # Draft from all S starts. The row's number shifts the settings, so that short responses do not all take the
+        # first.
         count = len(starts)
-        # By the row's number too, so that short responses do not all take the first.
         params = [self.sampling[(number + i) % len(self.sampling)] for i in range(count)]
-        own = uniforms[1 : 1 + count * depth].view(count, depth)
-        drafted = self._draft(text, branches, ids[: starts[-1]], starts, params, None if self.greedy else own)
-        states = target_states(text, starts, drafted.tokens).flatten(0, 1)
-        hidden, tokens = drafted.hidden.flatten(0, 1), drafted.tokens.flatten()
-        every, levels = [params[i // depth] for i in range(count * depth)], torch.arange(depth).repeat(count)
+        greedy = all(setting.greedy for setting in self.sampling)
+        draws = None if greedy else uniforms[1 : 1 + count * depth].view(count, depth)
+        drafted = self._draft(text, branches, ids[: starts[-1]], starts, params, draws)
+
+        # Let the target read all drafts, then label their tokens, `chunk` at a time.
+        states = target_states(text, starts, drafted.tokens).flatten(0, 1)  # [S*K, H]
+        hidden, tokens = drafted.hidden.flatten(0, 1), drafted.tokens.flatten()  # [S*K, H], [S*K]
+        token_params, levels = [params[i // depth] for i in range(count * depth)], torch.arange(depth).repeat(count)
         halves, expected = followers(ids, starts, drafted.tokens.cpu())
         parts = []
         for piece in pieces(len(tokens), self.chunk):
-            p_logits = target.lm_head(states[piece])
+            p_logits = target.lm_head(states[piece])  # [chunk, V]
             q_logits = branches.lm_head(hidden[piece], levels[piece]).to(states.device)
-            own, followed = (t.flatten()[piece].to(states.device) for t in (tokens, expected))
-            parts.append(self.label_drafts(p_logits, q_logits, own, every[piece], followed))
+            part_tokens, followed = (t.flatten()[piece].to(states.device) for t in (tokens, expected))
+            parts.append(self.label_drafts(p_logits, q_logits, part_tokens, token_params[piece], followed))
         labels = {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]}
         broken = labels["log_p"].isnan().nonzero()
         if len(broken):
             n = int(broken[0])
             raise NonFinite(model="target", position=starts[n // depth] + n % depth)
+
         tokens, accept_prob = drafted.tokens.cpu(), labels["accept_prob"].view(count, depth)
         labels["repeat"] = repeat_scores(halves, expected, tokens)
         labels["repeat_mean"] = mean_score(halves, labels.pop("q_followed").view(count, depth))
         labels["reached"] = reached(accept_prob, tokens, target.info.eos_ids)
         labels["draft_ids"] = tokens
-        drafts = {"starts": starts, "temperature": [own.temperature for own in params]}
-        return {**kept_of(row), **drafts, **{name: values.flatten().numpy() for name, values in labels.items()}}
+        drafts = {"starts": starts, "temperature": [setting.temperature for setting in params]}
+        return text_columns(row) | drafts | {name: values.flatten().numpy() for name, values in labels.items()}
 
     def _draft(
         self,
@@ -149,13 +145,14 @@ class Rollouts:
         params: Sequence[SamplingParams],
         uniforms: Tensor | None,
     ) -> Drafted:
-        """Drafts from all starts of a text [T], which target and drafter read."""
+        """Draft from all starts of a text [T], which target and drafter read first."""
         text.open(ids)
         features = self.drafter.features(ids) if self.drafter.capture else text.features
         branches.open(ids, features)
         try:
             return branches.draft(starts, self.depth, params, uniforms)
         except NonFinite as error:
+            # A head that reads broken features is not to blame for its logits.
             head = self.drafter.head
             if head is not None and head.needs_features and features is not None:
                 error.model = "target" if first_broken(features) is not None else error.model
@@ -169,35 +166,35 @@ class Rollouts:
         params: Sequence[SamplingParams],
         followed: Tensor,
     ) -> dict[str, Tensor]:
-        """What LABELS names of N drafted tokens [N], `reached` and repetitions aside, and q of the tokens `followed`
-        [N], of which some are none; float32 [N]. Logits [N, V].
+        """Label N drafted tokens [N] by logits [N, V]: DRAFT_COLUMNS except `reached` and repetitions, float32 [N].
 
-        Greedy distributions are those at temperature 1 in log_q, log_max_q, entropy and log_p; the overlap is
-        agreement.
+        Also returns q_followed, q of the tokens `followed` [N] (negative for none). At temperature 0, log_q, log_max_q,
+        entropy and log_p are those at temperature 1; overlap and accept_prob are agreement.
         """
-        drawn = [SamplingParams(1.0) if own.greedy else own for own in params]
-        p, q = (row_probabilities(logits, drawn) for logits in (target_logits, draft_logits))
-        known = confidences_of(q, tokens, tokens, tokens)
-        own = p.gather(-1, tokens[:, None])[:, 0]
-        greedy = torch.tensor([own.greedy for own in params], device=p.device)
+        drawn = [SamplingParams(1.0) if setting.greedy else setting for setting in params]
+        p, q = (row_probabilities(logits, drawn) for logits in (target_logits, draft_logits))  # [N, V]
+        confidences = confidences_of(q, tokens, tokens, tokens)
+        p_drafted = p.gather(-1, tokens[:, None])[:, 0]
+        greedy = torch.tensor([setting.greedy for setting in params], device=p.device)
         agreed = (target_logits.argmax(-1) == tokens).to(p.dtype)
         overlap = torch.where(greedy, agreed, torch.minimum(p, q).sum(-1).clamp(max=1.0))
-        accept_prob = torch.where(greedy, agreed, (own / known.log_q.exp()).clamp(max=1.0))
-        labels = {"log_q": known.log_q, "log_max_q": known.log_max_q, "entropy": known.entropy}
+        accept_prob = torch.where(greedy, agreed, (p_drafted / confidences.log_q.exp()).clamp(max=1.0))
+        labels = {"log_q": confidences.log_q, "log_max_q": confidences.log_max_q, "entropy": confidences.entropy}
         labels["q_followed"] = q.gather(-1, followed.clamp_min(0)[:, None])[:, 0]
-        labels |= {"log_p": own.log(), "accept_prob": accept_prob, "overlap": overlap}
+        labels |= {"log_p": p_drafted.log(), "accept_prob": accept_prob, "overlap": overlap}
         return {name: values.float() for name, values in labels.items()}
 
 
-def kept_of(row: dict[str, Any]) -> dict[str, Any]:
-    """What labels take over from a response."""
-    kept = {name: row[name] for name in ("id", "input_ids", "prompt_length", "task")}
-    return {**kept, "loss_mask": answer_mask(row), "turn": row.get("turn", 1)}
+def text_columns(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the columns of a response that its labels repeat."""
+    return {name: row[name] for name in ("id", "input_ids", "loss_mask", "turn", "task")}
 
 
 def reached(accept_prob: Tensor, drafted: Tensor, eos_ids: Sequence[int]) -> Tensor:
-    """[S, K]: the probability that a round verifies each token of drafts [S, K]: that all before it are kept, none of
-    them an end token."""
+    """Return the probability [S, K] that a round verifies each token of drafts [S, K].
+
+    All tokens before it must be accepted, and none of them may be an end token.
+    """
     ends = torch.isin(drafted, torch.tensor(eos_ids, dtype=drafted.dtype))
     passed = (accept_prob * ~ends).cumprod(-1)
     return torch.cat([torch.ones_like(passed[:, :1]), passed[:, :-1]], -1)

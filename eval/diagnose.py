@@ -14,8 +14,7 @@ from draftsmith.data.models.loading import check_same_tokenizer, load_lm, text_i
 from draftsmith.data.rollouts import Rollouts
 from draftsmith.data.settings import Loading, check_positive
 from draftsmith.data.store.manifest import Manifest, open_artefact
-from draftsmith.data.store.shards import Rows
-from draftsmith.data.text.answers import answer_mask
+from draftsmith.data.store.rows import Rows
 from draftsmith.data.text.repetition import Repetition
 from draftsmith.eval.costs import MeasuredTimes
 from draftsmith.eval.stop_gain import advice, drafted_rounds, gains_table, stop_gains
@@ -94,7 +93,7 @@ def tell_stops(
     c = config.c or MeasuredTimes().step_cost(models, drafter.name)
     found = stop_gains(drafted_rounds(rollouts, rows), sorted({*CS, c}), sampling[0].greedy)
     print_table(gains_table(found, len(rows)))
-    copied = Repetition.of((row["input_ids"], answer_mask(row)) for row in rows)
+    copied = Repetition.of((row["input_ids"], row["loss_mask"]) for row in rows)
     mode = "greedy" if sampling[0].greedy else f"temperature {sampling[0].temperature:g}"
     print_text(f"Of the answers' tokens ({mode}), {copied.text()}.")
     print_text(advice(next(at for at in found if at.c == c)))

@@ -97,7 +97,7 @@ def drafted_rounds(rollouts: Rollouts, rows: Sequence[Mapping[str, Any]]) -> Rou
     made, hidden = [], []
     with progress_bar("rounds", len(rows), "answers") as advance:
         for number, row in enumerate(rows):
-            named = {"id": f"row {number}", "prompt_length": 0, "task": "", **row}
+            named = {"id": f"row {number}", "turn": 1, "task": "", **row}
             labels = rollouts.label_response(text, branches, named, number)
             if labels is not None:
                 ids, starts = labels["input_ids"][: labels["starts"][-1]], labels["starts"]

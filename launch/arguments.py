@@ -93,7 +93,7 @@ def application(
             print(as_yaml(defaults_of(config_class) | options), end="")
             return None
         config = config_class(**options)
-        from draftsmith.data.store.special import check_paths
+        from draftsmith.data.store.files import check_paths
 
         check_paths(config)
         revision = common_options.get("revision")
@@ -320,7 +320,7 @@ def config_file(prog: str, name: str) -> Path:
     shipped = shipped_configs(prog)
     if name.removesuffix(".yaml") in shipped:
         return shipped[name.removesuffix(".yaml")]
-    from draftsmith.data.store.special import special_kind
+    from draftsmith.data.store.files import special_kind
 
     what = "a directory" if file.is_dir() else special_kind(file) or "no such file"
     names = ", ".join(shipped) or "none"

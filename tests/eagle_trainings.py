@@ -8,7 +8,7 @@ from pathlib import Path
 from trained_runs import fake_trainer
 
 from draftsmith.data.models.loading import load_lm
-from draftsmith.data.store.datasets import FeatureDataset, collate_features
+from draftsmith.data.store.datasets import collate_features, open_dataset
 from draftsmith.modules.drafters.eagle.head import EagleHead
 from draftsmith.train.config import TrainDrafterConfig, drafter_config
 from draftsmith.train.data_module import Key, Part
@@ -37,7 +37,7 @@ def a_module(artefacts, tmp_path, **changes) -> LitHead:
     settings, target = config(artefacts, tmp_path, **changes), load_lm(str(artefacts.target))
     objective = DrafterObjective(EagleHead, settings, target, feature_std=2.0)
     module = LitHead(make_head(settings, target), objective, settings, 12)
-    module.trainer = fake_trainer(FeatureDataset(artefacts.features))
+    module.trainer = fake_trainer(open_dataset(artefacts.features))
     return module
 
 
@@ -47,7 +47,7 @@ def change(module: LitHead, **settings) -> None:
 
 
 def a_part(artefacts, indices, collate=collate_features) -> Part:
-    data = FeatureDataset(artefacts.features)
+    data = open_dataset(artefacts.features)
     batch = collate([data[i] for i in indices])
     tokens = EagleHead.num_loss_tokens(batch)
     return Part(batch, tuple(Key(0, i) for i in indices), tokens, tokens, True, True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
+from draftsmith.data.features import text_dataset
 from draftsmith.data.models.loading import load_lm
-from draftsmith.data.store.datasets import ResponsesDataset
+from draftsmith.data.store.datasets import ArtefactDataset
 from draftsmith.train.config import TrainDrafterConfig, drafter_config
 
 QUICK = {
@@ -34,6 +35,6 @@ def curve(output: Path, name: str = "train/loss") -> list[float]:
         return [float(row[name]) for row in csv.DictReader(file) if row[name]]
 
 
-def texts(artefacts) -> ResponsesDataset:
+def texts(artefacts) -> ArtefactDataset:
     target = load_lm(str(artefacts.target))
-    return ResponsesDataset(artefacts.responses, str(artefacts.target), target.info.identity)
+    return text_dataset(artefacts.responses, str(artefacts.target), target.info.identity)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from draftsmith.data import prompts, responses
 from draftsmith.data.store.manifest import Manifest
-from draftsmith.data.store.shards import Rows
+from draftsmith.data.store.rows import Rows
 
 TARGET = "embedded:draft-small"  # a trained model of one layer: it ends its answers, and is fast
 FUNCTIONS = [

@@ -13,11 +13,10 @@ import torch
 from draftsmith.data.heads.directory import kind_at, starting_head, starting_settings, starting_weights
 from draftsmith.data.heads.frozen_drafter import FrozenDrafter, load_drafter
 from draftsmith.data.models.loading import load_lm
-from draftsmith.data.store.datasets import AcceptanceDataset, collate_acceptance
+from draftsmith.data.store.datasets import collate_acceptance, open_dataset
 from draftsmith.data.store.files import make_directory, write_json
 from draftsmith.data.store.manifest import MANIFEST, Manifest, volatile
 from draftsmith.data.store.reading import read_object
-from draftsmith.data.store.rollout_dataset import RolloutDataset
 from draftsmith.modules.acceptance.fitting import begin
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, Feature, State
 from draftsmith.modules.types import InputError
@@ -282,10 +281,8 @@ def with_size(config: TrainAcceptanceConfig) -> TrainAcceptanceConfig:
 def open_labels(config: TrainAcceptanceConfig, path: Path, labels: Labels, drafter: FrozenDrafter) -> Any:
     """A data set of labels that this drafter was given."""
     identity, vocab_size = {"draft": drafter.identity}, drafter.lm.info.vocab_size
-    if labels == "rollouts":
-        return RolloutDataset(path, identity, vocab_size)
-    assert config.mix is not None
-    return AcceptanceDataset(path, config.mix, config.seed, identity, vocab_size)
+    mix = 0.0 if config.mix is None else config.mix  # of rollouts nothing is mixed
+    return open_dataset(path, labels, identity, vocab_size=vocab_size, mix=mix, seed=config.seed)
 
 
 def check_labels(head: AcceptanceHeadConfig, labels: Labels, manifest: Manifest) -> None:
@@ -295,10 +292,6 @@ def check_labels(head: AcceptanceHeadConfig, labels: Labels, manifest: Manifest)
         raise InputError(
             "data", found, "labels of real rounds", "Make them: draftsmith data acceptance --labels rollout"
         )
-    if "repeat_mean" in head.features and "repeat_mean" not in {field.name for field in manifest.fields}:
-        found, remedy = "labels of an earlier version, without repeat_mean", "or leave it out of --features."
-        again = f"Make them again: draftsmith data acceptance --labels rollout; {remedy}"
-        raise InputError("data", found, "labels with what the head is to read", again)
 
 
 def acceptance_settings(config: TrainAcceptanceConfig, hidden_size: int) -> AcceptanceHeadConfig:

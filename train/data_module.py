@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from draftsmith.data.store.datasets import in_pieces
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.metrics import say_on_rank_zero
@@ -294,7 +293,8 @@ def train_and_val(
     limit = min(config.max_length or context, context)
 
     def cut(dataset: Any) -> Any:
-        pieces = in_pieces(dataset, limit, overlap)
+        longest = int(np.max(dataset.lengths, initial=0))
+        pieces = dataset.in_pieces(limit, overlap) if longest > limit else dataset
         if told and pieces is not dataset:
             longer = int((np.asarray(dataset.lengths) > limit).sum())
             said = f"{longer:,} of {len(dataset):,} sequences are longer than {limit:,} tokens: split into pieces"

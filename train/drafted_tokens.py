@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.heads.frozen_drafter import FrozenDrafter
-from draftsmith.data.store.datasets import AcceptanceTokens
-from draftsmith.data.store.rollout_dataset import RolloutTokens
+from draftsmith.data.store.datasets import AcceptanceTokens, RolloutTokens
 from draftsmith.modules.acceptance.head import AcceptanceHeadConfig, feature_value
 from draftsmith.modules.decoding.confidence import TokenConfidences
 from draftsmith.modules.types import AcceptanceBatch

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.console import log_note
+from draftsmith.data.features import text_dataset
 from draftsmith.data.heads.diagnosis import bad_numbers, diagnose
 from draftsmith.data.heads.directory import starting_head, starting_settings, starting_weights
 from draftsmith.data.models.identity import captured
 from draftsmith.data.models.loading import llama_shape, load_lm
-from draftsmith.data.store.datasets import FeatureDataset, ResponsesDataset, collate_features, pack_features
+from draftsmith.data.store.datasets import ArtefactDataset, collate_features, open_dataset, pack_features
 from draftsmith.data.store.feature_codec import FeatureDtype, decoded, rounded
 from draftsmith.data.store.manifest import Manifest, open_artefact
 from draftsmith.data.store.reading import read_object
@@ -109,9 +110,7 @@ def _token_counts(samples: Samples, target: CausalLM) -> Tensor:
     return samples.dataset.token_counts(samples.indices, target.info.vocab_size)
 
 
-def open_data(
-    directory: Path, config: TrainDrafterConfig, target: CausalLM, layers: Sequence[int]
-) -> FeatureDataset | ResponsesDataset:
+def open_data(directory: Path, config: TrainDrafterConfig, target: CausalLM, layers: Sequence[int]) -> ArtefactDataset:
     """Features of these layers (`DraftHead.learns_from`), or texts for the target to read. Features are hashed to see
     that they are intact; from HASHED_BYTES on only their files' sizes are compared.
 
@@ -131,9 +130,9 @@ def open_data(
             remedy = f"Make them with data features --drafter {config.kind}."
             raise InputError("data", f"features of layers {theirs}", expected, remedy)
         check = "sha256" if size < HASHED_BYTES else "size"
-        return FeatureDataset(directory, {"target": identity}, check, target.info.vocab_size)
+        return open_dataset(directory, "features", {"target": identity}, check, target.info.vocab_size)
     open_artefact(directory, ("responses", "prompts", "features"), check="size")
-    return ResponsesDataset(directory, config.target, target.info.identity)
+    return text_dataset(directory, config.target, target.info.identity)
 
 
 def open_cache(

@@ -146,7 +146,7 @@ class FeatureCache:
         directory, path = self._directory, self._directory / ABOUT
         make_directory(directory)
         if path.exists():
-            if changed := changes(path, about, read_object(path, {}, "Delete the cache's directory.")):
+            if changed := changes(about, read_object(path, {}, "Delete the cache's directory.")):
                 found, remedy = f"{directory} with another {changed}", "Delete it, or pass another --feature-cache."
                 raise InputError("feature_cache", found, "features of this target and dtype", remedy)
         elif any(".tmp" not in entry.name for entry in directory.iterdir()):

@@ -29,11 +29,10 @@ from draftsmith.data.heads.directory import class_of, head_settings, kind_at
 from draftsmith.data.models.hub import model_directory
 from draftsmith.data.models.loading import DTYPES, read_config, target_shape
 from draftsmith.data.store import feature_codec
-from draftsmith.data.store.datasets import ArtefactDataset
+from draftsmith.data.store.datasets import cut_lengths, open_dataset
 from draftsmith.data.store.feature_codec import FeatureDtype
 from draftsmith.data.store.files import check_disk
 from draftsmith.data.store.manifest import MANIFEST, Manifest, volatile
-from draftsmith.data.store.rollout_dataset import RolloutDataset
 from draftsmith.modules import flops
 from draftsmith.modules.acceptance.head import AcceptanceHead, acceptance_training
 from draftsmith.modules.drafters.base import TrainStep
@@ -310,6 +309,10 @@ class _AssumedTexts:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    def in_pieces(self, max_length: int, overlap: int = 0) -> _AssumedTexts:
+        cut = cut_lengths(self.lengths, max_length, overlap)
+        return _AssumedTexts(cut.lengths, self.conversations[cut.samples])
+
 
 def training_documents(
     config: TrainConfig, context: int, lookahead: int, samples: int = 0, length: int = 0
@@ -325,7 +328,7 @@ def training_documents(
     if (config.data / MANIFEST).exists():
         manifest, source = Manifest.read(config.data), str(config.data)
         rollouts = manifest.kind == "rollouts"
-        texts = RolloutDataset(config.data) if rollouts else ArtefactDataset(config.data, manifest)
+        texts = open_dataset(config.data, check="size")
         named = (name for name in ("loss_tokens", "response_tokens", "drafted_tokens") if name in manifest.counts)
         total = int(texts.lengths.sum())
         share = 1.0 if rollouts else manifest.counts.get(next(named, ""), total) / max(1, total)

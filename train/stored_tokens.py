@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.console import progress_bar
-from draftsmith.data.store.datasets import Item
-from draftsmith.data.store.rollout_dataset import collate_rollouts
+from draftsmith.data.store.datasets import Item, collate_rollouts
 from draftsmith.modules.types import AcceptanceBatch, InputError
 from draftsmith.train.data_module import Part, Samples
 from draftsmith.train.drafted_tokens import DraftedTokens, MixedText, RolloutDrafts

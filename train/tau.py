@@ -11,7 +11,7 @@ import torch
 
 from draftsmith.data.models.loading import text_identity, vocabulary_size
 from draftsmith.data.store.manifest import open_artefact
-from draftsmith.data.store.shards import Rows
+from draftsmith.data.store.rows import Rows
 from draftsmith.data.text.answers import spans
 from draftsmith.modules.decoding.loop import Setup, generate_one
 from draftsmith.modules.decoding.stop import FixedLength

@@ -28,7 +28,8 @@ from draftsmith.data.ranks import place
 from draftsmith.data.store.files import write_json
 from draftsmith.data.store.manifest import volatile
 from draftsmith.data.store.reading import misfits, read_object
-from draftsmith.data.store.shards import DONE, Rows, Shard, ShardContent, read_done
+from draftsmith.data.store.rows import Rows
+from draftsmith.data.store.shards import DONE, Shard, ShardContent, read_done
 from draftsmith.data.text.template import check_context, context_length
 from draftsmith.data.text.turns import AnswerSettings, Talk, Talks, TargetTurn, shard_content
 from draftsmith.modules.types import InputError, at_least
@@ -46,7 +47,7 @@ SHOWN_CHARS = 200  # of a reply, in errors
 SHOWN_FAILURES = 3
 # A text that is tokenized again may have this many times the sampled tokens.
 MAX_RETOKENISED = 8
-STORED_ROW = {"id": str, "input_ids": [int], "prompt_length": int, "loss_mask": [bool], "turn": int, "ended": bool}
+STORED_ROW = {"id": str, "input_ids": [int], "loss_mask": [bool], "turn": int, "ended": bool}
 
 
 class BadReply(Exception):

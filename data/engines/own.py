@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from draftsmith.data.heads.frozen_drafter import load_drafter
 from draftsmith.data.models.loading import check_same_tokenizer
+from draftsmith.data.store.shards import row_generator
 from draftsmith.modules.decoding.loop import PLAIN, RowPool, Setup, asked
 from draftsmith.modules.decoding.protocols import Drafter
 from draftsmith.modules.drafters.chains import chain_methods
@@ -22,25 +21,11 @@ from draftsmith.modules.targets.base import CausalLM, check_ids
 from draftsmith.modules.types import InputError, SamplingParams
 
 
-def row_uniforms(stage: str, seed: int, row: int, count: int) -> np.ndarray:
-    """Draw `count` float64 uniforms in [0, 1) for one row, independent of the rows in its batch.
-
-    stage: part of the stream's name. Two stages must not share a stream: labels drawn with the uniforms that drew the
-    text would agree with it far too often.
-    """
-    return _row_generator(stage, seed, row).random(count)
-
-
-def _row_generator(stage: str, seed: int, row: int) -> np.random.Generator:
-    digest = hashlib.sha256(f"{stage}/{seed}/{row}".encode()).digest()
-    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
-
-
 class RowSource(TorchSource):
     """Random source of one row, drawing the numbers of `row_uniforms`; without a drafter one per token."""
 
     def __init__(self, stage: str, seed: int, row: int):
-        self._numbers, self._uniforms = _row_generator(stage, seed, row), []
+        self._numbers, self._uniforms = row_generator(stage, seed, row), []
 
     def _fill(self) -> None:
         # The list is a stack: new numbers go below those that are left, in reverse.

@@ -16,7 +16,7 @@ from draftsmith.data.heads.readings import Measured, Reading, measure, readings_
 from draftsmith.data.models.loading import llama_shape, tokenizer_identity
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.reading import metric_rows, read_object
-from draftsmith.data.text.answers import Supervision, answer_mask, spans
+from draftsmith.data.text.answers import Supervision, spans
 from draftsmith.data.text.template import load_chat_tokenizer, prompt_ids
 from draftsmith.modules.formats.alternatives import DEPTH, STRONG, Comparison, compare_readings, right
 from draftsmith.modules.targets.base import CausalLM
@@ -122,7 +122,7 @@ def off_policy(target: CausalLM, rows: Rows, data: Manifest, whole: Measured) ->
     1 where none is recorded, which is the mildest comparison."""
     asked = []
     for row in rows[:OWN_PROMPTS]:
-        start, end = next((span for span in spans(answer_mask(row)) if span[0]), (0, 0))
+        start, end = next((span for span in spans(row["loss_mask"]) if span[0]), (0, 0))
         if 0 < start < target.info.max_position - OWN_TOKENS:
             asked.append((row["input_ids"][:start], row["input_ids"][start : min(end, start + OWN_TOKENS)]))
     said = f"{whole.chosen:.1%} of the answers' tokens are the target's first choice, perplexity {whole.perplexity:.2f}"
@@ -132,7 +132,13 @@ def off_policy(target: CausalLM, rows: Rows, data: Manifest, whole: Measured) ->
     prompts, answers = zip(*asked, strict=True)
     made = generate_all(target, prompts, params, OWN_TOKENS, OWN_PROMPTS, lambda i: RowSource("diagnose", 0, i))
     theirs, own = (
-        measure(target, [{"input_ids": p + a, "prompt_length": len(p)} for p, a in zip(prompts, given, strict=True)])
+        measure(
+            target,
+            [
+                {"input_ids": prompt + answer, "loss_mask": [False] * len(prompt) + [True] * len(answer)}
+                for prompt, answer in zip(prompts, given, strict=True)
+            ],
+        )
         for given in (answers, made)
     )
     said += (
@@ -159,7 +165,7 @@ def template(name: str, rows: Rows, data: Manifest, trained: str | None = None) 
     probes = [prompt_ids(tokenizer, [{"role": "user", "content": said}])[::-1] for said in ("Hello.", "Who?")]
     same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*probes, strict=False))
     ending = [token for token, _ in same][::-1]
-    before = [row["input_ids"][:start] for row in rows for start, _ in spans(answer_mask(row)) if start]
+    before = [row["input_ids"][:start] for row in rows for start, _ in spans(row["loss_mask"]) if start]
     wrong = sum(ids[len(ids) - len(ending) :] != ending for ids in before) / max(1, len(before))
     ours, theirs = tokenizer_identity(name)["chat_template"], data.identity.get("chat_template")
     said = f"{1 - wrong:.1%} of the answers begin where a served prompt ends; template {theirs}, the target's {ours}"

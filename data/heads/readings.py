@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.data.heads.directory import build_head, stored_tensors
-from draftsmith.data.text.answers import answer_mask
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.drafters.eagle3.net import default_layers
 from draftsmith.modules.formats.alternatives import DEPTH, SWITCHES, other_ropes, other_weights
@@ -103,7 +102,7 @@ def measure(
     tally, lengths = torch.zeros(2, depth), [list[Tensor]() for _ in readings]
     sums = torch.zeros(5, dtype=torch.float64)  # tokens, chosen, -log p, unknown tokens, unknown choices
     for row in rows:
-        ids, mask = torch.tensor(row["input_ids"][:context]), torch.tensor(answer_mask(row)[:context], dtype=torch.bool)
+        ids, mask = torch.tensor(row["input_ids"][:context]), torch.tensor(row["loss_mask"][:context], dtype=torch.bool)
         places = mask[1:].nonzero()[:, 0]  # tokens that an answer's follow
         read = target.features(ids[None].to(target.device), capture=layers)[0]
         states = dict(zip(layers, read.chunk(len(layers), -1), strict=True))

@@ -1,7 +1,7 @@
-"""How hidden states are stored: bf16 as they are, or fp8 with one scale a token, which is half the bytes.
+"""Storage of hidden states: bf16 unchanged, or fp8 with one scale per token, which is half the bytes.
 
-fp8 is float8_e4m3fn: 4 significant bits, and the exponent range of 2^-9 to 448. A token's scale is a power of two, so
-dividing by it loses nothing, and a decoded value is exact in bf16: what is read is bf16 either way.
+fp8 is float8_e4m3fn: 4 significant bits and an exponent range of 2^-9 to 448. A token's scale is a power of two, so
+dividing by it loses nothing and a decoded value is exact in bf16: readers get bf16 either way.
 """
 
 from __future__ import annotations
@@ -21,53 +21,61 @@ from draftsmith.modules.finite import first_broken
 from draftsmith.modules.types import InputError
 
 FeatureDtype = Literal["bf16", "fp8"]
-SCALE = ".scale"  # of a row's fp8 values, beside them under their key
-LARGEST = torch.finfo(torch.float8_e4m3fn).max
-LARGE_SCALE = 2.0**96  # below it neither a decoded value nor the sum of 2^20 of them is infinite
+# Key suffix of the scales that belong to a row's fp8 values.
+SCALE = ".scale"
+FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
+# Below it, neither a decoded value nor the sum of 2^20 of them is infinite.
+LARGE_SCALE = 2.0**96
 
 
 def encode(features: Tensor, dtype: FeatureDtype) -> dict[str, Tensor]:
-    """What is stored of features [T, H]: their tensors by the suffix of their key.
+    """Return what is stored of features [T, H]: tensors by the suffix of their key.
 
-    fp8: |decoded - x| <= 2^-4 |x|, and at most 2^-10 of the token's scale for what is smaller than 2^-6 of it; the
-    scale is at most 2^-7.8 of the token's largest magnitude. A token with an infinity or a NaN becomes NaN.
+    fp8: |decoded - x| <= 2^-4 |x|, and at most 2^-10 of the token's scale for values below 2^-6 of it; the scale is at
+    most 2^-7.8 of the token's largest magnitude. A token with an infinity or a NaN becomes NaN.
     """
     if dtype == "bf16":
         return {"": features.to(torch.bfloat16)}
     values = features.float()
-    scale = token_scale(values)
+    scale = token_scale(values)  # [T]
     return {"": (values / scale[:, None]).to(torch.float8_e4m3fn), SCALE: scale.to(torch.bfloat16)}
 
 
 def token_scale(features: Tensor) -> Tensor:
-    """The smallest power of two [T] that brings each token's [T, H] values into fp8's range; 1 where all are 0, NaN
-    where one is not finite: fp8 has no infinity, and converting to it cuts at 448."""
-    largest = features.abs().amax(-1)
+    """Return the smallest power of two [T] that brings each token's values [T, H] into fp8's range.
+
+    It is 1 where all values are 0, and NaN where one is not finite: fp8 has no infinity and would clip at 448.
+    """
+    largest = features.abs().amax(-1)  # [T]
     # m * 2^e with m in [0.5, 1): 448 = 0.875 * 2^9.
-    mantissa, exponent = torch.frexp(largest / LARGEST)
+    mantissa, exponent = torch.frexp(largest / FP8_MAX)
     exponent = torch.where(mantissa > 0.5, exponent, exponent - 1).clamp(-126, 127)
     scale = torch.where(largest > 0, torch.exp2(exponent.float()), 1.0)
     return torch.where(largest.isfinite(), scale, math.nan)
 
 
 def decode(stored: Mapping[str, Tensor]) -> Tensor:
-    """Features [T, H] in bf16, as a training reads them."""
+    """Decode what `encode` returned to features [T, H] in bf16."""
     return decoded(stored[""], stored.get(SCALE))
 
 
 def decoded(values: Tensor, scale: Tensor | None) -> Tensor:
-    """Features [..., H] in bf16 of stored values [..., H] with their scales [...], if they have any. Nothing is
-    rounded, so every device gives the same bits."""
+    """Decode values [..., H] with their scales [...], if any, to bf16. Exact, so all devices give the same bits."""
     return values if scale is None else (values.float() * scale.float()[..., None]).to(torch.bfloat16)
 
 
+def rounded(features: Tensor, dtype: FeatureDtype) -> Tensor:
+    """Return features [T, H] as they are after storing and reading."""
+    return decode(encode(features, dtype))
+
+
 def as_item(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What a sample has of them, by the names of `FeatureBatch`: fp8 stays as it is until it is on its device."""
+    """Return a sample's fields, named as in `FeatureBatch`; fp8 is decoded later, on the training's device."""
     return {"features": stored[""]} | ({"scale": stored[SCALE]} if SCALE in stored else {})
 
 
 def broken_position(stored: Mapping[str, Tensor]) -> int | None:
-    """The first token whose features are not finite; fp8 is decoded only where something looks like it."""
+    """Return the first token whose features are not finite. fp8 is decoded only if its bits show a NaN."""
     if SCALE in stored:
         nan = (stored[""].view(torch.uint8) & 0x7F) == 0x7F
         if not bool(nan.any()) and bool((stored[SCALE].float() < LARGE_SCALE).all()):
@@ -75,33 +83,30 @@ def broken_position(stored: Mapping[str, Tensor]) -> int | None:
     return first_broken(decode(stored))
 
 
-def rounded(features: Tensor, dtype: FeatureDtype) -> Tensor:
-    """What features [T, H] are once they were stored and read."""
-    return decode(encode(features, dtype))
-
-
 def stored_features(file: Any, key: str) -> dict[str, Tensor]:
-    """What an open safetensors file holds of a row's features."""
+    """Read a row's encoded features from an open safetensors file."""
     values = file.get_tensor(key)
-    coded = values.dtype == torch.float8_e4m3fn
-    return {"": values, SCALE: file.get_tensor(key + SCALE)} if coded else {"": values}
+    is_fp8 = values.dtype == torch.float8_e4m3fn
+    return {"": values, SCALE: file.get_tensor(key + SCALE)} if is_fp8 else {"": values}
 
 
 class FeatureFiles:
-    """The safetensors files of a directory of features, each opened once in each process: a forked reader must not
-    share its parent's, and a spawned one gets none."""
+    """The safetensors files of a feature directory, each opened once per process.
+
+    A forked reader must not share its parent's files, and a spawned one gets none.
+    """
 
     def __init__(self, directory: Path, remedy: str):
-        """remedy: for a file that cannot be read."""
+        """remedy: for the error if a file cannot be read."""
         self._directory, self._remedy = Path(directory), remedy
         self._files: dict[tuple[int, str], Any] = {}
 
     def keys(self, name: str) -> list[str]:
-        """Rows of a file."""
+        """Return the row keys of a file."""
         return [key for key in self._open(name).keys() if not key.endswith(SCALE)]  # noqa: SIM118 (it is no mapping)
 
     def read(self, name: str, key: str, row: str) -> dict[str, Tensor]:
-        """A row's features as they are stored. row: what a user knows it by.
+        """Read a row's encoded features. row: names the row in errors.
 
         Raises:
             InputError: the file is damaged, or a number in it is not finite.
@@ -115,26 +120,26 @@ class FeatureFiles:
         return stored
 
     def _open(self, name: str) -> Any:
-        place = (os.getpid(), name)
-        if place not in self._files:
+        process_file = (os.getpid(), name)
+        if process_file not in self._files:
             path = self._directory / name
             try:
-                self._files[place] = safe_open(path, framework="pt")
+                self._files[process_file] = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
                 raise InputError(str(path), f"unreadable ({error})", "a safetensors shard", self._remedy) from error
-        return self._files[place]
+        return self._files[process_file]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_files": {}}
 
 
 def token_bytes(hidden_size: int, dtype: FeatureDtype) -> int:
-    """Bytes of one token's features."""
+    """Return the bytes of one token's features."""
     return 2 * hidden_size if dtype == "bf16" else hidden_size + 2
 
 
 def fields(dtype: FeatureDtype) -> tuple[Field, ...]:
-    """What a manifest says of the tensors."""
+    """Return the manifest's fields for the tensors."""
     if dtype == "bf16":
         return (Field("features", "bfloat16", ("T", "H")),)
     return Field("features", "float8_e4m3fn", ("T", "H")), Field("features.scale", "bfloat16", ("T",))

@@ -1,11 +1,12 @@
-"""How everything is written: a file is there whole or not at all, and a disk that refuses it is one line for the user.
+"""Write files so that each is there whole or not at all, and report a disk that refuses in one line.
 
-Nothing else in this program opens a file to write (tests/architecture_test.py): what is written goes to a name of its
-own beside the file, is synced, and takes the file's name last. A journal or a log grows by whole lines.
+Nothing else in this program opens a file to write (tests/writes_test.py). Content goes to a temporary name beside the
+file, is synced, and is renamed last. A journal or a log grows by whole lines.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import io
 import itertools
@@ -13,8 +14,9 @@ import json
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +25,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from draftsmith.data.store.special import special_kind
 from draftsmith.modules.types import InputError
 
-AGAIN = "Free some space or choose another place, then give the command again."
-SPARE_BYTES = 64 * 2**20  # a file system is never filled to the brim
+RETRY = "Free some space or choose another place, then give the command again."
+# A file system is never filled to the brim.
+SPARE_BYTES = 64 * 2**20
 REMEDIES = {
     errno.EROFS: "Choose a place that can be written.",
     errno.EACCES: "Choose a place that you may write.",
@@ -38,25 +40,35 @@ REMEDIES = {
     errno.ENAMETOOLONG: "Choose a shorter name.",
     errno.EIO: "Check the disk, or choose another place; then give the command again.",
 }
+SPECIAL_KINDS = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+# Settings that are texts and name no file.
+NO_PATHS = ("command", "prompt")
 
 
 class CannotWrite(InputError):
-    """The operating system refuses to write: a full disk, a quota, a read-only file system, a broken device. Nothing
-    half-written is left, and what was there before still is."""
+    """A write that the operating system refused: a full disk, a quota, a read-only file system, a broken device.
+
+    Nothing half-written is left, and the file that was there before still is.
+    """
 
 
 @contextmanager
 def whole(path: Path, needed: int | None = None, remedy: str | None = None) -> Iterator[Path]:
-    """Yields a temporary path beside `path` to write a file to; on leaving, it is synced and takes the name.
+    """Yield a temporary path beside `path`; on leaving, sync it and rename it to `path`.
 
-    needed: bytes, where they are known before. remedy: in the place of the usual one.
+    needed: bytes, if they are known before. remedy: for the error, instead of the usual one.
 
     Raises:
-        CannotWrite: it does not fit or may not be written; the temporary file is gone then.
+        CannotWrite: it does not fit or may not be written; the temporary file is deleted.
     """
     path = Path(path)
     _check_regular(path)
-    # Other processes, of this machine or another, may write the same file.
+    # Random: another process, of this machine or another, may write the same file.
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}-{os.urandom(3).hex()}")
     try:
         with writing(path, needed, remedy):
@@ -64,51 +76,37 @@ def whole(path: Path, needed: int | None = None, remedy: str | None = None) -> I
             _sync(temporary)
             publish(temporary, path)
     finally:
-        try:
+        with suppress(OSError):  # the disk's trouble has been reported
             temporary.unlink(missing_ok=True)
-        except OSError:  # the same trouble, which has been told
-            pass
 
 
 @contextmanager
 def writing(path: Path, needed: int | None = None, remedy: str | None = None) -> Iterator[None]:
-    """What goes wrong with writing to `path` inside, as one line for the user.
+    """Raise CannotWrite for what goes wrong with writing to `path` inside.
 
-    Raises:
-        CannotWrite: in the place of an OSError, and of the errors in which libraries wrap one.
+    The error names the file, what the system says, the free space and the space needed.
     """
     try:
         yield
     except (OSError, SafetensorError) as error:
-        if isinstance(error, SafetensorError) and number_of(error) is None:
+        # Libraries keep the system's number in their text only.
+        match = re.search(r"(?:os error|[Ee]rrno) (\d+)", str(error))
+        number = getattr(error, "errno", None) or (int(match[1]) if match else None)
+        if isinstance(error, SafetensorError) and number is None:
             raise
-        raise cannot_write(path, error, needed, remedy) from error
-
-
-def number_of(error: BaseException) -> int | None:
-    """The operating system's number of an error, also where a library keeps it in its text only."""
-    if isinstance(error, OSError) and error.errno is not None:
-        return error.errno
-    found = re.search(r"(?:os error|[Ee]rrno) (\d+)", str(error))
-    return int(found[1]) if found else None
-
-
-def cannot_write(path: Path, error: BaseException, needed: int | None = None, remedy: str | None = None) -> CannotWrite:
-    """The line that names the file, what the system says, and how much room there is and would be needed."""
-    number = number_of(error)
-    said = os.strerror(number) if number is not None else " ".join(str(error).split())
-    try:
-        free = f"{shutil.disk_usage(_existing(Path(path).parent)).free / 1e6:,.1f} MB free"
-    except OSError:
-        free = ""
-    if number in REMEDIES:
-        return CannotWrite(str(path), said, "a place that can be written", REMEDIES[number])
-    about = [said, free, f"{needed / 1e6:,.1f} MB needed" if needed else ""]
-    return CannotWrite(str(path), "; ".join(filter(None, about)), "room to write it", remedy or AGAIN)
+        reason = os.strerror(number) if number is not None else " ".join(str(error).split())
+        if number in REMEDIES:
+            raise CannotWrite(str(path), reason, "a place that can be written", REMEDIES[number]) from error
+        try:
+            free = f"{shutil.disk_usage(_existing(Path(path).parent)).free / 1e6:,.1f} MB free"
+        except OSError:
+            free = ""
+        facts = [reason, free, f"{needed / 1e6:,.1f} MB needed" if needed else ""]
+        raise CannotWrite(str(path), "; ".join(filter(None, facts)), "room to write it", remedy or RETRY) from error
 
 
 def check_disk(directory: Path, needed: int, field: str, remedy: str) -> None:
-    """Raises InputError where the disk of `directory`, which need not be there yet, cannot hold `needed` bytes."""
+    """Raise InputError if the disk of `directory`, which need not exist yet, cannot hold `needed` bytes."""
     existing = _existing(directory)
     free = shutil.disk_usage(existing).free
     if needed and needed + SPARE_BYTES > free:
@@ -116,14 +114,40 @@ def check_disk(directory: Path, needed: int, field: str, remedy: str) -> None:
         raise InputError(field, found, expected, remedy)
 
 
+def special_kind(path: str | Path) -> str | None:
+    """Return the kind of a special file; None for a regular file, a directory, or nothing.
+
+    Reading a pipe without a writer never returns, /dev/zero has no end, and an atomic write turns a device into a
+    regular file.
+    """
+    try:
+        return SPECIAL_KINDS.get(stat.S_IFMT(os.stat(path).st_mode))
+    except (OSError, ValueError):  # not there, or a text that is no path
+        return None
+
+
+def check_paths(config: Any) -> None:
+    """Raise InputError for a pipe, a socket or a device among a command's paths or in its directories."""
+    for spec in dataclasses.fields(config):
+        value = getattr(config, spec.name)
+        values = value if isinstance(value, tuple | list) else (value,)
+        for path in (path for path in values if isinstance(path, str | Path) and spec.name not in NO_PATHS):
+            paths: list[str | Path] = [path]
+            with suppress(OSError, ValueError), os.scandir(path) as entries:
+                paths += [entry.path for entry in entries if not (entry.is_file() or entry.is_dir())]
+            for file in paths:
+                if kind := special_kind(file):
+                    remedy = "Name a regular file; write what a pipe holds to one first."
+                    raise InputError(spec.name, f"{kind} at {file}", "a file or directory", remedy)
+
+
 def _check_regular(path: Path) -> None:
-    """Raise CannotWrite for a device, pipe or socket: taking its name would put a file in its place."""
     if kind := special_kind(path):
         raise CannotWrite(str(path), kind, "a file", "Choose another path.")
 
 
 def _existing(path: Path) -> Path:
-    """The path, or the nearest folder above that is there."""
+    """Return the path or its nearest existing parent."""
     return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
 
 
@@ -136,24 +160,20 @@ def _sync(path: Path) -> None:
 
 
 def publish(temporary: Path, path: Path) -> None:
-    """Give a written and synced file, or directory, its name, durably."""
+    """Rename a written and synced file or directory, durably."""
     os.replace(temporary, path)
     _sync(path.parent)
 
 
 def make_directory(path: Path) -> Path:
-    """The directory, made with those above it where they are not there.
-
-    Raises:
-        CannotWrite: a file is in the way, or it may not be made.
-    """
+    """Make the directory and its parents if they are missing, and return it."""
     with writing(path):
         Path(path).mkdir(parents=True, exist_ok=True)
     return Path(path)
 
 
 def user_cache(name: str) -> Path | None:
-    """`draftsmith/NAME` in the user's cache directory, which may not exist yet; None if the user has no home."""
+    """Return `draftsmith/NAME` in the user's cache directory, which may not exist; None if the user has no home."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     try:
         root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
@@ -163,18 +183,18 @@ def user_cache(name: str) -> Path | None:
 
 
 def write_bytes(path: Path, content: bytes, remedy: str | None = None) -> None:
-    """A file of this content; its directory has to be there."""
+    """Write a file; its directory must exist."""
     with whole(path, len(content), remedy) as temporary, temporary.open("wb") as file:
         file.write(content)
 
 
 def write_text(path: Path, text: str) -> None:
-    """A file of this text in UTF-8. Half of a surrogate pair, which no text may hold, is written as `?`."""
+    """Write a UTF-8 file. Half of a surrogate pair, which UTF-8 cannot hold, becomes `?`."""
     write_bytes(path, text.encode("utf-8", errors="replace"))
 
 
 def write_json(path: Path, content: object, indent: int = 1) -> None:
-    """A file of JSON; what only JSON's escapes can say (half of a surrogate pair) is escaped."""
+    """Write a JSON file. Only a text with half of a surrogate pair is escaped to ASCII."""
     text = json.dumps(content, indent=indent, ensure_ascii=False)
     if not text.isascii() and re.search("[\ud800-\udfff]", text):
         text = json.dumps(content, indent=indent)
@@ -184,21 +204,22 @@ def write_json(path: Path, content: object, indent: int = 1) -> None:
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None, remedy: str | None = None
 ) -> None:
-    """A safetensors file."""
+    """Write a safetensors file."""
     needed = sum(tensor.nbytes for tensor in tensors.values())
     with whole(path, needed, remedy) as temporary:
         save_file(dict(tensors), temporary, dict(metadata) if metadata is not None else None)
 
 
 def write_torch(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """A file of torch's own format that holds plain tensors: what loads it needs no more than `weights_only`."""
-    file = io.BytesIO()  # torch's writer ends the process where a disk refuses it
+    """Write plain tensors in torch's own format, which `torch.load(weights_only=True)` reads."""
+    # Into memory first: torch's writer ends the process if a disk refuses it.
+    file = io.BytesIO()
     torch.save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, file)
     write_bytes(path, file.getvalue())
 
 
 def write_table(path: Path, table: Any, remedy: str | None = None, **options: Any) -> None:
-    """A Parquet file of an Arrow table. options: of pyarrow's writer."""
+    """Write an Arrow table to a Parquet file. options: of pyarrow's writer."""
     import pyarrow.parquet as pq
 
     with whole(path, remedy=remedy) as temporary, temporary.open("wb") as file:
@@ -206,27 +227,27 @@ def write_table(path: Path, table: Any, remedy: str | None = None, **options: An
 
 
 def write_batches(path: Path, batches: Iterable[Any]) -> None:
-    """An Arrow file, which can be mapped, of one record batch or more of one schema, each written as it comes."""
+    """Write record batches of one schema, at least one, to an Arrow file that can be mapped."""
     import pyarrow as pa
 
-    coming = iter(batches)
-    first = next(coming)
+    remaining = iter(batches)
+    first = next(remaining)
     with whole(path) as temporary, temporary.open("wb") as file, pa.ipc.new_file(file, first.schema) as writer:
-        for batch in itertools.chain([first], coming):
+        for batch in itertools.chain([first], remaining):
             writer.write_batch(batch)
 
 
 def copy_file(source: Path, path: Path) -> None:
-    """The content of `source`, which may be a link, and its permissions."""
+    """Copy the content of `source`, which may be a link, and its permissions."""
     with whole(path, Path(source).stat().st_size) as temporary:
         shutil.copy(source, temporary)
 
 
 def append(path: Path, text: str) -> None:
-    """Add whole lines to a file; they are on the disk when this returns.
+    """Append whole lines to a file and sync them.
 
     Raises:
-        CannotWrite: they do not fit; the file is then as long as it was.
+        CannotWrite: they do not fit; the file keeps its former length.
     """
     _check_regular(path)
     content = text.encode("utf-8")
@@ -242,31 +263,26 @@ def append(path: Path, text: str) -> None:
 
 
 def cut(path: Path, length: int) -> None:
-    """Shorten a file to its first bytes: what follows is a line that a kill tore."""
+    """Shorten a file to its first bytes, to drop a line that a kill tore."""
     with writing(path):
         os.truncate(path, length)
 
 
 @contextmanager
 def whole_directory(directory: Path) -> Iterator[Path]:
-    """Yields an empty temporary directory beside `directory`; on leaving without an error it takes the name, and an
-    older one of that name is deleted."""
+    """Yield an empty temporary directory; on leaving without an error it replaces `directory`."""
     directory = Path(directory)
     partial = directory.with_name(directory.name + ".tmp")
-    shutil.rmtree(partial, ignore_errors=True)  # of a killed run
+    old = directory.with_name(directory.name + ".old")
+    shutil.rmtree(partial, ignore_errors=True)  # left by a killed run
     make_directory(partial)
     try:
         yield partial
-        _replace_directory(partial, directory)
+        with writing(directory):
+            if directory.exists():
+                shutil.rmtree(old, ignore_errors=True)
+                os.replace(directory, old)
+            publish(partial, directory)
+        shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _replace_directory(partial: Path, directory: Path) -> None:
-    old = directory.with_name(directory.name + ".old")
-    with writing(directory):
-        if directory.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            os.replace(directory, old)
-        publish(partial, directory)
-    shutil.rmtree(old, ignore_errors=True)

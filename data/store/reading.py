@@ -1,5 +1,7 @@
-"""How files are read that a disk, an editor or another program may have changed: what is not as it was written is one
-line that names the file, the place in it and the remedy."""
+"""Read files that a disk, an editor or another program may have damaged, and report damage in one line.
+
+Errors name the file, the place in it, and the remedy.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,10 @@ from torch import Tensor
 from draftsmith.modules.types import InputError
 
 REMEDY = "Delete it and give the command that wrote it again."
-# What a file may hold, as JSON of types: {"files": [{"name": str}], "counts": {"*": int}, "seed?": (int, None)}. A name
-# with `?` may be absent, `*` stands for all names, a tuple for alternatives, `object` for anything. Other names may be
-# there: later versions add some.
+# JSON of types: {"files": [{"name": str}], "counts": {"*": int}, "seed?": (int, None)}. A name with `?` may be absent,
+# `*` stands for all names, a tuple for alternatives, `object` for anything. Names that are not listed may be there.
 Shape = Any
-NAMES = {
+TYPE_NAMES = {
     str: "text",
     int: "a whole number",
     float: "a number",
@@ -31,50 +32,38 @@ NAMES = {
 
 
 def read_json(path: Path, remedy: str = REMEDY) -> Any:
-    """The content of a JSON file.
+    """Read a JSON file.
 
     Raises:
-        OSError: it is not there. InputError: it is not JSON, so something else has damaged it.
+        OSError: there is no such file. InputError: its content is not JSON.
     """
     try:
         return json.loads(Path(path).read_text("utf-8"))
-    except (ValueError, RecursionError) as error:  # no JSON, no text, or nested without end
+    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, or nested without end
         raise InputError(str(path), f"damaged ({error})", "JSON", remedy) from error
 
 
 def read_object(path: Path, shape: Mapping[str, Shape], remedy: str = REMEDY) -> dict[str, Any]:
-    """The JSON object in a file, which has this shape.
-
-    Raises:
-        OSError: it is not there. InputError: it is something else.
-    """
-    found = read_json(path, remedy)
-    check_shape(path, found, shape, remedy)
-    return found
+    """Read a JSON object of this shape. Errors as of `read_json`."""
+    content = read_json(path, remedy)
+    check_shape(path, content, shape, remedy)
+    return content
 
 
 def read_lines(path: Path, shape: Mapping[str, Shape], remedy: str = REMEDY) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON-lines file.
-
-    Raises:
-        OSError: it is not there. InputError: a line is something else; it is named by its number.
-    """
+    """Yield the objects of a JSON-lines file. An error names the line's number."""
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
-                found = json.loads(line)
+                content = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise InputError(str(path), f"damaged in line {number} ({error})", "a JSON object", remedy) from error
-            check_shape(path, found, shape, remedy, f"line {number}")
-            yield found
+            check_shape(path, content, shape, remedy, f"line {number}")
+            yield content
 
 
 def read_text(path: Path, expected: str, remedy: str = REMEDY) -> str:
-    """Read a text file. expected: its content in words, for the error.
-
-    Raises:
-        OSError: it is not there. InputError: it is not UTF-8.
-    """
+    """Read a UTF-8 file. expected: its content in words, for the error."""
     try:
         return Path(path).read_text("utf-8")
     except UnicodeDecodeError as error:
@@ -82,11 +71,12 @@ def read_text(path: Path, expected: str, remedy: str = REMEDY) -> str:
 
 
 def metric_rows(path: Path) -> list[dict[str, str]]:
-    """Rows of a training's metrics.csv, with cells as text. A line that is being written, or that a kill tore, has no
-    end and is left out.
+    """Read the rows of a training's metrics.csv, with cells as text.
+
+    A last line without an end is being written, or was torn by a kill, and is left out.
 
     Raises:
-        OSError: it is not there. InputError: its lines are not steps and numbers, so something else has damaged it.
+        OSError: there is no such file. InputError: its lines are not steps and numbers.
     """
     expected, remedy = "the metrics of a training", "Correct it, or move it away."
     text = read_text(path, expected, remedy)
@@ -106,11 +96,7 @@ def metric_rows(path: Path) -> list[dict[str, str]]:
 
 @contextmanager
 def open_tensors(path: Path, remedy: str = REMEDY) -> Iterator[Any]:
-    """An open safetensors file, `safe_open`'s.
-
-    Raises:
-        InputError: it is damaged or cannot be read, whether that shows at once or later.
-    """
+    """Open a safetensors file; InputError if it is damaged, whether that shows at once or in a later read."""
     try:
         with safe_open(path, framework="pt") as file:
             yield file
@@ -119,62 +105,57 @@ def open_tensors(path: Path, remedy: str = REMEDY) -> Iterator[Any]:
 
 
 def read_tensors(path: Path, remedy: str = REMEDY) -> dict[str, Tensor]:
-    """All tensors of a safetensors file. Errors as of `open_tensors`."""
+    """Read all tensors of a safetensors file."""
     with open_tensors(path, remedy) as file:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
 
 
-def check_shape(path: Path, found: Any, shape: Shape, remedy: str = REMEDY, place: str = "") -> None:
-    """Raises:
-    InputError: it has another shape.
-    """
-    for wrong, expected in misfits(found, shape, place):
+def check_shape(path: Path, content: Any, shape: Shape, remedy: str = REMEDY, place: str = "") -> None:
+    """Raise InputError for the first thing in a JSON value that its shape does not allow."""
+    for wrong, expected in misfits(content, shape, place):
         raise InputError(str(path), wrong, expected, remedy)
 
 
-def misfits(found: Any, shape: Shape, place: str = "") -> Iterator[tuple[str, str]]:
-    """What is wrong where, and what is expected there."""
+def misfits(content: Any, shape: Shape, place: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (what is there, what is expected) for all that does not fit. place: of the content, for errors."""
     if isinstance(shape, tuple):
-        options = [next(misfits(found, option, place), None) for option in shape]
-        # Of an object that is none of them, the objection inside of it says more.
-        inner = [
-            wrong for wrong, option in zip(options, shape, strict=True) if wrong and isinstance(option, type(found))
-        ]
-        if None not in options:
-            yield inner[0] if inner else (_said(found, place), _name(shape))
-    elif not _is_a(found, shape):
-        yield _said(found, place), _name(shape)
+        faults = [next(misfits(content, option, place), None) for option in shape]
+        # An object that fits no alternative is explained best by the fault inside of it.
+        inside = [fault for fault, option in zip(faults, shape, strict=True) if isinstance(option, type(content))]
+        if None not in faults:
+            yield next(filter(None, inside), (_shown(content, place), _shape_name(shape)))
+    elif not _has_type(content, shape):
+        yield _shown(content, place), _shape_name(shape)
     elif isinstance(shape, list):
-        for number, item in enumerate(found):
+        for number, item in enumerate(content):
             yield from misfits(item, shape[0], f"{place}[{number}]")
     elif isinstance(shape, dict):
-        inside = f"{place}." if place else ""
+        prefix = f"{place}." if place else ""
         for name, expected in shape.items():
             key = name.removesuffix("?")
-            if name == key != "*" and key not in found:
-                yield f"no {inside}{key}", _name(expected)
-            named = found if name == "*" else {key} & found.keys()
-            for own in named:
-                yield from misfits(found[own], expected, f"{inside}{own}")
+            if name == key != "*" and key not in content:
+                yield f"no {prefix}{key}", _shape_name(expected)
+            for present in content if name == "*" else {key} & content.keys():
+                yield from misfits(content[present], expected, f"{prefix}{present}")
 
 
-def _is_a(found: Any, shape: Shape) -> bool:
-    """By its own type, not by what it holds."""
+def _has_type(content: Any, shape: Shape) -> bool:
     if shape is object or shape is None:
-        return shape is object or found is None
+        return shape is object or content is None
     kind = shape if isinstance(shape, type) else type(shape)
-    return isinstance(found, (int, float) if kind is float else kind) and isinstance(found, bool) <= (kind is bool)
+    # True and False are integers in Python, but not here.
+    return isinstance(content, (int, float) if kind is float else kind) and isinstance(content, bool) <= (kind is bool)
 
 
-def _said(found: Any, place: str) -> str:
-    text = json.dumps(found)
+def _shown(content: Any, place: str) -> str:
+    text = json.dumps(content)
     text = text if len(text) <= 40 else f"{text[:37]}..."
     return f"{place}: {text}" if place else text
 
 
-def _name(shape: Shape) -> str:
+def _shape_name(shape: Shape) -> str:
     if isinstance(shape, tuple):
-        return " or ".join(_name(option) for option in shape)
+        return " or ".join(_shape_name(option) for option in shape)
     if shape is None:
         return "null"
-    return NAMES.get(shape if isinstance(shape, type) else type(shape), "a value")
+    return TYPE_NAMES.get(shape if isinstance(shape, type) else type(shape), "a value")

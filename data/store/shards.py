@@ -1,31 +1,30 @@
-"""Numbered shards over a fixed partition of the input: resumable, the same on any number of ranks.
+"""Run a data stage in numbered shards: resumable, and the same on any number of ranks.
 
 Shard i covers input rows [i * rows_per_shard, (i + 1) * rows_per_shard) and belongs to rank i mod world. Its files are
-written under a temporary name, synced and renamed; `shard-NNNNN.done.json` with their sizes and hashes comes after
-them, so a shard is there whole or not at all. Rank 0 writes the manifest once every shard is there.
+written atomically, and `shard-NNNNN.done.json` with their sizes and hashes comes after them, so a shard is there whole
+or not at all. Rank 0 writes the manifest when every shard is there.
 """
 
 from __future__ import annotations
 
-import bisect
-import itertools
+import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from torch import Tensor
 
 from draftsmith.data.console import Advance, log_note, print_text, progress_bar
 from draftsmith.data.ranks import place
 from draftsmith.data.store.files import make_directory, write_json, write_table, write_tensors
 from draftsmith.data.store.manifest import (
-    FILE,
+    FILE_SHAPE,
     MANIFEST,
     STARTED,
     Field,
@@ -41,25 +40,19 @@ from draftsmith.data.store.manifest import (
     resolved,
 )
 from draftsmith.data.store.reading import read_object
-from draftsmith.data.store.values import check_values
+from draftsmith.data.store.rows import ARROW
 from draftsmith.data.store.writer import HOLDER, LOCK
 from draftsmith.modules.types import InputError
 
-ARROW = {
-    "string": pa.string(),
-    "int32": pa.int32(),
-    "int64": pa.int64(),
-    "bool": pa.bool_(),
-    "list<int32>": pa.list_(pa.int32()),
-    "list<float32>": pa.list_(pa.float32()),
-    "list<bool>": pa.list_(pa.bool_()),
-}
-DROPPED = "_dropped"  # behind the reason, in counts
-SPLIT = "rows_split"  # in counts: rows of the table that an input row has beyond its first
-DONE = {"files": [FILE], "counts": {"rows": int, "*": int}}
-BEGIN_AGAIN = "Delete the directory and run the stage again."
-WAIT_S = 3600.0  # for other ranks, without any progress
-POLL_S = 0.1  # and 5 ms a shard: looking costs one stat for each
+# Suffix of counts of dropped rows; the reason stands before it.
+DROPPED = "_dropped"
+# Count of table rows that input rows have beyond their first.
+SPLIT = "rows_split"
+DONE = {"files": [FILE_SHAPE], "counts": {"rows": int, "*": int}}
+# How long rank 0 waits for other ranks without any progress.
+WAIT_S = 3600.0
+# Between two looks, and 5 ms per shard more: a look costs one stat for each.
+POLL_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -77,10 +70,12 @@ class Shard:
 
 @dataclass(frozen=True)
 class ShardContent:
-    """What a stage makes of one shard: table rows by the plan's fields, counts that add up over shards, and tensors
-    [name -> Tensor] for a safetensors file beside the table (None: the stage writes no tensors). Input rows that have
-    no row in the table are counted as REASON_dropped, and the rows beyond the first of those that have several as
-    rows_split."""
+    """Content of one shard.
+
+    rows: of the table, by the plan's fields. counts: add up over shards; input rows without a table row are counted as
+        REASON_dropped, table rows beyond the first of an input row as rows_split.
+    tensors: for a safetensors file beside the table; None if the stage writes none.
+    """
 
     rows: list[dict[str, Any]]
     counts: dict[str, int] = field(default_factory=dict)
@@ -91,10 +86,9 @@ class ShardContent:
 class StagePlan:
     """Everything about a run of a stage except how one shard is made.
 
-    stage: the command, `data responses`. config: its configuration dataclass, which has `output` and `rows_per_shard`.
+    stage: the command, `data responses`. config: its configuration, which has `output` and `rows_per_shard`.
     fields: of the table; those whose dtype is not in ARROW describe tensors. alone: this process makes all shards,
-    whatever its rank; the others only help it.
-    other_packages: versions of what is not in this environment, asked once all shards are there.
+    whatever its rank. other_packages: returns versions of software outside of this environment, for the manifest.
     """
 
     kind: str
@@ -124,69 +118,80 @@ class StagePlan:
 
 
 def run_stage(plan: StagePlan, make_shard: Callable[[Shard, Advance], ShardContent]) -> Manifest:
-    """Make the shards of this rank that are not there, then (rank 0) the manifest; others wait for it.
+    """Make this rank's missing shards, then write the manifest (rank 0) or wait for it.
 
-    make_shard must depend on nothing but the shard, and call `advance` with the rows it has done. While it makes one, a
-    thread writes the one before: two are in memory at a time, and what goes wrong with a write is raised after the next
-    one is made.
+    make_shard must depend on nothing but the shard, and calls `advance` with the rows it has done. A thread writes a
+    shard while the next one is made: two are in memory at a time, and a failed write is raised after the next shard.
 
     Raises:
         InputError: no rows, an output that another configuration began, or ranks that never delivered.
     """
-    here = place()
+    here, directory = place(), plan.directory
     rank, world = (0, 1) if plan.alone else (here.rank, here.world)
-    directory = plan.directory
     if plan.num_rows == 0:
         raise InputError(f"{plan.stage}: input", "no rows", "at least one", "Check the input and its filters.")
     begin(plan)
-    if (directory / MANIFEST).exists() and not _unfinished(plan):
+
+    def num_missing() -> int:
+        return sum(read_done(directory, shard) is None for shard in plan.shards)
+
+    if (directory / MANIFEST).exists() and not num_missing():
         log_note(f"{plan.kind}: already complete in {directory}")
         return Manifest.read(directory)
-    own = [shard for shard in plan.shards if shard.index % world == rank]
-    todo = [shard for shard in own if read_done(directory, shard) is None]
-    total, left = (sum(s.stop - s.start for s in shards) for shards in (own, todo))
+
+    rank_shards = plan.shards[rank::world]
+    missing = [shard for shard in rank_shards if read_done(directory, shard) is None]
+    total, left = (sum(s.stop - s.start for s in shards) for shards in (rank_shards, missing))
     if rank == 0 and world > 1:
         log_note(f"{plan.kind}: {total:,} of {plan.num_rows:,} rows here, the others by {world - 1} more")
-    with progress_bar(plan.kind, total, "rows", total - left, enabled=rank == 0) as advance:
-        _write_all(plan, ((shard, make_shard(shard, advance)) for shard in todo))
+    progress = progress_bar(plan.kind, total, "rows", total - left, enabled=rank == 0)
+    with progress as advance, ThreadPoolExecutor(1, "shards") as writer:
+        write: Future[None] | None = None
+        for shard in missing:
+            content = make_shard(shard, advance)
+            if write is not None:
+                write.result()
+            write = writer.submit(write_shard, plan, shard, content)
+        if write is not None:
+            write.result()
+
     if rank == 0:
-        _wait(plan, lambda: _unfinished(plan), "shards of other ranks")
+        _wait(plan, num_missing, "shards of other ranks")
         return _finish(plan)
-    _wait(plan, lambda: _unfinished(plan) + (not (directory / MANIFEST).exists()), "shards or the manifest")
+    _wait(plan, lambda: num_missing() + (not (directory / MANIFEST).exists()), "shards or the manifest")
     return Manifest.read(directory)
 
 
 def begin(plan: StagePlan) -> None:
-    """Claim the output directory for this configuration, or see that it was begun with the same one.
+    """Claim the output directory for this configuration, or check that the same one began it.
 
     Raises:
-        InputError: it was begun with another (every differing key is listed), or holds something else.
+        InputError: another configuration began it (every differing key is listed), or it holds something else.
     """
-    directory = plan.directory
-    make_directory(directory)
-    made_of = {"config": decisive(plan.config), "inputs": plan.inputs, "identity": plan.identity}
-    state = flatten({"rows": plan.num_rows, "kind": plan.kind, **made_of})
+    directory = make_directory(plan.directory)
+    state = {"config": decisive(plan.config), "inputs": plan.inputs, "identity": plan.identity}
+    state = flatten({"rows": plan.num_rows, "kind": plan.kind, **state})
     path = directory / STARTED
     if not path.exists():
-        own = (STARTED, LOCK, HOLDER)
-        strange = [p.name for p in directory.iterdir() if ".tmp-" not in p.name and p.name not in own]
+        # STARTED too: another rank may just have written it.
+        ours = (STARTED, LOCK, HOLDER)
+        strange = [p.name for p in directory.iterdir() if ".tmp-" not in p.name and p.name not in ours]
         if strange:
             found = f"{directory}, which holds {sorted(strange)[0]}"
             raise InputError("output", found, "a new directory, or one that this stage began", "Choose another.")
         write_json(path, {"command": plan.command, "state": state})
         return
-    begun = read_object(path, {"state": dict}, BEGIN_AGAIN)["state"]
-    if changed := changes(path, state, begun):
+    begun = read_object(path, {"state": dict}, "Delete the directory and run the stage again.")["state"]
+    if changed := changes(state, begun):
         found = f"{directory}, begun with another {changed}"
         remedy = "Choose another directory or delete it."
         raise InputError("output", found, "the configuration it was begun with", remedy)
 
 
 def read_done(directory: Path, shard: Shard) -> dict[str, Any] | None:
-    """The record of a finished shard; None where it is not finished or its files are gone or of another size."""
-    path = directory / f"{shard.name}.done.json"
+    """Return the record of a finished shard; None if there is none or its files are gone or of another size."""
     try:
-        done = read_object(path, DONE)
+        done = read_object(directory / f"{shard.name}.done.json", DONE)
         intact = all((directory / f["name"]).stat().st_size == f["bytes"] for f in done["files"])
     except OSError:
         return None
@@ -194,48 +199,32 @@ def read_done(directory: Path, shard: Shard) -> dict[str, Any] | None:
 
 
 def write_shard(plan: StagePlan, shard: Shard, content: ShardContent) -> None:
-    """Files first, then the record that they are whole."""
+    """Write a shard's files and, last, the record that they are whole."""
     directory = plan.directory
     for leftover in directory.glob(f"{shard.name}.*.tmp-*"):
-        leftover.unlink(missing_ok=True)  # of a killed run
+        leftover.unlink(missing_ok=True)  # left by a killed run
     schema = pa.schema([(f.name, ARROW[f.dtype]) for f in plan.fields if f.dtype in ARROW])
-    table = pa.Table.from_pylist(content.rows, schema=schema)
     names = [f"{shard.name}.parquet"]
     remedy = f"Free some space, then continue: {plan.command}"
-    write_table(directory / names[0], table, remedy)
+    write_table(directory / names[0], pa.Table.from_pylist(content.rows, schema=schema), remedy)
     if content.tensors is not None:
         names.append(f"{shard.name}.safetensors")
         write_tensors(directory / names[1], content.tensors, remedy=remedy)
+
     num_rows = len(content.rows)
-    kept, lost = num_rows - content.counts.get(SPLIT, 0), sum(dropped(content.counts).values())
-    assert kept + lost == shard.stop - shard.start, "rows that nobody accounts for"
+    num_kept, num_dropped = num_rows - content.counts.get(SPLIT, 0), sum(dropped(content.counts).values())
+    assert num_kept + num_dropped == shard.stop - shard.start, "rows that are neither kept nor dropped"
     files = [FileEntry(n, (directory / n).stat().st_size, file_sha256(directory / n), num_rows) for n in names]
     record = {"files": [asdict(entry) for entry in files], "counts": {"rows": num_rows, **content.counts}}
     write_json(directory / f"{shard.name}.done.json", record)
 
 
-def _write_all(plan: StagePlan, made: Iterator[tuple[Shard, ShardContent]]) -> None:
-    """Write shards as they come. Whatever ends it, the one that is being written then is waited for."""
-    with ThreadPoolExecutor(1, "shards") as writer:
-        before: Future[None] | None = None
-        for shard, content in made:
-            if before is not None:
-                before.result()
-            before = writer.submit(write_shard, plan, shard, content)
-        if before is not None:
-            before.result()
-
-
-def _unfinished(plan: StagePlan) -> int:
-    return sum(read_done(plan.directory, shard) is None for shard in plan.shards)
-
-
-def _wait(plan: StagePlan, left: Callable[[], int], what: str) -> None:
-    """Wait until left() is 0; the deadline moves on while it falls."""
-    before, deadline = left(), time.monotonic() + WAIT_S
+def _wait(plan: StagePlan, num_left: Callable[[], int], what: str) -> None:
+    """Wait until num_left() is 0. The deadline moves on while it falls."""
+    before, deadline = num_left(), time.monotonic() + WAIT_S
     while before:
         time.sleep(POLL_S + 0.005 * len(plan.shards))
-        now = left()
+        now = num_left()
         if now < before:
             before, deadline = now, time.monotonic() + WAIT_S
         elif time.monotonic() > deadline:
@@ -244,16 +233,18 @@ def _wait(plan: StagePlan, left: Callable[[], int], what: str) -> None:
 
 
 def _finish(plan: StagePlan) -> Manifest:
+    """Write the manifest and print what the stage made."""
     counts: Counter[str] = Counter({"shards": len(plan.shards), "read": plan.num_rows})
     files: list[FileEntry] = []
     for shard in plan.shards:
         done = read_done(plan.directory, shard)
         assert done is not None
         counts.update(done["counts"])
-        files += map(FileEntry.of, done["files"])
+        files += map(FileEntry.from_json, done["files"])
     if counts["rows"] == 0:
         remedy = "Check the filters and what was dropped."
         raise InputError(f"{plan.stage}: output", f"no rows left ({account(counts)})", "at least one", remedy)
+
     manifest = Manifest(
         kind=plan.kind,
         config=resolved(plan.config),
@@ -269,90 +260,39 @@ def _finish(plan: StagePlan) -> Manifest:
         git_commit=git_commit(),
     )
     manifest.write(plan.directory)
+
     size = sum(entry.bytes for entry in files)
-    told = {"rows", "read", SPLIT, *(name + DROPPED for name in dropped(counts))}
-    more = {name: value for name, value in counts.items() if value and name not in told}
+    accounted = {"rows", "read", SPLIT, *(name + DROPPED for name in dropped(counts))}
+    more = {name: value for name, value in counts.items() if value and name not in accounted}
     numbers = "".join(f", {value:,} {name.replace('_', ' ')}" for name, value in more.items())
     print_text(f"{plan.kind}: {account(counts)}; {size / 1e6:,.1f} MB{numbers} in {plan.directory}")
     return manifest
 
 
 def dropped(counts: Mapping[str, int]) -> dict[str, int]:
-    """Reason -> input rows that a stage dropped for it, of its counts."""
+    """Return reason -> number of input rows that a stage dropped for it."""
     return {name.removesuffix(DROPPED): value for name, value in counts.items() if name.endswith(DROPPED) and value}
 
 
 def account(counts: Mapping[str, int]) -> str:
-    """`read 1,000, kept 980, dropped 20: invalid 15, overlong 5`."""
-    reasons = dropped(counts)
-    because = ", ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in reasons.items())
-    lost = f"{sum(reasons.values()):,}: {because}" if reasons else "0"
-    extra = counts.get(SPLIT, 0)
-    rows = f" in {counts['rows']:,} rows" if extra else ""
-    return f"read {counts['read']:,}, kept {counts['rows'] - extra:,}{rows}, dropped {lost}"
+    """Return `read 1,000, kept 980, dropped 20: invalid 15, overlong 5`."""
+    reasons, split = dropped(counts), counts.get(SPLIT, 0)
+    listed = ", ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in reasons.items())
+    rows = f" in {counts['rows']:,} rows" if split else ""
+    lost = f"{sum(reasons.values()):,}: {listed}" if reasons else "0"
+    return f"read {counts['read']:,}, kept {counts['rows'] - split:,}{rows}, dropped {lost}"
 
 
-class Rows:
-    """The table of an opened artefact by global row number, one shard in memory at a time."""
+def row_uniforms(stage: str, seed: int, row: int, count: int) -> np.ndarray:
+    """Return `count` uniforms in [0, 1), float64, that depend on the row alone, not on its batch, shard or rank.
 
-    def __init__(
-        self,
-        directory: Path,
-        manifest: Manifest,
-        columns: list[str] | None = None,
-        limit: int = 0,
-        vocab_size: int | None = None,
-    ):
-        """columns: of all. limit: only the first so many rows; 0 takes all. vocab_size: as of `check_values`."""
-        self._directory, self._manifest, self._vocab_size = directory, manifest, vocab_size
-        files = [entry for entry in manifest.files if entry.name.endswith(".parquet")]
-        self._paths, self._columns = [Path(directory) / entry.name for entry in files], columns
-        self._ends = list(itertools.accumulate(entry.rows for entry in files))
-        total = self._ends[-1] if files else 0
-        self._num_rows = min(limit, total) if limit else total
-        self._shard: tuple[int, pa.Table] | None = None
+    stage: part of the stream's name. Two stages must not share a stream: labels drawn with the uniforms that drew the
+    text would agree with it far too often.
+    """
+    return row_generator(stage, seed, row).random(count)
 
-    def __len__(self) -> int:
-        return self._num_rows
 
-    def read(self, start: int, stop: int) -> list[dict[str, Any]]:
-        """Rows [start, stop) as dictionaries of Python values."""
-        return list(self.iterate(start, stop))
-
-    def iterate(self, start: int = 0, stop: int | None = None) -> Iterator[dict[str, Any]]:
-        row, stop = start, len(self) if stop is None else min(stop, len(self))
-        while row < stop:
-            index = bisect.bisect_right(self._ends, row)
-            if self._shard is None or self._shard[0] != index:
-                self._shard = (index, self._read(index))
-            table = self._shard[1]
-            here = table.num_rows - (self._ends[index] - row)
-            part = table.slice(here, stop - row)
-            yield from part.to_pylist()
-            row += part.num_rows
-
-    def table(self) -> pa.Table:
-        """All rows at once, a chunk a shard: in one, lists would end at 2^31 items."""
-        return pa.concat_tables(self.tables())
-
-    def tables(self) -> Iterator[pa.Table]:
-        """Each shard's."""
-        return map(self._read, range(len(self._paths)))
-
-    def _read(self, index: int) -> pa.Table:
-        path = self._paths[index]
-        remedy = "Delete it and run its stage again, which rebuilds just this shard."
-        try:
-            table = pq.read_table(path, columns=self._columns, partitioning=None)
-        except (pa.ArrowException, OSError, KeyError) as error:
-            raise InputError(str(path), f"unreadable ({error})", "a Parquet shard", remedy) from error
-        first = self._ends[index - 1] if index else 0
-        if table.num_rows != self._ends[index] - first:
-            raise InputError(str(path), f"{table.num_rows} rows", f"{self._ends[index] - first}, as recorded", remedy)
-        types = {spec.name: ARROW[spec.dtype] for spec in self._manifest.fields if spec.dtype in ARROW}
-        for column in table.schema:
-            if column.type != types.get(column.name, column.type):
-                found = f"{column.name} of {column.type}"
-                raise InputError(str(path), found, f"{types[column.name]}, as recorded", remedy)
-        check_values(table, self._directory, self._manifest, first, self._vocab_size)
-        return table
+def row_generator(stage: str, seed: int, row: int) -> np.random.Generator:
+    """Return the random generator of one row in one stage."""
+    name = hashlib.sha256(f"{stage}/{seed}/{row}".encode()).digest()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(name[:16], "little")))

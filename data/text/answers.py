@@ -1,7 +1,6 @@
 """Which tokens of a row are answers, and what they come to: what a head can learn of an artefact.
 
-A row is one sequence with any number of answers in it: `loss_mask` [T] is true on each. Artefacts of earlier versions
-have one answer a row, all that is behind `prompt_length`.
+A row is one sequence with any number of answers in it: `loss_mask` [T] is true on each.
 """
 
 from __future__ import annotations
@@ -20,42 +19,15 @@ SHORTEST_MEDIAN = 16
 EARLY = 5
 
 
-def answer_mask(row: Mapping[str, Any]) -> list[bool]:
-    """Which tokens [T] of a row of responses, features or labels are answers."""
-    mask = row.get("loss_mask")
-    return mask if mask is not None else [at >= row["prompt_length"] for at in range(len(row["input_ids"]))]
-
-
 def spans(mask: Sequence[bool] | np.ndarray) -> list[tuple[int, int]]:
     """[start, end) of each answer, in order: between two answers there is always what the user says."""
     edges = np.flatnonzero(np.diff(np.asarray(mask, dtype=np.int8), prepend=0, append=0)).tolist()
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
-def answer_lengths(values: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of every answer, and which row each is of. values: the masks of all rows, one behind the other; offsets:
-    where each begins and, last, where they end."""
-    values = values[offsets[0] : offsets[-1]].astype(bool)
-    begins = values.copy()
-    begins[1:] &= ~values[:-1]
-    heads = offsets[:-1][np.diff(offsets) > 0] - offsets[0]
-    begins[heads] = values[heads]  # whatever the row before ended with
-    places = np.flatnonzero(begins)
-    lengths = np.bincount(np.cumsum(begins)[values] - 1, minlength=len(places))
-    return lengths, np.searchsorted(offsets - offsets[0], places, side="right") - 1
-
-
-def conversation_numbers(turns: np.ndarray) -> np.ndarray:
-    """Which conversation each row is of, counted from 0, [N]. turns: that each row's first answer is to; a row that
-    goes on with the conversation of the row before begins at a later turn."""
-    begins = np.asarray(turns) == 1
-    begins[:1] = True
-    return np.cumsum(begins) - 1
-
-
 def answers_of(row: Mapping[str, Any]) -> list[list[int]]:
     """Token ids of each answer of a row."""
-    return [row["input_ids"][start:end] for start, end in spans(answer_mask(row))]
+    return [row["input_ids"][start:end] for start, end in spans(row["loss_mask"])]
 
 
 @dataclass(frozen=True)

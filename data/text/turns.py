@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from draftsmith.data.models.identity import template_hash
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.shards import SPLIT, ShardContent
-from draftsmith.data.text.answers import answer_mask, spans
+from draftsmith.data.text.answers import spans
 from draftsmith.data.text.template import Messages, RowError, load_chat_tokenizer, prompt_ids
 from draftsmith.modules.types import InputError, SamplingParams
 
@@ -70,7 +70,6 @@ class _TurnSequence:
 
     turn: int
     input_ids: list[int]
-    prompt_length: int
     loss_mask: list[bool]
     answers: list[TargetTurn] = field(default_factory=list)
 
@@ -132,7 +131,7 @@ class Talk:
                 row.loss_mask += [False] * (len(prompt) - known)
                 return row
             self.counts[SPLIT] += 1
-        self._rows.append(_TurnSequence(self.turn, list(prompt), len(prompt), [False] * len(prompt)))
+        self._rows.append(_TurnSequence(self.turn, list(prompt), [False] * len(prompt)))
         return self._rows[-1]
 
     def _go_on(self, answer: TargetTurn) -> None:
@@ -165,7 +164,6 @@ class Talk:
         return {
             "id": self._row["id"] if row.turn == 1 else f"{self._row['id']}/turn-{row.turn}",
             "input_ids": row.input_ids,
-            "prompt_length": row.prompt_length,
             "loss_mask": row.loss_mask,
             "turn": row.turn,
             "ended": row.answers[-1].ended,
@@ -190,7 +188,7 @@ def shard_content(held: Sequence[Mapping[str, Any]]) -> ShardContent:
 
 def count_responses(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Counts of a shard of responses."""
-    masks = [answer_mask(row) for row in rows]
+    masks = [row["loss_mask"] for row in rows]
     return {
         "tokens": sum(len(row["input_ids"]) for row in rows),
         "answers": sum(len(spans(mask)) for mask in masks),

@@ -8,11 +8,11 @@ import torch
 from tiny_models import tiny_llama_dir, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
-from draftsmith.data.engines.own import row_uniforms
-from draftsmith.data.mixed_text import MixedTextLabels, label_positions
+from draftsmith.data.acceptance import MixedTextLabels, label_positions
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.manifest import Manifest
-from draftsmith.data.store.shards import Rows
+from draftsmith.data.store.rows import Rows
+from draftsmith.data.store.shards import row_uniforms
 from draftsmith.modules.types import InputError, SamplingParams
 
 # float32 models and softmax against float64: logits differ by about 1e-5, log probabilities by a little more.
@@ -53,7 +53,7 @@ def test_labels_are_the_papers_formulas(chain, remake, oracles, settings):
         for row in Rows(chain.directory("responses"), Manifest.read(chain.directory("responses"))).read(0, 99)
     ]
     for number, row in enumerate(rows):
-        ids, start = row["input_ids"], row["prompt_length"]
+        ids, start = row["input_ids"], row["loss_mask"].index(True)
         uniforms = row_uniforms("acceptance", 0, number, len(ids) - start)
         p_logits, q_logits = (oracle(torch.tensor([ids])).logits[0].detach().numpy() for oracle in oracles)
         assert len(row["draft_ids"]) == len(ids) - start
@@ -79,7 +79,7 @@ def test_greedy_labels_are_exactly_agreement(chain, remake, oracles, tmp_path):
     oracles = [oracles[0], draft.double().eval()]
     kept = []
     for row in Rows(directory, Manifest.read(directory)).read(0, 99):
-        ids, start = torch.tensor([row["input_ids"]]), row["prompt_length"]
+        ids, start = torch.tensor([row["input_ids"]]), row["loss_mask"].index(True)
         p_best, q_best = (oracle(ids).logits[0].argmax(-1)[start - 1 : -1].tolist() for oracle in oracles)
         agree = [float(a == b) for a, b in zip(p_best, q_best, strict=True)]
         assert row["draft_ids"] == q_best

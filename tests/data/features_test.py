@@ -7,9 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from draftsmith.data.prompts import PromptsConfig, run
-from draftsmith.data.store.datasets import FeatureDataset
+from draftsmith.data.store.datasets import open_dataset
 from draftsmith.data.store.manifest import Manifest
-from draftsmith.data.store.shards import Rows
+from draftsmith.data.store.rows import Rows
 from draftsmith.modules.types import InputError
 
 TOKENS, HIDDEN = 298, 32  # of the shared chain
@@ -17,7 +17,7 @@ TOKENS, HIDDEN = 298, 32  # of the shared chain
 
 def test_a_feature_is_the_state_after_the_final_norm_in_bf16(chain):
     oracle = AutoModelForCausalLM.from_pretrained(chain.target, dtype=torch.float32).eval()
-    data = FeatureDataset(chain.directory("features"))
+    data = open_dataset(chain.directory("features"))
     assert len(data) == 11
     for item in data:
         with torch.no_grad():
@@ -29,16 +29,16 @@ def test_a_feature_is_the_state_after_the_final_norm_in_bf16(chain):
 
 def test_the_mask_is_the_response(chain):
     texts = Rows(chain.directory("responses"), Manifest.read(chain.directory("responses"))).read(0, 11)
-    for item, row in zip(FeatureDataset(chain.directory("features")), texts, strict=True):
+    for item, row in zip(open_dataset(chain.directory("features")), texts, strict=True):
         assert item["input_ids"].tolist() == row["input_ids"]
-        start, length = row["prompt_length"], len(row["input_ids"])
+        start, length = row["loss_mask"].index(True), len(row["input_ids"])
         assert item["loss_mask"].tolist() == [False] * start + [True] * (length - start)
 
 
 def test_supervised_prompts_bring_their_own_mask(chain, remake, tmp_path):
     config = PromptsConfig(str(chain.source), str(chain.target), tmp_path / "supervised", supervised=True)
     supervised = Rows(run(config), Manifest.read(config.output)).read(0, 11)
-    data = FeatureDataset(remake("features", responses=config.output))
+    data = open_dataset(remake("features", responses=config.output))
     assert [item["loss_mask"].tolist() for item in data] == [row["loss_mask"] for row in supervised]
     assert [item["input_ids"].tolist() for item in data] == [row["input_ids"] for row in supervised]
 

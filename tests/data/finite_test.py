@@ -8,9 +8,9 @@ import pytest
 import torch
 from broken_models import CONTEXT, V, models, small_lm
 
+from draftsmith.data.acceptance import MixedTextLabels
 from draftsmith.data.engines.own import RowSource, generate_all
 from draftsmith.data.heads.frozen_drafter import FrozenDrafter
-from draftsmith.data.mixed_text import MixedTextLabels
 from draftsmith.data.models.loading import name_nonfinite
 from draftsmith.data.rollouts import Rollouts
 from draftsmith.eval.bench.prompts import BenchPrompt
@@ -55,7 +55,7 @@ def test_labels_of_rounds(broken, drafting, params):
     found = models(broken)
     target = found.target
     drafter = FrozenDrafter(target, {}, found.heads["eagle"]) if drafting == "eagle" else FrozenDrafter(found.draft, {})
-    row = {"id": "x", "input_ids": text, "prompt_length": start, "task": ""}
+    row = {"id": "x", "input_ids": text, "loss_mask": [at >= start for at in range(len(text))], "turn": 1, "task": ""}
     how = Rollouts(target, drafter, 3, 1, (params,), 4, 0, CONTEXT)
     with pytest.raises(NonFinite) as caught, name_nonfinite(["row-0"]):
         how.label_response(BranchedText(target, 3), drafter.branches(3), row, 0)

@@ -44,7 +44,8 @@ def test_what_round_trips():
     tokenizer = tiny_tokenizer()
     ids = tokenizer("function", add_special_tokens=False)["input_ids"]
     end = tokenizer.eos_token_id
-    row = {"input_ids": [1, *ids, end], "prompt_length": 1, "text": "function", "server_tokens": len(ids) + 1}
+    mask = [False, *[True] * (len(ids) + 1)]
+    row = {"input_ids": [1, *ids, end], "loss_mask": mask, "text": "function", "server_tokens": len(ids) + 1}
     assert sampled_exactly(row, tokenizer)
     letters = [tokenizer.convert_tokens_to_ids(letter) for letter in "function"]
     assert letters != ids

@@ -12,7 +12,7 @@ from tiny_models import CONTEXT, tiny_tokenizer
 
 from draftsmith.data.prompts import PromptsConfig, run
 from draftsmith.data.store.manifest import Manifest
-from draftsmith.data.store.shards import Rows
+from draftsmith.data.store.rows import Rows
 from draftsmith.data.text.conversations import check_mapping, label_of, layout_of, parse_columns, up_to_last
 from draftsmith.data.text.sources import open_source
 from draftsmith.data.text.template import RowError, load_chat_tokenizer, supervised_ids

@@ -11,10 +11,11 @@ import torch
 from tiny_models import CONTEXT
 from transformers import AutoModelForCausalLM
 
-from draftsmith.data.engines.own import RowSource, generate_all, length_batches, row_uniforms
+from draftsmith.data.engines.own import RowSource, generate_all, length_batches
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.manifest import Manifest
-from draftsmith.data.store.shards import Rows
+from draftsmith.data.store.rows import Rows
+from draftsmith.data.store.shards import row_uniforms
 from draftsmith.modules.targets.llama import LlamaSession
 from draftsmith.modules.types import InputError, SamplingParams
 
@@ -84,7 +85,7 @@ def test_sampled_tokens_follow_the_warped_distribution_by_the_rows_own_uniforms(
     rows = Rows(config.output, Manifest.read(config.output)).read(0, 99)
     assert len(rows) == 11
     for number, row in enumerate(rows):
-        start = row["prompt_length"]
+        start = row["loss_mask"].index(True)
         uniforms = row_uniforms("responses", config.seed, number, config.max_new_tokens)
         logits = oracle(torch.tensor([row["input_ids"]])).logits[0].detach().numpy()
         for j, token in enumerate(row["input_ids"][start:]):
@@ -175,7 +176,7 @@ def test_rows_say_whether_they_ended(chain):
     rows = Rows(chain.directory("responses"), manifest).read(0, 11)
     assert [row["ended"] for row in rows] == [row["input_ids"][-1] in eos for row in rows]
     assert manifest.counts["ended"] == sum(row["ended"] for row in rows)
-    assert manifest.counts["response_tokens"] == sum(len(r["input_ids"]) - r["prompt_length"] for r in rows)
+    assert manifest.counts["response_tokens"] == sum(len(r["input_ids"]) - r["loss_mask"].index(True) for r in rows)
     assert not any(row["retokenised"] for row in rows)
 
 

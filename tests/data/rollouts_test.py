@@ -13,16 +13,16 @@ from table_models import PROMPT, TableLM, V, enumerate_branches, warped
 from transformers import AutoModelForCausalLM
 
 from draftsmith.data.acceptance import AcceptanceConfig
-from draftsmith.data.engines.own import row_uniforms
 from draftsmith.data.heads.directory import drafter_identity, save_head
 from draftsmith.data.heads.frozen_drafter import FrozenDrafter
 from draftsmith.data.inspect import InspectConfig
 from draftsmith.data.inspect import run as inspect
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.rollouts import Rollouts, reached
+from draftsmith.data.store.datasets import collate_rollouts, open_dataset
 from draftsmith.data.store.manifest import MANIFEST, Manifest, file_sha256
-from draftsmith.data.store.rollout_dataset import RolloutDataset, collate_rollouts
-from draftsmith.data.store.shards import Rows, Shard
+from draftsmith.data.store.rows import Rows
+from draftsmith.data.store.shards import Shard, row_uniforms
 from draftsmith.modules.decoding.branches import BranchedText, DraftModelBranches, target_states
 from draftsmith.modules.decoding.loop import Setup, generate_one
 from draftsmith.modules.decoding.stop import FixedLength
@@ -97,7 +97,7 @@ def test_sampled_labels_are_those_of_rounds_drafted_one_token_at_a_time(remake, 
     assert manifest.sampling == {"temperature": [0.5, 1.5], "top_k": 9, "top_p": 0.95}
     rows = rows_of(directory)
     for number, row in enumerate(rows):
-        first, length = row["prompt_length"] + 1, len(row["input_ids"])
+        first, length = row["loss_mask"].index(True) + 1, len(row["input_ids"])
         uniforms = row_uniforms("rollouts", 0, number, 99)
         offset = int(uniforms[0] * min(STRIDE, length - first))
         assert row["starts"] == list(range(first + offset, length, STRIDE))
@@ -119,7 +119,7 @@ def test_sampled_labels_are_those_of_rounds_drafted_one_token_at_a_time(remake, 
                 }
 
         check_drafts(row, oracles, expected)
-    assert len({row["starts"][0] - row["prompt_length"] for row in rows}) == STRIDE  # the places are not all alike
+    assert len({row["starts"][0] - row["loss_mask"].index(True) for row in rows}) == STRIDE
 
 
 def test_greedy_drafts_among_sampled_ones_are_labelled_as_alone(remake, tmp_path):
@@ -233,7 +233,13 @@ def test_drafts_follow_the_drafters_distribution():
     ids = [*PROMPT, 1, 3]
     seen: Counter[tuple[int, ...]] = Counter()
     for number in range(300):
-        row = {"id": "a", "input_ids": ids, "prompt_length": len(PROMPT), "task": None}
+        row = {
+            "id": "a",
+            "input_ids": ids,
+            "loss_mask": [at >= len(PROMPT) for at in range(len(ids))],
+            "turn": 1,
+            "task": None,
+        }
         made = rollouts.label_response(text, drafter, row, number)
         assert made is not None and made["starts"] == [3]
         seen[tuple(made["draft_ids"].tolist())] += 1
@@ -251,7 +257,7 @@ def test_drafts_follow_the_drafters_distribution():
 def test_labels_say_how_a_token_goes_on_with_a_repetition_and_how_it_might_have():
     ids, params, draft = [2, 0, 1, 3, 2, 0, 3, 1, 2, 0, 1, 3, 2, 0, 3, 3, 1, 2, 0], SamplingParams(0.7), LogitTable(1)
     rollouts = settings(target=LogitTable(0), drafter=FrozenDrafter(draft, {}), sampling=(params,), chunk=5)
-    row = {"id": "a", "input_ids": ids, "prompt_length": 3, "task": None}
+    row = {"id": "a", "input_ids": ids, "loss_mask": [at >= 3 for at in range(len(ids))], "turn": 1, "task": None}
     made = rollouts.label_response(BranchedText(rollouts.target, 2), DraftModelBranches(draft, 2), row, 0)
     seen = set()
     for number, start in enumerate(made["starts"]):
@@ -299,7 +305,13 @@ class Source:
 
     def read(self, start, stop):
         return [
-            {"id": str(i), "input_ids": [i % V] * length, "prompt_length": prompt, "task": None}
+            {
+                "id": str(i),
+                "input_ids": [i % V] * length,
+                "loss_mask": [at >= prompt for at in range(length)],
+                "turn": 1,
+                "task": None,
+            }
             for i, (length, prompt) in enumerate(self.sizes)
         ]
 
@@ -342,7 +354,7 @@ def test_a_broken_run_goes_on_to_the_same_bytes(remake):
     (directory / "shard-00001.done.json").unlink()
     kept = (directory / "shard-00000.parquet").stat().st_mtime_ns
     with pytest.raises(InputError, match=r"an unfinished stage.*Continue it: draftsmith data acceptance .*rollout"):
-        RolloutDataset(directory)
+        open_dataset(directory)
     assert remake("acceptance", **ROLLOUT) == directory
     assert {path.name: file_sha256(path) for path in directory.iterdir()} == before
     assert (directory / "shard-00000.parquet").stat().st_mtime_ns == kept
@@ -352,7 +364,10 @@ def test_a_broken_run_goes_on_to_the_same_bytes(remake):
 
 def test_a_sample_is_a_response_with_its_drafts(chain, remake):
     directory = remake("acceptance", **ROLLOUT, temperatures="0.5,1")
-    rows, data = rows_of(directory), RolloutDataset(directory, {"draft": load_lm(str(chain.draft)).info.identity})
+    rows, data = (
+        rows_of(directory),
+        open_dataset(directory, identity={"draft": load_lm(str(chain.draft)).info.identity}),
+    )
     assert len(data) == len(rows) and data.name(3) == rows[3]["id"]
     assert data.lengths[2] == len(rows[2]["input_ids"]) + len(rows[2]["draft_ids"])
     batch = collate_rollouts([data[4], data[1]])

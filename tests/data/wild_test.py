@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from draftsmith.data import prompts
 from draftsmith.data.prompts import PromptsConfig, run
 from draftsmith.data.store.manifest import Manifest
-from draftsmith.data.store.shards import Rows, account
+from draftsmith.data.store.rows import Rows
+from draftsmith.data.store.shards import account
 from draftsmith.eval.bench.prompts import read_prompts, task_sources
 from draftsmith.modules.types import InputError
 

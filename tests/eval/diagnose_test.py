@@ -18,7 +18,7 @@ from draftsmith.data.heads.directory import build_head, load_draft_head, save_he
 from draftsmith.data.heads.readings import agreed
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.manifest import Manifest
-from draftsmith.data.store.shards import Rows
+from draftsmith.data.store.rows import Rows
 from draftsmith.eval.diagnose import DiagnoseConfig, run
 from draftsmith.modules.formats.alternatives import other_weights
 from draftsmith.train.config import drafter_config
@@ -160,7 +160,7 @@ def test_a_draft_vocabulary_without_frequent_tokens(world, diagnosed, sound, tmp
     whole = load_draft_head(sound, target)
     counts = torch.zeros(target.info.vocab_size)
     for row in Rows(world.responses, Manifest.read(world.responses)).iterate():
-        counts += torch.bincount(torch.tensor(row["input_ids"])[row["prompt_length"] :], minlength=len(counts))
+        counts += torch.bincount(torch.tensor(row["input_ids"])[row["loss_mask"].index(True) :], minlength=len(counts))
     kept = counts.argsort(descending=True)[5:].sort().values
     state = {**stored_tensors(whole), "d2t": kept, "lm_head.weight": whole.lm_head.weight[kept]}
     head = build_head("eagle3", dataclasses.replace(whole.config, draft_vocab_size=len(kept)), state)

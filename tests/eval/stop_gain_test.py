@@ -16,8 +16,8 @@ from draftsmith.data.acceptance import AcceptanceConfig, labels_of
 from draftsmith.data.heads.frozen_drafter import FrozenDrafter
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.manifest import Manifest
-from draftsmith.data.store.shards import Rows
-from draftsmith.data.text.answers import answer_mask, spans
+from draftsmith.data.store.rows import Rows
+from draftsmith.data.text.answers import spans
 from draftsmith.eval import stop_gain
 from draftsmith.eval.stop_gain import (
     FIXED,
@@ -257,7 +257,7 @@ def test_greedy_rounds_are_those_of_the_decoder(answered, k):
     rounds = answered.rounds
     found = play(rounds, np.full(len(rounds.place), k))
     for number, row in enumerate(answered.rows):
-        ((start, end),) = spans(answer_mask(row))
+        ((start, end),) = spans(row["loss_mask"])
         drafter = DraftModelDrafter(answered.draft, [FixedLength(k)], end + k)
         done = generate_one(answered.target, drafter, row["input_ids"][:start], SamplingParams(), end - start, None, ())
         assert done.tokens == row["input_ids"][start:end]
@@ -277,7 +277,7 @@ def test_what_a_head_reads_is_what_the_draft_predicted_the_tokens_by(answered):
 
 def test_answers_of_a_conversation_are_apart_and_of_one_owner(answered, models):
     row = answered.rows[0]
-    ((start, end),) = spans(answer_mask(row))
+    ((start, end),) = spans(row["loss_mask"])
     two = row["input_ids"] + row["input_ids"][:start] + row["input_ids"][start : end - 3]
     mask = [start <= at < end or at >= end + start for at in range(len(two))]
     rows = [{"input_ids": two, "loss_mask": mask}, *answered.rows[1:]]

@@ -16,9 +16,14 @@ HYDRA_FORMAT, HYDRA_READ = "modules/formats/hydra.py", "tests/modules/formats/hy
 HYDRA, HYDRA_TEST = "modules/drafters/hydra.py", "tests/modules/drafters/hydra_test.py"
 MEDUSA_FORMAT, MEDUSA_READ = "modules/formats/medusa.py", "tests/modules/formats/medusa_test.py"
 LOSS_TEST, METRIC_TEST = "tests/modules/losses_test.py", "tests/modules/metrics_test.py"
-LABELS, ROLLOUTS, DATASETS = "data/mixed_text.py", "data/rollouts.py", "data/store/datasets.py"
-LABEL_TEST, ROLLOUT_TEST, DATASET_TEST = (
-    f"tests/data/{name}_test.py" for name in ("acceptance", "rollouts", "store/datasets")
+LABELS, ROLLOUTS, DATASETS, ROWS = (
+    "data/acceptance.py",
+    "data/rollouts.py",
+    "data/store/datasets.py",
+    "data/store/rows.py",
+)
+LABEL_TEST, ROLLOUT_TEST, DATASET_TEST, ROWS_TEST = (
+    f"tests/data/{name}_test.py" for name in ("acceptance", "rollouts", "store/datasets", "store/rows")
 )
 STORED, START = "train/stored_tokens.py", "train/acceptance_start.py"
 FITTING = "modules/acceptance/fitting.py"
@@ -129,29 +134,29 @@ MUTANTS = [
     Mutant("labels-odds-upside-down", LABELS, "(p / q).clamp(max=1.0)", "(q / p).clamp(max=1.0)", (LABEL_TEST,)),
     Mutant("labels-overlap-of-the-union", LABELS, "torch.minimum(target_prob, draft_prob)",
            "torch.maximum(target_prob, draft_prob)", (LABEL_TEST,)),
-    Mutant("mixing-upside-down", DATASETS, "row, len(places)) >= self.mix", "row, len(places)) < self.mix",
+    Mutant("mixing-upside-down", DATASETS, "row, len(positions)) >= self._mix", "row, len(positions)) < self._mix",
            (DATASET_TEST,)),
-    Mutant("mixing-the-same-in-every-epoch", DATASETS, 'row_uniforms(f"mix/{self.seed}", epoch, row, ',
-           'row_uniforms(f"mix/{self.seed}", 0, row, ', (DATASET_TEST,)),
-    Mutant("mixing-the-same-in-every-row", DATASETS, 'row_uniforms(f"mix/{self.seed}", epoch, row, ',
-           'row_uniforms(f"mix/{self.seed}", epoch, 0, ', (DATASET_TEST,)),
-    Mutant("columns-of-another-artefact", "data/store/columns.py", "json.dumps([FORMAT, manifest.digest, *names])",
-           "json.dumps([FORMAT, *names])", ("tests/data/store/columns_test.py",)),
-    Mutant("columns-not-looked-at", "data/store/columns.py", ' or file_sha256(path) != record["sha256"]', "",
-           ("tests/data/store/columns_test.py",)),
-    Mutant("columns-chunks-begin-at-their-rows-end", DATASETS, "at = row - (self._ends[chunk] - len(offsets) + 1)",
-           "at = row - (self._ends[chunk] - len(offsets))", (DATASET_TEST,)),
+    Mutant("mixing-the-same-in-every-epoch", DATASETS, 'row_uniforms(f"mix/{self._seed}", epoch, row, ',
+           'row_uniforms(f"mix/{self._seed}", 0, row, ', (DATASET_TEST,)),
+    Mutant("mixing-the-same-in-every-row", DATASETS, 'row_uniforms(f"mix/{self._seed}", epoch, row, ',
+           'row_uniforms(f"mix/{self._seed}", epoch, 0, ', (DATASET_TEST,)),
+    Mutant("columns-of-another-artefact", ROWS, "json.dumps([FORMAT, manifest.digest, *names])",
+           "json.dumps([FORMAT, *names])", (ROWS_TEST,)),
+    Mutant("columns-not-looked-at", ROWS, ' or file_sha256(path) != record["sha256"]', "",
+           (ROWS_TEST,)),
+    Mutant("columns-chunks-begin-at-their-rows-end", ROWS, "at = row - (self._ends[chunk] - len(offsets) + 1)",
+           "at = row - (self._ends[chunk] - len(offsets))", (ROWS_TEST,)),
     Mutant("fp8-without-its-scale", "train/drafter_objective.py", "features=decoded(data.features, data.scale), scale",
            "features=decoded(data.features, data.scale * 0 + 1), scale", ("tests/train/feature_cache_test.py",)),
     Mutant("shards-last-write-unheard", "data/store/shards.py",
-           "        if before is not None:\n            before.result()\n\n\n", "\n\n",
+           "        if write is not None:\n            write.result()\n\n    if", "\n    if",
            ("tests/data/interruption_test.py",)),
-    Mutant("mixing-labels-of-the-targets-tokens", DATASETS, "values[drafted] = self._lists[name][row][own]",
-           "values[places] = self._lists[name][row]", (DATASET_TEST,)),
+    Mutant("mixing-labels-of-the-targets-tokens", DATASETS, "values[drafted] = self._lists[name][row][kept]",
+           "values[positions] = self._lists[name][row]", (DATASET_TEST,)),
     Mutant("mixing-counts-the-targets-tokens", DATASETS, '"loss_mask": torch.from_numpy(drafted)}',
-           '"loss_mask": torch.from_numpy(self.answers[row])}', (DATASET_TEST,)),
+           '"loss_mask": torch.from_numpy(self._lists["loss_mask"][row].astype(bool))}', (DATASET_TEST,)),
     Mutant("mixing-keeps-the-targets-tokens", DATASETS,
-           '        ids[drafted] = self._lists["draft_ids"][row][own]\n',
+           '        ids[drafted] = self._lists["draft_ids"][row][kept]\n',
            "", (DATASET_TEST,)),
     Mutant("rollouts-repetitions-of-the-drawn-token", ROLLOUTS, "q.gather(-1, followed.clamp_min(0)[:, None])",
            "q.gather(-1, tokens[:, None])", (ROLLOUT_TEST,)),
@@ -168,7 +173,7 @@ MUTANTS = [
            (ROLLOUT_TEST,)),
     Mutant("rollouts-short-texts-all-at-one-temperature", ROLLOUTS, "(number + i) % len(self.sampling)",
            "i % len(self.sampling)", (ROLLOUT_TEST,)),
-    Mutant("rollouts-unreached-tokens-count", "data/store/rollout_dataset.py", '"loss_mask": weight > 0}',
+    Mutant("rollouts-unreached-tokens-count", DATASETS, '"loss_mask": weight > 0}',
            '"loss_mask": weight >= 0}', (ROLLOUT_TEST,)),
     Mutant("rollouts-all-tokens-weigh-the-same", "train/drafted_tokens.py", "weight=data.weight[mask]",
            "weight=torch.ones_like(data.weight[mask])", ("tests/train/rollouts_test.py",)),

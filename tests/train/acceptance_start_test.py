@@ -16,7 +16,7 @@ from trained_runs import losses
 from draftsmith.data.heads.directory import load_head
 from draftsmith.data.heads.frozen_drafter import FrozenDrafter
 from draftsmith.data.models.loading import load_lm
-from draftsmith.data.store.rollout_dataset import RolloutDataset, collate_rollouts
+from draftsmith.data.store.datasets import collate_rollouts, open_dataset
 from draftsmith.modules.acceptance.fitting import begin, predicted
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.train import acceptance_start
@@ -47,7 +47,7 @@ def drafts(artefacts) -> RolloutDrafts:
 
 @pytest.fixture(scope="module")
 def samples(rollouts) -> Samples:
-    data = RolloutDataset(rollouts)
+    data = open_dataset(rollouts)
     return Samples(data, [3, 0, *range(5, len(data))])
 
 

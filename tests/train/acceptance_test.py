@@ -18,7 +18,7 @@ from trained_runs import fake_trainer, newest_state
 from draftsmith.data.heads.directory import load_head, save_head
 from draftsmith.data.heads.frozen_drafter import FrozenDrafter
 from draftsmith.data.models.loading import load_lm
-from draftsmith.data.store.datasets import AcceptanceDataset, collate_acceptance
+from draftsmith.data.store.datasets import collate_acceptance, open_dataset
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.types import InputError
 from draftsmith.train.acceptance import TrainAcceptanceConfig, make_head, num_loss_tokens
@@ -59,7 +59,7 @@ def trained(artefacts, tmp_path_factory) -> Path:
 
 
 def a_part(artefacts, count: int = 6) -> Part:
-    data = AcceptanceDataset(artefacts.acceptance)
+    data = open_dataset(artefacts.acceptance)
     batch = collate_acceptance([data.item(i, 0) for i in range(count)])
     tokens = num_loss_tokens(batch)
     return Part(batch, tuple(Key(0, i) for i in range(count)), tokens, tokens, True, True)
@@ -69,7 +69,7 @@ def a_module(artefacts, tmp_path, greedy: bool = False) -> LitHead:
     settings = config(artefacts, tmp_path)
     reader = MixedText(FrozenDrafter(load_lm(str(artefacts.draft)), {}), greedy)
     module = LitHead(make_head(settings, 32), AcceptanceObjective(reader, settings.calibrate), settings, 12)
-    module.trainer = fake_trainer(AcceptanceDataset(artefacts.acceptance))
+    module.trainer = fake_trainer(open_dataset(artefacts.acceptance))
     return module
 
 
@@ -89,7 +89,7 @@ def test_best_and_last_are_heads_with_a_card_and_a_manifest(trained, artefacts):
         assert head.config.num_blocks == 3 and head.config.w_rej == 6.0
         manifest = json.loads((trained / name / "manifest.json").read_text())
         assert manifest["sampling"] == {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
-        assert manifest["inputs"]["data"] == AcceptanceDataset(artefacts.acceptance).manifest.digest
+        assert manifest["inputs"]["data"] == open_dataset(artefacts.acceptance).manifest.digest
         assert f"| auc | {manifest['metrics']['auc']:.4g} |" in (trained / name / "README.md").read_text()
 
 

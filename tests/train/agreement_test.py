@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from eagle_trainings import a_module, change
 
-from draftsmith.data.store.datasets import FeatureDataset, collate_features, pack_features
+from draftsmith.data.store.datasets import collate_features, open_dataset, pack_features
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.drafters.eagle.head import EagleHead
 from draftsmith.modules.sampling import TorchSource
@@ -61,7 +61,7 @@ def part_of(items: list[dict[str, torch.Tensor]], packed: bool = False) -> Part:
 
 def test_agreement_by_draft_step_is_that_of_drafting_greedily_from_everywhere(artefacts, tmp_path):
     module = a_module(artefacts, tmp_path)
-    greedy, data = greedy_items(module.objective.target, 12), FeatureDataset(artefacts.features)
+    greedy, data = greedy_items(module.objective.target, 12), open_dataset(artefacts.features)
     learn = torch.optim.AdamW(module.head.parameters(), lr=1e-2)
     change(module, noise=0.0, unroll=4)
     for _ in range(30):  # until drafts go on for some steps

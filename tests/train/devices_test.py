@@ -14,7 +14,7 @@ from eagle_trainings import config
 from rank_jobs import run_on_ranks
 from trained_runs import losses, weights
 
-from draftsmith.data.store.datasets import FeatureDataset, pack_features
+from draftsmith.data.store.datasets import open_dataset, pack_features
 from draftsmith.modules.drafters.eagle.head import EagleHead
 from draftsmith.modules.engine.graphs import Graphed
 from draftsmith.train.config import TrainConfig
@@ -66,7 +66,7 @@ def test_every_strategy_takes_steps_on_one_device(artefacts, tmp_path, device):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_batches_reach_a_device_as_they_were_read(artefacts, device, workers):
     """From pinned memory where it is a GPU, while graphs are captured in this thread."""
-    dataset = FeatureDataset(artefacts.features)
+    dataset = open_dataset(artefacts.features)
     samples = Samples(dataset, range(6))
     settings = TrainConfig(
         data=Path("."), output=Path("."), batch_size=2, num_workers=workers,

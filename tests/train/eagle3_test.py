@@ -16,9 +16,9 @@ from draftsmith.data.export.import_head import ImportConfig
 from draftsmith.data.export.import_head import run as import_head
 from draftsmith.data.heads.directory import load_head, of_target, save_head
 from draftsmith.data.models.loading import load_lm
-from draftsmith.data.store.datasets import FeatureDataset
+from draftsmith.data.store.datasets import open_dataset
 from draftsmith.data.store.manifest import Manifest
-from draftsmith.data.store.shards import Rows
+from draftsmith.data.store.rows import Rows
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.eagle3.head import Eagle3Head
@@ -55,7 +55,7 @@ def trained(made, name: str, **changes) -> Path:
 def test_features_are_the_three_states_and_the_final_one(made):
     target, manifest = load_lm(TARGET), Manifest.read(made.features)
     assert manifest.identity["target"]["layers"] == "2,6,9,12"
-    row = FeatureDataset(made.features)[0]
+    row = open_dataset(made.features)[0]
     wanted = target.features(row["input_ids"][None], capture=(2, 6, 9, 12))[0]
     assert row["features"].shape == wanted.shape == (len(row["input_ids"]), 4 * 128)
     assert torch.equal(row["features"], wanted.bfloat16())
@@ -70,7 +70,7 @@ def test_a_head_with_a_reduced_vocabulary_is_trained_saved_and_lossless(made):
     target = load_lm(TARGET)
     rows = Rows(made.texts, Manifest.read(made.texts))
     counts = torch.zeros(2048, dtype=torch.int64)
-    data = FeatureDataset(made.features)
+    data = open_dataset(made.features)
     for row in range(len(data)):
         item = data[row]
         counts += torch.bincount(item["input_ids"][item["loss_mask"]], minlength=2048)
@@ -122,7 +122,7 @@ def test_a_head_of_any_layers_from_features_to_a_server_and_back(made, layers, t
     name, stored = f"of-{len(layers)}", made.root / f"features-{len(layers)}"
     asked = features.FeaturesConfig(made.texts, TARGET, stored, drafter="eagle3", layers=layers, num_threads=1)
     features.run(asked)
-    width = FeatureDataset(stored)[0]["features"].shape[1]
+    width = open_dataset(stored)[0]["features"].shape[1]
     assert width == (len(layers) + 1) * 128
     best = trained(made, name, data=stored, layers=layers, draft_vocab=64, tau_prompts=0)
     head = load_head(best)
@@ -130,7 +130,7 @@ def test_a_head_of_any_layers_from_features_to_a_server_and_back(made, layers, t
     plan = plan_of(drafter_config("eagle3")(**settings))
     assert plan.trained == sum(weight.numel() for weight in head.parameters()) - head.lm_head.weight.numel()
     assert head.config.capture == layers and head.fc.in_features == len(layers) * 128
-    target, prompt = load_lm(TARGET), FeatureDataset(stored)[0]["input_ids"][:20].tolist()
+    target, prompt = load_lm(TARGET), open_dataset(stored)[0]["input_ids"][:20].tolist()
     drafter, source = head.drafter(target, [FixedLength(3)], 64), TorchSource(0)
     plain, drafted = (generate_one(target, d, prompt, SamplingParams(), 24, source).tokens for d in (None, drafter))
     assert plain == drafted

@@ -17,7 +17,7 @@ from trained_runs import newest_state
 
 from draftsmith.data.heads.directory import load_head
 from draftsmith.data.models.loading import load_lm
-from draftsmith.data.store.datasets import FeatureDataset, collate_features, pack_features
+from draftsmith.data.store.datasets import collate_features, open_dataset, pack_features
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.eagle.head import EagleHead, eagle_loss, eagle_training, noise_like, shift
@@ -108,7 +108,7 @@ def test_the_target_is_no_part_of_module_or_checkpoint(artefacts, tmp_path, eagl
 def test_noise_belongs_to_the_sample_not_to_its_batch(artefacts, tmp_path):
     module = a_module(artefacts, tmp_path, noise=0.1)
     alone, together = a_part(artefacts, [3]), a_part(artefacts, range(8))
-    length = len(FeatureDataset(artefacts.features)[3]["input_ids"]) - 2
+    length = len(open_dataset(artefacts.features)[3]["input_ids"]) - 2
 
     def noise(part: Part) -> torch.Tensor:
         size, step = part.data.features.shape, module._step(part.keys)
@@ -164,7 +164,7 @@ def test_a_packed_batch_has_the_loss_and_the_gradient_of_the_padded_one(artefact
 
 
 def test_training_on_packed_steps_with_split_sequences_runs_and_says_so(artefacts, tmp_path, capsys):
-    lengths = FeatureDataset(artefacts.features).lengths
+    lengths = open_dataset(artefacts.features).lengths
     limit = sorted(lengths)[-6]
     output = run(config(artefacts, tmp_path / "run", tokens_per_batch=200, max_length=limit, accumulate=2)).parent
     longer = sum(length > limit for length in lengths)
@@ -182,7 +182,7 @@ def test_validation_is_the_mean_over_tokens_and_without_noise(artefacts, tmp_pat
 
 
 def test_the_noise_unit_is_the_features_standard_deviation(artefacts):
-    data = FeatureDataset(artefacts.features)
+    data = open_dataset(artefacts.features)
     samples = Samples(data, range(5))
     everything = torch.cat([data[i]["features"].double().flatten() for i in range(5)])
     assert feature_std(samples, load_lm(str(artefacts.target))) == pytest.approx(
@@ -192,7 +192,7 @@ def test_the_noise_unit_is_the_features_standard_deviation(artefacts):
 
 def test_what_will_be_learned_is_said_and_recorded(artefacts, eagle_run, tmp_path, capsys):
     recorded = json.loads((eagle_run / "best" / "manifest.json").read_text())["samples"]["training"]
-    data = FeatureDataset(artefacts.features)
+    data = open_dataset(artefacts.features)
     train, _ = held_out(len(data), QUICK["val_share"])
     lengths = [int(data[i]["loss_mask"].sum()) for i in train]
     assert (recorded["answers"], recorded["answer_tokens"]) == (len(lengths), sum(lengths))
@@ -233,7 +233,7 @@ def test_flops_are_those_of_the_real_tokens_and_of_the_draft_steps_trained(artef
     module, part = a_module(artefacts, tmp_path), a_part(artefacts, [0, 1, 5])
     filler = Part(part.data, (*part.keys[:2], Key(0, 5, filler=True)), part.tokens, part.tokens, True, True)
     config = module.head.config.llama
-    lengths = [len(FeatureDataset(artefacts.features)[i]["input_ids"]) - 2 for i in (0, 1, 5)]
+    lengths = [len(open_dataset(artefacts.features)[i]["input_ids"]) - 2 for i in (0, 1, 5)]
     assert module.flops(part) == eagle_training(config, lengths, part.tokens)
     assert module.flops(filler) == eagle_training(config, lengths[:2], part.tokens)
     change(module, unroll=3)

@@ -12,11 +12,7 @@ from trained_runs import fake_trainer
 
 from draftsmith.data.heads.frozen_drafter import FrozenDrafter
 from draftsmith.data.models.loading import load_lm
-from draftsmith.data.store.datasets import (
-    AcceptanceDataset,
-    collate_acceptance,
-    collate_features,
-)
+from draftsmith.data.store.datasets import collate_acceptance, collate_features, open_dataset
 from draftsmith.modules.drafters.eagle.head import EagleHead
 from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.types import InputError
@@ -45,7 +41,7 @@ def acceptance_module(artefacts, tmp_path) -> LitHead:
     reader = MixedText(FrozenDrafter(load_lm(str(artefacts.draft)), {}), False)
     objective = AcceptanceObjective(reader, settings.calibrate)
     module = LitHead(acceptance.make_head(settings, 32), objective, settings, 12)
-    module.trainer = fake_trainer(AcceptanceDataset(artefacts.acceptance))
+    module.trainer = fake_trainer(open_dataset(artefacts.acceptance))
     return module
 
 
@@ -55,7 +51,7 @@ def part_of(batch) -> Part:
 
 
 def acceptance_part(artefacts, count: int) -> Part:
-    data = AcceptanceDataset(artefacts.acceptance)
+    data = open_dataset(artefacts.acceptance)
     return part_of(collate_acceptance([data.item(i, 0) for i in range(count)]))
 
 

@@ -11,9 +11,10 @@ from trained_runs import losses
 
 from draftsmith.data import acceptance as labels
 from draftsmith.data import features
+from draftsmith.data.features import text_dataset
 from draftsmith.data.heads.directory import drafter_identity, load_draft_head, load_head
 from draftsmith.data.models.loading import load_lm
-from draftsmith.data.store.datasets import FeatureDataset, ResponsesDataset, collate_features
+from draftsmith.data.store.datasets import collate_features, open_dataset
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.modules import drafters
 from draftsmith.modules.types import InputError
@@ -124,10 +125,10 @@ def test_residual_states_of_layers_are_read_where_a_drafter_asks_for_them(artefa
     asked = {"responses": artefacts.responses, "target": str(artefacts.target), "num_threads": 1}
     made = features.run(features.FeaturesConfig(output=tmp_path / "features", drafter="bigram", **asked))
     assert Manifest.read(made).identity["target"]["layers"] == "0,1"
-    stored, plain = FeatureDataset(made)[3]["features"], FeatureDataset(artefacts.features)[3]["features"]
+    stored, plain = open_dataset(made)[3]["features"], open_dataset(artefacts.features)[3]["features"]
     assert torch.equal(stored, torch.cat([plain, 2 * plain], -1))
     target = Captured(load_lm(str(artefacts.target)))
     objective = DrafterObjective(bigram, None, target, source=FeatureSource(target, (0, 1)))
-    batch = collate_features([ResponsesDataset(artefacts.responses, str(artefacts.target), target.info.identity)[3]])
+    batch = collate_features([text_dataset(artefacts.responses, str(artefacts.target), target.info.identity)[3]])
     online = objective.features_of(batch).features[0]
     torch.testing.assert_close(online, stored.float(), rtol=2**-8, atol=1e-3)  # bf16

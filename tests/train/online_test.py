@@ -11,11 +11,12 @@ from trained_runs import fake_trainer
 from transformers import AutoModelForCausalLM
 
 from draftsmith.data import prompts
+from draftsmith.data.features import text_dataset
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store import feature_codec
-from draftsmith.data.store.datasets import FeatureDataset, ResponsesDataset, collate_features, pack_features
+from draftsmith.data.store.datasets import collate_features, open_dataset, pack_features
 from draftsmith.data.store.manifest import Manifest
-from draftsmith.data.store.shards import Rows
+from draftsmith.data.store.rows import Rows
 from draftsmith.modules.drafters.eagle.head import EagleHead
 from draftsmith.modules.types import FeatureBatch, InputError
 from draftsmith.train.data_module import Key, Part, Samples
@@ -38,7 +39,7 @@ def part_of(batch: FeatureBatch) -> Part:
 
 
 def test_a_text_is_the_features_artefacts_row_without_features(artefacts):
-    online, stored = texts(artefacts), FeatureDataset(artefacts.features)
+    online, stored = texts(artefacts), open_dataset(artefacts.features)
     assert online.lengths.tolist() == stored.lengths.tolist() and len(online) == len(stored)
     for text, row in zip((online[i] for i in range(len(online))), stored, strict=True):
         assert set(text) == set(row) - {"features"}
@@ -51,7 +52,7 @@ def test_supervised_prompts_are_texts_with_masks_of_their_own(artefacts, tmp_pat
     source.write_text('{"prompt": "def add(first, second):", "answer": "return first + second"}\n' * 3)
     made = prompts.PromptsConfig(str(source), str(artefacts.target), tmp_path / "prompts", supervised=True)
     directory = prompts.run(made)
-    data = ResponsesDataset(directory, str(artefacts.target), {})
+    data = text_dataset(directory, str(artefacts.target), {})
     expected = Rows(directory, Manifest.read(directory)).read(0, 3)
     assert [data[i]["loss_mask"].tolist() for i in range(len(data))] == [row["loss_mask"] for row in expected]
     assert [data[i]["input_ids"].tolist() for i in range(len(data))] == [row["input_ids"] for row in expected]
@@ -106,7 +107,7 @@ def test_training_online_is_training_on_a_features_artefact_but_for_its_rounding
 def test_the_noise_unit_is_that_of_the_stored_features(artefacts):
     target = load_lm(str(artefacts.target))
     samples = Samples(texts(artefacts), range(6))
-    stored = feature_std(Samples(FeatureDataset(artefacts.features), range(6)), target)
+    stored = feature_std(Samples(open_dataset(artefacts.features), range(6)), target)
     assert feature_std(samples, target) == pytest.approx(stored, rel=1e-3)  # bf16
     # Alone or in a batch, the sums differ in their order only, and so, rarely, what they round to.
     assert feature_std(samples, target, stored="bf16") == pytest.approx(stored, rel=1e-5)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 import sklearn.metrics
 import torch
@@ -18,8 +16,7 @@ from draftsmith.data import acceptance as labels
 from draftsmith.data.heads.directory import drafter_identity, load_head, save_head
 from draftsmith.data.heads.frozen_drafter import FrozenDrafter
 from draftsmith.data.models.loading import load_lm
-from draftsmith.data.store.manifest import file_sha256
-from draftsmith.data.store.rollout_dataset import RolloutDataset, collate_rollouts
+from draftsmith.data.store.datasets import collate_rollouts, open_dataset
 from draftsmith.modules.acceptance.fitting import predicted
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
@@ -58,7 +55,7 @@ def trained(artefacts, rollouts, tmp_path_factory) -> Path:
 
 
 def a_batch(rollouts: Path, rows=(0, 3, 5)):
-    data = RolloutDataset(rollouts)
+    data = open_dataset(rollouts)
     return collate_rollouts([data[row] for row in rows])
 
 
@@ -138,13 +135,13 @@ def a_module(artefacts, rollouts, tmp_path) -> LitHead:
     head = make_head(settings, 32)
     reader = StoredDrafts(RolloutDrafts(FrozenDrafter(load_lm(str(artefacts.draft)), {}), head.config, DEPTH))
     module = LitHead(head, AcceptanceObjective(reader, settings.calibrate), settings, 8)
-    module.trainer = fake_trainer(RolloutDataset(rollouts))
+    module.trainer = fake_trainer(open_dataset(rollouts))
     return module
 
 
 def a_part(module: LitHead, rollouts, rows) -> Part:
     """A part of answers: validation's."""
-    samples = Samples(RolloutDataset(rollouts), rows)
+    samples = Samples(open_dataset(rollouts), rows)
     answers = StoredDataset(stored(samples, module.objective.reader.drafts, "rows"), samples, None)
     batch = collate_stored([answers.item(number, 0) for number in range(len(rows))])
     tokens = num_loss_tokens(batch)
@@ -220,19 +217,6 @@ def test_an_undrawn_head_learns_from_labels_that_have_what_it_reads(artefacts, r
     card = (tmp_path / "run" / "best" / "README.md").read_text()
     assert "a rectified layer over the state, 0 residual" in card and "where whether a token stays depends on P" in card
     assert "--method online:head=on" in card
-    # Labels of before there were such numbers are read, by heads that do not ask for them.
-    old = shutil.copytree(rollouts, tmp_path / "old")
-    for shard in old.glob("*.parquet"):
-        pq.write_table(pq.read_table(shard).drop_columns("repeat_mean"), shard)
-    manifest = json.loads((old / "manifest.json").read_text())
-    manifest["fields"] = [field for field in manifest["fields"] if field["name"] != "repeat_mean"]
-    for file in manifest["files"]:
-        file |= {"sha256": file_sha256(old / file["name"]), "bytes": (old / file["name"]).stat().st_size}
-    (old / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(InputError, match=r"data: found labels .* without repeat_mean, .*data acceptance") as error:
-        prepare(dataclasses.replace(settings, data=old))
-    assert "\n" not in str(error.value)
-    assert prepare(dataclasses.replace(settings, data=old, features=("entropy",)))
 
 
 def test_a_continued_run_keeps_the_calibration(artefacts, rollouts, trained, tmp_path):

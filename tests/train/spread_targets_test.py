@@ -15,7 +15,7 @@ from online_cases import config, curve
 
 from draftsmith.data import features
 from draftsmith.data.models.loading import load_lm
-from draftsmith.data.store.datasets import FeatureDataset
+from draftsmith.data.store.datasets import open_dataset
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.sampling import TorchSource
@@ -36,7 +36,7 @@ def command_line(words: list[str], settings: Any) -> list[str]:
 
 
 def assert_the_same_features(directory: Path, expected: Path) -> None:
-    found, oracle = FeatureDataset(directory), FeatureDataset(expected)
+    found, oracle = open_dataset(directory), open_dataset(expected)
     assert len(found) == len(oracle)
     for row, other in zip(found, oracle, strict=True):
         # Sums in another order, then rounded to bf16: the last bit of its 8 may differ.

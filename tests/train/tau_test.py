@@ -9,9 +9,9 @@ import torch
 from eagle_trainings import a_module, config
 from fake_graphs import FakeGraphs
 
-from draftsmith.data.store.datasets import FeatureDataset
+from draftsmith.data.store.datasets import open_dataset
 from draftsmith.data.store.manifest import Manifest
-from draftsmith.data.store.shards import Rows
+from draftsmith.data.store.rows import Rows
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.feature_heads import FeatureDrafter
@@ -23,7 +23,7 @@ from draftsmith.train.tau import TauProbe, held_out_prompts, probe_prompts
 
 def test_tau_is_emitted_tokens_by_target_calls_of_real_decoding(artefacts, tmp_path):
     module = a_module(artefacts, tmp_path)
-    prompts = list(held_out_prompts(Samples(FeatureDataset(artefacts.features), range(3))))
+    prompts = list(held_out_prompts(Samples(open_dataset(artefacts.features), range(3))))
     assert len(prompts) == 3
     target, tokens, calls, behind = module.objective.target, 0, 0, 0
     plain = generate_one(target, None, prompts[0], SamplingParams(), 10, TorchSource(0))
@@ -49,7 +49,7 @@ def test_tau_is_emitted_tokens_by_target_calls_of_real_decoding(artefacts, tmp_p
 def test_a_probe_captures_its_graphs_once(artefacts, tmp_path, monkeypatch):
     """Not for every prompt, and it counts what it counts without graphs."""
     module = a_module(artefacts, tmp_path)
-    prompts = list(held_out_prompts(Samples(FeatureDataset(artefacts.features), range(3))))
+    prompts = list(held_out_prompts(Samples(open_dataset(artefacts.features), range(3))))
     settings = config(artefacts, tmp_path, tau_k=2, tau_max_new_tokens=10)
     plain = TauProbe(module, module.objective.target, prompts, settings, 1)()
     counts = []

@@ -10,7 +10,7 @@ import numpy as np
 
 from draftsmith.data.console import log_note
 from draftsmith.data.store.manifest import open_artefact
-from draftsmith.data.store.shards import Rows
+from draftsmith.data.store.rows import Rows
 from draftsmith.data.text.repetition import Repetition
 from draftsmith.data.text.sources import named_split
 from draftsmith.eval.bench.prompts import BenchPrompt, has_splits, kept_rows, read_prompts

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.data.store.datasets import AcceptanceDataset, collate_acceptance
+from draftsmith.data.store.datasets import collate_acceptance, open_dataset
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.metrics import binary_kl, soft_label_auc
 from draftsmith.modules.targets.base import CausalLM
@@ -32,7 +32,7 @@ def read_labels(directory: Path, draft: CausalLM, seed: int, limit: int) -> Labe
     Raises:
         InputError: no artefact, or one made with another draft.
     """
-    dataset = AcceptanceDataset(directory, MIX, seed, {"draft": draft.info.identity})
+    dataset = open_dataset(directory, "acceptance", {"draft": draft.info.identity}, mix=MIX, seed=seed)
     hidden, accept_prob = [], []
     rows = range(min(limit, len(dataset)))
     for start in range(0, len(rows), BATCH):

@@ -26,7 +26,7 @@ from draftsmith.data.engines.own import generate_all
 from draftsmith.data.inspect import InspectConfig, run
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.manifest import Manifest
-from draftsmith.data.store.shards import Rows
+from draftsmith.data.store.rows import Rows
 from draftsmith.data.text.turns import AnswerSettings
 from draftsmith.modules.types import InputError, SamplingParams
 
@@ -137,7 +137,7 @@ def expected(chain, remake, tmp_path):
 
 
 def tokens(rows: list[dict]) -> list[tuple]:
-    return [(row["id"], row["input_ids"], row["prompt_length"], row["ended"]) for row in rows]
+    return [(row["id"], row["input_ids"], row["loss_mask"].index(True), row["ended"]) for row in rows]
 
 
 def test_token_ids_are_stored_as_the_server_sampled_them(vllm_like, ask, expected, monkeypatch):
@@ -166,7 +166,7 @@ def test_a_server_that_returns_only_text_gives_marked_rows(vllm_like, ask, capsy
     assert all(row["retokenised"] for row in rows)
     for row in rows:
         assert (
-            row["input_ids"][row["prompt_length"] :]
+            row["input_ids"][row["loss_mask"].index(True) :]
             == tiny_tokenizer()(row["text"], add_special_tokens=False)["input_ids"]
         )
     run(InspectConfig(directory, rows=0))
@@ -264,7 +264,7 @@ def refusing(*prompts: list[int]) -> Callable[[Handler, dict], bool]:
 
 
 def prompt_of(rows: list[dict], number: int) -> list[int]:
-    return rows[number]["input_ids"][: rows[number]["prompt_length"]]
+    return rows[number]["input_ids"][: rows[number]["loss_mask"].index(True)]
 
 
 def test_a_refused_prompt_is_named_and_the_same_command_asks_for_it_again(vllm_like, ask, expected, tmp_path):
@@ -403,10 +403,10 @@ def test_transformers_serve_answers_as_the_model_does_in_process(transformers_se
     assert all(row["retokenised"] for row in rows)
     tokenizer = tiny_tokenizer()
     for row, ours in zip(rows, expected, strict=True):
-        sampled = ours["input_ids"][ours["prompt_length"] :]
+        sampled = ours["input_ids"][ours["loss_mask"].index(True) :]
         assert row["text"] == tokenizer.decode(sampled, skip_special_tokens=True)
         assert row["server_tokens"] == len(sampled)
-        assert row["input_ids"][: row["prompt_length"]] == ours["input_ids"][: ours["prompt_length"]]
+        assert row["input_ids"][: row["loss_mask"].index(True)] == ours["input_ids"][: ours["loss_mask"].index(True)]
 
 
 @pytest.mark.slow

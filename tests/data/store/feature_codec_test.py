@@ -107,10 +107,10 @@ def test_a_safetensors_file_gives_back_what_was_encoded(tmp_path, dtype):
 def test_an_artefact_in_fp8_is_that_of_bf16_rounded_with_half_the_bytes(chain, remake, capsys):
     from draftsmith.data.inspect import InspectConfig
     from draftsmith.data.inspect import run as inspect
-    from draftsmith.data.store.datasets import FeatureDataset
+    from draftsmith.data.store.datasets import open_dataset
 
-    plain, directory = FeatureDataset(chain.directory("features")), remake("features", feature_dtype="fp8")
-    coded = FeatureDataset(directory)
+    plain, directory = open_dataset(chain.directory("features")), remake("features", feature_dtype="fp8")
+    coded = open_dataset(directory)
     for before, after in zip(plain, coded, strict=True):
         assert after["features"].dtype == torch.bfloat16 and after["features"].shape == before["features"].shape
         # 2^-4 of fp8 and 2^-8 of bf16; small values as their token's scale has it.

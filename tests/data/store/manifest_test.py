@@ -10,18 +10,16 @@ from pathlib import Path
 import pytest
 
 from draftsmith.data.responses import ResponsesConfig
-from draftsmith.data.store.datasets import FeatureDataset
+from draftsmith.data.store.datasets import open_dataset
 from draftsmith.data.store.files import write_json
 from draftsmith.data.store.manifest import (
     MANIFEST,
-    STARTED,
     Manifest,
     command_line,
     decisive,
     file_sha256,
     open_artefact,
 )
-from draftsmith.data.store.shards import Rows
 from draftsmith.modules.types import InputError
 
 STAGES = ("prompts", "responses", "acceptance", "features")
@@ -122,9 +120,9 @@ def test_without_hashing_a_file_of_the_right_size_passes(copy):
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
     shard.write_bytes(content)
-    FeatureDataset(directory, check="size")
+    open_dataset(directory, check="size")
     with pytest.raises(InputError, match="sha256"):
-        FeatureDataset(directory)
+        open_dataset(directory)
 
 
 def test_another_configuration_in_the_same_directory_lists_what_differs(chain, make_stage, copy, pair):
@@ -136,18 +134,6 @@ def test_another_configuration_in_the_same_directory_lists_what_differs(chain, m
     other = dataclasses.replace(chain.configs["responses"], output=directory, target=str(pair[1]))
     with pytest.raises(InputError, match=r"identity\.target\.config: \w+, now \w+; identity\.target\.lm_head"):
         make_stage("responses", other)
-
-
-def test_a_stage_that_an_earlier_version_began_goes_on_with_a_warning(chain, make_stage, copy, capsys):
-    directory = copy("responses")
-    started = json.loads((directory / STARTED).read_text())
-    later = {"identity.encoding", "identity.target.weights", "identity.target.tokenizer"}
-    assert later <= started["state"].keys()
-    kept = {key: value for key, value in started["state"].items() if key not in later}
-    (directory / STARTED).write_text(json.dumps({**started, "state": kept}))
-    make_stage("responses", dataclasses.replace(chain.configs["responses"], output=directory))
-    (warning,) = [line for line in capsys.readouterr().err.splitlines() if "not compared" in line]
-    assert all(key in warning for key in later)
 
 
 def test_what_does_not_change_the_content_may_change(chain, make_stage, copy):
@@ -194,9 +180,3 @@ def test_a_command_line_has_lists_of_paths_as_they_are_given():
     assert command_line("eval policies", places((Path("a"), Path("b")))) == (
         """draftsmith eval policies --texts '["a", "b"]'"""
     )
-
-
-def test_rows_are_found_across_shards(chain):
-    rows = Rows(chain.directory("prompts"), Manifest.read(chain.directory("prompts")), ["id"])
-    assert [row["id"] for row in rows.read(2, 8)] == [f"row-{i}" for i in range(2, 8)]
-    assert len(rows) == 11 and len(rows.read(9, 99)) == 2

@@ -5,14 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 from tiny_world import make_tiny_world
@@ -115,56 +112,6 @@ def test_a_process_may_hold_a_directory_twice_and_leaves_nothing(tmp_path):
         (tmp_path / "kept" / "file").touch()
         assert occupied(tmp_path / "kept")
     assert [path.name for path in (tmp_path / "kept").iterdir()] == ["file"]
-
-
-def left_by(directory: Path, **more: object) -> Path:
-    """What a writer on another machine left without an end."""
-    directory.mkdir()
-    about = {
-        "pid": 1,
-        "host": "elsewhere",
-        "command": "draftsmith train",
-        "since": "2026-01-01",
-        "job": "",
-        "slurm": "",
-    }
-    (directory / HOLDER).write_text(json.dumps({**about, **more}))
-    return directory
-
-
-def test_another_machines_writer_is_watched_for_signs_of_life(tmp_path, monkeypatch):
-    """A file system whose locks hold on one machine only: the lock is free, and the other still touches its file."""
-    directory = left_by(tmp_path / "out")
-    monkeypatch.setattr(writer, "SILENT_S", 3.0)
-    touching = f"import os, time\nwhile True: os.utime({str(directory / HOLDER)!r}); time.sleep(0.1)"
-    process = subprocess.Popen([sys.executable, "-c", touching])
-    try:
-        with pytest.raises(InputError, match="process 1 on elsewhere"), writing_alone(directory):
-            pytest.fail("two writers")
-    finally:
-        process.kill()
-        process.wait()
-    monkeypatch.setattr(writer, "SILENT_S", 0.3)
-    with writing_alone(directory):
-        assert read_holder(directory).pid == os.getpid()
-
-
-def test_a_requeued_slurm_job_need_not_wait(tmp_path, monkeypatch):
-    directory = left_by(tmp_path / "out", slurm="77")
-    monkeypatch.setenv("SLURM_JOB_ID", "77")
-    monkeypatch.setattr(writer, "_shows_life", lambda path: pytest.fail("waited"))
-    with writing_alone(directory):
-        assert read_holder(directory).slurm == "77"
-
-
-def test_a_sign_of_life_is_given(tmp_path, monkeypatch):
-    monkeypatch.setattr(writer, "BEAT_S", 0.05)
-    with writing_alone(tmp_path):
-        os.utime(tmp_path / HOLDER, (0, 0))
-        deadline = time.monotonic() + 10
-        while (tmp_path / HOLDER).stat().st_mtime == 0 and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert (tmp_path / HOLDER).stat().st_mtime > 0
 
 
 def test_ranks_of_one_job_write_together_and_not_into_anothers(tmp_path, monkeypatch):

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
-from turn_taking import ASSISTANT, NUM_ROWS, TARGET, conversation, counts_of, make_prompts, make_responses, rows_of
+from turn_taking import ASSISTANT, TARGET, conversation, counts_of, make_prompts, make_responses, rows_of
 
-from draftsmith.data import acceptance, features, prompts, responses
-from draftsmith.data.mixed_text import MixedTextLabels
+from draftsmith.data import acceptance, features
+from draftsmith.data.features import text_dataset
 from draftsmith.data.models.loading import load_lm
-from draftsmith.data.store.datasets import AcceptanceDataset, FeatureDataset, ResponsesDataset, in_pieces
-from draftsmith.data.store.rollout_dataset import RolloutDataset
-from draftsmith.data.text.answers import Supervision, answer_lengths, answer_mask, conversation_numbers, spans
+from draftsmith.data.store.datasets import answer_lengths, conversation_numbers, open_dataset
+from draftsmith.data.text.answers import Supervision, spans
 from draftsmith.modules.drafters.eagle.head import LOOKAHEAD
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
@@ -24,14 +21,14 @@ from draftsmith.train.plan import training_documents
 
 def test_features_of_a_row_are_those_of_its_tokens(answered, oracle, tmp_path):
     config = features.FeaturesConfig(answered, TARGET, tmp_path / "out", rows_per_shard=3, num_threads=1)
-    data = FeatureDataset(features.run(config))
+    data = open_dataset(features.run(config))
     for item, row in zip(data, rows_of(answered), strict=True):
         with torch.inference_mode():
             expected = oracle.model(torch.tensor([row["input_ids"]])).last_hidden_state[0]
         # bf16 keeps 8 bits of the mantissa.
         torch.testing.assert_close(item["features"].float(), expected, rtol=2**-8, atol=1e-2)
         assert item["loss_mask"].tolist() == row["loss_mask"]
-    texts = ResponsesDataset(answered, TARGET, load_lm(TARGET).info.identity)
+    texts = text_dataset(answered, TARGET, load_lm(TARGET).info.identity)
     assert [item["loss_mask"].tolist() for item in texts] == [row["loss_mask"] for row in rows_of(answered)]
 
 
@@ -48,7 +45,7 @@ def test_labels_are_on_answer_tokens_of_every_turn(answered, tmp_path):
         # The responses are greedy, so one-hot distributions: Y is the draft's choice, kept where it is the target's.
         assert row["draft_ids"] == [int(q[at - 1].argmax()) for at in places]
         assert row["accept_prob"] == [float(q[at - 1].argmax() == p[at - 1].argmax()) for at in places]
-    data = AcceptanceDataset(config.output, mix=0.3)
+    data = open_dataset(config.output, mix=0.3)
     for i, row in enumerate(rows):
         item = data.item(i, 0)
         drafted, mask = item["loss_mask"], torch.tensor(row["loss_mask"])
@@ -73,16 +70,16 @@ def test_drafts_of_rollouts_begin_within_answers(answered, tmp_path):
     assert starts <= allowed
     beyond_first = [(row["id"], spans(row["loss_mask"])[0][1]) for row in rows]
     assert any(start >= first for name, first in beyond_first for other, start in starts if other == name)
-    assert RolloutDataset(config.output).answer_lengths(range(len(rows))).sum() == sum(
+    assert open_dataset(config.output).answer_lengths(range(len(rows))).sum() == sum(
         sum(row["loss_mask"]) for row in rows
     )
 
 
 def test_rows_of_a_conversation_stay_on_one_side_of_the_validation_split(rewritten, tmp_path):
     directory = rewritten[1]
-    data = ResponsesDataset(directory, TARGET, load_lm(TARGET).info.identity)
+    data = text_dataset(directory, TARGET, load_lm(TARGET).info.identity)
     names = [row["id"].split("/")[0] for row in rows_of(directory)]
-    pieces = in_pieces(data, 40, LOOKAHEAD)
+    pieces = data.in_pieces(40, LOOKAHEAD)
     for dataset, owner in ((data, names), (pieces, [names[row] for row in pieces.rows])):
         config = TrainConfig(data=directory, output=tmp_path, val_share=0.4, max_length=0 if dataset is data else 40)
         train, val = train_and_val(config, data, None, 4096, LOOKAHEAD)
@@ -90,31 +87,6 @@ def test_rows_of_a_conversation_stay_on_one_side_of_the_validation_split(rewritt
         assert sides[0] | sides[1] == set(names) and not sides[0] & sides[1]
         # What `plan` expects is what is trained on.
         assert training_documents(config, 4096, LOOKAHEAD).lengths == train.lengths.tolist()
-
-
-def training_data(source: Path, root: Path) -> list:
-    """What trainings read of the first turns: texts, features and labels."""
-    texts = make_responses(make_prompts(source, root / "prompts", turns="first"), root / "responses")
-    labels = acceptance.AcceptanceConfig(texts, TARGET, root / "labels", "embedded:draft", num_threads=1)
-    states = features.FeaturesConfig(texts, TARGET, root / "features", num_threads=1)
-    data = ResponsesDataset(texts, TARGET, load_lm(TARGET).info.identity)
-    return [data, AcceptanceDataset(acceptance.run(labels)), FeatureDataset(features.run(states))]
-
-
-def test_artefacts_of_earlier_versions_give_the_same_training_data(source, tmp_path, monkeypatch):
-    news = training_data(source, tmp_path / "new")
-    for stage, name in ((responses, "FIELDS"), (features, "FIELDS"), (MixedTextLabels, "fields")):
-        added = ("turn",) if stage is features else ("turn", "loss_mask")
-        monkeypatch.setattr(stage, name, tuple(spec for spec in getattr(stage, name) if spec.name not in added))
-    monkeypatch.setattr(prompts, "FIELDS", prompts.FIELDS[:-1])
-    olds = training_data(source, tmp_path / "old")
-    assert "loss_mask" not in rows_of(tmp_path / "old" / "labels")[0]
-    assert "later" not in rows_of(tmp_path / "old" / "prompts")[0]
-    for new, old in zip(news, olds, strict=True):
-        assert len(new) == len(old) == NUM_ROWS
-        for i in range(NUM_ROWS):
-            assert all(torch.equal(new[i][name], old[i][name]) for name in new[i])
-        assert new.answer_lengths([1, 2, 4]).tolist() == old.answer_lengths([1, 2, 4]).tolist()
 
 
 def test_supervised_rows_keep_the_sources_answers_of_all_turns(source, tmp_path, tokenizer):
@@ -145,7 +117,6 @@ def test_what_will_be_learned_is_counted_by_answers():
     assert "a median answer" not in str(Supervision.of(np.full(10, 100)).warning())
     assert "answer tokens" not in str(Supervision.of(np.full(10_000, 9)).warning())
     assert Supervision.of(np.zeros(0, dtype=np.int64)).answers == 0
-    assert answer_mask({"input_ids": [1, 2, 3], "prompt_length": 1}) == [False, True, True]
     assert conversation_numbers(np.array([1, 2, 1, 1, 3])).tolist() == [0, 0, 1, 2, 2]
 
 

@@ -124,8 +124,8 @@ def test_the_mask_is_between_the_assistants_tag_and_the_end_token(answered, toke
             mask.append(speaking)
             speaking = token == begin or (speaking and token != end)
         # A row that goes on with a conversation has the answers before it in its prompt.
-        assert row["loss_mask"] == [bit and at >= row["prompt_length"] for at, bit in enumerate(mask)]
-        assert row["loss_mask"][row["prompt_length"]]
+        assert row["loss_mask"] == [bit and at >= row["loss_mask"].index(True) for at, bit in enumerate(mask)]
+        assert row["loss_mask"][row["loss_mask"].index(True)]
         several += len(spans(row["loss_mask"])) > 1
     assert several >= 2
 
@@ -151,11 +151,11 @@ def test_a_template_that_rewrites_history_gives_a_row_a_turn_with_what_is_shown(
     by_id = {row["id"]: row for row in rows}
     first, second = by_id["row-1"], by_id["row-1/turn-2"]
     assert (first["turn"], second["turn"]) == (1, 2)
-    said = tokenizer.decode(first["input_ids"][first["prompt_length"] :], skip_special_tokens=True)
+    said = tokenizer.decode(first["input_ids"][first["loss_mask"].index(True) :], skip_special_tokens=True)
     users = [message for message in conversation(1) if message["role"] == USER]
     messages = [users[0], {"role": ASSISTANT, "content": said}, users[1]]
     shown = tokenizer.apply_chat_template(messages, chat_template=REWRITES, add_generation_prompt=True, tokenize=False)
-    ids, start = second["input_ids"], second["prompt_length"]
+    ids, start = second["input_ids"], second["loss_mask"].index(True)
     assert ids[:start] == tokenizer(shown, add_special_tokens=False)["input_ids"]
     assert second["loss_mask"] == [at >= start for at in range(len(ids))]
     with torch.inference_mode():
@@ -201,7 +201,7 @@ def test_end_tokens_can_be_ignored(asked, tmp_path):
     rows = rows_of(make_responses(asked, tmp_path / "out", ignore_eos=True, max_new_tokens=40))
     assert {sum(row["loss_mask"]) for row in rows} == {40} and not any(row["ended"] for row in rows)
     ended = load_lm(TARGET).info.eos_ids[0]
-    assert any(ended in row["input_ids"][row["prompt_length"] : -1] for row in rows)
+    assert any(ended in row["input_ids"][row["loss_mask"].index(True) : -1] for row in rows)
 
 
 def test_a_server_is_asked_turn_by_turn(answered, asked, tmp_path, monkeypatch):
