@@ -1,4 +1,4 @@
-"""Tiny random EAGLE-1 and EAGLE-3 heads, their target's facts, and broken copies of what is written of them."""
+"""Tiny random EAGLE-1 and EAGLE-3 heads, their target's facts, and broken copies of their exports."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ def llama(**changes: Any) -> LlamaConfig:
     return dataclasses.replace(LLAMA, **changes)
 
 
-# What differs between families of targets.
 FAMILIES = {
     "llama": LLAMA,
     "qwen2": llama(qkv_bias=True, rope_theta=1e6),
@@ -43,7 +42,7 @@ FAMILIES = {
 
 
 def random_head(config: LlamaConfig, seed: int = 0, fc_bias: bool = False) -> EagleHead:
-    """All parameters random, norms and biases too: a tensor in a wrong place changes the output."""
+    """Return a head whose parameters are all random: a tensor in a wrong place changes the output."""
     torch.manual_seed(seed)
     head = EagleHead(EagleConfig(config, fc_bias)).requires_grad_(False)
     for weight in head.parameters():
@@ -56,7 +55,7 @@ def state_of(head: EagleHead) -> dict[str, Tensor]:
 
 
 def facts(**raw: Any) -> TargetFacts:
-    """A Llama target of the sizes of `LLAMA`."""
+    """Return the facts of a Llama target with the sizes of `LLAMA`."""
     torch.manual_seed(9)
     fields = {
         "model_type": "llama", "vocab_size": V, "hidden_size": H, "num_hidden_layers": 6,
@@ -66,7 +65,7 @@ def facts(**raw: Any) -> TargetFacts:
 
 
 def changed(package: Package, config: Mapping[str, Any] = {}, tensors: Mapping[str, Tensor | None] = {}) -> Package:
-    """A copy with other fields and tensors; a field of `...` and a tensor of None are taken out."""
+    """Return a copy with other fields and tensors; a field of `...` and a tensor of None are removed."""
     fields = {**package.config, **config}
     state = {**package.tensors, **tensors}
     return Package(
@@ -77,11 +76,11 @@ def changed(package: Package, config: Mapping[str, Any] = {}, tensors: Mapping[s
 
 D2T = torch.tensor([0, 2, 3, 7, 8, 12, 13, 19])
 LAYERS = 12
-DEFAULT = (2, 6, 9)  # of so many
+DEFAULT = (2, 6, 9)  # of 12 layers
 
 
 def random_eagle3(llama_config: LlamaConfig = LLAMA, reduced: bool = True, **settings: Any) -> Eagle3Head:
-    """An EAGLE-3 head whose parameters are all random."""
+    """Return an EAGLE-3 head whose parameters are all random."""
     torch.manual_seed(4)
     config = Eagle3Config(llama_config, settings.pop("capture", DEFAULT), len(D2T) if reduced else V, **settings)
     head = Eagle3Head(config).requires_grad_(False)
@@ -92,17 +91,16 @@ def random_eagle3(llama_config: LlamaConfig = LLAMA, reduced: bool = True, **set
     return head
 
 
-EAGLE3_FORMATS = ("eagle", "vllm", "sglang", "speculators")
-SYSTEMS = {name: formats()[name, "eagle3"] for name in EAGLE3_FORMATS}
+EAGLE1 = {name: formats()[name, "eagle"] for name in ("eagle", "vllm", "sglang")}
+EAGLE3 = {name: formats()[name, "eagle3"] for name in ("eagle", "vllm", "sglang", "speculators")}
 TARGET = facts(num_hidden_layers=LAYERS)
 IDS = "eagle_aux_hidden_state_layer_ids"
-ABSOLUTE = {"d2t": D2T}
 
 
 def written(name: str, dtype: torch.dtype = torch.float32, **settings: Any) -> Package:
-    """The random EAGLE-3 head as one of these systems wants it."""
+    """Export the random EAGLE-3 head for one of these systems."""
     head = random_eagle3(**settings)
-    return SYSTEMS[name].write(head.config, stored_tensors(head), dtype, TARGET)
+    return EAGLE3[name].write(head.config, stored_tensors(head), dtype, TARGET)
 
 
 def rand(*shape: int) -> Tensor:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.modules.formats.base import Package, flat
+from draftsmith.modules.formats.base import Package
+from draftsmith.modules.formats.llama import flat
 from draftsmith.modules.layers import LlamaConfig, rope_frequencies
 
 

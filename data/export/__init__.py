@@ -1,1 +1,1 @@
-"""Heads between this project and other systems: export, import, and the check that both mean the same by them."""
+"""Export and import of heads, and the check that both systems compute the same with them."""

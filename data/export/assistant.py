@@ -1,9 +1,10 @@
-"""A draft model's directory for plain transformers: written with measured settings, and checked by using it."""
+"""Directory of a draft model for plain transformers: written with measured settings, and checked by using it."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from draftsmith.data.models.loading import load_tokenizer, load_transformers, to
 from draftsmith.data.store.files import copy_file, make_directory, write_json
 from draftsmith.data.store.reading import read_object
 from draftsmith.modules.formats import hf_assisted
-from draftsmith.modules.formats.base import Finding
+from draftsmith.modules.formats.base import Problem
 from draftsmith.modules.formats.hf_assisted import FIELDS, Tuning
 from draftsmith.modules.types import InputError
 
@@ -27,9 +28,20 @@ PROMPTS = ("def add(a, b):", "The first of them is")
 MAX_NEW_TOKENS = 24
 
 
-def write_assistant(draft_path: str, tuning: Tuning, directory: Path) -> Path:
-    """The draft's own files with `generation_config.json` set by the tuning, into a directory of the caller's. Weights
-    are safetensors only. The draft's own README.md is left out: the directory is another one.
+@dataclass
+class AssistantCheck:
+    """Result of using a draft model. rounds: drafted tokens of every round, empty if nothing was generated."""
+
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    rounds: list[int] = field(default_factory=list)
+    num_assistant_tokens: int = 0
+
+
+def write_assistant(draft_path: str, tuning: Tuning, directory: Path) -> None:
+    """Copy the draft's own files into a directory, with `generation_config.json` set by the tuning.
+
+    Weights are safetensors only. The draft's own README.md is left out: the directory is another one.
 
     Raises:
         InputError: a draft without safetensors, with shards missing or code of its own; nothing is written then.
@@ -43,11 +55,10 @@ def write_assistant(draft_path: str, tuning: Tuning, directory: Path) -> Path:
     for file in files:
         copy_file(file, directory / file.name)  # the content: a hub cache holds links
     write_json(directory / SETTINGS, hf_assisted.generation_config(fields, tuning))
-    return directory
 
 
 def _files(source: Path) -> list[Path]:
-    """What makes the model: config, tokenizer, templates, licences and safetensors."""
+    """Return the files of a model: config, tokenizer, templates, licences and safetensors."""
     files = [file for file in sorted(source.iterdir()) if file.is_file()]
     kept = [file for file in files if file.suffix in SUFFIXES or file.stem in ("LICENSE", "NOTICE")]
     kept = [file for file in kept if not file.name.startswith("pytorch_model")]
@@ -58,109 +69,98 @@ def _files(source: Path) -> list[Path]:
     shards = set(weight_map(source / INDEX, FETCH).values()) if INDEX in names else set()
     if shards - names:
         found = f"{INDEX} that names {', '.join(sorted(shards - names)[:3])}"
-        raise InputError("draft", found, f"files of {source}", "Fetch the model again.")
+        raise InputError("draft", found, f"files of {source}", FETCH)
     if read_object(source / "config.json", {}, FETCH).get("auto_map"):
         found = f"{source}, which brings its own code"
         raise InputError("draft", found, "a model that transformers has built in", "Export another draft.")
     return kept
 
 
-def check_assistant(directory: str | Path, target: str) -> tuple[list[Finding], dict[str, Any]]:
-    """Use the directory as a user of transformers would, in float32 on the CPU, and compare greedy answers to two short
-    prompts with the target's own, token by token.
+def check_assistant(directory: str | Path, target: str) -> AssistantCheck:
+    """Use a directory as a user of transformers would, in float32 on the CPU.
+
+    Greedy answers to two short prompts are compared with the target's own, token by token.
 
     target: directory, hub id or embedded name of the model that it drafts for.
-    Returns: what was found, and what was seen: the settings in effect, sizes, drafted tokens by round.
 
     Raises:
         InputError: the TARGET cannot be loaded.
     """
+    from transformers.utils import is_sklearn_available
+
     # Assisted generation warns about the arguments that it passes to itself.
     logging.getLogger("transformers.generation.utils").setLevel(logging.ERROR)
     large = load_transformers(model_directory(target), torch.float32).eval()
+    check = AssistantCheck()
     try:
         source = model_directory(str(directory))
         _files(source)
         stored = read_object(source / SETTINGS, {}, FETCH) if (source / SETTINGS).exists() else {}
         draft = load_transformers(source, torch.float32).eval()
     except ValueError as error:  # ours, and what transformers says of a config that it does not know
-        return [Finding("error", str(directory), str(error).strip().splitlines()[0])], {}
-    settings: dict[str, Any] = {name: getattr(draft.generation_config, name, None) for name in FIELDS}
-    facts: dict[str, Any] = {
-        **settings,
-        "vocab_size": draft.config.get_text_config().vocab_size,
-        "target_vocab_size": large.config.get_text_config().vocab_size,
-    }
-    findings = [*_check_settings(stored), *_check_vocabulary(source, target, facts)]
-    if not any(finding.level == "error" for finding in findings):
-        rounds, found = _compare(large, draft, [load_tokenizer(target)(text).input_ids for text in PROMPTS])
-        longest = max(rounds, default=0)
-        facts |= {"rounds": len(rounds), "drafted": sum(rounds), "longest_round": longest}
-        if longest > settings["num_assistant_tokens"]:
-            found.append(Finding("error", FIELDS[0], f"{settings[FIELDS[0]]}, but a round drafted {longest}"))
-        findings += found
-    return findings, facts
+        check.problems.append(Problem(str(directory), str(error).strip().splitlines()[0]))
+        return check
 
-
-def _check_settings(stored: dict[str, Any]) -> list[Finding]:
-    """The three settings."""
-    from transformers.utils import is_sklearn_available
-
+    # Settings.
     absent = f"absent from {SETTINGS}: transformers takes its own default"
-    findings = [Finding("error", name, absent) for name in FIELDS if name not in stored]
-    schedule, threshold = stored.get(FIELDS[1], "constant"), stored.get(FIELDS[2])
-    if schedule != "constant":
-        findings.append(Finding("note", FIELDS[1], f"{schedule}: transformers changes the number in every round"))
-    if threshold and is_sklearn_available():
-        text = f"{threshold} is the first value only: with scikit-learn, which is installed, every round re-tunes it"
-        findings.append(Finding("note", FIELDS[2], text))
-    return findings
+    check.problems += [Problem(name, absent) for name in FIELDS if name not in stored]
+    for name in FIELDS:
+        check.notes.append(f"{name}: {getattr(draft.generation_config, name, None)}")
+    if stored.get(FIELDS[1], "constant") != "constant":
+        check.notes.append(f"{FIELDS[1]} {stored[FIELDS[1]]}: transformers changes the number in every round")
+    if stored.get(FIELDS[2]) and is_sklearn_available():
+        text = f"{stored[FIELDS[2]]} is the first value only: with scikit-learn, which is installed, every round"
+        check.notes.append(f"{FIELDS[2]} {text} re-tunes it")
+
+    # Vocabulary and tokenizer.
+    sizes = [model.config.get_text_config().vocab_size for model in (draft, large)]
+    if sizes[0] != sizes[1]:
+        text = f"{sizes[0]}, the target has {sizes[1]}: transformers takes them for models of different tokenizers"
+        check.problems.append(Problem("vocab_size", f"{text} and raises"))
+    else:
+        try:
+            if tokenizer_identity(str(source))["tokenizer"] != tokenizer_identity(target)["tokenizer"]:
+                check.problems.append(Problem("tokenizer", "not the target's: token ids mean something else"))
+        except InputError as error:
+            check.notes.append(f"tokenizer: the target's is used ({error})")
+
+    if not check.problems:
+        check.num_assistant_tokens = int(draft.generation_config.num_assistant_tokens)
+        _compare(check, large, draft, [load_tokenizer(target)(text).input_ids for text in PROMPTS])
+    return check
 
 
-def _check_vocabulary(source: Path, target: str, facts: dict[str, Any]) -> list[Finding]:
-    ours, theirs = facts["vocab_size"], facts["target_vocab_size"]
-    if ours != theirs:
-        text = f"{ours}, the target has {theirs}: transformers takes them for models of different tokenizers and raises"
-        return [Finding("error", "vocab_size", text)]
-    try:
-        draft = tokenizer_identity(str(source))["tokenizer"]
-    except InputError as error:
-        return [Finding("note", "tokenizer", f"the target's is used ({error})")]
-    if draft != tokenizer_identity(target)["tokenizer"]:
-        return [Finding("error", "tokenizer", "not the target's: token ids mean something else")]
-    return []
-
-
-def _compare(target: Any, draft: Any, prompts: Sequence[Sequence[int]]) -> tuple[list[int], list[Finding]]:
-    """Drafted tokens of every round, and answers that differ from the target's own."""
+def _compare(check: AssistantCheck, target: Any, draft: Any, prompts: Sequence[Sequence[int]]) -> None:
+    """Count the drafted tokens of every round, and find answers that differ from the target's own."""
     from transformers import GenerationConfig
 
     ends = target.generation_config.eos_token_id
     pad = ends[0] if isinstance(ends, list) else ends
-    # The target's own sampling defaults and penalties are no part of this: greedy answers of the bare model.
+    # Greedy answers of the bare model, without the target's own sampling defaults and penalties.
     target.generation_config = GenerationConfig()
     config = GenerationConfig(
         max_new_tokens=MAX_NEW_TOKENS, do_sample=False, eos_token_id=ends, pad_token_id=0 if pad is None else pad
     )
-    rounds: list[int] = []
-    findings: list[Finding] = []
     for prompt in prompts:
         ids = torch.tensor([list(prompt)])
         inputs: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "generation_config": config}
         try:
-            own, (assisted, fed) = target.generate(ids, **inputs), _assisted(target, draft, ids, inputs)
+            alone, (assisted, fed) = target.generate(ids, **inputs), _assisted(target, draft, ids, inputs)
         except ValueError as error:  # how transformers refuses a pair
-            findings.append(Finding("error", "generate", str(error).strip().splitlines()[0]))
-            break
+            check.problems.append(Problem("generate", str(error).strip().splitlines()[0]))
+            return
         # The first call reads the prompt, each later one the last known token; the rest was drafted.
-        rounds += [count - (1 if i else len(prompt)) for i, count in enumerate(fed)]
-        if own.tolist() != assisted.tolist():
-            findings.append(Finding("error", "generate", _difference(own[0], assisted[0], len(prompt))))
-    return rounds, findings
+        check.rounds += [count - (1 if i else len(prompt)) for i, count in enumerate(fed)]
+        if alone.tolist() != assisted.tolist():
+            one, other = alone[0, len(prompt) :].tolist(), assisted[0, len(prompt) :].tolist()
+            pairs = zip(one, other, strict=False)
+            first = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+            text = f"the assisted answer leaves the target's own at token {first}"
+            check.problems.append(Problem("generate", text))
 
 
 def _assisted(target: Any, draft: Any, ids: Tensor, inputs: dict[str, Any]) -> tuple[Tensor, list[int]]:
-    """The assisted answer, and how many tokens each call of the target was fed."""
+    """Return the assisted answer, and the number of tokens that each call of the target was fed."""
     fed: list[int] = []
 
     def record(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -172,9 +172,3 @@ def _assisted(target: Any, draft: Any, ids: Tensor, inputs: dict[str, Any]) -> t
         return target.generate(ids, assistant_model=draft, **inputs), fed
     finally:
         hook.remove()
-
-
-def _difference(own: Tensor, assisted: Tensor, start: int) -> str:
-    pairs = zip(own[start:].tolist(), assisted[start:].tolist(), strict=False)
-    first = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(own), len(assisted)) - start)
-    return f"the assisted answer leaves the target's own at token {first}"

@@ -1,78 +1,97 @@
-"""`draftsmith check`: what another system would make of a directory, and whether that is the head that was trained."""
+"""`draftsmith check`: compare what another system computes from a directory with the head that was trained."""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from rich.text import Text
-from torch import nn
+from torch import Tensor, nn
 
 from draftsmith.data.console import print_table, print_text, table_from_cells
 from draftsmith.data.export.assistant import check_assistant
 from draftsmith.data.export.directory import read_package
-from draftsmith.data.export.record import against_model, against_record, read_record
 from draftsmith.data.export.states import StateSource, make_trial, state_source
 from draftsmith.data.heads.directory import build_head, kind_at, load_head
 from draftsmith.data.settings import Dtype, Loading
-from draftsmith.modules.formats import format_names, formats, formats_of, hf_assisted
-from draftsmith.modules.formats.alternatives import STRONG
-from draftsmith.modules.formats.base import Finding, ForeignHead, HeadFormat, Measure, Package
+from draftsmith.data.store.manifest import compare_identity, git_commit, package_versions
+from draftsmith.data.store.reading import read_object
+from draftsmith.modules.drafters import learned
+from draftsmith.modules.formats import format_names, formats, hf_assisted
+from draftsmith.modules.formats.base import ForeignHead, HeadFormat, ImportedHead, Package, Problem, largest
 from draftsmith.modules.formats.detect import detect, named_format
+from draftsmith.modules.formats.rope import Rope, frequencies
+from draftsmith.modules.layers import LlamaConfig, RopeScaling
 from draftsmith.modules.types import InputError
 
 if TYPE_CHECKING:
-    FormatName = str
     Checked = str
 else:
-    FormatName = Literal[(*format_names(), hf_assisted.NAME)]
     Checked = Literal[("auto", *format_names(), hf_assisted.NAME)]
+
+RECORD = "draftsmith.json"
+# Two float32 implementations of one layer; another rope, order or bias changes logits by tenths at least.
+LARGEST_DIFFERENCE = 1e-4
+LARGEST_SHARE = 1e-5  # of the largest logit, if that is more: a draft reads its own rounded states
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckConfig(Loading):
-    """Read a directory as another system would and compare it with what this project makes of it: names, settings,
-    and logits on hidden states of the real model. Exits with 1 when anything differs.
+    """Read a directory as another system would and compare it with the head that was trained: names, settings, and
+    logits on hidden states of the real model. Exits with 1 when anything differs.
 
     Attributes:
         directory: The directory to check.
-        format: The system that is to read it; auto finds out whose directory it is, checks it for that one and says in
-            a line what every other makes of it.
+        format: The system that is to read it; auto detects whose directory it is, and adds a line for every other.
         target: The target model; for hf-assisted too.
         draft: The draft whose hidden states an acceptance head reads (specdec_pp, acceptance): a model, or the
             directory of a drafting head, then with its --target.
-        eagle: The old name of --draft for a head.
-        head: The head that the directory was exported from, if it is at hand; else the directory itself, imported, is
-            what logits are compared with.
+        head: The head that the directory was exported from, to compare logits with.
     """
 
     directory: Path
     format: Checked = "auto"
     target: str | None = None
     draft: str | None = None
-    eagle: Path | None = None
     head: Path | None = None
     dtype: Dtype = "auto"
 
 
-@dataclass
-class Report:
-    """Findings about tensors and settings, and numbers."""
+@dataclass(frozen=True)
+class Measure:
+    """A measured value of a check, its bar, and whether it is met."""
 
-    findings: list[Finding] = field(default_factory=list)
+    name: str
+    value: str
+    bar: str
+    passed: bool
+
+
+@dataclass
+class CheckReport:
+    """Result of a check. problems: tensors and settings that differ. notes: what was left out or assumed."""
+
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     measures: list[Measure] = field(default_factory=list)
-    used: str = ""
 
     @property
-    def failures(self) -> int:
-        return sum(finding.level == "error" for finding in self.findings) + sum(not m.passed for m in self.measures)
+    def failures(self) -> list[str]:
+        """Everything that differs, a line each."""
+        lines = [f"{problem.where}: {problem.text}" for problem in self.problems]
+        return lines + [f"{m.name}: {m.value} ({m.bar})" for m in self.measures if not m.passed]
 
 
 def run(config: CheckConfig) -> int:
-    """0 when the system would compute with this directory what was trained, else 1.
+    """Check a directory. Returns 0 if the system would compute with it what was trained, else 1.
 
     Raises:
         InputError: no such directory, one of our own heads, or no model.
@@ -80,27 +99,32 @@ def run(config: CheckConfig) -> int:
     if config.format == hf_assisted.NAME:
         if config.target is None:
             raise InputError("target", "none", "the target that the draft assists", "Pass --target.")
-        report = report_of_assistant(config.directory, config.target)
+        report = check_draft_model(config.directory, config.target)
         print_report(report, str(config.directory), config.format)
         return 1 if report.failures else 0
     models = (config.target, config.draft, config.loading)
-    # A server's formats all read the same model's states: what is missing of it is said before the directory is read.
-    named = [format for (name, _), format in formats().items() if name == config.format]
-    source = state_source(named[0], *models) if named else None
-    package = foreign_package(config.directory)
-    found = (package.config, {name: tuple(tensor.shape) for name, tensor in package.tensors.items()})
-    format = named_format(config.format, *found) if named else detect(*found)
+    # All formats of a name read the same model: a missing --target is reported before the directory is read.
+    named = next((format for (name, _), format in formats().items() if name == config.format), None)
+    source = state_source(named, *models) if named else None
+    foreign = ForeignHead.of(foreign_package(config.directory))
+    format = named_format(config.format, foreign) if named else detect(foreign)
     source = source or state_source(format, *models)
     head = original(config.head, format.kind, source) if config.head is not None else None
     report = check_head(config.directory, format, source, head)
     print_report(report, str(config.directory), format.name)
     if config.format == "auto":
-        print_verdicts(config.directory, format, source, report, head)
+        print_text(f"\nWritten as {format.system} does.")
+        for other in formats().values():
+            if other.kind == format.kind:
+                lines = (report if other is format else check_head(config.directory, other, source, head)).failures
+                more = f", and {len(lines) - 1} more" if len(lines) > 1 else ""
+                verdict = f"another head, or none ({lines[0]}{more})" if lines else "computes this head"
+                print_text(f"  {other.name}: {verdict}")
     return 1 if report.failures else 0
 
 
 def foreign_package(directory: Path) -> Package:
-    """What another system wrote.
+    """Read a directory that another system wrote.
 
     Raises:
         InputError: no such directory, or one of our own heads.
@@ -112,113 +136,200 @@ def foreign_package(directory: Path) -> Package:
     return package
 
 
-def print_verdicts(
-    directory: Path, written: HeadFormat, source: StateSource, own: Report, head: nn.Module | None
-) -> None:
-    """Whose directory it is, and in a line each what the systems make of it, beside the head as its own would have it.
-
-    written: whose it is; own: the report by that one.
-    """
-    package = read_package(str(directory))
-    shapes = {name: tuple(tensor.shape) for name, tensor in package.tensors.items()}
-    said = written.dialect(ForeignHead(package.config, shapes))
-    print_text(f"\nWritten as {said} does.")
-    if head is None:
-        try:
-            parsed = written.parse(package, source.facts)
-        except InputError:  # the report has said so
-            return
-        head = build_head(written.kind, parsed.config, parsed.state)
-    for format in formats_of(written.kind):
-        report = own if format is written else check_head(directory, format, source, head)
-        wrong = [f"{f.where}: {f.text}" for f in report.findings if f.level == "error"]
-        wrong += [f"{m.name}: {m.value} ({m.bar})" for m in report.measures if not m.passed]
-        more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        verdict = f"another head, or none ({wrong[0]}{more})" if wrong else "computes this head"
-        print_text(f"  {format.name}: {verdict}")
-
-
-def report_of_assistant(directory: Path, target: str) -> Report:
-    """What transformers itself does with a draft for its assisted generation."""
-    findings, seen = check_assistant(directory, target)
-    report = Report(findings)
-    if "rounds" in seen:
-        k = seen["num_assistant_tokens"]
-        value = f"at most {seen['longest_round']} in {seen['rounds']} rounds"
-        report.measures.append(Measure("tokens drafted", value, f"at most {k}", seen["longest_round"] <= k))
-        equal = not any(finding.where == "generate" for finding in findings)
-        text = "as the target alone" if equal else "another"
-        report.measures.append(Measure("greedy answers to two prompts", text, "the target's own", equal))
-    report.findings += [Finding("note", name, str(seen[name])) for name in hf_assisted.FIELDS if name in seen]
-    return report
-
-
 def original(directory: Path, kind: str, source: StateSource) -> nn.Module:
-    """A head as it was trained, in the type of its file.
+    """Load a head as it was trained, in the type of its file.
 
     Raises:
         InputError: no head of this kind, or one that reads another model's states.
     """
-    # Compares identities; the copy is in the model's type, which rounds.
+    # The first call compares identities; its head is in the model's type, which rounds.
     load_head(directory, source.drafter.lm, kind=kind, identity=source.drafter.identity)
     return load_head(directory)
 
 
-@torch.no_grad()
-def check_head(directory: Path, format: HeadFormat, source: StateSource, head: nn.Module | None) -> Report:
-    """Everything that is known of a head's directory.
-
-    head: the original, if there is one; else the directory is imported.
-    """
-    package = foreign_package(directory)
-    reading = format.read(package, source.facts)
-    report = Report(list(reading.findings), used=f"{len(reading.used)} of {len(package.tensors)} tensors used")
-    record = read_record(directory)
-    if record is not None:
-        report.findings += against_record(record, reading, format)
+def check_head(directory: Path, format: HeadFormat, source: StateSource, head: nn.Module | None) -> CheckReport:
+    """Read a directory by a system's rules, and compare it with its record and with the head, if there are such."""
+    report = CheckReport()
+    try:
+        theirs = format.read(foreign_package(directory), source.facts)
+        net = build_head(format.kind, theirs.config, theirs.state)
+    except InputError as error:
+        report.problems.append(Problem(error.field, str(error).partition(": ")[2]))
+        return report
+    report.problems += theirs.problems
+    report.notes += theirs.notes
+    if (record := read_record(directory)) is not None:
+        if record["kind"] != format.kind:
+            report.problems.append(Problem(RECORD, f"this was exported as {record['format']}"))
+        else:
+            report.problems += differences(record["config"], record["tensors"], theirs)
         differing, unrecorded = against_model(record, source.drafter.identity)
-        other, unknown = "is another than the model that the head was trained for", "not recorded with the head"
-        report.findings += [Finding("error", f"the model's {key}", other) for key in differing]
-        report.findings += [Finding("note", f"the model's {key}", f"{unknown}, so not compared") for key in unrecorded]
-    ours = head
-    if ours is None:
-        try:
-            parsed = format.parse(package, source.facts)
-            ours = build_head(format.kind, parsed.config, parsed.state)
-        except InputError as error:
-            report.findings.append(Finding("error", "import", str(error)))
-            return report
-    ours = ours.float()
-    trial = make_trial(format, source, ours, reading)
-    known = dataclasses.replace(trial, known=record is not None or head is not None)
-    report.measures += format.compare(reading, ours, package, known)
+        other = "is another than the model that the head was trained for"
+        report.problems += [Problem(f"the model's {key}", other) for key in differing]
+        report.notes += [f"the model's {key} was not recorded with the head, so not compared" for key in unrecorded]
+    report.measures += measure(format, net, head, source)
     return report
 
 
-def print_report(report: Report, directory: str, format: str) -> None:
-    """What differs first, then what was measured, then what is worth knowing."""
-    said = f": {report.used}" if report.used else ""
-    print_text(Text.assemble((f"{directory} as {format} reads it", "bold"), said))
+@torch.no_grad()
+def measure(format: HeadFormat, theirs: Any, ours: Any | None, source: StateSource) -> list[Measure]:
+    """Run the head as a system reads it on real text, and compare its logits with those of ours in float32."""
+    heads = [head.float() for head in (theirs, ours) if head is not None]
+    trial = make_trial(format, source, heads)
+    outputs = [format.forward(head, trial) for head in heads]
+    measures = []
+    if format.predicts:
+        prob = outputs[0][0][0]  # [N]
+        low, high = float(prob.min()), float(prob.max())
+        text = f"P(accept) from {low:.3f} to {high:.3f}"
+        measures.append(Measure(f"{prob.numel()} states", text, "not all the same", low < high))
+    else:
+        hits = []
+        for probe, (first, *_) in zip(trial.probes, outputs[0], strict=True):
+            # Row t is compared with the target's choice of token t + 2, of the answer.
+            choices, answer = probe.choices[1:], torch.arange(2, len(probe.ids) + 1) >= probe.start
+            hits.append((first.nan_to_num().argmax(-1)[: len(choices)] == choices[: len(first)])[answer[: len(first)]])
+        right, finite = torch.cat(hits).float(), all(not first.isnan().any() for first, *_ in outputs[0])
+        text = f"{right.mean():.1%} of {len(right)} as the target's"
+        measures.append(Measure("first tokens", text, "all are numbers", finite))
+    if len(heads) == 2:
+        worst = size = rows = 0.0
+        for probe_outputs in zip(*outputs, strict=True):
+            for one, two in itertools.zip_longest(*probe_outputs):
+                if one is None or two is None or one.shape != two.shape:
+                    worst = math.inf
+                    continue
+                # Tokens that a head cannot draft have -inf.
+                worst = max(worst, largest(torch.where(one == two, 0.0, one - two)))
+                size, rows = max(size, largest(two[two.isfinite()])), rows + len(two)
+        bar = max(LARGEST_DIFFERENCE, LARGEST_SHARE * size)
+        measures.append(
+            Measure(f"logits of {rows:g} rows", f"differ by {worst:.1e}", f"at most {bar:.2g}", worst <= bar)
+        )
+    return measures
 
-    def mark(measure: Measure) -> Text:
-        return Text("cannot tell", "yellow") if measure.weak else marks[measure.passed]
 
-    marks = {True: Text("ok", "green"), False: Text("DIFFERS", "bold red")}
-    levels = {"error": ("differs", "red"), "note": ("read as", "dim")}
-    found = {level: [f for f in report.findings if f.level == level] for level in levels}
-    for level, (name, style) in levels.items():
-        if level == "note" and report.measures:
-            rows = [(m.name, m.value, m.bar, mark(m)) for m in report.measures]
-            print_table(table_from_cells("measured", ("measured", "value", "bar", "verdict"), rows))
-        if found[level]:
-            print_table(table_from_cells(level, (name, "as"), [(Text(f.where, style), f.text) for f in found[level]]))
-    count = report.failures
-    good = Text("nothing differs", "green")
-    alike = ", ".join(label for m in report.measures for label in m.alike)
-    if alike:
-        others = f"; these few answers do not tell it from a head made for {alike}: import and `diagnose` it on more"
-        good = Text.assemble(good, (others, "yellow"))
-    if any(m.weak for m in report.measures):
-        why = f"it drafts too little (first tokens right below {STRONG:.0%}, or few) to show how it was made"
-        good = Text(f"too weak to tell: {why}. No name, setting or logit differs.", "yellow")
-    print_text(Text(f"{count} difference{'s' if count > 1 else ''}", "bold red") if count else good)
+def check_draft_model(directory: Path, target: str) -> CheckReport:
+    """Use a draft model by transformers' own assisted generation."""
+    check = check_assistant(directory, target)
+    report = CheckReport(check.problems, check.notes)
+    if check.rounds:
+        longest, k = max(check.rounds), check.num_assistant_tokens
+        value = f"at most {longest} in {len(check.rounds)} rounds"
+        report.measures.append(Measure("tokens drafted", value, f"at most {k}", longest <= k))
+        equal = not any(problem.where == "generate" for problem in check.problems)
+        text = "as the target alone" if equal else "another"
+        report.measures.append(Measure("greedy answers to two prompts", text, "the target's own", equal))
+    return report
+
+
+def print_report(report: CheckReport, directory: str, format: str) -> None:
+    """Print what differs, what was measured, and the notes."""
+    print_text(Text(f"{directory} as {format} reads it", "bold"))
+    if report.problems:
+        rows = [(Text(problem.where, "red"), problem.text) for problem in report.problems]
+        print_table(table_from_cells("error", ("differs", "as"), rows))
+    if report.measures:
+        marks = {True: Text("ok", "green"), False: Text("DIFFERS", "bold red")}
+        measured = [(m.name, m.value, m.bar, marks[m.passed]) for m in report.measures]
+        print_table(table_from_cells("measured", ("measured", "value", "bar", "verdict"), measured))
+    for note in report.notes:
+        print_text(f"  note: {note}")
+    count = len(report.failures)
+    text = f"{count} difference{'s' if count > 1 else ''}"
+    print_text(Text(text, "bold red") if count else Text("nothing differs", "green"))
+
+
+# -- the record of an export: a tensor that was renamed, cut or permuted later is named, without the original head
+
+
+def content_hash(tensor: Tensor) -> str:
+    """Return a hash of the values in float32, whatever type they are stored in."""
+    data = tensor.detach().to("cpu", torch.float32).contiguous()
+    return hashlib.sha256(str(tuple(data.shape)).encode() + data.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+
+
+def hashes_of(state: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the content hash of every tensor."""
+    return {name: content_hash(tensor) for name, tensor in sorted(state.items())}
+
+
+def make_record(format: HeadFormat, head: ImportedHead, origin: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of `draftsmith.json`.
+
+    head: the exported directory, read back. origin: path, sha256 and target of the head that was exported.
+    """
+    return {
+        "format": format.name,
+        "kind": format.kind,
+        "head": dict(origin),
+        "config": dataclasses.asdict(head.config),
+        "tensors": hashes_of(head.state),
+        **made_with(),
+    }
+
+
+def made_with() -> dict[str, Any]:
+    """Return versions and commit, as manifests have them."""
+    return {"packages": package_versions(), "git_commit": git_commit()}
+
+
+def read_record(directory: Path) -> dict[str, Any] | None:
+    """Read the record of an export; None for a directory that this project did not write.
+
+    Raises:
+        InputError: a damaged file.
+    """
+    path = Path(directory) / RECORD
+    if not path.exists():
+        return None
+    shape = {"format": str, "kind": str, "tensors": {"*": str}, "config": dict, "head": dict}
+    return read_object(path, shape, "Export the head again.")
+
+
+def differences(config: Mapping[str, Any], hashes: Mapping[str, str], head: ImportedHead) -> list[Problem]:
+    """Compare a head, as a system reads it, with settings and tensor hashes of the head that was exported."""
+    problems = []
+    theirs = hashes_of(head.state)
+    for name in sorted(hashes.keys() | theirs.keys()):
+        if name not in theirs:
+            problems.append(Problem(name, "was exported, and this system does not hold it"))
+        elif name not in hashes:
+            problems.append(Problem(name, "was not exported, and this system computes with it"))
+        elif theirs[name] != hashes[name]:
+            problems.append(Problem(name, "is not what was exported (other values, order or shape)"))
+    settings, exported = json.loads(json.dumps([dataclasses.asdict(head.config), config]))
+    llama, exported_llama = settings.pop("llama", {}), exported.pop("llama", {})
+    # An import raises the number of positions to the target's; how rope is spelled does not matter.
+    skipped = {"max_position", "rope_theta", "rope_scaling", "tie_embeddings"}
+    for one, other in ((settings, exported), (llama, exported_llama)):
+        problems += [
+            Problem(name, f"{one.get(name)} in this system, exported with {other.get(name)}")
+            for name in sorted((one.keys() | other.keys()) - skipped)
+            if one.get(name) != other.get(name)
+        ]
+    if llama and exported_llama:
+        tables = [
+            frequencies(rebuilt, Rope.of(rebuilt))
+            for fields in (llama, exported_llama)
+            if (rebuilt := LlamaConfig(**{**fields, "rope_scaling": RopeScaling(**fields["rope_scaling"])}))
+        ]
+        if tables[0].shape != tables[1].shape or not torch.allclose(*tables, rtol=1e-5):
+            problems.append(Problem("rope", "other rotary frequencies than the head was exported with"))
+    return problems
+
+
+def against_model(
+    record: Mapping[str, Any] | None, identity: Mapping[str, str], with_drafter: bool = True
+) -> tuple[list[str], list[str]]:
+    """Return the hashes by which a model is not the one that the head was trained for, and those not recorded.
+
+    record: None, or without a target, for a head of unknown origin. with_drafter: compare the hash of a drafting head,
+    whose hidden states an acceptance head reads.
+    """
+    recorded = (record or {}).get("head", {}).get("target") or {}
+    recorded = {key: value for key, value in recorded.items() if with_drafter or key not in learned()}
+    if not recorded:
+        return [], []
+    differing, unrecorded = compare_identity({"model": identity}, {"model": recorded})
+    return [key.removeprefix("model.") for key, _, _ in differing], [key.removeprefix("model.") for key in unrecorded]

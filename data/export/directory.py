@@ -1,4 +1,4 @@
-"""A directory that someone else wrote, read without trust: no code of its files runs, no file outside it is opened."""
+"""Reading of a foreign directory without trust: no code of its files runs, no file outside it is opened."""
 
 from __future__ import annotations
 
@@ -15,29 +15,30 @@ from torch import Tensor
 from draftsmith.data.models.checkpoint import LARGEST, read_model_json, weight_map
 from draftsmith.data.models.hub import model_directory
 from draftsmith.data.store.reading import open_tensors
-from draftsmith.modules.formats.base import Package, flat
+from draftsmith.modules.formats.base import Package
+from draftsmith.modules.formats.llama import flat
 from draftsmith.modules.layers import MOST_POSITIONS, MOST_SIZE
 from draftsmith.modules.types import InputError
 
 # In the order in which vLLM, SGLang and huggingface_hub prefer them.
 KINDS = (".safetensors", ".bin", ".pt")
-# What trainers leave beside the weights, and every system passes over (vLLM 0.33.0, model_loader/weight_utils.py).
+# Files that trainers leave beside the weights, and every system ignores (vLLM 0.33.0, model_loader/weight_utils.py).
 NOT_WEIGHTS = {"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.bin", "scheduler.pt", "scaler.pt"}
-# What may lie beside safetensors, and who reads it first.
+# Files that may lie beside safetensors, and the code that reads them first.
 COPIES = {"pytorch_model.bin": "SafeAILab's code", "medusa_lm_head.pt": "Medusa's code"}
 FETCH = "Fetch it again, or ask its author for safetensors."
 STORED = "tensors by their names, nothing else"
 
 
 def package_directory(path: str) -> Path:
-    """The local directory of a foreign head: a path, or a hub id, which is downloaded or taken from the cache."""
+    """Return the local directory of a foreign head: a path, or a hub id, which is downloaded or cached."""
     return model_directory(path, ("*.bin", "*.pt"))
 
 
 def read_package(path: str) -> Package:
-    """Config, tensors and metadata of a foreign directory or hub id; tensors as stored, on the CPU.
+    """Read config, tensors and metadata of a foreign directory or hub id; tensors as stored, on the CPU.
 
-    Of weights in several kinds of files safetensors count. One of COPIES must then hold the same.
+    Of several kinds of weights files, safetensors count; a file of COPIES must then hold the same.
 
     Raises:
         InputError: a file is absent, damaged, outside the directory, or holds more than tensors; weights are ambiguous.
@@ -62,7 +63,7 @@ def read_package(path: str) -> Package:
     for copy in COPIES if files[0].suffix == ".safetensors" else ():
         if (directory / copy).exists():
             other = read_torch(member(directory, copy, "the directory"))
-            _check_equal(tensors, metadata, other, files[0].name, copy)
+            _check_equal(Package(config, tensors, metadata), other, files[0].name, copy)
     names = sorted(
         entry.name for entry in directory.iterdir() if entry.suffix in KINDS and entry.name not in NOT_WEIGHTS
     )
@@ -70,7 +71,9 @@ def read_package(path: str) -> Package:
 
 
 def _check_sizes(file: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Sizes far beyond what the tensors hold would have a reader build for hours, or ask for petabytes.
+    """Check the sizes in a config against the number of values in the tensors.
+
+    A net of sizes far beyond that would take hours to build, or ask for petabytes.
 
     Raises:
         InputError: names the setting.
@@ -82,7 +85,7 @@ def _check_sizes(file: Path, config: Mapping[str, Any], tensors: Mapping[str, Te
 
     values = sum(tensor.numel() for tensor in tensors.values())
     width = max(count("hidden_size"), 1)
-    # Heads with lost or cut tensors are still told what they lack.
+    # Room for heads with lost or cut tensors, so that the error names these.
     room = 64 * values + 2**24
     heads = max(count("num_attention_heads"), count("num_key_value_heads"), 1)
     most = dict.fromkeys(
@@ -98,7 +101,7 @@ def _check_sizes(file: Path, config: Mapping[str, Any], tensors: Mapping[str, Te
 
 
 def weight_files(directory: Path) -> tuple[Path, ...]:
-    """The files that hold a directory's weights: one, or the shards that an index names.
+    """Return the files with a directory's weights: one, or the shards that an index names.
 
     Raises:
         InputError: there are none, several and no index, or an index that names another place.
@@ -107,7 +110,7 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
 
 
 def _chosen(directory: Path) -> tuple[tuple[Path, ...], Path | None]:
-    """The files of the preferred kind that is there, and their index, if they have one."""
+    """Return the files of the preferred kind, and their index, if they have one."""
     names = sorted({entry.name for entry in directory.iterdir()} - NOT_WEIGHTS)
     for kind in KINDS:
         files = [name for name in names if name.endswith(kind)]
@@ -127,7 +130,7 @@ def _chosen(directory: Path) -> tuple[tuple[Path, ...], Path | None]:
 
 
 def member(directory: Path, name: str, named_by: str) -> Path:
-    """The regular file of this name in the directory. The cache of huggingface_hub links from snapshots/X to blobs/.
+    """Return the regular file of this name in the directory. The hub's cache links from snapshots/X to blobs/.
 
     Raises:
         InputError: the name, or a link behind it, leads elsewhere; there is no such file.
@@ -146,14 +149,13 @@ def member(directory: Path, name: str, named_by: str) -> Path:
 
 
 def read_safetensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors and metadata of one file."""
+    """Read tensors and metadata of one file."""
     with open_tensors(file, FETCH) as opened:
         return {name: opened.get_tensor(name) for name in list(opened.keys())}, opened.metadata() or {}
 
 
 def read_torch(file: Path) -> dict[str, Tensor]:
-    """Tensors of a `.bin` or `.pt` file. Its pickle is read by torch's restricted reader, which calls nothing but what
-    rebuilds tensors.
+    """Read the tensors of a `.bin` or `.pt` file by torch's restricted reader, which runs nothing of the file.
 
     Raises:
         InputError: damaged, or anything but a flat dict of plain tensors.
@@ -161,7 +163,6 @@ def read_torch(file: Path) -> dict[str, Tensor]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of unusual pickles and TorchScript, which fail right after
-            # Public heads come as `.bin`; weights_only builds tensors and plain values and runs nothing of the file.
             content = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # damaged and hostile bytes make the reader fail in ways it does not list
         raise InputError(str(file), _why_refused(error), STORED, FETCH) from error
@@ -174,7 +175,7 @@ def read_torch(file: Path) -> dict[str, Tensor]:
 
 
 def _why_refused(error: Exception) -> str:
-    """torch's own message ends with the advice to switch its check off; only its facts are kept."""
+    """Return the facts of torch's message, which ends with the advice to switch its check off."""
     text = " ".join(str(error).split())
     if code := re.search(r"(?:GLOBAL|class|function) ([\w.]+\.\w+)", text):
         return f"a pickle that asks for {code[1]}, which is code and not weights"
@@ -188,7 +189,7 @@ def _why_refused(error: Exception) -> str:
 
 
 def _not_plain(name: Any, value: Any) -> str:
-    """What keeps an entry from being a named tensor; empty where nothing does."""
+    """Return why an entry is no named tensor; empty if it is one."""
     if not isinstance(name, str):
         return "no name"
     if not isinstance(value, Tensor):
@@ -198,12 +199,9 @@ def _not_plain(name: Any, value: Any) -> str:
     return "" if value.device.type == "cpu" else "without values"
 
 
-def _check_equal(
-    tensors: Mapping[str, Tensor], metadata: Mapping[str, str], other: Mapping[str, Tensor], name: str, copy: str
-) -> None:
-    """One set of weights in both files. Of tensors that share storage safetensors keeps one; its metadata maps the
-    others' names to that one."""
-    full = {**tensors, **{alias: tensors[stored] for alias, stored in metadata.items() if stored in tensors}}
+def _check_equal(package: Package, other: Mapping[str, Tensor], name: str, copy: str) -> None:
+    """Raise InputError unless both files hold the same weights."""
+    full = package.all_tensors()
     wrong = sorted(full.keys() ^ other.keys())
     both = [(key, full[key], other[key]) for key in full if key in other]
     wrong += [key for key, one, two in both if one.dtype != two.dtype or not torch.equal(one, two)]

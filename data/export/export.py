@@ -1,24 +1,26 @@
-"""`draftsmith export`: a head, or a draft model, as another system loads it; checked before it is there."""
+"""`draftsmith export`: write a head, or a draft model, as another system loads it, and check what was written."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from draftsmith.data.console import print_text
 from draftsmith.data.export.assistant import write_assistant
 from draftsmith.data.export.check import (
-    FormatName,
-    Report,
+    RECORD,
+    CheckReport,
+    check_draft_model,
     check_head,
+    made_with,
+    make_record,
     original,
     print_report,
-    report_of_assistant,
 )
-from draftsmith.data.export.record import RECORD, made_with, make_record
+from draftsmith.data.export.directory import read_package
 from draftsmith.data.export.states import state_source
 from draftsmith.data.heads.card import draft_model_card, model_card
 from draftsmith.data.heads.directory import build_head, head_config, head_fields, named_kind, stored_tensors
@@ -31,10 +33,15 @@ from draftsmith.data.store.files import whole_directory, write_json, write_tenso
 from draftsmith.data.store.reading import open_tensors, read_object
 from draftsmith.data.store.writer import occupied, sole_writer
 from draftsmith.modules.decoding.tree import MAX_NODES
-from draftsmith.modules.formats import formats, formats_of, hf_assisted
+from draftsmith.modules.formats import format_names, formats, formats_of, hf_assisted
 from draftsmith.modules.formats.acceptance import check_trim
 from draftsmith.modules.formats.base import HeadFormat, Package, Served
 from draftsmith.modules.types import InputError, whole_number
+
+if TYPE_CHECKING:
+    FormatName = str
+else:
+    FormatName = Literal[(*format_names(written=True), hf_assisted.NAME)]
 
 HEAD_MANIFEST = {"sha256": {"model.safetensors": str}, "config?": (dict, None), "imported?": (dict, None)}
 RESULTS = {
@@ -46,14 +53,12 @@ TARGET_INDEX = "target-index.json"
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig(Loading):
-    """Write a head as another system loads it, check it by that system's rules, and print the command that serves it.
+    """Write a head as another system loads it, check what was written, and print the command that serves it.
 
     Attributes:
-        format: eagle (SafeAILab/EAGLE), vllm and sglang take EAGLE-1 and EAGLE-3 heads, speculators EAGLE-3; medusa-v1
-            and modelopt Medusa heads with their own lm_heads, medusa-v2 those without; hydra Hydra heads with
-            their own lm_heads; specdec_pp an acceptance head
-            with tied blocks; acceptance any acceptance head, with a statement of what a server must feed it;
-            hf-assisted a draft model, for transformers' assisted generation.
+        format: eagle (SafeAILab/EAGLE), vllm and sglang take EAGLE-1 and EAGLE-3 heads, speculators EAGLE-3; specdec_pp
+            an acceptance head with tied blocks; acceptance any acceptance head, with a statement of what a server must
+            feed it; hf-assisted a draft model, for transformers' assisted generation.
         output: The directory to write; new or empty.
         head: The head's directory, such as runs/eagle-head/best.
         target: The target model. Default: the one named in the head's manifest.
@@ -61,7 +66,6 @@ class ExportConfig(Loading):
             where that would change the output's distribution.
         draft: The draft model to be exported as hf-assisted; or the draft whose hidden states an acceptance head reads:
             a model, or the directory of a drafting head (default: the one named in its manifest).
-        eagle: The old name of --draft for a head.
         results: Directory of an `eval bench` with this draft, for hf-assisted: the fastest settings are taken from it.
         num_drafted: Drafted tokens a round in the printed command; 0 takes the fastest chain of `eval bench --card`,
             else 5 (20 with a stop rule).
@@ -76,7 +80,6 @@ class ExportConfig(Loading):
     use: Literal["stop", "trim"] = "stop"
     target: str | None = None
     draft: str | None = None
-    eagle: Path | None = None
     results: Path | None = None
     num_drafted: int = 0
     weights: Dtype = "auto"
@@ -87,13 +90,13 @@ class ExportConfig(Loading):
         whole_number("num_drafted", self.num_drafted, 0, MAX_NODES)
 
 
-class Refused(Exception):
-    """The check found a difference: nothing is written."""
+class ExportDiffers(Exception):
+    """The check of an export found a difference: nothing is kept."""
 
 
 @sole_writer()
 def run(config: ExportConfig) -> int:
-    """0, or 1 when the check finds a difference: nothing is left in the output then.
+    """Export a head or a draft model. Returns 1, with nothing left in the output, if the check finds a difference.
 
     Raises:
         InputError: the output exists, the head is not one the format can hold, or a model is missing or another one.
@@ -106,37 +109,44 @@ def run(config: ExportConfig) -> int:
             report, command = write(config, partial)
             print_report(report, str(config.output), config.format)
             if report.failures:
-                raise Refused
-    except Refused:
+                raise ExportDiffers
+    except ExportDiffers:
         return 1
     print_text(f"\nWritten to {config.output}. Use it with:\n\n{command}")
     return 0
 
 
-def export_head(config: ExportConfig, directory: Path) -> tuple[Report, str]:
-    """Write and check a head; the report, and the command that serves it."""
-    path = Path(given(config, "head", "the head's directory"))
+def export_head(config: ExportConfig, directory: Path) -> tuple[CheckReport, str]:
+    """Write and check a head. Returns the report and the command that serves it, with notes."""
+    path = Path(_given(config, "head", "the head's directory"))
     format = format_for(path, config.format)
-    manifest = head_manifest(path, format, config.weights)
+    if format.float32 and config.weights not in ("auto", "float32"):
+        raise InputError("weights", config.weights, f"float32: {format.name} reads nothing else", "Leave it out.")
+    manifest = read_object(path / "manifest.json", HEAD_MANIFEST, "Copy or train the head again.")
     recorded = manifest.get("config") or manifest.get("imported") or {}
-    draft = config.draft or recorded.get("draft")
-    source = state_source(format, config.target or recorded.get("target"), draft, config.loading)
+    target, draft = config.target or recorded.get("target"), config.draft or recorded.get("draft")
+    source = state_source(format, target, draft, config.loading)
     head: Any = original(path, format.kind, source)
     if config.use == "trim":
         if not format.predicts:
             raise InputError("use", f"trim by {named_kind(format.kind)} head", "an acceptance head", "Leave it out.")
         check_trim(head.config, manifest.get("sampling"))
+
+    # Convert and write.
     dtype = next(head.parameters()).dtype if config.weights == "auto" else DTYPES[config.weights]
     state = {name: stored.detach().cpu() for name, stored in stored_tensors(head).items()}
     state = {name: stored.to(dtype) if stored.is_floating_point() else stored for name, stored in state.items()}
     package = format.write(head.config, state, dtype, source.facts)
-    fields = {**package.config, **format.completed(source.facts.raw, manifest, loadable(source.path))}
-    package = Package(fields, package.tensors, package.metadata)
-    write_package(directory, package, format.weights_files)
-    sha256 = manifest["sha256"]["model.safetensors"]
-    origin = {"path": str(path), "sha256": sha256, "target": manifest.get("target")}
-    write_json(directory / RECORD, make_record(format, head.config, format.recorded(state, package), origin))
+    fields = {**package.config, **format.extra_fields(source.facts.raw, manifest, loadable(source.path))}
+    write_package(directory, Package(fields, package.tensors, package.metadata), format.weights_files)
+
+    # Read back, record, and compare with the head in the type of the export.
+    origin = {"path": str(path), "sha256": manifest["sha256"]["model.safetensors"], "target": manifest.get("target")}
+    read_back = format.read(read_package(str(directory)), source.facts)
+    write_json(directory / RECORD, make_record(format, read_back, origin))
     report = check_head(directory, format, source, build_head(format.kind, head.config, state))
+
+    # Command and card.
     measured = measured_of(path)
     verifier = loadable(config.target) if format.predicts and source.head_path is None and config.target else None
     count = config.num_drafted or num_drafted(measured, format)
@@ -147,7 +157,7 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[Report, str]:
     export = {
         "format": format.name,
         "command": command,
-        "checks": passed(report),
+        "checks": _passed(report),
         "head": origin,
         "weights": str(dtype).removeprefix("torch."),
         "notes": notes,
@@ -157,8 +167,8 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[Report, str]:
     return report, "\n\n".join([command, *notes])
 
 
-def given(config: ExportConfig, flag: str, what: str) -> str:
-    """The value of a flag that this format needs.
+def _given(config: ExportConfig, flag: str, what: str) -> str:
+    """Return the value of a flag that this format needs.
 
     Raises:
         InputError: it was not given.
@@ -169,7 +179,7 @@ def given(config: ExportConfig, flag: str, what: str) -> str:
 
 
 def format_for(head: Path, name: str) -> HeadFormat:
-    """The format of this name that holds heads of its kind.
+    """Return the format of this name that holds heads of this kind.
 
     Raises:
         InputError: no head, or of a kind that no format of this name holds.
@@ -177,31 +187,19 @@ def format_for(head: Path, name: str) -> HeadFormat:
     kind = head_config(head)["kind"]
     if (name, kind) not in formats():
         holds = [other.name for other in formats_of(kind)]
-        remedy = f"Choose {' or '.join(holds)}." if holds else f"No format holds {named_kind(kind)} head yet."
-        held = " or ".join(f"{named_kind(own)} head" for known, own in formats() if known == name)
-        raise InputError("head", f"{head}, {named_kind(kind)} head", f"{held}, which {name} holds", remedy)
+        remedy = f"Choose {' or '.join(holds)}." if holds else f"No format holds {named_kind(kind)} head."
+        expected = " or ".join(f"{named_kind(other)} head" for known, other in formats() if known == name)
+        raise InputError("head", f"{head}, {named_kind(kind)} head", f"{expected}, which {name} holds", remedy)
     return formats()[name, kind]
 
 
-def head_manifest(head: Path, format: HeadFormat, weights: str) -> dict[str, Any]:
-    """The manifest of the head that is to be exported.
-
-    Raises:
-        InputError: it is asked for in a type that the format has not.
-    """
-    if format.float32 and weights not in ("auto", "float32"):
-        raise InputError("weights", weights, f"float32: {format.name} reads nothing else", "Leave it out.")
-    return read_object(head / "manifest.json", HEAD_MANIFEST, "Copy or train the head again.")
-
-
-def write_package(directory: Path, package: Package, files: Sequence[str] = ("model.safetensors",)) -> None:
-    """files: of weights, each by its ending; torch's own has a shared tensor under all its names."""
+def write_package(directory: Path, package: Package, files: tuple[str, ...] = ("model.safetensors",)) -> None:
+    """Write `config.json` and the weights. files: names; torch's own format has a shared tensor under all its names."""
     write_json(directory / "config.json", dict(package.config), indent=2)
     tensors = {name: tensor.contiguous() for name, tensor in package.tensors.items()}
-    aliases = {name: tensors[own] for name, own in package.metadata.items() if own in tensors}
     for name in files:
         if not name.endswith(".safetensors"):
-            write_torch(directory / name, {**tensors, **aliases})
+            write_torch(directory / name, package.all_tensors())
             continue
         # transformers and the servers want to know that the tensors are torch's.
         write_tensors(directory / name, tensors, {"format": "pt", **package.metadata})
@@ -210,8 +208,9 @@ def write_package(directory: Path, package: Package, files: Sequence[str] = ("mo
 
 
 def index_for_target(target: str, directory: Path) -> str:
-    """SafeAILab's code finds a target's embedding through an index of shards, also where there is one file. Where the
-    target has none it is written into the export, never beside the target; returns what to do with it.
+    """Write the index of shards through which SafeAILab's code finds a target's embedding, if the target has none.
+
+    It goes into the export, never beside the target. Returns a note that says so, or an empty string.
     """
     source = model_directory(target)
     if (source / INDEX).exists() or not (source / "model.safetensors").exists():
@@ -224,31 +223,31 @@ def index_for_target(target: str, directory: Path) -> str:
 
 
 def num_drafted(measured: Mapping[str, Any] | None, format: HeadFormat) -> int:
-    """Drafted tokens a round: of the fastest chain that was measured of the head, else the format's own."""
+    """Return the drafted tokens a round of the fastest measured chain, or the format's default."""
     rows = [] if measured is None else measured["methods"]
     chains = ((re.fullmatch(rf"{format.kind}:k=(\d+)", row["method"]), row["speedup"]) for row in rows)
     speeds = {int(chain[1]): speedup for chain, speedup in chains if chain}
     return max(speeds, key=speeds.__getitem__, default=format.num_drafted)
 
 
-def export_assistant(config: ExportConfig, directory: Path) -> tuple[Report, str]:
-    """Write and check a draft model with measured settings; the report, and the lines of Python that use it."""
-    draft, target = given(config, "draft", "the draft model"), given(config, "target", "its target")
-    results = Path(given(config, "results", "a directory of eval bench"))
+def export_assistant(config: ExportConfig, directory: Path) -> tuple[CheckReport, str]:
+    """Write and check a draft model with measured settings. Returns the report and Python that uses it."""
+    draft, target = _given(config, "draft", "the draft model"), _given(config, "target", "its target")
+    results = Path(_given(config, "results", "a directory of eval bench"))
     if not (results / "results.json").exists():
         raise InputError("results", f"{results} without results.json", "a directory of eval bench", "Check the path.")
     identity = load_lm(draft, "auto", engine=config.engine, trust_remote_code=config.trust_remote_code).info.identity
     tuning = hf_assisted.choose_tuning(read_object(results / "results.json", RESULTS), identity)
     command = hf_assisted.serve(loadable(target), str(config.output))
     write_assistant(draft, tuning, directory)
-    report = report_of_assistant(directory, target)
-    export = {"format": config.format, "command": command, "target": target, "draft": draft, "checks": passed(report)}
+    report = check_draft_model(directory, target)
+    export = {"format": config.format, "command": command, "target": target, "draft": draft, "checks": _passed(report)}
     export["notes"] = [f"settings: {tuning.measured}"]
     facts = {"models": {"draft": identity, **tokenizer_identity(draft)}, "license": config.license, **made_with()}
     write_text(directory / "README.md", draft_model_card(facts, export))
     return report, command
 
 
-def passed(report: Report) -> list[str]:
-    """What the card says of the check."""
+def _passed(report: CheckReport) -> list[str]:
+    """Return the lines of the check for the card."""
     return [f"{measure.name}: {measure.value} ({measure.bar})" for measure in report.measures]

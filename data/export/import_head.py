@@ -1,4 +1,4 @@
-"""`draftsmith import`: a head of another system as one of ours."""
+"""`draftsmith import`: read a head of another system as one of ours."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.console import print_text
+from draftsmith.data.export.check import against_model, made_with, read_record
 from draftsmith.data.export.directory import package_directory, read_package, weight_files
-from draftsmith.data.export.record import against_model, made_with, read_record
 from draftsmith.data.export.states import StateSource, state_source
 from draftsmith.data.heads.card import model_card
 from draftsmith.data.heads.directory import build_head, check_sizes, head_fields, named_kind, save_head
@@ -22,7 +22,7 @@ from draftsmith.data.store.manifest import file_sha256, warn_not_compared
 from draftsmith.data.store.writer import occupied, sole_writer
 from draftsmith.modules.drafters import head_class
 from draftsmith.modules.formats import format_names, formats
-from draftsmith.modules.formats.base import HeadFormat, Parsed
+from draftsmith.modules.formats.base import ForeignHead, HeadFormat, ImportedHead
 from draftsmith.modules.formats.detect import detect, named_format
 from draftsmith.modules.formats.specdec_pp import UNCORRECTED
 from draftsmith.modules.types import InputError
@@ -43,10 +43,10 @@ class ImportConfig:
         target: The model that an EAGLE head, or Medusa's or Hydra's, drafts for. It is recorded, and the head is
             refused on other models.
         draft: The draft model that an acceptance head was trained for; recorded in the same way.
-        format: Whose head it is: eagle (SafeAILab), vllm, sglang, speculators, medusa-v1 or medusa-v2 (FasterDecoding),
-            modelopt, hydra (zankner), specdec_pp, or acceptance, which export writes; auto finds out.
+        format: Whose head it is: eagle (SafeAILab), vllm, sglang, speculators, medusa (FasterDecoding, ModelOpt), hydra
+            (zankner), specdec_pp, or acceptance, which export writes; auto detects it.
         w_rej: Loss weight of rejected tokens that an acceptance head was trained with (SpecDec_pp's
-            --weight_mismatch), which no file says; it corrects the calibrated output.
+            --weight_mismatch), which no file has; it corrects the calibrated output.
         engine: How the target or draft is read; lean for Llama-family weights, hf for any transformers model.
         trust_remote_code: Run code that comes with the target or draft; never with the head.
     """
@@ -67,7 +67,7 @@ class ImportConfig:
 
 @sole_writer()
 def run(config: ImportConfig) -> Path:
-    """Import one head; the path of its new directory.
+    """Import one head. Returns the path of its new directory.
 
     Raises:
         InputError: the directory is not what it should be, our head cannot be it, or it does not fit the model.
@@ -75,35 +75,32 @@ def run(config: ImportConfig) -> Path:
     if occupied(config.output):
         raise InputError("output", f"{config.output}, which exists", "a new directory", "Choose another, or remove it.")
     package = read_package(config.directory)
-    shapes = {name: tuple(tensor.shape) for name, tensor in package.tensors.items()}
-    named = (package.config, shapes)
-    format = detect(*named) if config.format == "auto" else named_format(config.format, *named)
+    foreign = ForeignHead.of(package)
+    format = detect(foreign) if config.format == "auto" else named_format(config.format, foreign)
     _check_flags(config, format)
     source = None
     if getattr(config, format.reads) is not None:
         loading = {"dtype": "auto", "engine": config.engine, "trust_remote_code": config.trust_remote_code}
         source = state_source(format, config.target, config.draft, loading)
-    facts = None if source is None else source.facts
-    parsed = format.parse(package, facts)
+    imported = format.read(package, None if source is None else source.facts)
     if config.w_rej != 1.0:
-        notes = [note for note in parsed.notes if note != UNCORRECTED]
+        notes = [note for note in imported.notes if note != UNCORRECTED]
         notes.append(f"w_rej {config.w_rej:g} is taken, as given")
-        parsed = Parsed(dataclasses.replace(parsed.config, w_rej=config.w_rej), parsed.state, tuple(notes))
+        weighted = dataclasses.replace(imported.config, w_rej=config.w_rej)
+        imported = dataclasses.replace(imported, config=weighted, notes=tuple(notes))
     if source is not None:
-        _check_model(config, format, parsed, source)
-    head = build_head(format.kind, parsed.config, parsed.state)
-    if odd := [name for name, tensor in parsed.state.items() if not bool(tensor.isfinite().all())]:
+        _check_model(config, format, imported, source)
+    head = build_head(format.kind, imported.config, imported.state)
+    if odd := [name for name, tensor in imported.state.items() if not bool(tensor.isfinite().all())]:
         raise InputError("weights", f"infinite or undefined values in {odd[0]}", "numbers", "Fetch the head again.")
-    manifest = _manifest(config, format, parsed, source)
+    manifest = _manifest(config, format, imported, source)
     save_head(config.output, head, manifest, model_card(format.kind, {**manifest, "head": head_fields(head)}))
-    # What the system itself would not compute of the directory as it lies there.
-    errors = [f"{finding.where}: {finding.text}" for finding in format.read(package, facts).errors]
-    _report(config, format, parsed, errors)
+    _print_result(config, format, imported)
     return config.output
 
 
 def _check_flags(config: ImportConfig, format: HeadFormat) -> None:
-    """Raises InputError for flags of the other kind of head, which would be passed over."""
+    """Raise InputError for flags of the other kind of head, which would be ignored."""
     other = "target" if format.predicts else "draft"
     if getattr(config, other) is not None:
         expected = f"--{format.reads}: this is {named_kind(format.kind)} head ({format.name})"
@@ -113,15 +110,14 @@ def _check_flags(config: ImportConfig, format: HeadFormat) -> None:
         raise InputError("w_rej", config.w_rej, f"a head of {wanted}: this is one of {format.name}", "Leave it out.")
 
 
-def _check_model(config: ImportConfig, format: HeadFormat, parsed: Parsed, source: StateSource) -> None:
-    """Does the head fit the model? One that this project exported also says what it was trained for, which another
-    model's name would cover up.
+def _check_model(config: ImportConfig, format: HeadFormat, imported: ImportedHead, source: StateSource) -> None:
+    """Check that the head fits the model, and that an export of ours was trained for it.
 
     Raises:
         InputError: other sizes, or another model.
     """
     info = source.drafter.lm.info
-    check_sizes("head", config.directory, parsed.config, info.hidden_size, info.vocab_size)
+    check_sizes("head", config.directory, imported.config, info.hidden_size, info.vocab_size)
     record = read_record(package_directory(config.directory))
     differing, unrecorded = against_model(record, source.drafter.identity, with_drafter=False)
     if differing:
@@ -131,55 +127,55 @@ def _check_model(config: ImportConfig, format: HeadFormat, parsed: Parsed, sourc
     warn_not_compared(config.directory, unrecorded)
 
 
-def _manifest(config: ImportConfig, format: HeadFormat, parsed: Parsed, source: StateSource | None) -> dict[str, Any]:
-    """What is known of the head: no settings, data or losses of a training."""
+def _manifest(
+    config: ImportConfig, format: HeadFormat, imported: ImportedHead, source: StateSource | None
+) -> dict[str, Any]:
+    """Return what is known of the head; settings, data and losses of its training are not."""
     files = weight_files(package_directory(config.directory))
     flag, identity = format.reads, None if source is None else source.drafter.identity
-    imported = {
+    origin = {
         "producer": format.name,
         "path": config.directory,
         "sha256": {file.name: file_sha256(file) for file in files},
         flag: getattr(config, flag),
-        "notes": list(parsed.notes),
+        "notes": list(imported.notes),
     }
     return {
         "target": identity,
         "models": {} if source is None else {flag: identity, **tokenizer_identity(source.path)},
         "sampling": None,
-        "of_target": of_target(parsed, None if source is None else source.facts.lm_head),
-        "imported": imported,
+        "of_target": of_target(imported, None if source is None else source.facts.lm_head),
+        "imported": origin,
         **made_with(),
     }
 
 
-def of_target(parsed: Parsed, lm_head: Tensor | None) -> list[str]:
-    """`DraftHead.of_target` of a foreign head: its lm_head, where each row is the target's. lm_head: that [V, H]."""
-    name, state = "lm_head.weight", parsed.state
+def of_target(imported: ImportedHead, lm_head: Tensor | None) -> list[str]:
+    """Return `DraftHead.of_target` of a foreign head: its lm_head, if every row is the target's [V, H]."""
+    name, state = "lm_head.weight", imported.state
     if name not in state or lm_head is None:
         return []
     rows = lm_head[state["d2t"]] if "d2t" in state else lm_head
     return [name] if torch.equal(rows.to(state[name].dtype), state[name]) else []
 
 
-def _report(config: ImportConfig, format: HeadFormat, parsed: Parsed, errors: list[str]) -> None:
-    """What came of it, what a user should know of it, and what to do next.
-
-    errors: what the system would not compute of the directory.
-    """
+def _print_result(config: ImportConfig, format: HeadFormat, imported: ImportedHead) -> None:
+    """Print the result, the notes, and the next commands."""
     out, flag = shlex.quote(str(config.output)), format.reads
     given = getattr(config, flag)
     path = shlex.quote(given) if given else flag.upper()
     print_text(f"{format.kind} head in the format of {format.system}: {config.output}")
-    for note in parsed.notes:
+    for note in imported.notes:
         print_text(f"  note: {note}")
     if given is None:
         print_text(f"  note: no --{flag} was given: nothing is recorded of it, and other models are not refused")
-    for error in errors:
-        print_text(f"  note: {format.system} would not compute this head from the directory as it is: {error}")
+    for problem in imported.problems:
+        where = f"{problem.where}: {problem.text}"
+        print_text(f"  note: {format.system} would not compute this head from the directory as it is: {where}")
     print_text("Next:")
-    if not errors:
+    if not imported.problems:
         print_text(f"  draftsmith check {shlex.quote(config.directory)} --format {format.name} --{flag} {path}")
-    elif not getattr(parsed.config, "fc_bias", False):  # no format keeps that one
+    elif format.holds(imported.config):
         print_text(f"  draftsmith export --format {format.name} --head {out} --{flag} {path} --output DIR")
     if format.predicts:
         models = f"--target TARGET --draft {path} --acceptance {out}"

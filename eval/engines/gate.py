@@ -13,9 +13,9 @@ from torch import Tensor
 
 from draftsmith.data.console import log_note
 from draftsmith.data.export import check
-from draftsmith.data.export.check import foreign_package
+from draftsmith.data.export.check import differences as head_differences
+from draftsmith.data.export.check import foreign_package, hashes_of
 from draftsmith.data.export.directory import package_directory
-from draftsmith.data.export.record import against_record, make_record
 from draftsmith.data.export.states import facts_of
 from draftsmith.data.heads.directory import build_head, load_head, stored_tensors
 from draftsmith.data.heads.draft_settings import MODEL
@@ -119,19 +119,19 @@ def our_drafter(config: EngineCheckConfig, target: CausalLM, facts: TargetFacts)
     assert config.target is not None
     path = str(config.directory)
     package = foreign_package(config.directory)
-    shapes = {name: tuple(tensor.shape) for name, tensor in package.tensors.items()}
-    if causal_lm(ForeignHead(package.config, shapes)):
+    foreign = ForeignHead.of(package)
+    if causal_lm(foreign):
         check_same_tokenizer(config.target, path, MODEL)
         return Ours(MODEL, load_lm(path, **config.loading))
     named = config.format in {name for name, _ in formats()}
-    format = named_format(config.format, package.config, shapes) if named else detect(package.config, shapes)
+    format = named_format(config.format, foreign) if named else detect(foreign)
     if ("vllm", format.kind) not in formats():
         raise InputError(
             "directory", f"a head of kind {format.kind}", "one that vLLM serves", "Check it with --format."
         )
     if config.head is not None:
         return Ours(format.kind, load_head(config.head, target, kind=format.kind), package)
-    parsed = format.parse(package, facts)
+    parsed = format.read(package, facts)
     return Ours(format.kind, placed(target, format.kind, parsed.config, parsed.state), package)
 
 
@@ -233,7 +233,7 @@ def readings(ours: Ours, target: CausalLM, facts: TargetFacts) -> Iterator[tuple
     yield from misread(head.config, state, facts.raw, target.info.num_layers)
     try:
         assert ours.package is not None
-        parsed = formats()["vllm", ours.kind].parse(ours.package, facts)
+        parsed = formats()["vllm", ours.kind].read(ours.package, facts)
     except InputError:  # then vLLM would not have served it
         return
     kept = dataclasses.replace(
@@ -246,7 +246,10 @@ def differences(ours: Ours, facts: TargetFacts) -> str:
     """What vLLM would hold in memory that is not in our head, a few of it; nothing of a model."""
     if ours.package is None:
         return ""
-    format, head = formats()["vllm", ours.kind], ours.drafter
-    record = make_record(format, head.config, stored_tensors(head), {})
-    found = against_record(record, format.read(ours.package, facts), format)
-    return "; ".join(f"{finding.where}: {finding.text}" for finding in found[:4])
+    try:
+        theirs = formats()["vllm", ours.kind].read(ours.package, facts)
+    except InputError as error:
+        return str(error)
+    config, hashes = dataclasses.asdict(ours.drafter.config), hashes_of(stored_tensors(ours.drafter))
+    found = [*theirs.problems, *head_differences(config, hashes, theirs)]
+    return "; ".join(f"{problem.where}: {problem.text}" for problem in found[:4])

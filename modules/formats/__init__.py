@@ -1,14 +1,11 @@
-"""Public formats: pure maps between our state dicts and what other systems write and read.
+"""Public formats of heads: how other systems name tensors and settings, as pure maps from and to ours.
 
-The folder is the registry: a format of heads is a file with a `HeadFormat` (base.py), whose `name` is what users write.
-`hf_assisted` is the format of a draft model, which is no head.
+One file a system; `hf_assisted` is the format of a draft model, which is no head.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
-import pkgutil
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,24 +14,39 @@ if TYPE_CHECKING:
 
 @functools.cache
 def formats() -> dict[tuple[str, str], HeadFormat]:
-    """Every format of heads by its name and the kind of our heads that it holds: a server's name stands for as many
-    formats as it loads kinds of heads."""
-    from draftsmith.modules.formats.base import HeadFormat
+    """Return every format by its name and the kind of our heads that it holds.
 
-    found: dict[tuple[str, str], HeadFormat] = {}
-    for file in pkgutil.iter_modules(__path__):
-        module = importlib.import_module(f"{__name__}.{file.name}")
-        classes = (value for value in vars(module).values() if isinstance(value, type))
-        own = (value for value in classes if issubclass(value, HeadFormat) and value.__module__ == module.__name__)
-        found |= {(value.name, value.kind): value() for value in own if "name" in vars(value)}
-    return found
+    Imported here: the command line asks for names only. The order is that in which `detect` asks them.
+    """
+    from draftsmith.modules.formats.acceptance import Acceptance
+    from draftsmith.modules.formats.read_only import Hydra, Medusa
+    from draftsmith.modules.formats.safeailab import SafeAILabEagle, SafeAILabEagle3
+    from draftsmith.modules.formats.sglang import SGLangEagle, SGLangEagle3
+    from draftsmith.modules.formats.specdec_pp import SpecDecPP
+    from draftsmith.modules.formats.speculators import SpeculatorsEagle3
+    from draftsmith.modules.formats.vllm import VLLMEagle, VLLMEagle3
+
+    known: tuple[HeadFormat, ...] = (
+        Acceptance(),
+        SpecDecPP(),
+        SafeAILabEagle(),
+        VLLMEagle(),
+        SGLangEagle(),
+        SafeAILabEagle3(),
+        VLLMEagle3(),
+        SGLangEagle3(),
+        SpeculatorsEagle3(),
+        Medusa(),
+        Hydra(),
+    )
+    return {(format.name, format.kind): format for format in known}
 
 
-def format_names() -> tuple[str, ...]:
-    """As users write them."""
-    return tuple(dict.fromkeys(name for name, _ in formats()))
+def format_names(written: bool = False) -> tuple[str, ...]:
+    """Return the names on the command line. written: only of formats that can be exported."""
+    return tuple(dict.fromkeys(name for (name, _), format in formats().items() if format.writes or not written))
 
 
 def formats_of(kind: str) -> list[HeadFormat]:
-    """The formats that hold a kind of head; a drafter may have none yet."""
-    return [format for format in formats().values() if format.kind == kind]
+    """Return the formats that export a kind of head; empty if there is none."""
+    return [format for format in formats().values() if format.kind == kind and format.writes]

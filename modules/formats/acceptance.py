@@ -1,23 +1,30 @@
-"""An acceptance head for a server that is to feed it: `config.json` says what, in which order, and what is computed.
+"""An acceptance head for a server that is to feed it: `config.json` states the inputs, their order and the formulas.
 
-No server reads it yet. What it would need to know and this project's own head directories leave to its code is stated
-here: which hidden state, the token's embedding or not, numbers of the draft's distribution with their formulas, and how
-the output becomes a probability. Tensors: `join.*` where there is more to read than a state, `blocks.{i}.linear.*`
-(tied blocks once), `out.*`, and `direct.weight` of the numbers. Float32 throughout.
+No server reads it yet. Tensors: `join.*` if there is more to read than a state, `blocks.{i}.linear.*` (tied blocks
+once), `out.*`, and `direct.weight` of the numbers. Float32 throughout.
 """
 
 from __future__ import annotations
 
 import shlex
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from draftsmith.modules.acceptance.head import RETIRED, AcceptanceHead, AcceptanceHeadConfig, Feature, State
-from draftsmith.modules.formats.base import Finding, ForeignHead, Package, Reading, Served, TargetFacts, misfits
-from draftsmith.modules.formats.predictor import PredictorFormat, unreadable
+from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, Feature, State
+from draftsmith.modules.formats.base import (
+    ForeignHead,
+    HeadFormat,
+    ImportedHead,
+    Package,
+    Served,
+    TargetFacts,
+    Trial,
+    check_tensors,
+)
 from draftsmith.modules.types import InputError
 
 FORMAT, VERSION = "draftsmith-acceptance", 1
@@ -43,7 +50,7 @@ FEATURES: dict[Feature, str] = {
     "repeat_mean": f"n / 2 times 2 q(x) - 1, {REPEATED}, and of the x that followed it there the last time; 0 where no "
     "such suffix occurred",
 }
-# What a server may do by what a head says, so that its output still follows the target.
+# What a server may do with P so that its output still follows the target.
 STOP = "to draft no further by P follows the target at any temperature"
 TRIM = "to verify fewer of the tokens that were drawn, by P, follows the target "
 TRIM_UNDRAWN = TRIM + (
@@ -69,14 +76,12 @@ FORWARD = (
     "P = sigmoid(z)",
 )
 COUNTS = ("hidden_size", "width", "num_blocks")
-LATER = {"activation": "none"}  # what exports of before do not say
-CONFIG = (*COUNTS, "tied", "w_acc", "w_rej", "calibration", "inputs")
-# What is said of the head and computed with by nobody.
-SAID = ("format", "format_version", "dtype", "law", "predicts", "uses", "forward", "drafter", "sampling")
+# Fields that are computed with; the others describe the head in words.
+REQUIRED = (*COUNTS, "tied", "activation", "w_acc", "w_rej", "calibration", "inputs")
 
 
 def inputs_of(hidden_size: int, state: str, features: Sequence[Any]) -> list[dict[str, Any]]:
-    """What a head reads of a token, in order: `name`, `size`, and in words what it `is`."""
+    """Return what a head reads of a token, in order: `name`, `size`, and a description `is`."""
     at = "after" if state == "after" else "before"
     inputs = [{"name": f"state_{at}", "size": hidden_size, "is": STATES[at]}]
     if state == "before":
@@ -85,19 +90,39 @@ def inputs_of(hidden_size: int, state: str, features: Sequence[Any]) -> list[dic
 
 
 def uses_of(state: str) -> dict[str, str]:
-    """In words, how a head may be used: to `stop` drafts, and to `trim` what was drawn."""
+    """Describe how a head may be used: to `stop` drafts, and to `trim` drawn tokens."""
     return {"stop": STOP, "trim": TRIM_UNDRAWN if state == "undrawn" else TRIM_SEEN}
 
 
-class Acceptance(PredictorFormat):
-    """Holds any acceptance head."""
+class AcceptanceFormat(HeadFormat):
+    """Directory of an acceptance head, which reads a draft's hidden states in float32."""
+
+    kind = "acceptance"
+    predicts = True
+    float32 = True
+    num_drafted = 20
+
+    @abstractmethod
+    def logit(self, head: Any, states: Tensor, embeds: Tensor | None, numbers: Tensor | None) -> Tensor:
+        """Return the logit [N] of acceptance, as far as the format holds it, by one of our heads."""
+
+    def forward(self, head: Any, trial: Trial) -> list[list[Tensor]]:
+        config, inputs = head.config, trial.inputs
+        numbers = torch.cat([inputs[name] for name in config.features], -1) if config.features else None
+        embeds = inputs["embedding"] if config.reads_token else None
+        states = inputs["state_after" if config.late else "state_before"]
+        return [[torch.sigmoid(self.logit(head, states, embeds, numbers))]]
+
+
+class Acceptance(AcceptanceFormat):
+    """Any acceptance head."""
 
     name = system = "acceptance"
 
-    def recognises(self, found: ForeignHead) -> bool:
-        return found.config.get("format") == FORMAT
+    def recognises(self, foreign: ForeignHead) -> bool:
+        return foreign.config.get("format") == FORMAT
 
-    def completed(self, target: Mapping[str, Any], manifest: Mapping[str, Any], path: str) -> dict[str, Any]:
+    def extra_fields(self, target: Mapping[str, Any], manifest: Mapping[str, Any], path: str) -> dict[str, Any]:
         return {name: manifest.get(name) for name in ("drafter", "sampling")}
 
     def write(
@@ -107,7 +132,7 @@ class Acceptance(PredictorFormat):
         dtype: torch.dtype = torch.float32,
         target: TargetFacts | None = None,
     ) -> Package:
-        """Any acceptance head; in float32 whatever `dtype`, as it decodes, standardisation in its weights."""
+        """Convert a head, in float32 whatever `dtype`; standardisation is folded into its weights."""
         if config.standardize:
             head = AcceptanceHead(config)
             head.load_state_dict(state, strict=False)
@@ -133,94 +158,61 @@ class Acceptance(PredictorFormat):
         tensors = {name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in state.items()}
         return Package(fields, tensors)
 
-    def read(self, package: Package, target: TargetFacts | None = None) -> Reading:
-        """What a server would hold that goes by `config.json`. weights: by the file's names. settings: `config`, as
-        ours.
-
-        target: the model whose hidden states the head reads: the draft, or the target of an EAGLE head.
-        """
+    def read(self, package: Package, target: TargetFacts | None = None) -> ImportedHead:
         raw = package.config
-        if refused := _refused(raw):
-            return unreadable(package, [refused], "config.json does not say how")
-        config = _config_of(raw)
-        known = {*CONFIG, *LATER, *RETIRED, *SAID}
-        findings = [Finding("note", key, "a field that is not read") for key in raw if key not in known]
-        if target is not None and target.hidden_size not in (None, config.hidden_size):
-            found = f"{config.hidden_size}, but the model's hidden states have width {target.hidden_size}"
-            findings.append(Finding("error", "hidden_size", found))
+        if (raw.get("format"), raw.get("format_version")) != (FORMAT, VERSION):
+            found = f"{raw.get('format')} {raw.get('format_version')}"
+            raise InputError("config.json, format", found, f"{FORMAT} {VERSION}", "Export the head again.")
+        for name in REQUIRED:
+            if name not in raw or (name in COUNTS and not isinstance(raw[name], int)):
+                expected = "a whole number" if name in COUNTS else "a value"
+                raise InputError(f"config.json, {name}", raw.get(name, "none"), expected, "Export the head again.")
+        names = [part.get("name") for part in raw["inputs"]]
+        config = AcceptanceHeadConfig(
+            **{name: raw[name] for name in ("hidden_size", "num_blocks", "tied", "activation", "w_acc", "w_rej")},
+            width=raw["width"] if raw["width"] != raw["hidden_size"] else 0,
+            calibration=tuple(raw["calibration"]),
+            state=_state_of(names),
+            features=tuple(name for name in names if name in FEATURES),
+        )
+        if names != [part["name"] for part in inputs_of(config.hidden_size, config.state, config.features)]:
+            raise InputError("config.json, inputs", names, "an order of inputs that is known", "Export the head again.")
+        check_width(config, target)
         with torch.device("meta"):
-            net = dict(AcceptanceHead(config).named_parameters())
-        wrong = misfits(net, package.tensors)
-        findings += [Finding("error", name, text) for name, text in wrong.items()]
-        weights = {name: torch.full(weight.shape, torch.nan) for name, weight in net.items()}
-        weights |= {name: package.tensors[name].detach().float() for name in net.keys() - wrong.keys()}
-        used = tuple(name for name in weights if name in package.tensors)
-        return Reading(weights, {"config": config}, tuple(findings), used)
+            check_tensors(AcceptanceHead(config), package.tensors)
+        return ImportedHead(config, {name: tensor.detach().float() for name, tensor in package.tensors.items()})
 
-    def ours(self, reading: Reading) -> tuple[AcceptanceHeadConfig, dict[str, Tensor]]:
-        return reading.settings["config"], dict(reading.weights)
-
-    def own_prob(self, head: Any, inputs: Mapping[str, Tensor]) -> Tensor:
-        """The calibrated output."""
-        config = head.config
-        numbers = torch.cat([inputs[name] for name in config.features], -1) if config.features else None
-        embeds = inputs["embedding"] if config.reads_token else None
-        hidden = inputs["state_after" if config.late else "state_before"]
-        return torch.sigmoid(head.calibrated(head(hidden, embeds, numbers)))
+    def logit(self, head: Any, states: Tensor, embeds: Tensor | None, numbers: Tensor | None) -> Tensor:
+        return head.calibrated(head(states, embeds, numbers))
 
     def serve(self, served: Served) -> str:
-        """No server loads it by itself: how to check the directory, which is a model for the code that will."""
+        """Return the command that checks the directory: no server loads it by itself."""
         models = ["--draft", served.model]
         if served.drafter is not None:
             models = ["--target", served.model, "--draft", served.drafter]
         return shlex.join(["draftsmith", "check", served.directory, "--format", "acceptance", *models])
 
 
-def _refused(raw: Mapping[str, Any]) -> Finding | None:
-    """What makes a config one that cannot be gone by."""
-    if raw.get("format") != FORMAT or raw.get("format_version") != VERSION:
-        found = f"{raw.get('format')} {raw.get('format_version')} where {FORMAT} {VERSION} is wanted"
-        return Finding("error", "format", found)
-    for name in CONFIG:
-        if name not in raw:
-            return Finding("error", name, "missing")
-    for name, harmless in RETIRED.items():
-        if raw.get(name, harmless) != harmless:
-            return Finding("error", name, f"{raw[name]}, which no head has any more")
-    for name in COUNTS:
-        if not isinstance(raw[name], int):
-            return Finding("error", name, f"{raw[name]} where a whole number is wanted")
-    config = _config_of(raw)
-    if [part.get("name") for part in raw["inputs"]] != [
-        part["name"] for part in inputs_of(config.hidden_size, config.state, config.features)
-    ]:
-        names = [part.get("name") for part in raw["inputs"]]
-        return Finding("error", "inputs", f"{names}, which is no order of inputs that is known")
-    return None
-
-
-def _config_of(raw: Mapping[str, Any]) -> AcceptanceHeadConfig:
-    names = [part.get("name") for part in raw["inputs"]]
-    return AcceptanceHeadConfig(
-        **{name: raw[name] for name in ("hidden_size", "num_blocks", "tied", "w_acc", "w_rej")},
-        **{name: raw.get(name, default) for name, default in LATER.items()},
-        width=raw["width"] if raw["width"] != raw["hidden_size"] else 0,
-        calibration=tuple(raw["calibration"]),
-        state=_state_of(names),
-        features=tuple(name for name in names if name in FEATURES),
-    )
-
-
 def _state_of(names: Sequence[Any]) -> State:
-    """Of the names of inputs."""
+    """Return the state that a head reads, by the names of its inputs."""
     if names[:1] != ["state_before"]:
         return "after"
     return "before" if "embedding" in names else "undrawn"
 
 
+def check_width(config: AcceptanceHeadConfig, target: TargetFacts | None) -> None:
+    """Raise InputError if the head's width is not that of the hidden states it reads."""
+    width = None if target is None else target.hidden_size
+    if width not in (None, config.hidden_size):
+        expected = f"{width}, the width of the model's hidden states"
+        raise InputError("config.json, hidden_size", config.hidden_size, expected, "Pass the head's own draft.")
+
+
 def check_trim(config: AcceptanceHeadConfig, sampling: Mapping[str, Any] | None) -> None:
-    """Raises InputError where a server that drops drawn tokens by this head would not follow the target. sampling: of
-    its labels, None where they are not known."""
+    """Raise InputError if a server that drops drawn tokens by this head would not follow the target.
+
+    sampling: of the head's labels, None if it is unknown.
+    """
     temperature = (sampling or {}).get("temperature")
     if config.state != "undrawn" and temperature != 0:
         found = f"trim by a head that has seen the token, state {config.state}, of labels at temperature {temperature}"

@@ -1,11 +1,11 @@
-"""What a public format of heads is to this project, and what its four functions hand around."""
+"""Interface of a public format of heads, and the plain data that its functions take and return."""
 
 from __future__ import annotations
 
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -14,26 +14,36 @@ from torch import Tensor, nn
 
 from draftsmith.modules.types import InputError
 
-# Types of weights that layers compute with as they are; integers and float8 are quantised ones, whose scales are lost.
+# Types of weights that layers compute with; integers and float8 are quantised weights, whose scales are elsewhere.
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True)
 class Package:
-    """The content of a directory: `config.json`, and the tensors and metadata of its one weights file. files: names of
-    all its files of weights, where it lies on a disk."""
+    """Content of a head's directory: `config.json`, and tensors and metadata of its weights files.
+
+    files: names of the weights files that lie in the directory.
+    """
 
     config: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
     metadata: Mapping[str, str] = field(default_factory=dict)
     files: tuple[str, ...] = ()
 
+    def all_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors under all of their names.
+
+        Of tensors that share storage, safetensors keeps one; the metadata maps the other names to it.
+        """
+        aliases = {alias: self.tensors[name] for alias, name in self.metadata.items() if name in self.tensors}
+        return {**self.tensors, **aliases}
+
 
 @dataclass(frozen=True)
 class TargetFacts:
-    """What a format needs to know of the model that a head reads.
+    """Facts of the model whose hidden states a head reads.
 
-    raw: its `config.json`. embed_tokens, lm_head: [V, H], where they are at hand.
+    raw: its `config.json`. embed_tokens, lm_head: [V, H], if they are loaded.
     """
 
     raw: Mapping[str, Any]
@@ -50,102 +60,67 @@ class TargetFacts:
 
 
 @dataclass(frozen=True)
-class Finding:
-    """One line of a check.
+class Problem:
+    """A tensor or config field by which a system refuses a directory, or computes something else than the head."""
 
-    level: `error`, the system refuses the directory or computes something else than the head; `note`, what it does with
-        a tensor or field, for whoever looks for a reason.
-    where: name of the tensor or of the config's field.
-    """
-
-    level: Literal["error", "note"]
     where: str
     text: str
 
 
 @dataclass(frozen=True)
-class Measure:
-    """One number of a check: name, value and bar in words, and whether the bar is met.
+class ImportedHead:
+    """A foreign head as one of ours.
 
-    weak: it is met because the head drafts too little to show a difference. alike: readings that the check cannot tell
-    from the measured one.
+    config: dataclass of the head's settings. state: tensors by our names, in the type of the file. notes: what was left
+    out or assumed. problems: why the format's own system does not compute this head from the directory.
     """
-
-    name: str
-    value: str
-    bar: str
-    passed: bool
-    weak: bool = False
-    alike: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Reading:
-    """A head as one system holds it in memory.
-
-    weights: float32, under the names of our head (`fc.weight`, `layers.0.self_attn.q_proj.bias`, `model.0...`); what
-        the system would leave uninitialised is NaN, so that no comparison can pass by chance. A table of token ids is
-        int64.
-    settings: what the forward needs beside weights (`reader.py` and the formats of predictors say which).
-    used: names on disk that the system read.
-    """
-
-    weights: dict[str, Tensor]
-    settings: dict[str, Any]
-    findings: tuple[Finding, ...]
-    used: tuple[str, ...]
-
-    @property
-    def errors(self) -> list[Finding]:
-        return [finding for finding in self.findings if finding.level == "error"]
-
-
-@dataclass(frozen=True)
-class Parsed:
-    """A foreign head as one of ours: its config dataclass, its parameters by our names, and what a user should know of
-    the translation (a tensor that was left out, a default that was taken)."""
 
     config: Any
     state: dict[str, Tensor]
     notes: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
 
 
 @dataclass(frozen=True)
 class Probe:
-    """One prompt with the model's answer, and its hidden states [T, H] in float32.
+    """A prompt with the target's answer, and the target's hidden states in float32.
 
-    ids: [T]. start: where the answer begins. choices [T]: the model's greedy choice of the token behind each. features:
-    after the final norm. before_norm: the same before it; None where the model does not show them. states: number k ->
-    the residual state [T, H] after the first k layers, of those that were asked for.
+    ids: [T]. start: first position of the answer. choices: [T], the target's greedy token after each position.
+    features: [T, H], after the final norm. states: number k -> [T, H], the residual state after the first k layers.
     """
 
     ids: Tensor
     start: int
     choices: Tensor
     features: Tensor
-    before_norm: Tensor | None
     states: Mapping[int, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Real text to try a head on.
+    """Real text to run heads on.
 
-    facts: of the model whose hidden states it reads, with embedding and lm_head. probes: for a head that drafts.
-    inputs: for a predictor, name -> [N, size] of all that it may read of N tokens (`formats/acceptance.py` names them).
-    known: the head is at hand, or a record of it: how well it drafts says less of how it was made than these do.
+    facts: of the model whose hidden states the heads read, with embedding and lm_head. probes: for drafting heads.
+    inputs: for acceptance heads, name -> [N, size] of everything that such a head may read of N tokens.
     """
 
     facts: TargetFacts
     probes: Sequence[Probe] = ()
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
-    known: bool = False
+
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """Return the target's embedding and lm_head, [V, H] each, in float32."""
+        assert self.facts.embed_tokens is not None and self.facts.lm_head is not None
+        return self.facts.embed_tokens.float(), self.facts.lm_head.float()
 
 
 @dataclass(frozen=True)
 class Served:
-    """What a command line that serves a head names. model: whose hidden states the head reads. drafter: the head on it
-    whose hidden states those are, where a predictor reads that one's. verifier: the target of a predictor's draft."""
+    """Paths and numbers in the command that serves a head.
+
+    model: whose hidden states the head reads. drafter: the drafting head whose states an acceptance head reads.
+    verifier: the target of an acceptance head's draft model.
+    """
 
     model: str
     directory: str
@@ -156,7 +131,7 @@ class Served:
 
 @dataclass(frozen=True)
 class ForeignHead:
-    """A foreign directory without its values. names: as stored; bare: without the prefix `model.`."""
+    """Config, names and shapes of a foreign directory. bare: shapes by names without the prefix `model.`."""
 
     config: Mapping[str, Any]
     shapes: Mapping[str, tuple[int, ...]]
@@ -165,80 +140,64 @@ class ForeignHead:
     def __post_init__(self) -> None:
         object.__setattr__(self, "bare", {name.removeprefix("model."): shape for name, shape in self.shapes.items()})
 
+    @classmethod
+    def of(cls, package: Package) -> ForeignHead:
+        return cls(package.config, {name: tuple(tensor.shape) for name, tensor in package.tensors.items()})
+
     @property
     def architecture(self) -> str:
-        """The first of `architectures`, which every system goes by; empty where there is none."""
+        """The first entry of `architectures`, or an empty string."""
         names = self.config.get("architectures")
         first = names[0] if isinstance(names, list) and names else None
         return first if isinstance(first, str) and first.isprintable() else ""
 
     def has(self, pattern: str) -> bool:
-        """Does a tensor's bare name begin with this?"""
+        """Return whether a tensor's bare name begins with this regular expression."""
         return any(re.match(pattern, name) for name in self.bare)
 
-    def columns(self, name: str) -> int | None:
-        """Inputs of a linear layer; None where there is no such matrix."""
-        return matrix_size(self.bare.get(name), 1)
-
-    def rows(self, name: str) -> int | None:
-        """Outputs of a linear layer; None where there is no such matrix."""
-        return matrix_size(self.bare.get(name), 0)
-
-    @property
-    def sizes(self) -> Mapping[str, Any]:
-        """The config's fields, with those of the layer that speculators have inside it at the top."""
-        return flat(self.config)
+    def size(self, name: str, dim: int) -> int | None:
+        """Return the rows (0) or columns (1) of a matrix; None if there is no such matrix."""
+        shape = self.bare.get(name)
+        return shape[dim] if shape is not None and len(shape) == 2 else None
 
     @property
     def fuses_two(self) -> bool:
-        """EAGLE-1's mark: fc reads an embedding and one feature, both of the width that it gives."""
-        width = self.rows("fc.weight")
-        return width is not None and self.columns("fc.weight") == 2 * width
+        """Whether fc reads an embedding and one feature, both as wide as its output: the mark of EAGLE-1."""
+        width = self.size("fc.weight", 0)
+        return width is not None and self.size("fc.weight", 1) == 2 * width
 
     @property
     def eagle3(self) -> bool:
-        """EAGLE-3's marks: tables of a draft vocabulary, norms of two inputs, attention that reads both at once."""
+        """Whether the tensors or the config have a mark of EAGLE-3."""
         if self.has(r"midlayer\.|layers\.\d+\.hidden_norm\.|fc_norm\.|aux_norm_|d2t$|t2d$"):
             return True
-        query, output = (f"layers.0.self_attn.{name}_proj.weight" for name in ("q", "o"))
-        width = self.rows(output)
-        if width is not None and self.columns(query) == 2 * width:
+        # Attention that reads embedding and state side by side.
+        width = self.size("layers.0.self_attn.o_proj.weight", 0)
+        if width is not None and self.size("layers.0.self_attn.q_proj.weight", 1) == 2 * width:
             return True
-        several = self.columns("fc.weight") is not None and not self.fuses_two and "norm.weight" in self.bare
+        several_states = self.size("fc.weight", 1) is not None and not self.fuses_two and "norm.weight" in self.bare
         named = "eagle3" in self.architecture.lower() or "eagle_config" in self.config
         named = named or self.config.get("speculators_model_type") == "eagle3"
-        return several or (named and not self.fuses_two)
-
-
-def flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A `config.json` whose fields of the layers stand at the top, where those of speculators do not have them."""
-    inner = config.get("transformer_layer_config")
-    return {**(inner if isinstance(inner, Mapping) else {}), **config}
-
-
-def matrix_size(shape: tuple[int, ...] | None, index: int) -> int | None:
-    """Rows (0) or columns (1) of a matrix; None where it is none."""
-    return shape[index] if shape is not None and len(shape) == 2 else None
+        return several_states or (named and not self.fuses_two)
 
 
 class HeadFormat(ABC):
-    """A directory that another system reads as a head of one kind.
+    """Directory layout in which another system holds one kind of head.
 
-    name: as users write it. system: whose it is, as messages say it. kind: of our heads that it holds.
-    predicts: the head is a predictor, which reads a draft's hidden states, and no drafter.
-    num_drafted: tokens a round in the command that serves it, where nothing was measured.
-    probe_room: positions that `compare` needs behind a probe.
-    float32: the system reads no other type. weights_files: what the weights are written as; the system reads the last.
-    target_index: it finds the target's tensors through an index of shards. notes: what its users should know.
-    w_rej: the loss weight of rejected tokens is no part of the file, and has to be told.
+    name: on the command line. system: in messages. kind: of our heads.
+    writes: it can be exported. predicts: the head is an acceptance head, which reads a draft's hidden states.
+    num_drafted: drafted tokens in the printed command if nothing was measured.
+    float32: the system reads no other type. weights_files: files that are written; the system reads the last.
+    target_index: the system finds the target's tensors through an index of shards.
+    w_rej: the loss weight of rejected tokens is not in the file and can be passed to the import.
     """
 
     name: ClassVar[str]
     system: ClassVar[str]
     kind: ClassVar[str]
+    writes: ClassVar[bool] = True
     predicts: ClassVar[bool] = False
     num_drafted: ClassVar[int] = 5
-    probe_room: ClassVar[int] = 0
     float32: ClassVar[bool] = False
     weights_files: ClassVar[tuple[str, ...]] = ("model.safetensors",)
     target_index: ClassVar[bool] = False
@@ -247,84 +206,75 @@ class HeadFormat(ABC):
 
     @property
     def reads(self) -> Literal["target", "draft"]:
-        """The flag of the model whose hidden states the head reads."""
+        """The command-line flag of the model whose hidden states the head reads."""
         return "draft" if self.predicts else "target"
 
     @abstractmethod
-    def recognises(self, found: ForeignHead) -> bool:
-        """Is this the format of a foreign directory? Asked once those that are known and not read are ruled out."""
+    def recognises(self, foreign: ForeignHead) -> bool:
+        """Return whether a foreign directory has this format; asked after all of `detect.UNSUPPORTED`."""
 
     @abstractmethod
-    def write(
-        self, config: Any, state: Mapping[str, Tensor], dtype: torch.dtype, target: TargetFacts | None = None
-    ) -> Package:
-        """Our head (its config dataclass and the tensors of its directory) as that system wants it.
-
-        target: the model whose hidden states it reads, for what depends on it.
-
-        Raises:
-            InputError: as of `check`.
-        """
-
-    @abstractmethod
-    def read(self, package: Package, target: TargetFacts | None = None) -> Reading:
-        """What that system would compute with: its names, prefixes, skips, defaults, silent drops and errors, as its
-        own source has them and never as ours. Every tensor of the package is either used or has a finding, so has every
-        tensor of the system that the package does not fill.
+    def read(self, package: Package, target: TargetFacts | None = None) -> ImportedHead:
+        """Read a directory by this system's fields and defaults.
 
         target: the model whose hidden states the head reads.
 
         Raises:
-            InputError: for sizes in `config.json` that are no sizes.
+            InputError: a tensor is missing, unknown or of another shape; an option is not supported by our head.
         """
 
     @abstractmethod
-    def parse(self, package: Package, target: TargetFacts | None = None) -> Parsed:
-        """The head as one of ours.
+    def forward(self, head: Any, trial: Trial) -> list[list[Tensor]]:
+        """Run one of our heads on real text.
 
-        Raises:
-            InputError: for what our head cannot be, or where the system would compute with undefined numbers.
+        Returns: for every probe the logits [T-1, V] of the first and of further drafted tokens; row t of the first
+            predicts token t + 2. Of an acceptance head, P(accept) [N].
         """
-
-    @abstractmethod
-    def serve(self, served: Served) -> str:
-        """The command line that serves it."""
-
-    @abstractmethod
-    def compare(self, reading: Reading, head: nn.Module, package: Package, trial: Trial) -> list[Measure]:
-        """The system's reading beside the same head as one of ours, in float32, on real text."""
-
-    def dialect(self, found: ForeignHead) -> str:
-        """Whose directory this is, as messages say it."""
-        return self.system
 
     def check(self, config: Any) -> None:  # noqa: B027 (a format may hold every head)
-        """Raises InputError with the reason and the remedy where the format cannot hold a head of these settings."""
+        """Raise InputError if the format cannot hold a head of these settings."""
+
+    def write(
+        self, config: Any, state: Mapping[str, Tensor], dtype: torch.dtype, target: TargetFacts | None = None
+    ) -> Package:
+        """Convert one of our heads to this format. target: the model whose hidden states it reads.
+
+        Raises:
+            InputError: as of `check`.
+        """
+        raise NotImplementedError(f"{self.name} is read only")
+
+    def serve(self, served: Served) -> str:
+        """Return the command that serves the head."""
+        raise NotImplementedError(f"{self.name} is read only")
+
+    def extra_fields(self, target: Mapping[str, Any], manifest: Mapping[str, Any], path: str) -> dict[str, Any]:
+        """Return fields of `config.json` that depend on the target's config and path, or the head's manifest."""
+        return {}
 
     def holds(self, config: Any) -> bool:
-        """Does `check` pass?"""
+        """Return whether `check` passes."""
         try:
             self.check(config)
         except InputError:
             return False
-        return True
+        return self.writes
 
-    def layers(self, reading: Reading, head: Any, num_layers: int) -> tuple[int, ...]:
-        """The target's layers whose states `compare` reads beside its features, `Probe.states`."""
-        return ()
 
-    def completed(self, target: Mapping[str, Any], manifest: Mapping[str, Any], path: str) -> dict[str, Any]:
-        """More fields of `config.json`, by the target's own and by the manifest of the exported head. path: of the
-        model whose hidden states it reads."""
-        return {}
+def check_tensors(net: nn.Module, state: Mapping[str, Tensor], disk_name: Callable[[str], str] = str) -> None:
+    """Check tensors against the net that they are to fill, which may be on the meta device.
 
-    def recorded(self, state: Mapping[str, Tensor], package: Package) -> Mapping[str, Tensor]:
-        """What was exported, by the names of `Reading.weights`."""
-        return package.tensors
+    disk_name: name in the file of one of our names.
 
-    def settings_differ(self, config: Mapping[str, Any], reading: Reading) -> list[Finding]:
-        """The settings of an exported head (its config as JSON values) against those that the system takes."""
-        return []
+    Raises:
+        InputError: names the tensors that are missing, unknown, or of another shape or type.
+    """
+    aliases = dict(net.named_parameters(remove_duplicate=False)).keys() - dict(net.named_parameters()).keys()
+    expected = {name: tensor for name, tensor in net.state_dict().items() if name not in aliases}
+    if wrong := misfits(expected, state):
+        found = ", ".join(f"{disk_name(name)} {text}" for name, text in list(wrong.items())[:4])
+        found += f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+        raise InputError("weights", found, "the tensors that config.json asks for", "Check config.json and the file.")
 
 
 def misfits(net: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -334,15 +284,28 @@ def misfits(net: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[st
     """
     wrong = {name: "is missing" for name in sorted(net.keys() - tensors.keys())}
     wrong |= {name: "is unknown" for name in sorted(tensors.keys() - net.keys())}
-    for name, own in net.items():
+    for name, expected in net.items():
         if name not in tensors:
             continue
-        found, dtypes = tensors[name], FLOATS if own.is_floating_point() else (own.dtype,)
-        if found.shape != own.shape:
-            wrong[name] = f"is {list(found.shape)} in place of {list(own.shape)}"
-        elif found.dtype not in dtypes:
-            wrong[name] = f"is {dtype_name(found.dtype)} in place of {dtype_name(dtypes[0])}"
+        tensor, dtypes = tensors[name], FLOATS if expected.is_floating_point() else (expected.dtype,)
+        if tensor.shape != expected.shape:
+            wrong[name] = f"is {list(tensor.shape)} in place of {list(expected.shape)}"
+        elif tensor.dtype not in dtypes:
+            wrong[name] = f"is {dtype_name(tensor.dtype)} in place of {dtype_name(dtypes[0])}"
     return wrong
+
+
+def as_stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return an imported head's tensors in the type of their file; float64 becomes float32."""
+    return {name: tensor.float() if tensor.dtype == torch.float64 else tensor for name, tensor in tensors.items()}
+
+
+def same_values(one: Tensor, other: Tensor) -> bool:
+    """Compare in the coarser of two types: a float32 copy of a bfloat16 tensor is the same tensor."""
+    if one.shape != other.shape:
+        return False
+    coarser = max(one.dtype, other.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+    return torch.equal(one.to(coarser), other.to(coarser))
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -350,5 +313,13 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def largest(values: Tensor) -> float:
-    """Largest absolute value; infinite where anything is not a number."""
+    """Return the largest absolute value; infinity if anything is not a number."""
     return float(values.abs().nan_to_num(math.inf, math.inf, math.inf).max()) if values.numel() else 0.0
+
+
+def positive(raw: Mapping[str, Any], key: str, default: int) -> int:
+    """Return a positive integer of a `config.json`, or the default if the field is absent."""
+    value = raw.get(key, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InputError(f"config.json, {key}", repr(value), "a positive integer", "Correct config.json.")
+    return value

@@ -1,7 +1,7 @@
-"""Drafts for plain transformers: `generate(assistant_model=draft)` takes its settings from `generation_config.json` of
-the DRAFT (transformers 5.23.0, generation/candidate_generator.py), where measured ones can travel with it.
+"""Draft models for plain transformers, whose settings travel in `generation_config.json` of the DRAFT.
 
-What is absent there is transformers' default: 20 drafted tokens a round and a confidence threshold of 0.4.
+`generate(assistant_model=draft)` reads them there (transformers 5.23.0, generation/candidate_generator.py). Its
+defaults are 20 drafted tokens a round and a confidence threshold of 0.4.
 """
 
 from __future__ import annotations
@@ -12,18 +12,17 @@ from typing import Any
 
 from draftsmith.modules.types import InputError
 
-NAME = "hf-assisted"  # as users write the format
+NAME = "hf-assisted"  # of the format on the command line
 FIELDS = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
-TRANSFORMERS, OWN = (NAME,), ("spec", "confidence")
+TRANSFORMERS, OURS = (NAME,), ("spec", "confidence")
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """How the draft is to be used.
+    """Settings of a draft model.
 
-    k: most drafted tokens of a round.
-    threshold: a round ends early after a drafted token of lower probability; 0 never.
-    measured: what says so, for the model card.
+    k: most drafted tokens of a round. threshold: a round ends after a drafted token of lower probability; 0 never.
+    measured: source of the settings, for the model card.
     """
 
     k: int
@@ -38,51 +37,49 @@ class Tuning:
 
 
 def generation_config(fields: Mapping[str, Any], tuning: Tuning) -> dict[str, Any]:
-    """The content of `generation_config.json` with this tuning in it; all other fields stay as they are."""
+    """Return the content of `generation_config.json` with this tuning; all other fields are unchanged."""
     values = (tuning.k, "constant", float(tuning.threshold))
     return {**fields, **dict(zip(FIELDS, values, strict=True))}
 
 
 def choose_tuning(results: Mapping[str, Any], draft: Mapping[str, str]) -> Tuning:
-    """The fastest setting that was measured for this draft: of transformers itself where `results` has a row of it
-    (`hf-assisted`), else of this project's decoder (`spec`, `confidence`), whose rounds are the same but cheaper.
+    """Choose the fastest setting that was measured for this draft.
 
-    results: what `eval bench` wrote to results.json. draft: identity of the draft model.
+    Rows of transformers itself (`hf-assisted`) count before those of this project's decoder (`spec`, `confidence`),
+    whose rounds are the same but cheaper.
+
+    results: `results.json` of `eval bench`. draft: identity of the draft model.
 
     Raises:
         InputError: results of another draft, or without a method that transformers could follow.
     """
     meta, rows = results["meta"], results["methods"]
     measured = meta.get("models", {}).get("draft")
-    # Results of earlier versions lack some hashes.
-    if not measured or any(draft.get(key) != value for key, value in measured.items()):
+    if measured != dict(draft):
         found = f"measurements with the draft {measured}"
         raise InputError("results", found, f"the draft {dict(draft)}", "Measure with the draft that is exported.")
-    for names in (TRANSFORMERS, OWN):
+    for names in (TRANSFORMERS, OURS):
         fitting = [row for row in rows if row["method"].partition(":")[0] in names]
-        fitting = [row for row in fitting if follows(meta["methods"][row["method"]])]
+        # transformers drafts with a model, and its threshold counts from the first token on.
+        fitting = [
+            row
+            for row in fitting
+            if (settings := meta["methods"][row["method"]]).get("drafter", "draft") == "draft"
+            and settings.get("min", 1) == 1
+        ]
         if fitting:
             best = max(fitting, key=lambda row: row["tokens_per_s"])
-            settings = meta["methods"][best["method"]]
-            return Tuning(settings.get("k", settings.get("max")), settings.get("t", 0.0), measured_by(meta, best))
+            settings, prompts = meta["methods"][best["method"]], meta.get("prompts") or {}
+            where = f"{prompts.get('count')} prompts of {prompts.get('source')} ({meta.get('date')})"
+            source = f"{best['method']}, {best['tokens_per_s']:.1f} tokens/s, the fastest measured on {where}"
+            return Tuning(settings.get("k", settings.get("max")), settings.get("t", 0.0), source)
     labels = ", ".join(row["method"] for row in rows)
     remedy = "Run eval bench with --methods hf-assisted:k=5,hf-assisted:k=20:t=0.4"
-    raise InputError("results", labels, f"a row of {', '.join(TRANSFORMERS + OWN)} with the draft", f"{remedy}.")
-
-
-def follows(settings: Mapping[str, Any]) -> bool:
-    """transformers drafts with a model, and its threshold counts from the first token on."""
-    return settings.get("drafter", "draft") == "draft" and settings.get("min", 1) == 1
-
-
-def measured_by(meta: Mapping[str, Any], row: Mapping[str, Any]) -> str:
-    prompts = meta.get("prompts") or {}
-    where = f"{prompts.get('count')} prompts of {prompts.get('source')}"
-    return f"{row['method']}, {row['tokens_per_s']:.1f} tokens/s, the fastest measured on {where} ({meta.get('date')})"
+    raise InputError("results", labels, f"a row of {', '.join(TRANSFORMERS + OURS)} with the draft", f"{remedy}.")
 
 
 def serve(target: str, directory: str) -> str:
-    """Lines of Python that use it; `directory` holds draft and settings."""
+    """Return lines of Python that use a directory of draft and settings."""
     return "\n".join(
         (
             "from transformers import AutoModelForCausalLM, AutoTokenizer",

@@ -1,4 +1,4 @@
-"""Rotary settings of a foreign `config.json`: as each system reads them, and whether their two spellings agree.
+"""Rotary settings of a foreign `config.json`, as each system reads them.
 
 The old spelling is `rope_theta` and `rope_scaling`, the new one (transformers 5) `rope_parameters`.
 """
@@ -18,9 +18,9 @@ from draftsmith.modules.layers import ROPE_KINDS as KNOWN
 from draftsmith.modules.layers import LlamaConfig, RopeScaling, rope_frequencies
 from draftsmith.modules.types import InputError
 
-BASE = 10000.0  # where nothing is said
+BASE = 10000.0  # the default of all systems
 PARTIAL = "partial_rotary_factor"
-# What a kind of scaling cannot do without (transformers' modeling_rope_utils.py).
+# Keys that a kind of scaling needs (transformers' modeling_rope_utils.py).
 REQUIRED = {
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -33,8 +33,7 @@ ROPE_NUMBERS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", P
 
 @dataclass(frozen=True)
 class Rope:
-    """Base and scaling. The kind may be one that our layers do not compute: another scaling, or PARTIAL and its value
-    where only a part of every head is rotated."""
+    """Rotary base and scaling. The kind may be one that our layers do not compute, also PARTIAL and its value."""
 
     theta: float
     scaling: RopeScaling
@@ -53,8 +52,10 @@ class Rope:
 
 
 def transformers_rope(raw: Mapping[str, Any]) -> Rope:
-    """Rotary settings as transformers 5 folds both spellings into one, which vLLM 0.33.0 and SGLang 0.5.23 read:
-    `rope_scaling` before `rope_parameters`, a base inside them before the one outside (modeling_rope_utils.py)."""
+    """Read rotary settings as transformers 5, vLLM 0.33.0 and SGLang 0.5.23 do.
+
+    `rope_scaling` counts before `rope_parameters`, a base inside them before the one outside (modeling_rope_utils.py).
+    """
     rope = _preferred(raw)
     inside, outside = rope.get("rope_theta"), raw.get("rope_theta")
     original = raw.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
@@ -70,37 +71,39 @@ def transformers_rope(raw: Mapping[str, Any]) -> Rope:
 
 
 def safeailab_rope(raw: Mapping[str, Any]) -> Rope:
-    """Rotary settings as SafeAILab/EAGLE reads them (cnets1.py, _init_rope): the old spelling only, and base 10000
-    under any scaling."""
+    """Read rotary settings as SafeAILab/EAGLE does (cnets1.py, _init_rope).
+
+    It knows the old spelling only, and its base is 10000 under any scaling.
+    """
     if scaling := _block(raw, "rope_scaling"):
         return Rope(BASE, RopeScaling(str(scaling.get("type")), _number("factor", scaling.get("factor"), 1.0)))
     return Rope(_number("rope_theta", raw.get("rope_theta"), BASE), RopeScaling())
 
 
 def frequencies(llama: LlamaConfig, rope: Rope) -> Tensor:
-    """[head_dim / 2], float32; NaN where the kind is none that our layers compute."""
+    """Return the frequencies [head_dim / 2] in float32; NaN for a kind of scaling that our layers do not compute."""
     if rope.kind not in KNOWN:
         return torch.full((llama.head_dim // 2,), math.nan)
     return rope_frequencies(dataclasses.replace(llama, rope_theta=rope.theta, rope_scaling=rope.scaling))
 
 
 def missing_keys(raw: Mapping[str, Any]) -> list[str]:
-    """What the scaling needs and config.json does not say, in the spelling that transformers prefers."""
+    """Return the keys that the scaling needs and `config.json` lacks."""
     rope = _preferred(raw)
     return [key for key in REQUIRED.get(_kind(rope), ()) if rope.get(key) is None]
 
 
 def conflict(raw: Mapping[str, Any]) -> str | None:
-    """How the two spellings contradict each other, or None. What only one of them says is no contradiction."""
+    """Return how the two spellings contradict each other, or None. A setting that only one has is no contradiction."""
     old, new = _block(raw, "rope_scaling"), _block(raw, "rope_parameters")
     bases = {
         "rope_theta": raw.get("rope_theta"),
         "rope_scaling.rope_theta": old.get("rope_theta"),
         "rope_parameters.rope_theta": new.get("rope_theta"),
     }
-    said = {name: _number(name, base, BASE) for name, base in bases.items() if base is not None}
-    if len(set(said.values())) > 1:
-        return " but ".join(f"{name} {base:g}" for name, base in said.items())
+    given = {name: _number(name, base, BASE) for name, base in bases.items() if base is not None}
+    if len(set(given.values())) > 1:
+        return " but ".join(f"{name} {base:g}" for name, base in given.items())
     if new and "rope_scaling" in raw and _scaling(old) != _scaling(new):
         return f"rope_scaling {dict(old) or None} but rope_parameters {dict(new)}"
     return None
@@ -134,6 +137,7 @@ def _kind(rope: Mapping[str, Any]) -> str:
 
 
 def _scaling(rope: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return kind and numbers of a block, to compare it with another."""
     kind = _kind(rope)
     if kind == "default":
         return (kind,)

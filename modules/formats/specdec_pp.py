@@ -1,9 +1,9 @@
 """SpecDec++'s acceptance head as its authors' code holds it (Kaffaljidhmah2/SpecDec_pp, specdec_pp/wrap_model.py).
 
-Its class is `Sequential(*([ResBlock(H)] * n), Linear(H, 2))`: list multiplication repeats ONE block, so that a head of
-n "layers" applies the same weights n times. Class 1 is "accepted". The file holds `model.0.linear.*` once and the
-classifier as `model.{n}.*`; the block's other names, `model.1.linear.weight` and so on, are in the file's metadata.
-`config.json` has `hidden_size` and `num_layers`. The thresholds are run-time values and the loss weights are nowhere.
+Its class is `Sequential(*([ResBlock(H)] * n), Linear(H, 2))`: list multiplication repeats ONE block, so a head of n
+"layers" applies the same weights n times. Class 1 is "accepted". The file has `model.0.linear.*` once, the classifier
+as `model.{n}.*`, and the block's other names in its metadata. `config.json` has `hidden_size` and `num_layers`; the
+thresholds are run-time values, and the loss weights are nowhere.
 """
 
 from __future__ import annotations
@@ -16,52 +16,44 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.modules.acceptance.head import AcceptanceHeadConfig
+from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
+from draftsmith.modules.formats.acceptance import AcceptanceFormat, check_width
 from draftsmith.modules.formats.base import (
-    FLOATS,
-    Finding,
     ForeignHead,
+    ImportedHead,
     Package,
-    Reading,
+    Problem,
     Served,
     TargetFacts,
-    dtype_name,
-    matrix_size,
+    check_tensors,
 )
-from draftsmith.modules.formats.predictor import PredictorFormat, unreadable
 from draftsmith.modules.types import InputError
 
-FIELDS = ("hidden_size", "num_layers")
 PARTS = ("weight", "bias")
 UNCORRECTED = (
     "the loss weights are not in the file: w_acc = w_rej = 1 is assumed, so that the calibrated output is not "
     "corrected for them"
 )
 
-OVERWRITTEN = "overwritten by"
 
-
-class SpecDecPP(PredictorFormat):
-    """Its class is fed the state after the token alone, and holds one block, or several that are the same one."""
+class SpecDecPP(AcceptanceFormat):
+    """A head that reads the state after the token alone, with tied blocks or at most one."""
 
     name = "specdec_pp"
     system = "SpecDec_pp"
     weights_files = ("model.safetensors", "pytorch_model.bin")
     w_rej = True
-    tolerated = OVERWRITTEN
-    assumed = (UNCORRECTED,)
 
-    def recognises(self, found: ForeignHead) -> bool:
-        """Residual blocks numbered in one Sequential, and a last layer of two classes (SpecDec_pp, wrap_model.py)."""
-        matched = [re.fullmatch(r"model\.(\d+)\.(linear\.)?(weight|bias)", name) for name in found.shapes]
+    def recognises(self, foreign: ForeignHead) -> bool:
+        """Look for residual blocks numbered in one Sequential, and a last layer of two classes."""
+        matched = [re.fullmatch(r"model\.(\d+)\.(linear\.)?(weight|bias)", name) for name in foreign.shapes]
         names = [name for name in matched if name is not None]
         if not names or len(names) != len(matched):
             return False
         last = [name[1] for name in names if name[2] is None and name[3] == "weight"]
-        return len(last) == 1 and matrix_size(found.shapes[f"model.{last[0]}.weight"], 0) == 2
+        return len(last) == 1 and foreign.shapes[f"model.{last[0]}.weight"][0] == 2
 
     def check(self, config: AcceptanceHeadConfig) -> None:
-        """Refuses several blocks with weights of their own, and inputs and a width that their class does not have."""
         if not config.as_published:
             extra = [f"the state {config.state} the token"] * (config.state != "after") + list(config.features)
             found = f"a head that predicts by {', '.join(extra)}"
@@ -84,69 +76,61 @@ class SpecDecPP(PredictorFormat):
         dtype: torch.dtype = torch.float32,
         target: TargetFacts | None = None,
     ) -> Package:
-        """The head in float32 whatever `dtype`: their code runs it in float32 beside a draft of any type.
+        """Convert a head, in float32 whatever `dtype`: their code runs it in float32 beside a draft of any type.
 
-        Our one logit z becomes two, (0, z): softmax([0, z])[1] = sigmoid(z). Like theirs, the output is the raw one;
-        our correction for the loss weights and the fitted calibration have no place in the file.
+        Our logit z becomes two, (0, z): softmax([0, z])[1] = sigmoid(z). The correction for the loss weights and the
+        calibration have no place in the file.
         """
         self.check(config)
         n = config.num_blocks
         tensors = {f"model.0.linear.{part}": state[f"blocks.0.linear.{part}"] for part in PARTS if n}
         for part in PARTS:
-            accepted = state[f"out.{part}"]
+            accepted = state[f"out.{part}"]  # [1, H] or [1]
             tensors[f"model.{n}.{part}"] = torch.cat([torch.zeros_like(accepted), accepted])
         tensors = {name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in tensors.items()}
         aliases = {f"model.{i}.linear.{part}": f"model.0.linear.{part}" for i in range(1, n) for part in PARTS}
         return Package({"hidden_size": config.hidden_size, "num_layers": n}, tensors, aliases)
 
-    def read(self, package: Package, target: TargetFacts | None = None) -> Reading:
-        """What `AcceptancePredictionHead.from_pretrained` would hold. weights: under their names, the block as
-        `model.0.linear.*`. settings: `hidden_size`, `num_layers`.
+    def read(self, package: Package, target: TargetFacts | None = None) -> ImportedHead:
+        """Read a tied head whose logit is the difference of their two: P = softmax(logits)[1].
 
-        target: the model whose hidden states it reads, which is the DRAFT.
+        Of a block's copies the last counts, as in their `load_state_dict`.
         """
         width, n = package.config.get("hidden_size"), package.config.get("num_layers", 0)
-        if refused := _refused(width, n):
-            return unreadable(package, refused, "the class cannot be built")
-        assert isinstance(width, int) and isinstance(n, int)
-        findings = [Finding("note", key, "a field that is not read") for key in package.config if key not in FIELDS]
-        if "num_layers" not in package.config:
-            findings.append(Finding("note", "num_layers", "absent: no residual block"))
-        if target is not None and target.hidden_size not in (None, width):
-            expected = f"the draft's hidden states have width {target.hidden_size}"
-            findings.append(Finding("error", "hidden_size", f"{width}, but {expected}: the first matrix product fails"))
-        block = {f"model.0.linear.{part}": [f"model.{i}.linear.{part}" for i in range(n)] for part in PARTS if n}
-        names = block | {f"model.{n}.{part}": [f"model.{n}.{part}"] for part in PARTS}
-        weights: dict[str, Tensor] = {}
-        used: list[str] = []
-        for name, aliases in names.items():
-            rows = width if name in block else 2
-            shape = (rows, width) if name.endswith("weight") else (rows,)
-            weights[name], found = _loaded(package.tensors, name, aliases, shape)
-            findings += found
-            used += [alias for alias in aliases if alias in package.tensors]
-        unknown = [name for name in package.tensors if name not in used]
-        findings += [Finding("error", name, "no such parameter: dropped without a word") for name in unknown]
-        return Reading(weights, {"hidden_size": width, "num_layers": n}, tuple(findings), tuple(used))
-
-    def ours(self, reading: Reading) -> tuple[AcceptanceHeadConfig, dict[str, Tensor]]:
-        """A tied head whose logit is the difference of their two: P = softmax(logits)[1]
-        (specdec_pp/hf_generation.py)."""
-        n = reading.settings["num_layers"]
-        state = {f"blocks.0.linear.{part}": reading.weights[f"model.0.linear.{part}"].clone() for part in PARTS if n}
+        if not isinstance(width, int) or width < 1:
+            raise InputError("config.json, hidden_size", width, "the draft model's width", "Correct config.json.")
+        if not isinstance(n, int) or n < 0:
+            raise InputError("config.json, num_layers", n, "a number of residual blocks", "Correct config.json.")
+        problems, tensors, state = list[Problem](), dict(package.tensors), dict[str, Tensor]()
+        for part in PARTS if n else ():
+            copies = [name for i in range(n) if (name := f"model.{i}.linear.{part}") in tensors]
+            values = [tensors.pop(name) for name in copies]
+            for name, value in zip(copies, values, strict=True):
+                if value.shape == values[-1].shape and not torch.equal(value, values[-1]):
+                    problems.append(Problem(name, f"is overwritten by {copies[-1]}: the blocks are one object"))
+            if values:
+                state[f"blocks.0.linear.{part}"] = values[-1]
         for part in PARTS:
-            rejected, accepted = reading.weights[f"model.{n}.{part}"]
-            state[f"out.{part}"] = (accepted - rejected)[None]
-        config = AcceptanceHeadConfig(reading.settings["hidden_size"], num_blocks=n, w_acc=1.0, w_rej=1.0, tied=True)
-        return config, state
+            classes = tensors.pop(f"model.{n}.{part}", None)
+            if classes is not None and classes.ndim and len(classes) == 2:
+                rejected, accepted = classes.float()
+                state[f"out.{part}"] = (accepted - rejected)[None]
+        config = AcceptanceHeadConfig(width, num_blocks=n, w_acc=1.0, w_rej=1.0, tied=True)
+        check_width(config, target)
+        with torch.device("meta"):
+            check_tensors(AcceptanceHead(config), {**state, **tensors}, lambda name: _disk_name(name, n))
+        notes = (*(f"{problem.where} {problem.text}" for problem in problems), UNCORRECTED)
+        state = {name: value.detach().float() for name, value in state.items()}
+        return ImportedHead(config, state, notes, tuple(problems))
 
-    def own_prob(self, head: Any, inputs: Mapping[str, Tensor]) -> Tensor:
-        """The raw output: our correction for the loss weights and the calibration have no place in the file."""
-        return torch.sigmoid(head(inputs["state_after"]))
+    def logit(self, head: Any, states: Tensor, embeds: Tensor | None, numbers: Tensor | None) -> Tensor:
+        return head(states)
 
     def serve(self, served: Served) -> str:
-        """The command line of SpecDec_pp's own benchmark, to be run in a clone of it. The model that the head reads is
-        their `assistant`; 0.7 is the threshold of the stop rule in their sample.py."""
+        """Return the command of SpecDec_pp's own benchmark, to be run in a clone of it.
+
+        The model that the head reads is their `assistant`; 0.7 is the stop threshold in their sample.py.
+        """
         words = ["python3", "specdec_pp/evaluate.py", "--model_name", served.verifier or "TARGET"]
         words += ["--assistant_name", served.model, "--num_assistant_tokens_schedule", "ada"]
         words += ["--assist_acc_head_dir", served.directory, "--stop_threshold", "0.7"]
@@ -155,37 +139,8 @@ class SpecDecPP(PredictorFormat):
         return shlex.join(words)
 
 
-def _refused(width: object, n: object) -> list[Finding]:
-    """Fields with which their constructor fails."""
-    findings = []
-    if not isinstance(width, int) or width < 1:
-        findings.append(Finding("error", "hidden_size", f"{width} where the draft model's width is needed"))
-    if not isinstance(n, int) or n < 0:
-        findings.append(Finding("error", "num_layers", f"{n} where a number of residual blocks is needed"))
-    return findings
-
-
-def _loaded(
-    tensors: Mapping[str, Tensor], name: str, aliases: list[str], shape: tuple[int, ...]
-) -> tuple[Tensor, list[Finding]]:
-    """One parameter after `load_state_dict(strict=False)`, which copies into it once for each of its names in turn."""
-    present = [alias for alias in aliases if alias in tensors]
-    if not present:
-        text = "missing: left at its random initial values without a word"
-        return torch.full(shape, torch.nan), [Finding("error", name, text)]
-    wrong = [alias for alias in present if tuple(tensors[alias].shape) != shape]
-    if wrong:
-        text = f"shape {list(tensors[wrong[0]].shape)} where {list(shape)} is wanted: loading fails"
-        return torch.full(shape, torch.nan), [Finding("error", wrong[0], text)]
-    last, findings = present[-1], []
-    if tensors[last].dtype not in FLOATS:
-        text = f"{dtype_name(tensors[last].dtype)} values: quantised weights, whose scales it does not read"
-        return torch.full(shape, torch.nan), [Finding("error", last, text)]
-    for alias in present[:-1]:
-        if torch.equal(tensors[alias], tensors[last]):
-            findings.append(Finding("note", alias, f"a copy of {last}: the blocks are one object"))
-        else:
-            findings.append(Finding("error", alias, f"{OVERWRITTEN} {last}, which differs: the blocks are one object"))
-    if tensors[last].dtype != torch.float32:
-        findings.append(Finding("note", last, f"{tensors[last].dtype} on disk, float32 in memory"))
-    return tensors[last].detach().float(), findings
+def _disk_name(name: str, num_blocks: int) -> str:
+    """Return the name in the file of one of our parameters."""
+    return (
+        re.sub(r"^blocks", "model", name) if name.startswith("blocks") else re.sub(r"^out", f"model.{num_blocks}", name)
+    )

@@ -171,7 +171,7 @@ def test_a_qwen_head_keeps_its_biases(tmp_path, qwen, file, producer):
     assert head_config(tmp_path / "ours")["head"]["llama"]["qkv_bias"]
 
 
-@pytest.mark.parametrize("name", [name for name, kind in formats() if kind == "eagle"])
+@pytest.mark.parametrize("name", ["eagle", "vllm", "sglang"])
 def test_what_we_write_for_another_system_comes_back_without_being_named(tmp_path, target, qwen, name):
     module = formats()[name, "eagle"]
     for model in (target, qwen):

@@ -13,6 +13,7 @@ from tiny_models import tiny_llama_dir
 
 from draftsmith.data.export import assistant
 from draftsmith.data.export.assistant import check_assistant, write_assistant
+from draftsmith.data.export.check import check_draft_model
 from draftsmith.data.models.hub import resolve_model
 from draftsmith.modules.formats.hf_assisted import FIELDS, Tuning, serve
 from draftsmith.modules.types import InputError
@@ -22,14 +23,15 @@ TARGET, DRAFT = "embedded:target", "embedded:draft"
 
 @pytest.fixture(autouse=True)
 def no_tuning(monkeypatch):
-    """As without scikit-learn: a threshold stays what it is."""
+    """Keep a threshold as it is, as without scikit-learn."""
     for module in ("generation.candidate_generator", "utils"):
         monkeypatch.setattr(f"transformers.{module}.is_sklearn_available", lambda: False)
 
 
 @pytest.fixture
 def written(tmp_path) -> Path:
-    return write_assistant(DRAFT, Tuning(3, 0.0), tmp_path / "draft")
+    write_assistant(DRAFT, Tuning(3, 0.0), tmp_path / "draft")
+    return tmp_path / "draft"
 
 
 def change(directory: Path, name: str, **fields) -> None:
@@ -40,8 +42,7 @@ def change(directory: Path, name: str, **fields) -> None:
 
 
 def errors(directory: Path, target: str = TARGET) -> dict[str, str]:
-    findings, _ = check_assistant(directory, target)
-    return {finding.where: finding.text for finding in findings if finding.level == "error"}
+    return {problem.where: problem.text for problem in check_assistant(directory, target).problems}
 
 
 def test_the_draft_is_copied_with_its_settings(written):
@@ -59,24 +60,21 @@ def test_the_draft_is_copied_with_its_settings(written):
     }
 
 
-def test_a_good_directory_passes_and_drafts_as_told(written, tmp_path):
-    findings, facts = check_assistant(written, TARGET)
-    assert findings == []
-    assert (facts["num_assistant_tokens"], facts["assistant_confidence_threshold"]) == (3, 0.0)
-    assert facts["longest_round"] == 3 and facts["drafted"] > facts["rounds"]
-
-    careful = write_assistant(DRAFT, Tuning(3, 0.99), tmp_path / "careful")
-    findings, shorter = check_assistant(careful, TARGET)
-    assert findings == [] and shorter["drafted"] / shorter["rounds"] < facts["drafted"] / facts["rounds"]
+def test_a_good_directory_passes_and_drafts_by_its_settings(written, tmp_path):
+    check = check_assistant(written, TARGET)
+    assert check.problems == [] and check.num_assistant_tokens == max(check.rounds) == 3
+    write_assistant(DRAFT, Tuning(3, 0.99), tmp_path / "careful")
+    careful = check_assistant(tmp_path / "careful", TARGET)
+    assert careful.problems == []
+    assert sum(careful.rounds) / len(careful.rounds) < sum(check.rounds) / len(check.rounds)
 
 
-def test_with_scikit_learn_a_threshold_is_said_to_move(tmp_path, monkeypatch):
+def test_with_scikit_learn_a_note_says_that_the_threshold_changes(tmp_path, monkeypatch):
     monkeypatch.setattr("transformers.utils.is_sklearn_available", lambda: True)
     monkeypatch.setattr(assistant, "MAX_NEW_TOKENS", 2)
-    directory = write_assistant(DRAFT, Tuning(3, 0.3), tmp_path / "draft")
-    findings, _ = check_assistant(directory, TARGET)
-    assert [(finding.level, finding.where) for finding in findings] == [("note", "assistant_confidence_threshold")]
-    assert "every round re-tunes it" in findings[0].text
+    write_assistant(DRAFT, Tuning(3, 0.3), tmp_path / "draft")
+    check = check_assistant(tmp_path / "draft", TARGET)
+    assert check.problems == [] and any("every round re-tunes it" in note for note in check.notes)
 
 
 def test_the_lines_of_the_card_run(written, capsys):
@@ -103,11 +101,6 @@ BROKEN = {
         "assistant_confidence_threshold",
         "transformers takes its own default",
     ),
-    "a schedule that drafts more": (
-        lambda d: change(d, "generation_config.json", **dict(zip(FIELDS, (1, "heuristic", 0.0), strict=True))),
-        "num_assistant_tokens",
-        "but a round drafted",
-    ),
     "damaged settings": (lambda d: (d / "generation_config.json").write_text("{"), "", "damaged"),
     "lost tensor": (lost_tensor, "", "model.norm.weight"),
     "pickle": (pickled, "", "without safetensors"),
@@ -121,6 +114,12 @@ def test_a_broken_directory_is_an_error(kind, written):
     spoil(written)
     found = errors(written)
     assert text in found[where or str(written)]
+
+
+def test_a_schedule_that_drafts_more_than_it_says_fails(written):
+    change(written, "generation_config.json", **dict(zip(FIELDS, (1, "heuristic", 0.0), strict=True)))
+    failures = check_draft_model(written, TARGET).failures
+    assert len(failures) == 1 and failures[0].startswith("tokens drafted: at most ")
 
 
 def test_an_answer_that_is_not_the_targets_own_is_an_error(written, monkeypatch):
@@ -173,13 +172,14 @@ def test_weights_in_pickles_and_other_files_stay_behind(tmp_path):
     source = a_copy(tmp_path)
     for name in ("pytorch_model.bin", "pytorch_model.bin.index.json", "optimizer.pt", "run.py", "LICENSE"):
         (source / name).write_text("{}")
-    names = {file.name for file in write_assistant(str(source), Tuning(3), tmp_path / "out").iterdir()}
+    write_assistant(str(source), Tuning(3), tmp_path / "out")
+    names = {file.name for file in (tmp_path / "out").iterdir()}
     assert "LICENSE" in names and not {name for name in names if name.endswith((".bin", ".pt", ".py", "index.json"))}
 
 
 def test_end_tokens_of_the_config_are_kept_where_there_was_no_file(tmp_path):
     source = a_copy(tmp_path)
     (source / "generation_config.json").unlink()
-    directory = write_assistant(str(source), Tuning(3), tmp_path / "out")
+    write_assistant(str(source), Tuning(3), tmp_path / "out")
     expected = json.loads((source / "config.json").read_text())["eos_token_id"]
-    assert json.loads((directory / "generation_config.json").read_text())["eos_token_id"] == expected
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"] == expected

@@ -1,4 +1,4 @@
-"""Exports: what they refuse, what they leave, and that an exported head is worth what the trained one is."""
+"""Exports: refusals, files, and tau of an exported head, which is that of the trained one."""
 
 from __future__ import annotations
 
@@ -79,9 +79,7 @@ def test_weights_may_be_written_in_another_type(eagle_dir, tmp_path):
     assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
 
 
-def test_the_config_names_the_type_of_the_target_which_servers_run_the_head_in(
-    eagle_dir, tiny_target, tmp_path, capsys
-):
+def test_the_config_names_the_type_of_the_target_which_servers_run_the_head_in(eagle_dir, tiny_target, tmp_path):
     """SGLang runs each model in the type that its config names; a head beside its target has to run as that does."""
     target = tmp_path / "target"
     shutil.copytree(tiny_target, target)
@@ -94,7 +92,6 @@ def test_the_config_names_the_type_of_the_target_which_servers_run_the_head_in(
     assert export(ExportConfig(format="sglang", head=tmp_path / "head", output=out, **how)) == 0
     written = json.loads((out / "config.json").read_text())
     assert written["torch_dtype"] == written["dtype"] == "bfloat16"
-    assert "runs head and target in bfloat16" in " ".join(capsys.readouterr().out.split())
 
 
 def test_an_export_has_a_card_with_the_command_that_serves_it(exported):

@@ -66,6 +66,6 @@ def test_a_new_drafters_card_says_what_its_own_file_does(echo):
 
 
 def test_export_says_that_no_format_holds_a_new_drafter_yet(echo, tmp_path):
-    said = r"an eagle.* head, which vllm holds\. No format holds an echo head yet\."
+    said = r"an eagle.* head, which vllm holds\. No format holds an echo head\."
     with pytest.raises(InputError, match=rf"head: found .*, an echo head, expected {said}"):
         export(ExportConfig(format="vllm", head=echo, output=tmp_path / "out"))

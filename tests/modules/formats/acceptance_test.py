@@ -1,4 +1,4 @@
-"""The format `acceptance`: its config.json says all that a server needs to compute P, and what lacks is found."""
+"""The format `acceptance`: its config.json says all that a server needs to compute P."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, Feature, feature_value
 from draftsmith.modules.decoding.confidence import TokenConfidences, confidences_of
 from draftsmith.modules.formats import acceptance, formats
-from draftsmith.modules.formats.base import Package, Served, TargetFacts
+from draftsmith.modules.formats.base import ForeignHead, Package, Served, TargetFacts, Trial
 from draftsmith.modules.formats.detect import detect
 from draftsmith.modules.types import InputError
 
@@ -119,22 +119,19 @@ def test_config_and_weights_say_all_that_is_computed(name):
     by_words = by_the_words(dict(package.config), dict(package.tensors), states, embeds, distributions, tokens, depth)
     # Float32 sums of some tens of terms, against float64.
     assert ours.numpy() == pytest.approx(by_words, abs=1e-5)
-    reading = FORMAT.read(package, TargetFacts({"hidden_size": HIDDEN}))
-    assert not reading.findings and set(reading.used) == set(package.tensors)
-    assert torch.allclose(FORMAT.accept_prob(reading, named_inputs(states, embeds, known)), ours, atol=1e-6)
+    prob = FORMAT.forward(head, Trial(TargetFacts({}), inputs=named_inputs(states, embeds, known)))[0][0]
+    assert torch.allclose(prob, ours, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_head_comes_back_as_it_was(name):
     head = a_head(CASES[name])
     package = package_of(head)
-    parsed = FORMAT.parse(package)
-    assert parsed.config == head.config
-    assert {key: value.tolist() for key, value in parsed.state.items()} == {
-        key: value.tolist() for key, value in head.named_parameters()
-    }
-    shapes = {key: tuple(value.shape) for key, value in package.tensors.items()}
-    assert detect(package.config, shapes).name == "acceptance"
+    imported = FORMAT.read(package, TargetFacts({"hidden_size": HIDDEN}))
+    assert imported.config == head.config and imported.problems == ()
+    assert imported.state.keys() == dict(head.named_parameters()).keys()
+    assert all(torch.equal(imported.state[key], value) for key, value in head.named_parameters())
+    assert detect(ForeignHead.of(package)).name == "acceptance"
 
 
 def test_standardisation_is_written_in_the_weights():
@@ -155,30 +152,25 @@ def changed(package: Package, tensors: dict | None = None, **config) -> Package:
     return dataclasses.replace(package, config={**package.config, **config}, tensors=tensors or package.tensors)
 
 
-def test_what_does_not_fit_is_found():
+def test_a_directory_that_does_not_fit_is_refused():
     package = package_of(a_head(CASES["all"]))
     tensors, inputs = dict(package.tensors), package.config["inputs"]
     lacking = {name: value for name, value in tensors.items() if name != "direct.weight"}
     broken = {
-        "direct.weight": changed(package, lacking),
-        "join.weight": changed(package, {**tensors, "join.weight": tensors["join.weight"][:, 1:]}),
-        "more.weight": changed(package, {**tensors, "more.weight": torch.zeros(1)}),
-        "inputs": changed(package, inputs=[inputs[1], inputs[0], *inputs[2:]]),
-        "format": changed(package, format_version=2),
+        "direct.weight is missing": changed(package, lacking),
+        "join.weight is": changed(package, {**tensors, "join.weight": tensors["join.weight"][:, 1:]}),
+        "more.weight is unknown": changed(package, {**tensors, "more.weight": torch.zeros(1)}),
+        "inputs: found": changed(package, inputs=[inputs[1], inputs[0], *inputs[2:]]),
+        "format: found draftsmith-acceptance 2": changed(package, format_version=2),
+        "width: found wide": changed(package, width="wide"),
         "calibration": Package({k: v for k, v in package.config.items() if k != "calibration"}, tensors),
-        # What earlier versions wrote, where it is not what changes nothing.
-        "knots": changed(package, judges="chain", knots=[[-1.0, -2.0], [1.0, 0.5]]),
-        "judges": changed(package, judges="tree", knots=[]),
     }
-    for where, directory in broken.items():
-        assert where in {finding.where for finding in FORMAT.read(directory).errors}, where
-        with pytest.raises(InputError, match=f"head: found {where}: "):
-            FORMAT.parse(directory)
-    unused = {finding.where for finding in FORMAT.read(broken["format"]).errors} - {"format"}
-    assert unused == set(tensors)  # every tensor is used or told of
-    assert FORMAT.read(changed(package, judges="chain", knots=[])).findings == ()
-    other = FORMAT.read(package, TargetFacts({"hidden_size": 2 * HIDDEN}))
-    assert [finding.where for finding in other.errors] == ["hidden_size"]
+    for words, directory in broken.items():
+        with pytest.raises(InputError, match=words) as error:
+            FORMAT.read(directory)
+        assert "\n" not in str(error.value)
+    with pytest.raises(InputError, match="hidden_size: found 6, expected 12"):
+        FORMAT.read(package, TargetFacts({"hidden_size": 2 * HIDDEN}))
 
 
 def test_specdec_pp_refuses_what_its_class_is_not_fed():

@@ -1,4 +1,4 @@
-"""Whose head a directory holds: every public layout by all its tensors' names, each as its own producer writes it."""
+"""Detection of a directory's format: every public layout by all its tensors' names, as its producer writes it."""
 
 from __future__ import annotations
 
@@ -87,6 +87,8 @@ READ = {
     "Hydra++": ("hydra", {}, HYDRA_MLP | {"prefix_embeding_layer.layers.0.mlp.up_proj.weight": (INTER, H)}),
     "Hydra, its embedding stored": ("hydra", HYDRA, HYDRA_MLP | {"input_embed_fn.weight": (V, H)}),
     "SpecDec_pp, no block": ("specdec_pp", {"hidden_size": H}, specdec(0)),
+    "Medusa": ("medusa", {"medusa_num_heads": 1}, {"0.0.linear.weight": (H, H), "0.0.linear.bias": (H,)}),
+    "ModelOpt": ("medusa", {}, {"model.embed_tokens.weight": (V, H), "medusa_heads.0.1.weight": (V, H)}),
 }  # fmt: skip
 
 EAGLE_3 = (
@@ -162,39 +164,40 @@ REFUSED = [
 ]  # fmt: skip
 
 
-# Format, what `check` says of its writer, config.json, tensors.
+# Format, config.json, tensors.
 EAGLE_3_READ = [
-    ("eagle", "SafeAILab/EAGLE", EAGLE_1 | {"draft_vocab_size": 128}, EAGLE_3),
-    ("eagle", "SafeAILab/EAGLE", {}, {n: s for n, s in EAGLE_3.items() if n not in ("fc.weight", "d2t", "t2d")}),
-    ("sglang", "SGLang (SpecForge, ModelOpt)", of("LlamaForCausalLMEagle3"), EAGLE_3),
-    ("sglang", "SGLang (SpecForge, ModelOpt)", of("LlamaForCausalLMEagle3") | {"fc_norm": True}, FULL_VOCABULARY),
-    ("sglang", "SGLang (SpecForge, ModelOpt)", {}, AS_LAYERS | {"aux_norm_low.weight": (H,)}),
-    ("vllm", "vLLM", of("Eagle3LlamaForCausalLM"), AS_LAYERS),
-    ("vllm", "vLLM", of("LlamaForCausalLMEagle3") | {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}, EAGLE_3),
-    ("vllm", "vLLM", of("LlamaForCausalLMEagle3") | {"norm_before_residual": True}, EAGLE_3),
-    ("vllm", "NeMo Automodel", of("LlamaEagle3DraftModel"), {f"model.{n}": s for n, s in AS_LAYERS.items()}),
-    ("speculators", "speculators", speculators("eagle3"), AS_LAYERS | {"embed_tokens.weight": (V, H)}),
+    ("eagle", EAGLE_1 | {"draft_vocab_size": 128}, EAGLE_3),
+    ("eagle", {}, {n: s for n, s in EAGLE_3.items() if n not in ("fc.weight", "d2t", "t2d")}),
+    ("sglang", of("LlamaForCausalLMEagle3"), EAGLE_3),
+    ("sglang", of("LlamaForCausalLMEagle3") | {"fc_norm": True}, FULL_VOCABULARY),
+    ("sglang", {}, AS_LAYERS | {"aux_norm_low.weight": (H,)}),
+    ("vllm", of("Eagle3LlamaForCausalLM"), AS_LAYERS),
+    ("vllm", of("LlamaForCausalLMEagle3") | {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}, EAGLE_3),
+    ("vllm", of("LlamaForCausalLMEagle3") | {"norm_before_residual": True}, EAGLE_3),
+    ("vllm", of("LlamaEagle3DraftModel"), {f"model.{n}": s for n, s in AS_LAYERS.items()}),
+    ("speculators", speculators("eagle3"), AS_LAYERS | {"embed_tokens.weight": (V, H)}),
 ]
 
 
 @pytest.mark.parametrize("case", READ)
 def test_the_producer_is_recognised(case):
     expected, config, shapes = READ[case]
-    format = detect(config, shapes)
+    format = detect(ForeignHead(config, shapes))
     assert format is formats()[expected, format.kind]
 
 
-@pytest.mark.parametrize(("name", "dialect", "config", "shapes"), EAGLE_3_READ)
-def test_whose_eagle3_it_is(name, dialect, config, shapes):
-    format = detect(config, shapes)
-    assert (format.name, format.kind, format.dialect(ForeignHead(config, shapes))) == (name, "eagle3", dialect)
-    assert all(named_format(own, config, shapes).kind == "eagle3" for own in ("eagle", "vllm", "sglang"))
+@pytest.mark.parametrize(("name", "config", "shapes"), EAGLE_3_READ)
+def test_the_producer_of_an_eagle3_head_is_recognised(name, config, shapes):
+    foreign = ForeignHead(config, shapes)
+    format = detect(foreign)
+    assert (format.name, format.kind) == (name, "eagle3")
+    assert all(named_format(other, foreign).kind == "eagle3" for other in ("eagle", "vllm", "sglang"))
 
 
 @pytest.mark.parametrize(("said", "config", "shapes"), REFUSED)
-def test_what_is_known_and_not_read_is_refused_by_its_name(said, config, shapes):
+def test_a_known_layout_that_is_not_read_is_refused_by_its_name(said, config, shapes):
     with pytest.raises(InputError) as error:
-        detect(config, shapes)
+        detect(ForeignHead(config, shapes))
     assert said in str(error.value) and "\n" not in str(error.value)
     own, known = said.startswith("one of"), not said.startswith("no head")
     assert ("It needs no import" in str(error.value)) == own
@@ -203,6 +206,6 @@ def test_what_is_known_and_not_read_is_refused_by_its_name(said, config, shapes)
 
 
 @pytest.mark.parametrize("architectures", [None, [], "LlamaForCausalLMEagle", [None], [["LlamaForCausalLM"]]])
-def test_architectures_of_another_form_name_nobody(architectures):
-    format = detect(LLAMA | {"architectures": architectures}, EAGLE)
+def test_architectures_of_another_form_are_ignored(architectures):
+    format = detect(ForeignHead(LLAMA | {"architectures": architectures}, EAGLE))
     assert (format.name, format.kind) == ("eagle", "eagle")

@@ -60,14 +60,6 @@ def test_results_that_say_nothing_of_this_draft_are_refused(found, message):
         choose_tuning(found, DRAFT)
 
 
-def test_results_of_an_earlier_version_lack_hashes():
-    found = results({"spec:k=5": 1})
-    assert choose_tuning(found, {**DRAFT, "weights": "new"}).k == 5
-    found["meta"]["models"]["draft"] = {**DRAFT, "weights": "other"}
-    with pytest.raises(InputError, match="measurements with the draft"):
-        choose_tuning(found, {**DRAFT, "weights": "new"})
-
-
 @pytest.mark.parametrize("changes", [{"k": 0}, {"threshold": 1.0}, {"threshold": -0.1}])
 def test_settings_out_of_range_are_refused(changes):
     with pytest.raises(InputError):

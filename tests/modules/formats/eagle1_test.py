@@ -1,0 +1,284 @@
+"""EAGLE-1 heads in three systems' directories: round trips, what an import keeps and refuses, and planted defects."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+
+import pytest
+import torch
+from foreign_heads import CONTEXT, EAGLE1, FAMILIES, LLAMA3, H, V, changed, facts, llama, rand, random_head, state_of
+from plain_eagle import PlainEagle
+from transformers import AutoConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
+from draftsmith.modules.formats.base import ForeignHead, ImportedHead, Package, Served, TargetFacts
+from draftsmith.modules.formats.detect import detect
+from draftsmith.modules.layers import RopeScaling, rope_frequencies
+from draftsmith.modules.types import InputError
+
+TARGET = facts()
+BIAS = torch.arange(1.0, H + 1)
+FIRST_NORM, O_BIAS = "layers.0.input_layernorm.weight", "layers.0.self_attn.o_proj.bias"
+# Families that a system refuses.
+NOT_HELD = {"eagle": {"llama3 rope", "wide heads", "linear rope, other base"}, "vllm": set(), "sglang": set()}
+PAIRS = [(name, family) for name in EAGLE1 for family in FAMILIES if family not in NOT_HELD[name]]
+
+
+def written(name: str, family: str = "llama", dtype: torch.dtype = torch.float32) -> Package:
+    head = random_head(FAMILIES[family])
+    return EAGLE1[name].write(head.config, state_of(head), dtype)
+
+
+def head_of(imported: ImportedHead) -> EagleHead:
+    head = EagleHead(imported.config).requires_grad_(False)
+    head.load_state_dict(imported.state)
+    return head
+
+
+@pytest.mark.parametrize(("name", "family"), PAIRS)
+def test_a_head_comes_back_bit_by_bit_and_computes_what_a_plain_implementation_does(name, family):
+    for dtype in (torch.float32, torch.bfloat16):
+        package = written(name, family, dtype)
+        imported = EAGLE1[name].read(package, TARGET)
+        assert imported.config == random_head(FAMILIES[family]).config
+        assert imported.problems == () and imported.notes == ()
+        state = state_of(random_head(FAMILIES[family]))
+        assert imported.state.keys() == state.keys()
+        assert all(torch.equal(imported.state[key], tensor.to(dtype)) for key, tensor in state.items())
+        embeds, features = rand(2, 9, H)
+        plain = PlainEagle(package.tensors, FAMILIES[family]).hidden(embeds, features)
+        ours = head_of(imported).float()(embeds[None], features[None])[0]
+        torch.testing.assert_close(ours.double(), plain, rtol=0, atol=1e-4)  # float32 against float64
+
+
+@pytest.mark.parametrize(("name", "family"), PAIRS)
+def test_transformers_reads_the_rope_that_the_head_has(name, family, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(dict(written(name, family).config)))
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert torch.allclose(LlamaRotaryEmbedding(config).inv_freq, rope_frequencies(FAMILIES[family]), rtol=1e-6)
+    assert config.rms_norm_eps == FAMILIES[family].rms_eps
+
+
+def test_the_three_directories_differ_in_what_the_systems_read():
+    eagle, vllm, sglang = (written(name, "qwen2") for name in EAGLE1)
+    assert eagle.config == vllm.config and eagle.config["qkv_bias"] and not eagle.config["bias"]
+    assert eagle.tensors.keys() == vllm.tensors.keys()
+    assert sglang.config["architectures"] == ["LlamaForCausalLMEagle"] and sglang.config["attention_bias"]
+    zeros = {key: sglang.tensors[key] for key in sglang.tensors.keys() - eagle.tensors.keys()}
+    assert zeros.keys() == {"fc.bias", O_BIAS} and not any(tensor.any() for tensor in zeros.values())
+
+
+@pytest.mark.parametrize("name", EAGLE1)
+@pytest.mark.parametrize(
+    ("changes", "fc_bias", "reason"),
+    [
+        ({}, True, "fc_bias: found True, expected no bias: vLLM drops it"),
+        ({"qk_norm": True}, False, "qk_norm: found True"),
+        ({"o_bias": True}, False, "o_bias: found True"),
+        ({"mlp_bias": True}, False, "mlp_bias: found True"),
+        ({"sliding_window": 8}, False, "sliding_window: found 8"),
+        ({"num_heads": 5, "num_kv_heads": 5, "head_dim": 4}, False, "(num_heads|head_dim): found"),
+    ],
+)
+def test_a_head_that_no_system_holds_is_refused(name, changes, fc_bias, reason):
+    config = EagleConfig(dataclasses.replace(FAMILIES["llama"], **changes), fc_bias)
+    assert not EAGLE1[name].holds(config)
+    with pytest.raises(InputError, match=reason) as error:
+        EAGLE1[name].check(config)
+    assert "\n" not in str(error.value)
+
+
+def test_safeailab_refuses_what_its_code_reads_in_another_way():
+    for family, reason in (
+        ("llama3 rope", "rope_scaling: found llama3"),
+        ("wide heads", "head_dim: found 8, expected hidden_size / num_heads = 4"),
+        ("linear rope, other base", "rope_scaling: found linear by 4 on base 5000"),
+    ):
+        with pytest.raises(InputError, match=f"{reason}.*--format vllm"):
+            EAGLE1["eagle"].check(EagleConfig(FAMILIES[family]))
+    config = EagleConfig(llama(rope_theta=10000.0, rope_scaling=RopeScaling("linear", 0.5)))
+    with pytest.raises(InputError, match="a factor over 1"):
+        EAGLE1["eagle"].check(config)
+
+
+@pytest.mark.parametrize("name", EAGLE1)
+def test_tensors_that_are_not_the_heads_are_left_out_with_a_note(name):
+    package = written(name)
+    extra = {
+        "lm_head.weight": TARGET.lm_head,
+        FIRST_NORM: torch.ones(H),
+        "embed_tokens.weight": TARGET.embed_tokens,
+        "layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2),
+    }
+    tensors = {f"model.{key}": tensor for key, tensor in {**package.tensors, **extra}.items()}
+    imported = EAGLE1[name].read(Package(package.config, tensors), TARGET)
+    plain = EAGLE1[name].read(package, TARGET)
+    assert imported.config == plain.config and imported.state.keys() == plain.state.keys()
+    left_out = ["model.lm_head.weight", f"model.{FIRST_NORM}", "model.embed_tokens.weight"]
+    assert [note.split()[0] for note in imported.notes] == left_out
+    # vLLM raises for what it does not know; all of them know the names without the prefix only.
+    problems = ["model."] + (left_out[:2] if name == "vllm" else [])
+    assert [problem.where for problem in imported.problems] == problems
+
+
+def test_a_bfloat16_copy_of_the_targets_embedding_is_the_targets():
+    eagle, embedding = EAGLE1["eagle"], TARGET.embed_tokens
+    copy = changed(written("eagle"), {}, {"embed_tokens.weight": embedding.bfloat16()})
+    assert "embed_tokens.weight" not in eagle.read(copy, TARGET).state
+    wide = changed(written("eagle"), {}, {"embed_tokens.weight": embedding.bfloat16().float()})
+    assert "embed_tokens.weight" not in eagle.read(wide, TargetFacts(TARGET.raw, embedding.bfloat16())).state
+    with pytest.raises(InputError, match="differs from the target's"):  # float32 of other digits, against float32
+        eagle.read(wide, TARGET)
+    with pytest.raises(InputError, match="Pass --target"):
+        eagle.read(copy, None)
+
+
+def test_fc_bias_is_kept_if_its_system_uses_it():
+    for name, config in (("eagle", {"bias": True}), ("eagle", {"bias": ...}), ("sglang", {})):
+        imported = EAGLE1[name].read(changed(written(name), config, {"fc.bias": BIAS}), TARGET)
+        assert imported.config.fc_bias and torch.equal(imported.state["fc.bias"], BIAS) and not imported.problems
+    for name in ("eagle", "vllm"):  # with `bias: false`
+        imported = EAGLE1[name].read(changed(written(name), {}, {"fc.bias": BIAS}), TARGET)
+        assert not imported.config.fc_bias and "fc.bias" not in imported.state
+        assert imported.notes == (f"fc.bias: left out, {EAGLE1[name].system} does not use them",)
+        assert [problem.where for problem in imported.problems] == ["fc.bias"]
+    for name in EAGLE1:
+        zero = EAGLE1[name].read(changed(written(name), {}, {"fc.bias": torch.zeros(H)}), TARGET)
+        assert (zero.config.fc_bias, zero.notes, zero.problems) == (False, (), ())
+
+
+def test_a_bias_that_its_system_would_make_up_is_refused_with_the_remedy():
+    for name, config in (("eagle", {"bias": ...}), ("eagle", {"bias": True}), ("sglang", {"bias": ...})):
+        copy = changed(written(name), config, {"fc.bias": None})
+        with pytest.raises(InputError, match=r'no fc bias.*Add "bias": false to config.json if'):
+            EAGLE1[name].read(copy, TARGET)
+    imported = EAGLE1["sglang"].read(changed(written("sglang"), {}, {"fc.bias": None}), TARGET)
+    assert not imported.config.fc_bias and [problem.where for problem in imported.problems] == ["fc.bias"]
+    for name in EAGLE1:
+        biases = [key for key in written(name, "qwen2").tensors if key.endswith("_proj.bias")]
+        with pytest.raises(InputError, match=r'no qkv bias in the file.*"attention_bias"'):
+            EAGLE1[name].read(changed(written(name, "qwen2"), {}, dict.fromkeys(biases)), TARGET)
+    with pytest.raises(InputError, match="no o bias in the file"):
+        EAGLE1["vllm"].read(changed(written("vllm", "qwen2"), {"attention_bias": True}), TARGET)
+
+
+def test_attention_and_mlp_biases_are_kept_if_their_system_uses_them():
+    imported = EAGLE1["sglang"].read(changed(written("sglang", "qwen2"), {}, {O_BIAS: BIAS}), TARGET)
+    assert imported.config.llama.o_bias and torch.equal(imported.state[O_BIAS], BIAS)
+    sizes = {"gate_proj": 10, "up_proj": 10, "down_proj": H}
+    mlp = {f"layers.0.mlp.{name}.bias": torch.ones(size) for name, size in sizes.items()}
+    assert EAGLE1["vllm"].read(changed(written("vllm"), {"mlp_bias": True}, mlp), TARGET).config.llama.mlp_bias
+    imported = EAGLE1["sglang"].read(changed(written("sglang"), {"mlp_bias": True}, mlp), TARGET)
+    assert not imported.config.llama.mlp_bias and "SGLang does not use them" in imported.notes[0]
+
+
+REFUSED = [
+    ({}, {"layers.0.foo.weight": BIAS, "d2t": BIAS}, "d2t is unknown, layers.0.foo.weight is unknown"),
+    ({}, {"fc.weight": None}, "fc.weight is missing"),
+    ({}, {"layers.0.post_attention_layernorm.weight": None}, "layers.0.post_attention_layernorm.weight is missing"),
+    ({}, {"fc.weight": torch.ones(H, 3 * H)}, r"fc.weight is \[12, 36\] in place of \[12, 24\]"),
+    ({}, {"fc.weight": torch.ones(H, 2 * H).long()}, "fc.weight is int64 in place of float32"),
+    ({}, {"embed_tokens.weight": torch.ones(V, H)}, "an embedding that differs from the target's"),
+    ({}, {"model.fc.weight": torch.ones(H, 2 * H)}, "fc.weight twice"),
+    ({"num_attention_heads": 6}, {}, r"self_attn.q_proj.weight is \[12, 12\] in place of \[24, 12\]"),
+    ({"num_hidden_layers": 2}, {}, "layers.1.input_layernorm.weight is missing"),
+    ({"rope_theta": 77.0}, {}, "rope_theta 77 but rope_parameters.rope_theta 5000"),
+    ({"rope_parameters": ..., "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, {}, "found yarn"),
+    ({"rope_parameters": ..., "rope_scaling": {"rope_type": "linear"}}, {}, "rope_scaling: found no factor"),
+    ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, {}, "partial_rotary_factor"),
+    ({"rms_norm_eps": "tiny"}, {}, "rms_norm_eps: found 'tiny', expected a number"),
+    ({"vocab_size": V - 1}, {}, "vocab_size: found 19, expected the target's whole vocabulary .20."),
+    ({"draft_vocab_size": 8}, {}, "draft_vocab_size: found 8"),
+    ({"hot_vocab_size": 8}, {}, "hot_vocab_size: found 8"),
+    ({"logit_scale": 0.5}, {}, "logit_scale: found 0.5"),
+    ({"hidden_act": "gelu"}, {}, "hidden_act: found gelu"),
+    ({"layer_types": ["sliding_attention"]}, {}, "layer_types: found sliding_attention"),
+    ({"quantization_config": {"bits": 4}}, {}, "quantization_config"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["eagle", "sglang"])
+@pytest.mark.parametrize(("config", "tensors", "words"), REFUSED)
+def test_a_head_that_ours_cannot_be_is_refused_in_one_line(name, config, tensors, words):
+    with pytest.raises(InputError, match=words) as error:
+        EAGLE1[name].read(changed(written(name), config, tensors), TARGET)
+    assert "\n" not in str(error.value)
+
+
+# Edit of config and tensors -> the system's problem, None where it computes the same.
+DEFECTS = {
+    "stray lm_head": ({}, {"lm_head.weight": torch.zeros(V, H)}, dict.fromkeys(EAGLE1, "lm_head.weight")),
+    "another class": ({"architectures": ["Qwen3ForCausalLM"]}, {},
+                      {"eagle": None, "vllm": "architectures", "sglang": "architectures"}),
+    "no class": ({"architectures": ...}, {}, {"eagle": None, "vllm": "architectures", "sglang": "architectures"}),
+    "another model": ({"model_type": "qwen2"}, {}, {"eagle": None, "vllm": "model_type", "sglang": "model_type"}),
+    "one layer_type": ({"layer_types": ["full_attention"]}, {}, {"eagle": None, "vllm": "layer_types"}),
+    "tied tables": ({"tie_word_embeddings": True}, {}, {"eagle": None, "vllm": None, "sglang": "tie_word_embeddings"}),
+    "a shorter context": ({"max_position_embeddings": CONTEXT // 2}, {},
+                          {"eagle": None, "vllm": None, "sglang": "max_position_embeddings"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_a_directory_that_a_system_reads_in_another_way_has_a_problem(name):
+    config, tensors, expected = DEFECTS[name]
+    for system, where in expected.items():
+        imported = EAGLE1[system].read(changed(written(system), config, tensors), TARGET)
+        assert [problem.where for problem in imported.problems] == ([] if where is None else [where])
+
+
+def test_safeailab_ignores_a_head_dim_and_knows_two_keys_of_rope_scaling():
+    imported = EAGLE1["eagle"].read(written("vllm", "wide heads"), TARGET)
+    assert [problem.where for problem in imported.problems] == ["head_dim"]
+    imported = EAGLE1["eagle"].read(written("vllm", "llama3 rope"), TARGET)
+    assert [problem.where for problem in imported.problems] == ["rope_scaling", "rope_theta"]
+
+
+def test_linear_scaling_on_another_base_is_refused_as_ambiguous():
+    package = written("vllm", "linear rope, other base")
+    assert EAGLE1["vllm"].read(package, TARGET).config.llama.rope_theta == 5000
+    with pytest.raises(InputError, match=r"expected base 10000, .*--format vllm"):
+        EAGLE1["eagle"].read(package, TARGET)
+    new_only = changed(written("eagle"), {"rope_theta": ..., "rope_scaling": ...})
+    with pytest.raises(InputError, match=r"found base 5000, expected base 10000"):
+        EAGLE1["eagle"].read(new_only, TARGET)
+
+
+def test_old_and_new_spelling_of_rope_give_the_same_head():
+    head = random_head(llama(rope_scaling=LLAMA3))
+    package = EAGLE1["vllm"].write(head.config, state_of(head), torch.float32)
+    for fields in ({"rope_parameters": ...}, {"rope_theta": ..., "rope_scaling": ...}):
+        assert EAGLE1["vllm"].read(changed(package, fields), TARGET).config == head.config
+
+
+def test_sizes_of_the_target():
+    imported = EAGLE1["eagle"].read(written("eagle"), facts(max_position_embeddings=4 * CONTEXT))
+    assert imported.config.llama.max_position == 4 * CONTEXT
+    assert imported.notes == ("max_position_embeddings 64 is raised to the target's 256, as vLLM does",)
+    assert EAGLE1["eagle"].read(written("eagle"), None).config.llama.max_position == CONTEXT
+    with pytest.raises(InputError, match=r"hidden_size.*target's 99"):
+        EAGLE1["eagle"].read(written("eagle"), facts(hidden_size=99))
+
+
+def test_exports_are_detected():
+    for name in EAGLE1:
+        for family in ("llama", "qwen2", "linear rope"):
+            assert detect(ForeignHead.of(written(name, family))).kind == "eagle"
+    assert detect(ForeignHead.of(written("eagle"))).name == "eagle"
+    assert detect(ForeignHead.of(written("vllm", "wide heads"))).name == "vllm"
+    assert detect(ForeignHead.of(written("sglang", "qwen2"))).name == "sglang"
+
+
+def test_the_serving_commands_survive_a_shell():
+    words = {
+        name: shlex.split(format.serve(Served("org/target", "my heads/one", 4))) for name, format in EAGLE1.items()
+    }
+    settings = {"method": "eagle", "model": "my heads/one", "num_speculative_tokens": 4}
+    assert json.loads(words["vllm"][-1]) == settings and words["vllm"][:3] == ["vllm", "serve", "org/target"]
+    sglang = dict(zip(words["sglang"][3::2], words["sglang"][4::2], strict=True))
+    assert sglang["--speculative-algorithm"] == "EAGLE" and sglang["--speculative-draft-model-path"] == "my heads/one"
+    assert (sglang["--speculative-num-steps"], sglang["--speculative-num-draft-tokens"]) == ("4", "5")
+    assert words["eagle"][-2:] == ["--ea-model-path", "my heads/one"]
