@@ -166,7 +166,7 @@ def test_a_directory_that_is_another_head_than_the_trained_one_is_told(gate, eng
     assert gate(server, directory=directory)[0] == 0  # without the trained head nobody knows
     code, shown = gate(server, directory=directory, head=heads / "eagle3/head")
     assert code == 1 and "exactly what our chain gives with the head of the directory by vLLM's rules" in shown
-    assert "is another head for vLLM than ours: capture: (0, 2, 3) in this system, exported with (1, 4, 11)" in shown
+    assert "is another head for vLLM than ours: capture: [0, 2, 3] in this system, exported with [1, 4, 11]" in shown
 
 
 def test_a_directory_that_differs_where_the_drafts_do_not_is_told(gate, engine, heads, tmp_path):
@@ -178,7 +178,7 @@ def test_a_directory_that_differs_where_the_drafts_do_not_is_told(gate, engine, 
     assert gate(engine("eagle3"), head=heads / "eagle3/head")[0] == 0
     code, shown = gate(engine("eagle3"), directory=directory, head=heads / "eagle3/head")
     assert (
-        code == 1 and "the directory is another head for vLLM than --head: capture: (0, 2, 3) in this system" in shown
+        code == 1 and "the directory is another head for vLLM than --head: capture: [0, 2, 3] in this system" in shown
     )
     assert "differs: text of 0 and drafts of 0 of 3 prompts, the directory" in shown
 
