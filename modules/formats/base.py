@@ -17,6 +17,12 @@ from draftsmith.modules.types import InputError
 # Types of weights that layers compute with; integers and float8 are quantised weights, whose scales are elsewhere.
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
+CAN_READ = (
+    "an EAGLE-1 or EAGLE-3 head (SafeAILab, vLLM, SGLang, speculators), Medusa heads (FasterDecoding, ModelOpt), Hydra "
+    "heads or an acceptance head of SpecDec_pp"
+)
+NOT_YET = "Importing it is not supported yet."
+
 
 @dataclass(frozen=True)
 class Package:

@@ -10,14 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from draftsmith.modules.formats import formats
-from draftsmith.modules.formats.base import ForeignHead, HeadFormat
+from draftsmith.modules.formats.base import CAN_READ, NOT_YET, ForeignHead, HeadFormat
 from draftsmith.modules.types import InputError
 
-CAN_READ = (
-    "an EAGLE-1 or EAGLE-3 head (SafeAILab, vLLM, SGLang, speculators), Medusa heads (FasterDecoding, ModelOpt), Hydra "
-    "heads or an acceptance head of SpecDec_pp"
-)
-NOT_YET = "Importing it is not supported yet."
 TYPE = "speculators_model_type"
 
 

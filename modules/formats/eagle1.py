@@ -16,6 +16,8 @@ from torch import Tensor
 
 from draftsmith.modules.drafters.eagle.net import EagleConfig, EagleNet
 from draftsmith.modules.formats.base import (
+    CAN_READ,
+    NOT_YET,
     ForeignHead,
     ImportedHead,
     Package,
@@ -26,7 +28,6 @@ from draftsmith.modules.formats.base import (
     check_tensors,
     same_values,
 )
-from draftsmith.modules.formats.detect import CAN_READ, NOT_YET
 from draftsmith.modules.formats.llama import (
     ROTARY_BUFFERS,
     Biases,
