@@ -23,7 +23,7 @@ PUBLIC = {
     "add_drafters": ("modules.drafters", "add_folder"),
     "LitDrafter": ("train.lit_drafter", "LitDrafter"),
     "fit": ("launch.python", "fit"),
-    "save": ("data.heads.saving", "save"),
+    "save": ("data.heads.card", "save"),
     "export": ("launch.python", "export"),
     "run": ("launch.python", "run"),
     "InputError": ("modules.types", "InputError"),
@@ -50,8 +50,8 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from draftsmith.data.heads.card import save as save
     from draftsmith.data.heads.directory import load_draft_head as load_head
-    from draftsmith.data.heads.saving import save as save
     from draftsmith.data.models.loading import load_lm as load_target
     from draftsmith.data.models.loading import load_tokenizer as load_tokenizer
     from draftsmith.data.store.datasets import collate_features as collate

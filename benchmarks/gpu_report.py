@@ -21,8 +21,7 @@ from typing import Any, Literal
 import torch
 
 from draftsmith.benchmarks.synthetic import SHAPES, random_eagle_head, random_pair
-from draftsmith.data.console import log_note, print_table, table_from_cells
-from draftsmith.data.heads.markdown import markdown_lines
+from draftsmith.data.console import log_note, markdown_lines, print_table, table_from_cells
 from draftsmith.data.models.loading import check_device
 from draftsmith.data.store.datasets import pack_features
 from draftsmith.data.store.files import make_directory, write_json, write_text

@@ -25,8 +25,7 @@ from draftsmith.benchmarks.decoder_cost import (
     trace_cost,
 )
 from draftsmith.benchmarks.pairs import GREEDY, K, Pair, embedded_models, paired_ratio, random_models
-from draftsmith.data.console import log_note, print_table, table_from_cells
-from draftsmith.data.heads.markdown import markdown_lines
+from draftsmith.data.console import log_note, markdown_lines, print_table, table_from_cells
 from draftsmith.data.models.loading import DTYPES, check_device
 from draftsmith.data.store.files import make_directory, write_json, write_text
 from draftsmith.data.store.manifest import git_commit, package_versions, resolved

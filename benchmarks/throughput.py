@@ -26,8 +26,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from draftsmith.benchmarks.synthetic import Weights, random_weights
-from draftsmith.data.console import print_table, print_text, table_from_cells
-from draftsmith.data.heads.markdown import markdown_lines
+from draftsmith.data.console import markdown_lines, print_table, print_text, table_from_cells
 from draftsmith.data.store.datasets import Item, pack_features
 from draftsmith.data.store.files import make_directory, write_json, write_text
 from draftsmith.data.store.manifest import git_commit, package_versions, resolved

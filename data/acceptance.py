@@ -20,8 +20,7 @@ from torch import Tensor
 
 from draftsmith.data.console import Advance
 from draftsmith.data.engines.own import check_lengths, length_batches, pad_right, set_threads
-from draftsmith.data.heads.directory import kind_at
-from draftsmith.data.heads.frozen_drafter import FrozenDrafter, load_drafter
+from draftsmith.data.heads.directory import FrozenDrafter, kind_at, load_drafter
 from draftsmith.data.models.loading import check_same_tokenizer, load_lm, name_nonfinite, text_identity
 from draftsmith.data.responses import TEXT_FIELDS
 from draftsmith.data.rollouts import ROLLOUT_FIELDS, Rollouts, text_columns

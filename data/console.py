@@ -102,6 +102,12 @@ def format_interval(ends: Sequence[float | None] | None, form: str = ".2f", betw
     return "" if low is None or low != low else f"{low:{form}}{between}{high:{form}}"
 
 
+def markdown_lines(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a Markdown table; the first column is text, the others are numbers."""
+    lines = ["| " + " | ".join(headings) + " |", "|---" + "|---:" * (len(headings) - 1) + "|"]
+    return lines + ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+
+
 @dataclass
 class _Output:
     """Output options of this process, and the values collected for --json (document is None without it)."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from draftsmith.data.console import Advance
 from draftsmith.data.engines.own import check_lengths
-from draftsmith.data.heads.frozen_drafter import FrozenDrafter
+from draftsmith.data.heads.directory import FrozenDrafter
 from draftsmith.data.models.loading import name_nonfinite
 from draftsmith.data.responses import TEXT_FIELDS
 from draftsmith.data.store.datasets import DRAFT_COLUMNS

@@ -1,21 +1,25 @@
-"""Settings that many commands share, each with its help written once.
+"""Options that many commands share, each with its help written once.
 
-A command's dataclass extends what it needs of these. Where its default is another, or the setting does not decide what
-is written (`volatile`), it declares the field again, and the help stays this one.
+A command's dataclass inherits the options it needs. Where its default differs, or the option does not affect what is
+written (`volatile`), the field is declared again and keeps this help.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from draftsmith.data.heads.directory import kind_at
 from draftsmith.data.models.loading import pick_device
 from draftsmith.data.store.manifest import volatile
 from draftsmith.modules.types import InputError, SamplingParams
 
 Dtype = Literal["float32", "bfloat16", "float16", "auto"]
 Engine = Literal["auto", "lean", "hf"]
+MODEL = "draft"  # name of a draft model where heads are named by their kinds
+ROLES = ("target", "mid", "acceptance")  # other models, named by their options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,12 +35,11 @@ class RemoteCode:
 
 @dataclass(frozen=True, kw_only=True)
 class Loading(RemoteCode):
-    """How models are loaded.
+    """Options for loading models.
 
     Attributes:
         dtype: Type of the weights: float32, bfloat16, float16, or auto for the checkpoint's own.
-        engine: How models run: lean for Llama-family weights, hf for any transformers model; auto takes lean where it
-            can.
+        engine: lean for Llama-family weights, hf for any transformers model, auto for lean where it applies.
         device: cpu, cuda, cuda:1, ...
     """
 
@@ -53,10 +56,10 @@ class Loading(RemoteCode):
 
 @dataclass(frozen=True, kw_only=True)
 class StageLoading(Loading):
-    """How a stage loads models, alone or as one of many processes.
+    """Options for loading models in a stage, which may be one of many processes.
 
     Attributes:
-        device: cpu, cuda:0, ... ; auto takes this rank's GPU where there is one.
+        device: cpu, cuda:0, ... ; auto takes this rank's GPU, or the CPU without one.
         num_threads: CPU threads; 0 is torch's own choice.
     """
 
@@ -71,7 +74,7 @@ class StageLoading(Loading):
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How next tokens are drawn.
+    """Options for sampling.
 
     Attributes:
         temperature: 0 is greedy.
@@ -88,8 +91,49 @@ class Sampling:
         return SamplingParams(self.temperature, self.top_k, self.top_p)
 
 
+@dataclass(frozen=True, kw_only=True)
+class DraftSettings:
+    """Options of a command that uses drafters.
+
+    Attributes:
+        draft: Draft model, or the directory of a trained head; repeated for several.
+    """
+
+    draft: tuple[str, ...] | str | None = volatile(())
+
+    def __post_init__(self) -> None:
+        value: Any = self.draft
+        object.__setattr__(self, "draft", (value,) if isinstance(value, str) else tuple(value or ()))
+
+    @property
+    def drafters(self) -> dict[str, str]:
+        """Paths by `draft` (a language model) or the kind of the head.
+
+        Raises:
+            InputError: two of a kind, or a head that does not draft.
+        """
+        paths: dict[str, str] = {}
+        for path in self.draft or ():
+            kind = kind_at(path) or MODEL
+            if kind == "acceptance":
+                remedy = "Pass it with --acceptance."
+                raise InputError("draft", f"{path}, an acceptance head", "a model or head that drafts", remedy)
+            if kind in paths:
+                found = f"{paths[kind]} and {path}, two {'draft models' if kind == MODEL else f'{kind} heads'}"
+                raise InputError("draft", found, "one of a kind", "Leave one of them out.")
+            paths[kind] = path
+        return paths
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """Paths of `drafters`, and of the command's other models by their options."""
+        names = {field.name for field in dataclasses.fields(self)} & set(ROLES)
+        others = {role: getattr(self, role) for role in ROLES if role in names}
+        return {role: str(path) for role, path in others.items() if path} | self.drafters
+
+
 def comma_numbers(field: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
-    """Numbers separated by commas.
+    """Parse different numbers separated by commas.
 
     Raises:
         InputError: no number, something else, or one twice.
@@ -105,14 +149,14 @@ def comma_numbers(field: str, text: str, kind: Callable[[str], Any]) -> list[Any
 
 
 def check_positive(config: Any, *names: str) -> None:
-    """Raises InputError for fields that must be 1 or more."""
+    """Raise InputError for fields that are not 1 or more."""
     for name in names:
         if getattr(config, name) < 1:
             raise InputError(name, getattr(config, name), "1 or more", "Pass a positive number.")
 
 
 def check_not_negative(config: Any, *names: str) -> None:
-    """Raises InputError for fields in which 0 means off."""
+    """Raise InputError for negative fields, in which 0 means off."""
     for name in names:
         if getattr(config, name) < 0:
             raise InputError(name, getattr(config, name), "0 (off) or more", "Pass a number that is not negative.")

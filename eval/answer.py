@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from draftsmith.data.heads.draft_settings import DraftSettings
 from draftsmith.data.models.loading import load_tokenizer
+from draftsmith.data.settings import DraftSettings
 from draftsmith.data.text.conversations import well_formed
 from draftsmith.data.text.template import RowError, load_chat_tokenizer, prompt_ids
 from draftsmith.eval.bench.load import load_models

@@ -13,9 +13,8 @@ from rich.console import Console
 from rich.text import Text
 
 from draftsmith.data.console import add_result, log_note
-from draftsmith.data.heads.draft_settings import DraftSettings
 from draftsmith.data.models.loading import load_tokenizer, name_nonfinite
-from draftsmith.data.settings import Sampling, check_positive
+from draftsmith.data.settings import DraftSettings, Sampling, check_positive
 from draftsmith.data.store.files import make_directory, write_text
 from draftsmith.data.text.conversations import well_formed
 from draftsmith.data.text.template import RowError, load_chat_tokenizer, prompt_ids

@@ -8,8 +8,7 @@ from pathlib import Path
 from draftsmith.data.acceptance import AcceptanceConfig, labels_of
 from draftsmith.data.console import print_table, print_text
 from draftsmith.data.heads.diagnosis import diagnose
-from draftsmith.data.heads.directory import kind_at
-from draftsmith.data.heads.frozen_drafter import FrozenDrafter, load_drafter
+from draftsmith.data.heads.directory import FrozenDrafter, kind_at, load_drafter
 from draftsmith.data.models.loading import check_same_tokenizer, load_lm, text_identity, vocabulary_size
 from draftsmith.data.rollouts import Rollouts
 from draftsmith.data.settings import Loading, check_positive

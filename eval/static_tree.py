@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.console import Column, Table, json_values, print_table, print_text
-from draftsmith.data.heads.draft_settings import DraftSettings
-from draftsmith.data.settings import check_not_negative, check_positive
+from draftsmith.data.settings import DraftSettings, check_not_negative, check_positive
 from draftsmith.data.store.files import make_directory, write_json, write_text
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.load import load_run, read_tree

@@ -17,8 +17,7 @@ from typing import Any
 import yaml
 
 from draftsmith.data.console import Column, Table, format_interval, json_values, log_note, print_table, print_text
-from draftsmith.data.heads.draft_settings import DraftSettings
-from draftsmith.data.settings import Sampling, check_not_negative, check_positive, comma_numbers
+from draftsmith.data.settings import DraftSettings, Sampling, check_not_negative, check_positive, comma_numbers
 from draftsmith.data.store.files import make_directory, write_json, write_text
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.load import load_models, load_run, trained_for

@@ -10,8 +10,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from draftsmith.data.heads.directory import kind_at, starting_head, starting_settings, starting_weights
-from draftsmith.data.heads.frozen_drafter import FrozenDrafter, load_drafter
+from draftsmith.data.heads.directory import (
+    FrozenDrafter,
+    kind_at,
+    load_drafter,
+    starting_head,
+    starting_settings,
+    starting_weights,
+)
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.datasets import collate_acceptance, open_dataset
 from draftsmith.data.store.files import make_directory, write_json

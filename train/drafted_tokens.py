@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftsmith.data.heads.frozen_drafter import FrozenDrafter
+from draftsmith.data.heads.directory import FrozenDrafter
 from draftsmith.data.store.datasets import AcceptanceTokens, RolloutTokens
 from draftsmith.modules.acceptance.head import AcceptanceHeadConfig, feature_value
 from draftsmith.modules.decoding.confidence import TokenConfidences

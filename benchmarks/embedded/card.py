@@ -14,8 +14,8 @@ import torch
 
 from draftsmith.benchmarks.embedded.domains import Domain
 from draftsmith.benchmarks.embedded.language_model import Recipe
+from draftsmith.data.console import markdown_lines
 from draftsmith.data.engines.own import RowSource, generate_all
-from draftsmith.data.heads.markdown import markdown_lines
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.trace import pool

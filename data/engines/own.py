@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.data.heads.frozen_drafter import load_drafter
+from draftsmith.data.heads.directory import load_drafter
 from draftsmith.data.models.loading import check_same_tokenizer
 from draftsmith.data.store.shards import row_generator
 from draftsmith.modules.decoding.loop import PLAIN, RowPool, Setup, asked

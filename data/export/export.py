@@ -22,9 +22,8 @@ from draftsmith.data.export.check import (
 )
 from draftsmith.data.export.directory import read_package
 from draftsmith.data.export.states import state_source
-from draftsmith.data.heads.card import draft_model_card, model_card
+from draftsmith.data.heads.card import draft_model_card, measured_of, model_card
 from draftsmith.data.heads.directory import build_head, head_config, head_fields, named_kind, stored_tensors
-from draftsmith.data.heads.measured import measured_of
 from draftsmith.data.models.checkpoint import INDEX
 from draftsmith.data.models.hub import loadable, model_directory
 from draftsmith.data.models.loading import DTYPES, load_lm, tokenizer_identity

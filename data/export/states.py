@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.engines.own import generate_all
-from draftsmith.data.heads.frozen_drafter import FrozenDrafter, load_drafter
+from draftsmith.data.heads.directory import FrozenDrafter, load_drafter
 from draftsmith.data.models.loading import load_lm, load_tokenizer, read_config
 from draftsmith.data.text.template import RowError, prompt_ids
 from draftsmith.modules.acceptance.head import Feature, feature_value

@@ -1,46 +1,137 @@
-"""The model card of a head or of an export: what it is, what it was made from, what was measured, how to use it.
+"""Model cards of heads and exports: Markdown templates filled from a manifest, `measured.json` and an export's facts.
 
-Pure: from a head's manifest (train/fit.py writes it, an import writes a shorter one), its `measured.json`
-(data/heads/measured.py) and what an export says of itself. A card never says more than these do: what they lack is
-unknown. What a learned drafter is, it says itself (`DraftHead.card`).
+A card never says more than these: what they lack is written as unknown. `measured.json` lies beside the files of the
+training and is not part of the head: `eval bench --card` writes it, and the card anew.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 import re
 import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from draftsmith.data.heads import acceptance_card
-from draftsmith.data.heads.directory import class_of, config_from_json
-from draftsmith.data.heads.markdown import code, markdown_lines, sentence, shell
-from draftsmith.data.heads.metrics import metric_help
+from draftsmith.data.console import markdown_lines
+from draftsmith.data.heads.directory import class_of, config_from_json, head_config, head_fields, save_head
+from draftsmith.data.store.files import write_json, write_text
+from draftsmith.data.store.manifest import file_sha256, git_commit, package_versions
+from draftsmith.data.store.reading import read_object
 from draftsmith.modules.drafters import head_class, learned
-from draftsmith.modules.drafters.base import HeadCard
+from draftsmith.modules.drafters.base import DraftHead, HeadCard
 from draftsmith.modules.formats import formats_of, hf_assisted
+from draftsmith.modules.formats.acceptance import PREDICTED, uses_of
+from draftsmith.modules.targets.base import CausalLM
 
-# Library that an export's format belongs to, as the model hub names it, where that is not the format's own name.
+MEASURED, CARD, WEIGHTS = "measured.json", "README.md", "model.safetensors"
+ROW = {
+    **{"tau": (float, None), "speedup": (float, None), "prompts?": int, "tokens?": int},
+    **{"tau_ci95?": ([(float, None)], None), "speedup_ci95?": ([(float, None)], None)},
+}
+MEASURED_SHAPE = {
+    "head_sha256": str,
+    "methods": [{"method": str, "temperature": float, **ROW, "by_task?": {"*": ROW}}],
+    **{"settings": dict, "prompts": dict, "clock": str, "hardware": dict, "date": str},
+    **{"target?": dict, "versions?": dict},
+}
+# Library that the hub lists an export's format with, if not the format's own name.
 LIBRARIES = {hf_assisted.NAME: "transformers"}
-# Settings that every training has and that decide its result, in the order in which a reader asks for them.
+# Settings of every training that decide its result, in the order in which a reader asks for them.
 SETTINGS = (
     *("features", "feature_dtype", "epochs", "max_steps", "batch_size", "tokens_per_batch", "max_length"),
     *("optimizer", "lr", "schedule"),
     *("warmup_share", "min_lr_share", "weight_decay", "betas", "clip", "precision", "model_dtype", "val_share", "seed"),
 )
-UNKNOWN, IMPORTED = "unknown", "unknown: the head was imported"
+ACCEPTANCE_SETTINGS = ("num_blocks", "tied", "state", "w_acc", "w_rej", "mix", "calibrate")
+ACCEPTANCE_HEAD = (
+    "Predicts from a drafter's last hidden state whether the target will keep a drafted token (SpecDec++, Huang et al. "
+    "2024). It stops drafts that are likely to fail."
+)
 DRAFT_MODEL = HeadCard(
     "Draft model",
     "A draft model for transformers' assisted generation, with the settings that were measured to suit it.",
     ("assisted-generation",),
     f"{hf_assisted.NAME}:k=5",
 )
+METRICS = {
+    "kl": "binary KL from the acceptance probability, nats a token, without w_acc and w_rej, calibrated output",
+    "brier": "mean squared distance from the acceptance probability, calibrated output",
+    "ece": "calibration error, 15 bins of equal mass, corrected for the loss' weights only",
+    "ece_platt": "the same with the fitted scale and shift, 2-fold cross-fitted",
+    "auc": "AUC with soft labels: each token counts P as positive, 1-P as negative",
+    "auc_q": "the same for the draft's own probability of the token: what the head has to beat",
+    "loss": "training loss on held-out samples",
+    "feature_loss": "smooth-L1 distance of features",
+    "token_loss": "soft cross-entropy against the target's distribution, nats a token",
+    "top1": "share of response tokens where the head's first choice is the target's, teacher-forced",
+    "top3": "share where the target's choice is among the head's first three",
+    "tau": "emitted tokens per target call, greedy chains; end tokens are ignored where tau_behind_end is there",
+    "tau_behind_end": "share of those tokens that come behind an end token: the target serves no such text",
+}
+UNKNOWN = "unknown"
+
+PAGE = """\
+---
+{front_matter}---
+
+# {title}
+
+{what}
+
+{facts}
+
+{sections}
+
+## How to use it
+
+{usage}
+
+## Licence
+
+{licence} Other licences apply to {sources}. This program does not know them: look them up before you share it.
+
+## Versions
+
+{versions}
+"""
+HEAD_SECTIONS = """\
+## Target and tokenizer
+
+{target}
+
+## Data
+
+{data}
+
+## Training
+
+{training}
+
+## Measured on held-out samples
+
+{metrics}
+
+## tau by task
+
+{tau}
+
+## Calibration
+
+{calibration}
+"""
+COUNTING_RULE = """\
+tau is emitted tokens per target call under {modes}. Emitted tokens are cut at the end token (kept) and at \
+{max_new_tokens} before they are counted; the token that the target adds to a draft (the bonus token) is one of them; \
+the prefill is one of the target's calls. Over prompts it is a ratio of sums, never a mean of ratios. Speed-up is \
+tokens per second of {clock}, over autoregressive decoding by the same engine in the same run.
+
+Prompts: {source}, {count}, sha256 `{sha256}`. Machine: {machine}, {dtype} on {device}, {num_threads} thread(s), \
+{batch_size} prompt(s) at a time, {repeats} repeat(s). Date: {date}, commit {commit}."""
 
 
 def model_card(
@@ -50,345 +141,320 @@ def model_card(
     measured: Mapping[str, Any] | None = None,
     export: Mapping[str, Any] | None = None,
 ) -> str:
-    """The card of a head.
+    """Render the card of a head.
 
-    kind: what `train` calls it.
-    manifest: its `manifest.json`, with the `head` of its `config.json` where that is at hand. All of it is optional: an
-        imported head has `imported` (producer, path, ...) in the place of config, step and metrics.
-    measured: the content of `measured.json`.
-    export: of an exported directory: `format`; `command`, which serves it; `checks`, lines that say what was checked
-        and passed; `head`, `path` and `sha256` of what it was made from; `weights`, their type; `notes`, lines.
+    manifest: `manifest.json`, with `head` of config.json if known. All of it is optional: an imported head has
+        `imported` (producer, path, ...) in place of config, step and metrics.
+    measured: content of `measured.json`.
+    export: of an exported directory: `format`, `command` (serves it), `checks` (passed), `head` (path, sha256),
+        `weights` (dtype) and `notes`.
     """
-    card = HeadFacts(kind, manifest, measured, export)
+    head, config, imported, models, metrics, identity = (
+        manifest.get(name) or {} for name in ("head", "config", "imported", "models", "metrics", "target")
+    )
+    drafts = kind in learned()
+    unknown = "unknown: the head was imported" if imported else UNKNOWN
+    # An acceptance head reads the hidden states of a draft model, or of the target of a drafting head.
+    drafter = next((name for name in learned() if name in identity), None)
+    paths = {flag: config.get(flag) or imported.get(flag) for flag in ("target", "draft")}
+    target = paths["target"] or (measured or {}).get("settings", {}).get("target")
+    reads = paths["target" if drafts else "draft"]
+    options = f"--target {shlex.quote(target or 'TARGET')} --draft "
+    options += "DIR" if drafts else f"{shlex.quote(reads or 'DRAFT')} --acceptance DIR"
+    about = head_class(kind).card(head) if drafts else _acceptance_card(head, drafter)
+
+    lines = list(about.shape)
+    if imported:
+        source = {key: value for key, value in imported.items() if key not in ("producer", "notes")}
+        lines.append(f"- imported from {imported.get('producer', 'an unknown producer')}: {_code(source)}")
+        lines += [f"- {note}" for note in imported.get("notes", ())]
+    if export is not None:
+        origin = export["head"]
+        lines.append(f"- made from the head {_code(origin.get('path'))}, weights' sha256 `{origin['sha256']}`")
+        lines += [f"- weights in {export['weights']}", *(f"- {note}" for note in export.get("notes", ()))]
+
+    name = "target" if drafts else head_class(drafter).card({}).title if drafter else "draft"
+    target_rows = {f"{name}, whose hidden states it reads": reads, f"identity of the {name}": identity}
+    if not drafts:
+        target_rows["identity of the target, whose verdicts it predicts"] = models.get("target")
+    target_rows |= {"tokenizer": models.get("tokenizer"), "chat template": models.get("chat_template")}
+    checked = "Identities are hashes of content; `draftsmith` refuses other models."
+    unchecked = "No identity is recorded: `draftsmith` takes any model of its width and vocabulary."
+
     calibration = "None: it proposes tokens, and the target's verdict does not depend on how sure it was of them."
-    if not card.drafts:
-        calibration = acceptance_card.calibration(card.manifest, card.unknown)
-    sections = {
-        "Target and tokenizer": target_section(card),
-        "Data": data_section(card),
-        "Training": training_section(card),
-        "Measured on held-out samples": held_out_section(card),
-        "tau by task": tau_section(card),
-        "Calibration": calibration,
-        "How to use it": usage_section(card) if export is None else export_section(export),
-        "Licence": licence_section(card),
-        "Versions": versions(manifest, card.unknown, exported=export is not None),
-    }
-    lines = [*card.about.shape, *origin(card)]
-    if card.head and not card.drafts:
-        lines.append(acceptance_card.inputs_table(card.head))
-    return page(card.about, lines, sections, card.license, card.base_model, export)
+    tau = f"draftsmith eval bench {options} --methods {about.method} --prompts FILE --output runs/bench --card"
+    sections = HEAD_SECTIONS.format(
+        target=f"{_bullets(target_rows, unknown)}\n\n{checked if identity else unchecked}",
+        data=_data_section(manifest) or _sentence(unknown),
+        training=_training_section(kind, drafts, config, manifest.get("step")) or _sentence(unknown),
+        metrics=_metrics_section(metrics, about, manifest.get("step"))
+        or (_sentence(unknown) if imported else "Not validated yet."),
+        tau=_tau_section(measured) or f"Not measured yet. This measures it and writes it here:\n\n{_shell(tau)}",
+        calibration=calibration if drafts else _calibration_section(head, metrics, manifest.get("sampling"), unknown),
+    )
+    usage = f"draftsmith decode PROMPT {options} --method {about.method}"
+    exports = _export_commands(kind, head, f" --target {shlex.quote(target or 'TARGET')}" if drafts else "")
+    states = _code(reads) or f"the {'target' if drafts else 'draft'}"
+    others = "the data" if drafts else "the target, whose verdicts it predicts, and the data"
+    return _page(
+        about,
+        base_model=target if drafter else reads,
+        licence=manifest.get("license") or config.get("license"),
+        export=export,
+        facts=lines,
+        sections=sections,
+        usage=f"DIR is this directory.\n\n{_shell(usage, *exports)}" if export is None else _export_section(export),
+        sources=f"{states}, whose hidden states it was made from, and to {others}",
+        versions=_versions(manifest, unknown, export is not None),
+    )
 
 
 def draft_model_card(manifest: Mapping[str, Any], export: Mapping[str, Any]) -> str:
-    """The card of a draft model that was exported; the model's own says the rest.
-
-    export: as of `model_card`, with `target` and `draft` as they were given, and no head.
-    """
+    """Render the card of an exported draft model. export: as of `model_card`, with `target` and `draft` as passed."""
     models = manifest.get("models") or {}
-    known = {
-        **{flag: export.get(flag) for flag in ("target", "draft")},
-        "identity of the draft": models.get("draft"),
-        "tokenizer": models.get("tokenizer"),
-    }
+    rows = {flag: export.get(flag) for flag in ("target", "draft")}
+    rows |= {"identity of the draft": models.get("draft"), "tokenizer": models.get("tokenizer")}
     bench = f"draftsmith eval bench --target TARGET --draft DIR --methods {DRAFT_MODEL.method} --prompts FILE"
-    sections = {
-        "Target and tokenizer": "\n".join(f"- {name}: {code(value) or UNKNOWN}" for name, value in known.items()),
-        "tau by task": f"Not measured yet. This measures it:\n\n{shell(f'{bench} --output runs/bench')}",
-        "How to use it": export_section(export, "python"),
-        "Licence": f"{licence_stated(manifest.get('license'))} It is that of the draft model, which this program does "
-        "not know: look it up before you share it.",
-        "Versions": versions(manifest, UNKNOWN, exported=True),
-    }
-    lines = [f"- {note}" for note in export.get("notes", ())]
-    return page(DRAFT_MODEL, lines, sections, manifest.get("license"), None, export)
+    return _page(
+        DRAFT_MODEL,
+        base_model=None,
+        licence=manifest.get("license"),
+        export=export,
+        facts=[f"- {note}" for note in export.get("notes", ())],
+        sections=f"## Target and tokenizer\n\n{_bullets(rows, UNKNOWN)}\n\n## tau by task\n\n"
+        f"Not measured yet. This measures it:\n\n{_shell(f'{bench} --output runs/bench')}",
+        usage=_export_section(export, "python"),
+        sources="the draft model",
+        versions=_versions(manifest, UNKNOWN, True),
+    )
 
 
-@dataclass(frozen=True)
-class HeadFacts:
-    """What is known of a head, and what it has to do with. Fields as of `model_card`."""
-
-    kind: str
-    manifest: Mapping[str, Any]
-    measured: Mapping[str, Any] | None
-    export: Mapping[str, Any] | None
-
-    @cached_property
-    def about(self) -> HeadCard:
-        if self.drafts:
-            return head_class(self.kind).card(self.head)
-        return acceptance_card.about(self.head, self.drafter)
-
-    @property
-    def drafts(self) -> bool:
-        return self.kind in learned()
-
-    @cached_property
-    def drafter(self) -> str | None:
-        """Kind of the drafting head whose hidden states an acceptance head reads; None for a draft model's."""
-        return next((kind for kind in learned() if kind in (self.manifest.get("target") or {})), None)
-
-    @property
-    def head(self) -> Mapping[str, Any]:
-        return self.manifest.get("head") or {}
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """Settings of the training; none for an imported head."""
-        return self.manifest.get("config") or {}
-
-    @property
-    def imported(self) -> Mapping[str, Any] | None:
-        return self.manifest.get("imported")
-
-    @property
-    def unknown(self) -> str:
-        """What is said in the place of something that is not known."""
-        return UNKNOWN if self.imported is None else IMPORTED
-
-    def known(self, value: Any) -> str:
-        """The value as code, or what is said where it is not known."""
-        return code(value) or self.unknown
-
-    @property
-    def license(self) -> str:
-        """Empty where nobody has stated one."""
-        return self.manifest.get("license") or self.config.get("license") or ""
-
-    def recorded(self, flag: str) -> str | None:
-        """Path or hub id that a training or an import was given for a model."""
-        return self.config.get(flag) or (self.imported or {}).get(flag)
-
-    @property
-    def target(self) -> str | None:
-        """Path or hub id of the target: of an acceptance head only a benchmark may know it."""
-        return self.recorded("target") or (self.measured or {}).get("settings", {}).get("target")
-
-    @property
-    def reads(self) -> str | None:
-        """Path or hub id of what gives the hidden states that the head reads."""
-        if self.drafts:
-            return self.recorded("target")
-        return self.recorded("draft")
-
-    @property
-    def base_model(self) -> str | None:
-        """Path or hub id of the model that the hub is to list the head with."""
-        return self.target if self.drafter else self.reads
-
-    @property
-    def models_words(self) -> str:
-        """Words of a command line that name the models; what is not known is left to the reader, in capitals."""
-        target = f"--target {shlex.quote(self.target or 'TARGET')}"
-        if self.drafts:
-            return f"{target} --draft DIR"
-        return f"{target} --draft {shlex.quote(self.reads or 'DRAFT')} --acceptance DIR"
-
-
-def page(
+def _page(
     about: HeadCard,
-    lines: list[str],
-    sections: Mapping[str, str],
-    license: str | None,
     base_model: str | None,
+    licence: str | None,
     export: Mapping[str, Any] | None,
+    facts: Sequence[str],
+    **sections: str,
 ) -> str:
-    """Markdown, after a front matter by which the model hub finds a model. The hub takes `other` with a name for a
-    licence that it does not list, and hub ids only as base models."""
+    """Fill the page, with the front matter by which the model hub lists a model."""
     format = export["format"] if export else "draftsmith"
+    # The hub takes `other` with a name for a licence that it does not list, and hub ids only as base models.
     fields: dict[str, Any] = {
-        **({"license": license} if license else {"license": "other", "license_name": "not-stated"}),
+        **({"license": licence} if licence else {"license": "other", "license_name": "not-stated"}),
         "library_name": LIBRARIES.get(format, format),
         "pipeline_tag": "text-generation",
         "tags": ["speculative-decoding", "draftsmith", *about.tags],
     }
     base = (base_model or "").partition("@")[0]
-    # OWNER/NAME that is no directory here is what `data.models.model_directory` fetches from the hub.
     if re.fullmatch(r"[\w.-]+/[\w.-]+", base) and not Path(base).exists():
         fields["base_model"] = base
-    matter = f"---\n{yaml.safe_dump(fields, sort_keys=False)}---"
-    heading = f"# {about.title}, exported for {format}" if export else f"# {about.title}"
-    parts = [matter, heading, about.what, "\n".join(lines)]
-    parts += [f"## {name}\n\n{section}" for name, section in sections.items()]
-    return "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
+    page = PAGE.format(
+        front_matter=yaml.safe_dump(fields, sort_keys=False),
+        title=f"{about.title}, exported for {format}" if export else about.title,
+        what=about.what,
+        facts="\n".join(facts),
+        licence=f"`{licence}`, as stated when it was made." if licence else "Not stated.",
+        **sections,
+    )
+    return re.sub(r"\n{3,}", "\n\n", page)
 
 
-def origin(card: HeadFacts) -> list[str]:
-    """Where an imported or exported head is from."""
-    lines = []
-    if card.imported is not None:
-        source = {key: value for key, value in card.imported.items() if key not in ("producer", "notes")}
-        lines.append(f"- imported from {card.imported.get('producer', 'an unknown producer')}: {code(source)}")
-        lines += [f"- {note}" for note in card.imported.get("notes", ())]
-    if card.export is not None:
-        head = card.export["head"]
-        lines.append(f"- made from the head {code(head.get('path'))}, weights' sha256 `{head['sha256']}`")
-        lines.append(f"- weights in {card.export['weights']}")
-        lines += [f"- {note}" for note in card.export.get("notes", ())]
-    return lines
+def _acceptance_card(head: Mapping[str, Any], drafter: str | None) -> HeadCard:
+    """Describe an acceptance head as drafters describe themselves in `DraftHead.card`."""
+    shape: tuple[str, ...] = ()
+    state = head.get("state", "after")
+    if head:
+        blocks = f"{head['num_blocks']} {'tied ' if head.get('tied') else ''}residual block(s)"
+        layers = f"{blocks} of width {head.get('width') or head['hidden_size']}, then one logit"
+        if head.get("activation") == "relu":
+            layers = f"a rectified layer, {layers}; the features go straight to it"
+        features = f"- features: {', '.join(head.get('features') or ('none',))}"
+        shape = (
+            f"- {layers}",
+            features,
+            f"- predicts for {PREDICTED}",
+            *(f"- {use}" for use in uses_of(state).values()),
+        )
+    option = f":drafter={drafter}" if drafter else ""
+    method = f"specdec++:h=0.7{option}" if state == "after" else f"online:head=on{option}"
+    return HeadCard("Acceptance head", ACCEPTANCE_HEAD, ("specdec++",), method, shape=shape)
 
 
-def target_section(card: HeadFacts) -> str:
-    name, models = "target" if card.drafts else "draft", card.manifest.get("models") or {}
-    if card.drafter and not card.drafts:
-        name = head_class(card.drafter).card({}).title
+def _data_section(manifest: Mapping[str, Any]) -> str:
+    config, inputs = manifest.get("config") or {}, manifest.get("inputs") or {}
     lines = [
-        f"- {name}, whose hidden states it reads: {card.known(card.reads)}",
-        f"- identity of the {name}: {card.known(card.manifest.get('target'))}",
-    ]
-    if not card.drafts:
-        lines.append(f"- identity of the target, whose verdicts it predicts: {card.known(models.get('target'))}")
-    lines.append(f"- tokenizer: {card.known(models.get('tokenizer'))}")
-    lines.append(f"- chat template: {card.known(models.get('chat_template'))}")
-    refused = "Identities are hashes of content; `draftsmith` refuses other models."
-    taken = "No identity is recorded: `draftsmith` takes any model of its width and vocabulary."
-    return "\n".join([*lines, "", refused if card.manifest.get("target") else taken])
-
-
-def data_section(card: HeadFacts) -> str:
-    inputs, counts = card.manifest.get("inputs") or {}, card.manifest.get("samples") or {}
-    lines = [
-        f"- {said}: {code(card.config.get(name)) or 'unknown path'}, digest `{inputs[name]}`"
-        for name, said in (("data", "trained on"), ("val", "validated on"))
+        f"- {verb}: {_code(config.get(name)) or 'unknown path'}, digest `{inputs[name]}`"
+        for name, verb in (("data", "trained on"), ("val", "validated on"), ("init", "started from"))
         if name in inputs
     ]
-    # Of labelled rounds a sample is a block of drafted tokens, which says nothing.
-    rounds = card.manifest.get("labels") == "rollout"
-    for name, part in counts.items():
-        size = f"{part['tokens']:,} tokens"
-        said = f"{size} of labelled drafts" if rounds else f"{part['samples']:,} samples, {size}"
-        lines.append(f"- {name}: {said}{answers_text(part)}")
-    if "init" in inputs:
-        lines.append(f"- started from: {code(card.config.get('init'))}, weights' sha256 `{inputs['init']}`")
-    return "\n".join(lines) or sentence(card.unknown)
+    for name, part in (manifest.get("samples") or {}).items():
+        line = f"- {name}: {part['samples']:,} samples, {part['tokens']:,} tokens"
+        if manifest.get("labels") == "rollout":  # a sample is a block of drafted tokens: its number says nothing
+            line = f"- {name}: {part['tokens']:,} tokens of labelled drafts"
+        if "answers" in part:
+            median = f"median {part['tokens_p50']:,.0f} tokens"
+            line += f"; {part['answers']:,} responses of {part['answer_tokens']:,} tokens, {median}"
+        lines.append(line)
+    return "\n".join(lines)
 
 
-def answers_text(part: Mapping[str, Any]) -> str:
-    """What was learned of them, where it is recorded (data/text/answers.py)."""
-    if "answers" not in part:
-        return ""
-    few, middle, many = (f"{part[f'tokens_p{rank}']:,.0f}" for rank in (5, 50, 95))
-    return (
-        f"; {part['answers']:,} answers of {part['answer_tokens']:,} tokens ({few}, {middle} and {many} an answer at "
-        f"the 5th, 50th and 95th percentile; {part['early_share']:.0%} among the first five of an answer)"
-    )
-
-
-def training_section(card: HeadFacts) -> str:
-    config = dict(card.config)
+def _training_section(kind: str, drafts: bool, config: Mapping[str, Any], step: int | None) -> str:
+    config = dict(config)
     # Of two settings of which one decides, the other is not shown.
     for decides, other in (("max_steps", "epochs"), ("tokens_per_batch", "batch_size")):
         if decides in config:
             config.pop(other if config[decides] else decides, None)
-    own: tuple[str, ...] = acceptance_card.SETTINGS
-    if card.drafts:
-        fields = dataclasses.fields(head_class(card.kind).Settings)
-        own = tuple(field.name for field in fields if not field.metadata.get("volatile"))
-    shown = dict.fromkeys(("init", *own, *SETTINGS))
-    rows = [(f"`{name}`", code(config[name])) for name in shown if config.get(name) is not None]
-    if not rows:
-        return sentence(card.unknown)
-    step = card.manifest.get("step")
-    said = f"Settings of `draftsmith train {card.kind}` that decide the result"
-    return (f"{step:,} steps. {said}:\n\n" if step else "") + "\n".join(markdown_lines(("setting", "value"), rows))
+    own: Sequence[str] = ACCEPTANCE_SETTINGS
+    if drafts:
+        own = [item.name for item in dataclasses.fields(head_class(kind).Settings) if not item.metadata.get("volatile")]
+    names = dict.fromkeys(("init", *own, *SETTINGS))
+    rows = [(f"`{name}`", _code(config[name])) for name in names if config.get(name) is not None]
+    table = "\n".join(markdown_lines(("setting", "value"), rows))
+    steps = f"{step:,} steps. " if step else ""
+    return f"{steps}Settings of `draftsmith train {kind}` that decide the result:\n\n{table}" if rows else ""
 
 
-def held_out_section(card: HeadFacts) -> str:
-    metrics = card.manifest.get("metrics") or {}
-    if not metrics:
-        return sentence(card.unknown) if card.imported is not None else "Not validated yet."
-    help = {name: card.about.metrics.get(name) or metric_help(name) for name in metrics}
-    rows = "\n".join(f"| {name} | {value:.4g} | {help[name]} |" for name, value in sorted(metrics.items()))
-    return f"After step {card.manifest.get('step')}:\n\n| metric | value | meaning |\n|---|---|---|\n{rows}"
-
-
-def tau_section(card: HeadFacts) -> str:
-    measured = card.measured
-    if measured is None:
-        words = f"{card.models_words} --methods {card.about.method} --prompts FILE --output runs/bench --card"
-        return f"Not measured yet. This measures it and writes it here:\n\n{shell(f'draftsmith eval bench {words}')}"
+def _metrics_section(metrics: Mapping[str, float], about: HeadCard, step: int | None) -> str:
     rows = []
-    several = len(measured_temperatures(measured)) > 1
+    for name, value in sorted(metrics.items()):
+        meaning = about.metrics.get(name) or METRICS.get(name, "")
+        if name.startswith("agreement_"):
+            number = name.removeprefix("agreement_")
+            meaning = (
+                f"share of drafts whose token {number} is the target's choice, of those that were right until then"
+            )
+        rows.append(f"| {name} | {value:.4g} | {meaning} |")
+    table = "\n".join(["| metric | value | meaning |", "|---|---|---|", *rows])
+    return f"After step {step}:\n\n{table}" if rows else ""
+
+
+def _tau_section(measured: Mapping[str, Any] | None) -> str:
+    if measured is None:
+        return ""
+    temperatures = sorted({row["temperature"] for row in measured["methods"]})
+    rows = []
     for row in measured["methods"]:
-        label = f"{row['method']}, temperature {row['temperature']:g}" if several else row["method"]
+        label = f"{row['method']}, temperature {row['temperature']:g}" if len(temperatures) > 1 else row["method"]
         for task, part in {"all": row, **(row.get("by_task") or {})}.items():
             tau, speedup = f"{part['tau']:.3f}", f"{part['speedup']:.2f}x"
             rows.append((task, label, str(part["prompts"]), f"{part['tokens']:,}", tau, speedup))
-    headings = ("task", "method", "prompts", "tokens", "tau", "speed-up")
-    return "\n".join([*markdown_lines(headings, rows), "", counting_rule(measured)])
+    table = "\n".join(markdown_lines(("task", "method", "prompts", "tokens", "tau", "speed-up"), rows))
 
-
-def measured_temperatures(measured: Mapping[str, Any]) -> list[float]:
-    """The temperatures that were measured; earlier measurements have one, in their settings."""
-    single = measured["settings"]["temperature"]
-    return sorted({row.get("temperature", single) for row in measured["methods"]})
-
-
-def counting_rule(measured: Mapping[str, Any]) -> str:
-    """What tau counts, and how the numbers were taken."""
-    settings, prompts = measured["settings"], measured["prompts"]
-    kept = f"top-k {settings['top_k'] or 'all'}, top-p {settings['top_p']:g}"
-    modes = [
-        f"sampling at temperature {temperature:g}, {kept}" if temperature else "greedy decoding"
-        for temperature in measured_temperatures(measured)
-    ]
-    clock = "CPU time" if measured["clock"] == "cpu" else "wall time"
-    machine = measured["hardware"].get("gpu") or measured["hardware"].get("cpu", "unknown")
-    rule = (
-        f"tau is emitted tokens per target call under {' and under '.join(modes)}. Emitted tokens are cut at the end "
-        f"token (kept) and at {settings['max_new_tokens']} before they are counted; the token that the target adds to "
-        "a draft (the bonus token) is one of them; the prefill is one of the target's calls. Over prompts it is a "
-        f"ratio of sums, never a mean of ratios. Speed-up is tokens per second of {clock}, over autoregressive "
-        "decoding by the same engine in the same run."
+    settings, prompts, hardware = measured["settings"], measured["prompts"], measured["hardware"]
+    cuts = f"top-k {settings['top_k'] or 'all'}, top-p {settings['top_p']:g}"
+    modes = [f"sampling at temperature {t:g}, {cuts}" if t else "greedy decoding" for t in temperatures]
+    names = ("max_new_tokens", "dtype", "device", "num_threads", "batch_size", "repeats")
+    rule = COUNTING_RULE.format(
+        modes=" and under ".join(modes),
+        clock="CPU time" if measured["clock"] == "cpu" else "wall time",
+        source=_code(prompts["source"]),
+        count=prompts["count"],
+        sha256=prompts["sha256"],
+        machine=hardware.get("gpu") or hardware.get("cpu", UNKNOWN),
+        date=measured["date"],
+        commit=measured.get("git_commit") or UNKNOWN,
+        **{name: settings[name] for name in names},
     )
-    how = (
-        f"Prompts: {code(prompts['source'])}, {prompts['count']}, sha256 `{prompts['sha256']}`. Machine: {machine}, "
-        f"{settings['dtype']} on {settings['device']}, {settings['num_threads']} thread(s), {settings['batch_size']} "
-        f"prompt(s) at a time, {settings['repeats']} repeat(s). Date: {measured['date']}, commit "
-        f"{measured.get('git_commit') or 'unknown'}."
-    )
-    return f"{rule}\n\n{how}"
+    return f"{table}\n\n{rule}"
 
 
-def usage_section(card: HeadFacts) -> str:
-    """Command lines; DIR is this directory."""
-    decode = f"draftsmith decode PROMPT {card.models_words} --method {card.about.method}"
-    target = f" --target {shlex.quote(card.target or 'TARGET')}" if card.drafts else ""
-    formats = formats_of(card.kind) if card.head else []
-    config = config_from_json(class_of(card.kind).Config, card.head) if formats else None
-    exports = [
-        f"draftsmith export --head DIR --format {format.name} --output DIR-{format.name}{target}"
-        for format in formats
-        if format.holds(config)
-    ]
-    return f"DIR is this directory.\n\n{shell(decode, *exports)}"
+def _calibration_section(head: Mapping[str, Any], metrics: Mapping[str, float], sampling: Any, unknown: str) -> str:
+    """Describe how an acceptance head's output becomes a probability, where that holds, and how good it was."""
+    lines = [f"The sampling that its labels were made with is {unknown}."]
+    if sampling:
+        lines = [f"Labels and calibration hold for this sampling only: {_code(sampling)}."]
+    if head:
+        w_acc, w_rej, (scale, shift) = head["w_acc"], head["w_rej"], head.get("calibration", (1.0, 0.0))
+        lines.append(
+            f"The loss weighs accepted tokens by {w_acc:g} and rejected ones by {w_rej:g}. The calibrated logit is "
+            f"scale * (logit + log(w_rej / w_acc)) + shift; the logarithm is {math.log(w_rej / w_acc):.4g}, scale "
+            f"{scale:.4g}, shift {shift:.4g}."
+        )
+    kinds = {"ece": "with the correction for the weights alone", "ece_platt": "with scale and shift, cross-fitted"}
+    errors = [f"{metrics[name]:.4g} {kind}" for name, kind in kinds.items() if name in metrics]
+    return "\n\n".join([*lines, f"Calibration error on held-out tokens: {', '.join(errors) or unknown}."])
 
 
-def export_section(export: Mapping[str, Any], language: str = "sh") -> str:
-    """How an export is served. language: of its command."""
+def _export_commands(kind: str, head: Mapping[str, Any], target: str) -> list[str]:
+    formats = formats_of(kind) if head else []
+    config = config_from_json(class_of(kind).Config, head) if formats else None
+    command = "draftsmith export --head DIR --format {0} --output DIR-{0}{1}"
+    return [command.format(format.name, target) for format in formats if format.holds(config)]
+
+
+def _export_section(export: Mapping[str, Any], language: str = "sh") -> str:
     checks = "\n".join(f"- {check}" for check in export.get("checks", ())) or "- none"
-    return f"{shell(export['command'], language=language)}\n\nChecked when it was written, and passed:\n\n{checks}"
+    return f"{_shell(export['command'], language=language)}\n\nChecked when it was written, and passed:\n\n{checks}"
 
 
-def licence_section(card: HeadFacts) -> str:
-    model = code(card.reads) or f"the {'target' if card.drafts else 'draft'}"
-    others = "of the data" if card.drafts else "of the target, whose verdicts it predicts, and of the data"
-    return (
-        f"{licence_stated(card.license)} What it may be used for depends on the licence of {model}, whose hidden "
-        f"states it was made from, and on those {others}. This program knows none of them: look them up before you "
-        "share the head."
-    )
-
-
-def licence_stated(license: str | None) -> str:
-    return f"`{license}`, as stated when it was made." if license else "Not stated."
-
-
-def versions(manifest: Mapping[str, Any], unknown: str, exported: bool) -> str:
-    packages = manifest.get("packages") or {}
-    names = ("draftsmith", "torch", "transformers")
-    line = ", ".join(f"{name} {packages.get(name) or 'unknown (not installed)'}" for name in names)
-    line = line if packages else sentence(unknown)
+def _versions(manifest: Mapping[str, Any], unknown: str, exported: bool) -> str:
+    packages, line = manifest.get("packages") or {}, _sentence(unknown)
+    if packages:
+        names = ("draftsmith", "torch", "transformers")
+        line = ", ".join(f"{name} {packages.get(name) or 'unknown (not installed)'}" for name in names)
     if manifest.get("git_commit"):
         line += f"; commit {manifest['git_commit']}"
     return line if exported else f"{line}\n\n`manifest.json` holds everything, with hashes."
+
+
+def _bullets(rows: Mapping[str, Any], unknown: str) -> str:
+    return "\n".join(f"- {name}: {_code(value) or unknown}" for name, value in rows.items())
+
+
+def _code(value: Any) -> str:
+    """Format a value as Markdown code on one line; empty for None and {}."""
+    if value is None or value == {}:
+        return ""
+    return f"`{value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)}`"
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _shell(*lines: str, language: str = "sh") -> str:
+    return "\n".join([f"```{language}", *lines, "```"])
+
+
+def write_measured(directory: str | Path, measured: Mapping[str, Any]) -> None:
+    """Replace a head's `measured.json` and write its card anew.
+
+    measured: `settings`, `methods`, `prompts`, `clock`, `hardware`, `date`, `git_commit` (eval/bench/command.py).
+
+    Raises:
+        InputError: not a head directory.
+    """
+    directory = Path(directory)
+    config = head_config(directory)
+    write_json(directory / MEASURED, {**measured, "head_sha256": file_sha256(directory / WEIGHTS)})
+    manifest = {"head": config["head"], **read_object(directory / "manifest.json", {})}
+    write_text(directory / CARD, model_card(config["kind"], manifest, measured=measured_of(directory)))
+
+
+def measured_of(directory: str | Path) -> dict[str, Any] | None:
+    """Read a head's `measured.json`; None if there is none, or it was measured with other weights."""
+    directory = Path(directory)
+    if not (directory / MEASURED).exists():
+        return None
+    remedy = "Delete it, or measure again: eval bench --card."
+    sha256 = read_object(directory / MEASURED, {"head_sha256": str}, remedy)["head_sha256"]
+    if sha256 != file_sha256(directory / WEIGHTS):
+        return None
+    return read_object(directory / MEASURED, MEASURED_SHAPE, remedy)
+
+
+def save(head: DraftHead, directory: str | Path, target: CausalLM, metrics: Mapping[str, float] | None = None) -> Path:
+    """Save a head that a script trained as a head directory with a model card, which every command takes.
+
+    target: the model it drafts for, whose identity is recorded. metrics: measured numbers for the card. The card says
+    that data and settings are unknown.
+    """
+    manifest: dict[str, Any] = {
+        "target": target.info.identity,
+        "of_target": list(head.of_target),
+        "metrics": dict(metrics or {}),
+        "packages": package_versions(),
+        "git_commit": git_commit(),
+    }
+    return save_head(directory, head, manifest, model_card(head.kind, {"head": head_fields(head), **manifest}))

@@ -1,12 +1,13 @@
 """Head directories: `config.json`, `model.safetensors`, `manifest.json`, `README.md`; written whole or not at all.
 
-A benchmark may add `measured.json` and write the card anew (data/heads/measured.py): neither is part of what is hashed.
+`measured.json` and a card with its numbers may be added later (data/heads/card.py): neither is hashed.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -16,7 +17,8 @@ from draftsmith.data.store.files import whole_directory, write_json, write_tenso
 from draftsmith.data.store.manifest import compare_identity, file_sha256, warn_not_compared
 from draftsmith.data.store.reading import read_object, read_tensors
 from draftsmith.modules import drafters
-from draftsmith.modules.acceptance.head import RETIRED, AcceptanceHead
+from draftsmith.modules.acceptance.head import AcceptanceHead
+from draftsmith.modules.decoding.branches import BranchDrafter, DraftModelBranches
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.formats.base import misfits
 from draftsmith.modules.targets.base import CausalLM, check_capture
@@ -26,23 +28,28 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 SCHEMA_VERSION = 1
-AGAIN = "Copy or train the head again."
-# What an acceptance head says of its labels: mix or rollout, sampling or greedy, of a draft model or a drafter's kind.
+REMEDY = "Copy or train the head again."
+# What an acceptance head records of its labels: mix or rollout, sampling or greedy, kind of the drafter.
 LABELS = ("labels", "mode", "drafter")
 
 
 def head_kinds() -> list[str]:
-    """Kinds of heads: acceptance heads, and what modules/drafters holds."""
+    """Return the kinds of heads: acceptance heads and all trained drafters."""
     return sorted([AcceptanceHead.kind, *drafters.learned()])
 
 
 def class_of(kind: str) -> Any:
-    """The class of heads of a kind; its `Config` is that of their settings."""
+    """Return the class of a kind of heads; its `Config` is the class of their settings."""
     return AcceptanceHead if kind == AcceptanceHead.kind else drafters.head_class(kind)
 
 
+def named_kind(kind: str) -> str:
+    """Return a kind with its article."""
+    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
+
+
 def kind_at(path: str | Path) -> str | None:
-    """The kind of the head in a directory; None for anything else, as a language model is.
+    """Return the kind of the head in a directory; None for anything else, such as a language model.
 
     Raises:
         InputError: the directory of a training, whose head is in best/.
@@ -62,16 +69,26 @@ def _is_head(directory: Path) -> bool:
 
 
 def head_fields(head: nn.Module) -> dict[str, Any]:
-    """The settings of a head as JSON values: `head` of its config.json."""
+    """Return a head's settings as JSON values: `head` in its config.json."""
     config: Any = head.config
     return dataclasses.asdict(config)
+
+
+def stored_tensors(head: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and persistent buffers that a head's file holds.
+
+    Tied blocks share storage, which safetensors refuses: each tensor is stored once, under its first name.
+    """
+    parameters = {name for name, _ in head.named_parameters(remove_duplicate=False)}
+    buffers = {name: tensor for name, tensor in head.state_dict().items() if name not in parameters}
+    return dict(head.named_parameters()) | buffers
 
 
 def save_head(directory: str | Path, head: Any, manifest: Mapping[str, Any], card: str) -> Path:
     """Write a head directory under a temporary name and rename it; an older one of that name is replaced.
 
-    manifest: what it was made from: `target` (identity), `sampling`, what LABELS names, inputs, seed, versions,
-        measured numbers. The files' sha256 are added here.
+    manifest: what it was made from: `target` (identity), `sampling`, the fields LABELS, inputs, seed, versions and
+        metrics. The files' sha256 are added here.
     """
     directory = Path(directory)
     config = {
@@ -92,33 +109,24 @@ def save_head(directory: str | Path, head: Any, manifest: Mapping[str, Any], car
     return directory
 
 
-def stored_tensors(head: nn.Module) -> dict[str, Tensor]:
-    """What a head's file holds: parameters and persistent buffers. Tied blocks share storage, which safetensors
-    refuses: each tensor is there once, under its first name."""
-    parameters = {name for name, _ in head.named_parameters(remove_duplicate=False)}
-    buffers = {name: tensor for name, tensor in head.state_dict().items() if name not in parameters}
-    return dict(head.named_parameters()) | buffers
-
-
 def head_config(directory: str | Path, kind: str | None = None) -> dict[str, Any]:
-    """The parsed `config.json` of a complete head directory. kind: the one that is expected.
+    """Read and check `config.json` of a head. kind: the expected one.
 
     Raises:
-        InputError: not a head directory, an unfinished one, one whose files changed after it was written, or a head of
-            another kind.
+        InputError: not a head directory, an unfinished one, one whose files changed, or a head of another kind.
     """
     directory = Path(directory)
     if not _is_head(directory):
         kind_at(directory)  # the head may be in best/
         expected = "a head directory (config.json, manifest.json)"
         raise InputError("head", directory, expected, "Train one, or check the path.")
-    manifest = read_object(directory / "manifest.json", {"sha256?": {"*": str}}, AGAIN)
+    manifest = read_object(directory / "manifest.json", {"sha256?": {"*": str}}, REMEDY)
     for name, sha256 in manifest.get("sha256", {}).items():
         file = directory / name
         if name != "README.md" and (not file.exists() or file_sha256(file) != sha256):
-            raise InputError(str(file), "missing or changed content", f"sha256 {sha256[:12]}", AGAIN)
-    known = {"target?": (dict, None), "sampling?": (dict, None), "schema_version?": int}
-    config = read_object(directory / "config.json", {"kind": object, "head": dict, **known}, AGAIN)
+            raise InputError(str(file), "missing or changed content", f"sha256 {sha256[:12]}", REMEDY)
+    shape = {"kind": object, "head": dict, "target?": (dict, None), "sampling?": (dict, None), "schema_version?": int}
+    config = read_object(directory / "config.json", shape, REMEDY)
     version = config.get("schema_version", SCHEMA_VERSION)
     if version != SCHEMA_VERSION:
         found, remedy = f"schema version {version}", "Use the version of draftsmith that wrote it, or train it again."
@@ -128,153 +136,55 @@ def head_config(directory: str | Path, kind: str | None = None) -> dict[str, Any
     if kind not in (None, config["kind"]):
         found, expected = f"{directory}, {named_kind(config['kind'])} head", f"{named_kind(str(kind))} head"
         raise InputError("head", found, expected, "Pass it with its own flag.")
-    if config["kind"] == AcceptanceHead.kind:
-        config["head"] = without_retired(directory, config["head"])
     return config
 
 
-def without_retired(directory: Path, head: Mapping[str, Any]) -> dict[str, Any]:
-    """An acceptance head's settings without those that nothing reads any more.
-
-    Raises:
-        InputError: the head does not work without one.
-    """
-    for name, harmless in RETIRED.items():
-        if head.get(name, harmless) != harmless:
-            found = f"{directory}, trained with {name} {head[name]} by an earlier version"
-            raise InputError("head", found, f"{name} {harmless}: the rest is retired", "Train the head again.")
-    return {name: value for name, value in head.items() if name not in RETIRED}
-
-
 def config_from_json(config_class: type, values: Mapping[str, Any]) -> Any:
-    """A config dataclass of JSON values, nested ones too; JSON's lists are tuples.
+    """Build a config dataclass from JSON values, nested ones too; lists become tuples.
 
     Raises:
-        TypeError, KeyError: a name that is absent or unknown, or a value of another type.
+        TypeError, KeyError: a name is missing or unknown, or a value has another type.
     """
-    hints, built = get_type_hints(config_class), {}
+    hints, fields = get_type_hints(config_class), {}
     for name, value in values.items():
         kind = hints[name]
         wanted = dict if dataclasses.is_dataclass(kind) else (int, float) if kind is float else kind
         if wanted in (dict, (int, float), int, str, bool) and not isinstance(value, wanted):
             raise TypeError(f"{name}: {value!r}")
-        built[name] = config_from_json(kind, value) if wanted is dict else _frozen(value)
-    return config_class(**built)
+        fields[name] = config_from_json(kind, value) if wanted is dict else _as_tuple(value)
+    return config_class(**fields)
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+def _as_tuple(value: Any) -> Any:
+    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
 
 
-def drafter_identity(directory: str | Path, owner: CausalLM) -> dict[str, str]:
-    """What an acceptance head records of a head that drafts for `owner`, whose own identity it keeps: the hidden states
-    that it reads come from both."""
-    weights = file_sha256(Path(directory) / "model.safetensors")
-    return {**owner.info.identity, head_config(directory)["kind"]: weights[:16]}
-
-
-def another_mode(directory: str | Path, params: SamplingParams) -> str | None:
-    """A warning where an acceptance head is to predict for drafts of another mode than its labels were made in, with
-    the command that makes labels of this one; None where it is the same, or none is recorded.
-
-    A head of several temperatures is one for all between them.
-    """
-    config = head_config(directory)
-    made = config.get("sampling")
-    if not made:
-        return None
-    temperature = made.get("temperature")
-    several = temperature if isinstance(temperature, list) else [temperature]
-    if params.greedy and several == [0]:
-        return None
-    within = None not in several and min(several) <= params.temperature <= max(several)
-    pairs = [] if within else [("temperature", temperature, params.temperature)]
-    pairs += [(name, made.get(name), getattr(params, name)) for name in ("top_k", "top_p")]
-    differing = [f"{name} {theirs} there, {own} here" for name, theirs, own in pairs if theirs != own]
-    if not differing:
-        return None
-    mode = "greedy" if params.greedy else f"sampling --temperature {params.temperature:g}"
-    kept = {"top-k": params.top_k, "top-p": params.top_p} if not params.greedy else {}
-    mode += "".join(f" --{name} {value:g}" for name, value in kept.items() if value != made.get(name.replace("-", "_")))
-    drafter = "--draft HEAD" if config.get("drafter", "draft") != "draft" else "--draft DRAFT"
-    return (
-        f"{directory} was trained on labels of another mode ({'; '.join(differing)}): it may stop at the wrong places. "
-        f"Labels of this mode: draftsmith data acceptance --labels {config.get('labels', 'rollout')} --mode {mode} "
-        f"--responses RESPONSES --target TARGET {drafter} --output DIR"
-    )
-
-
-def load_head(
-    directory: str | Path,
-    target: CausalLM | None = None,
-    kind: str | None = None,
-    identity: Mapping[str, str] | None = None,
-) -> nn.Module:
-    """A frozen head, ready to decode, on the target's device.
-
-    target: the model whose hidden states it reads: the target for a drafter, the DRAFT for an acceptance head, and for
-        one that reads a drafter's the model which that drafts for. Its width must fit, and its identity be the recorded
-        one.
-    kind: the kind that is expected.
-    identity: of what the head reads, where that is not the model alone (`drafter_identity`).
-    """
-    config = head_config(directory, kind)
-    if target is not None:
-        settings = _settings(directory, config)
-        check_sizes("head", directory, settings, target.info.hidden_size, target.info.vocab_size)
-        _check_identity(directory, config, target.info.identity if identity is None else identity)
-    head = _read_head(directory, config).eval().requires_grad_(False)
-    computes_with = isinstance(head, DraftHead)
-    if target is not None and isinstance(head, DraftHead):
-        check_capture(head.capture, target.info.num_layers)
-    return head if target is None else head.to(target.device, target.dtype if computes_with else None)
-
-
-def load_draft_head(directory: str | Path, target: CausalLM) -> DraftHead:
-    """A trained drafter of any kind, as `load_head` has it.
+def head_settings(directory: str | Path, kind: str) -> Any:
+    """Return the config dataclass of a head without reading its weights.
 
     Raises:
-        InputError: no head, one that does not draft, or one for another target.
+        InputError: no head, or one of another kind.
     """
-    drafter_kind(directory)
-    head = load_head(directory, target)
-    assert isinstance(head, DraftHead)
-    return head
-
-
-def drafter_kind(directory: str | Path) -> str:
-    """The kind of a trained drafter. Raises: as `load_draft_head`."""
-    kind = head_config(directory)["kind"]
-    if kind not in drafters.learned():
-        raise InputError("head", f"{directory}, {named_kind(kind)} head", "a drafter", "Pass it with its own flag.")
-    return kind
-
-
-def named_kind(kind: str) -> str:
-    """A kind with its article."""
-    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
+    return _settings(directory, head_config(directory, kind))
 
 
 def _settings(directory: str | Path, config: dict[str, Any]) -> Any:
-    """The head's own config dataclass, which checks itself."""
     try:
         return config_from_json(class_of(config["kind"]).Config, config["head"])
     except InputError as error:
-        raise error.within(str(Path(directory) / "config.json"), AGAIN) from error
-    except (TypeError, KeyError) as error:  # a name that is absent, unknown, or of another type
+        raise error.within(str(Path(directory) / "config.json"), REMEDY) from error
+    except (TypeError, KeyError) as error:  # a name that is missing, unknown, or of another type
         found = f"settings that are none of {named_kind(config['kind'])} head ({error})"
-        raise InputError("config.json", found, "what training wrote", AGAIN) from error
+        raise InputError("config.json", found, "what training wrote", REMEDY) from error
 
 
 def build_head(kind: str, config: Any, state: Mapping[str, Tensor]) -> Any:
-    """A head of these settings and weights, in the type of the weights.
-
-    state: by the names of `stored_tensors`.
+    """Build a head from its settings and weights, in the dtype of the weights. state: named as in `stored_tensors`.
 
     Raises:
         InputError: a tensor is missing, unknown, or of another shape or kind of number.
     """
-    with torch.device("meta"):  # settings may ask for more than there is memory: nothing is allocated before they fit
+    with torch.device("meta"):  # nothing is allocated before the tensors fit: settings may ask for any size
         wrong = misfits(stored_tensors(class_of(kind)(config)), state)
     if wrong:
         found = ", ".join(f"{name} {text}" for name, text in list(wrong.items())[:8])
@@ -286,66 +196,121 @@ def build_head(kind: str, config: Any, state: Mapping[str, Tensor]) -> Any:
     return head
 
 
-def head_settings(directory: str | Path, kind: str) -> Any:
-    """The config dataclass of a head, without its weights.
+def load_head(
+    directory: str | Path,
+    target: CausalLM | None = None,
+    kind: str | None = None,
+    identity: Mapping[str, str] | None = None,
+) -> nn.Module:
+    """Load a frozen head, ready to decode, on the target's device.
+
+    target: the model whose hidden states it reads: the target for a drafter; for an acceptance head the DRAFT model, or
+        the target that its drafting head drafts for. Width and identity must match.
+    kind: the expected kind.
+    identity: of what the head reads, if that is not the model alone (`drafter_identity`).
+    """
+    config = head_config(directory, kind)
+    settings = _settings(directory, config)
+    if target is not None:
+        check_sizes("head", directory, settings, target.info.hidden_size, target.info.vocab_size)
+        _check_identity(directory, config, target.info.identity if identity is None else identity)
+    state = read_tensors(Path(directory) / "model.safetensors", REMEDY)
+    head = build_head(config["kind"], settings, state).eval().requires_grad_(False)
+    if target is None:
+        return head
+    if not isinstance(head, DraftHead):
+        return head.to(target.device)
+    check_capture(head.capture, target.info.num_layers)
+    return head.to(target.device, target.dtype)
+
+
+def drafter_kind(directory: str | Path) -> str:
+    """Return the kind of a trained drafter. Raises as `load_draft_head`."""
+    kind = head_config(directory)["kind"]
+    if kind not in drafters.learned():
+        raise InputError("head", f"{directory}, {named_kind(kind)} head", "a drafter", "Pass it with its own flag.")
+    return kind
+
+
+def load_draft_head(directory: str | Path, target: CausalLM) -> DraftHead:
+    """Load a trained drafter of any kind as `load_head` does.
 
     Raises:
-        InputError: no head, or one of another kind.
+        InputError: no head, one that does not draft, or one for another target.
     """
-    return _settings(directory, head_config(directory, kind))
+    drafter_kind(directory)
+    head = load_head(directory, target)
+    assert isinstance(head, DraftHead)
+    return head
 
 
-def _read_head(directory: str | Path, config: dict[str, Any]) -> nn.Module:
-    """The head on the CPU, in the type of its file."""
-    state = read_tensors(Path(directory) / "model.safetensors", AGAIN)
-    return build_head(config["kind"], _settings(directory, config), state)
+def check_sizes(field: str, name: str | Path, settings: Any, width: int, vocab_size: int | None) -> None:
+    """Raise InputError if a head does not fit a model's width or vocabulary (None: not compared).
 
-
-def check_sizes(field: str, named: str | Path, head: Any, width: int, vocab_size: int | None) -> None:
-    """Does a head of these settings fit a model of this width and vocabulary? vocab_size: None where the model's is of
-    no concern.
-
-    field, named: what the user passed the head as, and what the message calls it.
-
-    Raises:
-        InputError: it has another width or vocabulary.
+    field, name: the option that named the head, and its name in the message.
     """
-    if head.hidden_size != width:
-        found = f"{named} of width {head.hidden_size}"
+    if settings.hidden_size != width:
+        found = f"{name} of width {settings.hidden_size}"
         raise InputError(field, found, f"width {width}", "Pass the model it was trained for.")
-    own_vocab = getattr(head, "vocab_size", None)  # an acceptance head has none
-    if None not in (own_vocab, vocab_size) and own_vocab != vocab_size:
-        raise InputError(field, f"{named} of vocabulary {own_vocab}", f"{vocab_size}", "Pass its own target.")
+    head_vocab = getattr(settings, "vocab_size", None)  # an acceptance head has none
+    if None not in (head_vocab, vocab_size) and head_vocab != vocab_size:
+        raise InputError(field, f"{name} of vocabulary {head_vocab}", f"{vocab_size}", "Pass its own target.")
 
 
 def _check_identity(directory: str | Path, config: dict[str, Any], identity: Mapping[str, str]) -> None:
+    """Raise InputError if the head was trained for another model; log what its directory does not record."""
     recorded = config.get("target")
     if not recorded:
         return
-    # Heads of earlier versions have the tokenizer in their manifest only, of the texts that they were trained on.
-    models = read_object(Path(directory) / "manifest.json", {"models?": (dict, None)}).get("models") or {}
-    if isinstance(models.get("tokenizer"), str):
-        recorded = {"tokenizer": models["tokenizer"], **recorded}
     differing, unrecorded = compare_identity({"model": identity}, {"model": recorded})
     if differing:
         names = ", ".join(key.removeprefix("model.") for key, _, _ in differing)
-        learned = drafters.learned()
-        reads = "--target TARGET" if config["kind"] in learned or learned.keys() & recorded.keys() else "--draft DRAFT"
+        reads = "--draft DRAFT"
+        if config["kind"] in drafters.learned() or drafters.learned().keys() & recorded.keys():
+            reads = "--target TARGET"
         start = f"draftsmith train {config['kind']} --init {directory} {reads} --data DATA --output DIR"
-        raise InputError(
-            "head",
-            f"{directory} trained for another model ({names} differ)",
-            "the model it was trained for",
-            f"Pass that one, or train this head on for the other, on data made with it: {start}",
-        )
+        found = f"{directory} trained for another model ({names} differ)"
+        remedy = f"Pass that one, or train this head on for the other, on data made with it: {start}"
+        raise InputError("head", found, "the model it was trained for", remedy)
     warn_not_compared(str(directory), [key.removeprefix("model.") for key in unrecorded])
 
 
-def starting_settings(directory: str | Path, kind: str, width: int | None = None, vocab_size: int | None = None) -> Any:
-    """The config dataclass of a head that is to be trained on, without its weights.
+def another_mode(directory: str | Path, params: SamplingParams) -> str | None:
+    """Return a warning if an acceptance head's labels were made with other sampling, with the command for new labels.
 
-    width, vocab_size: of the model it is to read, where they are known; a head without a vocabulary fits any. They have
-    to fit. The model's identity has not: to train on for a changed model is what this is for.
+    A head of several temperatures covers all between them. None if the mode is the same, or not recorded.
+    """
+    config = head_config(directory)
+    sampling = config.get("sampling")
+    if not sampling:
+        return None
+    recorded = sampling.get("temperature")
+    temperatures = recorded if isinstance(recorded, list) else [recorded]
+    if params.greedy and temperatures == [0]:
+        return None
+    covered = None not in temperatures and min(temperatures) <= params.temperature <= max(temperatures)
+    pairs = [] if covered else [("temperature", recorded, params.temperature)]
+    pairs += [(name, sampling.get(name), getattr(params, name)) for name in ("top_k", "top_p")]
+    differing = [f"{name} {theirs} there, {ours} here" for name, theirs, ours in pairs if theirs != ours]
+    if not differing:
+        return None
+    mode = "greedy" if params.greedy else f"sampling --temperature {params.temperature:g}"
+    for option, value in {"top-k": params.top_k, "top-p": params.top_p}.items():
+        if not params.greedy and value != sampling.get(option.replace("-", "_")):
+            mode += f" --{option} {value:g}"
+    drafter = "--draft HEAD" if config.get("drafter", "draft") != "draft" else "--draft DRAFT"
+    return (
+        f"{directory} was trained on labels of another mode ({'; '.join(differing)}): it may stop at the wrong places. "
+        f"Labels of this mode: draftsmith data acceptance --labels {config.get('labels', 'rollout')} --mode {mode} "
+        f"--responses RESPONSES --target TARGET {drafter} --output DIR"
+    )
+
+
+def starting_settings(directory: str | Path, kind: str, width: int | None = None, vocab_size: int | None = None) -> Any:
+    """Return the config dataclass of a head to train further (--init), without its weights.
+
+    width, vocab_size: of the model it is to read, if known. They must match; the model's identity need not, because
+    --init adapts a head to a changed model.
 
     Raises:
         InputError: no head, one of another kind, or one of other sizes.
@@ -359,21 +324,80 @@ def starting_settings(directory: str | Path, kind: str, width: int | None = None
 
 
 def starting_head(directory: str | Path, kind: str, width: int, vocab_size: int | None = None) -> nn.Module:
-    """A head to train on from: float32, on the CPU, every weight trainable, and which of them are its target's
-    (`DraftHead.of_target`). The rest: `starting_settings`."""
-    starting_settings(directory, kind, width, vocab_size)
-    head = _read_head(directory, head_config(directory)).float().train().requires_grad_(True)
+    """Load a head to train further: float32, on the CPU, trainable, with its `of_target`. Raises as
+    `starting_settings`."""
+    settings = starting_settings(directory, kind, width, vocab_size)
+    state = read_tensors(Path(directory) / "model.safetensors", REMEDY)
+    head: nn.Module = build_head(kind, settings, state).float().train().requires_grad_(True)
     if isinstance(head, DraftHead):
         head.of_target = of_target(directory)
     return head
 
 
 def of_target(directory: str | Path) -> tuple[str, ...]:
-    """`DraftHead.of_target` of a saved head; nothing where it is not recorded, as of imported ones."""
-    made = read_object(Path(directory) / "manifest.json", {"of_target?": [str]}, AGAIN)
-    return tuple(made.get("of_target", ()))
+    """Return `DraftHead.of_target` of a saved head; empty if it is not recorded, as for imported heads."""
+    manifest = read_object(Path(directory) / "manifest.json", {"of_target?": [str]}, REMEDY)
+    return tuple(manifest.get("of_target", ()))
 
 
 def starting_weights(directory: str | Path) -> dict[str, str]:
-    """What a training that starts from a head records among its inputs: the head's content."""
+    """Return the hash of a head's weights that a training from it records among its inputs."""
     return {"init": file_sha256(Path(directory) / "model.safetensors")}
+
+
+def drafter_identity(directory: str | Path, owner: CausalLM) -> dict[str, str]:
+    """Return the identity of a drafting head and its target, which an acceptance head that reads both records."""
+    weights = file_sha256(Path(directory) / "model.safetensors")
+    return {**owner.info.identity, head_config(directory)["kind"]: weights[:16]}
+
+
+@dataclass(frozen=True)
+class FrozenDrafter:
+    """A draft model, or a trained drafter with its target, frozen while labels are made or a head is trained on them.
+
+    lm: the model that reads texts. identity: of everything that drafts. head: the trained drafter.
+    """
+
+    lm: CausalLM
+    identity: dict[str, str]
+    head: DraftHead | None = None
+
+    @property
+    def name(self) -> str:
+        """`draft` for a language model, else the kind of the head."""
+        return "draft" if self.head is None else self.head.kind
+
+    @property
+    def max_position(self) -> int:
+        """Longest text that it reads."""
+        longest = self.lm.info.max_position
+        return longest if self.head is None else min(longest, self.head.config.max_position)
+
+    @property
+    def capture(self) -> tuple[int, ...]:
+        """Layers of the target whose states the head reads."""
+        return () if self.head is None else self.head.capture
+
+    def branches(self, depth: int) -> BranchDrafter:
+        """Build a drafter from many positions of a text, at most `depth` tokens each."""
+        return DraftModelBranches(self.lm, depth) if self.head is None else self.head.branches(self.lm, depth)
+
+    @torch.no_grad()
+    def features(self, text: Sequence[int]) -> Tensor | None:
+        """Return the target's states [T, L*H] that the head reads along a text; None for a language model."""
+        if self.head is None or not self.head.needs_features:
+            return None
+        return self.lm.features(torch.tensor([text], device=self.lm.device), capture=self.capture)[0]
+
+
+def load_drafter(draft: str | Path, target: Callable[[], CausalLM], load: Callable[[str], CausalLM]) -> FrozenDrafter:
+    """Load a drafter. draft: path of a head, or of a language model, which `load` reads. target: returns the target.
+
+    Raises:
+        InputError: a head that does not draft, or one for another target.
+    """
+    if kind_at(draft) is None:
+        lm = load(str(draft))
+        return FrozenDrafter(lm, lm.info.identity)
+    lm = target()
+    return FrozenDrafter(lm, drafter_identity(draft, lm), load_draft_head(draft, lm))

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 
 from draftsmith.data.console import log_note
-from draftsmith.data.heads.draft_settings import MODEL, DraftSettings
-from draftsmith.data.heads.measured import CARD, WEIGHTS, write_measured
+from draftsmith.data.heads.card import CARD, WEIGHTS, write_measured
 from draftsmith.data.models.loading import check_device, load_lm
-from draftsmith.data.settings import Sampling, check_not_negative, check_positive, comma_numbers
+from draftsmith.data.settings import MODEL, DraftSettings, Sampling, check_not_negative, check_positive, comma_numbers
 from draftsmith.data.store.files import write_json
 from draftsmith.data.store.manifest import file_sha256
 from draftsmith.data.store.reading import read_object

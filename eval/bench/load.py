@@ -13,8 +13,8 @@ import yaml
 
 from draftsmith.data.console import log_note
 from draftsmith.data.heads.directory import another_mode, drafter_identity, head_config, load_head
-from draftsmith.data.heads.draft_settings import MODEL, ROLES
 from draftsmith.data.models.loading import check_device, check_same_tokenizer, load_lm
+from draftsmith.data.settings import MODEL, ROLES
 from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence
 from draftsmith.eval.costs import MeasuredTimes
 from draftsmith.modules.acceptance.head import AcceptanceHead

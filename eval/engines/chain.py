@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.data.heads.draft_settings import MODEL
+from draftsmith.data.settings import MODEL
 from draftsmith.eval.engines.counts import Answer, Counts
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.drafters.eagle3.net import default_layers

@@ -18,9 +18,9 @@ from draftsmith.data.export.check import foreign_package, hashes_of
 from draftsmith.data.export.directory import package_directory
 from draftsmith.data.export.states import facts_of
 from draftsmith.data.heads.directory import build_head, load_head, stored_tensors
-from draftsmith.data.heads.draft_settings import MODEL
 from draftsmith.data.models.hub import EMBEDDED, model_directory
 from draftsmith.data.models.loading import check_same_tokenizer, load_lm
+from draftsmith.data.settings import MODEL
 from draftsmith.data.text.template import load_chat_tokenizer, prompt_ids
 from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
 from draftsmith.eval.engines.chain import OurChain, margin, misread

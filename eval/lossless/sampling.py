@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.data.heads.draft_settings import DraftSettings
-from draftsmith.data.settings import Sampling, check_not_negative, check_positive
+from draftsmith.data.settings import DraftSettings, Sampling, check_not_negative, check_positive
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.lossless.answers import PlacedAnswer, PlacedRunner, answer_seed, ends_as_asked
 from draftsmith.eval.lossless.evidence import BetGrowth, DecidedTokens, Evidence, growth_of_biases

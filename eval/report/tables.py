@@ -9,8 +9,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from draftsmith.data.console import Column, Row, Table, format_value, json_values
-from draftsmith.data.heads.markdown import markdown_lines
+from draftsmith.data.console import Column, Row, Table, format_value, json_values, markdown_lines
 
 
 def drawn_data(name: str, rows: Iterable[Row]) -> Table:

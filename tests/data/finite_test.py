@@ -10,7 +10,7 @@ from broken_models import CONTEXT, V, models, small_lm
 
 from draftsmith.data.acceptance import MixedTextLabels
 from draftsmith.data.engines.own import RowSource, generate_all
-from draftsmith.data.heads.frozen_drafter import FrozenDrafter
+from draftsmith.data.heads.directory import FrozenDrafter
 from draftsmith.data.models.loading import name_nonfinite
 from draftsmith.data.rollouts import Rollouts
 from draftsmith.eval.bench.prompts import BenchPrompt

@@ -13,8 +13,7 @@ from table_models import PROMPT, TableLM, V, enumerate_branches, warped
 from transformers import AutoModelForCausalLM
 
 from draftsmith.data.acceptance import AcceptanceConfig
-from draftsmith.data.heads.directory import drafter_identity, save_head
-from draftsmith.data.heads.frozen_drafter import FrozenDrafter
+from draftsmith.data.heads.directory import FrozenDrafter, drafter_identity, save_head
 from draftsmith.data.inspect import InspectConfig
 from draftsmith.data.inspect import run as inspect
 from draftsmith.data.models.loading import load_lm

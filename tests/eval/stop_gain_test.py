@@ -13,7 +13,7 @@ import torch
 
 from draftsmith.data import prompts, responses
 from draftsmith.data.acceptance import AcceptanceConfig, labels_of
-from draftsmith.data.heads.frozen_drafter import FrozenDrafter
+from draftsmith.data.heads.directory import FrozenDrafter
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows

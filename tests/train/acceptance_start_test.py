@@ -13,8 +13,7 @@ import torch
 import yaml
 from trained_runs import losses
 
-from draftsmith.data.heads.directory import load_head
-from draftsmith.data.heads.frozen_drafter import FrozenDrafter
+from draftsmith.data.heads.directory import FrozenDrafter, load_head
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.datasets import collate_rollouts, open_dataset
 from draftsmith.modules.acceptance.fitting import begin, predicted

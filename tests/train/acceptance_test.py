@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 from tiny_models import tiny_llama_dir
 from trained_runs import fake_trainer, newest_state
 
-from draftsmith.data.heads.directory import load_head, save_head
-from draftsmith.data.heads.frozen_drafter import FrozenDrafter
+from draftsmith.data.heads.directory import FrozenDrafter, load_head, save_head
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.datasets import collate_acceptance, open_dataset
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig

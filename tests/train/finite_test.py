@@ -10,7 +10,7 @@ import torch
 from online_cases import config, texts
 from trained_runs import fake_trainer
 
-from draftsmith.data.heads.frozen_drafter import FrozenDrafter
+from draftsmith.data.heads.directory import FrozenDrafter
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.datasets import collate_acceptance, collate_features, open_dataset
 from draftsmith.modules.drafters.eagle.head import EagleHead

@@ -13,8 +13,7 @@ from safetensors.torch import load_file
 from trained_runs import fake_trainer, newest_state
 
 from draftsmith.data import acceptance as labels
-from draftsmith.data.heads.directory import drafter_identity, load_head, save_head
-from draftsmith.data.heads.frozen_drafter import FrozenDrafter
+from draftsmith.data.heads.directory import FrozenDrafter, drafter_identity, load_head, save_head
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.datasets import collate_rollouts, open_dataset
 from draftsmith.modules.acceptance.fitting import predicted

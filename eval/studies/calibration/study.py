@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from draftsmith.data.console import Column, Table
-from draftsmith.data.heads.draft_settings import DraftSettings
+from draftsmith.data.settings import DraftSettings
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.load import warn_about_sampling
 from draftsmith.eval.bench.prompts import read_prompts

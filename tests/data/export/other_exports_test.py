@@ -120,7 +120,7 @@ def test_an_acceptance_head_is_exported_with_a_statement_of_its_inputs(draft, tm
     assert [part["name"] for part in config["inputs"]] == ["state_before", "embedding", "log_q", "depth"]
     assert config["sampling"]["temperature"] == 0.0 and config["drafter"] == "draft"
     card = (there / "README.md").read_text()
-    assert "| 3 | log_q | 1 | max(log q(y), -12) |" in card
+    assert "- features: log_q, depth" in card
 
     import_head(ImportConfig(directory=str(there), output=back, draft=draft))
     assert load_head(back).config == load_head(made).config

@@ -24,7 +24,6 @@ from draftsmith.data.heads.directory import (
     starting_head,
     starting_settings,
 )
-from draftsmith.data.heads.measured import write_card
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.reading import read_tensors
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
@@ -135,35 +134,6 @@ def test_what_a_head_standardises_by_comes_back(tmp_path):
     assert {name: tensor.tolist() for name, tensor in loaded.named_buffers()} == {
         name: tensor.tolist() for name, tensor in head.named_buffers()
     }
-
-
-def old_head(tmp_path, **settings) -> Path:
-    """A directory of before standardisation, with settings that have been retired since."""
-    directory = save_head(tmp_path / "head", acceptance_head(), {}, CARD)
-    config = json.loads((directory / "config.json").read_text())
-    for later in ("activation", "standardize"):
-        del config["head"][later]
-    config["head"] |= {"judges": "chain", "knots": [], **settings}
-    (directory / "config.json").write_text(json.dumps(config))
-    (directory / "manifest.json").write_text(json.dumps({"kind": "head"}))
-    return directory
-
-
-def test_a_head_of_an_earlier_version_loads_and_has_a_card(tmp_path):
-    directory = old_head(tmp_path)
-    assert load_head(directory).config == head_settings(directory, "acceptance") == acceptance_head().config
-    write_card(directory)
-    assert "a drafted token of a chain" in (directory / "README.md").read_text()
-
-
-@pytest.mark.parametrize("settings", [{"judges": "tree"}, {"knots": [[-1.0, 0.0], [1.0, 2.0]]}])
-def test_a_head_that_does_not_work_without_what_was_retired_is_refused(tmp_path, settings):
-    ((name, value),) = settings.items()
-    directory = old_head(tmp_path, **settings)
-    with pytest.raises(InputError) as raised:
-        load_head(directory)
-    found = f"{directory}, trained with {name} {value} by an earlier version"
-    assert str(raised.value).startswith(f"head: found {found}, expected {name} ") and "\n" not in str(raised.value)
 
 
 def edited(directory: Path, **changes) -> Path:

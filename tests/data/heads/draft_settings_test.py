@@ -9,7 +9,7 @@ from quick_heads import varied_acceptance_head
 from table_methods import random_eagle_head
 
 from draftsmith.data.heads.directory import save_head
-from draftsmith.data.heads.draft_settings import DraftSettings
+from draftsmith.data.settings import DraftSettings
 from draftsmith.launch.arguments import parse
 from draftsmith.launch.errors import UsageError
 from draftsmith.modules.types import InputError

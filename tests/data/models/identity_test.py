@@ -17,7 +17,7 @@ from tiny_models import tiny_llama_dir
 from transformers import AutoModelForCausalLM
 
 from draftsmith.data.features import open_texts
-from draftsmith.data.heads.directory import load_head, save_head
+from draftsmith.data.heads.directory import save_head
 from draftsmith.data.models import identity as identities
 from draftsmith.data.models.identity import encoding_hash
 from draftsmith.data.models.loading import load_lm, text_identity, tokenizer_identity
@@ -245,25 +245,6 @@ def forget(recorded: dict[str, Any]) -> dict[str, Any]:
     """An identity as earlier versions wrote it."""
     kept = {key: value for key, value in recorded.items() if key not in ("weights", "encoding", "tokenizer")}
     return {key: forget(value) if isinstance(value, dict) else value for key, value in kept.items()}
-
-
-def test_an_old_head_opens_and_says_what_was_not_compared(pristine, scaled, tmp_path, capsys):
-    target = load_lm(str(pristine))
-    old = EagleHead(EagleConfig.for_target(target.config))
-    saved = save_head(tmp_path / "old", old, {"target": forget(target.info.identity)}, "card")
-    for _ in range(2):
-        load_head(saved, load_lm(str(scaled)))
-    warnings = capsys.readouterr().err.splitlines()
-    assert len(warnings) == 1 and "tokenizer, weights" in warnings[0] and "not compared" in warnings[0]
-    assert str(saved) in warnings[0]
-
-
-def test_an_old_head_whose_manifest_has_the_tokenizer_is_held_to_it(pristine, tmp_path):
-    target = load_lm(str(pristine))
-    about = {"target": forget(target.info.identity), "models": {"tokenizer": "0" * 16}}
-    saved = save_head(tmp_path / "old", EagleHead(EagleConfig.for_target(target.config)), about, "card")
-    with pytest.raises(InputError, match=r"\(tokenizer differ\)"):
-        load_head(saved, target)
 
 
 def test_old_data_opens_and_says_what_was_not_compared(chain, tmp_path, capsys):

@@ -13,8 +13,8 @@ import transformers
 from tiny_models import tiny_llama_dir, tiny_tokenizer
 from tiny_world import draft_options, draft_words
 
+from draftsmith.data.heads.card import measured_of
 from draftsmith.data.heads.directory import load_head, save_head
-from draftsmith.data.heads.measured import measured_of
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.text.template import load_chat_tokenizer, prompt_ids
 from draftsmith.eval.bench import command as bench
