@@ -15,7 +15,7 @@ from draftsmith.data.settings import DraftSettings
 from draftsmith.data.text.conversations import well_formed
 from draftsmith.data.text.template import RowError, load_chat_tokenizer, prompt_ids
 from draftsmith.eval.bench.load import load_models
-from draftsmith.modules.decoding.loop import Generation, Round, RowPool, Setup, asked
+from draftsmith.modules.decoding.loop import DecodeOptions, Generation, Round, RowPool, new_answer
 from draftsmith.modules.decoding.protocols import Drafter
 from draftsmith.modules.decoding.trace import Totals, pool
 from draftsmith.modules.drafters.chains import chain_methods
@@ -161,12 +161,12 @@ class Answer:
         tokenizer: Any = None,
     ):
         self.prompt, self._tokenizer = list(prompt), tokenizer
-        self._row = asked(target.info, prompt, max_new_tokens, TorchSource(seed))
+        self._row = new_answer(target.info, prompt, max_new_tokens, TorchSource(seed))
         self._rounds: list[Round] = []
         self._last: list[Round] = []
         self._drafter = drafter
         longest = len(prompt) + self._row.room
-        self._pool: RowPool | None = RowPool(target, drafter, params, 1, longest, Setup(self._last.append))
+        self._pool: RowPool | None = RowPool(target, drafter, params, 1, longest, DecodeOptions(self._last.append))
 
     def __iter__(self) -> Iterator[Round]:
         """The rounds so far, then those to come. `logits`, what the target said, are there in a round's first showing

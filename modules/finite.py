@@ -1,8 +1,7 @@
-"""Numbers that are none: what a broken model gives is an error, and never a fast answer.
+"""Checks for NaN and infinity in what models return: a broken model raises an error instead of emitting tokens.
 
-Tokens are chosen in `sampling`, which looks at what it reads anyway: the number of the token that is chosen, or the sum
-of the probabilities that it is drawn from. Who knows the model, the position, the prompt or the path adds it as the
-error passes.
+Sampling marks a row without a usable distribution with NO_TOKEN, at no extra cost: it reads the chosen number anyway.
+Where tokens are used, NO_TOKEN raises `NonFinite`, and the decoder's loop adds the prompt and the position.
 """
 
 from __future__ import annotations
@@ -14,17 +13,21 @@ from torch import Tensor
 
 from draftsmith.modules.types import InputError
 
-# In the place of a token where a row's numbers do not choose one: rows are looked at where they are read anyway.
+# Stands for the token of a row whose numbers choose none.
 NO_TOKEN = -1
-NAMED = 5
+# Prompts that an error message names at most.
+MAX_NAMED = 5
 
 
 class NonFinite(InputError):
-    """A model gave NaN or infinite numbers. (A logit of -inf is a token that cannot come; but some token must.)
+    """A model returned NaN or infinity. (A logit of -inf is allowed: that token has no probability. But one must have.)
 
-    what: the numbers. model: the flag of the model: target, draft, mid, eagle or acceptance. position: of the token
-    that they were to choose or to verify, counted from 0 at the beginning of the prompt; None where it is not known.
-    row: the prompt's place in a batch. prompt: its id. path: what the user passed the model as.
+    what: the numbers, such as logits. model: flag of the model: target, draft, mid, acceptance, or a head's kind.
+    position: of the token to be chosen or verified, counted from 0 at the beginning of the prompt; before it reaches
+    the
+        decoder's loop, from 0 at the first token that the round emits. None if unknown.
+    row: number of the prompt; before it reaches the loop, of the row in its batch.
+    prompt, path: the prompt's id, and what the user passed the model as.
     """
 
     def __init__(
@@ -35,17 +38,10 @@ class NonFinite(InputError):
         self.prompt: str | None = None
         self.path: str | None = None
 
-    def passed(self, model: str | None = None, offset: int = 0) -> NonFinite:
-        """This error, of this model where it has none yet, and so many tokens further on."""
-        self.model = self.model or model
-        if self.position is not None:
-            self.position += offset
-        return self
-
     def of(self, prompts: Sequence[str]) -> NonFinite:
-        """This error, of one of these prompts, of which a message names a few."""
-        more = f" and {len(prompts) - NAMED} more" if len(prompts) > NAMED else ""
-        self.prompt = ", ".join(prompts[:NAMED]) + more
+        """Add the ids of the prompts among which the broken one is. Returns the error."""
+        more = f" and {len(prompts) - MAX_NAMED} more" if len(prompts) > MAX_NAMED else ""
+        self.prompt = ", ".join(prompts[:MAX_NAMED]) + more
         return self
 
     def __str__(self) -> str:
@@ -59,30 +55,14 @@ class NonFinite(InputError):
         )
 
 
-class blame:
-    """A NonFinite that leaves the block is this model's unless another's, so many tokens on, and of this row where one
-    is named."""
-
-    def __init__(self, model: str | None = None, offset: int = 0, row: int | None = None):
-        self._model, self._offset, self._row = model, offset, row
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, NonFinite):
-            error.row = error.row if self._row is None else self._row
-            error.passed(self._model, self._offset)
-
-
-def checked(tokens: Tensor, what: str = "logits") -> Tensor:
-    """The tokens [B]; raises NonFinite of the first row that has none. It waits for the tokens' device."""
+def checked(tokens: Tensor, what: str = "logits", model: str | None = None) -> Tensor:
+    """Return tokens [B], or raise NonFinite for the first row with NO_TOKEN. Waits for the tokens' device."""
     if len(tokens) and int(tokens.min()) < 0:
-        raise NonFinite(what, row=int((tokens < 0).to(torch.int8).argmax()))
+        raise NonFinite(what, model, row=int((tokens < 0).to(torch.int8).argmax()))
     return tokens
 
 
 def first_broken(rows: Tensor) -> int | None:
-    """The first of rows [T, H] that holds a number that is not finite, by its sum. It waits for the rows' device."""
+    """Return the first of rows [T, H] with NaN or infinity, by its sum, or None. Waits for the rows' device."""
     broken = ~rows.float().sum(-1).isfinite()
     return int(broken.to(torch.int8).argmax()) if bool(broken.any()) else None

@@ -59,7 +59,7 @@ class SamplingParams:
         if not 0 < self.top_p <= 1:
             raise InputError("top_p", self.top_p, "a number in (0, 1]", "Pass 1 to switch it off.")
 
-    @property
+    @functools.cached_property  # read for every drafted token
     def greedy(self) -> bool:
         return self.temperature == 0
 

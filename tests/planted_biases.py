@@ -35,8 +35,8 @@ def wrong_q(patch) -> None:
     """Drafts are drawn at 0.8 of the temperature that their q is stated at."""
     real = chain.draft_chains
 
-    def drafted(read, step, stops, limits, params, *others):
-        made = real(read, step, stops, limits, at(params, 0.8), *others)
+    def drafted(logits, states, step, stops, limits, params, *others):
+        made = real(logits, states, step, stops, limits, at(params, 0.8), *others)
         return [DraftTree(tree.tokens, tree.parents, flattened(tree.draft_prob, 0.8)) for tree in made]
 
     patch.setattr(row_drafter, "draft_chains", drafted)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from draftsmith.modules.decoding.loop import Setup, generate_one
+from draftsmith.modules.decoding.loop import DecodeOptions, generate_one
 from draftsmith.modules.targets.base import ModelInfo, Scores
 from draftsmith.modules.types import SamplingParams
 
@@ -247,7 +247,7 @@ def decoded_distribution(
                 raise _Enough
 
         try:
-            generate_one(target, make_drafter(), PROMPT, params, max_new_tokens, source, eos_ids, Setup(watch))
+            generate_one(target, make_drafter(), PROMPT, params, max_new_tokens, source, eos_ids, DecodeOptions(watch))
         except _Enough:
             pass
         return tuple(emitted[:length])

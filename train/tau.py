@@ -13,7 +13,7 @@ from draftsmith.data.models.loading import text_identity, vocabulary_size
 from draftsmith.data.store.manifest import open_artefact
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.text.answers import spans
-from draftsmith.modules.decoding.loop import Setup, generate_one
+from draftsmith.modules.decoding.loop import DecodeOptions, generate_one
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.sampling import TorchSource
@@ -64,7 +64,7 @@ class TauProbe:
             # One of each for all prompts: on CUDA they hold graphs, and to capture these takes longer than an answer.
             capacity = max(map(len, own), default=0) + self.max_new_tokens + self.k + 2
             drafter = head.drafter(target, [FixedLength(self.k)], capacity)
-            setup = Setup(session=target.session(1, capacity, head.capture), max_nodes=self.k)
+            setup = DecodeOptions(session=target.session(1, capacity, head.capture), max_nodes=self.k)
             params, ends = SamplingParams(), () if self.ignore_eos else None
             for prompt in own:
                 made = generate_one(target, drafter, prompt, params, self.max_new_tokens, TorchSource(0), ends, setup)

@@ -12,7 +12,7 @@ from torch import Tensor
 from draftsmith.data.heads.directory import load_drafter
 from draftsmith.data.models.loading import check_same_tokenizer
 from draftsmith.data.store.shards import row_generator
-from draftsmith.modules.decoding.loop import PLAIN, RowPool, Setup, asked
+from draftsmith.modules.decoding.loop import DEFAULTS, DecodeOptions, RowPool, new_answer
 from draftsmith.modules.decoding.protocols import Drafter
 from draftsmith.modules.drafters.chains import chain_methods
 from draftsmith.modules.drafters.methods import Method, Models, parse_method
@@ -62,12 +62,12 @@ def generate_rows(
     """
     assert params.greedy or sources is not None, "sampling needs a random source per row"
     longest = min(max(map(len, prompts)) + max_new_tokens, lm.info.max_position)
-    drafter = build_drafter(longest + PLAIN.max_nodes + 1)
-    capture, nodes = ((), 0) if drafter is None else (drafter.capture, PLAIN.max_nodes)
+    drafter = build_drafter(longest + DEFAULTS.max_nodes + 1)
+    capture, nodes = ((), 0) if drafter is None else (drafter.capture, DEFAULTS.max_nodes)
     num_rows = min(batch_size, len(prompts))
-    setup = Setup(session=lm.session(num_rows, longest + nodes + 1, capture), max_nodes=nodes)
+    setup = DecodeOptions(session=lm.session(num_rows, longest + nodes + 1, capture), max_nodes=nodes)
     waiting = (
-        asked(lm.info, prompts[i], max_new_tokens, sources(i) if sources else TorchSource(0), eos_ids, i)
+        new_answer(lm.info, prompts[i], max_new_tokens, sources(i) if sources else TorchSource(0), eos_ids, i)
         for i in sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), i))
     )
     for row in RowPool(lm, drafter, params, num_rows, longest, setup).run(waiting):

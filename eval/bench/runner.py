@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from draftsmith.data.models.loading import name_nonfinite
 from draftsmith.eval.bench.hf_baseline import HFAssisted, HFGenerate, HFRunner, load_hf_model
 from draftsmith.modules.decoding.learner import Learner, learners_of
-from draftsmith.modules.decoding.loop import Generation, Round, Setup, generate
+from draftsmith.modules.decoding.loop import DecodeOptions, Generation, Round, generate
 from draftsmith.modules.decoding.protocols import Drafter
 from draftsmith.modules.drafters.methods import Models, Named
 from draftsmith.modules.sampling import TorchSource
@@ -52,7 +52,7 @@ class EngineRunner:
 
     def __call__(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seeds: Sequence[int]) -> list[Generation]:
         made: list[Generation] = []
-        setup = Setup(self.on_round, self.session)
+        setup = DecodeOptions(self.on_round, self.session)
         with name_nonfinite(paths=self.paths):
             for start in range(0, len(prompts), self.rows):
                 some = slice(start, start + self.rows)

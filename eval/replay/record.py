@@ -13,7 +13,6 @@ from draftsmith.eval.replay.coupling import CoupledSource, ReadAnswer, TargetTex
 from draftsmith.eval.replay.rollouts import Rollouts, TargetAnswer, joined
 from draftsmith.modules.decoding.loop import Generation, generate_one, room_for
 from draftsmith.modules.decoding.protocols import Drafter, DraftTree, Outcome
-from draftsmith.modules.finite import blame
 from draftsmith.modules.sampling import TorchSource, best_token, probabilities
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams
@@ -60,8 +59,7 @@ class TargetAnswers:
         source = TorchSource(seed_of(how.seed, number))
         for _ in range(count):
             last = rows[-1][-1]
-            with blame("target", len(ids) + len(tokens)):
-                tokens.append(best_token(last) if how.params.greedy else source.draw(probabilities(last, how.params)))
+            tokens.append(best_token(last) if how.params.greedy else source.draw(probabilities(last, how.params)))
             rows.append(session.extend([tokens[-1:]]).logits[0])
         logits = torch.cat(rows)[: len(tokens)]
         distributions = None if how.params.greedy else probabilities(logits, how.params)
@@ -82,8 +80,7 @@ def walk(
     drafter.begin(0, prompt, reading.features[:read], tokens[0])
     for start in range(1, len(tokens)):
         free = TorchSource(seed_of(how.seed, number, start))
-        with blame(offset=read + start):
-            (tree,) = drafter.propose([count], how.params, [CoupledSource(reading.text, start, free)])
+        (tree,) = drafter.propose([count], how.params, [CoupledSource(reading.text, start, free)])
         yield tree
         # The feature that predicts token t is that of the token before it.
         row = slice(read + start - 1, read + start)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftsmith.modules.finite import NonFinite, checked
+from draftsmith.modules.finite import NO_TOKEN, NonFinite
 from draftsmith.modules.sampling import best_tokens, draw_rows, row_probabilities
 from draftsmith.modules.targets.base import CausalLM, Session
 from draftsmith.modules.types import SamplingParams
@@ -210,10 +210,10 @@ class BranchDrafter(ABC):
                 for level in range(depth):
                     if level:
                         hidden.append(self._step(own, level - 1, tokens[-1], hidden[-1]))
-                    try:
-                        tokens.append(checked(draw(piece, level, self.lm_head(hidden[-1], level))))
-                    except NonFinite as error:
-                        raise error.passed(self.model, level + starts[piece][error.row or 0]) from None
+                    tokens.append(draw(piece, level, self.lm_head(hidden[-1], level)))
+                    if NO_TOKEN in tokens[-1]:
+                        row = tokens[-1].tolist().index(NO_TOKEN)
+                        raise NonFinite(model=self.model, position=level + starts[piece][row])
                 self._drop()
             drafts.append(torch.stack(tokens, 1))
             states.append(torch.stack(hidden, 1))

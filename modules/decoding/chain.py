@@ -1,8 +1,8 @@
-"""Drawing chains: the loop that every chain drafter shares, whatever gives its logits, for any number of rows."""
+"""Draft chains for any number of rows: the loop shared by all chain drafters, whatever computes their logits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -22,138 +22,129 @@ from draftsmith.modules.sampling import (
     TorchSource,
     best_token,
     best_tokens,
-    chosen,
     draw_each,
     draw_rows,
-    own_uniforms,
+    next_uniforms,
     probabilities,
 )
 from draftsmith.modules.types import SamplingParams
 
-# Read each row's next drafted token, a list of one or none a row or int64 [B, 1]; the logits [B, V] of what follows and
-# the states [B, H] there, which mean nothing of rows that were fed none.
+# Reads each row's next drafted token: a list with one or none for each row, or int64 [B, 1]. Returns the next logits
+# [B, V] and states [B, H], undefined for rows without a token.
 Step = Callable[[list[list[int]] | Tensor], tuple[Tensor, Tensor]]
 
 
 def draft_chains(
-    read: tuple[Tensor, Tensor],
+    logits: Tensor,
+    states: Tensor,
     step: Step,
     stops: Sequence[StopPolicy],
     limits: Sequence[int],
     params: SamplingParams,
     sources: Sequence[Source],
     contexts: Sequence[Sequence[int]],
+    end_ids: Collection[int] = (),
 ) -> list[DraftTree]:
-    """Draft in each row until its own policy stops, at most limits[b] tokens.
+    """Draft in each row until its policy stops, an end token is drafted, or limits[b] tokens are.
 
-    read: logits [B, V] and states [B, H] of the forward that read the last emitted tokens.
-    contexts: what policies may look at, each row's tokens before its draft.
+    logits [B, V] and states [B, H]: of the forward that read the last emitted tokens.
+    contexts: the tokens before each row's draft, for policies.
+    end_ids: tokens that end the answer; whatever is drafted behind one is thrown away (SpecDec++, footnote 1).
+
     The token that a policy was shown last stays in the draft: it is paid for, and dropping it would bias the output.
 
     Raises:
-        NonFinite: the drafter's logits, or what a policy reads; its position is the token's place in the row's draft.
+        NonFinite: the drafter's logits, or what a policy reads; the position counts within the row's draft.
     """
-    ends = [min(limit, stop.max_drafted) for limit, stop in zip(limits, stops, strict=True)]
-    for stop, end in zip(stops, ends, strict=True):
-        if end > 0:
-            stop.start_round()
-    logits, states = read
-    fixed = logits.is_cuda and all(isinstance(stop, FixedLength) for stop in stops)
-    if fixed and (params.greedy or all(isinstance(source, TorchSource) for source in sources)):
-        return draft_unseen(logits, step, ends, params, sources)
-    tokens: list[list[int]] = [[] for _ in ends]
-    distributions: list[list[Tensor]] = [[] for _ in ends]
-    rows = [row for row, end in enumerate(ends) if end > 0]
-    count = 0  # tokens of the rows that go on
+    lengths = [max(0, min(limit, stop.max_drafted)) for limit, stop in zip(limits, stops, strict=True)]
+    fixed = all(type(stop) is FixedLength for stop in stops)
+    if fixed and logits.is_cuda and (params.greedy or all(isinstance(source, TorchSource) for source in sources)):
+        return draft_fixed_length(logits, step, lengths, params, sources)
+    rows = [row for row, length in enumerate(lengths) if length]  # still drafting
+    for row in rows if not fixed else ():
+        stops[row].start_round()
+    tokens: list[list[int]] = [[] for _ in lengths]
+    drawn_from: list[list[Tensor]] = [[] for _ in lengths]
+    count = 0  # tokens drafted in each of `rows`
     while rows:
-        own_logits = logits.unbind()
-        drawn, drawn_from = _choose(logits, own_logits, rows, count, params, sources)
+        # Choose one token for each row that is still drafting.
+        row_logits = logits.unbind()
+        q: Tensor | None = None
+        if not params.greedy:
+            q = probabilities(logits if len(rows) == len(lengths) else logits[rows], params)  # [R, V]
+            q_rows = q.unbind()
+            drawn = draw_each(q if q.is_cuda else q_rows, [sources[row] for row in rows])
+        else:  # on a GPU one transfer for all rows
+            on_gpu = logits.is_cuda
+            drawn = best_tokens(logits[rows]).tolist() if on_gpu else [best_token(row_logits[row]) for row in rows]
+        if NO_TOKEN in drawn:
+            what = "logits" if q is None else "probabilities"
+            raise NonFinite(what, position=count, row=rows[drawn.index(NO_TOKEN)])
         count += 1
-        going = []
-        together = DraftedStep(rows, drawn, states, logits, drawn_from) if len(rows) > 1 else None
-        own_distributions = [None] * len(rows) if drawn_from is None else drawn_from.unbind()
-        for place, (row, token, distribution) in enumerate(zip(rows, drawn, own_distributions, strict=True)):
+
+        # Ask each row's policy. A policy that learns has to see every token, the end token too.
+        together = DraftedStep(rows, drawn, states, logits, q) if len(rows) > 1 and not fixed else None
+        drafting = []
+        for place, (row, token) in enumerate(zip(rows, drawn, strict=True)):
             tokens[row].append(token)
+            distribution = None if q is None else q_rows[place]
             if distribution is not None:
-                distributions[row].append(distribution)
-            own_states = states if len(ends) == 1 else states[row : row + 1]
-            own = own_logits[row], distribution, params.temperature, contexts[row]
-            view = DraftView(count, token, own_states, *own, together, place)
-            try:  # a context manager here is measurable on small models
-                stopped = stops[row].should_stop(view)
-            except NonFinite as error:
-                error.row = row
-                raise error.passed(offset=count) from None
-            if not stopped and count < ends[row]:
-                going.append(row)
-        rows = going
+                drawn_from[row].append(distribution)
+            stopped = False
+            if not fixed:
+                own_states = states if len(lengths) == 1 else states[row : row + 1]
+                own = row_logits[row], distribution, params.temperature, contexts[row]
+                try:
+                    stopped = stops[row].should_stop(DraftView(count, token, own_states, *own, together, place))
+                except NonFinite as error:
+                    error.row, error.position = row, count + (error.position or 0)
+                    raise
+            if not stopped and count < lengths[row] and token not in end_ids:
+                drafting.append(row)
+        rows = drafting
         if rows:
             logits, states = step([own[-1:] if row in rows else [] for row, own in enumerate(tokens)])
-    return [
-        _chain(drafted, torch.stack(own) if own else None) for drafted, own in zip(tokens, distributions, strict=True)
-    ]
+    return [_chain(own, torch.stack(q) if q else None) for own, q in zip(tokens, drawn_from, strict=True)]
 
 
-def _chain(tokens: Sequence[int], distributions: Tensor | None) -> DraftTree:
-    count = len(tokens)
-    return DraftTree(tuple(tokens), chain_parents(count), distributions, draft_calls=count) if count else NO_DRAFT
-
-
-def _choose(
+def draft_fixed_length(
     logits: Tensor,
-    own_logits: Sequence[Tensor],
-    rows: Sequence[int],
-    place: int,
+    step: Step,
+    lengths: Sequence[int],
     params: SamplingParams,
     sources: Sequence[Source],
-) -> tuple[list[int], Tensor | None]:
-    """A token for each of `rows`, and the distributions [len(rows), V] that they were drawn from, None of greedy ones;
-    own_logits: each row's. place: of the tokens in their drafts."""
-    tokens: list[int] = []
-    try:
-        if params.greedy:
-            if logits.is_cuda:
-                tokens = chosen(best_tokens(logits[list(rows)]))
-            else:
-                for row in rows:
-                    tokens.append(best_token(own_logits[row]))
-            return tokens, None
-        distributions = probabilities(logits if len(rows) == len(own_logits) else logits[list(rows)], params)
-        own = distributions if distributions.is_cuda else distributions.unbind()
-        return draw_each(own, [sources[row] for row in rows]), distributions
-    except NonFinite as error:
-        # Greedy on a CPU, those before it have a token; else it says itself which one has none.
-        error.row = rows[len(tokens) if error.row is None else error.row]
-        raise error.passed(offset=place) from None
-
-
-def draft_unseen(
-    logits: Tensor, step: Step, ends: Sequence[int], params: SamplingParams, sources: Sequence[Source]
 ) -> list[DraftTree]:
-    """Chains of known lengths on a GPU: the host learns of their tokens when all are drawn. Rows that are to stop are
-    drafted on with the others, and what is drafted is padding."""
-    most = max(ends, default=0)
-    if most < 1:
-        return [NO_DRAFT] * len(ends)
-    uniforms = None if params.greedy else own_uniforms(sources, [max(end, 0) for end in ends], logits.device)
+    """Draft chains of known lengths on a GPU, without waiting for each token: one transfer brings all of them.
+
+    Shorter rows are drafted on with the others, and end tokens are not looked for; what is too much is dropped.
+    """
+    longest = max(lengths, default=0)
+    if longest < 1:
+        return [NO_DRAFT] * len(lengths)
+    uniforms = None if params.greedy else next_uniforms(sources, lengths, logits.device)  # [B, K]
     drawn: list[Tensor] = []
-    distributions: list[Tensor] = []
+    drawn_from: list[Tensor] = []
     while True:
         if uniforms is None:
             drawn.append(best_tokens(logits))
         else:
-            distributions.append(probabilities(logits, params))
-            drawn.append(draw_rows(distributions[-1], uniforms[:, len(drawn)]))
-        if len(drawn) == most:
+            drawn_from.append(probabilities(logits, params))
+            drawn.append(draw_rows(drawn_from[-1], uniforms[:, len(drawn)]))
+        if len(drawn) == longest:
             break
-        logits, _ = step(drawn[-1].clamp_min(0)[:, None])  # what stands for no token cannot be read
-    tokens = torch.stack(drawn, 1).tolist()
-    stacked = torch.stack(distributions, 1) if distributions else None
-    for row, end in enumerate(ends):
-        if NO_TOKEN in tokens[row][: max(end, 0)]:
-            what = "logits" if stacked is None else "probabilities"
+        logits, _ = step(drawn[-1].clamp_min(0)[:, None])  # NO_TOKEN has no embedding
+    tokens = torch.stack(drawn, 1).tolist()  # [B, K]
+    q = torch.stack(drawn_from, 1) if drawn_from else None  # [B, K, V]
+    for row, length in enumerate(lengths):
+        if NO_TOKEN in tokens[row][:length]:
+            what = "logits" if q is None else "probabilities"
             raise NonFinite(what, position=tokens[row].index(NO_TOKEN), row=row)
     return [
-        _chain(own[: max(end, 0)], None if stacked is None else stacked[row, :end])
-        for row, (own, end) in enumerate(zip(tokens, ends, strict=True))
+        _chain(own[:length], None if q is None else q[row, :length])
+        for row, (own, length) in enumerate(zip(tokens, lengths, strict=True))
     ]
+
+
+def _chain(tokens: Sequence[int], draft_prob: Tensor | None) -> DraftTree:
+    count = len(tokens)
+    return DraftTree(tuple(tokens), chain_parents(count), draft_prob, draft_calls=count) if count else NO_DRAFT

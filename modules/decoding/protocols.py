@@ -1,4 +1,4 @@
-"""The seams of the decoder: a drafter proposes, a stop policy says when a chain is long enough, a source decides."""
+"""Interfaces of the decoder: a drafter proposes, a stop policy ends chains, the target verifies."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from torch import Tensor
 
 from draftsmith.modules.decoding.learner import Learner
 from draftsmith.modules.decoding.typical import Typical
-from draftsmith.modules.finite import blame
+from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.sampling import Source
 from draftsmith.modules.types import SamplingParams
 
 
 @dataclass(frozen=True)
 class DraftTree:
-    """N drafted tokens. A chain is the tree whose parents are -1, 0, 1, ...
+    """N drafted tokens. A chain is the tree with parents -1, 0, 1, ...
 
-    parents: -1 is the root: the last emitted token, which the target has not read yet. parents[i] < i.
-    draft_prob: [N, V], the distribution each token was drawn from (after temperature, top-k and top-p); None where
-        nodes were chosen deterministically (greedy, top-k children, lookups).
+    parents: parents[i] < i; -1 is the root, the last emitted token, which the target has not read yet.
+    draft_prob: [N, V], the distribution each token was drawn from (after temperature, top-k and top-p); None if nodes
+        were chosen deterministically (greedy, top-k children, lookups).
     last_unread: the target does not read the last token of a chain. That token is verified by the row before it, and a
         round that accepts everything has no bonus token: its last drafted token becomes the next root (PEARL).
-    values: what each node was chosen by, where there is such a thing (EAGLE-2: log-probability of its path).
-    typical: accept by this rule in the place of the exact one, which changes the output; for trees that are chosen.
-    num_drafted: tokens drafted for this round, where they are not the nodes: what is drafted ahead (PEARL) counts in
-        the round that drafts it.
-    draft_calls: forward passes of the drafter that it took.
+    values: scores by which nodes were chosen, if any (EAGLE-2: log-probability of the path).
+    typical: accept by this rule instead of the exact one, which changes the output; only for chosen nodes.
+    num_drafted: tokens drafted in this round, if these are not the nodes: PEARL drafts ahead, and counts tokens in the
+        round that drafts them. -1: the number of nodes.
+    draft_calls: forward passes of the drafter.
     """
 
     tokens: tuple[int, ...]
@@ -48,7 +48,7 @@ class DraftTree:
 
     @property
     def num_read(self) -> int:
-        """Nodes that the target reads."""
+        """Number of nodes that the target reads."""
         return len(self.tokens) - self.last_unread
 
     @property
@@ -58,7 +58,7 @@ class DraftTree:
 
 @functools.cache
 def chain_parents(count: int) -> tuple[int, ...]:
-    """Parents in a chain of so many nodes."""
+    """Return the parents of a chain with this many nodes."""
     return tuple(range(-1, count - 1))
 
 
@@ -67,8 +67,10 @@ NO_DRAFT = DraftTree((), ())
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the target decided: `path` are the indices of the accepted nodes from the root down; then its own token,
-    None only where a chain with `last_unread` was accepted to its end."""
+    """Decision of the target: indices of the accepted nodes from the root down, then its own token.
+
+    next_token is None only if a chain with `last_unread` was accepted to its end.
+    """
 
     path: tuple[int, ...]
     next_token: int | None
@@ -76,11 +78,11 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A round as its drafter learns of it.
+    """Result of a round, for the row's drafter.
 
-    emitted: accepted tokens, then the target's own where there is one.
-    features: [len(emitted), H] of the root and of the accepted tokens that were read; row i predicts emitted[i].
-    logits: [N+1, V] of the root and of all N nodes that the target read, rejected ones too.
+    emitted: accepted tokens, then the target's own token if there is one.
+    features: [len(emitted), F] of the root and of the accepted tokens that were read; row i predicts emitted[i].
+    logits: [N + 1, V] of the root and of all N nodes that the target read, rejected ones too.
     """
 
     emitted: tuple[int, ...]
@@ -91,11 +93,9 @@ class Outcome:
 
 @dataclass(eq=False)
 class DraftedStep:
-    """The tokens that R rows drafted in one step, side by side, for what takes a call or a transfer: it is worked out
-    for all rows when it is first asked of one of their views.
+    """Tokens that R rows drafted in one step, for computations that are made once for all rows.
 
-    rows: of all B rows, those that drafted. states [B, H], logits [B, V]: of all; draft_prob: [R, V] or None. Else as
-    of `DraftView`.
+    rows: which of the B rows drafted. all_states [B, H], all_logits [B, V]: of every row. draft_prob: [R, V] or None.
     """
 
     rows: Sequence[int]
@@ -103,39 +103,39 @@ class DraftedStep:
     all_states: Tensor
     all_logits: Tensor
     draft_prob: Tensor | None
-    _known: dict[Hashable, Any] = field(default_factory=dict)
+    _results: dict[Hashable, Any] = field(default_factory=dict)
 
     def once(self, key: Hashable, make: Callable[[DraftedStep], Any]) -> Any:
-        """What `make` makes of this step, the first time that it is asked for by this key."""
-        if key not in self._known:
-            self._known[key] = make(self)
-        return self._known[key]
+        """Return make(self), computed when this key is first asked for."""
+        if key not in self._results:
+            self._results[key] = make(self)
+        return self._results[key]
 
     @property
     def tokens(self) -> Tensor:
-        """[R] int64."""
+        """Drafted tokens, int64 [R]."""
         return self.once("tokens", lambda _: torch.tensor(self.drafted, device=self.all_logits.device))
 
     @property
     def states(self) -> Tensor:
-        """[R, H]."""
+        """States of the rows that drafted, [R, H]."""
         return self.once("states", lambda _: self._own(self.all_states))
 
     @property
     def logits(self) -> Tensor:
-        """[R, V]."""
+        """Logits of the rows that drafted, [R, V]."""
         return self.once("logits", lambda _: self._own(self.all_logits))
 
     def _own(self, values: Tensor) -> Tensor:
         return values if len(values) == len(self.rows) else values[list(self.rows)]
 
 
-@dataclass(slots=True)  # frozen, making one takes ten times as long, and one is made a drafted token
+@dataclass(slots=True)  # not frozen: that would make it ten times slower, and one is made for every drafted token
 class DraftView:
-    """What a stop policy may look at, right after the n-th token of a chain was drafted.
+    """State of a draft right after its n-th token, as a stop policy sees it.
 
-    The forward that gave `logits` read the token BEFORE the n-th; so `hidden` predicts `token`, and for n >= 2 is also
-    the state of the drafter once it has read drafted token n-1.
+    The forward that gave `logits` read the token BEFORE the n-th. So `hidden` predicts `token`, and for n >= 2 it is
+    also the drafter's state once it has read drafted token n - 1.
     """
 
     num_drafted: int
@@ -144,110 +144,113 @@ class DraftView:
     logits: Tensor  # [V] raw draft logits, before temperature
     draft_prob: Tensor | None  # [V] the distribution `token` was drawn from; None when greedy
     temperature: float = 0.0  # of that distribution; 0 when greedy
-    context: Sequence[int] = ()  # all tokens before this round's draft: the prompt, and what was emitted
-    step: DraftedStep | None = None  # with the other rows' of a batch, as its row `place`
+    context: Sequence[int] = ()  # all tokens before this round's draft
+    step: DraftedStep | None = None  # the same step of all rows of a batch, with this row at `place`
     place: int = 0
-    softmax: Tensor | None = None  # [V] of the logits of a greedy draft, once someone asked (`confidence`)
-    log_q: float | None = None  # of the token, once someone asked (`confidence`)
+    softmax: Tensor | None = None  # [V] of the logits of a greedy draft, filled by `confidence`
+    log_q: float | None = None  # of the token, filled by `confidence`
 
     @property
     def hidden(self) -> Tensor:
-        """[H]. Taken out when asked for: most policies never do."""
+        """State [H]. Sliced on demand: most policies never read it."""
         return self.states[0]
 
 
 class StopPolicy(Protocol):
-    """Says when a chain is long enough. It may look at drafted tokens that stay in the draft, and the drafter keeps
-    the token it has just shown: dropping it because of its value would bias the output distribution. What a subclass
-    leaves out does nothing."""
+    """Decides when a chain is long enough.
+
+    The token that a policy is shown stays in the draft: dropping it because of its value would bias the output.
+    """
 
     max_drafted: int
     learners: Sequence[Learner] = ()
 
     def reset(self) -> None:
-        """A new prompt begins: forget what is of the last one."""
+        """Begin a new prompt."""
         return None
 
     def start_round(self) -> None:
-        """A new draft begins."""
+        """Begin a new draft."""
         return None
 
     def should_stop(self, view: DraftView) -> bool:
-        """True when `view.token` is to be the draft's last."""
+        """Return whether `view.token` is to be the draft's last."""
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
-        """The verdict on the round's draft."""
+        """Take in the verdict on the round's draft."""
         return None
 
 
 class Drafter(Protocol):
-    """Proposes drafts for rows of sequences, each of which is drafted for as if it were alone.
+    """Proposes drafts for rows of sequences, each as if it were alone.
 
-    capture: what features of the target it reads (`targets.base.CausalLM.session`). `learners` may be missing.
+    capture: features of the target that it reads (`targets.base.CausalLM.session`). `learners` may be missing.
     """
 
     capture: tuple[int, ...]
 
     def begin(self, row: int, prompt: Sequence[int], features: Tensor, first_token: int) -> None:
-        """A new sequence in the place of this row, or in one more, behind those in use: a prompt of T tokens, the
-        target's features [T, F] of it, and the first token emitted. What is learned from row to row lasts."""
+        """Begin a new sequence in this row, or in one more behind those in use.
+
+        prompt: T tokens, with the target's features [T, F]. first_token: emitted after it.
+        """
 
     def propose(self, limits: Sequence[int], params: SamplingParams, sources: Sequence[Source]) -> list[DraftTree]:
-        """A draft for each row, at most limits[b] tokens deep, following everything emitted so far; none where the
-        limit is below 1."""
+        """Draft for each row at most limits[b] tokens deep, after all emitted tokens; nothing for a limit below 1."""
 
     def advance(self, outcomes: Sequence[Outcome | None]) -> None:
-        """Learn of every round, those without a draft included; None for rows whose answer is complete."""
+        """Take in the results of a round, also of rows without a draft; None for finished rows."""
 
     def select(self, rows: Sequence[int]) -> None:
-        """Go on with these rows only, in this order, as `targets.base.Session.select` takes it."""
+        """Keep these rows only, in this order, as `targets.base.Session.select`."""
 
 
 class SequenceDrafter(Protocol):
-    """A drafter of one sequence at a time; `EachRow` makes a `Drafter` of several."""
+    """Drafts for one sequence at a time; `EachRow` makes a `Drafter` of several."""
 
     def start(self, prompt: Sequence[int], features: Tensor, first_token: int) -> None:
-        """A new sequence."""
+        """Begin a new sequence."""
 
     def propose(self, max_drafted: int, params: SamplingParams, source: Source) -> DraftTree:
-        """A draft of at most `max_drafted` tokens deep, 1 or more."""
+        """Draft at most `max_drafted` (1 or more) tokens deep."""
 
     def advance(self, outcome: Outcome) -> None:
-        """Learn of every round but the last."""
+        """Take in the result of every round but the last."""
 
 
 class EachRow:
-    """A drafter of its own for each row."""
+    """A `Drafter` with one `SequenceDrafter` for each row."""
 
     capture: tuple[int, ...] = ()
 
     def __init__(self, drafters: Sequence[SequenceDrafter]):
         self.drafters = list(drafters)
-        self._numbers: list[int] = []  # of those in use
+        self._numbers: list[int] = []  # drafters of the rows in use
         self._idle = list(range(len(self.drafters)))
-
-    @property
-    def _rows(self) -> list[SequenceDrafter]:
-        return [self.drafters[number] for number in self._numbers]
 
     def begin(self, row: int, prompt: Sequence[int], features: Tensor, first_token: int) -> None:
         if row == len(self._numbers):
             self._numbers.append(self._idle.pop(0))
-        with blame(row=row):
-            self.drafters[self._numbers[row]].start(prompt, features, first_token)
+        self.drafters[self._numbers[row]].start(prompt, features, first_token)
 
     def propose(self, limits: Sequence[int], params: SamplingParams, sources: Sequence[Source]) -> list[DraftTree]:
         trees = []
-        for row, (drafter, limit) in enumerate(zip(self._rows, limits, strict=True)):
-            with blame(row=row):
-                trees.append(drafter.propose(limit, params, sources[row]) if limit > 0 else NO_DRAFT)
+        for row, (number, limit) in enumerate(zip(self._numbers, limits, strict=True)):
+            try:
+                trees.append(self.drafters[number].propose(limit, params, sources[row]) if limit > 0 else NO_DRAFT)
+            except NonFinite as error:
+                error.row = row
+                raise
         return trees
 
     def advance(self, outcomes: Sequence[Outcome | None]) -> None:
-        for row, (drafter, outcome) in enumerate(zip(self._rows, outcomes, strict=True)):
-            with blame(row=row):
-                if outcome is not None:
-                    drafter.advance(outcome)
+        for row, (number, outcome) in enumerate(zip(self._numbers, outcomes, strict=True)):
+            if outcome is not None:
+                try:
+                    self.drafters[number].advance(outcome)
+                except NonFinite as error:
+                    error.row = row
+                    raise
 
     def select(self, rows: Sequence[int]) -> None:
         self._numbers = [self._numbers[row] for row in rows]

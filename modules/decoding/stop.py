@@ -1,8 +1,7 @@
-"""Stop policies that need no head."""
+"""Stop policies that need no acceptance head."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 from torch import Tensor
@@ -24,7 +23,7 @@ class FixedLength(StopPolicy):
 class Confidence(StopPolicy):
     """Stop once the drafted token's own probability falls below `threshold` (assisted generation of transformers).
 
-    The token that falls below stays in the draft. Greedy drafts look at the softmax at temperature 1.
+    The token that falls below stays in the draft. Greedy drafts are judged by the softmax at temperature 1.
     """
 
     def __init__(self, threshold: float, min_drafted: int, max_drafted: int):
@@ -33,15 +32,16 @@ class Confidence(StopPolicy):
     def should_stop(self, view: DraftView) -> bool:
         if view.num_drafted >= self.max_drafted:
             return True
+        # "Not at least", so that NaN stops.
         return (
             view.num_drafted >= self.min_drafted and not draft_distribution(view)[view.token].item() >= self.threshold
         )
 
 
 class Around(StopPolicy):
-    """Another policy, to which something is added at some of its calls.
+    """Wrapper of another policy, for watchers that add something to some of its calls.
 
-    innermost: the policy itself, for those who look at its numbers.
+    innermost: the policy inside all wrappers.
     """
 
     def __init__(self, policy: StopPolicy):
@@ -63,23 +63,11 @@ class Around(StopPolicy):
         self.policy.observe(num_drafted, num_accepted)
 
 
-class UntilEnd(Around):
-    """The draft's end at a token that ends the answer, too: what is drafted behind it is thrown away, whether it is
-    accepted or not (SpecDec++, footnote 1). The end token itself stays in the draft.
-    """
-
-    def __init__(self, policy: StopPolicy, ends: Collection[int]):
-        super().__init__(policy)
-        self._ends = frozenset(ends)
-
-    def should_stop(self, view: DraftView) -> bool:
-        # The policy is asked in any case: what learns has to see every token.
-        return self.policy.should_stop(view) or view.token in self._ends
-
-
 class RunningEntropy:
-    """Mean entropy of the distributions whose token was rejected, over one sequence; 0 before the first rejection
-    (HSDDW)."""
+    """Mean entropy of the distributions whose token was rejected, over one sequence (HSDDW).
+
+    It is 0 before the first rejection.
+    """
 
     def __init__(self) -> None:
         self.entropies: list[float] = []  # of this round's drafted tokens
@@ -102,8 +90,8 @@ class RunningEntropy:
 
 
 class SelfVerify(RunningEntropy, StopPolicy):
-    """Stop once the entropy of the distribution that a token was drawn from exceeds the running mean at rejected tokens
-    (HSDDW, self-verification)."""
+    """Stop once the entropy of a token's distribution exceeds the mean at rejected tokens (HSDDW,
+    self-verification)."""
 
     def __init__(self, max_drafted: int):
         super().__init__()
@@ -115,5 +103,5 @@ class SelfVerify(RunningEntropy, StopPolicy):
 
 
 def entropy(distribution: Tensor) -> float:
-    """-sum p log p [nats] of a distribution [V]; entries of probability zero add nothing."""
+    """Compute -sum p log p in nats of a distribution [V]; entries of probability zero add nothing."""
     return entropies(distribution).item()

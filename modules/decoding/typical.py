@@ -1,6 +1,6 @@
-"""Typical acceptance (Medusa, Cai et al. 2024, section 2.3.1): what the target finds typical enough is accepted.
+"""Typical acceptance (Medusa, Cai et al. 2024, section 2.3.1): accept what the target finds typical enough.
 
-It does not keep the target's distribution. Whoever decodes by it says so (`Method.lossless`).
+It does not keep the target's distribution. Methods that use it are marked as lossy (`Method.lossless`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from draftsmith.modules.types import InputError, between
 
 @dataclass(frozen=True)
 class Typical:
-    """A token x is accepted where p(x) > min(eps, delta exp(-H(p))), p the target's distribution and H its entropy in
-    nats."""
+    """Rule that accepts a token x if p(x) > min(eps, delta exp(-H(p))); p is the target's distribution, H in nats."""
 
     eps: float = 0.09
     delta: float = 0.3
@@ -30,36 +29,32 @@ class Typical:
             raise InputError("delta", self.delta, "a number above 0", "Correct it.")
 
     def accepts(self, prob: Tensor) -> Tensor:
-        """[V] bool: which tokens would be accepted, by their distribution [V]."""
+        """Return which tokens of a distribution [V] are accepted, bool [V]."""
         wide = prob.double()
         entropy = torch.special.entr(wide).sum()
-        if entropy != entropy:
-            raise NonFinite("probabilities")
         return wide > torch.clamp(self.delta * torch.exp(-entropy), max=self.eps)
 
     def path(
         self, tokens: Sequence[int], parents: Sequence[int], distribution: Callable[[int], Tensor]
     ) -> tuple[int, ...]:
-        """The longest path of a tree from its root down whose tokens are all accepted; of equally long ones the most
-        probable, of equals the first.
+        """Return the longest path from the root whose tokens are all accepted; of equally long ones the most probable.
 
-        tokens, parents: of N nodes, as of `DraftTree`. distribution: [V] of what follows a node, -1 the root.
+        tokens, parents: of N nodes, as in `DraftTree`. distribution: [V] behind a node, -1 is the root.
 
         Raises:
-            NonFinite: a distribution that was asked for; its position is the node's depth.
+            NonFinite: a distribution; the position is the node's depth.
         """
         paths: dict[int, tuple[int, ...]] = {-1: ()}
         scores = {-1: (0, 0.0)}  # length, log-probability
-        laws: dict[int, tuple[Tensor, Tensor]] = {}
+        laws: dict[int, tuple[Tensor, Tensor]] = {}  # parent -> distribution, accepted tokens
         for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
             if parent not in paths:
                 continue
             if parent not in laws:
                 prob = distribution(parent)
-                try:
-                    laws[parent] = prob, self.accepts(prob)
-                except NonFinite as error:
-                    raise error.passed(offset=len(paths[parent])) from None
+                if prob.sum().isnan():
+                    raise NonFinite("probabilities", position=len(paths[parent]))
+                laws[parent] = prob, self.accepts(prob)
             prob, accepted = laws[parent]
             if accepted[token]:
                 paths[node] = (*paths[parent], node)

@@ -18,7 +18,7 @@ from draftsmith.modules.acceptance.policies import (
 )
 from draftsmith.modules.acceptance.predictor import HeadPredictor
 from draftsmith.modules.decoding.protocols import StopPolicy
-from draftsmith.modules.decoding.stop import Confidence, FixedLength, SelfVerify, UntilEnd
+from draftsmith.modules.decoding.stop import Confidence, FixedLength, SelfVerify
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.drafters.methods import Method, Models, known_methods
 from draftsmith.modules.drafters.row_drafter import RowDrafter
@@ -33,9 +33,9 @@ def build_chains(models: Models, drafter: str, stops: Sequence[StopPolicy]) -> R
     On a GPU chains of a fixed length go on behind an end token: there the host would have to wait for each token to see
     it, and rows draft beside each other in any case.
     """
-    if models.ends and (models.target.device.type == "cpu" or not all(isinstance(s, FixedLength) for s in stops)):
-        stops = [UntilEnd(stop, models.ends) for stop in stops]
-    return bare_chains(models, drafter, models.target, stops)
+    chains = bare_chains(models, drafter, models.target, stops)
+    chains.end_ids = frozenset(models.ends)
+    return chains
 
 
 def bare_chains(models: Models, drafter: str, target: CausalLM, stops: Sequence[StopPolicy]) -> RowDrafter:

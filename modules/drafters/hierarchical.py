@@ -22,7 +22,7 @@ from draftsmith.modules.decoding.verify import verify
 from draftsmith.modules.drafters.chains import bare_chains, check_drafter
 from draftsmith.modules.drafters.methods import Method, Models
 from draftsmith.modules.drafters.row_drafter import RowDrafter
-from draftsmith.modules.finite import NonFinite, blame
+from draftsmith.modules.finite import NO_TOKEN, NonFinite
 from draftsmith.modules.sampling import Source, best_token, probabilities
 from draftsmith.modules.targets.base import CausalLM, Scores
 from draftsmith.modules.types import SamplingParams, at_least, at_most
@@ -55,8 +55,7 @@ class HierarchicalDrafter:
         self._session.reset(1)
         self.rule.reset()
         scores = self._session.extend([prompt])
-        with blame("mid", len(prompt)):
-            best_token(scores.logits[0, -1])  # M1 may read M2's features before M2 is to choose a token
+        self._check(scores)
         self._tokens, self._read = [*prompt, first_token], len(prompt)
         self.inner.begin(0, prompt, scores.features[0], first_token)
         self._inner_length = len(self._tokens)
@@ -72,8 +71,11 @@ class HierarchicalDrafter:
         start = len(self._tokens)  # what is drafted follows the committed tokens, until it is handed over
         distributions: list[Tensor] = []
         while (room := limit - (len(self._tokens) - start)) > 0:
-            with blame("mid", len(self._tokens) - start):
+            try:
                 rows = self._round(room, params, source)
+            except NonFinite as error:
+                error.model, error.position = error.model or "mid", (error.position or 0) + len(self._tokens) - start
+                raise
             distributions += rows
             if not self._dynamic or max(self.rule.entropies[-len(rows) :]) > self.rule.threshold:
                 break
@@ -86,7 +88,7 @@ class HierarchicalDrafter:
     def _round(self, room: int, params: SamplingParams, source: Source) -> list[Tensor]:
         """M1 drafts, M2 verifies: at most `room` tokens are appended; M2's distributions of them."""
         self._catch_up()
-        tree = self._inner_draft(room - 1, params, source) if room > 1 else NO_DRAFT
+        tree = self.inner.propose([room - 1], params, [source])[0] if room > 1 else NO_DRAFT
         assert tree.is_chain, "M1 drafts chains"
         self._calls += tree.draft_calls
         scores = self._extend([*self._tokens[self._read :], *tree.tokens], len(tree.tokens) + 1)
@@ -108,13 +110,11 @@ class HierarchicalDrafter:
         self.rule.entropies += [entropy(distribution) for distribution in distributions]
         return distributions
 
-    def _inner_draft(self, max_drafted: int, params: SamplingParams, source: Source) -> DraftTree:
-        try:
-            return self.inner.propose([max_drafted], params, [source])[0]
-        except NonFinite as error:
-            if not all(bool(row.isfinite().all()) for row in self._features.values()):  # which M1 has read
-                error.model = "mid"
-            raise
+    @staticmethod
+    def _check(scores: Scores) -> None:
+        """Raise NonFinite if M2 is broken there: M1 may read its features before M2 has to choose a token."""
+        if best_token(scores.logits[0, -1]) == NO_TOKEN:
+            raise NonFinite(model="mid", position=-1)
 
     def _catch_up(self) -> None:
         """Tell M1 of the target's own tokens. If M1 reads features, M2 first has to read what precedes them."""
@@ -124,7 +124,7 @@ class HierarchicalDrafter:
         features = None
         if self.inner.needs_features:
             if self._read < end - 1:  # the draft was accepted whole: M2 has not read its own last token
-                self._extend(self._tokens[self._read : -1], num_logits=1)
+                self._check(self._extend(self._tokens[self._read : -1], num_logits=1))
             features = torch.stack([self._features[i] for i in range(first - 1, end - 1)])
         self.inner.commit(0, self._tokens[first:], features)
         self._inner_length = end

@@ -71,7 +71,7 @@ class LookaheadDrafter:
     def advance(self, outcome: Outcome) -> None:
         if self._places:
             rows = [node + 1 for node in self._places]
-            new = checked(best_tokens(outcome.logits[rows])).tolist()
+            new = checked(best_tokens(outcome.logits[rows]), model="target").tolist()
             for column, guess in enumerate(new):
                 path = [row[column] for row in self._rows] + [guess]
                 self._remember(path[0], tuple(path[1:]))

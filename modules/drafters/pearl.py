@@ -11,7 +11,7 @@ from torch import Tensor
 from draftsmith.modules.decoding.protocols import Drafter, DraftTree, EachRow, Outcome, chain_parents
 from draftsmith.modules.decoding.tree import MAX_NODES
 from draftsmith.modules.drafters.methods import Method, Models
-from draftsmith.modules.finite import blame
+from draftsmith.modules.finite import NO_TOKEN, NonFinite
 from draftsmith.modules.sampling import Source, best_token, probabilities
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams, at_least, at_most
@@ -48,8 +48,7 @@ class PearlDrafter:
         room = self._lm.info.max_position - len(self._tokens) - waiting + 1
         num_new = max(0, min(self.k, max_drafted - waiting, room))
         for _ in range(num_new):
-            with blame("draft", len(self._waiting)):
-                self._draft_one(params, source)
+            self._draft_one(params, source)
         self._offered = min(waiting + min(num_new, 1), max_drafted)
         offered = tuple(self._waiting[: self._offered])
         distributions = None if params.greedy or not offered else torch.stack(self._distributions[: self._offered])
@@ -64,11 +63,14 @@ class PearlDrafter:
         logits = self._session.extend([unread]).logits[0, -1]
         self._read += len(unread)
         if params.greedy:
-            self._waiting.append(best_token(logits))
-            return
-        distribution = probabilities(logits, params)
-        self._waiting.append(source.draw(distribution))
-        self._distributions.append(distribution)
+            token = best_token(logits)
+        else:
+            distribution = probabilities(logits, params)
+            token = source.draw(distribution)
+            self._distributions.append(distribution)
+        if token == NO_TOKEN:
+            raise NonFinite("logits" if params.greedy else "probabilities", "draft", len(self._waiting))
+        self._waiting.append(token)
 
     def advance(self, outcome: Outcome) -> None:
         accepted = outcome.num_accepted

@@ -1,9 +1,9 @@
-"""What drafters share that draft for several rows with one model: texts, stop policies, limits, verdicts."""
+"""Base of drafters that serve several rows with one model: texts, stop policies, limits, results of rounds."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from draftsmith.modules.decoding.chain import Step, draft_chains
 from draftsmith.modules.decoding.learner import Learner
 from draftsmith.modules.decoding.protocols import NO_DRAFT, DraftTree, Outcome, StopPolicy
-from draftsmith.modules.finite import blame
+from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.sampling import Source
 from draftsmith.modules.types import SamplingParams
 
@@ -22,8 +22,8 @@ from draftsmith.modules.types import SamplingParams
 class DraftedRow:
     """A row that is drafted for.
 
-    number: of its policy. tokens: all that are committed, of which a draft model has read the first `read`. features:
-    [T, F] of the target that a head has not read. tree: this round's draft, until its verdict.
+    number: of its policy. tokens: all committed ones; a draft model has read the first `read` of them. features: [T, F]
+    of the target, not yet read by a head. tree: this round's draft, until its result.
     """
 
     number: int
@@ -35,21 +35,21 @@ class DraftedRow:
 
 
 class RowDrafter(ABC):
-    """A `Drafter` without what reads and drafts. It can also serve a model that drafts for another itself (HSDDW): such
-    a model tells it of tokens and takes them back.
+    """A `Drafter` apart from its model. In HSDDW it also serves a model that itself drafts: see `commit`, `rewind`.
 
-    needs_features: it reads the features of the model it drafts for. model: its name in errors. stops: a policy for
-    each row that it can draft for.
+    needs_features: it reads features of the model it drafts for. model: its name in errors. stops: a policy for each
+    row that it can draft for. end_ids: tokens that end a chain.
     """
 
     capture: tuple[int, ...] = ()
     needs_features = True
+    end_ids: Collection[int] = ()
     model: str
 
     def __init__(self, stops: Sequence[StopPolicy]):
         self.stops = list(stops)
-        self._rows: list[DraftedRow] = []  # those in use
-        self._idle = list(range(len(self.stops)))  # numbers of the others' policies
+        self._rows: list[DraftedRow] = []  # in use
+        self._idle = list(range(len(self.stops)))  # policies without a row
 
     @property
     def learners(self) -> Sequence[Learner]:
@@ -57,11 +57,11 @@ class RowDrafter(ABC):
 
     @abstractmethod
     def _deepest(self, row: DraftedRow) -> int:
-        """Most tokens that its model's context, or its size, lets it draft; below 1 there is no draft."""
+        """Return how many tokens the model's context, or its size, lets it draft; below 1: none."""
 
     @abstractmethod
     def _draft(self, limits: Sequence[int], params: SamplingParams, sources: Sequence[Source]) -> Sequence[DraftTree]:
-        """Read what has not been read of the rows whose limit is above 0, one of them at least, and draft for them."""
+        """Read what is unread of the rows with a limit above 0 (at least one), and draft for them."""
 
     def _chains(
         self,
@@ -72,13 +72,12 @@ class RowDrafter(ABC):
         params: SamplingParams,
         sources: Sequence[Source],
     ) -> list[DraftTree]:
-        """Chains by the rows' policies (`draft_chains`)."""
+        """Draft chains by the rows' policies (`draft_chains`)."""
         stops, contexts = [row.stop for row in self._rows], [row.tokens for row in self._rows]
-        return draft_chains((logits, states), step, stops, limits, params, sources, contexts)
+        return draft_chains(logits, states, step, stops, limits, params, sources, contexts, self.end_ids)
 
     def wrap_stops(self, wrap: Callable[[Any], Any]) -> Sequence[Any]:
-        """Put in each row's policy's place, from its next `begin` on, what `wrap` makes of it, and return these: for
-        those who watch, and who take away again what they put around it."""
+        """Replace each policy by wrap(policy) from its row's next `begin` on, and return these, for watchers."""
         self.stops = [wrap(stop) for stop in self.stops]
         return self.stops
 
@@ -92,8 +91,11 @@ class RowDrafter(ABC):
         limits = [min(limit, self._deepest(row)) for limit, row in zip(limits, self._rows, strict=True)]
         trees = [NO_DRAFT] * len(limits)
         if max(limits) > 0:
-            with blame(self.model):
+            try:
                 trees = list(self._draft(limits, params, sources))
+            except NonFinite as error:
+                error.model = error.model or self.model
+                raise
         for row, tree in zip(self._rows, trees, strict=True):
             row.tree = tree
         return trees
@@ -110,7 +112,7 @@ class RowDrafter(ABC):
         self._idle = sorted(set(range(len(self.stops))).difference(row.number for row in self._rows))
 
     def commit(self, row: int, tokens: Sequence[int], features: Tensor | None) -> None:
-        """T more tokens of a row; features [T, F] of the tokens before each."""
+        """Append T tokens to a row; features [T, F] of the tokens before each."""
         own = self._rows[row]
         own.tokens += tokens
         if self.needs_features:
@@ -118,5 +120,5 @@ class RowDrafter(ABC):
             own.features = torch.cat([own.features, features]) if len(own.features) else features
 
     def rewind(self, row: int, length: int) -> None:
-        """Keep the first `length` tokens of a row only."""
+        """Truncate a row to its first `length` tokens."""
         del self._rows[row].tokens[length:]

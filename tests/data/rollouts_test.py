@@ -23,7 +23,7 @@ from draftsmith.data.store.manifest import MANIFEST, Manifest, file_sha256
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import Shard, row_uniforms
 from draftsmith.modules.decoding.branches import BranchedText, DraftModelBranches, target_states
-from draftsmith.modules.decoding.loop import Setup, generate_one
+from draftsmith.modules.decoding.loop import DecodeOptions, generate_one
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
@@ -195,7 +195,7 @@ def test_labels_give_the_distribution_of_how_many_tokens_the_decoder_accepts(par
 
         try:
             drafter = DraftModelDrafter(draft, [FixedLength(2)], 32)
-            generate_one(target, drafter, PROMPT, params, 9, source, (), Setup(watch))
+            generate_one(target, drafter, PROMPT, params, 9, source, (), DecodeOptions(watch))
         except Done:
             pass
         return seen[0].tokens[0], seen[1].num_accepted

@@ -13,7 +13,7 @@ from draftsmith.eval.costs import MeasuredTimes
 from draftsmith.eval.replay.chains import ChainRecorder
 from draftsmith.eval.replay.record import Recording, record_all
 from draftsmith.eval.replay.trees import TreeRecorder
-from draftsmith.modules.decoding.loop import Setup, generate_one
+from draftsmith.modules.decoding.loop import DecodeOptions, generate_one
 from draftsmith.modules.drafters.eagle3.head import Eagle3Head
 from draftsmith.modules.drafters.eagle3.net import Eagle3Config, layer_like
 from draftsmith.modules.drafters.methods import Models, parse_method
@@ -44,7 +44,7 @@ def drafts_of(models: Models, method: str, prompt: BenchPrompt) -> dict[int, tup
         at += len(round_.tokens)
 
     drafter = parse_method(method).build(models)
-    generate_one(models.target, drafter, prompt.prompt_ids, GREEDY, NEW_TOKENS, TorchSource(0), (), Setup(seen))
+    generate_one(models.target, drafter, prompt.prompt_ids, GREEDY, NEW_TOKENS, TorchSource(0), (), DecodeOptions(seen))
     return found
 
 

@@ -10,7 +10,7 @@ import torch
 
 from draftsmith.modules.acceptance.policies import CostRule, OnlinePredictor, PredictorStop, RecentRatio, ThresholdRule
 from draftsmith.modules.decoding.protocols import DraftView, StopPolicy
-from draftsmith.modules.decoding.stop import Confidence, FixedLength, RunningEntropy, SelfVerify, UntilEnd
+from draftsmith.modules.decoding.stop import Confidence, FixedLength, RunningEntropy, SelfVerify
 
 NOTHING = torch.zeros(1, 2)
 
@@ -218,14 +218,3 @@ def test_what_was_learned_outlives_a_prompt():
     policy.reset()
     assert (rule.pace, rule.acceptance, predictor.model.weights) == known
     assert known[0] < CostRule(0.1).pace
-
-
-def test_a_draft_ends_with_an_end_token_and_the_policy_is_asked_all_the_same():
-    predictor = Says([0.9] * 4, learns=True)
-    policy = UntilEnd(PredictorStop(predictor, ThresholdRule(0.99), 1, 4), ends=(7,))
-    policy.reset()
-    policy.start_round()
-    assert [policy.should_stop(view(n, token)) for n, token in ((1, 3), (2, 7))] == [False, True]
-    policy.observe(2, 1)
-    assert predictor.asked == [1, 2] and predictor.verdicts == [(2, 1)]
-    assert policy.max_drafted == 4 and policy.innermost.rule.h == 0.99

@@ -13,7 +13,7 @@ from tiny_models import CONTEXT, tiny_llama_dir
 
 from draftsmith.data.models.loading import load_lm
 from draftsmith.modules.decoding.learner import learned_state
-from draftsmith.modules.decoding.loop import Setup, generate, generate_one
+from draftsmith.modules.decoding.loop import DecodeOptions, generate, generate_one
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.trace import pool
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
@@ -46,7 +46,7 @@ def generate_batch(
     target: Any, drafter: Any, prompts: Any, params: Any, count: int, seeds: Any, ends: Any = None, **setup: Any
 ) -> list:
     sources = [TorchSource(seed) for seed in seeds]
-    return generate(target, drafter, prompts, params, count, sources, ends, Setup(**setup))
+    return generate(target, drafter, prompts, params, count, sources, ends, DecodeOptions(**setup))
 
 
 def in_groups(
@@ -164,7 +164,14 @@ def test_no_more_nodes_than_allowed_are_scored_in_a_call(world, most):
     made = generate_batch(world.target, drafter, prompts, GREEDY, 20, [0] * 4, (), max_nodes=most)
     for prompt, answer, one in zip(prompts, world.answers, made, strict=False):
         single = generate_one(
-            world.target, world.drafter("spec:k=5"), prompt, GREEDY, 20, TorchSource(0), (), Setup(max_nodes=most)
+            world.target,
+            world.drafter("spec:k=5"),
+            prompt,
+            GREEDY,
+            20,
+            TorchSource(0),
+            (),
+            DecodeOptions(max_nodes=most),
         )
         assert one == single and one.tokens == answer[:20]
         assert max(step.num_drafted for step in one.trace.steps) == most

@@ -21,9 +21,9 @@ from table_models import (
 )
 
 from draftsmith.modules.acceptance.policies import CostRule, OnlinePredictor, PredictorStop
-from draftsmith.modules.decoding.loop import Setup, generate_one
+from draftsmith.modules.decoding.loop import DecodeOptions, generate_one
 from draftsmith.modules.decoding.protocols import DraftTree, EachRow
-from draftsmith.modules.decoding.stop import FixedLength, UntilEnd
+from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
@@ -60,7 +60,9 @@ def test_drafts_follow_the_draft_model_at_the_sampling_asked_for(name, params):
     target, draft, seen = TableLM(1), TableLM(107), 0
     for seed in range(10):
         rounds = []
-        generate_one(target, method(name, target)(), PROMPT, params, 12, TorchSource(seed), (), Setup(rounds.append))
+        generate_one(
+            target, method(name, target)(), PROMPT, params, 12, TorchSource(seed), (), DecodeOptions(rounds.append)
+        )
         text = [*PROMPT, *rounds[0].tokens]
         for done in rounds[1:]:
             for node, token in enumerate(done.tree.tokens):
@@ -88,7 +90,9 @@ def test_a_draft_that_ends_with_an_end_token_leaves_the_distribution(policy, eos
     target, draft, params = TableLM(4), TableLM(104), SETTINGS["T=1"]
 
     def drafter():
-        return DraftModelDrafter(draft, [UntilEnd(policy(), (1, 3))], CAPACITY)
+        made = DraftModelDrafter(draft, [policy()], CAPACITY)
+        made.end_ids = (1, 3)
+        return made
 
     distribution = decoded_distribution(target, drafter, params, length=3, max_new_tokens=8, eos_ids=eos_ids)
     assert total_variation(distribution, target_distribution(target, params, 3, eos_ids=eos_ids)) < EXACT

@@ -13,7 +13,7 @@ from run_models import run_models
 
 from draftsmith.modules.acceptance.policies import CostRule, PredictorStop, ThresholdRule
 from draftsmith.modules.acceptance.predictor import HeadPredictor
-from draftsmith.modules.decoding.loop import Setup, generate, generate_one
+from draftsmith.modules.decoding.loop import DecodeOptions, generate, generate_one
 from draftsmith.modules.decoding.protocols import DraftTree, DraftView
 from draftsmith.modules.decoding.stop import Confidence, FixedLength, SelfVerify
 from draftsmith.modules.decoding.verify import verify
@@ -151,12 +151,12 @@ def test_a_prompt_that_fails_leaves_nothing_to_the_next_ones(label, static):
 
     def batched(session: Any, drafter: Any, prompts: list[list[int]]) -> list[list[int]]:
         sources = [TorchSource(0), TorchSource(0)]
-        made = generate(target, drafter, prompts, GREEDY, 3, sources, (), Setup(session=session))
+        made = generate(target, drafter, prompts, GREEDY, 3, sources, (), DecodeOptions(session=session))
         return [one.tokens for one in made]
 
     def one(session: Any, drafter: Any, prompts: list[list[int]]) -> list[list[int]]:
         return [
-            generate_one(target, drafter, prompt, GREEDY, 3, TorchSource(0), (), Setup(session=session)).tokens
+            generate_one(target, drafter, prompt, GREEDY, 3, TorchSource(0), (), DecodeOptions(session=session)).tokens
             for prompt in prompts
         ]
 

@@ -13,7 +13,7 @@ from tiny_models import CONTEXT, tiny_llama_dir
 from transformers import AutoModelForCausalLM
 
 from draftsmith.data.models.loading import load_lm
-from draftsmith.modules.decoding.loop import Setup, generate_one
+from draftsmith.modules.decoding.loop import DecodeOptions, generate_one
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.drafters.methods import parse_method
@@ -125,7 +125,7 @@ def test_the_rounds_shown_add_up_to_the_answer(world):
         NEW_TOKENS,
         TorchSource(0),
         (),
-        Setup(rounds.append),
+        DecodeOptions(rounds.append),
     )
     assert [token for r in rounds for token in r.tokens] == done.tokens
     assert [r.num_accepted for r in rounds[1:]] == [

@@ -10,7 +10,7 @@ import torch
 from table_methods import CAPACITY, method, random_eagle_head
 from table_models import PROMPT, TableLM, V
 
-from draftsmith.modules.decoding.loop import Generation, Round, RowAnswer, Setup, generate_one
+from draftsmith.modules.decoding.loop import DecodeOptions, Generation, Round, RowAnswer, generate_one
 from draftsmith.modules.decoding.protocols import DraftTree, EachRow
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.verify import verify
@@ -45,7 +45,7 @@ def test_an_answer_is_cut_at_the_first_end_token_and_at_its_room(room, emitted, 
 
 def rounds_of(max_nodes: int = 128, **how: Any) -> tuple[Generation, list[Round]]:
     rounds: list[Round] = []
-    return generate_one(**how, setup=Setup(rounds.append, max_nodes=max_nodes)), rounds
+    return generate_one(**how, options=DecodeOptions(rounds.append, max_nodes=max_nodes)), rounds
 
 
 @pytest.mark.parametrize("name", ["spec:k=3", "eagle:k=2", "tree", "eagle2", "hsddw", "pearl:k=2", "pld", "lookahead"])
@@ -136,7 +136,9 @@ def test_a_session_may_be_used_again():
     makes = method("spec:k=2", target)
     alone = [generate_one(target, makes(), PROMPT, SAMPLING, 8, TorchSource(seed)).tokens for seed in SEEDS]
     again = [
-        generate_one(target, makes(), PROMPT, SAMPLING, 8, TorchSource(seed), setup=Setup(session=session)).tokens
+        generate_one(
+            target, makes(), PROMPT, SAMPLING, 8, TorchSource(seed), options=DecodeOptions(session=session)
+        ).tokens
         for seed in SEEDS
     ]
     assert alone == again

@@ -14,7 +14,15 @@ from table_methods import METHODS, method
 from table_models import TableLM, V
 from tiny_models import CONTEXT
 
-from draftsmith.modules.decoding.loop import Generation, RowAnswer, RowPool, Setup, asked, generate, generate_one
+from draftsmith.modules.decoding.loop import (
+    DecodeOptions,
+    Generation,
+    RowAnswer,
+    RowPool,
+    generate,
+    generate_one,
+    new_answer,
+)
 from draftsmith.modules.drafters.methods import parse_method
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
@@ -48,13 +56,13 @@ def together(target: Any, drafter: Any, params: SamplingParams, arrivals: Sequen
     """Prompts that come before the round of these numbers, or when there is room for them."""
     pool, waiting = RowPool(target, drafter, params, ROWS, LONGEST), list(enumerate(arrivals))
     done, number = list[RowAnswer](), 0
-    while waiting or pool.num_going:
-        ready = [i for i, arrival in waiting if arrival <= number][: pool.free]
+    while waiting or pool.num_active:
+        ready = [i for i, arrival in waiting if arrival <= number][: pool.num_free]
         if ready:
-            fresh = [asked(target.info, PROMPTS[i], COUNTS[i], TorchSource(i), (), i) for i in ready]
+            fresh = [new_answer(target.info, PROMPTS[i], COUNTS[i], TorchSource(i), (), i) for i in ready]
             done += pool.admit(fresh)
             waiting = [entry for entry in waiting if entry[0] not in ready]
-        if pool.num_going:
+        if pool.num_active:
             done += pool.round()
         number += 1
     assert sorted(row.number for row in done) == list(range(len(arrivals)))
@@ -103,8 +111,8 @@ def test_a_refilled_row_answers_as_transformers_does(world, name, static):
     ends = tuple(dict.fromkeys(answer[4 + 3 * i] for i, answer in enumerate(world.answers[:15])))
     drafter = parse_method(name).build(models_of(world), 4)
     session = world.target.session(4, CONTEXT, () if drafter is None else drafter.capture, static=static)
-    rows = [asked(world.target.info, p, NEW_TOKENS, TorchSource(0), ends, i) for i, p in enumerate(world.prompts)]
-    pool = RowPool(world.target, drafter, GREEDY, 4, CONTEXT, Setup(session=session))
+    rows = [new_answer(world.target.info, p, NEW_TOKENS, TorchSource(0), ends, i) for i, p in enumerate(world.prompts)]
+    pool = RowPool(world.target, drafter, GREEDY, 4, CONTEXT, DecodeOptions(session=session))
     order = [row.number for row in pool.run(rows)]
     assert order != sorted(order) and sorted(order) == list(range(len(rows)))
     for row, prompt, answer in zip(rows, world.prompts, world.answers, strict=True):
@@ -117,30 +125,32 @@ def test_a_session_goes_on_with_fewer_rows_than_it_had(world):
     for numbers in (range(4), range(4, 6), range(6, 9)):
         prompts = [world.prompts[i] for i in numbers]
         sources = [TorchSource(0) for _ in numbers]
-        made = generate(world.target, drafter, prompts, GREEDY, 12, sources, (), Setup(session=session))
+        made = generate(world.target, drafter, prompts, GREEDY, 12, sources, (), DecodeOptions(session=session))
         assert [one.tokens for one in made] == [world.answers[i][:12] for i in numbers]
-        pool = RowPool(world.target, drafter, GREEDY, 4, CONTEXT, Setup(session=session))  # which is left half-way
-        pool.admit([asked(world.target.info, prompt, 12, TorchSource(0), ()) for prompt in prompts])
+        pool = RowPool(
+            world.target, drafter, GREEDY, 4, CONTEXT, DecodeOptions(session=session)
+        )  # which is left half-way
+        pool.admit([new_answer(world.target.info, prompt, 12, TorchSource(0), ()) for prompt in prompts])
 
 
 def test_only_as_much_is_admitted_as_there_is_room_for():
     target = TableLM(1)
     pool = RowPool(target, None, GREEDY, 2, 8)
-    rows = [asked(target.info, [1, 2, 3], count, TorchSource(0), (), i) for i, count in enumerate((5, 6, 5, 1))]
+    rows = [new_answer(target.info, [1, 2, 3], count, TorchSource(0), (), i) for i, count in enumerate((5, 6, 5, 1))]
     with pytest.raises(ValueError, match="prompt 1: 9 tokens with its answer, and room for 8"):
         pool.admit(rows[:2])
-    assert pool.admit([rows[0], rows[3]]) == [rows[3]] and pool.free == 1
+    assert pool.admit([rows[0], rows[3]]) == [rows[3]] and pool.num_free == 1
     with pytest.raises(ValueError, match="2 rows where 1 are free"):
         pool.admit([rows[2], rows[2]])
-    assert pool.admit([rows[2]]) == [] and pool.free == 0
+    assert pool.admit([rows[2]]) == [] and pool.num_free == 0
 
 
 def test_rows_that_cannot_join_wait_for_all_others(world):
-    rows = [asked(world.hf_target.info, p, 4 + i, TorchSource(0), (), i) for i, p in enumerate(world.prompts[:5])]
+    rows = [new_answer(world.hf_target.info, p, 4 + i, TorchSource(0), (), i) for i, p in enumerate(world.prompts[:5])]
     pool = RowPool(world.hf_target, None, GREEDY, 2, CONTEXT)
     free = []
     for row in pool.run(rows):
-        free.append(pool.free)
+        free.append(pool.num_free)
         assert row.tokens == world.answers[row.number][: row.room]
     assert free == [0, 2, 0, 2, 2]
 

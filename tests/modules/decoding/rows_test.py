@@ -10,14 +10,14 @@ import torch
 from table_models import PROMPT, TableLM, V
 from torch import Tensor
 
-from draftsmith.modules.decoding.chain import draft_chains, draft_unseen
+from draftsmith.modules.decoding.chain import draft_chains, draft_fixed_length
 from draftsmith.modules.decoding.protocols import DraftTree, DraftView, chain_parents
 from draftsmith.modules.decoding.stop import Around, Confidence, FixedLength, SelfVerify
 from draftsmith.modules.decoding.verify import verify
 from draftsmith.modules.sampling import TorchSource, draw_each, probabilities
 from draftsmith.modules.types import SamplingParams
 
-LARGEST_UNIFORM = 1 - 2**-53
+LARGEST_UNIFORM, GREEDY = 1 - 2**-53, SamplingParams()
 SETTINGS = {
     "T=1": SamplingParams(temperature=1.0),
     "T=0.7,top_k=2": SamplingParams(temperature=0.7, top_k=2),
@@ -129,7 +129,7 @@ class Reader:
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("policies", [*POLICIES, "unseen"])
+@pytest.mark.parametrize("policies", [*POLICIES, "known lengths"])
 def test_rows_are_drafted_like_each_alone(setting, policies):
     """Rows that stop by themselves, rows that the limit stops, and rows that may not draft at all; and chains of known
     lengths whose tokens the host learns of at the end, as on a GPU."""
@@ -140,15 +140,15 @@ def test_rows_are_drafted_like_each_alone(setting, policies):
     stops, limits = [Obeyed(make()) for make, *_ in cases], [limit for _, limit, _ in cases]
     sources = [TorchSource(row) for row in range(len(cases))]
     reader = Reader(contexts, lm)
-    if policies == "unseen":
+    if policies == "known lengths":
         ends = [min(stop.max_drafted, limit) for stop, limit in zip(stops, limits, strict=True)]
-        trees = draft_unseen(reader.read()[0], reader.step, ends, params, sources)
+        trees = draft_fixed_length(reader.read()[0], reader.step, ends, params, sources)
     else:
-        trees = draft_chains(reader.read(), reader.step, stops, limits, params, sources, contexts)
+        trees = draft_chains(*reader.read(), reader.step, stops, limits, params, sources, contexts)
     lengths = set()
     for row, (make, limit, _) in enumerate(cases):
         own, source = Reader([contexts[row]], lm), TorchSource(row)
-        (alone,) = draft_chains(own.read(), own.step, [make()], [limit], params, [source], [contexts[row]])
+        (alone,) = draft_chains(*own.read(), own.step, [make()], [limit], params, [source], [contexts[row]])
         found = trees[row]
         assert (found.tokens, found.parents, found.draft_calls) == (alone.tokens, alone.parents, alone.draft_calls)
         assert (found.draft_prob is None) == (alone.draft_prob is None) == (params.greedy or not alone.tokens)
@@ -157,6 +157,25 @@ def test_rows_are_drafted_like_each_alone(setting, policies):
         assert sources[row].uniform() == source.uniform(), "it has been asked for as many numbers"
         lengths.add((limit, len(found.tokens)))
     assert {limit for limit, _ in lengths} == {0, 1, 3, 4} and len(lengths) > 5
+
+
+def test_an_end_token_ends_a_draft_after_its_policy_has_seen_it():
+    lm, seen = TableLM(3), []
+
+    class Watching(Confidence):
+        def should_stop(self, view):
+            seen.append(view.token)
+            return super().should_stop(view)
+
+    def draft(end_ids):
+        reader = Reader([list(PROMPT)], lm)
+        stop = Watching(0.0, 1, 6)
+        return draft_chains(*reader.read(), reader.step, [stop], [6], GREEDY, [TorchSource(0)], [PROMPT], end_ids)[0]
+
+    tokens = draft(()).tokens
+    place = tokens.index(tokens[2])
+    del seen[:]
+    assert draft({tokens[2]}).tokens == tokens[: place + 1] and seen == list(tokens[: place + 1])
 
 
 @pytest.mark.parametrize("ahead", [False, True])

@@ -6,7 +6,7 @@ import pytest
 from table_methods import CAPACITY, METHODS, method
 from table_models import PROMPT, TableLM, TableSession
 
-from draftsmith.modules.decoding.loop import Setup, generate_one
+from draftsmith.modules.decoding.loop import DecodeOptions, generate_one
 from draftsmith.modules.decoding.protocols import EachRow
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, pool
@@ -53,7 +53,14 @@ def test_the_identity_of_the_counts_holds_and_discards_are_what_was_not_emitted(
         drafter = DraftModelDrafter(draft, [FixedLength(3)], 64)
         rounds = []
         done = generate_one(
-            target, drafter, PROMPT, SamplingParams(temperature), 9, TorchSource(seed), eos_ids, Setup(rounds.append)
+            target,
+            drafter,
+            PROMPT,
+            SamplingParams(temperature),
+            9,
+            TorchSource(seed),
+            eos_ids,
+            DecodeOptions(rounds.append),
         )
         trace = done.trace
         assert trace.num_draft_tokens + trace.num_target_calls == trace.num_tokens + trace.num_discarded
@@ -69,7 +76,7 @@ def test_the_identity_of_the_counts_holds_and_discards_are_what_was_not_emitted(
 
 
 class CountingLM(TableLM):
-    """Counts its own calls and the tokens it reads: how often the target was asked, whatever the trace says."""
+    """Counts its own calls and the tokens it reads: how often the target was new_answer, whatever the trace says."""
 
     def __init__(self, seed: int):
         super().__init__(seed)
@@ -95,7 +102,7 @@ def test_the_trace_of_every_method_is_a_true_account(name, temperature):
         drafter = method(name, target, seed - 100 if seed % 3 == 0 else seed)()  # a third of the drafts: the target
         eos_ids = (1,) if seed % 4 == 3 else ()
         params, source = SamplingParams(temperature), TorchSource(seed)
-        done = generate_one(target, drafter, PROMPT, params, 12, source, eos_ids, Setup(rounds.append))
+        done = generate_one(target, drafter, PROMPT, params, 12, source, eos_ids, DecodeOptions(rounds.append))
         trace, (prefill, *drafts) = done.trace, rounds
         assert prefill.tokens == done.tokens[:1] and prefill.tree is None
         # Target calls as the target counts them, and in each the root and the nodes that it read.
@@ -165,7 +172,9 @@ def test_pearl_offers_what_waits_and_begins_anew_after_a_rejection(k):
     for seed in range(20):
         rounds = []
         drafter = method(f"pearl:k={k}", target, 7 if seed % 2 else -99)()  # every other draft model is the target
-        generate_one(target, drafter, PROMPT, SamplingParams(1.0), 24, TorchSource(seed), (), Setup(rounds.append))
+        generate_one(
+            target, drafter, PROMPT, SamplingParams(1.0), 24, TorchSource(seed), (), DecodeOptions(rounds.append)
+        )
         waiting, left = 0, 23
         for done in rounds[1:]:
             if left > 3 * k + 1:  # else the end of the answer cuts drafts

@@ -17,7 +17,7 @@ from draftsmith.eval.studies.hsddw.found import ablation_table, entropy_tables, 
 from draftsmith.eval.studies.hsddw.study import drafted_row
 from draftsmith.eval.studies.hsddw.watch import Watcher
 from draftsmith.launch.cli import main
-from draftsmith.modules.decoding.loop import Setup, generate_one
+from draftsmith.modules.decoding.loop import DecodeOptions, generate_one
 from draftsmith.modules.decoding.protocols import EachRow
 from draftsmith.modules.decoding.stop import FixedLength, SelfVerify
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, pool
@@ -90,7 +90,7 @@ def test_what_is_watched_is_what_happens(middle, eos):
     if middle:
         drafter = EachRow([HierarchicalDrafter(M2, drafter, k + 1, dynamic=False, capacity=CAPACITY)])
     watcher = Watcher(drafter, eos)
-    greedy, watch = SamplingParams(), Setup(partial(watcher.on_round, "a"))
+    greedy, watch = SamplingParams(), DecodeOptions(partial(watcher.on_round, "a"))
     made = generate_one(TARGET, drafter, PROMPT, greedy, TOKENS, TorchSource(0), eos, watch)
     verified, origin, windows = simulated(k, middle, eos)
     seen = watcher
@@ -108,7 +108,7 @@ def test_windows_carry_the_threshold_that_they_were_drafted_under():
     drafter = DraftModelDrafter(M1, [SelfVerify(4)], CAPACITY)
     watcher = Watcher(drafter, ())
     params = SamplingParams(1.0)
-    watch = Setup(partial(watcher.on_round, "a"))
+    watch = DecodeOptions(partial(watcher.on_round, "a"))
     made = generate_one(TARGET, drafter, PROMPT, params, TOKENS, TorchSource(1), (), watch)
     rejected: list[float] = []
     verified = iter(watcher.verified)
