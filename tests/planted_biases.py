@@ -6,6 +6,7 @@ Each entry of PLANTED is planted with pytest's monkeypatch; its name says what i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 from draftsmith.modules.decoding import chain, loop, verify
 from draftsmith.modules.decoding.protocols import DraftTree
@@ -105,14 +106,14 @@ def child_twice(patch) -> None:
     """A token that is none of a tree node's children is drawn once more."""
     real = verify._walk
 
-    def walked(tree, choice):
+    def walked(tree, numbers, row):
         children = set(zip(tree.parents, tree.tokens, strict=True))
 
-        def twice(node):
-            token = choice(node)
-            return token if (node - 1, token) in children else choice(node)
+        def twice(row, node):
+            token = numbers.choice(row, node)
+            return token if (node - 1, token) in children else numbers.choice(row, node)
 
-        return real(tree, twice)
+        return real(tree, SimpleNamespace(choice=twice, what=numbers.what), row)
 
     patch.setattr(verify, "_walk", walked)
 

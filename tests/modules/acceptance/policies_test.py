@@ -25,6 +25,8 @@ class Says:
     """Predicts for drafted tokens 1, 2, ... as it is told to; a late one speaks of the token before the one it is
     shown."""
 
+    learners = ()
+
     def __init__(self, probs: Sequence[float], late: bool = False, learns: bool = False):
         self._probs, self.late, self.learns = probs, late, learns
         self.asked: list[int] = []
