@@ -1,4 +1,4 @@
-"""`draftsmith train acceptance`: a head that predicts whether the target will keep a drafted token."""
+"""`draftsmith train acceptance`: train a head that predicts whether the target will accept a drafted token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from draftsmith.data.heads.directory import (
-    FrozenDrafter,
     kind_at,
     load_drafter,
     starting_head,
@@ -30,12 +29,10 @@ from draftsmith.train.config import TrainConfig
 from draftsmith.train.strategies import local_device, model_dtype, world_size
 
 if TYPE_CHECKING:
+    from draftsmith.train.acceptance_data import RolloutReader
     from draftsmith.train.data_module import Samples
-    from draftsmith.train.drafted_tokens import RolloutDrafts
-    from draftsmith.train.stored_tokens import StateReader
 
-# What a head starts with where nothing is said, by the labels it learns from: SpecDec++ section 4; and for labels of
-# real rounds what pays more (docs/acceptance.md).
+# Defaults for labels of mixed text: SpecDec++, section 4.
 MIXED: dict[str, Any] = {
     "num_blocks": 3,
     "tied": False,
@@ -45,6 +42,7 @@ MIXED: dict[str, Any] = {
     "w_rej": 6.0,
     "mix": 0.15,
 }
+# Defaults for labels of real rounds, chosen by measurement (docs/acceptance.md).
 ROLLOUTS: dict[str, Any] = {
     "num_blocks": 0,
     "tied": False,
@@ -52,48 +50,44 @@ ROLLOUTS: dict[str, Any] = {
     "features": ("log_q", "logit_q", "depth", "repeat"),
     "w_rej": 1.0,
 }
-# What is there before a token is drawn; max q and entropy say most only together.
+# Features that exist before a token is drawn; max q and entropy say most together.
 UNDRAWN: tuple[Feature, ...] = ("logit_max_q", "entropy", "depth", "repeat_mean")
-# The width that such a head has where nothing is said and none was tried out.
+# Width of a head for real rounds, without the sweep.
 WIDTH = 128
 SWEEP = "sweep.json"
-# Of these, what a head to go on from brings along.
+# Settings that a head given as --init brings along.
 SHAPE = ("num_blocks", "tied", "state", "features", "width")
-Labels = Literal["acceptance", "rollouts"]
+LabelKind = Literal["acceptance", "rollouts"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainAcceptanceConfig(TrainConfig):
-    """Train an acceptance head on the labels of `data acceptance`. On those of mixed text (--labels mix) it is
-    SpecDec++'s, with the paper's settings for 7B drafts. On those of real rounds (--labels rollout) it reads the state
-    before the token, the token and the draft's confidence: those are made once and kept in memory, so that batches
-    are drawn from all answers' tokens (batch_size then counts blocks of 64). Such a head begins as the logistic of its
-    features. A 128-wide draft wants lr 1e-3.
+    """Train an acceptance head on the labels of `data acceptance`. On labels of mixed text (--labels mix) it is
+    SpecDec++'s head with the paper's settings for 7B drafts. On labels of real rounds (--labels rollout) it reads the
+    state before the token, the token and the draft's confidence, is initialised as the logistic of its features, and
+    batch_size counts blocks of 64 tokens. A 128-wide draft wants lr 1e-3.
 
     Attributes:
         draft: The draft model, or the trained drafter's head, whose drafts were labelled; frozen.
-        target: The target model, for a head: it gives what the head reads.
-        init: Head directory to go on from, in the place of random weights: to fine-tune a head, also one that was
-            imported or made for another draft of this width. Its blocks and inputs are then the head's; the loss
-            weights are those given here.
+        target: The target model, if the draft is a head: it makes what the head reads.
+        init: Directory of an acceptance head to fine-tune, in place of random weights. It keeps its blocks and inputs;
+            the loss weights are those given here.
         num_blocks: Residual blocks of the head. Default: 3, for rollouts 0, or those of init.
         tied: Apply one block num_blocks times, as the paper's published code does. Default: off, or as in init.
-        state: What the head reads of the drafter: after, its hidden state once it has read the token (SpecDec++); or
-            before, the state that predicted it, and the token's embedding; or undrawn, that state without the token,
-            for servers that drop tokens once they are drawn: it learns the overlap of p and q, the probability that
-            whatever is drawn there is accepted. Default: after, for rollouts before.
-        features: Numbers of the draft's distribution that it reads too, and how the token goes on with a repetition of
-            the text; [] for none. Default: none, for rollouts log_q, logit_q, depth and repeat (undrawn: logit_max_q,
-            entropy, depth and repeat_mean), and temperature where labels have several.
-        width: Of the hidden layers, 0 for that of the drafter. Default: 0, for rollouts what the sweep finds, or 128.
-        sweep: Rollouts: where one process trains a new head, and neither width nor max_steps is given, heads of three
-            widths are trained for few and for more epochs first, and the width and epochs with the lowest held-out KL
-            are taken.
+        state: Hidden state that the head reads: after the token (SpecDec++); before it, with the token's embedding; or
+            undrawn, before it without the token, for servers that drop drawn tokens: it learns the overlap of p and q,
+            the probability that whatever is drawn is accepted. Default: after, for rollouts before.
+        features: Numbers of the draft's distribution and of repetitions that it reads too; [] for none. Default: none,
+            for rollouts log_q, logit_q, depth and repeat (undrawn: logit_max_q, entropy, depth and repeat_mean), and
+            temperature if the labels have several.
+        width: Width of the hidden layers, 0 for the drafter's. Default: 0, for rollouts the sweep's, or 128.
+        sweep: For rollouts, first train heads of three widths for few and for more epochs, and take the best size.
+            Only in one process, for a new head, without width and max_steps.
         w_acc: Loss weight of accepted tokens.
         w_rej: Loss weight of rejected tokens. Default: 6, for rollouts 1.
         mix: Labels of mixed text: probability that the draft reads the target's token instead of its own. Default 0.15.
-        calibrate: Fit the output to the validation tokens: scale and shift of the logit (platt), or not at all.
-            Decoding by threshold on the raw output does not use it.
+        calibrate: Fit scale and shift of the logit to the validation tokens (platt), or not at all. Decoding by
+            threshold on the raw output does not use it.
     """
 
     draft: str | None = None
@@ -122,13 +116,13 @@ class TrainAcceptanceConfig(TrainConfig):
 
     @property
     def sweeps(self) -> bool:
-        """Of rollouts: whether a size is to be tried out. One process decides it, so that all have the same."""
+        """Whether sizes are tried first. Only one process does, so that all ranks would have the same."""
         free = self.width is None and self.max_steps == 0 and self.init is None
         return self.sweep and free and world_size(self) == 1
 
     @property
     def drafter(self) -> str:
-        """Path of what drafts: a language model, or a head.
+        """Path of the drafter, a language model or a head.
 
         Raises:
             InputError: there is none.
@@ -139,7 +133,7 @@ class TrainAcceptanceConfig(TrainConfig):
 
     @property
     def read_model(self) -> str:
-        """Path of the language model that has to be there: the draft, or the model that a head drafts for.
+        """Path of the language model that is needed: the draft, or the model that a head drafts for.
 
         Raises:
             InputError: no drafter, or a head without its target.
@@ -152,21 +146,21 @@ class TrainAcceptanceConfig(TrainConfig):
         return self.target
 
 
-def labels_of(config: TrainAcceptanceConfig) -> tuple[Labels, Manifest | None]:
-    """What it is trained on, and its manifest; where there is no such artefact yet, what the settings ask for."""
-    manifest = Manifest.read(config.data) if (config.data / MANIFEST).exists() else None
-    if manifest is not None:
+def labels_of(config: TrainAcceptanceConfig) -> tuple[LabelKind, Manifest | None]:
+    """Return the kind of the labels and their manifest. Without an artefact, return the kind that the options imply."""
+    if (config.data / MANIFEST).exists():
+        manifest = Manifest.read(config.data)
         return ("rollouts" if manifest.kind == "rollouts" else "acceptance"), manifest
     by_head = config.read_model != config.drafter
-    asked = by_head or config.state not in (None, "after") or config.features
-    return ("rollouts" if asked else "acceptance"), None
+    rollouts = by_head or config.state not in (None, "after") or config.features
+    return ("rollouts" if rollouts else "acceptance"), None
 
 
-def filled(config: TrainAcceptanceConfig) -> TrainAcceptanceConfig:
-    """The settings with the defaults that depend on the labels, and with the shape of the head to go on from.
+def with_defaults(config: TrainAcceptanceConfig) -> TrainAcceptanceConfig:
+    """Fill in the defaults that depend on the labels, and the shape of the head given as --init.
 
     Raises:
-        InputError: a setting that has no meaning for these labels, not exactly one drafter, or no head to go on from.
+        InputError: an option that has no meaning for these labels, no drafter, or no head at --init.
     """
     _ = config.read_model
     labels, manifest = labels_of(config)
@@ -183,30 +177,31 @@ def filled(config: TrainAcceptanceConfig) -> TrainAcceptanceConfig:
     if config.init is not None:
         settings = starting_settings(config.init, "acceptance")
         defaults |= {name: getattr(settings, name) for name in SHAPE}
-    new = {name: value for name, value in defaults.items() if getattr(config, name) is None}
-    return dataclasses.replace(config, **new)
+    return dataclasses.replace(
+        config, **{name: value for name, value in defaults.items() if getattr(config, name) is None}
+    )
 
 
 def label_temperature(manifest: Manifest) -> Any:
-    """A number, or a list of several."""
+    """Return the labels' temperature, or a list of several."""
     return (manifest.sampling or {}).get("temperature")
 
 
 def prepare(config: TrainAcceptanceConfig) -> tuple[Any, ...]:
-    """What `fit` is given: the models and data of a training that has not begun.
+    """Load the models and data of a training, as arguments of `fit`.
 
     Raises:
         InputError: as `run`.
     """
-    from draftsmith.train.acceptance_objective import AcceptanceObjective
+    # These load Lightning, which --help does not need.
+    from draftsmith.train.acceptance_data import AcceptanceObjective, MixedText, RolloutReader, collate_stored
     from draftsmith.train.data_module import HeadDataModule, train_and_val
-    from draftsmith.train.drafted_tokens import MixedText, RolloutDrafts
     from draftsmith.train.fit import Provenance, digests
     from draftsmith.train.lit_head import LitHead
-    from draftsmith.train.stored_tokens import StoredDrafts, collate_stored
 
-    config = filled(config)
-    labels, _ = labels_of(config)
+    config = with_defaults(config)
+    kind, _ = labels_of(config)
+    rollouts = kind == "rollouts"
     load = functools.partial(
         load_lm,
         dtype=model_dtype(config),
@@ -215,54 +210,61 @@ def prepare(config: TrainAcceptanceConfig) -> tuple[Any, ...]:
         trust_remote_code=config.trust_remote_code,
     )
     drafter = load_drafter(config.drafter, lambda: load(config.read_model), load)
-    train = open_labels(config, config.data, labels, drafter)
-    val = open_labels(config, config.val, labels, drafter) if config.val is not None else None
+
+    def open_labels(path: Path) -> Any:
+        identity, vocab_size = {"draft": drafter.identity}, drafter.lm.info.vocab_size
+        mix = 0.0 if config.mix is None else config.mix
+        return open_dataset(path, kind, identity, vocab_size=vocab_size, mix=mix, seed=config.seed)
+
+    train = open_labels(config.data)
+    val = open_labels(config.val) if config.val is not None else None
     manifest = train.manifest
     if val is not None and val.manifest.sampling != manifest.sampling:
         expected = f"labels made with {manifest.sampling}"
         raise InputError("val", val.manifest.sampling, expected, "Make both with one sampling.")
-    hidden_size = drafter.lm.info.hidden_size
-    head = make_head(config, hidden_size)
-    check_labels(head.config, labels, manifest)
+
+    head = make_head(config, drafter.lm.info.hidden_size)
+    check_labels(head.config, manifest)
     context = drafter.lm.info.max_position
-    if labels == "rollouts":  # not to be split: its drafts follow all of a text, and were made within the context
-        context = max(int(own.lengths.max(initial=0)) for own in (train, val) if own is not None)
+    if rollouts:  # not split: drafts follow all of a text, and were made within the context
+        context = max(int(dataset.lengths.max(initial=0)) for dataset in (train, val) if dataset is not None)
     train_samples, val_samples = train_and_val(config, train, val, context)
     greedy = label_temperature(manifest) == 0
-    collate: Any = collate_acceptance
-    reader: StateReader = MixedText(drafter, greedy)
-    if labels == "rollouts":
-        drafts = RolloutDrafts(drafter, head.config, int(manifest.config["depth"]))
-        config, head, train_samples, val_samples = stored_rounds(config, head, drafts, train_samples, val_samples)
-        collate, reader = collate_stored, StoredDrafts(drafts)
+    if rollouts:
+        reader: Any = RolloutReader(drafter, head.config, int(manifest.config["depth"]))
+        config, head, train_samples, val_samples = store_rollouts(config, head, reader, train_samples, val_samples)
+    else:
+        reader = MixedText(drafter, greedy)
+    collate: Any = collate_stored if rollouts else collate_acceptance
     data = HeadDataModule(train_samples, val_samples, collate, num_loss_tokens, config)
     module = LitHead(head, AcceptanceObjective(reader, config.calibrate), config, data.total_steps)
+
     inputs = digests(train, val) | (starting_weights(config.init) if config.init is not None else {})
-    made = {"labels": "rollout" if labels == "rollouts" else "mix", "mode": "greedy" if greedy else "sampling"}
-    made |= {"drafter": drafter.name}
-    provenance = Provenance("acceptance", inputs, drafter.identity, manifest.identity, manifest.sampling, made)
+    labels = {"labels": "rollout" if rollouts else "mix", "mode": "greedy" if greedy else "sampling"}
+    labels |= {"drafter": drafter.name}
+    provenance = Provenance("acceptance", inputs, drafter.identity, manifest.identity, manifest.sampling, labels)
     return module, data, config, provenance
 
 
-def stored_rounds(
-    config: TrainAcceptanceConfig, head: AcceptanceHead, drafts: RolloutDrafts, train: Samples, val: Samples
+def store_rollouts(
+    config: TrainAcceptanceConfig, head: AcceptanceHead, reader: RolloutReader, train: Samples, val: Samples
 ) -> tuple[TrainAcceptanceConfig, AcceptanceHead, Samples, Samples]:
-    """The tokens of labelled answers with the states that a head reads, as samples of a training; and the head where it
-    begins, of the size that was found best if none was asked for, with the settings that say so."""
-    from draftsmith.train.acceptance_start import batches, tried_sizes
+    """Read the labelled answers into memory, choose the head's size by the sweep, and initialise it as a logistic.
+
+    Returns the config with that size, the head, and training and validation samples of stored tokens.
+    """
+    from draftsmith.train.acceptance_data import StoredDataset, try_sizes
     from draftsmith.train.data_module import Samples
     from draftsmith.train.metrics import say_on_rank_zero
-    from draftsmith.train.stored_tokens import StoredDataset, StoredDrafts, stored
 
-    tokens = {name: stored(samples, drafts, name) for name, samples in (("train", train), ("val", val))}
-    size = sum(part.size for part in tokens.values())
+    tokens = {name: reader.store(samples, name) for name, samples in (("train", train), ("val", val))}
+    size = sum(tensor.nbytes for part in tokens.values() for tensor in vars(part).values())
     counts = " and ".join(f"{len(part.ids):,} to {name}" for name, part in tokens.items())
     say_on_rank_zero(f"drafted tokens: {counts}; {size / 2**20:,.0f} MiB in memory")
-    reader = StoredDrafts(drafts)
     if config.init is None:
         hidden_size = head.config.hidden_size
         if config.sweeps:
-            tried = tried_sizes(
+            tried = try_sizes(
                 lambda width: make_head(dataclasses.replace(config, width=width), hidden_size),
                 tokens["train"], tokens["val"], reader, config,
             )  # fmt: skip
@@ -270,47 +272,39 @@ def stored_rounds(
             write_json(config.output / SWEEP, {"tried": [dataclasses.asdict(size) for size in tried]})
             config = with_size(config)
             head = make_head(config, hidden_size)
-        begin(head, batches(tokens["train"], reader))
+        begin(head, reader.batches(tokens["train"]))
     blocks = StoredDataset(tokens["train"], train, config.seed)
     answers = StoredDataset(tokens["val"], val, None)
     return config, head, Samples(blocks, range(len(blocks.lengths))), Samples(answers, range(len(answers.lengths)))
 
 
 def with_size(config: TrainAcceptanceConfig) -> TrainAcceptanceConfig:
-    """The settings with the size that was found best, where one was tried out in this output."""
+    """Fill in the best size of the sweep, if this output has one."""
     if not (config.sweeps and (config.output / SWEEP).exists()):
         return config
     best = read_object(config.output / SWEEP, {"tried": list}, "Delete it: sizes are tried again.")["tried"][0]
     return dataclasses.replace(config, width=best["width"], epochs=best["epochs"])
 
 
-def open_labels(config: TrainAcceptanceConfig, path: Path, labels: Labels, drafter: FrozenDrafter) -> Any:
-    """A data set of labels that this drafter was given."""
-    identity, vocab_size = {"draft": drafter.identity}, drafter.lm.info.vocab_size
-    mix = 0.0 if config.mix is None else config.mix  # of rollouts nothing is mixed
-    return open_dataset(path, labels, identity, vocab_size=vocab_size, mix=mix, seed=config.seed)
-
-
-def check_labels(head: AcceptanceHeadConfig, labels: Labels, manifest: Manifest) -> None:
-    """Raises InputError where the labels lack what the head is to read."""
-    if labels == "acceptance" and not head.as_published:
+def check_labels(head: AcceptanceHeadConfig, manifest: Manifest) -> None:
+    """Raise InputError if the labels lack what the head reads."""
+    if manifest.kind != "rollouts" and not head.as_published:
         found = f"{manifest.kind} labels of mixed text, for a head that reads more than the state after the token"
-        raise InputError(
-            "data", found, "labels of real rounds", "Make them: draftsmith data acceptance --labels rollout"
-        )
+        remedy = "Make them: draftsmith data acceptance --labels rollout"
+        raise InputError("data", found, "labels of real rounds", remedy)
 
 
 def acceptance_settings(config: TrainAcceptanceConfig, hidden_size: int) -> AcceptanceHeadConfig:
-    """Settings of the head to train: its shape from --init where there is one, and uncalibrated.
+    """Return the settings of the head to train: uncalibrated, and with the shape of --init if there is one.
 
     Raises:
-        InputError: --init is no acceptance head, or a flag asks for another shape than it has.
+        InputError: --init is no acceptance head, or an option contradicts its shape.
     """
-    config = filled(config)
+    config = with_defaults(config)
     shape = {name: getattr(config, name) for name in SHAPE}
     if shape["width"] is None:
         shape["width"] = WIDTH
-    # Of real rounds, not after the token: the form that costs a drafted token least (AcceptanceHeadConfig.activation).
+    # The rectified form costs a drafted token least; it needs what is there before the token is read.
     lean = labels_of(config)[0] == "rollouts" and shape["state"] != "after"
     form: dict[str, Any] = {"activation": "relu" if lean else "none", "standardize": lean}
     if config.init is not None:
@@ -327,11 +321,11 @@ def acceptance_settings(config: TrainAcceptanceConfig, hidden_size: int) -> Acce
 
 
 def make_head(config: TrainAcceptanceConfig, hidden_size: int) -> AcceptanceHead:
-    """The head before the first step: that of --init, or weights that depend on the seed alone; torch's global
-    generator is left as it was.
+    """Return the head of --init, or one with random weights. These depend on the seed alone and leave torch's global
+    generator unchanged.
 
     Raises:
-        InputError: as of `acceptance_settings`.
+        InputError: as in `acceptance_settings`.
     """
     settings = acceptance_settings(config, hidden_size)
     if config.init is not None:
@@ -345,7 +339,7 @@ def make_head(config: TrainAcceptanceConfig, hidden_size: int) -> AcceptanceHead
 
 
 def num_loss_tokens(data: Any) -> float:
-    """Drafted tokens of a collated batch that count in the loss, by their weights where they have some."""
+    """Return the drafted tokens of a collated batch that count in the loss, or the sum of their weights."""
     mask = data.loss_mask
     weight = getattr(data, "weight", None)
     return int(mask.sum()) if weight is None else float(weight[mask].double().sum())

@@ -1,5 +1,5 @@
 """The training of any head for Lightning: its optimiser, and a loss that is the mean over the whole step's tokens. What
-it learns is an `Objective`: a drafter's (drafter_objective.py) or an acceptance head's (acceptance_objective.py)."""
+it learns is an `Objective`: a drafter's (drafter_objective.py) or an acceptance head's (acceptance_data.py)."""
 
 from __future__ import annotations
 

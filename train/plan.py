@@ -40,7 +40,13 @@ from draftsmith.modules.layers import LlamaConfig, LlamaModel
 from draftsmith.modules.losses import CHUNK_ELEMENTS
 from draftsmith.modules.targets.llama import SUPPORTED, llama_config
 from draftsmith.modules.types import InputError, at_least, at_most
-from draftsmith.train.acceptance import TrainAcceptanceConfig, acceptance_settings, check_labels, filled, labels_of
+from draftsmith.train.acceptance import (
+    TrainAcceptanceConfig,
+    acceptance_settings,
+    check_labels,
+    labels_of,
+    with_defaults,
+)
 from draftsmith.train.config import MOST, TrainConfig, TrainDrafterConfig, drafter_config
 from draftsmith.train.drafter import head_shape
 from draftsmith.train.prepare import prepare
@@ -258,11 +264,11 @@ def planned_head(config: TrainConfig) -> PlannedHead:
 
 
 def _planned_acceptance(asked: TrainAcceptanceConfig) -> PlannedHead:
-    config, frozen = filled(asked), frozen_sizes(asked.read_model, model_dtype(asked))
+    config, frozen = with_defaults(asked), frozen_sizes(asked.read_model, model_dtype(asked))
     labels, manifest = labels_of(asked)
     settings = acceptance_settings(asked, frozen.hidden_size)
     if manifest is not None:
-        check_labels(settings, labels, manifest)
+        check_labels(settings, manifest)
     rollouts, kind = labels == "rollouts", kind_at(config.drafter)
     with torch.device("meta"):
         head = AcceptanceHead(settings)
@@ -321,8 +327,8 @@ def training_documents(
 
     samples, length: assumed if the artefact does not exist.
     """
+    from draftsmith.train.acceptance_data import BLOCK, LEAST_WEIGHT
     from draftsmith.train.data_module import train_and_val
-    from draftsmith.train.stored_tokens import BLOCK, LEAST_WEIGHT
 
     texts: Any
     if (config.data / MANIFEST).exists():

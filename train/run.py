@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from draftsmith.data.engines.own import set_threads
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.train.acceptance import TrainAcceptanceConfig, filled, with_size
+from draftsmith.train.acceptance import TrainAcceptanceConfig, with_defaults, with_size
 from draftsmith.train.config import TrainDrafterConfig
 from draftsmith.train.drafter import explain
 from draftsmith.train.plan import announce
@@ -32,7 +32,7 @@ def run(config: TrainedConfig, learner: type[LitDrafter] | None = None) -> Path:
 
     set_threads(config.num_threads)
     if isinstance(config, TrainAcceptanceConfig):
-        config = with_size(filled(config)) if config.resume else filled(config)
+        config = with_size(with_defaults(config)) if config.resume else with_defaults(config)
     config = settled(config)
     done = finished(config)
     if done is not None:

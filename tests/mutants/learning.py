@@ -25,10 +25,10 @@ LABELS, ROLLOUTS, DATASETS, ROWS = (
 LABEL_TEST, ROLLOUT_TEST, DATASET_TEST, ROWS_TEST = (
     f"tests/data/{name}_test.py" for name in ("acceptance", "rollouts", "store/datasets", "store/rows")
 )
-STORED, START = "train/stored_tokens.py", "train/acceptance_start.py"
+STORED = "train/acceptance_data.py"
 FITTING = "modules/acceptance/fitting.py"
 GAIN, GAIN_TEST = "eval/stop_gain.py", "tests/eval/stop_gain_test.py"
-START_TEST = "tests/train/acceptance_start_test.py"
+START_TEST = "tests/train/acceptance_data_test.py"
 REPETITION, SUMMARY = "data/text/repetition.py", "eval/bench/summary.py"
 REPETITION_TEST, SUMMARY_TEST = "tests/data/text/repetition_test.py", "tests/eval/bench/summary_test.py"
 
@@ -169,10 +169,10 @@ MUTANTS = [
            "i % len(self.sampling)", (ROLLOUT_TEST,)),
     Mutant("rollouts-unreached-tokens-count", DATASETS, '"loss_mask": weight > 0}',
            '"loss_mask": weight >= 0}', (ROLLOUT_TEST,)),
-    Mutant("rollouts-all-tokens-weigh-the-same", "train/drafted_tokens.py", "weight=data.weight[mask]",
+    Mutant("rollouts-all-tokens-weigh-the-same", STORED, "weight=data.weight[mask]",
            "weight=torch.ones_like(data.weight[mask])", ("tests/train/rollouts_test.py",)),
-    Mutant("rollouts-states-after-for-heads-of-before", "train/drafted_tokens.py",
-           "states[:, 1:] if late else states[:, :depth]", "states[:, -depth:]",
+    Mutant("rollouts-states-after-for-heads-of-before", STORED,
+           "read[:, 1:] if late else read[:, :depth]", "read[:, -depth:]",
            ("tests/train/rollouts_test.py::test_a_draft_of_one_token_is_read_too",)),
     # -- losses and metrics
     Mutant("loss-weights-swapped", LOSSES, "w_acc * prob * accept + w_rej * (1 - prob) * reject",
@@ -235,11 +235,11 @@ MUTANTS = [
     Mutant("stored-tokens-of-every-weight", STORED, ">= LEAST_WEIGHT]", ">= 0]", (START_TEST,)),
     Mutant("stored-blocks-in-the-answers-order", STORED, "self.tokens = tokens[order]",
            "self.tokens = tokens[order.sort().values]", (START_TEST,)),
-    Mutant("stored-owner-of-the-answer", STORED, '"owner": owner})', '"owner": batch.owner})', (START_TEST,)),
+    Mutant("stored-owner-of-the-answer", STORED, 'replace(batch, owner=owner)', 'replace(batch, owner=batch.owner)', (START_TEST,)),
     Mutant("start-without-the-weights-correction", FITTING, "bias - float(head.corrected(0.0))", "bias", (START_TEST,)),
     Mutant("start-of-tokens-that-weigh-alike", FITTING, "RIDGE, weight)", "RIDGE)", (START_TEST,)),
-    Mutant("start-with-the-worst-size", START, "key=lambda tried: tried.kl)", "key=lambda tried: -tried.kl)",
+    Mutant("start-with-the-worst-size", STORED, "key=lambda size: size.kl)", "key=lambda size: -size.kl)",
            (START_TEST,)),
-    Mutant("start-is-not-validated", "train/acceptance_objective.py", "self.validates_first = reader.weighted",
+    Mutant("start-is-not-validated", STORED, "self.validates_first = reader.weighted",
            "self.validates_first = False", (START_TEST,)),
 ]  # fmt: skip

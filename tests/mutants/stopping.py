@@ -115,7 +115,7 @@ MUTANTS = [
            (TRIMMING_TEST,)),
     Mutant("undrawn-heads-read-the-token", HEAD, 'return self.state == "before"', 'return self.state != "after"',
            (TRIMMING_TEST, PREDICTOR_TEST)),
-    Mutant("undrawn-heads-learn-of-the-token", "train/drafted_tokens.py", 'data.overlap if head.state == "undrawn"',
+    Mutant("undrawn-heads-learn-of-the-token", "train/acceptance_data.py", 'data.overlap if head.state == "undrawn"',
            'data.accept_prob if head.state == "undrawn"', ("tests/train/rollouts_test.py",)),
     Mutant("undrawn-export-trims-by-any-head", EXPORT, 'config.state != "undrawn" and temperature != 0', "False",
            (EXPORT_TEST,)),

@@ -21,10 +21,9 @@ from draftsmith.data.store.datasets import collate_acceptance, open_dataset
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.types import InputError
 from draftsmith.train.acceptance import TrainAcceptanceConfig, make_head, num_loss_tokens
-from draftsmith.train.acceptance_objective import AcceptanceObjective
+from draftsmith.train.acceptance_data import AcceptanceObjective, MixedText
 from draftsmith.train.checkpoints import FOLDER
 from draftsmith.train.data_module import Key, Part
-from draftsmith.train.drafted_tokens import MixedText
 from draftsmith.train.lit_head import LitHead
 from draftsmith.train.run import run
 

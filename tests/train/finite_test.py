@@ -17,10 +17,9 @@ from draftsmith.modules.drafters.eagle.head import EagleHead
 from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.types import InputError
 from draftsmith.train import acceptance, drafter
-from draftsmith.train.acceptance_objective import AcceptanceObjective
+from draftsmith.train.acceptance_data import AcceptanceObjective, MixedText
 from draftsmith.train.bad_steps import BadSteps
 from draftsmith.train.data_module import Key, Part
-from draftsmith.train.drafted_tokens import MixedText
 from draftsmith.train.drafter_objective import DrafterObjective
 from draftsmith.train.feature_cache import FeatureCache
 from draftsmith.train.lit_head import LitHead
@@ -35,7 +34,7 @@ def a_module(artefacts, tmp_path) -> LitHead:
 
 
 def acceptance_module(artefacts, tmp_path) -> LitHead:
-    settings = acceptance.filled(
+    settings = acceptance.with_defaults(
         acceptance.TrainAcceptanceConfig(data=artefacts.acceptance, draft=str(artefacts.draft), output=tmp_path)
     )
     reader = MixedText(FrozenDrafter(load_lm(str(artefacts.draft)), {}), False)

@@ -21,13 +21,11 @@ from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadCon
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.types import InputError
 from draftsmith.train.acceptance import TrainAcceptanceConfig, make_head, num_loss_tokens, prepare
-from draftsmith.train.acceptance_objective import AcceptanceObjective
+from draftsmith.train.acceptance_data import AcceptanceObjective, RolloutReader, StoredDataset, collate_stored
 from draftsmith.train.data_module import Key, Part, Samples
-from draftsmith.train.drafted_tokens import RolloutDrafts
 from draftsmith.train.lit_head import LitHead
 from draftsmith.train.plan import plan_of
 from draftsmith.train.run import run
-from draftsmith.train.stored_tokens import StoredDataset, StoredDrafts, collate_stored, stored
 
 # Of the labels: conftest.py.
 DEPTH = 4
@@ -73,7 +71,7 @@ def test_a_token_is_read_as_if_its_draft_had_been_read_alone(artefacts, rollouts
     known = ("repeat_mean" if state == "undrawn" else "log_q", "depth", "temperature", "entropy")
     head = AcceptanceHeadConfig(32, state=state, features=known)
     batch = a_batch(rollouts)
-    found = RolloutDrafts(FrozenDrafter(draft, {}), head, DEPTH).read(batch, with_log_q=True)
+    found = RolloutReader(FrozenDrafter(draft, {}), head, DEPTH).read_rollouts(batch)
     states, numbers, weights, accept = [], [], [], []
     for number, text in drafts_of(batch):
         hidden = draft.features(torch.tensor([[*text, *batch.draft_ids[number].tolist()]]))[0]
@@ -108,7 +106,7 @@ def test_a_token_is_read_as_if_its_draft_had_been_read_alone(artefacts, rollouts
 def test_a_draft_of_one_token_is_read_too(artefacts, rollouts, state):
     draft, batch = load_lm(str(artefacts.draft)), a_batch(rollouts)
     batch = dataclasses.replace(batch, draft_ids=batch.draft_ids[:, :1])
-    found = RolloutDrafts(FrozenDrafter(draft, {}), AcceptanceHeadConfig(32, state=state), 1).states(batch)
+    found = RolloutReader(FrozenDrafter(draft, {}), AcceptanceHeadConfig(32, state=state), 1).states(batch)
     for number, text in drafts_of(batch):
         read = [*text, int(batch.draft_ids[number, 0])]
         hidden = draft.features(torch.tensor([read]))[0]
@@ -120,7 +118,7 @@ def test_an_eagle_heads_states_are_those_over_the_targets_features(artefacts, ro
     target = load_lm(str(artefacts.target))
     head = load_head(eagle, target)
     batch = a_batch(rollouts, rows=(1, 2))
-    found = RolloutDrafts(FrozenDrafter(target, {}, head), AcceptanceHeadConfig(32, state="before"), DEPTH).states(
+    found = RolloutReader(FrozenDrafter(target, {}, head), AcceptanceHeadConfig(32, state="before"), DEPTH).states(
         batch
     )
     for number, text in drafts_of(batch):
@@ -132,7 +130,7 @@ def test_an_eagle_heads_states_are_those_over_the_targets_features(artefacts, ro
 def a_module(artefacts, rollouts, tmp_path) -> LitHead:
     settings = config(artefacts, rollouts, tmp_path)
     head = make_head(settings, 32)
-    reader = StoredDrafts(RolloutDrafts(FrozenDrafter(load_lm(str(artefacts.draft)), {}), head.config, DEPTH))
+    reader = RolloutReader(FrozenDrafter(load_lm(str(artefacts.draft)), {}), head.config, DEPTH)
     module = LitHead(head, AcceptanceObjective(reader, settings.calibrate), settings, 8)
     module.trainer = fake_trainer(open_dataset(rollouts))
     return module
@@ -141,7 +139,7 @@ def a_module(artefacts, rollouts, tmp_path) -> LitHead:
 def a_part(module: LitHead, rollouts, rows) -> Part:
     """A part of answers: validation's."""
     samples = Samples(open_dataset(rollouts), rows)
-    answers = StoredDataset(stored(samples, module.objective.reader.drafts, "rows"), samples, None)
+    answers = StoredDataset(module.objective.reader.store(samples, "rows"), samples, None)
     batch = collate_stored([answers.item(number, 0) for number in range(len(rows))])
     tokens = num_loss_tokens(batch)
     return Part(batch, tuple(Key(0, row) for row in rows), tokens, tokens, True, True)
@@ -162,9 +160,7 @@ def test_the_loss_is_the_weighted_mean_and_reaches_every_weight(artefacts, rollo
         weight.data.normal_(std=0.1)
     module.part_loss(part).loss.backward()
     assert all(p.grad is not None and p.grad.any() for p in module.head.parameters())
-    assert not any(
-        p.requires_grad or p.grad is not None for p in module.objective.reader.drafts.drafter.lm.model.parameters()
-    )
+    assert not any(p.requires_grad or p.grad is not None for p in module.objective.reader.drafter.lm.model.parameters())
 
 
 def test_accumulating_gives_the_same_weights(artefacts, rollouts, tmp_path, trained):

@@ -18,13 +18,18 @@ from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.datasets import collate_rollouts, open_dataset
 from draftsmith.modules.acceptance.fitting import begin, predicted
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
-from draftsmith.train import acceptance_start
+from draftsmith.train import acceptance_data
 from draftsmith.train.acceptance import TrainAcceptanceConfig, prepare, with_size
-from draftsmith.train.acceptance_start import Tried, batches
+from draftsmith.train.acceptance_data import (
+    BLOCK,
+    LEAST_WEIGHT,
+    RolloutReader,
+    StoredDataset,
+    TriedSize,
+    collate_stored,
+)
 from draftsmith.train.data_module import Samples
-from draftsmith.train.drafted_tokens import RolloutDrafts
 from draftsmith.train.run import run
-from draftsmith.train.stored_tokens import BLOCK, LEAST_WEIGHT, StoredDataset, StoredDrafts, collate_stored, stored
 
 DEPTH = 4  # of the labels: conftest.py
 LEAN = AcceptanceHeadConfig(
@@ -40,8 +45,8 @@ LEAN = AcceptanceHeadConfig(
 
 
 @pytest.fixture(scope="module")
-def drafts(artefacts) -> RolloutDrafts:
-    return RolloutDrafts(FrozenDrafter(load_lm(str(artefacts.draft)), {}), LEAN, DEPTH)
+def reader(artefacts) -> RolloutReader:
+    return RolloutReader(FrozenDrafter(load_lm(str(artefacts.draft)), {}), LEAN, DEPTH)
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +56,8 @@ def samples(rollouts) -> Samples:
 
 
 @pytest.fixture(scope="module")
-def tokens(samples, drafts):
-    return stored(samples, drafts, "train")
+def tokens(samples, reader):
+    return reader.store(samples, "train")
 
 
 def a_config(artefacts, rollouts, output: Path, **changes) -> TrainAcceptanceConfig:
@@ -60,10 +65,10 @@ def a_config(artefacts, rollouts, output: Path, **changes) -> TrainAcceptanceCon
     return TrainAcceptanceConfig(data=rollouts, output=output, **{**settings, **changes})
 
 
-def test_what_is_stored_is_what_each_answers_drafts_give(samples, drafts, tokens):
+def test_what_is_stored_is_what_each_answers_drafts_give(samples, reader, tokens):
     for index in range(len(samples)):
         data = collate_rollouts([samples.item(index, 0)])
-        read, own = drafts.read(data, with_log_q=True), tokens[tokens.owner == index]
+        read, own = reader.read_rollouts(data), tokens[tokens.owner == index]
         kept = read.batch.weight >= LEAST_WEIGHT
         assert 0 < len(own.ids) == int(kept.sum())
         assert torch.equal(own.ids, data.draft_ids[data.loss_mask][kept])
@@ -93,13 +98,12 @@ def test_a_validation_sample_is_an_answer(samples, tokens):
         assert answers.name(index) == samples.name(index)
 
 
-def test_a_head_begins_at_the_logistic_of_its_features_over_standardised_inputs(drafts, tokens):
+def test_a_head_begins_at_the_logistic_of_its_features_over_standardised_inputs(reader, tokens):
     torch.manual_seed(0)
     head = AcceptanceHead(LEAN)
-    reader = StoredDrafts(drafts)
-    begin(head, batches(tokens, reader))
+    begin(head, reader.batches(tokens))
     batch = reader.read(tokens).batch
-    given = torch.cat([batch.hidden, drafts.drafter.lm.embed(tokens.ids), batch.features], -1).double()
+    given = torch.cat([batch.hidden, reader.drafter.lm.embed(tokens.ids), batch.features], -1).double()
     np.testing.assert_allclose(head.mean.numpy(), given.mean(0).numpy(), atol=1e-5)
     np.testing.assert_allclose(head.scale.numpy(), given.std(0, correction=0).clamp_min(1e-3).numpy(), rtol=1e-4)
     # Each token as an accepted and a rejected one, by its label.
@@ -115,10 +119,10 @@ def test_a_head_begins_at_the_logistic_of_its_features_over_standardised_inputs(
 
 
 def test_the_size_with_the_lowest_held_out_kl_is_taken_and_told(artefacts, rollouts, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(acceptance_start, "WIDTHS", (4, 8))
+    monkeypatch.setattr(acceptance_data, "WIDTHS", (4, 8))
     output = tmp_path / "run"
     best = run(a_config(artefacts, rollouts, output))
-    tried = [Tried(**size) for size in json.loads((output / "sweep.json").read_text())["tried"]]
+    tried = [TriedSize(**size) for size in json.loads((output / "sweep.json").read_text())["tried"]]
     assert {(size.width, size.epochs) for size in tried} == {(4, 2), (4, 8), (8, 2), (8, 8)}
     assert tried[0].kl == min(size.kl for size in tried)
     assert load_head(best).config.width == tried[0].width

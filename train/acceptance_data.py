@@ -1,0 +1,370 @@
+"""Drafted tokens that an acceptance head learns from, and its objective (SpecDec++, Huang et al. 2024, section 3.3).
+
+Labels of mixed text are read by the draft in every step (`MixedText`). Labels of real rounds are read once, before the
+first step, and kept in memory (`RolloutReader`): tokens of one answer are alike, so every batch is drawn from all
+answers, and a step costs no forward of the drafter.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftsmith.data.console import progress_bar
+from draftsmith.data.heads.directory import FrozenDrafter
+from draftsmith.data.store.datasets import AcceptanceTokens, Item, RolloutTokens, collate_rollouts
+from draftsmith.modules.acceptance.fitting import begin, descend, predicted, shuffled
+from draftsmith.modules.acceptance.head import (
+    AcceptanceHead,
+    AcceptanceHeadConfig,
+    acceptance_training,
+    feature_value,
+)
+from draftsmith.modules.decoding.confidence import TokenConfidences
+from draftsmith.modules.drafters.base import TrainStep
+from draftsmith.modules.losses import acceptance_loss
+from draftsmith.modules.metrics import acceptance_metrics, binary_kl, expected_calibration_error, fit_platt
+from draftsmith.modules.types import AcceptanceBatch, InputError, LossOutput
+from draftsmith.train.config import TrainConfig
+from draftsmith.train.data_module import Part, Samples
+from draftsmith.train.lit_head import Given, Objective
+from draftsmith.train.metrics import gather_rows, say_on_rank_zero
+from draftsmith.train.schedules import lr_schedule
+from draftsmith.train.telemetry import features_flops
+
+# Tokens of a training sample: enough that a batch is collated quickly, few enough that it is drawn from many answers.
+BLOCK = 64
+# Tokens that fewer rounds reach count for nothing measurable, and are most of what was drafted.
+LEAST_WEIGHT = 1e-3
+# Sizes of the sweep, smallest first: of two that predict alike the smaller is taken.
+WIDTHS, EPOCHS = (32, 128, 256), (2, 8)
+# Stored tokens that are read at once outside of training steps.
+TOKENS_AT_ONCE = 2**14
+
+
+@dataclass(frozen=True)
+class DraftedTokens:
+    """The N tokens of a batch that count.
+
+    batch: their inputs and labels, [N] in place of [B, T]. row: [N] int64, the row of the batch that each belongs to.
+    log_q: [N] log-probability of the token under the draft, if asked for.
+    """
+
+    batch: AcceptanceBatch
+    row: Tensor
+    log_q: Tensor | None = None
+
+
+class MixedText:
+    """Reader of labels of mixed text: the draft reads z, and the head reads its states after each token."""
+
+    weighted = False
+
+    def __init__(self, drafter: FrozenDrafter, greedy: bool):
+        """drafter: a language model. greedy: the labels are those of greedy decoding."""
+        self.drafter, self.lm, self.model, self.greedy = drafter, drafter.lm, drafter.name, greedy
+
+    def read(self, data: AcceptanceTokens, with_log_q: bool = False) -> DraftedTokens:
+        """Return states and labels of a collated batch."""
+        with torch.no_grad():
+            hidden = self.lm.features(data.z_ids)  # [B, T, H]
+        mask, log_q = data.loss_mask, data.log_q
+        if with_log_q and self.greedy:
+            # The q of greedy labels is one-hot, so that log q says nothing: take q at temperature 1.
+            log_q = torch.zeros(data.z_ids.shape, device=hidden.device)
+            for row in range(len(log_q)):  # one row at a time: [T, V] is in memory, not [B, T, V]
+                log_prob = self.lm.lm_head(hidden[row, :-1]).float().log_softmax(-1)
+                log_q[row, 1:] = log_prob.gather(-1, data.z_ids[row, 1:, None])[:, 0]
+        batch = AcceptanceBatch(hidden[mask], data.accept_prob[mask], mask[mask])
+        return DraftedTokens(batch, mask.nonzero()[:, 0], log_q[mask] if with_log_q else None)
+
+    def flops(self, part: Part, lengths: Sequence[int]) -> tuple[float, int]:
+        """Return model FLOPs of `read` and the number of its tokens. lengths: of the part's rows."""
+        return features_flops(self.lm, lengths), int(part.tokens)
+
+
+@dataclass(frozen=True)
+class StoredTokens:
+    """N drafted tokens of real rounds, in memory.
+
+    weight: probability that a round verifies the token. owner: the answer that it belongs to; of a collated batch, the
+    sample.
+    """
+
+    hidden: Tensor  # [N, H], of the drafter's type
+    ids: Tensor  # [N] int64
+    features: Tensor  # [N, F] float32
+    log_q: Tensor  # [N] float32, as all below
+    accept_prob: Tensor
+    weight: Tensor
+    owner: Tensor  # [N] int64
+    loss_mask: Tensor  # [N] bool
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens; there is no padding."""
+        return len(self.ids)
+
+    def __getitem__(self, rows: Tensor | slice) -> StoredTokens:
+        return StoredTokens(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
+
+    @staticmethod
+    def joined(parts: Sequence[StoredTokens]) -> StoredTokens:
+        """Concatenate parts."""
+        names = [field.name for field in fields(StoredTokens)]
+        return StoredTokens(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
+
+
+class RolloutReader:
+    """Reader of labels of real rounds: the drafter reads each text once, with all drafts that branch off it."""
+
+    weighted = True
+
+    def __init__(self, drafter: FrozenDrafter, head: AcceptanceHeadConfig, depth: int):
+        """head: settings of the head that reads. depth: tokens of a draft."""
+        self.drafter, self.head, self.model = drafter, head, drafter.name
+        self.branches = drafter.branches(depth)
+
+    def read_rollouts(self, data: RolloutTokens) -> DraftedTokens:
+        """Return states and labels of the labelled tokens, by the drafter's forward."""
+        head, mask = self.head, data.loss_mask
+        numbers = {name: values[mask] for name, values in vars(data.confidences).items() if values is not None}
+        known = TokenConfidences(**numbers)
+        batch = AcceptanceBatch(
+            hidden=self.states(data)[mask],  # [N, H]
+            accept_prob=(data.overlap if head.state == "undrawn" else data.accept_prob)[mask],
+            loss_mask=mask[mask],
+            weight=data.weight[mask],
+            embeds=self.embeds(data.draft_ids[mask]) if head.reads_token else None,
+            features=torch.stack([feature_value(name, known) for name in head.features], -1) if head.features else None,
+        )
+        row = data.owner[:, None].expand(mask.shape)[mask]
+        return DraftedTokens(batch, row, known.log_q)
+
+    def states(self, data: RolloutTokens) -> Tensor:
+        """Return the drafter's states [drafts, K, H] before each token, or after it."""
+        late, depth = self.head.state == "after", data.draft_ids.shape[1]
+        states, first = [], 0
+        for text, starts in zip(data.texts, data.starts, strict=True):
+            drafted = data.draft_ids[first : first + len(starts)]  # [S, K]
+            first += len(starts)
+            self.branches.open(text[: starts[-1]], self.drafter.features(text[: starts[-1]]))
+            # The last token need only be read for a head that reads states after the tokens.
+            read = self.branches.states(starts, drafted if late or depth == 1 else drafted[:, :-1])
+            states.append(read[:, 1:] if late else read[:, :depth])  # [S, K, H]
+        # A copy: tensors of inference mode cannot be inputs of a graph.
+        return torch.cat(states).to(data.draft_ids.device).clone()
+
+    def embeds(self, ids: Tensor) -> Tensor:
+        with torch.no_grad():
+            return self.branches.embed(ids).to(ids.device)
+
+    def store(self, samples: Samples, title: str) -> StoredTokens:
+        """Read the tokens of labelled answers, answer after answer. title: of the progress bar.
+
+        Raises:
+            InputError: no round reaches any token.
+        """
+        parts: list[StoredTokens] = []
+        with progress_bar(title, len(samples), "answers") as advance:
+            for index in range(len(samples)):
+                data = collate_rollouts([samples.item(index, 0)])
+                read, ids = self.read_rollouts(data), data.draft_ids[data.loss_mask]
+                batch = read.batch
+                assert batch.weight is not None and read.log_q is not None
+                features = batch.features if batch.features is not None else torch.empty(len(ids), 0)
+                owner, counts = torch.full_like(ids, index), torch.ones_like(ids, dtype=torch.bool)
+                tokens = (batch.hidden, ids, features, read.log_q, batch.accept_prob, batch.weight, owner, counts)
+                parts.append(StoredTokens(*(values.cpu() for values in tokens))[batch.weight.cpu() >= LEAST_WEIGHT])
+                advance(1)
+        tokens_of_all = StoredTokens.joined(parts)
+        if not len(tokens_of_all.ids):
+            raise InputError("data", "no drafted token that a round reaches", "labels of real rounds", "Make more.")
+        return tokens_of_all
+
+    def read(self, data: StoredTokens, with_log_q: bool = False) -> DraftedTokens:
+        """Return stored tokens with the embeddings that the head reads."""
+        batch = AcceptanceBatch(
+            hidden=data.hidden,
+            accept_prob=data.accept_prob,
+            loss_mask=data.loss_mask,
+            weight=data.weight,
+            embeds=self.embeds(data.ids) if self.head.reads_token else None,
+            features=data.features if self.head.features else None,
+        )
+        return DraftedTokens(batch, data.owner, data.log_q if with_log_q else None)
+
+    def batches(self, tokens: StoredTokens) -> Iterator[AcceptanceBatch]:
+        """Yield stored tokens in their order, TOKENS_AT_ONCE at a time."""
+        for start in range(0, len(tokens.ids), TOKENS_AT_ONCE):
+            yield self.read(tokens[slice(start, start + TOKENS_AT_ONCE)]).batch
+
+    def flops(self, part: Part, lengths: Sequence[int]) -> tuple[float, int]:
+        """Return model FLOPs of `read`, 0, and the number of its tokens."""
+        return 0.0, len(part.data.ids)
+
+
+class StoredDataset:
+    """Stored tokens as samples: blocks of tokens of all answers, shuffled once; or, for validation, whole answers."""
+
+    def __init__(self, tokens: StoredTokens, answers: Samples, seed: int | None):
+        """answers: that the tokens belong to. seed: of the blocks; None for whole answers."""
+        self.answers = answers
+        if seed is None:
+            self.tokens = tokens
+            self.bounds = torch.bincount(tokens.owner, minlength=len(answers)).cumsum(0).tolist()
+        else:
+            order = torch.randperm(len(tokens.ids), generator=torch.Generator().manual_seed(seed))
+            self.tokens = tokens[order]
+            self.bounds = [*range(BLOCK, len(order), BLOCK), len(order)]
+        self.lengths = np.diff(self.bounds, prepend=0).tolist()
+        self.by_answer = seed is None
+
+    def item(self, index: int, epoch: int) -> Item:
+        start = self.bounds[index] - self.lengths[index]
+        return dict(vars(self.tokens[slice(start, self.bounds[index])]))
+
+    def name(self, index: int) -> str:
+        """Return the answer's name; of a block, that of its first token's answer."""
+        start = self.bounds[index] - self.lengths[index]
+        return self.answers.name(index if self.by_answer else int(self.tokens.owner[start]))
+
+    def answer_lengths(self, indices: Sequence[int]) -> np.ndarray:
+        """Return the tokens of every answer that drafts were made along."""
+        return self.answers.dataset.answer_lengths(self.answers.indices)
+
+
+def collate_stored(items: Sequence[Item]) -> StoredTokens:
+    """Concatenate samples; the owner of each token becomes its sample's place among them."""
+    counts = torch.tensor([len(item["ids"]) for item in items])
+    owner = torch.arange(len(items)).repeat_interleave(counts)
+    batch = StoredTokens.joined([StoredTokens(**item) for item in items])
+    return dataclasses.replace(batch, owner=owner)
+
+
+@dataclass(frozen=True)
+class TriedSize:
+    """A size of the sweep, and the KL(P || P^) [nats] of held-out tokens that a head of it reached."""
+
+    width: int
+    epochs: int
+    kl: float
+
+
+def try_sizes(
+    new_head: Callable[[int], AcceptanceHead],
+    train: StoredTokens,
+    val: StoredTokens,
+    reader: RolloutReader,
+    config: TrainConfig,
+) -> list[TriedSize]:
+    """Train a head of each width for each number of epochs, and return the results, best first.
+
+    new_head: makes an untrained head of a width.
+    """
+    tried, batch_size = list[TriedSize](), config.batch_size * BLOCK
+    for width in WIDTHS:
+        for epochs in EPOCHS:
+            head = new_head(width)
+            begin(head, reader.batches(train))
+            optimizer = torch.optim.AdamW(head.parameters(), config.lr, config.betas, weight_decay=config.weight_decay)
+            total = epochs * -(-len(train.ids) // batch_size)
+            share = lr_schedule(config.schedule, total, config.warmup_share, config.min_lr_share)
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share)
+            order = shuffled(len(train.ids), batch_size, epochs, config.seed)
+            descend(head, (reader.read(train[rows]).batch for rows in order), optimizer, schedule, config.clip)
+            with torch.no_grad():
+                logits = torch.cat([head.corrected(predicted(head, batch)) for batch in reader.batches(val)])
+            tried.append(TriedSize(width, epochs, float(binary_kl(logits, val.accept_prob, val.weight))))
+    results = ", ".join(f"{size.kl:.4f} (width {size.width}, {size.epochs} epochs)" for size in tried)
+    say_on_rank_zero(f"sizes: held-out KL {results}")
+    return sorted(tried, key=lambda size: size.kl)
+
+
+class AcceptanceObjective(Objective):
+    """Weighted BCE of an acceptance head, and its calibration. Parts hold what `reader` reads."""
+
+    monitor, larger_is_better = "kl", False
+
+    def __init__(self, reader: MixedText | RolloutReader, calibrate: Literal["platt", "none"]):
+        """calibrate: fit scale and shift to the validation tokens at every validation, or not."""
+        self.reader, self.calibrate, self.model = reader, calibrate, reader.model
+        # A head for real rounds starts as a logistic, which may stay the best.
+        self.validates_first = reader.weighted
+
+    def state(self, head: AcceptanceHead) -> dict[str, Any]:
+        return {"calibration": list(head.config.calibration)}
+
+    def load(self, head: AcceptanceHead, checkpoint: Mapping[str, Any]) -> None:
+        scale, shift = checkpoint["calibration"]
+        head.config = dataclasses.replace(head.config, calibration=(scale, shift))
+
+    def read(self, part: Part, validating: bool = False) -> Given:
+        tokens = self.reader.read(part.data, with_log_q=validating)
+        return Given(tokens, tokens.batch.hidden)
+
+    def loss(self, head: AcceptanceHead, given: Given, step: TrainStep) -> LossOutput:
+        batch = given.data.batch
+        return acceptance_loss(predicted(head, batch), batch, head.config.w_acc, head.config.w_rej)
+
+    def flops(self, head: AcceptanceHead, part: Part, step: TrainStep) -> float:
+        read, tokens = self.reader.flops(part, step.lengths)
+        return read + acceptance_training(head.config, tokens)
+
+    def validate(self, head: AcceptanceHead, given: Iterable[tuple[Part, Given]]) -> dict[str, float]:
+        """Return kl, brier, ece, auc and auc_q over the drafted tokens, by the probability that the loss' weights
+        imply; and loss, the weighted loss. Tokens of rollouts count by their weights.
+
+        With `calibrate` also ece_platt, by 2-fold cross-fitting over samples; the head keeps the fit to all of them.
+        """
+        # [N, 4] of all ranks: raw logit, accept_prob, log_q, sample; and weight for readers with weights.
+        device = next(head.parameters()).device
+        rows = [torch.empty(0, 4 + self.reader.weighted, device=device)]
+        for part, read in given:
+            tokens: DraftedTokens = read.data
+            batch, log_q = tokens.batch, tokens.log_q
+            assert log_q is not None
+            sample = torch.tensor([key.index for key in part.keys], device=device)[tokens.row]
+            columns = [predicted(head, batch), batch.accept_prob, log_q, sample]
+            columns += [batch.weight] if batch.weight is not None else []
+            rows.append(torch.stack([column.float() for column in columns], dim=1))
+        gathered = gather_rows(torch.cat(rows))
+        if not len(gathered):
+            raise InputError("val", "no drafted token", "validation samples with a response", "Hold out more samples.")
+        raw, accept_prob, log_q, sample, *weights = gathered.unbind(1)
+        weight = weights[0] if weights else None
+
+        plain = dataclasses.replace(head.config, calibration=(1.0, 0.0))
+        head.config = plain
+        logit = head.corrected(raw)
+        metrics = acceptance_metrics(logit, accept_prob, log_q, weight)
+        everything = AcceptanceBatch(raw, accept_prob, torch.ones_like(raw, dtype=torch.bool), weight)
+        metrics["loss"] = float(acceptance_loss(raw, everything, plain.w_acc, plain.w_rej).loss)
+        if self.calibrate != "none":
+            metrics[f"ece_{self.calibrate}"] = cross_fitted_ece(head, raw, accept_prob, sample, weight)
+            head.config = dataclasses.replace(plain, calibration=fit_platt(logit, accept_prob, weight=weight))
+        return metrics
+
+
+def cross_fitted_ece(
+    trained: AcceptanceHead, raw: Tensor, accept_prob: Tensor, sample: Tensor, weight: Tensor | None
+) -> float:
+    """Return the ECE of the calibration, each half of the samples predicted by the fit to the other half."""
+    head = copy.copy(trained)  # the same weights, under settings that may change
+    logit, calibrated = head.corrected(raw), torch.empty_like(raw)
+    for half in (0, 1):
+        mine = sample % 2 == half
+        if mine.all() or not mine.any():  # one sample: nothing to fit on
+            return float("nan")
+        others = None if weight is None else weight[~mine]
+        fit = fit_platt(logit[~mine], accept_prob[~mine], weight=others)
+        head.config = dataclasses.replace(trained.config, calibration=fit)
+        calibrated[mine] = head.calibrated(raw[mine])
+    return float(expected_calibration_error(torch.sigmoid(calibrated.double()), accept_prob, weight=weight))
