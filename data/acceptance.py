@@ -225,8 +225,8 @@ class MixedTextLabels:
                 labelled[i] = text_columns(rows[i]) | {name: parts[place].numpy() for name, parts in columns.items()}
             advance(len(batch))
         drafted = sum(len(row["draft_ids"]) for row in labelled)
-        counts = {"tokens": sum(len(row["input_ids"]) for row in labelled), "drafted_tokens": drafted}
-        return ShardContent(labelled, counts)
+        tokens = sum(len(row["input_ids"]) for row in labelled)
+        return ShardContent(labelled, {"tokens": tokens, "drafted_tokens": drafted})
 
     @torch.inference_mode()
     def label(

@@ -1,8 +1,8 @@
-"""Stage `data features`: the target's hidden states along its responses, which drafters learn from.
+"""Stage `data features`: the target's hidden states along its responses, which heads are trained on.
 
-The feature of position t is what the drafter reads of the target once x_t was read: the state after the final norm, or
-residual states of some layers side by side (`DraftHead.capture`); unshifted. Stored in bf16 or fp8 (`feature_codec`),
-one safetensors file a shard with one key a row ("0000012"), beside a Parquet index.
+The feature of position t is what a head reads of the target after x_t: the state after the final norm, or residual
+states of some layers side by side (`DraftHead.capture`), unshifted. Features are stored in bf16 or fp8
+(`feature_codec`), one safetensors file per shard with one key per row ("0000012"), beside a Parquet index.
 """
 
 from __future__ import annotations
@@ -38,34 +38,33 @@ FIELDS = (
     Field("id", "string"),
     Field("row", "int64"),
     Field("shard", "string"),
-    Field("length", "int32"),
     Field("input_ids", "list<int32>", ("T",)),
     Field("loss_mask", "list<bool>", ("T",)),
     Field("turn", "int32"),
     Field("task", "string"),
 )
-# Beside the states each token has an id and a mask bit in the index.
+# A token's id and mask bit in the index, beside its states.
 INDEX_BYTES_PER_TOKEN = 5
 
 
 @dataclass(frozen=True)
 class FeaturesConfig(StageLoading):
-    """Which text the target reads.
+    """Options of `data features`: which text the target reads.
 
     Attributes:
         responses: Directory that `data responses` wrote with this target, or `data prompts --supervised`.
         target: Directory or hub id of the target model, or embedded:target.
         output: Directory to write.
-        drafter: Kind of the drafter that they are for, as `train` names it, where it reads other states than those
-            after the final norm.
-        layers: Layers that the drafter reads, where they are other ones than it would choose for this target.
+        drafter: Kind of the drafter to train, as `train` names it, if it reads other states than those after the final
+            norm.
+        layers: Layers that the drafter reads. Default: its own choice for this target.
         max_bytes: Most bytes to write; 0 leaves it to the free disk space.
         limit: Only the first so many rows; 0 takes all.
         batch_size: Rows read together.
-        rows_per_shard: Rows in each shard; the features of two shards are in memory at once.
-        feature_dtype: What is stored: bf16, or fp8 with a scale for each token, half the bytes.
-        target_parallel: A target larger than a device: device_map spreads its layers over the GPUs of this one process;
-            tensor splits each layer over the processes of this machine, under torchrun. Both run it by transformers.
+        rows_per_shard: Rows per shard; the features of two shards are in memory at once.
+        feature_dtype: Stored type: bf16, or fp8 with a scale per token, half the bytes.
+        target_parallel: For a target larger than a device. device_map: spread its layers over the GPUs of this process.
+            tensor: split each layer over the processes of this machine, under torchrun. Both run it by transformers.
     """
 
     responses: Path = volatile()
@@ -90,13 +89,14 @@ class FeaturesConfig(StageLoading):
 
 @sole_writer(shared=True)
 def run(config: FeaturesConfig) -> Path:
-    """Write the artefact `features`; returns its directory."""
+    """Write the artefact `features` and return its directory."""
     set_threads(config.num_threads)
     lm = load_lm(config.target, **config.loading, parallel=config.target_parallel)
     manifest = open_texts(config.responses, config.target, lm.info.identity)
     rows = Rows(config.responses, manifest, limit=config.limit, vocab_size=lm.info.vocab_size)
-    capture = states_for(config, lm)
-    shared = config.target_parallel == "tensor"  # all processes are one target, and the first one writes
+    capture = captured_layers(config, lm)
+    # All processes hold parts of one target; the first one writes.
+    is_split = config.target_parallel == "tensor"
     plan = StagePlan(
         kind="features",
         stage="data features",
@@ -106,38 +106,36 @@ def run(config: FeaturesConfig) -> Path:
         inputs={manifest.kind: manifest.digest},
         identity={**manifest.identity, "target": captured(lm.info.identity, capture)},
         sampling=manifest.sampling,
-        alone=shared,
+        alone=is_split,
     )
-    if shared and place().rank:
-        for number in received_numbers(lm.device):
-            read_shard(lm, rows, plan.shards[number], config, lambda count: None, capture)
-        return config.output
-    width = lm.info.hidden_size * max(1, len(capture))
-    check_room(plan, rows, feature_codec.token_bytes(width, config.feature_dtype), config.max_bytes)
 
-    def make(shard: Shard, advance: Advance) -> ShardContent:
-        if shared:
+    def make_shard(shard: Shard, advance: Advance) -> ShardContent:
+        if is_split:
             broadcast_number(shard.index, lm.device)
         return read_shard(lm, rows, shard, config, advance, capture)
 
-    run_stage(plan, make)
-    if shared:
+    if is_split and place().rank:
+        for number in received_numbers(lm.device):
+            read_shard(lm, rows, plan.shards[number], config, lambda count: None, capture)
+        return config.output
+
+    width = lm.info.hidden_size * max(1, len(capture))
+    check_room(plan, rows, feature_codec.token_bytes(width, config.feature_dtype), config.max_bytes)
+    run_stage(plan, make_shard)
+    if is_split:
         broadcast_number(DONE, lm.device)
     return config.output
 
 
-def states_for(config: FeaturesConfig, lm: CausalLM) -> tuple[int, ...]:
-    """What the drafter learns from (`DraftHead.learns_from`), of its default shape but for `layers`.
+def captured_layers(config: FeaturesConfig, lm: CausalLM) -> tuple[int, ...]:
+    """Return the layers that the drafter learns from (`DraftHead.learns_from`); empty for the final norm's state.
 
     Raises:
-        InputError: layers for a drafter that chooses none, or not those that it can read.
+        InputError: layers for a drafter that chooses none, or that it cannot read.
     """
-    if config.drafter is None:
-        head, known = None, set[str]()
-    else:
-        head = drafters.head_class(config.drafter)
-        known = {field.name for field in dataclasses.fields(head.Settings)}
-    if config.layers and "layers" not in known:
+    head = None if config.drafter is None else drafters.head_class(config.drafter)
+    has_layers = head is not None and "layers" in {field.name for field in dataclasses.fields(head.Settings)}
+    if config.layers and not has_layers:
         remedy = "Leave --layers out, or name another --drafter."
         raise InputError("layers", " ".join(map(str, config.layers)), "none: it reads the final state", remedy)
     if head is None:
@@ -147,9 +145,9 @@ def states_for(config: FeaturesConfig, lm: CausalLM) -> tuple[int, ...]:
 
 
 def open_texts(directory: Path, target: str, identity: Mapping[str, str], field: str = "responses") -> Manifest:
-    """Responses of this target, or supervised prompts of its tokenizer.
+    """Open responses of this target, or supervised prompts of its tokenizer.
 
-    identity: the target's. field: what the user passed the directory as.
+    identity: the target's. field: option that names the directory, for errors.
 
     Raises:
         InputError: another artefact, or prompts without answers.
@@ -158,37 +156,31 @@ def open_texts(directory: Path, target: str, identity: Mapping[str, str], field:
     if Manifest.read(directory).kind == "responses":
         expected["target"] = dict(identity)
     manifest = open_artefact(directory, ("responses", "prompts"), expected)
-    if manifest.kind == "prompts" and "loss_mask" not in {spec.name for spec in manifest.fields}:
+    if "loss_mask" not in manifest.field_names:
         remedy = "Make responses first (data responses), or data prompts --supervised."
         raise InputError(field, "prompts without answers", "responses, or supervised prompts", remedy)
     return manifest
 
 
 def text_dataset(directory: Path, target: str, identity: Mapping[str, str], field: str = "data") -> ArtefactDataset:
-    """Open responses of this target, or supervised prompts of its tokenizer, as a data set. Arguments as of
-    `open_texts`."""
+    """Open responses or supervised prompts as a data set. Arguments as of `open_texts`."""
     manifest = open_texts(directory, target, identity, field)
     return open_dataset(directory, manifest.kind, vocab_size=vocabulary_size(target))
 
 
 def check_room(plan: StagePlan, rows: Rows, token_bytes: int, max_bytes: int) -> None:
-    """Say how much will be written, and stop before the first byte where that is too much.
+    """Print how much will be written, and raise InputError before the first byte if it is too much.
 
-    token_bytes: of a token's features.
-
-    Raises:
-        InputError: more than `max_bytes`, or more than the disk has free for the shards that are not there yet.
+    It may be at most `max_bytes`, and must fit on the disk as far as shards are missing. token_bytes: of features.
     """
     per_token = token_bytes + INDEX_BYTES_PER_TOKEN
     lengths = [len(row["input_ids"]) for row in rows.iterate(0, plan.num_rows)]
     total = sum(lengths) * per_token
-    left = [shard for shard in plan.shards if read_done(plan.directory, shard) is None]
-    needed = sum(sum(lengths[shard.start : shard.stop]) for shard in left) * per_token
+    missing = [shard for shard in plan.shards if read_done(plan.directory, shard) is None]
+    needed = sum(sum(lengths[shard.start : shard.stop]) for shard in missing) * per_token
     if place().rank == 0:
-        shape = f"{sum(lengths):,} tokens x {token_bytes:,} bytes and an index"
-        log_note(
-            f"features: {plan.num_rows:,} rows, {shape}: {total:,} bytes ({total / 1e9:,.2f} GB), {needed:,} to go"
-        )
+        size = f"{sum(lengths):,} tokens x {token_bytes:,} bytes and an index: {total:,} bytes ({total / 1e9:,.2f} GB)"
+        log_note(f"features: {plan.num_rows:,} rows, {size}, {needed:,} to go")
     if max_bytes and total > max_bytes:
         raise InputError("max_bytes", f"{total:,} bytes to write", f"at most {max_bytes:,}", "Raise it or use --limit.")
     check_disk(plan.directory, needed, "output", "Free some space, use --limit or another disk.")
@@ -203,42 +195,40 @@ def read_shard(
     advance: Advance,
     capture: tuple[int, ...] = (),
 ) -> ShardContent:
-    """Features of every row of a shard, in batches of like length."""
+    """Compute the features of every row of a shard, in batches of similar length."""
     rows = source.read(shard.start, shard.stop)
-    for offset, row in enumerate(rows):
+    for number, row in enumerate(rows, shard.start):
         if len(row["input_ids"]) > lm.info.max_position:
             found, expected = f"{len(row['input_ids'])} tokens", f"at most {lm.info.max_position}, the target's context"
-            raise InputError(f"row {shard.start + offset}", found, expected, "Make shorter ones, or use --limit.")
+            raise InputError(f"row {number}", found, expected, "Make shorter ones, or use --limit.")
+
     tensors: dict[str, torch.Tensor] = {}
     for batch in length_batches([len(row["input_ids"]) for row in rows], config.batch_size):
-        features = lm.features(pad_right([rows[i]["input_ids"] for i in batch], lm), capture=capture)
-        for i, padded in zip(batch, features, strict=True):
-            own = padded[: len(rows[i]["input_ids"])]
-            place = first_broken(own)
-            if place is not None:
+        padded = lm.features(pad_right([rows[i]["input_ids"] for i in batch], lm), capture=capture)  # [B, T, L*H]
+        for i, row_features in zip(batch, padded, strict=True):
+            features = row_features[: len(rows[i]["input_ids"])]  # [T, L*H]
+            position = first_broken(features)
+            if position is not None:
                 with name_nonfinite([rows[i]["id"]]):
-                    raise NonFinite("hidden states", "target", place)
-            stored = feature_codec.encode(own, config.feature_dtype)
-            # A copy: a view would keep, and safetensors would refuse, the padded batch behind it.
-            tensors |= {
-                feature_key(shard.start + i) + suffix: tensor.cpu().clone() for suffix, tensor in stored.items()
-            }
+                    raise NonFinite("hidden states", "target", position)
+            for suffix, tensor in feature_codec.encode(features, config.feature_dtype).items():
+                # A copy: a view would keep, and safetensors would refuse, the padded batch behind it.
+                tensors[feature_key(shard.start + i) + suffix] = tensor.cpu().clone()
         advance(len(batch))
-    made = [index_row(shard.start + i, shard, row) for i, row in enumerate(rows)]
-    counts = {"tokens": sum(row["length"] for row in made), "loss_tokens": sum(sum(row["loss_mask"]) for row in made)}
-    return ShardContent(made, counts, dict(sorted(tensors.items())))
 
-
-def index_row(number: int, shard: Shard, row: dict[str, Any]) -> dict[str, Any]:
-    """The index entry of a response, or of a supervised prompt, which has its own mask."""
-    ids = row["input_ids"]
-    return {
-        "id": row["id"],
-        "row": number,
-        "shard": f"{shard.name}.safetensors",
-        "length": len(ids),
-        "input_ids": ids,
-        "loss_mask": row["loss_mask"],
-        "turn": row.get("turn", 1),
-        "task": row["task"],
-    }
+    index = [
+        {
+            "id": row["id"],
+            "row": number,
+            "shard": f"{shard.name}.safetensors",
+            "input_ids": row["input_ids"],
+            "loss_mask": row["loss_mask"],
+            # Supervised prompts are one row per conversation.
+            "turn": row.get("turn", 1),
+            "task": row["task"],
+        }
+        for number, row in enumerate(rows, shard.start)
+    ]
+    loss_tokens = sum(sum(row["loss_mask"]) for row in rows)
+    counts = {"tokens": sum(len(row["input_ids"]) for row in rows), "loss_tokens": loss_tokens}
+    return ShardContent(index, counts, dict(sorted(tensors.items())))

@@ -1,4 +1,4 @@
-"""Stage `data prompts`: chat data of any known shape to token ids of prompts, with the target's chat template."""
+"""Stage `data prompts`: tokenize chat data of any known shape with the target's chat template."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from draftsmith.data.console import Advance
 from draftsmith.data.models.identity import template_hash
@@ -17,18 +17,18 @@ from draftsmith.data.store.manifest import Field, volatile
 from draftsmith.data.store.shards import Shard, ShardContent, StagePlan, run_stage
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.data.text.conversations import (
-    Layout,
     Turns,
-    asked_of,
+    chat_shape,
     check_mapping,
-    label_columns,
-    label_of,
-    layout_of,
+    label_column,
+    open_turns,
     parse_columns,
+    read_chat,
+    row_label,
     shortened_names,
     up_to_last,
 )
-from draftsmith.data.text.sources import Row, RowSource, first_rows, named_split, open_source
+from draftsmith.data.text.sources import Row, RowSource, named_split, open_source, readable_rows
 from draftsmith.data.text.template import RowError, context_length, load_chat_tokenizer, prompt_ids, supervised_ids
 from draftsmith.modules.types import InputError
 
@@ -44,29 +44,29 @@ SUPERVISED_FIELDS = (*FIELDS, Field("input_ids", "list<int32>", ("T",)), Field("
 
 @dataclass(frozen=True)
 class PromptsConfig(RemoteCode):
-    """Which prompts, for which target.
+    """Options of `data prompts`: which prompts, for which target.
 
     Attributes:
         source: A .jsonl, .json or .parquet file, a directory or hub id of `datasets`, or embedded:prompts. Rows are
             ShareGPT conversations, OpenAI messages, FastChat turns, Alpaca columns, or prompt (and answer).
         target: Directory or hub id of the target model, or embedded:target; its tokenizer and context length are used.
         output: Directory to write.
-        columns: Names of the source's columns where they are not the usual ones: prompt=question,answer=reply,id=key.
+        columns: Names of the source's columns if they are not the usual ones: prompt=question,answer=reply,id=key.
         split: Only this split: of a `datasets` source, or by the rows' column `split`.
-        task: Only rows whose column `task` (or `category`) is this, or one of these, separated by commas.
+        task: Only rows whose column `task` (or `category`) has this value, or one of several separated by commas.
         limit: Only the first so many rows that pass the filters; 0 takes all.
         subset: Configuration name of a `datasets` source.
         revision: Revision of a hub data set.
-        turns: Which user turns of a conversation the target is to answer: all, each after its own answers to those
-            before; the first; or the last, after the answers that the source has to those before.
+        turns: User turns that the target answers: all, each after its own answers to those before; the first; or the
+            last, after the source's answers to those before.
         supervised: Keep the source's answers: input_ids of whole conversations, and a loss mask on the assistant's
-            tokens, of all turns.
+            tokens of all turns.
         chat_template: File with a Jinja chat template to use instead of the tokenizer's own.
-        max_length: Longest prompt (supervised: conversation) in tokens, those of later turns with the answers before
-            them included; 0 is the target's context.
-        overlong: What happens to longer ones: an error, or dropped and counted.
-        invalid: What happens to rows that cannot be used (no user turn, no text): an error, or dropped and counted.
-        rows_per_shard: Rows of the source in each shard.
+        max_length: Longest prompt (supervised: conversation) in tokens, for later turns with the answers before them;
+            0 is the target's context.
+        overlong: Longer ones are an error, or dropped and counted.
+        invalid: Rows that cannot be used (no user turn, no text) are an error, or dropped and counted.
+        rows_per_shard: Rows of the source per shard.
     """
 
     source: str = volatile()
@@ -95,36 +95,52 @@ class PromptsConfig(RemoteCode):
             raise InputError("turns", self.turns, expected, "Leave --turns or --supervised out.")
 
 
+class Overlong(RowError):
+    """A row that is longer than the context."""
+
+
+class Repeated(RowError):
+    """A row with the id of an earlier one."""
+
+
+class Selection(NamedTuple):
+    """Numbers of the rows that pass the filters, in order, and those among them that repeat an earlier id.
+
+    Unreadable rows are selected too: they are dropped and counted later.
+    """
+
+    rows: list[int]
+    repeated: set[int]
+
+
 @sole_writer(shared=True)
 def run(config: PromptsConfig) -> Path:
-    """Write the artefact `prompts`; returns its directory."""
+    """Write the artefact `prompts` and return its directory."""
     source = open_source(config.source, config.split, config.subset, config.revision)
     mapping = parse_columns(config.columns)
     check_columns(source, mapping)
-    selected, repeated = select(source, mapping, config)
+    selected = select_rows(source, mapping, config)
     tokenizer = load_chat_tokenizer(config.target, config.chat_template, config.supervised)
     context = config.max_length or context_length(config.target)
-    identity = {**text_identity(config.target), "chat_template": template_hash(tokenizer)}
     plan = StagePlan(
         kind="prompts",
         stage="data prompts",
         config=config,
-        num_rows=len(selected),
+        num_rows=len(selected.rows),
         fields=SUPERVISED_FIELDS if config.supervised else FIELDS,
         inputs={"source": source.digest},
-        identity=identity,
+        identity={**text_identity(config.target), "chat_template": template_hash(tokenizer)},
     )
 
-    def make(shard: Shard, advance: Advance) -> ShardContent:
+    def make_shard(shard: Shard, advance: Advance) -> ShardContent:
         rows, counts = [], Counter[str]()
-        for index in selected[shard.start : shard.stop]:
+        for index in selected.rows[shard.start : shard.stop]:
             try:
-                if index in repeated:
+                if index in selected.repeated:
                     raise Repeated("an id that was there before")
-                read = source.row(index)
-                row = prompt_row(index, read, layout_of(read, mapping), tokenizer, config, context, counts)
+                row = prompt_row(index, source.row(index), mapping, tokenizer, config, context, counts)
             except RowError as error:
-                drop(source.where(index), error, config, counts)
+                drop_row(source.where(index), error, config, counts)
             else:
                 rows.append(row)
                 counts["prompt_tokens"] += len(row["prompt_ids"])
@@ -132,47 +148,20 @@ def run(config: PromptsConfig) -> Path:
             advance(1)
         return ShardContent(rows, dict(counts))
 
-    run_stage(plan, make)
+    run_stage(plan, make_shard)
     return config.output
 
 
-class Overlong(RowError):
-    """Longer than the context."""
-
-
-class Repeated(RowError):
-    """The id is that of an earlier row."""
-
-
-def drop(where: str, error: RowError, config: PromptsConfig, counts: Counter[str]) -> None:
-    """Count the row as dropped, or say where it is.
-
-    Raises:
-        InputError: it is not to be dropped.
-    """
-    reason, wanted = "invalid", config.invalid
-    expected, remedy = "a usable row", error.remedy or "Correct it, or pass --invalid drop."
-    if isinstance(error, Overlong):
-        reason, wanted = "overlong", config.overlong
-        expected, remedy = "at most the target's context or --max-length", "Pass --overlong drop."
-    elif isinstance(error, Repeated):
-        reason = "duplicate"
-        remedy = "Map another column (--columns id=NAME), or pass --invalid drop, which keeps the first."
-    if wanted == "error":
-        raise InputError(where, error, expected, remedy) from error
-    counts[f"{reason}_dropped"] += 1
-
-
 def check_columns(source: RowSource, mapping: Mapping[str, str]) -> None:
-    """Raises InputError where no row has a mapped column, or none a shape that is known."""
-    absent, fits = set(mapping.values()), False
-    for _, row in first_rows(source):
+    """Raise InputError if no row has a mapped column, or no row a known shape."""
+    absent, is_known = set(mapping.values()), False
+    for _, row in readable_rows(source):
         absent -= row.keys()
         try:
-            fits = fits or bool(layout_of(row, mapping))
+            is_known = is_known or bool(chat_shape(row, mapping))
         except RowError:
             pass
-        if fits and not absent:
+        if is_known and not absent:
             return
     if not source.columns:  # no row can be read at all
         try:
@@ -182,79 +171,91 @@ def check_columns(source: RowSource, mapping: Mapping[str, str]) -> None:
     check_mapping(source.columns, mapping)
 
 
-def select(source: RowSource, mapping: Mapping[str, str], config: PromptsConfig) -> tuple[list[int], set[int]]:
-    """Numbers of the rows that pass split, task and limit, in order, and of those that cannot be read, which are
-    dropped later; and which among them have an id that an earlier one has.
+def select_rows(source: RowSource, mapping: Mapping[str, str], config: PromptsConfig) -> Selection:
+    """Select the rows that pass split, task and limit.
 
     Raises:
-        InputError: a filter on a column that no row has, nothing left, or a row to be dropped where none is to be.
+        InputError: a filter on a column that no row has, nothing left, or an invalid row that may not be dropped.
     """
     filters = {"task": config.task, "split": None if source.split_taken else named_split(config.split)}
     allowed = {
         name: {part.strip() for part in value.split(",")} for name, value in filters.items() if value is not None
     }
-    rows: list[int] = []
-    repeated: set[int] = set()
-    first: dict[str, int] = {}
+    selected = Selection([], set())
+    first_index: dict[str, int] = {}
     labelled: set[str] = set()
     for index in range(len(source)):
         try:
             row = source.row(index)
-            columns = label_columns([name for name, value in row.items() if value is not None], mapping)
-            labelled |= columns.keys()
-            if not all(label_of(row, columns, name) in values for name, values in allowed.items()):
+            labelled |= {name for name in allowed if label_column(row, mapping, name)}
+            if not all(row_label(row, mapping, name) in values for name, values in allowed.items()):
                 continue
-            own_id = label_of(row, columns, "id", default_id(index))
-            if first.setdefault(own_id, index) != index:
-                earlier = source.where(first[own_id])
-                raise Repeated(f"the id {own_id[:80]!r}, which {earlier} has too")
+            row_id = row_label(row, mapping, "id", default_id(index))
+            if first_index.setdefault(row_id, index) != index:
+                selected.repeated.add(index)
+                raise Repeated(f"the id {row_id[:80]!r}, which {source.where(first_index[row_id])} has too")
         except RowError as error:
-            drop(source.where(index), error, config, Counter())
-            if isinstance(error, Repeated):
-                repeated.add(index)
-        rows.append(index)
-        if len(rows) == config.limit:
+            drop_row(source.where(index), error, config, Counter())
+        selected.rows.append(index)
+        if len(selected.rows) == config.limit:
             break
+
     for name in allowed.keys() - labelled:
         found = f"rows without it: {shortened_names(source.columns)}"
         raise InputError(name, found, f"a column {name}", f"Map it (--columns {name}=NAME) or drop the filter.")
-    if not rows:
+    if not selected.rows:
         found = f"no rows with {', '.join(f'{name} {filters[name]}' for name in allowed)}"
         raise InputError("source", found, "at least one row", "Correct the filters.")
-    return rows, repeated
+    return selected
+
+
+def drop_row(where: str, error: RowError, config: PromptsConfig, counts: Counter[str]) -> None:
+    """Count a row as dropped, or raise InputError if the options make it an error."""
+    reason, action = "invalid", config.invalid
+    expected, remedy = "a usable row", error.remedy or "Correct it, or pass --invalid drop."
+    if isinstance(error, Overlong):
+        reason, action = "overlong", config.overlong
+        expected, remedy = "at most the target's context or --max-length", "Pass --overlong drop."
+    elif isinstance(error, Repeated):
+        reason = "duplicate"
+        remedy = "Map another column (--columns id=NAME), or pass --invalid drop, which keeps the first."
+    if action == "error":
+        raise InputError(where, error, expected, remedy) from error
+    counts[f"{reason}_dropped"] += 1
 
 
 def default_id(index: int) -> str:
-    """The id of a row that has none."""
+    """Return the id of a row without one."""
     return f"{index:07d}"
 
 
 def prompt_row(
     index: int,
     row: Row,
-    layout: Layout,
+    mapping: Mapping[str, str],
     tokenizer: Any,
     config: PromptsConfig,
     context: int | None,
     counts: Counter[str],
 ) -> dict[str, Any]:
-    """One row of the artefact.
+    """Return the artefact's row for a row of the source.
 
     Raises:
         RowError: the row cannot be used. Overlong: it is too long.
     """
-    conversation = layout.conversation(row)
-    asked = asked_of(conversation, config.turns)
+    chat = read_chat(row, mapping)
+    asked = open_turns(chat, config.turns)
     encoded: dict[str, Any] = {
-        "id": label_of(row, layout.columns, "id", default_id(index)),
+        "id": row_label(row, mapping, "id", default_id(index)),
         "prompt_ids": prompt_ids(tokenizer, asked.opening),
         "messages": json.dumps(asked.opening, ensure_ascii=False),
-        "task": label_of(row, layout.columns, "task"),
+        "task": row_label(row, mapping, "task"),
         "later": json.dumps(asked.later, ensure_ascii=False),
     }
-    length = len(encoded["prompt_ids"]) + 1  # room for one token of an answer
+    # Leave room for one token of an answer.
+    length = len(encoded["prompt_ids"]) + 1
     if config.supervised:
-        whole = up_to_last("assistant", conversation.messages)
+        whole = up_to_last("assistant", chat.messages)
         encoded["input_ids"], encoded["loss_mask"] = supervised_ids(tokenizer, whole)
         length = len(encoded["input_ids"])
     if context is not None and length > context:

@@ -1,4 +1,4 @@
-"""Which process of how many this is: the one place that reads what a launcher has set."""
+"""Rank and world size, from the launcher's environment. No other module reads a launcher's variables."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ REMEDY = "Launch with draftsmith launch, or torchrun."
 
 @dataclass(frozen=True)
 class ProcessPlace:
-    """A process among those of its job, and among those of its machine.
-
-    launched: a launcher outside of this process started all of them.
-    """
+    """Rank of a process in its job and on its machine. launched: a launcher started all of the job's processes."""
 
     rank: int = 0
     world: int = 1
@@ -27,10 +24,10 @@ class ProcessPlace:
 
 
 def place(environment: Mapping[str, str] | None = None) -> ProcessPlace:
-    """The place that torchrun (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE), the DeepSpeed launcher (LOCAL_SIZE in
-    place of the last) or srun (SLURM_*) say; rank 0 of 1 without any of them.
+    """Return the rank that torchrun, the DeepSpeed launcher or srun set; rank 0 of 1 without any of them.
 
-    torchrun inside of an srun step counts: what it sets is nearer to the process.
+    torchrun sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, DeepSpeed LOCAL_SIZE instead of the last, and srun
+    SLURM_*. Inside an srun step torchrun's variables count: they are nearer to the process.
 
     Raises:
         InputError: the variables are no numbers, or do not fit together.
@@ -40,40 +37,36 @@ def place(environment: Mapping[str, str] | None = None) -> ProcessPlace:
         if "RANK" in env:
             world = int(env.get("WORLD_SIZE", 1))
             local_world = int(env.get("LOCAL_WORLD_SIZE", env.get("LOCAL_SIZE", world)))
-            found = ProcessPlace(int(env["RANK"]), world, int(env.get("LOCAL_RANK", 0)), local_world, True)
+            here = ProcessPlace(int(env["RANK"]), world, int(env.get("LOCAL_RANK", 0)), local_world, True)
         elif in_srun(env):
-            # SLURM_NTASKS may still be the whole job's; SLURM_STEP_* are this step's.
+            # SLURM_NTASKS may still be the whole job's; SLURM_STEP_* belong to this step.
             world = int(env.get("SLURM_STEP_NUM_TASKS") or env["SLURM_NTASKS"])
-            found = ProcessPlace(
-                int(env["SLURM_PROCID"]), world, int(env["SLURM_LOCALID"]), _tasks_here(env, world), True
-            )
+            # Tasks per node, `2(x3),1` for 2, 2, 2 and 1.
+            per_node = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or str(world)
+            counts: list[int] = []
+            for part in per_node.split(","):
+                match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+                if match is None:
+                    raise ValueError(f"SLURM_STEP_TASKS_PER_NODE={per_node}")
+                counts += [int(match[1])] * int(match[2] or 1)
+            local_world = counts[int(env.get("SLURM_NODEID", 0))]
+            here = ProcessPlace(int(env["SLURM_PROCID"]), world, int(env["SLURM_LOCALID"]), local_world, True)
         else:
-            return ProcessPlace(local_rank=int(env.get("LOCAL_RANK", 0)))  # Lightning's own subprocesses have it
+            # Lightning's own subprocesses have LOCAL_RANK only.
+            return ProcessPlace(local_rank=int(env.get("LOCAL_RANK", 0)))
     except (ValueError, KeyError, IndexError) as error:
         raise InputError("RANK, WORLD_SIZE", repr(error), "what a launcher sets, integers", REMEDY) from error
-    if not 0 <= found.rank < found.world:
-        raise InputError("RANK", found.rank, f"0 <= RANK < WORLD_SIZE = {found.world}", REMEDY)
-    if not 0 <= found.local_rank < found.local_world <= found.world:
-        expected = f"0 <= LOCAL_RANK < LOCAL_WORLD_SIZE = {found.local_world} <= WORLD_SIZE = {found.world}"
-        raise InputError("LOCAL_RANK", found.local_rank, expected, REMEDY)
-    return found
+    if not 0 <= here.rank < here.world:
+        raise InputError("RANK", here.rank, f"0 <= RANK < WORLD_SIZE = {here.world}", REMEDY)
+    if not 0 <= here.local_rank < here.local_world <= here.world:
+        expected = f"0 <= LOCAL_RANK < LOCAL_WORLD_SIZE = {here.local_world} <= WORLD_SIZE = {here.world}"
+        raise InputError("LOCAL_RANK", here.local_rank, expected, REMEDY)
+    return here
 
 
 def in_srun(env: Mapping[str, str]) -> bool:
-    """True in a task that srun started; the batch script itself runs alone, although it has a SLURM_PROCID.
+    """Return whether this is a task that srun started.
 
-    Batch scripts and interactive shells have no step id, or one of the last sixteen of 32 bits.
+    Batch scripts and interactive shells have a SLURM_PROCID too, but no step id, or one of the last sixteen of 32 bits.
     """
     return "SLURM_PROCID" in env and env.get("SLURM_STEP_ID", "").isdigit() and int(env["SLURM_STEP_ID"]) < 2**32 - 16
-
-
-def _tasks_here(env: Mapping[str, str], world: int) -> int:
-    """This node's entry in SLURM_STEP_TASKS_PER_NODE, which reads `2(x3),1` for 2, 2, 2 and 1 tasks."""
-    per_node = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or str(world)
-    counts: list[int] = []
-    for part in per_node.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if match is None:
-            raise ValueError(f"SLURM_STEP_TASKS_PER_NODE={per_node}")
-        counts += [int(match[1])] * int(match[2] or 1)
-    return counts[int(env.get("SLURM_NODEID", 0))]

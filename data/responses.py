@@ -1,8 +1,11 @@
-"""Stage `data responses`: the target answers the prompts, turn by turn. What is stored is what it sampled: token ids,
-not text."""
+"""Stage `data responses`: the target answers the prompts, turn by turn.
+
+Responses are stored as the token ids that it sampled, not as text.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,8 +30,8 @@ from draftsmith.data.text.answers import Supervision
 from draftsmith.data.text.template import check_context
 from draftsmith.data.text.turns import (
     AnswerSettings,
-    Talk,
-    Talks,
+    BeginConversation,
+    Conversation,
     TargetTurn,
     Turn,
     has_later_turns,
@@ -39,7 +42,7 @@ from draftsmith.modules.decoding.protocols import Drafter
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
 
-# Of a text with answers, and of what is made of it.
+# Fields of a text with answers, shared by responses and their labels.
 TEXT_FIELDS = (
     Field("id", "string"),
     Field("input_ids", "list<int32>", ("T",)),
@@ -58,32 +61,32 @@ FIELDS = (
 
 @dataclass(frozen=True)
 class ResponsesConfig(Sampling, RemoteCode):
-    """How the target answers.
+    """Options of `data responses`: how the target answers.
 
     Attributes:
         prompts: Directory that `data prompts` wrote.
         target: Directory or hub id of the target model, or embedded:target.
         output: Directory to write.
-        engine: In process with our own batching (transformers) or with vLLM's (vllm), or through an OpenAI-compatible
-            server (openai).
-        max_new_tokens: Longest answer, in tokens. One that it cuts is the last of its conversation.
-        ignore_eos: Go on behind end tokens, up to max_new_tokens: for prompts whose own answers are too short to learn
-            from. Of a conversation only the first turn is answered then.
-        seed: Of the sampling. Each row has random numbers of its own, whatever shares its batch.
+        engine: transformers: in process, with our own batching. vllm: in process, with vLLM's. openai: through an
+            OpenAI-compatible server.
+        max_new_tokens: Longest answer, in tokens. A cut answer is the last of its conversation.
+        ignore_eos: Continue behind end tokens up to max_new_tokens, for prompts whose answers are too short to learn
+            from. Then only the first turn of a conversation is answered.
+        seed: Seed of the sampling. Each row has random numbers of its own, whatever shares its batch.
         limit: Only the first so many prompts; 0 takes all.
-        batch_size: Prompts answered together. One that is done makes room for the next.
-        rows_per_shard: Prompts in each shard; what a killed run loses at most.
+        batch_size: Prompts answered together. A finished one makes room for the next.
+        rows_per_shard: Prompts per shard; what a killed run loses at most.
         dtype: Type of the weights: float32, bfloat16, float16, or auto for the checkpoint's own.
-        draft: What drafts the answers, in process: a draft model, or the directory of a trained head. What is sampled
-            has the target's distribution whatever drafts.
-        method: How to draft: name:setting=value, as in `draftsmith eval bench`; pld needs no --draft. Default: what
-            --draft gives drafts chains of its method's length. Where nodes are chosen and not drawn (pld, lookahead,
-            trees), and greedy, the answers are to the token those without a drafter.
+        draft: Draft model or directory of a trained head, in process. Responses have the target's distribution with
+            any drafter.
+        method: Drafting method, name:setting=value as in `draftsmith eval bench`; pld needs no --draft. Default: chains
+            of the draft. Greedy, and with methods that choose nodes (pld, lookahead, trees), responses equal those
+            without a drafter to the token.
         lm_engine: How the model runs in process: lean for Llama-family weights, hf for any transformers model.
         device: cpu, cuda:0, ... ; auto takes this rank's GPU where there is one.
         num_threads: CPU threads; 0 is torch's own choice.
-        chat_template: File with the template that the prompts were made with, for later turns, where it is neither the
-            tokenizer's own nor still where they had it from.
+        chat_template: File with the template that the prompts were made with, for later turns, if it is neither the
+            tokenizer's own nor still at its former path.
         vllm_args: JSON file of further arguments of vllm.LLM, for engine vllm: {"tensor_parallel_size": 8,
             "speculative_config": {...}}.
         server: Where and how to ask, for engine openai.
@@ -127,13 +130,29 @@ class ResponsesConfig(Sampling, RemoteCode):
         return AnswerSettings(self.target, self.sampling, self.max_new_tokens, self.ignore_eos, self.seed)
 
 
+# Turns -> (number in them, answer) of each, in the order of completion.
+GenerateTurns = Callable[[Sequence[Turn]], Iterable[tuple[int, TargetTurn]]]
+
+
+@dataclass(frozen=True)
+class ResponseEngine:
+    """Engine that generates responses, with the identity recorded in the manifest.
+
+    identity: of the target and of what else decides the responses. packages: as of `StagePlan.other_packages`.
+    """
+
+    make_shard: Callable[[Shard, Advance], ShardContent]
+    identity: Mapping[str, Any]
+    packages: Callable[[], Mapping[str, str | None]] = dict
+
+
 @sole_writer(shared=True)
 def run(config: ResponsesConfig) -> Path:
-    """Write the artefact `responses`; returns its directory."""
+    """Write the artefact `responses` and return its directory."""
     set_threads(config.num_threads)
     manifest = open_artefact(config.prompts, "prompts", text_identity(config.target))
     prompts = Rows(config.prompts, manifest, limit=config.limit, vocab_size=vocabulary_size(config.target))
-    with answering(config, manifest, prompts) as who:
+    with open_engine(config, manifest, prompts) as engine:
         plan = StagePlan(
             kind="responses",
             stage="data responses",
@@ -141,31 +160,37 @@ def run(config: ResponsesConfig) -> Path:
             num_rows=len(prompts),
             fields=FIELDS,
             inputs={"prompts": manifest.digest},
-            identity={**manifest.identity, **who.identity},
+            identity={**manifest.identity, **engine.identity},
             sampling={"temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p},
             seed=config.seed,
-            other_packages=who.packages,
+            other_packages=engine.packages,
         )
-        made = run_stage(plan, who.make)
-    tell_supervision(config.output, made)
+        responses = run_stage(plan, engine.make_shard)
+
+    # Print how much there is to learn from the responses, and warn if it is little.
+    if place().rank == 0:
+        masks = (table["loss_mask"] for table in Rows(config.output, responses, ["loss_mask"]).tables())
+        lengths = [answer_lengths(*part)[0] for mask in masks for part in ListColumn(mask).parts()]
+        supervision = Supervision.of(np.concatenate(lengths))
+        print_text(f"responses: {supervision.text()}")
+        if warning := supervision.warning():
+            log_note(warning)
     return config.output
 
 
-@dataclass(frozen=True)
-class Answering:
-    """Who answers. identity: of the target and of what else decides the answers. packages: as of `StagePlan`."""
-
-    make: Callable[[Shard, Advance], ShardContent]
-    identity: Mapping[str, Any]
-    packages: Callable[[], Mapping[str, str | None]] = dict
-
-
 @contextmanager
-def answering(config: ResponsesConfig, manifest: Manifest, prompts: Rows) -> Iterator[Answering]:
-    """What `config.engine` names, for as long as it is asked. manifest: of the prompts."""
+def open_engine(config: ResponsesConfig, manifest: Manifest, prompts: Rows) -> Iterator[ResponseEngine]:
+    """Open the engine that `config.engine` names. manifest: of the prompts."""
 
-    def rounds(engine: Batched | VllmEngine, context: int) -> Callable[[Shard, Advance], ShardContent]:
-        return InProcess(engine.answers, prompts, talks_of(config, manifest, context), context).make
+    def conversations(context: int | None) -> BeginConversation:
+        bounds = [bound for bound in (manifest.config.get("max_length"), context) if bound]
+        tokenizer = None
+        if has_later_turns(manifest):
+            tokenizer = turns_tokenizer(config.target, manifest, config.chat_template)
+        return lambda row: Conversation(row, tokenizer, min(bounds, default=None))
+
+    def in_process(generate: GenerateTurns, context: int) -> Callable[[Shard, Advance], ShardContent]:
+        return functools.partial(answer_shard, generate, prompts, conversations(context), context)
 
     if config.engine == "openai":
         template = manifest.identity.get("chat_template")
@@ -173,94 +198,62 @@ def answering(config: ResponsesConfig, manifest: Manifest, prompts: Rows) -> Ite
             remedy = f"Make them again with another output: {manifest.command}"
             raise InputError(f"{config.prompts}, chat_template", template, "the hash of the prompts' template", remedy)
         server = ServerEngine(config.server, config.answering, template)
-        talks = talks_of(config, manifest, server.context)
-        with ServerShards(server, prompts, talks, config.output, config.rows_per_shard) as shards:
-            yield Answering(shards.make, {"target": server.identity}, lambda: {"server": server.version()})
+        begin = conversations(server.context)
+        with ServerShards(server, prompts, begin, config.output, config.rows_per_shard) as shards:
+            yield ResponseEngine(shards.make, {"target": server.identity}, lambda: {"server": server.version()})
     elif config.engine == "vllm":
         with VllmEngine(config.answering, config.dtype, config.vllm_args, config.trust_remote_code) as vllm:
             identity = {"target": vllm.identity, "answered_by": vllm.answered_by}
-            yield Answering(rounds(vllm, vllm.context), identity)
+            yield ResponseEngine(in_process(vllm.answers, vllm.context), identity)
     else:
         how = (config.dtype, pick_device(config.device), config.lm_engine, config.trust_remote_code, True)
         lm = load_lm(config.target, *how)
         drafter = ResponseDrafter.load(lm, config.target, config.draft, config.method, lambda path: load_lm(path, *how))
-        make = rounds(Batched(lm, config, drafter), lm.info.max_position)
-        yield Answering(make, {"target": lm.info.identity, **drafter.identity})
+        make_shard = in_process(functools.partial(generate_turns, lm, config, drafter), lm.info.max_position)
+        yield ResponseEngine(make_shard, {"target": lm.info.identity, **drafter.identity})
 
 
-def talks_of(config: ResponsesConfig, manifest: Manifest, context: int | None) -> Talks:
-    """Row of prompts -> the conversation that is to be held. context: of the target."""
-    bounds = [bound for bound in (manifest.config.get("max_length"), context) if bound]
-    tokenizer = None
-    if has_later_turns(manifest):
-        tokenizer = turns_tokenizer(config.target, manifest, config.chat_template)
-    return lambda row: Talk(row, tokenizer, min(bounds, default=None))
+def generate_turns(
+    lm: CausalLM, config: ResponsesConfig, drafter: ResponseDrafter, turns: Sequence[Turn]
+) -> Iterator[tuple[int, TargetTurn]]:
+    """Answer turns with our own decoder, `batch_size` at a time."""
+    ends = () if config.ignore_eos else lm.info.eos_ids
+
+    def source(i: int) -> RowSource:
+        stage = "responses" if turns[i].number == 1 else f"responses/turn-{turns[i].number}"
+        return RowSource(stage, config.seed, turns[i].row)
+
+    def build(capacity: int) -> Drafter | None:
+        return drafter.build(capacity, ends, config.batch_size)
+
+    ids = [turn.prompt_ids for turn in turns]
+    with name_nonfinite([turn.id for turn in turns]):
+        limit, size = config.max_new_tokens, config.batch_size
+        for i, tokens in generate_rows(lm, ids, config.sampling, limit, size, source, ends, build):
+            yield i, TargetTurn(tokens, ended=tokens[-1] in ends)
 
 
-@dataclass(frozen=True)
-class Batched:
-    """Answers turns with our own decoder, `batch_size` at a time."""
+def answer_shard(
+    generate: GenerateTurns, prompts: Rows, begin: BeginConversation, context: int, shard: Shard, advance: Advance
+) -> ShardContent:
+    """Answer a shard in rounds: the first turns of all conversations, then the second ones, and so on.
 
-    lm: CausalLM
-    config: ResponsesConfig
-    drafter: ResponseDrafter
-
-    def answers(self, turns: Sequence[Turn]) -> Iterator[tuple[int, TargetTurn]]:
-        """Each turn's answer with its place in `turns`, as they are complete."""
-        config = self.config
-        ends = () if config.ignore_eos else self.lm.info.eos_ids
-
-        def source(i: int) -> RowSource:
-            stage = "responses" if turns[i].number == 1 else f"responses/turn-{turns[i].number}"
-            return RowSource(stage, config.seed, turns[i].row)
-
-        def drafter(capacity: int) -> Drafter | None:
-            return self.drafter.build(capacity, ends, config.batch_size)
-
-        ids = [turn.prompt_ids for turn in turns]
-        with name_nonfinite([turn.id for turn in turns]):
-            limit, size = config.max_new_tokens, config.batch_size
-            for i, tokens in generate_rows(self.lm, ids, config.sampling, limit, size, source, ends, drafter):
-                yield i, TargetTurn(tokens, ended=tokens[-1] in ends)
-
-
-@dataclass(frozen=True)
-class InProcess:
-    """Answers shards in rounds: the first turns of all conversations, the second ones of those that have one, and so
-    on. Rows of a batch are of one shard, and what drafts begins anew with each, so that a row's company, and with it
-    the last bits of its logits, does not depend on what was there before or on the number of ranks.
-
-    answers: as of `Batched`. context: the target's.
+    Batches hold rows of one shard only, and the drafter begins anew with each shard: the rows that share a batch, and
+    with them the last bits of the logits, do not depend on earlier shards or on the number of ranks.
     """
-
-    answers: Callable[[Sequence[Turn]], Iterable[tuple[int, TargetTurn]]]
-    prompts: Rows
-    talks: Talks
-    context: int
-
-    def make(self, shard: Shard, advance: Advance) -> ShardContent:
-        """The answers to a shard of the prompts."""
-        talks = [self.talks(row) for row in self.prompts.read(shard.start, shard.stop)]
-        held = [(shard.start + offset, talk, 1 / talk.turns_left) for offset, talk in enumerate(talks)]
-        for number, talk, _ in held:
-            check_context(number, len(talk.asked()["prompt_ids"]), self.context)
-        while waiting := [entry for entry in held if entry[1].prompt is not None]:
-            asked = [(number, talk.turn, talk.asked()) for number, talk, _ in waiting]
-            turns = [Turn(number, turn, row["id"], row["prompt_ids"]) for number, turn, row in asked]
-            for i, answer in self.answers(turns):
-                _, talk, share = waiting[i]  # how much of a row a turn is
-                talk.hear(answer)
-                advance(share)
-        return shard_content([talk.held() for talk in talks])
-
-
-def tell_supervision(directory: Path, manifest: Manifest) -> None:
-    """Say what can be learned from the responses, and warn where that is little."""
-    if place().rank or "loss_mask" not in {spec.name for spec in manifest.fields}:
-        return
-    masks = (table["loss_mask"] for table in Rows(directory, manifest, ["loss_mask"]).tables())
-    lengths = [answer_lengths(*part)[0] for mask in masks for part in ListColumn(mask).parts()]
-    learned = Supervision.of(np.concatenate(lengths))
-    print_text(f"responses: {learned.text()}")
-    if warning := learned.warning():
-        log_note(warning)
+    rows = prompts.read(shard.start, shard.stop)
+    conversations = [(number, begin(row)) for number, row in enumerate(rows, shard.start)]
+    # Progress counts rows: a turn is a part of its row.
+    shares = {number: 1 / conversation.turns_left for number, conversation in conversations}
+    for number, row in enumerate(rows, shard.start):
+        check_context(number, len(row["prompt_ids"]), context)
+    while waiting := [entry for entry in conversations if entry[1].prompt is not None]:
+        turns = []
+        for number, conversation in waiting:
+            row = conversation.to_prompt_row()
+            turns.append(Turn(number, conversation.turn, row["id"], row["prompt_ids"]))
+        for i, answer in generate(turns):
+            number, conversation = waiting[i]
+            conversation.add_answer(answer)
+            advance(shares[number])
+    return shard_content([conversation.to_json() for _, conversation in conversations])

@@ -31,7 +31,7 @@ from draftsmith.data.store.reading import misfits, read_object
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import DONE, Shard, ShardContent, read_done
 from draftsmith.data.text.template import check_context, context_length
-from draftsmith.data.text.turns import AnswerSettings, Talk, Talks, TargetTurn, shard_content
+from draftsmith.data.text.turns import AnswerSettings, BeginConversation, Conversation, TargetTurn, shard_content
 from draftsmith.modules.types import InputError, at_least
 
 if TYPE_CHECKING:
@@ -442,8 +442,10 @@ class ServerShards:
     On exit, finished responses of unfinished shards are stored for the next start. output: directory of the stage.
     """
 
-    def __init__(self, engine: ServerEngine, prompts: Rows, talks: Talks, output: Path, rows_per_shard: int):
-        self._engine, self._prompts, self._talks = engine, prompts, talks
+    def __init__(
+        self, engine: ServerEngine, prompts: Rows, begin: BeginConversation, output: Path, rows_per_shard: int
+    ):
+        self._engine, self._prompts, self._begin_conversation = engine, prompts, begin
         self._output, self._rows_per_shard = output, rows_per_shard
         self._active: dict[int, _ShardState] = {}  # by shard number
         self._failed: dict[str, int] = {}  # number of failed prompts by done-file of the shards finished in this run
@@ -526,20 +528,22 @@ class ServerShards:
             answers = {number: stored[str(number)] for number in rows if str(number) in stored}
         state = self._active[shard.index] = _ShardState(rows, kept, answers)
         advance(len(answers))
-        talks = {number: self._talks(row) for number, row in rows.items() if number not in answers}
+        open_rows = ((number, row) for number, row in rows.items() if number not in answers)
+        conversations = {number: self._begin_conversation(row) for number, row in open_rows}
         loop = self._runner.get_loop()
-        state.tasks = [loop.create_task(self._converse(state, *item, advance)) for item in talks.items()]
+        state.tasks = [loop.create_task(self._converse(state, *item, advance)) for item in conversations.items()]
 
-    async def _converse(self, state: _ShardState, number: int, talk: Talk, advance: Advance) -> None:
+    async def _converse(self, state: _ShardState, number: int, conversation: Conversation, advance: Advance) -> None:
         """Generate one conversation. It keeps its slot, so that later turns do not wait for others to begin."""
         engine = self._engine
         async with self._slots:
-            while talk.prompt is not None:
+            while conversation.prompt is not None:
                 if self._stopped:
                     return
                 try:
-                    reply = await engine.ask(self._client, engine.request(number, talk.asked(), talk.turn))
-                    talk.hear(engine.read(number, talk.asked(), reply))
+                    row = conversation.to_prompt_row()
+                    reply = await engine.ask(self._client, engine.request(number, row, conversation.turn))
+                    conversation.add_answer(engine.read(number, row, reply))
                 except BadReply as error:
                     state.failures[number] = str(error)
                     failed = sum(len(other.failures) for other in self._active.values())
@@ -549,7 +553,7 @@ class ServerShards:
                     self._stopped = True
                     raise
             else:
-                state.answers[number] = talk.held()
+                state.answers[number] = conversation.to_json()
         advance(1)
 
     def _failures_left(self) -> int:

@@ -1,10 +1,10 @@
-"""The shapes in which prompts are found, told apart by their columns and brought to one: a list of chat messages."""
+"""Read rows of every known shape, told apart by their columns, as one: a list of chat messages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from draftsmith.data.text.template import Messages, RowError
 from draftsmith.modules.types import InputError
@@ -22,26 +22,30 @@ ROLES = {
     "developer": "system",
     "tool": "tool",
 }
-MAPPABLE = ("id", "task", "split", "prompt", "answer", "messages")
-# Which user turns of a conversation the target is to answer. `last`: after the recorded answers to those before it.
+# User turns of a conversation that the target answers. `last`: after the recorded answers to those before.
 Turns = Literal["all", "first", "last"]
-ID_COLUMNS = ("id", "question_id", "conversation_id", "prompt_id", "conv_id")
-TASK_COLUMNS = ("task", "category")
+LABEL_COLUMNS = {
+    "id": ("id", "question_id", "conversation_id", "prompt_id", "conv_id"),
+    "task": ("task", "category"),
+    "split": ("split",),
+}
+MAPPABLE = (*LABEL_COLUMNS, "prompt", "answer", "messages")
 CHAT_COLUMNS = ("messages", "conversations", "conversation")
+KNOWN_COLUMNS = "messages, conversations, turns, instruction (Alpaca) or prompt"
 # Columns of NVIDIA's SPEED-Bench, beside `turns` (Parquet) or `messages` (JSONL). Where its licence forbids a copy of a
-# text, a placeholder stands in its place until a script fetches it.
+# text, a placeholder stands for it until a script fetches it.
 SPEED_BENCH = {"question_id", "category", "sub_category", "source", "src_id", "difficulty", "multiturn"}
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 FETCH = (
     "Fetch the texts with SPEED-Bench's prepare_data.py (NVIDIA/Model-Optimizer, examples/specdec_bench) or prepare.py "
     "(NVIDIA-NeMo/Skills, nemo_skills/dataset/speed-bench), and pass the file that it writes."
 )
-KNOWN_COLUMNS = "messages, conversations, turns, instruction (Alpaca) or prompt"
+TYPE_NAMES = {str: "text", bool: "true or false", int: "a number", float: "a number", type(None): "null"}
 
 
 @dataclass(frozen=True)
-class Conversation:
-    """One row of the input. `later`: what the user says in later turns, as it was found: nobody has answered those."""
+class Chat:
+    """Messages of one row. later: texts of later user turns without recorded answers, unchecked."""
 
     messages: Messages
     later: tuple[Any, ...] = ()
@@ -49,10 +53,10 @@ class Conversation:
 
 @dataclass(frozen=True)
 class OpenTurns:
-    """What the target is to answer of a conversation.
+    """Turns of a chat that the target answers.
 
-    opening: waits for its first answer. later: what is said after each of its answers, up to where the next begins.
-    not_asked: user turns that it does not answer.
+    opening: waits for the first answer. later: messages that follow each answer, up to where the next one begins.
+    not_asked: number of user turns that it does not answer.
     """
 
     opening: Messages
@@ -60,48 +64,18 @@ class OpenTurns:
     not_asked: int = 0
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How a data set's rows are read. `columns`: our name -> theirs, for what can be mapped."""
+class ChatShape(NamedTuple):
+    """Shape of a row, and the column that holds its chat."""
 
-    columns: Mapping[str, str]
-    read: Callable[[Mapping[str, Any], Mapping[str, str]], Conversation]
-
-    def conversation(self, row: Mapping[str, Any]) -> Conversation:
-        """Raises RowError where the row is empty or not what its layout promises."""
-        return self.read(row, self.columns)
-
-
-def label_columns(columns: Sequence[str], mapping: Mapping[str, str]) -> dict[str, str]:
-    """Our name -> theirs of `id`, `task` and `split`, as far as there are such columns."""
-    usual = {"id": ID_COLUMNS, "task": TASK_COLUMNS, "split": ("split",)}
-    guessed = {ours: _first(candidates, columns) for ours, candidates in usual.items()}
-    mapped = {ours: theirs for ours, theirs in mapping.items() if ours in usual and theirs in columns}
-    return {ours: theirs for ours, theirs in guessed.items() if theirs and ours not in mapping} | mapped
-
-
-def label_of(row: Mapping[str, Any], columns: Mapping[str, str], name: str, default: str = "") -> str:
-    """`id`, `task` or `split` of a row, as a string.
-
-    Raises:
-        RowError: it is a list or an object.
-    """
-    value = row.get(columns[name]) if name in columns else None
-    if isinstance(value, list | tuple | Mapping):
-        raise RowError(f"{columns[name]} is {kind_name(value)}, expected text or a number")
-    return default if value is None else well_formed(str(value), columns[name])
-
-
-def is_speed_bench(row: Mapping[str, Any]) -> bool:
-    """Return whether a row has the columns of SPEED-Bench."""
-    return row.keys() >= SPEED_BENCH
+    name: Literal["messages", "turns", "alpaca", "prompt"]
+    column: str
 
 
 def parse_columns(text: str) -> dict[str, str]:
-    """`prompt=question,id=key` -> {"prompt": "question", "id": "key"}.
+    """Parse `prompt=question,id=key` to {"prompt": "question", "id": "key"}.
 
     Raises:
-        InputError: another spelling, or a name of ours that is not one.
+        InputError: another spelling, or an unknown name.
     """
     mapping: dict[str, str] = {}
     for pair in filter(None, (part.strip() for part in text.split(","))):
@@ -114,64 +88,117 @@ def parse_columns(text: str) -> dict[str, str]:
 
 
 def check_mapping(columns: Sequence[str], mapping: Mapping[str, str]) -> None:
-    """Raises InputError for a mapping to a column that no row has, and for columns of no shape that is known; it names
-    the columns found and the flag that maps them."""
-    found = shortened_names(columns)
+    """Raise InputError for a mapping to a missing column, and for columns of no known shape."""
+    listed = shortened_names(columns)
     absent = sorted(set(mapping.values()) - set(columns))
     if absent:
-        raise InputError("columns", absent[0], f"a column of the data: {found}", "Correct --columns.")
-    if _fitting(columns, {}, mapping) is None:
-        raise InputError("columns", found, KNOWN_COLUMNS, "Map them: --columns prompt=NAME[,answer=NAME].")
+        raise InputError("columns", absent[0], f"a column of the data: {listed}", "Correct --columns.")
+    if _shape_of(columns, {}, mapping) is None:
+        raise InputError("columns", listed, KNOWN_COLUMNS, "Map them: --columns prompt=NAME[,answer=NAME].")
 
 
-def layout_of(row: Mapping[str, Any], mapping: Mapping[str, str]) -> Layout:
-    """The layout of one row of a data set whose rows may differ. Columns that are null in it do not count where others
-    fit: a table has every column of rows of several shapes.
+def label_column(row: Mapping[str, Any], mapping: Mapping[str, str], name: str) -> str | None:
+    """Return the column of a row's `id`, `task` or `split`; None if it has none."""
+    candidates = (mapping[name],) if name in mapping else LABEL_COLUMNS[name]
+    return next((column for column in candidates if row.get(column) is not None), None)
+
+
+def row_label(row: Mapping[str, Any], mapping: Mapping[str, str], name: str, default: str = "") -> str:
+    """Return a row's `id`, `task` or `split` as a string.
 
     Raises:
-        RowError: nothing fits.
+        RowError: it is a list or an object.
     """
-    mapped = mapping.values()
-    filled = [name for name, value in row.items() if value is not None or name in mapped]
-    layout = _fitting(filled, row, mapping) or _fitting(list(row), row, mapping)
-    if layout is None:
+    column = label_column(row, mapping, name)
+    if column is None:
+        return default
+    value = row[column]
+    if isinstance(value, list | tuple | Mapping):
+        raise RowError(f"{column} is {type_name(value)}, expected text or a number")
+    return well_formed(str(value), column)
+
+
+def is_speed_bench(row: Mapping[str, Any]) -> bool:
+    """Return whether a row has the columns of SPEED-Bench."""
+    return row.keys() >= SPEED_BENCH
+
+
+def chat_shape(row: Mapping[str, Any], mapping: Mapping[str, str]) -> ChatShape:
+    """Return the shape of a row; rows of one source may differ.
+
+    Null columns count only if no other shape fits: a table has the columns of all its rows.
+
+    Raises:
+        RowError: no known shape.
+    """
+    filled = [name for name, value in row.items() if value is not None or name in mapping.values()]
+    shape = _shape_of(filled, row, mapping) or _shape_of(list(row), row, mapping)
+    if shape is None:
         raise RowError(f"columns {shortened_names(list(row))}, none of {KNOWN_COLUMNS}")
-    return layout
+    return shape
 
 
-def _fitting(columns: Sequence[str], sample: Mapping[str, Any], mapping: Mapping[str, str]) -> Layout | None:
-    """The first layout that fits these columns."""
-    names = label_columns(columns, mapping) | dict(mapping)
-
-    def has(*wanted: str) -> bool:
-        return all(name in columns for name in wanted)
-
-    chat = mapping.get("messages") or (None if "prompt" in mapping else _first(CHAT_COLUMNS, columns))
-    if chat:
-        names["messages"] = chat
-        return Layout(names, _read_messages)
+def _shape_of(columns: Sequence[str], row: Mapping[str, Any], mapping: Mapping[str, str]) -> ChatShape | None:
+    if "messages" in mapping:
+        return ChatShape("messages", mapping["messages"])
     if "prompt" not in mapping:
-        if has("turns"):
-            return Layout(names, _read_turns)
-        if has("instruction"):
-            return Layout(names, _read_alpaca)
-    if "prompt" in mapping or has("prompt"):
-        names.setdefault("prompt", "prompt")
-        if has("answer"):
-            names.setdefault("answer", "answer")
-        if isinstance(sample.get(names["prompt"]), list):
-            names["messages"] = names["prompt"]
-            return Layout(names, _read_messages)
-        return Layout(names, _read_prompt)
+        for column in (name for name in CHAT_COLUMNS if name in columns):
+            return ChatShape("messages", column)
+        if "turns" in columns:
+            return ChatShape("turns", "turns")
+        if "instruction" in columns:
+            return ChatShape("alpaca", "instruction")
+    column = mapping.get("prompt", "prompt")
+    if "prompt" in mapping or "prompt" in columns:
+        return ChatShape("messages" if isinstance(row.get(column), list) else "prompt", column)
     return None
 
 
-def up_to_last(role: str, messages: Messages) -> Messages:
-    """Everything up to the last turn of a role: of the user, what waits for an answer; of the assistant, what can be
-    learned from.
+def read_chat(row: Mapping[str, Any], mapping: Mapping[str, str]) -> Chat:
+    """Read the chat of a row.
 
     Raises:
-        RowError: there is no such turn.
+        RowError: no known shape, an empty row, or values of another type than the shape's.
+    """
+    shape, column = chat_shape(row, mapping)
+    if shape in ("messages", "turns"):
+        turns = row.get(column)
+        if turns is not None and not isinstance(turns, list):
+            raise RowError(f"{column} is {type_name(turns)}, expected a list")
+        if not turns:
+            raise RowError(f"{column} is empty")
+        if shape == "turns":
+            return Chat([{"role": "user", "content": _filled(turns[0], "the first turn")}], tuple(turns[1:]))
+        # A system turn without text is common, and means none.
+        spoken = [turn for turn in turns if not (_role(turn) == "system" and _content(turn) in (None, ""))]
+        roles = [_role(turn) for turn in spoken]
+        messages = [
+            {"role": role, "content": _filled(_content(turn), f"a {role} turn")}
+            for role, turn in zip(roles, spoken, strict=True)
+        ]
+        if all(role == "user" for role in roles):  # no recorded answers: the same as `turns`
+            return Chat(messages[:1], tuple(message["content"] for message in messages[1:]))
+        return Chat(messages)
+
+    content = _filled(row.get(column), column)
+    if shape == "alpaca":
+        further, answer = row.get("input"), row.get("output")
+        if further is not None and further != "" and not str(further).isspace():
+            content = f"{content}\n\n{_filled(further, 'input')}"
+    else:
+        answer = row.get(mapping.get("answer", "answer"))
+    messages = [{"role": "user", "content": content}]
+    # An answer of another type (the number of a choice) counts as none; --supervised then reports the row.
+    if isinstance(answer, str) and answer.strip():
+        messages.append({"role": "assistant", "content": well_formed(answer, "the answer")})
+    return Chat(messages)
+
+
+def up_to_last(role: str, messages: Messages) -> Messages:
+    """Return the messages up to the last one of a role.
+
+    Raises:
+        RowError: the role has no turn.
     """
     last = max((i for i, message in enumerate(messages) if message["role"] == role), default=-1)
     if last < 0:
@@ -179,89 +206,60 @@ def up_to_last(role: str, messages: Messages) -> Messages:
     return messages[: last + 1]
 
 
-def asked_of(conversation: Conversation, turns: Turns) -> OpenTurns:
-    """What the target is to answer.
+def open_turns(chat: Chat, turns: Turns) -> OpenTurns:
+    """Choose the turns that the target answers.
 
-    all: every user turn, and tool messages that were answered; system messages stay where they are. The recorded
-    answers are left out, for the target's own take their places.
+    all: every user turn, and tool messages that an assistant turn followed. Recorded answers are left out: the target's
+    own take their place.
 
     Raises:
-        RowError: there is no user turn, or one without text.
+        RowError: no user turn, or one without text.
     """
-    further = [[{"role": "user", "content": _filled(text, "a later turn")}] for text in conversation.later]
+    later = [[{"role": "user", "content": _filled(text, "a later turn")}] for text in chat.later]
     if turns == "last":
-        opening = up_to_last("user", conversation.messages)
+        opening = up_to_last("user", chat.messages)
         before = sum(message["role"] == "user" for message in opening) - 1
-        return OpenTurns(opening, not_asked=before + len(further))
-    stretches = [*_stretches(conversation.messages), *further]
-    opening, later = stretches[0], stretches[1:]
-    return OpenTurns(opening, tuple(later)) if turns == "all" else OpenTurns(opening, not_asked=len(later))
+        return OpenTurns(opening, not_asked=before + len(later))
 
-
-def _stretches(messages: Messages) -> list[Messages]:
-    """What is said between the assistant's turns, each stretch up to where the assistant is to speak: after every user
-    turn, and after a tool message that it went on from."""
+    # Collect what is said between the assistant's turns, each stretch up to where the assistant speaks.
     stretches: list[Messages] = []
-    said: Messages = []
-    for i, message in enumerate(messages):
-        role, following = message["role"], messages[i + 1]["role"] if i + 1 < len(messages) else None
+    stretch: Messages = []
+    up_to_last("user", chat.messages)
+    for message, following in zip(chat.messages, [*chat.messages[1:], None], strict=True):
+        role = message["role"]
         if role != "assistant":
-            said.append(message)
-        if role == "user" or (role == "tool" and following == "assistant"):
-            stretches.append(said)
-            said = []
-    if not any(message["role"] == "user" for message in messages):
-        raise RowError("no user turn")
-    return stretches
+            stretch.append(message)
+        answered_tool = role == "tool" and following is not None and following["role"] == "assistant"
+        if role == "user" or answered_tool:
+            stretches.append(stretch)
+            stretch = []
+    stretches += later
+    if turns == "first":
+        return OpenTurns(stretches[0], not_asked=len(stretches) - 1)
+    return OpenTurns(stretches[0], tuple(stretches[1:]))
 
 
-def user_turns(conversation: Conversation) -> tuple[Messages, tuple[str, ...]]:
-    """What the user says, without what was answered: the messages that open the conversation (system messages and the
-    first user turn), and the texts of the later user turns.
+def user_turns(chat: Chat) -> tuple[Messages, tuple[str, ...]]:
+    """Return the opening messages (system and first user turn), and the texts of the later user turns.
 
     Raises:
-        RowError: there is no user turn, or one without text.
+        RowError: no user turn, or one without text.
     """
-    roles = [message["role"] for message in conversation.messages]
-    if "user" not in roles:
+    first = next((i for i, message in enumerate(chat.messages) if message["role"] == "user"), None)
+    if first is None:
         raise RowError("no user turn")
-    first = roles.index("user")
-    opening = [message for message in conversation.messages[: first + 1] if message["role"] in ("system", "user")]
-    said = (message["content"] for message in conversation.messages[first + 1 :] if message["role"] == "user")
-    return opening, (*said, *(_filled(text, "a later turn") for text in conversation.later))
-
-
-def _first(names: Sequence[str], columns: Sequence[str]) -> str | None:
-    return next((name for name in names if name in columns), None)
-
-
-def _read_messages(row: Mapping[str, Any], columns: Mapping[str, str]) -> Conversation:
-    turns = _turns(row, columns["messages"])
-    # A system turn without text is common, and means none.
-    said = (turn for turn in turns if not (_role(turn) == "system" and _content(turn) in (None, "")))
-    messages = [_message(turn) for turn in said]
-    if all(message["role"] == "user" for message in messages):  # no answers: `turns` in another layout
-        return Conversation(messages[:1], tuple(message["content"] for message in messages[1:]))
-    return Conversation(messages)
-
-
-def _turns(row: Mapping[str, Any], column: str) -> list[Any]:
-    """Raises RowError where there is no list, or nothing in it."""
-    turns = row.get(column)
-    if turns is not None and not isinstance(turns, list):
-        raise RowError(f"{column} is {kind_name(turns)}, expected a list")
-    if not turns:
-        raise RowError(f"{column} is empty")
-    return turns
+    opening = [message for message in chat.messages[: first + 1] if message["role"] in ("system", "user")]
+    recorded = (message["content"] for message in chat.messages[first + 1 :] if message["role"] == "user")
+    return opening, (*recorded, *(_filled(text, "a later turn") for text in chat.later))
 
 
 def _role(turn: Any) -> str:
     if not isinstance(turn, Mapping):
-        raise RowError(f"a turn is {kind_name(turn)}, expected role and content (or from and value)")
-    said = turn.get("role", turn.get("from"))
-    role = ROLES.get(str(said).lower())
+        raise RowError(f"a turn is {type_name(turn)}, expected role and content (or from and value)")
+    name = turn.get("role", turn.get("from"))
+    role = ROLES.get(str(name).lower())
     if role is None:
-        raise RowError(f"unknown role {repr(said)[:60]}, expected one of {', '.join(ROLES)}")
+        raise RowError(f"unknown role {repr(name)[:60]}, expected one of {', '.join(ROLES)}")
     return role
 
 
@@ -269,7 +267,8 @@ def _content(turn: Mapping[str, Any]) -> Any:
     content = turn.get("content", turn.get("value"))
     if not isinstance(content, list):
         return content
-    if not all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):  # OpenAI's content parts
+    # OpenAI's content parts.
+    if not all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
         raise RowError("a turn holds something other than text")
     texts = [part.get("text") for part in content]
     if not all(isinstance(text, str) for text in texts):
@@ -277,14 +276,10 @@ def _content(turn: Mapping[str, Any]) -> Any:
     return "".join(texts)
 
 
-def _message(turn: Any) -> dict[str, str]:
-    role = _role(turn)
-    return {"role": role, "content": _filled(_content(turn), f"a {role} turn")}
-
-
 def _filled(value: Any, what: str) -> str:
+    """Return a text that must be there. what: names it in the error."""
     if value is not None and not isinstance(value, str):
-        raise RowError(f"{what} is {kind_name(value)}, expected text")
+        raise RowError(f"{what} is {type_name(value)}, expected text")
     if value is None or not value.strip():
         raise RowError(f"{what} has no text")
     if value.startswith(PLACEHOLDER):
@@ -292,20 +287,8 @@ def _filled(value: Any, what: str) -> str:
     return well_formed(value, what)
 
 
-def _optional(value: Any, what: str) -> str | None:
-    """A text that a row may lack; None where it does, or where it is blank.
-
-    Raises:
-        RowError: it is something else.
-    """
-    return None if value is None or value == "" or str(value).isspace() else _filled(value, what)
-
-
 def well_formed(text: str, what: str) -> str:
-    """
-    Raises:
-        RowError: half of a surrogate pair stands in it, which no tokenizer and no file takes.
-    """
+    """Return the text; raise RowError if it holds half of a surrogate pair, which no tokenizer and no file takes."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -315,40 +298,13 @@ def well_formed(text: str, what: str) -> str:
 
 
 def shortened_names(columns: Sequence[str], shown: int = 12) -> str:
-    """The first so many names, shortened; what a file holds need not be short."""
+    """List the first columns, with long names shortened."""
     more = f" and {len(columns) - shown} more" if len(columns) > shown else ""
     return ", ".join(name if len(name) <= 40 else f"{name[:40]}..." for name in columns[:shown]) + more or "none"
 
 
-def kind_name(value: Any) -> str:
-    """What a JSON value is, in words."""
+def type_name(value: Any) -> str:
+    """Return the type of a JSON value in words."""
     if isinstance(value, Mapping):
         return "an object"
-    if isinstance(value, list | tuple):
-        return "a list"
-    names = {str: "text", bool: "true or false", int: "a number", float: "a number", type(None): "null"}
-    return names.get(type(value), type(value).__name__)
-
-
-def _read_turns(row: Mapping[str, Any], columns: Mapping[str, str]) -> Conversation:
-    turns = _turns(row, "turns")
-    return Conversation([{"role": "user", "content": _filled(turns[0], "the first turn")}], tuple(turns[1:]))
-
-
-def _read_alpaca(row: Mapping[str, Any], columns: Mapping[str, str]) -> Conversation:
-    instruction, given = _filled(row.get("instruction"), "instruction"), _optional(row.get("input"), "input")
-    content = f"{instruction}\n\n{given}" if given is not None else instruction
-    return _exchange(content, row.get("output"))
-
-
-def _read_prompt(row: Mapping[str, Any], columns: Mapping[str, str]) -> Conversation:
-    answer = row.get(columns["answer"]) if "answer" in columns else None
-    return _exchange(_filled(row.get(columns["prompt"]), columns["prompt"]), answer)
-
-
-def _exchange(prompt: str, answer: Any) -> Conversation:
-    """answer: of another type (the number of a choice) it is none, which is told where answers are learned from."""
-    messages = [{"role": "user", "content": prompt}]
-    if isinstance(answer, str) and answer.strip():
-        messages.append({"role": "assistant", "content": well_formed(answer, "the answer")})
-    return Conversation(messages)
+    return "a list" if isinstance(value, list | tuple) else TYPE_NAMES.get(type(value), type(value).__name__)

@@ -1,11 +1,10 @@
-"""Chat messages to token ids and loss masks, with the tokenizer's own template."""
+"""Chat messages to token ids and loss masks, by the tokenizer's chat template."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.models.identity import template_hash as template_hash
 from draftsmith.data.models.loading import load_tokenizer, read_config
 from draftsmith.modules.types import InputError
 
@@ -15,9 +14,9 @@ PROBE: Messages = [{"role": "user", "content": "Hello."}, {"role": "assistant", 
 
 
 class RowError(ValueError):
-    """One row cannot be used; the stage counts it or makes it an InputError that names the row.
+    """A row that cannot be used: stages count it, or raise an InputError that names it.
 
-    remedy: what to do about it; empty where the row itself is to be corrected.
+    remedy: what to do; empty if the row itself must be corrected.
     """
 
     def __init__(self, message: str, remedy: str = ""):
@@ -26,7 +25,7 @@ class RowError(ValueError):
 
 
 def load_chat_tokenizer(target: str, chat_template: Path | None = None, supervised: bool = False) -> Any:
-    """The target's tokenizer with a chat template, its own or the one in the file `chat_template`.
+    """Load the target's tokenizer with a chat template: its own, or the one in the file `chat_template`.
 
     supervised: the template must mark the assistant's tokens too, which is tried out here.
 
@@ -40,9 +39,8 @@ def load_chat_tokenizer(target: str, chat_template: Path | None = None, supervis
         try:
             tokenizer.chat_template = Path(chat_template).read_text("utf-8")
         except UnicodeDecodeError as error:
-            raise InputError(
-                "chat_template", f"{chat_template}, not UTF-8", "a text file", "Check the path."
-            ) from error
+            found = f"{chat_template}, not UTF-8"
+            raise InputError("chat_template", found, "a text file", "Check the path.") from error
     if not tokenizer.chat_template:
         remedy = "Pass --chat-template FILE, or choose an instruction-tuned model."
         raise InputError("chat_template", f"none in {target}", "a chat template", remedy)
@@ -59,31 +57,26 @@ def load_chat_tokenizer(target: str, chat_template: Path | None = None, supervis
 
 
 def context_length(target: str) -> int | None:
-    """Most positions the target can read; None where its config does not say."""
+    """Return the most positions that the target can read; None if its config does not say."""
     raw = read_config(target)
     return (raw.get("text_config") or raw).get("max_position_embeddings")
 
 
 def check_context(row: int, length: int, max_position: int) -> None:
-    """Raises InputError where a prompt leaves no room for an answer."""
+    """Raise InputError for a prompt that leaves no room for an answer."""
     if length >= max_position:
+        expected = f"fewer than the target's context, {max_position}"
         remedy = "Make the prompts for this target: data prompts --overlong drop."
-        raise InputError(
-            f"prompt {row}", f"{length} tokens", f"fewer than the target's context, {max_position}", remedy
-        )
+        raise InputError(f"prompt {row}", f"{length} tokens", expected, remedy)
 
 
 def prompt_ids(tokenizer: Any, messages: Messages) -> list[int]:
-    """Ids of a conversation that waits for the assistant: up to and including the generation prompt.
-
-    Raises:
-        RowError: the template refuses these messages.
-    """
-    return _apply(tokenizer, messages, add_generation_prompt=True)["input_ids"]
+    """Tokenize messages up to and including the generation prompt; RowError if the template refuses them."""
+    return _apply_template(tokenizer, messages, add_generation_prompt=True)["input_ids"]
 
 
 def supervised_ids(tokenizer: Any, messages: Messages) -> tuple[list[int], list[bool]]:
-    """Ids of a whole conversation, and true exactly where the template says the assistant wrote.
+    """Tokenize a whole conversation; return ids and a mask that is true on the assistant's tokens.
 
     Raises:
         InputError: a template without generation tags, or a mask that is all zero: training would learn nothing.
@@ -92,14 +85,14 @@ def supervised_ids(tokenizer: Any, messages: Messages) -> tuple[list[int], list[
     template = tokenizer.get_chat_template()
     if "generation" not in template or "endgeneration" not in template:
         raise InputError("chat_template", "no {% generation %} tags", "a template that marks the answers", MASK_REMEDY)
-    encoded = _apply(tokenizer, messages, return_assistant_tokens_mask=True)
+    encoded = _apply_template(tokenizer, messages, return_assistant_tokens_mask=True)
     mask = [bool(value) for value in encoded["assistant_masks"]]
     if not any(mask):
         raise InputError("loss_mask", "all zero", "a mask that covers the assistant's tokens", MASK_REMEDY)
     return encoded["input_ids"], mask
 
 
-def _apply(tokenizer: Any, messages: Messages, **kwargs: Any) -> Any:
+def _apply_template(tokenizer: Any, messages: Messages, **kwargs: Any) -> Any:
     from jinja2 import TemplateError
 
     try:
@@ -107,5 +100,5 @@ def _apply(tokenizer: Any, messages: Messages, **kwargs: Any) -> Any:
     except TemplateError as error:
         raise RowError(f"the chat template refuses it: {error}") from error
     except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
-        # What the template's own expressions raise.
+        # Expressions in the template raise these.
         raise RowError(f"the chat template fails on it ({type(error).__name__}: {error})") from error

@@ -22,9 +22,8 @@ from draftsmith.data.store.manifest import MANIFEST, STARTED, open_artefact
 from draftsmith.data.text.conversations import (
     Turns,
     is_speed_bench,
-    label_columns,
-    label_of,
-    layout_of,
+    read_chat,
+    row_label,
     up_to_last,
     user_turns,
 )
@@ -175,9 +174,9 @@ def chat_rows(source: str, target: str, split: str | None, turns: Turns) -> Iter
 
     def prompt(raw: Mapping[str, Any], name: str, task: str, where: str) -> BenchPrompt:
         with usable(where):
-            conversation = layout_of(raw, {}).conversation(raw)
+            chat = read_chat(raw, {})
             last = turns == "last"
-            messages, later = (up_to_last("user", conversation.messages), ()) if last else user_turns(conversation)
+            messages, later = (up_to_last("user", chat.messages), ()) if last else user_turns(chat)
             ids = list(prompt_ids(tokenizer, messages))
         goes_on = turns == "all" and bool(later)
         return BenchPrompt(name, ids, task, tuple(messages) if goes_on else (), later if goes_on else ())
@@ -186,8 +185,7 @@ def chat_rows(source: str, target: str, split: str | None, turns: Turns) -> Iter
         where = opened.where(number)
         with usable(where):
             raw = opened.row(number)
-            columns = label_columns([name for name, value in raw.items() if value is not None], {})
-            row_id, task, own = (label_of(raw, columns, name) for name in ("id", "task", "split"))
+            row_id, task, own = (row_label(raw, {}, name) for name in ("id", "task", "split"))
         name, own = row_id or str(number), (split or "") if opened.split_taken else own
         made = functools.partial(prompt, raw, name, task, where)
         yield PromptRow(name, task, own, made, where, is_speed_bench(raw))

@@ -18,11 +18,11 @@ def test_the_mask_is_coloured_and_bracketed_where_colour_does_not_show():
     tokenizer = tiny_tokenizer()
     ids = tokenizer("<|user|>Hi<|end|><|assistant|>Hö<|end|>")["input_ids"]
     mask = [position >= ids.index(tokenizer.convert_tokens_to_ids("<|assistant|>")) + 1 for position in range(len(ids))]
-    text = masked_text(ids, mask, tokenizer, marked=True)
+    text = masked_text(ids, mask, tokenizer, bracketed=True)
     assert text.plain == "<|user|>Hi<|end|><|assistant|>⟦Hö<|end|>⟧"
     console = Console(force_terminal=True, color_system="standard", width=200, no_color=False)
     with console.capture() as capture:
-        console.print(masked_text(ids, mask, tokenizer, marked=False))
+        console.print(masked_text(ids, mask, tokenizer, bracketed=False))
     assert "\x1b[2m<|user|>Hi<|end|><|assistant|>\x1b[0m\x1b[1;32mHö<|end|>\x1b[0m" in capture.get()
 
 

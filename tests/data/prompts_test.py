@@ -13,7 +13,7 @@ from tiny_models import CONTEXT, tiny_tokenizer
 from draftsmith.data.prompts import PromptsConfig, run
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
-from draftsmith.data.text.conversations import check_mapping, label_of, layout_of, parse_columns, up_to_last
+from draftsmith.data.text.conversations import check_mapping, parse_columns, read_chat, row_label, up_to_last
 from draftsmith.data.text.sources import open_source
 from draftsmith.data.text.template import RowError, load_chat_tokenizer, supervised_ids
 from draftsmith.modules.types import InputError
@@ -53,14 +53,14 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("name", "row", "messages"), LAYOUTS)
 def test_a_layout_is_recognised_by_its_columns(name, row, messages):
-    assert layout_of(row, {}).conversation(row).messages == messages, name
+    assert read_chat(row, {}).messages == messages, name
 
 
 def test_columns_can_be_mapped():
     row = {"question": "Hi", "reply": "Ho", "key": 7, "kind": "edit"}
-    layout = layout_of(row, parse_columns("prompt=question, answer=reply,id=key,task=kind"))
-    assert layout.conversation(row).messages == HI
-    assert [label_of(row, layout.columns, name) for name in ("id", "task", "split")] == ["7", "edit", ""]
+    mapping = parse_columns("prompt=question, answer=reply,id=key,task=kind")
+    assert read_chat(row, mapping).messages == HI
+    assert [row_label(row, mapping, name) for name in ("id", "task", "split")] == ["7", "edit", ""]
 
 
 def test_unknown_columns_are_named_with_the_flag_that_maps_them():
@@ -92,9 +92,8 @@ def test_the_prompt_ends_at_the_last_user_turn_and_keeps_earlier_answers():
     ],
 )
 def test_a_row_that_cannot_be_used_says_why(row, what):
-    layout = layout_of({"messages": HI} if "messages" in row else row, {})
     with pytest.raises(RowError, match=what):
-        layout.conversation(row)
+        read_chat(row, {})
 
 
 ROWS = [{"prompt": f"Hi {i}", "task": ["a", "b"][i % 2], "split": ["train", "dev"][i // 3]} for i in range(6)]

@@ -35,7 +35,7 @@ from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.manifest import file_sha256
 from draftsmith.data.store.shards import account
 from draftsmith.data.text.answers import spans
-from draftsmith.data.text.conversations import Conversation, asked_of, layout_of
+from draftsmith.data.text.conversations import Chat, open_turns, read_chat
 from draftsmith.data.text.template import RowError
 from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.modules.types import InputError
@@ -55,20 +55,19 @@ ASKED = [
 
 @pytest.mark.parametrize(("messages", "turns", "opening", "later", "not_asked"), ASKED)
 def test_every_user_turn_is_asked_and_the_recorded_answers_are_left_out(messages, turns, opening, later, not_asked):
-    found = asked_of(Conversation(messages), turns)
+    found = open_turns(Chat(messages), turns)
     said = ["".join(message["content"] for message in part) for part in (found.opening, *found.later)]
     assert (said[0], said[1:], found.not_asked) == (opening, later, not_asked)
 
 
 def test_turns_of_fastchat_are_all_asked_and_an_empty_one_is_the_rows_fault():
-    row = {"turns": ["a", "b", "c"]}
-    layout = layout_of(row, {})
-    assert [part[0]["content"] for part in asked_of(layout.conversation(row), "all").later] == ["b", "c"]
-    assert asked_of(layout.conversation(row), "last").not_asked == 2  # its first turn is all that can be asked so
+    three = read_chat({"turns": ["a", "b", "c"]}, {})
+    assert [part[0]["content"] for part in open_turns(three, "all").later] == ["b", "c"]
+    assert open_turns(three, "last").not_asked == 2  # only the first turn has no unanswered one before it
     with pytest.raises(RowError, match="a later turn has no text"):
-        asked_of(layout.conversation({"turns": ["a", " "]}), "all")
+        open_turns(read_chat({"turns": ["a", " "]}, {}), "all")
     with pytest.raises(RowError, match="no user turn"):
-        asked_of(Conversation(chat((SYSTEM, "s"))), "all")
+        open_turns(Chat(chat((SYSTEM, "s"))), "all")
 
 
 def test_prompts_hold_the_later_turns_and_count_them(asked, source, tmp_path):
