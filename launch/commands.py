@@ -115,10 +115,7 @@ SECTIONS: dict[str, dict[str, Command]] = {
     "Use heads elsewhere, and others' here": {
         "export": Command("data.export.export:ExportConfig", "A head as another system loads it, checked"),
         "check": Command(
-            "eval.engines.settings:EngineCheckConfig",
-            "What another system makes of a directory",
-            ("directory",),
-            "eval.engines.gate",
+            "eval.engines.gate:EngineCheckConfig", "What another system makes of a directory", ("directory",)
         ),
         "import": Command("data.export.import_head:ImportConfig", "A public head as one of ours", ("directory",)),
     },

@@ -1,1 +1,1 @@
-"""Other engines that serve our drafters, measured beside our own decoder."""
+"""Other engines that serve our drafters, compared with our own decoder."""

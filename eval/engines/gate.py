@@ -1,4 +1,4 @@
-"""`draftsmith check --engine vllm`: the real engine serves a directory, and does with it what our own chain does."""
+"""`draftsmith check --engine vllm`: serve a directory with the real engine and compare it with our own chain."""
 
 from __future__ import annotations
 
@@ -7,27 +7,26 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
+from rich.text import Text
 from torch import Tensor
 
-from draftsmith.data.console import log_note
+from draftsmith.data.console import log_note, print_table, print_text, table_from_cells
 from draftsmith.data.export import check
+from draftsmith.data.export.check import CheckConfig, foreign_package, hashes_of
 from draftsmith.data.export.check import differences as head_differences
-from draftsmith.data.export.check import foreign_package, hashes_of
 from draftsmith.data.export.directory import package_directory
 from draftsmith.data.export.states import facts_of
 from draftsmith.data.heads.directory import build_head, load_head, stored_tensors
 from draftsmith.data.models.hub import EMBEDDED, model_directory
 from draftsmith.data.models.loading import check_same_tokenizer, load_lm
-from draftsmith.data.settings import MODEL
+from draftsmith.data.settings import MODEL, check_not_negative, check_positive
 from draftsmith.data.text.template import load_chat_tokenizer, prompt_ids
 from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
-from draftsmith.eval.engines.chain import OurChain, margin, misread
-from draftsmith.eval.engines.process import running
-from draftsmith.eval.engines.settings import EngineCheckConfig
-from draftsmith.eval.engines.show import DIRECTORY, TEMPLATE, Compared, Located, Verdict, show
-from draftsmith.eval.engines.vllm import ANSWERED_S, ENVIRONMENT, VllmClient, engine_python, server_words
+from draftsmith.eval.engines.chain import EngineAnswer, OurChain, logit_margin, misreadings
+from draftsmith.eval.engines.vllm import ANSWER_S, ENVIRONMENT, VllmClient, engine_python, running, server_words
 from draftsmith.modules.formats import formats
 from draftsmith.modules.formats.base import ForeignHead, Package, Served, TargetFacts
 from draftsmith.modules.formats.detect import causal_lm, detect, named_format
@@ -35,36 +34,102 @@ from draftsmith.modules.formats.vllm import command
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
 
-DRAFTED = 5
+NUM_DRAFTED = 5
 QUESTION = "What is two and two?"
-TRIED = 6  # prompts on which other readings of the head are tried
+MISREAD_PROMPTS = 6  # prompts on which misreadings of the head are tried
+LISTED_PROMPTS = 8  # differing prompts that are printed
+TEMPLATE, DIRECTORY = "the server's chat template", "the directory"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineCheckConfig(CheckConfig):
+    """Read a directory as another system would and compare its names, settings and logits with ours; with --engine
+    vllm, serve it and compare answers, drafts and accepted tokens with our own chain. Exits with 1 on any difference.
+
+    Attributes:
+        engine: How models run here: lean for Llama-family weights, hf for any transformers model; auto takes lean where
+            it can. vllm serves the directory (a head, or a draft model) with the target, greedily.
+        dtype: Type of the weights; auto takes the checkpoint's, and with --engine vllm float32.
+        engine_python: Python of an environment with vLLM, which is started. Default: that of `make engines` in this
+            directory, or this one.
+        server: Address of a running vLLM server with this target and drafter, instead of starting one.
+        prompts: Held-out prompts, as for `eval bench`. Default for the embedded target: its own, of the test split.
+        split: Keep prompts of this split.
+        limit: Number of prompts, from the start.
+        max_new_tokens: Longest answer.
+        num_drafted: Drafted tokens per round; 0 means 5, or what the server drafts.
+    """
+
+    engine: Literal["auto", "lean", "hf", "vllm"] = "auto"  # type: ignore[assignment]  # one more than Loading has
+    engine_python: Path | None = None
+    server: str | None = None
+    prompts: str | None = None
+    split: str | None = None
+    limit: int = 12
+    max_new_tokens: int = 96
+    num_drafted: int = 0
+
+    def __post_init__(self) -> None:
+        check_positive(self, "limit", "max_new_tokens")
+        check_not_negative(self, "num_drafted")
+
+    @property
+    def serves(self) -> bool:
+        return self.engine == "vllm"
+
+    @property
+    def loading(self) -> dict[str, Any]:
+        dtype = "float32" if self.serves and self.dtype == "auto" else self.dtype
+        return super().loading | {"dtype": dtype, "engine": "auto" if self.serves else self.engine}
 
 
 @dataclass(frozen=True)
-class Ours:
-    """The drafter as we have it. drafter: a head of this kind, or a model. package: the directory, of a head."""
+class OurDrafter:
+    """The drafter as we have it: a head of a kind, or a model; `package` is the directory of a head."""
 
     kind: str
     drafter: Any
     package: Package | None = None
 
 
+@dataclass(frozen=True)
+class ComparedPrompt:
+    """One prompt, answered by the engine and by us."""
+
+    id: str
+    theirs: EngineAnswer
+    ours: EngineAnswer
+
+    @property
+    def same_text(self) -> bool:
+        return self.theirs.tokens == self.ours.tokens
+
+    @property
+    def same_counts(self) -> bool:
+        return self.theirs.counts == self.ours.counts
+
+
+@dataclass(frozen=True)
+class LocatedDifference:
+    """A difference: what differs, and where or why."""
+
+    what: str
+    text: str
+
+
 def run(config: EngineCheckConfig) -> int:
-    """0 when nothing differs, else 1.
+    """Check a directory; return 0 if nothing differs, else 1.
 
     Raises:
-        InputError: as of `data.export.check`; no engine, or one that does not start, answer or count.
+        InputError: as `data.export.check`; or the engine does not start, answer or count.
     """
-    if config.serves:
-        return check_served(config)
-    for name in ("engine_python", "server", "prompts"):
-        if getattr(config, name) is not None:
-            raise InputError(name, getattr(config, name), "--engine vllm, which reads it", "Add it, or leave this out.")
-    return check.run(config)
+    if not config.serves:
+        for name in ("engine_python", "server", "prompts"):
+            if getattr(config, name) is not None:
+                expected = "--engine vllm, which reads it"
+                raise InputError(name, getattr(config, name), expected, "Add it, or leave this out.")
+        return check.run(config)
 
-
-def check_served(config: EngineCheckConfig) -> int:
-    """The same of a whole engine."""
     if config.target is None:
         raise InputError("target", "none", "the target", "Pass --target.")
     if config.server is not None and config.engine_python is not None:
@@ -72,36 +137,42 @@ def check_served(config: EngineCheckConfig) -> int:
         raise InputError("server", found, "a server that runs, or what starts one", "Pass one of them.")
     if config.server is None:
         engine_python(config.engine_python)
-    prompts = chosen_prompts(config, config.target)
+    prompts = held_out_prompts(config, config.target)
     target = load_lm(config.target, **config.loading)
     facts = facts_of(config.target, target)
     ours = our_drafter(config, target, facts)
-    with client_of(config, target, ours, prompts) as client:
-        before, _ = client.counts()
-        chain = OurChain(target, len(before.by_place), config.max_new_tokens)
+
+    # The engine first: our chain has the length that the server drafts.
+    with vllm_client(config, target, ours, prompts) as client:
+        counts, _ = client.counts()
+        chain = OurChain(target, len(counts.by_place), config.max_new_tokens)
         check_room(config, chain, prompts, min(target.info.max_position, client.about.length or 2**62))
-        log_note(f"{client.url}: asking {len(prompts)} prompts, each for at most {ANSWERED_S:g} s")
+        log_note(f"{client.url}: asking {len(prompts)} prompts, each for at most {ANSWER_S:g} s")
         theirs = [client.answer(number, prompt.prompt_ids) for number, prompt in enumerate(prompts)]
         template = template_difference(client, config.target)
-        about = client.about
-    own = [chain.answer(prompt.prompt_ids, ours.kind, ours.drafter) for prompt in prompts]
-    rows = [Compared(prompt.id, *pair) for prompt, *pair in zip(prompts, theirs, own, strict=True)]
+        version = client.about.version
+    rows = [
+        ComparedPrompt(prompt.id, answer, chain.answer(prompt.prompt_ids, ours.kind, ours.drafter))
+        for prompt, answer in zip(prompts, theirs, strict=True)
+    ]
+
     located = []
     if any(not row.same_counts for row in rows):
-        located.append(located_drafts(ours, chain, prompts, rows, facts))
-    elif config.head is not None and (found := differences(ours, facts)):
-        # A head that knows little drafts as well with other layers as with its own.
-        located.append(Located(DIRECTORY, f"is another head for vLLM than --head: {found}"))
-    located += [
-        located_text(target, prompt, row) for prompt, row in zip(prompts, rows, strict=True) if not row.same_text
-    ]
-    located += [] if template is None else [Located(TEMPLATE, template)]
-    verdict = Verdict(str(config.directory), f"vLLM {about.version}", str(config.loading["dtype"]), rows, located)
-    show(verdict)
-    return 0 if verdict.equal else 1
+        located.append(locate_drafts(ours, chain, prompts, rows, facts))
+    elif config.head is not None and (found := directory_differences(ours, facts)):
+        # A weak head drafts as well with other layers as with its own, so equal counts do not prove it.
+        located.append(LocatedDifference(DIRECTORY, f"is another head for vLLM than --head: {found}"))
+    for prompt, row in zip(prompts, rows, strict=True):
+        if not row.same_text:
+            located.append(locate_text(target, prompt, row))
+    if template is not None:
+        located.append(LocatedDifference(TEMPLATE, template))
+    print_comparison(str(config.directory), f"vLLM {version}", str(config.loading["dtype"]), rows, located)
+    return 0 if not located and all(row.same_text and row.same_counts for row in rows) else 1
 
 
-def chosen_prompts(config: EngineCheckConfig, target: str) -> list[BenchPrompt]:
+def held_out_prompts(config: EngineCheckConfig, target: str) -> list[BenchPrompt]:
+    """Read --prompts, or the embedded target's own test prompts."""
     source, split = config.prompts, config.split
     if source is None:
         if not target.startswith(EMBEDDED):
@@ -110,8 +181,8 @@ def chosen_prompts(config: EngineCheckConfig, target: str) -> list[BenchPrompt]:
     return read_prompts(source, target, split, limit=config.limit)
 
 
-def our_drafter(config: EngineCheckConfig, target: CausalLM, facts: TargetFacts) -> Ours:
-    """The head that the directory was exported from, else the directory as its own system means it; or a model.
+def our_drafter(config: EngineCheckConfig, target: CausalLM, facts: TargetFacts) -> OurDrafter:
+    """Load --head, else the directory as its own system reads it; or a draft model.
 
     Raises:
         InputError: neither a head that vLLM serves nor a model.
@@ -122,39 +193,38 @@ def our_drafter(config: EngineCheckConfig, target: CausalLM, facts: TargetFacts)
     foreign = ForeignHead.of(package)
     if causal_lm(foreign):
         check_same_tokenizer(config.target, path, MODEL)
-        return Ours(MODEL, load_lm(path, **config.loading))
+        return OurDrafter(MODEL, load_lm(path, **config.loading))
     named = config.format in {name for name, _ in formats()}
     format = named_format(config.format, foreign) if named else detect(foreign)
     if ("vllm", format.kind) not in formats():
-        raise InputError(
-            "directory", f"a head of kind {format.kind}", "one that vLLM serves", "Check it with --format."
-        )
+        found = f"a head of kind {format.kind}"
+        raise InputError("directory", found, "one that vLLM serves", "Check it with --format.")
     if config.head is not None:
-        return Ours(format.kind, load_head(config.head, target, kind=format.kind), package)
+        return OurDrafter(format.kind, load_head(config.head, target, kind=format.kind), package)
     parsed = format.read(package, facts)
-    return Ours(format.kind, placed(target, format.kind, parsed.config, parsed.state), package)
+    return OurDrafter(format.kind, head_for(target, format.kind, parsed.config, parsed.state), package)
 
 
-def placed(target: CausalLM, kind: str, config: Any, state: Mapping[str, Tensor]) -> Any:
-    """A head of these settings and weights, ready to draft for the target."""
+def head_for(target: CausalLM, kind: str, config: Any, state: Mapping[str, Tensor]) -> Any:
+    """Build a head on the target's device and in its type."""
     return build_head(kind, config, state).to(target.device, target.dtype).eval().requires_grad_(False)
 
 
 @contextmanager
-def client_of(
-    config: EngineCheckConfig, target: CausalLM, ours: Ours, prompts: Sequence[BenchPrompt]
+def vllm_client(
+    config: EngineCheckConfig, target: CausalLM, ours: OurDrafter, prompts: Sequence[BenchPrompt]
 ) -> Iterator[VllmClient]:
-    """A server with the target and the directory: the one that was named, or one that is started, and ended."""
+    """Yield a client of --server, or of a server that is started with the target and the directory, and ended."""
     assert config.target is not None
     if config.server is not None:
         client = VllmClient(config.server, config.target, config.max_new_tokens)
-        drafted = len(client.counts()[0].by_place)
-        if config.num_drafted not in (0, drafted):
+        length = len(client.counts()[0].by_place)
+        if config.num_drafted not in (0, length):
             found = f"{config.num_drafted} tokens a round"
-            raise InputError("num_drafted", found, f"{drafted}, as the server drafts", "Leave it out.")
+            raise InputError("num_drafted", found, f"{length}, as the server drafts", "Leave it out.")
         yield client
         return
-    chain = OurChain(target, config.num_drafted or DRAFTED, config.max_new_tokens)
+    chain = OurChain(target, config.num_drafted or NUM_DRAFTED, config.max_new_tokens)
     check_room(config, chain, prompts, target.info.max_position)
     directory = package_directory(str(config.directory)).absolute()
     served = Served(str(model_directory(config.target).absolute()), str(directory), chain.length)
@@ -165,18 +235,17 @@ def client_of(
         yield VllmClient(url, config.target, config.max_new_tokens)
 
 
-def check_room(config: EngineCheckConfig, chain: OurChain, prompts: Sequence[BenchPrompt], most: int) -> None:
-    """Raises InputError for prompts whose last drafts do not fit a context: the engine and we would cut them apart."""
+def check_room(config: EngineCheckConfig, chain: OurChain, prompts: Sequence[BenchPrompt], context: int) -> None:
+    """Raise InputError if a last draft would not fit the context: the engine and we would truncate it differently."""
     longest = max(prompts, key=lambda prompt: len(prompt.prompt_ids))
-    if chain.room(longest.prompt_ids) > most:
+    if chain.room(longest.prompt_ids) > context:
         found = f"{len(longest.prompt_ids)} tokens in prompt {longest.id}"
-        expected = f"at most {most - chain.room([])}: the context is {most}"
+        expected = f"at most {context - chain.room([])}: the context is {context}"
         raise InputError("prompts", found, expected, f"Lower --max-new-tokens {config.max_new_tokens}, or shorten it.")
 
 
 def template_difference(client: VllmClient, target: str) -> str | None:
-    """Where the server's own template makes other tokens of a question than the target's; None where it does not, or
-    one of the two has none."""
+    """Return where the server's chat template gives other tokens than the target's; None if equal or unknown."""
     tokenizer = load_chat_tokenizer(target)
     if not tokenizer.chat_template:
         return None
@@ -184,66 +253,69 @@ def template_difference(client: VllmClient, target: str) -> str | None:
     if theirs is None or theirs == ours:
         return None
     place = first_difference(ours, theirs)
-    few = slice(place, place + 4)
-    return f"makes other tokens of a question from place {place} on: {theirs[few]}, here {ours[few]}"
+    some = slice(place, place + 4)
+    return f"makes other tokens of a question from place {place} on: {theirs[some]}, here {ours[some]}"
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int:
-    """The first place at which two unequal sequences differ."""
     return next(place for place, (a, b) in enumerate(itertools.zip_longest(one, other)) if a != b)
 
 
-def located_text(target: CausalLM, prompt: BenchPrompt, row: Compared) -> Located:
-    """Where an answer differs, and by how little the target prefers its own token there."""
+def locate_text(target: CausalLM, prompt: BenchPrompt, row: ComparedPrompt) -> LocatedDifference:
+    """Return where an answer differs, and by how much the target prefers its own token there."""
     ours, theirs = row.ours.tokens, row.theirs.tokens
     place = first_difference(ours, theirs)
     if place >= min(len(ours), len(theirs)):
-        return Located(f"text of {row.id}", f"{len(theirs)} tokens, here {len(ours)}: another end token or limit")
-    apart = margin(target, [*prompt.prompt_ids, *ours[:place]], ours[place], theirs[place])
-    why = "a tie, which another order of sums breaks" if abs(apart) < 1e-3 else "another target, type or kernel"
-    found = f"from token {place} on: {theirs[place]}, here {ours[place]}"
-    return Located(f"text of {row.id}", f"{found}, whose logit is {apart:.2g} larger ({why})")
+        text = f"{len(theirs)} tokens, here {len(ours)}: another end token or limit"
+        return LocatedDifference(f"text of {row.id}", text)
+    margin = logit_margin(target, [*prompt.prompt_ids, *ours[:place]], ours[place], theirs[place])
+    why = "a tie, which another order of sums breaks" if abs(margin) < 1e-3 else "another target, type or kernel"
+    text = f"from token {place} on: {theirs[place]}, here {ours[place]}, whose logit is {margin:.2g} larger ({why})"
+    return LocatedDifference(f"text of {row.id}", text)
 
 
-def located_drafts(
-    ours: Ours, chain: OurChain, prompts: Sequence[BenchPrompt], rows: Sequence[Compared], facts: TargetFacts
-) -> Located:
-    """Why the drafts are others: readings of the head by which our chain counts what the engine does."""
+def locate_drafts(
+    ours: OurDrafter,
+    chain: OurChain,
+    prompts: Sequence[BenchPrompt],
+    rows: Sequence[ComparedPrompt],
+    facts: TargetFacts,
+) -> LocatedDifference:
+    """Return the misreadings of the head with which our chain counts what the engine does."""
     if ours.kind == MODEL:
-        return Located("drafts", "those of another draft model, type or kernel: a whole model has no layout to misread")
-    # Prompts whose text is another say nothing about drafts.
+        text = "those of another draft model, type or kernel: a whole model has no layout to misread"
+        return LocatedDifference("drafts", text)
+    # Prompts whose text differs say nothing about drafts.
     used = [pair for pair in zip(prompts, rows, strict=True) if pair[1].same_text]
-    used = sorted(used, key=lambda pair: pair[1].same_counts)[:TRIED]
-    target, found, tried = chain.target, list[str](), list[str]()
-    for name, config, state in readings(ours, target, facts):
-        head = placed(target, ours.kind, config, state)
-        counted = [chain.answer(prompt.prompt_ids, ours.kind, head).counts for prompt, _ in used]
-        (found if used and counted == [row.theirs.counts for _, row in used] else tried).append(name)
-    differ = differences(ours, facts)
-    held = f" The directory is another head for vLLM than ours: {differ}." if differ else ""
-    if found:
-        return Located("drafts", f"are exactly what our chain gives with {' or with '.join(found)}.{held}")
-    return Located("drafts", f"are not explained by any of: {'; '.join(tried) or 'nothing to try'}.{held}")
-
-
-def readings(ours: Ours, target: CausalLM, facts: TargetFacts) -> Iterator[tuple[str, Any, Mapping[str, Tensor]]]:
-    """Names, configs and tensors of what the engine may take the head for."""
-    head: Any = ours.drafter
+    used = sorted(used, key=lambda pair: pair[1].same_counts)[:MISREAD_PROMPTS]
+    target, head = chain.target, ours.drafter
     state = stored_tensors(head)
-    yield from misread(head.config, state, facts.raw, target.info.num_layers)
+    candidates = list(misreadings(head.config, state, facts.raw, target.info.num_layers))
+    assert ours.package is not None
     try:
-        assert ours.package is not None
         parsed = formats()["vllm", ours.kind].read(ours.package, facts)
-    except InputError:  # then vLLM would not have served it
-        return
-    kept = dataclasses.replace(
-        parsed.config, llama=dataclasses.replace(parsed.config.llama, max_position=head.config.max_position)
-    )
-    yield "the head of the directory by vLLM's rules", kept, parsed.state
+        llama = dataclasses.replace(parsed.config.llama, max_position=head.config.max_position)
+        config = dataclasses.replace(parsed.config, llama=llama)
+        candidates.append(("the head of the directory by vLLM's rules", config, dict(parsed.state)))
+    except InputError:  # vLLM would not have served it
+        pass
+
+    explained, tried = list[str](), list[str]()
+    for name, config, tensors in candidates:
+        misread = head_for(target, ours.kind, config, tensors)
+        counts = [chain.answer(prompt.prompt_ids, ours.kind, misread).counts for prompt, _ in used]
+        (explained if used and counts == [row.theirs.counts for _, row in used] else tried).append(name)
+    differ = directory_differences(ours, facts)
+    directory = f" The directory is another head for vLLM than ours: {differ}." if differ else ""
+    if explained:
+        text = f"are exactly what our chain gives with {' or with '.join(explained)}.{directory}"
+    else:
+        text = f"are not explained by any of: {'; '.join(tried) or 'nothing to try'}.{directory}"
+    return LocatedDifference("drafts", text)
 
 
-def differences(ours: Ours, facts: TargetFacts) -> str:
-    """What vLLM would hold in memory that is not in our head, a few of it; nothing of a model."""
+def directory_differences(ours: OurDrafter, facts: TargetFacts) -> str:
+    """Return some of what vLLM reads from the directory that our head does not have; empty for a model."""
     if ours.package is None:
         return ""
     try:
@@ -251,5 +323,51 @@ def differences(ours: Ours, facts: TargetFacts) -> str:
     except InputError as error:
         return str(error)
     config, hashes = dataclasses.asdict(ours.drafter.config), hashes_of(stored_tensors(ours.drafter))
-    found = [*theirs.problems, *head_differences(config, hashes, theirs)]
-    return "; ".join(f"{problem.where}: {problem.text}" for problem in found[:4])
+    problems = [*theirs.problems, *head_differences(config, hashes, theirs)]
+    return "; ".join(f"{problem.where}: {problem.text}" for problem in problems[:4])
+
+
+def print_comparison(
+    directory: str, engine: str, dtype: str, rows: Sequence[ComparedPrompt], located: Sequence[LocatedDifference]
+) -> None:
+    """Print the sums, the prompts that differ, what was located, and one line of conclusion."""
+    first, *more = (row.theirs.counts for row in rows)
+    theirs = sum(more, first)
+    first, *more = (row.ours.counts for row in rows)
+    ours = sum(more, first)
+    print_text(Text(f"{directory} in {engine}, beside our chain of {len(ours.by_place)}", "bold"))
+    engine_tokens, our_tokens = [len(row.theirs.tokens) for row in rows], [len(row.ours.tokens) for row in rows]
+    sums = [
+        ("prompts, greedy", str(len(rows)), f"{len(rows)}, {dtype}"),
+        ("tokens", *(f"{sum(counts):,}" for counts in (engine_tokens, our_tokens))),
+        ("drafts", f"{theirs.drafts:,}", f"{ours.drafts:,}"),
+        ("accepted tokens", f"{theirs.accepted:,}", f"{ours.accepted:,}"),
+    ]
+    for place, (one, other) in enumerate(zip(theirs.rates, ours.rates, strict=True), 1):
+        sums.append((f"  drafts kept up to place {place}", f"{one:.1%}", f"{other:.1%}"))
+    sums.append(("tokens a round", f"{theirs.tokens_per_round:.3f}", f"{ours.tokens_per_round:.3f}"))
+    print_table(table_from_cells("sums", ("count", engine, "here"), sums, (engine, "here")))
+
+    differing = [row for row in rows if not (row.same_text and row.same_counts)]
+    if differing:
+        cells = []
+        for row in differing[:LISTED_PROMPTS]:
+            engine_counts, our_counts = row.theirs.counts, row.ours.counts
+            numbers = (engine_counts.drafts, our_counts.drafts, engine_counts.accepted, our_counts.accepted)
+            cells.append((row.id, "same" if row.same_text else "DIFFERS", *numbers))
+        right = ("drafts", "here", "accepted", "accepted here")
+        print_table(table_from_cells("differing", ("prompt", "text", *right), cells, right))
+        if len(differing) > LISTED_PROMPTS:
+            print_text(f"and {len(differing) - LISTED_PROMPTS} more")
+    for difference in located:
+        print_text(Text.assemble((difference.what, "bold"), f" {difference.text}"))
+
+    if not located and not differing:
+        text = f"equal: text, drafts and accepted tokens of all {len(rows)} prompts"
+        print_text(Text(f"{text}, {theirs.tokens_per_round:.3f} tokens a round", "green"))
+    else:
+        texts, counts = sum(not row.same_text for row in rows), sum(not row.same_counts for row in rows)
+        others = "".join(f", {each.what}" for each in located if each.what in (TEMPLATE, DIRECTORY))
+        text = f"differs: text of {texts} and drafts of {counts} of {len(rows)} prompts{others}"
+        numbers = f"{theirs.tokens_per_round:.3f} tokens a round, {ours.tokens_per_round:.3f} here"
+        print_text(Text(f"{text}, {numbers}", "bold red"))

@@ -18,8 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.data.export.directory import read_package
 from draftsmith.data.heads.directory import load_head, stored_tensors
-from draftsmith.eval.engines.gate import run
-from draftsmith.eval.engines.settings import EngineCheckConfig
+from draftsmith.eval.engines.gate import EngineCheckConfig, run
 from draftsmith.modules.formats import formats
 
 torch.set_num_threads(1)

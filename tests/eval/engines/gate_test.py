@@ -25,12 +25,9 @@ from draftsmith.data.export.export import run as export
 from draftsmith.data.export.states import PROMPTS, make_probes
 from draftsmith.data.heads.directory import build_head, load_head, save_head, stored_tensors
 from draftsmith.data.models.loading import load_lm
-from draftsmith.eval.engines.chain import other_layers
-from draftsmith.eval.engines.counts import Counts
-from draftsmith.eval.engines.gate import run
-from draftsmith.eval.engines.process import running
-from draftsmith.eval.engines.settings import EngineCheckConfig
-from draftsmith.eval.engines.vllm import server_words
+from draftsmith.eval.engines.chain import DraftCounts, other_layers
+from draftsmith.eval.engines.gate import EngineCheckConfig, run
+from draftsmith.eval.engines.vllm import running, server_words
 from draftsmith.modules.formats.base import Served
 from draftsmith.modules.formats.vllm import command
 from draftsmith.modules.types import InputError
@@ -225,10 +222,10 @@ def test_a_server_that_cannot_be_compared_is_refused(gate, engine, faults, setti
 
 
 def test_counts_are_vllms():
-    counts = Counts.of([0, 3, 1, 3], 3)
-    assert counts == Counts(4, (3, 2, 2))
-    assert (counts.accepted, counts.length, counts.shares) == (7, 2.75, (0.75, 0.5, 0.5))
-    assert counts - Counts(1, (1, 0, 0)) == Counts(3, (2, 2, 2))
+    counts = DraftCounts.of([0, 3, 1, 3], 3)
+    assert counts == DraftCounts(4, (3, 2, 2))
+    assert (counts.accepted, counts.tokens_per_round, counts.rates) == (7, 2.75, (0.75, 0.5, 0.5))
+    assert counts - DraftCounts(1, (1, 0, 0)) == DraftCounts(3, (2, 2, 2))
 
 
 def test_layers_that_are_tried_are_layers_of_the_target():
@@ -288,7 +285,7 @@ def test_an_engine_ends_with_all_its_processes_also_after_an_error():
 def test_an_engine_ends_when_the_check_is_stopped(tmp_path, number: int):
     code = (
         "import sys, time\n"
-        "from draftsmith.eval.engines.process import running\n"
+        "from draftsmith.eval.engines.vllm import running\n"
         f"with running([sys.executable, '-c', {SERVER!r}], {{}}) as url:\n"
         "    print(url, flush=True)\n"
         "    time.sleep(600)\n"

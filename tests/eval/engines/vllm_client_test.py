@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from draftsmith.eval.engines import vllm
-from draftsmith.eval.engines.counts import Counts
+from draftsmith.eval.engines.chain import DraftCounts
 from draftsmith.eval.engines.vllm import VllmClient
 from draftsmith.modules.types import InputError
 
@@ -122,13 +122,13 @@ def test_what_is_no_page_of_vllms_is_one_line(client, page, content, said):
         ask(client({page: content}))
 
 
-@pytest.mark.parametrize("after", [Counts(2, (2,)), Counts(4, (1,)), Counts(4, (2, 1))])
+@pytest.mark.parametrize("after", [DraftCounts(2, (2,)), DraftCounts(4, (1,)), DraftCounts(4, (2, 1))])
 def test_counters_only_grow(client, monkeypatch, after):
     asking = client({})
     asking._engine = SimpleNamespace(
         request=lambda *_: ("models", {}), read=lambda *_: SimpleNamespace(retokenised=False, tokens=[5])
     )
-    counted = iter([(Counts(3, (2,)), 0), (after, 1)])
+    counted = iter([(DraftCounts(3, (2,)), 0), (after, 1)])
     monkeypatch.setattr(asking, "counts", lambda: next(counted))
     with pytest.raises(InputError, match="expected counters that only grow"):
         asking.answer(0, [1])
@@ -136,7 +136,7 @@ def test_counters_only_grow(client, monkeypatch, after):
 
 @pytest.mark.parametrize("line", [b"HTTP/1.1 102 Processing\r\n\r\n", b"HTTP/1.0 200 OK\r\n\r\n", b""])
 def test_a_page_without_end_has_a_limit(client, monkeypatch, line):
-    monkeypatch.setattr(vllm, "TOLD_S", 0.3)
+    monkeypatch.setattr(vllm, "INFO_S", 0.3)
     with pytest.raises(InputError, match=r"no whole answer in 0\.3 s"):
         ask(client({"/version": endless(line)}))
 
