@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from draftsmith.data.console import Column, Table, progress_bar
+from draftsmith.data.console import Column, Table, format_interval, progress_bar
 from draftsmith.data.rollouts import Rollouts
-from draftsmith.eval.studies.policies.comparison import Gain, gain
+from draftsmith.eval.bootstrap import Resamples
 from draftsmith.modules.acceptance.fitting import begin, descend, predicted, shuffled
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, Feature, feature_value
 from draftsmith.modules.decoding.branches import BranchedText
@@ -232,6 +232,33 @@ PREDICTORS: dict[str, Callable[[Rounds, Mask], Floats]] = {
     HEAD: head_probs,
     KNOWN: lambda rounds, kept: rounds.by_round(rounds.accept_prob),
 }
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Relative gain in tokens by time, with the ends of its 95 % interval, NaN for fewer than two prompts."""
+
+    value: float
+    low: float = np.nan
+    high: float = np.nan
+
+    @property
+    def text(self) -> str:
+        return f"{self.value:+.1%} ({self.ends})" if self.ends else f"{self.value:+.1%}"
+
+    @property
+    def ends(self) -> str:
+        return format_interval((self.low, self.high), "+.1%", " to ")
+
+
+def gain(own: Floats, base: Floats, seed: int) -> Gain:
+    """Compare tokens and time [prompts, 2] of the same prompts, which are resampled in pairs."""
+    drawn = Resamples(range(len(own)), seed)
+    ends = drawn.interval(
+        lambda: drawn.sums(own[:, 0]) / drawn.sums(own[:, 1]) * drawn.sums(base[:, 1]) / drawn.sums(base[:, 0]) - 1
+    )
+    (tokens, time), (base_tokens, base_time) = own.sum(0), base.sum(0)
+    return Gain(float((tokens / time) / (base_tokens / base_time)) - 1, *(ends or ()))
 
 
 @dataclass(frozen=True)

@@ -137,25 +137,6 @@ SECTIONS: dict[str, dict[str, Command]] = {
             "eval.lossless.command:LosslessConfig", "Certify that methods leave the output as it is"
         ),
     },
-    "The papers' experiments": {
-        "eval specdecpp": Command(
-            "eval.studies.specdecpp.study:SpecDecPPConfig",
-            "SpecDec++'s experiments, heads trained for them",
-            runner="launch.specdecpp",
-        ),
-        "eval eagle2": Command(
-            "eval.studies.eagle2.study:Eagle2Config", "EAGLE-2's experiments: what a draft tree is worth"
-        ),
-        "eval hsddw": Command(
-            "eval.studies.hsddw.study:HsddwConfig", "HSDDW's experiments: three models, windows by entropy"
-        ),
-        "eval calibration": Command(
-            "eval.studies.calibration.study:CalibrationConfig", "Are acceptance probabilities right, and better than q?"
-        ),
-        "eval policies": Command(
-            "eval.studies.policies.study:PoliciesConfig", "Acceptance heads against every stop policy"
-        ),
-    },
     "Your shell and machine": {
         "doctor": Command("launch.doctor:DoctorConfig", "What is installed here and what of it can be used"),
         "completion": Command(

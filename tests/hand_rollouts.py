@@ -1,14 +1,12 @@
-"""Rollouts made by hand."""
+"""Hand-made rollouts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
-from draftsmith.eval.replay.rollouts import ChainRollouts, Rollouts, TargetAnswer
+from draftsmith.benchmarks.papers.rollouts import ChainRollouts, TargetAnswer
 
 ROOM = 50
 
@@ -48,19 +46,6 @@ def hand_rollouts(agreed: Sequence[Sequence[bool]], depth: int, seed: int = 0, h
         entropy=-found["log_q"],
         accept_prob=found["prob"],
         heads={head: found["logit"]},
+        past_end=np.zeros(len(found["start"]), np.int64),
         repeat=np.zeros(shape),
     )
-
-
-def of_answer(rollouts: Rollouts, number: int) -> Rollouts:
-    """One answer's part, with which `joined` began."""
-    rows = rollouts.answer == number
-    arrays: dict[str, Any] = {}
-    for item in fields(rollouts):
-        value = getattr(rollouts, item.name)
-        if isinstance(value, np.ndarray):
-            arrays[item.name] = value[rows]
-        elif isinstance(value, Mapping):
-            arrays[item.name] = {key: array[rows] for key, array in value.items()}
-    arrays["answer"] = np.zeros_like(arrays["answer"])
-    return replace(rollouts, answers=[rollouts.answers[number]], **arrays)

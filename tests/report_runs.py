@@ -1,4 +1,4 @@
-"""Runs made by hand for the report: a benchmark with traced rounds, studies of today and of earlier versions, with text
+"""Runs made by hand for the report: a benchmark with traced rounds, and tables and charts of a tuning, with text
 that would run if it were not escaped."""
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _row(method: str, temperature: float) -> dict[str, Any]:
 
 
 def rows_to_draw() -> list[dict[str, Any]]:
-    """Two panels of three rows that have what any chart of a study draws."""
+    """Two panels of three rows that have what any chart of tables draws."""
     rows = []
     for panel in ("one", HOSTILE):
         for i in range(3):
@@ -144,13 +144,13 @@ def wide_rows() -> list[dict[str, Any]]:
 
 def study_tables() -> list[Table]:
     """Tables to read and tables to draw, and of each one that is empty."""
-    drawn = ("eagle2-tau-by-size", "eagle2-speed-by-size", "eagle2-acceptance-by-confidence")
+    drawn = ("training-loss", "training-tau", "training-depth")
     return [
         Table("best", "Best & rest", [Column("m", "method_1"), Column("n", "50 %", ".2fx"), Column("c", "count", ",")],
               [{"m": "a_b & c", "n": 1.5, "c": 1200}, {"m": HOSTILE, "n": None, "c": 7}], "A note of 5 %."),
         Table("empty", "No rows", [Column("m", "method")]),
         *(drawn_data(name, rows_to_draw()) for name in drawn),
-        drawn_data("eagle2-predicted-speed", []),
+        drawn_data("training-speed", []),
     ]  # fmt: skip
 
 
@@ -158,19 +158,8 @@ def study_run(directory: Path) -> Path:
     return write_study(directory, {"tables": to_json(study_tables())})
 
 
-def old_study_run(directory: Path) -> Path:
-    """As earlier versions wrote them: tables, and charts that say how they are drawn; one of a name that is gone."""
-    table = to_json(study_tables()[:1])[0]
-    size = {"x": {"key": "nodes", "title": "n", "format": "", "scale": "ordinal", "zero": False}, "color": "tau"}
-    charts = [
-        {"type": "chart", "name": name, "title": f"Old {name}", "mark": "heatmap", **size, "rows": rows_to_draw()}
-        for name in ("eagle2-tau-by-size", "gone")
-    ]
-    return write_study(directory, {"figures": [{"type": "table", **table}, *charts]})
-
-
 def write_study(directory: Path, found: dict[str, Any]) -> Path:
     directory.mkdir(parents=True)
-    results = {"meta": {**META, "kind": "eagle2"}, **found, "summary": {"best_tokens_per_s": 321.5}}
+    results = {"meta": {**META, "kind": "training"}, **found, "summary": {"best_tokens_per_s": 321.5}}
     (directory / "results.json").write_text(json.dumps(results))
     return directory

@@ -40,7 +40,7 @@ META: dict[str, Any] = {
 }
 TABLE = {"name": str, "title?": str, "note?": str, "columns?": [{"key": str, "title": str}], "rows?": [dict]}
 METHOD = {"method": str, "temperature?": float, **PART, "by_task?": {"*": PART}}
-SHAPE = {"meta": META, "methods?": [METHOD], "tables?": [TABLE], "figures?": [TABLE]}
+SHAPE = {"meta": META, "methods?": [METHOD], "tables?": [TABLE]}
 COLUMNS = ("method", "id", "tokens", "wall_s", "cpu_s")  # of prompts.parquet, that are drawn
 
 
@@ -93,7 +93,7 @@ def _read(directory: Path, watching: bool) -> Mapping[str, Any]:
         raise InputError("runs", f"no {RESULTS} in {directory}", "a finished run, which ends by writing it", remedy)
     results = read_json(directory / RESULTS, MEASURE)
     fits = isinstance(results, dict) and isinstance(results.get("meta"), dict)
-    measured = [results[key] for key in ("methods", "tables", "figures") if key in results] if fits else []
+    measured = [results[key] for key in ("methods", "tables") if key in results] if fits else []
     if not any(isinstance(rows, list) for rows in measured):
         expected = "results of `eval bench` or of a study"
         raise InputError("runs", f"other JSON in {directory / RESULTS}", expected, "Pass another directory.")

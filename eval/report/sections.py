@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from draftsmith.data.console import Column, Table
@@ -15,10 +15,18 @@ from draftsmith.eval.report.benchmark import bench_figures, temperature_text
 from draftsmith.eval.report.drawing import Chart, Drawing, chart
 from draftsmith.eval.report.page import Section
 from draftsmith.eval.report.runs import Run, temperatures
-from draftsmith.eval.report.study_charts import STUDIES
 from draftsmith.eval.report.tables import from_json
+from draftsmith.eval.report.training import DRAWINGS as TRAINING
 from draftsmith.eval.report.viewer import viewer_data
 
+# Kind of a run -> its title on the page, and how its tables without columns are drawn.
+TABLE_RUNS: dict[str, tuple[str, Mapping[str, Drawing]]] = {
+    "tune": ("Tuning for this machine", {}),
+    "tree": ("A draft tree for a head", {}),
+    "schedule": ("How long a server should draft", {}),
+    "training": ("Training", TRAINING),
+    "under way": ("Under way", {}),
+}
 MAX_FAILURES = 6  # that are told one by one
 
 
@@ -28,7 +36,8 @@ def make_sections(groups: Sequence[Sequence[Run]], trace_bytes: int) -> list[Sec
     each = trace_bytes // max(1, len(traced))
     sections: list[Section] = []
     for runs in groups:
-        made = _bench_section(runs, each) if runs[0].kind == "bench" else _study_section(runs[0])
+        title, drawings = TABLE_RUNS.get(runs[0].kind, (runs[0].kind, {}))
+        made = _bench_section(runs, each) if runs[0].kind == "bench" else table_section(title, runs[0], drawings)
         while made.name in {other.name for other in sections}:
             made = dataclasses.replace(made, name=f"{made.name}-{len(sections)}")
         sections.append(made)
@@ -41,8 +50,8 @@ def _bench_section(runs: Sequence[Run], trace_bytes: int) -> Section:
     return _section("Benchmark", runs, bench_figures(runs), viewer=viewer, warnings=_failures(runs))
 
 
-def _study_section(run: Run) -> Section:
-    title, drawings = STUDIES.get(run.kind, (run.kind, {}))
+def table_section(title: str, run: Run, drawings: Mapping[str, Drawing]) -> Section:
+    """Show a run's tables. drawings: how those without columns are drawn, by name."""
     return _section(title, [run], [_figure(table, drawings.get(table.name), run) for table in from_json(run.results)])
 
 

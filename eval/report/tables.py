@@ -1,4 +1,4 @@
-"""Tables of a study: as results.json keeps them, and as Markdown and CSV show them."""
+"""Tables of a run: as results.json keeps them, and as Markdown and CSV show them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from draftsmith.data.console import Column, Row, Table, format_value, json_value
 
 
 def drawn_data(name: str, rows: Iterable[Row]) -> Table:
-    """A table whose rows only a chart shows (`eval/report/study_charts.py`)."""
+    """Return a table whose rows only a chart shows."""
     return Table(name, rows=json_values(list(rows)))
 
 
@@ -23,14 +23,13 @@ def to_json(tables: Sequence[Table]) -> list[dict[str, Any]]:
 
 
 def from_json(results: Row) -> list[Table]:
-    """The tables of a study's results.json. Earlier versions kept `figures`: tables, and charts with how they are
-    drawn, whose names and rows are those of today's."""
+    """Return the tables of a run's results.json."""
     return [
         Table(
             item["name"], item.get("title", ""), [Column(**column) for column in item.get("columns", ())],
             item.get("rows", ()), item.get("note", ""),
         )
-        for item in results.get("tables") or results.get("figures") or ()
+        for item in results.get("tables") or ()
     ]  # fmt: skip
 
 

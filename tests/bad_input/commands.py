@@ -167,15 +167,6 @@ ROWS = [
     Row("lossless: a greedy certificate of samples", f"eval lossless {STUDY}--draft {{draft}} --temperature 0",
         ("temperature",)),
     Row("lossless: transformers' own", f"eval lossless {STUDY}--methods hf", ("hf",)),
-    # Studies.
-    Row("eagle2: a model for a head", f"eval eagle2 {STUDY}--draft {{draft}}", ("draft",)),
-    Row("hsddw: no mid", f"eval hsddw {STUDY}--draft {{draft}} --mid ./nosuch", ("nosuch",)),
-    Row("calibration: a drafting head", f"eval calibration {STUDY}--fit-split test --draft {{draft}} "
-        "--acceptance {eagle}",
-        ("eagle",)),
-    Row("policies: nobody drafts", f"eval policies {STUDY}", ("draft",)),
-    Row("specdecpp: no such heads", f"eval specdecpp {STUDY}--train-split dev --dev-split train --draft {{draft}} "
-        "--heads ./nosuch", ("nosuch",)),
     # Heads elsewhere.
     Row("export: a model", f"export --format vllm --head {{draft}} {OUT}", ("draft",)),
     Row("export: no such format", f"export --format gguf --head {{eagle}} {OUT}", ("gguf",)),

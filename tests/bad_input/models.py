@@ -19,12 +19,6 @@ DEVICES = {
     "eval lossless": "eval lossless " + PAIR + "--prompts {chats} --output {out} ",
     "eval tune": "eval tune " + PAIR + "--prompts {chats} --output {out} ",
     "eval tree": "eval tree --target {target} --draft {eagle} --prompts {chats} --output {out} ",
-    "eval specdecpp": "eval specdecpp " + PAIR + "--prompts {chats} --output {out} ",
-    "eval eagle2": "eval eagle2 --target {target} --draft {eagle} --prompts {chats} --output {out} ",
-    "eval hsddw": "eval hsddw " + PAIR + "--mid {draft} --prompts {chats} --output {out} ",
-    "eval policies": "eval policies " + PAIR + "--prompts embedded:prompts --output {out} ",
-    "eval calibration": "eval calibration " + PAIR + "--acceptance {acceptance} --prompts embedded:prompts "
-    "--output {out} ",
     "check": "check {eagle} --format vllm --target {target} ",
     "export": "export --format vllm --head {eagle} --target {target} --output {out} ",
 }

@@ -72,7 +72,6 @@ PAIR = "--target {target} --draft {broken} --output {out} "
 BENCH = "eval bench " + PAIR + "--prompts {chats} --methods spec:k=2 --repeats 1 "
 LABELS = "data acceptance " + PAIR + "--responses {responses} "
 ASK = "data responses --prompts {prompts} --target {broken} --output {out} "
-ROUNDS = "eval policies " + PAIR + "--prompts {chats} --split test --dev-split test"
 TRAIN = "train eagle --target {target} --output {out} --max-steps 2 --tau-prompts 0 "
 DRAFT, HEAD, TARGET = ("draft (", "/draft)", "position"), ("eagle (", "position"), ("target (", "/target)")
 HERE = "prompt on the command line"
@@ -90,7 +89,6 @@ ROWS = [
     Row("bench, prompt by prompt", BENCH, (*DRAFT, "row-"), of("draft")),
     Row("bench, in batches", BENCH + "--batch-size 2", (*DRAFT, "row-"), of("draft")),
     Row("certificate", "eval lossless " + PAIR + "--prompts {chats} --limit 2", DRAFT, of("draft")),
-    Row("policies", ROUNDS, DRAFT, of("draft")),
     Row("responses", ASK, (*TARGET, "position", "row-"), of("target")),
     Row("greedy responses", ASK + "--temperature 0", (*TARGET, "position", "row-"), of("target")),
     Row("features", "data features --responses {texts} --target {broken} --output {out}",

@@ -11,7 +11,6 @@ from bad_input.row import Ground, Row
 PROMPTS = "data prompts --source {file} --target {target} --output {out} "
 BENCH = "eval bench --target {target} --draft {draft} --methods ar --output {out} "
 SERVER = "data responses --engine openai --prompts {prompts} --target {target} --output {out} --server.retries 0 "
-POLICIES = "eval policies --target {target} --draft {draft} --bench-limit 0 --output {out} --prompts "
 GOOD = b'{"id": "a", "prompt": "Hi"}\n'
 
 Make = Callable[[Ground, Path], dict[str, object]]
@@ -76,11 +75,6 @@ ROWS += [
         lambda ground, folder: {**file(b"Hi", "t")(ground, folder), **file(GOOD)(ground, folder)}),
     Row("a template that is no text", PROMPTS + "--chat-template {tmp}/t", ("chat_template", "UTF-8"),
         lambda ground, folder: {**file(b"\xff", "t")(ground, folder), **file(GOOD)(ground, folder)}),
-    Row("policies: nothing to choose on", POLICIES + "{file}", ("prompts", "1 prompt"), file(GOOD)),
-    Row("policies: no such split", POLICIES + "{chats} --dev-split dev", ("prompts", "dev", "splits test, train")),
-    Row("policies: prompts of both parts", POLICIES + "{chats} --split none --dev-split test", ("dev_split", "both")),
-    Row("specdecpp: prompts of both parts", "eval specdecpp --target {target} --draft {draft} --prompts {chats} "
-        "--dev-split test --output {out}", ("split", "share no prompts")),
     Row("server: no server", SERVER + "--server.url http://127.0.0.1:9/v1", ("prompt 0 (id row-0)", "ConnectError")),
     Row("server: no address", SERVER + "--server.url 127.0.0.1:9", ("server.url",)),
     Row("server: a password in the address", SERVER + "--server.url http://me:secret@127.0.0.1:9/v1",

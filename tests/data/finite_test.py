@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
-from broken_models import CONTEXT, V, models, small_lm
+from broken_models import CONTEXT, models, small_lm
 
 from draftsmith.data.acceptance import MixedTextLabels
 from draftsmith.data.engines.own import RowSource, generate_all
 from draftsmith.data.heads.directory import FrozenDrafter
 from draftsmith.data.models.loading import name_nonfinite
 from draftsmith.data.rollouts import Rollouts
-from draftsmith.eval.bench.prompts import BenchPrompt
-from draftsmith.eval.replay.chains import ChainRecorder, accept_along
-from draftsmith.eval.replay.coupling import CoupledDraws
-from draftsmith.eval.replay.record import Recording
 from draftsmith.modules.decoding.branches import BranchedText
 from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.types import SamplingParams
@@ -73,41 +67,3 @@ def test_answers(params):
     with pytest.raises(NonFinite) as caught:
         generate_all(target, TEXTS, params, 1, 2, drawn)
     assert (caught.value.model, caught.value.row, caught.value.position) == ("target", 1, 4)
-
-
-@pytest.mark.parametrize("params", MODES[:2], ids=str)
-@pytest.mark.parametrize("together", [False, True])
-@pytest.mark.parametrize("broken", ["target", "draft", "acceptance"])
-def test_recorded_rounds(broken, together, params):
-    found = models(broken)
-    how, prompt = Recording(params, 3, 8, 0, ()), BenchPrompt("row-7", TEXTS[0])
-    heads = {"head": found.acceptance}
-    with pytest.raises(NonFinite) as caught:
-        ChainRecorder(found, "draft", how, heads, along=together, side_by_side=together)(prompt, 0)
-    assert caught.value.model == broken and caught.value.prompt == "row-7"
-
-
-def test_what_the_target_says_along_a_draft():
-    whole, how = models(), Recording(SamplingParams(1.0), 3, 8, 0, ())
-    recorder = ChainRecorder(whole, "draft", how, {}, along=True, side_by_side=True)
-    prompt = BenchPrompt("row-7", TEXTS[0])
-    reading = recorder._answers.read(prompt, 0, 3)
-    recorded = recorder(prompt, 0)
-    unseen = set(recorded.token.flatten().tolist()) - {*TEXTS[0], *reading.text.tokens}
-    wanted = next(token for token in unseen if token in recorded.token[:, :2])  # followed by a token of its draft
-    target = small_lm(1, ("embed_tokens.weight", (wanted, 0)))
-    with pytest.raises(NonFinite) as caught:
-        accept_along(BranchedText(target, 3), target, TEXTS[0], how.params, recorded)
-    assert caught.value.model == "target" and caught.value.position > len(TEXTS[0])
-
-
-def test_coupled_draws_of_numbers_that_are_none():
-    for params in MODES:
-        recorder = ChainRecorder(models(), "draft", Recording(params, 3, 8, 0, ()), {})
-        reading = recorder._answers.read(BenchPrompt("row-7", TEXTS[0]), 0, 3)
-        draws = CoupledDraws(reading, 3, params, 0)
-        logits = torch.zeros(4, V)
-        logits[2, 5] = math.nan
-        with pytest.raises(NonFinite) as caught:
-            draws(slice(0, 4), 0, logits)
-        assert caught.value.row == 2

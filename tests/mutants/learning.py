@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from mutants.mutant import Mutant, replayed
+from mutants.mutant import REPLAY_TEST, Mutant
 
-REPLAY, CHAINS, COUPLING = (f"eval/replay/{name}.py" for name in ("replay", "chains", "coupling"))
-RULES, REPLAYED, STOP_RULES_TEST, COUPLED = (
-    f"tests/eval/replay/{name}_test.py" for name in ("rules", "replay", "stop_rules", "coupling")
-)
+REPLAY, RECORDING = "benchmarks/papers/replay.py", "benchmarks/papers/rollouts.py"
 LOSSES, METRICS = "modules/losses.py", "modules/metrics.py"
 EAGLE, MEDUSA, MEDUSA_TEST = (
     "modules/drafters/eagle/head.py", "modules/drafters/medusa.py", "tests/modules/drafters/medusa_test.py"
@@ -84,41 +81,27 @@ MUTANTS = [
            'questions.setdefault((row["prompt"], row["turn"]), [])', (SUMMARY_TEST,)),
     # -- replays
     Mutant("replay-confidence-stops-at-its-threshold", REPLAY,
-           "minimum - 1 : maximum]) < t", "minimum - 1 : maximum]) <= t", (RULES,)),
-    Mutant("replay-minimum-one-late", REPLAY, "rollouts.log_q[:, minimum - 1 : maximum]",
-           "np.roll(rollouts.log_q, -1, 1)[:, minimum - 1 : maximum]", (RULES,)),
-    Mutant("replay-maximum-is-no-end", REPLAY, "    stop[:, -1] = True\n", "", (RULES,)),
+           "minimum - 1 : maximum]) < t", "minimum - 1 : maximum]) <= t", (REPLAY_TEST,)),
     Mutant("replay-oracle-drafts-the-last-token", REPLAY, "lengths - 1 - rollouts.start", "lengths - rollouts.start",
-           (RULES,)),
+           (REPLAY_TEST,)),
     Mutant("replay-drafts-past-the-last-token", REPLAY, "answer.room - emitted - 1", "answer.room - emitted",
-           (replayed("eagle2:nodes=7:depth=2:topk=3"),)),
-    Mutant("replay-emits-past-the-end", REPLAY, "min(accepted + 1, length - emitted)", "accepted + 1",
-           (replayed("spec:k=4"),)),
-    Mutant("replay-self-verify-stops-at-its-threshold", REPLAY, "entropies > policy.threshold",
-           "entropies >= policy.threshold", (RULES,)),
-    Mutant("replay-self-verify-never-forgets", REPLAY, "        policy.reset()\n", "", (replayed("self-verify:k=9"),)),
-    Mutant("replay-nothing-behind-an-end-token", REPLAY,
-           "rollouts.num_accepted if rollouts.past_end is None else rollouts.num_accepted + rollouts.past_end",
-           "rollouts.num_accepted", (replayed("spec:k=4"),)),
-    Mutant("replay-tree-one-node-more", REPLAY, "(rank >= taken)", "(rank > taken)", (RULES,)),
-    Mutant("predicted-replay-hears-of-the-last-round", REPLAY, "        last = (0, 0)  #",
-           "        last = last if traces else (0, 0)  #", (STOP_RULES_TEST,)),
+           (REPLAY_TEST,)),
+    Mutant("replay-self-verify-never-forgets", REPLAY, "        policy.reset()\n", "", (REPLAY_TEST,)),
+    Mutant("replay-tree-one-node-more", REPLAY, "(rank >= taken)", "(rank > taken)", (REPLAY_TEST,)),
+    Mutant("predicted-replay-observes-the-last-round", REPLAY, "        last = (0, 0)  #",
+           "        last = last if traces else (0, 0)  #", (REPLAY_TEST,)),
     Mutant("predicted-replay-late-predicts-at-once", REPLAY, "view.num_drafted - 1 - self.late",
-           "view.num_drafted - 1", (STOP_RULES_TEST,)),
-    Mutant("coupling-rejects-to-the-wrong-residual", COUPLING, "self._free.draw(residual(probs, distribution))",
-           "self._free.draw(residual(distribution, probs))", (COUPLED,)),
-    Mutant("coupling-side-by-side-to-the-wrong-residual", COUPLING, "residual(distributions, target), distributions)",
-           "residual(target, distributions), distributions)", (STOP_RULES_TEST,)),
-    Mutant("coupling-stays-on-the-text-after-a-rejection", COUPLING, "        self._on_text = False\n        return",
-           "        return", (COUPLED,)),
-    Mutant("coupling-odds-upside-down", COUPLING, "* distribution[token].item() < probs[token].item()",
-           "* probs[token].item() < distribution[token].item()", (COUPLED,)),
-    Mutant("coupling-side-by-side-stays-on-the-text", COUPLING, "= on_text & (tokens == wanted).cpu()",
-           "= on_text", (STOP_RULES_TEST,)),
-    Mutant("rollouts-labels-below-the-first-rejection", CHAINS, "(offset <= equal[:, None])",
-           "(offset <= equal[:, None] + 1)", (REPLAYED,)),
-    Mutant("rollouts-accepted-past-the-answer", CHAINS, "accepted = np.minimum(equal, left)", "accepted = equal",
-           (REPLAYED,)),
+           "view.num_drafted - 1", (REPLAY_TEST,)),
+    Mutant("coupling-rejects-to-the-wrong-residual", RECORDING, "self._free.draw(residual(probs, distribution))",
+           "self._free.draw(residual(distribution, probs))", (REPLAY_TEST,)),
+    Mutant("coupling-stays-on-the-text-after-a-rejection", RECORDING, "        self._on_text = False\n        return",
+           "        return", (REPLAY_TEST,)),
+    Mutant("coupling-odds-upside-down", RECORDING, "* distribution[token].item() < probs[token].item()",
+           "* probs[token].item() < distribution[token].item()", (REPLAY_TEST,)),
+    Mutant("rollouts-accepted-past-the-answer", RECORDING, "accepted = np.minimum(equal, left)", "accepted = equal",
+           (REPLAY_TEST,)),
+    Mutant("replay-undrawn-heads-miss-the-mean", RECORDING,
+           "mean_score(halves[mask].double(), followed.double().cpu())", "halves[mask].double()", (REPLAY_TEST,)),
     # -- labels
     Mutant("labels-one-position-late", LABELS, "torch.tensor(mask).nonzero()[:, 0] - 1 for",
            "torch.tensor(mask).nonzero()[:, 0] for",
@@ -154,8 +137,6 @@ MUTANTS = [
            "", (DATASET_TEST,)),
     Mutant("rollouts-repetitions-of-the-drawn-token", ROLLOUTS, "q.gather(-1, followed.clamp_min(0)[:, None])",
            "q.gather(-1, tokens[:, None])", (ROLLOUT_TEST,)),
-    Mutant("replay-undrawn-heads-miss-the-mean", CHAINS, "mean_score(halves[mask].double(), followed.double().cpu())",
-           "halves[mask].double()", (STOP_RULES_TEST,)),
     Mutant("rollouts-reached-not-shifted", ROLLOUTS, "torch.cat([torch.ones_like(passed[:, :1]), passed[:, :-1]], -1)",
            "passed", (ROLLOUT_TEST,)),
     Mutant("rollouts-go-on-behind-an-end-token", ROLLOUTS, "(accept_prob * ~ends).cumprod(-1)",

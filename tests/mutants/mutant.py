@@ -10,17 +10,12 @@ EXACT, BATCH, CUBE, ROWS_ALONE, GREEDY, TREE, TRACE, LIMITS, POOL = (
     for name in ("exactness", "batch", "batch_exact", "rows", "greedy", "tree", "trace", "limits", "pool")
 )
 POLICIES, NODES = (f"tests/modules/acceptance/{name}_test.py" for name in ("policies", "tree_rule"))
-REPLAY_TEST = "tests/eval/replay/replay_test.py"
+REPLAY_TEST = "tests/benchmarks/papers_replay_test.py"
 
 
 def emitted(*methods: str, at: str = "T=1") -> tuple[str, ...]:
     """The tests that these methods' outputs follow the target exactly."""
     return tuple(f"{EXACT}::test_emitted_distribution_is_the_targets[{at}-{method}]" for method in methods)
-
-
-def replayed(method: str) -> str:
-    """The test that a replay of this method is the decoder's trace."""
-    return f"{REPLAY_TEST}::test_a_replay_is_the_decoders_trace[tiny-{method}]"
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutants.mutant import LIMITS, TREE, Mutant, replayed
+from mutants.mutant import LIMITS, REPLAY_TEST, TREE, Mutant
 
 TREE_PY, GROWN = "modules/decoding/tree.py", "modules/drafters/growth.py"
 DRAFTING, READER = "modules/drafters/feature_heads.py", "modules/engine/rows.py"
@@ -29,7 +29,7 @@ MUTANTS = [
     Mutant("reranking-one-node-too-few", TREE_PY, "while open_nodes and len(taken) < count:",
            "while open_nodes and len(taken) < count - 1:", (TREE,)),
     Mutant("candidates-of-one-level-more", TREE_PY, "topk * (1 + (levels - 1) * topk)", "topk * (1 + levels * topk)",
-           (replayed("eagle2:nodes=7:depth=2:topk=3"),)),
+           (REPLAY_TEST,)),
     Mutant("paths-in-another-order", TREE_PY, "key=lambda path: (len(path), path)", "key=lambda path: path", (TREE,)),
     Mutant("paths-twice-are-let-in", TREE_PY, "if not ordered or len(numbers) != len(ordered):", "if not ordered:",
            (TREE,)),

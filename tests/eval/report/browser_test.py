@@ -13,7 +13,7 @@ from draftsmith.eval.report.benchmark import DRAWINGS as OF_A_BENCH
 from draftsmith.eval.report.command import ReportConfig, run
 from draftsmith.eval.report.drawing import chart
 from draftsmith.eval.report.page import Section, render
-from draftsmith.eval.report.study_charts import STUDIES
+from draftsmith.eval.report.sections import TABLE_RUNS
 
 INSTALL = "no chromium on PATH: apt-get install chromium (Debian), or any Chromium under that name"
 
@@ -94,7 +94,7 @@ def test_nothing_is_wider_than_its_page(seen):
 @pytest.fixture(scope="module")
 def every_chart(seen, tmp_path_factory):
     """A page of every drawing that a report has, of wide rows."""
-    drawings = [item for own in (OF_A_BENCH, *(own for _, own in STUDIES.values())) for item in own.items()]
+    drawings = [item for own in (OF_A_BENCH, *(own for _, own in TABLE_RUNS.values())) for item in own.items()]
     charts = [chart(name, drawing, wide_rows(), {"tree": "eagle-1"}) for name, drawing in drawings]
     path = tmp_path_factory.mktemp("charts") / "report.html"
     path.write_text(render("Charts", "today", [Section("all", "All", "", charts)]))
@@ -112,7 +112,7 @@ def test_every_chart_is_as_wide_as_there_is_room(every_chart, width):
     drawn(every_chart)
     over = "chart => [chart.dataset.chart, chart.parentElement.scrollWidth - chart.parentElement.clientWidth]"
     sizes = every_chart.locator("[data-chart]").evaluate_all(f"charts => charts.map({over})")
-    assert len(sizes) == len(OF_A_BENCH) + sum(len(own) for _, own in STUDIES.values())
+    assert len(sizes) == len(OF_A_BENCH) + sum(len(own) for _, own in TABLE_RUNS.values())
     assert [(name, over) for name, over in sizes if over > 0] == []
 
 
@@ -207,7 +207,7 @@ def test_hostile_text_is_text(seen):
     page = seen.page
     choose_method(page, METHODS[1])
     assert page.locator(".text .token.correction").first.text_content() == HOSTILE
-    assert HOSTILE in page.locator("#eagle2-study-best").inner_text()
+    assert HOSTILE in page.locator("#training-study-best").inner_text()
     assert HOSTILE in page.locator("[data-choose=prompt] option").nth(1).text_content()
     assert page.locator("main script:not([type='application/json'])").count() == 0
 

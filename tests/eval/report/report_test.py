@@ -25,23 +25,20 @@ from report_runs import (
     TOKENS,
     TREE,
     bench_run,
-    old_study_run,
     rows_to_draw,
     study_run,
     study_tables,
 )
 
-from draftsmith.data.console import Table
 from draftsmith.eval.report import tables
 from draftsmith.eval.report.benchmark import DRAWINGS as OF_A_BENCH
 from draftsmith.eval.report.benchmark import counts, headline, labelled, speeds
 from draftsmith.eval.report.command import ReportConfig, run
-from draftsmith.eval.report.drawing import Chart, chart
+from draftsmith.eval.report.drawing import chart
 from draftsmith.eval.report.files import contents
 from draftsmith.eval.report.page import VEGA_LITE, json_text
 from draftsmith.eval.report.runs import comparable, read_runs
-from draftsmith.eval.report.sections import make_sections
-from draftsmith.eval.report.study_charts import STUDIES
+from draftsmith.eval.report.sections import TABLE_RUNS, make_sections
 from draftsmith.eval.report.viewer import kinds, shown_prompts, viewer_data
 from draftsmith.launch.cli import main
 from draftsmith.launch.commands import configure
@@ -94,7 +91,7 @@ def test_what_is_embedded_keeps_to_its_bytes(tmp_path):
 def test_only_runs_that_share_their_settings_share_a_table(tmp_path, differing, groups):
     paths = [bench_run(tmp_path / "one"), bench_run(tmp_path / "two", **differing), study_run(tmp_path / "three")]
     found = comparable(read_runs(paths))
-    assert len(found) == groups + 1 and found[-1][0].kind == "eagle2"
+    assert len(found) == groups + 1 and found[-1][0].kind == "training"
 
 
 @pytest.mark.parametrize(("key", "value"), [("target", {"config": "other"}), ("prompts", {"sha256": "other"})])
@@ -166,7 +163,7 @@ def test_results_of_the_first_schema_are_shown(tmp_path):
     assert [figure.name for figure in section.figures] == ["headline-t0", "speedup", "tau-and-speedup", "counts"]
 
 
-DRAWN = [(name, drawing) for drawings in (OF_A_BENCH, *(own for _, own in STUDIES.values()))
+DRAWN = [(name, drawing) for drawings in (OF_A_BENCH, *(own for _, own in TABLE_RUNS.values()))
          for name, drawing in drawings.items()]  # fmt: skip
 
 
@@ -183,18 +180,6 @@ def test_vega_draws_a_mark_for_every_row(name, drawing):
 def test_a_chart_says_what_it_needs_to_be_fitted():
     drawn = chart("speedup", OF_A_BENCH["speedup"], rows_to_draw())
     assert drawn.specification["usermeta"] == {"panels": 2, "entry": 0, "names": len("a.b[0]"), "cells": 1}
-    scaled = chart("reliability-head", STUDIES["calibration"][1]["reliability-head"], rows_to_draw())
-    assert scaled.specification["usermeta"] == {"panels": 2, "entry": len("a.b[0]"), "names": 6, "cells": 1}
-    cells = chart("eagle2-tau-by-size", STUDIES["eagle2"][1]["eagle2-tau-by-size"], rows_to_draw())
-    assert cells.specification["usermeta"]["cells"] == 3
-
-
-def test_results_of_earlier_versions_are_drawn_from_their_rows(tmp_path):
-    (section,) = make_sections(comparable(read_runs([old_study_run(tmp_path / "old")])), 0)
-    best, drawn, gone = section.figures
-    assert best == study_tables()[0]
-    assert isinstance(drawn, Chart) and drawn.specification["data"]["values"] == rows_to_draw()
-    assert isinstance(gone, Table) and gone.title == "Old gone" and len(tables.text_cells(gone)) == len(rows_to_draw())
 
 
 def test_files_for_papers(tmp_path):
@@ -202,15 +187,15 @@ def test_files_for_papers(tmp_path):
         ReportConfig(runs=(study_run(tmp_path / "study"),), output=tmp_path / "r.html", figures=tmp_path / "out")
     )
     assert output == tmp_path / "r.html"
-    names = {path.name.removeprefix("eagle2-study-") for path in (tmp_path / "out").iterdir()}
+    names = {path.name.removeprefix("training-study-") for path in (tmp_path / "out").iterdir()}
     drawn = [table.name for table in study_tables() if not table.columns and table.rows]
     listed = [table.name for table in study_tables() if table.columns]
     assert names == {f"{n}.{f}" for n in drawn for f in ("png", "svg")} | {
         f"{n}.{f}" for n in listed for f in ("md", "csv")
     }
     for name in drawn:
-        assert (tmp_path / "out" / f"eagle2-study-{name}.png").read_bytes().startswith(b"\x89PNG")
-        ET.parse(tmp_path / "out" / f"eagle2-study-{name}.svg")
+        assert (tmp_path / "out" / f"training-study-{name}.png").read_bytes().startswith(b"\x89PNG")
+        ET.parse(tmp_path / "out" / f"training-study-{name}.svg")
 
 
 def test_tables_as_markdown_and_csv():

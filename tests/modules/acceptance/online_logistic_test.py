@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from sklearn.linear_model import LogisticRegression
 
-from draftsmith.eval.replay.replay import KnownPredictor
+from draftsmith.benchmarks.papers.replay import KnownPredictor
 from draftsmith.modules.acceptance.online_logistic import OnlineLogistic
 from draftsmith.modules.acceptance.policies import OnlinePredictor
 from draftsmith.modules.decoding.confidence import MAX_LOGIT, log_odds, sigmoid

@@ -1,0 +1,317 @@
+"""Settings, models, benches and results shared by the papers' scripts."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from draftsmith.benchmarks.papers.rollouts import (
+    ChainRecorder,
+    ChainRollouts,
+    Floats,
+    Recording,
+    TargetAnswers,
+    join,
+)
+from draftsmith.data.console import Table, format_interval, json_values, log_note, print_table, progress_bar
+from draftsmith.data.heads.directory import load_head
+from draftsmith.data.heads.draft_settings import DraftSettings
+from draftsmith.data.models.loading import check_device, load_lm
+from draftsmith.data.settings import comma_numbers
+from draftsmith.data.store.files import make_directory, write_json
+from draftsmith.data.store.manifest import resolved
+from draftsmith.data.store.reading import read_object
+from draftsmith.eval.bench.command import BenchConfig, bench
+from draftsmith.eval.bench.load import check_methods, load_models
+from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence, read_prompts
+from draftsmith.eval.bench.results import RESULTS, describe, read_rows
+from draftsmith.eval.bench.runner import EngineRunner
+from draftsmith.eval.bootstrap import Resamples
+from draftsmith.eval.report.command import missing_packages
+from draftsmith.eval.report.tables import to_json
+from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
+from draftsmith.modules.acceptance.head import AcceptanceHead
+from draftsmith.modules.decoding.loop import Generation, Round
+from draftsmith.modules.decoding.protocols import Drafter
+from draftsmith.modules.drafters.methods import Models, parse_methods
+from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.types import InputError, SamplingParams, at_least
+
+Row = Mapping[str, Any]
+# Completions loop at the size of the shipped models and would flatter every drafter: they are left out.
+EMBEDDED_TASKS = (
+    "rename,add_docstring,remove_docstring,add_type_hints,remove_type_hints,wrap_in_try,sort_imports,explain"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaperConfig(DraftSettings, PromptChoice, AnswerLength, Running):
+    """Settings shared by the papers' scripts.
+
+    Attributes:
+        target: Model directory, hub id or embedded:target.
+        prompts: JSONL, JSON or Parquet file of chats, a prompts artefact, a data set, or embedded:prompts.
+        mid: Model between draft and target.
+        limit: Number of prompts; 0 takes all.
+        temperatures: Separated by commas; 0 is greedy.
+        repeats: Runs of every measured method on every prompt; the median counts.
+        quick: A first look in under two minutes: fewer prompts, repeats and settings.
+        output: Directory that receives results.json, report.html and the runs of `eval bench`.
+    """
+
+    target: str = "embedded:target"
+    prompts: str = "embedded:prompts"
+    split: str | None = "test"
+    keep_tasks: str | None = EMBEDDED_TASKS
+    mid: str | None = None
+    limit: int = 12
+    max_new_tokens: int = 256
+    temperatures: str = "0,1"
+    repeats: int = 1
+    quick: bool = False
+    output: Path = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("repeats", "num_threads", "max_new_tokens"):
+            at_least(name, getattr(self, name), 1)
+        at_least("limit", self.limit, 0)
+        check_device(self.device)
+        _ = self.sampling
+
+    @property
+    def sampling(self) -> list[SamplingParams]:
+        """Sampling parameters, one for each temperature."""
+        return [SamplingParams(value) for value in comma_numbers("temperatures", self.temperatures, float)]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Models of a script, and the prompts that a bench with the same settings measures."""
+
+    models: Models
+    prompts: list[BenchPrompt]
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Tokens that end a response, and the drafts before them."""
+        return self.models.ends
+
+
+def load(config: PaperConfig, methods: Iterable[str], further: Sequence[BenchPrompt] = ()) -> Loaded:
+    """Load the models that the methods need, and read the prompts.
+
+    further: other prompts that models need room for.
+    """
+    named = parse_methods(",".join(dict.fromkeys(methods)))
+    check_methods(named, config.paths)
+    torch.set_num_threads(config.num_threads)
+    prompts = read_prompts(config.prompts, config.target, config.split, config.keep_tasks, config.limit)
+    target = load_lm(config.target, **config.loading)
+    longest = longest_sequence([*prompts, *further], config.max_new_tokens, target.info.max_position)
+    models = load_models(
+        named, config.paths, longest, config.sampling[0], target, config.draft_precision, **config.loading
+    )
+    return Loaded(dataclasses.replace(models, ends=() if config.ignore_eos else models.ends), prompts)
+
+
+def head_directories(root: Path) -> dict[str, Path]:
+    """Return name -> head directory for every folder in `root` that is a head or a training's output."""
+    directories: dict[str, Path] = {}
+    for folder in sorted(path for path in root.glob("*") if path.is_dir()):
+        place = next((place for place in (folder, folder / "best") if (place / "config.json").exists()), None)
+        if place is not None:
+            directories[folder.name] = place
+    if not directories:
+        expected = "a folder of acceptance heads or of trainings' outputs"
+        raise InputError("heads", f"no head in {root}", expected, "Check the path.")
+    return directories
+
+
+def load_heads(
+    directories: Mapping[str, Path], draft: CausalLM, identity: Mapping[str, str] | None = None
+) -> dict[str, AcceptanceHead]:
+    """Load acceptance heads, each of which must have been trained for this draft model (or drafter's identity)."""
+    heads = {}
+    for name, directory in directories.items():
+        head = load_head(directory, draft, kind="acceptance", identity=identity)
+        assert isinstance(head, AcceptanceHead)
+        heads[name] = head
+    return heads
+
+
+def record_chains(
+    models: Models,
+    drafter: str,
+    prompts: Sequence[BenchPrompt],
+    how: Recording,
+    heads: Mapping[str, AcceptanceHead],
+    answers: TargetAnswers | None = None,
+    along: bool = True,
+) -> ChainRollouts:
+    """Record chains of every prompt with the logits of all heads. answers: reuse the target's responses."""
+    recorder, parts = ChainRecorder(models, drafter, how, heads, answers, along), []
+    with progress_bar(f"rollouts, {drafter}, T={how.params.temperature:g}", len(prompts), "prompts") as advance:
+        for number, prompt in enumerate(prompts):
+            parts.append(recorder(prompt, number))
+            advance(1)
+    return join(parts)
+
+
+def decode_prompts(
+    config: PaperConfig,
+    loaded: Loaded,
+    label: str,
+    params: SamplingParams,
+    on_round: Callable[[BenchPrompt, Round], None],
+    drafter: Drafter | None = None,
+) -> list[Generation]:
+    """Decode every prompt with one method, off the clock, and pass every round to `on_round`.
+
+    drafter: built by the caller, who watches it.
+    """
+    drafter = drafter or parse_methods(label)[0].method.build(loaded.models)
+    generations: list[Generation] = []
+    with progress_bar(f"{label}, T={params.temperature:g}", len(loaded.prompts), "prompts") as advance:
+        for number, prompt in enumerate(loaded.prompts):
+
+            def see(done: Round, prompt: BenchPrompt = prompt) -> None:
+                on_round(prompt, done)
+
+            runner = EngineRunner(loaded.models.target, drafter, params, loaded.eos_ids, see)
+            generations += runner([prompt.prompt_ids], config.max_new_tokens, [config.seed + number])
+            advance(1)
+    return generations
+
+
+def measure(
+    config: PaperConfig, methods: Sequence[str], params: SamplingParams, name: str = "bench", **changes: Any
+) -> dict[str, dict[str, Any]]:
+    """Return label -> row of a bench at one temperature, written to OUTPUT/NAME-tT.
+
+    All methods are in one run, which interleaves them. A complete run of the same settings is reused until the script
+    itself is complete. changes: settings of the bench that differ from the script's.
+    """
+    shared = {item.name for item in dataclasses.fields(BenchConfig)} & {f.name for f in dataclasses.fields(config)}
+    settings = {name: getattr(config, name) for name in shared - {"output", "temperatures"}} | changes
+    bench_config = BenchConfig(
+        **settings,
+        methods=",".join(methods),
+        turns="last",  # as `read_prompts` reads them
+        temperature=params.temperature,
+        output=bench_directory(config, params, name),
+    )
+    path, results = bench_config.output / RESULTS, None
+    if path.exists() and not (config.output / RESULTS).exists():
+        results = read_object(path, {"meta": {"settings": dict}, "methods": [dict]})
+        results = results if results["meta"]["settings"] == resolved(bench_config) else None
+    return {row["method"]: row for row in (results or bench(bench_config))["methods"]}
+
+
+def bench_directory(config: PaperConfig, params: SamplingParams, name: str = "bench") -> Path:
+    return config.output / f"{name}-t{params.temperature:g}"
+
+
+def bench_rows(directory: Path) -> list[Row]:
+    """Return a bench's rows per prompt, without prompts that could not be measured."""
+    return [row for row in read_rows(directory) if row["error"] is None]
+
+
+def write_results(
+    kind: str,
+    config: Any,
+    loaded: Loaded,
+    tables: Sequence[Table],
+    summary: Mapping[str, Any],
+    shown: Sequence[str] | None = None,
+) -> Path:
+    """Write results.json last, print the tables, and draw report.html where the packages of reports are installed.
+
+    shown: names of the tables to print; None prints all that have columns.
+    """
+    models = loaded.models
+    smaller = {"draft": models.draft, "mid": models.mid}
+    meta = describe(kind, config, models.target, loaded.prompts, config.prompts, smaller)
+    meta["command"] = shlex.join(["python", *sys.argv])
+    make_directory(config.output)
+    write_json(config.output / RESULTS, {"meta": meta, "tables": to_json(tables), "summary": json_values(summary)})
+    for table in tables:
+        if table.columns and (shown is None or table.name in shown):
+            print_table(table)
+    log_note(f"Written to {config.output / RESULTS}")
+    if not missing_packages():
+        from draftsmith.benchmarks.papers.charts import draw_report
+
+        draw_report(config.output)
+    return Path(config.output)
+
+
+def mode_name(params: SamplingParams) -> str:
+    return f"T={params.temperature:g}"
+
+
+def slug(*parts: str) -> str:
+    """Return a key of the summary: `pre+self-verify`, `T=1` -> `pre_self_verify_t1`."""
+    text = "_".join(parts).lower().replace("=", "").replace(",", "")
+    return "".join(char if char.isalnum() or char == "." else "_" for char in text)
+
+
+def speed_columns(row: Row) -> dict[str, Any]:
+    """Return mode, speed-up with its interval, and tau of a measured method."""
+    low, high = row["speedup_ci95"] or (None, None)
+    ends = {"low": low, "high": high, "ci": format_interval(row["speedup_ci95"])}
+    return {"mode": row["mode"], "speedup": row["speedup"], **ends, "tau": row["tau"]}
+
+
+def summarise(rows: Iterable[Row], keys: Sequence[str], by: Sequence[str]) -> dict[str, Any]:
+    """Return flat numbers of a table: each key of every row, named by the row's values of `by`."""
+    return {f"{key}_{slug(*(str(row[name]) for name in by))}": row[key] for row in rows for key in keys}
+
+
+def ratio_interval(pairs: Floats, base: Floats, seed: int) -> list[float] | None:
+    """Return the 95 % interval of (tokens/s of `pairs`) / (tokens/s of `base`) - 1; None for fewer than two prompts.
+
+    pairs, base [prompts, 2]: tokens and seconds of the same prompts, which are resampled together.
+    """
+    drawn = Resamples(range(len(pairs)), seed)
+
+    def speed(values: Floats) -> Floats:
+        return drawn.sums(values[:, 0]) / drawn.sums(values[:, 1])
+
+    return drawn.interval(lambda: speed(pairs) / speed(base) - 1)
+
+
+def rate(pairs: Floats) -> float:
+    """Return tokens per second of pairs [prompts, 2]: a ratio of sums."""
+    tokens, seconds = pairs.sum(0)
+    return float(tokens / seconds)
+
+
+def bench_gain(rows: Sequence[Row], method: str, base: str, clock: str, seed: int) -> tuple[float, list[float] | None]:
+    """Return the gain in tokens/s of `method` over `base` in a bench, with its interval. clock: `cpu` or `wall`."""
+    by_id = [
+        {row["id"]: (row["tokens"], row[f"{clock}_s"]) for row in rows if row["method"] == name}
+        for name in (method, base)
+    ]
+    ids = [name for name in by_id[0] if name in by_id[1]]
+    own, other = (np.array([pair[name] for name in ids], np.float64).reshape(-1, 2) for pair in by_id)
+    return rate(own) / rate(other) - 1, ratio_interval(own, other, seed)
+
+
+def quick(config: Any, changes: Mapping[str, Any]) -> Any:
+    """Apply the settings of --quick, which never raise a number."""
+    if not config.quick:
+        return config
+    lowered = {
+        name: min(getattr(config, name) or value, value) if isinstance(value, int) else value
+        for name, value in changes.items()
+    }
+    return dataclasses.replace(config, **lowered)

@@ -1,1 +1,0 @@
-"""Are acceptance probabilities right?"""

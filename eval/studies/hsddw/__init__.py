@@ -1,1 +1,0 @@
-"""The experiments of HSDDW (Syu and Lee 2025)."""

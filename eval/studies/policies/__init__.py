@@ -1,1 +1,0 @@
-"""Acceptance heads beside every other way to end a draft."""

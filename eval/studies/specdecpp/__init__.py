@@ -1,1 +1,0 @@
-"""The experiments of SpecDec++ (Huang et al. 2024)."""
