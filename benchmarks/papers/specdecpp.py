@@ -24,7 +24,7 @@ from draftsmith.benchmarks.papers.common import Row
 from draftsmith.benchmarks.papers.replay import RAW, TRUE_PROBS, Policy, PolicyReplay
 from draftsmith.benchmarks.papers.rollouts import Floats, Recording
 from draftsmith.data.console import Column, Table, format_interval, json_values, log_note
-from draftsmith.data.store.datasets import AcceptanceDataset, collate_acceptance
+from draftsmith.data.store.datasets import collate_acceptance, open_dataset
 from draftsmith.data.store.writer import writing_alone
 from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.eval.report.tables import drawn_data
@@ -413,7 +413,8 @@ class Study:
             directory = config.output / "data" / name / "acceptance"
             if not directory.exists():
                 continue
-            dataset = AcceptanceDataset(directory, MIX, config.seed, {"draft": self.draft.info.identity})
+            identity = {"draft": self.draft.info.identity}
+            dataset = open_dataset(directory, "acceptance", identity, mix=MIX, seed=config.seed)
             states, probs = [], []
             for row in range(min(config.label_prompts, len(dataset))):
                 batch = collate_acceptance([dataset.item(row, 0)])
