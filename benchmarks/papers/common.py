@@ -23,9 +23,8 @@ from draftsmith.benchmarks.papers.rollouts import (
 )
 from draftsmith.data.console import Table, format_interval, json_values, log_note, print_table, progress_bar
 from draftsmith.data.heads.directory import load_head
-from draftsmith.data.heads.draft_settings import DraftSettings
 from draftsmith.data.models.loading import check_device, load_lm
-from draftsmith.data.settings import comma_numbers
+from draftsmith.data.settings import DraftSettings, comma_numbers
 from draftsmith.data.store.files import make_directory, write_json
 from draftsmith.data.store.manifest import resolved
 from draftsmith.data.store.reading import read_object
