@@ -23,7 +23,7 @@ from draftsmith.data.heads.directory import save_head
 from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
 from draftsmith.launch.cli import main_of
-from draftsmith.modules.decoding.loop import Round, Setup, generate_one
+from draftsmith.modules.decoding.loop import DecodeOptions, Round, generate_one
 from draftsmith.modules.decoding.protocols import DraftTree, EachRow, Verdict
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
@@ -262,7 +262,7 @@ def test_the_watcher_sees_what_happens(middle, eos):
     if middle:
         drafter = EachRow([HierarchicalDrafter(M2, drafter, k + 1, dynamic=False, capacity=CAPACITY)])
     watcher = Watcher(drafter, eos)
-    setup = Setup(partial(watcher.on_round, "a"))
+    setup = DecodeOptions(partial(watcher.on_round, "a"))
     generation = generate_one(TARGET, drafter, PROMPT, SamplingParams(), TOKENS, TorchSource(0), eos, setup)
     verified, origin, windows = simulate(k, middle, eos)
     seen = Counter((one["by"], round(one["entropy"], 9), one["accepted"]) for one in watcher.verified)
