@@ -107,11 +107,7 @@ class DraftSettings:
 
     @property
     def drafters(self) -> dict[str, str]:
-        """Paths by `draft` (a language model) or the kind of the head.
-
-        Raises:
-            InputError: two of a kind, or a head that does not draft.
-        """
+        """Paths by `draft` (a language model) or the kind of the head."""
         paths: dict[str, str] = {}
         for path in self.draft or ():
             kind = kind_at(path) or MODEL
@@ -133,11 +129,7 @@ class DraftSettings:
 
 
 def comma_numbers(field: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
-    """Parse different numbers separated by commas.
-
-    Raises:
-        InputError: no number, something else, or one twice.
-    """
+    """Parse different numbers separated by commas."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     try:
         values = [kind(part) for part in parts]

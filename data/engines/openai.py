@@ -476,11 +476,7 @@ class ServerShards:
             self._runner.run(close())
 
     def make(self, shard: Shard, advance: Advance) -> ShardContent:
-        """Generate the responses of one shard.
-
-        Raises:
-            InputError: more failed prompts than `max_failed`, or a server that cannot be used.
-        """
+        """Generate the responses of one shard."""
         # Requests of this rank's next unfinished shard fill slots that this one leaves free.
         for other in (shard, *self._next(shard)):
             if other.index not in self._active:

@@ -93,9 +93,6 @@ def pad_right(rows: Sequence[Sequence[int]], lm: CausalLM) -> Tensor:
     """Pad rows with zeros to token ids [B, T] on the model's device.
 
     Causal attention keeps the padding from changing anything in front of it.
-
-    Raises:
-        InputError: a token that the model does not have.
     """
     for row in rows:
         check_ids(row, lm.info.vocab_size)
@@ -128,11 +125,7 @@ class ResponseDrafter:
         label: str | None,
         load: Callable[[str], CausalLM],
     ) -> ResponseDrafter:
-        """Load --draft and choose the method. label: --method. load: path -> model.
-
-        Raises:
-            InputError: the draft does not fit the target, or the method needs another one.
-        """
+        """Load --draft and choose the method. label: --method. load: path -> model."""
         if draft_path is None:
             return cls(target, select_method("ar" if label is None else label, ""))
         drafter = load_drafter(draft_path, lambda: target, load)
@@ -156,12 +149,7 @@ class ResponseDrafter:
 
 
 def select_method(label: str, draft_kind: str) -> Method:
-    """Parse a method label and check that it can draft responses. draft_kind: `draft`, a head's kind, or empty.
-
-    Raises:
-        InputError: the method needs another draft, changes the responses, depends on measured times (nobody could
-            reproduce them), or cannot draft for several rows.
-    """
+    """Parse a method label and check that it can draft responses. draft_kind: `draft`, a head's kind, or empty."""
     method = parse_method(label)
     missing = [need for need in method.needs if need != draft_kind]
     if missing:

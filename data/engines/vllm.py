@@ -29,9 +29,6 @@ class VllmEngine(AbstractContextManager["VllmEngine"]):
     Attributes:
         identity: of the target, from its files. context: longest sequence here.
         answered_by: vLLM's version and `args`, which can change the distribution (a quantized cache, for example).
-
-    Raises:
-        InputError: vLLM is not installed, does not know an argument, or cannot load this model; several ranks.
     """
 
     def __init__(self, settings: AnswerSettings, dtype: str, args: Path | None, trust_remote_code: bool):
@@ -65,11 +62,7 @@ class VllmEngine(AbstractContextManager["VllmEngine"]):
         self._llm.llm_engine.engine_core.shutdown()
 
     def answers(self, turns: Sequence[Turn]) -> Iterator[tuple[int, TargetTurn]]:
-        """Yield (number in `turns`, response) when all are complete.
-
-        Raises:
-            InputError: a response that is empty, too long or outside the vocabulary.
-        """
+        """Yield (number in `turns`, response) when all are complete."""
         settings, params = self.settings, self.settings.params
         sampling = [
             self._params(
@@ -97,11 +90,7 @@ class VllmEngine(AbstractContextManager["VllmEngine"]):
 
 
 def read_arguments(path: Path) -> dict[str, Any]:
-    """Read the arguments of `vllm.LLM` from a JSON file.
-
-    Raises:
-        InputError: no JSON object, or a key that `data responses` sets itself.
-    """
+    """Read the arguments of `vllm.LLM` from a JSON file."""
     try:
         arguments = read_object(path, {}, "Correct it.")
     except OSError as error:

@@ -6,7 +6,6 @@ training and is not part of the head: `eval bench --card` writes it, and the car
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import re
@@ -41,13 +40,6 @@ MEASURED_SHAPE = {
 }
 # Library that the hub lists an export's format with, if not the format's own name.
 LIBRARIES = {hf_assisted.NAME: "transformers"}
-# Settings of every training that decide its result, in the order in which a reader asks for them.
-SETTINGS = (
-    *("features", "feature_dtype", "epochs", "max_steps", "batch_size", "tokens_per_batch", "max_length"),
-    *("optimizer", "lr", "schedule"),
-    *("warmup_share", "min_lr_share", "weight_decay", "betas", "clip", "precision", "model_dtype", "val_share", "seed"),
-)
-ACCEPTANCE_SETTINGS = ("num_blocks", "tied", "state", "w_acc", "w_rej", "mix", "calibrate")
 ACCEPTANCE_HEAD = (
     "Predicts from a drafter's last hidden state whether the target will keep a drafted token (SpecDec++, Huang et al. "
     "2024). It stops drafts that are likely to fail."
@@ -181,12 +173,15 @@ def model_card(
     checked = "Identities are hashes of content; `draftsmith` refuses other models."
     unchecked = "No identity is recorded: `draftsmith` takes any model of its width and vocabulary."
 
+    settings = json.loads(json.dumps({name: value for name, value in config.items() if value not in (None, "")}))
+    training = _shell(yaml.safe_dump(settings, sort_keys=False).strip(), language="yaml")
+    training = f"{manifest.get('step') or 0:,} steps of `draftsmith train {kind}`:\n\n{training}"
     calibration = "None: it proposes tokens, and the target's verdict does not depend on how sure it was of them."
     tau = f"draftsmith eval bench {options} --methods {about.method} --prompts FILE --output runs/bench --card"
     sections = HEAD_SECTIONS.format(
         target=f"{_bullets(target_rows, unknown)}\n\n{checked if identity else unchecked}",
         data=_data_section(manifest) or _sentence(unknown),
-        training=_training_section(kind, drafts, config, manifest.get("step")) or _sentence(unknown),
+        training=training if manifest.get("step") else _sentence(unknown),
         metrics=_metrics_section(metrics, about, manifest.get("step"))
         or (_sentence(unknown) if imported else "Not validated yet."),
         tau=_tau_section(measured) or f"Not measured yet. This measures it and writes it here:\n\n{_shell(tau)}",
@@ -299,22 +294,6 @@ def _data_section(manifest: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _training_section(kind: str, drafts: bool, config: Mapping[str, Any], step: int | None) -> str:
-    config = dict(config)
-    # Of two settings of which one decides, the other is not shown.
-    for decides, other in (("max_steps", "epochs"), ("tokens_per_batch", "batch_size")):
-        if decides in config:
-            config.pop(other if config[decides] else decides, None)
-    own: Sequence[str] = ACCEPTANCE_SETTINGS
-    if drafts:
-        own = [item.name for item in dataclasses.fields(head_class(kind).Settings) if not item.metadata.get("volatile")]
-    names = dict.fromkeys(("init", *own, *SETTINGS))
-    rows = [(f"`{name}`", _code(config[name])) for name in names if config.get(name) is not None]
-    table = "\n".join(markdown_lines(("setting", "value"), rows))
-    steps = f"{step:,} steps. " if step else ""
-    return f"{steps}Settings of `draftsmith train {kind}` that decide the result:\n\n{table}" if rows else ""
-
-
 def _metrics_section(metrics: Mapping[str, float], about: HeadCard, step: int | None) -> str:
     rows = []
     for name, value in sorted(metrics.items()):
@@ -421,9 +400,6 @@ def write_measured(directory: str | Path, measured: Mapping[str, Any]) -> None:
     """Replace a head's `measured.json` and write its card anew.
 
     measured: `settings`, `methods`, `prompts`, `clock`, `hardware`, `date`, `git_commit` (eval/bench/command.py).
-
-    Raises:
-        InputError: not a head directory.
     """
     directory = Path(directory)
     config = head_config(directory)

@@ -49,11 +49,7 @@ def named_kind(kind: str) -> str:
 
 
 def kind_at(path: str | Path) -> str | None:
-    """Return the kind of the head in a directory; None for anything else, such as a language model.
-
-    Raises:
-        InputError: the directory of a training, whose head is in best/.
-    """
+    """Return the kind of the head in a directory; None for anything else, such as a language model."""
     directory = Path(path)
     if not _is_head(directory):
         if _is_head(directory / "best") and not (directory / "config.json").exists():
@@ -110,11 +106,7 @@ def save_head(directory: str | Path, head: Any, manifest: Mapping[str, Any], car
 
 
 def head_config(directory: str | Path, kind: str | None = None) -> dict[str, Any]:
-    """Read and check `config.json` of a head. kind: the expected one.
-
-    Raises:
-        InputError: not a head directory, an unfinished one, one whose files changed, or a head of another kind.
-    """
+    """Read and check `config.json` of a head. kind: the expected one."""
     directory = Path(directory)
     if not _is_head(directory):
         kind_at(directory)  # the head may be in best/
@@ -160,11 +152,7 @@ def _as_tuple(value: Any) -> Any:
 
 
 def head_settings(directory: str | Path, kind: str) -> Any:
-    """Return the config dataclass of a head without reading its weights.
-
-    Raises:
-        InputError: no head, or one of another kind.
-    """
+    """Return the config dataclass of a head without reading its weights."""
     return _settings(directory, head_config(directory, kind))
 
 
@@ -311,9 +299,6 @@ def starting_settings(directory: str | Path, kind: str, width: int | None = None
 
     width, vocab_size: of the model it is to read, if known. They must match; the model's identity need not, because
     --init adapts a head to a changed model.
-
-    Raises:
-        InputError: no head, one of another kind, or one of other sizes.
     """
     if not Path(directory).is_dir():
         raise InputError("init", directory, "one of the names in --help, or a head directory", "Check the path.")
@@ -391,11 +376,7 @@ class FrozenDrafter:
 
 
 def load_drafter(draft: str | Path, target: Callable[[], CausalLM], load: Callable[[str], CausalLM]) -> FrozenDrafter:
-    """Load a drafter. draft: path of a head, or of a language model, which `load` reads. target: returns the target.
-
-    Raises:
-        InputError: a head that does not draft, or one for another target.
-    """
+    """Load a drafter. draft: path of a head, or of a language model, which `load` reads. target: returns the target."""
     if kind_at(draft) is None:
         lm = load(str(draft))
         return FrozenDrafter(lm, lm.info.identity)

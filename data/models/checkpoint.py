@@ -30,65 +30,43 @@ LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim")
 LARGEST = dict.fromkeys(LAYERS, MOST_LAYERS) | dict.fromkeys(HEADS, MOST_HEADS)
 REMEDY = "Fetch or build it again."
+SHAPE = {
+    **{f"{name}?": (int, [(int, None)], None) for name in (*SIZES, *POSITIONS)},
+    **{f"{name}?": (float, None) for name in NUMBERS},
+    **{f"{name}?": (bool, None) for name in SWITCHES},
+    **{f"{name}?": ({f"{number}?": (float, None) for number in ROPE_NUMBERS}, None) for name in OBJECTS},
+    "model_type?": (str, None),
+}
 
 
-def read_model_json(file: Path) -> dict[str, Any]:
-    """Read the JSON object in a file of a model.
-
-    Raises:
-        InputError: absent, damaged, or other JSON.
-    """
+def read_model_json(file: Path, shape: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Read the JSON object in a file of a model. shape: as of `read_object`."""
     try:
-        return read_object(file, {}, REMEDY)
+        return read_object(file, shape or {}, REMEDY)
     except OSError as error:
         raise InputError(str(file), error.strerror or "unreadable", "a file with JSON", REMEDY) from error
 
 
 def read_settings(directory: Path) -> dict[str, Any]:
-    """Read and check a model's config.json.
-
-    Raises:
-        InputError: damaged, or with values that no model can have.
-    """
+    """Read a model's config.json and check that each value is one that a model can have."""
     file = directory / "config.json"
-    config = read_model_json(file)
-    nested = config.get("text_config")
-    if nested is not None and not isinstance(nested, Mapping):
-        raise InputError(f"text_config of {file}", repr(nested)[:80], "an object", REMEDY)
-    for section in (config, nested or {}):
-        _check_section(section, file)
+    config = read_model_json(file, SHAPE | {"text_config?": (SHAPE, None)})
+    for section in (config, config.get("text_config") or {}):
+        for name in (*SIZES, *POSITIONS):
+            value = section.get(name)
+            most = LARGEST.get(name, MOST_POSITIONS if name in POSITIONS else MOST_SIZE)
+            # transformers saves 0 for an unused window
+            least = 0 if name in ("max_window_layers", "sliding_window") else 1
+            for count in value if isinstance(value, list) else [value]:  # a list has one per layer
+                if count is not None and not least <= count <= most:
+                    raise InputError(f"{name} of {file}", value, f"an integer of {least} to {most:,}", REMEDY)
+        for values in (section, *(section.get(name) or {} for name in OBJECTS)):
+            for name in (*NUMBERS, *ROPE_NUMBERS):
+                if not 0 <= (values.get(name) or 0) < 1e30:
+                    raise InputError(f"{name} of {file}", values[name], "a number that is not negative", REMEDY)
+        if missing := missing_keys(section):
+            raise InputError(f"rope_parameters of {file}", f"no {missing[0]}", "all that its rope_type needs", REMEDY)
     return config
-
-
-def _check_section(section: Mapping[str, Any], file: Path) -> None:
-    def check(valid: bool, name: str, value: Any, expected: str) -> None:
-        if not valid:
-            raise InputError(f"{name} of {file}", repr(value)[:80], expected, REMEDY)
-
-    def check_number(values: Mapping[str, Any], name: str) -> None:
-        value = values.get(name)
-        valid = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e30
-        check(value is None or valid, name, value, "a number that is not negative")
-
-    for name in (*SIZES, *POSITIONS):
-        value = section.get(name)
-        most = LARGEST.get(name, MOST_POSITIONS if name in POSITIONS else MOST_SIZE)
-        least = 0 if name in ("max_window_layers", "sliding_window") else 1  # transformers saves 0 for an unused window
-        for count in value if isinstance(value, list) else [value]:  # a list has one per layer
-            valid = isinstance(count, int) and not isinstance(count, bool) and least <= count <= most
-            check(count is None or valid, name, value, f"an integer of {least} to {most:,}")
-    for name in NUMBERS:
-        check_number(section, name)
-    for name in SWITCHES:
-        check(isinstance(section.get(name), bool | None), name, section.get(name), "true or false")
-    for name in OBJECTS:
-        value = section.get(name)
-        check(isinstance(value, Mapping | None), name, value, "an object")
-        for number in ROPE_NUMBERS:
-            check_number(value or {}, number)
-    if missing := missing_keys(section):
-        raise InputError(f"rope_parameters of {file}", f"no {missing[0]}", "all that its rope_type needs", REMEDY)
-    check(isinstance(section.get("model_type"), str | None), "model_type", section.get("model_type"), "a name")
 
 
 def check_proportions(config: Mapping[str, Any], files: list[Path]) -> None:
@@ -120,11 +98,7 @@ def weight_map(index: Path, remedy: str = REMEDY) -> dict[str, str]:
 
 
 def checkpoint_files(directory: Path) -> list[Path]:
-    """Return a model's safetensors files, chosen as transformers does: one file, or the shards of an index.
-
-    Raises:
-        InputError: there are none, or a shard of the index is missing.
-    """
+    """Return a model's safetensors files, chosen as transformers does: one file, or the shards of an index."""
     whole, index = directory / "model.safetensors", directory / INDEX
     if whole.exists():
         return [whole]
@@ -155,9 +129,6 @@ def end_tokens(directory: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the end tokens from generation_config.json or else config.json, in the order of `generate`.
 
     config: config.json, or its part about text.
-
-    Raises:
-        InputError: they are not ids of the vocabulary, so that no response would ever end.
     """
     ids, file = config.get("eos_token_id"), directory / "config.json"
     generation = directory / "generation_config.json"

@@ -49,9 +49,6 @@ def model_directory(path: str, more: tuple[str, ...] = ()) -> Path:
     """Return the local directory of a model, after downloading a repository that is not in the cache.
 
     more: patterns of further files to download.
-
-    Raises:
-        InputError: nothing there, or not a model.
     """
     resolved = resolve_model(path)
     directory, hub = Path(resolved), None

@@ -130,11 +130,7 @@ def _normalized(value: Any) -> Any:
 
 
 def tensor_digests(files: Iterable[Path]) -> dict[str, TensorDigest]:
-    """Return the digests of all tensors in safetensors files, by name; cached ones where a file is unchanged.
-
-    Raises:
-        InputError: a damaged file.
-    """
+    """Return the digests of all tensors in safetensors files, by name; cached ones where a file is unchanged."""
     digests: dict[str, TensorDigest] = {}
     cached = {file: read_cached(file) for file in files}
     missing = sum(file.stat().st_size for file, known in cached.items() if known is None)

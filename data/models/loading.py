@@ -214,9 +214,6 @@ def load_transformers(directory: Path, dtype: torch.dtype | str, trust_remote_co
     """Load a causal model with transformers, on the CPU unless `spread` (of `placement`) says otherwise.
 
     dtype: `auto` is the checkpoint's own.
-
-    Raises:
-        InputError: a damaged or incomplete checkpoint, or a config that transformers cannot build.
     """
     from transformers import AutoModelForCausalLM
 
@@ -288,11 +285,7 @@ def llama_shape(lm: CausalLM, path: str) -> LlamaConfig:
 
 
 def target_shape(path: str) -> LlamaConfig:
-    """Return the sizes of a Llama-family target that runs with transformers.
-
-    Raises:
-        InputError: another family, or an option that the head's layers do not have.
-    """
+    """Return the sizes of a Llama-family target that runs with transformers."""
     config = read_config(path)
     try:
         return llama_config(config)
@@ -329,11 +322,7 @@ def trust_code() -> None:
 
 
 def load_tokenizer(path: str) -> Any:
-    """Load the tokenizer of a model.
-
-    Raises:
-        InputError: there is none, or its files are damaged.
-    """
+    """Load the tokenizer of a model."""
     from transformers import AutoTokenizer
 
     directory = model_directory(path)

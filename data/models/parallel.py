@@ -22,11 +22,7 @@ WHOLE = {"lm_head": "replicate", "model.embed_tokens": "replicate"}
 
 
 def placement(parallel: str, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained` that spread a model. config: config.json.
-
-    Raises:
-        InputError: the processes of this job do not fit, or a package is missing.
-    """
+    """Return the arguments of `from_pretrained` that spread a model. config: config.json."""
     ranks = place()
     if parallel == "none":
         return {}

@@ -60,15 +60,13 @@ def test_a_trained_heads_card_has_every_section():
     for words, section in {
         "aaaa": "Target and tokenizer", "cccc": "Target and tokenizer", "dddd": "Target and tokenizer",
         "ffff": "Data", "1,200 samples, 34,567 tokens": "Data",
-        "1,500 steps": "Training", "| `lr` | `3e-05` |": "Training", "| `init` | `random` |": "Training",
+        "1,500 steps of `draftsmith train eagle`": "Training", "\nlr: 3.0e-05\ninit: random\n": "Training",
         "| loss | 1.25 |": "Measured on held-out samples",
         "draftsmith eval bench --target owner/model --draft DIR --methods eagle:k=5 --prompts FILE ": "tau by task",
         "draftsmith export --head DIR --format sglang --output DIR-sglang": "How to use it",
         "draftsmith unknown (not installed), torch 2.8": "Versions",
     }.items():  # fmt: skip
         assert words in sections[section], section
-    assert "wandb" not in sections["Training"] and "epochs" not in sections["Training"]  # steps decide
-    assert "| `max_steps` | `1500` |" in sections["Training"]
     assert "unknown:" not in str(sections)
     assert matter["base_model"] == "owner/model" and matter["library_name"] == "draftsmith"
 
