@@ -1,8 +1,5 @@
-"""Where numbers go (`--track csv wandb tensorboard`).
-
-A CSV file always, as a continued run takes its curve from it; Weights & Biases where it can be reached, offline where
-it cannot.
-"""
+"""Loggers of a training (`--track csv wandb tensorboard`): metrics.csv always, Weights & Biases and TensorBoard by
+Lightning's loggers."""
 
 from __future__ import annotations
 
@@ -18,6 +15,7 @@ import lightning.pytorch as pl
 import yaml
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.loggers.wandb import WandbLogger
 
 from draftsmith.data.store.files import append, make_directory, write_text
 from draftsmith.data.store.manifest import MANIFEST, resolved
@@ -35,17 +33,15 @@ from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.metrics import is_first_process
 
-# What the summary of a run keeps of a metric, beside the last value of every other.
+# Metrics whose best value is kept in a run's summary, beside the last value of every other.
 BEST = {"val/tau": "max", "val/top1": "max", "val/accepted": "max", "val/auc": "max", "val/loss": "min"}
-# (step, metrics) of what a continued run logged before, oldest first.
-Past = Callable[[], Iterable[tuple[int, Mapping[str, float]]]]
 
 
 class CsvLogger(Logger):
-    """One row for each call, appended to `path`; a new metric adds a column.
+    """Rows of metrics, appended to `path`; a new metric adds a column.
 
-    Rows after `resumed_step` of an earlier run are dropped: the continued run writes them again. (Lightning's own CSV
-    logger deletes the whole file when a run is continued.)
+    Rows after `resumed_step` of an earlier run are dropped: the resumed run writes them again. (Lightning's own CSV
+    logger deletes the whole file when a run is resumed.)
     """
 
     def __init__(self, path: Path, resumed_step: int = 0):
@@ -53,7 +49,7 @@ class CsvLogger(Logger):
         self.path = path
         self._rows: list[dict[str, str]] = []
         self._columns = ["step"]
-        self._whole = False  # the file holds all rows
+        self._complete = False  # the file holds all rows
         if resumed_step and path.exists():
             self._rows = [row for row in metric_rows(path) if int(row["step"]) <= resumed_step]
             self._columns = list(dict.fromkeys(name for row in self._rows for name in row)) or ["step"]
@@ -67,19 +63,20 @@ class CsvLogger(Logger):
         return 0
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """The resolved config lies beside the CSV file, as config.yaml."""
+        """Do nothing: config.yaml lies beside the CSV file."""
 
-    def kept(self) -> Iterator[tuple[int, dict[str, float]]]:
-        """(step, metrics) of every row there is."""
+    def logged(self) -> Iterator[tuple[int, dict[str, float]]]:
+        """Yield (step, metrics) of every row so far."""
         for row in self._rows:
             yield int(row["step"]), {k: float(v) for k, v in row.items() if k and k != "step" and v}
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         row = {"step": str(step), **{name: f"{value:.8g}" for name, value in metrics.items()}}
-        new = [name for name in row if name not in self._columns]
+        new_columns = [name for name in row if name not in self._columns]
         self._rows.append(row)
-        self._columns += new
-        appends, self._whole = self._whole and not new, False  # a full disk may cut the file short
+        self._columns += new_columns
+        # A full disk may cut the file short: it is incomplete until the write has succeeded.
+        appends, self._complete = self._complete and not new_columns, False
         text = io.StringIO(newline="")
         writer = csv.DictWriter(text, self._columns, restval="")
         if appends:
@@ -89,63 +86,45 @@ class CsvLogger(Logger):
             writer.writeheader()
             writer.writerows(self._rows)
             write_text(self.path, text.getvalue())
-        self._whole = True
+        self._complete = True
 
 
-class WandbLogger(Logger):
-    """A Weights & Biases run that ends with the training. (Lightning's own leaves it open, so that the next training of
-    the same process would go on writing into it.)"""
+class TrackedRun(WandbLogger):
+    """Lightning's logger over a Weights & Biases run that ends with the training. (Lightning leaves its run open, and
+    the next training of the process would log into it.)"""
 
-    def __init__(self, run: Any, say: Callable[[str], None] = lambda text: None):
-        super().__init__()
-        self._run, self._say, self._open = run, say, True
-        run.define_metric("trainer/global_step")
-        run.define_metric("*", step_metric="trainer/global_step")
+    def __init__(self, run: Any, log: Callable[[str], None]):
+        super().__init__(experiment=run)
+        self.run, self._log, self._open = run, log, True
         for name, best in BEST.items():
             run.define_metric(name, step_metric="trainer/global_step", summary=best)
 
-    @property
-    def name(self) -> str:
-        return "wandb"
-
-    @property
-    def version(self) -> str:
-        return self._run.id
-
-    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """The resolved config was given when the run began."""
-
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        self._run.log({**metrics, "trainer/global_step": step})
-
     def log_head(self, directory: Path) -> None:
-        """A head directory as the next version of the artifact `JOB-RUN`."""
+        """Log a head directory as the next version of the artifact `JOB-RUN`."""
         import wandb
 
-        card = Path(self._run.dir).resolve().parent / "head-card.md"
-        artifact = head_artifact(wandb, self._run.name, directory, card)
-        self._run.log_artifact(artifact, aliases=["best", f"step-{artifact.metadata['step']}"])
+        card = Path(self.run.dir).resolve().parent / "head-card.md"
+        artifact = head_artifact(wandb, self.run.name, directory, card)
+        self.run.log_artifact(artifact, aliases=["best", f"step-{artifact.metadata['step']}"])
 
     def log_inputs(self, directories: Iterable[Path]) -> None:
-        """What the head is made from, in the lineage of its artifact."""
+        """Record data artefacts as inputs of the run, in the lineage of its head."""
         import wandb
 
         for directory in directories:
             try:
-                use_artifact(self._run, data_artifact(wandb, directory))
+                use_artifact(self.run, data_artifact(wandb, directory))
             except Exception as error:  # of the network or the server: the training does not need it
-                self._say(f"Weights & Biases: {directory} is not in the head's lineage ({type(error).__name__})")
+                self._log(f"Weights & Biases: {directory} is not in the head's lineage ({type(error).__name__})")
 
     def finalize(self, status: str) -> None:
-        if not self._open:
-            return
-        self._open = False
-        finish_wandb(self._run, self._say, exit_code=0 if status == "success" else 1)
+        if self._open:
+            self._open = False
+            finish_wandb(self.run, self._log, exit_code=0 if status == "success" else 1)
 
 
 class HeadArtifact(pl.Callback):
-    """Gives Weights & Biases the head in `directory` once the training is complete: one version for a run, not one for
-    every save."""
+    """Logs the head in `directory` once the training is complete: one version per run, not one per save."""
 
     def __init__(self, directory: Path):
         self._directory = directory
@@ -153,58 +132,46 @@ class HeadArtifact(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         complete = trainer.global_step == pl_module.total_steps
         for logger in trainer.loggers:
-            if isinstance(logger, WandbLogger) and complete and self._directory.is_dir():
+            if isinstance(logger, TrackedRun) and complete and self._directory.is_dir():
                 logger.log_head(self._directory)
 
 
-def wandb_logger(
-    config: TrainConfig, job: str, resumed: bool, say: Callable[[str], None], made_from: Mapping[str, Any], past: Past
-) -> Logger | None:
-    """Online with a key, offline where that is asked for; online that does not start falls back to offline. None when
-    switched off, and by `auto` where nobody has set Weights & Biases up.
+def start_run(
+    config: TrainConfig, job: str, table: CsvLogger, resumed: bool, log: Callable[[str], None], about: dict[str, Any]
+) -> TrackedRun | None:
+    """Start a Weights & Biases run: online with a key, offline if asked for or if online does not start. Return None
+    if it is switched off, and by `auto` if there is neither a key nor a mode.
 
-    The files lie in output/wandb; `wandb sync` uploads an offline run later. A continued training continues its run:
-    the run's id is kept, and where the server does not bring back what was logged before, `past` is logged anew.
-    (Uploading a second offline directory of one run replaces the first, so the last one has to hold everything.)
+    The files lie in output/wandb; `wandb sync` uploads an offline run later. A resumed training keeps the run's id. If
+    the server does not bring back what was logged before, `table` is logged again: uploading a second offline directory
+    of one run replaces the first, so the last one has to hold everything.
     """
     if "wandb" not in config.track or switched_off(config.wandb):
         return None
     if config.wandb == "auto" and not configured():
-        say("Weights & Biases: off, no key was found (`wandb login` logs online, --wandb offline into files)")
+        log("Weights & Biases: off, no key was found (`wandb login` logs online, --wandb offline into files)")
         return None
     import wandb
 
+    id_file = config.output / "wandb_id.txt"
+    if not resumed or not id_file.exists():
+        write_text(id_file, uuid.uuid4().hex[:12] + "\n")
     options: dict[str, Any] = {
         "project": config.project,
         "name": f"{job} {config.output.name}",
         "job_type": job,
         "group": config.group,
         "dir": str(config.output),
-        "config": {**resolved(config), "made_from": dict(made_from)},
-        "id": _run_id(config.output / "wandb_id.txt", resumed),
+        "config": about,
+        "id": id_file.read_text().strip(),
         "resume": "allow" if resumed else None,
     }
-    run = start_wandb(wandb, config.wandb, options, say)
-    logger = WandbLogger(run, say)
+    run = start_wandb(wandb, config.wandb, options, log)
+    logger = TrackedRun(run, log)
     logger.log_inputs(path for path in (config.data, config.val) if path is not None and (path / MANIFEST).is_file())
     if resumed and not run.resumed:
-        for step, metrics in past():
+        for step, metrics in table.logged():
             logger.log_metrics(metrics, step)
-    return logger
-
-
-def _run_id(path: Path, resumed: bool) -> str:
-    if not resumed or not path.exists():
-        write_text(path, uuid.uuid4().hex[:12] + "\n")
-    return path.read_text().strip()
-
-
-def tensorboard_logger(config: TrainConfig, resumed_step: int, made_from: Mapping[str, Any]) -> Logger:
-    """Events in output/tensorboard. A continued run adds a file there that hides what follows its checkpoint."""
-    purge: Any = resumed_step + 1 if resumed_step else None
-    logger = TensorBoardLogger(config.output, name="", version="tensorboard", default_hp_metric=False, purge_step=purge)
-    text = yaml.safe_dump({**resolved(config), "made_from": dict(made_from)}, sort_keys=False)
-    logger.experiment.add_text("config", "\n".join("    " + line for line in text.splitlines()), resumed_step)
     return logger
 
 
@@ -212,26 +179,33 @@ def make_loggers(
     config: TrainConfig,
     job: str,
     resumed_step: int,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     made_from: Mapping[str, Any] | None = None,
 ) -> list[Logger]:
-    """CSV first, so that a trouble with another never costs it. Ranks above 0 log nothing.
+    """Return the loggers of a training, the CSV file first so that no other logger's error costs it; none on ranks
+    above 0.
 
-    made_from: what is told beside the config: hashes of inputs and models, packages, git commit.
+    made_from: logged beside the config: hashes of inputs and models, packages, git commit.
 
     Raises:
         InputError: TensorBoard is asked for and not installed.
     """
-    made_from = made_from or {}
     if "tensorboard" in config.track and importlib.util.find_spec("tensorboard") is None:
         found = "tensorboard, which is not installed"
         raise InputError("track", found, "installed trackers", "Run: pip install 'draftsmith[tensorboard]'")
     if not is_first_process():
         return []
     make_directory(config.output)
+    about = {**resolved(config), "made_from": dict(made_from or {})}
     table = CsvLogger(config.output / "metrics.csv", resumed_step)
     loggers: list[Logger] = [table]
     if "tensorboard" in config.track:
-        loggers.append(tensorboard_logger(config, resumed_step, made_from))
-    wandb = wandb_logger(config, job, bool(resumed_step), say, made_from, table.kept)
-    return loggers + ([wandb] if wandb is not None else [])
+        # A resumed run adds a file that hides what follows its checkpoint.
+        purge: Any = resumed_step + 1 if resumed_step else None
+        where = {"name": "", "version": "tensorboard"}
+        board = TensorBoardLogger(config.output, **where, default_hp_metric=False, purge_step=purge)
+        lines = yaml.safe_dump(about, sort_keys=False).splitlines()
+        board.experiment.add_text("config", "\n".join("    " + line for line in lines), resumed_step)
+        loggers.append(board)
+    run = start_run(config, job, table, bool(resumed_step), log, about)
+    return loggers + ([run] if run is not None else [])

@@ -73,7 +73,7 @@ def test_without_a_key_weights_and_biases_is_off_until_it_is_asked_for(no_key, t
         monkeypatch.setenv("WANDB_MODE", mode)
     said: list[str] = []
     loggers = make_loggers(TrainConfig(data=tmp_path, output=tmp_path / "out"), "eagle", 0, said.append)
-    assert [logger.name for logger in loggers] == ["csv"] + ["wandb"] * tracked
+    assert [type(logger).__name__ for logger in loggers] == ["CsvLogger"] + ["TrackedRun"] * tracked
     for logger in loggers:
         logger.finalize("success")
     assert len(offline_runs(tmp_path / "out")) == tracked
@@ -121,7 +121,7 @@ def test_the_switch_names_the_loggers(no_key, tmp_path, monkeypatch):
 
     assert names() == names("csv") == ["CsvLogger"]
     assert names("tensorboard") == ["CsvLogger", "TensorBoardLogger"]
-    assert names("csv", "wandb") == ["CsvLogger", "WandbLogger"]
+    assert names("csv", "wandb") == ["CsvLogger", "TrackedRun"]
 
 
 def test_an_unknown_tracker_is_named(tmp_path):

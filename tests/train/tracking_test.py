@@ -59,7 +59,7 @@ def tracked(artefacts, tmp_path_factory) -> Tracked:
         for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
             patch.delenv(name, raising=False)
         patch.setenv("NETRC", str(output.parent / "no netrc"))
-        patch.setattr("draftsmith.train.metrics.note", said.append)
+        patch.setattr("draftsmith.train.metrics.log_note", said.append)
         with patch.context() as stopping:
             stopping.setattr(LitHead, "part_loss", interrupted)
             with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
