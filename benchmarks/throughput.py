@@ -46,7 +46,7 @@ from draftsmith.train.data_module import HeadDataModule, Order, Part, Samples
 from draftsmith.train.drafter_objective import DrafterObjective
 from draftsmith.train.fit import Provenance, fit
 from draftsmith.train.lit_head import LitHead
-from draftsmith.train.schedules import lr_schedule
+from draftsmith.train.optimizers import lr_schedule
 from draftsmith.train.telemetry import measured_peak
 
 HEADINGS = ("what", "value", "aim")

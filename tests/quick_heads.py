@@ -18,7 +18,7 @@ from draftsmith.modules.acceptance.predictor import HeadPredictor
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead, EagleInputs, eagle_loss, shift
 from draftsmith.modules.drafters.eagle3.head import Eagle3Head, Eagle3Settings, draft_vocabulary
 from draftsmith.modules.types import FeatureBatch
-from draftsmith.train.muon import MuonAdamW
+from draftsmith.train.optimizers import MuonAdamW
 
 
 def quick_eagle_head(

@@ -36,7 +36,7 @@ from draftsmith.train.config import TrainConfig
 from draftsmith.train.data_module import Part, Samples
 from draftsmith.train.lit_head import Given, Objective
 from draftsmith.train.metrics import gather_rows, say_on_rank_zero
-from draftsmith.train.schedules import lr_schedule
+from draftsmith.train.optimizers import lr_schedule
 from draftsmith.train.telemetry import features_flops
 
 # Tokens of a training sample: enough that a batch is collated quickly, few enough that it is drawn from many answers.

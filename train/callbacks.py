@@ -1,8 +1,7 @@
-"""What happens between steps: log, validate, save.
+"""Logging, validation and saving between steps.
 
-One callback does it in this order, instead of Lightning's validation and checkpointing, because the order decides what
-a checkpoint holds: it is taken when a step and everything that belongs to it is done, so that a continued run repeats
-nothing and skips nothing.
+One callback does all three in this order, instead of Lightning's validation and checkpointing. A checkpoint is taken
+when a step and everything that belongs to it is done, so that a resumed run repeats nothing and skips nothing.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ SaveHead = Callable[[nn.Module, str, int, dict[str, float]], None]
 
 
 class BetweenSteps(pl.Callback):
-    """Logs every `log_every` steps, validates, and keeps best/, last/ and checkpoints/; draws a bar on a terminal.
+    """Callback that logs every `log_every` steps, validates, and writes best/, last/ and checkpoints/.
 
-    A disk that takes no more does not end the run: what was saved before stays, and is told. saved_step: of the newest
-    checkpoint. unsaved: which of best/ and last/ could not be saved when it last should have been, and why. telemetry:
-    what counts the steps' cost, a callback of the trainer that stands before this one.
+    A full disk does not end the run: earlier saves stay, and the error is logged. saved_step: of the newest checkpoint.
+    unsaved: best and last -> error of their last save, if it failed. telemetry: callback that counts the steps' cost;
+    it stands before this one.
     """
 
     def __init__(
@@ -98,6 +97,7 @@ class BetweenSteps(pl.Callback):
         self.telemetry.go_on()
 
     def _log_losses(self, trainer: pl.Trainer, module: LitHead, step: int) -> None:
+        # Reading the losses back waits for the device, so the time that telemetry takes afterwards is right.
         metrics = {f"train/{name}": value for name, value in module.means.take().items()}
         metrics["bad_steps"] = module.bad_steps.count
         metrics["lr"] = trainer.optimizers[0].param_groups[0]["lr"]
@@ -107,7 +107,7 @@ class BetweenSteps(pl.Callback):
 
     def _validate(self, trainer: pl.Trainer, module: LitHead, head: nn.Module, step: int, final: bool) -> None:
         head.eval()
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]  # which Lightning sets and does not declare
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]  # set by Lightning, undeclared
         parts = data.val_batches(trainer.global_rank, trainer.world_size)
         with module.autocast():
             metrics = module.validate(parts)
@@ -119,7 +119,7 @@ class BetweenSteps(pl.Callback):
         shown = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
         measured = f" ({probed.measured})" if probed is not None and probed.monitor in metrics else ""
         say_on_rank_zero(f"step {step}/{module.total_steps}: {shown}{measured}")
-        # What decoding reaches decides, where it is measured: a head can lose teacher-forced accuracy and gain tau.
+        # If tau is measured it picks best/: a head can lose teacher-forced accuracy and gain tau.
         monitor, sign = module.objective.monitor, 1 if module.objective.larger_is_better else -1
         if self.probe is not None:
             monitor, sign = self.probe.monitor, 1
@@ -129,38 +129,38 @@ class BetweenSteps(pl.Callback):
                 self.best = best
 
     def _save_head(self, trainer: pl.Trainer, head: nn.Module, name: str, step: int, metrics: dict[str, float]) -> str:
-        """Save it from rank 0. What went wrong, or nothing; the same on every rank."""
+        """Save the head from rank 0; return the error or an empty string, the same on every rank."""
         failure = ""
         if rank() == 0:
             try:
                 self.save_head(head, name, step, metrics)
             except (OSError, CannotWrite) as error:
                 failure = str(error)
-        failure = self._told(trainer, f"{name}/ of step {step}", failure)
+        failure = self._agree_on_failure(trainer, f"{name}/ of step {step}", failure)
         self.unsaved.pop(name, None)
         if failure:
             self.unsaved[name] = failure
         return failure
 
     def _save_last(self, trainer: pl.Trainer, module: LitHead, step: int) -> None:
-        """last/ and a checkpoint, each whole or not at all."""
+        """Save last/ and a checkpoint, each whole or absent."""
         with whole_head(trainer, module) as head:
             self._save_head(trainer, head, "last", step, self.latest)
         trainer.save_checkpoint(path_of(self.config.output / FOLDER, step))
-        if not self._told(trainer, f"the checkpoint of step {step}", self.checkpoints.failure):
+        if not self._agree_on_failure(trainer, f"the checkpoint of step {step}", self.checkpoints.failure):
             self.saved_step = step
 
-    def _told(self, trainer: pl.Trainer, what: str, failure: str) -> str:
-        """Rank 0's failure, on every rank, after telling the user of it."""
+    def _agree_on_failure(self, trainer: pl.Trainer, name: str, failure: str) -> str:
+        """Return rank 0's failure on every rank, and warn of it."""
         failure = trainer.strategy.broadcast(failure)
         if failure:
             kept = f"step {self.saved_step} is saved" if self.saved_step else "nothing is saved yet"
-            say_on_rank_zero(f"warning: could not save {what} ({failure}); {kept}")
+            say_on_rank_zero(f"warning: could not save {name} ({failure}); {kept}")
         return failure
 
 
 def log_metrics(trainer: pl.Trainer, metrics: dict[str, float], step: int) -> None:
-    """Log to every logger, without Lightning's per-step bookkeeping of `self.log`. A full disk does not end the run."""
+    """Log to every logger, without the per-step bookkeeping of `self.log`. A full disk does not end the run."""
     for logger in trainer.loggers:
         try:
             logger.log_metrics(metrics, step)

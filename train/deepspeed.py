@@ -1,7 +1,7 @@
 """ZeRO by DeepSpeed, through Lightning, on GPUs and on CPU ranks; its checkpoints are those of every other strategy.
 
-Rajbhandari et al. 2020, "ZeRO", section 5: stage 1 shares out the optimizer's state over the ranks, stage 2 the
-gradients too, stage 3 the weights too.
+Rajbhandari et al. 2020, "ZeRO", section 5: stage 1 shards the optimizer state over the ranks, stage 2 also the
+gradients, stage 3 also the weights.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from torch import Tensor, nn
 
 from draftsmith.modules.types import InputError
 
-# Elements that are reduced or gathered at once; a buffer of this size is allocated. Heads are small: DeepSpeed's own
-# default would take 2 GB for it.
+# Elements that are reduced or gathered at once; a buffer of this size is allocated. Heads are small: DeepSpeed's
+# default would take 2 GB.
 BUCKET = 50_000_000
 # Stage 3 keeps smaller tensors whole on every rank: gathering them costs more than it saves (DeepSpeed's default).
 KEPT_WHOLE = 100_000
 
 
 class ZeroPrecision(DeepSpeedPrecision):
-    """float32 weights, gradients and optimizer; bf16 is autocast inside the training step, as under DDP."""
+    """Precision plugin: float32 weights, gradients, optimizer. bf16 is autocast in the training step, as under DDP."""
 
     def __init__(self) -> None:
         super().__init__("32-true")
@@ -39,22 +39,22 @@ class ZeroPrecision(DeepSpeedPrecision):
     def convert_input(self, data: Any) -> Any:
         return data
 
-    # Lightning's own override of its base class names the parameters in another way, too.
+    # The signature differs from the base class as Lightning's does.
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:  # type: ignore[override]
         result = super().optimizer_step(optimizer, model, closure, **kwargs)
-        # DeepSpeed leaves a step out by itself where ranks' finite gradients have an infinite sum.
+        # DeepSpeed skips a step by itself if the ranks' finite gradients have an infinite sum.
         if model.ends_step and not model.skips_step and getattr(model.trainer.model.optimizer, "overflow", False):
             model.count_bad_step()
         return result
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """Lightning has divided the loss by the accumulated parts; DeepSpeed would do so once more."""
+        # Lightning has divided the loss by the accumulated parts; DeepSpeed would do so again.
         model.trainer.model.backward(tensor, scale_wrt_gas=False)
 
 
 class ZeroStrategy(DeepSpeedStrategy):
     """Lightning's strategy with three differences: it also runs on CPU ranks, over gloo; it steps torch's own
-    optimizer, so that nothing is compiled; and what it saves and loads are whole tensors by parameter.
+    optimizer, so that nothing is compiled; and it saves and loads whole tensors by parameter.
 
     stage: 1, 2 or 3. offload: optimizer state (and at stage 3 weights) stay in host memory. clip: largest gradient
     norm, 0 for none. kind: cpu or gpu.
@@ -63,8 +63,12 @@ class ZeroStrategy(DeepSpeedStrategy):
     def __init__(self, stage: int, offload: bool, clip: float, kind: str):
         self.kind, self.stage = kind, stage
         if kind == "cpu":
-            os.environ["DS_ACCELERATOR"] = "cpu"  # else a GPU that is not to be used would be found
-        _require_deepspeed()
+            os.environ["DS_ACCELERATOR"] = "cpu"  # else DeepSpeed would take a GPU that is not to be used
+        try:
+            import deepspeed  # noqa: F401
+        except ImportError as error:
+            remedy = 'Run `pip install "draftsmith[deepspeed]"`, or pass --strategy ddp.'
+            raise InputError("strategy", f"no DeepSpeed ({error})", "the extra `deepspeed`", remedy) from error
         super().__init__(
             stage=stage,
             offload_optimizer=offload,
@@ -99,21 +103,20 @@ class ZeroStrategy(DeepSpeedStrategy):
         if self.kind != "cpu":
             super().setup_distributed()
             return
-        # A faster all-reduce on one machine, which takes a compiler. (`import deepspeed.comm.torch` would give torch.)
+        # Switch off an all-reduce that needs a compiler. (`import deepspeed.comm.torch` would give torch.)
         importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
         reset_seed()
         self.set_world_ranks()
         self._init_deepspeed_distributed()
 
     def teardown(self) -> None:
-        """Takes back what DeepSpeed is told through the environment: it would pass for a launcher's word."""
+        """Restore the environment variables set for DeepSpeed: they would be mistaken for a launcher's."""
         super().teardown()
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
             if name not in self._environment:
                 os.environ.pop(name, None)
 
-    # What restores a checkpoint: weights go into the module before it is partitioned, the optimizer's state into the
-    # partitions afterwards.
+    # Weights are loaded into the module before it is partitioned, the optimizer state into the partitions afterwards.
     restore_checkpoint_after_setup = False
     lightning_restore_optimizer = True
 
@@ -132,11 +135,11 @@ class ZeroStrategy(DeepSpeedStrategy):
         if self.stage < 3:
             zero._lazy_init_hp_params_optimizer_state()
         module: Any = self.lightning_module
-        _leave_out_bad_steps(zero.optimizer, lambda: module.skips_step)
+        _skip_bad_steps(zero.optimizer, lambda: module.skips_step)
         return engine, zero
 
     def _flat_parts(self, zero: Any) -> list[Tensor]:
-        """This rank's partitions: what the optimizer steps."""
+        """Return this rank's partitions, which the optimizer steps."""
         return zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
 
     @property
@@ -144,7 +147,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         return self.deepspeed_engine.optimizer
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """With whole tensors. All ranks must call it."""
+        """Return the module's state with whole tensors. All ranks must call it."""
         from deepspeed.utils import safe_get_full_fp32_param
 
         assert self.lightning_module is not None
@@ -155,7 +158,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         }
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """What torch's `Optimizer.state_dict` gives on one device; empty on ranks other than 0. All ranks call it."""
+        """Return the state as torch's optimizer on one device would, empty on ranks above 0. All ranks must call it."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         base = self._zero.optimizer
@@ -183,12 +186,12 @@ class ZeroStrategy(DeepSpeedStrategy):
         Strategy.load_model_state_dict(self, checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Each rank takes its part of whole tensors."""
+        """Load this rank's part of whole tensors."""
         (saved,) = checkpoint["optimizer_states"]
         base = self._zero.optimizer
-        for params, group, theirs in zip(self._groups, base.param_groups, saved["param_groups"], strict=True):
-            group |= {name: value for name, value in theirs.items() if name != "params"}
-            for param, index in zip(params, theirs["params"], strict=True):
+        for params, group, saved_group in zip(self._groups, base.param_groups, saved["param_groups"], strict=True):
+            group |= {name: value for name, value in saved_group.items() if name != "params"}
+            for param, index in zip(params, saved_group["params"], strict=True):
                 entry = saved["state"].get(index, {})
                 for name in entry.keys() - {"step"}:
                     self._set_state(param, name, entry[name])
@@ -201,18 +204,18 @@ class ZeroStrategy(DeepSpeedStrategy):
         if self.stage < 3:
             safe_set_full_optimizer_state(param, value, name)
             return
-        # The setter of whole tensors fails where the last rank's part is padded.
-        size = cast(Any, param).ds_tensor.numel()  # DeepSpeed adds it to a parameter
-        own = value.flatten()[size * self.global_rank : size * (self.global_rank + 1)]
-        safe_set_local_optimizer_state(param, nn.functional.pad(own, (0, size - len(own))), name)
+        # DeepSpeed's setter of whole tensors fails if the last rank's part is padded.
+        size = cast(Any, param).ds_tensor.numel()
+        part = value.flatten()[size * self.global_rank : size * (self.global_rank + 1)]
+        safe_set_local_optimizer_state(param, nn.functional.pad(part, (0, size - len(part))), name)
 
 
 @contextmanager
 def whole_head(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[nn.Module]:
-    """Within, `module.head` has all of its weights on every rank, so that ranks may call it as often as each needs. All
-    ranks must enter it together.
+    """Give `module.head` all of its weights on every rank, so that ranks may call it unequally often. All ranks must
+    enter together.
 
-    At stage 3 it is a copy, whose settings (a calibration fitted meanwhile) are taken over.
+    At stage 3 the head is a copy; changes of its config (a fitted calibration) are copied back.
     """
     strategy, head = trainer.strategy, module.head
     assert isinstance(head, nn.Module)
@@ -233,32 +236,21 @@ def whole_head(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[nn.M
         head.config = whole.config
 
 
-def _leave_out_bad_steps(optimizer: torch.optim.Optimizer, skips: Callable[[], bool]) -> None:
-    """The optimizer changes nothing in a step that is to be skipped. Without gradients it has nothing to do, and
-    DeepSpeed finds its buffers as it left them."""
-    held: list[tuple[Tensor, Tensor | None]] = []
+def _skip_bad_steps(optimizer: torch.optim.Optimizer, skips: Callable[[], bool]) -> None:
+    """Hide the gradients from the optimizer in a step that is skipped; DeepSpeed finds its buffers unchanged."""
+    hidden: list[tuple[Tensor, Tensor | None]] = []
 
     def before(*_: Any) -> None:
         if skips():
             for group in optimizer.param_groups:
-                held.extend((param, param.grad) for param in group["params"])
-            for param, _grad in held:
+                hidden.extend((param, param.grad) for param in group["params"])
+            for param, _grad in hidden:
                 param.grad = None
 
     def after(*_: Any) -> None:
-        for param, grad in held:
+        for param, grad in hidden:
             param.grad = grad
-        held.clear()
+        hidden.clear()
 
     optimizer.register_step_pre_hook(before)
     optimizer.register_step_post_hook(after)
-
-
-def _require_deepspeed() -> None:
-    """Raises:
-    InputError: DeepSpeed is not installed."""
-    try:
-        import deepspeed  # noqa: F401
-    except ImportError as error:
-        remedy = 'Run `pip install "draftsmith[deepspeed]"`, or pass --strategy ddp.'
-        raise InputError("strategy", f"no DeepSpeed ({error})", "the extra `deepspeed`", remedy) from error

@@ -22,8 +22,7 @@ from draftsmith.train.bad_steps import BadSteps, finite
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.data_module import Key, Part, Samples, move
 from draftsmith.train.metrics import Means, num_ranks, rank, sum_over_ranks
-from draftsmith.train.muon import MuonAdamW
-from draftsmith.train.schedules import lr_schedule
+from draftsmith.train.optimizers import MuonAdamW, lr_schedule
 
 # What ends a run between steps; the first that any rank has received counts. SIGUSR1 is SLURM's warning before the time
 # limit (train/signals.py).

@@ -18,17 +18,16 @@ REQUEUE_S = 60
 
 
 class StopOnSignal(pl.Callback):
-    """Ctrl-C, SIGTERM and SIGUSR1 let the current step finish, save and end the run; a second Ctrl-C ends it at once.
+    """Handlers for Ctrl-C, SIGTERM and SIGUSR1: the current step finishes, everything is saved, and the run ends. A
+    second Ctrl-C ends it at once; a repeated SIGTERM is ignored, as SIGKILL follows it anyway.
 
-    In place of Lightning's handlers: its own for SIGTERM talks to other ranks from inside the handler, and Ctrl-C
-    raises in the middle of a step. Its one for SIGUSR1 under SLURM saves from inside the handler, wherever in a step
-    the rank happens to be and whether or not the others are there, a checkpoint of Lightning's own that knows neither
-    our manifest nor our position in the data; `exit_code` requeues instead, once the step is saved. A repeated SIGTERM
-    is ignored: whoever sends it follows it up with SIGKILL anyway.
+    They replace Lightning's handlers. Its SIGTERM handler talks to other ranks from inside the handler, and Ctrl-C
+    raises in the middle of a step. Its SIGUSR1 handler under SLURM saves from inside the handler, anywhere in a step
+    and whether or not the other ranks are there; `exit_code` requeues instead, once the step is saved.
     """
 
     def __init__(self) -> None:
-        self._before: dict[signal.Signals, Any] = {}
+        self._replaced: dict[signal.Signals, Any] = {}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -36,47 +35,43 @@ class StopOnSignal(pl.Callback):
 
         def handle(number: int, frame: Any) -> None:
             pl_module.signal_received = number
-            # torchrun passes a Ctrl-C on that the terminal has already sent to every process of the group.
+            # torchrun forwards a Ctrl-C that the terminal has already sent to every process of the group.
             if number == signal.SIGINT and "TORCHELASTIC_RUN_ID" not in os.environ:
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
 
         for number in SIGNALS:
-            self._before[number] = signal.signal(number, handle)
-
-    def _restore(self) -> None:
-        for number, before in self._before.items():
-            signal.signal(number, before if before is not None else signal.SIG_DFL)
-        self._before = {}
+            self._replaced[number] = signal.signal(number, handle)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        self._restore()
+        for number, before in self._replaced.items():
+            signal.signal(number, before if before is not None else signal.SIG_DFL)
+        self._replaced = {}
 
     def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
-        self._restore()
+        self.on_train_end(trainer, pl_module)
 
 
-def exit_code(number: int, goes_on: bool) -> int:
-    """What this process ends with after a signal, when everything is saved: 128 + number, as a shell reports it.
+def exit_code(number: int, resumes: bool) -> int:
+    """Return the exit code of this process after a signal, when everything is saved: 128 + number, as in a shell.
 
-    SIGUSR1 in a SLURM job whose command goes on from a checkpoint puts the job back into the queue first. Then it is 0:
-    from the moment `scontrol requeue` returns, the job is pending again whatever its processes do, but a rank that
-    ended with another code before that moment would end the step, and the job as failed. Where the job cannot be
-    requeued the first process says why and fails, and with it the job.
+    After SIGUSR1 in a SLURM job whose command resumes, put the job back into the queue and return 0. Once `scontrol
+    requeue` returns, the job is pending again whatever its processes do; before that, a rank that exits with another
+    code would end the step, and the job as failed. If the job cannot be requeued, the first process logs why and fails,
+    and with it the job.
     """
     job = os.environ.get("SLURM_JOB_ID")
-    if number != signal.SIGUSR1 or job is None or not goes_on:
+    if number != signal.SIGUSR1 or job is None or not resumes:
         return 128 + number
     if not is_first_process():
         return 0
+    command = ["scontrol", "requeue", job]
     try:
-        result = subprocess.run(
-            ["scontrol", "requeue", job], capture_output=True, text=True, check=False, timeout=REQUEUE_S
-        )
+        result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=REQUEUE_S)
         problem = result.stderr.strip() or "no reason given" if result.returncode else ""
     except (OSError, subprocess.TimeoutExpired) as error:
         problem = str(error)
     if problem:
         log_note(f"job {job} cannot be requeued: {problem}")
         return 128 + number
-    log_note(f"job {job} is requeued and goes on from there")
+    log_note(f"job {job} is requeued and resumes from there")
     return 0

@@ -1,4 +1,4 @@
-"""How many devices work together, and how: the one place that knows."""
+"""Devices, ranks and strategy of a training, from its config and the launcher's environment."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ C = TypeVar("C", bound=TrainConfig)
 
 
 def device_kind(config: TrainConfig) -> str:
-    """cpu or gpu; for a plan, a GPU that is asked for need not be here."""
+    """Return cpu or gpu. A GPU that is asked for need not exist, as a plan may be for another machine."""
     if config.accelerator != "auto":
         return config.accelerator
     return "gpu" if torch.cuda.device_count() else "cpu"
 
 
 def accelerator(config: TrainConfig) -> str:
-    """cpu or gpu.
+    """Return cpu or gpu.
 
     Raises:
-        InputError: when a GPU is asked for and there is none, or fewer than asked for.
+        InputError: fewer GPUs than asked for.
     """
     kind, available = device_kind(config), torch.cuda.device_count()
     if kind == "gpu" and available < _devices(config)[0]:
@@ -37,49 +37,49 @@ def accelerator(config: TrainConfig) -> str:
 
 
 def _devices(config: TrainConfig) -> tuple[int, int]:
-    """Processes on this machine, and machines: what a launcher has started, else what the config asks for.
+    """Return processes per machine, and machines: those that a launcher has started, else the config's.
 
     Raises:
         InputError: the launcher started unequal numbers of processes on its machines.
     """
-    found = place()
-    if not found.launched:
+    process = place()
+    if not process.launched:
         return config.devices, 1
-    if found.world % found.local_world:
-        expected = "as many on every machine"
-        raise InputError("WORLD_SIZE", f"{found.local_world} of {found.world} processes here", expected, "Start so.")
-    return found.local_world, found.world // found.local_world
+    if process.world % process.local_world:
+        found = f"{process.local_world} of {process.world} processes on this machine"
+        raise InputError("WORLD_SIZE", found, "as many on every machine", "Start as many on each.")
+    return process.local_world, process.world // process.local_world
 
 
 def world_size(config: TrainConfig) -> int:
-    """Processes that train together."""
+    """Return the number of ranks."""
     devices, nodes = _devices(config)
     return devices * nodes
 
 
 def local_device(config: TrainConfig) -> str:
-    """The device of this process, before Lightning has set anything up: frozen models are loaded straight to it."""
+    """Return the device of this process. Frozen models are loaded straight to it, before Lightning is set up."""
     return "cpu" if accelerator(config) == "cpu" else f"cuda:{place().local_rank}"
 
 
 def model_dtype(config: TrainConfig) -> str:
-    """Type of the frozen model's weights: on a CPU float32 is faster than bf16 at the row counts of small models."""
+    """Return the type of the frozen model's weights."""
+    # On a CPU float32 is faster than bf16 at the row counts of small models.
     return "float32" if config.model_dtype == "auto" and device_kind(config) == "cpu" else config.model_dtype
 
 
 def settled(config: C) -> C:
-    """The config with its precision said, as a run records it: continued on another device it is an error, and not
-    another training."""
+    """Resolve precision `auto`, so that a run records it: resuming on another kind of device is then an error."""
     if config.precision != "auto":
         return config
-    # A GPU that is only planned for is taken for one of today's.
+    # A GPU that does not exist here is taken to have bf16.
     able = not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
     return dataclasses.replace(config, precision="bf16" if device_kind(config) == "gpu" and able else "32")
 
 
 @contextmanager
 def tensor_cores(config: TrainConfig) -> Iterator[None]:
-    """On a GPU float32 products are TF32 here; what decodes elsewhere in the process keeps float32."""
+    """Compute float32 products in TF32 on a GPU, within this context only: decoding keeps float32."""
     before = torch.get_float32_matmul_precision()
     if device_kind(config) == "gpu":
         torch.set_float32_matmul_precision("high")
@@ -90,8 +90,9 @@ def tensor_cores(config: TrainConfig) -> Iterator[None]:
 
 
 def trainer_arguments(config: TrainConfig) -> dict[str, Any]:
-    """The arguments of Lightning's Trainer that say where and how it runs, and what it leaves to us. Precision is not
-    among them: weights are float32 everywhere, and the training step switches autocast on.
+    """Return Lightning Trainer's arguments for devices and strategy, with everything switched off that we do ourselves.
+
+    Precision is not among them: weights are float32 everywhere, and the training step switches autocast on.
 
     Raises:
         InputError: a strategy that does not fit the optimiser, or whose package is not installed.
@@ -132,14 +133,16 @@ def _strategy(config: TrainConfig, kind: str, world: int) -> Any:
     return "auto"
 
 
-def _environment(found: ProcessPlace) -> Any:
-    """What tells Lightning the ranks, whichever launcher has set them: they are given torchrun's names. It is not left
-    to find out by itself: a batch script of SLURM, for one, looks to it like one of several processes."""
+def _environment(process: ProcessPlace) -> Any:
+    """Return the plugin that gives Lightning the ranks, under torchrun's names whatever launcher has set them.
+
+    Lightning's own detection errs: it takes a batch script of SLURM for one of several processes.
+    """
     from lightning.pytorch.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 
-    if not found.launched:
+    if not process.launched:
         return LightningEnvironment()
-    names = {"RANK": found.rank, "WORLD_SIZE": found.world}
-    names |= {"LOCAL_RANK": found.local_rank, "LOCAL_WORLD_SIZE": found.local_world}
+    names = {"RANK": process.rank, "WORLD_SIZE": process.world}
+    names |= {"LOCAL_RANK": process.local_rank, "LOCAL_WORLD_SIZE": process.local_world}
     os.environ |= {name: str(value) for name, value in names.items()}
     return TorchElasticEnvironment()

@@ -1,7 +1,7 @@
-"""What a training step costs: tokens and model FLOPs from shapes, time and memory from the host.
+"""Cost of training steps: tokens and model FLOPs from shapes, time and memory from the host.
 
-Nothing here waits for a device. Where a GPU computes behind the host, the time of a window is right all the same: the
-losses are read back when a window ends, and that waits for everything before.
+Nothing here waits for a device. The time of a window is right on a GPU too: the losses are read back when a window
+ends, and that waits for everything before.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from draftsmith.modules.targets.base import CausalLM
 from draftsmith.train.data_module import Part
 from draftsmith.train.metrics import gather_rows
 
-# Peak TFLOP/s of dense products by the vendors' data sheets: in bf16, in TF32, in float32. The first name found in the
-# device's counts, so longer names stand before shorter ones. (Lightning's own table gives some devices with sparsity
-# and some without their tensor cores.)
+# Peak TFLOP/s of dense products by the vendors' data sheets: bf16, TF32, float32. The first name found in the device's
+# name counts, so longer names stand before shorter ones. (Lightning's table gives some devices with sparsity and some
+# without their tensor cores.)
 PEAK_TFLOPS = {
     "B200": (2250.0, 1125.0, 75.0),
     "GH200": (989.5, 494.7, 67.0),
@@ -49,29 +49,29 @@ PEAK_TFLOPS = {
     "RTX 4090": (165.2, 82.6, 82.6),
     "RTX 3090": (71.0, 35.6, 35.6),
 }
-# A device that is not in the table is measured; a run of fewer steps is over before that has paid.
+# A device that is not in the table is measured, unless the run is too short for that to pay.
 MEASURED_FROM_STEPS = 50
 MEASURED_FOR_S = 0.2
 
 
 def llama_of(model: CausalLM) -> LlamaConfig | None:
-    """Sizes of a model that runs as a lean Llama."""
+    """Return the sizes of a model that runs as a lean Llama, else None."""
     config = getattr(model, "config", None)
     return config if isinstance(config, LlamaConfig) else None
 
 
 def features_flops(model: CausalLM, lengths: Sequence[int]) -> float:
-    """A frozen model's forward over documents of these lengths, up to its last hidden states."""
+    """Return the FLOPs of a frozen model's forward over documents of these lengths, without logits."""
     config = llama_of(model)
     if config is not None:
         return flops.layers_forward(config, lengths)
-    base = cast(Any, model).model.base_model  # a transformers model of any make (targets/hf.py)
+    base = cast(Any, model).model.base_model  # a transformers model (targets/hf.py)
     embeddings = base.get_input_embeddings().weight.numel()
     return flops.parameters_forward(sum(p.numel() for p in base.parameters()) - embeddings, sum(lengths))
 
 
 def listed_peak(name: str, bf16: bool, tf32: bool) -> float | None:
-    """Peak FLOP/s of a GPU by its name; None where it is not listed, nor for a slice (MIG) or laptop form of one."""
+    """Return the peak FLOP/s of a GPU by its name; None if it is unlisted, a slice (MIG) or a laptop form."""
     if {"MIG", "Laptop"} & set(name.split()):
         return None
     for known, (in_bf16, in_tf32, in_float32) in PEAK_TFLOPS.items():
@@ -86,7 +86,7 @@ def measured_peak(
     clock: Callable[[], float] = time.perf_counter,
     budget_s: float = MEASURED_FOR_S,
 ) -> float:
-    """FLOP/s of the best square product that is met within the budget."""
+    """Return the FLOP/s of the fastest square product that fits the time budget."""
     begin, size, best = clock(), 128, 0.0
     while True:
         left, right = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
@@ -104,7 +104,7 @@ def measured_peak(
 
 
 def peak_flops(device: torch.device, precision: str, measure: bool) -> float | None:
-    """What the device can do in a training of this precision, FLOP/s; None if that is neither listed nor measured."""
+    """Return the device's peak FLOP/s in a training of this precision; None if neither listed nor measured."""
     bf16 = precision == "bf16"
     if device.type == "cuda":
         tf32 = torch.get_float32_matmul_precision() != "highest"
@@ -115,7 +115,7 @@ def peak_flops(device: torch.device, precision: str, measure: bool) -> float | N
 
 
 def peak_memory_gb(device: torch.device) -> float:
-    """Most memory so far, 1e9 bytes: what torch has held of a GPU, else what the process has held of the machine."""
+    """Return the peak memory so far in 1e9 bytes: torch's on a GPU, else that of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     unit = 1 if sys.platform == "darwin" else 1024
@@ -124,8 +124,8 @@ def peak_memory_gb(device: torch.device) -> float:
 
 @dataclass
 class StepWindow:
-    """One rank's work since the last log. slots: tokens of its batches, padding included. waited_s: of worked_s, the
-    time in which there was no batch to work on."""
+    """Work of one rank since the last log. slots: tokens of its batches, padding included. waited_s: the part of
+    worked_s without a batch to work on."""
 
     steps: int = 0
     tokens: int = 0
@@ -136,10 +136,9 @@ class StepWindow:
 
 
 class Telemetry(pl.Callback):
-    """Counts a rank's work and time. Stands before `BetweenSteps` among the callbacks, so that a step has ended here
-    before what happens between steps begins; validation and saving are no part of a step's time.
+    """Callback that counts a rank's work and time, without validation and saving: it stands before `BetweenSteps`.
 
-    peak: None looks the device up, or measures it.
+    peak: FLOP/s of the device; None looks it up or measures it.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, peak: float | None = None):
@@ -165,20 +164,20 @@ class Telemetry(pl.Callback):
         self._window.steps += batch.last
 
     def go_on(self) -> None:
-        """What happens between steps is done: from here on time counts again."""
+        """Start to count time again, after the work between steps."""
         self._mark = self._clock()
 
     def take(self, device: torch.device) -> dict[str, float]:
-        """The numbers of all ranks since the last call; every rank must call it, after reading the losses back.
+        """Return the numbers of all ranks since the last call. Every rank must call it, after reading the losses back.
 
-        steps_per_s, tokens_per_s (without padding, of all ranks together), data_wait (share of the time), real_tokens
-        (share of the batches' places that hold a token), memory_gb (of the rank that held most, since the beginning),
-        and mfu (model FLOPs utilisation: FLOPs over what all ranks' devices could have done).
+        steps_per_s, tokens_per_s (without padding, all ranks together), data_wait (share of the time), real_tokens
+        (share of slots without padding), memory_gb (largest of any rank so far), and mfu (model FLOPs utilisation:
+        FLOPs over the peak of all ranks' devices).
         """
         self._pass()
         window, self._window = self._window, StepWindow()
-        own = [*dataclasses.astuple(window), peak_memory_gb(device), self._peak or 0.0]
-        rows = gather_rows(torch.tensor([own], dtype=torch.float64, device=device))
+        numbers = [*dataclasses.astuple(window), peak_memory_gb(device), self._peak or 0.0]
+        rows = gather_rows(torch.tensor([numbers], dtype=torch.float64, device=device))  # [ranks, 8]
         steps, tokens, slots, total_flops, waited, worked, _, peak = rows.sum(0).tolist()
         if not worked or not slots:
             return {}
@@ -195,7 +194,7 @@ class Telemetry(pl.Callback):
         return metrics
 
     def _pass(self) -> float:
-        """Seconds since the last event, counted as work."""
+        """Count the time since the last event as work, and return it in seconds."""
         now = self._clock()
         passed, self._mark = now - self._mark, now
         self._window.worked_s += passed
@@ -203,9 +202,9 @@ class Telemetry(pl.Callback):
 
 
 def num_slots(part: Part) -> int:
-    """Places for tokens in a batch: as it says itself, or elements of its first tensor, the token ids."""
-    own = getattr(part.data, "num_slots", None)
-    if own is not None:
-        return own
+    """Return the token slots of a batch with its padding: its `num_slots`, or the size of its first tensor, the ids."""
+    slots = getattr(part.data, "num_slots", None)
+    if slots is not None:
+        return slots
     tensors = (getattr(part.data, field.name) for field in dataclasses.fields(part.data))
     return next(value.numel() for value in tensors if isinstance(value, Tensor))

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.modules.layers import LlamaModel
-from draftsmith.train.muon import MuonAdamW
+from draftsmith.train.optimizers import MuonAdamW
 
 
 @dataclass(frozen=True)

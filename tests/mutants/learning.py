@@ -190,9 +190,9 @@ MUTANTS = [
     Mutant("ece-of-unsorted-tokens", METRICS, "order = prob.argsort(stable=True)",
            "order = torch.arange(len(prob))", (METRIC_TEST,)),
     # -- optimizers
-    Mutant("muon-without-nesterov", "train/muon.py",
+    Mutant("muon-without-nesterov", "train/optimizers.py",
            'torch.lerp(param.grad, state["momentum"], group["momentum"])', 'state["momentum"].clone()',
-           ("tests/train/muon_test.py",)),
+           ("tests/train/optimizers_test.py",)),
     # -- what ending drafts would gain
     Mutant("gain-of-answers-that-were-learned", GAIN, "own, kept = fold == held, fold != held",
            "own, kept = fold == held, fold >= 0", (GAIN_TEST,)),

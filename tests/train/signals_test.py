@@ -25,31 +25,31 @@ def scontrol(tmp_path, monkeypatch):
 
 
 def test_the_warning_before_the_time_limit_requeues_the_job_once(scontrol, monkeypatch, capsys):
-    assert exit_code(signal.SIGUSR1, goes_on=True) == 0
+    assert exit_code(signal.SIGUSR1, resumes=True) == 0
     assert scontrol() == ["requeue 42"] and "job 42 is requeued" in capsys.readouterr().err
     monkeypatch.setattr(rank_zero_only, "rank", 1)
-    assert exit_code(signal.SIGUSR1, goes_on=True) == 0
+    assert exit_code(signal.SIGUSR1, resumes=True) == 0
     assert len(scontrol()) == 1
 
 
 def test_a_job_that_cannot_be_requeued_fails_and_says_why(scontrol, monkeypatch, capsys):
     monkeypatch.setenv("STUB_CODE", "1")
-    assert exit_code(signal.SIGUSR1, goes_on=True) == 128 + signal.SIGUSR1
+    assert exit_code(signal.SIGUSR1, resumes=True) == 128 + signal.SIGUSR1
     assert "job 42 cannot be requeued: scontrol: not allowed" in capsys.readouterr().err
     monkeypatch.setenv("PATH", "/nonexistent")
-    assert exit_code(signal.SIGUSR1, goes_on=True) == 128 + signal.SIGUSR1
+    assert exit_code(signal.SIGUSR1, resumes=True) == 128 + signal.SIGUSR1
     assert "scontrol" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("number", "goes_on"), [(signal.SIGTERM, True), (signal.SIGINT, True), (signal.SIGUSR1, False)]
+    ("number", "resumes"), [(signal.SIGTERM, True), (signal.SIGINT, True), (signal.SIGUSR1, False)]
 )
-def test_other_signals_and_runs_that_would_not_go_on_are_not_requeued(scontrol, number, goes_on):
-    assert exit_code(number, goes_on) == 128 + number
+def test_other_signals_and_runs_that_would_not_go_on_are_not_requeued(scontrol, number, resumes):
+    assert exit_code(number, resumes) == 128 + number
     assert scontrol() == []
 
 
 def test_outside_of_slurm_nothing_is_requeued(scontrol, monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID")
-    assert exit_code(signal.SIGUSR1, goes_on=True) == 128 + signal.SIGUSR1
+    assert exit_code(signal.SIGUSR1, resumes=True) == 128 + signal.SIGUSR1
     assert scontrol() == []

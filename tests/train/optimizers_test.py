@@ -1,10 +1,13 @@
-"""Muon for matrices, AdamW for the rest: against torch's own AdamW and singular values."""
+"""Muon and AdamW against torch's AdamW and singular values, and learning rates against their formulas."""
 
 from __future__ import annotations
 
+import math
+
+import pytest
 import torch
 
-from draftsmith.train.muon import MuonAdamW, orthogonalise
+from draftsmith.train.optimizers import MuonAdamW, lr_schedule, orthogonalise
 
 
 def test_orthogonalise_keeps_singular_vectors_and_levels_singular_values():
@@ -34,7 +37,7 @@ def test_vectors_move_as_torchs_adamw_moves_them_also_after_a_reload():
 
 
 def test_matrices_move_by_nesterovs_momentum():
-    """Jordan 2024: m = 0.95 m + 0.05 g, then a step along 0.95 m + 0.05 g, whose singular values go five times through
+    """Jordan 2024: m = 0.95 m + 0.05 g, then a step along 0.95 m + 0.05 g with its singular values after five rounds of
     the published polynomial."""
     rng, lr, beta = torch.Generator().manual_seed(0), 0.01, 0.95
     matrix = torch.nn.Parameter(torch.randn(6, 10, generator=rng, dtype=torch.float64))
@@ -52,10 +55,23 @@ def test_matrices_move_by_nesterovs_momentum():
     torch.testing.assert_close(matrix.detach(), expected, rtol=0, atol=1e-12)
 
 
-def test_matrices_move_by_orthogonal_steps_of_adamws_size():
-    matrix = torch.nn.Parameter(torch.zeros(6, 10))
-    opt = MuonAdamW([matrix], [], lr=0.01)
-    matrix.grad = torch.randn(6, 10, generator=torch.Generator().manual_seed(0))
-    opt.step()
-    singular = torch.linalg.svdvals(matrix.detach()) / (0.01 * 0.2 * 10**0.5)
-    assert (singular > 0.6).all() and (singular < 1.3).all()
+def test_warm_up_rises_linearly_to_the_peak():
+    share = lr_schedule("cosine", 100, 0.1, 0.0)
+    assert [share(step) for step in range(10)] == pytest.approx([(step + 1) / 11 for step in range(10)])
+    assert share(10) == 1.0
+
+
+def test_cosine_is_half_way_in_the_middle_and_ends_at_its_floor():
+    share = lr_schedule("cosine", 100, 0.0, 0.1)
+    assert (share(0), share(50), share(100)) == pytest.approx((1.0, 0.55, 0.1))
+    assert share(25) == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2)
+
+
+def test_linear_and_constant():
+    assert lr_schedule("linear", 10, 0.0, 0.0)(4) == pytest.approx(0.6)
+    assert lr_schedule("constant", 10, 0.0, 0.0)(9) == 1.0
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "constant"])
+def test_a_run_of_one_step_trains(name):
+    assert lr_schedule(name, 1, 0.03, 0.0)(0) == 1.0

@@ -1,22 +1,43 @@
-"""Muon for matrices, in float32 and with equally shaped ones orthogonalised together; AdamW for the rest.
-
-`torch.optim.Muon` runs Newton-Schulz in bf16, one matrix at a time; on a CPU without bf16 instructions that costs more
-than the model's own step. Same update rule (Jordan 2024, "Muon"; learning rate scale of Liu et al. 2025, section 2.2).
-"""
+"""Muon with AdamW as one optimizer, and learning rate schedules."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
+# Coefficients of the quintic iteration (Jordan 2024).
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 
+def lr_schedule(name: str, total_steps: int, warmup_share: float, min_lr_share: float) -> Callable[[int], float]:
+    """Return a function from the step, 0 to total_steps - 1, to its share of the peak learning rate.
+
+    Warm-up rises linearly and reaches 1 at the step after its last. Then `cosine` and `linear` fall to `min_lr_share`,
+    reached right after the last step; `hold` stays for half of the rest before it falls linearly; `constant` stays.
+    """
+    warmup = round(total_steps * warmup_share)
+
+    def share(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+        shapes = {
+            "cosine": (1 + math.cos(math.pi * progress)) / 2,
+            "linear": 1 - progress,
+            "hold": min(1.0, 2 * (1 - progress)),
+            "constant": 1.0,
+        }
+        return min_lr_share + (1 - min_lr_share) * shapes[name]
+
+    return share
+
+
 def orthogonalise(batch: Tensor, steps: int = 5) -> Tensor:
-    """Nearest semi-orthogonal matrices of batch [N, rows, columns], by a quintic Newton-Schulz iteration."""
+    """Return the nearest semi-orthogonal matrices of [N, rows, columns], by a quintic Newton-Schulz iteration."""
     a, b, c = NEWTON_SCHULZ
     wide = batch.shape[1] <= batch.shape[2]
     x = batch if wide else batch.mT
@@ -28,10 +49,12 @@ def orthogonalise(batch: Tensor, steps: int = 5) -> Tensor:
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """Muon for matrices, AdamW for everything else, as one optimizer: one schedule, one state to checkpoint.
+    """Muon for matrices and AdamW for the rest: one optimizer, one schedule, one state to checkpoint.
 
-    Matrices move by orthogonalised momentum times 0.2 sqrt(max(rows, columns)), which is the size of AdamW's updates,
-    so both share a learning rate. weight_decay is decoupled and acts on matrices only.
+    Matrices move by orthogonalised momentum times 0.2 sqrt(max(rows, columns)), the size of AdamW's updates, so both
+    share a learning rate (Jordan 2024, "Muon"; the scale is of Liu et al. 2025, section 2.2). weight_decay is decoupled
+    and acts on matrices only. `torch.optim.Muon` runs Newton-Schulz in bf16, one matrix at a time; on a CPU without
+    bf16 instructions that costs more than the model's own step. Here equal shapes are orthogonalised together.
     """
 
     def __init__(
@@ -71,7 +94,7 @@ class MuonAdamW(torch.optim.Optimizer):
         return loss
 
     def _step_muon(self, params: list[torch.nn.Parameter], group: dict) -> None:
-        """Matrices of one shape, orthogonalised together."""
+        """Update matrices of one shape."""
         directions = []
         for param in params:
             assert param.grad is not None
@@ -87,7 +110,7 @@ class MuonAdamW(torch.optim.Optimizer):
             param.add_(update, alpha=-scale)
 
     def _step_adam(self, param: torch.nn.Parameter, group: dict) -> None:
-        """Adam (Kingma and Ba 2015, algorithm 1), bias corrected."""
+        """Update a tensor by Adam with bias correction (Kingma and Ba 2015, algorithm 1)."""
         assert param.grad is not None
         state = self.state[param]
         if not state:
