@@ -86,7 +86,7 @@ engines: $(ENGINES:%=$(ENGINE_ENVS)/%/.stamp)
 
 test-engines: engines
 	rm -rf $(ENGINE_ENVS)/heads
-	set -e; for script in directories eagle3_directories served; do \
+	set -e; for script in directories served; do \
 		$(BIN)/python tests/engines/$$script.py $(ENGINE_ENVS)/heads; done
 	set -e; for engine in $(ENGINES); do for file in tests/engines/*$${engine}_test.py; do \
 		DRAFTSMITH_ENGINES=$(CURDIR)/$(ENGINE_ENVS)/heads \

@@ -302,21 +302,21 @@ def differences(config: Mapping[str, Any], hashes: Mapping[str, str], head: Impo
     llama, exported_llama = settings.pop("llama", {}), exported.pop("llama", {})
     # An import raises the number of positions to the target's; how rope is spelled does not matter.
     skipped = {"max_position", "rope_theta", "rope_scaling", "tie_embeddings"}
-    for one, other in ((settings, exported), (llama, exported_llama)):
-        problems += [
-            Problem(name, f"{one.get(name)} in this system, exported with {other.get(name)}")
-            for name in sorted((one.keys() | other.keys()) - skipped)
-            if one.get(name) != other.get(name)
-        ]
+    ours, theirs_flat = {**exported_llama, **exported}, {**llama, **settings}
+    for name in sorted((ours.keys() | theirs_flat.keys()) - skipped):
+        if ours.get(name) != theirs_flat.get(name):
+            problems.append(Problem(name, f"{theirs_flat.get(name)} in this system, exported with {ours.get(name)}"))
     if llama and exported_llama:
-        tables = [
-            frequencies(rebuilt, Rope.of(rebuilt))
-            for fields in (llama, exported_llama)
-            if (rebuilt := LlamaConfig(**{**fields, "rope_scaling": RopeScaling(**fields["rope_scaling"])}))
-        ]
-        if tables[0].shape != tables[1].shape or not torch.allclose(*tables, rtol=1e-5):
+        one, other = (_frequencies(fields) for fields in (llama, exported_llama))
+        if one.shape != other.shape or not torch.allclose(one, other, rtol=1e-5):
             problems.append(Problem("rope", "other rotary frequencies than the head was exported with"))
     return problems
+
+
+def _frequencies(fields: Mapping[str, Any]) -> Tensor:
+    """Return the rotary frequencies of a `LlamaConfig` as JSON values."""
+    llama = LlamaConfig(**{**fields, "rope_scaling": RopeScaling(**fields["rope_scaling"])})
+    return frequencies(llama, Rope.of(llama))
 
 
 def against_model(

@@ -7,7 +7,6 @@ without a prefix, embedding and lm_head. The systems differ in the biases that t
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -29,10 +28,7 @@ from draftsmith.modules.formats.base import (
     same_values,
 )
 from draftsmith.modules.formats.llama import (
-    ROTARY_BUFFERS,
-    Biases,
     LlamaFormat,
-    check_embedding,
     check_layer,
     check_options,
     llama_config,
@@ -44,30 +40,16 @@ from draftsmith.modules.types import InputError
 
 SGLANG_CLASS = "LlamaForCausalLMEagle"  # no other system has it
 FIRST_NORM = "layers.0.input_layernorm.weight"
-# Field of `Biases` -> its tensors, and the remedy if a file lacks them.
-BIASES = {
-    "fc": (r"fc\.bias", 'Add "bias": false to config.json if the head was trained without.'),
-    "qkv": (
-        r".*\.[qkv]_proj\.bias",
-        'Set "attention_bias" and "qkv_bias" to false in config.json if the head was trained without.',
-    ),
-    "o": (r".*\.o_proj\.bias", 'Write "qkv_bias": true in place of "attention_bias" if only q, k and v have one.'),
-    "mlp": (
-        r".*\.(gate|up|down)_proj\.bias",
-        'Set "mlp_bias" to false in config.json if the head was trained without.',
-    ),
-}
 
 
 class Eagle1Format(LlamaFormat):
     """Directory of an EAGLE-1 head.
 
-    strict: the system raises for tensors that it does not know. zero_bias: it fills attention biases with zeros.
+    strict: the system raises for tensors that it does not know.
     """
 
     kind = "eagle"
     strict: ClassVar[bool] = False
-    zero_bias: ClassVar[bool] = False
 
     def recognises(self, foreign: ForeignHead) -> bool:
         return foreign.fuses_two and not foreign.eagle3 and producer(foreign) == self.name
@@ -75,6 +57,7 @@ class Eagle1Format(LlamaFormat):
     def check(self, config: EagleConfig) -> None:
         fc_bias = (config.fc_bias, "no bias: vLLM drops it silently, and no two systems keep it alike")
         check_layer(config.llama, {"fc_bias": fc_bias})
+        self.check_system(config)
 
     def fields(self, config: EagleConfig) -> dict[str, Any]:
         """Return the fields of `config.json` beside those of every Llama; the same for vLLM and SafeAILab."""
@@ -93,69 +76,26 @@ class Eagle1Format(LlamaFormat):
         llama = llama_config(raw, transformers_rope(raw))
         check_options(raw, llama, target, ("vocab_size", "draft_vocab_size", "hot_vocab_size"))
         problems = self.problems(raw, target)
-        tensors = self._own_tensors(package, target, notes, problems)
-        biases = self._take_biases(tensors, raw, notes, problems)
+        tensors = self.own_tensors(package, target, str, notes, problems)
+        for name in [name for name in tensors if name.startswith("lm_head") or name == FIRST_NORM]:
+            tensor, theirs = tensors.pop(name), None if target is None else target.lm_head
+            if name == FIRST_NORM:
+                notes.append(f"{name} is left out: EAGLE-1 has no norm before the attention of layer 0")
+            else:
+                notes.append(f"{name} is left out: the target's lm_head is used")
+            if self.strict:
+                problems.append(Problem(name, f"{self.system} raises: it has no such parameter"))
+            elif name != FIRST_NORM and theirs is not None and not same_values(tensor, theirs):
+                problems.append(Problem(name, f"{self.system} takes the target's, which differs"))
+        biases = self.take_biases(tensors, raw, notes, problems)
         if "rms_norm_eps" not in raw:
             notes.append("rms_norm_eps is not in config.json: 1e-6, the default of the systems that read it")
-        switches = {"qkv_bias": biases.qkv, "o_bias": biases.o, "mlp_bias": biases.mlp}
+        switches: dict[str, Any] = {"qkv_bias": biases.qkv, "o_bias": biases.o, "mlp_bias": biases.mlp}
         llama = dataclasses.replace(llama, max_position=longest_text(llama, target, notes), **switches)
         config = EagleConfig(llama, biases.fc)
         with torch.device("meta"):
             check_tensors(EagleNet(config), tensors)
-        return ImportedHead(config, as_stored(tensors), tuple(notes), tuple(problems))
-
-    def _own_tensors(
-        self, package: Package, target: TargetFacts | None, notes: list[str], problems: list[Problem]
-    ) -> dict[str, Tensor]:
-        """Return the tensors without prefix, and without those that are not the head's."""
-        tensors: dict[str, Tensor] = {}
-        if any(name.startswith("model.") for name in package.tensors):
-            text = f"begins names that {self.system} knows without it"
-            problems.append(Problem("model.", text))
-        for on_disk, tensor in package.tensors.items():
-            name = on_disk.removeprefix("model.")
-            if any(buffer in name for buffer in ROTARY_BUFFERS):
-                continue
-            if self.strict and (name.startswith("lm_head") or name == FIRST_NORM):
-                problems.append(Problem(on_disk, f"{self.system} raises: it has no such parameter"))
-            if name in tensors:
-                raise InputError("weights", f"{name} twice, with and without `model.`", "each once", "Remove one.")
-            if name.startswith("lm_head"):
-                notes.append(f"{on_disk} is left out: the target's lm_head is used")
-                theirs = None if target is None else target.lm_head
-                if not self.strict and theirs is not None and not same_values(tensor, theirs):
-                    problems.append(Problem(on_disk, f"{self.system} takes the target's, which differs"))
-            elif name == FIRST_NORM:
-                notes.append(f"{on_disk} is left out: EAGLE-1 has no norm before the attention of layer 0")
-            elif name == "embed_tokens.weight":
-                check_embedding(on_disk, tensor, target)
-                notes.append(f"{on_disk} is left out: it is the target's embedding")
-            else:
-                tensors[name] = tensor
-        return tensors
-
-    def _take_biases(
-        self, tensors: dict[str, Tensor], raw: Mapping[str, Any], notes: list[str], problems: list[Problem]
-    ) -> Biases:
-        """Remove the biases that the system does not use, or that are zero, and return those that our head has."""
-        kept, created = {}, self.biases(raw)._asdict()
-        for part, (pattern, remedy) in BIASES.items():
-            names = [name for name in tensors if re.fullmatch(pattern, name)]
-            zero = not any(bool(tensors[name].any()) for name in names)
-            if created[part] and not names and not (part == "o" and self.zero_bias):
-                # To whoever trains heads, `bias` is that of fc. SGLang's fc has one whatever config.json says.
-                if part != "fc" or raw.get("bias") is not False:
-                    found = f"no {part} bias in the file, where config.json makes {self.system} create one"
-                    raise InputError("weights", found, "its values, which would be random", remedy)
-                problems.append(Problem("fc.bias", f"{self.system} does not find it and makes up a random one"))
-            kept[part] = created[part] and bool(names) and (part == "qkv" or not zero)
-            if names and not kept[part]:
-                if not zero:
-                    notes.append(f"{', '.join(names)}: left out, {self.system} does not use them")
-                    problems.append(Problem(names[0], f"{self.system} drops it and says nothing"))
-                for name in names:
-                    del tensors[name]
-        return Biases(**kept)
+        return ImportedHead(config, as_stored(tensors), tuple(notes), (*problems, *self.unheld(config)))
 
     def forward(self, head: Any, trial: Trial) -> list[list[Tensor]]:
         embedding, lm_head = trial.tables()

@@ -40,11 +40,8 @@ from draftsmith.modules.formats.base import (
     dtype_name,
 )
 from draftsmith.modules.formats.llama import (
-    ROTARY_BUFFERS,
     UNSUPPORTED,
-    Biases,
     LlamaFormat,
-    check_embedding,
     check_layer,
     check_options,
     flat,
@@ -61,13 +58,6 @@ IDS, COUNT = "eagle_aux_hidden_state_layer_ids", "num_aux_hidden_states"
 NUM_STATES = 3  # that systems read by default
 # Norms of the states, under the names that SGLang first had for them.
 OLD_NORMS = {f"aux_norm_{name}.weight": f"fc_norm.{i}.weight" for i, name in enumerate(("low", "mid", "high"))}
-# Switch of our layer -> its tensor.
-LAYER_SWITCHES = {
-    "qkv_bias": "self_attn.q_proj.bias",
-    "o_bias": "self_attn.o_proj.bias",
-    "mlp_bias": "mlp.up_proj.bias",
-    "qk_norm": "self_attn.q_norm.weight",
-}
 
 
 class Flags(NamedTuple):
@@ -81,18 +71,16 @@ class Flags(NamedTuple):
 class Eagle3Format(LlamaFormat):
     """Directory of an EAGLE-3 head.
 
-    layer: name of the head's layer in the file. accepted: all names that the system reads. prefix: it also reads names
-    that begin with `model.`.
+    layer: name of the head's layer in the file. accepted: all names that the system reads.
     """
 
     kind = "eagle3"
     layer: ClassVar[str] = "midlayer"
     accepted: ClassVar[tuple[str, ...]] = ("midlayer", "layers.0")
-    prefix: ClassVar[bool] = False
 
-    @abstractmethod
     def flags(self, raw: Mapping[str, Any]) -> Flags:
-        """Read the switches that the system goes by."""
+        """Read the switches."""
+        return Flags(*(bool(raw.get(name)) for name in Flags._fields))
 
     @abstractmethod
     def ids(self, raw: Mapping[str, Any]) -> tuple[int, ...] | None:
@@ -114,6 +102,7 @@ class Eagle3Format(LlamaFormat):
     def check(self, config: Eagle3Config) -> None:
         expected = "no bias of q, k and v: SafeAILab/EAGLE and SGLang have none in EAGLE-3"
         check_layer(config.llama, {"qkv_bias": (config.llama.qkv_bias, expected)})
+        self.check_system(config)
 
     def write(
         self, config: Eagle3Config, state: Mapping[str, Tensor], dtype: torch.dtype, target: TargetFacts | None = None
@@ -148,44 +137,25 @@ class Eagle3Format(LlamaFormat):
         if isinstance(inner, Mapping) and inner.get("use_aux_hidden_state") is False:
             raise InputError("config.json, use_aux_hidden_state", False, "true: it is no EAGLE-3 head", UNSUPPORTED)
         problems = self.problems(raw, target)
-        tensors = self._own_tensors(package, target, notes, problems)
+        tensors = self.own_tensors(package, target, our_name, notes, problems)
+        layers = {name.removeprefix("model.").rpartition(".self_attn.q_proj")[0] for name in package.tensors}
+        if wrong := sorted(layers - {"", *self.accepted}):
+            problems.append(Problem(wrong[0], f"{self.system} knows the layer as {self.accepted[0]} only"))
         flags = self.flags(raw)
         if flags.fc_norm != (normed := "fc_norm.0.weight" in tensors):
             found = f"{'norms' if normed else 'no norm'} of the target's states in the file"
             raise InputError("fc_norm", found, f"what config.json says ({flags.fc_norm})", "Correct config.json.")
         capture = self._capture(raw, target, tensors, llama.hidden_size)
         drafted = take_vocabulary(tensors, raw, llama, target, notes, problems)
-        switches = self._layer_switches(tensors, self.biases(raw))
+        biases = self.take_biases(tensors, raw, notes, problems)
+        switches: dict[str, Any] = {"qkv_bias": biases.qkv, "o_bias": biases.o, "mlp_bias": biases.mlp}
+        switches["qk_norm"] = "layer.self_attn.q_norm.weight" in tensors
         longest = longest_text(llama, target, notes)
         llama = dataclasses.replace(llama, num_layers=1, max_position=longest, **switches)
         config = Eagle3Config(llama, capture, drafted, **flags._asdict())
         with torch.device("meta"):
             check_tensors(Eagle3Net(config), tensors, self.disk_name)
-        return ImportedHead(config, as_stored(tensors), tuple(notes), tuple(problems))
-
-    def _own_tensors(
-        self, package: Package, target: TargetFacts | None, notes: list[str], problems: list[Problem]
-    ) -> dict[str, Tensor]:
-        """Return the tensors by our names, without rotary buffers and the target's embedding."""
-        tensors: dict[str, Tensor] = {}
-        for on_disk, tensor in package.tensors.items():
-            name = on_disk.removeprefix("model.")
-            name = re.sub(r"^(midlayer|layers\.0)\.", "layer.", OLD_NORMS.get(name, name))
-            if any(buffer in name for buffer in ROTARY_BUFFERS):
-                continue
-            if name in tensors:
-                raise InputError("weights", f"{name} twice, by two names", "each once", "Remove one of them.")
-            if name == "embed_tokens.weight":
-                check_embedding(on_disk, tensor, target)
-                notes.append(f"{on_disk} is left out: it is the target's embedding")
-            else:
-                tensors[name] = tensor
-        layers = {name.removeprefix("model.").rpartition(".self_attn.q_proj")[0] for name in package.tensors}
-        if wrong := sorted(layers - {"", *self.accepted}):
-            problems.append(Problem(wrong[0], f"{self.system} knows the layer as {self.accepted[0]} only"))
-        if not self.prefix and any(name.startswith("model.") for name in package.tensors):
-            problems.append(Problem("model.", f"begins names that {self.system} knows without it"))
-        return tensors
+        return ImportedHead(config, as_stored(tensors), tuple(notes), (*problems, *self.unheld(config)))
 
     def _capture(
         self, raw: Mapping[str, Any], target: TargetFacts | None, tensors: Mapping[str, Tensor], size: int
@@ -208,21 +178,6 @@ class Eagle3Format(LlamaFormat):
             raise InputError("layers", list(layers), expected, "Pass the target that the head was trained for.")
         return layers
 
-    def _layer_switches(self, tensors: dict[str, Tensor], created: Biases) -> dict[str, bool]:
-        """Return the switches of the layer by its tensors, and remove biases of zeros.
-
-        created: the biases that the system creates.
-        """
-        for (switch, part), built in zip(LAYER_SWITCHES.items(), created[1:], strict=False):
-            bias = tensors.get(f"layer.{part}")
-            if built != (bias is not None) and (bias is None or bool(bias.any())):
-                found = f"{'no' if built else 'a'} {part} in the file"
-                expected = f"{'one' if built else 'none'}, as {self.system} builds it by config.json"
-                raise InputError("weights", found, expected, f"Correct attention_bias or mlp_bias ({switch}).")
-        for name in [name for name, tensor in tensors.items() if name.endswith(".bias") and not tensor.any()]:
-            del tensors[name]
-        return {switch: f"layer.{part}" in tensors for switch, part in LAYER_SWITCHES.items()}
-
     def forward(self, head: Any, trial: Trial) -> list[list[Tensor]]:
         embedding, _ = trial.tables()
         outputs = []
@@ -234,6 +189,11 @@ class Eagle3Format(LlamaFormat):
             whole = [part.new_full((len(part), len(embedding)), -torch.inf) for part in logits]  # [T-1, V]
             outputs.append([all.index_copy_(1, head.d2t, part) for all, part in zip(whole, logits, strict=True)])
         return outputs
+
+
+def our_name(name: str) -> str:
+    """Return our name of a tensor, by any system's, without the prefix `model.`."""
+    return re.sub(r"^(midlayer|layers\.0)\.", "layer.", OLD_NORMS.get(name, name))
 
 
 def default_layers(target: TargetFacts) -> tuple[int, ...] | None:
@@ -316,6 +276,8 @@ def take_vocabulary(
     if lm_head is not None and len(lm_head) != drafted:
         remedy = "Correct config.json."
         raise InputError("config.json, draft_vocab_size", drafted, f"the {len(lm_head)} rows of lm_head", remedy)
+    if drafted != vocab and not raw.get("draft_vocab_size"):
+        problems.append(Problem("draft_vocab_size", f"is missing, and lm_head has {drafted} rows"))
     ids = drafted_ids(offsets, marks, vocab, drafted, problems)
     if fault := f"{len(ids)} tokens" if len(ids) != drafted else table_fault(ids, marks, vocab):
         expected = f"{drafted} different ones of the target's {vocab}, those that t2d marks"

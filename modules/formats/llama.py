@@ -1,16 +1,17 @@
-"""Parts that EAGLE-1 and EAGLE-3 formats share: the fields of a Llama `config.json` and the biases of its layers."""
+"""Parts that EAGLE-1 and EAGLE-3 formats share: the fields of a Llama `config.json`, tensors and biases."""
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from draftsmith.modules.formats.base import HeadFormat, Problem, TargetFacts, positive, same_values
-from draftsmith.modules.formats.rope import KNOWN, Rope, conflict, missing_keys, safeailab_rope, transformers_rope
+from draftsmith.modules.formats.base import HeadFormat, Package, Problem, TargetFacts, positive, same_values
+from draftsmith.modules.formats.rope import KNOWN, Rope, conflict, missing_keys
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.types import InputError
 
@@ -33,7 +34,19 @@ PLAIN_VALUES: dict[str, Any] = {
 }
 UNSUPPORTED = "Such heads are not supported."
 AGAIN = "Train it again: heads trained from now on have none."
-ELSEWHERE = "Export it with --format vllm or --format sglang."
+# Field of `Biases` -> its tensors, and the remedy if a file lacks them.
+BIASES = {
+    "fc": (r"fc\.bias", 'Add "bias": false to config.json if the head was trained without.'),
+    "qkv": (
+        r".*\.[qkv]_proj\.bias",
+        'Set "attention_bias" and "qkv_bias" to false in config.json if the head was trained without.',
+    ),
+    "o": (r".*\.o_proj\.bias", 'Write "qkv_bias": true in place of "attention_bias" if only q, k and v have one.'),
+    "mlp": (
+        r".*\.(gate|up|down)_proj\.bias",
+        'Set "mlp_bias" to false in config.json if the head was trained without.',
+    ),
+}
 
 
 class Biases(NamedTuple):
@@ -49,9 +62,12 @@ class LlamaFormat(HeadFormat):
     """Directory of a head whose layers are Llama's.
 
     classes: values of `architectures` by which the system builds this kind of head; empty if it does not read them.
+    prefix: it also reads names that begin with `model.`. zero_bias: it fills attention biases with zeros.
     """
 
     classes: ClassVar[tuple[str, ...]] = ()
+    prefix: ClassVar[bool] = False
+    zero_bias: ClassVar[bool] = False
 
     @abstractmethod
     def biases(self, raw: Mapping[str, Any]) -> Biases:
@@ -70,6 +86,17 @@ class LlamaFormat(HeadFormat):
                 problems.append(Problem("model_type", text))
         return problems
 
+    def check_system(self, config: Any) -> None:
+        """Raise InputError for a setting that this system ignores, or computes with in another way."""
+
+    def unheld(self, config: Any) -> list[Problem]:
+        """Return the setting of a head in a directory that this system does not compute with."""
+        try:
+            self.check_system(config)
+        except InputError as error:
+            return [Problem(error.field, f"is {error.found}, where {self.system} has {error.expected}")]
+        return []
+
     def extra_fields(self, target: Mapping[str, Any], manifest: Mapping[str, Any], path: str) -> dict[str, Any]:
         """Return the type to run in: the target's, whatever type the weights are stored in.
 
@@ -77,6 +104,61 @@ class LlamaFormat(HeadFormat):
         """
         named = target.get("dtype") or target.get("torch_dtype")
         return {"torch_dtype": named, "dtype": named} if named else {}
+
+    def own_tensors(
+        self,
+        package: Package,
+        target: TargetFacts | None,
+        our_name: Callable[[str], str],
+        notes: list[str],
+        problems: list[Problem],
+    ) -> dict[str, Tensor]:
+        """Return a file's tensors by our names, without rotary buffers and the target's embedding."""
+        tensors: dict[str, Tensor] = {}
+        if not self.prefix and any(name.startswith("model.") for name in package.tensors):
+            problems.append(Problem("model.", f"begins names that {self.system} knows without it"))
+        for on_disk, tensor in package.tensors.items():
+            name = our_name(on_disk.removeprefix("model."))
+            if any(buffer in name for buffer in ROTARY_BUFFERS):
+                continue
+            if name in tensors:
+                raise InputError("weights", f"{name} twice, by two names", "each once", "Remove one of them.")
+            if name != "embed_tokens.weight":
+                tensors[name] = tensor
+                continue
+            if target is None or target.embed_tokens is None:
+                expected = "the target to compare it with"
+                raise InputError(on_disk, "an embedding in the head", expected, "Pass --target.")
+            if not same_values(tensor, target.embed_tokens):
+                found, expected = "an embedding that differs from the target's", "the target's: our head reads that one"
+                remedy = "Pass the target that the head was trained for, or remove the tensor if it was not trained."
+                raise InputError(on_disk, found, expected, remedy)
+            notes.append(f"{on_disk} is left out: it is the target's embedding")
+        return tensors
+
+    def take_biases(
+        self, tensors: dict[str, Tensor], raw: Mapping[str, Any], notes: list[str], problems: list[Problem]
+    ) -> Biases:
+        """Remove the biases that the system does not use, or that are zero, and return those that our head has."""
+        kept, created = {}, self.biases(raw)._asdict()
+        for part, (pattern, remedy) in BIASES.items():
+            names = [name for name in tensors if re.fullmatch(pattern, name)]
+            zero = not any(bool(tensors[name].any()) for name in names)
+            if created[part] and not names and not (part == "o" and self.zero_bias):
+                # To whoever trains heads, `bias` is that of fc. SGLang's fc has one whatever config.json says.
+                if part != "fc" or raw.get("bias") is not False:
+                    found = f"no {part} bias in the file, where config.json makes {self.system} create one"
+                    raise InputError("weights", found, "its values, which would be random", remedy)
+                problems.append(Problem("fc.bias", f"{self.system} does not find it and makes up a random one"))
+            # EAGLE-1 heads of Qwen2 targets keep q, k and v biases of zeros: their layers have them.
+            kept[part] = created[part] and bool(names) and not (zero and (part != "qkv" or self.kind == "eagle3"))
+            if names and not kept[part]:
+                if not zero:
+                    notes.append(f"{', '.join(names)}: left out, {self.system} does not use them")
+                    problems.append(Problem(names[0], f"{self.system} drops it and says nothing"))
+                for name in names:
+                    del tensors[name]
+        return Biases(**kept)
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -200,53 +282,6 @@ def check_layer(llama: LlamaConfig, refused: Mapping[str, tuple[Any, str]]) -> N
     if llama.hidden_size % llama.num_heads:
         expected = f"a divisor of hidden_size {llama.hidden_size}: transformers refuses any other"
         raise InputError("num_heads", llama.num_heads, expected, "Train the head for a target of other sizes.")
-
-
-def check_safeailab_layer(llama: LlamaConfig, system: str) -> None:
-    """Raise InputError for sizes and rotary settings that SafeAILab's code does not go by."""
-    scaling = llama.rope_scaling
-    if llama.head_dim * llama.num_heads != llama.hidden_size:
-        expected = f"hidden_size / num_heads = {llama.hidden_size // llama.num_heads}"
-        raise InputError("head_dim", llama.head_dim, f"{expected}: {system} ignores the field", ELSEWHERE)
-    if scaling.kind == "llama3":
-        raise InputError("rope_scaling", "llama3", f"none or linear: {system} refuses every other", ELSEWHERE)
-    if scaling.kind == "linear" and (llama.rope_theta != 10000 or scaling.factor <= 1):
-        found = f"linear by {scaling.factor:g} on base {llama.rope_theta:g}"
-        rule = f"{system} takes that base under linear scaling, whatever rope_theta says"
-        raise InputError("rope_scaling", found, f"a factor over 1 on base 10000: {rule}", ELSEWHERE)
-
-
-def safeailab_problems(raw: Mapping[str, Any], system: str) -> list[Problem]:
-    """Return the fields of a layer that SafeAILab's code reads in another way than vLLM and SGLang."""
-    problems = []
-    heads = positive(raw, "num_attention_heads", DEFAULTS["num_attention_heads"])
-    head_dim = positive(raw, "hidden_size", DEFAULTS["hidden_size"]) // heads
-    if raw.get("head_dim") not in (None, head_dim):
-        text = f"{system} ignores {raw['head_dim']} and takes hidden_size / {heads} heads = {head_dim}"
-        problems.append(Problem("head_dim", text))
-    scaling = raw.get("rope_scaling")
-    if scaling and (
-        scaling.keys() != {"type", "factor"}
-        or scaling["type"] not in ("linear", "dynamic")
-        or not isinstance(scaling["factor"], float)
-    ):
-        text = f"{system} wants `type` (linear or dynamic) and a float `factor`, not {dict(scaling)}"
-        problems.append(Problem("rope_scaling", text))
-    meant, read = transformers_rope(raw), safeailab_rope(raw)
-    if (meant.theta, meant.kind) != (read.theta, read.kind):
-        rule = "under rope_scaling its base is always 10000" if scaling else "it does not read rope_parameters"
-        problems.append(Problem("rope_theta", f"{system} computes with {read}, not with {meant}: {rule}"))
-    return problems
-
-
-def check_embedding(name: str, tensor: Tensor, target: TargetFacts | None) -> None:
-    """Raise InputError if a file's embedding is not the target's, the one that our heads read."""
-    if target is None or target.embed_tokens is None:
-        raise InputError(name, "an embedding in the head", "the target to compare it with", "Pass --target.")
-    if not same_values(tensor, target.embed_tokens):
-        found, expected = "an embedding that differs from the target's", "the target's: our head reads that one"
-        remedy = "Pass the target that the head was trained for, or remove the tensor if it was not trained."
-        raise InputError(name, found, expected, remedy)
 
 
 def max_positions(target: TargetFacts | None) -> int:

@@ -97,8 +97,8 @@ class Medusa(HeadFormat):
                 raise InputError("weights", found, expected, "Such heads are not theirs: ask who trained them.")
             if disk in bare:
                 state[ours] = bare.pop(disk).clone()
-        first = state.get("lm_heads.0.weight")
-        vocab = positive(target.raw, "vocab_size", 1) if first is None else len(first)
+        table = state.get("lm_heads.0.weight")
+        vocab = positive(target.raw, "vocab_size", 1) if table is None else len(table)
         config = MedusaConfig(width, vocab, max_positions(target), num_heads, num_layers, own_lm_head)
         disk_names = {ours: prefix + disk for disk, ours in names.items()}
         with torch.device("meta"):

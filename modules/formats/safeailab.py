@@ -15,11 +15,12 @@ from torch import Tensor
 
 from draftsmith.modules.drafters.eagle.net import EagleConfig
 from draftsmith.modules.drafters.eagle3.net import Eagle3Config
-from draftsmith.modules.formats.base import ImportedHead, Package, Problem, Served, TargetFacts
+from draftsmith.modules.formats.base import Package, Problem, Served, TargetFacts
 from draftsmith.modules.formats.eagle1 import Eagle1Format
-from draftsmith.modules.formats.eagle3 import Eagle3Format, Flags, default_layers, has_flag, layer_ids
-from draftsmith.modules.formats.llama import Biases, check_safeailab_layer, safeailab_problems
-from draftsmith.modules.formats.rope import conflict, missing_keys, safeailab_rope, transformers_rope
+from draftsmith.modules.formats.eagle3 import Eagle3Format, Flags, default_layers, layer_ids
+from draftsmith.modules.formats.llama import Biases
+from draftsmith.modules.formats.rope import safeailab_rope, transformers_rope
+from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.types import InputError
 
 SYSTEM = "SafeAILab/EAGLE"
@@ -28,7 +29,10 @@ CAPTURED = ("llama", "qwen3")
 
 
 class SafeAILabEagle(Eagle1Format):
-    """EAGLE-1 head; vLLM reads what is written for it as well."""
+    """EAGLE-1 head; vLLM reads what is written for it as well.
+
+    head_dim and llama3 scaling, which this code does not have, are imported: heads for vLLM come in the same directory.
+    """
 
     name = "eagle"
     system = SYSTEM
@@ -37,31 +41,15 @@ class SafeAILabEagle(Eagle1Format):
         "Its tree of total_token 60, depth 5 and top_k 10 counts the root: here it is eagle2:nodes=59:depth=5:topk=10.",
     )
 
-    def check(self, config: EagleConfig) -> None:
-        check_safeailab_layer(config.llama, self.system)
-        super().check(config)
+    def check_system(self, config: EagleConfig) -> None:
+        check_sizes_and_rope(config.llama)
 
     def biases(self, raw: Mapping[str, Any]) -> Biases:
         """`bias` is fc's and true by default (ea_model.py); `qkv_bias` is that of q, k and v (cnets1.py)."""
         return Biases(fc=bool(raw.get("bias", True)), qkv=bool(raw.get("qkv_bias", False)), o=False, mlp=False)
 
     def problems(self, raw: Mapping[str, Any], target: TargetFacts | None) -> list[Problem]:
-        return safeailab_problems(raw, self.system)
-
-    def read(self, package: Package, target: TargetFacts | None = None) -> ImportedHead:
-        """Read a head. head_dim and llama3 scaling, which that code cannot have, are taken by the field.
-
-        Heads for vLLM come in the same kind of directory; a base that the two read differently is refused.
-        """
-        raw = package.config
-        theirs, meant = safeailab_rope(raw), transformers_rope(raw)
-        differ = (meant.kind, meant.theta) != (theirs.kind, theirs.theta) and meant.kind in ("default", "linear")
-        if differ and conflict(raw) is None and not missing_keys(raw):
-            expected = f"{theirs}, which {self.system} computes with here, where vLLM goes by the field"
-            remedy = "Import it with --format vllm if vLLM's rule is meant"
-            remedy += f", else write {theirs.theta:g} into config.json."
-            raise InputError("rope_theta", str(meant), expected, remedy)
-        return super().read(package, target)
+        return rope_problems(raw)
 
     def serve(self, served: Served) -> str:
         return webui(served)
@@ -79,34 +67,28 @@ class SafeAILabEagle3(Eagle3Format):
         " eagle3-tree:nodes=59:depth=7:topk=10.",
     )
 
-    def check(self, config: Eagle3Config) -> None:
-        check_safeailab_layer(config.llama, self.system)
+    def check_system(self, config: Eagle3Config) -> None:
+        check_sizes_and_rope(config.llama)
         for name in Flags._fields:
             if getattr(config, name):
                 expected = f"false: {self.system} ignores it and says nothing"
                 raise InputError(name, True, expected, "Export it with --format vllm.")
         count = config.capture[-1] + 3  # the target's layers, if these are the default ones
         if config.capture != (2, count // 2, count - 3):
-            self._refuse_layers(config, "2, L/2 and L-3")
-        super().check(config)
-
-    def _refuse_layers(self, config: Eagle3Config, expected: str) -> None:
-        found, expected = list(config.capture), f"{expected}, which {self.system} always reads"
-        raise InputError("layers", found, expected, "Export it with --format vllm.")
+            expected = f"2, L/2 and L-3, which {self.system} always reads"
+            raise InputError("layers", list(config.capture), expected, "Export it with --format vllm.")
 
     def write(
         self, config: Eagle3Config, state: Mapping[str, Tensor], dtype: torch.dtype, target: TargetFacts | None = None
     ) -> Package:
         usual = None if target is None else default_layers(target)
         if usual not in (None, config.capture):
-            self._refuse_layers(config, f"{list(usual or ())} of this target")
+            expected = f"{list(usual or ())}, which {self.system} always reads of this target"
+            raise InputError("layers", list(config.capture), expected, "Export it with --format vllm.")
         return super().write(config, state, dtype, target)
 
     def id_fields(self, ids: tuple[int, ...] | None) -> dict[str, Any]:
         return {}
-
-    def flags(self, raw: Mapping[str, Any]) -> Flags:
-        return Flags()
 
     def ids(self, raw: Mapping[str, Any]) -> tuple[int, ...] | None:
         return None
@@ -115,29 +97,43 @@ class SafeAILabEagle3(Eagle3Format):
         return Biases(fc=False, qkv=False, o=False, mlp=False)
 
     def problems(self, raw: Mapping[str, Any], target: TargetFacts | None) -> list[Problem]:
-        problems = safeailab_problems(raw, self.system)
-        if "speculators_model_type" in raw:
-            text = f"{self.system} reads sizes at the top of config.json only"
-            problems.append(Problem("speculators_model_type", text))
-        elif raw.get("draft_vocab_size") is None:
-            problems.append(Problem("draft_vocab_size", f"{self.system} raises: the field is missing"))
-        for name in Flags._fields:
-            if has_flag(raw, name):
-                problems.append(Problem(name, f"{self.system} does not read it"))
-        ids = layer_ids(raw, "", "eagle_config")
-        if ids is not None and (target is None or ids != default_layers(target)):
-            problems.append(Problem("layers", f"{self.system} does not read {list(ids)}: it takes 2, L/2 and L-3"))
-        if "target_hidden_size" in raw:
-            text = f"{self.system} does not copy the target's embedding if the field is there"
-            problems.append(Problem("target_hidden_size", text))
-        if target is not None and target.raw.get("model_type", "llama") not in CAPTURED:
-            text = f"{self.system} captures no layers of a target of type {target.raw['model_type']}"
-            problems.append(Problem("model_type", text))
-        return problems
+        problems, ids = rope_problems(raw), layer_ids(raw, "", "eagle_config")
+        type_of_target = "llama" if target is None else target.raw.get("model_type", "llama")
+        ignored = {
+            "speculators_model_type": ("speculators_model_type" in raw, "reads sizes at the top of config.json only"),
+            "draft_vocab_size": (raw.get("draft_vocab_size") is None, "raises: the field is missing"),
+            "layers": (ids is not None and (target is None or ids != default_layers(target)), "takes 2, L/2 and L-3"),
+            "target_hidden_size": ("target_hidden_size" in raw, "does not copy the target's embedding with it"),
+            "model_type": (type_of_target not in CAPTURED, f"captures no layers of a target of type {type_of_target}"),
+        }
+        return problems + [Problem(where, f"{SYSTEM} {text}") for where, (wrong, text) in ignored.items() if wrong]
 
     def serve(self, served: Served) -> str:
         """Return its web demo, which takes EAGLE-3 with --no-eagle3 (webui.py: use_eagle3=args.no_eagle3)."""
         return f"{webui(served)} --no-eagle3"
+
+
+def check_sizes_and_rope(llama: LlamaConfig) -> None:
+    """Raise InputError for sizes and rotary settings that SafeAILab's code does not go by."""
+    scaling, remedy = llama.rope_scaling, "Export it with --format vllm or --format sglang."
+    if llama.head_dim * llama.num_heads != llama.hidden_size:
+        expected = f"hidden_size / num_heads = {llama.hidden_size // llama.num_heads}: {SYSTEM} ignores the field"
+        raise InputError("head_dim", llama.head_dim, expected, remedy)
+    if scaling.kind == "llama3":
+        raise InputError("rope_scaling", "llama3", f"none or linear: {SYSTEM} refuses every other", remedy)
+    if scaling.kind == "linear" and (llama.rope_theta != 10000 or scaling.factor <= 1):
+        found = f"linear by {scaling.factor:g} on base {llama.rope_theta:g}"
+        rule = f"{SYSTEM} takes that base under linear scaling, whatever rope_theta says"
+        raise InputError("rope_scaling", found, f"a factor over 1 on base 10000: {rule}", remedy)
+
+
+def rope_problems(raw: Mapping[str, Any]) -> list[Problem]:
+    """Return the problem of rotary settings that it reads in another way than vLLM and SGLang."""
+    meant, read = transformers_rope(raw), safeailab_rope(raw)
+    if (meant.theta, meant.kind) == (read.theta, read.kind):
+        return []
+    rule = "under rope_scaling its base is always 10000" if raw.get("rope_scaling") else "it reads no rope_parameters"
+    return [Problem("rope_theta", f"{SYSTEM} computes with {read}, not with {meant}: {rule}")]
 
 
 def webui(served: Served) -> str:

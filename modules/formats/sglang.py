@@ -68,7 +68,7 @@ class SGLangEagle3(Eagle3Format):
     prefix = True
     classes = (CLASS,)
 
-    def check(self, config: Eagle3Config) -> None:
+    def check_system(self, config: Eagle3Config) -> None:
         remedy = "Export it with --format vllm or --format speculators."
         if config.norm_before_residual:
             expected = f"false: {self.system} ignores it and adds the state as it is"
@@ -76,14 +76,13 @@ class SGLangEagle3(Eagle3Format):
         if config.capture[0] == 0:
             expected = f"layers from 1: {self.system} counts outputs of layers, and the embedding is none"
             raise InputError("layers", list(config.capture), expected, remedy)
-        super().check(config)
 
     def id_fields(self, ids: tuple[int, ...] | None) -> dict[str, Any]:
         block = {"use_aux_hidden_state": True, IDS: [number - 1 for number in ids or ()]}
         return {} if ids is None else {"eagle_config": block}
 
     def flags(self, raw: Mapping[str, Any]) -> Flags:
-        return Flags(bool(raw.get("fc_norm") or raw.get("use_aux_norm")), bool(raw.get("norm_output")))
+        return super().flags(raw)._replace(fc_norm=bool(raw.get("fc_norm") or raw.get("use_aux_norm")))
 
     def ids(self, raw: Mapping[str, Any]) -> tuple[int, ...] | None:
         """Read the ids, in the order of the layers whatever the list's (models/llama.py, layers_to_capture)."""
@@ -104,7 +103,6 @@ class SGLangEagle3(Eagle3Format):
                 raw.get("draft_vocab_size") is None,
                 "raises, or drops lm_head: write it",
             ),
-            "norm_before_residual": (raw.get("norm_before_residual"), "does not read it: it adds the state as it is"),
             "bias": (raw.get("bias"), "gives fc and o_proj a bias, which our head does not have"),
             "tie_word_embeddings": (raw.get("tie_word_embeddings"), "drafts with the embedding in place of lm_head"),
             IDS: (above is not None and above != self.ids(raw), "does not read it at the top, but in eagle_config"),

@@ -73,9 +73,6 @@ class SpeculatorsEagle3(Eagle3Format):
             problems.append(Problem("t2d", "speculators raises: t2d tensor hasn't been set"))
         return ImportedHead(head.config, head.state, head.notes, tuple(problems))
 
-    def flags(self, raw: Mapping[str, Any]) -> Flags:
-        return Flags(*(bool(raw.get(name)) for name in Flags._fields))
-
     def ids(self, raw: Mapping[str, Any]) -> tuple[int, ...] | None:
         return layer_ids(raw, "")
 

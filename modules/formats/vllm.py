@@ -56,7 +56,7 @@ class VLLMEagle3(Eagle3Format):
         """Read the switches. norm_before_residual is on by default in directories of speculators
         (transformers_utils/configs/speculators/algos.py)."""
         before = raw.get("norm_before_residual", "speculators_model_type" in raw)
-        return Flags(bool(raw.get("fc_norm")), bool(raw.get("norm_output")), bool(before))
+        return super().flags(raw)._replace(norm_before_residual=bool(before))
 
     def ids(self, raw: Mapping[str, Any]) -> tuple[int, ...] | None:
         """Read the ids: number k is the state after k layers; sorted, each once (models/interfaces.py)."""

@@ -1,166 +1,172 @@
-"""Exported heads and what our own head says with them, for the engines' own code to be held against.
+"""Exported heads and what our own head computes with them, for the engines' own code to be compared with.
 
     python directories.py OUT
 
-writes for every case OUT/CASE/target (a transformers directory), OUT/CASE/FORMAT (an export) for each of its formats,
-and OUT/CASE/ours.safetensors:
+writes for every case OUT/KIND/CASE/target (a transformers directory), OUT/KIND/CASE/FORMAT (exports), and
+OUT/KIND/CASE/ours.safetensors:
 
-ids [T + 1], features, hidden [T, H], logits [T, V]
-    Row t has ids[t + 1] and the feature of ids[t], sits at position t and scores ids[t + 2]; float32.
-embed_tokens, lm_head [V, H]
-    Of the target.
-state.NAME
-    The head's parameters.
+ids [T + 1]; features [T, H] of EAGLE-1, states [T, n H] of EAGLE-3
+    Row t has ids[t + 1] and the target's states of ids[t], sits at position t and scores ids[t + 2]; float32.
+logits.J [T, V], of EAGLE-3 [T, draft vocabulary]
+    Of the J-th token of a draft from every row; beyond the text it is fed token 0. EAGLE-1 has J = 0 alone.
+embed_tokens, lm_head [V, H], state.NAME; d2t of EAGLE-3
+    Of the target, and the head's parameters.
 
-and for every defect of `defects.py` and every format of its case OUT/broken/DEFECT/FORMAT/directory, the export with
-that defect, and beside it what our reader of that format predicts:
+For every defect of `defects.py` and every format of its case it writes OUT/broken/KIND/DEFECT/FORMAT, the export with
+that defect, and FORMAT.json beside it: what `draftsmith check` says of it, nothing if it is the head that was exported.
 
-reading.json
-    raises, errors, notes: texts of its findings. dropped: names in the file that it does not use.
-reading.safetensors
-    weights.NAME: `Reading.weights`, NaN where nothing defined is. logits [T, V]: on the rows above, by
-    `modules/formats/compare.py`; NaN from such weights.
-
-EAGLE-3 heads are written by `eagle3_directories.py`. Both run with this project's Python. The engines live in
-environments of their own and read only what is written here.
+It runs with this project's Python. The engines live in environments of their own and read only what is written here.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the other tests' helpers
 from defects import DEFECTS, Defect
 from tiny_models import tiny_llama_dir
 
+from draftsmith.data.export.check import differences, hashes_of
 from draftsmith.data.export.directory import read_package
 from draftsmith.data.export.export import ExportConfig, write_package
 from draftsmith.data.export.export import run as export
 from draftsmith.data.export.states import facts_of
-from draftsmith.data.heads.directory import save_head
+from draftsmith.data.heads.directory import load_head, save_head, stored_tensors
 from draftsmith.data.models.loading import load_lm
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
+from draftsmith.modules.drafters.eagle3.head import Eagle3Head
+from draftsmith.modules.drafters.eagle3.net import Eagle3Config, layer_like
 from draftsmith.modules.formats import formats
-from draftsmith.modules.formats.base import Package, Reading
-from draftsmith.modules.formats.compare import net_of
+from draftsmith.modules.formats.base import Package
+from draftsmith.modules.types import InputError
 
-LENGTH = 48
+LENGTH, PASSES = 48, 3
 SPREAD = 0.1  # of random weights: far from any initial value
 
 
 @dataclass(frozen=True)
 class Case:
-    """family, extra: as `tiny_llama_dir` takes them; formats: those that can hold such a head."""
+    """A head and the formats that hold it.
+
+    target: arguments of `tiny_llama_dir`. num_layers: of an EAGLE-1 head. shape: fields of `Eagle3Config`, of a target
+    of eight layers, whose default is 2, 4 and 5. rope_theta: of an EAGLE-3 head; the target has 10000.
+    """
 
     formats: tuple[str, ...]
-    family: str = "llama"
+    target: Mapping[str, Any] = field(default_factory=dict)
     num_layers: int = 1
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    shape: Mapping[str, Any] = field(default_factory=dict)
+    rope_theta: float | None = None
 
 
 LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }  # fmt: skip
+THREE, ALL = ("eagle", "vllm", "sglang"), ("eagle", "vllm", "sglang", "speculators")
 CASES = {
-    "llama": Case(("eagle", "vllm", "sglang")),
-    "two-layers": Case(("eagle", "vllm", "sglang"), num_layers=2),
-    "theta": Case(("eagle", "vllm", "sglang"), extra={"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
-    "llama3-rope": Case(("vllm", "sglang"), extra={"rope_parameters": LLAMA3_ROPE}),
-    "head-dim": Case(("vllm", "sglang"), extra={"head_dim": 16}),
-    "qwen2": Case(("eagle", "vllm", "sglang"), family="qwen2"),
+    "eagle": {
+        "llama": Case(THREE),
+        "two-layers": Case(THREE, num_layers=2),
+        "llama3-rope": Case(THREE[1:], {"rope_parameters": LLAMA3_ROPE}),
+        "head-dim": Case(THREE[1:], {"head_dim": 16}),
+        "qwen2": Case(THREE, {"family": "qwen2"}),
+    },
+    "eagle3": {
+        "whole": Case(ALL),
+        "reduced": Case(ALL, shape={"draft_vocab_size": 100}),
+        "layers": Case(ALL[1:], shape={"draft_vocab_size": 100, "capture": (1, 3, 6)}),
+        "two": Case(ALL[1:], shape={"draft_vocab_size": 100, "capture": (3, 6), "fc_norm": True}),
+        "late": Case(ALL[1:], shape={"draft_vocab_size": 100, "fc_norm": True, "norm_output": True}),
+        "residual": Case(("vllm", "speculators"), shape={"norm_before_residual": True}),
+        "theta": Case(ALL, rope_theta=100.0),
+    },
 }
 
 
-def random_head(target: Path, num_layers: int) -> EagleHead:
-    config = load_lm(str(target), engine="lean").config
+def random_head(kind: str, case: Case, lm: Any) -> Any:
+    """Return a head of random weights, whose attention scores are large: every position shows in the result."""
     torch.manual_seed(1)
-    head = EagleHead(EagleConfig.for_target(config, num_layers))
-    for name, parameter in head.named_parameters():
-        # Large scores: attention, and with it every position, shows in the result.
-        spread = 4 * SPREAD if "q_proj" in name or "k_proj" in name else SPREAD
-        parameter.data.normal_(1.0 if "layernorm" in name else 0.0, spread)
+    if kind == "eagle":
+        head: Any = EagleHead(EagleConfig.for_target(lm.config, case.num_layers)).requires_grad_(False)
+        for name, parameter in head.named_parameters():
+            spread = 4 * SPREAD if "q_proj" in name or "k_proj" in name else SPREAD
+            parameter.normal_(1.0 if "layernorm" in name else 0.0, spread)
+        return head
+    plain = Eagle3Config(layer_like(lm.config, case.rope_theta), (2, 4, 5), lm.info.vocab_size)
+    head = Eagle3Head(dataclasses.replace(plain, **case.shape)).requires_grad_(False)
+    for weight in head.parameters():
+        weight.add_(2 * SPREAD * torch.randn_like(weight))
+    if head.config.reduced:
+        head.use_draft_vocabulary(torch.randperm(lm.info.vocab_size)[: head.config.draft_vocab_size].sort().values)
     return head
 
 
 @torch.inference_mode()
-def write(case: Case, directory: Path) -> None:
-    target = tiny_llama_dir(directory / "target", layers=3, family=case.family, **case.extra)
-    head = random_head(target, case.num_layers)
+def write(kind: str, case: Case, directory: Path) -> None:
+    """Write target, exports and our own results of a case."""
+    directory.mkdir(parents=True)
+    target = tiny_llama_dir(directory / "target", layers=3 if kind == "eagle" else 8, **case.target)
     lm = load_lm(str(target), engine="lean")
+    head = random_head(kind, case, lm)
     saved = save_head(directory / "head", head, {"target": lm.info.identity}, "")
-    for kind in case.formats:
-        config = ExportConfig(format=kind, head=saved, target=str(target), output=directory / kind)
+    for format in case.formats:
+        config = ExportConfig(format=format, head=saved, target=str(target), output=directory / format)
         assert export(config) == 0, "export says why"
     ids = torch.randint(lm.info.vocab_size, (1, LENGTH + 1))
-    features = lm.features(ids)[:, :-1]
-    hidden = head(lm.embed(ids[:, 1:]), features)
-    save_file(
-        {
-            "ids": ids[0],
-            "features": features[0].contiguous(),
-            "hidden": hidden[0].contiguous(),
-            "logits": lm.lm_head(hidden)[0].contiguous(),
-            "embed_tokens": lm.model.embed_tokens.weight.detach().contiguous(),
-            "lm_head": lm.model.lm_head.weight.detach().clone(),
-            **{f"state.{name}": tensor.detach().contiguous() for name, tensor in head.named_parameters()},
-        },
-        directory / "ours.safetensors",
-    )
+    ours = {"ids": ids[0]}
+    if kind == "eagle":
+        features = lm.features(ids)[:, :-1]
+        hidden = head(lm.embed(ids[:, 1:]), features)[0]
+        ours |= {"features": features[0].contiguous(), "hidden": hidden, "logits.0": lm.lm_head(hidden)}
+    else:
+        states = lm.features(ids, capture=head.config.capture)[:, :-1].contiguous()
+        passes = head.unroll(lm.embed(F.pad(ids[:, 1:], (0, PASSES - 1))), states, PASSES)
+        logits = [head.lm_head(head.logits_input(hidden))[0].clone() for hidden in passes]
+        ours |= {"states": states[0], "d2t": head.d2t.clone()} | {f"logits.{j}": part for j, part in enumerate(logits)}
+    tables = {"embed_tokens": lm.model.embed_tokens.weight, "lm_head": lm.model.lm_head.weight}
+    ours |= {name: weight.detach().clone() for name, weight in tables.items()}
+    ours |= {f"state.{name}": weight.detach().contiguous() for name, weight in head.named_parameters()}
+    save_file(ours, directory / "ours.safetensors")
 
 
-@torch.inference_mode()
-def break_and_predict(defect: Defect, case: Path, directory: Path) -> None:
-    """The case's exports with the defect, and what our readers say of them."""
-    lm = load_lm(str(case / "target"), engine="lean")
-    facts, ours = facts_of(str(case / "target"), lm), load_file(case / "ours.safetensors")
-    for kind in CASES[case.name].formats:
-        exported = read_package(str(case / kind))
+def damage(kind: str, defect: Defect, case_directory: Path, directory: Path) -> None:
+    """Write the case's exports with the defect, and what our reader of each format says of them."""
+    directory.mkdir(parents=True)
+    target = str(case_directory / "target")
+    facts, ours = facts_of(target, load_lm(target, engine="lean")), load_file(case_directory / "ours.safetensors")
+    head = load_head(case_directory / "head")
+    config, hashes = dataclasses.asdict(head.config), hashes_of(stored_tensors(head))
+    for name in CASES[kind][defect.case].formats:
+        exported = read_package(str(case_directory / name))
         package = Package(*defect.apply(exported.config, exported.tensors, ours))
-        (directory / kind / "directory").mkdir(parents=True)
-        write_package(directory / kind / "directory", package)
-        reading = formats()[kind, "eagle"].read(package, facts)
-        save_prediction(directory / kind, package, reading, lambda reading: predicted_logits(reading, ours))
-
-
-def save_prediction(
-    directory: Path, package: Package, reading: Reading, logits_of: Callable[[Reading], Tensor]
-) -> None:
-    raises = [f.text for f in reading.errors if " raises: " in f.text]
-    prediction = {
-        "raises": raises,
-        "errors": [f.text for f in reading.errors],
-        "notes": [f.text for f in reading.findings if f.level == "note"],
-        "dropped": sorted(package.tensors.keys() - set(reading.used)),
-    }
-    (directory / "reading.json").write_text(json.dumps(prediction, indent=2))
-    held = {f"weights.{name}": tensor.contiguous().clone() for name, tensor in reading.weights.items()}
-    if not raises:
-        held["logits"] = logits_of(reading)
-    save_file(held, directory / "reading.safetensors")
-
-
-def predicted_logits(reading: Reading, ours: Mapping[str, Tensor]) -> Tensor:
-    table = reading.weights["embed_tokens.weight"] if reading.settings["embed"] == "file" else ours["embed_tokens"]
-    hidden = net_of(reading, LENGTH)(table[ours["ids"][1:]][None], ours["features"][None])[0]
-    return reading.settings["logit_scale"] * hidden @ ours["lm_head"].T
+        (directory / name).mkdir()
+        write_package(directory / name, package)
+        try:
+            imported = formats()[name, kind].read(package, facts)
+            problems = [*imported.problems, *differences(config, hashes, imported)]
+            lines = [f"{problem.where}: {problem.text}" for problem in problems]
+        except InputError as error:
+            lines = [str(error)]
+        (directory / f"{name}.json").write_text(json.dumps(lines))
 
 
 def main(output: Path) -> None:
-    for name, case in CASES.items():
-        (output / name).mkdir(parents=True)
-        write(case, output / name)
-    for name, defect in DEFECTS.items():
-        break_and_predict(defect, output / defect.case, output / "broken" / name)
+    for kind, cases in CASES.items():
+        for name, case in cases.items():
+            write(kind, case, output / kind / name)
+        for name, defect in DEFECTS[kind].items():
+            damage(kind, defect, output / kind / defect.case, output / "broken" / kind / name)
 
 
 if __name__ == "__main__":

@@ -32,12 +32,12 @@ def loaded(directory: Path) -> Eagle3DraftModel:
 def test_an_exported_head_drafts_in_speculators_as_it_does_here(case):
     model, ours = loaded(HEADS / case / "speculators"), load_file(HEADS / case / "ours.safetensors")
     wanted = sorted(name for name in ours if name.startswith("logits."))
-    said: list[Tensor] = []
-    model.lm_head.register_forward_hook(lambda module, inputs, output: said.append(output[0]))
+    logits: list[Tensor] = []
+    model.lm_head.register_forward_hook(lambda module, inputs, output: logits.append(output[0]))
     ids = ours["ids"][None, 1:]
     with torch.no_grad():
         model(ours["states"][None].clone(), ids, torch.zeros_like(ids), ttt_steps=len(wanted))
-    assert_close(f"speculators {case}", ours, **dict(zip(wanted, said, strict=True)))
+    assert_close(f"speculators {case}", ours, **dict(zip(wanted, logits, strict=True)))
     if model.d2t is not None:
         assert torch.equal(model.d2t + torch.arange(len(model.d2t)), ours["d2t"])
         assert torch.equal(model.t2d.nonzero()[:, 0], ours["d2t"])
