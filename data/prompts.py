@@ -28,7 +28,7 @@ from draftsmith.data.text.conversations import (
     shortened_names,
     up_to_last,
 )
-from draftsmith.data.text.sources import Row, RowSource, named_split, open_source, readable_rows
+from draftsmith.data.text.sources import Row, RowSource, named_split, open_source
 from draftsmith.data.text.template import RowError, context_length, load_chat_tokenizer, prompt_ids, supervised_ids
 from draftsmith.modules.types import InputError
 
@@ -155,7 +155,7 @@ def run(config: PromptsConfig) -> Path:
 def check_columns(source: RowSource, mapping: Mapping[str, str]) -> None:
     """Raise InputError if no row has a mapped column, or no row a known shape."""
     absent, is_known = set(mapping.values()), False
-    for _, row in readable_rows(source):
+    for _, row in source.readable_rows():
         absent -= row.keys()
         try:
             is_known = is_known or bool(chat_shape(row, mapping))

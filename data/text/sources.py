@@ -9,8 +9,8 @@ import hashlib
 import json
 import shutil
 import tempfile
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -28,118 +28,48 @@ NO_FILTER = "none"
 A_SOURCE = "a .jsonl, .json or .parquet file, a directory or a hub id of `datasets`"
 
 
-class RowSource(ABC):
-    """Rows by number.
+@dataclass
+class RowSource:
+    """Rows of a file or data set, by number.
 
-    name: of the file or data set. digest: identifies the content. split_taken: the rows are one split already.
+    name: of the file or data set. digest: identifies the content. read: returns a row, or raises RowError.
+    line_numbers: of each row in its file, from 1, if rows are lines. split_taken: the rows are one split already.
     """
 
-    split_taken = False
+    name: str | Path
+    digest: str
+    num_rows: int
+    read: Callable[[int], Any]
+    line_numbers: Sequence[int] | None = None
+    split_taken: bool = False
 
-    def __init__(self, name: str | Path, digest: str):
-        self.name, self.digest = name, digest
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def row(self, index: int) -> Row:
+        """Return a row; raise RowError if it cannot be read or is no object."""
+        value = self.read(index)
+        if not isinstance(value, dict):
+            raise RowError(f"a JSON {type(value).__name__}, not an object")
+        return value
+
+    def readable_rows(self) -> Iterator[tuple[int, Row]]:
+        """Yield (number, row) of the rows that can be read."""
+        for index in range(len(self)):
+            try:
+                yield index, self.row(index)
+            except RowError:
+                continue
 
     @cached_property
     def columns(self) -> list[str]:
         """Columns of all readable rows, in the order of their appearance."""
-        return list(dict.fromkeys(name for _, row in readable_rows(self) for name in row))
-
-    @abstractmethod
-    def __len__(self) -> int: ...
-
-    @abstractmethod
-    def row(self, index: int) -> Row:
-        """Return a row; raise RowError if it cannot be read."""
+        return list(dict.fromkeys(name for _, row in self.readable_rows() for name in row))
 
     def where(self, index: int) -> str:
         """Return the row's file and place, for errors."""
-        return f"{self.name}, row {index}"
-
-
-class JsonLines(RowSource):
-    """One JSON object per line; blank lines are skipped.
-
-    Only the offsets of lines are in memory. A compressed file is unpacked to a temporary one.
-    """
-
-    def __init__(self, path: Path):
-        super().__init__(path, file_sha256(path))
-        self._file = _unpacked(path)
-        self._places: list[tuple[int, int]] = []  # byte offset, line number from 1
-        offset = 0
-        for number, line in enumerate(self._file, start=1):
-            start = len(BOM) if number == 1 and line.startswith(BOM) else 0
-            if line[start:].strip():
-                self._places.append((offset + start, number))
-            offset += len(line)
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def row(self, index: int) -> Row:
-        self._file.seek(self._places[index][0])
-        return _as_row(parse_json(self._file.readline()))
-
-    def where(self, index: int) -> str:
-        return f"{self.name}, line {self._places[index][1]}"
-
-
-class JsonList(RowSource):
-    """A JSON file that holds one list of objects."""
-
-    def __init__(self, rows: Sequence[Any], digest: str, path: Path):
-        super().__init__(path, digest)
-        self._rows = rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def row(self, index: int) -> Row:
-        return _as_row(self._rows[index])
-
-
-class ParquetTable(RowSource):
-    """A Parquet file, memory-mapped."""
-
-    def __init__(self, path: Path):
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        try:
-            self._table = pq.read_table(path, memory_map=True, partitioning=None)
-        except (pa.ArrowException, OSError) as error:
-            raise _unreadable(path, error) from error
-        super().__init__(path, file_sha256(path))
-        self.columns = self._table.column_names
-
-    def __len__(self) -> int:
-        return self._table.num_rows
-
-    def row(self, index: int) -> Row:
-        try:
-            return self._table.slice(index, 1).to_pylist()[0]
-        except (ValueError, OverflowError) as error:  # text that is not UTF-8, a date outside of Python's range
-            raise RowError(f"unreadable ({error})") from error
-
-
-class DatasetRows(RowSource):
-    """A `datasets.Dataset`. choice: which split, subset and revision it is."""
-
-    split_taken = True
-
-    def __init__(self, dataset: Any, choice: str, name: str):
-        # The fingerprint covers a hub data set's files and revision; the Arrow files stay in the cache.
-        super().__init__(name, hashlib.sha256(f"{choice} {dataset._fingerprint}".encode()).hexdigest())
-        self._dataset, self.columns = dataset, dataset.column_names
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def row(self, index: int) -> Row:
-        try:
-            return self._dataset[index]
-        except Exception as error:  # decoders of pictures, sound and text raise many kinds
-            raise RowError(f"unreadable ({type(error).__name__}: {error})") from error
+        place = f"row {index}" if self.line_numbers is None else f"line {self.line_numbers[index]}"
+        return f"{self.name}, {place}"
 
 
 def open_source(
@@ -161,7 +91,7 @@ def open_source(
         try:
             source = opener(file)
         except OSError as error:
-            raise _unreadable(file, error) from error
+            raise InputError(str(file), f"unreadable ({error})", "a whole file", "Fetch it again.") from error
     elif suffix_of(file) in OPENERS or (not file.is_dir() and resolved.count("/") > 1):
         raise InputError("source", f"{path}, which does not exist", A_SOURCE, "Check the path.")
     elif (file / MANIFEST).exists():
@@ -192,15 +122,6 @@ def plain_stem(file: Path) -> str:
     return Path(file.stem).stem if file.suffix.lower() in COMPRESSED else file.stem
 
 
-def readable_rows(source: RowSource) -> Iterator[tuple[int, Row]]:
-    """Yield (number, row) of the rows that can be read."""
-    for index in range(len(source)):
-        try:
-            yield index, source.row(index)
-        except RowError:
-            continue
-
-
 def parse_json(text: bytes) -> Any:
     """Parse JSON by the standard: UTF-8, without NaN or Infinity.
 
@@ -221,18 +142,8 @@ def parse_json(text: bytes) -> Any:
         raise RowError(f"not JSON ({error})") from error
 
 
-def _as_row(value: Any) -> Row:
-    if not isinstance(value, dict):
-        raise RowError(f"a JSON {type(value).__name__}, not an object")
-    return value
-
-
-def _unreadable(path: Path, error: Exception) -> InputError:
-    return InputError(str(path), f"unreadable ({error})", "a whole file", "Check it, or fetch it again.")
-
-
 def _unpacked(path: Path) -> IO[bytes]:
-    """Open a file, or its unpacked content if it is compressed."""
+    """Open a file, or its unpacked content in a temporary file if it is compressed."""
     codec = COMPRESSED.get(path.suffix.lower())
     if codec is None:
         return path.open("rb")
@@ -244,44 +155,85 @@ def _unpacked(path: Path) -> IO[bytes]:
             shutil.copyfileobj(compressed, content)
     except (pa.ArrowException, OSError) as error:  # another kind of file, a truncated one, no room
         content.close()
-        raise _unreadable(path, error) from error
+        raise InputError(str(path), f"unreadable ({error})", "a whole file", "Fetch it again.") from error
     content.seek(0)
     return content
+
+
+def _open_lines(path: Path) -> RowSource:
+    """Open a file with one JSON object per line; blank lines are skipped."""
+    file = _unpacked(path)
+    # Only the offsets are in memory: files of prompts may be larger than it.
+    offsets: list[int] = []
+    numbers: list[int] = []
+    offset = 0
+    for number, line in enumerate(file, start=1):
+        start = len(BOM) if number == 1 and line.startswith(BOM) else 0
+        if line[start:].strip():
+            offsets.append(offset + start)
+            numbers.append(number)
+        offset += len(line)
+
+    def read(index: int) -> Any:
+        file.seek(offsets[index])
+        return parse_json(file.readline())
+
+    return RowSource(path, file_sha256(path), len(offsets), read, numbers)
 
 
 def _open_json(path: Path) -> RowSource:
     """Open a .json file: a list of objects, an object that holds one such list, or JSON lines under this name."""
     with _unpacked(path) as file:
         raw = file.read().removeprefix(BOM)
-    if not raw.strip():
-        return JsonList([], "", path)
     try:
-        rows = parse_json(raw)
+        rows = parse_json(raw) if raw.strip() else []
     except RowError as error:
         try:
             is_lines = isinstance(parse_json(raw.lstrip().split(b"\n", 1)[0]), dict)
         except RowError:
             is_lines = False
         if is_lines:
-            return JsonLines(path)
+            return _open_lines(path)
         raise InputError(str(path), error, "a list of objects", "Check the file.") from error
     if isinstance(rows, dict):
         lists = [value for value in rows.values() if isinstance(value, list) and value and isinstance(value[0], dict)]
         rows = lists[0] if len(lists) == 1 else [rows]
     if not isinstance(rows, list):
         raise InputError(str(path), type(rows).__name__, "a list of objects", "Check the file.")
-    return JsonList(rows, hashlib.sha256(raw).hexdigest(), path)
+    return RowSource(path, hashlib.sha256(raw).hexdigest(), len(rows), rows.__getitem__)
+
+
+def _open_parquet(path: Path) -> RowSource:
+    """Open a Parquet file, memory-mapped."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(path, memory_map=True, partitioning=None)
+    except (pa.ArrowException, OSError) as error:
+        raise InputError(str(path), f"unreadable ({error})", "a whole Parquet file", "Fetch it again.") from error
+
+    def read(index: int) -> Any:
+        try:
+            return table.slice(index, 1).to_pylist()[0]
+        except (ValueError, OverflowError) as error:  # text that is not UTF-8, a date outside of Python's range
+            raise RowError(f"unreadable ({error})") from error
+
+    source = RowSource(path, file_sha256(path), table.num_rows, read)
+    source.columns = table.column_names
+    return source
 
 
 OPENERS: dict[str, Callable[[Path], RowSource]] = {
-    ".jsonl": JsonLines,
-    ".ndjson": JsonLines,
+    ".jsonl": _open_lines,
+    ".ndjson": _open_lines,
     ".json": _open_json,
-    ".parquet": ParquetTable,
+    ".parquet": _open_parquet,
 }
 
 
 def _open_datasets(name: str, path: Path, split: str | None, subset: str | None, revision: str | None) -> RowSource:
+    """Open a `datasets` directory or hub id."""
     import datasets
 
     try:
@@ -299,4 +251,15 @@ def _open_datasets(name: str, path: Path, split: str | None, subset: str | None,
         if chosen not in names:
             raise InputError("split", split, f"one of {', '.join(names)}", "Pass --split NAME.")
         loaded = loaded[chosen]
-    return DatasetRows(loaded, f"{name} {subset} {revision} {split}", name)
+
+    def read(index: int) -> Any:
+        try:
+            return loaded[index]
+        except Exception as error:  # decoders of pictures, sound and text raise many kinds
+            raise RowError(f"unreadable ({type(error).__name__}: {error})") from error
+
+    # The fingerprint covers a hub data set's files and revision; the Arrow files stay in the cache.
+    digest = hashlib.sha256(f"{name} {subset} {revision} {split} {loaded._fingerprint}".encode()).hexdigest()
+    source = RowSource(name, digest, len(loaded), read, split_taken=True)
+    source.columns = loaded.column_names
+    return source

@@ -67,8 +67,3 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_written(remake, tmp
     with pytest.raises(InputError, match="output: found 1,000 bytes free"):
         remake("features")
     assert not (tmp_path / "features").exists()
-
-
-def test_another_target_is_refused(chain, remake, pair):
-    with pytest.raises(InputError, match=r"target\.config"):
-        remake("features", target=str(pair[1]))

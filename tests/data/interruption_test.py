@@ -185,11 +185,3 @@ def test_rank_0_says_what_is_missing_when_another_rank_never_delivers(tmp_path, 
     with pytest.raises(InputError, match=r"ranks: found 2 shards of other ranks missing"):
         run_stage(plan, lambda shard, advance: ShardContent([], {"invalid_dropped": 1}))
     assert Shard(1, 1, 2).name + ".done.json" not in {p.name for p in plan.directory.iterdir()}
-
-
-@pytest.mark.parametrize(("rank", "world"), [("2", "2"), ("x", "2"), ("-1", "1")])
-def test_ranks_that_cannot_be_are_refused(monkeypatch, remake, rank, world):
-    monkeypatch.setenv("RANK", rank)
-    monkeypatch.setenv("WORLD_SIZE", world)
-    with pytest.raises(InputError, match="RANK"):
-        remake("prompts")

@@ -79,23 +79,6 @@ def test_the_prompt_ends_at_the_last_user_turn_and_keeps_earlier_answers():
         up_to_last("user", chat((ASSISTANT, "b")))
 
 
-@pytest.mark.parametrize(
-    ("row", "what"),
-    [
-        ({"messages": []}, "messages is empty"),
-        ({"messages": [{"role": "robot", "content": "x"}]}, "unknown role 'robot'"),
-        ({"messages": [{"role": "user", "content": "  "}]}, "a user turn has no text"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "other than text"),
-        ({"messages": ["Hi"]}, "a turn is text, expected role and content"),
-        ({"prompt": None}, "prompt has no text"),
-        ({"turns": []}, "turns is empty"),
-    ],
-)
-def test_a_row_that_cannot_be_used_says_why(row, what):
-    with pytest.raises(RowError, match=what):
-        read_chat(row, {})
-
-
 ROWS = [{"prompt": f"Hi {i}", "task": ["a", "b"][i % 2], "split": ["train", "dev"][i // 3]} for i in range(6)]
 
 
@@ -137,29 +120,12 @@ def test_a_folder_of_files_is_read_by_datasets(tmp_path, monkeypatch):
         open_source(str(tmp_path / "folder"))
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "what"),
-    [
-        ("x.jsonl", "", "which is empty"),
-        ("x.jsonl", '{"prompt": "a"}\n{"prompt":\n', "not JSON"),
-        ("x.jsonl", "[1]\n", r"a JSON list, not an object"),
-        ("x.json", "[", "not JSON"),
-        ("x.json", "[]", "which is empty"),
-        ("x.json", "3", "found int, expected a list of objects"),
-        ("x.parquet", "PAR1", "unreadable"),
-        ("x.csv", "a,b", "expected a .jsonl, .json or .parquet file"),
-    ],
-)
-def test_a_source_that_cannot_be_read_says_why(tmp_path, name, content, what):
-    (tmp_path / name).write_text(content)
-    with pytest.raises((InputError, RowError), match=what):
-        source = open_source(str(tmp_path / name))
-        [source.row(i) for i in range(len(source))]
-
-
 def test_a_missing_source_is_an_input_error(tmp_path):
     with pytest.raises(InputError, match="does not exist"):
         open_source(str(tmp_path / "nothing.jsonl"))
+    (tmp_path / "x.csv").write_text("a,b")
+    with pytest.raises(InputError, match=r"expected a \.jsonl"):
+        open_source(str(tmp_path / "x.csv"))
 
 
 @pytest.fixture
@@ -231,12 +197,8 @@ def test_a_templates_refusal_is_the_rows_fault(pair, tmp_path):
 
 
 def test_filters_and_limit(make):
-    assert [row["task"] for row in make(ROWS, split="dev", task="b", limit=1)] == ["b"]
-
-
-def test_several_tasks_at_once(make):
-    rows = [{"prompt": f"Hi {i}", "task": "abc"[i % 3]} for i in range(6)]
-    assert [row["task"] for row in make(rows, task="a, c")] == ["a", "c", "a", "c"]
+    rows = [{"prompt": f"Hi {i}", "task": "abc"[i % 3], "split": ["train", "dev"][i // 4]} for i in range(8)]
+    assert [row["task"] for row in make(rows, split="dev", task="a, c", limit=2)] == ["c", "a"]
 
 
 def test_filters_that_leave_nothing_or_lack_their_column(make):
@@ -258,19 +220,3 @@ def test_a_prompt_longer_than_the_context_is_an_error_or_dropped_and_counted(mak
         "0000002",
     ]
     assert Manifest.read(tmp_path / "out").counts["overlong_dropped"] == 1
-
-
-def test_nothing_left_after_dropping_is_an_error_and_no_artefact(make, tmp_path):
-    with pytest.raises(InputError, match="no rows left"):
-        make([LONG], overlong="drop")
-    with pytest.raises(InputError, match="unfinished"):
-        Manifest.read(tmp_path / "out")
-
-
-def test_an_unusable_row_is_an_error_or_dropped_and_counted(make, tmp_path):
-    rows = [{"messages": HI}, {"messages": []}]
-    with pytest.raises(InputError, match=r"x.jsonl, line 3: found messages is empty.*--invalid drop"):
-        make(rows)
-    (tmp_path / "out" / "started.json").unlink()
-    assert len(make(rows, invalid="drop")) == 1
-    assert Manifest.read(tmp_path / "out").counts["invalid_dropped"] == 1

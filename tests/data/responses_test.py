@@ -11,7 +11,7 @@ import torch
 from tiny_models import CONTEXT
 from transformers import AutoModelForCausalLM
 
-from draftsmith.data.engines.own import RowSource, generate_all, length_batches
+from draftsmith.data.engines.own import RowSource, generate_all
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
@@ -20,6 +20,10 @@ from draftsmith.modules.targets.llama import LlamaSession
 from draftsmith.modules.types import InputError, SamplingParams
 
 PROMPTS = [[1, 40 + i, *range(60, 60 + 3 * i), 4, 2] for i in range(7)]
+
+
+def rows_of(directory) -> list[dict]:
+    return Rows(directory, Manifest.read(directory)).read(0, 11)
 
 
 @pytest.fixture(scope="module")
@@ -94,44 +98,41 @@ def test_sampled_tokens_follow_the_warped_distribution_by_the_rows_own_uniforms(
 
 
 def test_a_row_does_not_depend_on_its_company(chain, remake):
-    whole = Rows(chain.directory("responses"), Manifest.read(chain.directory("responses"))).read(0, 11)
+    whole = rows_of(chain.directory("responses"))
     directory = remake("responses", batch_size=11, rows_per_shard=11)
-    assert Rows(directory, Manifest.read(directory)).read(0, 11) == whole
-    directory = remake("responses", limit=4, output=directory.with_name("limited"))
-    assert Rows(directory, Manifest.read(directory)).read(0, 11) == whole[:4]
-
-
-def made(directory) -> list[dict]:
-    return Rows(directory, Manifest.read(directory)).read(0, 11)
+    assert rows_of(directory) == whole
+    assert rows_of(remake("responses", limit=4, output=directory.with_name("limited"))) == whole[:4]
+    reseeded = rows_of(remake("responses", seed=1, output=directory.with_name("reseeded")))
+    assert [row["input_ids"] for row in reseeded] != [row["input_ids"] for row in whole]
 
 
 @pytest.mark.parametrize("method", ["pld:k=3:ngram=1", "lookahead:w=3:n=3:g=3"])
 def test_what_draws_nothing_leaves_every_sampled_answer_as_it_is(chain, remake, method):
     """One uniform of the row's own decides each token, whatever is looked up."""
-    whole = made(chain.directory("responses"))
+    whole = rows_of(chain.directory("responses"))
     directory = remake("responses", method=method)
-    assert made(directory) == whole
+    assert rows_of(directory) == whole
     manifest = Manifest.read(directory)
     assert manifest.digest == Manifest.read(chain.directory("responses")).digest
     assert manifest.config["method"] == method
 
 
 def test_greedy_answers_are_the_same_whatever_drafts(chain, remake, tmp_path):
-    plain = made(remake("responses", temperature=0.0, output=tmp_path / "plain"))
+    plain = rows_of(remake("responses", temperature=0.0, output=tmp_path / "plain"))
     own = {"temperature": 0.0, "draft": str(chain.draft)}
     for name, method in (("auto", None), ("spec", "spec:k=2"), ("online", "online:c=0.1:max=4")):
         directory = remake("responses", output=tmp_path / name, method=method, **own)
-        assert made(directory) == plain
+        assert rows_of(directory) == plain
         identity = Manifest.read(directory).identity
         assert identity["drafted_by"] == load_lm(str(chain.draft)).info.identity != identity["target"]
 
 
 def test_a_drafter_takes_other_numbers_of_the_row_and_the_same_whatever_its_company(chain, remake, tmp_path):
     how = {"draft": str(chain.draft), "method": "spec:k=2"}
-    rows = made(remake("responses", output=tmp_path / "one", **how))
-    assert [row["input_ids"] for row in rows] != [row["input_ids"] for row in made(chain.directory("responses"))]
+    rows = rows_of(remake("responses", output=tmp_path / "one", **how))
+    assert [row["input_ids"] for row in rows] != [row["input_ids"] for row in rows_of(chain.directory("responses"))]
     together = remake("responses", output=tmp_path / "all", batch_size=11, rows_per_shard=11, **how)
-    assert made(together) == rows
+    assert rows_of(together) == rows
     with pytest.raises(InputError, match="begun with another"):
         remake("responses", output=tmp_path / "one", **{**how, "draft": str(chain.target)})
 
@@ -151,14 +152,6 @@ def test_a_row_that_is_done_makes_room_for_the_next(chain, monkeypatch):
     assert found == [own[: next((i + 1 for i, t in enumerate(own) if t in ends), 12)] for own in plain]
     counts = [len(own) - 1 for own in found]  # the prefill gives the first
     assert sum(fed) == sum(counts) and len(fed) < sum(max(counts[i], counts[i - 1]) for i in (6, 4, 2)) + counts[0]
-
-
-def test_another_seed_gives_other_answers(chain, remake):
-    whole = Rows(chain.directory("responses"), Manifest.read(chain.directory("responses"))).read(0, 11)
-    directory = remake("responses", seed=1)
-    assert [r["input_ids"] for r in Rows(directory, Manifest.read(directory)).read(0, 11)] != [
-        r["input_ids"] for r in whole
-    ]
 
 
 def test_uniforms_are_of_their_stage_seed_and_row():
@@ -185,17 +178,3 @@ def test_a_prompt_that_fills_the_context_is_an_input_error(chain, remake, tmp_pa
     prompts = remake("prompts", source=str(tmp_path / "long.jsonl"), max_length=4 * CONTEXT)
     with pytest.raises(InputError, match=rf"prompt 0: found \d+ tokens, expected fewer than .* {CONTEXT}"):
         remake("responses", prompts=prompts)
-
-
-def test_another_tokenizer_is_an_input_error(chain, remake, tmp_path):
-    directory = shutil.copytree(chain.target, tmp_path / "other")
-    raw = json.loads((directory / "tokenizer.json").read_text())
-    raw["added_tokens"][0]["content"] = "<|other|>"
-    (directory / "tokenizer.json").write_text(json.dumps(raw))
-    with pytest.raises(InputError, match=r"tokenizer: \w+ here, \w+ given.*Make it again: draftsmith data prompts"):
-        remake("responses", target=str(directory))
-
-
-def test_batches_are_of_like_length_and_hold_every_row_once():
-    batches = length_batches([3, 9, 1, 9, 5], 2)
-    assert batches == [[1, 3], [4, 0], [2]]

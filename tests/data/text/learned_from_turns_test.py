@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from turn_taking import ASSISTANT, TARGET, conversation, counts_of, make_prompts, make_responses, rows_of
+from turn_taking import ASSISTANT, TARGET, conversation, make_prompts, rows_of
 
 from draftsmith.data import acceptance, features
 from draftsmith.data.features import text_dataset
@@ -118,10 +118,3 @@ def test_what_will_be_learned_is_counted_by_answers():
     assert "answer tokens" not in str(Supervision.of(np.full(10_000, 9)).warning())
     assert Supervision.of(np.zeros(0, dtype=np.int64)).answers == 0
     assert conversation_numbers(np.array([1, 2, 1, 1, 3])).tolist() == [0, 0, 1, 2, 2]
-
-
-def test_responses_say_what_can_be_learned_of_them(asked, tmp_path, capsys):
-    made = make_responses(asked, tmp_path / "out")
-    counts, shown = counts_of(made), "".join(capsys.readouterr())
-    assert f"{counts['answers']} answers with {counts['response_tokens']} tokens to learn from" in shown
-    assert shown.count("warning: ") == 1 and "fewer than 60,000" in shown

@@ -37,7 +37,6 @@ from draftsmith.data.store.shards import account
 from draftsmith.data.text.answers import spans
 from draftsmith.data.text.conversations import Chat, open_turns, read_chat
 from draftsmith.data.text.template import RowError
-from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.modules.types import InputError
 
 # A conversation, the setting, what is asked first, what follows each answer, and how many turns nobody answers.
@@ -196,13 +195,6 @@ def test_turns_that_are_not_asked_are_counted_by_reason(source, asked, tmp_path)
     assert counts_of(make_responses(asked_once, tmp_path / "refused"))["turns_refused_by_template"] == 6
 
 
-def test_end_tokens_can_be_ignored(asked, tmp_path):
-    rows = rows_of(make_responses(asked, tmp_path / "out", ignore_eos=True, max_new_tokens=40))
-    assert {sum(row["loss_mask"]) for row in rows} == {40} and not any(row["ended"] for row in rows)
-    ended = load_lm(TARGET).info.eos_ids[0]
-    assert any(ended in row["input_ids"][row["loss_mask"].index(True) : -1] for row in rows)
-
-
 def test_a_server_is_asked_turn_by_turn(answered, asked, tmp_path, monkeypatch):
     lm, seen = load_lm(TARGET), []
 
@@ -250,13 +242,6 @@ def test_a_chat_endpoint_is_told_the_answers_so_far(asked, tmp_path, monkeypatch
     said = [tokenizer.decode(row["input_ids"][a:b], skip_special_tokens=True) for a, b in spans(row["loss_mask"])]
     assert [message["content"] for message in longest if message["role"] == ASSISTANT] == said[:-1]
     assert row["text"] == "".join(said)
-
-
-def test_prompts_with_later_turns_are_asked_by_the_bench_as_the_file_is(asked, source):
-    ours = read_prompts(str(asked), TARGET, turns="all")
-    for own, theirs in zip(ours, read_prompts(str(source), TARGET, turns="all"), strict=True):
-        assert (own.prompt_ids, own.later, own.messages) == (theirs.prompt_ids, theirs.later, theirs.messages)
-    assert not any(prompt.later for prompt in read_prompts(str(asked), TARGET, turns="first"))
 
 
 def test_inspect_shows_every_answer_and_every_question(asked, answered, capsys):
