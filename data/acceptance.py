@@ -181,10 +181,12 @@ def labels_of(
         InputError: target and drafter do not fit each other, or the settings do not fit them.
     """
     vocab_size, draft_size = target.info.vocab_size, drafter.lm.info.vocab_size
-    if draft_size != vocab_size:  # p and q must be distributions over the same tokens
+    if draft_size != vocab_size:
+        # Labels compare p and q, which must be distributions over the same tokens.
         raise InputError("draft: vocabulary", draft_size, f"{vocab_size}, the target's", "Use a draft of its family.")
     if config.labels == "mix":
-        if drafter.head is not None:  # it has no states along a text that the target alone wrote
+        if drafter.head is not None:
+            # It has no states along a text that the target alone wrote.
             raise InputError("draft", f"{config.draft}, a head", "a language model", "Pass --labels rollout.")
         return MixedTextLabels(target, drafter.lm, sampling[0], config.batch_size, config.chunk, config.seed)
     context = min(target.info.max_position, drafter.max_position)
@@ -274,7 +276,8 @@ def label_positions(target_prob: Tensor, draft_prob: Tensor, uniforms: Tensor) -
     """
     drafted = draw_rows(draft_prob, uniforms)
     p, q = (prob.gather(-1, drafted.clamp_min(0)[:, None])[:, 0] for prob in (target_prob, draft_prob))
-    accept_prob = (p / q).clamp(max=1.0)  # q > 0: a token of probability zero is never drawn
+    # Here q > 0: a token of probability zero is never drawn.
+    accept_prob = (p / q).clamp(max=1.0)
     overlap = torch.minimum(target_prob, draft_prob).sum(-1).clamp(max=1.0)
     labels = {"log_p": p.log(), "log_q": q.log(), "accept_prob": accept_prob, "overlap": overlap}
     return {"draft_ids": drafted, **{name: values.float() for name, values in labels.items()}}

@@ -103,14 +103,11 @@ class Repeated(RowError):
     """A row with the id of an earlier one."""
 
 
-class Selection(NamedTuple):
-    """Numbers of the rows that pass the filters, in order, and those among them that repeat an earlier id.
+class SelectedRow(NamedTuple):
+    """Number of a row that passes the filters. error: it cannot be used, and will be dropped and counted."""
 
-    Unreadable rows are selected too: they are dropped and counted later.
-    """
-
-    rows: list[int]
-    repeated: set[int]
+    index: int
+    error: RowError | None = None
 
 
 @sole_writer(shared=True)
@@ -126,7 +123,7 @@ def run(config: PromptsConfig) -> Path:
         kind="prompts",
         stage="data prompts",
         config=config,
-        num_rows=len(selected.rows),
+        num_rows=len(selected),
         fields=SUPERVISED_FIELDS if config.supervised else FIELDS,
         inputs={"source": source.digest},
         identity={**text_identity(config.target), "chat_template": template_hash(tokenizer)},
@@ -134,10 +131,10 @@ def run(config: PromptsConfig) -> Path:
 
     def make_shard(shard: Shard, advance: Advance) -> ShardContent:
         rows, counts = [], Counter[str]()
-        for index in selected.rows[shard.start : shard.stop]:
+        for index, known_error in selected[shard.start : shard.stop]:
             try:
-                if index in selected.repeated:
-                    raise Repeated("an id that was there before")
+                if known_error is not None:
+                    raise known_error
                 row = prompt_row(index, source.row(index), mapping, tokenizer, config, context, counts)
             except RowError as error:
                 drop_row(source.where(index), error, config, counts)
@@ -163,7 +160,8 @@ def check_columns(source: RowSource, mapping: Mapping[str, str]) -> None:
             pass
         if is_known and not absent:
             return
-    if not source.columns:  # no row can be read at all
+    if not source.columns:
+        # No row can be read at all.
         try:
             source.row(0)
         except RowError as error:
@@ -171,7 +169,7 @@ def check_columns(source: RowSource, mapping: Mapping[str, str]) -> None:
     check_mapping(source.columns, mapping)
 
 
-def select_rows(source: RowSource, mapping: Mapping[str, str], config: PromptsConfig) -> Selection:
+def select_rows(source: RowSource, mapping: Mapping[str, str], config: PromptsConfig) -> list[SelectedRow]:
     """Select the rows that pass split, task and limit.
 
     Raises:
@@ -181,7 +179,7 @@ def select_rows(source: RowSource, mapping: Mapping[str, str], config: PromptsCo
     allowed = {
         name: {part.strip() for part in value.split(",")} for name, value in filters.items() if value is not None
     }
-    selected = Selection([], set())
+    selected: list[SelectedRow] = []
     first_index: dict[str, int] = {}
     labelled: set[str] = set()
     for index in range(len(source)):
@@ -192,18 +190,19 @@ def select_rows(source: RowSource, mapping: Mapping[str, str], config: PromptsCo
                 continue
             row_id = row_label(row, mapping, "id", default_id(index))
             if first_index.setdefault(row_id, index) != index:
-                selected.repeated.add(index)
                 raise Repeated(f"the id {row_id[:80]!r}, which {source.where(first_index[row_id])} has too")
+            selected.append(SelectedRow(index))
         except RowError as error:
             drop_row(source.where(index), error, config, Counter())
-        selected.rows.append(index)
-        if len(selected.rows) == config.limit:
+            # A copy, without the frames that a traceback would keep in memory.
+            selected.append(SelectedRow(index, type(error)(str(error), error.remedy)))
+        if len(selected) == config.limit:
             break
 
     for name in allowed.keys() - labelled:
         found = f"rows without it: {shortened_names(source.columns)}"
         raise InputError(name, found, f"a column {name}", f"Map it (--columns {name}=NAME) or drop the filter.")
-    if not selected.rows:
+    if not selected:
         found = f"no rows with {', '.join(f'{name} {filters[name]}' for name in allowed)}"
         raise InputError("source", found, "at least one row", "Correct the filters.")
     return selected

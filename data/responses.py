@@ -104,14 +104,16 @@ class ResponsesConfig(Sampling, RemoteCode):
     batch_size: int = 32
     rows_per_shard: int = 256
     dtype: Dtype = "float32"
-    draft: str | None = volatile(None)  # its content is compared by hash
+    # Its content is compared by hash.
+    draft: str | None = volatile(None)
     method: str | None = None
     lm_engine: Literal["auto", "lean", "hf"] = "auto"
     device: str = volatile("auto")
     num_threads: int = volatile(0)
     trust_remote_code: bool = volatile(False, kw_only=True)
     chat_template: Path | None = volatile(None)
-    vllm_args: Path | None = volatile(None)  # its content is compared
+    # Its content is compared.
+    vllm_args: Path | None = volatile(None)
     server: ServerConfig = field(default_factory=ServerConfig)
 
     def __post_init__(self) -> None:

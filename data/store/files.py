@@ -76,7 +76,8 @@ def whole(path: Path, needed: int | None = None, remedy: str | None = None) -> I
             _sync(temporary)
             publish(temporary, path)
     finally:
-        with suppress(OSError):  # the disk's trouble has been reported
+        with suppress(OSError):
+            # The disk's trouble has been reported.
             temporary.unlink(missing_ok=True)
 
 
@@ -122,7 +123,8 @@ def special_kind(path: str | Path) -> str | None:
     """
     try:
         return SPECIAL_KINDS.get(stat.S_IFMT(os.stat(path).st_mode))
-    except (OSError, ValueError):  # not there, or a text that is no path
+    except (OSError, ValueError):
+        # Not there, or a text that is no path.
         return None
 
 
@@ -274,7 +276,8 @@ def whole_directory(directory: Path) -> Iterator[Path]:
     directory = Path(directory)
     partial = directory.with_name(directory.name + ".tmp")
     old = directory.with_name(directory.name + ".old")
-    shutil.rmtree(partial, ignore_errors=True)  # left by a killed run
+    # Left by a killed run.
+    shutil.rmtree(partial, ignore_errors=True)
     make_directory(partial)
     try:
         yield partial

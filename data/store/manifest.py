@@ -288,7 +288,8 @@ def git_commit() -> str | None:
     try:
         command = ["git", "-C", str(ROOT), "rev-parse", "--verify", "HEAD"]
         result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):  # no git on this machine
+    except (OSError, subprocess.TimeoutExpired):
+        # No git on this machine.
         return None
     return result.stdout.strip() if result.returncode == 0 else None
 

@@ -39,7 +39,8 @@ def read_json(path: Path, remedy: str = REMEDY) -> Any:
     """
     try:
         return json.loads(Path(path).read_text("utf-8"))
-    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, or nested without end
+    except (ValueError, RecursionError) as error:
+        # No JSON, no UTF-8, or nested without end.
         raise InputError(str(path), f"damaged ({error})", "JSON", remedy) from error
 
 

@@ -167,7 +167,8 @@ def open_columns(directory: Path, manifest: Manifest, names: Sequence[str], voca
             log_note(f"warning: {error} Every process holds the columns in its own memory.")
             return pa.concat_tables(rows.tables())
         table = _map_columns(path)
-    if table is None:  # another program changed the file in between
+    if table is None:
+        # Another program changed the file in between.
         return pa.concat_tables(rows.tables())
     check_values(table, directory, manifest, 0, vocab_size)
     return table
@@ -187,7 +188,8 @@ def _map_columns(path: Path) -> pa.Table | None:
 def _write_columns(path: Path, rows: Rows) -> None:
     """Delete outdated files, then write the columns and, last, the record that they are whole."""
     for old in path.parent.glob(".columns-*"):
-        with suppress(OSError):  # another rank may have deleted it
+        with suppress(OSError):
+            # Another rank may have deleted it.
             killed = ".tmp-" in old.name and time.time() - old.stat().st_mtime > LEFTOVER_S
             if killed or not (".tmp-" in old.name or old.name.startswith(path.stem)):
                 old.unlink(missing_ok=True)

@@ -202,7 +202,8 @@ def write_shard(plan: StagePlan, shard: Shard, content: ShardContent) -> None:
     """Write a shard's files and, last, the record that they are whole."""
     directory = plan.directory
     for leftover in directory.glob(f"{shard.name}.*.tmp-*"):
-        leftover.unlink(missing_ok=True)  # left by a killed run
+        # Left by a killed run.
+        leftover.unlink(missing_ok=True)
     schema = pa.schema([(f.name, ARROW[f.dtype]) for f in plan.fields if f.dtype in ARROW])
     names = [f"{shard.name}.parquet"]
     remedy = f"Free some space, then continue: {plan.command}"

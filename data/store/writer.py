@@ -107,7 +107,8 @@ def writing_alone(directory: Path, shared: bool = False) -> Iterator[None]:
                 (directory / name).unlink(missing_ok=True)
         lock.release()
         if is_new:
-            with suppress(OSError):  # it holds something, as it should
+            with suppress(OSError):
+                # It holds something, as it should.
                 directory.rmdir()
 
 
@@ -149,7 +150,8 @@ def _is_gone(holder: LockHolder) -> bool:
         os.kill(holder.pid, 0)
     except ProcessLookupError:
         return True
-    except OSError:  # another user's process
+    except OSError:
+        # Another user's process.
         return False
     return False
 
@@ -177,7 +179,8 @@ def _await_own_job(directory: Path) -> None:
         holder, waited = read_holder(directory), time.monotonic() - started
         if holder is not None and holder.job == job:
             return
-        if holder is None and waited > OWN_JOB_S / 4:  # rank 0 has finished, or begins late
+        if holder is None and waited > OWN_JOB_S / 4:
+            # Rank 0 has finished, or begins late.
             return
         if waited > OWN_JOB_S:
             raise _taken(directory, holder)

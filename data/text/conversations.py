@@ -176,7 +176,8 @@ def read_chat(row: Mapping[str, Any], mapping: Mapping[str, str]) -> Chat:
             {"role": role, "content": _filled(_content(turn), f"a {role} turn")}
             for role, turn in zip(roles, spoken, strict=True)
         ]
-        if all(role == "user" for role in roles):  # no recorded answers: the same as `turns`
+        if all(role == "user" for role in roles):
+            # No recorded answers: the same as `turns`.
             return Chat(messages[:1], tuple(message["content"] for message in messages[1:]))
         return Chat(messages)
 

@@ -153,7 +153,8 @@ def _unpacked(path: Path) -> IO[bytes]:
     try:
         with pa.input_stream(str(path), compression=codec) as compressed:
             shutil.copyfileobj(compressed, content)
-    except (pa.ArrowException, OSError) as error:  # another kind of file, a truncated one, no room
+    except (pa.ArrowException, OSError) as error:
+        # Another kind of file, a truncated one, no room.
         content.close()
         raise InputError(str(path), f"unreadable ({error})", "a whole file", "Fetch it again.") from error
     content.seek(0)
@@ -216,7 +217,8 @@ def _open_parquet(path: Path) -> RowSource:
     def read(index: int) -> Any:
         try:
             return table.slice(index, 1).to_pylist()[0]
-        except (ValueError, OverflowError) as error:  # text that is not UTF-8, a date outside of Python's range
+        except (ValueError, OverflowError) as error:
+            # Text that is not UTF-8, a date outside of Python's range.
             raise RowError(f"unreadable ({error})") from error
 
     source = RowSource(path, file_sha256(path), table.num_rows, read)
@@ -241,7 +243,8 @@ def _open_datasets(name: str, path: Path, split: str | None, subset: str | None,
             loaded = datasets.load_from_disk(str(path))
         else:
             loaded = datasets.load_dataset(str(path), subset, revision=revision)
-    except Exception as error:  # datasets and the hub client raise many kinds: no such id, no network, no access
+    except Exception as error:
+        # Datasets and the hub client raise many kinds: no such id, no network, no access.
         causes = [cause for cause in (error, error.__cause__) if cause is not None]
         reasons = [f"{type(e).__name__}: {(str(e).splitlines() or [''])[0][:120]}" for e in causes]
         raise InputError("source", f"{name} ({'; '.join(reasons)})", A_SOURCE, "Check it, or log in.") from error
@@ -255,7 +258,8 @@ def _open_datasets(name: str, path: Path, split: str | None, subset: str | None,
     def read(index: int) -> Any:
         try:
             return loaded[index]
-        except Exception as error:  # decoders of pictures, sound and text raise many kinds
+        except Exception as error:
+            # Decoders of pictures, sound and text raise many kinds.
             raise RowError(f"unreadable ({type(error).__name__}: {error})") from error
 
     # The fingerprint covers a hub data set's files and revision; the Arrow files stay in the cache.
