@@ -1,1 +1,1 @@
-"""Predictors of acceptance: the trained head, the online logistic, and the policies that end a draft by them."""
+"""Predictors of acceptance: the trained head, the online logistic, and stop policies that use them."""

@@ -1,5 +1,4 @@
-"""How an acceptance head for real rounds is fitted: where it begins, at the logistic of what the draft itself knows,
-and how it goes on from there."""
+"""Fit an acceptance head for real rounds: initialise it as a logistic of its features, then descend."""
 
 from __future__ import annotations
 
@@ -13,30 +12,32 @@ from draftsmith.modules.losses import acceptance_loss
 from draftsmith.modules.metrics import fit_logistic
 from draftsmith.modules.types import AcceptanceBatch
 
-SMALLEST_SCALE = 1e-3  # of an input that never changes
-RIDGE = 1e-2  # in tokens: keeps the logistic finite where labels are separable
+# Scale of an input that never changes.
+SMALLEST_SCALE = 1e-3
+# In tokens: keeps the logistic finite if the labels are separable.
+RIDGE = 1e-2
 
 
 def predicted(head: AcceptanceHead, batch: AcceptanceBatch) -> Tensor:
-    """Raw logits, in float32 also where the rest runs under bf16 autocast."""
+    """Return raw logits, in float32 also under bf16 autocast."""
     with torch.autocast(batch.hidden.device.type, enabled=False):
         return head(batch.hidden, batch.embeds, batch.features)
 
 
 @torch.no_grad()
 def begin(head: AcceptanceHead, batches: Iterable[AcceptanceBatch]) -> None:
-    """Set means and scales of what `head` reads to those of the tokens in weighted batches, and its output to the
-    logistic of its features that fits them best: what a training goes on from is no worse than that.
+    """Set the head's means and scales to those of its inputs, and its output to the logistic of its features that fits
+    the weighted batches best, so that training never starts worse than that.
 
-    The hidden layer's part of the output begins at 0, and learns what the logistic does not know.
+    The hidden layer's part of the output starts at 0.
     """
     config = head.config
     count, sums = 0, torch.zeros(2, config.input_size, dtype=torch.float64)
     labels = []
     for batch in batches:
-        given = (batch.hidden, batch.embeds, batch.features)
-        read = torch.cat([values.double() for values in given if values is not None], -1)
-        count, sums = count + len(read), sums + torch.stack([read.sum(0), read.square().sum(0)]).cpu()
+        parts = (batch.hidden, batch.embeds, batch.features)
+        inputs = torch.cat([part.double() for part in parts if part is not None], -1)  # [N, input_size]
+        count, sums = count + len(inputs), sums + torch.stack([inputs.sum(0), inputs.square().sum(0)]).cpu()
         labels.append((batch.features, batch.accept_prob, batch.weight))
     if config.standardize:
         mean, square = sums / count
@@ -45,13 +46,13 @@ def begin(head: AcceptanceHead, batches: Iterable[AcceptanceBatch]) -> None:
     head.out.weight.zero_()
     if head.direct is None:
         return
-    own = slice(config.input_size - len(config.features), None)
-    known, accept_prob, weight = (torch.cat(parts) for parts in zip(*labels, strict=True))
+    features, accept_prob, weight = (torch.cat(parts) for parts in zip(*labels, strict=True))
     if config.standardize:
-        known = (known - head.mean[own].to(known)) / head.scale[own].to(known)
-    *weights, bias = fit_logistic(known, accept_prob, [0.0] * (len(config.features) + 1), RIDGE, weight).tolist()
+        last = slice(config.input_size - len(config.features), None)
+        features = (features - head.mean[last].to(features)) / head.scale[last].to(features)
+    *weights, bias = fit_logistic(features, accept_prob, [0.0] * (len(config.features) + 1), RIDGE, weight).tolist()
     head.direct.weight.copy_(torch.tensor([weights]))
-    # Of the probability; what the loss' weights make of it is taken off again (`AcceptanceHead.corrected`).
+    # The bias is that of the probability; `AcceptanceHead.corrected` adds the loss weights' part.
     head.out.bias.fill_(bias - float(head.corrected(0.0)))
 
 
@@ -62,7 +63,7 @@ def descend(
     schedule: torch.optim.lr_scheduler.LRScheduler,
     clip: float,
 ) -> None:
-    """A step for each batch. clip: largest gradient norm; 0 is any."""
+    """Take a step per batch. clip: largest gradient norm; 0 for none."""
     for batch in batches:
         loss = acceptance_loss(predicted(head, batch), batch, head.config.w_acc, head.config.w_rej).loss
         optimizer.zero_grad()
@@ -73,7 +74,7 @@ def descend(
 
 
 def shuffled(count: int, size: int, epochs: int, seed: int) -> Iterable[Tensor]:
-    """Numbers below `count` in random order, `size` at a time, epoch after epoch."""
+    """Yield the numbers below `count` in random order, `size` at a time, epoch after epoch."""
     order = torch.Generator().manual_seed(seed)
     for _ in range(epochs):
         yield from torch.randperm(count, generator=order).split(size)

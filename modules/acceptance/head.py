@@ -1,11 +1,11 @@
-"""Acceptance heads: will the target keep this drafted token? (SpecDec++, Huang et al. 2024, section 3, and more)"""
+"""Acceptance heads: predict whether the target accepts a drafted token (SpecDec++, Huang et al. 2024, section 3)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -19,13 +19,8 @@ from draftsmith.modules.types import InputError, check_config
 State = Literal["after", "before", "undrawn"]
 Number = TypeVar("Number", float, Tensor)
 Feature = Literal["log_q", "logit_q", "logit_max_q", "entropy", "depth", "temperature", "repeat", "repeat_mean"]
-# Those that look at the token; the others are there before it is drawn.
+# Features of the token itself; the others exist before it is drawn.
 SEES_TOKEN: frozenset[Feature] = frozenset(("log_q", "logit_q", "repeat"))
-
-
-# Settings of earlier versions' heads, and the values at which they change nothing. A head had predicted for a tree's
-# children too (docs/acceptance.md), and been calibrated by a curve.
-RETIRED: dict[str, Any] = {"judges": "chain", "knots": []}
 
 
 @dataclass(frozen=True)
@@ -37,15 +32,14 @@ class AcceptanceHeadConfig:
     w_acc: loss weight of accepted tokens.
     w_rej: loss weight of rejected tokens.
     tied: one block applied num_blocks times, as SpecDec++'s published code does.
-    calibration: scale and shift of the logit fitted on held-out tokens, on top of the correction for the weights.
-    state: `after`, the drafter's state once it has read the token, as published; `before`, the state that predicted it,
-        and the token's embedding: asked without another forward; `undrawn`, the state that predicted it and nothing of
-        the token: P that whatever is drawn there is accepted, for those who drop tokens that are drawn already.
-    features: numbers of the distribution that the token was drawn from, and of where it stands (`feature_values`).
-    width: of the hidden layers, where there is more to read than a state; 0 is hidden_size.
-    activation: what follows the layer that brings what is read to one width; with `relu` the features go straight to
-        the logit and nowhere else, which predicts as well, and costs a drafted token less.
-    standardize: all that is read is read less a mean and by a scale, buffers of the head.
+    calibration: scale and shift of the logit fitted on held-out tokens, after the correction for the loss weights.
+    state: `after`, the drafter's state once it has read the token, as published; `before`, the state that predicted it
+        and the token's embedding, which needs no further forward; `undrawn`, the state that predicted it without the
+        token: P(whatever is drawn there is accepted), for servers that drop drawn tokens.
+    features: numbers of the distribution that the token was drawn from, and of its place (`FEATURE_VALUES`).
+    width: of the hidden layers; 0 is hidden_size.
+    activation: after the join layer. With `relu` features go to the logit only, which predicts as well and costs less.
+    standardize: subtract a mean from all inputs and divide by a scale, buffers of the head.
     """
 
     hidden_size: int
@@ -81,17 +75,17 @@ class AcceptanceHeadConfig:
 
     @property
     def late(self) -> bool:
-        """A token's prediction comes one token later: what it reads is there once the drafter has read the token."""
+        """Whether a token is predicted one token later, once the drafter has read it."""
         return self.state == "after"
 
     @property
     def reads_token(self) -> bool:
-        """The token's embedding is read."""
+        """Whether the head reads the token's embedding."""
         return self.state == "before"
 
     @property
     def as_published(self) -> bool:
-        """It reads what SpecDec++'s head reads: the state after the token, and nothing else."""
+        """Whether the head reads what SpecDec++'s does: the state after the token alone."""
         return self.late and not self.features
 
     @property
@@ -101,23 +95,23 @@ class AcceptanceHeadConfig:
 
     @property
     def joins(self) -> bool:
-        """There is a layer that brings what is read to the width of the others."""
+        """Whether a join layer brings the inputs to the width of the hidden layers."""
         wider = self.joined_size > self.hidden_size or self.inner_size != self.hidden_size
         return wider or self.state == "undrawn"
 
     @property
     def joined_size(self) -> int:
-        """Width of what the first layer reads: the state, before the token its embedding too, and features."""
+        """Width of the join layer's input: state, embedding if it is read, features if they join."""
         return self.input_size - (len(self.features) if self.activation == "relu" else 0)
 
     @property
     def input_size(self) -> int:
-        """Width of all that is read: the state, before the token its embedding too, and the features."""
+        """Width of all inputs: state, embedding if it is read, features."""
         return self.hidden_size * (1 + self.reads_token) + len(self.features)
 
 
 class ResidualBlock(nn.Module):
-    """x + SiLU(W x + b); starts as the identity would with W = 0, as in Medusa's heads."""
+    """x + SiLU(W x + b), with W = 0 at the start, as in Medusa's heads."""
 
     def __init__(self, size: int):
         super().__init__()
@@ -129,17 +123,17 @@ class ResidualBlock(nn.Module):
 
 
 class AcceptanceHead(nn.Module):
-    """num_blocks residual blocks, then one logit, in float32.
+    """Residual blocks and one logit, in float32.
 
-    Published form: the input e_i [.., H] is the drafter's last hidden state once it has read drafted token y_i. Where
-    there is more to read (`AcceptanceHeadConfig`), a linear layer brings all of it to one width first, and the features
-    also go straight to the logit: what the draft's own confidence says needs no hidden layer. Output: the raw logit
-    [..] of P^(y_i is accepted | its prefix was). With w_rej != w_acc it is no probability; `calibrated` is.
+    The published head reads e_i [.., H], the drafter's last hidden state once it has read drafted token y_i. With more
+    inputs (`AcceptanceHeadConfig`) a join layer brings them to one width first, and the features also go straight to
+    the logit, as confidence needs no hidden layer. Output: the raw logit [..] of P^(y_i is accepted | its prefix was).
+    With w_rej != w_acc it is no probability; `calibrated` is.
     """
 
     kind = "acceptance"
     Config = AcceptanceHeadConfig
-    # [input_size], where the settings standardise; nothing is changed until they are set.
+    # [input_size], with `standardize`; 0 and 1 until they are fitted.
     mean: Tensor
     scale: Tensor
 
@@ -159,14 +153,15 @@ class AcceptanceHead(nn.Module):
             self.register_buffer("scale", torch.ones(config.input_size))
 
     def forward(self, hidden: Tensor, embeds: Tensor | None = None, features: Tensor | None = None) -> Tensor:
-        """hidden [.., H]; embeds [.., H] of the tokens, for state `before`; features [.., F] (`feature_values`)."""
-        given = torch.cat([part.float() for part in (hidden, embeds, features) if part is not None], -1)
+        """Return raw logits [..]. hidden: [.., H]. embeds: [.., H] of the tokens, for state `before`. features:
+        [.., F], by `feature_values`."""
+        inputs = torch.cat([part.float() for part in (hidden, embeds, features) if part is not None], -1)
         if self.config.standardize:
-            given = (given - self.mean) / self.scale
-        x = given[..., : self.config.joined_size]
-        numbers = given[..., self.config.input_size - len(self.config.features) :]
+            inputs = (inputs - self.mean) / self.scale
+        x = inputs[..., : self.config.joined_size]
+        numbers = inputs[..., self.config.input_size - len(self.config.features) :]  # [.., F]
         if self.join is not None:
-            x = self.join(x)
+            x = self.join(x)  # [.., W]
         if self.config.activation == "relu":
             x = F.relu(x)
         for block in self.blocks:
@@ -178,7 +173,7 @@ class AcceptanceHead(nn.Module):
 
     @torch.no_grad()
     def folded(self) -> AcceptanceHead:
-        """The same function of what it reads, frozen, its means and scales in its weights and biases."""
+        """Return the same function of raw inputs, frozen: means and scales are folded into weights and biases."""
         if not self.config.standardize:
             return self
         head = AcceptanceHead(replace(self.config, standardize=False)).requires_grad_(False).double()
@@ -193,26 +188,25 @@ class AcceptanceHead(nn.Module):
         return head.to(self.mean)
 
     def corrected(self, logit: Number) -> Number:
-        """The raw logit without the loss' weights: the optimum is w_acc P / (w_acc P + w_rej (1-P)), so add
+        """Remove the loss weights from a raw logit: the optimum is w_acc P / (w_acc P + w_rej (1-P)), so add
         log(w_rej/w_acc)."""
         return logit + math.log(self.config.w_rej / self.config.w_acc)
 
     def calibrated(self, logit: Number) -> Number:
-        """The logit of a probability: corrected, then as fitted on held-out tokens."""
+        """Return the logit of a probability: corrected, then scaled and shifted as fitted on held-out tokens."""
         scale, shift = self.config.calibration
         return scale * self.corrected(logit) + shift
 
     def feature_values(self, known: TokenConfidences) -> Tensor:
-        """[.., F]: the numbers that this head reads beside states, in the order of its settings. Numbers that tokens
-        have in common may be of a shape that expands to theirs."""
+        """Return the features [.., F] of this head, in the order of its config. Values that tokens share may have a
+        shape that broadcasts."""
         values = [feature_value(name, known) for name in self.config.features]
         return torch.stack(torch.broadcast_tensors(*values), -1)
 
 
-# Of tokens [..]: log q(y) from -MAX_LOGIT on; the log-odds of q(y) and of max q within MAX_LOGIT; the distribution's
-# entropy in nats; the logarithm of the place in the round, from 1; the temperature; and how the token goes on with a
-# repetition of the text (`acceptance.repeats.Repeats.score`), where whoever feeds the head looked for one, or
-# the mean of that over what may be drawn, `RepeatScores.mean`.
+# Of tokens [..]: log q(y), at least -MAX_LOGIT; the log-odds of q(y) and max q within MAX_LOGIT; the entropy in nats;
+# the logarithm of the place in the round, from 1; the temperature; and, for heads that read repetitions, whether the
+# token continues one (`repeats.RepeatScores.score`) and the mean of that over the distribution (`RepeatScores.mean`).
 FEATURE_VALUES: dict[Feature, Callable[[TokenConfidences], Tensor | None]] = {
     "log_q": lambda known: known.log_q.clamp_min(-MAX_LOGIT),
     "logit_q": lambda known: log_odds_of(known.log_q),
@@ -226,21 +220,21 @@ FEATURE_VALUES: dict[Feature, Callable[[TokenConfidences], Tensor | None]] = {
 
 
 def feature_value(name: Feature, known: TokenConfidences) -> Tensor:
-    """One of `FEATURE_VALUES`."""
+    """Return a feature of tokens, by `FEATURE_VALUES`."""
     value = FEATURE_VALUES[name](known)
-    assert value is not None, "looked for by whoever feeds this head"
+    assert value is not None, f"{name}: the caller looks for repetitions"
     return value
 
 
 def acceptance_forward(head: AcceptanceHeadConfig, rows: int) -> float:
-    """An acceptance head; tied blocks compute as much as others."""
+    """Return the FLOPs of a forward over `rows` tokens; tied blocks compute as much as others."""
     size = head.inner_size
     read = flops.linear(head.joined_size, size, rows) if head.joins else 0.0
     return read + head.num_blocks * flops.linear(size, size, rows) + flops.linear(size + len(head.features), 1, rows)
 
 
 def acceptance_training(head: AcceptanceHeadConfig, rows: int) -> float:
-    """Forward and backward of an acceptance head over `rows` tokens whose inputs are there."""
+    """Return the FLOPs of forward and backward over `rows` tokens with given inputs."""
     wide = head.num_blocks or head.joins
     first = flops.linear(head.joined_size, head.inner_size if wide else 1, rows) + flops.linear(
         len(head.features), 1, rows

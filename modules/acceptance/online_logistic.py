@@ -1,4 +1,4 @@
-"""Learning while decoding: an acceptance probability from few numbers of the draft, without any training before."""
+"""A logistic that learns acceptance while decoding, from few numbers of the draft, without training."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ class OnlineLogistic(Learner):
     """P(a drafted token is accepted) = sigmoid(w . z) of features x [F], z = (x, 1); x[0] is the log-odds of q(y) or of
     another probability.
 
-    Starts at w = (1, 0, .., 0), which takes x[0] at its word. A label moves the weights by one step of an online Newton
-    method: A += p (1 - p) z z^T, w += A^-1 z (y - p), with p from before the step. A begins as `prior` times the
-    identity; over many labels the weights approach the fit of all of them at once, and no learning rate is to be
-    chosen.
+    It starts at w = (1, 0, .., 0), which predicts x[0]. A label moves the weights by one step of an online Newton
+    method: A += p (1 - p) z z^T, w += A^-1 z (y - p), with p from before the step. A starts as `prior` times the
+    identity. Over many labels the weights approach the fit to all of them, without a learning rate.
 
-    With a `memory` the text may change: of what labels said about tokens like the one at hand, along its z, one part in
-    `memory` is forgotten (Kulhavy 1987), unless little is known of them, where a surprise moves the logit by 1 or more.
+    With a `memory` the text may change: along the z of each label one part in `memory` of the information is forgotten
+    (Kulhavy 1987), unless there is little, so that one label moves the logit by 1 or more.
     """
 
     def __init__(self, num_features: int = 1, prior: float = 1.0, memory: float = math.inf):
-        """prior: how strongly the start is believed; an undecided token at x = 1 weighs 1/4."""
+        """prior: weight of the start; an undecided token at x = 1 weighs 1/4. memory: labels remembered."""
         assert prior > 0 and num_features >= 1
         size = num_features + 1
         self._memory = memory
@@ -33,18 +32,19 @@ class OnlineLogistic(Learner):
         self._inverse = [[(i == j) / prior for j in range(size)] for i in range(size)]  # of A
 
     def prob(self, x: Sequence[float]) -> float:
-        """The probability for features x [F]."""
+        """Return the probability for features x [F]."""
         return sigmoid(self._logit(x))
 
     def _logit(self, x: Sequence[float]) -> float:
         return sum(map(mul, self.weights, x)) + self.weights[-1]
 
     def update(self, x: Sequence[float], accepted: float) -> None:
-        """Learn one label in [0, 1]. Features that are no numbers teach nothing: they would never be forgotten."""
+        """Learn one label in [0, 1]."""
+        # A NaN would stay in the weights for ever.
         if not all(map(math.isfinite, x)):
             return
         prob, z = self.prob(x), (*x, 1.0)
-        # Sherman and Morrison (1950): A^-1 after a term of rank one. It also gives A^-1 z of the step.
+        # A^-1 after a rank-one update (Sherman and Morrison 1950); it also gives A^-1 z of the step.
         along = [sum(a * b for a, b in zip(row, z, strict=True)) for row in self._inverse]
         spread = sum(a * b for a, b in zip(along, z, strict=True))
         curvature = prob * (1 - prob)
@@ -58,8 +58,8 @@ class OnlineLogistic(Learner):
         self.weights = [weight + a * step for weight, a in zip(self.weights, along, strict=True)]
 
     def observe(self, features: Iterable[Sequence[float]], num_accepted: int) -> None:
-        """Learn a round's verdict: the first `num_accepted` drafted tokens were accepted, the next one, if there is
-        one, was not; what lies behind it was never verified."""
+        """Learn a round's verdict: the first `num_accepted` drafted tokens were accepted, the next was rejected, those
+        behind it were never verified."""
         for number, x in enumerate(features):
             if number > num_accepted:
                 return

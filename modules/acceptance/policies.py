@@ -1,7 +1,6 @@
-"""When to stop a chain, by the probabilities that its tokens will be accepted: what predicts them, and what is made of
-them. Any drafter's chains, any predictor, one rule or the other.
+"""Stop policies for chains: a predictor of acceptance and a rule.
 
-None of it can bias the output: what has been drafted stays in the draft (`protocols.StopPolicy`).
+None of them can bias the output: what has been drafted stays in the draft (`protocols.StopPolicy`).
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ ConfidenceName = Literal["q", "max_q"]
 
 
 class Predictor(Protocol):
-    """Predicts P(a drafted token is accepted | its prefix was), token by token.
+    """Predictor of P(a drafted token is accepted | its prefix was), token by token.
 
-    late: it speaks of the token before the one it is shown, whose state the drafter only now has.
-    learns: it has to be shown every drafted token, also where the draft ends anyway.
+    late: it predicts the token before the one shown, whose state the drafter has only now.
+    learns: it must be shown every drafted token, even if the draft ends anyway.
     """
 
     late: bool
@@ -31,40 +30,39 @@ class Predictor(Protocol):
     learners: Sequence[Learner] = ()
 
     def reset(self) -> None:
-        """A new prompt begins; what was learned lasts."""
+        """Start a new prompt; what was learned is kept."""
         return None
 
     def start_round(self) -> None:
-        """A new draft begins."""
+        """Start a new draft."""
         return None
 
     def prob(self, view: DraftView) -> float:
-        """Probability in [0, 1]; 1 where there is no token to predict for yet."""
+        """Return the probability in [0, 1]; 1 if there is no token to predict yet."""
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
-        """The verdict on the round's draft."""
+        """Learn the verdict on the round's draft."""
         return None
 
 
 class PredictionRule(Protocol):
-    """What to make of the probabilities."""
+    """Rule that ends a draft by its predicted probabilities."""
 
     learners: Sequence[Learner] = ()
 
     def enough(self, survival: float, unseen: int) -> bool:
-        """True when one more drafted token is not worth drafting, also where nothing can be said (NaN).
+        """Return True if one more token is not worth drafting, or if survival is NaN.
 
-        survival: probability that all tokens of the draft that were predicted are accepted. unseen: tokens behind
-        them.
+        survival: probability that all predicted tokens of the draft are accepted. unseen: tokens behind them.
         """
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
-        """The verdict on a round's draft."""
+        """Learn the verdict on a round's draft."""
         return None
 
 
 class ThresholdRule(PredictionRule):
-    """Enough once P(some token so far is rejected) = 1 - survival exceeds h (SpecDec++, section 3.2)."""
+    """Rule that stops once P(some token so far is rejected) = 1 - survival exceeds h (SpecDec++, section 3.2)."""
 
     def __init__(self, h: float):
         self.h = h
@@ -74,13 +72,12 @@ class ThresholdRule(PredictionRule):
 
 
 class RecentRatio(Learner):
-    """A ratio of two sums over all rounds and requests so far, of which the last `MEMORY` or so count: what is decoded
-    changes with time."""
+    """Ratio of two sums over all rounds and requests, with exponential forgetting over about MEMORY rounds."""
 
     MEMORY = 500
 
     def __init__(self, above: float, below: float):
-        """The sums before the first round, as if one had been."""
+        """Set the sums before the first round."""
         self._above, self._below = above, below
 
     @property
@@ -88,7 +85,8 @@ class RecentRatio(Learner):
         return self._above / self._below
 
     def add(self, above: float, below: float) -> None:
-        """What one more round adds to the sums. What is no number teaches nothing: it would never be forgotten."""
+        """Add a round to the sums."""
+        # A NaN would stay in the sums for ever.
         if not (math.isfinite(above) and math.isfinite(below)):
             return
         kept = 1 - 1 / self.MEMORY
@@ -102,31 +100,30 @@ class RecentRatio(Learner):
 
 
 class CostRule(PredictionRule):
-    """Enough once one more token is worth less than its time.
+    """Rule that stops once one more token is worth less than its time. It has no threshold to choose.
 
-    Time is counted in target calls: a round of n drafted tokens takes 1 + c n. One more token adds, where everything
-    before it is accepted and it is too, one token: survival x acceptance of them on average, for c of time, which at
-    the pace so far would have brought c x pace tokens. Stopping where the first is less than the second maximises
-    tokens by time in the long run, when `pace` is that maximum (a ratio of expectations; Dinkelbach 1967), which the
-    pace reached comes close to. So no threshold is to be chosen.
+    Time is counted in target calls: a round of n drafted tokens takes 1 + c n. One more token adds survival x
+    acceptance tokens on average, for c of time, in which the pace so far would have brought c x pace tokens. Stopping
+    when the first is less than the second maximises tokens per time in the long run if `pace` is that maximum (a ratio
+    of expectations; Dinkelbach 1967), which the pace reached comes close to.
     """
 
     def __init__(self, c: float):
-        """c: time of drafting one more token, and of verifying it, by the time of a round without a draft."""
+        """c: time of drafting and verifying one more token, over the time of a round without a draft."""
         assert c > 0
         self.c = c
-        # As if one round had been: a draft of one token, accepted half of the time.
+        # Start as after one round: a draft of one token, accepted half of the time.
         self._pace, self._acceptance = RecentRatio(1.5, 1 + c), RecentRatio(0.5, 1.0)
         self.learners = (self._pace, self._acceptance)
 
     @property
     def pace(self) -> float:
-        """Tokens by time, so far."""
+        """Tokens per time so far."""
         return self._pace.value
 
     @property
     def acceptance(self) -> float:
-        """Accepted tokens by tokens that were verified, so far: those behind the first rejected one are not."""
+        """Accepted over verified tokens so far; those behind the first rejected one are not verified."""
         return self._acceptance.value
 
     def enough(self, survival: float, unseen: int) -> bool:
@@ -139,9 +136,9 @@ class CostRule(PredictionRule):
 
 
 class PredictorStop(StopPolicy):
-    """A stop policy of a predictor and a rule. What they have learned lasts from prompt to prompt.
+    """Stop policy of a predictor and a rule, whose learned state lasts from prompt to prompt.
 
-    probs: what the predictor said in this round, one number for each time that it was asked.
+    probs: predictions of this round, one per call.
     """
 
     def __init__(self, predictor: Predictor, rule: PredictionRule, min_drafted: int, max_drafted: int):
@@ -176,32 +173,31 @@ class PredictorStop(StopPolicy):
 
 
 class TrainedPredictor(Predictor, Protocol):
-    """A predictor of which another one asks more.
+    """Predictor by a trained head, which `OnlinePredictor` can build on.
 
-    repeats: what it looks for repetitions with, if it does: every token is looked up once, whoever asks.
+    repeats: its scores of repetitions, if it reads them; they are shared, so that every token is looked up once.
     """
 
     repeats: RepeatScores | None
 
     def logit(self, view: DraftView) -> float:
-        """Log-odds of `prob`; infinite where there is no token to predict for yet."""
+        """Return the log-odds of `prob`; infinite if there is no token to predict yet."""
 
 
 class OnlinePredictor(Predictor):
-    """Predicts from the draft's own confidence and from repetitions of the text, by a logistic fit to the verdicts so
-    far: no training before.
+    """Predictor from the draft's confidence and from repetitions of the text, by a logistic that learns from verdicts.
 
-    With a trained head the head's log-odds are the first of its features: it begins as the head says, and learns from
-    the verdicts how far to trust it on this text.
+    With a trained head, the head's log-odds are the first feature: it starts at the head's prediction, and learns how
+    far to trust it on this text.
     """
 
     learns = True
-    # `prior` and `memory` with a head: with a prior of 1 the first verdicts move its numbers too far, be it right or
-    # wrong; and where another text begins, how far to trust it has to be learned anew.
+    # `prior` and `memory` with a head. With a prior of 1 the first verdicts move its predictions too far, whether right
+    # or wrong; and in another text the trust has to be learned again.
     TRUST, MEMORY = 10.0, 500.0
 
     def __init__(self, confidence: ConfidenceName = "q", repeats: bool = True, head: TrainedPredictor | None = None):
-        """confidence: of the token, or of the draft's most probable one. repeats: see `repeats.Repeats.score`."""
+        """confidence: of the drafted token, or of the most probable one. repeats: read `RepeatScores.score` too."""
         self.late, self._head = head is not None and head.late, head
         self._best = confidence == "max_q"
         self._repeats = ((head and head.repeats) or RepeatScores()) if repeats else None
@@ -209,7 +205,7 @@ class OnlinePredictor(Predictor):
         self.model = OnlineLogistic((head is not None) + 1 + repeats, **more)
         self.learners = (self.model,)
         self._seen: list[tuple[float, ...]] = []
-        self._before: tuple[float, ...] = ()  # of a late head: numbers of the token that it speaks of next
+        self._before: tuple[float, ...] = ()  # of a late head: features of the token that it predicts next
 
     def reset(self) -> None:
         for part in (self._head, self._repeats):
@@ -222,26 +218,22 @@ class OnlinePredictor(Predictor):
             self._head.start_round()
 
     def prob(self, view: DraftView) -> float:
-        known = self.known(view)
+        features = self.features(view)
         if self._head is not None:
-            said = self._head.logit(view)
+            head_logit = self._head.logit(view)
             if self.late:
-                known, self._before = self._before, known
+                features, self._before = self._before, features
                 if view.num_drafted == 1:
                     return 1.0
-            known = (min(max(said, -MAX_LOGIT), MAX_LOGIT), *known)
-        self._seen.append(known)
-        return self.model.prob(known)
+            features = (min(max(head_logit, -MAX_LOGIT), MAX_LOGIT), *features)
+        self._seen.append(features)
+        return self.model.prob(features)
 
-    def known(self, view: DraftView) -> tuple[float, ...]:
-        """What the draft alone says of the token shown."""
-        logit = log_odds(self.log_prob(view))
+    def features(self, view: DraftView) -> tuple[float, ...]:
+        """Return the features of the token shown, without the head."""
+        logit = log_odds(log_max_q_of(view) if self._best else log_q_of(view))
         return (logit,) if self._repeats is None else (logit, self._repeats.score(view))
 
-    def log_prob(self, view: DraftView) -> float:
-        """The logarithm of the probability whose log-odds are looked at."""
-        return log_max_q_of(view) if self._best else log_q_of(view)
-
     def observe(self, num_drafted: int, num_accepted: int) -> None:
-        """Tokens behind the first rejected one were never verified: nothing is learned of them."""
+        # Tokens behind the first rejected one were never verified.
         self.model.observe(self._seen, num_accepted)

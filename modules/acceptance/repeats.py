@@ -1,8 +1,7 @@
-"""Does a drafted token go on with a repetition of the text? Edits, summaries and code copy; where the target copies, a
-draft's own probability does not know it, and a look into the text does.
+"""Scores of drafted tokens by repetitions of the text, as features of acceptance predictors.
 
-As prompt lookup does, the longest suffix of the text that stood in it before is found, and what followed it then; here
-nothing is drafted from it: the draft's token is compared with it.
+Edits, summaries and code copy, and a draft's own probability does not tell when the target copies. As in prompt lookup,
+the longest suffix that occurred before is searched, and the drafted token is compared with the token that followed it.
 """
 
 from __future__ import annotations
@@ -17,25 +16,26 @@ from draftsmith.modules.decoding.confidence import draft_distribution
 from draftsmith.modules.decoding.protocols import DraftView
 
 Number = TypeVar("Number", float, Tensor)
-NONE = -1  # in the place of a token
+# Placeholder for a token: no suffix is repeated.
+NONE = -1
 
 
 class Repeats:
-    """What followed the suffixes of a growing text when they last stood in it before."""
+    """Index of a growing text: the token after the last occurrence of each suffix."""
 
-    # Lengths of suffixes, longest first: more of them say little more.
+    # Lengths of suffixes, longest first; more of them improve predictions little.
     SIZES = (8, 4, 2)
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        """Another text."""
+        """Start another text."""
         self._followers: dict[int, dict[tuple[int, ...], int]] = {size: {} for size in reversed(self.SIZES)}
         self._num_read = 0
 
     def read(self, tokens: Sequence[int]) -> None:
-        """The text so far, which begins with what was read before."""
+        """Add the tokens of the text so far that were not read before."""
         for end in range(self._num_read, len(tokens)):
             for size, followers in self._followers.items():
                 if end >= size:
@@ -43,41 +43,41 @@ class Repeats:
         self._num_read = max(self._num_read, len(tokens))
 
     def follower(self, before: tuple[int, ...]) -> tuple[float, int]:
-        """Half the length of the longest repeated suffix of `before` (the text's last tokens, and drafted ones), and
-        the token that followed it in the text; 0 and `NONE` where none is repeated."""
-        found = 0.0, NONE
+        """Return half the length of the longest repeated suffix of `before` (the text's last tokens and drafted ones),
+        and the token that followed it in the text; 0 and NONE if none is repeated."""
+        longest = 0.0, NONE
         for size, followers in self._followers.items():
             expected = followers.get(before[-size:])
-            if expected is None:  # where a suffix did not stand in the text, no longer one did
+            if expected is None:  # a longer suffix cannot occur either
                 break
-            found = size / 2, expected
-        return found
+            longest = size / 2, expected
+        return longest
 
 
 class RepeatScores:
-    """How drafted tokens go on with repetitions, as a stop policy is shown them, to whoever asks; every token of a
-    draft is to be shown, from the first."""
+    """Scores of drafted tokens, for predictors that are shown every token of a draft in order."""
 
     def __init__(self) -> None:
         self._repeats, self._before = Repeats(), tuple[int, ...]()
         self._last: tuple[DraftView | None, float, int] = None, 0.0, NONE
 
     def reset(self) -> None:
-        """A new prompt begins."""
+        """Start a new prompt."""
         self._repeats.clear()
 
     def score(self, view: DraftView) -> float:
-        """Half the length of the longest repeated suffix of what stands before the token, where the token followed it
-        in the text too, and minus that where another did; 0 where none is repeated."""
+        """Return half the length of the longest repeated suffix before the token, negated if another token followed it
+        in the text; 0 if none is repeated."""
         half, expected = self._follower(view)
         return half if expected == view.token else -half
 
     def mean(self, view: DraftView) -> float:
-        """Mean of the score over what the draft may draw there: it does not look at the token."""
+        """Return the mean of the score over the draft's distribution, whichever token was drawn."""
         half, expected = self._follower(view)
         return mean_score(half, draft_distribution(view)[expected].item()) if half else 0.0
 
     def _follower(self, view: DraftView) -> tuple[float, int]:
+        # Several predictors may ask about one view: it is looked up once.
         if view is not self._last[0]:
             if view.num_drafted == 1:
                 self._repeats.read(view.context)
@@ -88,13 +88,13 @@ class RepeatScores:
 
 
 def mean_score(half: Number, q: Number) -> Number:
-    """`half` with probability q, else minus that."""
+    """Return the mean of a score that is `half` with probability q, else -half."""
     return half * (2 * q - 1)
 
 
 def followers(text: Sequence[int], starts: Sequence[int], drafted: Tensor) -> tuple[Tensor, Tensor]:
-    """`Repeats.follower` of the tokens of drafts [S, K] that follow the first starts[s] tokens of a text, starts
-    ascending: [S, K] float32 and int64. Tokens below 0 (no draft) have none."""
+    """Return `Repeats.follower` of drafts [S, K] that follow the first starts[s] tokens of a text: [S, K] float32 and
+    int64. starts: ascending. Tokens below 0 (no draft) have no follower."""
     repeats, halves, expected = Repeats(), list[float](), list[int]()
     for start, tokens in zip(starts, drafted.tolist(), strict=True):
         repeats.read(text[:start])
@@ -104,10 +104,10 @@ def followers(text: Sequence[int], starts: Sequence[int], drafted: Tensor) -> tu
             halves.append(half)
             expected.append(follower)
             before = (*before[1 - Repeats.SIZES[0] :], token)
-    found = torch.tensor(halves, dtype=torch.float32), torch.tensor(expected, dtype=torch.int64)
-    return found[0].view(drafted.shape), found[1].view(drafted.shape)
+    shape = drafted.shape
+    return torch.tensor(halves, dtype=torch.float32).view(shape), torch.tensor(expected, dtype=torch.int64).view(shape)
 
 
 def repeat_scores(halves: Tensor, expected: Tensor, drafted: Tensor) -> Tensor:
-    """`RepeatScores.score` of drafted tokens, by their `followers`."""
+    """Return `RepeatScores.score` of drafted tokens, from their `followers`."""
     return torch.where(expected == drafted, halves, -halves)
