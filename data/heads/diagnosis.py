@@ -1,52 +1,78 @@
-"""Why a head drafts badly: what can be measured of its data, its target and itself, each with a verdict."""
+"""Diagnose low acceptance of a trained draft head: measure its data, its target and itself, and name the cause.
+
+The head's drafts are compared with the target's first choices on texts: as it is, and in variants that change one
+factor each (layers, rotary settings, weight order, switches). A variant that drafts better is the cause.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.data.engines.own import RowSource, generate_all
-from draftsmith.data.heads.directory import load_draft_head
-from draftsmith.data.heads.readings import Measured, Reading, measure, readings_of
+from draftsmith.data.heads.directory import build_head, load_draft_head, stored_tensors
 from draftsmith.data.models.loading import llama_shape, tokenizer_identity
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.reading import metric_rows, read_object
 from draftsmith.data.text.answers import Supervision, spans
 from draftsmith.data.text.template import load_chat_tokenizer, prompt_ids
-from draftsmith.modules.formats.alternatives import DEPTH, STRONG, Comparison, compare_readings, right
+from draftsmith.modules.drafters.base import DraftHead
+from draftsmith.modules.drafters.eagle3.net import default_layers
+from draftsmith.modules.formats.rope import BASE, KNOWN, Rope, frequencies
+from draftsmith.modules.layers import LlamaConfig, RopeScaling
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
 
 Rows = Sequence[Mapping[str, Any]]
-# A first token that is right less often is bad: the EAGLE paper (arXiv 2401.15077) has 0.8 for its heads and 0.6 for
-# Medusa's, and the acceptance length of 1.5 that users report of too little data means less than 0.5.
+# Acceptance of a draft's first token. The EAGLE paper (arXiv 2401.15077) has 0.8 for its heads and 0.6 for Medusa's;
+# the acceptance length of 1.5 that users report of too little data means less than 0.5.
 FIRST_SOUND = 0.5
-# A later token, where those before were right, as a share of the first: 0.94 for the fourth of our EAGLE-3 head trained
-# on three passes, 0.31 for the third of the same head while it was trained on one.
+# A later token, where those before were right, relative to the first: 0.94 for the fourth of our EAGLE-3 head trained
+# on three passes, 0.31 for the third of the same head trained on one.
 LATER_SOUND, TOKENS = 0.8, 4
 # The embedded target's own answers at temperature 1 and those of its draft model: 0.99 and 0.73 to 0.84 first choices,
-# perplexity 1.02 and 5 to 20. Drawing 2,000 tokens anew moves a share by less than 0.02.
+# perplexity 1.02 and 5 to 20. Drawing 2,000 tokens again moves a share by less than 0.02.
 OFF_POLICY, OFF_POLICY_PERPLEXITY = 0.05, 1.5
 OWN_PROMPTS, OWN_TOKENS = 32, 64
-# Answers elsewhere than behind the served prompt: some are pieces of long conversations.
+# Share of answers that may begin elsewhere than after the served prompt: pieces of long conversations do.
 MISPLACED = 0.05
 # Chosen, not measured: every twentieth token then ends its draft, whatever the head has learned.
 UNKNOWN = 0.05
 # top1 of training above validation's, validation loss above its lowest, a last rise of top1: twice a sound run's.
 OVERFIT, RISEN, RISING = 0.1, 1.1, 0.02
-# Of defects that cost nobody knows how much: they rank behind those that are measured.
-UNTOLD = 0.01
+# Loss of defects whose cost is unknown: they rank after those that are measured.
+UNMEASURED = 0.01
+MOST_TOKENS = 2048  # of a text, whose logits are computed at once
+# Chance of naming a variant that is no better, over all variants tried. Positions of a text are not independent; still,
+# of 19 sound heads of the embedded pair, stopped after 5 to 840 steps, the lowest of about 170 single chances was 0.03.
+CHANCE = 0.01
+# Share of right first tokens from which every misreading that costs tokens showed on 1,815 positions (EAGLE and EAGLE-3
+# of the embedded pair, docs/guides/low-acceptance.md); at 0.40 a wrong rotary base did not.
+STRONG = 0.5
+COMPARED = 2  # tokens of a variant's draft: the second shows what a head learned on its own states
+SWITCHES = ("norm_output", "norm_before_residual")  # of EAGLE-3 heads; no tensor shows them
+JOINT = ("fc.weight", *(f"layer.self_attn.{name}_proj.weight" for name in "qkv"))  # weights of [embedding; state]
+ROTATED = ("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was measured, in words. lost: the share of tokens that it may cost, 0 where nothing is wrong; else
-    advice is the cause and the remedy. generic: any bad head shows it, so every other cause ranks before it."""
+    """One measurement in words.
+
+    Attributes:
+        lost: share of tokens that the defect may cost; 0 if nothing is wrong.
+        advice: cause and remedy.
+        generic: any bad head shows it, so every other cause ranks before it.
+    """
 
     name: str
     measured: str
@@ -55,8 +81,39 @@ class Finding:
     generic: bool = False
 
 
+@dataclass(frozen=True)
+class HeadVariant:
+    """A head that reads the target's states after these layers. factor, label: what differs from its config."""
+
+    factor: str
+    label: str
+    head: DraftHead
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TextMeasures:
+    """Measurements on texts.
+
+    Attributes:
+        chosen: share of the answers' tokens that are the target's first choice.
+        perplexity: of these tokens, under the target at temperature 1.
+        agreement: share of a draft's first, second, ... token that is the target's first choice, where those before it
+            were right and equal to the text; of the first variant.
+        lengths: per variant, how many tokens of the draft from each position [N] the target would accept, at most
+            COMPARED.
+        unknown: shares of the answers' tokens and of the target's first choices that the first variant cannot draft.
+    """
+
+    chosen: float
+    perplexity: float
+    agreement: list[float]
+    lengths: list[Tensor]
+    unknown: tuple[float, float]
+
+
 def unsound(agreement: Sequence[float]) -> str:
-    """What is bad about the agreement of a draft's first, second, .. token with the target; nothing where it is not."""
+    """Describe what is bad about the agreement of a draft's first, second, ... token; empty if nothing is."""
     if not agreement or agreement[0] < FIRST_SOUND:
         return f"the first token is right less often than {FIRST_SOUND:.0%}"
     low = min(agreement) < LATER_SOUND * agreement[0]
@@ -64,182 +121,341 @@ def unsound(agreement: Sequence[float]) -> str:
 
 
 def bad_numbers(metrics: Mapping[str, float]) -> str:
-    """`unsound` of the metrics of a validation."""
+    """Return `unsound` of the metrics of a validation."""
     names = ["agreement_1" if "agreement_1" in metrics else "top1", *(f"agreement_{j}" for j in range(2, TOKENS + 1))]
     return unsound([metrics[name] for name in names if name in metrics]) if names[0] in metrics else ""
 
 
 def diagnose(directory: Path, target: CausalLM, name: str, rows: Rows, data: Manifest) -> str:
-    """All findings in the order of a pipeline, then the causes, the likeliest first, in lines for the user.
+    """Return all findings in the order of the pipeline, then the causes, the likeliest first, as lines for the user.
 
-    directory: of the head; where it lies in a training's output, that is read too. name: of the target, for its
-    tokenizer. rows: input_ids and loss_mask of texts. data: the manifest of what they are from.
+    directory: of the head; metrics.csv of a training around it is read too. name: of the target, for its tokenizer.
+    rows: input_ids and loss_mask of texts. data: the manifest of their artefact.
 
     Raises:
         InputError: no drafter, or another target's. NonFinite: the head's logits.
     """
-    head, made = load_draft_head(directory, target), read_object(directory / "manifest.json", {})
+    head, manifest = load_draft_head(directory, target), read_object(directory / "manifest.json", {})
     try:
         shape = llama_shape(target, name)
-    except InputError:  # of a family whose rotary positions are not known
+    except InputError:  # of a family whose rotary settings are unknown
         shape = None
-    readings = readings_of(head, shape, target.info.num_layers)
+    variants = head_variants(head, shape, target.info.num_layers)
     depth = min(TOKENS, getattr(head.config, "num_heads", TOKENS))  # Medusa has a head for each token
-    own = measure(target, rows, readings, depth)
-    passes = (made.get("config") or {}).get(head.passes)
-    # Of a head that was trained on true states alone, later tokens say nothing.
-    lengths = {r.label: n.clamp_max(passes or DEPTH) for r, n in zip(readings, own.lengths, strict=True)}
-    comparison = compare_readings(lengths[readings[0].label], {r.label: lengths[r.label] for r in readings[1:]})
+    measures = measure(target, rows, variants, depth)
+    passes = (manifest.get("config") or {}).get(head.passes)
+    # Later tokens of a head that was trained on true states alone say nothing.
+    lengths = {v.label: n.clamp_max(passes or COMPARED) for v, n in zip(variants, measures.lengths, strict=True)}
+    as_it_is = lengths[variants[0].label]
+    better, alike = compare_variants(as_it_is, {v.label: lengths[v.label] for v in variants[1:]})
     findings = [
-        off_policy(target, rows, data, own),
-        template(name, rows, data, (made.get("models") or {}).get("chat_template")),
-        *amount((made.get("samples") or {}).get("training") or {}),
-        vocabulary(*own.unknown),
-        by_depth(own.agreement, head.passes, passes),
-        *misread(readings, lengths, comparison),
+        off_policy(target, rows, data, measures),
+        template(name, rows, data, (manifest.get("models") or {}).get("chat_template")),
+        *amount((manifest.get("samples") or {}).get("training") or {}),
+        vocabulary(*measures.unknown),
+        by_depth(measures.agreement, head.passes, passes),
+        *misread(variants, lengths, better, alike),
         *trained(directory.parent / "metrics.csv"),
     ]
-    lines = [f"{'BAD ' if found.lost else 'ok  '} {found.name}: {found.measured}" for found in findings]
-    causes = sorted((found for found in findings if found.lost), key=lambda found: (found.generic, -found.lost))
-    begins = "Likeliest cause"
-    if comparison.weak and all(found.generic for found in causes):
+
+    lines = [f"{'BAD ' if finding.lost else 'ok  '} {finding.name}: {finding.measured}" for finding in findings]
+    causes = sorted((one for one in findings if one.lost), key=lambda one: (one.generic, -one.lost))
+    prefix = "Likeliest cause"
+    first = max(right(own) for own in lengths.values())
+    hits = round(first * len(as_it_is))
+    # With so few hits, not even a variant without any could be distinguished from the best.
+    unclear = first < STRONG or sign_test(hits, 0) >= CHANCE / max(1, len(variants) - 1)
+    if not better and unclear and all(cause.generic for cause in causes):
         lines.append(
-            f"Too weak to tell why: under its best reading the first token is right in {comparison.first:.0%} of the "
+            f"Too weak to tell why: under its best reading the first token is right in {first:.0%} of the "
             f"drafts; below {STRONG:.0%}, or on few answers, no mistake in its weights or config.json shows."
         )
-        begins = "Also"
-    for found in causes:
-        lines.append(f"{begins} ({found.name}): {found.advice}")
-        begins = "Also"
-    if begins == "Likeliest cause":
-        bad = unsound(own.agreement)
+        prefix = "Also"
+    for cause in causes:
+        lines.append(f"{prefix} ({cause.name}): {cause.advice}")
+        prefix = "Also"
+    if prefix == "Likeliest cause":
+        bad = unsound(measures.agreement)
         lines.append(f"None of these is why {bad}: train longer, or on more answers." if bad else "Nothing is wrong.")
     return "\n".join(lines)
 
 
-def off_policy(target: CausalLM, rows: Rows, data: Manifest, whole: Measured) -> Finding:
-    """The data's answers against those that the target gives to some of the same prompts, at the data's temperature; at
-    1 where none is recorded, which is the mildest comparison."""
+def head_variants(head: DraftHead, target: LlamaConfig | None, num_layers: int) -> list[HeadVariant]:
+    """Return the head as it is, then with one factor changed each. target: its sizes, if they are known."""
+    layers = head.capture or (num_layers,)
+    shifted = [tuple(layer + by for layer in layers) for by in (-1, 1)]
+    shifted += [default_layers(num_layers)] * (len(head.capture) == 3)
+    others = [one for one in shifted if one[0] >= 0 and one[-1] < num_layers and list(one) == sorted({*one})]
+    others += [layers[::-1]] * (len(layers) > 1)
+    variants = [HeadVariant("", "as it is", head, layers)]
+    variants += [
+        HeadVariant("layers", f"layers {' '.join(map(str, one))}", head, one) for one in others if one != layers
+    ]
+    llama, weights, device = getattr(head.config, "llama", None), stored_tensors(head), next(head.parameters()).device
+    if llama is None:
+        return variants
+
+    def add(factor: str, label: str, state: Mapping[str, Tensor] = weights, **changes: Any) -> None:
+        other = build_head(head.kind, dataclasses.replace(head.config, **changes), state)
+        variants.append(HeadVariant(factor, label, other.eval().to(device), layers))
+
+    # The target's rotary settings, and those of most published heads.
+    tables = [frequencies(llama, Rope.of(llama))]
+    ropes = [Rope(target.rope_theta, target.rope_scaling)] if target else []
+    for rope in (*ropes, Rope(BASE, RopeScaling())):
+        if rope.kind in KNOWN:
+            tables.append(frequencies(llama, rope))
+            if not any(torch.equal(tables[-1], table) for table in tables[:-1]):
+                turned = dataclasses.replace(llama, rope_theta=rope.theta, rope_scaling=rope.scaling)
+                add("rotary", f"rotary {rope}", llama=turned)
+    for label, state in other_weights(weights, llama.head_dim):
+        add("weights", label, state)
+    for name in SWITCHES:
+        if hasattr(head.config, name):
+            on = getattr(head.config, name)
+            add("switches", f"{name} {'off' if on else 'on'}", **{name: not on})
+    return variants
+
+
+def other_weights(weights: Mapping[str, Tensor], head_dim: int) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Yield the weights of a Llama-like head as another convention stores them, by the convention's name."""
+    joint = [name for name in JOINT if name in weights]
+    if joint[1:]:  # EAGLE-3, whose fc reads states alone
+        joint = joint[1:]
+    exchanged = {name: torch.cat(weights[name].chunk(2, 1)[::-1], 1) for name in joint}
+    if joint:
+        order = "state before the embedding in q, k and v" if joint[1:] else "feature before the embedding in fc"
+        yield f"the {order}", {**weights, **exchanged}
+    # Llama's own code rotates neighbours (0, 1), transformers halves (0, d/2): converters permute q and k.
+    rotated = [name for name in weights if name.endswith(ROTATED)]
+    for how, shape in (("not converted", (head_dim // 2, 2)), ("converted twice", (2, head_dim // 2))):
+        other = {name: weights[name].unflatten(0, (-1, *shape)).transpose(1, 2).flatten(0, 2) for name in rotated}
+        if rotated:
+            yield f"the rotary pairs of q and k as if {how} from interleaved", {**weights, **other}
+
+
+@torch.inference_mode()
+def measure(target: CausalLM, rows: Rows, variants: Sequence[HeadVariant] = (), depth: int = 1) -> TextMeasures:
+    """Read every row's text once with the target, and draft from every position with every variant.
+
+    rows: truncated to MOST_TOKENS and the contexts. depth: tokens of the first variant's drafts; the others draft at
+    most COMPARED.
+    """
+    last = target.info.num_layers
+    layers = tuple(sorted({last, *(layer for variant in variants for layer in variant.layers)}))
+    context = min([MOST_TOKENS, target.info.max_position, *(variant.head.config.max_position for variant in variants)])
+    depths = [depth, *[min(depth, COMPARED)] * len(variants)][: len(variants)]
+    drafting = [variant.head.branches(target, own) for variant, own in zip(variants, depths, strict=True)]
+    tally, lengths = torch.zeros(2, depth), [[torch.zeros(0, dtype=torch.long)] for _ in variants]
+    sums = torch.zeros(5, dtype=torch.float64)  # tokens, chosen, -log p, unknown tokens, unknown choices
+    for row in rows:
+        ids, mask = torch.tensor(row["input_ids"][:context]), torch.tensor(row["loss_mask"][:context], dtype=torch.bool)
+        places = mask[1:].nonzero()[:, 0]  # positions before an answer's token
+        features = target.features(ids[None].to(target.device), capture=layers)[0]  # [T, L * H]
+        states = dict(zip(layers, features.chunk(len(layers), -1), strict=True))
+        logits = target.lm_head(states[last][places.to(target.device)]).float()  # [P, V]
+        choices = torch.full_like(ids, -1).scatter(0, places, logits.argmax(-1).cpu())  # [T]
+        surprise = F.cross_entropy(logits, ids[places + 1].to(target.device), reduction="sum")
+        sums[:3] += torch.tensor([len(places), (choices[places] == ids[places + 1]).sum(), surprise])
+        # The first token of an answer is never drafted: the target gives it after reading the prompt.
+        begun = places[mask[places]] + 1
+        for number, (variant, branches) in enumerate(zip(variants, drafting, strict=True)):
+            starts = begun[begun >= branches.min_start]
+            if not len(starts):
+                continue
+            branches.open(ids.tolist(), torch.cat([states[layer] for layer in variant.layers], -1))
+            drafted = branches.draft(starts.tolist(), depths[number], [SamplingParams()] * len(starts))
+            hit, compared = agreed(drafted.tokens.cpu(), starts, ids, choices)  # [S, K] each
+            lengths[number].append(hit.sum(1).clamp_max(COMPARED))
+            if number == 0:
+                tally += torch.stack([hit.sum(0), compared.sum(0)])
+                known = branches.lm_head(drafted.hidden[:1, 0])[0].isfinite().cpu()  # [V]
+                sums[3:] += torch.stack([(~known[tokens]).sum() for tokens in (ids[places + 1], choices[places])])
+    _, chosen, surprise, *unknown = (sums / sums[0].clamp_min(1)).tolist()
+    agreement = [hits / count for hits, count in tally.T.tolist() if count]
+    joined = [torch.cat(own) for own in lengths]
+    return TextMeasures(chosen, math.exp(min(surprise, 100.0)), agreement, joined, (unknown[0], unknown[1]))
+
+
+def agreed(drafted: Tensor, starts: Tensor, ids: Tensor, choices: Tensor) -> Tensor:
+    """Return [2, S, K]: which tokens of greedy drafts [S, K] are the target's first choice, and which were compared.
+
+    A token is compared if it is in the answer and the draft before it was right and equal to the text. choices [T]:
+    first choice after each token of the text where an answer's token follows; -1 elsewhere.
+    """
+    places = starts[:, None] + torch.arange(drafted.shape[1])
+    after, inside = places.clamp_max(len(ids) - 1), places < len(ids)
+    wanted = choices[after - 1].where(inside, -1)
+    hit = drafted == wanted
+    continues = (hit & (drafted == ids[after])).cumprod(-1).bool()
+    compared = (wanted >= 0) & torch.cat([torch.ones_like(continues[:, :1]), continues[:, :-1]], 1)
+    return torch.stack([compared & hit, compared])
+
+
+def compare_variants(as_it_is: Tensor, others: Mapping[str, Tensor]) -> tuple[list[str], list[str]]:
+    """Compare variants by a paired sign test over the positions they drafted from.
+
+    First tokens are compared; later ones where a variant changes no first token, since those also depend on how far the
+    head was trained on its own states. as_it_is, others [N]: accepted tokens of the draft from each position.
+
+    Returns:
+        Variants that draft better, the best first, and those that cannot be distinguished from the head as it is.
+    """
+    chance = CHANCE / max(1, len(others))
+    better, alike = [], []
+    for label, lengths in others.items():
+        first, own_first = lengths > 0, as_it_is > 0
+        pair = (lengths, as_it_is) if torch.equal(first, own_first) else (first.int(), own_first.int())
+        wins, losses = int((pair[0] > pair[1]).sum()), int((pair[0] < pair[1]).sum())
+        if sign_test(wins, losses) < chance:
+            better.append(label)
+        elif sign_test(losses, wins) >= chance:
+            alike.append(label)
+    return sorted(better, key=lambda label: -float(others[label].float().mean())), alike
+
+
+def sign_test(wins: int, losses: int) -> float:
+    """Return the probability of at least so many wins in so many fair draws (one-sided sign test, exact)."""
+    draws = wins + losses
+    k = torch.arange(wins, draws + 1, dtype=torch.float64)
+    total = torch.tensor(draws + 1.0, dtype=torch.float64)
+    logs = torch.lgamma(total) - torch.lgamma(k + 1) - torch.lgamma(draws - k + 1) - draws * math.log(2)
+    return min(1.0, math.exp(torch.logsumexp(logs, 0)))
+
+
+def right(lengths: Tensor, depth: int = 1) -> float:
+    """Return the share of drafts whose first `depth` tokens are right."""
+    return float((lengths >= depth).float().mean()) if len(lengths) else 0.0
+
+
+def misread(
+    variants: Sequence[HeadVariant], lengths: Mapping[str, Tensor], better: Sequence[str], alike: Sequence[str]
+) -> Iterator[Finding]:
+    """Yield a finding for each factor that the variants change."""
+    shown = {label: f"{right(own):.3f} / {right(own, 2):.3f}" for label, own in lengths.items()}
+    as_it_is = lengths[variants[0].label]
+    for factor in dict.fromkeys(variant.factor for variant in variants[1:]):
+        labels = [variant.label for variant in variants if variant.factor == factor]
+        text = "; ".join(f"{label} {shown[label]}{' (alike)' * (label in alike)}" for label in labels)
+        text = f"first token / first two right {shown[variants[0].label]} as it is; {text}"
+        best = next((label for label in better if label in labels), "")
+        lost = max(right(lengths[best], depth) - right(as_it_is, depth) for depth in (1, 2)) if best else 0.0
+        advice = (
+            f"it drafts better with {best}: it is not read as it was made. Correct that and import it, or train it."
+        )
+        yield Finding(factor, text, lost, advice)
+
+
+def off_policy(target: CausalLM, rows: Rows, data: Manifest, whole: TextMeasures) -> Finding:
+    """Compare the data's answers with those that the target gives to the same prompts at the data's temperature.
+
+    Where none is recorded, the temperature is 1: the mildest comparison.
+    """
     asked = []
     for row in rows[:OWN_PROMPTS]:
         start, end = next((span for span in spans(row["loss_mask"]) if span[0]), (0, 0))
         if 0 < start < target.info.max_position - OWN_TOKENS:
             asked.append((row["input_ids"][:start], row["input_ids"][start : min(end, start + OWN_TOKENS)]))
-    said = f"{whole.chosen:.1%} of the answers' tokens are the target's first choice, perplexity {whole.perplexity:.2f}"
+    text = f"{whole.chosen:.1%} of the answers' tokens are the target's first choice, perplexity {whole.perplexity:.2f}"
     if not asked:
-        return Finding("answers", said)
+        return Finding("answers", text)
     params = SamplingParams(**(data.sampling or {"temperature": 1.0}))
     prompts, answers = zip(*asked, strict=True)
-    made = generate_all(target, prompts, params, OWN_TOKENS, OWN_PROMPTS, lambda i: RowSource("diagnose", 0, i))
-    theirs, own = (
-        measure(
-            target,
-            [
-                {"input_ids": prompt + answer, "loss_mask": [False] * len(prompt) + [True] * len(answer)}
-                for prompt, answer in zip(prompts, given, strict=True)
-            ],
-        )
-        for given in (answers, made)
-    )
-    said += (
+    generated = generate_all(target, prompts, params, OWN_TOKENS, OWN_PROMPTS, lambda i: RowSource("diagnose", 0, i))
+
+    def measure_answers(given: Sequence[Sequence[int]]) -> TextMeasures:
+        texts = [
+            {"input_ids": [*prompt, *answer], "loss_mask": [False] * len(prompt) + [True] * len(answer)}
+            for prompt, answer in zip(prompts, given, strict=True)
+        ]
+        return measure(target, texts)
+
+    theirs, own = measure_answers(answers), measure_answers(generated)
+    text += (
         f"; of the first {OWN_TOKENS} of {len(asked)} answers {theirs.chosen:.1%}, {theirs.perplexity:.2f}, and of its "
         f"own to these prompts at temperature {params.temperature:g} {own.chosen:.1%}, {own.perplexity:.2f}"
     )
     lost = own.chosen - theirs.chosen
     if lost <= OFF_POLICY and theirs.perplexity <= OFF_POLICY_PERPLEXITY * own.perplexity:
-        return Finding("answers", said)
+        return Finding("answers", text)
     advice = "the answers are not what the target says. Let it answer the prompts, as it is served (data responses)"
-    return Finding("answers", said, max(lost, UNTOLD), f"{advice}, and train on that.")
+    return Finding("answers", text, max(lost, UNMEASURED), f"{advice}, and train on that.")
 
 
 def template(name: str, rows: Rows, data: Manifest, trained: str | None = None) -> Finding:
-    """Compare where answers begin, as the mask has them, with where the target's own template ends a prompt; and the
-    templates of the data and of what the head was trained on with the target's.
+    """Compare where answers begin with where the target's template ends a prompt, and the templates' hashes.
 
-    trained: hash of the latter, where it is recorded.
+    trained: hash of the template that the head was trained on, if it is recorded.
     """
     try:
         tokenizer = load_chat_tokenizer(name)
     except InputError as error:
         return Finding("template", f"not compared ({error})")
-    probes = [prompt_ids(tokenizer, [{"role": "user", "content": said}])[::-1] for said in ("Hello.", "Who?")]
+    # The common ending of two prompts is what the template adds before an answer.
+    probes = [prompt_ids(tokenizer, [{"role": "user", "content": text}])[::-1] for text in ("Hello.", "Who?")]
     same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*probes, strict=False))
     ending = [token for token, _ in same][::-1]
     before = [row["input_ids"][:start] for row in rows for start, _ in spans(row["loss_mask"]) if start]
     wrong = sum(ids[len(ids) - len(ending) :] != ending for ids in before) / max(1, len(before))
     ours, theirs = tokenizer_identity(name)["chat_template"], data.identity.get("chat_template")
-    said = f"{1 - wrong:.1%} of the answers begin where a served prompt ends; template {theirs}, the target's {ours}"
+    text = f"{1 - wrong:.1%} of the answers begin where a served prompt ends; template {theirs}, the target's {ours}"
     if trained not in (None, theirs):
-        said += f", the head was trained on {trained}"
+        text += f", the head was trained on {trained}"
     advice = "Make the prompts again with the template that is served, or serve with theirs"
     if wrong > MISPLACED:
         elsewhere = f"the mask's answers do not begin behind {tokenizer.decode(ending)!r}, as those of the target do"
-        return Finding("template", said, wrong, f"{elsewhere}. {advice}.")
+        return Finding("template", text, wrong, f"{elsewhere}. {advice}.")
     if theirs not in (None, ours):
-        return Finding("template", said, UNTOLD, f"the data has another template than the target. {advice}.")
+        return Finding("template", text, UNMEASURED, f"the data has another template than the target. {advice}.")
     other = f"the head was trained on another template than the target's. {advice}, and train on that."
-    return Finding("template", said, UNTOLD * (trained not in (None, ours)), other)
+    return Finding("template", text, UNMEASURED * (trained not in (None, ours)), other)
 
 
 def amount(recorded: Mapping[str, Any]) -> Iterator[Finding]:
-    """What the training recorded of its answers, if it did."""
+    """Yield the amount of training data, if the training recorded it."""
     names = {field.name for field in fields(Supervision)}
     if recorded.keys() >= names:
-        learned = Supervision(**{name: recorded[name] for name in names})
-        advice = learned.warning() or ""
-        yield Finding("amount", learned.text(), UNTOLD * bool(advice), advice.removeprefix("warning: "), generic=True)
+        data = Supervision(**{name: recorded[name] for name in names})
+        warning = data.warning() or ""
+        advice = warning.removeprefix("warning: ")
+        yield Finding("amount", data.text(), UNMEASURED * bool(warning), advice, generic=True)
 
 
 def vocabulary(tokens: float, choices: float) -> Finding:
-    """tokens, choices: shares of the answers' tokens and of the target's first choices that the head does not know."""
+    """tokens, choices: shares of the answers' tokens and of the target's first choices that the head cannot draft."""
     advice = "its draft vocabulary lacks tokens that the target often says. Train with a larger --draft-vocab (0: all)."
-    said = f"it cannot draft {tokens:.1%} of the answers' tokens, {choices:.1%} of the target's first choices"
-    return Finding("vocabulary", said, choices if choices > UNKNOWN else 0.0, advice)
+    text = f"it cannot draft {tokens:.1%} of the answers' tokens, {choices:.1%} of the target's first choices"
+    return Finding("vocabulary", text, choices if choices > UNKNOWN else 0.0, advice)
 
 
 def by_depth(agreement: Sequence[float], setting: str, passes: int | None) -> Finding:
-    """Later tokens of a draft. Where the first is bad already, the cause is another one. setting: see
-    `DraftHead.passes`; passes: what it was."""
+    """Judge later tokens of a draft; where the first is bad already, the cause is another one.
+
+    setting: see `DraftHead.passes`. passes: its value in the training.
+    """
     shown = ", ".join(f"{share:.3f}" for share in agreement)
-    said = f"tokens 1 to {len(agreement)} of a draft are right, where those before were: {shown}"
+    text = f"tokens 1 to {len(agreement)} of a draft are right, where those before were: {shown}"
     if not setting or not agreement or agreement[0] < FIRST_SOUND or not unsound(agreement):
-        return Finding("depth", said)
-    known = "" if passes is None else f" ({setting} was {passes})"
-    advice = f"it has not learned to read its own states{known}. Train on more, --{setting} 3 or 7, or longer."
-    return Finding("depth", said, agreement[0] - min(agreement), advice, generic=True)
-
-
-def misread(readings: Sequence[Reading], lengths: Mapping[str, Tensor], comparison: Comparison) -> Iterator[Finding]:
-    """Compare how the head drafts as it is with how it drafts under other readings, a finding for each factor that they
-    change. lengths: as of `Measured`, by label."""
-    shown = {label: f"{right(own):.3f} / {right(own, 2):.3f}" for label, own in lengths.items()}
-    own = lengths[readings[0].label]
-    for factor in dict.fromkeys(reading.factor for reading in readings[1:]):
-        labels = [reading.label for reading in readings if reading.factor == factor]
-        said = "; ".join(f"{label} {shown[label]}{' (alike)' * (label in comparison.alike)}" for label in labels)
-        said = f"first token / first two right {shown[readings[0].label]} as it is; {said}"
-        best = next((label for label in comparison.better if label in labels), "")
-        lost = max(right(lengths[best], depth) - right(own, depth) for depth in (1, 2)) if best else 0.0
-        advice = (
-            f"it drafts better with {best}: it is not read as it was made. Correct that and import it, or train it."
-        )
-        yield Finding(factor, said, lost, advice)
+        return Finding("depth", text)
+    value = "" if passes is None else f" ({setting} was {passes})"
+    advice = f"it has not learned to read its own states{value}. Train on more, --{setting} 3 or 7, or longer."
+    return Finding("depth", text, agreement[0] - min(agreement), advice, generic=True)
 
 
 def trained(file: Path) -> Iterator[Finding]:
-    """Validation against training along the steps, of a training's metrics.csv, if it is there."""
+    """Compare validation with training in a training's metrics.csv, if there is one."""
     curve = metric_rows(file) if file.is_file() else []
     names = ("val/loss", "val/top1", "train/top1")
     loss, top1, learned = ([float(row[name]) for row in curve if row.get(name)] for name in names)
     if min(len(loss), len(top1)) < 2 or not learned:
         return
     gap, risen, rise = learned[-1] - top1[-1], loss[-1] / min(loss), top1[-1] - top1[-2]
-    said = f"top1 of training {learned[-1]:.3f}, of validation {top1[-1]:.3f}, {rise:+.3f} since the one before; "
-    said += f"validation loss {risen - 1:.0%} above its lowest, validation {loss.index(min(loss)) + 1} of {len(loss)}"
+    text = f"top1 of training {learned[-1]:.3f}, of validation {top1[-1]:.3f}, {rise:+.3f} since the one before; "
+    text += f"validation loss {risen - 1:.0%} above its lowest, validation {loss.index(min(loss)) + 1} of {len(loss)}"
     if gap > OVERFIT or risen > RISEN:
         advice = "it overfits. Train for fewer --epochs, or on more answers."
-        yield Finding("training", said, max(gap, UNTOLD), advice, generic=True)
+        yield Finding("training", text, max(gap, UNMEASURED), advice, generic=True)
     else:
         lost = rise if rise > RISING else 0.0
         advice = "it ended while the head still learned. Train for more --epochs."
-        yield Finding("training", said, lost, advice, generic=True)
+        yield Finding("training", text, lost, advice, generic=True)

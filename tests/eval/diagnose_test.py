@@ -13,14 +13,12 @@ import transformers
 from tiny_models import tiny_llama_dir
 
 from draftsmith.data import prompts, responses
-from draftsmith.data.heads.diagnosis import bad_numbers, by_depth, template, trained
+from draftsmith.data.heads.diagnosis import agreed, bad_numbers, by_depth, other_weights, template, trained
 from draftsmith.data.heads.directory import build_head, load_draft_head, save_head, stored_tensors
-from draftsmith.data.heads.readings import agreed
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
 from draftsmith.eval.diagnose import DiagnoseConfig, run
-from draftsmith.modules.formats.alternatives import other_weights
 from draftsmith.train.config import drafter_config
 from draftsmith.train.run import run as train
 

@@ -1,5 +1,4 @@
-"""What ending drafts by a prediction would gain: expectations against enumerated accept draws and against the decoder,
-and that what is measured was held out."""
+"""Gains of stop rules: expectations against enumerated accept draws and the decoder, and held-out measurement."""
 
 from __future__ import annotations
 
@@ -18,23 +17,26 @@ from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.text.answers import spans
-from draftsmith.eval import stop_gain
-from draftsmith.eval.stop_gain import (
+from draftsmith.eval import diagnose
+from draftsmith.eval.diagnose import (
     FIXED,
     HEAD,
     KNOWN,
     ONLINE,
     PREDICTORS,
+    CostGains,
+    Gain,
     Rounds,
     cost_lengths,
     drafted_rounds,
+    expected_counts,
+    gain,
+    head_config,
     head_probs,
-    head_settings,
     online_probs,
-    play,
-    settled,
+    settled_lengths,
     stop_gains,
-)  # fmt: skip
+)
 from draftsmith.modules.acceptance.policies import CostRule
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.stop import FixedLength
@@ -45,9 +47,8 @@ from draftsmith.train.acceptance import TrainAcceptanceConfig, acceptance_settin
 DEPTH = 3
 
 
-def rounds_of(lengths, accept_prob, owner=None, ends=None, depth=DEPTH) -> Rounds:
-    """Answers with so many places; accept_prob [S, K]; ends [S, K]: end tokens, none without it. What is read of a
-    token are its number and random numbers."""
+def rounds_of(lengths, accept_prob, ends=None) -> Rounds:
+    """Answers with so many places; accept_prob, ends [S, K]. What a head reads are random numbers."""
     accept_prob = torch.as_tensor(np.asarray(accept_prob), dtype=torch.float32)
     passed = accept_prob if ends is None else accept_prob * ~torch.as_tensor(ends)
     reached = torch.cat([torch.ones(len(passed), 1), passed.cumprod(1)[:, :-1]], 1)
@@ -55,7 +56,7 @@ def rounds_of(lengths, accept_prob, owner=None, ends=None, depth=DEPTH) -> Round
     return Rounds(
         answer=np.repeat(np.arange(len(lengths)), lengths),
         place=np.concatenate([np.arange(length) for length in lengths]),
-        owner=np.arange(len(lengths)) if owner is None else np.asarray(owner),
+        owner=np.arange(len(lengths)),
         accept_prob=accept_prob.flatten(),
         reached=reached.flatten(),
         hidden=torch.randn(count, 4, generator=generator),
@@ -65,13 +66,13 @@ def rounds_of(lengths, accept_prob, owner=None, ends=None, depth=DEPTH) -> Round
     )
 
 
-def random_rounds(num_answers=16, length=12, depth=DEPTH, seed=0) -> Rounds:
-    prob = np.random.default_rng(seed).beta(0.2, 0.2, (num_answers * length, depth))
-    return rounds_of([length] * num_answers, prob, depth=depth)
+def random_rounds(num_answers=16, length=12) -> Rounds:
+    prob = np.random.default_rng(0).beta(0.2, 0.2, (num_answers * length, DEPTH))
+    return rounds_of([length] * num_answers, prob)
 
 
 def enumerated(rounds: Rounds, lengths, place: int, end: int) -> np.ndarray:
-    """Target calls, drafted, accepted and verified tokens from a place on, over every accept draw, one by one."""
+    """Return target calls, drafted, accepted and verified tokens from a place on, over every accept draw."""
     if place >= end:
         return np.zeros(4)
     prob, reached = rounds.by_round(rounds.accept_prob)[place], rounds.by_round(rounds.reached)[place]
@@ -94,42 +95,41 @@ def test_expectations_are_those_of_every_accept_draw():
     ends[2, 1] = ends[7, 0] = True
     rounds = rounds_of([4, 5], rng.uniform(size=(9, DEPTH)), ends=ends)
     lengths = rng.integers(1, DEPTH + 1, 9)
-    found = play(rounds, lengths)
+    counts = expected_counts(rounds, lengths)
     for answer, (start, end) in enumerate(((0, 4), (4, 9))):
-        own = [getattr(found, name)[answer] for name in ("calls", "drafted", "accepted", "verified")]
+        own = [getattr(counts, name)[answer] for name in ("calls", "drafted", "accepted", "verified")]
         assert own == pytest.approx(enumerated(rounds, lengths, start, end))
-        assert found.tokens[answer] == end - start
-    assert found.time(0.1)[0] == pytest.approx(found.calls[0] + 0.1 * found.drafted[0])
+        assert counts.tokens[answer] == end - start
 
 
-class Settled(CostRule):
-    """With a pace and an acceptance that stay."""
+class SettledRule(CostRule):
+    """Cost rule whose pace and acceptance do not change."""
 
     pace, acceptance = 1.7, 0.6
 
 
 def test_drafts_end_where_the_cost_rule_ends_them():
     prob = np.random.default_rng(2).uniform(0.5, 1.0, (200, 5))
-    found = cost_lengths(prob, 0.2, Settled.pace, Settled.acceptance)
-    for own, length in zip(prob, found, strict=True):
-        ends = [n for n in range(1, 5) if Settled(0.2).enough(own[:n].prod(), 0)]
+    lengths = cost_lengths(prob, 0.2, SettledRule.pace, SettledRule.acceptance)
+    for own, length in zip(prob, lengths, strict=True):
+        ends = [n for n in range(1, 5) if SettledRule(0.2).enough(own[:n].prod(), 0)]
         assert length == next(iter(ends), 5)
-    assert set(found) == {1, 2, 3, 4, 5}
+    assert set(lengths) == {1, 2, 3, 4, 5}
 
 
-def test_the_rule_goes_by_the_pace_that_it_comes_to_on_the_answers_that_are_kept():
+def test_the_rule_settles_at_its_own_pace():
     rounds, kept = random_rounds(), np.arange(16) < 8
     prob = rounds.by_round(rounds.accept_prob)
-    start = play(rounds, np.ones(len(prob), int))
+    start = expected_counts(rounds, np.ones(len(prob), int))
     for mask in (kept, ~kept):
-        found = play(rounds, settled(rounds, prob, 0.2, mask, start))
-        again = cost_lengths(prob, 0.2, found.pace(0.2, mask), found.acceptance(mask))
-        assert play(rounds, again).pace(0.2, mask) == pytest.approx(found.pace(0.2, mask))
-        assert found.pace(0.2, mask) > start.pace(0.2, mask)
+        counts = expected_counts(rounds, settled_lengths(rounds, prob, 0.2, mask, start))
+        again = cost_lengths(prob, 0.2, counts.pace(0.2, mask), counts.acceptance(mask))
+        assert expected_counts(rounds, again).pace(0.2, mask) == pytest.approx(counts.pace(0.2, mask))
+        assert counts.pace(0.2, mask) > start.pace(0.2, mask)
 
 
 @pytest.mark.parametrize("predict", [online_probs, head_probs])
-def test_what_is_fitted_knows_nothing_of_the_answers_that_are_held_out(predict):
+def test_what_is_fitted_does_not_see_the_answers_held_out(predict):
     rounds, kept = random_rounds(), np.arange(16) % 4 != 1
     held = torch.from_numpy(np.repeat(~kept[rounds.answer], DEPTH))
     swapped = dataclasses.replace(
@@ -142,81 +142,82 @@ def test_what_is_fitted_knows_nothing_of_the_answers_that_are_held_out(predict):
     assert not np.allclose(predict(rounds, kept), predict(dataclasses.replace(rounds, accept_prob=learned), kept))
 
 
-def test_every_sequence_is_held_out_once_and_with_all_its_answers(monkeypatch):
+def test_every_sequence_is_held_out_once_with_all_its_answers(monkeypatch):
     rounds = dataclasses.replace(random_rounds(), owner=np.repeat(np.arange(8), 2))
     folds = []
 
-    def learned_by_heart(rounds, kept):
-        """The verdicts on what it has seen; of the rest, the contrary."""
+    def memorise(rounds, kept):
+        """Return the verdicts on what was seen, and the contrary on the rest."""
         folds.append(~kept)
         seen, prob = kept[rounds.answer][:, None], rounds.by_round(rounds.accept_prob)
         return np.where(seen, prob, 1 - prob)
 
-    monkeypatch.setitem(PREDICTORS, ONLINE, learned_by_heart)
+    monkeypatch.setitem(PREDICTORS, ONLINE, memorise)
     monkeypatch.setitem(PREDICTORS, HEAD, PREDICTORS[KNOWN])
-    (found,) = stop_gains(rounds, [0.2], greedy=False)
+    (result,) = stop_gains(rounds, [0.2], greedy=False)
     assert np.array_equal(np.sum(folds, 0), np.ones(16)) and len(folds) == 4
     assert all(np.array_equal(fold[::2], fold[1::2]) and fold.any() for fold in folds)
-    assert found.gains[ONLINE].value < -0.02 and found.gains[KNOWN].value > 0.05
-    assert found.gains[HEAD] == found.gains[KNOWN] and found.over_online.value > 0.1
+    assert result.gains[ONLINE].value < -0.02 and result.gains[KNOWN].value > 0.05
+    assert result.gains[HEAD] == result.gains[KNOWN] and result.over_online.value > 0.1
 
 
-def test_the_best_fixed_length_is_chosen_on_other_answers_than_it_is_measured_on(monkeypatch):
-    # Half of the sequences accept everything and half nothing, so that each fold's others choose another length.
+def test_the_best_fixed_length_is_chosen_on_other_answers(monkeypatch):
+    class InOrder:
+        """Folds of neighbours in place of a random order."""
+
+        def permutation(self, count):
+            return np.arange(count) * diagnose.FOLDS // count
+
+    # Half of the sequences accept everything and half nothing: each fold's others choose another length.
     prob = np.repeat([[1.0] * DEPTH] * 2 + [[0.0] * DEPTH] * 2, 4 * 12, axis=0)
     rounds, c = rounds_of([12] * 16, prob), 0.12
     monkeypatch.setattr(np.random, "default_rng", lambda seed: InOrder())
     monkeypatch.setitem(PREDICTORS, ONLINE, lambda rounds, kept: np.ones((len(rounds.place), DEPTH)))
     monkeypatch.setitem(PREDICTORS, HEAD, lambda rounds, kept: np.zeros((len(rounds.place), DEPTH)))
-    monkeypatch.setattr(stop_gain, "gain", lambda own, base, seed: (own.sum(0), base.sum(0)))
-    (found,) = stop_gains(rounds, [c], greedy=True)
-    fixed = [play(rounds, np.full(len(rounds.place), k)) for k in range(1, DEPTH + 1)]
-    rates = np.stack([[played.tokens, played.time(c)] for played in fixed])  # [K, 2, A]
+    monkeypatch.setattr(diagnose, "gain", lambda own, base, seed: (own.sum(0), base.sum(0)))
+    (result,) = stop_gains(rounds, [c], greedy=True)
+    fixed = [expected_counts(rounds, np.full(len(rounds.place), k)) for k in range(1, DEPTH + 1)]
+    rates = np.stack([[counts.tokens, counts.time(c)] for counts in fixed])  # [K, 2, A]
     fold, expected, chosen = np.r_[np.repeat([0, 1], 4), np.repeat([2, 3], 4)], 0.0, set()
     for held in range(4):
         tokens, time = rates[:, :, fold != held].sum(-1).T
         best = int(np.argmax(tokens / time))
         chosen.add(best)
         expected += rates[best, 1, fold == held].sum()
-    tokens, time = found.gains[ONLINE][1]
+    tokens, time = result.gains[ONLINE][1]
     assert len(chosen) > 1 and (tokens, time) == pytest.approx((16 * 12, expected))
-    assert set(found.gains) == {ONLINE, HEAD}
+    assert set(result.gains) == {ONLINE, HEAD}
 
 
-class InOrder:
-    """In the place of a random order: folds of neighbours."""
-
-    def permutation(self, count):
-        return np.arange(count) * stop_gain.FOLDS // count
-
-
-def at_cost(online, head, over) -> stop_gain.AtCost:
-    return stop_gain.AtCost(
-        0.1, 4, {ONLINE: stop_gain.Gain(*online), HEAD: stop_gain.Gain(*head)}, stop_gain.Gain(*over)
-    )
+def test_a_gain_is_a_ratio_of_sums_with_an_interval_over_paired_prompts():
+    own, base = np.array([[10.0, 4.0], [30.0, 6.0]]), np.array([[10.0, 5.0], [30.0, 6.0]])
+    result = gain(own, base, seed=0)
+    assert result.value == pytest.approx(0.1)  # 40/10 over 40/11
+    # The resamples: both prompts, twice the first (5/4 - 1), twice the second (nothing).
+    assert (result.low, result.high) == (0.0, 0.25)
+    assert gain(own[:1], base[:1], 0).text == "+25.0%"
 
 
 @pytest.mark.parametrize(
-    ("online", "over", "pays", "said"),
+    ("online", "over", "rule", "text"),
     [
         ((0.1, 0.08, 0.12), (0.03, 0.01, 0.05), HEAD, "train one"),
         ((0.1, 0.08, 0.12), (0.03, -0.01, 0.05), ONLINE, "is enough"),
         ((0.1, 0.08, 0.12), (0.005, 0.001, 0.01), ONLINE, "is enough"),
-        ((0.01, -0.01, 0.03), (0.02, -0.01, 0.03), FIXED, "fixed K of 4"),
         ((0.01, np.nan, np.nan), (0.02, np.nan, np.nan), FIXED, "fixed K of 4"),
     ],
 )
-def test_advice_is_the_simplest_that_nothing_is_told_to_be_better_than(online, over, pays, said):
-    at = at_cost(online, (0.12, 0.1, 0.14), over)
-    assert at.pays == pays and said in stop_gain.advice(at)
+def test_the_simplest_rule_that_no_other_beats_is_recommended(online, over, rule, text):
+    at = CostGains(0.1, 4, {ONLINE: Gain(*online), HEAD: Gain(0.12, 0.1, 0.14)}, Gain(*over))
+    assert at.recommended_rule == rule and text in at.advice()
 
 
 def test_the_head_is_that_of_train_acceptance(tmp_path):
     config = TrainAcceptanceConfig(
-        data=tmp_path, output=tmp_path, draft="x", width=stop_gain.WIDTH, state="before",
-        features=stop_gain.FEATURES, num_blocks=0, tied=False, w_rej=1.0,
+        data=tmp_path, output=tmp_path, draft="x", width=diagnose.WIDTH, state="before",
+        features=diagnose.FEATURES, num_blocks=0, tied=False, w_rej=1.0,
     )  # fmt: skip
-    assert acceptance_settings(config, 32) == head_settings(32)
+    assert acceptance_settings(config, 32) == head_config(32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,12 +225,13 @@ class Answered:
     target: object
     draft: object
     rows: list
+    labels: object
     rounds: Rounds
 
 
 @pytest.fixture(scope="module")
 def answered(models, tmp_path_factory) -> Answered:
-    """Greedy answers of the tiny target, and the rounds of its draft."""
+    """Greedy answers of the tiny target, and the rounds of its draft model."""
     root: Path = tmp_path_factory.mktemp("answered")
     (root / "prompts.jsonl").write_text(
         "".join(json.dumps({"prompt": f"What does f{i} do?" + " Rename a:" * i}) + "\n" for i in range(8))
@@ -249,43 +251,38 @@ def answered(models, tmp_path_factory) -> Answered:
     )
     labels = labels_of(how, (SamplingParams(),), target, FrozenDrafter(draft, {}))
     rows = list(Rows(made, Manifest.read(made)).iterate())
-    return Answered(target, draft, rows, drafted_rounds(labels, rows))
+    return Answered(target, draft, rows, labels, drafted_rounds(labels, rows))
 
 
-@pytest.mark.parametrize("k", [1, 2, 4])
+@pytest.mark.parametrize("k", [1, 4])
 def test_greedy_rounds_are_those_of_the_decoder(answered, k):
     rounds = answered.rounds
-    found = play(rounds, np.full(len(rounds.place), k))
+    counts = expected_counts(rounds, np.full(len(rounds.place), k))
     for number, row in enumerate(answered.rows):
         ((start, end),) = spans(row["loss_mask"])
         drafter = DraftModelDrafter(answered.draft, [FixedLength(k)], end + k)
         done = generate_one(answered.target, drafter, row["input_ids"][:start], SamplingParams(), end - start, None, ())
         assert done.tokens == row["input_ids"][start:end]
-        assert found.calls[number] == pytest.approx(len(done.trace.steps))
-        assert found.tokens[number] == end - start - 1
+        assert counts.calls[number] == pytest.approx(len(done.trace.steps))
+        assert counts.tokens[number] == end - start - 1
 
 
-def test_what_a_head_reads_is_what_the_draft_predicted_the_tokens_by(answered):
+def test_a_head_reads_the_states_that_predicted_the_tokens(answered):
     rounds = answered.rounds
     log_q = answered.draft.lm_head(rounds.hidden).float().log_softmax(-1).gather(-1, rounds.ids[:, None])[:, 0]
     torch.testing.assert_close(log_q, rounds.features[:, 0], atol=1e-4, rtol=1e-4)
-    batch = rounds.of_head(torch.tensor([5, 2]))
+    batch = rounds.head_batch(torch.tensor([5, 2]))
     assert torch.equal(batch.embeds, answered.draft.embed(rounds.ids[[5, 2]]))
     assert torch.equal(batch.weight, rounds.reached[[5, 2]])
     assert rounds.features[:8, 2].exp().tolist() == pytest.approx([1, 2, 3, 4, 1, 2, 3, 4])
 
 
-def test_answers_of_a_conversation_are_apart_and_of_one_owner(answered, models):
+def test_answers_of_a_conversation_are_apart_and_have_one_owner(answered):
     row = answered.rows[0]
     ((start, end),) = spans(row["loss_mask"])
     two = row["input_ids"] + row["input_ids"][:start] + row["input_ids"][start : end - 3]
     mask = [start <= at < end or at >= end + start for at in range(len(two))]
-    rows = [{"input_ids": two, "loss_mask": mask}, *answered.rows[1:]]
-    how = AcceptanceConfig(
-        responses=Path(), target="", output=Path(), draft=models["draft"], labels="rollout", depth=4, stride=1
-    )
-    labels = labels_of(how, (SamplingParams(),), answered.target, FrozenDrafter(answered.draft, {}))
-    found = drafted_rounds(labels, rows)
-    assert found.owner.tolist() == [0, 0, 1, 2, 3, 4, 5, 6, 7]
-    assert np.bincount(found.answer)[:2].tolist() == [end - start - 1, end - start - 4]
-    assert found.place[: end - start + 1].tolist() == [*range(end - start - 1), 0, 1]
+    rounds = drafted_rounds(answered.labels, [{"input_ids": two, "loss_mask": mask}, *answered.rows[1:]])
+    assert rounds.owner.tolist() == [0, 0, 1, 2, 3, 4, 5, 6, 7]
+    assert np.bincount(rounds.answer)[:2].tolist() == [end - start - 1, end - start - 4]
+    assert rounds.place[: end - start + 1].tolist() == [*range(end - start - 1), 0, 1]

@@ -24,7 +24,7 @@ LABEL_TEST, ROLLOUT_TEST, DATASET_TEST, ROWS_TEST = (
 )
 STORED = "train/acceptance_data.py"
 FITTING = "modules/acceptance/fitting.py"
-GAIN, GAIN_TEST = "eval/stop_gain.py", "tests/eval/stop_gain_test.py"
+GAIN, GAIN_TEST = "eval/diagnose.py", "tests/eval/stop_gain_test.py"
 START_TEST = "tests/train/acceptance_data_test.py"
 REPETITION, SUMMARY = "data/text/repetition.py", "eval/bench/summary.py"
 REPETITION_TEST, SUMMARY_TEST = "tests/data/text/repetition_test.py", "tests/eval/bench/summary_test.py"
@@ -196,8 +196,8 @@ MUTANTS = [
     # -- what ending drafts would gain
     Mutant("gain-of-answers-that-were-learned", GAIN, "own, kept = fold == held, fold != held",
            "own, kept = fold == held, fold >= 0", (GAIN_TEST,)),
-    Mutant("gain-over-the-best-length-of-all", GAIN, "best = max(fixed, key=lambda played: played.pace(c, kept))",
-           "best = max(fixed, key=lambda played: played.pace(c, fold >= 0))", (GAIN_TEST,)),
+    Mutant("gain-over-the-best-length-of-all", GAIN, "best = max(fixed, key=lambda counts: counts.pace(c, kept))",
+           "best = max(fixed, key=lambda counts: counts.pace(c, fold >= 0))", (GAIN_TEST,)),
     Mutant("gain-folds-part-a-conversation", GAIN, "permutation(count)[rounds.owner] % FOLDS",
            "permutation(len(rounds.owner)) % FOLDS", (GAIN_TEST,)),
     Mutant("gain-rounds-begin-at-the-last-token", GAIN, "begins[:, place + 1 : place + 1 + width] +=",
@@ -210,7 +210,7 @@ MUTANTS = [
            "(np.diff(owner) != 0)", (GAIN_TEST,)),
     Mutant("gain-of-a-head-by-chance", GAIN, "self.over_online.low > 0 and self", "self", (GAIN_TEST,)),
     Mutant("gain-pace-stays-the-fixed-lengths", GAIN,
-           "before, pace, acceptance = pace, found.pace(c, kept), found.acceptance(kept)", "before = pace",
+           "before, pace, acceptance = pace, counts.pace(c, kept), counts.acceptance(kept)", "before = pace",
            (GAIN_TEST,)),
     # -- where an acceptance head begins
     Mutant("stored-tokens-of-every-weight", STORED, ">= LEAST_WEIGHT]", ">= 0]", (START_TEST,)),
