@@ -1,4 +1,4 @@
-"""A model hub on this machine: as much of its protocol as a download of a repository needs."""
+"""A model hub on this machine that speaks the part of the protocol that downloads need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Directories of other people: read whole, or refused in one line; nothing in them runs or leads elsewhere."""
+"""Directories of other projects' heads: read whole or refused in one line; nothing in them runs or leads elsewhere."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def head(tmp_path) -> Path:
 
 
 def refusal(directory: Path) -> str:
-    """The one line that reading this directory ends with."""
+    """Return the error of reading this directory, which is one line."""
     with pytest.raises(InputError) as error:
         read_package(str(directory))
     assert "\n" not in str(error.value)
@@ -75,13 +75,8 @@ def test_weights_come_back_as_they_were_stored(head, layout):
     assert_same(package.tensors, weights())
 
 
-def test_the_metadata_of_safetensors_is_kept(head):
-    save_file(weights(), head / "model.safetensors", metadata={"model.1.linear.weight": "model.0.linear.weight"})
-    assert read_package(str(head)).metadata == {"model.1.linear.weight": "model.0.linear.weight"}
-
-
 class Evil:
-    """Unpickled by Python it makes a file; so would anything."""
+    """An object whose unpickling makes a directory."""
 
     def __init__(self, marker: Path):
         self.marker = marker
@@ -100,8 +95,11 @@ def evil_tar(content: object, file: Path) -> None:
             archive.addfile(info, io.BytesIO(body))
 
 
-@pytest.mark.parametrize("form", ["zip", "legacy", "bare pickle", "bare pickle 5", "tar"])
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "head.bin", "head.pt"])
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [("zip", "pytorch_model.bin"), ("legacy", "head.bin"), ("bare pickle", "head.pt"), ("bare pickle 5", "head.bin"),
+     ("tar", "pytorch_model.bin")],
+)  # fmt: skip
 def test_code_in_a_pickle_is_refused_and_never_run(head, tmp_path, form, name):
     marker, file = tmp_path / "ran", head / name
     content = {**weights(), "evil": Evil(marker)}
@@ -118,12 +116,6 @@ def test_code_in_a_pickle_is_refused_and_never_run(head, tmp_path, form, name):
         assert f"{os.mkdir.__module__}.mkdir" in message
     pickle.loads(pickle.dumps(Evil(marker)))
     assert marker.exists()  # it would have run
-
-
-def test_code_in_a_pickle_beside_good_safetensors_is_refused(head, tmp_path):
-    save_file(weights(), head / "model.safetensors")
-    save_torch({**weights(), "evil": Evil(tmp_path / "ran")}, head / "pytorch_model.bin")
-    assert "mkdir" in refusal(head) and not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize(
@@ -155,8 +147,9 @@ def test_a_torchscript_program_is_refused(head):
     assert "TorchScript" in refusal(head)
 
 
-@pytest.mark.parametrize("layout", ["safetensors", "zip", "legacy"])
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
+@pytest.mark.parametrize(
+    ("layout", "share"), [("safetensors", 0.0), ("safetensors", 0.9), ("zip", 0.3), ("legacy", 0.9)]
+)
 def test_a_truncated_file_is_refused(head, layout, share):
     LAYOUTS[layout](head)
     (file,) = weight_files(head)
@@ -165,22 +158,10 @@ def test_a_truncated_file_is_refused(head, layout, share):
     assert str(file) in refusal(head)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
-def test_a_web_page_saved_as_weights_is_refused(head, name):
-    (head / name).write_text("<html>404 Not found. Please log in.</html>")
-    assert name in refusal(head)
-
-
 @pytest.mark.parametrize(
     ("content", "said"),
-    [
-        (None, "without config.json"),
-        (b"{", "damaged"),
-        (b"[1]", "expected an object"),
-        (b"\xff\xfe\x00", "damaged"),
-        (b"[" * 100_000, "damaged"),
-    ],
-    ids=["absent", "cut", "a list", "no text", "without end"],
+    [(None, "without config.json"), (b"[1]", "expected an object"), (b"[" * 100_000, "damaged")],
+    ids=["absent", "a list", "nested"],
 )
 def test_a_config_that_is_none_is_refused(head, content, said):
     save_file(weights(), head / "model.safetensors")
@@ -188,10 +169,6 @@ def test_a_config_that_is_none_is_refused(head, content, said):
     if content is not None:
         (head / "config.json").write_bytes(content)
     assert said in refusal(head)
-
-
-def test_a_directory_without_weights_is_refused(head):
-    assert "no weights" in refusal(head)
 
 
 def test_two_files_that_agree_are_one(head):
@@ -202,29 +179,20 @@ def test_two_files_that_agree_are_one(head):
     assert_same(read_package(str(head)).tensors, blocks)
 
 
-@pytest.mark.parametrize("change", ["value", "dtype", "name", "missing"])
+@pytest.mark.parametrize("change", ["value", "dtype", "name"])
 def test_two_files_that_differ_are_refused_with_who_reads_which(head, change):
     other = weights()
     if change == "value":
         other["fc.weight"][0, 0] += 1
     elif change == "dtype":
         other["fc.weight"] = other["fc.weight"].float()
-    elif change == "name":
-        other["fc.bias"] = torch.zeros(4)
     else:
-        del other["fc.weight"]
+        other["fc.bias"] = torch.zeros(4)
     save_file(weights(), head / "model.safetensors")
     save_torch(other, head / "pytorch_model.bin")
     message = refusal(head)
     assert "SafeAILab's code reads pytorch_model.bin" in message and "vLLM and SGLang model.safetensors" in message
     assert ("fc.bias" if change == "name" else "fc.weight") in message
-
-
-@pytest.mark.parametrize("kind", [".safetensors", ".bin"])
-def test_several_files_without_an_index_are_refused(head, kind):
-    for name in ("a", "b"):
-        (save_file if kind == ".safetensors" else save_torch)(weights(), head / f"{name}{kind}")
-    assert f"a{kind}, b{kind}" in refusal(head)
 
 
 def sharded(directory: Path, **changes: str) -> dict[str, Tensor]:
@@ -244,15 +212,11 @@ def test_shards_are_read_as_one(head):
     assert [file.name for file in weight_files(head)] == [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
 
 
-ESCAPES = ["../outside.safetensors", "/{root}/outside.safetensors", "sub/inside.safetensors", "..", "", "a\0b",
-           "..\\outside.safetensors", "C:outside.safetensors", "./model-00002-of-00002.safetensors"]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ESCAPES)
+@pytest.mark.parametrize(
+    "name", ["../outside.safetensors", "/{root}/outside.safetensors", "sub/inside.safetensors", ".."]
+)
 def test_an_index_cannot_name_another_place(head, name):
-    (head / "sub").mkdir()
-    for file in (head.parent / "outside.safetensors", head / "sub" / "inside.safetensors"):
-        save_file({"second": torch.zeros(3)}, file)
+    save_file({"second": torch.zeros(3)}, head.parent / "outside.safetensors")
     sharded(head, second=name.format(root=head.parent))
     (head / "model-00002-of-00002.safetensors").unlink()
     assert "expected a plain file name" in refusal(head)
@@ -296,8 +260,6 @@ def cached(tmp_path: Path) -> Path:
 
 def test_the_cache_of_the_hub_is_read_through_its_links(tmp_path):
     assert_same(read_package(str(cached(tmp_path))).tensors, weights())
-    (alias := tmp_path / "alias").symlink_to(cached(tmp_path / "other"))  # the directory itself may be a link
-    assert_same(read_package(str(alias)).tensors, weights())
 
 
 def test_a_link_out_of_the_cache_is_refused(tmp_path):
@@ -305,9 +267,6 @@ def test_a_link_out_of_the_cache_is_refused(tmp_path):
     blobs = snapshot.parent.parent / "blobs"
     (blobs / "bbbb").rename(tmp_path / "elsewhere")
     (blobs / "bbbb").symlink_to(tmp_path / "elsewhere")
-    assert "a link to" in refusal(snapshot)
-    blobs.rename(tmp_path / "moved")
-    blobs.symlink_to(tmp_path / "moved")
     assert "a link to" in refusal(snapshot)
 
 

@@ -1,4 +1,4 @@
-"""--json, --quiet and --verbose: options of every command, read in one place."""
+"""Output options of every command: --json, --quiet and --verbose; completion and help."""
 
 import json
 import logging
@@ -13,7 +13,7 @@ from draftsmith.launch.cli import main
 
 @pytest.fixture
 def loud(monkeypatch, tmp_path):
-    """A command that tells in every way there is."""
+    """A command that prints in every way."""
 
     def run(config):
         print("a library prints")

@@ -1,4 +1,4 @@
-"""`--draft DIR`: the directory says what it is."""
+"""`--draft`: language models and heads are told apart by their directories."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from table_methods import random_eagle_head
 from draftsmith.data.heads.directory import save_head
 from draftsmith.data.settings import DraftSettings
 from draftsmith.launch.arguments import parse
-from draftsmith.launch.errors import UsageError
 from draftsmith.modules.types import InputError
 
 
@@ -44,10 +43,8 @@ def test_a_head_is_known_by_its_directory_and_all_else_is_a_model(eagle):
     ("words", "draft"),
     [
         (["--draft", "a", "--draft", "b"], ("a", "b")),
-        (["--draft", "a"], ("a",)),
         (["--config", "one.yaml"], ("embedded:draft",)),
         (["--config", "two.yaml"], ("a", "b")),
-        (["--config", "none.yaml"], ()),
         (["--config", "two.yaml", "--draft", "c"], ("c",)),
     ],
 )
@@ -56,22 +53,6 @@ def test_words_and_files_name_one_or_several(tmp_path, words, draft):
         (tmp_path / f"{name}.yaml").write_text(f"draft: {text}\n")
     words = [str(tmp_path / word) if word.endswith(".yaml") else word for word in words]
     assert parse("draftsmith x", Command, words).draft == draft
-
-
-@pytest.mark.parametrize("words", [["--draft", "a", "b", "what?"], ["--draft", "a", "--draft", "b", "what?"]])
-def test_a_draft_takes_one_word_and_no_prompt(words):
-    @dataclass(frozen=True)
-    class Asking(Command):
-        """prompt: a question."""
-
-        prompt: str = ""
-
-    if words.count("--draft") == 1:
-        with pytest.raises(UsageError, match="'what\\?' without a name"):
-            parse("draftsmith x", Asking, words, ("prompt",))
-    else:
-        config = parse("draftsmith x", Asking, words, ("prompt",))
-        assert (config.draft, config.prompt) == (("a", "b"), "what?")
 
 
 def test_two_of_a_kind_and_heads_that_do_not_draft_are_told(eagle, tmp_path):

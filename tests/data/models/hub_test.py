@@ -1,5 +1,5 @@
-"""Models of a hub: what is asked for, what is fetched, and what is said where that fails. The hub is a real server on
-this machine that speaks its protocol."""
+"""Models of a hub: what is downloaded, and the errors where that fails. The hub is a server on this machine that speaks
+its protocol."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 from fake_hub import Hub, fake_hub
 from tiny_models import tiny_llama_dir
 
-from draftsmith.data.export.directory import package_directory
 from draftsmith.data.models import hub as places
 from draftsmith.data.models import loading as models_module
 from draftsmith.data.models.hub import loadable, model_directory, repository
@@ -101,10 +100,6 @@ def test_a_model_is_fetched_as_from_pretrained_does(hub, models):
     assert model_directory("org/tiny") == directory and len(hub.fetched) == count
 
 
-def test_a_foreign_head_may_be_pickled(hub):
-    assert (package_directory("org/tiny") / "pytorch_model.bin").exists()
-
-
 def test_an_id_without_an_owner_is_one(hub, models):
     assert weights(model_directory("tiny")) == weights(models / "tiny")
     shutil.copytree(models / "other", "tiny")  # what is here counts first, as with from_pretrained
@@ -147,11 +142,6 @@ def test_a_revision_needs_a_hub_id():
             configure("decode", ["Hi", "--target", target, "--revision", "v1"])
 
 
-def test_help_shows_the_revision(capsys):
-    configure("decode", ["--help"])
-    assert "--revision" in capsys.readouterr().out
-
-
 def test_a_private_repository_needs_its_token(hub, models, monkeypatch):
     with pytest.raises(InputError, match=r"or a private one.*hf auth login, or set HF_TOKEN"):
         model_directory("org/private")
@@ -164,14 +154,14 @@ def test_a_gated_repository_says_what_to_do(hub):
         model_directory("org/gated")
 
 
-@pytest.mark.parametrize("path", ["runs/targt", "targt", "org/tiny-it"])
+@pytest.mark.parametrize("path", ["targt", "org/tiny-it"])
 def test_a_mistyped_path_says_where_it_was_looked_for(hub, path):
     with pytest.raises(InputError, match=f"no directory {path} here, and no such repository on the hub") as error:
         model_directory(path)
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("path", ["./targt", "/no/such", "~/x", "a/b/c", "a b", "x" * 5000, "org/na me@v1", "org/x@"])
+@pytest.mark.parametrize("path", ["./targt", "a/b/c", "a b", "x" * 5000, "org/x@"])
 def test_what_can_be_no_repository_is_not_asked_for(path):
     assert repository(path) is None if len(path) < 100 else True
     with pytest.raises(InputError, match="model: found"):
@@ -187,14 +177,6 @@ def test_without_a_network_the_cache_serves(hub, monkeypatch):
     assert model_directory("org/tiny@v1") == directory
     with pytest.raises(InputError, match=r"no directory org/else here, nor in the hub's cache.*HF_HUB_OFFLINE"):
         model_directory("org/else")
-
-
-def test_a_hub_that_is_away_is_one_line(hub, monkeypatch):
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(InputError, match="the hub cannot be asked"):
-        model_directory("org/tiny")
 
 
 def test_code_of_a_repository_runs_only_when_it_is_trusted(hub, tmp_path, monkeypatch, capsys):

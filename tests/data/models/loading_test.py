@@ -1,4 +1,4 @@
-"""Loading models: what is accepted, what becomes one line of error, and what identifies a model."""
+"""Load models: engines, dtypes, end tokens, identity, and weights that do not fit the config."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import pytest
 import torch
 import transformers
@@ -56,49 +55,13 @@ def gpt2(directory: Path) -> Path:
     return directory
 
 
-def gpt_neox(directory: Path) -> Path:
-    """Partial rotary positions, parallel residual."""
-    torch.manual_seed(0)
-    config = transformers.GPTNeoXConfig(
-        vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        max_position_embeddings=40, initializer_range=0.3, eos_token_id=3, bos_token_id=None,
-    )  # fmt: skip
-    transformers.GPTNeoXForCausalLM(config).save_pretrained(directory)
-    return directory
-
-
-@pytest.mark.parametrize("make", [gpt2, gpt_neox])
-def test_another_architecture_runs_on_the_transformers_engine(make, tmp_path):
-    lm = load_lm(str(make(tmp_path)))
-    assert isinstance(lm, HFLM)
-    assert (lm.info.hidden_size, lm.info.vocab_size, lm.info.num_layers, lm.info.max_position) == (16, 50, 2, 40)
-    assert lm.info.eos_ids == (3,)
-    oracle = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
-
-    def logits(tokens):
-        with torch.no_grad():
-            return oracle(torch.tensor([tokens])).logits[0]
-
-    tokens = [5, 1, 9, 2, 7]
-    close = {"atol": 1e-4, "rtol": 0}
-    torch.testing.assert_close(lm.lm_head(lm.features(torch.tensor([tokens])))[0], logits(tokens), **close)
-    session = lm.session(1, 20)
-    session.extend([tokens])
-    tree = session.extend([[4, 6, 8, 8]], [[-1, -1, 1, 0]], num_logits=4).logits[0]
-    torch.testing.assert_close(tree[2], logits([*tokens, 6, 8])[-1], **close)
-    session.keep([5], [[6, 7]])
-    torch.testing.assert_close(session.extend([[11]]).logits[0, 0], logits([*tokens, 6, 8, 11])[-1], **close)
-    rows = lm.session(2, 10)
-    torch.testing.assert_close(
-        rows.extend([[1, 2, 3], [4]]).logits[:, 0], torch.stack([logits([1, 2, 3])[-1], logits([4])[-1]]), **close
-    )
-    second = rows.step([[7], [8]])[0]
-    torch.testing.assert_close(second, torch.stack([logits([1, 2, 3, 7])[-1], logits([4, 8])[-1]]), **close)
-
-
 def test_engines_and_what_they_run(pristine, tmp_path):
-    assert isinstance(load_lm(str(pristine)), LlamaLM)
-    assert isinstance(load_lm(str(pristine), engine="hf"), HFLM)
+    lean, hf = load_lm(str(pristine)), load_lm(str(pristine), engine="hf")
+    assert isinstance(lean, LlamaLM) and isinstance(hf, HFLM) and lean.info == hf.info
+    assert lean.info.eos_ids == (load_tokenizer(str(pristine)).eos_token_id,)
+    assert not any(p.requires_grad for lm in (lean, hf) for p in lm.model.parameters())
+    with pytest.raises(InputError, match="path: found embedded:nothing"):
+        resolve_model("embedded:nothing")
     with pytest.raises(InputError, match="model_type: found gpt2"):
         load_lm(str(gpt2(tmp_path)), engine="lean")
     with pytest.raises(InputError, match="engine: found vllm"):
@@ -111,12 +74,6 @@ def test_a_rope_type_that_only_transformers_knows_falls_back_to_it(directory):
     assert isinstance(load_lm(str(directory)), HFLM)
     with pytest.raises(InputError, match="rope_type: found yarn"):
         load_lm(str(directory), engine="lean")
-
-
-def test_both_engines_describe_the_model_alike(pristine):
-    lean, hf = load_lm(str(pristine)).info, load_lm(str(pristine), engine="hf").info
-    assert lean == hf
-    assert lean.eos_ids == (load_tokenizer(str(pristine)).eos_token_id,)
 
 
 def test_identity_is_the_weights_and_the_config_not_how_they_were_loaded(pristine, directory, tmp_path):
@@ -149,40 +106,25 @@ def test_dtypes(directory):
         load_lm(str(directory), dtype="int8")
 
 
-def test_weights_are_frozen(pristine):
-    assert not any(p.requires_grad for p in load_lm(str(pristine)).model.parameters())
-    assert not any(p.requires_grad for p in load_lm(str(pristine), engine="hf").model.parameters())
-
-
 DOWN = "model.layers.1.mlp.down_proj.weight"
 
 
-def drop(state):
-    del state[DOWN]
-
-
-def add(state):
-    state["model.layers.1.mlp.side_proj.weight"] = torch.zeros(2, 2)
-
-
-def reshape(state):
-    state[DOWN] = state[DOWN][:, :-1].contiguous()
-
-
-@pytest.mark.parametrize(
-    ("change", "named"), [(drop, DOWN), (add, "side_proj"), (reshape, DOWN)], ids=["missing", "extra", "wrong shape"]
-)
+@pytest.mark.parametrize(("change", "named"), [("missing", DOWN), ("extra", "side_proj"), ("shape", DOWN)])
 def test_tensors_that_do_not_fit_the_config_are_named(directory, change, named):
-    change_state(directory, change)
+    def spoil(state) -> None:
+        if change == "extra":
+            state["model.layers.1.mlp.side_proj.weight"] = torch.zeros(2, 2)
+        else:
+            weight = state.pop(DOWN)
+            if change == "shape":
+                state[DOWN] = weight[:, :-1].contiguous()
+
+    change_state(directory, spoil)
     with pytest.raises(InputError, match=named.removeprefix("model.")):
         load_lm(str(directory))
-
-
-@pytest.mark.parametrize("change", [drop, reshape])
-def test_the_transformers_engine_makes_up_no_weights(directory, change):
-    change_state(directory, change)
-    with pytest.raises(InputError, match="model"):
-        load_lm(str(directory), engine="hf")
+    if change != "extra":  # transformers would fill it with random numbers
+        with pytest.raises(InputError, match="model"):
+            load_lm(str(directory), engine="hf")
 
 
 @pytest.mark.parametrize("engine", ["lean", "hf"])
@@ -191,42 +133,6 @@ def test_a_tied_model_without_its_embedding_is_refused(tmp_path, engine):
     change_state(tmp_path, lambda state: state.pop("model.embed_tokens.weight"))
     with pytest.raises(InputError, match=r"embed_tokens\.weight"):
         load_lm(str(tmp_path), engine=engine)
-
-
-def truncate(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-
-
-def overwrite(file: Path) -> None:
-    file.write_bytes(b"not a safetensors file")
-
-
-@pytest.mark.parametrize("engine", ["lean", "hf"])
-@pytest.mark.parametrize("spoil", [truncate, overwrite, Path.unlink])
-def test_a_damaged_or_missing_weight_file_is_one_error(directory, spoil, engine):
-    spoil(directory / "model.safetensors")
-    with pytest.raises(InputError) as error:
-        load_lm(str(directory), engine=engine)
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("engine", ["lean", "hf"])
-def test_a_truncated_config_is_one_error(directory, engine):
-    truncate(directory / "config.json")
-    with pytest.raises(InputError, match=r"config\.json: found damaged"):
-        load_lm(str(directory), engine=engine)
-
-
-def test_paths_that_are_no_models(tmp_path, directory, monkeypatch):
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(InputError, match=r"without config\.json"):
-        load_lm(str(tmp_path / "empty"))
-    for path in (str(tmp_path / "nowhere"), "./nowhere", "nowhere", str(directory / "config.json")):
-        with pytest.raises(InputError, match="model: found"):
-            load_lm(path)
-    with pytest.raises(InputError, match="path: found embedded:nothing"):
-        resolve_model("embedded:nothing")
 
 
 def test_tokenizers_are_compared_by_content(pristine, directory, tmp_path):
