@@ -8,9 +8,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from draftsmith.data.console import Column, Table
 from draftsmith.eval.report.tables import drawn_data, to_json
 
@@ -73,7 +70,7 @@ def bench_run(directory: Path, **settings: Any) -> Path:
     meta["settings"] |= settings
     rows = [_row(method, temperature) for temperature in (0.0, 1.0) for method in methods]
     (directory / "results.json").write_text(json.dumps({"meta": meta, "methods": rows}))
-    lines, per_prompt = [], []
+    lines = []
     for temperature in (0.0, 1.0):
         for method in methods:
             for number, task in enumerate(TASKS):
@@ -86,13 +83,10 @@ def bench_run(directory: Path, **settings: Any) -> Path:
                         **({} if item.get("prefill") else {"draft_s": 0.004, "draft_calls": 2}),
                     }
                     lines.append(json.dumps({**base, "round": index, **line, **times}))
-                speed = 1 + METHODS.index(method) + number
-                per_prompt.append({**base, "tokens": 10 * speed, "cpu_s": 1.0, "wall_s": 9.0})
     (directory / "trace.jsonl").write_text("\n".join(lines) + "\n")
     prompts = {f"{number}/1": f"{HOSTILE} {number}" for number in range(len(TASKS))}
     texts = {"tokens": {str(token): text for token, text in TOKENS.items()}, "prompts": prompts}
     (directory / "texts.json").write_text(json.dumps(texts))
-    pq.write_table(pa.Table.from_pylist(per_prompt), directory / "prompts.parquet")
     return directory
 
 

@@ -1,4 +1,4 @@
-"""`draftsmith eval report`: finished runs as one HTML file, and their charts and tables as files."""
+"""`draftsmith eval report`: show runs as one HTML file, and write their charts and tables as files."""
 
 from __future__ import annotations
 
@@ -19,24 +19,22 @@ if TYPE_CHECKING:
 PACKAGES = ("altair", "vl_convert", "jinja2")  # of the extra `report`
 Format = Literal["png", "svg", "md", "csv"]
 FORMATS = get_args(Format)
-EVERY_S = 60  # of --watch
-TRACE_BYTES = 2_600_000  # of all traces together: the page stays under 5 MB
+EVERY_S = 60  # between pages of --watch
+TRACE_BYTES = 2_600_000  # for all traces together, so that the page stays under 5 MB
 
 
 @dataclass(frozen=True)
 class ReportConfig:
-    """Shows finished runs as one HTML file that needs no network: tables, charts, and traces round by round.
+    """Show runs as one HTML file that needs no network: tables, charts, and traces round by round.
 
     Attributes:
-        runs: directories of `eval bench`, of studies and of `eval tune`, which hold results.json, and of trainings.
-            Benchmarks of the same target, prompts, sampling and machine share their tables, others are sections of
-            their own.
-        output: the HTML file; without it report.html in the first run's directory.
-        watch: write the page again every minute, also of runs that are not finished, until all are: the loss, tau,
-            acceptance by depth and throughput of a training, and what a benchmark or study has measured so far.
-        title: its title.
-        figures: directory that receives the charts and tables as files of their own.
-        formats: of these files: charts as png and svg, tables as md (Markdown) and csv.
+        runs: directories with results.json (`eval bench`, `eval tune`, ...), and of trainings. Benchmarks with the same
+            target, prompts, sampling and machine share their tables; others get sections of their own.
+        output: the HTML file; by default report.html in the first run's directory.
+        watch: rewrite the page every minute until all trainings among the runs have finished.
+        title: title of the page.
+        figures: directory that receives charts and tables as files of their own.
+        formats: formats of these files: png and svg for charts, md (Markdown) and csv for tables.
     """
 
     runs: tuple[Path, ...]
@@ -54,16 +52,16 @@ class ReportConfig:
 
 
 def run(config: ReportConfig) -> Path:
-    """Write the page and whatever else is asked for; returns the page's path.
+    """Write the page and the files, and return the page's path.
 
     Raises:
-        InputError: the extra is not installed, or a run is none.
+        InputError: the extra is not installed, or a directory is not a run.
     """
     if missing := missing_packages():
         found = f"{', '.join(missing)} not installed"
         raise InputError("report", found, "the packages of reports", "Run: pip install 'draftsmith[report]'")
     output = config.output or config.runs[0] / "report.html"
-    while config.watch and any(map(going_on, config.runs)):
+    while config.watch and any(map(unfinished_training, config.runs)):
         write_page(config, output, EVERY_S)
         log_note(
             f"{output}: written at {datetime.datetime.now():%H:%M:%S}, and again every {EVERY_S} s; Ctrl-C ends it"
@@ -79,19 +77,19 @@ def run(config: ReportConfig) -> Path:
     return output
 
 
-def going_on(path: Path) -> bool:
-    from draftsmith.eval.report.training import is_going_on
+def unfinished_training(path: Path) -> bool:
+    from draftsmith.eval.report.training import is_going_on, is_training
 
-    return is_going_on(path)
+    return is_training(path) and is_going_on(path)
 
 
 def write_page(config: ReportConfig, output: Path, every_s: int = 0) -> list[Section]:
-    """Write the page of the runs as they are now. every_s: it is to be loaded anew after so many seconds."""
+    """Write the page of the runs as they are now; browsers reload it every `every_s` seconds, if not 0."""
     from draftsmith.eval.report.page import render
     from draftsmith.eval.report.runs import comparable, read_runs
     from draftsmith.eval.report.sections import make_sections
 
-    sections = make_sections(comparable(read_runs(config.runs, config.watch)), TRACE_BYTES)
+    sections = make_sections(comparable(read_runs(config.runs)), TRACE_BYTES)
     date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     make_directory(output.parent)
     write_text(output, render(config.title, date, sections, every_s))
@@ -99,5 +97,5 @@ def write_page(config: ReportConfig, output: Path, every_s: int = 0) -> list[Sec
 
 
 def missing_packages() -> list[str]:
-    """Packages that reports need and that are not installed."""
+    """Return the packages that reports need and that are not installed."""
     return [name for name in PACKAGES if importlib.util.find_spec(name) is None]

@@ -1,5 +1,6 @@
-"""What the report's charts share: Altair does the drawing, `themes.py` has colours and fonts, so that one specification
-serves both themes, and page, PNG and SVG show the same.
+"""Parts of the report's charts, drawn by Altair.
+
+Colours and fonts are in `themes.py`, so one specification serves both themes, the page, PNG and SVG.
 """
 
 from __future__ import annotations
@@ -13,17 +14,16 @@ import altair as alt
 
 Rows = Sequence[Mapping[str, Any]]
 Draw = Callable[[Rows], Any]  # rows to an Altair chart
-MAX_CELL_LABELS = 260  # more numbers than that in a heatmap are not read
+MAX_CELL_LABELS = 260  # numbers in a heatmap, above which they are left out
 PANEL_WIDTH, PANEL_HEIGHT, PANEL_COLUMNS = 230, 200, 3
 HEIGHT, BAR_HEIGHT = 320, 27
-SQUARE = 360  # pixels of a side where x and y are of one kind
-# Keys of rows that read better as words.
+# Keys of rows and their names in charts.
 WORDS = {"speedup": "speed-up", "tau": "τ", "low": "from", "high": "to", "tokens_per_s": "tokens/s"}
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """How the rows of a table are drawn. title, note: may name the run's settings, `{tree}`."""
+    """Drawing of a table's rows; title and note may contain the run's settings, as `{tree}`."""
 
     title: str
     draw: Draw
@@ -32,8 +32,12 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart of the report. name: a file's name, without blanks. specification: for Vega-Lite, without width where it
-    is a single panel: who shows it sets that; None where there was nothing to draw."""
+    """A chart of the report.
+
+    Attributes:
+        name: file name, without blanks.
+        specification: for Vega-Lite, a single panel without a width; None if there is nothing to draw.
+    """
 
     name: str
     title: str
@@ -42,7 +46,7 @@ class Chart:
 
 
 def chart(name: str, drawing: Drawing, rows: Rows, settings: Mapping[str, Any] | None = None) -> Chart:
-    """A drawing of these rows. settings: of the run."""
+    """Draw rows; settings: those of the run, for title and note."""
     title, note = (text.format_map(settings or {}) for text in (drawing.title, drawing.note))
     if not rows:
         return Chart(name, title, note, None)
@@ -51,8 +55,11 @@ def chart(name: str, drawing: Drawing, rows: Rows, settings: Mapping[str, Any] |
 
 
 def room(specification: Mapping[str, Any]) -> dict[str, int]:
-    """Measures by which a chart is fitted to a width: its panels, the characters of the longest entry of its legend and
-    of the longest name along y, and the columns of a heatmap."""
+    """Return the sizes by which the page fits a chart to its width.
+
+    These are the number of panels, the characters of the longest legend entry and of the longest name along y, and
+    the columns of a heatmap.
+    """
     rows = specification["data"]["values"]
     layers = specification.get("spec", specification).get("layer", ())
     panel = specification.get("facet", {}).get("field")
@@ -68,13 +75,12 @@ def room(specification: Mapping[str, Any]) -> dict[str, int]:
 
 
 def count(rows: Rows, key: str) -> int:
-    """Different values under `key`."""
+    """Count the different values under `key`."""
     return len({row.get(key) for row in rows})
 
 
 def drawn(layers: Sequence[Any], rows: Rows, panel: str | None = None, **sizes: Any) -> Any:
-    """Layers over each other: one panel, as wide as there is room; or one for each value of `panel`, in the order of
-    the rows. sizes: other than of a panel with axes of numbers."""
+    """Stack layers in one panel of the page's width, or in one for each value of `panel`, in the order of the rows."""
     data = alt.Data(values=[dict(row) for row in rows])
     if panel is None:
         return alt.layer(*layers, data=data).properties(**{"height": HEIGHT, **sizes})
@@ -86,8 +92,13 @@ def drawn(layers: Sequence[Any], rows: Rows, panel: str | None = None, **sizes: 
 def number(
     channel: Any, key: str, title: str, form: str = "", zero: bool = False, log: bool = False, unit: bool = False
 ) -> Any:
-    """A quantitative x or y. form: of its numbers, as d3 writes them. zero: begin there; else no mark stands on the
-    edge. unit: from 0 to 1."""
+    """Return a quantitative x or y.
+
+    Args:
+        form: d3 format of the numbers.
+        zero: begin at 0; otherwise the axis is padded, so that no mark lies on the edge.
+        unit: from 0 to 1.
+    """
     scale = alt.Scale(zero=True) if zero else alt.Scale(zero=False, padding=10)
     scale = alt.Scale(type="log", padding=10) if log else alt.Scale(domain=[0, 1]) if unit else scale
     axis = alt.Axis(tickCount=6, format=form) if form else alt.Axis(tickCount=6)
@@ -98,22 +109,22 @@ x_number, y_number = partial(number, alt.X), partial(number, alt.Y)
 
 
 def names(key: str, **more: Any) -> Any:
-    """Names along y, in the order of the rows: they say what they are, and none is left out."""
+    """Return names along y, in the order of the rows, all of them and without a title."""
     return alt.Y(f"{key}:N", title=None, sort=None, axis=alt.Axis(grid=False, labelOverlap=False), **more)
 
 
 def colour(key: str, title: str = "", channel: Any = alt.Color) -> Any:
-    """A colour, or a shape, for each name under `key`."""
+    """Return a colour, or a shape, for each name under `key`."""
     return channel(f"{key}:N", title=title or key, sort=None)
 
 
 def unexplained(key: str) -> Any:
-    """The colours of `colour`, of lines beside points whose legend says what they are: it would come twice."""
+    """Return the colours of `colour` without a legend, for lines beside points that have one."""
     return alt.Stroke(f"{key}:N", sort=None, legend=None)
 
 
 def tips(*shown: str, **formats: str) -> list[alt.Tooltip]:
-    """Texts under the pointer: these keys as they are, and these numbers as d3 formats them."""
+    """Return tooltips: keys as they are, and numbers with their d3 formats."""
     found = [alt.Tooltip(f"{key}:N", title=word(key)) for key in shown]
     return [*found, *(alt.Tooltip(f"{key}:Q", title=word(key), format=form) for key, form in formats.items())]
 
@@ -123,8 +134,7 @@ def word(key: str) -> str:
 
 
 def interval_marks(base: Any, across: Any, band: bool = False, along: str = "y") -> Any:
-    """Marks from `low` to `high`: a band around a line, or a rule through another mark. across: the channel that they
-    lie on."""
+    """Mark intervals from `low` to `high` on the channel `across`: a band around a line, or a rule."""
     both = base.transform_filter("isValid(datum.low) && isValid(datum.high)")
     marked = both.mark_area(style="band") if band else both.mark_rule(style="interval")
     start, end = (alt.Y, alt.Y2) if along == "y" else (alt.X, alt.X2)
@@ -136,8 +146,13 @@ def lines(
     x: Any, y: Any, series: Any, tooltip: Sequence[alt.Tooltip], panel: str | None = None, *, band: bool = False,
     many: bool = False, over: Sequence[Any] = (),
 ) -> Draw:  # fmt: skip
-    """Draws a line with its points for each of the series; rows without y are left out. band: with intervals from `low`
-    to `high`. many: points that only answer to the pointer. over: more layers."""
+    """Return a drawing of a line for each of the series; rows without y are skipped.
+
+    Args:
+        band: draw intervals from `low` to `high`.
+        many: draw points for the pointer only.
+        over: further layers.
+    """
     base = alt.Chart().encode(x, series)
     point: Any = "transparent" if many else alt.OverlayMarkDef(filled=True, size=38)
     line = base.mark_line(point=point).encode(y, tooltip=list(tooltip))
@@ -147,25 +162,25 @@ def lines(
 
 
 def points(x: Any, y: Any, series: str, tooltip: Sequence[alt.Tooltip], legend: str = "", **size: Any) -> Any:
-    """A point a row, with a colour and a shape for each of the series."""
+    """Draw one point per row, with a colour and a shape for each of the series."""
     marks = colour(series, legend), colour(series, legend, alt.Shape)
     return alt.Chart().mark_point().encode(x, y, *marks, **size, tooltip=list(tooltip))
 
 
 def diagonal() -> Any:
-    """y = x, between 0 and 1."""
+    """Draw y = x, between 0 and 1."""
     ends = alt.Data(values=[{"x": 0, "y": 0}, {"x": 1, "y": 1}])
     return alt.Chart(ends).mark_line(style="reference").encode(x="x:Q", y="y:Q")
 
 
 def counted(key: str) -> alt.Size:
-    """A point's area by how much it stands for."""
+    """Scale a point's area by a count."""
     scale = alt.Scale(range=[24, 420], zero=True)
     return alt.Size(f"{key}:Q", title=word(key), scale=scale, legend=alt.Legend(tickCount=3))
 
 
 def heatmap(rows: Rows, x: Any, y: Any, value: tuple[str, str, str], tooltip: Sequence[alt.Tooltip]) -> list[Any]:
-    """Cells coloured by a value (key, title, format), with their numbers where there is room."""
+    """Draw cells coloured by a value (key, title, format), with their numbers if there is room."""
     key, title, form = value
     scale = alt.Scale(scheme="viridis", zero=False, nice=False)
     fill = alt.Color(f"{key}:Q", title=title, scale=scale, legend=alt.Legend(format=form))
@@ -173,13 +188,13 @@ def heatmap(rows: Rows, x: Any, y: Any, value: tuple[str, str, str], tooltip: Se
     found = [row[key] for row in rows if row.get(key) is not None]
     if not found or len(rows) > MAX_CELL_LABELS:
         return [cells]
-    # Viridis is dark below and bright above: ink that is read on either half.
+    # Viridis is dark below and bright above: the ink changes at the middle.
     middle = (min(found) + max(found)) / 2
     ink = alt.condition(f"datum[{key!r}] > {middle}", alt.value("#10141a"), alt.value("#ffffff"))
     return [cells, alt.Chart().mark_text(fontSize=11).encode(x, y, text=alt.Text(f"{key}:Q", format=form), color=ink)]
 
 
 def cell_sizes(rows: Rows, x: str, y: str, width: int = 30) -> dict[str, Any]:
-    """Sizes of a heatmap's panel: room for its numbers, and for all columns. width: least of a cell."""
+    """Return the sizes of a heatmap's panel, with cells of at least `width` pixels."""
     cell = max(width, min(48, (PANEL_WIDTH + 60) // count(rows, x)))
     return {"width": alt.Step(cell), "height": BAR_HEIGHT * count(rows, y)}

@@ -1,4 +1,4 @@
-"""Charts as PNG and SVG, tables as Markdown and CSV: one file for each figure and format."""
+"""Charts as PNG and SVG, tables as Markdown and CSV: one file per figure and format."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCALE = 3
 
 
 def write_figures(sections: Sequence[Section], directory: Path, formats: Collection[str]) -> list[Path]:
-    """`directory`/SECTION-FIGURE.FORMAT of all of them; charts without rows are left out."""
+    """Write `directory`/SECTION-FIGURE.FORMAT for all figures; charts without rows are skipped."""
     make_directory(directory)
     written = []
     for section in sections:
@@ -34,7 +34,7 @@ def write_figures(sections: Sequence[Section], directory: Path, formats: Collect
 
 
 def contents(figure: Table | Chart, formats: Collection[str]) -> dict[str, bytes]:
-    """Format -> file content, of those of `formats` that suit the figure."""
+    """Return format -> file content, for the formats that suit the figure."""
     if isinstance(figure, Table):
         writers = {"md": tables.markdown, "csv": tables.comma_separated}
         return {form: write(figure).encode() for form, write in writers.items() if form in formats}
@@ -51,7 +51,7 @@ def contents(figure: Table | Chart, formats: Collection[str]) -> dict[str, bytes
 
 
 def on_paper(specification: Mapping[str, Any]) -> dict[str, Any]:
-    """A specification with a width, in light colours on white."""
+    """Give a specification a width and light colours on white."""
     sized = copy.deepcopy(dict(specification))
     if "facet" not in sized:
         sized.setdefault("width", WIDTH)

@@ -1,7 +1,7 @@
-"""The report as one HTML file that loads nothing: scripts, styles, charts and traces are in it.
+"""The report as one HTML file that loads nothing: scripts, styles, charts and traces are inside.
 
-A content security policy lets only the page's own scripts run, by their hashes, and forbids every request: what a
-model or a prompt has written stays text even if an escape were forgotten.
+A content security policy allows the page's own scripts only, by their hashes, and no request: text of a model or a
+prompt stays text even if an escape were forgotten.
 """
 
 from __future__ import annotations
@@ -32,10 +32,14 @@ VEGA_LITE = ".".join(altair.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
 
 @dataclass(frozen=True)
 class Section:
-    """One run, or benchmarks that share their tables.
+    """A run, or benchmarks that share their tables.
 
-    name: for anchors and files. about: one sentence: what was measured, on what. facts: (heading, [(key, value)]) of
-    the details. commands: that measure it again. viewer: of `viewer_data`.
+    Attributes:
+        name: for anchors and files.
+        about: one sentence on what was measured.
+        facts: details as (heading, [(key, value)]).
+        commands: they measure it again.
+        viewer: result of `viewer_data`.
     """
 
     name: str
@@ -49,9 +53,9 @@ class Section:
 
 
 def render(title: str, date: str, sections: Sequence[Section], every_s: int = 0) -> str:
-    """The whole page. Everything but this project's own assets is escaped.
+    """Render the page; everything except this project's own assets is escaped.
 
-    every_s: seconds after which a browser loads it anew; 0 is never.
+    every_s: seconds after which a browser reloads it; 0 is never.
     """
     charts = {
         f"{section.name}-{figure.name}": figure.specification
@@ -80,7 +84,7 @@ def render(title: str, date: str, sections: Sequence[Section], every_s: int = 0)
 
 @functools.cache
 def bundle() -> str:
-    """Vega, Vega-Lite and vega-embed as one script."""
+    """Return Vega, Vega-Lite and vega-embed as one script."""
     script = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vl_version=VEGA_LITE)
     assert "</script" not in script.lower() and "<!--" not in script, "would end its element"
     return script
@@ -91,7 +95,7 @@ def asset(name: str) -> str:
 
 
 def json_text(content: Any) -> Markup:
-    """JSON for a script element of type application/json: nothing in it can end the element, or a line of one."""
+    """Return JSON for a script element of type application/json, which it can never end."""
     text = json.dumps(content, separators=(",", ":"), allow_nan=False)  # ASCII: U+2028 and U+2029 are escaped too
     for char in "<>&":
         text = text.replace(char, f"\\u{ord(char):04x}")
@@ -99,12 +103,12 @@ def json_text(content: Any) -> Markup:
 
 
 def breakable(name: str) -> Markup:
-    """A name whose lines may end behind its own separators, where more than a character or two would follow."""
+    """Return a name that may be wrapped after its own separators, if more than two characters follow."""
     return Markup("<wbr>").join(re.split(r"(?<=[:/_,=+])(?=\w{3})", name))
 
 
 def policy(scripts: Sequence[str]) -> str:
-    """These scripts, inline styles, and images of the page itself. Vega compiles its expressions: unsafe-eval."""
+    """Return a policy that allows these scripts, inline styles and inline images; Vega needs unsafe-eval."""
     hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
     allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
     rest = "style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"

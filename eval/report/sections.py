@@ -1,4 +1,4 @@
-"""The sections of the page, made from runs: what each says it measured, its figures, and how to measure it again."""
+"""Sections of the page: what each run measured, its figures, and the command that measures it again."""
 
 from __future__ import annotations
 
@@ -19,53 +19,52 @@ from draftsmith.eval.report.tables import from_json
 from draftsmith.eval.report.training import DRAWINGS as TRAINING
 from draftsmith.eval.report.viewer import viewer_data
 
-# Kind of a run -> its title on the page, and how its tables without columns are drawn.
+# Kind of a run -> its title on the page, and drawings of its tables without columns.
 TABLE_RUNS: dict[str, tuple[str, Mapping[str, Drawing]]] = {
     "tune": ("Tuning for this machine", {}),
     "tree": ("A draft tree for a head", {}),
     "schedule": ("How long a server should draft", {}),
     "training": ("Training", TRAINING),
-    "under way": ("Under way", {}),
 }
-MAX_FAILURES = 6  # that are told one by one
+MAX_FAILURES = 6  # listed one by one
 
 
 def make_sections(groups: Sequence[Sequence[Run]], trace_bytes: int) -> list[Section]:
-    """groups: of `comparable`. trace_bytes: of all traces in the page together."""
+    """Return a section for each group of `comparable`; all traces together take at most `trace_bytes`."""
     traced = [run for runs in groups for run in runs if run.kind == "bench" and (run.path / TRACE).exists()]
-    each = trace_bytes // max(1, len(traced))
+    max_bytes = trace_bytes // max(1, len(traced))
     sections: list[Section] = []
     for runs in groups:
-        title, drawings = TABLE_RUNS.get(runs[0].kind, (runs[0].kind, {}))
-        made = _bench_section(runs, each) if runs[0].kind == "bench" else table_section(title, runs[0], drawings)
-        while made.name in {other.name for other in sections}:
-            made = dataclasses.replace(made, name=f"{made.name}-{len(sections)}")
-        sections.append(made)
+        if runs[0].kind == "bench":
+            traces = [viewer_data(run.path, max_bytes) for run in runs]
+            viewer = next((trace for trace in traces if trace is not None), None)
+            figures = bench_figures(runs)
+            section = make_section("Benchmark", runs, figures, viewer=viewer, warnings=failures(runs))
+        else:
+            title, drawings = TABLE_RUNS.get(runs[0].kind, (runs[0].kind, {}))
+            section = table_section(title, runs[0], drawings)
+        while section.name in {other.name for other in sections}:  # names are anchors
+            section = dataclasses.replace(section, name=f"{section.name}-{len(sections)}")
+        sections.append(section)
     return sections
 
 
-def _bench_section(runs: Sequence[Run], trace_bytes: int) -> Section:
-    traces = [viewer_data(run.path, trace_bytes) for run in runs]
-    viewer = next((trace for trace in traces if trace is not None), None)
-    return _section("Benchmark", runs, bench_figures(runs), viewer=viewer, warnings=_failures(runs))
-
-
 def table_section(title: str, run: Run, drawings: Mapping[str, Drawing]) -> Section:
-    """Show a run's tables. drawings: how those without columns are drawn, by name."""
-    return _section(title, [run], [_figure(table, drawings.get(table.name), run) for table in from_json(run.results)])
+    """Show a run's tables; those without columns are drawn by `drawings`, or shown with all they hold."""
+    figures: list[Table | Chart] = []
+    for table in from_json(run.results):
+        if table.columns:
+            figures.append(table)
+        elif table.name in drawings:
+            figures.append(chart(table.name, drawings[table.name], table.rows, run.settings))
+        else:
+            columns = [Column(key, key) for key in dict.fromkeys(key for row in table.rows for key in row)]
+            figures.append(dataclasses.replace(table, title=table.title or table.name, columns=columns))
+    return make_section(title, [run], figures)
 
 
-def _figure(table: Table, drawing: Drawing | None, run: Run) -> Table | Chart:
-    """A table as it is, or drawn; what nobody knows how to draw is a table of all that it holds."""
-    if table.columns:
-        return table
-    if drawing is not None:
-        return chart(table.name, drawing, table.rows, run.settings)
-    keys = dict.fromkeys(key for row in table.rows for key in row)
-    return dataclasses.replace(table, title=table.title or table.name, columns=[Column(key, key) for key in keys])
-
-
-def _section(title: str, runs: Sequence[Run], figures: Sequence[Table | Chart], **more: Any) -> Section:
+def make_section(title: str, runs: Sequence[Run], figures: Sequence[Table | Chart], **details: Any) -> Section:
+    """Return a section with the facts and commands of its runs."""
     return Section(
         name=re.sub(r"[^A-Za-z0-9_-]+", "-", f"{runs[0].kind}-{runs[0].name}").strip("-"),
         title=f"{title} · {', '.join(run.name for run in runs)}",
@@ -73,12 +72,12 @@ def _section(title: str, runs: Sequence[Run], figures: Sequence[Table | Chart], 
         figures=figures,
         facts=[fact for run in runs for fact in facts(run, run.name if len(runs) > 1 else "")],
         commands=[str(run.meta["command"]) for run in runs if run.meta.get("command")],
-        **more,
+        **details,
     )
 
 
 def about(run: Run) -> str:
-    """What was measured on what, in one sentence."""
+    """Return one sentence on what was measured: models, prompts, sampling, machine and date."""
     settings, meta = run.settings, run.meta
     prompts, hardware = meta.get("prompts", {}), meta.get("hardware", {})
     parts = [f"Target {settings.get('target', 'not named')}"]
@@ -98,39 +97,46 @@ def about(run: Run) -> str:
         parts.append(f"{machine}, {hardware.get('torch_threads', '?')} CPU thread(s)")
     if meta.get("clock"):
         parts.append("CPU time" if meta["clock"] == "cpu" else "wall time")
-    if status := meta.get("status"):  # of a training, or of a run that goes on
+    if status := meta.get("status"):  # a training
         return " ".join([status, *(["; ".join(parts) + "."] if settings else [])])
     return "; ".join(parts) + f". Measured {str(meta.get('date', 'at an unknown date'))[:10]}."
 
 
 def facts(run: Run, prefix: str) -> list[tuple[str, list[tuple[str, str]]]]:
-    """What results.json tells of the run, under headings."""
-    meta, found = run.meta, []
-    shown = {"Numbers": run.results.get("summary"), "Settings": run.settings}
-    shown |= {"Versions": meta.get("versions"), "Hardware": meta.get("hardware")}
-    shown |= {"Target": meta.get("target"), "Smaller models": meta.get("models"), "Prompts": meta.get("prompts")}
-    rest = {key: meta.get(key) for key in ("date", "seed", "git_commit", "clock", "schema_version")}
-    shown["Run"] = {"directory": str(run.path), **rest}
-    for heading, values in shown.items():
-        pairs = [(key, _shown(value)) for key, value in flatten(values or {}).items() if value not in (None, "", [])]
+    """Return what results.json records of the run, under headings."""
+    meta = run.meta
+    run_facts = {key: meta.get(key) for key in ("date", "seed", "git_commit", "clock", "schema_version")}
+    groups = {
+        "Numbers": run.results.get("summary"),
+        "Settings": run.settings,
+        "Versions": meta.get("versions"),
+        "Hardware": meta.get("hardware"),
+        "Target": meta.get("target"),
+        "Smaller models": meta.get("models"),
+        "Prompts": meta.get("prompts"),
+        "Run": {"directory": str(run.path), **run_facts},
+    }
+
+    def text(value: Any) -> str:
+        if isinstance(value, float):
+            return f"{value:.6g}"
+        return value if isinstance(value, str) else json.dumps(value)
+
+    headed = []
+    for heading, values in groups.items():
+        pairs = [(key, text(value)) for key, value in flatten(values or {}).items() if value not in (None, "", [])]
         if pairs:
-            found.append((f"{prefix}: {heading}" if prefix else heading, pairs))
-    return found
+            headed.append((f"{prefix}: {heading}" if prefix else heading, pairs))
+    return headed
 
 
-def _shown(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def _failures(runs: Sequence[Run]) -> list[str]:
-    """One line for each prompt that could not be measured, whatever the temperature; the last says how many more."""
+def failures(runs: Sequence[Run]) -> list[str]:
+    """Return a line for each prompt that was not measured, at any temperature; the last one counts the rest."""
     lines = []
     for run in runs:
         for failure in run.results.get("failures") or []:
             where = ", ".join(str(failure[key]) for key in ("task", "id") if failure.get(key) not in (None, ""))
             lines.append(f"Not measured in {run.name}: {where}: {failure.get('error', 'no reason given')}")
     lines = list(dict.fromkeys(lines))
-    more = len(lines) - MAX_FAILURES
-    return lines if more <= 0 else [*lines[:MAX_FAILURES], f"{more} more prompts were not measured: see results.json."]
+    rest = len(lines) - MAX_FAILURES
+    return lines if rest <= 0 else [*lines[:MAX_FAILURES], f"{rest} more prompts were not measured: see results.json."]

@@ -1,5 +1,7 @@
-"""Colours of the report, light and dark: of its charts, and of how a token came. Told apart without colour too: series
-have shapes, tokens have underlines."""
+"""Colours of the report, light and dark, for charts and kinds of tokens.
+
+Series also have shapes and tokens underlines, so nothing depends on colour alone.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Liberation Sans', sans-se
 
 
 def chart_config(theme: Theme) -> dict[str, Any]:
-    """Vega-Lite's `config`: everything about a chart that is not its data."""
+    """Return Vega-Lite's `config`: everything about a chart except its data."""
     found = colours(theme)
     ink, quiet, line, paper, first = (found[name] for name in ("ink", "quiet", "line", "paper", "accent"))
     words = {"labelColor": ink, "titleColor": ink, "labelFontSize": 12, "titleFontSize": 12}
@@ -92,12 +94,12 @@ def colours(theme: Theme) -> dict[str, str]:
 
 
 def page_themes() -> dict[str, Any]:
-    """What the page's script needs: the charts' config, and the colours, which are those of trees too."""
+    """Return the charts' config and the colours for the page's script."""
     themes: tuple[Theme, Theme] = ("light", "dark")
     return {theme: {"config": chart_config(theme), "colours": colours(theme)} for theme in themes}
 
 
 def css_variables() -> str:
-    """Colours as CSS variables, each for both themes."""
+    """Return the colours as CSS variables, each for both themes."""
     lines = (f"  --{name}: light-dark({light}, {dark});" for name, (light, dark) in COLOURS.items())
     return ":root {\n  color-scheme: light dark;\n" + "\n".join(lines) + "\n}"

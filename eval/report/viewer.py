@@ -1,10 +1,10 @@
-"""The trace of a benchmark as the page's viewer takes it: answers, round by round, within a number of bytes.
+"""A benchmark's trace for the page's viewer: answers, round by round, within a number of bytes.
 
-How an emitted token came, as the viewer colours it:
-    accepted: the target kept a drafted token.
-    bonus: the target's own token after it had kept a draft to its end.
-    correction: the target's own token in place of a drafted one.
-    alone: the target's own token where nothing was drafted, the prefill's first token too.
+Kinds of emitted tokens, which the viewer colours:
+    accepted: a drafted token that the target accepted.
+    bonus: the target's own token after a fully accepted draft.
+    correction: the target's own token in place of a rejected one.
+    alone: the target's own token where nothing was drafted, also the prefill's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from draftsmith.data.store.reading import read_lines, read_object
 from draftsmith.eval.bench.trace import TEXTS, TRACE
 
-# Per drafted token, as a trace line has them, and rounded for the page.
+# Numbers per drafted token in a trace line; the page rounds them.
 PER_NODE = ("q", "entropy", "head", "value", "accept_prob")
 AGAIN = "Delete it, and measure again with --traces."
 NODES = ([(float, None)], None)
@@ -36,11 +36,11 @@ LINE = {
     **{f"{name}?": (float, None) for name in ("target_s", "draft_s", "draft_calls")},
     **{f"{name}?": NODES for name in PER_NODE},
 }
-Prompt = tuple[int, int]  # number in the run, and turn: ids of several files may be the same
+Prompt = tuple[int, int]  # number in the run, and turn; ids of several files may be equal
 
 
 def kinds(line: Mapping[str, Any]) -> list[str]:
-    """How each emitted token of a round came."""
+    """Return the kind of each emitted token of a round."""
     emitted, path = line["emitted"], list(line.get("accepted", ()))
     if line.get("prefill") or not line.get("drafted"):
         return ["alone"] * len(emitted)
@@ -52,11 +52,11 @@ def kinds(line: Mapping[str, Any]) -> list[str]:
 
 
 def viewer_data(directory: Path, max_bytes: int) -> dict[str, Any] | None:
-    """What the page embeds of a run's trace; None where rounds were not traced.
+    """Return what the page embeds of a run's trace; None if rounds were not traced.
 
-    Prompts are taken task by task in turn, each with all its methods, as long as they fit into `max_bytes`. Returns
-    `methods`, `prompts` (id, task, turn, text), `answers` (method, temperature, prompt, rounds), `tokens` (id -> text),
-    and `total`, the number of traced prompts.
+    Prompts are taken from the tasks in turn, with all their methods, as long as they fit into `max_bytes`. The result
+    has `methods`, `prompts` (id, task, turn, text), `answers` (method, temperature, prompt, rounds), `tokens`
+    (id -> text) and `total`, the number of traced prompts.
     """
     if not (directory / TRACE).exists() or not (directory / TEXTS).exists():
         return None
@@ -65,7 +65,7 @@ def viewer_data(directory: Path, max_bytes: int) -> dict[str, Any] | None:
     for prompt, line in _lines(directory):
         named[prompt] = {"id": str(line.get("id", line["prompt"])), "task": line.get("task") or "", "turn": prompt[1]}
         sizes[prompt] = sizes.get(prompt, 0) + len(json.dumps(_round(line), separators=(",", ":"))) + 1
-    chosen = shown_prompts(sizes, {prompt: said["task"] for prompt, said in named.items()}, max_bytes)
+    chosen = shown_prompts(sizes, {prompt: entry["task"] for prompt, entry in named.items()}, max_bytes)
     answers: dict[tuple[str, float, Prompt], list[dict[str, Any]]] = {}
     used: set[int] = set()
     for prompt, line in _lines(directory):
@@ -94,7 +94,7 @@ def viewer_data(directory: Path, max_bytes: int) -> dict[str, Any] | None:
 
 
 def shown_prompts(sizes: Mapping[Prompt, int], tasks: Mapping[Prompt, str], max_bytes: int) -> list[Prompt]:
-    """Prompts that fit, the first of every task before the second of any."""
+    """Choose prompts that fit, the first of every task before the second of any."""
     by_task: dict[str, list[Prompt]] = {}
     for prompt in sizes:
         by_task.setdefault(tasks[prompt], []).append(prompt)
@@ -112,7 +112,7 @@ def _lines(directory: Path) -> Iterator[tuple[Prompt, dict[str, Any]]]:
 
 
 def _round(line: Mapping[str, Any]) -> dict[str, Any]:
-    """A line as the page has it: times in milliseconds, a chain without its parents, nothing that is empty."""
+    """Shorten a trace line for the page: times in milliseconds, no parents for a chain, nothing empty."""
     found = {"emitted": line["emitted"], "kinds": kinds(line), "target_ms": _short(line.get("target_s"), 1000)}
     if line.get("prefill"):
         return {**found, "prefill": True}

@@ -76,7 +76,7 @@ def choose_method(page, method):
 
 def test_every_chart_is_drawn_and_every_table_filled(seen):
     charts = seen.page.locator("[data-chart]")
-    assert charts.count() == 4 + 2 + 3  # of the benchmark: four and two against each other; of the study: three
+    assert charts.count() == 4 + 3  # four of the benchmark, three of the training
     for index in range(charts.count()):
         box = charts.nth(index).locator("svg.marks").bounding_box()
         assert box["width"] > 100 and box["height"] > 40
@@ -210,18 +210,6 @@ def test_hostile_text_is_text(seen):
     assert HOSTILE in page.locator("#training-study-best").inner_text()
     assert HOSTILE in page.locator("[data-choose=prompt] option").nth(1).text_content()
     assert page.locator("main script:not([type='application/json'])").count() == 0
-
-
-def test_two_methods_are_chosen_against_each_other(seen):
-    chart = seen.page.locator('[data-chart="bench-bench-against-t0"]')
-    points = chart.locator("path[aria-roledescription=point]")
-    labels = [points.nth(i).get_attribute("aria-label") for i in range(points.count())]
-    assert len(labels) == 2 and any("y: 30" in label or "30" in label for label in labels)
-    chart.locator("select").nth(1).select_option(METHODS[1])
-    seen.page.wait_for_function(
-        "[...document.querySelectorAll('[data-chart=\"bench-bench-against-t0\"] path[aria-roledescription=point]')]"
-        ".every((point) => !/tokens\\/s along y: 40/.test(point.getAttribute('aria-label')))"
-    )
 
 
 def test_the_theme_is_the_systems_until_the_reader_chooses_and_paper_is_light(seen):

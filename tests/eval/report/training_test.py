@@ -1,18 +1,14 @@
-"""Trainings and runs under way in the report, and --watch, which writes it until all are finished."""
+"""Trainings in the report, and --watch, which rewrites the page until they have finished."""
 
-import json
 from pathlib import Path
 
 import pytest
-from report_runs import bench_run
 
-from draftsmith.eval.bench.journal import JOURNAL
 from draftsmith.eval.report import command
 from draftsmith.eval.report.command import ReportConfig, run
 from draftsmith.eval.report.runs import read_runs
 from draftsmith.eval.report.sections import make_sections
-from draftsmith.eval.report.training import series, so_far
-from draftsmith.launch.cli import main
+from draftsmith.eval.report.training import series
 
 # A loss before the steps, two validations, and a line that is being written.
 METRICS = """step,val/loss,val/tau,val/agreement_1,val/top1,val/agreement_2,train/loss,cost/tokens_per_s
@@ -38,9 +34,9 @@ def figures(directory: Path):
     return section, {figure.name: figure for figure in section.figures}
 
 
-def test_a_training_that_goes_on_has_its_curves_so_far(training):
+def test_a_running_training_shows_its_curves_so_far(training):
     section, found = figures(training)
-    assert section.about.startswith("Going on: step 20 is the last that is logged. Target embedded:target")
+    assert section.about.startswith("Running: step 20 is the last one logged. Target embedded:target")
     assert section.commands == [f"draftsmith train eagle --config '{training}/config.yaml'"]
 
     def points(name):
@@ -68,32 +64,6 @@ def test_depths_of_heads_that_have_no_agreement():
     ]  # fmt: skip
 
 
-def row(method: str, tokens: int, calls: int, seconds: float, error: str | None = None) -> dict:
-    counts = dict.fromkeys(("num_draft_tokens", "num_accepted", "num_discarded", "draft_calls"), 0)
-    known = {"tokens": tokens, "num_tokens": tokens, "num_target_calls": calls, "wall_s": seconds, "cpu_s": 9.0}
-    return {"method": method, "temperature": 0.0, "error": error, **counts, **known}
-
-
-def test_a_benchmark_that_goes_on_has_ratios_of_sums_so_far(tmp_path, capsys):
-    first = [row("ar", 10, 10, 1.0), row("spec", 10, 5, 0.5)]
-    second = [row("ar", 30, 30, 3.0), row("spec", 30, 10, 1.0), row("spec", 0, 0, 0.0, "failed")]
-    found = {one["method"]: one for one in so_far(first + second)}
-    assert found["spec"] == {
-        "method": "spec", "temperature": 0.0, "prompts": 2, "tau": 40 / 15, "speedup": pytest.approx(4.0 / 1.5)
-    }  # fmt: skip
-    part = tmp_path / "study" / "bench-t0"
-    part.mkdir(parents=True)
-    lines = [{"settings": {}}, {"rows": first}]
-    (part / JOURNAL).write_text("\n".join(map(json.dumps, lines)) + '\n{"torn')
-    bench_run(tmp_path / "study" / "bench-t1")
-    study = read_runs([tmp_path / "study"], watching=True)[0]
-    (table,) = study.results["tables"]
-    states = {(entry["part"], entry["method"]): (entry["state"], entry["tau"]) for entry in table["rows"]}
-    assert states["bench-t0", "spec"] == ("going on", 2.0) and states["bench-t1", "ar"][0] == "done"
-    assert main(["eval", "report", str(tmp_path / "study")]) == 2  # without --watch
-    assert "no results.json" in capsys.readouterr().err
-
-
 def test_watching_ends_with_the_run(training, monkeypatch, capsys):
     pages = []
 
@@ -106,7 +76,7 @@ def test_watching_ends_with_the_run(training, monkeypatch, capsys):
     monkeypatch.setattr(command.time, "sleep", sleep)
     assert run(ReportConfig(runs=(training,), watch=True)) == training / "report.html"
     refresh = '<meta http-equiv="refresh" content="60">'
-    assert len(pages) == 2 and all(refresh in page and "Going on: step 20" in page for page in pages)
+    assert len(pages) == 2 and all(refresh in page and "Running: step 20" in page for page in pages)
     last = (training / "report.html").read_text()
     assert refresh not in last and "Finished after 20 steps" in last
     captured = capsys.readouterr()
