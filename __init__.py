@@ -19,7 +19,7 @@ PUBLIC = {
     "open_dataset": ("data.store.datasets", "open_dataset"),
     "collate": ("data.store.datasets", "collate_features"),
     "settings": ("launch.python", "settings"),
-    "new_head": ("train.drafter", "make_head"),
+    "new_head": ("train.prepare", "make_head"),
     "add_drafters": ("modules.drafters", "add_folder"),
     "LitDrafter": ("train.lit_drafter", "LitDrafter"),
     "fit": ("launch.python", "fit"),
@@ -65,8 +65,8 @@ if TYPE_CHECKING:
     from draftsmith.launch.python import settings as settings
     from draftsmith.modules.drafters import add_folder as add_drafters
     from draftsmith.modules.types import InputError as InputError
-    from draftsmith.train.drafter import make_head as new_head
     from draftsmith.train.lit_drafter import LitDrafter as LitDrafter
+    from draftsmith.train.prepare import make_head as new_head
 
     __version__: str
 

@@ -39,8 +39,7 @@ from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import InputError, SamplingParams, at_least
 from draftsmith.train.config import drafter_config
 from draftsmith.train.data_module import HeadDataModule, Samples
-from draftsmith.train.drafter_objective import DrafterObjective, FeatureSource
-from draftsmith.train.lit_head import LitHead
+from draftsmith.train.lit_drafter import LitDrafter
 from draftsmith.train.plan import TIMED, WARM_UP, plan_of, timed_steps
 from draftsmith.train.strategies import settled
 from draftsmith.train.telemetry import measured_peak, peak_flops
@@ -171,7 +170,7 @@ def random_eagle3_head(target: LlamaLM) -> DraftHead:
     """An EAGLE-3 head of the target's shape with the default draft vocabulary, untrained."""
     torch.manual_seed(0)
     drafter: Any = head_class("eagle3")
-    head = drafter(drafter.shape(drafter.Settings(), target.config))
+    head = drafter(drafter.new_config(drafter.Settings(), target.config))
     return head.to(target.device, target.dtype).eval().requires_grad_(False)
 
 
@@ -285,18 +284,16 @@ def training_settings(config: GpuReportConfig, folder: Path, steps: int, raw: di
 
 
 def training_objects(config: GpuReportConfig, settings: Any, target: LlamaLM, steps: int) -> tuple[Any, Any]:
-    """Module and data as `train.drafter.prepare` makes them, of what is in memory."""
+    """Module and data as `train.prepare.prepare` makes them, of what is in memory."""
     drafter: Any = settings.drafter
     torch.manual_seed(0)
-    head = drafter(drafter.shape(settings, target.config))
+    head = drafter(drafter.new_config(settings, target.config))
     head.freeze(settings)
-    layers = drafter.learns_from(head.config, target.info.num_layers)
-    objective = DrafterObjective(drafter, settings, target, source=FeatureSource(target, layers))
     texts = Texts(steps * (config.tokens // config.document), config.document, target.info.vocab_size)
     samples = Samples(texts, range(len(texts)))
-    count, chosen = (partial(own, settings=settings) for own in (drafter.loss_count, drafter.num_chosen))
-    data = HeadDataModule(samples, samples, pack_features, count, settings, chosen)
-    return LitHead(head, objective, settings, steps), data
+    count, logit_rows = (partial(own, settings=settings) for own in (drafter.loss_count, drafter.logit_rows))
+    data = HeadDataModule(samples, samples, pack_features, count, settings, logit_rows)
+    return LitDrafter(head, target, settings, total_steps=steps, feature_std=1.0), data
 
 
 def measure_all(config: GpuReportConfig) -> Iterator[Measured]:

@@ -17,7 +17,7 @@ from draftsmith.eval.clock import Clock, medians
 from draftsmith.launch.commands import configure
 from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.types import InputError
-from draftsmith.train.data_module import Batches, Key, Part
+from draftsmith.train.data_module import SampleKey
 from draftsmith.train.prepare import prepare
 
 PHASES = {"early": 0, "late": 1}  # before and after a training takes up its further passes
@@ -44,22 +44,20 @@ class MeasuredTraining:
         _, config = configure(f"train {kind}", words)
         assert config is not None  # only of a command whose words ask for help
         self.config: Any = config
-        self.module, self.data, *_ = prepare(config)
+        training = prepare(config)
+        self.module, self.data = training.module, training.data
         # At the first step of a warm-up: however often it is repeated, the weights stay where they are.
         self.optimizer = self.module.configure_optimizers()["optimizer"]
-        self.batches = Batches(self.data.train, self.data.collate)
         self.after: float = getattr(config, "passes_after", 0.0) or getattr(config, "unroll_after", 0.0)
 
     def step(self, share: float, phase: str) -> None:
         """Read, forward, backward, clip and update."""
-        order, samples, module = self.data.order, self.data.train, self.module
+        order, module = self.data.order, self.module
         epoch, chosen = order.step(int(share * order.steps_per_epoch))
-        keys, batch = self.batches[tuple(Key(epoch, i) for i in chosen)]
-        count = self.data.count(batch)
-        given = module.objective.read(Part(batch, keys, count, count, True, True))
-        lengths = [samples.lengths[i] for i in chosen]
-        now = TrainStep(PHASES[phase] * (TOTAL - 1), TOTAL, lengths, list(range(len(chosen))))
-        module.objective.loss(module.head, given, now).loss.backward()
+        batch = self.data.train[tuple(SampleKey(epoch, i) for i in chosen)]
+        inputs, _ = module.read(batch)
+        now = TrainStep(PHASES[phase] * (TOTAL - 1), TOTAL, batch.lengths, list(range(len(chosen))), module.feature_std)
+        module.loss(inputs, now).loss.backward()
         params = [p for p in module.head.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm([p.grad for p in params])
         torch.nn.utils.clip_grads_with_norm_(params, self.config.clip, norm)

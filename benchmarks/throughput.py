@@ -8,6 +8,7 @@ whose speed drifts favours neither.
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import platform
 import random
@@ -42,10 +43,9 @@ from draftsmith.modules.drafters.eagle.head import (
 )
 from draftsmith.modules.types import at_least
 from draftsmith.train.config import drafter_config
-from draftsmith.train.data_module import HeadDataModule, Order, Part, Samples
-from draftsmith.train.drafter_objective import DrafterObjective
-from draftsmith.train.fit import Provenance, fit
-from draftsmith.train.lit_head import LitHead
+from draftsmith.train.data_module import HeadDataModule, MicroBatch, Order, Samples
+from draftsmith.train.fit import PreparedTraining, Provenance, fit
+from draftsmith.train.lit_drafter import LitDrafter
 from draftsmith.train.optimizers import lr_schedule
 from draftsmith.train.telemetry import measured_peak
 
@@ -219,7 +219,7 @@ class BareLoop:
         return TimedStep(int(batch.attention_mask.sum()), float(loss.detach()), time.process_time() - started)
 
 
-class InterleavedEagle(LitHead):
+class InterleavedEagle(LitDrafter):
     """Our training step, which lets another loop take its step first, off the clock."""
 
     def __init__(self, *args: Any, between_steps: Callable[[], object], **kwargs: Any):
@@ -228,7 +228,7 @@ class InterleavedEagle(LitHead):
         self._between_steps, self._started = between_steps, 0.0
         self._previous: tuple[int, Tensor] | None = None
 
-    def training_step(self, part: Part, batch_idx: int) -> Tensor:
+    def training_step(self, batch: MicroBatch, batch_idx: int) -> Tensor:
         # A step lasts until the next one begins: backward and update are Lightning's.
         arrived = time.process_time()
         if self._previous is not None:
@@ -236,8 +236,8 @@ class InterleavedEagle(LitHead):
             self.timed_steps.append(TimedStep(tokens, float(loss), arrived - self._started))
         self._between_steps()
         self._started = time.process_time()
-        loss = super().training_step(part, batch_idx)
-        self._previous = sum(self.lengths_of(part)), loss.detach()
+        loss = super().training_step(batch, batch_idx)
+        self._previous = sum(batch.real_lengths), loss.detach()
         return loss
 
 
@@ -245,12 +245,13 @@ def train_ours(work: Workload, config: Any, between_steps: Callable[[], object] 
     """Run a training with `fit` and return its steps but the last."""
     shortest = min(range(len(work.samples)), key=work.samples.lengths.__getitem__)
     val = Samples(work.samples.dataset, [shortest])
-    data = HeadDataModule(work.samples, val, pack_features, EagleHead.num_loss_tokens, config)
-    objective = DrafterObjective(EagleHead, config, work.target)
+    count = functools.partial(EagleHead.loss_count, settings=config)
+    data = HeadDataModule(work.samples, val, pack_features, count, config)
     module = InterleavedEagle(
-        copy.deepcopy(work.head), objective, config, data.total_steps, between_steps=between_steps
-    )
-    fit(module, data, config, Provenance("eagle", {}, {}, {}))
+        copy.deepcopy(work.head), work.target, config, total_steps=data.total_steps, feature_std=1.0,
+        between_steps=between_steps,
+    )  # fmt: skip
+    fit(PreparedTraining(module, data, config, Provenance("eagle", {}, {}, {})))
     return module.timed_steps
 
 

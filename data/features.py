@@ -141,7 +141,7 @@ def captured_layers(config: FeaturesConfig, lm: CausalLM) -> tuple[int, ...]:
     if head is None:
         return ()
     settings = head.Settings(**({"layers": config.layers} if config.layers else {}))
-    return head.learns_from(head.shape(settings, llama_shape(lm, config.target)), lm.info.num_layers)
+    return head.learns_from(head.new_config(settings, llama_shape(lm, config.target)), lm.info.num_layers)
 
 
 def open_texts(directory: Path, target: str, identity: Mapping[str, str], field: str = "responses") -> Manifest:

@@ -82,9 +82,9 @@ SECTIONS: dict[str, dict[str, Command]] = {
     },
     "Train heads": {
         "train acceptance": Command(
-            "train.acceptance:TrainAcceptanceConfig", "Acceptance head: when to stop drafting", runner="train.run"
+            "train.acceptance:TrainAcceptanceConfig", "Acceptance head: when to stop drafting", runner="train.command"
         ),
-        **of_drafters("train", "train.config:drafter_config", "train.run"),
+        **of_drafters("train", "train.config:drafter_config", "train.command"),
         **of_drafters(
             "plan",
             "train.plan:plan_config",

@@ -52,16 +52,16 @@ def settings(kind: str, **values: Any) -> TrainDrafterConfig:
     return training_config(kind, {"data": IN_PYTHON, "output": IN_PYTHON, "target": IN_PYTHON} | values)
 
 
-def fit(kind: str, learner: type[LitDrafter] | None = None, **values: Any) -> Path:
+def fit(kind: str, module_class: type[LitDrafter] | None = None, **values: Any) -> Path:
     """Train a head as `draftsmith train KIND` does and return the directory of the best one.
 
     Args:
-        learner: a subclass of `LitDrafter` with a loss of its own.
+        module_class: a subclass of `LitDrafter` with a loss of its own.
         values: options of the command, including `data`, `target` and `output`.
     """
-    from draftsmith.train.run import run as train
+    from draftsmith.train.command import run as train
 
-    return train(training_config(kind, values), learner)
+    return train(training_config(kind, values), module_class)
 
 
 def export(head: str | Path, format: str, output: str | Path, **values: Any) -> Path:

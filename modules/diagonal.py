@@ -1,9 +1,13 @@
-"""Attention of a draft that begins at every row of a text at once: training-time test without a [T, K*T] mask.
+"""Attention of drafts that begin at every row of a text at once: training-time test without a [T, K*T] mask.
 
-A draft begun at row t reads the text up to t in its first pass, and in each later pass one token more, its own. So the
-rows of pass j see the keys of the first pass causally and, of every later pass, the one of their own row (EAGLE-3,
-section 3.2; SafeAILab/EAGLE eagle/traineagle3/cnets.py computes the same). The causal part runs on a fused kernel; the
-few entries beside it are merged by log-sum-exp, so that nothing of size T x T is stored.
+A draft that begins at row t reads the text up to t in its first pass, and in each later pass one token more, its own.
+So the rows of pass j see the keys of the first pass causally and, of every later pass, the one of their own row
+(EAGLE-3, section 3.2; SafeAILab/EAGLE eagle/traineagle3/cnets.py computes the same):
+
+    row t of pass 2 sees   pass 0: keys 0 .. t     pass 1: key t     pass 2: key t
+
+The causal part runs on a fused kernel; the few entries beside it are merged by log-sum-exp, so that nothing of size
+T x T is stored.
 """
 
 from __future__ import annotations
@@ -17,14 +21,33 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from draftsmith.modules.layers import Attention
+from draftsmith.modules.packing import Documents
 
-def diagonal_attention(
-    query: Tensor, first: tuple[Tensor, Tensor], own: Sequence[tuple[Tensor, Tensor]] = ()
+# Keys and values of a pass, [B, kv_heads, T, D] each.
+Entry = tuple[Tensor, Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def attend_pass(
+    attention: Attention, x: Tensor, cos: Tensor, sin: Tensor, entries: list[Entry], documents: Documents | None
 ) -> Tensor:
-    """One softmax over the first pass, causally, and the rows' own entries: [B, heads, T, D] like `query`.
+    """Return the attention [B, T, H] of the next pass over x [B, T, H'], and append its keys and values to `entries`.
 
-    first: keys and values [B, kv_heads, T, D] of the first pass. own: those of each later pass up to this one; none in
-    the first pass itself, which is plain causal attention.
+    documents: of a flat batch [1, N, H'].
+    """
+    query, key, value = attention.project(x, cos, sin)  # [B, heads, T, D], twice [B, kv_heads, T, D]
+    if documents is not None:
+        query, key, value = (documents.heads_side_by_side(part) for part in (query, key, value))
+    entries.append((key, value))
+    mixed = diagonal_attention(query, entries[0], entries[1:]).transpose(1, 2).flatten(2)  # [B, T, heads * D]
+    return attention.o_proj(mixed if documents is None else documents.end_to_end(mixed))
+
+
+def diagonal_attention(query: Tensor, first: Entry, own: Sequence[Entry] = ()) -> Tensor:
+    """Apply one softmax over the first pass, causally, and the rows' own entries: [B, heads, T, D] like `query`.
+
+    first: of the first pass. own: of each later pass up to this one; without any it is plain causal attention.
     """
     key, value = first
     # Under autocast rotated queries and keys are wider than values.
@@ -35,31 +58,28 @@ def diagonal_attention(
     return merged(causal_flex(), query, (key, value), own_keys, own_values)
 
 
-Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-
-
 def merged(
-    attend: Attend,
-    query: Tensor,
-    first: tuple[Tensor, Tensor],
-    own_keys: Sequence[Tensor],
-    own_values: Sequence[Tensor],
+    attend: Attend, query: Tensor, first: Entry, own_keys: Sequence[Tensor], own_values: Sequence[Tensor]
 ) -> Tensor:
-    """`diagonal_attention` whose causal part is `attend`'s, differentiable as that is: it gives the attended values
-    [B, heads, T, D] of queries, keys and values, and the log-sum-exp [B, heads, T] of their scores."""
+    """Compute `diagonal_attention` with `attend` for the causal part, differentiable if that is.
+
+    attend: returns the attended values [B, heads, T, D] and the log-sum-exp [B, heads, T] of the scores.
+    """
     attended, norm = attend(query, *first)
     if not own_keys:
         return attended
-    scores = _own_scores(query, own_keys)
-    total = torch.logaddexp(norm, scores.logsumexp(-1))
+    scores = _own_scores(query, own_keys)  # [B, heads, T, passes]
+    total = torch.logaddexp(norm, scores.logsumexp(-1))  # [B, heads, T]
     weights = (scores - total[..., None]).exp().to(query.dtype)
     return _add_own(attended * (norm - total).exp()[..., None].to(query.dtype), weights, own_values)
 
 
 class _DiagonalOnCPU(torch.autograd.Function):
-    """The causal part by torch's flash kernel. Its backward is given the TOTAL output and log-sum-exp in the place of
-    its own, which makes its gradient the exact one of its part of the common softmax: it rebuilds the probabilities as
-    exp(score - norm) and subtracts the common grad . out."""
+    """`diagonal_attention` with torch's flash kernel for the causal part.
+
+    The kernel's backward rebuilds probabilities as exp(score - norm) and subtracts the common grad . out. Given the
+    TOTAL output and log-sum-exp in place of its own, its gradient is the exact one of its part of the common softmax.
+    """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *own: Tensor) -> Tensor:
@@ -96,7 +116,7 @@ class _DiagonalOnCPU(torch.autograd.Function):
 
 
 def _own_scores(query: Tensor, keys: Sequence[Tensor]) -> Tensor:
-    """Scaled scores [B, heads, T, passes] of each row with its own keys; half precision is summed in float32."""
+    """Return scaled scores [B, heads, T, passes] of each row with its own keys, summed in float32 at least."""
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     scores = [(query * _spread(key, query)).sum(-1, dtype=wide) for key in keys]
     return torch.stack(scores, -1) * query.shape[-1] ** -0.5
@@ -109,20 +129,20 @@ def _add_own(attended: Tensor, weights: Tensor, values: Sequence[Tensor]) -> Ten
 
 
 def _spread(shared: Tensor, like: Tensor) -> Tensor:
-    """Keys or values [B, kv_heads, T, D] for each of the heads that share them."""
+    """Repeat keys or values [B, kv_heads, T, D] for each of the heads that share them."""
     groups = like.shape[1] // shared.shape[1]
     return shared if groups == 1 else shared.repeat_interleave(groups, 1)
 
 
 def _gather(grad: Tensor, shared: Tensor) -> Tensor:
-    """The gradient of what `_spread` spread."""
+    """Sum the gradients [B, heads, T, D] of the heads that share keys or values: the backward of `_spread`."""
     groups = grad.shape[1] // shared.shape[1]
     return grad if groups == 1 else grad.unflatten(1, (-1, groups)).sum(2)
 
 
 @functools.cache
 def causal_flex(compiled: bool = True) -> Attend:
-    """Causal attention and its log-sum-exp on a GPU. Not compiled, it stores a [T, T] matrix, and runs on a CPU too."""
+    """Return causal attention with its log-sum-exp, for a GPU. Not compiled, it stores [T, T] and runs on a CPU too."""
     flex: Any = torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
 
     @functools.lru_cache(maxsize=8)

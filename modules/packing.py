@@ -1,8 +1,8 @@
-"""Documents laid end to end in one row: no padding is computed on, and none of them sees another.
+"""Documents laid end to end in one row, without padding; none of them attends to another.
 
-Everything that works on tokens one by one (projections, MLP, lm_head, losses) runs on the flat row [1, N, ...].
-Attention alone lays the documents side by side, [D, L] padded at the right, where the plain causal mask is all it
-needs; with documents of like length that padding is small, and it is attention's only.
+Everything that works on single tokens (projections, MLP, lm_head, losses) runs on the flat row [1, N, ...]. Attention
+alone lays the documents side by side, [D, L] padded at the right, where a plain causal mask suffices. With documents of
+similar length that padding is small.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from draftsmith.modules.transfer import to_device, true_places
 class Documents:
     """D documents of a flat row of N tokens, the longest of length L.
 
-    lengths: of each document, at least 1. rows: [D, L] int64, where in the flat row a token of a document is; 0, any
-    token, on padding. flat: [N] int64, where in the D * L padded tokens a token of the flat row is.
+    lengths: of each document, at least 1. rows: [D, L] int64, index in the flat row of each token; 0 on padding.
+    flat: [N] int64, index in the D * L padded tokens of each token of the flat row.
     """
 
     lengths: tuple[int, ...]
@@ -30,25 +30,21 @@ class Documents:
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> Documents:
-        sizes = torch.tensor(list(lengths), dtype=torch.int64)  # on the host, for which a device would have to wait
-        columns = torch.arange(max(lengths, default=0))
-        real = columns < sizes[:, None]
+        # On the host, so that no device is waited for.
+        sizes = torch.tensor(list(lengths), dtype=torch.int64)  # [D]
+        columns = torch.arange(max(lengths, default=0))  # [L]
+        real = columns < sizes[:, None]  # [D, L]
         rows = torch.where(real, (sizes.cumsum(0) - sizes)[:, None] + columns, 0)
         return cls(tuple(lengths), to_device(rows, device), to_device(true_places(real), device))
 
     def side_by_side(self, flat: Tensor) -> Tensor:
-        """[1, N, ...] -> [D, L, ...]; what lies in the padding is arbitrary."""
+        """Lay [1, N, ...] out as [D, L, ...]; padding is arbitrary."""
         return flat[0].index_select(0, self.rows.flatten()).view(*self.rows.shape, *flat.shape[2:])
 
     def end_to_end(self, padded: Tensor) -> Tensor:
-        """[D, L, ...] -> [1, N, ...]."""
+        """Lay [D, L, ...] out as [1, N, ...]."""
         return padded.flatten(0, 1).index_select(0, self.flat)[None]
 
     def heads_side_by_side(self, flat: Tensor) -> Tensor:
-        """Queries, keys or values [1, heads, N, D_head] -> [D, heads, L, D_head]."""
+        """Lay queries, keys or values [1, heads, N, D_head] out as [D, heads, L, D_head]."""
         return self.side_by_side(flat.transpose(1, 2)).transpose(1, 2)
-
-
-def documents_of(lengths: Sequence[int] | None, device: torch.device) -> Documents | None:
-    """None for a batch of one sequence a row."""
-    return None if lengths is None else Documents.of(lengths, device)

@@ -15,7 +15,7 @@ FILES = [
     *(f"modules/drafters/{name}.py" for name in ("row_drafter", "draft_model", "feature_heads", "growth")),
     *(f"modules/drafters/{name}.py" for name in ("eagle/head", "eagle/net", "eagle3/head", "eagle3/net")),
     "modules/drafters/eagle3/loss.py",
-    *(f"train/{name}.py" for name in ("lit_head", "bad_steps", "drafter_objective", "metrics", "telemetry")),
+    *(f"train/{name}.py" for name in ("lit_head", "bad_steps", "lit_drafter", "metrics", "telemetry")),
 ]
 HOST, ROUND, CPU = "tensors of the host", "one transfer a round", "the CPU's way, or a row's alone"
 ALLOWED = {
@@ -37,9 +37,10 @@ ALLOWED = {
     "modules/drafters/eagle3/head.py:loss_count": (1, HOST),
     "train/bad_steps.py:agree": (1, "one transfer a step, behind its gradients: whether to leave it out"),
     "train/lit_head.py:_begin_step": (1, "between ranks only, at the step's begin: what they count together"),
-    "train/drafter_objective.py:features_of": (1, "of a feature cache only"),
-    "train/drafter_objective.py:_together": (1, "between ranks of one target: the shapes of their batches"),
-    "train/drafter_objective.py:_stored": (1, "of a feature cache only: to a file"),
+    "train/lit_drafter.py:read": (1, "of a feature cache only"),
+    "train/lit_drafter.py:_measured_std": (1, "of the first batch in a plain Trainer only"),
+    "train/lit_drafter.py:_read_together": (1, "between ranks of one target: the shapes of their batches"),
+    "train/lit_drafter.py:__call__": (1, "of a feature cache only: to a file"),
     "train/metrics.py:gather_rows": (1, "where losses are logged"),
     "train/metrics.py:state": (1, "where losses are logged"),
     "train/telemetry.py:take": (1, "where losses are logged"),

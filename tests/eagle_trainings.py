@@ -5,16 +5,15 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from trained_runs import fake_trainer
+from trained_runs import fake_trainer, micro_batch
 
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.datasets import collate_features, open_dataset
 from draftsmith.modules.drafters.eagle.head import EagleHead
 from draftsmith.train.config import TrainDrafterConfig, drafter_config
-from draftsmith.train.data_module import Key, Part
-from draftsmith.train.drafter import make_head
-from draftsmith.train.drafter_objective import DrafterObjective
-from draftsmith.train.lit_head import LitHead
+from draftsmith.train.data_module import MicroBatch
+from draftsmith.train.lit_drafter import LitDrafter
+from draftsmith.train.prepare import make_head
 
 QUICK = {
     "lr": 3e-3,
@@ -33,21 +32,19 @@ def config(artefacts, output: Path, **changes) -> TrainDrafterConfig:
     return drafter_config("eagle")(**settings)
 
 
-def a_module(artefacts, tmp_path, **changes) -> LitHead:
+def a_module(artefacts, tmp_path, **changes) -> LitDrafter:
     settings, target = config(artefacts, tmp_path, **changes), load_lm(str(artefacts.target))
-    objective = DrafterObjective(EagleHead, settings, target, feature_std=2.0)
-    module = LitHead(make_head(settings, target), objective, settings, 12)
+    module = LitDrafter(make_head(settings, target), target, settings, total_steps=12, feature_std=2.0)
     module.trainer = fake_trainer(open_dataset(artefacts.features))
     return module
 
 
-def change(module: LitHead, **settings) -> None:
-    """Go on with other settings."""
-    module.objective.settings = dataclasses.replace(module.objective.settings, **settings)
+def change(module: LitDrafter, **settings) -> None:
+    """Continue with other settings."""
+    module.settings = dataclasses.replace(module.settings, **settings)
 
 
-def a_part(artefacts, indices, collate=collate_features) -> Part:
+def a_part(artefacts, indices, collate=collate_features, epoch: int = 0) -> MicroBatch:
     data = open_dataset(artefacts.features)
     batch = collate([data[i] for i in indices])
-    tokens = EagleHead.num_loss_tokens(batch)
-    return Part(batch, tuple(Key(0, i) for i in indices), tokens, tokens, True, True)
+    return micro_batch(batch, EagleHead.loss_count(batch, None), indices, epoch)

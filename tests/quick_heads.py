@@ -60,7 +60,7 @@ def quick_eagle3_head(
     torch.manual_seed(0)
     # Of version 3, which every format holds.
     settings = Eagle3Settings(draft_vocab=draft_vocab, passes=passes, version="3")
-    head = Eagle3Head(dataclasses.replace(Eagle3Head.shape(settings, target.config), **shape))
+    head = Eagle3Head(dataclasses.replace(Eagle3Head.new_config(settings, target.config), **shape))
     width = min(map(len, rows))
     ids = torch.tensor([row[-width:] for row in rows])
     counts = torch.bincount(ids.flatten(), minlength=head.config.vocab_size)

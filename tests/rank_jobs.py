@@ -57,8 +57,8 @@ def run_job(job: dict[str, Any]) -> None:
     from draftsmith.modules.types import InputError
     from draftsmith.train import deepspeed
     from draftsmith.train.acceptance import TrainAcceptanceConfig
+    from draftsmith.train.command import run
     from draftsmith.train.config import drafter_config
-    from draftsmith.train.run import run
 
     deepspeed.KEPT_WHOLE = 0  # stage 3 partitions even the smallest tensors
     config_class = TrainAcceptanceConfig if job["head"] == "acceptance" else drafter_config(job["head"])
@@ -102,8 +102,8 @@ def leave_as_killed(source: Path, step: int, output: Path, rank: int) -> None:
 @contextmanager
 def watched() -> Iterator[dict[str, Any]]:
     """Collects what the trainer had: norms of the gradient, and what is partitioned."""
-    from draftsmith.train.lit_drafter import LitDrafter
     from draftsmith.train.lit_head import LitHead
+    from draftsmith.train.own_trainer import OwnTrainer
 
     facts: dict[str, Any] = {"grad_norms": []}
 
@@ -111,9 +111,8 @@ def watched() -> Iterator[dict[str, Any]]:
         if not batch.last:
             return
         facts["grad_norms"].append(self.grad_norm)
-        objective = self.objective
-        reader = getattr(objective, "reader", None)
-        frozen = objective.target if reader is None else getattr(reader, "drafts", reader).drafter.lm
+        reader = getattr(self, "reader", None)
+        frozen = self.target if reader is None else getattr(reader, "drafts", reader).drafter.lm
         frozen_params = list(frozen.model.parameters())
         facts["frozen_elements"] = sum(p.numel() for p in frozen_params)
         facts["frozen_partitioned"] = any(hasattr(p, "ds_id") for p in frozen_params)
@@ -125,7 +124,7 @@ def watched() -> Iterator[dict[str, Any]]:
             facts["optimized"] = sum(flat.numel() for flat in zero.state)
 
     with ExitStack() as patches:
-        for kind in (LitHead, LitDrafter):
+        for kind in (LitHead, OwnTrainer):
             patches.enter_context(mock.patch.object(kind, "on_train_batch_end", on_train_batch_end, create=True))
         yield facts
 
@@ -141,7 +140,7 @@ def poisoned(row: int, how: str) -> Iterator[None]:
         rows = [self.trainer.datamodule.train.indices[key.index] for key in part.keys]
         if row not in rows:
             return step(self, part, batch_idx)
-        true_loss = self.part_loss
+        true_loss = self.loss
 
         def loss(*args: Any, **kwargs: Any) -> Any:
             import dataclasses
@@ -151,7 +150,7 @@ def poisoned(row: int, how: str) -> Iterator[None]:
             bad = float("nan") if how == "loss" else (output.loss * 0).abs().sqrt()
             return dataclasses.replace(output, loss=output.loss + bad)
 
-        with mock.patch.object(self, "part_loss", loss):
+        with mock.patch.object(self, "loss", loss):
             return step(self, part, batch_idx)
 
     with mock.patch.object(LitHead, "training_step", training_step):

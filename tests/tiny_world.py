@@ -61,9 +61,9 @@ def make_tiny_world(root: Path) -> dict[str, str]:
     save_head(root / "eagle", eagle, {"target": target_lm.info.identity}, "card")
     shape = Eagle3Config(layer_like(llama_config(raw)), (0, 1, 2), llama_config(raw).vocab_size)
     save_head(root / "eagle3", Eagle3Head(shape), {"target": target_lm.info.identity}, "card")
-    medusa = MedusaHead(MedusaHead.shape(MedusaSettings(num_heads=3), llama_config(raw)))
+    medusa = MedusaHead(MedusaHead.new_config(MedusaSettings(num_heads=3), llama_config(raw)))
     save_head(root / "medusa", medusa, {"target": target_lm.info.identity}, "card")
-    hydra = HydraHead(HydraHead.shape(HydraSettings(num_heads=3, prefix_attention=True), llama_config(raw)))
+    hydra = HydraHead(HydraHead.new_config(HydraSettings(num_heads=3, prefix_attention=True), llama_config(raw)))
     save_head(root / "hydra", hydra, {"target": target_lm.info.identity}, "card")
     rows = [
         {"id": f"row-{i}", "task": "ab"[i % 2], "split": "test" if i < NUM_PROMPTS else "train",

@@ -11,13 +11,27 @@ import torch
 from safetensors.torch import load_file
 
 from draftsmith.train.checkpoints import FOLDER, STATE, all_in
-from draftsmith.train.data_module import Samples
+from draftsmith.train.data_module import MicroBatch, SampleKey, Samples
 
 
 def fake_trainer(dataset: Any, step: int = 0) -> Any:
     """What a `LitHead` asks of Lightning's trainer: its samples, which are all of a data set, and how far it is."""
     samples = Samples(dataset, range(len(dataset)))
     return SimpleNamespace(datamodule=SimpleNamespace(train=samples, val=samples), global_step=step)
+
+
+def micro_batch(data: Any, tokens: float, indices: Any = None, epoch: int = 0) -> MicroBatch:
+    """A collated batch as a whole step of one rank; the samples are the first ones unless `indices` says which."""
+    mask = getattr(data, "attention_mask", None)
+    mask = data.loss_mask if mask is None else mask
+    lengths = getattr(data, "lengths", None) or tuple(mask.sum(-1).tolist())
+    keys = tuple(SampleKey(epoch, i) for i in (range(len(lengths)) if indices is None else indices))
+    return MicroBatch(data, keys, lengths, tokens, tokens)
+
+
+def step_loss(module: Any, batch: MicroBatch) -> Any:
+    """Output of a module's loss in a training step."""
+    return module.loss(module.read(batch)[0], module.train_step(batch))
 
 
 def newest_state(output: Path) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from draftsmith.train.strategies import local_device, model_dtype, world_size
 if TYPE_CHECKING:
     from draftsmith.train.acceptance_data import RolloutReader
     from draftsmith.train.data_module import Samples
+    from draftsmith.train.fit import PreparedTraining
 
 # Defaults for labels of mixed text: SpecDec++, section 4.
 MIXED: dict[str, Any] = {
@@ -187,17 +188,16 @@ def label_temperature(manifest: Manifest) -> Any:
     return (manifest.sampling or {}).get("temperature")
 
 
-def prepare(config: TrainAcceptanceConfig) -> tuple[Any, ...]:
+def prepare(config: TrainAcceptanceConfig) -> PreparedTraining:
     """Load the models and data of a training, as arguments of `fit`.
 
     Raises:
         InputError: as `run`.
     """
     # These load Lightning, which --help does not need.
-    from draftsmith.train.acceptance_data import AcceptanceObjective, MixedText, RolloutReader, collate_stored
+    from draftsmith.train.acceptance_data import LitAcceptance, MixedText, RolloutReader, collate_stored
     from draftsmith.train.data_module import HeadDataModule, train_and_val
-    from draftsmith.train.fit import Provenance, digests
-    from draftsmith.train.lit_head import LitHead
+    from draftsmith.train.fit import PreparedTraining, Provenance, digests
 
     config = with_defaults(config)
     kind, _ = labels_of(config)
@@ -237,13 +237,13 @@ def prepare(config: TrainAcceptanceConfig) -> tuple[Any, ...]:
         reader = MixedText(drafter, greedy)
     collate: Any = collate_stored if rollouts else collate_acceptance
     data = HeadDataModule(train_samples, val_samples, collate, num_loss_tokens, config)
-    module = LitHead(head, AcceptanceObjective(reader, config.calibrate), config, data.total_steps)
+    module = LitAcceptance(head, reader, config, data.total_steps, config.calibrate)
 
     inputs = digests(train, val) | (starting_weights(config.init) if config.init is not None else {})
     labels = {"labels": "rollout" if rollouts else "mix", "mode": "greedy" if greedy else "sampling"}
     labels |= {"drafter": drafter.name}
     provenance = Provenance("acceptance", inputs, drafter.identity, manifest.identity, manifest.sampling, labels)
-    return module, data, config, provenance
+    return PreparedTraining(module, data, config, provenance)
 
 
 def store_rollouts(

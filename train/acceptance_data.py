@@ -1,4 +1,4 @@
-"""Drafted tokens that an acceptance head learns from, and its objective (SpecDec++, Huang et al. 2024, section 3.3).
+"""Drafted tokens that an acceptance head learns from, and its training (SpecDec++, Huang et al. 2024, section 3.3).
 
 Labels of mixed text are read by the draft in every step (`MixedText`). Labels of real rounds are read once, before the
 first step, and kept in memory (`RolloutReader`): tokens of one answer are alike, so every batch is drawn from all
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -33,8 +33,8 @@ from draftsmith.modules.losses import acceptance_loss
 from draftsmith.modules.metrics import acceptance_metrics, binary_kl, expected_calibration_error, fit_platt
 from draftsmith.modules.types import AcceptanceBatch, InputError, LossOutput
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.data_module import Part, Samples
-from draftsmith.train.lit_head import Given, Objective
+from draftsmith.train.data_module import MicroBatch, Samples
+from draftsmith.train.lit_head import LitHead
 from draftsmith.train.metrics import gather_rows, say_on_rank_zero
 from draftsmith.train.optimizers import lr_schedule
 from draftsmith.train.telemetry import features_flops
@@ -85,9 +85,9 @@ class MixedText:
         batch = AcceptanceBatch(hidden[mask], data.accept_prob[mask], mask[mask])
         return DraftedTokens(batch, mask.nonzero()[:, 0], log_q[mask] if with_log_q else None)
 
-    def flops(self, part: Part, lengths: Sequence[int]) -> tuple[float, int]:
-        """Return model FLOPs of `read` and the number of its tokens. lengths: of the part's rows."""
-        return features_flops(self.lm, lengths), int(part.tokens)
+    def flops(self, batch: MicroBatch) -> tuple[float, int]:
+        """Return model FLOPs of `read` and the number of its tokens."""
+        return features_flops(self.lm, batch.real_lengths), int(batch.tokens)
 
 
 @dataclass(frozen=True)
@@ -206,9 +206,9 @@ class RolloutReader:
         for start in range(0, len(tokens.ids), TOKENS_AT_ONCE):
             yield self.read(tokens[slice(start, start + TOKENS_AT_ONCE)]).batch
 
-    def flops(self, part: Part, lengths: Sequence[int]) -> tuple[float, int]:
+    def flops(self, batch: MicroBatch) -> tuple[float, int]:
         """Return model FLOPs of `read`, 0, and the number of its tokens."""
-        return 0.0, len(part.data.ids)
+        return 0.0, len(batch.data.ids)
 
 
 class StoredDataset:
@@ -288,50 +288,62 @@ def try_sizes(
     return sorted(tried, key=lambda size: size.kl)
 
 
-class AcceptanceObjective(Objective):
-    """Weighted BCE of an acceptance head, and its calibration. Parts hold what `reader` reads."""
+class LitAcceptance(LitHead):
+    """An acceptance head in training: weighted BCE, and its calibration. Batches hold what `reader` reads."""
 
+    head: AcceptanceHead
     monitor, larger_is_better = "kl", False
 
-    def __init__(self, reader: MixedText | RolloutReader, calibrate: Literal["platt", "none"]):
+    def __init__(
+        self,
+        head: AcceptanceHead,
+        reader: MixedText | RolloutReader,
+        config: TrainConfig,
+        total_steps: int,
+        calibrate: Literal["platt", "none"],
+    ):
         """calibrate: fit scale and shift to the validation tokens at every validation, or not."""
-        self.reader, self.calibrate, self.model = reader, calibrate, reader.model
+        super().__init__(head, config, total_steps, frozen=reader.model)
+        self.reader, self.calibrate = reader, calibrate
         # A head for real rounds starts as a logistic, which may stay the best.
         self.validates_first = reader.weighted
 
-    def state(self, head: AcceptanceHead) -> dict[str, Any]:
-        return {"calibration": list(head.config.calibration)}
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["calibration"] = list(self.head.config.calibration)
 
-    def load(self, head: AcceptanceHead, checkpoint: Mapping[str, Any]) -> None:
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
         scale, shift = checkpoint["calibration"]
-        head.config = dataclasses.replace(head.config, calibration=(scale, shift))
+        self.head.config = dataclasses.replace(self.head.config, calibration=(scale, shift))
 
-    def read(self, part: Part, validating: bool = False) -> Given:
-        tokens = self.reader.read(part.data, with_log_q=validating)
-        return Given(tokens, tokens.batch.hidden)
+    def read(self, batch: MicroBatch, validating: bool = False) -> tuple[DraftedTokens, Tensor]:
+        tokens = self.reader.read(batch.data, with_log_q=validating)
+        return tokens, tokens.batch.hidden
 
-    def loss(self, head: AcceptanceHead, given: Given, step: TrainStep) -> LossOutput:
-        batch = given.data.batch
-        return acceptance_loss(predicted(head, batch), batch, head.config.w_acc, head.config.w_rej)
+    def loss(self, inputs: DraftedTokens, step: TrainStep | None) -> LossOutput:
+        config = self.head.config
+        return acceptance_loss(predicted(self.head, inputs.batch), inputs.batch, config.w_acc, config.w_rej)
 
-    def flops(self, head: AcceptanceHead, part: Part, step: TrainStep) -> float:
-        read, tokens = self.reader.flops(part, step.lengths)
-        return read + acceptance_training(head.config, tokens)
+    def flops(self, batch: MicroBatch) -> float:
+        read_flops, tokens = self.reader.flops(batch)
+        return read_flops + acceptance_training(self.head.config, tokens)
 
-    def validate(self, head: AcceptanceHead, given: Iterable[tuple[Part, Given]]) -> dict[str, float]:
-        """Return kl, brier, ece, auc and auc_q over the drafted tokens, by the probability that the loss' weights
-        imply; and loss, the weighted loss. Tokens of rollouts count by their weights.
+    @torch.no_grad()
+    def validate(self, batches: Iterable[MicroBatch]) -> dict[str, float]:
+        """Return kl, brier, ece, auc and auc_q over the drafted tokens, by the probability that the loss weights imply.
 
-        With `calibrate` also ece_platt, by 2-fold cross-fitting over samples; the head keeps the fit to all of them.
+        loss is the weighted loss. Tokens of rollouts count by their weights. With `calibrate` also ece_platt, by 2-fold
+        cross-fitting over samples; the head keeps the fit to all of them.
         """
         # [N, 4] of all ranks: raw logit, accept_prob, log_q, sample; and weight for readers with weights.
+        head = self.head
         device = next(head.parameters()).device
         rows = [torch.empty(0, 4 + self.reader.weighted, device=device)]
-        for part, read in given:
-            tokens: DraftedTokens = read.data
-            batch, log_q = tokens.batch, tokens.log_q
+        for micro_batch, inputs in self.validated(batches):
+            batch, log_q = inputs.batch, inputs.log_q
             assert log_q is not None
-            sample = torch.tensor([key.index for key in part.keys], device=device)[tokens.row]
+            sample = torch.tensor([key.index for key in micro_batch.keys], device=device)[inputs.row]
             columns = [predicted(head, batch), batch.accept_prob, log_q, sample]
             columns += [batch.weight] if batch.weight is not None else []
             rows.append(torch.stack([column.float() for column in columns], dim=1))

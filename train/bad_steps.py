@@ -1,6 +1,6 @@
-"""Losses and gradients that are not finite: seen on any rank, the step is left out on all of them.
+"""Steps with a loss or gradient that is not finite: if any rank sees one, all ranks skip it.
 
-Where it is what a frozen model gave that is not finite, no step can mend it, and the run ends.
+A frozen model whose states are not finite cannot be trained around, so the run ends.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.modules.finite import NonFinite
-from draftsmith.modules.types import InputError, LossOutput
+from draftsmith.modules.types import InputError
 from draftsmith.train.metrics import gathered, sum_over_ranks
 
 # Samples that an error names.
@@ -22,9 +22,8 @@ NAMED = 20
 
 
 @dataclass
-class _PartMarks:
-    """Numbers of its samples; a mark that is 0 where its loss and gradients are finite, else NaN; and such a mark of
-    the states that a frozen model gave, if it did."""
+class _Marks:
+    """Marks of a micro-batch: 0 if its loss and gradients are finite, else NaN; the same of a frozen model's states."""
 
     samples: list[int]
     mark: Tensor
@@ -32,39 +31,36 @@ class _PartMarks:
 
 
 class BadSteps:
-    """Watches the parts of each step and counts the steps that were left out.
+    """Watches the micro-batches of each step and counts the steps that were skipped.
 
-    limit: the run ends when more steps than this were bad. model: flag of the frozen model. count: bad steps so far, in
-    this run and those it continues. samples: names of what was in their bad parts, on all ranks, in order of first
-    appearance.
+    count: skipped steps of this run and of those it resumes. samples: names of the samples in their bad micro-batches,
+    on all ranks, in order of first appearance.
     """
 
-    def __init__(self, limit: int, model: str = "target"):
-        self.limit, self.model, self.count = limit, model, 0
+    def __init__(self, limit: int, frozen: str = "target"):
+        """limit: more bad steps than this end the run. frozen: option that names the frozen model."""
+        self.limit, self.frozen, self.count = limit, frozen, 0
         self.samples: list[str] = []
-        self._parts: list[_PartMarks] = []
-        self._states: Tensor | None = None
+        self._parts: list[_Marks] = []
 
     def watch(self, module: nn.Module) -> None:
-        """Look at every gradient as this rank computes it, before it is summed with other ranks' and other parts'."""
+        """Look at every gradient as this rank computes it, before other ranks' and micro-batches' are added."""
         for param in module.parameters():
             if param.requires_grad:
                 param.register_hook(self._see)
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._parts = []
 
-    def given(self, states: Tensor) -> None:
-        """Hidden states of the frozen model, of the part whose loss is added next."""
-        self._states = states.detach().sum(dtype=torch.float32) * 0
+    def add(self, loss: Tensor, samples: list[int], frozen_states: Tensor | None = None) -> None:
+        """Add a micro-batch: its loss, the numbers of its samples, and hidden states of the frozen model.
 
-    def add(self, loss: Tensor, samples: list[int]) -> None:
-        """A part's loss, and the numbers of its samples; its gradients follow."""
-        # 0 where everything is finite, else NaN: one number on the device, which nothing waits for. (A sum of finite
-        # gradients that overflows float32 counts as bad, too.)
-        self._parts.append(_PartMarks(samples, loss.detach().float() * 0, self._states))
-        self._states = None
+        Its gradients follow. One number on the device marks each, which nothing waits for. Finite values whose sum
+        overflows float32 count as bad, too.
+        """
+        states = None if frozen_states is None else frozen_states.detach().sum(dtype=torch.float32) * 0
+        self._parts.append(_Marks(samples, loss.detach().float() * 0, states))
 
     def _see(self, gradient: Tensor) -> None:
         if self._parts:
@@ -72,31 +68,30 @@ class BadSteps:
             part.mark = part.mark + gradient.sum().float() * 0
 
     def agree(self, norm: Tensor | None, name: Callable[[int], str]) -> tuple[bool, float]:
-        """Whether any rank saw a bad part, and the norm as a number. All ranks call it and get the same answer.
+        """Return whether the step is bad on any rank, and the norm as a number. All ranks call it.
 
-        norm: of the step's whole gradient, where it is known by now; it is the same on every rank. name: what users
-            know a sample by.
+        norm: of the step's whole gradient, if it is known yet; the same on every rank. name: returns a sample's id.
 
         Raises:
-            InputError: too many steps were bad.
-            NonFinite: what a frozen model gave was not finite.
+            InputError: too many steps were bad. NonFinite: a frozen model's states are not finite.
         """
         marks = torch.stack([part.mark for part in self._parts])
         bad = sum_over_ranks(marks.isnan().any().double())
         known = torch.zeros_like(bad) if norm is None else norm.double()
-        number, size = torch.stack([bad, known.to(bad.device)]).tolist()  # the one wait for the device
+        # The one wait for the device in a step.
+        number, size = torch.stack([bad, known.to(bad.device)]).tolist()
         if not number and size - size == 0:
             return False, size
         self.add_step(name, everything=not number)
         return True, size
 
     def add_step(self, name: Callable[[int], str], everything: bool) -> None:
-        """Count the running step as bad. everything: no single part was bad, but their sum is."""
+        """Count the running step as bad. everything: no micro-batch was bad by itself, but their sum is."""
         bad = [part for part in self._parts if everything or bool(part.mark.isnan())]
         broken = [part for part in bad if part.states is not None and bool(part.states.isnan())]
         frozen = list(chain.from_iterable(gathered([name(i) for part in broken for i in part.samples])))
         if frozen:
-            raise NonFinite("hidden states", self.model, None).of(frozen)
+            raise NonFinite("hidden states", self.frozen, None).of(frozen)
         samples = chain.from_iterable(gathered([name(i) for part in bad for i in part.samples]))
         self.samples = list(dict.fromkeys([*self.samples, *samples]))
         self.count += 1
@@ -111,13 +106,3 @@ class BadSteps:
 
     def load(self, state: dict[str, Any]) -> None:
         self.count, self.samples = state["count"], list(state["samples"])
-
-
-def finite(output: LossOutput) -> LossOutput:
-    """The output with nothing in its sums and counts where the loss is not finite: it would make every mean so."""
-    keep = output.loss.detach().isfinite()
-
-    def kept(values: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: torch.where(keep.to(value.device), value, 0) for name, value in values.items()}
-
-    return LossOutput(output.loss, kept(output.sums), kept(output.counts))

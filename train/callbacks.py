@@ -67,7 +67,7 @@ class BetweenSteps(pl.Callback):
         name = f"train {pl_module.head.kind}"
         drawn = progress_bar(name, pl_module.total_steps, "steps", trainer.global_step, enabled=shown)
         self._advance = self._bar.enter_context(drawn)
-        if pl_module.objective.validates_first and trainer.global_step == 0:
+        if pl_module.validates_first and trainer.global_step == 0:
             with whole_head(trainer, pl_module) as head:
                 self._validate(trainer, pl_module, head, 0, final=False)
 
@@ -81,7 +81,7 @@ class BetweenSteps(pl.Callback):
         if not batch.last:
             return
         step, final = trainer.global_step, trainer.global_step == pl_module.total_steps
-        if self.config.logs(step, pl_module.total_steps):
+        if pl_module.logs(step):
             self._log_losses(trainer, pl_module, step)
         stopping = bool(pl_module.signal_agreed)
         validated = final or (step % self.val_every == 0 and not stopping)
@@ -120,7 +120,7 @@ class BetweenSteps(pl.Callback):
         measured = f" ({probed.measured})" if probed is not None and probed.monitor in metrics else ""
         say_on_rank_zero(f"step {step}/{module.total_steps}: {shown}{measured}")
         # If tau is measured it picks best/: a head can lose teacher-forced accuracy and gain tau.
-        monitor, sign = module.objective.monitor, 1 if module.objective.larger_is_better else -1
+        monitor, sign = module.monitor, 1 if module.larger_is_better else -1
         if self.probe is not None:
             monitor, sign = self.probe.monitor, 1
         if monitor in metrics and (not self.best or sign * metrics[monitor] > sign * self.best[monitor]):

@@ -125,10 +125,6 @@ class TrainConfig(RemoteCode):
     license: str = volatile("")
     trust_remote_code: bool = volatile(False)
 
-    def logs(self, step: int, total_steps: int) -> bool:
-        """True where losses are logged after so many steps of all."""
-        return step % self.log_every == 0 or step == total_steps
-
     def __post_init__(self) -> None:
         unknown = sorted(set(self.track) - set(TRACKERS))
         if unknown:

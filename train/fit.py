@@ -1,7 +1,7 @@
-"""One run of training from its output directory's point of view: begun, continued, interrupted or finished.
+"""A run of training in its output directory: begun, resumed, interrupted or finished.
 
-`started.json` holds what decides the weights and is written first; `training.json` holds the result and is written
-last: presence means complete.
+`started.json` is written first and holds what decides the weights. `training.json` is written last and holds the
+result: a run that has one is complete.
 """
 
 from __future__ import annotations
@@ -25,23 +25,14 @@ from draftsmith.data.console import print_text
 from draftsmith.data.heads.card import model_card
 from draftsmith.data.heads.directory import head_fields, save_head
 from draftsmith.data.store.files import make_directory, write_json, write_text
-from draftsmith.data.store.manifest import (
-    decisive,
-    differences,
-    flatten,
-    git_commit,
-    package_versions,
-    resolved,
-    warn_not_compared,
-    without_unrecorded,
-)
+from draftsmith.data.store.manifest import decisive, differences, flatten, git_commit, package_versions, resolved
 from draftsmith.data.store.reading import read_object
 from draftsmith.data.text.answers import Supervision
 from draftsmith.modules.types import InputError
 from draftsmith.train.callbacks import BetweenSteps, SaveHead
 from draftsmith.train.checkpoints import FOLDER, Checkpoints, all_in, newest_intact, step_of
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.data_module import HeadDataModule, Samples
+from draftsmith.train.data_module import HeadDataModule
 from draftsmith.train.lit_head import LitHead
 from draftsmith.train.loggers import HeadArtifact, make_loggers
 from draftsmith.train.metrics import is_first_process, say_on_rank_zero
@@ -55,11 +46,11 @@ STARTED, FINISHED, RESOLVED = "started.json", "training.json", "config.yaml"
 
 @dataclass(frozen=True)
 class Provenance:
-    """What a head was made from.
+    """Models and data that a head is made from.
 
-    job: the kind of the head. inputs: name -> digest of each artefact. read_model: identity of the model whose
-    hidden states the head reads. models: identities of all models concerned. sampling: what labels hold for, if any;
-    labels: what kind they are, as the head's config.json says it. of_target: as of `DraftHead`.
+    job: kind of the head. inputs: name -> digest of each artefact. read_model: identity of the model whose hidden
+    states the head reads. models: identities of all models concerned. sampling: sampling that labels hold for, if any;
+    labels: their kind, as in the head's config.json. of_target: see `DraftHead`.
     """
 
     job: str
@@ -71,19 +62,28 @@ class Provenance:
     of_target: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class PreparedTraining:
+    """A training that has not begun: its module and data, and what is recorded of it. probe: measures tau."""
+
+    module: LitHead
+    data: HeadDataModule
+    config: TrainConfig
+    provenance: Provenance
+    probe: TauProbe | None = None
+
+
 def finished(config: TrainConfig) -> Path | None:
-    """best/ of a finished run that is asked to be continued; nothing of it changes, which the user is told.
+    """Return best/ of a finished run that is to be resumed, which changes nothing.
 
     Raises:
-        InputError: the output directory holds a run, and it is not to be continued; or it is, with other settings.
+        InputError: the output directory holds a run that is not to be resumed, or one with other settings.
     """
     done = config.output / FINISHED
     if config.resume and done.exists():
         begun = read_object(config.output / STARTED, {}, "Choose another output.")
         now = flatten({"config": decisive(config)})
-        recorded = now.keys() & begun.keys()  # earlier versions had fewer settings
-        differing = differences({key: now[key] for key in recorded}, {key: begun[key] for key in recorded})
-        if differing:
+        if differing := differences(now, {key: begun.get(key) for key in now}):
             found = "another " + "; ".join(f"{key}: {new}, trained with {was}" for key, new, was in differing)
             remedy = f"Leave them out, or train anew in another output: {config.output} is finished."
             raise InputError("resume", found, "the settings of the finished training", remedy)
@@ -97,33 +97,46 @@ def finished(config: TrainConfig) -> Path | None:
 
 
 def digests(train: Any, val: Any | None) -> dict[str, str]:
-    """Hashes of the content that a head is trained and validated on."""
+    """Return the digests of the artefacts that a head is trained and validated on."""
     return {"data": train.manifest.digest} | ({"val": val.manifest.digest} if val is not None else {})
 
 
-def fit(
-    module: LitHead, data: HeadDataModule, config: TrainConfig, provenance: Provenance, probe: TauProbe | None = None
-) -> Path:
-    """Train, or go on training, and return best/.
+def fit(training: PreparedTraining) -> Path:
+    """Train, or resume a training, and return best/.
 
     Raises:
-        InputError: the run to be continued was begun with other settings or data.
+        InputError: the run to be resumed was begun with other settings or data, or the disk took no head.
         SystemExit: 130 after Ctrl-C and 143 after SIGTERM, as a shell reports them; everything is saved by then. After
-            SIGUSR1 0 when SLURM starts the job again (train/signals.py), else 138.
+            SIGUSR1 0 if SLURM starts the job again (train/signals.py), else 138.
     """
-    checkpoint = _checkpoint(config, provenance)
+    module, data, config, provenance = training.module, training.data, training.config, training.provenance
+    state = flatten(
+        {
+            "config": decisive(config),
+            "inputs": provenance.inputs,
+            "models": provenance.models,
+            READ_MODEL: provenance.read_model,
+        }
+    )
+    checkpoint = _checkpoint(config, state)
     step = step_of(checkpoint)
-    learned = tell_supervision(data.train)
+    supervision = log_supervision(data)
     if is_first_process():
-        _begin(config, provenance)
+        _write_started(config, provenance, state)
+    made_with = {"packages": package_versions(), "git_commit": git_commit()}
+
+    # Callbacks and loggers.
     checkpoints = Checkpoints(
         config.keep, {"world_size": world_size(config), "strategy": config.strategy}, config.accumulate
     )
     val_every = config.val_every or data.order.steps_per_epoch
-    between = BetweenSteps(config, val_every, _head_saver(config, provenance, data, learned), checkpoints, probe)
-    loggers = make_loggers(config, provenance.job, step, say_on_rank_zero, _made_from(provenance))
+    save_head = _head_saver(config, provenance, data, supervision, made_with)
+    between = BetweenSteps(config, val_every, save_head, checkpoints, training.probe)
+    made_from = {name: value for name, value in dataclasses.asdict(provenance).items() if name != "job"}
+    loggers = make_loggers(config, provenance.job, step, say_on_rank_zero, made_from | made_with)
     if step:
-        say_on_rank_zero(f"going on from step {step} of {module.total_steps}")
+        say_on_rank_zero(f"resuming at step {step} of {module.total_steps}")
+
     with quiet(), tensor_cores(config):
         arguments = trainer_arguments(config)
         arguments["plugins"].append(checkpoints)
@@ -136,67 +149,50 @@ def fit(
         )
         # weights_only: a checkpoint is a path that the user passes, so it is read as tensors and plain values only.
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
-    return _end(module, trainer, between, config, provenance)
 
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Hide what Lightning and DeepSpeed say of themselves."""
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    with warnings.catch_warnings():
-        # On any machine that has SLURM: to use srun. Processes are started by draftsmith launch.
-        warnings.filterwarnings("ignore", message="The `srun` command is available")
-        # Of a LitDrafter, which a plain Trainer asks for more than ours does.
-        warnings.filterwarnings("ignore", message="You defined a `validation_step`|You have overridden `transfer_batch")
-        # About torch's pytrees, and about collectives that DeepSpeed calls by their old names.
-        warnings.filterwarnings("ignore", category=FutureWarning, module=r"lightning\.|torch\.distributed\.")
-        yield
-
-
-def _end(
-    module: LitHead, trainer: pl.Trainer, between: BetweenSteps, config: TrainConfig, provenance: Provenance
-) -> Path:
-    """best/ of a complete training, which is recorded as such.
-
-    Raises:
-        InputError: the disk took no head. SystemExit: as of `fit`.
-    """
+    # An interrupted run says how to resume it.
     interrupted = module.signal_agreed or module.signal_received
     if trainer.global_step < module.total_steps:
         assert interrupted, f"stopped at step {trainer.global_step} of {module.total_steps} without a signal"
-        _leave(interrupted, between.saved_step, config, provenance)
+        command = ["draftsmith", "train", provenance.job, "--config", str(config.output / RESOLVED), "--resume"]
+        saved = f"saved step {between.saved_step}" if between.saved_step else "nothing was saved"
+        say_on_rank_zero(f"{signal.Signals(interrupted).name}: {saved}. Resume with: {shlex.join(command)}")
+        raise SystemExit(exit_code(interrupted, config.resume))
     if between.unsaved:
         found = f"no room for the trained head ({between.unsaved})"
         remedy = f"Free some space, then pass --resume: step {between.saved_step} is saved."
         raise InputError("output", found, "room for best/, last/ and a checkpoint", remedy)
+
+    # The run is complete.
     if is_first_process():
         result = {"steps": module.total_steps, "best": between.best, "last": between.latest}
         write_json(config.output / FINISHED, result)
     trainer.strategy.barrier("finished")
     if is_first_process():
         print_text(f"{provenance.job} head: {config.output / 'best'} (step {between.best.get('step', 0):.0f})")
-    if interrupted in {signal.SIGINT, signal.SIGTERM}:  # in the last step: complete, but nothing more was wanted
+    # A signal in the last step: the training is complete, but nothing more was wanted.
+    if interrupted in {signal.SIGINT, signal.SIGTERM}:
         raise SystemExit(128 + interrupted)
     return config.output / "best"
 
 
-def _state(config: TrainConfig, provenance: Provenance) -> dict[str, Any]:
-    made_from = {"inputs": provenance.inputs, "models": provenance.models, READ_MODEL: provenance.read_model}
-    return flatten({"config": decisive(config), **made_from})
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Hide messages and warnings of Lightning and DeepSpeed."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    with warnings.catch_warnings():
+        # On any machine with SLURM it asks for srun; our processes are started by `draftsmith launch`.
+        warnings.filterwarnings("ignore", message="The `srun` command is available")
+        # A LitDrafter has hooks for a plain Trainer, which ours does not call.
+        warnings.filterwarnings("ignore", message="You defined a `validation_step`|You have overridden `transfer_batch")
+        # torch's pytrees, and collectives that DeepSpeed calls by their old names.
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"lightning\.|torch\.distributed\.")
+        yield
 
 
-def _differing(now: Mapping[str, Any], was: Mapping[str, Any]) -> tuple[list[tuple[str, Any, Any]], list[str]]:
-    """What differs in two states, and what the older one does not record."""
-    differing, unrecorded = without_unrecorded(differences(now, was))
-    if not any(key.startswith(READ_MODEL) for key in was):  # an earlier version wrote it
-        differing = [entry for entry in differing if not entry[0].startswith(READ_MODEL)]
-        unrecorded = [*(key for key in unrecorded if not key.startswith(READ_MODEL)), READ_MODEL]
-    return differing, unrecorded
-
-
-def _checkpoint(config: TrainConfig, provenance: Provenance) -> Path | None:
-    """What to go on from; None begins anew.
+def _checkpoint(config: TrainConfig, state: Mapping[str, Any]) -> Path | None:
+    """Return the checkpoint to resume from; None begins anew.
 
     Raises:
         InputError: lists every setting and input that differs from those the run was begun with; or every checkpoint is
@@ -206,9 +202,7 @@ def _checkpoint(config: TrainConfig, provenance: Provenance) -> Path | None:
         return None
     started = config.output / STARTED
     if started.exists():
-        begun = read_object(started, {}, "Restore it, or choose another output.")
-        differing, unrecorded = _differing(_state(config, provenance), begun)
-        warn_not_compared(str(started), unrecorded)
+        differing = differences(state, read_object(started, {}, "Restore it, or choose another output."))
         if differing:
             found = "another " + "; ".join(f"{key}: {now}, begun with {was}" for key, now, was in differing)
             remedy = f"Restore it (see {config.output / RESOLVED}), or choose another output."
@@ -216,42 +210,37 @@ def _checkpoint(config: TrainConfig, provenance: Provenance) -> Path | None:
     return newest_intact(config.output / FOLDER, say_on_rank_zero)
 
 
-def _begin(config: TrainConfig, provenance: Provenance) -> None:
+def _write_started(config: TrainConfig, provenance: Provenance, state: Mapping[str, Any]) -> None:
     make_directory(config.output)
     if config.resume and (config.output / STARTED).exists():
         return
-    plain = resolved(dataclasses.replace(config, resume=False))
-    text = yaml.safe_dump(plain, sort_keys=False)
+    text = yaml.safe_dump(resolved(dataclasses.replace(config, resume=False)), sort_keys=False)
     write_text(config.output / RESOLVED, f"# draftsmith train {provenance.job} --config THIS_FILE\n{text}")
-    write_json(config.output / STARTED, _state(config, provenance))
+    write_json(config.output / STARTED, state)
 
 
-def _made_from(provenance: Provenance) -> dict[str, Any]:
-    """What a tracker is told of a run beside its config."""
-    made_from = {**dataclasses.asdict(provenance), "packages": package_versions(), "git_commit": git_commit()}
-    del made_from["job"]
-    return made_from
-
-
-def tell_supervision(train: Samples) -> dict[str, float]:
-    """Say what will be learned, and warn where that is little; its numbers."""
-    learned = Supervision.of(train.dataset.answer_lengths(train.indices))
-    say_on_rank_zero(f"data: {learned.text()}")
-    if warning := learned.warning():
+def log_supervision(data: HeadDataModule) -> dict[str, float]:
+    """Log how much there is to learn, warn if it is little, and return the numbers."""
+    supervision = Supervision.of(data.train.dataset.answer_lengths(data.train.indices))
+    say_on_rank_zero(f"data: {supervision.text()}")
+    if warning := supervision.warning():
         say_on_rank_zero(warning)
-    return learned.numbers()
+    return supervision.numbers()
 
 
 def _head_saver(
-    config: TrainConfig, provenance: Provenance, data: HeadDataModule, learned: Mapping[str, float]
+    config: TrainConfig,
+    provenance: Provenance,
+    data: HeadDataModule,
+    supervision: Mapping[str, float],
+    made_with: Mapping[str, Any],
 ) -> SaveHead:
-    """Saves a head under output/NAME, with its manifest and model card. learned: what `tell_supervision` said."""
+    """Return a function that saves a head under output/NAME, with its manifest and model card."""
     parts = {"training": data.train.lengths, "validation": data.val.lengths}
     samples: dict[str, dict[str, float]] = {
         name: {"samples": len(lengths), "tokens": int(sum(lengths))} for name, lengths in parts.items()
     }
-    samples["training"] |= learned
-    made_with = {"packages": package_versions(), "git_commit": git_commit()}
+    samples["training"] |= supervision
 
     def save(head: nn.Module, name: str, step: int, metrics: Mapping[str, float]) -> None:
         manifest = {
@@ -272,10 +261,3 @@ def _head_saver(
         save_head(config.output / name, head, manifest, card)
 
     return save
-
-
-def _leave(number: int, step: int, config: TrainConfig, provenance: Provenance) -> None:
-    command = ["draftsmith", "train", provenance.job, "--config", str(config.output / RESOLVED), "--resume"]
-    saved = f"saved step {step}" if step else "nothing was saved"
-    say_on_rank_zero(f"{signal.Signals(number).name}: {saved}. Go on with: {shlex.join(command)}")
-    raise SystemExit(exit_code(number, config.resume))

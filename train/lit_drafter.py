@@ -1,70 +1,40 @@
-"""The training of a draft head in a script of one's own: another loss in a subclass, a plain Trainer and DataLoader."""
+"""Training of a draft head: its loss on features of the target, stored with the data or computed in the step."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from draftsmith.data.store.feature_codec import decoded
-from draftsmith.modules.drafters.base import DraftHead, TrainStep
+from draftsmith.modules.drafters.base import DraftHead, TrainingCost, TrainStep
+from draftsmith.modules.packing import Documents
 from draftsmith.modules.targets.base import CausalLM
-from draftsmith.modules.types import FeatureBatch, InputError, LossOutput
-from draftsmith.train.callbacks import log_metrics
+from draftsmith.modules.types import FeatureBatch, LossOutput
 from draftsmith.train.config import TrainDrafterConfig, drafter_config
-from draftsmith.train.data_module import HeadDataModule, Key, Part, move
-from draftsmith.train.drafter_objective import DrafterObjective, FeatureSource
-from draftsmith.train.lit_head import LitHead
-from draftsmith.train.metrics import Means, num_ranks, sum_over_ranks
+from draftsmith.train.data_module import MicroBatch
+from draftsmith.train.feature_cache import FeatureCache
+from draftsmith.train.metrics import Means, num_ranks, rank, sum_over_ranks
+from draftsmith.train.own_trainer import OwnTrainer
+from draftsmith.train.telemetry import features_flops
 
-# Where a setting says what a script of one's own gives in another way.
+# Value of path options that a script gives as Python objects instead.
 IN_PYTHON = "given in Python"
-ROWS = 2**20  # more than a batch has
 
 
-def script_settings(head: DraftHead, target: CausalLM) -> TrainDrafterConfig:
-    """The settings of `train KIND` for a training whose data and output are a script's own."""
-    place = Path(IN_PYTHON)
-    return drafter_config(head.kind)(data=place, output=place, target=target.info.path or IN_PYTHON)
-
-
-class StepRows:
-    """What a step's rows are called where they come from a DataLoader that knows no names (as `Samples`)."""
-
-    def __init__(self) -> None:
-        self.lengths: dict[int, int] = {}
-
-    def add(self, batch: FeatureBatch, number: int) -> tuple[Key, ...]:
-        """Keys of the rows of a batch of this number."""
-        mask = batch.attention_mask
-        ids = batch.input_ids
-        lengths = batch.lengths or ([ids.shape[1]] * len(ids) if mask is None else mask.sum(-1).tolist())
-        first = number * ROWS
-        self.lengths |= {first + row: length for row, length in enumerate(lengths)}
-        return tuple(Key(0, first + row) for row in range(len(lengths)))
-
-    def name(self, index: int) -> str:
-        return "row {1} of batch {0}".format(*divmod(index, ROWS))
-
-
-class LitDrafter(LitHead):
+class LitDrafter(OwnTrainer):
     """A draft head in training.
 
     `fit` trains with it as `draftsmith train` does: exact resumption, checkpoints, best/, tau. It also runs in a plain
-    `lightning.Trainer` with any DataLoader whose batches are a `FeatureBatch` (`collate`), or a dictionary of its
-    fields, of which input_ids [B, T] and loss_mask [B, T] must be there; the target reads those without features. There
-    it logs train/..., val/..., lr and grad_norm, clips as the config says, and counts every token of an
-    accumulated step alike, whatever part it is in.
-
-    To learn something else, override `loss` (and `validation`, for what picks the best head).
+    `lightning.Trainer` with any DataLoader (own_trainer.py). To learn something else, override `loss`, and `validation`
+    for the metrics.
     """
 
     head: DraftHead
-    objective: DrafterObjective
 
     def __init__(
         self,
@@ -76,160 +46,141 @@ class LitDrafter(LitHead):
         feature_std: float | None = None,
         source: FeatureSource | None = None,
     ):
-        """config: the settings of `train KIND` (`draftsmith.settings`); None takes their defaults. total_steps: 0 asks
-        the Trainer. feature_std: of the features' elements, which noise is scaled by; None measures it in the first
-        batch. source: of the features of batches without."""
-        config = config or script_settings(head, target)
-        if source is None:
-            source = FeatureSource(target, head.learns_from(head.config, target.info.num_layers))
-        objective = DrafterObjective(type(head), config, target, feature_std or 0.0, source)
-        super().__init__(head, objective, config, total_steps)
-        objective.learn(self.loss, self.validation)
-        self.target, self.settings = target, config
-        self._rows: StepRows | None = None  # of the step at hand, in a plain Trainer
-        self._tokens = 0.0
-        self._val = Means()
+        """config: options of `train KIND` (`draftsmith.settings`); None takes the defaults. total_steps: 0 asks the
+        Trainer. feature_std: of the features' elements, the unit of noise; None measures the first batch. source: of
+        the features of batches that come without any."""
+        if config is None:
+            place = Path(IN_PYTHON)
+            config = drafter_config(head.kind)(data=place, output=place, target=target.info.path or IN_PYTHON)
+        super().__init__(head, config, total_steps, frozen="target")
+        self.target, self.settings, self.feature_std = target, config, feature_std
+        self.source = source or FeatureSource(target, head.learns_from(head.config, target.info.num_layers))
+        self.monitor, self.larger_is_better = head.monitor, head.larger_is_better
 
-    def loss(self, batch: FeatureBatch, step: TrainStep | None) -> LossOutput:
-        """Mean over `DraftHead.loss_count` tokens, with sums and counts of what is logged.
+    def loss(self, inputs: FeatureBatch, step: TrainStep | None) -> LossOutput:
+        """Return the mean over `DraftHead.loss_count`, with sums and counts to log.
 
-        batch: with features [B, T, L*H] of the target where the head reads any. step: None in validation.
+        inputs: with features [B, T, L*H] of the target if the head reads any. step: None in validation.
         """
-        return self.head.loss(batch, self.target, self.settings, step)
+        return self.head.loss(inputs, self.target, self.settings, step)
 
-    def validation(self, batch: FeatureBatch) -> LossOutput:
-        """What validation reports, in sums and counts."""
-        return self.head.validation(batch, self.target, self.settings)
+    def validation(self, inputs: FeatureBatch) -> LossOutput:
+        """Return the sums and counts of what validation reports."""
+        return self.head.validation(inputs, self.target, self.settings)
 
-    # -- in a plain Trainer
+    def read(self, batch: MicroBatch, validating: bool = False) -> tuple[FeatureBatch, Tensor | None]:
+        """Return the batch with its features: stored ones decoded, or the target's, in the target's dtype."""
+        data: FeatureBatch = batch.data
+        if data.features is not None or not self.head.needs_features:
+            # Stored features were checked when they were written.
+            self.source.join()
+            if data.features is not None and data.scale is not None:
+                data = dataclasses.replace(data, features=decoded(data.features, data.scale), scale=None)
+            states = None
+        elif data.lengths is None:
+            assert data.attention_mask is not None
+            # Only a cache needs the lengths, for which a device is waited for.
+            lengths = [] if self.source.cache is None else data.attention_mask.sum(-1).tolist()
+            states = self.source(data.input_ids, lengths)  # [B, T, L*H]
+            data = dataclasses.replace(data, features=states)
+        else:
+            # The target reads documents side by side, padded; everything else has them end to end.
+            documents = Documents.of(data.lengths, data.input_ids.device)
+            states = self.source(documents.side_by_side(data.input_ids), documents.lengths)  # [D, L, L*H]
+            states = documents.end_to_end(states)  # [1, N, L*H]
+            data = dataclasses.replace(data, features=states)
+        if self.feature_std is None and self.head.needs_features:
+            self.feature_std = self._measured_std(data)
+        return data, states
 
-    def setup(self, stage: str) -> None:
-        trainer = self.trainer
-        if stage != "fit" or isinstance(getattr(trainer, "datamodule", None), HeadDataModule):
-            return
-        if trainer.strategy.handles_gradient_accumulation:
-            found = f"{type(trainer.strategy).__name__} in a Trainer of your own"
-            raise InputError(
-                "strategy", found, "one without DeepSpeed", "Train with draftsmith.fit(..., strategy=...)."
-            )
-        if not self.total_steps:
-            steps = trainer.estimated_stepping_batches
-            if steps == float("inf"):
-                remedy = "Pass max_steps or max_epochs to the Trainer, or total_steps here."
-                raise InputError("total_steps", "a Trainer without an end", "a number of steps", remedy)
-            self.total_steps = int(steps)
+    @torch.no_grad()
+    def validate(self, batches: Iterable[MicroBatch]) -> dict[str, float]:
+        means = Means()
+        for _, inputs in self.validated(batches):
+            means.add(self.validation(inputs))
+        self.source.finish()
+        return self.metrics_of(means)
 
-    def on_fit_start(self) -> None:
-        data = getattr(self.trainer, "datamodule", None)
-        theirs = self.trainer.accumulate_grad_batches
-        if isinstance(data, HeadDataModule) and theirs != self.config.accumulate:
-            remedy = "Give both the same number: the loss is scaled by it."
-            raise InputError("accumulate", self.config.accumulate, f"{theirs}, as the Trainer has", remedy)
+    def flops(self, batch: MicroBatch) -> float:
+        head = self.head
+        if not isinstance(head, TrainingCost):
+            return 0.0
+        step = dataclasses.replace(self.train_step(batch), lengths=batch.real_lengths)
+        computed = head.needs_features and batch.data.features is None
+        target_flops = features_flops(self.target, step.lengths) if computed else 0.0
+        rows = head.logit_rows(batch.data, self.settings) if batch.logit_rows is None else batch.logit_rows
+        return target_flops + head.flops(head.config, self.settings, step, rows)
 
-    @property
-    def samples(self) -> Any:
-        return super().samples if self._rows is None else self._rows
-
-    def logs(self, step: int) -> bool:
-        if self._rows is None:
-            return super().logs(step)
-        return step % cast(Any, self.trainer).log_every_n_steps == 0 or step == self.total_steps
-
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Lightning moves no frozen dataclasses."""
-        if isinstance(batch, Part):
-            return move(batch, device)
-        batch = as_batch(batch)
-        return move(Part(batch, (), 0, 0, True, True), device).data
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if isinstance(batch, Part):
-            return super().training_step(batch, batch_idx)
-        batch = as_batch(batch)
-        if self._rows is None or not self._rows.lengths:  # a step begins
-            self._rows, self._tokens = StepRows(), 0.0
-            self.bad_steps.begin()
-        keys = self._rows.add(batch, batch_idx)
-        tokens = type(self.head).loss_count(batch, self.settings)
-        part = Part(batch, keys, tokens, tokens, True, True)
-        if not self.objective.feature_std and self.objective.reads:
-            self._measure_features(batch)
-        with self.autocast():
-            output = self.part_loss(part)
-        self.bad_steps.add(output.loss, part.indices)
-        self.means.add(output)
-        self._tokens += tokens
-        self.log("loss", output.loss.detach(), prog_bar=True, logger=False, batch_size=len(batch.input_ids))
-        # A sum over tokens, which Lightning divides by the parts: the step is divided by all of its tokens once they
-        # are known.
-        return output.loss * (tokens * self.trainer.accumulate_grad_batches)
-
-    def _measure_features(self, batch: FeatureBatch) -> None:
-        features = self.objective.features_of(batch).features
+    def _measured_std(self, data: FeatureBatch) -> float:
+        features = data.features
         assert features is not None
-        own = features if batch.attention_mask is None else features[batch.attention_mask]
-        own = own.double()
-        count = torch.tensor(float(own.numel()), dtype=torch.float64, device=own.device)
-        total, first, second = sum_over_ranks(torch.stack([count, own.sum(), own.square().sum()])).tolist()
-        self.objective.feature_std = max(second / total - (first / total) ** 2, 0.0) ** 0.5
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._rows is not None:
-            tokens = float(sum_over_ranks(torch.tensor(self._tokens, dtype=torch.float64, device=self.device)))
-            gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            torch._foreach_mul_(gradients, num_ranks() / (tokens or 1.0))  # DDP has divided by the ranks
-            self._rows = StepRows()  # none: the step is over
-        super().on_before_optimizer_step(optimizer)
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        trainer, done = self.trainer, self.trainer.global_step
-        if self._rows is not None and not self._rows.lengths and self.logs(done):
-            metrics = {f"train/{name}": value for name, value in self.means.take().items()}
-            metrics |= {"lr": trainer.optimizers[0].param_groups[0]["lr"], "grad_norm": self.grad_norm}
-            log_metrics(trainer, metrics | {"bad_steps": self.bad_steps.count}, done)
-
-    def on_validation_epoch_start(self) -> None:
-        self._val = Means()
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        part = batch if isinstance(batch, Part) else Part(as_batch(batch), (), 0, 0, True, True)
-        given = self.objective.read(part, validating=True)
-        with self.autocast():
-            self._val.add(self.objective.measure(self.head, given.data))
-
-    def on_validation_epoch_end(self) -> None:
-        """The means over all batches and ranks; `val/top1` and the others, for loggers and callbacks."""
-        metrics = self._val.take()
-        if not metrics:
-            raise InputError("val", "no response token", "validation samples with a response", "Hold out more samples.")
-        self.log_dict({f"val/{name}": value for name, value in metrics.items()})
+        values = (features if data.attention_mask is None else features[data.attention_mask]).double()
+        count = torch.tensor(float(values.numel()), dtype=torch.float64, device=values.device)
+        total, first, second = sum_over_ranks(torch.stack([count, values.sum(), values.square().sum()])).tolist()
+        return max(second / total - (first / total) ** 2, 0.0) ** 0.5
 
 
-def as_batch(batch: Any) -> FeatureBatch:
-    """A batch of any DataLoader: a `FeatureBatch`, or its fields by name, right-padded.
+class FeatureSource:
+    """Computes the target's features of batches, in its own dtype or as a cache stores them.
 
-    Raises:
-        InputError: another thing, or fields that are missing, unknown or of another shape.
+    With `shared`, the target's layers are spread over all ranks (`--target-parallel tensor`), so these read together:
+    every rank calls this, or `join`, for each of its batches, and `finish` where ranks may have unequally many.
     """
-    if isinstance(batch, FeatureBatch):
-        return batch
-    names = {field.name for field in dataclasses.fields(FeatureBatch)}
-    if not isinstance(batch, Mapping):
-        remedy = "Pass collate_fn=draftsmith.collate to the DataLoader."
-        raise InputError("batch", type(batch).__name__, f"a FeatureBatch or a dictionary of {sorted(names)}", remedy)
-    wrong = sorted(set(batch) - names) + sorted({"input_ids", "loss_mask"} - set(batch))
-    if wrong:
-        expected = f"input_ids and loss_mask, and no other than {', '.join(sorted(names))}"
-        raise InputError("batch", f"the fields {', '.join(map(str, batch))}", expected, f"Look at {', '.join(wrong)}.")
-    ids, mask = batch["input_ids"], batch["loss_mask"].bool()
-    if ids.ndim != 2 or ids.shape != mask.shape:
-        found = f"input_ids {list(ids.shape)} and loss_mask {list(mask.shape)}"
-        raise InputError("batch", found, "both [B, T], padded at the right", "Pass collate_fn=draftsmith.collate.")
-    attended = batch.get("attention_mask")
-    attended = torch.ones_like(mask) if attended is None else attended.bool()
-    positions = torch.arange(ids.shape[1], device=ids.device) * attended
-    given = {"features": None, "position_ids": positions, **batch, "loss_mask": mask, "attention_mask": attended}
-    features, scale = given["features"], given.pop("scale", None)
-    if scale is not None:
-        given["features"] = decoded(features, scale)
-    return FeatureBatch(**given)
+
+    def __init__(
+        self, target: CausalLM, capture: tuple[int, ...] = (), cache: FeatureCache | None = None, shared: bool = False
+    ):
+        """capture: the states to read (`DraftHead.capture`)."""
+        self._target, self._capture, self.cache, self.shared = target, capture, cache, shared
+
+    @torch.no_grad()
+    def __call__(self, input_ids: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Compute states [B, T, L*H] of right-padded ids [B, T]; those of padding are arbitrary.
+
+        lengths: tokens of each row, which a cache needs. With a cache the states are written to it, and rounded as it
+        stores them.
+        """
+        features = self._read_together(input_ids) if self.shared else self._read(input_ids)
+        assert features is not None
+        if self.cache is None:
+            return features
+        stored = torch.zeros_like(features, dtype=torch.bfloat16)
+        for ids, length, row, rounded in zip(input_ids.cpu(), lengths, features, stored, strict=True):
+            rounded[:length] = self.cache.put(ids[:length], row[:length])
+        return stored
+
+    def join(self) -> None:
+        """Help the other ranks with their batches; this rank's batch has its features already."""
+        if self.shared:
+            self._read_together(None)
+
+    def finish(self) -> None:
+        """Help the other ranks until none has a batch, and write what is to be cached."""
+        while self.shared and self._read_together(None, done=True) is not None:
+            pass
+        if self.cache is not None:
+            self.cache.flush()
+
+    def _read_together(self, input_ids: Tensor | None, done: bool = False) -> Tensor | None:
+        """Read all ranks' batches in one call of the target; return this rank's features, None if all are done."""
+        ids = torch.zeros(0, 0, dtype=torch.int64, device=self._target.device) if input_ids is None else input_ids
+        own = torch.tensor([*ids.shape, done], device=ids.device)
+        shapes = [torch.zeros_like(own) for _ in range(num_ranks())]
+        dist.all_gather(shapes, own)
+        rows, widths, finished = torch.stack(shapes).T.tolist()
+        if all(finished):
+            return None
+        if not any(rows):
+            return ids
+
+        # Gathered tensors have one shape, so every rank pads to the largest.
+        padded = ids.new_zeros(max(rows), max(widths))
+        padded[: ids.shape[0], : ids.shape[1]] = ids
+        parts = [torch.empty_like(padded) for _ in range(num_ranks())]
+        dist.all_gather(parts, padded)
+        features = self._read(torch.cat([part[:count] for part, count in zip(parts, rows, strict=True)]))
+        start = sum(rows[: rank()])
+        return features[start : start + ids.shape[0], : ids.shape[1]]
+
+    def _read(self, input_ids: Tensor) -> Tensor:
+        return self._target.features(input_ids.to(self._target.device), capture=self._capture).to(input_ids.device)

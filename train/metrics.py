@@ -1,4 +1,4 @@
-"""Sums, counts and rows over all ranks. Without a process group they are what this process has."""
+"""Sums, counts and rows over all ranks. Without a process group they are those of this process."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ def rank() -> int:
 
 
 def is_first_process() -> bool:
-    """True on one process of a run; also before the process group is there, from what the launcher has set."""
+    """Check for rank 0; before the process group exists, by what the launcher has set."""
     return not getattr(rank_zero_only, "rank", 0)
 
 
 def say_on_rank_zero(text: str) -> None:
-    """One line beside the answer, from one process only; also before the process group is there."""
+    """Print a line to stderr from one process only, also before the process group exists."""
     if is_first_process():
         log_note(text)
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """Elementwise sum over ranks, of tensors of one shape, on the device that the ranks talk through."""
+    """Return the elementwise sum over ranks, of tensors of one shape on the device that ranks communicate through."""
     if num_ranks() > 1:
         values = values.clone()
         dist.all_reduce(values)
@@ -44,12 +44,12 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 
 
 def gather_rows(rows: Tensor) -> Tensor:
-    """[N_rank, C] of each rank -> [sum of N_rank, C] on every rank, in order of ranks."""
+    """Gather [N_rank, C] of each rank to [sum of N_rank, C] on every rank, in order of ranks."""
     return torch.cat([part.to(rows.device) for part in gathered(rows.cpu())]) if num_ranks() > 1 else rows
 
 
 def gathered(own: T) -> list[T]:
-    """What each rank has, in order of ranks; of plain values and CPU tensors."""
+    """Gather plain values or CPU tensors of all ranks, in order of ranks."""
     if num_ranks() == 1:
         return [own]
     parts: list[Any] = [None] * num_ranks()
@@ -57,26 +57,38 @@ def gathered(own: T) -> list[T]:
     return parts
 
 
+def finite(output: LossOutput) -> LossOutput:
+    """Return the output with zero sums and counts if the loss is not finite, which would spoil every mean."""
+    keep = output.loss.detach().isfinite()
+    sums, counts = (
+        {name: torch.where(keep.to(value.device), value, 0) for name, value in values.items()}
+        for values in (output.sums, output.counts)
+    )
+    return LossOutput(output.loss, sums, counts)
+
+
 class Means:
-    """Running sums and counts; a mean is a ratio of sums over batches and over ranks, never a mean of means."""
+    """Running sums and counts. A mean is a ratio of sums over batches and ranks, never a mean of means."""
 
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
         self.counts: dict[str, Tensor] = {}
 
     def add(self, output: LossOutput) -> None:
-        """Take in a batch's sums and counts. Nothing is read back from the device here."""
-        _accumulate(self.sums, output.sums)
-        _accumulate(self.counts, output.counts)
+        """Add a batch's sums and counts, without waiting for the device."""
+        for totals, values in ((self.sums, output.sums), (self.counts, output.counts)):
+            for name, value in values.items():
+                value = value.detach().double()
+                totals[name] = totals[name].to(value.device) + value if name in totals else value
 
     def take(self) -> dict[str, float]:
-        """Means over everything added since the last call, on all ranks. All ranks must have added the same names."""
+        """Return the means over all ranks since the last call. All ranks must have added the same names."""
         state = self.state()
         self.sums, self.counts = {}, {}
         return {name: value / count for name, (value, count) in state.items() if count > 0}
 
     def state(self) -> dict[str, list[float]]:
-        """Name -> [sum, count] over all ranks; all of them must call it."""
+        """Return name -> [sum, count] over all ranks; all of them must call it."""
         names = sorted(self.sums)
         if not names:
             return {}
@@ -84,13 +96,7 @@ class Means:
         return dict(zip(names, stacked.tolist(), strict=True))
 
     def load(self, state: Mapping[str, list[float]]) -> None:
-        """Add what `state` gave."""
+        """Add a saved state."""
         sums = {name: torch.tensor(value, dtype=torch.float64) for name, (value, _) in state.items()}
         counts = {name: torch.tensor(count, dtype=torch.float64) for name, (_, count) in state.items()}
         self.add(LossOutput(torch.zeros(()), sums, counts))
-
-
-def _accumulate(into: dict[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    for name, value in values.items():
-        value = value.detach().double()
-        into[name] = into[name].to(value.device) + value if name in into else value

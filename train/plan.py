@@ -35,7 +35,7 @@ from draftsmith.data.store.files import check_disk
 from draftsmith.data.store.manifest import MANIFEST, Manifest, volatile
 from draftsmith.modules import flops
 from draftsmith.modules.acceptance.head import AcceptanceHead, acceptance_training
-from draftsmith.modules.drafters.base import TrainStep
+from draftsmith.modules.drafters.base import TrainingCost, TrainStep
 from draftsmith.modules.layers import LlamaConfig, LlamaModel
 from draftsmith.modules.losses import CHUNK_ELEMENTS
 from draftsmith.modules.targets.llama import SUPPORTED, llama_config
@@ -48,8 +48,7 @@ from draftsmith.train.acceptance import (
     with_defaults,
 )
 from draftsmith.train.config import MOST, TrainConfig, TrainDrafterConfig, drafter_config
-from draftsmith.train.drafter import head_shape
-from draftsmith.train.prepare import prepare
+from draftsmith.train.prepare import head_config, prepare
 from draftsmith.train.strategies import (
     device_kind,
     model_dtype,
@@ -241,7 +240,7 @@ def planned_head(config: TrainConfig) -> PlannedHead:
         return _planned_acceptance(config)
     assert isinstance(config, TrainDrafterConfig)
     drafter, frozen = config.drafter, frozen_sizes(config.target, model_dtype(config))
-    shape = head_shape(config, frozen.llama or target_shape(config.target))
+    shape = head_config(config, frozen.llama or target_shape(config.target))
     with torch.device("meta"):
         head = drafter(shape)
     head.freeze(config)
@@ -343,7 +342,7 @@ def training_documents(
         texts = _AssumedTexts(np.full(samples, length), np.arange(samples))
         source = f"assumed: {samples:,} samples of {length} tokens, as {config.data} does not exist"
     val = None if config.val is None else texts
-    train, _ = train_and_val(config, texts, val, context, lookahead, told=False)
+    train, _ = train_and_val(config, texts, val, context, lookahead, log=False)
     lengths = [int(length) for length in train.lengths]
     if rollouts:  # samples are blocks of drafted tokens, from all answers
         weights = (texts.item(int(row), 0)["weight"] for row in train.indices)
@@ -374,7 +373,8 @@ def epoch_flops(config: TrainConfig, planned: PlannedHead, documents: TrainingDo
     if isinstance(config, TrainDrafterConfig):
         head: Any = planned.head
         # The number of steps only decides how many passes run: at the end all do.
-        total = head.flops(head.config, config, TrainStep(MOST, MOST, lengths, ()), sum(counts))
+        step = TrainStep(MOST, MOST, lengths, ())
+        total = head.flops(head.config, config, step, sum(counts)) if isinstance(head, TrainingCost) else 0.0
     else:
         assert isinstance(planned.head, AcceptanceHead)
         total = acceptance_training(planned.head.config, sum(counts))
@@ -606,8 +606,8 @@ def measure_steps(config: TrainConfig) -> MeasuredSteps:
         if isinstance(config, TrainDrafterConfig):
             changes |= {"tau_prompts": 0, "feature_cache": None}
         short_config: Any = dataclasses.replace(config, **changes)
-        module, data, *_ = prepare(short_config)
-        numbers = timed_steps(module, data, short_config, folder)
+        training = prepare(short_config)
+        numbers = timed_steps(training.module, training.data, short_config, folder)
     return MeasuredSteps(
         TIMED,
         numbers["mfu"],

@@ -1,19 +1,248 @@
-"""Models and data of any head's training, from its settings."""
+"""Models and data of a training, from its options."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draftsmith.train import acceptance, drafter
+import torch
+from torch import Tensor
+
+from draftsmith.data.features import text_dataset
+from draftsmith.data.heads.directory import starting_head, starting_settings, starting_weights
+from draftsmith.data.models.identity import captured
+from draftsmith.data.models.loading import llama_shape, load_lm
+from draftsmith.data.store.datasets import ArtefactDataset, collate_features, open_dataset, pack_features
+from draftsmith.data.store.feature_codec import FeatureDtype, decoded, rounded
+from draftsmith.data.store.manifest import Manifest, open_artefact
+from draftsmith.modules.drafters.base import DraftHead, TrainingCost
+from draftsmith.modules.finite import NonFinite, first_broken
+from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.targets.llama import LlamaLM
+from draftsmith.modules.types import InputError
+from draftsmith.train import acceptance
 from draftsmith.train.acceptance import TrainAcceptanceConfig
 from draftsmith.train.config import TrainDrafterConfig
+from draftsmith.train.feature_cache import FeatureCache, check_cache_room
+from draftsmith.train.strategies import local_device, model_dtype
 
 if TYPE_CHECKING:
+    from draftsmith.train.data_module import Samples
+    from draftsmith.train.fit import PreparedTraining
     from draftsmith.train.lit_drafter import LitDrafter
 
 TrainedConfig = TrainAcceptanceConfig | TrainDrafterConfig
 
+# Samples from which the features' standard deviation is measured.
+STD_SAMPLES = 32
+# Larger artefacts are not hashed: at about 1 GB/s this takes half a minute.
+HASHED_BYTES = 32 * 2**30
 
-def prepare(config: TrainedConfig, learner: type[LitDrafter] | None = None) -> tuple[Any, ...]:
-    """What `fit` is given: the models and data of a training that has not begun. learner: as of `drafter.prepare`."""
-    return acceptance.prepare(config) if isinstance(config, TrainAcceptanceConfig) else drafter.prepare(config, learner)
+
+def prepare(config: TrainedConfig, module_class: type[LitDrafter] | None = None) -> PreparedTraining:
+    """Load the models and data of a training that has not begun.
+
+    Raises:
+        InputError: the data was made with another target, is damaged or empty, or the disk cannot hold the cache.
+    """
+    if isinstance(config, TrainAcceptanceConfig):
+        return acceptance.prepare(config)
+    # Lightning takes seconds to import, and --help needs none of it.
+    from draftsmith.train.data_module import HeadDataModule, train_and_val
+    from draftsmith.train.fit import PreparedTraining, Provenance, digests
+    from draftsmith.train.lit_drafter import FeatureSource, LitDrafter
+    from draftsmith.train.tau import TauProbe, probe_prompts
+
+    # The target, and the config of the head.
+    drafter, dtype, device = config.drafter, model_dtype(config), local_device(config)
+    target = load_lm(
+        config.target, dtype, device, config.engine, config.trust_remote_code, parallel=config.target_parallel
+    )
+    head_config = config_for(config, target)
+    layers = drafter.learns_from(head_config, target.info.num_layers)
+
+    # Data: a head to fine-tune may have a shorter context than its target.
+    train = open_data(config.data, config, target, layers)
+    val = open_data(config.val, config, target, layers) if config.val is not None else None
+    context = min(target.info.max_position, head_config.max_position)
+    train_samples, val_samples = train_and_val(config, train, val, context, drafter.lookahead)
+
+    def token_counts() -> Tensor:
+        return train_samples.dataset.token_counts(train_samples.indices, target.info.vocab_size)
+
+    head = make_head(config, target, token_counts)
+    cache = open_cache(config, target, layers, (train_samples, val_samples))
+    logit_rows = functools.partial(drafter.logit_rows, settings=config) if issubclass(drafter, TrainingCost) else None
+    data = HeadDataModule(
+        train_samples,
+        val_samples,
+        pack_features if config.tokens_per_batch else collate_features,
+        functools.partial(drafter.loss_count, settings=config),
+        config,
+        logit_rows,
+    )
+    std = 1.0
+    if drafter.needs_features:
+        std = feature_std(train_samples, target, layers, config.feature_dtype if cache is not None else None)
+
+    # The module, and what measures it.
+    module_class = module_class or LitDrafter
+    source = FeatureSource(target, layers, cache, shared=config.target_parallel == "tensor")
+    module = module_class(head, target, config, total_steps=data.total_steps, feature_std=std, source=source)
+    prompts = probe_prompts(config, val_samples, context)
+    every = config.tau_every or config.val_every or data.order.steps_per_epoch
+    probe = TauProbe(module, target, prompts, config, every) if prompts else None
+    inputs = digests(train, val) | ({} if config.init in drafter.starts else starting_weights(config.init))
+    if module_class is not LitDrafter:
+        inputs["loss"] = f"{module_class.__module__}.{module_class.__qualname__}"
+    identity = target.info.identity
+    provenance = Provenance(config.kind, inputs, identity, train.manifest.identity, of_target=head.of_target)
+    return PreparedTraining(module, data, config, provenance, probe)
+
+
+def open_data(directory: Path, config: TrainDrafterConfig, target: CausalLM, layers: Sequence[int]) -> ArtefactDataset:
+    """Open features of these layers (`DraftHead.learns_from`), or texts for the target to read.
+
+    Features are hashed to see that they are intact; of more than HASHED_BYTES only the files' sizes are compared.
+
+    Raises:
+        InputError: another artefact, one of another target, or features of other layers than the drafter reads.
+    """
+    manifest = Manifest.read(directory)
+    if manifest.kind == "features":
+        if config.features == "cache":
+            remedy = "Leave --features at online: these are read, not computed."
+            raise InputError("features", f"cache, and features in {directory}", "responses to compute them of", remedy)
+        size = sum(entry.bytes for entry in manifest.files)
+        identity = captured(target.info.identity, layers)
+        stored = manifest.identity.get("target", {}).get("layers", "final-norm")
+        wanted = identity.get("layers", "final-norm")
+        if stored != wanted:
+            expected = f"those of {wanted}, which this head learns from"
+            remedy = f"Make them with data features --drafter {config.kind}."
+            raise InputError("data", f"features of layers {stored}", expected, remedy)
+        check = "sha256" if size < HASHED_BYTES else "size"
+        return open_dataset(directory, "features", {"target": identity}, check, target.info.vocab_size)
+    open_artefact(directory, ("responses", "prompts", "features"), check="size")
+    return text_dataset(directory, config.target, target.info.identity)
+
+
+def open_cache(
+    config: TrainDrafterConfig, target: CausalLM, layers: Sequence[int], samples: Sequence[Samples]
+) -> FeatureCache | None:
+    """Open the cache of `--features cache`, if it is asked for, and let the samples read from it.
+
+    One process reports the space it will take, and stops the run if the disk has too little.
+    """
+    from draftsmith.train.metrics import is_first_process
+
+    if config.features != "cache":
+        return None
+    directory = config.feature_cache or config.output / "feature-cache"
+    cache = FeatureCache(directory, captured(target.info.identity, layers), config.feature_dtype, str(target.dtype))
+    if is_first_process():
+        check_cache_room(cache, samples, target.info.hidden_size * max(1, len(layers)), directory)
+    for part in samples:
+        part.cached = cache.item
+    return cache
+
+
+def make_head(config: TrainDrafterConfig, target: CausalLM, counts: Callable[[], Tensor] | None = None) -> DraftHead:
+    """Make a head to train, new or from `init`.
+
+    Its weights depend on the seed (and the target and the data) alone; torch's global generator stays as it was.
+
+    counts: returns how often each token occurs in the training answers, [V], for heads that ask.
+
+    Raises:
+        InputError: the target is of a family whose layers the head cannot copy, or `init` is no head, does not fit the
+            target or contradicts the options.
+    """
+    drafter = config.drafter
+    head_config = config_for(config, target)
+    weights = FrozenWeights(target, config.init, config.target_parallel == "tensor", counts)
+    if config.init not in drafter.starts:
+        head = starting_head(config.init, config.kind, target.info.hidden_size, target.info.vocab_size)
+        assert isinstance(head, DraftHead)
+        head.retarget(weights)
+    else:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            head = drafter(head_config)
+        head.start(config.init, weights)
+    head.freeze(config)
+    return head
+
+
+def config_for(config: TrainDrafterConfig, target: CausalLM) -> Any:
+    """Return `head_config` for a loaded target."""
+    return head_config(config, llama_shape(target, target.info.path or config.target))
+
+
+def head_config(config: TrainDrafterConfig, target: LlamaConfig) -> Any:
+    """Return the config of the head to train: after the target, or that of the head it starts from.
+
+    Raises:
+        InputError: `init` is no head, or one that the options contradict.
+    """
+    if config.init in config.drafter.starts:
+        return config.drafter.new_config(config, target)
+    found = starting_settings(config.init, config.kind, target.hidden_size, target.vocab_size)
+    config.drafter.check_init(config, found)
+    return found
+
+
+class FrozenWeights:
+    """Weights of a loaded target that a head may start from (`base.TargetWeights`)."""
+
+    def __init__(self, target: CausalLM, start: str, in_parts: bool, counts: Callable[[], Tensor] | None):
+        """start: value of `init`. in_parts: the target's layers are split over processes. counts: see `make_head`."""
+        self._target, self._start, self._in_parts, self._counts = target, start, in_parts, counts
+
+    def last_layer(self) -> dict[str, Tensor]:
+        """Return the last layer's state dict. Raises InputError if no process has all of it."""
+        if self._in_parts:
+            raise InputError("init", f"{self._start} of a target in parts", "whole layers", "Pass --init random.")
+        target: Any = self._target
+        layers = target.model.layers if isinstance(target, LlamaLM) else target.model.base_model.layers
+        return {name: weight.cpu() for name, weight in layers[-1].state_dict().items()}
+
+    def lm_head(self) -> Tensor:
+        """Return the output embedding, which every rank has whole."""
+        target: Any = self._target
+        layer = target.model.lm_head if isinstance(target, LlamaLM) else target.model.get_output_embeddings()
+        return layer.weight.detach().cpu()
+
+    def token_counts(self) -> Tensor:
+        assert self._counts is not None
+        return self._counts()
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        return self._target.info.eos_ids
+
+
+def feature_std(
+    samples: Samples, target: CausalLM, capture: tuple[int, ...] = (), stored: FeatureDtype | None = None
+) -> float:
+    """Return the standard deviation of the features' elements over the first samples, the unit of noise.
+
+    stored: type in which a cache keeps them. What it already holds is not read, so that nothing depends on it.
+    """
+    count, first, second = 0, 0.0, 0.0
+    for i in range(min(STD_SAMPLES, len(samples))):
+        item: Mapping[str, Tensor] = samples.item(i, 0)
+        features = None if stored or "features" not in item else decoded(item["features"], item.get("scale"))
+        if features is None:
+            features = target.features(item["input_ids"][None].to(target.device), capture=capture)[0]  # [T, L*H]
+            place = first_broken(features)
+            if place is not None:
+                raise NonFinite("hidden states", "target", place).of([samples.name(i)])
+            features = rounded(features, stored) if stored else features
+        features = features.double()
+        count, first = count + features.numel(), first + float(features.sum())
+        second += float(features.square().sum())
+    return max(second / count - (first / count) ** 2, 0.0) ** 0.5

@@ -22,7 +22,7 @@ from torch import Tensor
 from draftsmith.modules import flops
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.targets.base import CausalLM
-from draftsmith.train.data_module import Part
+from draftsmith.train.data_module import MicroBatch
 from draftsmith.train.metrics import gather_rows
 
 # Peak TFLOP/s of dense products by the vendors' data sheets: bf16, TF32, float32. The first name found in the device's
@@ -151,14 +151,14 @@ class Telemetry(pl.Callback):
             self._peak = peak_flops(pl_module.device, pl_module.config.precision, enough)
         self._mark = self._clock()
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Part, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: MicroBatch, batch_idx: int) -> None:
         self._window.waited_s += self._pass()
-        self._window.tokens += sum(pl_module.lengths_of(batch))
+        self._window.tokens += sum(batch.real_lengths)
         self._window.slots += num_slots(batch)
         self._window.flops += pl_module.flops(batch)
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Part, batch_idx: int
+        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: MicroBatch, batch_idx: int
     ) -> None:
         self._pass()
         self._window.steps += batch.last
@@ -201,7 +201,7 @@ class Telemetry(pl.Callback):
         return passed
 
 
-def num_slots(part: Part) -> int:
+def num_slots(part: MicroBatch) -> int:
     """Return the token slots of a batch with its padding: its `num_slots`, or the size of its first tensor, the ids."""
     slots = getattr(part.data, "num_slots", None)
     if slots is not None:

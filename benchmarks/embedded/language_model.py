@@ -1,7 +1,7 @@
 """Training of the small language models that ship with the package: cross-entropy, growing, distillation.
 
 A plain loop, not Lightning: one device, a few megabytes of weights, steps fixed in advance so that a build can be
-repeated. The heads, which users train, go through train/drafter.py.
+repeated. The heads, which users train, go through train/command.py.
 """
 
 from __future__ import annotations

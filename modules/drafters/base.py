@@ -1,12 +1,12 @@
-"""What every stage asks of a trained drafter, and so all that a new one has to answer.
+"""Interface of a trained draft head: network, loss, and drafter.
 
-A learned drafter is one file of this folder, NAME.py, or a folder NAME/ with a head.py. It holds a `DraftHead` whose
-`kind` is NAME. Commands find it by that name (modules/drafters/__init__.py): `train NAME` and `plan NAME` take the
-settings of its `Settings`, `data features` stores what `capture` names, `data acceptance` and `train acceptance` draft
-with `branches`, decoding drafts with `drafter`, and a head's directory holds its `Config` and weights.
+A head is a file NAME.py of this folder, or a folder NAME/ with a head.py, that defines a `DraftHead` with kind = "NAME"
+and is listed in HEADS (modules/drafters/__init__.py). Commands find it there: `train NAME` takes the options of its
+`Settings`, `data features` stores the states it reads, decoding drafts with `drafter`, and `data acceptance` labels the
+drafts of `branches`. docs/examples/drafters/ holds a small one.
 
-Training calls `loss` with whole sequences, unshifted. Which token stands beside which feature is the drafter's own
-business (its alignment): nothing outside pairs them.
+Training passes whole sequences, unshifted. The head alone decides which token goes with which feature: its alignment is
+drawn at its loss.
 """
 
 from __future__ import annotations
@@ -34,15 +34,13 @@ from draftsmith.modules.types import FeatureBatch, LossOutput
 
 @dataclass(frozen=True)
 class TrainStep:
-    """Where a training stands when it asks for a loss.
+    """Position in a training, for a loss.
 
-    number: optimizer steps that are done, of `total`.
-    lengths: tokens of each sequence of the batch, padding aside.
-    seeds: a number for each sequence, by (seed, epoch, sample): what is random is drawn by it, and so does not depend
-        on what shares the sequence's batch.
-    feature_std: standard deviation of the features' elements, the unit of noise.
-    logged: its numbers are: what is counted for them alone, and takes time, may be left out of the others.
-    chosen, loss_count: what the head's `num_chosen` and `loss_count` said of the batch while the host had it, if so.
+    number: optimizer steps done, of `total`. lengths: tokens of each sequence of the batch, without padding. seeds: a
+    number for each sequence, from (seed, epoch, sample): random numbers drawn by it do not depend on what else is in
+    the batch. feature_std: standard deviation of the features' elements, the unit of noise. logged: this step's numbers
+    are logged; others may skip costly metrics. logit_rows, loss_count: the head's counts of the batch, if the host has
+    made them, so that no device is waited for.
     """
 
     number: int
@@ -51,21 +49,21 @@ class TrainStep:
     seeds: Sequence[int]
     feature_std: float = 1.0
     logged: bool = True
-    chosen: int | None = None
+    logit_rows: int | None = None
     loss_count: float | None = None
 
 
 class TargetWeights(Protocol):
-    """What a head may start from: weights of the target, on the CPU, and how often it is to draft which token."""
+    """Weights and statistics of the target that a head may start from, on the CPU."""
 
     def last_layer(self) -> dict[str, Tensor]:
-        """State dict of its last decoder layer, by the names of `modules.layers.DecoderLayer`."""
+        """Return the state dict of its last decoder layer, named as in `modules.layers.DecoderLayer`."""
 
     def lm_head(self) -> Tensor:
-        """[V, H]."""
+        """Return its output embedding [V, H]."""
 
     def token_counts(self) -> Tensor:
-        """[V] int64, how often each token occurs in the answers that are trained on."""
+        """Return how often each token occurs in the training answers, [V] int64."""
 
     @property
     def end_ids(self) -> tuple[int, ...]:
@@ -74,10 +72,10 @@ class TargetWeights(Protocol):
 
 @dataclass(frozen=True)
 class HeadCard:
-    """What a model card says of a head beside what every head's card says.
+    """Part of a model card that depends on the kind of head.
 
-    title, what: a name for it, and what it is in a sentence or two. tags: for the model hub. method: to try it with, as
-    `decode` is told it. shape: lines on its sizes. metrics: what its own numbers of a validation mean.
+    title, what: name, and description in a sentence or two. tags: for the model hub. method: for `decode` to try it.
+    shape: lines on its sizes. metrics: meaning of its own validation metrics.
     """
 
     title: str
@@ -89,25 +87,26 @@ class HeadCard:
 
 
 class DraftHead(nn.Module, ABC):
-    """A trained drafter: its net, how it learns and how it drafts. It is built of its config, with random weights.
+    """A trained drafter: its network, its loss, and how it drafts. `__init__` takes its config and random weights.
 
-    kind: its name, that of its file or folder; config.json and the command line say it.
-    Config: class of `config`, the shape of its net: a frozen dataclass of JSON values and of such dataclasses, `head`
-        of config.json. It has hidden_size and vocab_size, of the target it drafts for, and max_position, the longest
-        text that it and its target can read.
-    Settings: class of what `train KIND` asks beside what all trainings of drafters ask (train/config.py): a
-        frozen dataclass with keyword fields that all have defaults. Its docstring's `Attributes` become help,
-        `__post_init__` checks; a field with metadata {"volatile": True} decides nothing of the weights.
-    defaults: of settings that all trainings ask, what this drafter has in their place.
-    starts: what --init may name beside a head's directory; `random` are the weights it is built with.
-    lookahead: rows fewer than tokens that its alignment leaves of a sequence. Pieces of a long one share so many.
-    needs_features: it reads hidden states of the target.
-    whole_weights: its loss reads weights outside of their modules, so that no rank may hold parts of them (ZeRO-3).
-    passes: the setting that says how many tokens of its own drafts it is trained on; none where it has no such.
-    monitor, larger_is_better: the validation metric that picks best/.
-    precision, output: what it drafts in, and its own copy of the target's lm_head where that is not the target's (see
-        `draft_in`).
-    of_target: names of its weights that are its target's as they are, never trained; its manifest has them.
+    A new head defines `kind`, `Config`, `Settings`, `new_config`, `loss_count`, `loss` and `drafter`; `TrainingCost`
+    adds its FLOPs to the telemetry and the plan.
+
+    kind: name of its file or folder, in config.json and on the command line.
+    Config: class of `config`, a frozen dataclass of JSON values. It has the target's hidden_size and vocab_size, and
+        max_position, the longest text that head and target can read.
+    Settings: class of the options of `train KIND` beside those of every training (train/config.py): a frozen dataclass
+        of keyword fields with defaults. `Attributes` of its docstring become help; `__post_init__` checks values; a
+        field with metadata {"volatile": True} has no effect on the weights.
+    defaults: values of the common options in place of their own defaults.
+    starts: values of --init beside the directory of a head; `random` keeps the weights of `__init__`.
+    lookahead: rows fewer than tokens that the alignment leaves of a sequence; pieces of a long one overlap by so many.
+    needs_features: the head reads hidden states of the target.
+    whole_weights: the loss reads weights outside of their modules, so that ZeRO-3 cannot split them.
+    passes: option with the number of its own draft tokens that it is trained on, if there is one.
+    monitor, larger_is_better: validation metric that picks best/, and its direction.
+    precision, output: type of the weights that it drafts with, and its copy of the target's lm_head in that type.
+    of_target: names of weights that are the target's and never trained; the manifest records them.
     """
 
     kind: ClassVar[str]
@@ -127,93 +126,66 @@ class DraftHead(nn.Module, ABC):
     precision: Precision = "dtype"
     output: Linear | None = None
 
-    @property
-    def capture(self) -> tuple[int, ...]:
-        """What it reads of its target to draft: () is the state after the final norm, [.., H]; else the residual states
-        after the first so many layers, side by side [.., L*H] (`CausalLM.session`)."""
-        return ()
-
-    def draft_in(self, precision: Precision, target: CausalLM) -> None:
-        """Draft with weights of this precision, the target's lm_head among them, which the target keeps as it is:
-        whatever a draft is computed in, what is drawn from it is verified."""
-        self.precision, self.output = precision, None
-        if precision != "dtype" and not hasattr(self, "lm_head"):
-            like = torch.empty(target.info.hidden_size, dtype=target.dtype, device=target.device)
-            self.output = copy_of(target.lm_head, like, precision)
-
-    @classmethod
-    def learns_from(cls, config: Any, num_layers: int) -> tuple[int, ...]:
-        """What `loss` reads of a target of so many layers, in the same way. config: of the head."""
-        return ()
-
-    @classmethod
-    def card(cls, head: Mapping[str, Any]) -> HeadCard:
-        """What its model card says of it. head: its `Config` as JSON values; empty where that is not known."""
-        what = " ".join((cls.__doc__ or "").split("\n\n")[0].split())
-        return HeadCard(f"{cls.kind} head", what, (cls.kind,), f"{cls.kind}:k=5")
-
-    # -- training
+    # -- a new head
 
     @classmethod
     @abstractmethod
-    def shape(cls, settings: Any, target: LlamaConfig) -> Any:
-        """The `Config` of a new head for this target."""
+    def new_config(cls, settings: Any, target: LlamaConfig) -> Any:
+        """Return the `Config` of a new head for this target."""
 
     @classmethod
-    def check_start(cls, settings: Any, config: Any) -> None:
-        """Raises InputError where the settings contradict the shape of the head that is to be trained on."""
+    def check_init(cls, settings: Any, config: Any) -> None:
+        """Raise InputError if the settings contradict the config of the head to fine-tune."""
 
     def start(self, name: str, weights: TargetWeights) -> None:
-        """Begin as `starts` names it; it has random weights."""
+        """Initialize the weights as the start of this name; they are random before."""
         if name != "random":
             raise NotImplementedError(f"{self.kind} has no start {name}")
 
-    def go_on(self, weights: TargetWeights) -> None:
-        """Take what is `of_target` from the target that it is trained on for, which may be another one."""
+    def retarget(self, weights: TargetWeights) -> None:
+        """Copy the weights named in `of_target` from the target that a fine-tuned head is trained for now."""
 
     def freeze(self, settings: Any) -> None:
-        """Mark the weights that are not to be trained. Of those that are, none is `of_target`."""
+        """Freeze the weights that are not to be trained; those named in `of_target` are always frozen."""
+
+    # -- loss
+
+    @classmethod
+    def learns_from(cls, config: Any, num_layers: int) -> tuple[int, ...]:
+        """Return the states that `loss` reads of a target with so many layers, in the terms of `capture`."""
+        return ()
 
     @classmethod
     @abstractmethod
-    def num_loss_tokens(cls, batch: FeatureBatch) -> int:
-        """Tokens that count in the loss of a batch, whose features need not be there yet."""
-
-    @classmethod
-    def num_chosen(cls, batch: FeatureBatch, settings: Any) -> int:
-        """Positions that `loss` makes logits for: a device has to be waited for where the host does not know it."""
-        return cls.num_loss_tokens(batch)
-
-    @classmethod
     def loss_count(cls, batch: FeatureBatch, settings: Any) -> float:
-        """What `loss` is a mean over in a batch: by it the parts of a step are weighted. Its tokens, as a rule."""
-        return cls.num_loss_tokens(batch)
+        """Return the number of tokens (or of what else) that `loss` is a mean over; features may be missing."""
 
     @abstractmethod
     def loss(self, batch: FeatureBatch, target: CausalLM, settings: Any, step: TrainStep | None) -> LossOutput:
-        """Mean over `loss_count`, with sums and counts of what is reported.
+        """Return the mean over `loss_count`, with sums and counts to log.
 
-        batch: with features where the drafter needs them. target: frozen; its `embed` and `lm_head` pass gradients on.
-        step: None in validation, which is the same whenever it is asked: no noise, no schedule.
+        batch: with features [B, T, L*H] if the head needs any. target: frozen; gradients flow through its `embed` and
+        `lm_head`. step: None in validation, which has no noise and no schedule.
         """
 
     def validation(self, batch: FeatureBatch, target: CausalLM, settings: Any) -> LossOutput:
-        """`loss` without a step, and what else validation reports."""
+        """Return the loss without a step, and what else validation reports."""
         return self.loss(batch, target, settings, None)
 
-    @classmethod
-    @abstractmethod
-    def flops(cls, config: Any, settings: Any, step: TrainStep, loss_tokens: int) -> float:
-        """Model FLOPs (modules/flops.py) of the loss and its gradient, from features that are there.
+    # -- drafter
 
-        step: with the lengths of the sequences. loss_tokens: of their tokens those that count.
+    @property
+    def capture(self) -> tuple[int, ...]:
+        """States of the target that it reads to draft (`CausalLM.session`).
+
+        () is the state after the final norm, [.., H]; (2, 5) are the residual states after the first 2 and 5 layers,
+        side by side [.., 2*H].
         """
-
-    # -- decoding
+        return ()
 
     @abstractmethod
     def drafter(self, target: CausalLM, stops: Sequence[StopPolicy], capacity: int) -> RowDrafter:
-        """What drafts chains with it, a stop policy a row. capacity: most tokens of a text, drafts included."""
+        """Return a drafter of chains, with a stop policy for each row; texts have at most `capacity` tokens."""
 
     def tree_drafter(
         self,
@@ -223,10 +195,42 @@ class DraftHead(nn.Module, ABC):
         rows: int = 1,
         rules: Sequence[TreeRule] | None = None,
     ) -> Drafter:
-        """What drafts trees with it, for its methods of trees (trees.py). rules: of dynamic ones, what
-        decides each row's size."""
+        """Return a drafter of trees. rules: size of dynamic trees, for each row."""
         raise NotImplementedError(f"{self.kind} drafts no trees")
 
-    @abstractmethod
     def branches(self, target: CausalLM, depth: int) -> BranchDrafter:
-        """What drafts from many places of one text, at most `depth` tokens each: labels, and training on them."""
+        """Return a drafter from many places of one text, at most `depth` tokens each, for acceptance labels."""
+        raise NotImplementedError(f"{self.kind} drafts no branches")
+
+    def draft_in(self, precision: Precision, target: CausalLM) -> None:
+        """Draft with weights of this precision, and with a copy of the target's lm_head in it.
+
+        The target keeps its own: drafts of any precision are verified by the same distribution.
+        """
+        self.precision, self.output = precision, None
+        if precision != "dtype" and not hasattr(self, "lm_head"):
+            like = torch.empty(target.info.hidden_size, dtype=target.dtype, device=target.device)
+            self.output = copy_of(target.lm_head, like, precision)
+
+    @classmethod
+    def card(cls, head: Mapping[str, Any]) -> HeadCard:
+        """Return its part of the model card. head: its `Config` as JSON values; empty if unknown."""
+        what = " ".join((cls.__doc__ or "").split("\n\n")[0].split())
+        return HeadCard(f"{cls.kind} head", what, (cls.kind,), f"{cls.kind}:k=5")
+
+
+class TrainingCost:
+    """Mix-in of a `DraftHead` that knows what its training costs."""
+
+    @classmethod
+    def logit_rows(cls, batch: FeatureBatch, settings: Any) -> int:
+        """Return the number of positions that `loss` makes logits for."""
+        return int(cls.loss_count(batch, settings))  # type: ignore[attr-defined]  # of the DraftHead it is mixed into
+
+    @classmethod
+    @abstractmethod
+    def flops(cls, config: Any, settings: Any, step: TrainStep, logit_rows: int) -> float:
+        """Return the model FLOPs (modules/flops.py) of loss and gradient, from features that are there.
+
+        step: with the lengths of the sequences.
+        """

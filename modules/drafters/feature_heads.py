@@ -1,8 +1,7 @@
-"""Heads that draft token by token, from the target's features and then from their own states: EAGLE and what follows
-it. Chains and trees for rows of sequences, and drafts side by side, over any such net.
+"""Heads that draft token by token, from the target's features and then from their own states: EAGLE and its kin.
 
-A head of this make is a `FeatureHead`: it says how it computes (`lean`) and what it learns; its methods are one line
-each (`chains.FixedK`, `trees.StaticTrees`, `trees.DynamicTrees`).
+Chains, trees and branches are drafted here over any `FeatureNet`. A head derives from `FeatureHead` and defines `lean`
+and its loss; its methods are one line each (`chains.FixedK`, `trees.StaticTrees`, `trees.DynamicTrees`).
 """
 
 from __future__ import annotations
@@ -33,29 +32,29 @@ from draftsmith.modules.types import SamplingParams
 
 
 class FeatureNet(Protocol):
-    """A head's net for inference, beside its target. Pair t is token t + 1 and the feature of token t.
+    """Network of a head for inference. Pair t is token t + 1 and the feature of token t.
 
-    stack: its layers, whose outputs are the states that stand for features behind the text.
+    stack: its layers; their outputs take the place of features behind the text.
     """
 
     stack: LeanStack
 
     def project(self, features: Tensor) -> Tensor:
-        """The target's features [.., F] as such states [.., H]."""
+        """Map the target's features [.., F] to states [.., H]."""
 
     def fuse(self, ids: Tensor, states: Tensor) -> Tensor:
-        """What the layers read, [.., H'], of pairs of ids [..] and states [.., H]."""
+        """Return the layers' input [.., H'] for pairs of ids [..] and states [.., H]."""
 
     def lm_head(self, states: Tensor) -> Tensor:
-        """Logits [.., V] over the TARGET's vocabulary; -inf for tokens that the head does not know."""
+        """Return logits [.., V] over the TARGET's vocabulary; -inf for tokens that the head cannot draft."""
 
 
 class FeatureHead(DraftHead):
-    """A `DraftHead` that drafts with a `FeatureNet`. The embeddings it reads are the target's."""
+    """A `DraftHead` that drafts with a `FeatureNet`, and with the target's embeddings."""
 
     @abstractmethod
     def lean(self, target: CausalLM) -> FeatureNet:
-        """Its net for inference, in the target's type and on its device."""
+        """Build its network for inference, in the target's type and on its device."""
 
     def drafter(self, target: CausalLM, stops: Sequence[StopPolicy], capacity: int) -> FeatureDrafter:
         return FeatureDrafter(self, target, stops, capacity)
@@ -77,7 +76,7 @@ class FeatureHead(DraftHead):
 def forward(
     net: FeatureNet, run: RunLayers, picked: Tensor | slice | None, ids: Any, states: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Feed pairs: logits and states of what is picked (`engine.rows.Forward`)."""
+    """Run pairs through the layers and return logits and states of the picked ones (`engine.rows.Forward`)."""
     if not isinstance(ids, Tensor):
         ids = torch.tensor(ids, device=net.stack.device)
     hidden = picked_of(run(net.fuse(ids, states)), picked)
@@ -87,10 +86,10 @@ def forward(
 class FeatureDrafter(RowDrafter):
     """Drafts chains.
 
-    cache: the pairs that the head has read of each row. _beside: slots of it that nodes of one position need.
-
-    Pairs of committed tokens are read with TRUE target features; what was drafted on the head's own states is dropped
+    Pairs of committed tokens are read with TRUE target features; those drafted on the head's own states are dropped
     from its cache after every round (EAGLE, section 4.3).
+
+    cache: pairs that the head has read of each row. _beside: cache slots for nodes that share a position.
     """
 
     _beside = 0
@@ -104,7 +103,7 @@ class FeatureDrafter(RowDrafter):
         capacity: int,
         static: bool | None = None,
     ):
-        """stops: a policy for each row. capacity: most tokens a row may reach, drafts included. static: as of
+        """stops: a policy for each row. capacity: most tokens of a row, drafts included. static: see
         `CausalLM.session`."""
         super().__init__(stops)
         self.model, self.capture = head.kind, head.capture
@@ -124,7 +123,8 @@ class FeatureDrafter(RowDrafter):
     def _draft(self, limits: Sequence[int], params: SamplingParams, sources: Sequence[Source]) -> list[DraftTree]:
         ids, features = [], []
         for row, read, limit in zip(self._rows, self.cache.lengths, limits, strict=True):
-            unread = row.tokens[read + 1 :] if limit > 0 else []  # pair t holds token t + 1
+            # Pair t holds token t + 1.
+            unread = row.tokens[read + 1 :] if limit > 0 else []
             ids.append(unread)
             features.append(self.net.project(row.features[: len(unread)]))
             row.features = row.features[len(unread) :]
@@ -142,7 +142,7 @@ class FeatureDrafter(RowDrafter):
         params: SamplingParams,
         sources: Sequence[Source],
     ) -> list[DraftTree]:
-        """A draft from logits [B, 1, V] and hidden [B, 1, H] of the last pairs read."""
+        """Draft from logits [B, 1, V] and hidden [B, 1, H] of the last pairs read."""
         cache, states = self.cache, hidden[:, 0]
 
         def step(tokens: list[list[int]] | Tensor) -> tuple[Tensor, Tensor]:
@@ -160,13 +160,12 @@ class FeatureDrafter(RowDrafter):
         super().rewind(row, length)
         lengths = list(self.cache.lengths)
         lengths[row] = min(lengths[row], length - 1)
-        own = self._rows[row]
-        own.features = own.features[: length - 1 - lengths[row]]
+        self._rows[row].features = self._rows[row].features[: length - 1 - lengths[row]]
         self.cache.keep(lengths)
 
 
 class FeatureTreeDrafter(FeatureDrafter):
-    """Drafts trees, level by level: one forward of the head a level. Their nodes are chosen, not drawn."""
+    """Drafts trees, level by level with one forward of the head each. Nodes are chosen, not sampled."""
 
     def __init__(
         self,
@@ -178,7 +177,7 @@ class FeatureTreeDrafter(FeatureDrafter):
         static: bool | None = None,
         rules: Sequence[TreeRule] | None = None,
     ):
-        """rules: how far each row's dynamic tree is to grow, and how many of its `nodes` to take."""
+        """rules: for each row, how far its dynamic tree grows and how many of its nodes are verified."""
         assert rules is None or (isinstance(shape, DynamicTree) and shape.value and shape.rerank)
         self.shape, self.rules = shape, rules
         if isinstance(shape, DynamicTree):
@@ -186,8 +185,8 @@ class FeatureTreeDrafter(FeatureDrafter):
         else:
             self._beside = width = len(shape.parents)
         super().__init__(head, target, [FixedLength(1)] * rows, capacity, static)
-        own = torch.eye(width, dtype=torch.bool, device=target.device)
-        self._own = as_bias(own, target.dtype)  # nodes of a level see themselves and not each other
+        # Nodes of a level see themselves and not each other.
+        self._own = as_bias(torch.eye(width, dtype=torch.bool, device=target.device), target.dtype)
 
     @property
     def learners(self) -> Sequence[Learner]:
@@ -209,9 +208,10 @@ class FeatureTreeDrafter(FeatureDrafter):
             above = above[..., None]
             states = level.hidden.gather(1, above.expand(-1, -1, level.hidden.shape[-1]))
             own = self._own[:count, :count].expand(batch, -1, -1)
+            # A node sees what its parent sees, and itself: [B, n, nodes so far].
             seen = torch.cat([seen.gather(1, above.expand(-1, -1, seen.shape[-1])), own], -1)
-            found = self.cache.nodes((tokens, states), seen, depth)
-            level = Level(found[1], found[0])
+            logits, hidden = self.cache.nodes((tokens, states), seen, depth)
+            level = Level(hidden, logits)
             return level
 
         if isinstance(self.shape, StaticTree):
@@ -221,7 +221,7 @@ class FeatureTreeDrafter(FeatureDrafter):
 
     def advance(self, outcomes: Sequence[Outcome | None]) -> None:
         for row, outcome in zip(self._rows, outcomes, strict=True):
-            # Rounds that the context's end leaves without a draft teach nothing.
+            # At the context's end a round may have no draft, which the rule learns nothing from.
             if self.rules is not None and outcome is not None and row.tree.tokens:
                 rule, tree = self.rules[row.number], row.tree
                 rule.observe(len(tree.tokens), tree.draft_calls, outcome.num_accepted)
@@ -229,10 +229,13 @@ class FeatureTreeDrafter(FeatureDrafter):
 
 
 class FeatureBranches(BranchDrafter):
-    """Drafts as `FeatureDrafter` makes them: pairs of the text are read with the target's features, those of a draft
-    with the head's own states."""
+    """Drafts from many places of one text, as `FeatureDrafter` makes them.
 
-    min_start = 2  # pair t holds tokens t and t + 1
+    Pairs of the text are read with the target's features, those of a draft with the head's own states.
+    """
+
+    # The first pair holds tokens 0 and 1.
+    min_start = 2
 
     def __init__(self, head: FeatureHead, target: CausalLM, depth: int):
         """depth: most tokens of a draft."""

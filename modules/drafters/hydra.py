@@ -1,4 +1,4 @@
-"""Hydra: Medusa's heads made sequential, each reading the tokens drafted before its own (Ankner et al. 2024)."""
+"""Hydra heads (Ankner et al. 2024): Medusa's made sequential, each reads the tokens drafted before its own."""
 
 from __future__ import annotations
 
@@ -38,20 +38,18 @@ from draftsmith.modules.engine.lean import LeanNorm, LeanStack
 from draftsmith.modules.engine.low_precision import linear_of
 from draftsmith.modules.engine.rows import RunLayers, picked_of
 from draftsmith.modules.layers import DecoderLayer, LlamaConfig, RMSNorm, rope_table
-from draftsmith.modules.packing import documents_of
+from draftsmith.modules.packing import Documents
 from draftsmith.modules.sampling import Source
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import FeatureBatch, InputError, SamplingParams, at_most, check_config
 
-PARTS = ("weight", "bias")
-
 
 @dataclass(frozen=True)
 class HydraConfig(OfLlama):
-    """Sizes of Hydra heads: num_heads heads, each an MLP of num_layers layers.
+    """Config of Hydra heads: num_heads heads, each an MLP of num_layers layers.
 
-    llama: of the prefix attention, which has llama.num_layers decoder layers: 1 in Hydra++, or 0, none, in Hydra.
-    own_lm_head: each head has an lm_head of its own, with a bias as published; else all read the target's.
+    llama: sizes of the prefix attention, with 1 decoder layer in Hydra++ and none in Hydra. own_lm_head: each head has
+    an lm_head of its own, with a bias as published; else all share the target's.
     """
 
     num_heads: int = 4
@@ -84,11 +82,13 @@ class HydraSettings(MedusaSettings):
 
 
 class GroundedMLP(nn.Module):
-    """A head's net: S x + c + SiLU(W x + b), where x is a state and some embeddings side by side, then one residual
-    block, num_layers - 1 times. It begins by passing the state through."""
+    """Network of a head: S x + c + SiLU(W x + b), then one residual block, num_layers - 1 times.
+
+    x is a state and some embeddings side by side. New weights pass the state through.
+    """
 
     def __init__(self, size: int, parts: int, num_layers: int):
-        """parts: state and embeddings, each of this size."""
+        """parts: number of states and embeddings, each of this size."""
         super().__init__()
         self.linear, self.skip = nn.Linear(parts * size, size), nn.Linear(parts * size, size)
         nn.init.zeros_(self.linear.weight)
@@ -98,8 +98,7 @@ class GroundedMLP(nn.Module):
         self.repeats = num_layers - 1
 
     def forward(self, x: Tensor) -> Tensor:
-        """[.., parts * H] -> [.., H]."""
-        x = self.skip(x) + F.silu(self.linear(x))
+        x = self.skip(x) + F.silu(self.linear(x))  # [.., parts * H] -> [.., H]
         for _ in range(self.repeats):
             assert self.block is not None
             x = self.block(x)
@@ -112,7 +111,8 @@ class HydraHead(MedusaHead, FeatureHead):
 
     kind = "hydra"
     Config, Settings = HydraConfig, HydraSettings
-    defaults: ClassVar[dict[str, Any]] = {"epochs": 10, "lr": 5e-4}  # the repository's recipe
+    # The recipe of the published repository.
+    defaults: ClassVar[dict[str, Any]] = {"epochs": 10, "lr": 5e-4}
     lm_head_bias = True
 
     cos: Tensor
@@ -131,27 +131,17 @@ class HydraHead(MedusaHead, FeatureHead):
     def net(cls, config: HydraConfig, number: int) -> nn.Module:
         return GroundedMLP(config.hidden_size, 2 + number, config.num_layers)
 
-    @classmethod
-    def card(cls, head: Mapping[str, Any]) -> HeadCard:
-        made = super().card(head)
-        shape = made.shape
-        if head:
-            prefix = ", behind a decoder layer over the target's states" if head["llama"]["num_layers"] else ""
-            whose = "lm_heads of their own" if head.get("own_lm_head") else "the target's lm_head"
-            shape = (f"- {head['num_heads']} heads, each an MLP of {head['num_layers']} layer(s), {whose}{prefix}",)
-        return HeadCard("Hydra heads", made.what, made.tags, "hydra", shape, made.metrics)
-
-    # -- training
+    # -- a new head
 
     @classmethod
-    def shape(cls, settings: Any, target: LlamaConfig) -> HydraConfig:
+    def new_config(cls, settings: Any, target: LlamaConfig) -> HydraConfig:
         layers = int(bool(settings.prefix_attention))
         llama = dataclasses.replace(EagleConfig.for_target(target).llama, num_layers=layers)
         return HydraConfig(llama, settings.num_heads or 4, settings.num_layers or 1, settings.lm_head == "own")
 
     @classmethod
-    def check_start(cls, settings: Any, config: Any) -> None:
-        super().check_start(settings, config)
+    def check_init(cls, settings: Any, config: Any) -> None:
+        super().check_init(settings, config)
         if settings.prefix_attention not in (None, config.prefix_attention):
             expected = f"{config.prefix_attention}, as the heads of --init have"
             raise InputError("prefix_attention", settings.prefix_attention, expected, "Leave --prefix-attention out.")
@@ -161,36 +151,39 @@ class HydraHead(MedusaHead, FeatureHead):
         for layer in self.lm_heads:
             layer.get_parameter("bias").data.zero_()
 
+    # -- loss
+
     def read(self, batch: FeatureBatch) -> Tensor:
-        """The states, behind the prefix attention where there is one."""
+        """Return the target's states [B, T, H], through the prefix attention if there is one."""
         states = super().read(batch)
         if self.norm is None:
             return states
-        positions, documents = batch.position_ids, documents_of(batch.lengths, states.device)
-        if documents is not None:
-            states, positions = documents.side_by_side(states), documents.side_by_side(positions)
-        cos, sin = (table[positions][:, None].to(states.dtype) for table in (self.cos, self.sin))
+        positions, documents = batch.position_ids, None
+        if batch.lengths is not None:
+            documents = Documents.of(batch.lengths, states.device)
+            states, positions = documents.side_by_side(states), documents.side_by_side(positions)  # [D, L, H], [D, L]
+        cos, sin = (table[positions][:, None].to(states.dtype) for table in (self.cos, self.sin))  # [B, 1, T, D]
         for layer in self.layers:
             states = layer(states, cos, sin)
         return self.norm(states if documents is None else documents.end_to_end(states))
 
     def inputs(self, number: int, states: Tensor, counted: Tensor, batch: FeatureBatch, target: CausalLM) -> Tensor:
-        """State t and the embeddings of tokens t + 1 to t + 1 + number side by side, [N, (2 + number) H]."""
+        """Return state t and the embeddings of tokens t + 1 to t + 1 + number side by side, [N, (2 + number) H]."""
         end = counted.shape[1]
         tokens = [target.embed(batch.input_ids[:, 1 + i : 1 + i + end][counted]) for i in range(1 + number)]
-        return torch.cat([states[:, :end][counted], *(own.to(states.dtype) for own in tokens)], -1)
+        return torch.cat([states[:, :end][counted], *(embeds.to(states.dtype) for embeds in tokens)], -1)
 
     @classmethod
-    def flops(cls, config: Any, settings: Any, step: TrainStep, loss_tokens: int) -> float:
+    def flops(cls, config: Any, settings: Any, step: TrainStep, logit_rows: int) -> float:
         size, first = config.hidden_size, flops.TRAINED if config.prefix_attention else flops.TRAINED_FIRST
         parts = sum(2 + i for i in range(config.num_heads))
-        reading = first * flops.linear(parts * size, 2 * size, loss_tokens)
-        blocks = flops.TRAINED * config.num_heads * (config.num_layers - 1) * flops.linear(size, size, loss_tokens)
-        logits = lm_head_passes(config, settings) * flops.lm_head_forward(config.llama, loss_tokens)
+        reading = first * flops.linear(parts * size, 2 * size, logit_rows)
+        blocks = flops.TRAINED * config.num_heads * (config.num_layers - 1) * flops.linear(size, size, logit_rows)
+        logits = lm_head_passes(config, settings) * flops.lm_head_forward(config.llama, logit_rows)
         layers = flops.TRAINED * flops.layers_forward(config.llama, step.lengths)
         return reading + blocks + config.num_heads * logits + layers
 
-    # -- decoding
+    # -- drafter
 
     def drafter(self, target: CausalLM, stops: Sequence[StopPolicy], capacity: int) -> HydraDrafter:
         return HydraDrafter(self, target, stops, capacity)
@@ -205,10 +198,22 @@ class HydraHead(MedusaHead, FeatureHead):
         at_most("depth", depth, self.config.num_heads)
         return HydraBranches(self, target, depth)
 
+    @classmethod
+    def card(cls, head: Mapping[str, Any]) -> HeadCard:
+        card = super().card(head)
+        shape = card.shape
+        if head:
+            prefix = ", behind a decoder layer over the target's states" if head["llama"]["num_layers"] else ""
+            whose = "lm_heads of their own" if head.get("own_lm_head") else "the target's lm_head"
+            shape = (f"- {head['num_heads']} heads, each an MLP of {head['num_layers']} layer(s), {whose}{prefix}",)
+        return HeadCard("Hydra heads", card.what, card.tags, "hydra", shape, card.metrics)
+
 
 class LeanHydra:
-    """The net for inference beside its target: a `feature_heads.FeatureNet` whose layers, of which there may be none,
-    read the target's states alone, and the heads behind it."""
+    """Network for inference: a `feature_heads.FeatureNet` whose layers read the target's states alone, and the heads.
+
+    Without prefix attention it has no layers.
+    """
 
     def __init__(self, head: HydraHead, target: CausalLM):
         head = in_type_of(head, target)
@@ -221,7 +226,9 @@ class LeanHydra:
         self._first, self._blocks = [], []
         for net in head.heads:
             assert isinstance(net, GroundedMLP)
-            weight, bias = (torch.cat([getattr(own, part) for own in (net.skip, net.linear)]) for part in PARTS)
+            # Both maps of the first layer in one product.
+            weight = torch.cat([net.skip.weight, net.linear.weight])
+            bias = torch.cat([net.skip.bias, net.linear.bias])
             self._first.append(linear_of(weight, bias, pack, precision))
             block = None if net.block is None else net.block.linear
             self._blocks.append([linear_of(block.weight, block.bias, pack, precision)] * net.repeats if block else [])
@@ -230,23 +237,23 @@ class LeanHydra:
         return features
 
     def fuse(self, ids: Tensor, states: Tensor) -> Tensor:
-        """The layers read states alone: tokens are the heads' matter."""
+        """Return the states: only the heads read tokens."""
         return states
 
     def lm_head(self, states: Tensor) -> Tensor:
-        """Logits of the first head's states."""
+        """Return the logits of the first head's states."""
         return self._lm_heads[0](states)
 
     def prefix(self, states: Tensor) -> Tensor:
-        """What the heads read of the layers' outputs."""
+        """Return the heads' input of the layers' outputs."""
         return states if self._norm is None else self._norm(states)
 
-    def grown(self, read: Tensor, ids: Tensor) -> Tensor:
-        """What the next head reads: that of the one before it, [.., R], and the embeddings of ids [..]."""
+    def next_input(self, read: Tensor, ids: Tensor) -> Tensor:
+        """Return the input of the next head: that of the one before it, [.., R], and the embeddings of ids [..]."""
         return torch.cat([read, self._embed(ids)], -1)
 
     def hidden(self, read: Tensor, number: int) -> Tensor:
-        """The state [.., H] of a head."""
+        """Return the state [.., H] of a head for its input [.., R]."""
         skipped, x = self._first[number](read).chunk(2, -1)
         x = skipped + F.silu(x)
         for block in self._blocks[number]:
@@ -254,8 +261,9 @@ class LeanHydra:
         return x
 
     def level(self, read: Tensor, number: int) -> Level:
-        """What a head says of the nodes that it reads, [B, n, R]."""
-        hidden = self.hidden(read.flatten(0, 1), number)  # rows are read faster than rows of rows
+        """Return the states and logits of a head for nodes [B, n, R]."""
+        # A flat product is faster than a batch of small ones.
+        hidden = self.hidden(read.flatten(0, 1), number)
         logits = self._lm_heads[number](hidden)
         return Level(hidden.view(*read.shape[:2], -1), logits.view(*read.shape[:2], -1))
 
@@ -263,13 +271,16 @@ class LeanHydra:
 def read_prefix(
     net: LeanHydra, run: RunLayers, picked: Tensor | slice | None, ids: Any, states: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Feed states: what the heads read of those that are picked, twice (`rows.Forward`); logits are the heads'."""
-    found = net.prefix(picked_of(run(states), picked))
-    return found, found
+    """Run the layers and return the heads' input of the picked states, twice: logits come from the heads.
+
+    See `rows.Forward`.
+    """
+    prefix = net.prefix(picked_of(run(states), picked))
+    return prefix, prefix
 
 
 class HydraDrafter(FeatureDrafter):
-    """Drafts chains or, given a shape, trees: a level is one call of its head for all nodes that go on."""
+    """Drafts chains or, given a shape, trees: each level is one call of its head for all of its nodes."""
 
     net: LeanHydra
     _forward = staticmethod(read_prefix)
@@ -297,13 +308,14 @@ class HydraDrafter(FeatureDrafter):
         params: SamplingParams,
         sources: Sequence[Source],
     ) -> list[DraftTree]:
-        net, first = self.net, torch.tensor([row.tokens[-1:] for row in self._rows], device=hidden.device)
-        read = net.grown(hidden, first)
+        net, first = self.net, torch.tensor([row.tokens[-1:] for row in self._rows], device=hidden.device)  # [B, 1]
+        read = net.next_input(hidden, first)  # [B, 1, 2H]
         level, number = net.level(read, 0), 0
 
         def expand(tokens: Tensor, above: Tensor, depth: int) -> Level:
+            # A node reads what its parent read, and its own token.
             nonlocal read
-            read = net.grown(read.gather(1, above[..., None].expand(-1, -1, read.shape[-1])), tokens)
+            read = net.next_input(read.gather(1, above[..., None].expand(-1, -1, read.shape[-1])), tokens)  # [B, n, R]
             return net.level(read, depth)
 
         if self._shape is not None:
@@ -312,16 +324,17 @@ class HydraDrafter(FeatureDrafter):
         def step(tokens: list[list[int]] | Tensor) -> tuple[Tensor, Tensor]:
             nonlocal number
             number += 1
-            ids = tokens if isinstance(tokens, Tensor) else torch.tensor([own or [0] for own in tokens])
+            # Rows whose chain has ended read token 0.
+            ids = tokens if isinstance(tokens, Tensor) else torch.tensor([row or [0] for row in tokens])
             ids = ids.to(hidden.device)
-            found = expand(ids, torch.zeros_like(ids), number)
-            return found.logits[:, 0], found.hidden[:, 0]
+            level = expand(ids, torch.zeros_like(ids), number)
+            return level.logits[:, 0], level.hidden[:, 0]
 
         return self._chains(level.logits[:, 0], level.hidden[:, 0], step, limits, params, sources)
 
 
 class HydraBranches(MedusaBranches):
-    """Drafts from many places of one text, each read with the tokens of its own draft."""
+    """Drafts from many places of one text; each head reads the tokens of its own draft."""
 
     model = "hydra"
 
@@ -337,10 +350,10 @@ class HydraBranches(MedusaBranches):
         self._ids = torch.tensor(tokens, device=self.device)
 
     def _begin(self, starts: Tensor) -> Tensor:
-        return self._net.grown(super()._begin(starts), self._ids[starts.to(self.device) - 1])
+        return self._net.next_input(super()._begin(starts), self._ids[starts.to(self.device) - 1])
 
     def _step(self, starts: Tensor, level: int, tokens: Tensor, hidden: Tensor) -> Tensor:
-        self._read = self._net.grown(self._read, tokens.to(self.device))
+        self._read = self._net.next_input(self._read, tokens.to(self.device))
         return super()._step(starts, level, tokens, hidden)
 
     def _state(self, level: int) -> Tensor:

@@ -1,11 +1,10 @@
-"""Medusa-1: heads beside the target's own that guess the tokens further ahead (Cai et al. 2024)."""
+"""Medusa-1 heads (Cai et al. 2024): each guesses a token further ahead from the target's last state."""
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -18,7 +17,7 @@ from draftsmith.modules.decoding.protocols import Drafter, DraftTree, StopPolicy
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.tree import MAX_NODES, StaticTree
 from draftsmith.modules.decoding.typical import Typical
-from draftsmith.modules.drafters.base import DraftHead, HeadCard, TargetWeights, TrainStep
+from draftsmith.modules.drafters.base import DraftHead, HeadCard, TargetWeights, TrainingCost, TrainStep
 from draftsmith.modules.drafters.chains import FixedK
 from draftsmith.modules.drafters.growth import Level, grow_static
 from draftsmith.modules.drafters.methods import Models
@@ -39,16 +38,17 @@ from draftsmith.modules.types import (
     check_config,
 )
 
-# State t of the target gives token t + 1 by its own lm_head; head i, counted from 0, gives token t + 2 + i.
+# Head i, counted from 0, reads state t and guesses token t + AHEAD + i; token t + 1 comes from the target's lm_head.
 AHEAD = 2
-MOST_BLOCKS = 64  # of a head; published ones have 1 to 4
+# Published heads have 1 to 4 blocks.
+MOST_BLOCKS = 64
 
 
 @dataclass(frozen=True)
 class MedusaConfig:
-    """Sizes of Medusa heads: the target's, and num_heads heads of num_layers residual blocks each.
+    """Config of Medusa heads: the target's sizes, and num_heads heads of num_layers residual blocks each.
 
-    own_lm_head: each head has an lm_head of its own (section 2.1.1 of the paper); else all read the target's.
+    own_lm_head: each head has an lm_head of its own (section 2.1.1 of the paper); else all share the target's.
     """
 
     hidden_size: int
@@ -64,7 +64,8 @@ class MedusaConfig:
             hidden_size=(1, MOST_SIZE),
             vocab_size=(1, MOST_SIZE),
             max_position=(1, MOST_POSITIONS),
-            num_heads=(1, MAX_NODES),  # no round has room for the tokens of more
+            # No round has room for the tokens of more heads.
+            num_heads=(1, MAX_NODES),
             num_layers=(1, MOST_BLOCKS),
         )
 
@@ -77,7 +78,7 @@ class MedusaSettings:
         num_heads: Heads, and so the tokens of the longest draft. Default: 5, or those of the heads to train on.
         num_layers: Residual blocks of each head. Default: 1, or those of the heads to train on.
         lm_head: own, one for each head, which begins as the target's and is trained, as published; or target, whose
-            lm_head reads what all heads give. Default: target, or what the heads to train on have.
+            lm_head all heads share. Default: target, or what the heads to train on have.
         init: random, where every head begins by repeating the token before; or a directory of heads to train on.
         head_decay: Loss weight of a head, relative to the one before.
         loss: What the heads learn from: hard, the tokens of the text; or soft, the target's own distributions there,
@@ -99,16 +100,21 @@ class MedusaSettings:
             raise InputError("head_decay", self.head_decay, "a weight in (0, 1]", "Change it.")
 
 
-class MedusaHead(DraftHead):
+Head = TypeVar("Head", bound="MedusaHead")
+
+
+class MedusaHead(DraftHead, TrainingCost):
     """Guesses each of the next tokens from the target's last state alone, by a head for each (Medusa-1, Cai et al.
     2024). They have an lm_head each, or read the target's, which is not in this directory."""
 
     kind = "medusa"
     Config: ClassVar[type] = MedusaConfig
     Settings: ClassVar[type] = MedusaSettings
-    defaults: ClassVar[dict[str, Any]] = {"epochs": 2, "lr": 1e-3}  # section 3.3 of the paper
+    # Section 3.3 of the paper.
+    defaults: ClassVar[dict[str, Any]] = {"epochs": 2, "lr": 1e-3}
     lookahead = AHEAD
-    lm_head_bias: ClassVar[bool] = False  # of lm_heads of their own
+    # Whether lm_heads of their own have a bias.
+    lm_head_bias: ClassVar[bool] = False
 
     def __init__(self, config: Any):
         super().__init__()
@@ -119,39 +125,31 @@ class MedusaHead(DraftHead):
 
     @classmethod
     def net(cls, config: Any, number: int) -> nn.Module:
-        """What makes the state of a head, counted from 0, from what it reads."""
+        """Build the network of a head, counted from 0: from its input to its state."""
         return nn.Sequential(*(ResidualBlock(config.hidden_size) for _ in range(config.num_layers)))
 
     def forward(self, features: Tensor) -> list[Tensor]:
-        """The state of every head, [.., H] each, from the target's features [.., H]."""
+        """Return the state [.., H] of every head, from the target's features [.., H]."""
         return [head(features) for head in self.heads]
 
-    @classmethod
-    def card(cls, head: Mapping[str, Any]) -> HeadCard:
-        whose = "an lm_head of its own" if head.get("own_lm_head") else "the target's lm_head"
-        shape = (f"- {head['num_heads']} heads of {head['num_layers']} residual block(s) and {whose}",) if head else ()
-        metrics = {f"top1_{i}": f"the same of the head for the {i}. token" for i in range(2, 10)}
-        card = super().card(head)
-        return dataclasses.replace(card, title="Medusa heads", method="medusa", shape=shape, metrics=metrics)
-
-    # -- training
+    # -- a new head
 
     @classmethod
-    def shape(cls, settings: MedusaSettings, target: LlamaConfig) -> Any:
+    def new_config(cls, settings: MedusaSettings, target: LlamaConfig) -> Any:
         sizes = target.hidden_size, target.vocab_size, target.max_position
         return MedusaConfig(*sizes, settings.num_heads or 5, settings.num_layers or 1, settings.lm_head == "own")
 
     @classmethod
-    def check_start(cls, settings: Any, config: Any) -> None:
+    def check_init(cls, settings: Any, config: Any) -> None:
         has = {
             "num_heads": config.num_heads,
             "num_layers": config.num_layers,
             "lm_head": "own" if config.own_lm_head else "target",
         }
-        for name, own in has.items():
+        for name, value in has.items():
             asked = getattr(settings, name)
-            if asked not in (None, own):
-                expected = f"{own}, as the heads of --init have"
+            if asked not in (None, value):
+                expected = f"{value}, as the heads of --init have"
                 raise InputError(name, asked, expected, f"Leave --{name.replace('_', '-')} out.")
 
     def start(self, name: str, weights: TargetWeights) -> None:
@@ -160,44 +158,48 @@ class MedusaHead(DraftHead):
             self.copy_lm_head(weights.lm_head())
 
     def copy_lm_head(self, wanted: Tensor) -> None:
-        """Let the lm_head of every head be this one, [V, H]."""
+        """Copy an lm_head [V, H] into that of every head."""
         for layer in self.lm_heads:
             layer.get_parameter("weight").data.copy_(wanted)
 
+    # -- loss
+
     @classmethod
-    def num_loss_tokens(cls, batch: FeatureBatch) -> int:
+    def loss_count(cls, batch: FeatureBatch, settings: Any) -> int:
         return int(pairs(batch, 0).sum())
 
     def read(self, batch: FeatureBatch) -> Tensor:
-        """What stands for the text's states [B, T, H] to the heads: the states themselves."""
+        """Return the states [B, T, H] that the heads read: the target's own."""
         assert batch.features is not None, "the target reads the batch first"
         return batch.features.to(next(self.parameters()).dtype)
 
     def inputs(self, number: int, states: Tensor, counted: Tensor, batch: FeatureBatch, target: CausalLM) -> Tensor:
-        """What a head reads at the places that count (`pairs`), [N, R], of what `read` gave."""
+        """Return a head's inputs [N, R] at the positions that count (`pairs`); states: of `read`."""
         return states[:, : counted.shape[1]][counted]
 
     def loss(
         self, batch: FeatureBatch, target: CausalLM, settings: MedusaSettings, step: TrainStep | None
     ) -> LossOutput:
-        """sum_i head_decay^i x the cross-entropy of head i with the tokens of the text (section 2.2.1), or with the
-        target's distributions there, over the tokens that the first head counts."""
-        states = self.read(batch)
+        """Return sum_i head_decay^i x the cross-entropy of head i (section 2.2.1), per token of the first head.
+
+        It is the cross-entropy with the tokens of the text, or with the target's distributions there.
+        """
+        states = self.read(batch)  # [B, T, H]
         loss, sums, counts = states.new_zeros(()), {}, {}
 
-        def of_target(hidden: Tensor) -> Tensor:
+        def target_lm_head(hidden: Tensor) -> Tensor:
             return target.lm_head(hidden.to(target.dtype))
 
-        for i, (head, lm_head) in enumerate(zip(self.heads, self.outputs(of_target), strict=True)):
-            counted = pairs(batch, i)
-            labels = batch.input_ids[:, AHEAD + i :][counted]
-            taught = None
+        for i, (head, lm_head) in enumerate(zip(self.heads, self.outputs(target_lm_head), strict=True)):
+            counted = pairs(batch, i)  # [B, T - 2 - i]
+            labels = batch.input_ids[:, AHEAD + i :][counted]  # [N]
+            teacher = None
             if settings.loss == "soft":
                 assert batch.features is not None
-                taught = batch.features[:, AHEAD - 1 + i : -1][counted].detach(), of_target
-            entropy, hits = token_loss(
-                head(self.inputs(i, states, counted, batch, target)), labels, lm_head, self.config.vocab_size, taught
-            )
+                # State t + 1 + i gives the target's distribution of token t + 2 + i.
+                teacher = batch.features[:, AHEAD - 1 + i : -1][counted].detach(), target_lm_head
+            hidden = head(self.inputs(i, states, counted, batch, target))  # [N, H]
+            entropy, hits = token_loss(hidden, labels, lm_head, self.config.vocab_size, teacher)
             loss = loss + settings.head_decay**i * entropy
             name = "top1" if i == 0 else f"top1_{i + 1}"
             sums[name], counts[name] = hits, counted.sum()
@@ -205,15 +207,15 @@ class MedusaHead(DraftHead):
         return LossOutput(loss / counts["top1"].clamp_min(1), sums, counts)
 
     @classmethod
-    def flops(cls, config: Any, settings: Any, step: TrainStep, loss_tokens: int) -> float:
-        blocks = config.num_layers * flops.linear(config.hidden_size, config.hidden_size, loss_tokens)
-        lm_head = flops.linear(config.hidden_size, config.vocab_size, loss_tokens)
+    def flops(cls, config: Any, settings: Any, step: TrainStep, logit_rows: int) -> float:
+        blocks = config.num_layers * flops.linear(config.hidden_size, config.hidden_size, logit_rows)
+        lm_head = flops.linear(config.hidden_size, config.vocab_size, logit_rows)
         return config.num_heads * (flops.TRAINED * blocks + lm_head_passes(config, settings) * lm_head)
 
-    # -- decoding
+    # -- drafter
 
     def outputs(self, shared: LmHead) -> Sequence[LmHead]:
-        """What makes logits of each head's states. shared: of those that have no lm_head of their own."""
+        """Return the lm_head of each head; `shared` if they have none of their own."""
         return list(self.lm_heads) if self.config.own_lm_head else [shared] * self.config.num_heads
 
     def draft_in(self, precision: Precision, target: CausalLM) -> None:
@@ -232,27 +234,38 @@ class MedusaHead(DraftHead):
         at_most("depth", depth, self.config.num_heads)
         return MedusaBranches(self, target, depth)
 
+    @classmethod
+    def card(cls, head: Mapping[str, Any]) -> HeadCard:
+        whose = "an lm_head of its own" if head.get("own_lm_head") else "the target's lm_head"
+        shape = (f"- {head['num_heads']} heads of {head['num_layers']} residual block(s) and {whose}",) if head else ()
+        metrics = {f"top1_{i}": f"the same of the head for the {i}. token" for i in range(2, 10)}
+        card = super().card(head)
+        return replace(card, title="Medusa heads", method="medusa", shape=shape, metrics=metrics)
+
 
 def lm_head_passes(config: Any, settings: MedusaSettings) -> int:
-    """How often a token's logits cost what making them costs: forward and backward, and the target's own."""
+    """Return what a token's logits cost, in forwards of lm_head: the head's with gradient, and the teacher's."""
     own = flops.TRAINED if config.own_lm_head else flops.FROZEN_PASSING
     return own + (settings.loss == "soft")
 
 
-Head = TypeVar("Head", bound=MedusaHead)
-
-
+# Alignment. Head i reads state f_t and guesses token x_{t+2+i}, if that is a response token of the same text:
+#
+#   state         f0    f1    f2    f3    ...
+#   head 0        x2    x3    x4    x5
+#   head 1        x3    x4    x5    x6          (Hydra's reads x_{t+1} .. x_{t+1+i} beside the state)
+#   head 2        x4    x5    x6    x7
 def pairs(batch: FeatureBatch, head: int) -> Tensor:
-    """The alignment: [B, T - 2 - i] bool, true at t where token t + 2 + i is of the same text and counts."""
+    """Return the states [B, T - 2 - i] (bool) whose token t + 2 + i counts."""
     ahead = AHEAD + head
     same = batch.position_ids[:, ahead:] == batch.position_ids[:, : max(batch.input_ids.shape[1] - ahead, 0)] + ahead
     return same & batch.loss_mask[:, ahead:]
 
 
 class MedusaDrafter(RowDrafter):
-    """Drafts chains or, given a shape, trees: all from the target's state that gave the last token, in one pass.
+    """Drafts chains or, given a shape, trees: all tokens from the last state of the target, in one pass.
 
-    typical: asked for with every tree, where it is not None.
+    typical: acceptance rule of its trees; None verifies exactly.
     """
 
     model = "medusa"
@@ -261,7 +274,7 @@ class MedusaDrafter(RowDrafter):
     def __init__(
         self, head: MedusaHead, target: CausalLM, stops: Sequence[StopPolicy], shape: StaticTree | None = None
     ):
-        """stops: a policy for each row, which chains end by."""
+        """stops: a policy for each row, for chains."""
         super().__init__(stops)
         self._head, self._lm_heads, self._shape = in_type_of(head, target), lm_heads_of(head, target), shape
 
@@ -269,31 +282,25 @@ class MedusaDrafter(RowDrafter):
         return self._head.config.num_heads
 
     def _draft(self, limits: Sequence[int], params: SamplingParams, sources: Sequence[Source]) -> list[DraftTree]:
-        states = self._head(torch.stack([row.features[-1] for row in self._rows]))
-        if self._shape is None:
-            trees = self._drawn(states, limits, params, sources)
-        else:
+        states = self._head(torch.stack([row.features[-1] for row in self._rows]))  # [B, H] of each head
+        if self._shape is not None:
             trees = self._trees(self._shape, states, limits)
-        typical = None if self._shape is None else self.typical
-        return [dataclasses.replace(tree, draft_calls=1, typical=typical) if tree.tokens else tree for tree in trees]
+            return [replace(tree, draft_calls=1, typical=self.typical) if tree.tokens else tree for tree in trees]
 
-    def _drawn(
-        self, states: list[Tensor], limits: Sequence[int], params: SamplingParams, sources: Sequence[Source]
-    ) -> list[DraftTree]:
         levels = iter(zip(self._lm_heads, states, strict=True))
 
         def step(_: object = None) -> tuple[Tensor, Tensor]:
-            """What follows does not depend on the tokens before it."""
+            # A head's guess does not depend on the tokens drafted before it.
             lm_head, hidden = next(levels)
             return lm_head(hidden), hidden
 
-        logits, hidden = step()
-        return self._chains(logits, hidden, step, limits, params, sources)
+        chains = self._chains(*step(), step, limits, params, sources)
+        return [replace(chain, draft_calls=1) if chain.tokens else chain for chain in chains]
 
     def _trees(self, shape: StaticTree, states: list[Tensor], limits: Sequence[int]) -> list[DraftTree]:
         def level(depth: int, count: int) -> Level:
-            hidden = states[depth][:, None]
-            logits = self._lm_heads[depth](hidden)
+            hidden = states[depth][:, None]  # [B, 1, H]
+            logits = self._lm_heads[depth](hidden)  # [B, 1, V]
             return Level(hidden.expand(-1, count, -1), logits.expand(-1, count, -1))
 
         def expand(tokens: Tensor, above: Tensor, depth: int) -> Level:
@@ -302,14 +309,16 @@ class MedusaDrafter(RowDrafter):
         return grow_static(shape, level(0, 1), expand, limits)
 
     def commit(self, row: int, tokens: Sequence[int], features: Tensor | None) -> None:
-        self._rows[row].features = self._rows[row].features[:0]  # the last one is all that is read
+        # Only the last state is read.
+        self._rows[row].features = self._rows[row].features[:0]
         super().commit(row, tokens, features)
 
 
 class MedusaBranches(BranchDrafter):
-    """Drafts from many places of one text. What a head says of a place does not depend on the draft before it."""
+    """Drafts from many places of one text. A head's guess does not depend on the draft before it."""
 
-    min_start, model = 2, "medusa"  # a draft follows a token that a state of the text gave
+    # A draft follows a token that a state of the text gave.
+    min_start, model = 2, "medusa"
 
     def __init__(self, head: MedusaHead, target: CausalLM, depth: int):
         super().__init__(target, depth)
@@ -329,11 +338,12 @@ class MedusaBranches(BranchDrafter):
         return self._head.heads[level](self._read)
 
     def _begin(self, starts: Tensor) -> Tensor:
-        """What the first head reads."""
+        """Return the inputs of the first head."""
         return super()._before(starts)
 
     def _before(self, starts: Tensor) -> Tensor:
-        self._read = self._begin(starts)  # of these drafts, until others begin
+        # Kept for the later tokens of these drafts.
+        self._read = self._begin(starts)
         return self._level(0)
 
     def lm_head(self, hidden: Tensor, level: int | Tensor = 0) -> Tensor:
@@ -350,14 +360,14 @@ class MedusaBranches(BranchDrafter):
 
 
 def in_type_of(head: Head, target: CausalLM) -> Head:
-    """The head as the target computes."""
+    """Return the head in the target's type and on its device, a copy if it must be converted."""
     weight = next(head.parameters())
     same = weight.dtype == target.dtype and weight.device == target.device
     return head if same else copy.deepcopy(head).to(target.device, target.dtype)
 
 
 def lm_heads_of(head: MedusaHead, target: CausalLM) -> Sequence[LmHead]:
-    """What drafts make logits with, an lm_head for each head."""
+    """Return the lm_head that each head drafts with."""
     if not head.config.own_lm_head:
         return head.outputs(head.output or target.lm_head)
     layers = [layer for layer in in_type_of(head, target).lm_heads if isinstance(layer, nn.Linear)]
@@ -396,7 +406,8 @@ class MedusaTree(StaticTrees):
     uses = ("medusa",)
 
     def __post_init__(self) -> None:
-        assert self.rule.eps  # checks both
+        # Typical checks both numbers.
+        assert self.rule.eps
 
     @property
     def rule(self) -> Typical:

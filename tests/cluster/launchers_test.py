@@ -215,7 +215,7 @@ def test_a_training_survives_the_time_limit_and_a_killed_rank(job, artefact, inp
     job.wait_for_text(r"SIGUSR1: saved step \d+\.")
     job.wait_for_text(r"is requeued and resumes from there")
     job.start_now()
-    job.wait_for_text(r"going on from step \d+ of")
+    job.wait_for_text(r"resuming at step \d+ of")
     job.wait_for_steps(2 * LOG_EVERY)
     os.kill(pid_of_rank(1, job.output), signal.SIGKILL)
     job.wait_for_text(r"failure 1 with code 1(37|43)")  # of the killed rank, or of the one that srun ended then
@@ -223,7 +223,7 @@ def test_a_training_survives_the_time_limit_and_a_killed_rank(job, artefact, inp
     assert job.follower.wait(PATIENCE_S) == 0, job.text()
     said = job.text()
     assert [int(n) for n in re.findall(r"^job \d+, start (\d)", said, re.M)] == [1, 2, 3]
-    saved, *went_on = (int(n) for n in re.findall(r"saved step (\d+)|going on from step (\d+)", said) for n in n if n)
+    saved, *went_on = (int(n) for n in re.findall(r"saved step (\d+)|resuming at step (\d+)", said) for n in n if n)
     assert went_on[0] == saved and saved < went_on[1] < STEPS
     assert "Killed" in said and "Timed out" not in said  # the dead rank is named, and nobody waited for it
     alone.communicate(timeout=PATIENCE_S)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from draftsmith.modules import flops
 from draftsmith.modules.decoding.branches import BranchDrafter
-from draftsmith.modules.drafters.base import DraftHead, TargetWeights, TrainStep
+from draftsmith.modules.drafters.base import DraftHead, TargetWeights, TrainingCost, TrainStep
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.losses import soft_cross_entropy
 from draftsmith.modules.targets.base import CausalLM
@@ -42,7 +42,7 @@ class BigramSettings:
             raise InputError("scale", self.scale, "a positive number", "Change it.")
 
 
-class BigramHead(DraftHead):
+class BigramHead(DraftHead, TrainingCost):
     """h_t = W [embed(x_{t+1}); f_t] is to give x_{t+2} by the target's own lm_head."""
 
     kind = "bigram"
@@ -57,7 +57,7 @@ class BigramHead(DraftHead):
         self.mix = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
 
     @classmethod
-    def shape(cls, settings: BigramSettings, target: LlamaConfig) -> BigramConfig:
+    def new_config(cls, settings: BigramSettings, target: LlamaConfig) -> BigramConfig:
         return BigramConfig(target.hidden_size, target.vocab_size, target.max_position)
 
     def start(self, name: str, weights: TargetWeights) -> None:
@@ -65,7 +65,7 @@ class BigramHead(DraftHead):
         self.mix.weight.data.zero_()
 
     @classmethod
-    def num_loss_tokens(cls, batch: FeatureBatch) -> int:
+    def loss_count(cls, batch: FeatureBatch, settings: Any) -> int:
         return int(cls._rows(batch)[1].sum())
 
     @classmethod
@@ -88,9 +88,9 @@ class BigramHead(DraftHead):
         return LossOutput(totals[0] / ones.sum().clamp_min(1), sums, dict.fromkeys(sums, ones.sum()))
 
     @classmethod
-    def flops(cls, config: BigramConfig, settings: Any, step: TrainStep, loss_tokens: int) -> float:
+    def flops(cls, config: BigramConfig, settings: Any, step: TrainStep, logit_rows: int) -> float:
         mixed = flops.linear(2 * config.hidden_size, config.hidden_size, sum(step.lengths))
-        return 2 * mixed + 3 * flops.linear(config.hidden_size, config.vocab_size, loss_tokens)
+        return 2 * mixed + 3 * flops.linear(config.hidden_size, config.vocab_size, logit_rows)
 
     def drafter(self, target: CausalLM, stops: Any, capacity: int) -> Any:
         raise NotImplementedError("the test does not decode")

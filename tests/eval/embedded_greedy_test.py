@@ -137,7 +137,7 @@ def world():
     info = WORLD.target.info
     # Untrained: every head's state is the target's own, which is right where the text repeats itself.
     WORLD.medusa = MedusaHead(MedusaConfig(info.hidden_size, info.vocab_size, info.max_position)).requires_grad_(False)
-    WORLD.hydra = HydraHead(HydraHead.shape(HydraSettings(), WORLD.target.config)).requires_grad_(False)
+    WORLD.hydra = HydraHead(HydraHead.new_config(HydraSettings(), WORLD.target.config)).requires_grad_(False)
     yield WORLD
     WORLD = None
 

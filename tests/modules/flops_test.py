@@ -21,7 +21,7 @@ from draftsmith.modules.acceptance.head import (
     acceptance_forward,
     acceptance_training,
 )
-from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead, eagle_forward, eagle_loss, eagle_training
+from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead, eagle_loss, eagle_training
 from draftsmith.modules.layers import LlamaConfig, LlamaModel
 from draftsmith.modules.losses import acceptance_loss
 from draftsmith.modules.types import AcceptanceBatch
@@ -101,7 +101,8 @@ def test_training_an_eagle_head(config, passes):
     assert counted(step) == ours + flops.lm_head_forward(config, 1)
     with torch.no_grad():
         forward = counted(lambda: head(embeds, features))
-    assert forward == eagle_forward(config, lengths) + hidden_half(config, lengths, 1)
+    fusion = flops.linear(2 * config.hidden_size, config.hidden_size, sum(lengths))
+    assert forward == fusion + flops.layers_forward(config, lengths) + hidden_half(config, lengths, 1)
 
 
 @pytest.mark.parametrize("num_blocks", [0, 1, 3])

@@ -71,7 +71,7 @@ def test_a_step_of_training_asks_the_device_for_nothing(tmp_path, monkeypatch, k
     target = LlamaLM(lm.model.to(META), lm.info)
     drafter = head_class(kind)
     settings = drafter.Settings(**changes)
-    head = drafter(drafter.shape(settings, lm.config)).to(META)
+    head = drafter(drafter.new_config(settings, lm.config)).to(META)
     width = len(drafter.learns_from(head.config, 8)) or 1
     items = [
         {
@@ -82,13 +82,13 @@ def test_a_step_of_training_asks_the_device_for_nothing(tmp_path, monkeypatch, k
         for length in LENGTHS
     ]
     batch = collate(items)
-    chosen, count = drafter.num_chosen(batch, settings), drafter.loss_count(batch, settings)
-    step = TrainStep(0, 10, LENGTHS, (1, 2, 3), chosen=chosen, loss_count=count)
+    rows, count = drafter.logit_rows(batch, settings), drafter.loss_count(batch, settings)
+    step = TrainStep(0, 10, LENGTHS, (1, 2, 3), logit_rows=rows, loss_count=count)
     output = head.loss(moved(batch), target, settings, step)
     output.loss.backward()
     assert output.loss.is_meta and any(parameter.grad is not None for parameter in head.parameters())
     with pytest.raises((NotImplementedError, RuntimeError)):  # a count that it does not have must be asked for
-        head.loss(moved(batch), target, settings, dataclasses.replace(step, chosen=None))
+        head.loss(moved(batch), target, settings, dataclasses.replace(step, logit_rows=None))
 
 
 def test_the_acceptance_loss_asks_once():

@@ -28,8 +28,8 @@ from draftsmith.train.acceptance_data import (
     TriedSize,
     collate_stored,
 )
+from draftsmith.train.command import run
 from draftsmith.train.data_module import Samples
-from draftsmith.train.run import run
 
 DEPTH = 4  # of the labels: conftest.py
 LEAN = AcceptanceHeadConfig(
@@ -138,8 +138,7 @@ def test_no_size_is_tried_where_one_is_asked_for(artefacts, rollouts, tmp_path):
     asked = ({"width": 4}, {"max_steps": 3}, {"sweep": False})
     for number, changes in enumerate(asked):
         config = a_config(artefacts, rollouts, tmp_path / str(number), **changes)
-        module, *_ = prepare(config)
-        assert module.head.config.width == changes.get("width", 128)
+        assert prepare(config).module.head.config.width == changes.get("width", 128)
         assert not (config.output / "sweep.json").exists()
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_models import tiny_llama_dir
-from trained_runs import fake_trainer, newest_state
+from trained_runs import fake_trainer, micro_batch, newest_state, step_loss
 
 from draftsmith.data.heads.directory import FrozenDrafter, load_head, save_head
 from draftsmith.data.models.loading import load_lm
@@ -21,11 +21,10 @@ from draftsmith.data.store.datasets import collate_acceptance, open_dataset
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.types import InputError
 from draftsmith.train.acceptance import TrainAcceptanceConfig, make_head, num_loss_tokens
-from draftsmith.train.acceptance_data import AcceptanceObjective, MixedText
+from draftsmith.train.acceptance_data import LitAcceptance, MixedText
 from draftsmith.train.checkpoints import FOLDER
-from draftsmith.train.data_module import Key, Part
-from draftsmith.train.lit_head import LitHead
-from draftsmith.train.run import run
+from draftsmith.train.command import run
+from draftsmith.train.data_module import MicroBatch
 
 # A learning rate and a number of steps at which a 32-wide head learns something.
 QUICK = {
@@ -56,17 +55,16 @@ def trained(artefacts, tmp_path_factory) -> Path:
     return output
 
 
-def a_part(artefacts, count: int = 6) -> Part:
+def a_part(artefacts, count: int = 6) -> MicroBatch:
     data = open_dataset(artefacts.acceptance)
     batch = collate_acceptance([data.item(i, 0) for i in range(count)])
-    tokens = num_loss_tokens(batch)
-    return Part(batch, tuple(Key(0, i) for i in range(count)), tokens, tokens, True, True)
+    return micro_batch(batch, num_loss_tokens(batch))
 
 
-def a_module(artefacts, tmp_path, greedy: bool = False) -> LitHead:
+def a_module(artefacts, tmp_path, greedy: bool = False) -> LitAcceptance:
     settings = config(artefacts, tmp_path)
     reader = MixedText(FrozenDrafter(load_lm(str(artefacts.draft)), {}), greedy)
-    module = LitHead(make_head(settings, 32), AcceptanceObjective(reader, settings.calibrate), settings, 12)
+    module = LitAcceptance(make_head(settings, 32), reader, settings, 12, settings.calibrate)
     module.trainer = fake_trainer(open_dataset(artefacts.acceptance))
     return module
 
@@ -101,9 +99,9 @@ def test_the_fitted_calibration_travels_with_the_head(trained, artefacts):
 
 def test_the_gradient_reaches_every_weight_of_the_head_and_none_of_the_draft(artefacts, tmp_path):
     module = a_module(artefacts, tmp_path)
-    module.part_loss(a_part(artefacts)).loss.backward()
+    step_loss(module, a_part(artefacts)).loss.backward()
     assert all(p.grad is not None and p.grad.any() for p in module.head.parameters())
-    assert not any(p.requires_grad or p.grad is not None for p in module.objective.reader.lm.model.parameters())
+    assert not any(p.requires_grad or p.grad is not None for p in module.reader.lm.model.parameters())
 
 
 def test_the_draft_is_no_part_of_module_or_checkpoint(artefacts, tmp_path, trained):
@@ -121,7 +119,7 @@ def test_what_is_saved_is_what_was_trained(trained):
 
 
 def test_greedy_labels_are_compared_with_the_drafts_probability_at_temperature_one(artefacts, tmp_path):
-    reader, data = a_module(artefacts, tmp_path, greedy=True).objective.reader, a_part(artefacts, 2).data
+    reader, data = a_module(artefacts, tmp_path, greedy=True).reader, a_part(artefacts, 2).data
     expected = reader.lm.lm_head(reader.lm.features(data.z_ids)).log_softmax(-1)
     expected = expected[:, :-1].gather(-1, data.z_ids[:, 1:, None])[..., 0][data.loss_mask[:, 1:]]
     found = reader.read(data, with_log_q=True)

@@ -1,24 +1,25 @@
-"""Agreement by draft step: that of drafting greedily from everywhere."""
+"""Agreement by draft step is that of drafting greedily from every position."""
 
 from __future__ import annotations
 
 import torch
 from eagle_trainings import a_module, change
+from trained_runs import micro_batch, step_loss
 
 from draftsmith.data.store.datasets import collate_features, open_dataset, pack_features
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.drafters.eagle.head import EagleHead
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
-from draftsmith.train.data_module import Key, Part
-from draftsmith.train.lit_head import LitHead
+from draftsmith.train.data_module import MicroBatch
+from draftsmith.train.lit_drafter import LitDrafter
 
 
-def drafted_by_hand(module: LitHead, item: dict[str, torch.Tensor], steps: int) -> list[list[bool]]:
+def drafted_by_hand(module: LitDrafter, item: dict[str, torch.Tensor], steps: int) -> list[list[bool]]:
     """For every draft of a text, whether each of its steps was right: drafted greedily from each response token on,
     the head reading all rows anew for every token. A draft ends at its first wrong step, at `steps`, or with the text.
     """
-    head, target = module.head, module.objective.target
+    head, target = module.head, module.target
     ids, features, is_response = item["input_ids"], item["features"].float(), item["loss_mask"].tolist()
     wanted = target.lm_head(features).argmax(-1)  # [T], what the target says after token t
     drafts = []
@@ -53,19 +54,18 @@ def greedy_items(target, number: int) -> list[dict[str, torch.Tensor]]:
     return items
 
 
-def part_of(items: list[dict[str, torch.Tensor]], packed: bool = False) -> Part:
+def part_of(items: list[dict[str, torch.Tensor]], packed: bool = False) -> MicroBatch:
     batch = (pack_features if packed else collate_features)(items)
-    tokens = EagleHead.num_loss_tokens(batch)
-    return Part(batch, tuple(Key(0, i) for i in range(len(items))), tokens, tokens, True, True)
+    return micro_batch(batch, EagleHead.loss_count(batch, None))
 
 
 def test_agreement_by_draft_step_is_that_of_drafting_greedily_from_everywhere(artefacts, tmp_path):
     module = a_module(artefacts, tmp_path)
-    greedy, data = greedy_items(module.objective.target, 12), open_dataset(artefacts.features)
+    greedy, data = greedy_items(module.target, 12), open_dataset(artefacts.features)
     learn = torch.optim.AdamW(module.head.parameters(), lr=1e-2)
     change(module, noise=0.0, unroll=4)
     for _ in range(30):  # until drafts go on for some steps
-        module.part_loss(part_of(greedy)).loss.backward()
+        step_loss(module, part_of(greedy)).loss.backward()
         learn.step()
         learn.zero_grad()
     change(module, agreement_steps=4)
@@ -86,12 +86,12 @@ def test_a_draft_ends_with_its_document(artefacts, tmp_path, monkeypatch):
     module = a_module(artefacts, tmp_path)
     right = lambda target, hidden, rows: torch.where(rows, batch.input_ids[:, 2:], -1)  # noqa: E731
     monkeypatch.setattr("draftsmith.modules.drafters.eagle.head.choices", right)
-    target = module.objective.target
+    target = module.target
     first, second = greedy_items(target, 2)
     items = [{k: v[-8:] for k, v in item.items()} for item in (first, second)]  # responses from their first token on
     joined = {k: torch.cat([item[k] for item in items]) for k in items[0]}
     batch = collate_features([joined])
-    sums, counts = module.head.agreement(batch, target, 2)
-    assert sums == counts
+    output = module.head.agreement(batch, target, 2)
+    assert output.sums == output.counts
     # 14 rows of the pairing; the second document's first one continues no draft.
-    assert [int(count) for count in counts.values()] == [14, 12]
+    assert [int(count) for count in output.counts.values()] == [14, 12]

@@ -12,7 +12,7 @@ from eagle_trainings import config
 from tiny_models import tiny_llama_dir
 
 from draftsmith.data import acceptance, features, prompts, responses
-from draftsmith.train.run import run
+from draftsmith.train.command import run
 
 NUM_PROMPTS = 48
 

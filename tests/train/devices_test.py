@@ -1,9 +1,10 @@
-"""A training step and what feeds it, on every device."""
+"""Training steps and their batches on every device."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,9 +18,9 @@ from trained_runs import losses, weights
 from draftsmith.data.store.datasets import open_dataset, pack_features
 from draftsmith.modules.drafters.eagle.head import EagleHead
 from draftsmith.modules.engine.graphs import Graphed
+from draftsmith.train.command import run
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.data_module import HeadDataModule, Key, Part, Samples, move
-from draftsmith.train.run import run
+from draftsmith.train.data_module import HeadDataModule, SampleKey, Samples
 
 SHORT = {"max_steps": 3, "val_every": 3, "log_every": 1, "tau_every": 3, "tokens_per_batch": 256, "batch_size": 1}
 KINDS = {"cpu": ("cpu", "'32'"), "cuda": ("gpu", "bf16")}
@@ -72,13 +73,14 @@ def test_batches_reach_a_device_as_they_were_read(artefacts, device, workers):
         data=Path("."), output=Path("."), batch_size=2, num_workers=workers,
         accelerator="gpu" if device == "cuda" else "cpu",
     )  # fmt: skip
-    module = HeadDataModule(samples, samples, pack_features, EagleHead.num_loss_tokens, settings)
-    keys = [(Key(0, i), Key(0, i + 1)) for i in range(5)]
+    count = partial(EagleHead.loss_count, settings=None)
+    module = HeadDataModule(samples, samples, pack_features, count, settings)
+    keys = [(SampleKey(0, i), SampleKey(0, i + 1)) for i in range(5)]
     graphed = Graphed(lambda x: (x * 2,))
-    for own, (read_keys, data) in zip(keys, module.batches(samples, keys), strict=True):
-        assert tuple(read_keys) == own and data.input_ids.is_pinned() == (device == "cuda")
+    for own, batch in zip(keys, module.batches(samples, keys), strict=True):
+        assert tuple(batch.keys) == own and batch.data.input_ids.is_pinned() == (device == "cuda")
         expected = pack_features([dataset[key.index] for key in own])
-        moved = move(Part(data, own, 1, 1, True, True), torch.device(device)).data
+        moved = batch.to(torch.device(device)).data
         for field in dataclasses.fields(expected):
             value, wanted = getattr(moved, field.name), getattr(expected, field.name)
             assert torch.equal(value.cpu(), wanted) if isinstance(wanted, torch.Tensor) else value == wanted

@@ -24,10 +24,10 @@ from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.eagle3.head import Eagle3Head
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import InputError, SamplingParams
+from draftsmith.train.command import run
 from draftsmith.train.config import drafter_config
-from draftsmith.train.drafter import make_head
 from draftsmith.train.plan import plan_of
-from draftsmith.train.run import run
+from draftsmith.train.prepare import make_head
 
 TARGET = "embedded:target"
 QUICK = {"max_steps": 3, "batch_size": 4, "val_share": 0.25, "val_every": 3, "log_every": 1, "wandb": "off",

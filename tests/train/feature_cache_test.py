@@ -14,18 +14,19 @@ import pytest
 import torch
 from devices import DEVICES
 from online_cases import config, curve, texts
+from trained_runs import micro_batch
 
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store import feature_codec
 from draftsmith.data.store.datasets import collate_features, pack_features
-from draftsmith.modules.drafters.eagle.head import EagleHead
+from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import InputError
 from draftsmith.train import feature_cache
-from draftsmith.train.data_module import Batches, Key, Part, Samples, move
-from draftsmith.train.drafter_objective import DrafterObjective
+from draftsmith.train.command import run
+from draftsmith.train.data_module import SampleKey, Samples
 from draftsmith.train.feature_cache import FeatureCache, check_cache_room
-from draftsmith.train.run import run
+from draftsmith.train.lit_drafter import LitDrafter
 
 IDENTITY = {"config": "abc", "lm_head": "def", "layers": "final-norm"}
 
@@ -185,13 +186,14 @@ def counted(monkeypatch) -> Counted:
         return real(self, input_ids, position_ids, capture)
 
     monkeypatch.setattr(LlamaLM, "features", features)
-    monkeypatch.setattr("draftsmith.train.run.announce", lambda config: None)
+    monkeypatch.setattr("draftsmith.train.command.announce", lambda config: None)
     return counter
 
 
 @pytest.mark.parametrize("batches", [{"feature_dtype": "fp8"}, {"tokens_per_batch": 400, "max_length": 36}])
 def test_later_epochs_and_runs_read_and_learn_the_same(artefacts, tmp_path, counted, batches, monkeypatch):
-    monkeypatch.setattr("draftsmith.train.run.explain", lambda *_: None)  # which reads texts anew after the training
+    # A diagnosis would read texts again after the training.
+    monkeypatch.setattr("draftsmith.train.command.explain", lambda *_: None)
     settings = {"max_steps": 15, "features": "cache", **batches}  # about three epochs of five steps
     run(config(artefacts, tmp_path / "first", **settings))
     first, counted.tokens = counted.tokens, 0
@@ -211,13 +213,6 @@ def test_later_epochs_and_runs_read_and_learn_the_same(artefacts, tmp_path, coun
             assert curve(tmp_path / other, name) == curve(tmp_path / "first", name), name
 
 
-def test_a_cache_of_another_model_is_refused(artefacts, tmp_path):
-    identity = load_lm(str(artefacts.target)).info.identity
-    FeatureCache(tmp_path / "new", identity, "bf16", "float32")
-    with pytest.raises(InputError, match=r"target\.weights"):
-        FeatureCache(tmp_path / "new", {**identity, "weights": "other"}, "bf16", "float32")
-
-
 def test_reader_processes_read_what_is_there(artefacts, tmp_path):
     target, data = load_lm(str(artefacts.target)), texts(artefacts)
     cache = FeatureCache(tmp_path, target.info.identity, "bf16", "float32")
@@ -226,11 +221,13 @@ def test_reader_processes_read_what_is_there(artefacts, tmp_path):
     cache.flush()
     samples = Samples(data, range(10))
     samples.cached = cache.item
-    keys = [(Key(0, i),) for i in range(10)]
-    loader = torch.utils.data.DataLoader(Batches(samples, lambda items: items[0]), None, sampler=keys, num_workers=1)
+    samples.collate = pack_features
+    keys = [(SampleKey(0, i),) for i in range(10)]
+    loader = torch.utils.data.DataLoader(samples, None, sampler=keys, num_workers=1)
     held = {tuple(data[i]["input_ids"].tolist()) for i in range(0, 10, 2)}
-    for _, item in loader:
-        assert ("features" in item) == (tuple(item["input_ids"].tolist()) in held)
+    for batch in loader:
+        ids = tuple(batch.data.input_ids[0].tolist())
+        assert (batch.data.features is not None) == (ids in held)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -246,9 +243,9 @@ def test_fp8_travels_as_it_is_stored_and_is_decoded_on_the_device(artefacts, tmp
     samples.cached = cache.item
     shipped = collate([samples.item(row, 0) for row in range(4)])
     assert shipped.features.dtype == torch.float8_e4m3fn and shipped.scale.shape == shipped.input_ids.shape
-    part = move(Part(shipped, (), 1, 1, True, True), torch.device(device))
-    objective = DrafterObjective(EagleHead, EagleHead.Settings(), target)
-    read = objective.read(part).data
+    module = LitDrafter(EagleHead(EagleConfig.for_target(target.config)), target, feature_std=1.0)
+    read, states = module.read(micro_batch(shipped, 1).to(torch.device(device)))
+    assert states is None
     samples.cached = lambda ids: {"features": cache.get(ids)}
     wanted = collate([samples.item(row, 0) for row in range(4)])
     assert read.scale is None and read.features.dtype == torch.bfloat16

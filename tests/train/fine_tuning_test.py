@@ -17,8 +17,8 @@ from draftsmith.data.heads.directory import load_head, save_head
 from draftsmith.data.models.loading import load_lm
 from draftsmith.modules.drafters.eagle.head import EagleHead
 from draftsmith.modules.types import InputError
-from draftsmith.train.drafter import make_head, prepare
-from draftsmith.train.run import run
+from draftsmith.train.command import run
+from draftsmith.train.prepare import make_head, prepare
 
 
 def test_a_head_can_start_from_the_targets_last_layer(artefacts, tmp_path):
@@ -72,8 +72,8 @@ def test_fine_tuning_starts_at_the_heads_own_loss(artefacts, tmp_path, eagle_run
     manifest = json.loads((other / "manifest.json").read_text())
     manifest["sha256"]["config.json"] = hashlib.sha256((other / "config.json").read_bytes()).hexdigest()
     (other / "manifest.json").write_text(json.dumps(manifest))
-    module, data, *_ = prepare(config(artefacts, tmp_path / "run", init=str(other)))
-    part = a_part(artefacts, data.val.indices)
+    training = prepare(config(artefacts, tmp_path / "run", init=str(other)))
+    module, part = training.module, a_part(artefacts, training.data.val.indices)
     loaded = a_module(artefacts, tmp_path)
     loaded.head = load_head(eagle_run / "best")
     fresh = a_module(artefacts, tmp_path)

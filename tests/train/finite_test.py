@@ -8,48 +8,43 @@ import math
 import pytest
 import torch
 from online_cases import config, texts
-from trained_runs import fake_trainer
+from trained_runs import fake_trainer, micro_batch
 
 from draftsmith.data.heads.directory import FrozenDrafter
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.datasets import collate_acceptance, collate_features, open_dataset
-from draftsmith.modules.drafters.eagle.head import EagleHead
 from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.types import InputError
-from draftsmith.train import acceptance, drafter
-from draftsmith.train.acceptance_data import AcceptanceObjective, MixedText
+from draftsmith.train import acceptance, prepare
+from draftsmith.train.acceptance_data import LitAcceptance, MixedText
 from draftsmith.train.bad_steps import BadSteps
-from draftsmith.train.data_module import Key, Part
-from draftsmith.train.drafter_objective import DrafterObjective
+from draftsmith.train.data_module import MicroBatch
 from draftsmith.train.feature_cache import FeatureCache
-from draftsmith.train.lit_head import LitHead
+from draftsmith.train.lit_drafter import LitDrafter
 
 
-def a_module(artefacts, tmp_path) -> LitHead:
+def a_module(artefacts, tmp_path) -> LitDrafter:
     settings, target = config(artefacts, tmp_path, noise=0.0), load_lm(str(artefacts.target))
-    head = drafter.make_head(settings, target)
-    module = LitHead(head, DrafterObjective(EagleHead, settings, target), settings, 10)
+    module = LitDrafter(prepare.make_head(settings, target), target, settings, total_steps=10, feature_std=1.0)
     module.trainer = fake_trainer(texts(artefacts))
     return module
 
 
-def acceptance_module(artefacts, tmp_path) -> LitHead:
+def acceptance_module(artefacts, tmp_path) -> LitAcceptance:
     settings = acceptance.with_defaults(
         acceptance.TrainAcceptanceConfig(data=artefacts.acceptance, draft=str(artefacts.draft), output=tmp_path)
     )
     reader = MixedText(FrozenDrafter(load_lm(str(artefacts.draft)), {}), False)
-    objective = AcceptanceObjective(reader, settings.calibrate)
-    module = LitHead(acceptance.make_head(settings, 32), objective, settings, 12)
+    module = LitAcceptance(acceptance.make_head(settings, 32), reader, settings, 12, settings.calibrate)
     module.trainer = fake_trainer(open_dataset(artefacts.acceptance))
     return module
 
 
-def part_of(batch) -> Part:
-    tokens = int(batch.loss_mask.sum())
-    return Part(batch, tuple(Key(0, i) for i in range(len(batch.loss_mask))), tokens, tokens, True, True)
+def part_of(batch) -> MicroBatch:
+    return micro_batch(batch, int(batch.loss_mask.sum()))
 
 
-def acceptance_part(artefacts, count: int) -> Part:
+def acceptance_part(artefacts, count: int) -> MicroBatch:
     data = open_dataset(artefacts.acceptance)
     return part_of(collate_acceptance([data.item(i, 0) for i in range(count)]))
 
@@ -88,7 +83,7 @@ def test_a_target_that_reads_nan_ends_the_training_and_the_validation(artefacts,
     module.bad_steps.begin()
     module.training_step(part, 0)
     assert end_of_step(module) == (False, 0.0)
-    module.objective.source._target = Spoiled(module.objective.target)
+    module.source._target = Spoiled(module.target)
     error = named(module, part)
     assert error.model == "target" and error.prompt == "sample 0, sample 1, sample 2"
     with pytest.raises(NonFinite, match="hidden states of prompt 0000000, 0000001, 0000002"):
@@ -97,27 +92,24 @@ def test_a_target_that_reads_nan_ends_the_training_and_the_validation(artefacts,
 
 def test_a_draft_that_reads_nan_ends_the_training_of_its_acceptance_head(artefacts, tmp_path):
     module, part = acceptance_module(artefacts, tmp_path), acceptance_part(artefacts, 3)
-    module.objective.reader.lm = Spoiled(module.objective.reader.lm)
+    module.reader.lm = Spoiled(module.reader.lm)
     error = named(module, part)
     assert error.model == "draft" and error.prompt == "sample 0, sample 1, sample 2"
 
 
 def test_only_a_loss_that_nothing_given_explains_is_a_bad_step():
-    steps, finite, broken = BadSteps(limit=5, model="draft"), torch.ones(4, 3), torch.full((4, 3), math.inf)
+    steps, finite, broken = BadSteps(limit=5, frozen="draft"), torch.ones(4, 3), torch.full((4, 3), math.inf)
     steps.begin()
-    steps.given(finite)
-    steps.add(torch.tensor(math.nan), [0, 1])
+    steps.add(torch.tensor(math.nan), [0, 1], finite)
     assert steps.agree(None, str)[0] and steps.count == 1 and steps.samples == ["0", "1"]
     # What was not finite and did not reach the loss is no error.
     steps.begin()
-    steps.given(broken)
-    steps.add(torch.tensor(1.0), [2])
+    steps.add(torch.tensor(1.0), [2], broken)
     assert not steps.agree(None, str)[0]
     # Of several parts those count whose own loss is none; samples are named up to a few.
     steps.begin()
     for number, states in enumerate([finite, broken]):
-        steps.given(states)
-        steps.add(torch.tensor(math.nan), list(range(10 * number, 10 * number + 9)))
+        steps.add(torch.tensor(math.nan), list(range(10 * number, 10 * number + 9)), states)
     with pytest.raises(NonFinite, match="10, 11, 12, 13, 14 and 4 more") as caught:
         steps.agree(None, str)
     assert caught.value.model == "draft" and steps.count == 1
@@ -143,7 +135,7 @@ def test_stored_features_are_not_looked_at_twice(artefacts, tmp_path):
     """A batch that brings its features leaves no mark: they were looked at when they were read."""
     data, module = texts(artefacts), a_module(artefacts, tmp_path)
     batch = collate_features([data[i] for i in range(2)])
-    features = module.objective.target.features(batch.input_ids)
+    features = module.target.features(batch.input_ids)
     module.bad_steps.begin()
     module.training_step(part_of(dataclasses.replace(batch, features=features)), 0)
     assert module.bad_steps._parts[0].states is None

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 
 import draftsmith
 from draftsmith.modules.types import InputError
-from draftsmith.train.data_module import HeadDataModule, Samples
-from draftsmith.train.lit_drafter import LitDrafter, as_batch
+from draftsmith.train.lit_drafter import LitDrafter
+from draftsmith.train.own_trainer import as_batch
 
 WIDTHS = (5, 9, 12, 7, 3, 11, 8, 6)
 
@@ -111,7 +111,7 @@ def test_noise_is_scaled_by_the_features_of_the_first_batch(target, rows, tmp_pa
     module = module_of(target)
     trainer_of(tmp_path, max_steps=1).fit(module, loader(rows, 8))
     read = [target.features(row["input_ids"][None])[0] for row in rows]
-    assert module.objective.feature_std == pytest.approx(float(torch.cat(read).std(correction=0)), rel=1e-6)
+    assert module.feature_std == pytest.approx(float(torch.cat(read).std(correction=0)), rel=1e-6)
 
 
 def test_dictionaries_are_batches_too(target, rows, tmp_path):
@@ -139,22 +139,6 @@ def test_other_batches_are_refused_in_a_line(batch, told):
 def test_a_trainer_without_an_end_is_refused(target, rows, tmp_path):
     with pytest.raises(InputError, match="max_steps"):
         trainer_of(tmp_path, max_steps=-1, max_epochs=-1).fit(module_of(target), loader(rows, 8))
-
-
-def test_a_trainer_that_accumulates_other_parts_than_the_data_is_refused(target, rows, tmp_path):
-    """It scaled the loss by the wrong number without a word."""
-    module = module_of(target, accumulate=2)
-
-    class Rows(list):
-        lengths = WIDTHS
-
-        def item(self, row, epoch):
-            return self[row]
-
-    samples = Samples(Rows(rows), range(8))
-    data = HeadDataModule(samples, samples, draftsmith.collate, type(module.head).num_loss_tokens, module.config)
-    with pytest.raises(InputError, match="accumulate"):
-        trainer_of(tmp_path).fit(module, datamodule=data)
 
 
 def test_what_is_not_finite_is_named_by_its_row(target, rows, tmp_path):

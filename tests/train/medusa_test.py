@@ -9,17 +9,17 @@ from safetensors.torch import load_file
 
 from draftsmith.data.heads.directory import load_head
 from draftsmith.data.models.loading import load_lm
-from draftsmith.train import drafter as preparation
+from draftsmith.train import prepare
+from draftsmith.train.command import run
 from draftsmith.train.config import drafter_config
 from draftsmith.train.lit_head import LitHead
-from draftsmith.train.run import run
 
 
 @pytest.mark.parametrize("lm_head", ["own", "target"])
 def test_what_the_optimiser_holds_is_saved_and_the_target_stays_bit_equal(artefacts, tmp_path, monkeypatch, lm_head):
     """The published trainer moves the shared lm_head, and does not save it."""
     seen = {}
-    make_head, optimizers = preparation.make_head, LitHead.configure_optimizers
+    make_head, optimizers = prepare.make_head, LitHead.configure_optimizers
 
     def watched_head(config, target, counts=None):
         seen["target"] = target
@@ -32,7 +32,7 @@ def test_what_the_optimiser_holds_is_saved_and_the_target_stays_bit_equal(artefa
         seen["named"] = {weight: name for name, weight in self.head.named_parameters()}
         return made
 
-    monkeypatch.setattr(preparation, "make_head", watched_head)
+    monkeypatch.setattr(prepare, "make_head", watched_head)
     monkeypatch.setattr(LitHead, "configure_optimizers", watched_optimizers)
     own = {"num_heads": 2, "lm_head": lm_head, "tau_prompts": 2}
     quick = {name: value for name, value in QUICK.items() if name != "token_weight"}

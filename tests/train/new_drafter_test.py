@@ -18,14 +18,12 @@ from draftsmith.data.store.datasets import collate_features, open_dataset
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.modules import drafters
 from draftsmith.modules.types import InputError
-from draftsmith.train import drafter
 from draftsmith.train.acceptance import TrainAcceptanceConfig
+from draftsmith.train.command import run
 from draftsmith.train.config import drafter_config
-from draftsmith.train.drafter import make_head
-from draftsmith.train.drafter_objective import DrafterObjective, FeatureSource
 from draftsmith.train.fit import fit
-from draftsmith.train.prepare import prepare
-from draftsmith.train.run import run
+from draftsmith.train.lit_drafter import FeatureSource
+from draftsmith.train.prepare import make_head, prepare
 
 FOLDER = Path(__file__).resolve().parents[1] / "drafters"
 QUICK = {"max_steps": 12, "batch_size": 8, "val_share": 0.25, "log_every": 3, "wandb": "off", "tau_prompts": 0}
@@ -86,7 +84,7 @@ def test_its_drafts_are_labelled_and_an_acceptance_head_learns_from_its_states(a
     assert set(identity) > {"bigram"} and Manifest.read(made).identity["draft"] == identity
     quick = {"max_steps": 3, "batch_size": 4, "val_share": 0.25, "wandb": "off"}
     settings = TrainAcceptanceConfig(data=made, output=tmp_path / "run", **models, **quick)
-    best = fit(*prepare(settings))
+    best = fit(prepare(settings))
     written = json.loads((best / "config.json").read_text())
     assert (written["drafter"], written["target"]) == ("bigram", identity)
 
@@ -120,7 +118,7 @@ def test_residual_states_of_layers_are_read_where_a_drafter_asks_for_them(artefa
     monkeypatch.setattr(bigram, "learns_from", classmethod(lambda cls, config, num_layers: (0, num_layers - 1)))
     settings = {"target": str(artefacts.target), "output": tmp_path / "run", **QUICK}
     with pytest.raises(InputError, match="features of layers final-norm, expected those of 0,1"):
-        drafter.prepare(drafter_config("bigram")(data=artefacts.features, **settings))
+        prepare(drafter_config("bigram")(data=artefacts.features, **settings))
     monkeypatch.setattr(features, "load_lm", lambda *args, **kwargs: Captured(load_lm(*args, **kwargs)))
     asked = {"responses": artefacts.responses, "target": str(artefacts.target), "num_threads": 1}
     made = features.run(features.FeaturesConfig(output=tmp_path / "features", drafter="bigram", **asked))
@@ -128,7 +126,6 @@ def test_residual_states_of_layers_are_read_where_a_drafter_asks_for_them(artefa
     stored, plain = open_dataset(made)[3]["features"], open_dataset(artefacts.features)[3]["features"]
     assert torch.equal(stored, torch.cat([plain, 2 * plain], -1))
     target = Captured(load_lm(str(artefacts.target)))
-    objective = DrafterObjective(bigram, None, target, source=FeatureSource(target, (0, 1)))
     batch = collate_features([text_dataset(artefacts.responses, str(artefacts.target), target.info.identity)[3]])
-    online = objective.features_of(batch).features[0]
+    online = FeatureSource(target, (0, 1))(batch.input_ids, [])[0]
     torch.testing.assert_close(online, stored.float(), rtol=2**-8, atol=1e-3)  # bf16

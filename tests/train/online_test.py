@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 from online_cases import config, curve, texts
-from trained_runs import fake_trainer
+from trained_runs import fake_trainer, micro_batch, step_loss
 from transformers import AutoModelForCausalLM
 
 from draftsmith.data import prompts
@@ -19,23 +19,22 @@ from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
 from draftsmith.modules.drafters.eagle.head import EagleHead
 from draftsmith.modules.types import FeatureBatch, InputError
-from draftsmith.train.data_module import Key, Part, Samples
-from draftsmith.train.drafter import feature_std, make_head
-from draftsmith.train.drafter_objective import DrafterObjective, FeatureSource
-from draftsmith.train.lit_head import LitHead
-from draftsmith.train.run import run
+from draftsmith.train.command import run
+from draftsmith.train.data_module import MicroBatch, Samples
+from draftsmith.train.feature_cache import FeatureCache
+from draftsmith.train.lit_drafter import FeatureSource, LitDrafter
+from draftsmith.train.prepare import feature_std, make_head
 
 
-def a_module(artefacts, tmp_path) -> LitHead:
+def a_module(artefacts, tmp_path) -> LitDrafter:
     settings, target = config(artefacts, tmp_path, noise=0.0), load_lm(str(artefacts.target))
-    module = LitHead(make_head(settings, target), DrafterObjective(EagleHead, settings, target), settings, 10)
+    module = LitDrafter(make_head(settings, target), target, settings, total_steps=10, feature_std=1.0)
     module.trainer = fake_trainer(texts(artefacts))
     return module
 
 
-def part_of(batch: FeatureBatch) -> Part:
-    tokens = EagleHead.num_loss_tokens(batch)
-    return Part(batch, tuple(Key(0, i) for i in range(len(batch.input_ids))), tokens, tokens, True, True)
+def part_of(batch: FeatureBatch) -> MicroBatch:
+    return micro_batch(batch, EagleHead.loss_count(batch, None))
 
 
 def test_a_text_is_the_features_artefacts_row_without_features(artefacts):
@@ -43,8 +42,7 @@ def test_a_text_is_the_features_artefacts_row_without_features(artefacts):
     assert online.lengths.tolist() == stored.lengths.tolist() and len(online) == len(stored)
     for text, row in zip((online[i] for i in range(len(online))), stored, strict=True):
         assert set(text) == set(row) - {"features"}
-        for name, value in text.items():
-            assert torch.equal(value, row[name]), name
+        assert all(torch.equal(value, row[name]) for name, value in text.items())
 
 
 def test_supervised_prompts_are_texts_with_masks_of_their_own(artefacts, tmp_path):
@@ -54,39 +52,32 @@ def test_supervised_prompts_are_texts_with_masks_of_their_own(artefacts, tmp_pat
     directory = prompts.run(made)
     data = text_dataset(directory, str(artefacts.target), {})
     expected = Rows(directory, Manifest.read(directory)).read(0, 3)
-    assert [data[i]["loss_mask"].tolist() for i in range(len(data))] == [row["loss_mask"] for row in expected]
-    assert [data[i]["input_ids"].tolist() for i in range(len(data))] == [row["input_ids"] for row in expected]
+    for name in ("loss_mask", "input_ids"):
+        assert [data[i][name].tolist() for i in range(len(data))] == [row[name] for row in expected]
 
 
-def test_features_are_transformers_states_without_gradient_and_outside_of_autocast(artefacts, tmp_path):
+def test_features_are_transformers_states_packed_or_padded(artefacts, tmp_path):
+    """Without gradient, and in float32 under autocast too."""
     oracle = AutoModelForCausalLM.from_pretrained(artefacts.target, dtype=torch.float32).eval()
-    data, module = texts(artefacts), a_module(artefacts, tmp_path)
-    batch = collate_features([data[i] for i in (0, 5, 6)])
+    data, module, rows = texts(artefacts), a_module(artefacts, tmp_path), (0, 5, 6)
+    padded, flat = (collate([data[i] for i in rows]) for collate in (collate_features, pack_features))
     with torch.autocast("cpu", torch.bfloat16):
-        features = module.objective.features_of(batch).features
+        features, packed = (module.read(part_of(batch))[0].features for batch in (padded, flat))
     assert features.dtype == torch.float32 and not features.requires_grad
-    for row, i in enumerate((0, 5, 6)):
+    assert packed.shape[:2] == flat.input_ids.shape == (1, sum(flat.lengths))
+    for row, i in enumerate(rows):
         with torch.no_grad():
             expected = oracle.model(data[i]["input_ids"][None]).last_hidden_state[0]
         # float32 sums in another order, through two layers with states of about 1.
         torch.testing.assert_close(features[row, : len(expected)], expected, rtol=1e-4, atol=1e-4)
-
-
-def test_rows_that_are_packed_have_the_features_that_each_has_alone(artefacts, tmp_path):
-    data, module = texts(artefacts), a_module(artefacts, tmp_path)
-    batch = collate_features([data[i] for i in (3, 0, 6)])
-    flat = pack_features([data[i] for i in (3, 0, 6)])
-    features = module.objective.features_of(flat).features
-    assert features.shape[:2] == flat.input_ids.shape == (1, sum(flat.lengths))
-    expected = module.objective.features_of(batch).features[batch.attention_mask]
-    torch.testing.assert_close(features[0], expected, rtol=1e-5, atol=1e-5)  # sums in another order
+    torch.testing.assert_close(packed[0], features[padded.attention_mask], rtol=1e-5, atol=1e-5)
 
 
 def test_the_loss_is_exactly_that_of_a_batch_that_brings_the_same_features(artefacts, tmp_path):
     data, module = texts(artefacts), a_module(artefacts, tmp_path)
     batch = collate_features([data[i] for i in range(4)])
-    brought = dataclasses.replace(batch, features=module.objective.target.features(batch.input_ids))
-    online, stored = (module.part_loss(part_of(b)) for b in (batch, brought))
+    brought = dataclasses.replace(batch, features=module.target.features(batch.input_ids))
+    online, stored = (step_loss(module, part_of(b)) for b in (batch, brought))
     assert online.loss == stored.loss and online.sums == stored.sums
     online.loss.backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in module.head.parameters())
@@ -115,8 +106,6 @@ def test_the_noise_unit_is_that_of_the_stored_features(artefacts):
 
 
 def test_a_row_that_was_computed_is_what_reading_the_cache_gives(artefacts, tmp_path):
-    from draftsmith.train.feature_cache import FeatureCache
-
     target, data = load_lm(str(artefacts.target)), texts(artefacts)
     batch = collate_features([data[i] for i in (0, 6)])
     cache = FeatureCache(tmp_path / "cache", target.info.identity, "fp8", "float32")
@@ -128,19 +117,15 @@ def test_a_row_that_was_computed_is_what_reading_the_cache_gives(artefacts, tmp_
         assert torch.equal(cache.get(data[i]["input_ids"]), computed[row, :length])
 
 
-def test_another_targets_responses_are_refused(artefacts, tmp_path):
-    with pytest.raises(InputError, match=r"made with another target\.config"):
-        run(config(artefacts, tmp_path / "run", target=str(artefacts.draft)))
-
-
 def test_data_that_no_head_can_be_trained_on_is_named(artefacts, tmp_path):
-    with pytest.raises(InputError, match="expected kind responses or prompts or features"):
-        run(config(artefacts, tmp_path / "run", data=artefacts.acceptance))
-    with pytest.raises(InputError, match="expected responses to compute them of"):
-        run(config(artefacts, tmp_path / "run", data=artefacts.features, features="cache"))
-    unanswered = artefacts.responses.parent / "prompts"
-    with pytest.raises(InputError, match="data: found prompts without answers"):
-        run(config(artefacts, tmp_path / "run", data=unanswered))
+    def refused(words: str, **changes) -> None:
+        with pytest.raises(InputError, match=words):
+            run(config(artefacts, tmp_path / "run", **changes))
+
+    refused(r"made with another target\.config", target=str(artefacts.draft))
+    refused("expected kind responses or prompts or features", data=artefacts.acceptance)
+    refused("expected responses to compute them of", data=artefacts.features, features="cache")
+    refused("data: found prompts without answers", data=artefacts.responses.parent / "prompts")
 
 
 def test_the_universal_engine_trains_the_same_head(artefacts, tmp_path):

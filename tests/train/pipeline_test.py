@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from draftsmith.modules.types import InputError
 from draftsmith.train.acceptance import TrainAcceptanceConfig
 from draftsmith.train.checkpoints import FOLDER, all_in, step_of
-from draftsmith.train.run import run
+from draftsmith.train.command import run
 
 STEPS = 250
 # What time and memory show in is not compared.

@@ -17,8 +17,9 @@ from draftsmith.data.models.loading import load_lm
 from draftsmith.launch.cli import main
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.types import InputError
-from draftsmith.train import acceptance, drafter
+from draftsmith.train import acceptance, prepare
 from draftsmith.train.acceptance import TrainAcceptanceConfig
+from draftsmith.train.command import run
 from draftsmith.train.config import TrainDrafterConfig, drafter_config
 from draftsmith.train.data_module import held_out
 from draftsmith.train.plan import (
@@ -33,7 +34,6 @@ from draftsmith.train.plan import (
     rank_memory,
     short,
 )
-from draftsmith.train.run import run
 
 
 def eagle_config(artefacts, output: Path, **changes) -> TrainDrafterConfig:
@@ -54,7 +54,8 @@ def eagle_config(artefacts, output: Path, **changes) -> TrainDrafterConfig:
 def test_an_eagle_plan_counts_what_the_training_does(artefacts, tmp_path, changes):
     config = eagle_config(artefacts, tmp_path / "run", **changes)
     plan = plan_of(config)
-    module, data, *_ = drafter.prepare(config)
+    training = prepare.prepare(config)
+    module, data = training.module, training.data
     assert plan.trained == sum(p.numel() for p in module.head.parameters())
     assert (plan.steps, plan.steps_per_epoch) == (data.total_steps, data.order.steps_per_epoch)
     assert sorted(plan.documents.lengths) == sorted(data.train.lengths)
@@ -81,7 +82,8 @@ def test_an_acceptance_plan_counts_what_the_training_does(artefacts, tmp_path):
         data=artefacts.acceptance, draft=str(artefacts.draft), output=tmp_path / "run", batch_size=6, wandb="off"
     )
     plan = plan_of(config)
-    module, data, *_ = acceptance.prepare(config)
+    training = acceptance.prepare(config)
+    module, data = training.module, training.data
     assert plan.trained == sum(p.numel() for p in module.head.parameters())
     assert (plan.steps, plan.steps_per_epoch) == (data.total_steps, data.order.steps_per_epoch)
     module.trainer = data.trainer = Trainer(data)
@@ -131,7 +133,7 @@ def test_a_disk_that_is_too_small_stops_a_training_before_it_reads_the_model(art
     output = tmp_path / "run"
     common = {"output": output, "wandb": "off", "max_steps": 1}
     if job == "eagle":
-        monkeypatch.setattr(drafter, "load_lm", None)
+        monkeypatch.setattr(prepare, "load_lm", None)
         config = eagle_config(artefacts, **common)
     else:
         monkeypatch.setattr(acceptance, "load_lm", None)
@@ -208,6 +210,7 @@ def test_fine_tuning_is_planned_with_the_heads_own_shape(artefacts, tmp_path):
     head = save_head(tmp_path / "head", EagleHead(EagleConfig(layer, fc_bias=True)), {}, "card")
     config = eagle_config(artefacts, tmp_path / "run", init=str(head))
     plan = plan_of(config)
-    module, data, *_ = drafter.prepare(config)
+    training = prepare.prepare(config)
+    module, data = training.module, training.data
     assert plan.trained == sum(p.numel() for p in module.head.parameters())
     assert sorted(plan.documents.lengths) == sorted(data.train.lengths) and max(plan.documents.lengths) <= 40

@@ -10,7 +10,7 @@ import pytest
 import sklearn.metrics
 import torch
 from safetensors.torch import load_file
-from trained_runs import fake_trainer, newest_state
+from trained_runs import fake_trainer, newest_state, step_loss
 
 from draftsmith.data import acceptance as labels
 from draftsmith.data.heads.directory import FrozenDrafter, drafter_identity, load_head, save_head
@@ -21,11 +21,10 @@ from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadCon
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.types import InputError
 from draftsmith.train.acceptance import TrainAcceptanceConfig, make_head, num_loss_tokens, prepare
-from draftsmith.train.acceptance_data import AcceptanceObjective, RolloutReader, StoredDataset, collate_stored
-from draftsmith.train.data_module import Key, Part, Samples
-from draftsmith.train.lit_head import LitHead
+from draftsmith.train.acceptance_data import LitAcceptance, RolloutReader, StoredDataset, collate_stored
+from draftsmith.train.command import run
+from draftsmith.train.data_module import MicroBatch, SampleKey, Samples
 from draftsmith.train.plan import plan_of
-from draftsmith.train.run import run
 
 # Of the labels: conftest.py.
 DEPTH = 4
@@ -127,29 +126,29 @@ def test_an_eagle_heads_states_are_those_over_the_targets_features(artefacts, ro
         assert torch.allclose(found[number, 0], rows[-1], atol=1e-5)
 
 
-def a_module(artefacts, rollouts, tmp_path) -> LitHead:
+def a_module(artefacts, rollouts, tmp_path) -> LitAcceptance:
     settings = config(artefacts, rollouts, tmp_path)
     head = make_head(settings, 32)
     reader = RolloutReader(FrozenDrafter(load_lm(str(artefacts.draft)), {}), head.config, DEPTH)
-    module = LitHead(head, AcceptanceObjective(reader, settings.calibrate), settings, 8)
+    module = LitAcceptance(head, reader, settings, 8, settings.calibrate)
     module.trainer = fake_trainer(open_dataset(rollouts))
     return module
 
 
-def a_part(module: LitHead, rollouts, rows) -> Part:
+def a_part(module: LitAcceptance, rollouts, rows) -> MicroBatch:
     """A part of answers: validation's."""
     samples = Samples(open_dataset(rollouts), rows)
-    answers = StoredDataset(module.objective.reader.store(samples, "rows"), samples, None)
+    answers = StoredDataset(module.reader.store(samples, "rows"), samples, None)
     batch = collate_stored([answers.item(number, 0) for number in range(len(rows))])
     tokens = num_loss_tokens(batch)
-    return Part(batch, tuple(Key(0, row) for row in rows), tokens, tokens, True, True)
+    return MicroBatch(batch, tuple(SampleKey(0, row) for row in rows), tuple(answers.lengths), tokens, tokens)
 
 
 def test_the_loss_is_the_weighted_mean_and_reaches_every_weight(artefacts, rollouts, tmp_path):
     module = a_module(artefacts, rollouts, tmp_path)
     part = a_part(module, rollouts, (0, 1))
-    output = module.part_loss(part)
-    batch = module.objective.reader.read(part.data).batch
+    output = step_loss(module, part)
+    batch = module.reader.read(part.data).batch
     prob, label = torch.sigmoid(predicted(module.head, batch).detach().double()), batch.accept_prob.double()
     each = -(label * prob.log() + (1 - label) * (1 - prob).log())
     expected = float((batch.weight * each).sum() / batch.weight.sum())
@@ -158,9 +157,9 @@ def test_the_loss_is_the_weighted_mean_and_reaches_every_weight(artefacts, rollo
     # At the start a block's weights are zero, and so is what the layer before it could learn through them.
     for weight in module.head.parameters():
         weight.data.normal_(std=0.1)
-    module.part_loss(part).loss.backward()
+    step_loss(module, part).loss.backward()
     assert all(p.grad is not None and p.grad.any() for p in module.head.parameters())
-    assert not any(p.requires_grad or p.grad is not None for p in module.objective.reader.drafter.lm.model.parameters())
+    assert not any(p.requires_grad or p.grad is not None for p in module.reader.drafter.lm.model.parameters())
 
 
 def test_accumulating_gives_the_same_weights(artefacts, rollouts, tmp_path, trained):
@@ -176,7 +175,7 @@ def test_validation_weighs_tokens_by_how_often_they_are_reached(artefacts, rollo
     module = a_module(artefacts, rollouts, tmp_path)
     parts = [a_part(module, rollouts, rows) for rows in ((0, 1), (2, 4, 5))]
     found = module.validate(parts)
-    batches = [module.objective.reader.read(part.data, with_log_q=True) for part in parts]
+    batches = [module.reader.read(part.data, with_log_q=True) for part in parts]
     prob = torch.cat([torch.sigmoid(predicted(module.head, tokens.batch)) for tokens in batches]).detach().double()
     label, weight = (torch.cat([getattr(t.batch, n) for t in batches]).double() for n in ("accept_prob", "weight"))
     log_q = torch.cat([tokens.log_q for tokens in batches])
@@ -256,7 +255,8 @@ def test_heads_of_eagle_chains_are_trained(artefacts, eagle, tmp_path):
 def test_a_plan_counts_what_the_training_does(artefacts, rollouts, tmp_path):
     settings = config(artefacts, rollouts, tmp_path / "run", max_steps=0, sweep=False)
     plan = plan_of(settings)
-    module, data, *_ = prepare(settings)
+    training = prepare(settings)
+    module, data = training.module, training.data
     assert plan.trained == sum(p.numel() for p in module.head.parameters())
     assert (plan.steps, plan.steps_per_epoch) == (data.total_steps, data.order.steps_per_epoch)
     module.trainer = data.trainer = type(

@@ -20,7 +20,7 @@ from draftsmith.data.store.manifest import Manifest
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import InputError, SamplingParams
-from draftsmith.train.run import run
+from draftsmith.train.command import run
 
 JOB = Path(__file__).with_name("spread_job.py")
 

@@ -25,7 +25,7 @@ def test_tau_is_emitted_tokens_by_target_calls_of_real_decoding(artefacts, tmp_p
     module = a_module(artefacts, tmp_path)
     prompts = list(held_out_prompts(Samples(open_dataset(artefacts.features), range(3))))
     assert len(prompts) == 3
-    target, tokens, calls, behind = module.objective.target, 0, 0, 0
+    target, tokens, calls, behind = module.target, 0, 0, 0
     plain = generate_one(target, None, prompts[0], SamplingParams(), 10, TorchSource(0))
     ends = plain.tokens[3:4]  # as if it ended there
     target.info = dataclasses.replace(target.info, eos_ids=tuple(ends))
@@ -51,12 +51,12 @@ def test_a_probe_captures_its_graphs_once(artefacts, tmp_path, monkeypatch):
     module = a_module(artefacts, tmp_path)
     prompts = list(held_out_prompts(Samples(open_dataset(artefacts.features), range(3))))
     settings = config(artefacts, tmp_path, tau_k=2, tau_max_new_tokens=10)
-    plain = TauProbe(module, module.objective.target, prompts, settings, 1)()
+    plain = TauProbe(module, module.target, prompts, settings, 1)()
     counts = []
     for times in (1, 3):
         with monkeypatch.context() as patch:
             graphs = FakeGraphs(patch)
-            assert TauProbe(module, module.objective.target, prompts * times, settings, 1)() == plain
+            assert TauProbe(module, module.target, prompts * times, settings, 1)() == plain
             counts.append(len(graphs.captured))
             # A draft's first step and its others, a round's chain: of few widths each.
             assert len(graphs.captured) <= 8

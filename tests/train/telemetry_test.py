@@ -11,7 +11,7 @@ import torch
 
 from draftsmith.modules.types import FeatureBatch
 from draftsmith.train import telemetry
-from draftsmith.train.data_module import Key, Part
+from draftsmith.train.data_module import MicroBatch, SampleKey
 from draftsmith.train.telemetry import Telemetry, listed_peak, measured_peak, num_slots, peak_memory_gb
 
 CPU = torch.device("cpu")
@@ -35,7 +35,6 @@ class Run:
             total_steps=10,
             device=CPU,
             config=SimpleNamespace(precision="32"),
-            lengths_of=lambda part: [7, 8],
             flops=lambda part: 600.0,
         )
         self.telemetry.on_train_start(None, self.module)
@@ -43,7 +42,7 @@ class Run:
     def part(self, waits: float, works: float, last: bool = True) -> None:
         ids = torch.zeros(2, 10, dtype=torch.int64)
         batch = FeatureBatch(ids, torch.zeros(2, 10, 4), ids.bool(), ids)
-        part = Part(batch, (Key(0, 0), Key(0, 1)), 5, 5, True, last)
+        part = MicroBatch(batch, (SampleKey(0, 0), SampleKey(0, 1)), (7, 8), 5, 5, True, last)
         self.clock.now += waits
         self.telemetry.on_train_batch_start(None, self.module, part, 0)
         self.clock.now += works
@@ -182,4 +181,4 @@ def test_memory_is_the_most_that_the_process_has_held():
 
 def test_slots_are_the_places_for_tokens():
     ids = torch.zeros(3, 5, dtype=torch.int64)
-    assert num_slots(Part(FeatureBatch(ids, torch.zeros(3, 5, 8), ids.bool(), ids), (), 0, 0, True, True)) == 15
+    assert num_slots(MicroBatch(FeatureBatch(ids, torch.zeros(3, 5, 8), ids.bool(), ids), (), ())) == 15

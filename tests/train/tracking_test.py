@@ -16,9 +16,9 @@ import pytest
 from wandb_file import OfflineRun, offline_runs
 
 from draftsmith.data.store.manifest import Manifest, git_commit, resolved
+from draftsmith.train.command import run
 from draftsmith.train.config import TrainDrafterConfig, drafter_config
 from draftsmith.train.lit_head import LitHead
-from draftsmith.train.run import run
 from draftsmith.train.strategies import settled
 
 STOPPED_AT, STEPS = 23, 50
@@ -48,12 +48,12 @@ def tracked(artefacts, tmp_path_factory) -> Tracked:
     shared |= {"max_steps": STEPS, "batch_size": 8, "val_share": 0.25, "val_every": 10, "log_every": 5, "lr": 3e-3}
     shared |= {"tau_prompts": 2, "tau_max_new_tokens": 6, "tau_every": 50, "token_weight": 1.0, "num_threads": 1}
     shared |= {"track": ("wandb", "tensorboard"), "agreement_steps": 2, "group": "study 1", "wandb": "offline"}
-    learn = LitHead.part_loss
+    learn = LitHead.training_step
 
-    def interrupted(module: LitHead, part):
+    def interrupted(module: LitHead, batch, batch_idx):
         if module.trainer.global_step == STOPPED_AT - 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        return learn(module, part)
+        return learn(module, batch, batch_idx)
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
@@ -61,7 +61,7 @@ def tracked(artefacts, tmp_path_factory) -> Tracked:
         patch.setenv("NETRC", str(output.parent / "no netrc"))
         patch.setattr("draftsmith.train.metrics.log_note", said.append)
         with patch.context() as stopping:
-            stopping.setattr(LitHead, "part_loss", interrupted)
+            stopping.setattr(LitHead, "training_step", interrupted)
             with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
                 run(drafter_config("eagle")(**shared))
         said.append("resumed")

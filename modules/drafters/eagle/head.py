@@ -1,4 +1,4 @@
-"""The EAGLE-1 head (Li et al. 2024, "EAGLE"): how features and tokens are paired, what it learns, and how it drafts."""
+"""EAGLE-1 head (Li et al. 2024, "EAGLE"): alignment, loss, and methods."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.modules import flops
-from draftsmith.modules.drafters.base import HeadCard, TargetWeights, TrainStep
+from draftsmith.modules.drafters.base import HeadCard, TargetWeights, TrainingCost, TrainStep
 from draftsmith.modules.drafters.chains import FixedK
 from draftsmith.modules.drafters.eagle.net import EagleConfig, EagleNet, LeanEagle, Rope
 from draftsmith.modules.drafters.feature_heads import FeatureHead
@@ -22,9 +22,9 @@ from draftsmith.modules.losses import LmHead, soft_cross_entropy
 from draftsmith.modules.packing import Documents
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.transfer import to_device, true_places
-from draftsmith.modules.types import FeatureBatch, InputError, LossOutput
+from draftsmith.modules.types import FeatureBatch, InputError, LossOutput, at_least
 
-# Row t pairs tokens up to t + 2: so many rows fewer than tokens.
+# Row t pairs tokens up to t + 2, so a sequence has this many rows fewer than tokens.
 LOOKAHEAD = 2
 # Logits held at once where only the best token is asked for: 256 MB in bf16 for a vocabulary of 128k.
 CHOICE_ROWS = 1024
@@ -45,7 +45,7 @@ class EagleSettings:
             random learns faster than target-last-layer on the embedded target: top-1 of 0.22 after 42 steps to 0.02.
         feature_weight: Loss weight of the smooth-L1 distance between features.
         token_weight: Loss weight of the soft cross-entropy against the target's distribution.
-        noise: Features are read with uniform noise up to this share of their standard deviation.
+        noise: Uniform noise on the features that the head reads, up to this share of their standard deviation.
         unroll: Draft steps to train on: each batch is also read as the second, third, ... step of a draft, on the
             head's own features (HASS; EAGLE-3's training-time test). 1 is EAGLE-1; more costs as many passes and keeps
             later tokens of a chain good.
@@ -68,8 +68,8 @@ class EagleSettings:
 
     def __post_init__(self) -> None:
         if self.feature_weight < 0 or self.token_weight < 0 or self.feature_weight + self.token_weight == 0:
-            found = f"{self.feature_weight}, {self.token_weight}"
-            raise InputError("feature_weight, token_weight", found, "not negative, not both 0", "Change them.")
+            weights = f"{self.feature_weight}, {self.token_weight}"
+            raise InputError("feature_weight, token_weight", weights, "not negative, not both 0", "Change them.")
         if not 0 <= self.unroll_after < 1:
             raise InputError("unroll_after", self.unroll_after, "a share in [0, 1)", "Change it.")
         if not 0 < self.unroll_decay <= 1:
@@ -77,21 +77,27 @@ class EagleSettings:
         if not self.noise >= 0:
             raise InputError("noise", self.noise, "0 or more", "Change it.")
         for name, least in {"num_layers": 1, "agreement_steps": 0, "unroll": 1}.items():
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise InputError(name, value, f"{least} or more", "Change it.")
+            if (value := getattr(self, name)) is not None:
+                at_least(name, value, least)
 
     def num_passes(self, step: TrainStep) -> int:
-        """Draft steps that this step trains on."""
+        """Return the draft steps that a training step learns from."""
         return self.unroll if self.unroll > 1 and step.number >= round(self.unroll_after * step.total) else 1
 
 
+# Alignment. Row t reads the embedding of x_{t+1} and the feature f_t, and predicts f_{t+1}, which gives x_{t+2}:
+#
+#   row                0     1     2     ...   T-3
+#   next_ids           x1    x2    x3    ...   x_{T-2}
+#   features           f0    f1    f2    ...   f_{T-3}
+#   target_features    f1    f2    f3    ...   f_{T-2}
+#   predicted_ids      x2    x3    x4    ...   x_{T-1}     loss_mask: which of these are response tokens
 @dataclass(frozen=True)
 class EagleInputs:
-    """A `FeatureBatch` paired for the head: row t has x_{t+1} and f_t, and is to predict f_{t+1}, which gives x_{t+2}.
+    """A `FeatureBatch` paired for the head, all [B, T-2, ...].
 
-    All are [B, T-2, ...]; `loss_mask` is true where x_{t+2} is a response token. Of a flat batch [1, N] they are
-    [1, M, ...], two rows less for each of the `documents`, of which those of fewer than three tokens leave nothing.
+    Of a flat batch [1, N] they are [1, M, ...], two rows less for each of the `documents`; documents of fewer than
+    three tokens leave no row.
     """
 
     next_ids: Tensor
@@ -103,39 +109,37 @@ class EagleInputs:
     documents: Documents | None = None
 
     def mask_of_step(self, step: int) -> Tensor:
-        """The tokens that count in a draft's step 0, 1, ...: no draft that began inside the sequence reaches a later
-        one at its first rows."""
+        """Return the rows that count in draft step 0, 1, ...; no draft reaches a later step at its first rows."""
         return self.loss_mask & (self.position_ids >= step)
 
 
 def shift(batch: FeatureBatch) -> EagleInputs:
-    """The one place where the pairing is made. Token x_{t+1} sits at position t, as in SafeAILab's code and servers. Of
-    documents laid end to end no row pairs tokens of two."""
+    """Pair tokens and features as SafeAILab's code and servers do; no row pairs tokens of two documents."""
     ids, features, documents = batch.input_ids, batch.features, None
     assert features is not None, "the target reads the batch first"
     if batch.lengths is None:
         count = max(ids.shape[1] - LOOKAHEAD, 0)
 
-        def at(ahead: int) -> Any:  # the rows' tokens so far ahead
-            return slice(ahead, count + ahead)
+        def ahead(offset: int) -> Any:
+            return slice(offset, count + offset)
 
     else:
         sizes = torch.tensor(list(batch.lengths), dtype=torch.int64)
-        # Tokens from here to the document's end, this one too.
-        left = sizes.cumsum(0).repeat_interleave(sizes) - torch.arange(int(sizes.sum()))
-        rows = to_device(true_places(left > LOOKAHEAD), ids.device)
+        # Tokens from here to the document's end, this one included.
+        left = sizes.cumsum(0).repeat_interleave(sizes) - torch.arange(int(sizes.sum()))  # [N]
+        rows = to_device(true_places(left > LOOKAHEAD), ids.device)  # [M]
         documents = Documents.of([n - LOOKAHEAD for n in batch.lengths if n > LOOKAHEAD], ids.device)
 
-        def at(ahead: int) -> Any:
-            return rows + ahead
+        def ahead(offset: int) -> Any:
+            return rows + offset
 
     return EagleInputs(
-        next_ids=ids[:, at(1)],
-        features=features[:, at(0)],
-        target_features=features[:, at(1)],
-        predicted_ids=ids[:, at(2)],
-        loss_mask=batch.loss_mask[:, at(2)],
-        position_ids=batch.position_ids[:, at(0)],
+        next_ids=ids[:, ahead(1)],
+        features=features[:, ahead(0)],
+        target_features=features[:, ahead(1)],
+        predicted_ids=ids[:, ahead(2)],
+        loss_mask=batch.loss_mask[:, ahead(2)],
+        position_ids=batch.position_ids[:, ahead(0)],
         documents=documents,
     )
 
@@ -150,30 +154,27 @@ def eagle_loss(
     decay: float = 1.0,
     step: TrainStep | None = None,
 ) -> LossOutput:
-    """EAGLE's loss (section 4.2): feature_weight * smooth-L1(h, f) + token_weight * soft cross-entropy; of the first,
-    second, ... step of a draft (`EagleNet.unroll`) their weighted mean.
+    """Return EAGLE's loss (section 4.2): feature_weight * smooth-L1(h, f) + token_weight * soft cross-entropy.
 
-    passes: hidden states [B, T, H] of each step, aligned with target_features [B, T, H] (h_t with the feature it
-        predicts).
-    masks: [B, T] bool, the tokens that count in each step; those of later steps are among those of the first.
-    decay: weight of a step relative to the one before. step: of a training: what it knows of the batch, and whether its
-        numbers are logged.
+    Over several draft steps (`EagleNet.unroll`) it is their weighted mean. Smooth-L1 is the mean over H; the
+    cross-entropy is against the target's distribution at temperature 1. Logits are made for the tokens of the masks
+    only, a chunk at a time. Sums are those of the first step: the losses, and in a logged step top1 and top3, how often
+    the target's argmax is the head's first, or among its first three.
 
-    Smooth-L1 is the mean over H, the cross-entropy is against the target's distribution at temperature 1. Every step's
-    sum is divided by the tokens of the first, so that the loss of a batch is exact in whatever parts it is computed.
-    lm_head is frozen; logits are made for the tokens of the masks only, some at a time. The sums are those of the first
-    step; beside the losses of a logged step top1 and top3: how often the target's argmax is the head's first or
-    among its three first.
+    passes: hidden states [B, T, H] of each draft step, aligned with target_features [B, T, H].
+    masks: [B, T] bool, the tokens that count in each draft step; those of later ones are among those of the first.
+    lm_head: frozen. decay: weight of a draft step relative to the one before.
     """
     ranked = step is None or step.logged
-    chosen = true_places(masks[0], None if step is None else step.chosen)
-    wanted, *predicted = (part.flatten(0, 1).index_select(0, chosen) for part in (target_features, *passes))
-    kept = [mask.flatten().index_select(0, chosen).float() for mask in masks]
+    chosen = true_places(masks[0], None if step is None else step.logit_rows)  # [N]
+    wanted, *predicted = (part.flatten(0, 1).index_select(0, chosen) for part in (target_features, *passes))  # [N, H]
+    kept = [mask.flatten().index_select(0, chosen).float() for mask in masks]  # [N] each
     distance = [F.smooth_l1_loss(h.float(), wanted.float(), reduction="none").mean(-1) for h in predicted]
     feature_totals = torch.stack([(d * keep).sum() for d, keep in zip(distance, kept, strict=True)])
     token_totals, hits = soft_cross_entropy(lm_head, wanted, kept, predicted, ranked)
     weights = to_device(torch.tensor([decay**i for i in range(len(passes))]), wanted.device)
     totals = feature_weight * feature_totals + token_weight * token_totals
+    # Every draft step's sum is divided by the tokens of the first, so that micro-batches add up exactly.
     number = torch.full((), len(wanted), device=wanted.device)
     sums = {
         "loss": totals[0].detach(),
@@ -186,8 +187,8 @@ def eagle_loss(
     return LossOutput(loss, sums, dict.fromkeys(sums, number))
 
 
-class EagleHead(EagleNet, FeatureHead):
-    """EAGLE-1: it reads the target's state after the final norm, and its own state in the place of the next one."""
+class EagleHead(EagleNet, FeatureHead, TrainingCost):
+    """EAGLE-1: reads the target's state after the final norm, and its own states behind the text."""
 
     kind = "eagle"
     Config, Settings = EagleConfig, EagleSettings
@@ -196,6 +197,108 @@ class EagleHead(EagleNet, FeatureHead):
     starts = ("random", "target-last-layer")
     lookahead = LOOKAHEAD
     passes = "unroll"
+
+    # -- a new head
+
+    @classmethod
+    def new_config(cls, settings: EagleSettings, target: LlamaConfig) -> EagleConfig:
+        return EagleConfig.for_target(target, settings.num_layers or 1, rope=settings.rope)
+
+    @classmethod
+    def check_init(cls, settings: EagleSettings, config: EagleConfig) -> None:
+        layers, scaling = config.llama.num_layers, config.llama.rope_scaling.kind
+        another = "or start from another head."
+        if settings.num_layers not in (None, layers):
+            expected = f"{layers}, as the head of --init has"
+            raise InputError("num_layers", settings.num_layers, expected, f"Leave --num-layers out, {another}")
+        if settings.rope == "plain" and scaling != "default":
+            expected = f"target: the head of --init has rope scaling {scaling}"
+            raise InputError("rope", "plain", expected, f"Leave --rope out, {another}")
+
+    def start(self, name: str, weights: TargetWeights) -> None:
+        if name == "target-last-layer":
+            self.init_from_target(weights.last_layer())
+
+    # -- loss
+
+    @classmethod
+    def loss_count(cls, batch: FeatureBatch, settings: Any) -> int:
+        """Count the response tokens that rows predict, without `shift`: training counts every batch on the host."""
+        if batch.lengths is None:
+            return int(batch.loss_mask[:, LOOKAHEAD:].sum())
+        sizes = torch.tensor(batch.lengths)
+        offsets = torch.arange(LOOKAHEAD)
+        # No row predicts a document's first two tokens.
+        first = ((sizes.cumsum(0) - sizes)[:, None] + offsets)[offsets < sizes[:, None]]
+        return int(batch.loss_mask.sum() - batch.loss_mask[0, first].sum())
+
+    def loss(
+        self, batch: FeatureBatch, target: CausalLM, settings: EagleSettings, step: TrainStep | None
+    ) -> LossOutput:
+        pairs, num_passes = shift(batch), 1
+        features = pairs.features.to(self.fc.weight.dtype)  # [B, T-2, H]
+        if step is not None:
+            num_passes = settings.num_passes(step)
+            # The head learns to draft from its own imprecise features.
+            if size := settings.noise * step.feature_std:
+                features = features + noise_like(features, step, size, flat=batch.lengths is not None)
+        return eagle_loss(
+            self._unrolled(pairs, target, features, num_passes),
+            pairs.target_features,
+            [pairs.mask_of_step(number) for number in range(num_passes)],
+            lambda hidden: target.lm_head(hidden.to(target.dtype)),
+            settings.feature_weight,
+            settings.token_weight,
+            settings.unroll_decay,
+            step,
+        )
+
+    def _unrolled(self, pairs: EagleInputs, target: CausalLM, features: Tensor, num_passes: int) -> list[Tensor]:
+        embeds = target.embed(pairs.next_ids).to(features.dtype)  # [B, T-2, H]
+        return self.unroll(embeds, features, num_passes, pairs.position_ids, pairs.documents)
+
+    def validation(self, batch: FeatureBatch, target: CausalLM, settings: EagleSettings) -> LossOutput:
+        """Return the loss and the agreement of drafts."""
+        output = self.loss(batch, target, settings, None)
+        if not settings.agreement_steps:
+            return output
+        agreement = self.agreement(batch, target, settings.agreement_steps)
+        return LossOutput(output.loss, output.sums | agreement.sums, output.counts | agreement.counts)
+
+    def agreement(self, batch: FeatureBatch, target: CausalLM, steps: int) -> LossOutput:
+        """Return sums and counts of agreement_1, agreement_2, ..., and no loss.
+
+        They count how often a draft's first, second, ... token is the target's choice, of the drafts whose tokens
+        before were all right. A draft begins at every response row; from its second step on it reads the head's own
+        features, and the tokens of the data. So it is followed only as long as it chose these: on text that the target
+        wrote greedily, the numbers are those of greedy drafting.
+        """
+        pairs = shift(batch)
+        dtype = self.fc.weight.dtype
+        passes = self._unrolled(pairs, target, pairs.features.to(dtype), steps)  # [B, T-2, H] each
+        wanted = choices(target, pairs.target_features.to(dtype), pairs.loss_mask)  # [B, T-2]
+        # Rows whose predecessor lies in the same document, before a response token.
+        follows = pairs.loss_mask[:, 1:] & (pairs.position_ids[:, 1:] == pairs.position_ids[:, :-1] + 1)
+        # Rows that step j of a draft, begun j rows before, has reached.
+        drafted = pairs.loss_mask.clone()
+        output = LossOutput(torch.zeros(()))
+        for j, hidden in enumerate(passes, start=1):
+            chosen = choices(target, hidden, drafted)
+            right = drafted & (chosen == wanted)
+            output.sums[f"agreement_{j}"], output.counts[f"agreement_{j}"] = right.sum(), drafted.sum()
+            drafted = torch.zeros_like(drafted)
+            drafted[:, 1:] = (right & (chosen == pairs.predicted_ids))[:, :-1] & follows
+        return output
+
+    @classmethod
+    def flops(cls, config: EagleConfig, settings: EagleSettings, step: TrainStep, logit_rows: int) -> float:
+        rows = [max(length - LOOKAHEAD, 0) for length in step.lengths]
+        return eagle_training(config.llama, rows, logit_rows, settings.num_passes(step))
+
+    # -- drafter
+
+    def lean(self, target: CausalLM) -> LeanEagle:
+        return LeanEagle(self, target, self.precision, self.output)
 
     @classmethod
     def card(cls, head: Mapping[str, Any]) -> HeadCard:
@@ -210,152 +313,39 @@ class EagleHead(EagleNet, FeatureHead):
             shape = (f"- {layers}: {heads}, {sizes}; {rope}",)
         return HeadCard("EAGLE head", what, ("eagle",), "eagle:k=5", shape)
 
-    # -- training
-
-    @classmethod
-    def shape(cls, settings: EagleSettings, target: LlamaConfig) -> EagleConfig:
-        return EagleConfig.for_target(target, settings.num_layers or 1, rope=settings.rope)
-
-    @classmethod
-    def check_start(cls, settings: EagleSettings, config: EagleConfig) -> None:
-        layers, scaling = config.llama.num_layers, config.llama.rope_scaling.kind
-        another = "or start from another head."
-        if settings.num_layers not in (None, layers):
-            expected = f"{layers}, as the head of --init has"
-            raise InputError("num_layers", settings.num_layers, expected, f"Leave --num-layers out, {another}")
-        if settings.rope == "plain" and scaling != "default":
-            expected = f"target: the head of --init has rope scaling {scaling}"
-            raise InputError("rope", "plain", expected, f"Leave --rope out, {another}")
-
-    def start(self, name: str, weights: TargetWeights) -> None:
-        if name == "target-last-layer":
-            self.init_from_target(weights.last_layer())
-
-    @classmethod
-    def num_loss_tokens(cls, batch: FeatureBatch) -> int:
-        """Of `shift`, by the mask alone: a training counts every batch on the host. No row predicts a document's first
-        tokens."""
-        if batch.lengths is None:
-            return int(batch.loss_mask[:, LOOKAHEAD:].sum())
-        sizes = torch.tensor(batch.lengths)
-        ahead = torch.arange(LOOKAHEAD)
-        first = ((sizes.cumsum(0) - sizes)[:, None] + ahead)[ahead < sizes[:, None]]
-        return int(batch.loss_mask.sum() - batch.loss_mask[0, first].sum())
-
-    def loss(
-        self, batch: FeatureBatch, target: CausalLM, settings: EagleSettings, step: TrainStep | None
-    ) -> LossOutput:
-        """The loss. In training features are read with U(-noise, noise) * feature_std added, so that the head learns to
-        draft on its own imprecise ones."""
-        pair, passes = shift(batch), 1
-        features = pair.features.to(self.fc.weight.dtype)
-        if step is not None:
-            passes = settings.num_passes(step)
-            if size := settings.noise * step.feature_std:
-                features = features + noise_like(features, step, size, flat=batch.lengths is not None)
-        return eagle_loss(
-            self._unrolled(pair, target, features, passes),
-            pair.target_features,
-            [pair.mask_of_step(number) for number in range(passes)],
-            lambda hidden: target.lm_head(hidden.to(target.dtype)),
-            settings.feature_weight,
-            settings.token_weight,
-            settings.unroll_decay,
-            step,
-        )
-
-    def _unrolled(self, pair: EagleInputs, target: CausalLM, features: Tensor, passes: int) -> list[Tensor]:
-        embeds = target.embed(pair.next_ids).to(features.dtype)
-        return self.unroll(embeds, features, passes, pair.position_ids, pair.documents)
-
-    def validation(self, batch: FeatureBatch, target: CausalLM, settings: EagleSettings) -> LossOutput:
-        """The metrics of validation, with `agreement`."""
-        output = self.loss(batch, target, settings, None)
-        if not settings.agreement_steps:
-            return output
-        sums, counts = self.agreement(batch, target, settings.agreement_steps)
-        return LossOutput(output.loss, output.sums | sums, output.counts | counts)
-
-    def agreement(
-        self, batch: FeatureBatch, target: CausalLM, steps: int
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Sums and counts of agreement_1, agreement_2, ...: how often a draft's first, second, ... token is the
-        target's choice, of the drafts whose tokens before were all right.
-
-        A draft begins at every response row, and from its second step on it reads the head's own features and tokens.
-        The tokens that it reads are those of the data, so it is followed only as long as it chose them: on text that
-        the target wrote greedily the numbers are those of greedy drafting.
-        """
-        pair = shift(batch)
-        dtype = self.fc.weight.dtype
-        passes = self._unrolled(pair, target, pair.features.to(dtype), steps)
-        wanted = choices(target, pair.target_features.to(dtype), pair.loss_mask)
-        # The next row goes on with the same document, and with a response in it.
-        follows = pair.loss_mask[:, 1:] & (pair.position_ids[:, 1:] == pair.position_ids[:, :-1] + 1)
-        drafted = pair.loss_mask.clone()  # rows that step j of a draft, begun j rows before, has reached
-        sums, counts = {}, {}
-        for j, hidden in enumerate(passes, start=1):
-            chosen = choices(target, hidden, drafted)
-            right = drafted & (chosen == wanted)
-            sums[f"agreement_{j}"], counts[f"agreement_{j}"] = right.sum(), drafted.sum()
-            drafted = torch.zeros_like(drafted)
-            drafted[:, 1:] = (right & (chosen == pair.predicted_ids))[:, :-1] & follows
-        return sums, counts
-
-    @classmethod
-    def flops(cls, config: EagleConfig, settings: EagleSettings, step: TrainStep, loss_tokens: int) -> float:
-        rows = [max(length - LOOKAHEAD, 0) for length in step.lengths]
-        return eagle_training(config.llama, rows, loss_tokens, settings.num_passes(step))
-
-    # -- decoding
-
-    def lean(self, target: CausalLM) -> LeanEagle:
-        return LeanEagle(self, target, self.precision, self.output)
-
-
-def fusion_forward(config: LlamaConfig, rows: int) -> float:
-    """The EAGLE head's layer that joins embedding and feature."""
-    return flops.linear(2 * config.hidden_size, config.hidden_size, rows)
-
-
-def eagle_forward(config: LlamaConfig, lengths: Sequence[int]) -> float:
-    """One pass of an EAGLE head whose layers are `config`'s; lengths: rows of each document, which are its tokens less
-    2 in training (`shift`). A later pass of `EagleHead.unroll` costs the same: as many keys a query."""
-    return fusion_forward(config, sum(lengths)) + flops.layers_forward(config, lengths)
-
-
-def eagle_training(config: LlamaConfig, lengths: Sequence[int], loss_tokens: int, passes: int = 1) -> float:
-    """Forward and backward of an EAGLE head and its loss, from features that are there.
-
-    lengths: rows of each document as in `eagle_forward`. loss_tokens: rows whose logits are made; the target's once,
-    the head's in each of the unrolled `passes`.
-    """
-    rows = sum(lengths)
-    head = passes * flops.TRAINED * eagle_forward(config, lengths)
-    head -= (flops.TRAINED - flops.TRAINED_FIRST) * fusion_forward(config, rows)  # the first pass reads data only
-    return head + (1 + passes * flops.FROZEN_PASSING) * flops.lm_head_forward(config, loss_tokens)
-
 
 def noise_like(features: Tensor, step: TrainStep, size: float, flat: bool) -> Tensor:
-    """U(-size, size) like `features`, of each sequence by its seed. flat: they are laid end to end in one row."""
-    made = torch.zeros_like(features)
+    """Draw U(-size, size) like `features`, for each sequence by its seed. flat: sequences lie end to end in a row."""
+    noise = torch.zeros_like(features)
     generator = torch.Generator(features.device)
-    # As many numbers as the sample has rows, padding aside: a device's generator gives other ones otherwise.
+    # As many numbers as the sample has rows without padding: with more, a GPU's generator gives others.
     sizes = [max(0, length - LOOKAHEAD) for length in step.lengths]
-    rows = made[0].split(sizes) if flat else [row[:own] for row, own in zip(made, sizes, strict=True)]
+    rows = noise[0].split(sizes) if flat else [row[:count] for row, count in zip(noise, sizes, strict=True)]
     for seed, row in zip(step.seeds, rows, strict=True):
         generator.manual_seed(seed)
         row.uniform_(-size, size, generator=generator)
-    return made
+    return noise
 
 
 def choices(target: CausalLM, hidden: Tensor, rows: Tensor) -> Tensor:
-    """Token ids [B, T] that `hidden` [B, T, H] gives greedily at `rows` [B, T] (bool), and -1 elsewhere. Logits are
-    made for CHOICE_ROWS rows at a time."""
-    found = torch.full(rows.shape, -1, device=rows.device)
+    """Return the greedy tokens [B, T] of `hidden` [B, T, H] at `rows` [B, T] (bool), -1 elsewhere."""
+    tokens = torch.full(rows.shape, -1, device=rows.device)
     chosen = [target.lm_head(some.to(target.dtype)).argmax(-1) for some in hidden[rows].split(CHOICE_ROWS)]
-    found[rows] = torch.cat(chosen) if chosen else found[rows]
-    return found
+    tokens[rows] = torch.cat(chosen) if chosen else tokens[rows]
+    return tokens
+
+
+def eagle_training(config: LlamaConfig, rows: Sequence[int], logit_rows: int, passes: int = 1) -> float:
+    """Return the FLOPs of forward and backward of an EAGLE head with these layers, and of its loss.
+
+    rows: of each document. logit_rows: rows whose logits are made, the target's once and the head's in every pass.
+    Later passes cost what the first does, because each query has as many keys.
+    """
+    fusion = flops.linear(2 * config.hidden_size, config.hidden_size, sum(rows))
+    head = passes * flops.TRAINED * (fusion + flops.layers_forward(config, rows))
+    # The first pass reads data, so no gradient flows to the inputs of its fusion layer.
+    head -= (flops.TRAINED - flops.TRAINED_FIRST) * fusion
+    return head + (1 + passes * flops.FROZEN_PASSING) * flops.lm_head_forward(config, logit_rows)
 
 
 @dataclass(frozen=True)

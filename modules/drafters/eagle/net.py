@@ -1,4 +1,4 @@
-"""The net of an EAGLE-1 head (Li et al. 2024, "EAGLE", section 4): one decoder layer at the feature level."""
+"""Network of an EAGLE-1 head (Li et al. 2024, "EAGLE", section 4): one decoder layer at the feature level."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftsmith.modules.diagonal import diagonal_attention
+from draftsmith.modules.diagonal import Entry, attend_pass
 from draftsmith.modules.engine.lean import LeanStack
 from draftsmith.modules.engine.low_precision import Precision, linear_of
 from draftsmith.modules.layers import MOST_LAYERS, ROPE_KINDS, DecoderLayer, LlamaConfig, RopeScaling, rope_table
@@ -25,7 +25,7 @@ Rope = Literal["target", "plain"]
 
 @dataclass(frozen=True)
 class OfLlama:
-    """Shape of a head. llama: sizes of its layers, whose vocabulary and width are the target's."""
+    """Config of a head with decoder layers. llama: their sizes; vocabulary and width are the target's."""
 
     llama: LlamaConfig
 
@@ -50,7 +50,7 @@ class OfLlama:
 
 @dataclass(frozen=True)
 class EagleConfig(OfLlama):
-    """Settings of an EAGLE head. fc_bias: bias of the fusion layer. Off by default: vLLM drops it silently."""
+    """Config of an EAGLE head. fc_bias: bias of the fusion layer, off by default because vLLM drops it silently."""
 
     fc_bias: bool = False
 
@@ -62,8 +62,7 @@ class EagleConfig(OfLlama):
     def for_target(
         cls, target: LlamaConfig, num_layers: int = 1, fc_bias: bool = False, rope: Rope = "target"
     ) -> EagleConfig:
-        """Layers like the target's, as far as other systems hold them. Embedding and lm_head are the target's and not
-        part of the head.
+        """Return a config with layers like the target's, as far as other systems support them.
 
         rope: `plain` leaves the target's rope scaling out; the base stays.
         """
@@ -72,8 +71,8 @@ class EagleConfig(OfLlama):
             num_layers=num_layers,
             sliding_window=None,
             # A head has only what the EAGLE-1 layers of vLLM 0.33.0 and SGLang 0.5.23 (models/llama_eagle.py of both)
-            # and of SafeAILab/EAGLE (eagle/model/cnets1.py) all hold. None has q/k norms, SGLang biases no MLP, and
-            # SafeAILab no o_proj; biases of q, k and v they have.
+            # and of SafeAILab/EAGLE (eagle/model/cnets1.py) all have: no q/k norms, no biases in the MLP (SGLang) or
+            # o_proj (SafeAILab), but biases of q, k and v.
             qk_norm=False,
             o_bias=False,
             mlp_bias=False,
@@ -82,10 +81,9 @@ class EagleConfig(OfLlama):
 
 
 class EagleNet(nn.Module):
-    """h_t = layer(fc([embed(x_{t+1}); f_t])) ~ f_{t+1}; the target's own lm_head turns h_t into the distribution of
-    x_{t+2}.
+    """Network h_t = layers(fc([embed(x_{t+1}); f_t])) ~ f_{t+1}, whose lm_head, the target's, predicts x_{t+2}.
 
-    Embedding first, no norm before attention in layer 0, no final norm.
+    The embedding comes first; there is no norm before attention in layer 0, and no final norm.
     """
 
     cos: Tensor
@@ -104,7 +102,7 @@ class EagleNet(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
 
     def forward(self, embeds: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """embeds, features [B, T, H] -> hidden [B, T, H]; causal, right padding needs no mask. position_ids [B, T]."""
+        """Return hidden states [B, T, H] of embeds and features [B, T, H]; causal, so right padding needs no mask."""
         return self.unroll(embeds, features, 1, position_ids)[0]
 
     def unroll(
@@ -115,47 +113,40 @@ class EagleNet(nn.Module):
         position_ids: Tensor | None = None,
         documents: Documents | None = None,
     ) -> list[Tensor]:
-        """Every row as each of the first `num_passes` steps of a draft: a list of hidden [B, T, H].
+        """Return hidden states [B, T, H] of every row as each of the first `num_passes` steps of a draft.
 
-        In pass 0 rows read true features. In pass j row t reads the head's own h_{t-1} of pass j-1 in place of f_t, and
-        attends as in a draft that began at row t-j: to rows up to t-j of pass 0, which had true features, and to one
-        row of each later pass. Rows before j mean nothing (HASS, section 3.2; EAGLE-3's training-time test).
+        Rows of pass 0 read true features. In pass j row t reads the head's own h_{t-1} of pass j-1 in place of f_t, and
+        attends as in a draft that began at row t-j: to rows up to t-j of pass 0, and to one row of each later pass.
+        Rows before j mean nothing (HASS, section 3.2; EAGLE-3's training-time test).
 
-        documents: of a flat batch, [1, N, H]; it needs position_ids, from 0 in every document.
+        documents: of a flat batch [1, N, H], whose position_ids start at 0 in every document.
         """
         rows = embeds.shape[1]
         if position_ids is None:
             position_ids = torch.arange(rows, device=embeds.device)[None]
         layers: list[Any] = list(self.layers)
-        cached: list[list[tuple[Tensor, Tensor]]] = [[] for _ in layers]
+        entries: list[list[Entry]] = [[] for _ in layers]
         passes: list[Tensor] = []
-        own, ahead = features, F.pad(embeds, (0, 0, 0, num_passes - 1))
+        hidden, embeds = features, F.pad(embeds, (0, 0, 0, num_passes - 1))  # [B, T, H], [B, T + num_passes - 1, H]
         for j in range(num_passes):
-            # Here row t is the draft that began there; it reads row t + j's token, at that row's position.
+            # Here row t is the draft that began there; it reads the token of row t + j, at that row's position.
             at = (position_ids + j).clamp_max(len(self.cos) - 1)
-            cos, sin = (table[at][:, None].to(embeds.dtype) for table in (self.cos, self.sin))
-            x = self.fc(torch.cat([ahead[:, j : j + rows], own], dim=-1))
-            for layer, entries in zip(layers, cached, strict=True):
-                attention = layer.self_attn
-                projected = attention.project(layer.input_layernorm(x), cos, sin)
-                if documents is not None:
-                    projected = tuple(documents.heads_side_by_side(part) for part in projected)
-                query, key, value = projected
-                entries.append((key, value))
-                mixed = diagonal_attention(query, entries[0], entries[1:]).transpose(1, 2).flatten(2)
-                x = x + attention.o_proj(mixed if documents is None else documents.end_to_end(mixed))
-                x = x + layer.mlp(layer.post_attention_layernorm(x))
-            own = x
-            passes.append(F.pad(x, (0, 0, j, 0))[:, :rows])
+            cos, sin = (table[at][:, None].to(embeds.dtype) for table in (self.cos, self.sin))  # [B, 1, T, D]
+            hidden = self.fc(torch.cat([embeds[:, j : j + rows], hidden], dim=-1))  # [B, T, 2H] -> [B, T, H]
+            for layer, layer_entries in zip(layers, entries, strict=True):
+                normed = layer.input_layernorm(hidden)
+                hidden = hidden + attend_pass(layer.self_attn, normed, cos, sin, layer_entries, documents)
+                hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+            passes.append(F.pad(hidden, (0, 0, j, 0))[:, :rows])  # [B, T, H], row t of the draft at its last token
         return passes
 
     def init_from_target(self, layer_state: Mapping[str, Tensor]) -> None:
-        """Start from the target's last layer (its state dict), and from fc = [0 | I]: the feature passes through.
+        """Initialize from the target's last layer (its state dict), and with fc = [0 | I]: the feature passes through.
 
         A layer that already maps residual states to what the final norm reads needs less data than a random one.
         """
-        # Not strict: the head's first layer has no input norm, and none of a Qwen3 target's q/k norms, nor biases other
-        # than those of q, k and v. What the target's layer computes with these is lost and learned anew.
+        # Not strict: the head has no input norm in its first layer, no q/k norms, and biases of q, k and v only. What
+        # the target's layer computes with the others is learned anew.
         self.layers[-1].load_state_dict({k: v.float() for k, v in layer_state.items()}, strict=False)
         size = self.fc.out_features
         with torch.no_grad():
@@ -164,7 +155,7 @@ class EagleNet(nn.Module):
 
 
 class LeanEagle:
-    """The net for inference (`feature_heads.FeatureNet`), beside the target whose embedding and lm_head it uses."""
+    """Network for inference (`feature_heads.FeatureNet`), with the target's embedding and lm_head."""
 
     def __init__(
         self,
@@ -173,7 +164,7 @@ class LeanEagle:
         precision: Precision = "dtype",
         lm_head: Callable[[Tensor], Tensor] | None = None,
     ):
-        """precision: of products with its weights. lm_head: in the place of the target's own."""
+        """precision: of products with its weights. lm_head: in place of the target's own."""
         self._embed, self.lm_head = target.embed, lm_head or target.lm_head
         layers: list = list(net.layers)
         self.stack = LeanStack(
@@ -186,7 +177,7 @@ class LeanEagle:
         self.fc = linear_of(net.fc.weight, net.fc.bias, target.packed, precision)
 
     def project(self, features: Tensor) -> Tensor:
-        """The head's states are what it takes for features."""
+        """Return the features themselves: the head's states are of the same kind."""
         return features
 
     def fuse(self, ids: Tensor, states: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The EAGLE-3 head (Li et al. 2025): which token stands beside which state, what it learns, and how it drafts."""
+"""EAGLE-3 head (Li et al. 2025): alignment, loss, and methods."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.modules import flops
-from draftsmith.modules.drafters.base import HeadCard, TargetWeights, TrainStep
+from draftsmith.modules.drafters.base import HeadCard, TargetWeights, TrainingCost, TrainStep
 from draftsmith.modules.drafters.chains import FixedK
 from draftsmith.modules.drafters.eagle.net import Rope
 from draftsmith.modules.drafters.eagle3.loss import Distances, Kind, Objective, distances
@@ -20,7 +20,7 @@ from draftsmith.modules.drafters.eagle3.net import Eagle3Config, Eagle3Net, Lean
 from draftsmith.modules.drafters.feature_heads import FeatureHead
 from draftsmith.modules.drafters.trees import DynamicTrees, StaticTrees
 from draftsmith.modules.layers import LlamaConfig
-from draftsmith.modules.packing import documents_of
+from draftsmith.modules.packing import Documents
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.transfer import to_device, true_places
 from draftsmith.modules.types import FeatureBatch, InputError, LossOutput, at_least
@@ -94,22 +94,24 @@ class Eagle3Settings:
             raise InputError("rope_theta", self.rope_theta, "a rotary base above 0", "Change it.")
 
     def num_passes(self, step: TrainStep | None) -> int:
-        """Passes that this step trains on; validation measures all."""
+        """Return the passes that a training step learns from; validation measures all."""
         late = step is None or step.number >= round(self.passes_after * step.total)
         return self.passes if late else 1
 
-    @property
-    def objective(self) -> Objective:
-        return Objective(self.loss, self.lk_eta, self.lk_over == "batch", self.unknown == "drop")
 
-
+# Alignment. In pass j row t has read x_{t+1} .. x_{t+1+j} behind the target's states up to t. It predicts the target's
+# distribution at position s = t+1+j, which the final state there gives:
+#
+#   position s            0    1    2    3    4   ...
+#   row of pass 0         -    0    1    2    3        reads x_s behind the states up to s-1
+#   row of pass 1         -    -    0    1    2        reads x_{s-1}, x_s behind the states up to s-2
+#   row of pass 2         -    -    -    0    1        reads x_{s-2}, x_{s-1}, x_s behind the states up to s-3
 @dataclass(frozen=True)
 class Eagle3Inputs:
-    """A `FeatureBatch` paired for the head. Row t of pass j has read x_{t+1+j} and predicts what follows it: the
-    target's distribution at position s = t+1+j, which its final state there gives.
+    """A `FeatureBatch` paired for the head; N positions s count, in any pass.
 
-    next_ids [B, T]: x_{t+1} at t. states [B, T, n H]. Of the N positions s that count, in any pass: sequence [N] and
-    position [N] in the batch; place [N] in their own sequences, of which they are `owner` [N]; wanted [N, H].
+    next_ids: [B, T], x_{t+1} at t. states: [B, T, n H]. Of the N positions: sequence and position [N] in the batch,
+    place [N] in their own sequence, owner [N], the number of that sequence, and wanted [N, H], the final state.
     """
 
     next_ids: Tensor
@@ -121,24 +123,26 @@ class Eagle3Inputs:
     wanted: Tensor
 
     def rows(self, number: int) -> tuple[Tensor, Tensor]:
-        """Which rows [N] of pass `number` predict at the positions, and where [N] (bool) there is such a row: drafts
-        begin inside their sequence."""
+        """Return the rows [N] of pass `number` that predict at the positions, and whether [N] they exist.
+
+        Drafts begin inside their sequence.
+        """
         return (self.position - 1 - number).clamp_min(0), self.place > number
 
 
 def counted(batch: FeatureBatch, mask: Mask) -> Tensor:
-    """Positions s [B, T] (bool) at which predictions count; the first of a sequence is nobody's."""
-    own, first = batch.loss_mask, batch.position_ids == 0
+    """Return the positions s [B, T] (bool) whose predictions count. Position 0 of a sequence never does."""
+    chosen, first = batch.loss_mask, batch.position_ids == 0
     if mask == "previous":
-        own = F.pad(own[:, :-1], (1, 0))
+        chosen = F.pad(chosen[:, :-1], (1, 0))
     elif mask == "predicted":
-        own = F.pad(own[:, 1:] & ~first[:, 1:], (0, 1))
-    own = own & ~first
-    return own if batch.attention_mask is None else own & batch.attention_mask
+        chosen = F.pad(chosen[:, 1:] & ~first[:, 1:], (0, 1))
+    chosen = chosen & ~first
+    return chosen if batch.attention_mask is None else chosen & batch.attention_mask
 
 
 def owners(batch: FeatureBatch) -> Tensor:
-    """Which sequence [B, T] a token is of."""
+    """Return the number of the sequence that each token belongs to, [B, T]."""
     if batch.lengths is None:
         return torch.arange(len(batch.input_ids), device=batch.input_ids.device)[:, None].expand_as(batch.input_ids)
     sizes = torch.tensor(batch.lengths)
@@ -146,26 +150,24 @@ def owners(batch: FeatureBatch) -> Tensor:
 
 
 def paired(batch: FeatureBatch, mask: Mask, size: int, count: int | None = None) -> Eagle3Inputs:
-    """The one place where the pairing is made. size: H; features are the states that the head reads and, last, the
-    final one. count: positions that count, where the host knows it."""
+    """Pair tokens and states. size: H; features are the states that the head reads and, last, the final one.
+
+    count: positions that count, if the host knows the number.
+    """
     assert batch.features is not None, "the target reads the batch first"
-    chosen, width = true_places(counted(batch, mask), count), batch.input_ids.shape[1]
-
-    def of_chosen(values: Tensor) -> Tensor:
-        return values.flatten(0, 1).index_select(0, chosen)
-
+    chosen, width = true_places(counted(batch, mask), count), batch.input_ids.shape[1]  # [N]
     return Eagle3Inputs(
         next_ids=F.pad(batch.input_ids[:, 1:], (0, 1)),
         states=batch.features[..., :-size],
         sequence=chosen // width,
         position=chosen % width,
-        place=of_chosen(batch.position_ids),
-        owner=of_chosen(owners(batch)),
-        wanted=of_chosen(batch.features[..., -size:]),
+        place=batch.position_ids.flatten().index_select(0, chosen),
+        owner=owners(batch).flatten().index_select(0, chosen),
+        wanted=batch.features[..., -size:].flatten(0, 1).index_select(0, chosen),
     )
 
 
-class Eagle3Head(Eagle3Net, FeatureHead):
+class Eagle3Head(Eagle3Net, FeatureHead, TrainingCost):
     """EAGLE-3: it reads the inputs of some of the target's layers, and its own state in the place of the next ones. It
     has an lm_head of its own, often over fewer tokens than the target's; the embedding is the target's and not in this
     directory."""
@@ -183,9 +185,158 @@ class Eagle3Head(Eagle3Net, FeatureHead):
     def capture(self) -> tuple[int, ...]:
         return self.config.capture
 
+    # -- a new head
+
+    @classmethod
+    def new_config(cls, settings: Eagle3Settings, target: LlamaConfig) -> Eagle3Config:
+        vocabulary = min(settings.draft_vocab or target.vocab_size, target.vocab_size)
+        layer = layer_like(target, settings.rope_theta, settings.rope == "plain")
+        capture, late = layers_of(settings.layers, target.num_layers), settings.version == "3.1"
+        return Eagle3Config(layer, capture, vocabulary, fc_norm=late, norm_output=late)
+
+    @classmethod
+    def check_init(cls, settings: Eagle3Settings, config: Eagle3Config) -> None:
+        if settings.layers not in ((), config.capture):
+            expected = f"{config.capture}, as the head of --init reads"
+            raise InputError("layers", settings.layers, expected, "Leave --layers out, or start from another head.")
+
+    def start(self, name: str, weights: TargetWeights) -> None:
+        tokens = self.d2t
+        if self.config.reduced:
+            tokens = draft_vocabulary(weights.token_counts(), self.config.draft_vocab_size, weights.end_ids)
+        self.use_draft_vocabulary(tokens, weights.lm_head())
+        self.of_target = ("lm_head.weight",)
+        if name == "target-last-layer":
+            self.init_from_target(weights.last_layer())
+
+    def retarget(self, weights: TargetWeights) -> None:
+        if self.of_target:
+            self.use_draft_vocabulary(self.d2t, weights.lm_head())
+
+    def freeze(self, settings: Eagle3Settings) -> None:
+        self.lm_head.requires_grad_(settings.train_lm_head)
+        if settings.train_lm_head:
+            self.of_target = ()
+
+    # -- loss
+
     @classmethod
     def learns_from(cls, config: Eagle3Config, num_layers: int) -> tuple[int, ...]:
-        return (*config.capture, num_layers)  # the last one for the target's distributions
+        """Return its layers and, last, the final state, which gives the target's distributions."""
+        return (*config.capture, num_layers)
+
+    @classmethod
+    def loss_count(cls, batch: FeatureBatch, settings: Eagle3Settings) -> float:
+        if settings.normalizer == "padded":
+            return batch.input_ids.numel()
+        chosen = counted(batch, settings.token_mask)
+        return int(chosen.sum() if settings.normalizer == "tokens" else owners(batch)[chosen].unique().numel())
+
+    @classmethod
+    def logit_rows(cls, batch: FeatureBatch, settings: Eagle3Settings) -> int:
+        return int(counted(batch, settings.token_mask).sum())
+
+    def loss(
+        self, batch: FeatureBatch, target: CausalLM, settings: Eagle3Settings, step: TrainStep | None
+    ) -> LossOutput:
+        rows, passes = None if step is None else step.logit_rows, settings.num_passes(step)
+        pairs = paired(batch, settings.token_mask, self.config.hidden_size, rows)
+        found = self._distances(batch, pairs, target, settings, passes, measured=step is None or step.logged)
+        return self._output(batch, pairs, found, settings, step)
+
+    def validation(self, batch: FeatureBatch, target: CausalLM, settings: Eagle3Settings) -> LossOutput:
+        """Return the loss, and what drafts of `passes` tokens would come to."""
+        pairs = paired(batch, settings.token_mask, self.config.hidden_size)
+        found = self._distances(batch, pairs, target, settings, settings.passes, measured=True)
+        output = self._output(batch, pairs, found, settings, None)
+        for name, values in {"accept": found.accepted, "agreement": found.right.float()}.items():
+            draft_sums, draft_counts = along_drafts(pairs, values, batch.input_ids.shape)
+            names = [f"{name}_{j + 1}" for j in range(len(values))]
+            names.append("chain_length" if name == "accept" else "chain_length_greedy")
+            output.sums.update(zip(names, draft_sums, strict=True))
+            output.counts.update(zip(names, draft_counts, strict=True))
+        return output
+
+    def _distances(
+        self,
+        batch: FeatureBatch,
+        pairs: Eagle3Inputs,
+        target: CausalLM,
+        settings: Eagle3Settings,
+        passes: int,
+        measured: bool,
+    ) -> Distances:
+        """Run the passes and compare their predictions with the target's."""
+        dtype = self.fc.weight.dtype
+        ids = F.pad(pairs.next_ids, (0, passes - 1))  # [B, T + passes - 1]
+        documents = None if batch.lengths is None else Documents.of(batch.lengths, ids.device)
+        embeds = target.embed(ids).to(dtype)  # [B, T + passes - 1, H]
+        hidden = self.unroll(embeds, pairs.states.to(dtype), passes, batch.position_ids, documents)  # [B, T, H] each
+
+        # Only the rows that predict at a position that counts go on to lm_head.
+        predictions, inside = [], []
+        for number, states in enumerate(hidden):
+            rows, exists = pairs.rows(number)  # [N], [N]
+            predictions.append(self.logits_input(states[pairs.sequence, rows]))  # [N, H]
+            inside.append(exists)
+        weights = torch.stack(inside).to(torch.promote_types(dtype, torch.float32))  # [passes, N]
+        if settings.normalizer == "sequence":
+            # `bincount` would wait for the device.
+            sizes = weights.new_zeros(len(batch.input_ids if batch.lengths is None else batch.lengths))
+            weights = weights / sizes.index_add_(0, pairs.owner, torch.ones_like(weights[0]))[pairs.owner]
+        return distances(
+            Objective(settings.loss, settings.lk_eta, settings.lk_over == "batch", settings.unknown == "drop"),
+            lambda part: target.lm_head(pairs.wanted[part].to(target.dtype)),
+            self.lm_head.weight,
+            self.d2t if self.config.reduced else None,
+            predictions,
+            weights,
+            measured,
+        )
+
+    def _output(
+        self,
+        batch: FeatureBatch,
+        pairs: Eagle3Inputs,
+        found: Distances,
+        settings: Eagle3Settings,
+        step: TrainStep | None,
+    ) -> LossOutput:
+        """Weight the passes, and divide by `loss_count`."""
+        totals, number = found.totals, len(pairs.place)
+        decay = torch.tensor([settings.pass_decay**i for i in range(len(totals))], dtype=totals.dtype)
+        scale = to_device(decay, totals.device)
+        if settings.pass_weights == "mean":
+            scale = scale / scale.sum()
+        total = (scale * totals).sum()
+        sums = {"loss": total.detach()}
+        if step is None or step.logged:
+            sums |= {"top1": found.right[0].sum(), "accepted": found.accepted[0].sum()}
+            if self.config.reduced:
+                sums["known"] = found.known.sum()
+        counts = dict.fromkeys(sums, torch.full((), number, device=totals.device))
+        count = self.loss_count(batch, settings) if step is None or step.loss_count is None else step.loss_count
+        counts["loss"] = torch.full((), int(count), device=totals.device)
+        return LossOutput(total / counts["loss"].clamp_min(1), sums, counts)
+
+    @classmethod
+    def flops(cls, config: Eagle3Config, settings: Eagle3Settings, step: TrainStep, logit_rows: int) -> float:
+        """Leave out the entries that later passes see beside the first one's, which are few."""
+        llama, size, rows = config.llama, config.hidden_size, sum(step.lengths)
+        passes = settings.num_passes(step)
+        # Attention reads embedding and state side by side.
+        queries, keys = llama.num_heads * llama.head_dim, llama.num_kv_heads * llama.head_dim
+        layer = flops.layer_matrices(llama, rows) + flops.linear(size, queries + 2 * keys, rows)
+        layer += flops.attention(llama, flops.causal_pairs(step.lengths))
+        fused = flops.TRAINED_FIRST * flops.linear(len(config.capture) * size, size, rows)
+        logits = flops.linear(size, config.draft_vocab_size, logit_rows)
+        head = passes * logits * (flops.TRAINED if settings.train_lm_head else flops.FROZEN_PASSING)
+        return passes * flops.TRAINED * layer + fused + head + flops.lm_head_forward(llama, logit_rows)
+
+    # -- drafter
+
+    def lean(self, target: CausalLM) -> LeanEagle3:
+        return LeanEagle3(self, target, self.precision)
 
     @classmethod
     def card(cls, head: Mapping[str, Any]) -> HeadCard:
@@ -205,198 +356,56 @@ class Eagle3Head(Eagle3Net, FeatureHead):
         }
         return dataclasses.replace(card, title="EAGLE-3 head", shape=tuple(shape), metrics=metrics)
 
-    # -- training
-
-    @classmethod
-    def shape(cls, settings: Eagle3Settings, target: LlamaConfig) -> Eagle3Config:
-        vocabulary = min(settings.draft_vocab or target.vocab_size, target.vocab_size)
-        layer = layer_like(target, settings.rope_theta, settings.rope == "plain")
-        capture, late = layers_of(settings.layers, target.num_layers), settings.version == "3.1"
-        return Eagle3Config(layer, capture, vocabulary, fc_norm=late, norm_output=late)
-
-    @classmethod
-    def check_start(cls, settings: Eagle3Settings, config: Eagle3Config) -> None:
-        if settings.layers not in ((), config.capture):
-            expected = f"{config.capture}, as the head of --init reads"
-            raise InputError("layers", settings.layers, expected, "Leave --layers out, or start from another head.")
-
-    def start(self, name: str, weights: TargetWeights) -> None:
-        lm_head = weights.lm_head()
-        if self.config.reduced:
-            self.use_draft_vocabulary(
-                draft_vocabulary(weights.token_counts(), self.config.draft_vocab_size, weights.end_ids), lm_head
-            )
-        else:
-            self.use_draft_vocabulary(self.d2t, lm_head)
-        self.of_target = ("lm_head.weight",)
-        if name == "target-last-layer":
-            self.init_from_target(weights.last_layer())
-
-    def go_on(self, weights: TargetWeights) -> None:
-        if self.of_target:
-            self.use_draft_vocabulary(self.d2t, weights.lm_head())
-
-    def freeze(self, settings: Eagle3Settings) -> None:
-        self.lm_head.requires_grad_(settings.train_lm_head)
-        if settings.train_lm_head:
-            self.of_target = ()
-
-    @classmethod
-    def num_loss_tokens(cls, batch: FeatureBatch) -> int:
-        return int(counted(batch, "input").sum())
-
-    @classmethod
-    def num_chosen(cls, batch: FeatureBatch, settings: Eagle3Settings) -> int:
-        return int(counted(batch, settings.token_mask).sum())
-
-    @classmethod
-    def loss_count(cls, batch: FeatureBatch, settings: Eagle3Settings) -> float:
-        if settings.normalizer == "padded":
-            return batch.input_ids.numel()
-        chosen = counted(batch, settings.token_mask)
-        return int(chosen.sum() if settings.normalizer == "tokens" else owners(batch)[chosen].unique().numel())
-
-    def loss(
-        self, batch: FeatureBatch, target: CausalLM, settings: Eagle3Settings, step: TrainStep | None
-    ) -> LossOutput:
-        return self._compared(batch, target, settings, settings.num_passes(step), step)[0]
-
-    def validation(self, batch: FeatureBatch, target: CausalLM, settings: Eagle3Settings) -> LossOutput:
-        """The loss, with what drafts of so many passes would come to."""
-        output, pairs, found = self._compared(batch, target, settings, settings.passes)
-        sums, counts = dict(output.sums), dict(output.counts)
-        for name, values in {"accept": found.accepted, "agreement": found.right.float()}.items():
-            own_sums, own_counts = along_drafts(pairs, values, batch.input_ids.shape)
-            names = [f"{name}_{j + 1}" for j in range(len(values))]
-            names.append("chain_length" if name == "accept" else "chain_length_greedy")
-            sums |= dict(zip(names, own_sums, strict=True))
-            counts |= dict(zip(names, own_counts, strict=True))
-        return LossOutput(output.loss, sums, counts)
-
-    def _compared(
-        self,
-        batch: FeatureBatch,
-        target: CausalLM,
-        settings: Eagle3Settings,
-        passes: int,
-        step: TrainStep | None = None,
-    ) -> tuple[LossOutput, Eagle3Inputs, Distances]:
-        chosen, count = (None, None) if step is None else (step.chosen, step.loss_count)
-        pairs = paired(batch, settings.token_mask, self.config.hidden_size, chosen)
-        dtype = self.fc.weight.dtype
-        ids = F.pad(pairs.next_ids, (0, passes - 1))
-        documents = documents_of(batch.lengths, ids.device)
-        hidden = self.unroll(target.embed(ids).to(dtype), pairs.states.to(dtype), passes, batch.position_ids, documents)
-        predictions, inside = [], []
-        for number, states in enumerate(hidden):
-            rows, there = pairs.rows(number)
-            predictions.append(self.logits_input(states[pairs.sequence, rows]))
-            inside.append(there)
-        weights = torch.stack(inside).to(torch.promote_types(dtype, torch.float32))
-        if settings.normalizer == "sequence":
-            # Not by `bincount`, which waits for the device.
-            own = weights.new_zeros(len(batch.input_ids if batch.lengths is None else batch.lengths))
-            weights = weights / own.index_add_(0, pairs.owner, torch.ones_like(weights[0]))[pairs.owner]
-        measured = step is None or step.logged
-        found = distances(
-            settings.objective,
-            lambda part: target.lm_head(pairs.wanted[part].to(target.dtype)),
-            self.lm_head.weight,
-            self.d2t if self.config.reduced else None,
-            predictions,
-            weights,
-            measured,
-        )
-        scale = to_device(
-            torch.tensor([settings.pass_decay**i for i in range(passes)], dtype=weights.dtype), weights.device
-        )
-        if settings.pass_weights == "mean":
-            scale = scale / scale.sum()
-        total = (scale * found.totals).sum()
-        sums = {"loss": total.detach()}
-        if measured:
-            sums |= {"top1": found.right[0].sum(), "accepted": found.accepted[0].sum()}
-            if self.config.reduced:
-                sums["known"] = found.known.sum()
-        counts = dict.fromkeys(sums, torch.full((), len(pairs.place), device=weights.device))
-        count = self.loss_count(batch, settings) if count is None else count
-        counts["loss"] = torch.full((), int(count), device=weights.device)
-        return LossOutput(total / counts["loss"].clamp_min(1), sums, counts), pairs, found
-
-    @classmethod
-    def flops(cls, config: Eagle3Config, settings: Eagle3Settings, step: TrainStep, loss_tokens: int) -> float:
-        return eagle3_training(config, step.lengths, loss_tokens, settings.num_passes(step), settings.train_lm_head)
-
-    # -- decoding
-
-    def lean(self, target: CausalLM) -> LeanEagle3:
-        return LeanEagle3(self, target, self.precision)
-
 
 def layers_of(asked: Sequence[int], num_layers: int) -> tuple[int, ...]:
-    """The layers whose inputs are read: what was asked for, or 2, L/2 and L-3.
+    """Return the layers whose inputs are read: those asked for, or 2, L/2 and L-3.
 
     Raises:
-        InputError: they are not distinct layers of the target, as 2, L/2 and L-3 are not where it has fewer than seven.
+        InputError: they are not distinct layers of the target; the default ones are not if it has fewer than seven.
     """
     layers = tuple(asked) or default_layers(num_layers)
     if list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < num_layers:
-        found = " ".join(map(str, layers)) + ("" if asked else ", the default")
+        shown = " ".join(map(str, layers)) + ("" if asked else ", the default")
         expected = f"distinct ones below {num_layers}, the target's layers, ascending"
-        raise InputError("layers", found, expected, "Pass --layers with such.")
+        raise InputError("layers", shown, expected, "Pass --layers with such.")
     return layers
 
 
 def draft_vocabulary(counts: Tensor, size: int, always: Sequence[int] = ()) -> Tensor:
-    """Ids [size], ascending, of the most frequent tokens of counts [V], of equally frequent ones the lower; `always`
-    are among them whatever their counts."""
+    """Return the ids [size], ascending, of the most frequent tokens of counts [V].
+
+    Of equally frequent tokens the lower ids are taken; those of `always` in any case.
+    """
     wanted = counts.clone()
     wanted[list(always)] = wanted.max() + 1
     return wanted.sort(descending=True, stable=True).indices[:size].sort().values
 
 
 def along_drafts(pairs: Eagle3Inputs, values: Tensor, shape: torch.Size) -> tuple[list[Tensor], list[Tensor]]:
-    """Sums and counts of the first, second, ... token's chance of acceptance, values [P, N], where the ones before it
-    were accepted; last, of the tokens that a round emits, over drafts that lie wholly in what counts.
+    """Return sums and counts of each draft token's chance of acceptance, where those before it were accepted.
 
-    The tokens that drafts read are those of the data: greedily, a draft that is right so far is what would be drafted.
+    The last entry is that of the tokens that a round emits, over drafts that lie wholly in what counts. Drafts read the
+    tokens of the data: greedily, a draft that is right so far is what would be drafted.
+
+    values: [P, N], chance of each prediction.
     """
     sums, counts = [], []
     reached: Tensor | None = None
     inside: Tensor | None = None
     length = torch.ones(shape, device=values.device)
-    for number, own in enumerate(values):
-        rows, there = pairs.rows(number)
-        chance, known = (torch.zeros(shape, device=values.device) for _ in range(2))
-        chance[pairs.sequence[there], rows[there]] = own[there].float()
-        known[pairs.sequence[there], rows[there]] = 1.0
-        inside = known if inside is None else inside * known
-        reached = inside if reached is None else reached * known
+    for number, chances in enumerate(values):
+        rows, exists = pairs.rows(number)
+        chance, counts_here = (torch.zeros(shape, device=values.device) for _ in range(2))  # [B, T]
+        chance[pairs.sequence[exists], rows[exists]] = chances[exists].float()
+        counts_here[pairs.sequence[exists], rows[exists]] = 1.0
+        inside = counts_here if inside is None else inside * counts_here
+        reached = inside if reached is None else reached * counts_here
         counts.append(reached.sum())
         reached = reached * chance
         sums.append(reached.sum())
         length = length + reached
     assert inside is not None
     return [*sums, (length * inside).sum()], [*counts, inside.sum()]
-
-
-def pair_layer(config: LlamaConfig, rows: int) -> float:
-    """FLOPs of the matrices of the layer, whose attention reads embedding and state side by side."""
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    return flops.layer_matrices(config, rows) + flops.linear(config.hidden_size, queries + 2 * keys, rows)
-
-
-def eagle3_training(
-    config: Eagle3Config, lengths: Sequence[int], loss_tokens: int, passes: int, trained_lm_head: bool
-) -> float:
-    """Forward and backward of a head and its loss, from features that are there; what later passes see beside the first
-    is little. lengths: tokens of each document. loss_tokens: those whose logits are made, the target's once."""
-    llama, size, rows = config.llama, config.hidden_size, sum(lengths)
-    layer = pair_layer(llama, rows) + flops.attention(llama, flops.causal_pairs(lengths))
-    fused = flops.TRAINED_FIRST * flops.linear(len(config.capture) * size, size, rows)
-    logits = flops.linear(size, config.draft_vocab_size, loss_tokens)
-    head = passes * logits * (flops.TRAINED if trained_lm_head else flops.FROZEN_PASSING)
-    return passes * flops.TRAINED * layer + fused + head + flops.lm_head_forward(llama, loss_tokens)
 
 
 @dataclass(frozen=True)

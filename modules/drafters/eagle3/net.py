@@ -1,4 +1,4 @@
-"""The net of an EAGLE-3 head (Li et al. 2025, section 3; SafeAILab/EAGLE eagle/traineagle3/cnets.py)."""
+"""Network of an EAGLE-3 head (Li et al. 2025, section 3; SafeAILab/EAGLE eagle/traineagle3/cnets.py)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftsmith.modules.diagonal import diagonal_attention
+from draftsmith.modules.diagonal import Entry, attend_pass
 from draftsmith.modules.drafters.eagle.net import OfLlama
 from draftsmith.modules.engine.lean import LeanLayer, LeanNorm, LeanStack
 from draftsmith.modules.engine.low_precision import Precision, linear_of
@@ -23,14 +23,13 @@ from draftsmith.modules.types import InputError, check_config, whole_number
 
 @dataclass(frozen=True)
 class Eagle3Config(OfLlama):
-    """Shape of an EAGLE-3 head, whose rotary positions are its own: published heads have other ones than their targets.
+    """Config of an EAGLE-3 head. Rotary positions are its own: those of published heads differ from their targets'.
 
-    capture: the target's layers whose inputs it reads, distinct ones, ascending; number k is the residual state after
-        the first k layers. By default 2, L/2 and L-3.
-    draft_vocab_size: tokens that it can draft, the rows of its lm_head; the target's vocabulary where it is whole.
+    capture: layers of the target whose inputs it reads, ascending; number k is the residual state after k layers.
+    draft_vocab_size: tokens that it can draft, the rows of its lm_head; the target's vocabulary if that is whole.
     fc_norm: each of these states is normed before they are joined (EAGLE-3.1).
-    norm_output: what the head reads of itself is normed as its logits are made (EAGLE-3.1).
-    norm_before_residual: the residual of its layer is the normed state. Read in heads of other trainers, never made.
+    norm_output: its own states are normed before it reads them again (EAGLE-3.1).
+    norm_before_residual: the residual of its layer is the normed state; only heads of other trainers have it.
     """
 
     capture: tuple[int, ...]
@@ -40,7 +39,8 @@ class Eagle3Config(OfLlama):
     norm_before_residual: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.capture, list):  # of JSON
+        # A list comes from JSON.
+        if isinstance(self.capture, list):
             object.__setattr__(self, "capture", tuple(self.capture))
         super().__post_init__()
         check_config(self, capture=(0, MOST_LAYERS), draft_vocab_size=(1, self.vocab_size))
@@ -51,18 +51,20 @@ class Eagle3Config(OfLlama):
 
     @property
     def reduced(self) -> bool:
-        """It drafts some of the target's tokens only."""
+        """It can draft only some of the target's tokens."""
         return self.draft_vocab_size < self.vocab_size
 
 
 def default_layers(num_layers: int) -> tuple[int, ...]:
-    """What every system reads of a target of so many layers where nothing is said; of fewer than seven they collapse
-    (SafeAILab/EAGLE eagle/traineagle3/modeling_llama_kv.py)."""
+    """Return the layers that every system reads by default; they collapse for a target of fewer than seven.
+
+    Source: SafeAILab/EAGLE eagle/traineagle3/modeling_llama_kv.py.
+    """
     return 2, num_layers // 2, num_layers - 3
 
 
 def layer_like(target: LlamaConfig, rope_theta: float | None = None, plain_rope: bool = False) -> LlamaConfig:
-    """One layer like the target's, as far as servers hold it: no biases, no q/k norms, no window."""
+    """Return one layer like the target's, as far as servers support it: no biases, q/k norms or window."""
     layer = dataclasses.replace(
         target,
         num_layers=1,
@@ -79,7 +81,7 @@ def layer_like(target: LlamaConfig, rope_theta: float | None = None, plain_rope:
 
 
 class PairLayer(nn.Module):
-    """The decoder layer: attention reads [norm(embedding); norm(state)], the residual is the state."""
+    """Decoder layer whose attention reads [norm(embedding); norm(state)] and whose residual is the state."""
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
@@ -92,10 +94,11 @@ class PairLayer(nn.Module):
 
 
 class Eagle3Net(nn.Module):
-    """g_t = fc([states of the layers at t]); h_t = layer(embed(x_{t+1}), g_t); lm_head(norm(h_t)) is the distribution
-    of x_{t+2} over the draft vocabulary. Later in a draft, h takes the place of g.
+    """Network g_t = fc([states of the layers at t]); h_t = layer(embed(x_{t+1}), g_t); lm_head(norm(h_t)) ~ x_{t+2}.
 
-    d2t: [draft_vocab_size] int64, the target's id of each drafted token, ascending; where the vocabulary is whole, all.
+    Later in a draft h takes the place of g.
+
+    d2t: [draft_vocab_size] int64, the target's id of each token that it can draft, ascending.
     """
 
     cos: Tensor
@@ -113,20 +116,20 @@ class Eagle3Net(nn.Module):
         self.norm = RMSNorm(size, eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False).requires_grad_(False)
         self.register_buffer("d2t", torch.arange(config.draft_vocab_size), persistent=config.reduced)
-        self.register_load_state_dict_post_hook(check_ids)
+        self.register_load_state_dict_post_hook(_check_d2t)
         cos, sin = rope_table(config.llama, config.max_position)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
     def read(self, states: Tensor) -> Tensor:
-        """[.., n H] of the target's n layers -> g [.., H]."""
+        """Join the states [.., n H] of the target's n layers to g [.., H]."""
         if len(self.fc_norm):
             parts = states.chunk(len(self.fc_norm), -1)
             states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
         return self.fc(states)
 
     def logits_input(self, hidden: Tensor) -> Tensor:
-        """What lm_head reads, [.., H] of states [.., H]."""
+        """Return the input [.., H] of lm_head for states [.., H]."""
         return hidden if self.config.norm_output else self.norm(hidden)
 
     def unroll(
@@ -137,12 +140,13 @@ class Eagle3Net(nn.Module):
         position_ids: Tensor | None = None,
         documents: Documents | None = None,
     ) -> list[Tensor]:
-        """Drafts of num_passes tokens from every row at once (training-time test, section 3.2): a list of h [B, T, H],
-        pass j of row t having read x_{t+1} .. x_{t+1+j} behind the target's states up to t.
+        """Run drafts of num_passes tokens from every row at once (training-time test, section 3.2).
 
-        embeds: [B, T + num_passes - 1, H], of x_{t+1} at t. states: [B, T, n H]. position_ids: [B, T], 0, 1, ..
-        where none are given. documents: of a flat batch [1, N, ..], which needs position_ids; drafts that run out of
-        their document mean nothing.
+        Returns h [B, T, H] of each pass: row t of pass j has read x_{t+1} .. x_{t+1+j} behind the states up to t.
+
+        embeds: [B, T + num_passes - 1, H], of x_{t+1} at t. states: [B, T, n H]. position_ids: [B, T]; 0, 1, .. by
+        default. documents: of a flat batch [1, N, ..], which needs position_ids; drafts that leave their document mean
+        nothing.
         """
         return self.follow(embeds, self.read(states), num_passes, position_ids, documents)
 
@@ -154,46 +158,42 @@ class Eagle3Net(nn.Module):
         position_ids: Tensor | None = None,
         documents: Documents | None = None,
     ) -> list[Tensor]:
-        """`unroll` from g [B, T, H] on, or from what stands in its place."""
-        rows = hidden.shape[1]
-        attention, layer = self.layer.self_attn, self.layer
+        """`unroll` from g [B, T, H] on, or from the states that stand in its place."""
+        rows, layer = hidden.shape[1], self.layer
         if position_ids is None:
             position_ids = torch.arange(rows, device=hidden.device)[None]
-        normed = layer.input_layernorm(embeds)
+        normed = layer.input_layernorm(embeds)  # [B, T + num_passes - 1, H]
         passes: list[Tensor] = []
-        own: list[tuple[Tensor, Tensor]] = []
+        entries: list[Entry] = []
         for j in range(num_passes):
             state = layer.hidden_norm(hidden)
-            pair = torch.cat([normed[:, j : j + rows], state], -1)
-            # A draft that would leave the context is none that counts: the loss has no token there.
+            pair = torch.cat([normed[:, j : j + rows], state], -1)  # [B, T, 2H]
+            # The loss has no token where a draft would leave the context.
             at = (position_ids + j).clamp_max(len(self.cos) - 1)
-            cos, sin = self.cos[at][:, None].to(pair.dtype), self.sin[at][:, None].to(pair.dtype)
-            projected: tuple[Tensor, ...] = attention.project(pair, cos, sin)
-            if documents is not None:
-                projected = tuple(documents.heads_side_by_side(part) for part in projected)
-            query, key, value = projected
-            own.append((key, value))
-            mixed = diagonal_attention(query, own[0], own[1:])
-            mixed = mixed.transpose(1, 2).flatten(2)
-            mixed = attention.o_proj(mixed if documents is None else documents.end_to_end(mixed))
+            cos, sin = self.cos[at][:, None].to(pair.dtype), self.sin[at][:, None].to(pair.dtype)  # [B, 1, T, D]
+            mixed = attend_pass(layer.self_attn, pair, cos, sin, entries, documents)
             hidden = (state if self.config.norm_before_residual else hidden) + mixed
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
             if self.config.norm_output:
                 hidden = self.norm(hidden)
-            passes.append(hidden)
+            passes.append(hidden)  # [B, T, H]
         return passes
 
     def use_draft_vocabulary(self, tokens: Tensor, lm_head: Tensor | None = None) -> None:
-        """Draft these tokens (int64 [draft_vocab_size], ascending) only. lm_head: [V, H] of the target, of which their
-        rows become the head's own."""
+        """Restrict drafts to these tokens (int64 [draft_vocab_size], ascending).
+
+        lm_head: [V, H] of the target, whose rows of these tokens become the head's own.
+        """
         self.d2t.copy_(tokens)
         if lm_head is not None:
             with torch.no_grad():
                 self.lm_head.weight.copy_(lm_head[tokens.to(lm_head.device)])
 
     def init_from_target(self, layer_state: Mapping[str, Any]) -> None:
-        """Start from the target's last layer: its weights read the state, those of the embedding begin small, and fc
-        passes the last of the states through."""
+        """Initialize from the target's last layer, whose weights read the state.
+
+        Weights that read the embedding start small, and fc passes the last of the states through.
+        """
         size = self.config.hidden_size
         with torch.no_grad():
             attention = self.layer.self_attn
@@ -210,17 +210,17 @@ class Eagle3Net(nn.Module):
             self.fc.weight[:, -size:] += torch.eye(size)
 
 
-def check_ids(net: Eagle3Net, _: Any) -> None:
-    """Raises InputError where `d2t` is not what the net drafts: ids of the target, each once, ascending."""
+def _check_d2t(net: Eagle3Net, _: Any) -> None:
+    """Raise InputError unless `d2t` holds ids of the target, each once, ascending."""
     ids = net.d2t
     if not bool((ids[1:] > ids[:-1]).all()) or not 0 <= int(ids[0]) <= int(ids[-1]) < net.config.vocab_size:
-        found = f"ids from {int(ids.min())} to {int(ids.max())} in no order"
+        span = f"ids from {int(ids.min())} to {int(ids.max())} in no order"
         expected = f"ascending ids below {net.config.vocab_size}"
-        raise InputError("d2t", found, expected, "Take the head's directory from where it was trained.")
+        raise InputError("d2t", span, expected, "Take the head's directory from where it was trained.")
 
 
 class LeanPairLayer(LeanLayer):
-    """A `PairLayer` for inference: it is fed [embedding; state], [N, 2H], and gives states [N, H]."""
+    """A `PairLayer` for inference: reads [embedding; state], [N, 2H], and returns states [N, H]."""
 
     def __init__(self, net: Eagle3Net, pack: bool, precision: Precision = "dtype"):
         layer: Any = net.layer
@@ -242,16 +242,17 @@ class LeanPairLayer(LeanLayer):
 
 
 class LeanEagle3:
-    """The net for inference (`feature_heads.FeatureNet`), beside the target whose embedding it uses."""
+    """Network for inference (`feature_heads.FeatureNet`), with the target's embedding."""
 
     def __init__(self, net: Eagle3Net, target: CausalLM, precision: Precision = "dtype"):
         """precision: of products with its weights."""
         config, pack = net.config, target.packed
         self._embed, self._num_tokens = target.embed, config.vocab_size
         self.stack = LeanStack([LeanPairLayer(net, pack, precision)], config.llama, target.dtype, target.device)
+        norms: list[Any] = list(net.fc_norm)
         self._fc, self._fc_norms = (
             linear_of(net.fc.weight, None, pack, precision),
-            [LeanNorm(n.weight, n.eps) for n in norms_of(net)],
+            [LeanNorm(n.weight, n.eps) for n in norms],
         )
         self._norm = None if config.norm_output else LeanNorm(net.norm.weight, net.norm.eps)
         self._lm_head = linear_of(net.lm_head.weight, None, pack, precision)
@@ -270,10 +271,6 @@ class LeanEagle3:
         logits = self._lm_head(states if self._norm is None else self._norm(states))
         if self._d2t is None:
             return logits
-        whole = logits.new_full((*logits.shape[:-1], self._num_tokens), -torch.inf)
+        # Tokens that it cannot draft have no probability.
+        whole = logits.new_full((*logits.shape[:-1], self._num_tokens), -torch.inf)  # [.., V]
         return whole.index_copy_(-1, self._d2t, logits)
-
-
-def norms_of(net: Eagle3Net) -> list[RMSNorm]:
-    """The norms of the states, none before EAGLE-3.1."""
-    return [norm for norm in net.fc_norm if isinstance(norm, RMSNorm)]

@@ -49,8 +49,8 @@ def lms(models) -> Models:
     head = varied_acceptance_head(draft.info.hidden_size)
     shape = Eagle3Config(layer_like(target.config), (0, 1), target.config.vocab_size)
     eagle3 = Eagle3Head(shape).eval().requires_grad_(False)
-    medusa = MedusaHead(MedusaHead.shape(MedusaSettings(), target.config)).eval().requires_grad_(False)
-    hydra = HydraHead(HydraHead.shape(HydraSettings(), target.config)).eval().requires_grad_(False)
+    medusa = MedusaHead(MedusaHead.new_config(MedusaSettings(), target.config)).eval().requires_grad_(False)
+    hydra = HydraHead(HydraHead.new_config(HydraSettings(), target.config)).eval().requires_grad_(False)
     heads = {"eagle": eagle, "eagle3": eagle3, "medusa": medusa, "hydra": hydra}
     return run_models(target, draft, draft, **heads, acceptance=head, capacity=300)
 

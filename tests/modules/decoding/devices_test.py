@@ -54,7 +54,7 @@ def made(tmp_path_factory) -> Any:
     torch.manual_seed(5)
     for kind, settings in (("medusa", {}), ("hydra", {"prefix_attention": True})):
         made: Any = head_class(kind)
-        heads[kind] = made(made.shape(made.Settings(**settings), lm.config))
+        heads[kind] = made(made.new_config(made.Settings(**settings), lm.config))
     acceptance = AcceptanceHead(AcceptanceHeadConfig(lm.info.hidden_size, num_blocks=1)).requires_grad_(False)
     return target, draft, heads, acceptance
 

@@ -71,7 +71,7 @@ class Linear:
 
 def shape_of(kind: str) -> Any:
     drafter = head_class(kind)
-    return SHAPES.get(kind) or drafter.shape(drafter.Settings(), LLAMA)
+    return SHAPES.get(kind) or drafter.new_config(drafter.Settings(), LLAMA)
 
 
 def make(kind: str) -> Any:
@@ -198,7 +198,7 @@ def test_the_loss_is_a_mean_over_the_tokens_that_count_however_they_are_laid(dra
     output, flat = (drafter.loss(batch, target, settings, None) for batch in (padded, packed))
     counted = drafter.loss_count(padded, settings)
     assert counted == drafter.loss_count(packed, settings) == int(output.counts["loss"]) > 0
-    assert drafter.num_loss_tokens(padded) == drafter.num_loss_tokens(packed) > 0
+    assert drafter.logit_rows(padded, settings) == drafter.logit_rows(packed, settings) > 0
     assert output.loss.item() == pytest.approx(float(output.sums["loss"]) / counted, rel=1e-5)
     assert flat.loss.item() == pytest.approx(output.loss.item(), rel=1e-5)
     without = dataclasses.replace(padded, features=None)  # the target has not read them yet

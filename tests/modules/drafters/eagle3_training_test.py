@@ -266,17 +266,17 @@ def test_layers_that_collapse_are_refused(asked: tuple[int, ...], layers: int) -
 @pytest.mark.parametrize("asked", [(0,), (1, 2), (2, 4, 5), (0, 3, 5, 7)])
 def test_layers_are_any_distinct_ones(asked: tuple[int, ...]) -> None:
     assert layers_of(asked, 8) == asked
-    config = Eagle3Head.shape(Eagle3Settings(layers=asked), LLAMA)
+    config = Eagle3Head.new_config(Eagle3Settings(layers=asked), LLAMA)
     assert config.capture == asked
     assert Eagle3Head(config).fc.in_features == len(asked) * H
 
 
 def test_a_draft_vocabulary_of_the_targets_size_is_whole() -> None:
-    assert not Eagle3Head.shape(Eagle3Settings(), LLAMA).reduced
-    assert Eagle3Head.shape(Eagle3Settings(draft_vocab=5), LLAMA).reduced
-    config = Eagle3Head.shape(Eagle3Settings(rope_theta=7.0), LLAMA)
+    assert not Eagle3Head.new_config(Eagle3Settings(), LLAMA).reduced
+    assert Eagle3Head.new_config(Eagle3Settings(draft_vocab=5), LLAMA).reduced
+    config = Eagle3Head.new_config(Eagle3Settings(rope_theta=7.0), LLAMA)
     assert config.fc_norm and config.norm_output and config.llama.rope_theta == 7.0
-    config = Eagle3Head.shape(Eagle3Settings(version="3"), LLAMA)
+    config = Eagle3Head.new_config(Eagle3Settings(version="3"), LLAMA)
     assert not config.fc_norm and not config.norm_output
     assert dataclasses.asdict(config)["capture"] == (2, 4, 5)
 

@@ -67,7 +67,7 @@ def test_tokens_are_counted_as_the_pairing_has_them(lengths):
     mask = (torch.rand(1, size, generator=torch.Generator().manual_seed(0)) < 0.8) if lengths else torch.ones(2, 4) > 0
     ids = torch.zeros(mask.shape, dtype=torch.int64)
     batch = FeatureBatch(ids, mask[..., None].float(), mask, torch.zeros_like(ids), None, lengths)
-    assert EagleHead.num_loss_tokens(batch) == int(shift(batch).loss_mask.sum())
+    assert EagleHead.loss_count(batch, None) == int(shift(batch).loss_mask.sum())
 
 
 def test_the_feature_a_row_predicts_is_the_one_that_gives_its_token():

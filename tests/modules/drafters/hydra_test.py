@@ -134,7 +134,7 @@ def test_the_loss_is_the_papers_formula_in_float64(monkeypatch, plus: bool, loss
 @PLUS
 def test_a_new_head_passes_what_it_reads_of_the_target_through(plus: bool) -> None:
     """So that it repeats the target's own choice, as Medusa's does."""
-    shape = HydraHead.shape(HydraSettings(prefix_attention=plus), LLAMA)
+    shape = HydraHead.new_config(HydraSettings(prefix_attention=plus), LLAMA)
     head, x = HydraHead(shape), torch.randn(5, 3 * H)
     net = head.heads[1]
     assert shape.llama.num_layers == int(plus) and len(head.layers) == int(plus)
@@ -222,10 +222,10 @@ def test_branches_read_the_tokens_of_their_own_drafts(plus: bool) -> None:
 @pytest.mark.parametrize("settings", [{"prefix_attention": False}, {"num_heads": 2}, {"num_layers": 2}])
 def test_heads_to_train_on_are_taken_as_they_are(settings: dict) -> None:
     config = HydraConfig(LLAMA, num_heads=3)
-    HydraHead.check_start(HydraSettings(num_heads=3, prefix_attention=True), config)
-    HydraHead.check_start(HydraSettings(), config)
+    HydraHead.check_init(HydraSettings(num_heads=3, prefix_attention=True), config)
+    HydraHead.check_init(HydraSettings(), config)
     with pytest.raises(InputError, match=next(iter(settings))):
-        HydraHead.check_start(HydraSettings(**settings), config)
+        HydraHead.check_init(HydraSettings(**settings), config)
 
 
 def test_hydra_learns_from_the_target_and_medusa_from_the_text_by_default() -> None:
@@ -237,7 +237,9 @@ def small():
     """A small real target, and Hydra++ heads that repeat its own choice, disturbed: some drafts are right."""
     target = small_lm(1)
     torch.manual_seed(0)
-    head = HydraHead(HydraHead.shape(HydraSettings(prefix_attention=True, num_layers=2), CONFIG)).requires_grad_(False)
+    head = HydraHead(HydraHead.new_config(HydraSettings(prefix_attention=True, num_layers=2), CONFIG)).requires_grad_(
+        False
+    )
     acceptance = AcceptanceHead(AcceptanceHeadConfig(CONFIG.hidden_size, num_blocks=1)).requires_grad_(False)
     return run_models(target, hydra=head, acceptance=acceptance, capacity=CONTEXT)
 

@@ -76,10 +76,10 @@ def test_lm_heads_of_their_own_begin_as_the_targets() -> None:
 @pytest.mark.parametrize("settings", [{"lm_head": "target"}, {"num_heads": 3}])
 def test_heads_to_train_on_are_taken_as_they_are(settings: dict) -> None:
     config = MedusaConfig(H, V, 32, num_heads=2, own_lm_head=True)
-    MedusaHead.check_start(MedusaSettings(lm_head="own", num_heads=2), config)
-    MedusaHead.check_start(MedusaSettings(), config)
+    MedusaHead.check_init(MedusaSettings(lm_head="own", num_heads=2), config)
+    MedusaHead.check_init(MedusaSettings(), config)
     with pytest.raises(InputError, match=next(iter(settings))):
-        MedusaHead.check_start(MedusaSettings(**settings), config)
+        MedusaHead.check_init(MedusaSettings(**settings), config)
 
 
 @OWN

@@ -1,0 +1,75 @@
+"""`draftsmith train NAME` and `draftsmith train acceptance`: from the options of a training to its head."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from draftsmith.data.console import log_note
+from draftsmith.data.engines.own import set_threads
+from draftsmith.data.heads.diagnosis import bad_numbers, diagnose
+from draftsmith.data.store.reading import read_object
+from draftsmith.data.store.writer import sole_writer
+from draftsmith.train import acceptance
+from draftsmith.train.acceptance import TrainAcceptanceConfig
+from draftsmith.train.config import TrainDrafterConfig
+from draftsmith.train.plan import announce
+from draftsmith.train.prepare import TrainedConfig, prepare
+from draftsmith.train.strategies import settled
+
+if TYPE_CHECKING:
+    from draftsmith.train.fit import PreparedTraining
+    from draftsmith.train.lit_drafter import LitDrafter
+
+# Validation samples that a diagnosis reads, which takes seconds.
+DIAGNOSED = 64
+
+
+@sole_writer(shared=True)
+def run(config: TrainedConfig, module_class: type[LitDrafter] | None = None) -> Path:
+    """Train a head and return its directory, output/best.
+
+    module_class: of a drafter, a `LitDrafter` with a loss of its own.
+
+    Raises:
+        InputError: the data does not fit the models, is damaged or empty, the output is taken, or the disk cannot hold
+            what the training writes.
+    """
+    # Lightning takes seconds to import, and --help needs none of it.
+    from draftsmith.train.fit import finished, fit
+    from draftsmith.train.metrics import is_first_process
+
+    set_threads(config.num_threads)
+    if isinstance(config, TrainAcceptanceConfig):
+        config = acceptance.with_defaults(config)
+        if config.resume:
+            config = acceptance.with_size(config)
+    config = settled(config)
+    done = finished(config)
+    if done is not None:
+        return done
+    announce(config)
+    training = prepare(config, module_class)
+    best = fit(training)
+    if isinstance(config, TrainDrafterConfig) and is_first_process():
+        explain(best, config, training)
+    return best
+
+
+def explain(best: Path, config: TrainDrafterConfig, training: PreparedTraining) -> None:
+    """Warn if the trained head's metrics are bad, with a diagnosis on some validation samples."""
+    warning = bad_numbers(read_object(best / "manifest.json", {"metrics": dict})["metrics"])
+    if not warning:
+        return
+    # Of a target in parts all processes would have to read together.
+    if config.target_parallel == "tensor":
+        warning += f". See why: draftsmith diagnose {best} --data {config.data} --target {config.target}"
+    else:
+        from draftsmith.train.lit_drafter import LitDrafter
+
+        val, module = training.data.val, training.module
+        assert isinstance(module, LitDrafter)
+        items = [val.item(number, 0) for number in range(min(DIAGNOSED, len(val)))]
+        rows = [{name: item[name].tolist() for name in ("input_ids", "loss_mask")} for item in items]
+        warning += f"\n{diagnose(best, module.target, config.target, rows, val.dataset.manifest)}"
+    log_note(f"warning: {warning}")
