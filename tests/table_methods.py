@@ -181,10 +181,9 @@ UNDRAWN = {"state": "undrawn", "features": ("logit_max_q", "entropy", "depth", "
 # A node costs enough for few to be taken at a good pace, and many at a bad one.
 TREE_TIMES = TreeTimes(0.2, 0.2, tuple(1 + 0.2 * nodes for nodes in range(10)))
 METHODS = ["ar", "spec:k=1", "spec:k=2", "spec:k=3", "specdec++", "specdec++calibrated", "confidence", "self-verify",
-           "specdec++early", "cost", "cost:early", "cost:undrawn", "online", "online:max_q", "online:head",
-           "specdec++early:eagle", "cost:eagle", "cost:early:eagle", "online:eagle", "online:head:eagle",
-           "eagle:k=2", "specdec++:eagle", "specdec++calibrated:eagle", "confidence:eagle", "self-verify:eagle", "tree",
-           *EAGLE_TREES, "pre-verify", "pre+self-verify", "hsddw", "pre-verify:eagle", "pre+self-verify:eagle",
-           "hsddw:eagle", "medusa", "medusa-chain:k=2", "medusa:own", "medusa-chain:k=2:own",
-           "hydra", "hydra-chain:k=2", "hydra++", "hydra-chain:k=2++",
+           "specdec++early", "cost", "cost:undrawn", "online", "online:max_q", "online:head",
+           "cost:eagle", "online:eagle", "eagle:k=2", "specdec++:eagle", "confidence:eagle", "tree",
+           *EAGLE_TREES, "pre-verify", "pre+self-verify", "hsddw", "hsddw:eagle", "medusa",
+           "medusa-chain:k=2", "medusa:own",
+           "hydra", "hydra-chain:k=2", "hydra++",
            "pld", "lookahead", "pearl:k=1", "pearl:k=2"]  # fmt: skip

@@ -19,7 +19,7 @@ OUTRUNS = f"{LIMITS}::test_no_draft_outruns_what_is_wanted"
 def arriving(*methods: str) -> tuple[str, ...]:
     """The tests that these methods' rows are decoded like each alone, whenever they begin."""
     test = f"{POOL}::test_rows_that_come_at_any_round_are_decoded_like_each_alone"
-    return tuple(f"{test}[{name}-T=1]" for name in methods)
+    return tuple(f"{test}[{name}]" for name in methods)
 
 
 def refilled(method: str) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ REPLAY_TEST = "tests/benchmarks/papers_replay_test.py"
 
 def emitted(*methods: str, at: str = "T=1") -> tuple[str, ...]:
     """The tests that these methods' outputs follow the target exactly."""
-    return tuple(f"{EXACT}::test_emitted_distribution_is_the_targets[{at}-{method}]" for method in methods)
+    return tuple(f"{EXACT}::test_emitted_distribution_is_the_targets[{method}-{at}]" for method in methods)
 
 
 @dataclass(frozen=True)

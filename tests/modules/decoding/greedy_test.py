@@ -13,12 +13,11 @@ from tiny_models import CONTEXT, tiny_llama_dir
 from transformers import AutoModelForCausalLM
 
 from draftsmith.data.models.loading import load_lm
-from draftsmith.modules.decoding.loop import DecodeOptions, generate_one
+from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.drafters.methods import parse_method
 from draftsmith.modules.sampling import TorchSource
-from draftsmith.modules.types import InputError
 
 METHODS = [
     "spec:k=1", "spec:k=5", "specdec++:h=0.5:min=1:max=8", "confidence:t=0.2:max=8", "self-verify:k=6", "eagle:k=4",
@@ -74,12 +73,12 @@ def test_an_end_token_ends_the_answer_of_transformers_at_the_same_place(world):
 
 
 @pytest.mark.parametrize("method", OWN)
-@pytest.mark.parametrize("count", [1, 2, 3, 7])
-def test_the_limit_cuts_inside_a_round(world, method, count):
-    for prompt, answer in list(zip(world.prompts, world.answers, strict=True))[:10]:
-        done = world.run(method, prompt, count)
-        assert done.tokens == answer[:count] and not done.ended
-        assert done.trace.num_tokens == count
+def test_the_limit_cuts_inside_a_round(world, method):
+    for count in (1, 2, 3, 7):
+        for prompt, answer in list(zip(world.prompts, world.answers, strict=True))[:6]:
+            done = world.run(method, prompt, count)
+            assert done.tokens == answer[:count] and not done.ended
+            assert done.trace.num_tokens == count
 
 
 @pytest.mark.parametrize("length", [CONTEXT - 1, CONTEXT - 2, CONTEXT - 9])
@@ -90,14 +89,6 @@ def test_a_full_context_ends_the_answer(world, length):
         done = world.run(method, prompt, NEW_TOKENS)
         assert done.tokens == answer, method
         assert not done.ended
-
-
-def test_a_prompt_without_room_or_without_tokens_is_refused(world):
-    for prompt in ([], [5] * CONTEXT):
-        with pytest.raises(InputError, match=f"prompt: found {len(prompt)} tokens, expected 1 to {CONTEXT - 1}"):
-            world.run("ar", prompt, 4)
-    with pytest.raises(InputError, match="max_new_tokens"):
-        world.run("ar", [5], 0)
 
 
 def test_a_draft_of_a_shorter_context_stops_drafting_where_it_ends(world):
@@ -113,24 +104,6 @@ def test_a_draft_of_a_shorter_context_stops_drafting_where_it_ends(world):
             emitted += step.num_emitted
         went_quiet += done.trace.steps[0].num_drafted > 0 and done.trace.steps[-2].num_drafted == 0
     assert went_quiet > 5
-
-
-def test_the_rounds_shown_add_up_to_the_answer(world):
-    rounds = []
-    done = generate_one(
-        world.target,
-        world.drafter("spec:k=5"),
-        world.prompts[9],
-        GREEDY,
-        NEW_TOKENS,
-        TorchSource(0),
-        (),
-        DecodeOptions(rounds.append),
-    )
-    assert [token for r in rounds for token in r.tokens] == done.tokens
-    assert [r.num_accepted for r in rounds[1:]] == [
-        min(step.num_accepted, step.num_emitted) for step in done.trace.steps
-    ]
 
 
 def test_a_context_of_thousands_of_tokens(tmp_path):

@@ -28,9 +28,9 @@ def made(length: int, slots: int, groups: int, dtype: torch.dtype) -> tuple[Tens
 
 @pytest.mark.parametrize("cuda", [False, True])
 @pytest.mark.parametrize("groups", [1, 4])
-@pytest.mark.parametrize("length", [1, 6, FOLDED + 1])
-@pytest.mark.parametrize("slots", [64, 61])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("length", "slots", "dtype"), [(1, 64, torch.float64), (6, 61, torch.float64), (FOLDED + 1, 61, torch.bfloat16)]
+)
 def test_a_mask_and_shared_keys(monkeypatch, cuda, groups, length, slots, dtype):
     queries, keys, values, bias = made(length, slots, groups, dtype)
     wanted = explicit(*(part.double() for part in (queries, keys, values)), groups, bias.double())

@@ -35,7 +35,7 @@ def broken_ops(monkeypatch):
     can_pack.cache_clear()
 
 
-@pytest.mark.parametrize("rows", [1, 2, 6, 8, 9, 61])
+@pytest.mark.parametrize("rows", [1, 8, 61])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("pack", [False, pytest.param(True, marks=needs_packing)])
 def test_results_are_those_of_float64(rows, biased, pack):

@@ -6,7 +6,7 @@ import json
 import random
 import shutil
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -48,25 +48,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "qwen3-attention-bias": {"attention_bias": True, "tie_word_embeddings": True},
 }
+# What the universal engine and fixed shapes add does not depend on a layer's switches.
+SOME = ["llama", "llama-tied", "llama-rope-llama3", "mistral-window", "qwen3"]
 PREFIX = 11  # longer than the sliding window, so that it hides something everywhere
-
-
-def spell_as_before_transformers_5(directory: Path) -> None:
-    """`rope_theta` at the top and `rope_scaling` with `type`, as older checkpoints have them."""
-    raw = json.loads((directory / "config.json").read_text())
-    rope = raw.pop("rope_parameters")
-    raw["rope_theta"] = rope.pop("rope_theta")
-    raw["rope_scaling"] = {"type": rope.pop("rope_type"), **rope}
-    (directory / "config.json").write_text(json.dumps(raw))
-
-
 # Layers that differ: the lean path refuses them, the universal one must window the right layers.
 MIXED_WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One tiny model, as transformers runs it and as our two engines do."""
+    """A tiny model, as transformers runs it and as our two engines do."""
 
     directory: Path
     oracle_directory: Path
@@ -80,7 +71,7 @@ class Case:
         return {engine: load_lm(str(self.directory), engine=engine) for engine in ("lean", "hf")}
 
     def logits(self, tokens: list[int]) -> torch.Tensor:
-        """[T, V] of a whole sequence by transformers, without a cache."""
+        """Return [T, V] of a whole sequence by transformers, without a cache."""
         with torch.no_grad():
             return self.oracle(torch.tensor([tokens]), use_cache=False).logits[0]
 
@@ -89,29 +80,30 @@ class Case:
         return [rng.randrange(self.oracle.config.vocab_size) for _ in range(count)]
 
 
-@pytest.fixture(scope="module", params=list(VARIANTS))
-def case(request, tmp_path_factory) -> Case:
-    name = request.param
-    directory = tmp_path_factory.mktemp(name)
-    tiny_llama_dir(directory, family=name.split("-")[0], **VARIANTS[name])
-    oracle = directory
-    if "-old-" in name:
-        oracle = directory.with_name(directory.name + "-new")
-        shutil.copytree(directory, oracle)
-        spell_as_before_transformers_5(directory)
-    return Case(directory, oracle)
+@pytest.fixture(scope="module")
+def case_of(tmp_path_factory) -> Any:
+    @cache
+    def make(name: str) -> Case:
+        directory = tmp_path_factory.mktemp(name)
+        tiny_llama_dir(directory, family=name.split("-")[0], **VARIANTS[name])
+        oracle = directory
+        if "-old-" in name:
+            # `rope_theta` at the top and `rope_scaling` with `type`, as before transformers 5.
+            oracle = directory.with_name(directory.name + "-new")
+            shutil.copytree(directory, oracle)
+            raw = json.loads((directory / "config.json").read_text())
+            rope = raw.pop("rope_parameters")
+            raw["rope_theta"] = rope.pop("rope_theta")
+            raw["rope_scaling"] = {"type": rope.pop("rope_type"), **rope}
+            (directory / "config.json").write_text(json.dumps(raw))
+        return Case(directory, oracle)
+
+    return make
 
 
-@pytest.fixture(params=["lean", "hf"])
-def engine(request) -> str:
-    return request.param
-
-
-@pytest.fixture(params=["lean", "lean, fixed shapes", "hf"])
-def session(request, case):
-    """Of one row with room for 60 tokens."""
-    engine, _, static = request.param.partition(", ")
-    return case.engines[engine].session(1, 60, static=bool(static))
+def variants(*engines: str) -> list[tuple[str, str]]:
+    """Return every variant for the lean engine, and some for the others."""
+    return [(name, engine) for engine in engines for name in (VARIANTS if engine == "lean" else SOME)]
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -131,82 +123,67 @@ def path_to(node: int, parents: list[int]) -> list[int]:
     return path
 
 
-def test_the_variants_differ_from_plain_llama(case):
-    # A switch that transformers ignored would make its parity test vacuous.
-    assert case.logits(case.tokens(5)).std() > 0.5
-    windowed = getattr(case.oracle.config, "sliding_window", None)
-    assert (windowed is not None) == ("window" in case.directory.name)
-    assert ("bias" in case.directory.name or "qwen2" in case.directory.name) == any(
-        name.endswith("_proj.bias") for name, _ in case.oracle.named_parameters()
-    )
-
-
-def test_teacher_forcing(case, engine):
-    lm = case.engines[engine]
-    rows = [case.tokens(24, seed) for seed in range(3)]
-    logits = lm.lm_head(lm.features(torch.tensor(rows)))
-    for row, expected in zip(logits, map(case.logits, rows), strict=True):
-        assert_close(row, expected)
-
-
-def test_right_padding_changes_nothing_before_it(case, engine):
-    lm, tokens = case.engines[engine], case.tokens(10)
-    padded = lm.lm_head(lm.features(torch.tensor([tokens + [0] * 6])))[0, :10]
-    assert_close(padded, case.logits(tokens))
-
-
-def test_embedding_and_features_are_the_models(case, engine):
-    lm, ids = case.engines[engine], torch.tensor([case.tokens(9)])
+@pytest.mark.parametrize(("name", "engine"), variants("lean", "hf"))
+def test_whole_sequences(case_of, name, engine):
+    """Embeddings, features and logits, with right padding too."""
+    case = case_of(name)
+    lm, ids = case.engines[engine], torch.tensor([case.tokens(24, seed) for seed in range(3)])
     with torch.no_grad():
         assert torch.equal(lm.embed(ids), case.oracle.get_input_embeddings()(ids))
         hidden = case.oracle.model(ids, use_cache=False).last_hidden_state
     assert_close(lm.features(ids), hidden)
-    assert_close(lm.session(1, 16).extend(ids.tolist()).features, hidden)
+    assert_close(lm.session(1, 32).extend(ids[:1].tolist()).features, hidden[:1])
+    assert_close(lm.lm_head(lm.features(ids)), torch.stack([case.logits(row) for row in ids.tolist()]))
+    padded = lm.lm_head(lm.features(torch.cat([ids, torch.zeros(3, 6, dtype=torch.int64)], 1)))
+    assert_close(padded[1, :24], case.logits(ids[1].tolist()))
+    # A switch that transformers ignored would make these comparisons vacuous.
+    assert case.logits(case.tokens(5)).std() > 0.5
+    assert (getattr(case.oracle.config, "sliding_window", None) is not None) == ("window" in name)
+    biased = any(parameter.endswith("_proj.bias") for parameter, _ in case.oracle.named_parameters())
+    assert biased == ("bias" in name or "qwen2" in name)
 
 
-def test_features_are_those_of_decoding_under_a_trainings_autocast(case):
-    # Heads train in mixed precision on features of a frozen model: other features than it decodes with would be a loss.
-    lm, ids = case.engines["lean"], torch.tensor([[3, 1, 4, 1, 5, 9]])
-    with torch.autocast("cpu", torch.bfloat16):
-        features = lm.features(ids)
-    assert features.dtype == lm.dtype and torch.equal(features, lm.features(ids))
+@pytest.mark.parametrize(("name", "engine"), variants("lean", "lean static", "hf"))
+def test_chains_and_trees_in_a_session(case_of, name, engine):
+    case = case_of(name)
+    engine, _, static = engine.partition(" ")
+    session = case.engines[engine].session(1, 60, static=bool(static))
 
-
-def test_cached_chains(case, session):
+    # Chains of different lengths, of which all logits are made or only the last two.
     tokens = case.tokens(26)
-    expected = case.logits(tokens)
-    at = 0
+    expected, at = case.logits(tokens), 0
     for size in (1, 9, 1, 1, 4, 10):
-        scores = session.extend([tokens[at : at + size]], num_logits=size)
+        count = min(size, 2) if size == 4 else size
+        scores = session.extend([tokens[at : at + size]], num_logits=count)
         at += size
-        assert_close(scores.logits[0, :size], expected[at - size : at])
+        assert scores.logits.shape[1] == count or static
+        assert_close(scores.logits[0, :count], expected[at - count : at])
         assert list(session.lengths) == [at]
 
-
-def test_only_the_wanted_logits_are_made(case, session):
-    session.extend([case.tokens(1)])
-    tokens = case.tokens(7)
-    scores = session.extend([tokens[1:]], num_logits=2)
-    assert scores.logits.shape[1] == 2
-    assert_close(scores.logits[0], case.logits([*case.tokens(1), *tokens[1:]])[-2:])
-
-
-@pytest.mark.parametrize("prefix", [0, PREFIX])
-def test_every_path_of_a_tree(case, session, prefix):
-    kept, nodes, parents = case.tokens(prefix), case.tokens(10, seed=1), random_tree(10, seed=2)
-    if kept:
-        session.extend([kept])
-    logits = session.extend([nodes], [parents], num_logits=len(nodes)).logits[0]
-    for node in range(len(nodes)):
-        path = path_to(node, parents)
-        assert_close(logits[node], case.logits(kept + [nodes[i] for i in path])[-1])
+    # The session goes back, and starts over with a tree and without a prefix.
+    session.keep([5])
+    follow = case.tokens(3, seed=8)
+    assert_close(session.extend([follow]).logits[0], case.logits(tokens[:5] + follow)[-1:])
+    for prefix in (0, PREFIX):
+        session.reset(1)
+        kept, nodes, parents = case.tokens(prefix), case.tokens(10, seed=1), random_tree(10, seed=2)
+        if kept:
+            session.extend([kept])
+        logits = session.extend([nodes], [parents], num_logits=10).logits[0]
+        for node in range(10):
+            assert_close(logits[node], case.logits(kept + [nodes[i] for i in path_to(node, parents)])[-1])
 
 
-@pytest.mark.parametrize("path_seed", [0, 1])
-def test_right_after_compaction(case, session, path_seed):
+@pytest.mark.parametrize("path", [[0, 2, 4, 6, 8], [0, 2, 5]], ids=["deep", "short"])
+@pytest.mark.parametrize(
+    ("name", "engine"), [(name, engine) for name in SOME[::2] for engine in ("lean", "static", "hf")]
+)
+def test_right_after_compaction(case_of, name, engine, path):
+    """Both paths leave gaps in the cache."""
+    case = case_of(name)
+    session = case.engines["hf" if engine == "hf" else "lean"].session(1, 60, static=engine == "static")
     kept, nodes = case.tokens(PREFIX), case.tokens(9, seed=3)
     parents = [-1, 0, 0, 1, 2, 2, 4, 5, 6]
-    path = [0, 2, 4, 6, 8] if path_seed == 0 else [0, 2, 5]  # both leave gaps in the cache
     session.extend([kept])
     session.extend([nodes], [parents], num_logits=9)
     session.keep([PREFIX], [[PREFIX + node for node in path]])
@@ -216,43 +193,46 @@ def test_right_after_compaction(case, session, path_seed):
         tokens = tokens + follow
         logits = session.extend([follow], num_logits=len(follow)).logits[0, : len(follow)]
         assert_close(logits, case.logits(tokens)[-len(follow) :])
-    tree = random_tree(6, seed=6)
-    nodes = case.tokens(6, seed=7)
+    tree, nodes = random_tree(6, seed=6), case.tokens(6, seed=7)
     logits = session.extend([nodes], [tree], num_logits=6).logits[0]
     assert_close(logits[5], case.logits(tokens + [nodes[i] for i in path_to(5, tree)])[-1])
 
 
-def test_a_session_starts_over_and_goes_back(case, session):
-    session.extend([case.tokens(12)])
-    session.keep([5])
-    follow = case.tokens(3, seed=8)
-    assert_close(session.extend([follow]).logits[0], case.logits(case.tokens(12)[:5] + follow)[-1:])
-    session.reset(1)
-    other = case.tokens(9, seed=9)
-    assert_close(session.extend([other], num_logits=9).logits[0], case.logits(other))
-
-
-@pytest.mark.parametrize("capture", [(0, 1), (1,), (0, 2), (2,)])
-def test_captured_states_are_transformers_own(case, engine, capture):
-    """Of whole texts and of texts read piece by piece, as chains and as trees, whichever way they are cached."""
+@pytest.mark.parametrize(("name", "engine"), [("llama", "lean"), ("mistral-window", "lean"), ("qwen3", "hf")])
+def test_captured_states_are_transformers_own(case_of, name, engine):
+    """Of whole texts and of texts read in parts, as chains and as trees, however they are cached."""
+    case = case_of(name)
     lm, tokens = case.engines[engine], case.tokens(17)
     with torch.no_grad():
         states = case.oracle.model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
     assert len(states) > 2  # the embeddings, and what each layer leaves; the last one is normed
-    expected = torch.cat([states[number] for number in capture], -1)
-    assert_close(lm.features(torch.tensor([tokens]), capture=capture), expected)
-    for rows, static in [(1, False)] if engine == "hf" else [(1, False), (1, True), (2, False)]:
-        session = lm.session(rows, 40, capture, static=static)
-        session.reset(1)
-        found = [session.extend([tokens[:5]]).features[:, :5]]
-        found.append(session.extend([tokens[5:9]]).features[:, :4])
-        found.append(session.extend([tokens[9:]], [range(-1, 7)]).features[:, :8])
-        assert_close(torch.cat(found, 1), expected)
+    for capture in ((0, 1), (1,), (0, 2), (2,)):
+        expected = torch.cat([states[number] for number in capture], -1)
+        assert_close(lm.features(torch.tensor([tokens]), capture=capture), expected)
+        for rows, static in [(1, False)] if engine == "hf" else [(1, False), (1, True), (2, False)]:
+            session = lm.session(rows, 40, capture, static=static)
+            session.reset(1)
+            features = [session.extend([tokens[:5]]).features[:, :5]]
+            features.append(session.extend([tokens[5:9]]).features[:, :4])
+            features.append(session.extend([tokens[9:]], [range(-1, 7)]).features[:, :8])
+            assert_close(torch.cat(features, 1), expected)
     with pytest.raises(ValueError, match="capture"):
         lm.session(1, 40, (lm.info.num_layers + 1,)).extend([tokens])
 
 
-def test_batches_of_different_lengths_and_after_rows_have_ended(case, engine):
+def test_features_are_those_of_decoding_under_a_trainings_autocast(case_of):
+    # Heads train in mixed precision on features of a frozen model: other features than it decodes with would be a loss.
+    lm, ids = case_of("llama").engines["lean"], torch.tensor([[3, 1, 4, 1, 5, 9]])
+    with torch.autocast("cpu", torch.bfloat16):
+        features = lm.features(ids)
+    assert features.dtype == lm.dtype and torch.equal(features, lm.features(ids))
+
+
+@pytest.mark.parametrize(
+    ("name", "engine"), [("llama", "lean"), *((name, "hf") for name in ("llama", "mistral-window", "qwen2"))]
+)
+def test_batches_of_different_lengths_and_after_rows_have_ended(case_of, name, engine):
+    case = case_of(name)
     prompts = [case.tokens(length, seed=length) for length in (3, 12, 1, 9)]
     session = case.engines[engine].session(4, 20, static=False)
     rows = [list(prompt) for prompt in prompts]
@@ -263,8 +243,7 @@ def test_batches_of_different_lengths_and_after_rows_have_ended(case, engine):
     scores = session.extend(prompts)
     check(scores.logits[:, 0])
     for row, features in zip(rows, scores.features, strict=True):
-        whole = case.engines[engine].features(torch.tensor([row]))[0]
-        assert_close(features[: len(row)], whole)
+        assert_close(features[: len(row)], case.engines[engine].features(torch.tensor([row]))[0])
     for seed in range(4):
         if seed == 2:
             session.select([0, 3])
@@ -275,14 +254,14 @@ def test_batches_of_different_lengths_and_after_rows_have_ended(case, engine):
         assert list(session.lengths) == [len(row) for row in rows]
 
 
-def test_rows_that_only_transformers_runs_take_no_drafts(case):
+def test_rows_that_only_transformers_runs_take_no_drafts(case_of):
+    case = case_of("llama")
     session = case.engines["hf"].session(2, 20)
     session.extend([case.tokens(3), case.tokens(5)])
     session.keep([3, 5], [(), ()])
-    ragged = [[1, 2], [3]]
     for draft in (
         lambda: session.extend([[1, 2], [3, 4]], [[-1, -1]] * 2),
-        lambda: session.extend(ragged),
+        lambda: session.extend([[1, 2], [3]]),
         lambda: session.keep([2, 5]),
     ):
         with pytest.raises(InputError, match="--batch-size 1"):
