@@ -18,8 +18,8 @@ from draftsmith.modules.types import InputError
 class HFLM:
     """A `CausalLM` over a transformers model (an architecture with a decoder and an output embedding).
 
-    refusals: why this model cannot read trees or rows, from `self_test` at load. Trees need 4-D attention masks: with
-        an attention implementation that takes none (flash_attention_2) only chains work.
+    refusals: why this model cannot read trees or rows, from `self_test` at load. Trees need 4-D attention masks: an
+        attention implementation that takes none (flash_attention_2) reads chains only.
     The model's own forward is never wrapped or changed.
     """
 
@@ -37,47 +37,44 @@ class HFLM:
         return HFSession(self, rows, capture)
 
     def features(self, input_ids: Tensor, position_ids: Tensor | None = None, capture: tuple[int, ...] = ()) -> Tensor:
-        # As decoding computes them, whatever a training around this does with its own weights.
+        # Computed as decoding does, whatever precision a surrounding training uses for its own weights.
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
             return self.read(capture, input_ids=input_ids, position_ids=position_ids, use_cache=False)[1]
 
     def read(self, capture: tuple[int, ...] = (), **inputs: Any) -> tuple[Tensor, Tensor]:
-        """Hidden states after the final norm, and features (`base.CausalLM.session`). Where the layers are on several
-        devices they come from the last one; the caller's are on the first."""
+        """Return hidden states after the final norm, and features (`base.CausalLM.session`).
+
+        With layers on several devices they come from the last one; the caller's tensors are on the first.
+        """
         check_capture(capture, self.info.num_layers)
-        found = self.model.base_model(**inputs, output_hidden_states=bool(capture))
-        hidden = found.last_hidden_state.to(self.device)
+        output = self.model.base_model(**inputs, output_hidden_states=bool(capture))
+        hidden = output.last_hidden_state.to(self.device)
         if not capture:
             return hidden, hidden
-        return hidden, torch.cat([self._state(found, number) for number in capture], -1)
-
-    def _state(self, found: Any, number: int) -> Tensor:
-        """The state after so many layers; after all of them that after the final norm."""
-        state = found.last_hidden_state if number == self.info.num_layers else found.hidden_states[number]
-        return state.to(self.device)
+        states = [
+            hidden if number == self.info.num_layers else output.hidden_states[number].to(self.device)
+            for number in capture
+        ]
+        return hidden, torch.cat(states, -1)
 
     def tree_attention(self, visible: Tensor, positions: Tensor) -> Tensor | dict[str, Tensor]:
-        """The additive mask [1, 1, T, S] of T nodes, from visible [T, S] (bool) and the positions [S] of all slots, the
-        nodes' own last.
+        """Build the additive mask [1, 1, T, S] of T nodes from visible [T, S] and the positions [S] of all slots.
 
         transformers takes a ready mask as it is, so a sliding window has to be in it; a model whose layers differ takes
-        one mask a kind of layer.
+        one mask for each kind of layer.
         """
         if self.refusals.trees:
             remedy = "Use a method that drafts chains."
             raise InputError("model", self.refusals.trees, "a model that reads trees", remedy)
         config = self.model.config.get_text_config()
         window, layer_types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
-        # A window may be stated that no layer uses: transformers 5 then sets it to 0, or has no such layer type.
+        # A config may state a window that no layer uses: transformers 5 then sets it to 0, or has no such layer type.
         if not window or (layer_types and "sliding_attention" not in layer_types):
             return self._additive(visible)
-        near = positions[-len(visible) :, None] - positions < window
+        windowed = self._additive(visible & (positions[-len(visible) :, None] - positions < window))
         if layer_types:
-            return {
-                "full_attention": self._additive(visible),
-                "sliding_attention": self._additive(visible & near),
-            }
-        return self._additive(visible & near)
+            return {"full_attention": self._additive(visible), "sliding_attention": windowed}
+        return windowed
 
     def _additive(self, visible: Tensor) -> Tensor:
         bias = torch.zeros(visible.shape, dtype=self.dtype, device=self.device)
@@ -92,11 +89,10 @@ class HFLM:
 
 
 class HFSession:
-    """A `Session` over an `HFLM`. Only layers with plain key/value caches can drop tokens: others are refused by
-    transformers' own cache, loudly.
+    """A `Session` over an `HFLM`. Layers without plain key/value caches cannot drop tokens: transformers refuses them.
 
-    transformers' caches do not tell rows' lengths apart. So several rows are padded at the left, begin and go on
-    together, and drop nothing: enough to answer prompts, and not for drafts.
+    transformers' caches do not tell rows' lengths apart. So several rows are padded at the left, begin and continue
+    together, and drop nothing: enough to answer prompts, but not for drafts.
     """
 
     static = joins = False
@@ -106,8 +102,8 @@ class HFSession:
         self.reset(rows)
 
     def reset(self, rows: int) -> None:
-        # No config: sliding-window layers then keep all keys, and the mask does the windowing; dropping drafted tokens
-        # from a rolling buffer would be impossible.
+        # No config: sliding-window layers then keep all keys, and the mask does the windowing; drafted tokens could not
+        # be dropped from a rolling buffer.
         self._cache, self.lengths = DynamicCache(), [0] * rows
         self._mask = torch.zeros(rows, 0, dtype=torch.int64, device=self._lm.device) if rows > 1 else None
 
@@ -141,11 +137,11 @@ class HFSession:
     def _extend_rows(
         self, mask: Tensor, tokens: Rows | Tensor, parents: Sequence[Sequence[int]] | None, num_logits: int
     ) -> Scores:
-        """Prompts of any lengths, then as many tokens of each row. mask: which slots hold tokens, [B, length]."""
+        """Read prompts of any lengths, then equally many tokens of each row. mask [B, length]: slots with tokens."""
         lm, counts = self._lm, [len(own) for own in tokens]
         width, fewest = max(counts), min(counts)
         if parents is not None or (fewest < width and any(self.lengths)) or num_logits > fewest:
-            raise no_drafts()
+            raise _no_drafts()
         padded = [[0] * (width - len(own)) + [int(token) for token in own] for own in tokens]
         padding = torch.tensor([width - count for count in counts], device=lm.device)
         fed = torch.arange(width, device=lm.device) >= padding[:, None]
@@ -159,7 +155,7 @@ class HFSession:
             use_cache=True,
         )
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
-        if fewest < width:  # what a row has comes first
+        if fewest < width:  # a row's own entries come first
             features = torch.stack([own.roll(count, 0) for own, count in zip(features, counts, strict=True)])
         return Scores(lm.lm_head(hidden[:, -num_logits:]), features)
 
@@ -172,19 +168,19 @@ class HFSession:
         return self._read(tokens, positions, attention_mask=self._lm.tree_attention(visible, positions))[1][0]
 
     def _read(self, ids: Tensor, positions: Tensor, **masked: Any) -> tuple[Tensor, Tensor]:
-        """Hidden states and features [1, T, ..] of ids [T]; positions of all slots, those of `ids` last."""
+        """Return hidden states and features [1, T, ..] of ids [T]; positions of all slots, those of `ids` last."""
         own = positions[None, -len(ids) :]
-        found = self._lm.read(
+        output = self._lm.read(
             self.capture, input_ids=ids[None], position_ids=own, past_key_values=self._cache, use_cache=True, **masked
         )
         self.lengths = [self.lengths[0] + len(ids)]
-        return found
+        return output
 
     @torch.inference_mode()
     def keep(self, lengths: Sequence[int], slots: Sequence[Sequence[int]] | None = None) -> None:
         if self._mask is not None:
             if list(lengths) != self.lengths or any(slots or ()):
-                raise no_drafts()
+                raise _no_drafts()
             return
         length, path = lengths[0], list(slots[0]) if slots else []
         cached = self._cache.get_seq_length()
@@ -208,6 +204,6 @@ class HFSession:
         self._cache.batch_select_indices(index)
 
 
-def no_drafts() -> InputError:
+def _no_drafts() -> InputError:
     found = "a model that only transformers can run"
     return InputError("model", found, "a Llama-family model, to decode in batches", "Pass --batch-size 1.")

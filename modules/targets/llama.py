@@ -22,10 +22,10 @@ SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def llama_config(raw: Mapping[str, Any]) -> LlamaConfig:
-    """The config from a transformers `config.json`, in the old spelling of rope settings and in the new.
+    """Read the config from a transformers `config.json`, with the old or the new spelling of rope settings.
 
     Raises:
-        InputError: for a switch this path does not implement; the transformers path does.
+        InputError: a switch that this path does not implement; the transformers path does.
     """
     kind = raw.get("model_type")
     if kind not in SUPPORTED:
@@ -64,10 +64,10 @@ def llama_config(raw: Mapping[str, Any]) -> LlamaConfig:
 
 
 def model_from_state(config: LlamaConfig, state: Mapping[str, Tensor], dtype: torch.dtype) -> LlamaModel:
-    """Weights under transformers' names (`model.layers.0...`, `lm_head.weight`) into our module; nothing is ignored.
+    """Load weights with transformers' names (`model.layers.0...`, `lm_head.weight`) into our module.
 
     Raises:
-        InputError: when a tensor is missing, unknown or of another shape.
+        InputError: a tensor is missing, unknown or of another shape.
     """
     with torch.device("meta"):
         model = LlamaModel(config)
@@ -80,9 +80,8 @@ def model_from_state(config: LlamaConfig, state: Mapping[str, Tensor], dtype: to
     wrong += [n for n in set(names) & set(renamed) if names[n].shape != renamed[n].shape]
     if wrong:
         found = f"{len(wrong)} tensors missing, unknown or of another shape ({', '.join(wrong[:4])})"
-        raise InputError(
-            "model.safetensors", found, "exactly the tensors config.json asks for", "Check the checkpoint."
-        )
+        expected = "exactly the tensors config.json asks for"
+        raise InputError("model.safetensors", found, expected, "Check the checkpoint.")
     model.load_state_dict(renamed, assign=True, strict=False)
     model.cos, model.sin = rope_table(config, config.max_position)
     return model.eval().requires_grad_(False)
@@ -92,25 +91,19 @@ class LlamaLM:
     """A `CausalLM` over frozen `LlamaModel` weights: fused layers over preallocated caches."""
 
     def __init__(self, model: LlamaModel, info: ModelInfo, packed: bool = False, precision: Precision = "dtype"):
-        """packed: hold large weights in the layout of the CPU's kernels (`modules.packed`), and there only: `model`
-        itself cannot be called any more, and nothing can be differentiated. precision: of all products
-        with its weights (`modules.quantized`); other than dtype, it holds these copies only, as `packed` does."""
+        """packed: hold large weights in the layout of the CPU's kernels (`engine.lean`) only: `model` itself cannot be
+        called any more, and nothing can be differentiated. precision: of all products with weights
+        (`engine.low_precision`); unless it is dtype, only these copies are held, as with `packed`."""
         self.model, self.info, self.config, self.packed = model, info, model.config, packed
         weight = model.embed_tokens.weight
         self.device, self.dtype = weight.device, weight.dtype
-        layers: list = list(model.layers)
-        self.stack = LeanStack(
-            layers,
-            model.config,
-            self.dtype,
-            self.device,
-            partial(linear_of, pack=packed, precision=precision),
-            share=True,
-        )
+        layers: list[Any] = list(model.layers)
+        make_linear = partial(linear_of, pack=packed, precision=precision)
+        self.stack = LeanStack(layers, model.config, self.dtype, self.device, make_linear, share=True)
         self.embeddings = weight.detach()  # [V, H]
         self.norm = LeanNorm(model.norm.weight, model.norm.eps)
-        # Where the embedding is tied to it, the plain layout is needed anyway; a second one would be a second copy,
-        # which only a small one may be.
+        # A tied embedding is needed in the plain layout anyway, so a packed lm_head would be a second copy of it; only
+        # a small one is worth that.
         single = not model.config.tie_embeddings or weight.numel() < MIN_WEIGHTS
         self._head = linear_of(model.lm_head.weight, None, packed and single, precision)
         if self._head.packed and not model.config.tie_embeddings:
@@ -127,7 +120,7 @@ class LlamaLM:
             position_ids, torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         ):
             raise ValueError("position_ids: the lean Llama counts from 0 in every row")
-        # As decoding computes them, whatever a training around this does with its own weights.
+        # Computed as decoding does, whatever precision a surrounding training uses for its own weights.
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
             taps: Taps = dict.fromkeys(capture, self.embeddings)
             final = self.norm(self.stack.chain(self.embed(input_ids), NoCache(), taps))
@@ -141,26 +134,23 @@ class LlamaLM:
 
 
 class LlamaSession:
-    """A `Session` over a `LlamaLM`, whichever way its rows are cached."""
+    """A `Session` over a `LlamaLM`, for a single row or for several."""
 
     joins = True
 
     def __init__(self, lm: LlamaLM, rows: int, capacity: int, capture: tuple[int, ...], static: bool | None):
         check_capture(capture, lm.info.num_layers)
         self._lm, self.capture = lm, capture
-        # Not a method: rows that knew their session would keep its cache in memory until the garbage collector comes.
+        # `_forward` is not a method: rows that referred to their session would keep its cache in memory until the
+        # garbage collector runs.
         self._rows = cached_rows(lm.stack, partial(_forward, lm, capture), rows, capacity, static)
         self.static = self._rows.static
+        self.reset, self.begin = self._rows.reset, self._rows.begin
+        self.keep, self.select = self._rows.keep, self._rows.select
 
     @property
     def lengths(self) -> Sequence[int]:
         return self._rows.lengths
-
-    def reset(self, rows: int) -> None:
-        self._rows.reset(rows)
-
-    def begin(self, row: int) -> None:
-        self._rows.begin(row)
 
     def prefill(self, rows: Sequence[int], tokens: Rows) -> Scores:
         return Scores(*_inferring(self._rows.prefill, rows, (tokens,)))
@@ -181,40 +171,32 @@ class LlamaSession:
         cache.length += len(tokens)
         return hidden
 
-    def keep(self, lengths: Sequence[int], slots: Sequence[Sequence[int]] | None = None) -> None:
-        self._rows.keep(lengths, slots)
-
-    def select(self, rows: Sequence[int]) -> None:
-        self._rows.select(rows)
-
 
 def _forward(
     lm: LlamaLM, capture: tuple[int, ...], run: RunLayers, picked: Tensor | slice | None, tokens: Any
 ) -> tuple[Tensor, Tensor]:
-    """Logits of what is picked, and all features."""
+    """Return logits of the picked outputs, and all features."""
     if isinstance(tokens, Tensor):
         x = lm.embed(tokens)
-    elif len(tokens) == 1:  # a slice of the table is one call where a tensor of ids and a lookup are two
+    elif len(tokens) == 1:  # a slice of the table is one call; a tensor of ids and a lookup are two
         x = lm.embeddings[tokens[0] : tokens[0] + 1]
     else:
         x = lm.embed(torch.tensor(tokens, device=lm.device))
-    if not capture:
-        hidden = lm.norm(run(x))
-        return lm.lm_head(picked_of(hidden, picked)), hidden
-    taps: Taps = dict.fromkeys(capture, x)
-    final = lm.norm(run(x, taps=taps))
-    return lm.lm_head(picked_of(final, picked)), _captured(taps, final, lm.info.num_layers)
+    taps: Taps | None = dict.fromkeys(capture, x) if capture else None
+    hidden = lm.norm(run(x, taps=taps))  # [T, H] or [B, n, H]
+    logits = lm.lm_head(hidden if picked is None else picked_of(hidden, picked))
+    return logits, hidden if taps is None else _captured(taps, hidden, lm.info.num_layers)
 
 
 def _captured(taps: Taps, final: Tensor, num_layers: int) -> Tensor:
-    """States side by side, [.., L*H]; behind all layers it is the one after the final norm, [.., H]."""
+    """Join captured states, [.., L*H]; behind the last layer it is the state after the final norm, [.., H]."""
     if num_layers in taps:
         taps[num_layers] = final.reshape(-1, final.shape[-1])
     return torch.cat([*taps.values()], -1).view(*final.shape[:-1], -1)
 
 
 def _inferring(read: Callable[..., Any], *inputs: Any) -> Any:
-    """What `read` gives, without gradients. The decoder's loop is in that mode: entering it again takes time."""
+    """Call `read` without gradients. The decoder's loop is in that mode already: entering it again takes time."""
     if torch.is_inference_mode_enabled():
         return read(*inputs)
     with torch.inference_mode():

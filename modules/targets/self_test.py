@@ -1,7 +1,7 @@
-"""Check that a transformers model gives the same logits read in parts, as a tree and in rows as read at once.
+"""Check at load that a transformers model gives the same logits in parts, as a tree and in rows as in one forward.
 
-transformers' architectures differ in what they do with a cache, with position ids and with attention masks. Some ignore
-one of these without an error, so that decoding would be wrong and look right. A few small forwards at load find out.
+transformers' architectures treat a cache, position ids and attention masks differently. Some ignore one of these
+without an error, so that decoding would be wrong and look right.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
 
 PREFIX, TAIL = 5, 3
-# Eight children of the last prefix token, and two paths that go on from the first two of them. The paths' nodes are far
-# from their parents in the cache and next to them in position, which tells apart a model that counts slots.
+# Eight children of the last prefix token, and two paths that continue the first two of them. The paths' nodes are far
+# from their parents in the cache and next to them in position, which exposes a model that counts slots.
 TREE = (-1,) * 8 + (0, 1, 8, 9)
 PATHS = ((0, 8, 10), (1, 9, 11))
 REMEDY = "Use a model of another architecture: docs/models.md lists those that were tried."
@@ -25,20 +25,20 @@ REMEDY = "Use a model of another architecture: docs/models.md lists those that w
 
 @dataclass(frozen=True)
 class Refusals:
-    """Why a model cannot read trees, or several rows at once; empty where it can."""
+    """Reasons why a model cannot read trees, or several rows at once; empty if it can."""
 
     trees: str = ""
     rows: str = ""
 
 
 def self_test(model: Any, lm: CausalLM) -> Refusals:
-    """Compare each way in which a session reads with one whole forward, on a few tokens of the model's vocabulary.
+    """Compare each way a session reads with one whole forward, and return the reasons against trees and rows.
 
-    A difference beyond rounding in trees or rows is returned. Costs seven forwards of at most 22 tokens.
+    Costs seven forwards of at most 22 tokens.
 
     Raises:
-        InputError: the model cannot be decoded at all: its logits are not those of its output embedding, or what it
-            reads after a cached prefix differs.
+        InputError: the model cannot be decoded at all: its logits are not those of its output embedding, or reading
+            after a cached prefix gives other ones.
     """
     name = type(model).__name__
     ids = _spread(lm.info.vocab_size, PREFIX + len(TREE) + TAIL)
@@ -89,12 +89,12 @@ def self_test(model: Any, lm: CausalLM) -> Refusals:
 
 
 def _spread(vocab_size: int, count: int) -> list[int]:
-    """`count` token ids from all over the vocabulary, different where there are so many."""
+    """Return `count` token ids spread over the vocabulary."""
     return [(number * vocab_size // count + 1) % vocab_size for number in range(1, count + 1)]
 
 
 def _read_rows(lm: CausalLM, texts: list[list[int]]) -> Tensor:
-    """Logits [2, TAIL, V] of the last tokens of the first text without its last token, and of the second text."""
+    """Return logits [2, TAIL, V] of the last tokens of the first text without its last one, and of the second text."""
     first, second = texts[0][:-1], texts[1]
     session = lm.session(2, len(second))
     session.extend([first[:-TAIL], second[:-TAIL]])
@@ -102,10 +102,10 @@ def _read_rows(lm: CausalLM, texts: list[list[int]]) -> Tensor:
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:
-    """Distance between logits [..., T, V] relative to the expected logits' spread: the worst row's median position.
+    """Measure the distance between logits [..., T, V], relative to their spread: the worst row's median position.
 
-    A wrong mask or position shows at every compared position of a row. In bf16 a near tie between two experts of a
-    mixture may be decided otherwise at one of them, which is rounding: hence the median.
+    A wrong mask or position shows at every position of a row. In bf16 a near tie between two experts of a mixture may
+    flip at one of them, which is rounding: hence the median.
     """
     found, expected = found.double(), expected.double()
     spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
@@ -114,7 +114,7 @@ def _difference(found: Tensor, expected: Tensor) -> float:
 
 
 def _differs(name: str, way: str, found: Tensor, expected: Tensor, lm: CausalLM) -> str:
-    """A sentence where the logits differ by more than rounding, else empty."""
+    """Describe a difference beyond rounding; empty if there is none."""
     # Rounding grows with depth; a wrong mask changes logits by their own size. The square root of the precision is
     # between both: 3e-4 in float32, 0.09 in bfloat16.
     eps = torch.finfo(lm.dtype).eps
