@@ -1,4 +1,4 @@
-"""Methods that draft one chain a round: a draft model or any trained drafter, and a policy that says when to stop."""
+"""Methods that draft one chain a round: a draft model or a trained drafter, and a policy that decides when to stop."""
 
 from __future__ import annotations
 
@@ -26,54 +26,52 @@ from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, at_least, between
 
 
-def build_chains(models: Models, drafter: str, stops: Sequence[StopPolicy]) -> RowDrafter:
-    """What drafts chains (`draft`, or the kind of a trained drafter) for as many rows as there are policies, each of
-    which ends its row's drafts, as does an end token.
+def build_chains(
+    models: Models, drafter: str, stops: Sequence[StopPolicy], target: CausalLM | None = None
+) -> RowDrafter:
+    """Build a drafter of chains for as many rows as there are policies.
 
-    On a GPU chains of a fixed length go on behind an end token: there the host would have to wait for each token to see
-    it, and rows draft beside each other in any case.
+    drafter: `draft`, or the kind of a trained drafter. target: another model to draft for (HSDDW's middle one); drafts
+    for the target end with an end token.
     """
-    chains = bare_chains(models, drafter, models.target, stops)
-    chains.end_ids = frozenset(models.ends)
+    if drafter == "draft":
+        assert models.draft is not None
+        chains: RowDrafter = DraftModelDrafter(models.draft, stops, models.capacity)
+    else:
+        chains = models.heads[drafter].drafter(target or models.target, stops, models.capacity)
+    if target is None:
+        chains.end_ids = frozenset(models.ends)
     return chains
 
 
-def bare_chains(models: Models, drafter: str, target: CausalLM, stops: Sequence[StopPolicy]) -> RowDrafter:
-    """The same for any model as the target, and without a look at end tokens."""
-    if drafter == "draft":
-        assert models.draft is not None
-        return DraftModelDrafter(models.draft, stops, models.capacity)
-    return models.heads[drafter].drafter(target, stops, models.capacity)
-
-
 def chain_methods() -> dict[str, str]:
-    """What can draft chains -> the name of its method of a fixed length: {draft: spec, ...}."""
-    found = {method.uses[0]: name for name, method in known_methods().items() if issubclass(method, FixedK)}
-    return {"draft": found.pop("draft"), **found}
+    """Return the method of a fixed length for everything that drafts chains: {draft: spec, ...}."""
+    methods = {method.uses[0]: name for name, method in known_methods().items() if issubclass(method, FixedK)}
+    return {"draft": methods.pop("draft"), **methods}
 
 
 def by_drafter(name: str) -> str:
-    """What stands behind a stop rule's name where it ends chains of this drafter."""
+    """Return the setting that names the drafter, to follow the name of a stop rule."""
     return "" if name == "draft" else f":drafter={name}"
 
 
 def check_drafter(name: str) -> None:
-    """Raises InputError where nothing of this name drafts chains."""
+    """Raise InputError if nothing of this name drafts chains."""
     if name not in chain_methods():
         raise InputError("drafter", repr(name), f"one of {', '.join(chain_methods())}", "Choose one of these.")
 
 
 @dataclass(frozen=True)
 class Chain(Method, ABC):
-    """One chain a round, drafted by the first of what the method needs.
+    """One chain a round, drafted by the first model that the method needs.
 
-    Rows that are decoded together have a policy each, which learns from that row alone: what a row drafts does not
-    depend on the rows beside it.
+    Rows that are decoded together have a policy each, which learns from that row alone: a row's drafts do not depend on
+    the rows beside it.
     """
 
     @abstractmethod
     def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
-        """A fresh one for each row."""
+        """Make a new policy for each row."""
 
     def build(self, models: Models, rows: int = 1) -> RowDrafter:
         return build_chains(models, self.needs[0], self.policies(models, rows))
@@ -125,16 +123,15 @@ class Bounded(StopRule, ABC):
 
 @dataclass(frozen=True)
 class ByPrediction(Bounded, ABC):
-    """A chain that ends by the probabilities that its tokens are accepted: one predictor and one rule, whatever is
-    drafted."""
+    """A chain that ends by the probabilities that its tokens are accepted."""
 
     @abstractmethod
     def predictors(self, models: Models, count: int) -> Sequence[Predictor]:
-        """One for each row."""
+        """Make a predictor for each row."""
 
     @abstractmethod
     def rule(self, models: Models, rows: int) -> PredictionRule:
-        """rows: as of `policies`."""
+        """Make the rule of one row."""
 
     def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
         predictors = self.predictors(models, rows)
@@ -142,7 +139,7 @@ class ByPrediction(Bounded, ABC):
 
 
 def head_predictors(models: Models, drafter: str, count: int, calibrated: bool) -> Sequence[HeadPredictor]:
-    """Predictors of the drafter's acceptance head. calibrated: its probability; else its raw output."""
+    """Make predictors of the drafter's acceptance head. calibrated: its probability; else its raw output."""
     assert models.acceptance is not None
     first = HeadPredictor(models.acceptance, models.embedder(drafter).embed, calibrated)
     return [first, *(first.beside() for _ in range(count - 1))]
@@ -196,7 +193,7 @@ class CostAware(ByPrediction, ABC):
 
 @dataclass(frozen=True)
 class HeadByCost(CostAware):
-    """The acceptance head's calibrated probabilities, and the cost of drafting on: no threshold to choose."""
+    """The acceptance head's calibrated probabilities, and the cost of one more token: no threshold to choose."""
 
     calibrated: ClassVar[bool] = True
 
@@ -210,10 +207,10 @@ class HeadByCost(CostAware):
 
 @dataclass(frozen=True)
 class Online(CostAware):
-    """The same without a head: a logistic of the draft's own confidence, which learns from every verdict.
+    """The same without a head: a logistic regression of the draft's own confidence, which learns from every verdict.
 
-    by: q, the probability of the drafted token; max_q, of the most probable one. repeats: whether the token goes on
-        with a repetition of the text counts too. head: what the acceptance head says counts first, and alone until
+    by: q, the probability of the drafted token; max_q, of the most probable one. repeats: whether the token continues a
+        repetition of the text counts too. head: the acceptance head's output counts too, and alone until enough
         verdicts say otherwise.
     """
 

@@ -15,17 +15,17 @@ from draftsmith.modules.types import SamplingParams
 
 
 class DraftModelDrafter(RowDrafter):
-    """Reads what was emitted into its own cache and drafts until the stop policies end the chains.
+    """Drafter that reads emitted tokens into its own cache and drafts until the stop policies end the chains.
 
-    Emitted tokens that it has not read are one after a rejection, and two after a fully accepted draft, whose last
-    token was never fed. They go into one forward with the first draft step, so no call is spent on catching up.
+    One token is unread after a rejection, and two after a fully accepted draft, whose last token was never fed. They go
+    into one forward with the first draft step, so no call is spent on catching up.
     """
 
     needs_features = False
     model = "draft"
 
     def __init__(self, lm: CausalLM, stops: Sequence[StopPolicy], capacity: int, static: bool | None = None):
-        """stops: a policy for each row. capacity: most tokens a row may reach, drafts included. static: as of
+        """stops: a policy for each row. capacity: most tokens of a row, drafts included. static: see
         `CausalLM.session`."""
         super().__init__(stops)
         self._lm = lm
@@ -36,18 +36,24 @@ class DraftModelDrafter(RowDrafter):
         self._session.begin(row)
 
     def _deepest(self, row: DraftedRow) -> int:
-        # Its context may be shorter than the target's: past it there are no drafts, rather than bad ones.
+        # The draft's context may be shorter than the target's: past it there are no drafts, rather than bad ones.
         return self._lm.info.max_position + 1 - len(row.tokens)
 
     def _draft(self, limits: Sequence[int], params: SamplingParams, sources: Sequence[Source]) -> list[DraftTree]:
-        session = self._session
         unread: list[list[int]] = []
         for row, limit in zip(self._rows, limits, strict=True):
             unread.append(row.tokens[row.read :] if limit > 0 else [])
             row.read += len(unread[-1])
-        scores = session.extend(unread)
-        states = last_of_each(scores.features, [len(own) for own in unread])
-        return self._chains(scores.logits[:, 0], states, session.step, limits, params, sources)
+        scores = self._session.extend(unread)
+
+        # Each row's state after its last unread token, [B, H]; undefined for rows that read nothing.
+        states, counts = scores.features, [len(own) for own in unread]  # [B, n, H]
+        if min(counts) == states.shape[1]:
+            last = states[:, -1]
+        else:
+            places = torch.tensor([max(count, 1) - 1 for count in counts], device=states.device)
+            last = states[torch.arange(len(counts), device=states.device), places]
+        return self._chains(scores.logits[:, 0], last, self._session.step, limits, params, sources)
 
     def advance(self, outcomes: Sequence[Outcome | None]) -> None:
         for row, outcome in zip(self._rows, outcomes, strict=True):
@@ -65,11 +71,3 @@ class DraftModelDrafter(RowDrafter):
         super().rewind(row, length)
         self._rows[row].read = min(self._rows[row].read, length)
         self._session.keep([own.read for own in self._rows])
-
-
-def last_of_each(states: Tensor, counts: Sequence[int]) -> Tensor:
-    """[B, H]: of states [B, n, H] each row's last, where it was fed so many tokens; any where it was fed none."""
-    if min(counts) == states.shape[1]:
-        return states[:, -1]
-    last = torch.tensor([max(count, 1) - 1 for count in counts], device=states.device)
-    return states[torch.arange(len(counts), device=states.device), last]

@@ -19,7 +19,7 @@ from draftsmith.modules.decoding.protocols import (
 )
 from draftsmith.modules.decoding.stop import FixedLength, RunningEntropy, SelfVerify, entropy
 from draftsmith.modules.decoding.verify import verify
-from draftsmith.modules.drafters.chains import bare_chains, check_drafter
+from draftsmith.modules.drafters.chains import build_chains, check_drafter
 from draftsmith.modules.drafters.methods import Method, Models
 from draftsmith.modules.drafters.row_drafter import RowDrafter
 from draftsmith.modules.finite import NO_TOKEN, NonFinite
@@ -188,7 +188,7 @@ class PreVerification(Method):
     def build(self, models: Models, rows: int = 1) -> Drafter:
         middle = models.mid
         assert middle is not None
-        inner = [bare_chains(models, self.drafter, middle, [self.policy()]) for _ in range(rows)]
+        inner = [build_chains(models, self.drafter, [self.policy()], middle) for _ in range(rows)]
         return EachRow([HierarchicalDrafter(middle, own, *self.handed_over, models.capacity) for own in inner])
 
 

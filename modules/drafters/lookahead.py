@@ -17,16 +17,16 @@ from draftsmith.modules.types import SamplingParams, at_least, at_most
 
 
 class LookaheadDrafter:
-    """A window of `window` columns and `ngram - 1` rows of guesses rides on every target call (Jacobi iteration), and
-    the n-grams that its columns complete are drafted when they continue the last token.
+    """Drafts n-grams that continue the last token, from guesses that ride on every target call (Jacobi iteration).
 
-    The window is a tree: its first row is a chain after the root, and each column goes down from there. So it is scored
-    by the same call and mask as the drafts, its positions are its depths, and a guess that the target happens to choose
-    may be accepted like any node. Nodes are chosen, never drawn.
+    The guesses are a window of `window` columns and `ngram - 1` rows, which each call moves on; a column completes an
+    n-gram. The window is a tree: its first row is a chain behind the root, and each column goes down from there. So it
+    is scored by the same call and mask as the drafts, its positions are its depths, and a guess that the target happens
+    to choose may be accepted like any node. Nodes are chosen, never drawn.
     """
 
     def __init__(self, window: int, ngram: int, max_ngrams: int):
-        """max_ngrams: most n-grams drafted a round, and most remembered for one token (G in the paper)."""
+        """max_ngrams: most n-grams drafted a round, and most kept for one token (G in the paper)."""
         self.window, self.ngram, self.max_ngrams = window, ngram, max_ngrams
 
     def start(self, prompt: Sequence[int], features: Tensor, first_token: int) -> None:
@@ -45,7 +45,7 @@ class LookaheadDrafter:
         known: dict[tuple[int, int], int] = {}
 
         def add(parent: int, token: int) -> int:
-            """The node of this token under this parent: n-grams share their beginnings."""
+            """Return the node of this token under this parent: n-grams share their beginnings."""
             node = known.get((parent, token))
             if node is None:
                 node = known[parent, token] = len(tokens)
@@ -57,7 +57,7 @@ class LookaheadDrafter:
             node = -1
             for token in ngram[:max_drafted]:
                 node = add(node, token)
-        # The window's nodes are not shared: each stands for a place in it. Too little room: no guesses this round.
+        # The window's nodes are not shared: each stands for a place in it. With too little room there are no guesses.
         self._places: list[int] = []
         if max_drafted >= self.window + self.ngram - 2:
             above = [-1, *range(len(tokens), len(tokens) + self.window - 1)]  # the first row is a chain
@@ -74,18 +74,15 @@ class LookaheadDrafter:
             new = checked(best_tokens(outcome.logits[rows]), model="target").tolist()
             for column, guess in enumerate(new):
                 path = [row[column] for row in self._rows] + [guess]
-                self._remember(path[0], tuple(path[1:]))
+                ngrams, following = self._pool[path[0]], tuple(path[1:])
+                ngrams.pop(following, None)
+                ngrams[following] = None
+                if len(ngrams) > self.max_ngrams:
+                    ngrams.popitem(last=False)
             # The sequence moves on by the emitted tokens: by one through the rows, by the others through the columns.
             moved = min(len(outcome.emitted) - 1, self.window - 1)
             self._rows = [[*row[moved:], *([row[-1]] * moved)] for row in (*self._rows[1:], new)]
         self._last = outcome.emitted[-1]
-
-    def _remember(self, token: int, following: tuple[int, ...]) -> None:
-        ngrams = self._pool[token]
-        ngrams.pop(following, None)
-        ngrams[following] = None
-        if len(ngrams) > self.max_ngrams:
-            ngrams.popitem(last=False)
 
 
 @dataclass(frozen=True)

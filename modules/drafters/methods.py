@@ -1,7 +1,7 @@
 """Decoding methods by name: `ar,spec:k=5,specdec++:h=0.7:min=2:max=20,eagle:k=5`.
 
-A method is a frozen dataclass: its fields are its settings, which users write behind its name. It lies with its
-drafter, in a module of this folder that lists it in METHODS; names, parsing, checks and the bench follow.
+A method is a frozen dataclass; its fields are the settings that users write behind its name. It is defined beside its
+drafter, in a module that lists it in METHODS.
 """
 
 from __future__ import annotations
@@ -34,39 +34,41 @@ METHOD_MODULES = (
     "prompt_lookup",
 )
 
-# Behind the name of a method that does not keep the target's distribution, wherever it is shown.
+# Follows the name of a method that does not keep the target's distribution, wherever it is shown.
 LOSSY = " (not lossless)"
 SWITCH = {"on": True, "true": True, "yes": True, "off": False, "false": False, "no": False}
 
 
 class MachineTimes:
-    """What settings of `auto` go by: times of this machine, taken when they are first asked for. This one has none."""
+    """Times of this machine for settings of `auto`, measured when they are first needed. This one has none."""
 
     def step_cost(self, models: Models, drafter: str, rows: int = 1) -> float:
-        """c of what drafts chains: the time of one more drafted token, and of verifying it, by that of a round without
-        a draft. rows: that are decoded together."""
+        """Return c of a drafter of chains, with this many rows decoded together.
+
+        It is the time of one more drafted token, and of verifying it, by the time of a round without a draft.
+        """
         raise NotImplementedError("no times of this machine were handed in")
 
     def tree_times(self, models: Models, trees: str, probe: Callable[[int], Drafter]) -> TreeTimes:
-        """Times of the parts of a round. trees: a name for these trees. probe: what drafts them with so many levels."""
+        """Return the times of a round's parts. trees: a name for these trees. probe(levels): their drafter."""
         raise NotImplementedError("no times of this machine were handed in")
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """All that is known, as JSON values."""
+        """Return all measured times, as JSON values."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go by these in the place of measuring; what is not among them is measured when it is asked for."""
+        """Use these times instead of measuring; others are measured when they are needed."""
 
 
 @dataclass(frozen=True)
 class Models:
-    """What the methods of one run may use; None where the user named no such model.
+    """Models and limits of a run, for its methods; None for models that the user did not pass.
 
-    heads: trained drafters by their kinds.
-    paths: role or kind (`target`, `draft`, ...) -> what the user passed, for methods that load models in their own way.
-    capacity: most tokens that a sequence of this run can hold, drafts included.
-    ends: tokens that end an answer: drafts of chains end there too.
+    heads: trained drafters by kind.
+    paths: role or kind (`target`, `draft`, ...) -> what the user passed, for methods that load models themselves.
+    capacity: most tokens of a sequence, drafts included.
+    ends: tokens that end an answer, and drafts of chains.
     trees: the draft trees that the methods name.
     """
 
@@ -82,18 +84,18 @@ class Models:
     times: MachineTimes = field(default_factory=MachineTimes)
 
     def embedder(self, drafter: str) -> CausalLM:
-        """The model whose token embeddings a drafter of chains reads: the draft model's own, or its target's."""
-        found = self.draft if drafter == "draft" else self.target
-        assert found is not None
-        return found
+        """Return the model whose token embeddings a drafter of chains reads."""
+        model = self.draft if drafter == "draft" else self.target
+        assert model is not None
+        return model
 
 
 @dataclass(frozen=True)
 class Method:
     """A way to decode.
 
-    uses: what it needs whatever its settings: `draft` and `mid`, models; a head's kind; `acceptance`, a predictor.
-    drafts_for: the model whose features its head reads, where it uses one.
+    uses: models that it needs whatever its settings: `draft`, `mid`, the kind of a head, or `acceptance`.
+    drafts_for: the model whose features its head reads, if it uses one.
     batchable: several prompts can be decoded together.
     """
 
@@ -103,12 +105,12 @@ class Method:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """What it cannot do without, as `uses`."""
+        """Models that it needs with these settings, as `uses`."""
         return self.uses
 
     @property
     def lossless(self) -> bool:
-        """Whether its output follows the target. One that does not is never a choice that is made for the user."""
+        """Whether its output follows the target. A lossy method is never chosen for the user."""
         return True
 
     @property
@@ -118,17 +120,17 @@ class Method:
 
     @property
     def timed(self) -> bool:
-        """Whether it goes by times of this machine (`Models.times`), so that its drafts cannot be had again."""
+        """Whether it depends on times of this machine (`Models.times`), so that its drafts are not reproducible."""
         return "auto" in vars(self).values()
 
     def build(self, models: Models, rows: int = 1) -> Drafter | None:
-        """The drafter for this engine's own loop, for at most so many rows; None decodes without one."""
+        """Build the drafter for this many rows of our decoder; None decodes without one."""
         raise TypeError(f"{type(self).__name__} is run by transformers and has no drafter")
 
 
 @dataclass(frozen=True)
 class Autoregressive(Method):
-    """One token a target call, by this engine: what every speed-up is measured against."""
+    """One token a target call: the baseline of every speed-up."""
 
     def build(self, models: Models, rows: int = 1) -> Drafter | None:
         return None
@@ -136,7 +138,7 @@ class Autoregressive(Method):
 
 @dataclass(frozen=True)
 class Named:
-    """A method and its name in tables: as the user wrote it, and LOSSY behind it where it is that."""
+    """A method with its name in tables: as the user wrote it, with LOSSY behind it if it is lossy."""
 
     label: str
     method: Method
@@ -156,7 +158,7 @@ def known_methods() -> dict[str, type[Method]]:
 
 
 def parse_methods(text: str, more: Mapping[str, type[Method]] | None = None) -> list[Named]:
-    """`name:setting=value`, several separated by commas. more: methods beside this engine's own.
+    """Parse methods `name:setting=value`, separated by commas. more: methods of other engines.
 
     Raises:
         InputError: unknown method or setting, a value of another type, a method named twice.
@@ -172,7 +174,7 @@ def parse_methods(text: str, more: Mapping[str, type[Method]] | None = None) -> 
 
 
 def parse_method(label: str, more: Mapping[str, type[Method]] | None = None) -> Method:
-    """One method with its settings."""
+    """Parse one method with its settings."""
     known = {**known_methods(), **(more or {})}
     name, *parts = (part.strip() for part in label.removesuffix(LOSSY).split(":"))
     if name not in known:
@@ -194,7 +196,7 @@ def parse_method(label: str, more: Mapping[str, type[Method]] | None = None) -> 
 
 
 def convert(name: str, text: str, kind: Any) -> Any:
-    """The text of a setting as its type."""
+    """Convert the text of a setting to its type."""
     if kind is bool:
         if text.lower() not in SWITCH:
             raise InputError(name, repr(text), "on or off", "Correct it.")
@@ -217,7 +219,7 @@ def convert(name: str, text: str, kind: Any) -> Any:
 
 
 def check_needs(named: Named, given: Mapping[str, str]) -> None:
-    """Every model that the method needs was named. given: `Models.paths`."""
+    """Raise InputError if a model that the method needs was not passed. given: `Models.paths`."""
     known = {
         "draft": ("a draft model", "--draft DIR"),
         "mid": ("a model between draft and target", "--mid DIR"),

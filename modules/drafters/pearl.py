@@ -18,13 +18,13 @@ from draftsmith.modules.types import SamplingParams, at_least, at_most
 
 
 class PearlDrafter:
-    """Every round drafts `k` tokens beyond those that wait for verification; the target reads the waiting ones and
-    verifies them and the first new one.
+    """Drafts `k` tokens a round beyond those that wait for verification.
 
-    With none waiting that is the paper's pre-verification (the first token of a draft is verified while the rest is
-    drafted), else its post-verification (drafting goes on while a draft is verified). A round's drafting needs nothing
-    of its target call and the call nothing of the round's drafting but its first token's distribution, which is needed
-    only to verify: on two devices they run side by side. Here they run in turn.
+    The target reads the waiting tokens and verifies these and the first new one. With none waiting that is the paper's
+    pre-verification (the first token of a draft is verified while the rest is drafted), else its post-verification
+    (drafting continues while a draft is verified). Drafting needs nothing of the same round's target call, and the call
+    only the distribution of the first new token, to verify it: two devices can run them side by side. Here they take
+    turns.
     """
 
     def __init__(self, lm: CausalLM, k: int, capacity: int):
@@ -44,7 +44,7 @@ class PearlDrafter:
 
     def propose(self, max_drafted: int, params: SamplingParams, source: Source) -> DraftTree:
         waiting = len(self._waiting)
-        # Nothing is drafted that the end of the answer or of the draft's context would cut off.
+        # Draft nothing that the end of the answer or of the draft's context would cut off.
         room = self._lm.info.max_position - len(self._tokens) - waiting + 1
         num_new = max(0, min(self.k, max_drafted - waiting, room))
         for _ in range(num_new):
@@ -58,7 +58,7 @@ class PearlDrafter:
         )
 
     def _draft_one(self, params: SamplingParams, source: Source) -> None:
-        # Slices of what is new: copies of the whole sequence would grow with it.
+        # Slices of what is new: a copy of the whole sequence would grow with it.
         unread = self._tokens[self._read :] + self._waiting[max(0, self._read - len(self._tokens)) :]
         logits = self._session.extend([unread]).logits[0, -1]
         self._read += len(unread)
@@ -74,7 +74,7 @@ class PearlDrafter:
 
     def advance(self, outcome: Outcome) -> None:
         accepted = outcome.num_accepted
-        if self._offered and accepted == len(outcome.emitted):  # all of them: the rest goes on waiting
+        if self._offered and accepted == len(outcome.emitted):  # all accepted: the rest still waits
             self._waiting, self._distributions = self._waiting[accepted:], self._distributions[accepted:]
         else:
             self._waiting, self._distributions = [], []

@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the last n tokens when they occurred before (Saxena 2023)."""
+"""Prompt lookup: draft what followed the last n tokens when they occurred before (Saxena 2023)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from draftsmith.modules.types import SamplingParams, at_least, at_most
 
 
 class PromptLookupDrafter:
-    """Drafts the `k` tokens that followed the most recent earlier occurrence of the last n tokens, n from `ngram` down
-    to 1. Nothing is drawn, so any draft is verified as a path of chosen nodes."""
+    """Drafts the `k` tokens behind the most recent earlier occurrence of the last n tokens, n from `ngram` down to 1.
+
+    Nothing is drawn, so a draft is verified as a path of chosen nodes.
+    """
 
     def __init__(self, k: int, ngram: int):
         self.k, self.ngram = k, ngram
         self._tokens: list[int] = []
-        # (n tokens) -> where what follows their last occurrence begins; the sequence's own end is not in it yet.
+        # (n tokens) -> the place behind their last occurrence; the end of the sequence is not in it yet.
         self._places: dict[tuple[int, ...], int] = {}
 
     def start(self, prompt: Sequence[int], features: Tensor, first_token: int) -> None:

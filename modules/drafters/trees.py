@@ -1,4 +1,4 @@
-"""Methods that draft one tree a round, with any trained drafter that drafts trees (`DraftHead.tree_drafter`)."""
+"""Methods that draft one tree a round with any trained drafter that drafts trees (`DraftHead.tree_drafter`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from draftsmith.modules.drafters.growth import DynamicTree
 from draftsmith.modules.drafters.methods import Method, Models, known_methods
 from draftsmith.modules.types import InputError, at_least, at_most
 
-MOST_LEVELS = 8  # expansions of a tree of depth=auto
+MOST_LEVELS = 8  # expansions of a tree with depth=auto
 
 
 @dataclass(frozen=True)
@@ -65,25 +65,24 @@ class DynamicTrees(Method, ABC):
 
     @property
     def num_candidates(self) -> int:
-        """Nodes that a tree may be chosen from."""
+        """Number of nodes that a tree is chosen from."""
         if self.rerank:
             return num_candidates(self.topk, self.most_depth + 1)
         return self.topk * (self.most_depth + 1)
 
     @property
     def most_depth(self) -> int:
-        """`depth`, or what auto may take."""
+        """`depth`, or the most that auto takes."""
         return MOST_LEVELS if self.depth == "auto" else self.depth
 
     @property
     def most_nodes(self) -> int:
-        """`nodes`, or as many as auto may take."""
+        """`nodes`, or the most that auto takes."""
         return min(MAX_NODES, self.num_candidates) if self.nodes == "auto" else self.nodes
 
     @property
     def by_values(self) -> bool:
-        """Whether the nodes are the best of all candidates, so that a recording of these says what any number of nodes
-        does."""
+        """Whether the nodes are the best of all candidates, so that fewer nodes are a prefix of more."""
         return self.value and self.rerank
 
     def build(self, models: Models, rows: int = 1) -> Drafter:
@@ -97,7 +96,7 @@ class DynamicTrees(Method, ABC):
     def fixed(
         self, models: Models, nodes: int, depth: int, rows: int = 1, rules: Sequence[TreeRule] | None = None
     ) -> Drafter:
-        """What drafts trees of at most one size, whatever `nodes` and `depth` are."""
+        """Build the drafter of trees of at most this size, whatever `nodes` and `depth` are."""
         at_most("topk", self.topk, models.target.info.vocab_size)
         shape = DynamicTree(nodes, depth, self.topk, self.value, self.rerank)
         head = models.heads[self.uses[0]]
@@ -105,5 +104,5 @@ class DynamicTrees(Method, ABC):
 
 
 def tree_methods() -> dict[str, str]:
-    """Kind of a trained drafter -> the name of its method of dynamic trees."""
+    """Return the method of dynamic trees for each kind of trained drafter."""
     return {method.uses[0]: name for name, method in known_methods().items() if issubclass(method, DynamicTrees)}

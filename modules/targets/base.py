@@ -87,7 +87,7 @@ class Session(Protocol):
         """Clear a row, or append an empty one behind those in use."""
 
     def keep(self, lengths: Sequence[int], slots: Sequence[Sequence[int]] | None = None) -> None:
-        """Keep the first lengths[b] tokens of each row, then the cached tokens at slots[b] (ascending); drop the rest."""
+        """Keep the first lengths[b] tokens of each row and the cached tokens at slots[b] (ascending); drop the rest."""
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows only, in this order; no row may move backwards."""
