@@ -369,5 +369,5 @@ def print_comparison(
         texts, counts = sum(not row.same_text for row in rows), sum(not row.same_counts for row in rows)
         others = "".join(f", {each.what}" for each in located if each.what in (TEMPLATE, DIRECTORY))
         text = f"differs: text of {texts} and drafts of {counts} of {len(rows)} prompts{others}"
-        numbers = f"{theirs.tokens_per_round:.3f} tokens a round, {ours.tokens_per_round:.3f} here"
-        print_text(Text(f"{text}, {numbers}", "bold red"))
+        lengths = f"{theirs.tokens_per_round:.3f} tokens a round, {ours.tokens_per_round:.3f} here"
+        print_text(Text(f"{text}, {lengths}", "bold red"))
