@@ -1,4 +1,4 @@
-"""`draftsmith demo`: the whole pipeline on the embedded models, each step as the command that would run it alone."""
+"""`draftsmith demo`: run the whole pipeline on the embedded models, one command after the other."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
+from rich.text import Text
 
-from draftsmith.launch.steps import PipelineStep, execute
+from draftsmith.launch.cli import dispatch
 
 
 @dataclass(frozen=True)
 class DemoConfig:
-    """Runs prompts, responses, labels, features, both trainings and the bench on the models that ship.
+    """Run prompts, responses, labels, features, three trainings and the bench on the models that ship.
 
     Attributes:
-        output: Directory of everything it makes; what is there already is not made again.
+        output: Directory of everything it makes; finished steps are not run again.
         full: Train longer and measure on more prompts.
-        num_threads: CPU threads of the stages that make data and train; the bench takes one.
-        seed: Of the trainings and of the order of samples.
-        wandb: Weights & Biases for the trainings; a demo logs nothing there by itself, key or not.
+        num_threads: CPU threads of data stages and trainings; the bench uses one.
+        seed: Seed of the trainings and of the order of samples.
+        wandb: Weights & Biases for the trainings; off by default, even if you are logged in.
     """
 
     output: Path = Path("runs/demo")
@@ -36,40 +37,77 @@ class DemoConfig:
 
     @property
     def directory(self) -> Path:
-        """Of everything of this size."""
+        """Directory of the runs of this size."""
         return self.output / ("full" if self.full else "quick")
 
 
-def run(config: DemoConfig) -> Path:
-    """Run what is missing, then print the table and where everything lies."""
-    from draftsmith.data.store.writer import writing_alone
+@dataclass(frozen=True)
+class PipelineStep:
+    """One command of a pipeline; it is finished when `done` exists, which the command writes last."""
 
-    with writing_alone(config.output):
-        return make(config)
+    title: str
+    argv: tuple[str, ...]
+    done: Path
+
+    @classmethod
+    def of(cls, title: str, command: str, done: Path, /, **settings: object) -> PipelineStep:
+        """Build the step of `draftsmith COMMAND --name value ...`.
+
+        Settings that are None are left out, True becomes a flag, and several values are joined by commas.
+        """
+        argv = command.split()
+        for name, value in settings.items():
+            if value is not None:
+                text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+                argv += [f"--{name.replace('_', '-')}", *([] if value is True else [text])]
+        return cls(title, tuple(argv), done)
 
 
-def make(config: DemoConfig) -> Path:
-    """Run the demo, alone in its output."""
+def execute(step: PipelineStep, partly: bool = False) -> None:
+    """Run a step through the command line's own parser, unless it is finished.
+
+    partly: continue if the command failed for some of its work and wrote the rest.
+    """
     from draftsmith.data.console import log_note
+
+    log_note(Text.assemble("\n", (step.title, "bold"), (" (done before)" if step.done.exists() else "", "dim")))
+    log_note(Text(f"  draftsmith {shlex.join(step.argv)}", "cyan"))
+    if step.done.exists():
+        return
+    started = time.monotonic()
+    code = dispatch(list(step.argv))
+    if code and not (partly and step.done.exists()):  # the command has printed why
+        raise SystemExit(code)
+    log_note(Text(f"  {time.monotonic() - started:.0f} s", "dim"))
+
+
+def run(config: DemoConfig) -> Path:
+    """Run the steps that are missing, then print the table and the paths of the results."""
+    from draftsmith.data.console import log_note
+    from draftsmith.data.store.writer import writing_alone
     from draftsmith.eval.report.command import missing_packages
 
-    started = time.monotonic()
-    for step in demo_steps(config)[:-3]:
-        execute(step)
-    chosen = choose_methods(read_results(config.directory / "dev"))
-    test, export, page = demo_steps(config, chosen.values())[-3:]
-    execute(test)
-    execute(export)
-    if missing_packages():
-        log_note("No report page: pip install 'draftsmith[report]', then run this again")
-    else:
-        execute(page)
-    report(config.directory, chosen, time.monotonic() - started)
-    return config.output
+    with writing_alone(config.output):
+        started = time.monotonic()
+        for step in demo_steps(config)[:-3]:
+            execute(step)
+        # The last three steps use the settings that the dev prompts chose.
+        chosen = choose_methods(read_results(config.directory / "dev"))
+        test, export, page = demo_steps(config, chosen.values())[-3:]
+        execute(test)
+        execute(export)
+        if missing_packages():
+            log_note("No report page: pip install 'draftsmith[report]', then run this again")
+        else:
+            execute(page)
+        print_summary(config.directory, chosen)
+        minutes = (time.monotonic() - started) / 60
+        log_note(f"{minutes:.1f} minutes in this run; a second run skips what is finished")
+        return config.output
 
 
 def demo_steps(config: DemoConfig, chosen: Iterable[str] = ("ar",)) -> list[PipelineStep]:
-    """What configs/demo.yaml lists. chosen: methods to measure, which the step before says."""
+    """Return the steps of configs/demo.yaml, with the methods to measure in the test."""
     plan = yaml.safe_load((files("draftsmith.configs") / "demo.yaml").read_text())
     assert set(plan["full"]) <= set(plan["quick"]), "configs/demo.yaml: sizes of `full` alone"
     settings = {**plan["quick"], **(plan["full"] if config.full else {}), **vars(config)}
@@ -82,13 +120,14 @@ def demo_steps(config: DemoConfig, chosen: Iterable[str] = ("ar",)) -> list[Pipe
 
 
 def read_results(directory: Path) -> dict[str, Any]:
+    """Read the results of a bench."""
     from draftsmith.data.store.reading import read_object
 
     return read_object(directory / "results.json", {"methods": [{"method": str, "tokens_per_s": float}]})
 
 
 def choose_methods(dev: Mapping[str, Any]) -> dict[str, str]:
-    """The fastest setting of each method on the dev prompts."""
+    """Return the fastest setting of each method on the dev prompts."""
     best: dict[str, Any] = {}
     for row in dev["methods"]:
         name = row["method"].split(":")[0]
@@ -97,48 +136,42 @@ def choose_methods(dev: Mapping[str, Any]) -> dict[str, str]:
     return {name: row["method"] for name, row in best.items()}
 
 
-def head_lines(sized: Path) -> list[str]:
-    """What training measured on held-out samples."""
-    numbers = {
-        name: json.loads((sized / f"{name}-head" / "training.json").read_text())["best"]
-        for name in ("acceptance", "eagle", "eagle3")
-    }
-    acceptance, eagle, eagle3 = numbers["acceptance"], numbers["eagle"], numbers["eagle3"]
-    return [
-        f"acceptance head: AUC {acceptance['auc']:.3f} (of the draft's own q(y): {acceptance['auc_q']:.3f}), "
-        f"calibrated ECE {acceptance['ece_platt']:.3f}",
-        f"EAGLE head: top-1 {eagle['top1']:.3f}, top-3 {eagle['top3']:.3f} of the target's choices",
-        f"EAGLE-3 head: top-1 {eagle3['top1']:.3f}; a first token is accepted with {eagle3['accepted']:.3f} at T=1",
-    ]
-
-
-def report(sized: Path, chosen: Mapping[str, str], seconds: float) -> None:
-    """One table, the heads' own numbers, and where everything lies."""
-    from draftsmith.data.console import log_note, print_text
+def print_summary(directory: Path, chosen: Mapping[str, str]) -> None:
+    """Print one table, the heads' own numbers, and the paths of the results; write the former to REPORT.md."""
+    from draftsmith.data.console import print_text
     from draftsmith.data.store.files import write_text
     from draftsmith.eval.bench.tables import results_tables, show_results
     from draftsmith.eval.report.tables import markdown
 
-    results = read_results(sized / "test")
+    results = read_results(directory / "test")
     table = results_tables(results)[0]
     show_results(table)
     speed = {row["method"]: row["tokens_per_s"] for row in results["methods"]}
     assisted = speed["hf-assisted:k=5"]
     lines = [f"{method}: {speed[method] / assisted:.2f}x over hf-assisted:k=5" for method in chosen.values()]
-    lines += head_lines(sized)
+
+    acceptance, eagle, eagle3 = (
+        json.loads((directory / f"{name}-head" / "training.json").read_text())["best"]
+        for name in ("acceptance", "eagle", "eagle3")
+    )
+    lines += [
+        f"acceptance head: AUC {acceptance['auc']:.3f} (of the draft's own q(y): {acceptance['auc_q']:.3f}), "
+        f"calibrated ECE {acceptance['ece_platt']:.3f}",
+        f"EAGLE head: top-1 {eagle['top1']:.3f}, top-3 {eagle['top3']:.3f} of the target's choices",
+        f"EAGLE-3 head: top-1 {eagle3['top1']:.3f}; a first token is accepted with {eagle3['accepted']:.3f} at T=1",
+    ]
     for line in lines:
         print_text(line)
+    write_text(directory / "REPORT.md", "\n".join([markdown(table), "", *(f"- {line}" for line in lines), ""]))
     places = {
-        "table": sized / "REPORT.md",
-        "report": sized / "report.html",
-        "results": sized / "test" / "results.json",
-        "EAGLE head": sized / "eagle-head" / "best",
-        "EAGLE-3 head": sized / "eagle3-head" / "best",
-        "acceptance head": sized / "acceptance-head" / "best",
-        "EAGLE head for vLLM": sized / "vllm",
+        "table": directory / "REPORT.md",
+        "report": directory / "report.html",
+        "results": directory / "test" / "results.json",
+        "EAGLE head": directory / "eagle-head" / "best",
+        "EAGLE-3 head": directory / "eagle3-head" / "best",
+        "acceptance head": directory / "acceptance-head" / "best",
+        "EAGLE head for vLLM": directory / "vllm",
     }
-    write_text(sized / "REPORT.md", "\n".join([markdown(table), "", *(f"- {line}" for line in lines), ""]))
     for name, path in places.items():
         if path.exists():  # the page needs packages that may be missing
             print_text(f"{name}: {path}")
-    log_note(f"{seconds / 60:.1f} minutes in this run; run it again and it goes on from what is there")

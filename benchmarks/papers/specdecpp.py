@@ -25,11 +25,14 @@ from draftsmith.benchmarks.papers.replay import RAW, TRUE_PROBS, Policy, PolicyR
 from draftsmith.benchmarks.papers.rollouts import Floats, Recording
 from draftsmith.data.console import Column, Table, format_interval, json_values, log_note
 from draftsmith.data.store.datasets import collate_acceptance, open_dataset
+from draftsmith.data.store.files import make_directory, write_json
+from draftsmith.data.store.manifest import decisive, differences
+from draftsmith.data.store.reading import read_object
 from draftsmith.data.store.writer import writing_alone
 from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.eval.report.tables import drawn_data
 from draftsmith.launch.cli import main_of
-from draftsmith.launch.steps import PipelineStep, execute, remember_settings
+from draftsmith.launch.demo import PipelineStep, execute
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.decoding.trace import Totals, pool
 from draftsmith.modules.metrics import binary_kl, soft_label_auc
@@ -434,6 +437,24 @@ class Study:
                 row[f"{kind}_auc"] = float(soft_label_auc(raw, label))
             rows.append(row)
         return sorted(rows, key=lambda row: (row["w_rej"], row["depth"]))
+
+
+def remember_settings(config: Any) -> None:
+    """Record the settings in the output directory, so that steps of other settings are never mixed.
+
+    Raises:
+        InputError: the directory was started with other settings.
+    """
+    path = config.output / "settings.json"
+    if path.exists():
+        differing = differences(decisive(config), read_object(path, {}, "Restore it, or choose another output."))
+        if differing:
+            found = f"{config.output}, started with " + "; ".join(f"{key} {was}" for key, _, was in differing)
+            expected = "; ".join(f"{key} {now}" for key, now, _ in differing)
+            raise InputError("output", found, expected, "Choose another output, or restore the settings.")
+        return
+    make_directory(config.output)
+    write_json(path, decisive(config))
 
 
 def is_published(head: AcceptanceHead) -> bool:

@@ -19,8 +19,8 @@ from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
 from draftsmith.eval.diagnose import DiagnoseConfig, run
-from draftsmith.train.config import drafter_config
 from draftsmith.train.command import run as train
+from draftsmith.train.config import drafter_config
 
 NUM_PROMPTS, LAYERS = 24, (2, 4, 6)
 pytestmark = pytest.mark.slow  # a head that knows its answers takes some seconds
