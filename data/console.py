@@ -80,7 +80,8 @@ def json_values(value: Any) -> Any:
         return {key: json_values(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [json_values(item) for item in value]
-    if not isinstance(value, float) and hasattr(value, "item"):  # a NumPy scalar
+    # NumPy scalars become Python numbers.
+    if not isinstance(value, float) and hasattr(value, "item"):
         value = value.item()
     if isinstance(value, float):
         return float(f"{value:.{SIGNIFICANT_DIGITS}g}") if math.isfinite(value) else None
@@ -142,6 +143,7 @@ def console_output(quiet: bool = False, as_json: bool = False) -> Iterator[Calla
 
     try:
         if as_json:
+            # A library that prints must not spoil the document, which is all there is on stdout.
             with redirect_stdout(sys.stderr):
                 yield to_json
         else:
@@ -201,7 +203,8 @@ def draw_table(console: Console, table: Table, bold: str = "") -> None:
     """Print a table in the widest form that fits: side by side, stacked cells, or one block per row."""
     if table.title:
         console.print(Text(f"\n{table.title}", "bold"), soft_wrap=True)
-    stacks: list[list[Column]] = []  # columns printed beside each other, each with those below it
+    # Columns marked `below` share the cell of the column in front of them.
+    stacks: list[list[Column]] = []
     for column in table.columns:
         if column.below:
             stacks[-1].append(column)
@@ -213,6 +216,7 @@ def draw_table(console: Console, table: Table, bold: str = "") -> None:
         rows.append([[cell for cell in stack if cell.plain] for stack in cells])
     styles = ["bold" if bold and row.get(bold) else "" for row in table.rows]
     beside, below = ([[Text(joint).join(cells) for cells in row] for row in rows] for joint in (" ", "\n"))
+    # From wide to narrow: cells side by side, cells stacked, one block per row.
     grid = _grid(console, stacks, beside, styles) or _grid(console, stacks, below, styles)
     _print_full_width(console, grid or Group(*_blocks(console.width, stacks, beside, styles)))
     if table.note:
@@ -234,10 +238,12 @@ def _grid(console: Console, stacks: list[list[Column]], rows: list[list[Text]], 
         minimums.append(max(head.minimum, wrapped, *(cell.minimum for cell in cells), 0))
     for cells_, style in zip(rows, styles, strict=True):
         grid.add_row(*cells_, style=style)
+    # The measured grid includes borders and padding, which no column can give up.
     room = console.width - _measure(console, grid).maximum + sum(widths)
     if sum(minimums) > room:
         return None
-    while sum(widths) > room:  # shrink the column that has most to give
+    # Shrink the column that has most to give.
+    while sum(widths) > room:
         slack = [width - minimum for width, minimum in zip(widths, minimums, strict=True)]
         widths[slack.index(max(slack))] -= 1
     for column_, width in zip(grid.columns, widths, strict=True):
@@ -283,6 +289,7 @@ def _print_full_width(console: Console, content: RenderableType) -> None:
     if console.is_terminal:
         console.print(content, width=width)
         return
+    # rich pads each line to the full width, which would leave blanks at the ends of a file's lines.
     with console.capture() as captured:
         console.print(content, width=width)
     print("\n".join(line.rstrip() for line in captured.get().splitlines()), file=console.file)
@@ -314,6 +321,7 @@ def progress_bar(
     done: units finished before. moving: also redraw between advances, which takes time from what is measured.
     """
     console, visible = Console(stderr=True), enabled and not _output.quiet
+    # In a log a moving bar would be thousands of lines.
     if visible and not console.is_terminal:
         yield LogProgress(description, total, unit, done).advance
         return

@@ -120,7 +120,8 @@ class ServerEngine:
     def __init__(self, server: ServerConfig, settings: AnswerSettings, template: str):
         need_extra()
         self.server, self.settings, self.params = server, settings, settings.params
-        self.model = server.model or settings.target  # name at the server
+        # The server may know the model by another name than the path that we load its tokenizer from.
+        self.model = server.model or settings.target
         self.tokenizer = load_tokenizer(settings.target)
         config = read_config(settings.target)
         self.eos_ids = end_tokens(model_directory(settings.target), config)
@@ -176,6 +177,7 @@ class ServerEngine:
 
         endpoint, body = request
         url, attempts = f"{self.server.url.rstrip('/')}/{endpoint}", self.server.retries + 1
+        # Random waits keep many clients from coming back at the same moment.
         back_off = exponential(multiplier=0.5, max=MAX_WAIT_S)
 
         async def post() -> Any:
@@ -280,7 +282,8 @@ class ServerEngine:
         models = get(f"{root}/models")
         listed = next(misfits(models, {"data": [{"owned_by": str}]}), None) is None and models["data"]
         owner = one_word(models["data"][0]["owned_by"]) if listed else "unknown"
-        for page in ("version", "server_info"):  # of vLLM, of SGLang
+        # vLLM reports its version on the first page, SGLang on the second.
+        for page in ("version", "server_info"):
             info = get(f"{root.removesuffix('/v1')}/{page}")
             if next(misfits(info, {"version": str}), None) is None:
                 return f"{owner} {one_word(info['version'])}"
@@ -306,7 +309,8 @@ async def read_whole(
                     raise BadReply(f"more than {MAX_REPLY_BYTES:,} bytes")
     except TimeoutError as error:
         raise Unavailable(f"no whole answer in {timeout_s:g} s") from error
-    except (httpx.InvalidURL, UnicodeError) as error:  # accepted by `urlsplit`, but no name that can be looked up
+    except (httpx.InvalidURL, UnicodeError) as error:
+        # `urlsplit` accepts such a host, but it is no name that can be looked up.
         raise InputError("server.url", f"{url} ({error})", "http://HOST:PORT/v1, or https", "Correct it.") from error
     return response, bytes(content)
 
@@ -315,8 +319,10 @@ def fetch(method: str, url: str, timeout_s: float, key: str = "", **options: Any
     """Read one reply, as `read_whole`, with a client of its own."""
     import httpx
 
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+
     async def once() -> tuple[httpx.Response, bytes]:
-        async with httpx.AsyncClient(headers=_headers(key), timeout=timeout_s) as client:
+        async with httpx.AsyncClient(headers=headers, timeout=timeout_s) as client:
             return await read_whole(client, method, url, timeout_s, **options)
 
     return asyncio.run(once())
@@ -331,7 +337,12 @@ def parse_reply(response: httpx.Response, content: bytes, url: str) -> Any:
     status, text = response.status_code, content.decode("utf-8", "replace")[:SHOWN_CHARS]
     found = f"{url}: status {status}, {text}"
     if status in RETRIED_STATUS or status >= 500:
-        raise Unavailable(f"status {status}: {text}", _retry_after_s(response.headers.get("retry-after")))
+        # Retry-After may also be a date, or nonsense: then the usual waits apply.
+        try:
+            seconds = float(response.headers.get("retry-after", 0))
+        except ValueError:
+            seconds = 0.0
+        raise Unavailable(f"status {status}: {text}", seconds if 0 < seconds < math.inf else 0.0)
     if status in PROMPT_STATUS:
         raise BadReply(f"status {status}, {text}")
     if 300 <= status < 400:
@@ -339,21 +350,13 @@ def parse_reply(response: httpx.Response, content: bytes, url: str) -> Any:
         raise InputError("server.url", found, "the server itself", "Pass its own address.")
     if status >= 400:
         raise InputError("server", found, "a reply", "Check --server.url, --server.model and --server.dialect.")
+    # A web page with status 200 is another service at this address.
     if "html" in response.headers.get("content-type", ""):
         raise InputError("server", found, "JSON", "Check --server.url; it ends with /v1 at most servers.")
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
         raise Unavailable(f"not JSON but {text!r}") from error
-
-
-def _retry_after_s(value: str | None) -> float:
-    """Parse the header Retry-After in seconds; 0 without it, or if it is a date."""
-    try:
-        seconds = float(value or 0)
-    except ValueError:
-        return 0.0
-    return seconds if 0 < seconds < math.inf else 0.0
 
 
 def checked_ids(ids: Any, limit: int, vocab_size: int) -> list[int]:
@@ -377,6 +380,7 @@ def _reply_text(choice: dict[str, Any]) -> str | None:
             raise BadReply(f"a part of the response in {part}; serve without a parser, or pass --server.dialect vllm")
     if text is not None and not isinstance(text, str):
         raise BadReply(f"text is {_short(text)}")
+    # Half of a surrogate pair cannot be stored in a Parquet file.
     try:
         (text or "").encode()
     except UnicodeEncodeError as error:
@@ -406,10 +410,6 @@ def need_extra() -> None:
 def one_word(text: str) -> str:
     """Return a server's own name or version if it is printable, else `unknown`."""
     return text[:SHOWN_CHARS] if text.isprintable() else "unknown"
-
-
-def _headers(key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def _describe(error: BaseException | None) -> str:
@@ -447,9 +447,12 @@ class ServerShards:
     ):
         self._engine, self._prompts, self._begin_conversation = engine, prompts, begin
         self._output, self._rows_per_shard = output, rows_per_shard
-        self._active: dict[int, _ShardState] = {}  # by shard number
-        self._failed: dict[str, int] = {}  # number of failed prompts by done-file of the shards finished in this run
-        self._stopped = False  # no further requests
+        # Shards with requests in flight, by number.
+        self._active: dict[int, _ShardState] = {}
+        # Failed prompts of the shards finished in this run, by the name of the shard's done-file.
+        self._failed: dict[str, int] = {}
+        # Set once the server is given up: no further requests are sent.
+        self._stopped = False
 
     def __enter__(self) -> ServerShards:
         import httpx
@@ -458,7 +461,7 @@ class ServerShards:
         self._runner = asyncio.Runner()
         self._slots = asyncio.Semaphore(server.concurrency)
         limits = httpx.Limits(max_connections=server.concurrency)
-        headers = _headers(self._engine.key)
+        headers = {"Authorization": f"Bearer {self._engine.key}"} if self._engine.key else {}
         self._client = httpx.AsyncClient(headers=headers, timeout=server.timeout_s, limits=limits)
         return self
 
@@ -477,10 +480,16 @@ class ServerShards:
 
     def make(self, shard: Shard, advance: Advance) -> ShardContent:
         """Generate the responses of one shard."""
-        # Requests of this rank's next unfinished shard fill slots that this one leaves free.
-        for other in (shard, *self._next(shard)):
-            if other.index not in self._active:
-                self._start(other, advance)
+        if shard.index not in self._active:
+            self._start(shard, advance)
+        # Requests of this rank's next unfinished shard fill the slots that this one leaves free.
+        size, total = self._rows_per_shard, len(self._prompts)
+        for index in range(shard.index + place().world, -(-total // size), place().world):
+            following = Shard(index, index * size, min((index + 1) * size, total))
+            if read_done(self._output, following) is None:
+                if index not in self._active:
+                    self._start(following, advance)
+                break
         state = self._active[shard.index]
 
         async def wait() -> None:
@@ -489,7 +498,8 @@ class ServerShards:
         self._runner.run(wait())
         failures, limit = state.failures, self._engine.server.max_failed
         if len(failures) > self._failures_left():
-            prompts: dict[str, list[str]] = {}  # by reason
+            # One server fault usually hits many prompts: name each reason once.
+            prompts: dict[str, list[str]] = {}
             for number, reason in sorted(failures.items()):
                 prompts.setdefault(reason, []).append(f"prompt {number} (id {state.rows[number]['id']})")
             reasons = _first([f"{_first(names, ', ')}: {reason}" for reason, names in prompts.items()], "; ")
@@ -502,15 +512,6 @@ class ServerShards:
         state.kept.unlink(missing_ok=True)
         content = shard_content([state.answers[number] for number in state.rows if number in state.answers])
         return replace(content, counts={**content.counts, "failed_dropped": len(failures)})
-
-    def _next(self, shard: Shard) -> list[Shard]:
-        """Return this rank's next unfinished shard, if there is one."""
-        index, total, size = shard.index, len(self._prompts), self._rows_per_shard
-        while (start := (index := index + place().world) * size) < total:
-            following = Shard(index, start, min(start + size, total))
-            if read_done(self._output, following) is None:
-                return [following]
-        return []
 
     def _start(self, shard: Shard, advance: Advance) -> None:
         """Start the conversations of a shard, except those that an earlier run finished."""
@@ -545,7 +546,8 @@ class ServerShards:
                     failed = sum(len(other.failures) for other in self._active.values())
                     self._stopped |= isinstance(error, GaveUp) and failed > self._failures_left()
                     break
-                except InputError:  # concerns all prompts
+                except InputError:
+                    # An InputError concerns all prompts: stop asking.
                     self._stopped = True
                     raise
             else:

@@ -35,6 +35,7 @@ class VllmEngine(AbstractContextManager["VllmEngine"]):
         if place().world > 1:
             remedy = 'Give it the GPUs in --vllm-args, {"tensor_parallel_size": 8}, or pass --engine openai.'
             raise InputError("engine", f"vllm in {place().world} ranks", "one process, which starts its own", remedy)
+        # vLLM reports its use to its makers unless told otherwise.
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         try:
             from vllm import LLM, SamplingParams
@@ -46,6 +47,7 @@ class VllmEngine(AbstractContextManager["VllmEngine"]):
         directory, config = model_directory(settings.target), read_config(settings.target)
         self.identity = saved_identity(settings.target)
         self.answered_by = {"vllm": importlib.metadata.version("vllm"), **arguments}
+        # Without its tokenizer and generation config vLLM samples exactly what the request says.
         defaults = {"tokenizer": None, "skip_tokenizer_init": True, "generation_config": "vllm"}
         options = {**defaults, "disable_log_stats": True, **arguments}
         try:

@@ -149,6 +149,7 @@ def model_card(
     # An acceptance head reads the hidden states of a draft model, or of the target of a drafting head.
     drafter = next((name for name in learned() if name in identity), None)
     paths = {flag: config.get(flag) or imported.get(flag) for flag in ("target", "draft")}
+    # Only a benchmark may know the target of an acceptance head.
     target = paths["target"] or (measured or {}).get("settings", {}).get("target")
     reads = paths["target" if drafts else "draft"]
     options = f"--target {shlex.quote(target or 'TARGET')} --draft "
@@ -173,8 +174,8 @@ def model_card(
     checked = "Identities are hashes of content; `draftsmith` refuses other models."
     unchecked = "No identity is recorded: `draftsmith` takes any model of its width and vocabulary."
 
-    settings = json.loads(json.dumps({name: value for name, value in config.items() if value not in (None, "")}))
-    training = _shell(yaml.safe_dump(settings, sort_keys=False).strip(), language="yaml")
+    options_used = json.loads(json.dumps({name: value for name, value in config.items() if value not in (None, "")}))
+    training = _shell(yaml.safe_dump(options_used, sort_keys=False).strip(), language="yaml")
     training = f"{manifest.get('step') or 0:,} steps of `draftsmith train {kind}`:\n\n{training}"
     calibration = "None: it proposes tokens, and the target's verdict does not depend on how sure it was of them."
     tau = f"draftsmith eval bench {options} --methods {about.method} --prompts FILE --output runs/bench --card"
@@ -188,7 +189,14 @@ def model_card(
         calibration=calibration if drafts else _calibration_section(head, metrics, manifest.get("sampling"), unknown),
     )
     usage = f"draftsmith decode PROMPT {options} --method {about.method}"
-    exports = _export_commands(kind, head, f" --target {shlex.quote(target or 'TARGET')}" if drafts else "")
+    formats = formats_of(kind) if head else []
+    settings = config_from_json(class_of(kind).Config, head) if formats else None
+    export_target = f" --target {shlex.quote(target or 'TARGET')}" if drafts else ""
+    exports = [
+        f"draftsmith export --head DIR --format {format.name} --output DIR-{format.name}{export_target}"
+        for format in formats
+        if format.holds(settings)
+    ]
     states = _code(reads) or f"the {'target' if drafts else 'draft'}"
     others = "the data" if drafts else "the target, whose verdicts it predicts, and the data"
     return _page(
@@ -285,7 +293,8 @@ def _data_section(manifest: Mapping[str, Any]) -> str:
     ]
     for name, part in (manifest.get("samples") or {}).items():
         line = f"- {name}: {part['samples']:,} samples, {part['tokens']:,} tokens"
-        if manifest.get("labels") == "rollout":  # a sample is a block of drafted tokens: its number says nothing
+        # A sample of rollouts is a block of drafted tokens: the number of samples says nothing.
+        if manifest.get("labels") == "rollout":
             line = f"- {name}: {part['tokens']:,} tokens of labelled drafts"
         if "answers" in part:
             median = f"median {part['tokens_p50']:,.0f} tokens"
@@ -355,13 +364,6 @@ def _calibration_section(head: Mapping[str, Any], metrics: Mapping[str, float], 
     return "\n\n".join([*lines, f"Calibration error on held-out tokens: {', '.join(errors) or unknown}."])
 
 
-def _export_commands(kind: str, head: Mapping[str, Any], target: str) -> list[str]:
-    formats = formats_of(kind) if head else []
-    config = config_from_json(class_of(kind).Config, head) if formats else None
-    command = "draftsmith export --head DIR --format {0} --output DIR-{0}{1}"
-    return [command.format(format.name, target) for format in formats if format.holds(config)]
-
-
 def _export_section(export: Mapping[str, Any], language: str = "sh") -> str:
     checks = "\n".join(f"- {check}" for check in export.get("checks", ())) or "- none"
     return f"{_shell(export['command'], language=language)}\n\nChecked when it was written, and passed:\n\n{checks}"
@@ -415,6 +417,7 @@ def measured_of(directory: str | Path) -> dict[str, Any] | None:
         return None
     remedy = "Delete it, or measure again: eval bench --card."
     sha256 = read_object(directory / MEASURED, {"head_sha256": str}, remedy)["head_sha256"]
+    # Weights that were trained further have not been measured.
     if sha256 != file_sha256(directory / WEIGHTS):
         return None
     return read_object(directory / MEASURED, MEASURED_SHAPE, remedy)

@@ -100,6 +100,7 @@ def save_head(directory: str | Path, head: Any, manifest: Mapping[str, Any], car
         write_json(partial / "config.json", config, indent=2)
         write_tensors(partial / "model.safetensors", state)
         write_text(partial / "README.md", card)
+        # The manifest is written last: a directory without it is unfinished.
         sha256 = {file.name: file_sha256(file) for file in sorted(partial.iterdir())}
         write_json(partial / "manifest.json", {"kind": "head", **manifest, "sha256": sha256}, indent=2)
     return directory
@@ -109,12 +110,14 @@ def head_config(directory: str | Path, kind: str | None = None) -> dict[str, Any
     """Read and check `config.json` of a head. kind: the expected one."""
     directory = Path(directory)
     if not _is_head(directory):
-        kind_at(directory)  # the head may be in best/
+        # Raises a better error if the head is in best/.
+        kind_at(directory)
         expected = "a head directory (config.json, manifest.json)"
         raise InputError("head", directory, expected, "Train one, or check the path.")
     manifest = read_object(directory / "manifest.json", {"sha256?": {"*": str}}, REMEDY)
     for name, sha256 in manifest.get("sha256", {}).items():
         file = directory / name
+        # The card may be edited, and is written anew by `eval bench --card`.
         if name != "README.md" and (not file.exists() or file_sha256(file) != sha256):
             raise InputError(str(file), "missing or changed content", f"sha256 {sha256[:12]}", REMEDY)
     shape = {"kind": object, "head": dict, "target?": (dict, None), "sampling?": (dict, None), "schema_version?": int}
@@ -161,7 +164,8 @@ def _settings(directory: str | Path, config: dict[str, Any]) -> Any:
         return config_from_json(class_of(config["kind"]).Config, config["head"])
     except InputError as error:
         raise error.within(str(Path(directory) / "config.json"), REMEDY) from error
-    except (TypeError, KeyError) as error:  # a name that is missing, unknown, or of another type
+    except (TypeError, KeyError) as error:
+        # A name is missing or unknown, or a value has another type.
         found = f"settings that are none of {named_kind(config['kind'])} head ({error})"
         raise InputError("config.json", found, "what training wrote", REMEDY) from error
 
@@ -172,7 +176,8 @@ def build_head(kind: str, config: Any, state: Mapping[str, Tensor]) -> Any:
     Raises:
         InputError: a tensor is missing, unknown, or of another shape or kind of number.
     """
-    with torch.device("meta"):  # nothing is allocated before the tensors fit: settings may ask for any size
+    # On the meta device nothing is allocated before the tensors fit: settings may ask for any size.
+    with torch.device("meta"):
         wrong = misfits(stored_tensors(class_of(kind)(config)), state)
     if wrong:
         found = ", ".join(f"{name} {text}" for name, text in list(wrong.items())[:8])
@@ -206,18 +211,11 @@ def load_head(
     head = build_head(config["kind"], settings, state).eval().requires_grad_(False)
     if target is None:
         return head
+    # An acceptance head stays in float32, in which its calibration was fitted.
     if not isinstance(head, DraftHead):
         return head.to(target.device)
     check_capture(head.capture, target.info.num_layers)
     return head.to(target.device, target.dtype)
-
-
-def drafter_kind(directory: str | Path) -> str:
-    """Return the kind of a trained drafter. Raises as `load_draft_head`."""
-    kind = head_config(directory)["kind"]
-    if kind not in drafters.learned():
-        raise InputError("head", f"{directory}, {named_kind(kind)} head", "a drafter", "Pass it with its own flag.")
-    return kind
 
 
 def load_draft_head(directory: str | Path, target: CausalLM) -> DraftHead:
@@ -226,7 +224,9 @@ def load_draft_head(directory: str | Path, target: CausalLM) -> DraftHead:
     Raises:
         InputError: no head, one that does not draft, or one for another target.
     """
-    drafter_kind(directory)
+    kind = head_config(directory)["kind"]
+    if kind not in drafters.learned():
+        raise InputError("head", f"{directory}, {named_kind(kind)} head", "a drafter", "Pass it with its own flag.")
     head = load_head(directory, target)
     assert isinstance(head, DraftHead)
     return head
@@ -240,7 +240,8 @@ def check_sizes(field: str, name: str | Path, settings: Any, width: int, vocab_s
     if settings.hidden_size != width:
         found = f"{name} of width {settings.hidden_size}"
         raise InputError(field, found, f"width {width}", "Pass the model it was trained for.")
-    head_vocab = getattr(settings, "vocab_size", None)  # an acceptance head has none
+    # An acceptance head has no vocabulary.
+    head_vocab = getattr(settings, "vocab_size", None)
     if None not in (head_vocab, vocab_size) and head_vocab != vocab_size:
         raise InputError(field, f"{name} of vocabulary {head_vocab}", f"{vocab_size}", "Pass its own target.")
 

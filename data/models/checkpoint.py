@@ -55,9 +55,10 @@ def read_settings(directory: Path) -> dict[str, Any]:
         for name in (*SIZES, *POSITIONS):
             value = section.get(name)
             most = LARGEST.get(name, MOST_POSITIONS if name in POSITIONS else MOST_SIZE)
-            # transformers saves 0 for an unused window
+            # transformers saves 0 for an unused window.
             least = 0 if name in ("max_window_layers", "sliding_window") else 1
-            for count in value if isinstance(value, list) else [value]:  # a list has one per layer
+            # A list has one value per layer.
+            for count in value if isinstance(value, list) else [value]:
                 if count is not None and not least <= count <= most:
                     raise InputError(f"{name} of {file}", value, f"an integer of {least} to {most:,}", REMEDY)
         for values in (section, *(section.get(name) or {} for name in OBJECTS)):

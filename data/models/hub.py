@@ -59,7 +59,8 @@ def model_directory(path: str, more: tuple[str, ...] = ()) -> Path:
             hub = repository(resolved)
             if hub is None:
                 raise InputError("model", f"no directory {path}", KINDS, CHECK_PATH)
-    except OSError as error:  # a name that is too long, a directory that may not be entered
+    except OSError as error:
+        # The name is too long, or a directory may not be entered.
         raise InputError("model", f"{path[:200]} ({error.strerror})", KINDS, CHECK_PATH) from error
     if hub is not None:
         directory = download(*hub, more)
@@ -94,6 +95,7 @@ def download(name: str, revision: str | None, more: tuple[str, ...]) -> Path:
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
         found = f"no directory {label} here, nor in the hub's cache, and the hub cannot be asked"
         raise InputError("model", found, KINDS, "Check the path, the network, and HF_HUB_OFFLINE.") from error
-    except Exception as error:  # the client, its connection and its disk have families of errors
+    except Exception as error:
+        # The client, its connection and its disk each have a family of errors.
         found = f"{label} ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
         raise InputError("model", found, "a repository that can be fetched", CHECK_PATH) from error

@@ -140,6 +140,7 @@ def tensor_digests(files: Iterable[Path]) -> dict[str, TensorDigest]:
         if known is None:
             before = _stamp(file)
             known = digest_file(file)
+            # A file that changed while it was read, or may have, is hashed again the next time.
             if time.time_ns() - before["mtime_ns"] > SETTLED_NS and _stamp(file) == before:
                 _write_cache(file, before, known)
         digests |= known
@@ -178,7 +179,8 @@ def _write_cache(file: Path, stamp: dict[str, int], digests: dict[str, TensorDig
         return
     tensors = {name: [list(digest.shape), digest.kind, digest.sha256] for name, digest in digests.items()}
     content = {"file": str(file.resolve()), "stamp": stamp, "tensors": tensors, "sha256": _content_hash(tensors)}
-    with contextlib.suppress(CannotWrite):  # a read-only or full disk: hashed again the next time
+    # On a read-only or full disk the file is hashed again the next time.
+    with contextlib.suppress(CannotWrite):
         make_directory(entry.parent)
         write_json(entry, content)
 

@@ -110,6 +110,7 @@ def load_lm(
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     if dtype not in DTYPES:
         raise InputError("dtype", dtype, f"auto, {', '.join(DTYPES)}", "Choose one of these.")
+    # Before anything is built: a wrong size could ask for petabytes.
     check_proportions(config, checkpoint_files(directory))
     if precision != "dtype":
         engine = "lean" if engine == "auto" and parallel == "none" else engine
@@ -125,6 +126,7 @@ def load_lm(
         try:
             return _load_lean(directory, config, DTYPES[dtype], device, packed, precision)
         except InputError as error:
+            # `auto` falls back to transformers only for what the lean engine does not support, not for damage.
             if engine == "lean" or "--engine hf" not in str(error):
                 raise
     return _load_hf(directory, config, DTYPES[dtype], device, trust_remote_code)
@@ -172,7 +174,8 @@ def _load_hf(
         model = model.to(device)
     else:
         check_placed(model, parallel)
-    text = model.config.get_text_config()  # knows each architecture's own names (GPT-2's n_embd)
+    # transformers maps each architecture's own names (GPT-2's n_embd) to common ones.
+    text = model.config.get_text_config()
     for field in LOGIT_CHANGES:
         if getattr(text, field, None) not in (None, 0, 1, 1.0):
             remedy = "This model family is not supported yet."
@@ -180,7 +183,8 @@ def _load_hf(
     weight = model.get_output_embeddings().weight
     outputs = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is weight]
     identity = _identity(directory, config, outputs)
-    if "lm_head" not in identity:  # its name is not in the files
+    # The files store the output embedding under another name than the module.
+    if "lm_head" not in identity:
         identity["lm_head"] = tensor_hash(weight)
     info = ModelInfo(
         hidden_size=text.hidden_size,
@@ -202,7 +206,8 @@ def _max_position(config: Any) -> int:
     LongRoPE changes the frequencies of ALL positions once a text is longer than `original_max_position_embeddings`, so
     that cached keys would be wrong.
     """
-    names = ("max_position_embeddings", "max_seq_len")  # the second is MPT's
+    # The second name is MPT's.
+    names = ("max_position_embeddings", "max_seq_len")
     longest = next((size for name in names if isinstance(size := getattr(config, name, None), int) and size > 0), 2048)
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":
@@ -217,17 +222,20 @@ def load_transformers(directory: Path, dtype: torch.dtype | str, trust_remote_co
     """
     from transformers import AutoModelForCausalLM
 
-    checkpoint_files(directory)  # never pickles
+    # Raises for a directory with pickles only, which transformers would load.
+    checkpoint_files(directory)
     try:
         model, loading = AutoModelForCausalLM.from_pretrained(
             directory, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **spread
         )
     except torch.OutOfMemoryError:
-        raise  # nothing is wrong with the checkpoint
+        # Memory says nothing about the checkpoint.
+        raise
     except ImportError as error:
         found = f"{directory}, which needs a package ({_first_line(error)})"
         raise InputError("model", found, "packages that are installed", "Install it.") from error
-    except Exception as error:  # each architecture fails in its own way, and so does code that a model brings
+    except Exception as error:
+        # Each architecture, and code that a model brings, fails in its own way.
         if "trust_remote_code" in str(error):
             raise InputError("model", f"{directory}, which runs its own code", "leave to run it", TRUST) from error
         found = f"{directory} ({type(error).__name__}: {_first_line(error)})"
@@ -257,12 +265,14 @@ def _cached_self_test(model: Any, lm: CausalLM, parallel: str) -> Refusals:
     if folder is None:
         return self_test(model, lm)
     entry = folder / f"{hashlib.sha256(content.encode()).hexdigest()[:32]}.json"
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # absent or damaged
+    # An absent or damaged entry is tested and written again.
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         cached = json.loads(entry.read_text("utf-8"))
         if isinstance(cached["trees"], str) and isinstance(cached["rows"], str):
             return Refusals(cached["trees"], cached["rows"])
     refusals = self_test(model, lm)
-    with contextlib.suppress(CannotWrite):  # a read-only or full disk
+    # On a read-only or full disk the model is tested each time.
+    with contextlib.suppress(CannotWrite):
         make_directory(entry.parent)
         write_json(entry, asdict(refusals))
     return refusals
@@ -328,13 +338,15 @@ def load_tokenizer(path: str) -> Any:
     directory = model_directory(path)
     if not _has_tokenizer(directory):
         raise InputError("tokenizer", f"{path} without tokenizer files", "tokenizer.json", "Save the tokenizer there.")
-    read_settings(directory)  # the library reads the tokenizer's class there
+    # transformers reads the tokenizer's class from config.json, so it is checked first.
+    read_settings(directory)
     for file in (directory / name for name in TOKENIZERS[:2]):
         if file.exists():
             read_model_json(file)
     try:
         return AutoTokenizer.from_pretrained(str(directory), trust_remote_code=_trusted)
-    except Exception as error:  # the library in Rust raises plain exceptions
+    except Exception as error:
+        # The tokenizers library, written in Rust, raises plain Exceptions.
         if "trust_remote_code" in str(error):
             raise InputError("tokenizer", f"{path}, which runs its own code", "leave to run it", TRUST) from error
         found = f"{path} with a damaged one ({type(error).__name__}: {_first_line(error)})"
@@ -346,7 +358,8 @@ def tokenizer_identity(path: str) -> dict[str, str]:
     ids) and `chat_template`."""
     directory = model_directory(path)
     if not _has_tokenizer(directory):
-        load_tokenizer(path)  # raises
+        # Raises the error that names the missing files.
+        load_tokenizer(path)
     files = sorted(file for file in directory.iterdir() if file.is_file() and file.suffix != ".safetensors")
     stats = [(file.name, file.stat()) for file in files]
     stamps = tuple((name, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size) for name, stat in stats)

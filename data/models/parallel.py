@@ -40,6 +40,7 @@ def placement(parallel: str, config: dict[str, Any]) -> dict[str, Any]:
         found = f"tensor with {ranks.world} processes, {ranks.local_world} of them on this machine"
         expected = "several processes on one machine, one for each GPU"
         raise InputError("target_parallel", found, expected, "Launch with torchrun --nproc-per-node N.")
+    # transformers splits attention by key/value heads.
     text = config.get("text_config") or config
     heads = text.get("num_key_value_heads") or text.get("num_attention_heads") or ranks.world
     if heads % ranks.world:
