@@ -251,7 +251,7 @@ class RecordedOnline(OnlinePredictor):
         head: KnownPredictor | None = None,
     ):
         super().__init__(confidence, repeats, head)
-        self._features: list[list[list[float]]] = online_features(rollouts, confidence, repeats).tolist()
+        self._recorded_features: list[list[list[float]]] = online_features(rollouts, confidence, repeats).tolist()
         self._recorded, self.row = head, 0
 
     def prob(self, view: DraftView) -> float:
@@ -259,8 +259,8 @@ class RecordedOnline(OnlinePredictor):
             self._recorded.row = self.row
         return super().prob(view)
 
-    def known(self, view: DraftView) -> tuple[float, ...]:
-        return tuple(self._features[self.row][view.num_drafted - 1])
+    def features(self, view: DraftView) -> tuple[float, ...]:
+        return tuple(self._recorded_features[self.row][view.num_drafted - 1])
 
 
 def online_features(rollouts: ChainRollouts, confidence: ConfidenceName, repeats: bool) -> Floats:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import subprocess
-import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -21,7 +19,6 @@ from draftsmith.benchmarks.embedded.language_model import Recipe, evaluate
 from draftsmith.benchmarks.embedded.prose import PROSE_TASKS, sentences
 from draftsmith.benchmarks.embedded.tasks import EDIT_TASKS, HEADLINE_TASKS
 from draftsmith.data.models.loading import load_lm, load_tokenizer
-from draftsmith.launch.cli import main_of
 
 ROOT = Path(embedded.__file__).parent
 ROOTS = {"edits": ROOT, "prose": ROOT / "prose"}
@@ -87,35 +84,6 @@ def test_prose_does_not_loop():
     tasks = CARDS["prose"]["tasks"]["draft"]
     assert set(TASKS["prose"]) <= set(tasks) and not CARDS["prose"]["looping"]
     assert tasks["all prose"]["distinct_4grams"] >= 0.8 and tasks["all prose"]["ended"] >= 0.85
-
-
-@functools.cache
-def helps(script: str) -> bool:
-    """Does it say what it takes, from the repository's root? Both domains' cards name the same one."""
-    words = [sys.executable, script, "--help"]
-    return subprocess.run(words, cwd=ROOT.parents[1], capture_output=True).returncode == 0
-
-
-@EVERY_DOMAIN
-def test_the_card_names_the_command_that_makes_it(domain):
-    command = " ".join((ROOTS[domain] / "MODEL_CARD.md").read_text().split()).split("Made by `")[1].split("`")[0]
-    python, script, *_ = command.split()
-    repository = ROOT.parents[1]
-    assert python == "python" and repository / script == Path(build.__file__)
-    card_template = repository / "benchmarks/embedded/templates" / DOMAINS[domain].card
-    assert f"`{command}`" in card_template.read_text()
-    assert helps(script)
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [("--output {chats}", "prompts.jsonl"), ("--output {out} --num-threads many", "--num-threads")],
-)
-def test_a_build_that_cannot_start_is_one_line(words, said, tmp_path, capsys):
-    (tmp_path / "prompts.jsonl").write_text("{}")
-    argv = words.format(chats=tmp_path / "prompts.jsonl", out=tmp_path / "out").split()
-    assert main_of(build.BuildConfig, build.run, argv) == 2
-    assert said in capsys.readouterr().err
 
 
 @pytest.mark.slow

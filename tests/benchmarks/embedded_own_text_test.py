@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import json
 from pathlib import Path
 
 import pytest
 
-from draftsmith.benchmarks.embedded import build, card, domains, models
-from draftsmith.benchmarks.embedded.language_model import evaluate
+from draftsmith.benchmarks.embedded import build
 from draftsmith.benchmarks.embedded.own_text import own_turns
-from draftsmith.data.models.loading import load_lm
 from draftsmith.launch.cli import main_of
 
 
@@ -61,28 +57,3 @@ def test_what_is_no_conversation_is_refused_in_one_line(tmp_path, text, told, ca
     path.write_text(text)
     assert main_of(build.BuildConfig, build.run, ["--text", str(path), "--output", str(tmp_path / "out")]) == 2
     assert told in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_build_makes_a_pair(tmp_path, monkeypatch):
-    def short(recipe):
-        return dataclasses.replace(recipe, steps=2, tokens_per_step=256)
-
-    def small(files):
-        domain = domains.own_domain(files)
-        stages = {name: (layers, short(recipe)) for name, (layers, recipe) in domain.target_stages.items()}
-        drafts = {n: dataclasses.replace(plan, distil=short(plan.distil)) for n, plan in domain.drafts.items()}
-        return dataclasses.replace(domain, target_stages=stages, drafts=drafts)
-
-    monkeypatch.setattr(build, "own_domain", small)
-    monkeypatch.setattr(build, "DISTIL_PROMPTS", 4)
-    monkeypatch.setattr(build, "CARD_PROMPTS", 1)
-    monkeypatch.setattr(card, "MAX_NEW_TOKENS", 4)
-    for module in (build, models):
-        monkeypatch.setattr(module, "evaluate", functools.partial(evaluate, max_batches=1))
-    out = build.run(build.BuildConfig(tmp_path / "out", text=[written(tmp_path / "chat.jsonl", 120)], num_threads=1))
-    target, draft = (load_lm(str(out / name)) for name in ("target", "draft"))
-    assert (target.info.num_layers, draft.info.num_layers) == (8, 1)
-    assert target.info.identity["tokenizer"] == draft.info.identity["tokenizer"]
-    told = (out / "MODEL_CARD.md").read_text()
-    assert "| chat |" in told and "$" not in told and not (out / "NOTICE.md").exists()

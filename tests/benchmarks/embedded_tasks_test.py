@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import random
-
-import pytest
 
 from draftsmith.benchmarks.embedded.corpus import (
     Function,
@@ -13,7 +10,6 @@ from draftsmith.benchmarks.embedded.corpus import (
     content_key,
     parse_function,
     read_corpus,
-    split_of,
 )
 from draftsmith.benchmarks.embedded.tasks import FUNCTION_TASKS, sort_imports
 
@@ -70,34 +66,16 @@ def test_wrap_in_try_indents_the_body():
     assert answer == "\n".join(expected)
 
 
-def test_explain_and_complete_split_the_function():
-    prompt, answer = ask("explain")
-    assert answer == "Area of a rectangle." and answer not in prompt
-    prompt, body = ask("complete")
-    ast.parse(f"{prompt.split(chr(10) * 2, 1)[1]}\n{body}")
-    assert body.endswith("return width * height")
-
-
 def test_sort_imports_sorts_lines():
     block = ImportBlock("0" * 16, ("import sys", "import os", "from abc import ABC"), "stdlib", "PSF-2.0")
     made = sort_imports(block, random.Random(1))
     assert made is not None and made[1] == "from abc import ABC\nimport os\nimport sys"
 
 
-@pytest.mark.parametrize("task", ["add_docstring", "explain", "remove_type_hints"])
-def test_tasks_that_do_not_apply_make_nothing(task):
-    assert FUNCTION_TASKS[task](function("def f(x):\n    y = x\n    return y"), random.Random(0)) is None
-
-
 def test_a_function_is_in_one_split_whatever_its_docstring_hints_and_name():
     bare = "def other(width, height=1):\n    if width < 0:\n        return 0\n    return width * height"
     assert content_key(parse_function(SOURCE)) == content_key(parse_function(bare))
     assert content_key(parse_function(SOURCE)) != content_key(parse_function(bare.replace("0", "1")))
-
-
-def test_splits_have_their_shares():
-    splits = [split_of(f"{i:04x}") for i in range(32 * 8)]
-    assert splits.count("test") == splits.count("dev") == 8
 
 
 def test_corpus_is_deduplicated_licensed_and_stable():

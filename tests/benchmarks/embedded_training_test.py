@@ -14,7 +14,6 @@ from draftsmith.benchmarks.embedded.language_model import (
     distillation_loss,
     grow,
     init_weights,
-    lr_fraction,
     next_token_loss,
     train_steps,
 )
@@ -87,10 +86,3 @@ def test_fit_learns_and_repeats():
     first = train()
     assert first == train()
     assert sum(first[-5:]) < 0.8 * sum(first[:5])
-
-
-def test_learning_rate_warms_up_then_holds_then_falls():
-    recipe = Recipe(steps=100, warmup=10, decay_from=0.5, min_lr_fraction=0.1)
-    rates = [lr_fraction(step, recipe) for step in range(100)]
-    assert rates[0] == 0.1 and rates[10:51] == [1.0] * 41
-    assert all(a > b for a, b in itertools.pairwise(rates[50:])) and 0.1 < rates[-1] < 0.13

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from draftsmith.benchmarks import generation
 from draftsmith.benchmarks.generation import GenerationConfig
 from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.bench.prompts import read_prompts
-from draftsmith.launch.cli import main_of
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
@@ -33,10 +30,3 @@ def test_both_ways_give_the_answers_of_plain_decoding_and_the_ratio_is_theirs(mo
     assert numbers["ratio"] == 1.0
     assert numbers["tokens_per_cpu_s"] == numbers["baseline_tokens_per_cpu_s"] == count
     assert "1.00x" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("setting", ["--repeats", "--batch-size", "--max-new-tokens"])
-def test_impossible_settings_are_one_line(models, tmp_path, capsys, setting):
-    argv = ["--target", models["target"], "--prompts", models["prompts"], "--output", str(tmp_path), setting, "0"]
-    assert main_of(GenerationConfig, generation.run, argv) == 2
-    assert setting.strip("-").replace("-", "_") in capsys.readouterr().err.replace("-", "_")

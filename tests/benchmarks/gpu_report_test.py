@@ -14,9 +14,7 @@ from devices import DEVICES
 
 from draftsmith.benchmarks import gpu_report
 from draftsmith.benchmarks.gpu_report import GpuReportConfig, Machine, Subjects, ideal_s, timed_rounds
-from draftsmith.modules.types import InputError
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = {"shape": "tiny", "batches": "1,3", "prompt": 32, "new_tokens": 12, "repeats": 1, "tokens": 256}
 SMALL |= {"document": 64, "passes": 2, "num_workers": 0}
 # What a borrowed machine may lack: none of these is imported.
@@ -68,24 +66,6 @@ def test_it_imports_what_a_borrowed_machine_has():
     code += f"print([name for name in {LACKING} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_make_passes_the_folder_of_wheels_on(tmp_path):
-    """And the package lies there under its name."""
-    said = subprocess.run(
-        ["make", "-n", "test-gpu", "GPU_WHEELS=/some/wheels", "GPU_PYTHON=python9"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    ).stdout  # fmt: skip
-    assert '"/some/wheels"/*.whl' in said and f'ln -sfn "{ROOT}" .gpu/draftsmith' in said
-    assert said.count("python9 -m") == 2 and "-m gpu" in said
-
-
-@pytest.mark.parametrize(
-    "changes", [{"batches": "1,x"}, {"batches": "0"}, {"prompt": 600}, {"tokens": 32}, {"document": 8}]
-)
-def test_bad_settings(changes):
-    with pytest.raises(InputError):
-        GpuReportConfig(output=Path("."), device="cpu", **{**SMALL, **changes})
 
 
 def test_its_default_shape_is_that_of_an_8b_model():

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from greedy_world import near_copy
-from hand_rollouts import hand_rollouts
 from quick_heads import quick_eagle_head
 from run_models import run_models
 from tiny_models import CONTEXT, tiny_llama_dir
@@ -28,11 +27,9 @@ from draftsmith.benchmarks.papers.rollouts import (
     TreeRollouts,
     record_all,
 )
-from draftsmith.benchmarks.papers.stop_rules import copied_share
 from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
-from draftsmith.modules.acceptance.policies import ThresholdRule
 from draftsmith.modules.acceptance.repeats import Repeats, followers
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.stop import SelfVerify
@@ -148,14 +145,6 @@ def test_drafts_that_end_with_an_end_token_are_replayed_too(world, drafter):
         assert PolicyReplay(rollouts, {}).traces(policy, 0.2) == decoded
 
 
-def test_the_oracle_discards_nothing(world):
-    """Lemma 2.1 of SpecDec++: nothing drafted is rejected, and responses are the same."""
-    rollouts = world.chains["draft"]
-    traces = PolicyReplay(rollouts, {}).traces(Policy("oracle"))
-    assert all(trace.num_discarded == 0 for trace in traces)
-    assert [trace.num_tokens for trace in traces] == [len(answer.tokens) for answer in rollouts.answers]
-
-
 def test_probabilities_along_the_draft_are_those_of_the_target_read_token_by_token(world):
     how = Recording(WARM, 4, 20, 0, ())
     models = world.models
@@ -193,26 +182,22 @@ def test_heads_read_the_repetitions_that_the_text_offers(world, params, monkeypa
 
 # -- rules by hand: halves and quarters, so that a probability equals a threshold exactly
 
-# Survival before tokens 1, 2, ..: 1, 0.75, 0.375, 0.1875; P(some token before is rejected): 0, 0.25, 0.625, 0.8125.
-PROBS = [0.75, 0.5, 0.5, 0.5, 0.5]
 
-
-@pytest.mark.parametrize(
-    ("h", "minimum", "maximum", "length"),
-    [(0.1, 1, 5, 2), (0.25, 1, 5, 3), (0.625, 1, 5, 4), (0.95, 1, 4, 4), (0.1, 3, 5, 3), (0.0, 1, 5, 2)],
-)
-def test_a_draft_continues_at_its_threshold(h, minimum, maximum, length):
-    rollouts = hand_rollouts([[True] * 3], 5)
-
-    def lengths(late: bool) -> set[int]:
-        predictor = replay.KnownPredictor(np.tile(PROBS, (len(rollouts.start), 1)), late)
-        (trace,) = replay.replay_by_prediction(rollouts, predictor, ThresholdRule(h), minimum, maximum)
-        return {step.num_drafted for step in trace.steps if step.num_drafted}
-
-    assert lengths(late=True) == {length}
-    # A head that predicts for the last token too stops one token earlier, where the minimum allows it.
-    early = next((n for n in range(minimum, maximum) if 1 - np.prod(PROBS[:n]) > h), maximum)
-    assert lengths(late=False) == {early}
+def hand_rollouts(agreed: list[list[bool]], depth: int) -> ChainRollouts:
+    """Greedy rollouts of a drafter that agrees with token t of response a where agreed[a][t], in every round."""
+    answers = [TargetAnswer(f"row-{a}", "", 5, list(range(len(own))), True, 50) for a, own in enumerate(agreed)]
+    rounds = [(a, start) for a, own in enumerate(agreed) for start in range(1, len(own))]
+    accepted, probs = [], np.full((len(rounds), depth), np.nan)
+    for row, (a, start) in enumerate(rounds):
+        left = agreed[a][start:][:depth]
+        accepted.append(left.index(False) if False in left else len(left))
+        probs[row, : min(accepted[-1] + 1, len(left))] = left[: accepted[-1] + 1]
+    answer, start = np.array(rounds).T
+    zeros = np.zeros(probs.shape)
+    return ChainRollouts(
+        answers, answer, start, zeros.astype(np.int64), np.array(accepted), zeros.copy(), zeros, zeros.copy(), probs,
+        np.zeros(len(rounds), np.int64), repeat=zeros,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -220,7 +205,7 @@ def test_a_draft_continues_at_its_threshold(h, minimum, maximum, length):
 )
 def test_a_confidence_that_equals_the_threshold_continues(t, minimum, maximum, length):
     rollouts = hand_rollouts([[True] * 3], 5)
-    rollouts.log_q[:] = np.log(PROBS)
+    rollouts.log_q[:] = np.log([0.75, 0.5, 0.5, 0.5, 0.5])
     assert set(replay.confidence_lengths(rollouts, t, minimum, maximum)) == {length}
 
 
@@ -246,34 +231,6 @@ def test_the_oracle_leaves_the_last_token_to_the_target():
     assert rounds == [[(3, 3)], [(0, 0), (1, 1)], [(2, 2)]]
 
 
-@pytest.mark.parametrize(("nodes", "rounds"), [(1, [(1, 0), (1, 1)]), (2, [(2, 1)]), (3, [(3, 2)])])
-def test_a_tree_of_n_nodes_holds_the_candidates_of_rank_below_n(nodes, rounds):
-    # On the text: the second and the third best at the first place, the best at the second.
-    rank = np.array([[[1, -1], [1, 2]], [[0, -1], [0, -1]]])
-    answer = TargetAnswer("row", "task", 5, [0, 1, 2], True, 50)
-    rollouts = TreeRollouts([answer], np.zeros(2, np.int64), np.array([1, 2]), 2, rank, np.full(2, 2))
-    (trace,) = replay.replay_tree(rollouts, nodes, 1)
-    assert [(step.num_drafted, step.num_accepted) for step in trace.steps] == rounds
-
-
-def test_policies_do_not_observe_the_last_round_of_a_response():
-    class Listening(replay.KnownPredictor):
-        learns = True
-
-        def __init__(self, probs):
-            super().__init__(probs, late=False)
-            self.rounds = []
-
-        def observe(self, num_drafted, num_accepted):
-            self.rounds.append((num_drafted, num_accepted))
-
-    rollouts = hand_rollouts([[True] * 12, [True, False] * 7, [True] * 9], depth=3)
-    predictor = Listening(np.full_like(rollouts.log_q, 0.9))
-    traces = replay.replay_by_prediction(rollouts, predictor, ThresholdRule(0.99), 1, 3)
-    rounds = [[(step.num_drafted, step.num_accepted) for step in t.steps if step.num_drafted] for t in traces]
-    assert predictor.rounds == [step for steps in rounds for step in steps[:-1]]
-
-
 def test_time_is_a_round_and_c_a_drafted_token():
     """The draft agrees with everything but every third token; 12 tokens follow the first."""
     own = PolicyReplay(hand_rollouts([[i % 3 != 0 for i in range(13)]], depth=4), {})
@@ -281,12 +238,6 @@ def test_time_is_a_round_and_c_a_drafted_token():
     assert own.pairs(Policy("k", 2), 0.5).tolist() == [[13, 1 + 4 + 0.5 * 8]]
     assert own.pairs(Policy("k", 4), 0.1)[0, 1] == pytest.approx(1 + 4 + 0.1 * 16)
     assert own.pairs(Policy("oracle"), 0.5).tolist() == own.pairs(Policy("k", 2), 0.5).tolist()
-
-
-def test_copied_tokens_are_counted_in_the_response_only():
-    prompt = BenchPrompt("a", list(range(20)))
-    answer = TargetAnswer("a", "", 20, [*range(5, 15), 90, 91], True, 50)
-    assert 0.3 < copied_share(prompt, answer) < 0.7
 
 
 # -- the coupling, enumerated
@@ -375,15 +326,3 @@ def test_a_coupled_draft_is_drawn_from_q_and_accepted_as_speculative_sampling_ac
             direct[key] = direct.get(key, 0) + w1 * w2
     assert sum(abs(coupled.get(key, 0) - direct.get(key, 0)) for key in {*coupled, *direct}) / 2 < 1e-12
     assert sum(coupled.values()) == pytest.approx(1, abs=1e-12)
-
-
-def test_beyond_a_rejection_and_beyond_the_text_the_draft_is_free():
-    distributions = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
-    free, other = OneToken(1), torch.tensor([0.4, 0.6], dtype=torch.float64)
-    rejected = CoupledSource(TargetText([0, 1], distributions, [0.3, 0.3]), 0, free)
-    assert rejected.draw(torch.tensor([0.0, 1.0], dtype=torch.float64)) == 1 and free.distribution.tolist() == [0, 1]
-    assert rejected.draw(other) == 1 and free.distribution is other
-    past = CoupledSource(TargetText([0, 1], distributions, [0.3, 0.3]), 2, free)
-    free.distribution = None
-    past.draw(other)
-    assert free.distribution is other

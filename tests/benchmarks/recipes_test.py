@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 
 from draftsmith.benchmarks import recipes
-from draftsmith.benchmarks.recipe_cost import StepCost, measured_costs, read_costs
+from draftsmith.benchmarks.recipe_cost import StepCost, read_costs
 from draftsmith.benchmarks.recipe_tables import acceptance, compared
 from draftsmith.benchmarks.recipes import RECIPES, RecipesConfig, costs_like, step_costs, trained
 from draftsmith.data.store.files import write_json
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.results import PER_PROMPT, row_of, write_rows
-from draftsmith.launch.cli import main_of
 from draftsmith.launch.commands import configure
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
@@ -26,44 +25,6 @@ def test_a_budget_buys_steps_of_both_phases():
     assert StepCost(0.1, 0.3, 0.3).steps(24.0) == 100
     assert StepCost(0.1, 0.3, 0.0).steps(24.0) == 80
     assert StepCost(0.1, 0.3, 0.3).steps(1e-9) == 1
-
-
-class Wound:
-    """A clock that moves only when something says it took time."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Taken:
-    """Steps of so many seconds times those of the batch, three times as many in the second phase; now and then one is
-    slow."""
-
-    def __init__(self, clock: Wound, seconds: float, after: float, slow: int):
-        self.clock, self.seconds, self.after, self.slow, self.calls = clock, seconds, after, slow, 0
-
-    def step(self, share: float, phase: str) -> None:
-        self.calls += 1
-        late = 2.0 * (phase == "late") + 50.0 * (self.calls % self.slow == 0)
-        self.clock.now += self.seconds * (1 + share) * (1 + late)
-
-
-def test_costs_are_means_over_batches_of_medians_over_rounds():
-    clock = Wound()
-    trainings = {"a": Taken(clock, 1.0, 0.0, 7), "b": Taken(clock, 2.0, 0.5, 9)}
-    found = measured_costs(trainings, batches=4, rounds=5, clock=clock)
-    mean = (1 + 1.25 + 1.5 + 1.75) / 4
-    assert found["a"] == StepCost(pytest.approx(mean), pytest.approx(3 * mean), 0.0)
-    assert found["b"] == StepCost(pytest.approx(2 * mean), pytest.approx(6 * mean), 0.5)
-
-
-def test_recipes_that_compute_the_same_have_the_same_steps():
-    like = {name: costs_like(name) for name in RECIPES}
-    assert like["mask-previous"] == like["decay-1.0"] == like["late-layers"] == like["other-data"] == "base"
-    assert like["eagle1-other-data"] == "eagle1" and like["vocab512-keep"] == "vocab512-drop"
-    assert like["lk"] == "lk" and like["passes-7"] == "passes-7"
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -139,14 +100,3 @@ def test_half_a_run_is_none_and_a_whole_one_is_kept(tmp_path, monkeypatch):
     assert len(calls) == 2
     with pytest.raises(InputError, match="output"):
         trained(config, "base", 0, 31)
-
-
-def test_bad_settings_are_one_line(tmp_path, capsys):
-    for words, said in {
-        ("--recipes", "base,eagel"): "eagel",
-        ("--recipes", "eagle1"): "base among them",
-        ("--cpu-seconds", "0"): "a positive number",
-        ("--seeds", "0"): "found 0",
-    }.items():
-        assert main_of(RecipesConfig, recipes.run, ["--output", str(tmp_path), *words]) == 2
-        assert said in capsys.readouterr().err

@@ -179,15 +179,6 @@ def test_later_tokens_are_no_cause_where_the_first_is_bad_or_nothing_is_trained_
     assert not by_depth([0.9, 0.8], "unroll", 1).lost
 
 
-def test_agreement_is_what_the_head_says_of_itself_in_validation(diagnosed, sound):
-    """Validation reads whole batches in passes of training-time test; drafts here are made as in decoding. It counts
-    the token behind an answer's end too."""
-    metrics = json.loads((sound / "manifest.json").read_text())["metrics"]
-    shown = diagnosed(sound)["depth"].rpartition(": ")[2]
-    own = [metrics[f"agreement_{number}"] for number in range(1, 5)]
-    assert [float(share) for share in shown.split(", ")] == pytest.approx(own, abs=0.02)
-
-
 def test_shares_of_drafts_against_a_loop():
     ids, choices = torch.tensor([1, 2, 3, 4, 5, 6]), torch.tensor([-1, 3, 4, 9, 6, -1])
     drafted, starts = torch.tensor([[3, 4, 9], [4, 5, 6], [6, 7, 7]]), torch.tensor([2, 3, 5])
