@@ -11,7 +11,6 @@ import altair as alt
 from draftsmith.data.store.files import write_text
 from draftsmith.eval.report.drawing import (
     BAR_HEIGHT,
-    SQUARE,
     Drawing,
     Rows,
     cell_sizes,
@@ -37,6 +36,7 @@ from draftsmith.eval.report.sections import table_section
 DISCARDED = x_number("discard_rate", "discarded tokens per token", ".2f", zero=True)
 VERIFIED = y_number("verification_rate", "target calls per token", ".2f")
 RATES = tips("series", "setting", "head", discard_rate=".2f", verification_rate=".2f", tau=".2f", theory=".1f")
+SQUARE = 360  # pixels of a chart whose axes have one unit
 ACCEPTED = "accepted, once the parent is"
 
 
