@@ -226,7 +226,8 @@ def prepare(config: TrainAcceptanceConfig) -> PreparedTraining:
     head = make_head(config, drafter.lm.info.hidden_size)
     check_labels(head.config, manifest)
     context = drafter.lm.info.max_position
-    if rollouts:  # not split: drafts follow all of a text, and were made within the context
+    # Not split: drafts follow all of a text, and were made within the context.
+    if rollouts:
         context = max(int(dataset.lengths.max(initial=0)) for dataset in (train, val) if dataset is not None)
     train_samples, val_samples = train_and_val(config, train, val, context)
     greedy = label_temperature(manifest) == 0

@@ -79,7 +79,8 @@ class MixedText:
         if with_log_q and self.greedy:
             # The q of greedy labels is one-hot, so that log q says nothing: take q at temperature 1.
             log_q = torch.zeros(data.z_ids.shape, device=hidden.device)
-            for row in range(len(log_q)):  # one row at a time: [T, V] is in memory, not [B, T, V]
+            # One row at a time, so that [T, V] is in memory, not [B, T, V].
+            for row in range(len(log_q)):
                 log_prob = self.lm.lm_head(hidden[row, :-1]).float().log_softmax(-1)
                 log_q[row, 1:] = log_prob.gather(-1, data.z_ids[row, 1:, None])[:, 0]
         batch = AcceptanceBatch(hidden[mask], data.accept_prob[mask], mask[mask])
@@ -369,11 +370,13 @@ def cross_fitted_ece(
     trained: AcceptanceHead, raw: Tensor, accept_prob: Tensor, sample: Tensor, weight: Tensor | None
 ) -> float:
     """Return the ECE of the calibration, each half of the samples predicted by the fit to the other half."""
-    head = copy.copy(trained)  # the same weights, under settings that may change
+    # The same weights, under settings that may change.
+    head = copy.copy(trained)
     logit, calibrated = head.corrected(raw), torch.empty_like(raw)
     for half in (0, 1):
         mine = sample % 2 == half
-        if mine.all() or not mine.any():  # one sample: nothing to fit on
+        # One sample: nothing to fit on.
+        if mine.all() or not mine.any():
             return float("nan")
         others = None if weight is None else weight[~mine]
         fit = fit_platt(logit[~mine], accept_prob[~mine], weight=others)

@@ -57,7 +57,8 @@ class Checkpoints(CheckpointIO):
             entry = _write(checkpoint, partial / STATE)
             manifest = {"kind": "checkpoint", "schema_version": SCHEMA_VERSION, "step": checkpoint["global_step"]}
             write_json(partial / MANIFEST, {**manifest, **self.about, "files": {STATE: entry}})
-            if path.exists():  # damaged, or the run would have resumed from it
+            # Damaged, or the run would have resumed from it.
+            if path.exists():
                 self.remove_checkpoint(path)
             publish(partial, path)
         except (OSError, CannotWrite) as error:

@@ -63,7 +63,8 @@ class ZeroStrategy(DeepSpeedStrategy):
     def __init__(self, stage: int, offload: bool, clip: float, kind: str):
         self.kind, self.stage = kind, stage
         if kind == "cpu":
-            os.environ["DS_ACCELERATOR"] = "cpu"  # else DeepSpeed would take a GPU that is not to be used
+            # Else DeepSpeed would take a GPU that is not to be used.
+            os.environ["DS_ACCELERATOR"] = "cpu"
         try:
             import deepspeed  # noqa: F401
         except ImportError as error:

@@ -49,7 +49,8 @@ class CsvLogger(Logger):
         self.path = path
         self._rows: list[dict[str, str]] = []
         self._columns = ["step"]
-        self._complete = False  # the file holds all rows
+        # The file holds all rows.
+        self._complete = False
         if resumed_step and path.exists():
             self._rows = [row for row in metric_rows(path) if int(row["step"]) <= resumed_step]
             self._columns = list(dict.fromkeys(name for row in self._rows for name in row)) or ["step"]
@@ -114,7 +115,8 @@ class TrackedRun(WandbLogger):
         for directory in directories:
             try:
                 use_artifact(self.run, data_artifact(wandb, directory))
-            except Exception as error:  # of the network or the server: the training does not need it
+            except Exception as error:
+                # An error of the network or the server: the training does not need it.
                 self._log(f"Weights & Biases: {directory} is not in the head's lineage ({type(error).__name__})")
 
     def finalize(self, status: str) -> None:

@@ -102,7 +102,8 @@ class MuonAdamW(torch.optim.Optimizer):
             if not state:
                 state["momentum"] = torch.zeros_like(param)
             state["momentum"].lerp_(param.grad, 1 - group["momentum"])
-            directions.append(torch.lerp(param.grad, state["momentum"], group["momentum"]))  # Nesterov
+            # Nesterov momentum.
+            directions.append(torch.lerp(param.grad, state["momentum"], group["momentum"]))
         rows, columns = params[0].shape
         scale = group["lr"] * 0.2 * max(rows, columns) ** 0.5
         for param, update in zip(params, orthogonalise(torch.stack(directions)), strict=True):

@@ -59,7 +59,7 @@ from draftsmith.train.strategies import (
 )
 
 if TYPE_CHECKING:
-    from draftsmith.train.data_module import HeadDataModule, Order
+    from draftsmith.train.data_module import HeadDataModule
     from draftsmith.train.lit_head import LitHead
 
 FLOAT32 = 4
@@ -134,9 +134,6 @@ class PlanAcceptanceConfig(PlanOptions, TrainAcceptanceConfig):
     """Plan `train acceptance`: memory by part and strategy, disk, steps, FLOPs."""
 
 
-# -- sizes
-
-
 @dataclass(frozen=True)
 class FrozenSizes:
     """Sizes of a frozen model, from its config.json.
@@ -144,7 +141,6 @@ class FrozenSizes:
     llama: None for a family that only transformers runs. params: tied weights count once. tables: bytes of buffers.
     """
 
-    path: str
     llama: LlamaConfig | None
     params: int
     tables: int
@@ -154,12 +150,6 @@ class FrozenSizes:
     intermediate_size: int
     max_position: int
     dtype: torch.dtype
-
-    def flops(self, lengths: Sequence[int]) -> float:
-        """Return the FLOPs of a forward over documents of these lengths, without logits."""
-        if self.llama is not None:
-            return flops.layers_forward(self.llama, lengths)
-        return flops.parameters_forward(self.params - self.vocab_size * self.hidden_size, sum(lengths))
 
 
 def frozen_sizes(path: str, dtype: str) -> FrozenSizes:
@@ -173,7 +163,7 @@ def frozen_sizes(path: str, dtype: str) -> FrozenSizes:
     raw = read_config(path)
     stored = str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
     width = DTYPES.get(stored, torch.float32) if dtype == "auto" else DTYPES[dtype]
-    llama, context = None, None
+    llama: LlamaConfig | None = None
     if raw.get("model_type") in SUPPORTED:
         llama = config = llama_config(raw)
         with torch.device("meta"):
@@ -191,27 +181,25 @@ def frozen_sizes(path: str, dtype: str) -> FrozenSizes:
             remedy = "Only models that transformers knows by their config.json can be planned."
             raise InputError("model", found, "a causal language model", remedy) from error
         config = whole.get_text_config()
-        num_layers, context = config.num_hidden_layers, getattr(config, "max_position_embeddings", None)
-    hidden = config.hidden_size
-    inner = getattr(config, "intermediate_size", None) or 4 * hidden
+        num_layers, context = config.num_hidden_layers, getattr(config, "max_position_embeddings", None) or 2048
+    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     params, tables = sum(p.numel() for p in model.parameters()), sum(b.nbytes for b in model.buffers())
-    return FrozenSizes(
-        path, llama, params, tables, hidden, config.vocab_size, num_layers, inner, context or 2048, width
-    )
+    sizes = (config.hidden_size, config.vocab_size, num_layers, inner, context)
+    return FrozenSizes(llama, params, tables, *sizes, width)
 
 
 @dataclass(frozen=True)
 class PlannedHead:
     """A head on the meta device, and the way its training reads documents.
 
-    kind: of the artefact. context: longer documents are split into pieces that share `lookahead` tokens. passes: reads
-    of a batch that one graph holds. counted: share of the answers' tokens that the loss counts. feature_size: elements
-    of a token's features, 0 without. stored: features come with the data. reads: the frozen model runs in every step.
-    frozen_extra: parameters of a frozen head that drafts. stored_token: bytes of a drafted token kept in memory.
+    context: longer documents are split into pieces that share `lookahead` tokens. packed: without padding. passes:
+    reads of a batch that one graph holds. counted: share of the answers' tokens that the loss counts. feature_size:
+    elements of a token's features, 0 without. stored: features come with the data. reads: the frozen model runs in
+    every step. frozen_extra: parameters of a frozen head that drafts. stored_token: bytes of a drafted token in memory.
     """
 
     job: str
-    kind: str
+    path: str
     head: nn.Module
     frozen: FrozenSizes
     context: int
@@ -225,10 +213,6 @@ class PlannedHead:
     frozen_extra: int = 0
     stored_token: int = 0
 
-    @property
-    def trained(self) -> int:
-        return sum(p.numel() for p in self.head.parameters() if p.requires_grad)
-
 
 def planned_head(config: TrainConfig) -> PlannedHead:
     """Build the head of a training on the meta device.
@@ -236,58 +220,50 @@ def planned_head(config: TrainConfig) -> PlannedHead:
     Raises:
         InputError: no such model, or one of a family that the head cannot take its layer from.
     """
-    if isinstance(config, TrainAcceptanceConfig):
-        return _planned_acceptance(config)
-    assert isinstance(config, TrainDrafterConfig)
-    drafter, frozen = config.drafter, frozen_sizes(config.target, model_dtype(config))
-    shape = head_config(config, frozen.llama or target_shape(config.target))
-    with torch.device("meta"):
-        head = drafter(shape)
-    head.freeze(config)
-    captured = drafter.learns_from(shape, frozen.num_layers)
-    stored = (config.data / MANIFEST).exists() and Manifest.read(config.data).kind == "features"
-    return PlannedHead(
-        job=config.kind,
-        kind="responses",
-        head=head,
-        frozen=frozen,
-        # A head to fine-tune may reach less far than its target.
-        context=min(frozen.max_position, shape.max_position),
-        lookahead=drafter.lookahead,
-        packed=bool(config.tokens_per_batch),
-        passes=getattr(config, "unroll", getattr(config, "passes", 1)),
-        feature_size=frozen.hidden_size * max(1, len(captured)) if drafter.needs_features else 0,
-        stored=stored,
-        reads=drafter.needs_features and not stored,
-    )
-
-
-def _planned_acceptance(asked: TrainAcceptanceConfig) -> PlannedHead:
-    config, frozen = with_defaults(asked), frozen_sizes(asked.read_model, model_dtype(asked))
-    labels, manifest = labels_of(asked)
-    settings = acceptance_settings(asked, frozen.hidden_size)
+    if isinstance(config, TrainDrafterConfig):
+        drafter, frozen = config.drafter, frozen_sizes(config.target, model_dtype(config))
+        shape = head_config(config, frozen.llama or target_shape(config.target))
+        with torch.device("meta"):
+            head: nn.Module = drafter(shape)
+        head.freeze(config)  # type: ignore[operator]  # a DraftHead
+        captured = drafter.learns_from(shape, frozen.num_layers)
+        stored = (config.data / MANIFEST).exists() and Manifest.read(config.data).kind == "features"
+        return PlannedHead(
+            job=config.kind,
+            path=config.target,
+            head=head,
+            frozen=frozen,
+            # A head to fine-tune may reach less far than its target.
+            context=min(frozen.max_position, shape.max_position),
+            lookahead=drafter.lookahead,
+            packed=bool(config.tokens_per_batch),
+            passes=getattr(config, "unroll", getattr(config, "passes", 1)),
+            feature_size=frozen.hidden_size * max(1, len(captured)) if drafter.needs_features else 0,
+            stored=stored,
+            reads=drafter.needs_features and not stored,
+        )
+    assert isinstance(config, TrainAcceptanceConfig)
+    config, frozen = with_defaults(config), frozen_sizes(config.read_model, model_dtype(config))
+    labels, manifest = labels_of(config)
+    settings, rollouts = acceptance_settings(config, frozen.hidden_size), labels == "rollouts"
     if manifest is not None:
         check_labels(settings, manifest)
-    rollouts, kind = labels == "rollouts", kind_at(config.drafter)
     with torch.device("meta"):
-        head = AcceptanceHead(settings)
-        drafter = None if kind is None else class_of(kind)(head_settings(config.drafter, kind))
+        head, kind = AcceptanceHead(settings), kind_at(config.drafter)
+        drafting = None if kind is None else class_of(kind)(head_settings(config.drafter, kind))
     return PlannedHead(
         job="acceptance",
-        kind=labels,
+        path=config.read_model,
         head=head,
         frozen=frozen,
-        # Rollouts are not split: their drafts follow all of a text. What the head reads of them is made before step 1.
+        # Rollouts are not split: their drafts follow all of a text. They are read before the first step.
         context=sys.maxsize if rollouts else frozen.max_position,
         packed=rollouts,
         counted=1 - (config.mix or 0),
         reads=not rollouts,
-        frozen_extra=0 if drafter is None else sum(p.numel() for p in drafter.parameters()),
+        frozen_extra=0 if drafting is None else sum(p.numel() for p in drafting.parameters()),
         stored_token=frozen.hidden_size * frozen.dtype.itemsize + 64 if rollouts else 0,
     )
-
-
-# -- documents and steps
 
 
 @dataclass(frozen=True)
@@ -297,10 +273,6 @@ class TrainingDocuments:
     lengths: Sequence[int]
     loss_share: float
     source: str
-
-    @property
-    def tokens(self) -> int:
-        return sum(self.lengths)
 
 
 @dataclass(frozen=True)
@@ -329,63 +301,45 @@ def training_documents(
     from draftsmith.train.acceptance_data import BLOCK, LEAST_WEIGHT
     from draftsmith.train.data_module import train_and_val
 
-    texts: Any
+    texts: Any = _AssumedTexts(np.full(samples, length), np.arange(samples))
+    source = f"assumed: {samples:,} samples of {length} tokens, as {config.data} does not exist"
+    rollouts, share = False, ASSUMED_LOSS_SHARE
     if (config.data / MANIFEST).exists():
         manifest, source = Manifest.read(config.data), str(config.data)
-        rollouts = manifest.kind == "rollouts"
-        texts = open_dataset(config.data, check="size")
+        texts, rollouts = open_dataset(config.data, check="size"), manifest.kind == "rollouts"
         named = (name for name in ("loss_tokens", "response_tokens", "drafted_tokens") if name in manifest.counts)
         total = int(texts.lengths.sum())
         share = 1.0 if rollouts else manifest.counts.get(next(named, ""), total) / max(1, total)
-    else:
-        rollouts, share = False, ASSUMED_LOSS_SHARE
-        texts = _AssumedTexts(np.full(samples, length), np.arange(samples))
-        source = f"assumed: {samples:,} samples of {length} tokens, as {config.data} does not exist"
     val = None if config.val is None else texts
     train, _ = train_and_val(config, texts, val, context, lookahead, log=False)
-    lengths = [int(length) for length in train.lengths]
-    if rollouts:  # samples are blocks of drafted tokens, from all answers
+    lengths = [int(tokens) for tokens in train.lengths]
+    # Samples are blocks of drafted tokens, from all answers.
+    if rollouts:
         weights = (texts.item(int(row), 0)["weight"] for row in train.indices)
-        blocks, rest = divmod(sum(int((weight >= LEAST_WEIGHT).sum()) for weight in weights), BLOCK)
-        lengths = [BLOCK] * blocks + [rest] * (rest > 0)
+        blocks, left = divmod(sum(int((weight >= LEAST_WEIGHT).sum()) for weight in weights), BLOCK)
+        lengths = [BLOCK] * blocks + [left] * (left > 0)
     return TrainingDocuments(lengths, share, source)
 
 
-def largest_part(order: Order, lengths: Sequence[int], shares: int, packed: bool) -> int:
-    """Return the most tokens, padding included, that a rank computes at once in the first epoch.
-
-    shares: ranks times accumulated parts, which a step's samples are dealt out to in turn. packed: without padding.
-    """
-    most = 0
-    for step in range(min(order.steps_per_epoch, STEPS_LOOKED_AT)):
-        _, batch = order.step(step)
-        for share in range(min(shares, len(batch))):
-            part = [lengths[i] for i in batch[share::shares]]
-            most = max(most, sum(part) if packed else max(part) * len(part))
-    return most
-
-
-def epoch_flops(config: TrainConfig, planned: PlannedHead, documents: TrainingDocuments, steps: float) -> float:
-    """Return the FLOPs of an epoch at the end of the training, when all passes run. steps: of an epoch, and in all."""
+def epoch_flops(config: TrainConfig, planned: PlannedHead, documents: TrainingDocuments, epochs: float) -> float:
+    """Return the FLOPs of an epoch at the end of the training, when all passes run."""
     apart = -(-len(documents.lengths) // COUNTED_DOCUMENTS)
     lengths = sorted(documents.lengths)[apart // 2 :: apart]
-    counts = [round(length * documents.loss_share * planned.counted) for length in lengths]
+    count = sum(round(length * documents.loss_share * planned.counted) for length in lengths)
+    head: Any = planned.head
     if isinstance(config, TrainDrafterConfig):
-        head: Any = planned.head
-        # The number of steps only decides how many passes run: at the end all do.
         step = TrainStep(MOST, MOST, lengths, ())
-        total = head.flops(head.config, config, step, sum(counts)) if isinstance(head, TrainingCost) else 0.0
+        total = head.flops(head.config, config, step, count) if isinstance(head, TrainingCost) else 0.0
     else:
-        assert isinstance(planned.head, AcceptanceHead)
-        total = acceptance_training(planned.head.config, sum(counts))
+        total = acceptance_training(head.config, count)
     if planned.reads:
+        frozen, tokens = planned.frozen, sum(lengths)
+        others = frozen.params - frozen.vocab_size * frozen.hidden_size
+        forward = flops.layers_forward(frozen.llama, lengths) if frozen.llama else 2.0 * others * tokens
         # A feature cache is filled in the first epoch and read in the others.
         cached = getattr(config, "features", "online") == "cache"
-        total += planned.frozen.flops(lengths) * (min(1.0, 1 / steps) if cached else 1.0)
-    return total * documents.tokens / sum(lengths)
-
-
-# -- memory
+        total += forward * (min(1.0, 1 / epochs) if cached else 1.0)
+    return total * sum(documents.lengths) / sum(lengths)
 
 
 @dataclass(frozen=True)
@@ -398,53 +352,56 @@ class RankMemory:
 
 
 def process_bytes(
-    config: TrainConfig, planned: PlannedHead, docs: TrainingDocuments, part_tokens: int
+    config: TrainConfig, planned: PlannedHead, documents: TrainingDocuments, part_tokens: int
 ) -> dict[str, int]:
     """Return the bytes of a training by part, in one process without a strategy. part_tokens: most computed at once."""
-    on_gpu, itemsize = device_kind(config) == "gpu", planned.frozen.dtype.itemsize
-    matrices = sum(p.numel() for p in planned.head.parameters() if p.requires_grad and p.ndim >= 2)
+    head, frozen, on_gpu = planned.head, planned.frozen, device_kind(config) == "gpu"
+    trained = [p for p in head.parameters() if p.requires_grad]
+    weights = FLOAT32 * sum(p.numel() for p in trained)
     # Muon keeps one average of a matrix, AdamW two of everything.
-    averages = 2 * planned.trained - (matrices if config.optimizer == "muon" else 0)
+    saved = FLOAT32 * sum(p.numel() for p in trained if p.ndim >= 2) if config.optimizer == "muon" else 0
     stored = part_tokens * planned.feature_size * 2 if planned.stored else 0
-    # Activations are gone before the optimizer steps. On a GPU it steps all tensors at once, with temporaries of all.
-    update = FLOAT32 * planned.trained if on_gpu else 0
+    statm = Path("/proc/self/statm")
     return {
-        "libraries": 0 if on_gpu else own_memory(),
-        "frozen": (planned.frozen.params + planned.frozen_extra) * itemsize
-        + planned.frozen.tables
-        + sum(tensor.nbytes for tensor in planned.head.buffers())
-        + sum(p.nbytes for p in planned.head.parameters() if not p.requires_grad)
-        + planned.stored_token * docs.tokens,
-        "weights": FLOAT32 * planned.trained,
-        "gradients": FLOAT32 * planned.trained,
-        "optimizer": FLOAT32 * averages,
+        # Interpreter and libraries, which on a CPU are most of a small training.
+        "libraries": 0 if on_gpu else int(statm.read_text().split()[1]) * resource.getpagesize(),
+        "frozen": (frozen.params + planned.frozen_extra) * frozen.dtype.itemsize
+        + frozen.tables
+        + sum(buffer.nbytes for buffer in head.buffers())
+        + sum(p.nbytes for p in head.parameters() if not p.requires_grad)
+        + planned.stored_token * sum(documents.lengths),
+        "weights": weights,
+        "gradients": weights,
+        "optimizer": 2 * weights - saved,
         # All parts of a step are in memory together, and the samples that the next one is made of.
         "batch": (config.accumulate + 1) * (part_tokens * BATCH_BYTES + stored),
-        "activations": max(update, activation_bytes(config, planned, part_tokens, docs.loss_share)),
+        # Activations are gone before the optimizer steps. On a GPU it steps all tensors at once, with temporaries.
+        "activations": max(
+            weights if on_gpu else 0, activation_bytes(config, planned, part_tokens, documents.loss_share)
+        ),
     }
 
 
 def activation_bytes(config: TrainConfig, planned: PlannedHead, tokens: int, loss_share: float) -> int:
-    """Estimate what a forward and backward over so many tokens hold beside weights and gradients.
+    """Estimate what forward and backward over so many tokens hold beside weights and gradients.
 
     Autograd keeps the input of every linear layer and what the next operator reads of its output; norms keep their
     input and normalised output in float32. Logits are made and freed in chunks, so an lm_head of the head's own counts
     as chunks. The frozen model keeps nothing but its features.
     """
-    width = 2 if config.precision == "bf16" else FLOAT32
-    kept, vocab = 0, 0
+    frozen, width = planned.frozen, 2 if config.precision == "bf16" else FLOAT32
+    kept, vocab = 0, frozen.vocab_size
     for module in planned.head.modules():
         weight = getattr(module, "weight", None)
         if isinstance(module, nn.Linear) and module.out_features > 8 * module.in_features:
-            vocab = max(vocab, module.out_features)
+            vocab = module.out_features
         elif isinstance(module, nn.Linear):
             kept += width * (module.in_features + module.out_features)
         elif isinstance(weight, nn.Parameter) and weight.ndim == 1:
             kept += 2 * FLOAT32 * weight.numel()
-    frozen, total = planned.frozen, planned.passes * tokens * kept
+    total = planned.passes * tokens * kept
     if isinstance(config, TrainDrafterConfig):
-        logits = round(tokens * loss_share) * (vocab or frozen.vocab_size)
-        total += CHUNK_TENSORS * FLOAT32 * min(CHUNK_ELEMENTS, logits)
+        total += CHUNK_TENSORS * FLOAT32 * min(CHUNK_ELEMENTS, round(tokens * loss_share) * vocab)
         # Features as they came, and in the head's type.
         total += tokens * planned.feature_size * (frozen.dtype.itemsize + width)
     working = tokens * frozen.dtype.itemsize * (FROZEN_WIDTHS * frozen.hidden_size + 3 * frozen.intermediate_size)
@@ -468,7 +425,8 @@ def rank_memory(process: dict[str, int], layout: tuple[str, bool], world: int) -
         stage, part = int(strategy[-1]), FLOAT32 * -(-whole // FLOAT32 // world)
         parts["optimizer"] = part + -(-process["optimizer"] // world)
         parts["gradients"] = (whole if stage == 1 else part) + min(whole, FLOAT32 * BUCKET)
-        parts["weights"] = part + whole if stage == 3 else whole  # its part, and what it gathers
+        # Its part, and what it gathers.
+        parts["weights"] = part + whole if stage == 3 else whole
         if offload:
             host, parts["optimizer"] = part + parts["optimizer"], 0
     return RankMemory(parts, sum(parts.values()), host)
@@ -482,21 +440,13 @@ def planned_layout(config: TrainConfig, world: int) -> tuple[str, bool]:
     return name.removesuffix("_offload"), name.endswith("_offload")
 
 
-def own_memory() -> int:
-    """Return the bytes of this process that are in memory now."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
-# -- the plan
-
-
 @dataclass(frozen=True)
 class TrainingPlan:
     """Costs of a training, in bytes, elements, tokens and model FLOPs.
 
-    part_tokens: most that a rank computes at once, padding included. memories: of one rank, by layout.
-    checkpoint_bytes: of one checkpoint; disk_bytes: most on the disk at a time. feature_bytes: dtype -> bytes on disk,
-    None for heads that read no features. features_stored: the data has them.
+    part_tokens: most that a rank computes at once, padding included. process: bytes by part in one process; memories:
+    of one rank, by layout. disk_bytes: most on the disk at a time. feature_bytes: dtype -> bytes on disk, None for
+    heads that read no features. features_stored: the data has them.
     """
 
     job: str
@@ -538,27 +488,35 @@ def plan_of(config: TrainConfig, world: int = 0, samples: int = 60_000, length: 
     documents = training_documents(config, planned.context, planned.lookahead, samples, length)
     world = world or world_size(config)
     order = order_of(config, documents.lengths)
-    part_tokens = largest_part(order, documents.lengths, world * config.accumulate, planned.packed)
     steps = config.max_steps or config.epochs * order.steps_per_epoch
+
+    # The largest part of a rank: samples of a step are dealt out in turn to ranks and accumulated parts.
+    part_tokens, shares = 0, world * config.accumulate
+    for step in range(min(order.steps_per_epoch, STEPS_LOOKED_AT)):
+        _, batch = order.step(step)
+        for share in range(min(shares, len(batch))):
+            part = [documents.lengths[i] for i in batch[share::shares]]
+            part_tokens = max(part_tokens, sum(part) if planned.packed else max(part) * len(part))
 
     process = process_bytes(config, planned, documents, part_tokens)
     if getattr(config, "target_parallel", "none") == "tensor":
         process["frozen"] //= world
     layout = planned_layout(config, world)
     shown = {key for key in LAYOUTS if key[0] != "one process" or world == 1} | {layout}
-    checkpoint = process["weights"] + process["optimizer"]
-    dtypes: tuple[FeatureDtype, ...] = ("bf16", "fp8")
-    per_token = {dtype: feature_codec.token_bytes(planned.feature_size, dtype) for dtype in dtypes}
+    checkpoint, tokens = process["weights"] + process["optimizer"], sum(documents.lengths)
+    dtypes: tuple[FeatureDtype, ...] = ("bf16", "fp8") if planned.feature_size else ()
+    features = {d: feature_codec.token_bytes(planned.feature_size, d) + INDEX_BYTES_PER_TOKEN for d in dtypes}
+    epoch = epoch_flops(config, planned, documents, steps / order.steps_per_epoch)
     return TrainingPlan(
         job=planned.job,
-        model=planned.frozen.path,
-        trained=planned.trained,
+        model=planned.path,
+        trained=process["weights"] // FLOAT32,
         frozen=planned.frozen.params,
         documents=documents,
         world=world,
         steps_per_epoch=order.steps_per_epoch,
         steps=steps,
-        step_flops=epoch_flops(config, planned, documents, steps / order.steps_per_epoch) / order.steps_per_epoch,
+        step_flops=epoch / order.steps_per_epoch,
         part_tokens=part_tokens,
         strategy=layout,
         process=process,
@@ -566,9 +524,7 @@ def plan_of(config: TrainConfig, world: int = 0, samples: int = 60_000, length: 
         checkpoint_bytes=checkpoint,
         # `keep` checkpoints and the one being written; best/, last/ and the one that replaces either.
         disk_bytes=(config.keep + 1) * checkpoint + 3 * process["weights"],
-        feature_bytes={d: documents.tokens * (size + INDEX_BYTES_PER_TOKEN) for d, size in per_token.items()}
-        if planned.feature_size
-        else None,
+        feature_bytes={dtype: tokens * size for dtype, size in features.items()} or None,
         features_stored=planned.stored,
     )
 
@@ -583,10 +539,6 @@ class MeasuredSteps:
     tokens_per_s: float
     peak_bytes: int
     part_tokens: int
-
-    def hours(self, plan: TrainingPlan) -> float:
-        """Return the hours of all steps by their FLOPs, without validation."""
-        return plan.step_flops * plan.steps / plan.world / self.flops_per_s / 3600
 
 
 def measure_steps(config: TrainConfig) -> MeasuredSteps:
@@ -625,7 +577,8 @@ def timed_steps(module: LitHead, data: HeadDataModule, config: TrainConfig, fold
     from draftsmith.train.fit import quiet
     from draftsmith.train.telemetry import Telemetry, num_slots
 
-    telemetry = Telemetry(peak=1.0)  # so that its utilisation is FLOP/s
+    # With a peak of 1 the utilisation is FLOP/s.
+    telemetry = Telemetry(peak=1.0)
     numbers: dict[str, float] = {}
     most = 0
 
@@ -650,9 +603,6 @@ def timed_steps(module: LitHead, data: HeadDataModule, config: TrainConfig, fold
     return numbers | {"part_tokens": most}
 
 
-# -- the command
-
-
 def run(config: Any) -> None:
     """Print the plan."""
     set_threads(config.num_threads)
@@ -669,15 +619,16 @@ def run(config: Any) -> None:
     print_facts(fact_rows(plan, config), f"{plan.job} head for {plan.model}, planned from its config.json")
     print_table(memory_table(plan), bold="peak")
     if measured is not None:
+        hours = plan.step_flops * plan.steps / plan.world / measured.flops_per_s / 3600
         print_text(
             f"measured {measured.steps} steps: {measured.tokens_per_s:,.0f} tokens/s and "
             f"{measured.flops_per_s / 1e9:,.1f} GFLOP/s a rank, peak {measured.peak_bytes / 1e6:,.0f} MB; all "
-            f"{plan.steps:,} steps would take {measured.hours(plan):.3g} hours, validation aside"
+            f"{plan.steps:,} steps would take {hours:.3g} hours, validation aside"
         )
     documents = plan.documents
     numbers = {
         **dataclasses.asdict(dataclasses.replace(plan, memories={})),
-        "documents": {"source": documents.source, "samples": len(documents.lengths), "tokens": documents.tokens},
+        "documents": {"source": documents.source, "samples": len(documents.lengths), "tokens": sum(documents.lengths)},
         "memories": {LAYOUTS[key]: dataclasses.asdict(value) for key, value in plan.memories.items()},
     }
     add_result(**numbers, measured=dataclasses.asdict(measured) if measured else None)
@@ -711,10 +662,11 @@ def announce(config: TrainConfig) -> None:
 
 def fact_rows(plan: TrainingPlan, config: TrainConfig) -> dict[str, str]:
     """Return the lines above the memory table."""
-    documents, per_step = plan.documents, plan.documents.tokens / plan.steps_per_epoch
+    documents, tokens = plan.documents, sum(plan.documents.lengths)
+    per_step = tokens / plan.steps_per_epoch
     rows = {
         "parameters": f"{short(plan.trained).strip()} trained, {short(plan.frozen).strip()} frozen",
-        "data": f"{documents.source}: {len(documents.lengths):,} training samples, {documents.tokens:,} tokens",
+        "data": f"{documents.source}: {len(documents.lengths):,} training samples, {tokens:,} tokens",
         "steps": f"{plan.steps:,} of {per_step:,.0f} tokens: {plan.steps / plan.steps_per_epoch:.3g} epochs of "
         f"{plan.steps_per_epoch:,} steps; {per_step * plan.steps:,.0f} tokens in all",
         "compute": f"{short(plan.step_flops)}FLOPs a step, {short(plan.step_flops * plan.steps)}FLOPs in all",

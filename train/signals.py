@@ -31,7 +31,8 @@ class StopOnSignal(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if threading.current_thread() is not threading.main_thread():
-            return  # Python delivers signals to the main thread only
+            # Python delivers signals to the main thread only.
+            return
 
         def handle(number: int, frame: Any) -> None:
             pl_module.signal_received = number

@@ -106,13 +106,16 @@ def trainer_arguments(config: TrainConfig) -> dict[str, Any]:
         "plugins": [_environment(place())],
         "max_epochs": 1,
         "accumulate_grad_batches": config.accumulate,
-        "limit_val_batches": 0,  # callbacks.BetweenSteps validates
+        # `callbacks.BetweenSteps` validates.
+        "limit_val_batches": 0,
         "num_sanity_val_steps": 0,
-        "log_every_n_steps": 1,  # BetweenSteps logs; a larger number only warns about short runs
+        # BetweenSteps logs; a larger number only warns about short runs.
+        "log_every_n_steps": 1,
         "enable_checkpointing": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
-        "use_distributed_sampler": False,  # the data module knows its rank
+        # The data module knows its rank.
+        "use_distributed_sampler": False,
     }
 
 

@@ -65,7 +65,8 @@ def features_flops(model: CausalLM, lengths: Sequence[int]) -> float:
     config = llama_of(model)
     if config is not None:
         return flops.layers_forward(config, lengths)
-    base = cast(Any, model).model.base_model  # a transformers model (targets/hf.py)
+    # A transformers model (targets/hf.py).
+    base = cast(Any, model).model.base_model
     embeddings = base.get_input_embeddings().weight.numel()
     return flops.parameters_forward(sum(p.numel() for p in base.parameters()) - embeddings, sum(lengths))
 

@@ -29,7 +29,8 @@ class OnlineLogistic(Learner):
         size = num_features + 1
         self._memory = memory
         self.weights = [1.0] + [0.0] * num_features
-        self._inverse = [[(i == j) / prior for j in range(size)] for i in range(size)]  # of A
+        # The inverse of A.
+        self._inverse = [[(i == j) / prior for j in range(size)] for i in range(size)]
 
     def prob(self, x: Sequence[float]) -> float:
         """Return the probability for features x [F]."""

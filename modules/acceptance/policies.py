@@ -205,7 +205,8 @@ class OnlinePredictor(Predictor):
         self.model = OnlineLogistic((head is not None) + 1 + repeats, **more)
         self.learners = (self.model,)
         self._seen: list[tuple[float, ...]] = []
-        self._before: tuple[float, ...] = ()  # of a late head: features of the token that it predicts next
+        # Of a late head: features of the token that it predicts next.
+        self._before: tuple[float, ...] = ()
 
     def reset(self) -> None:
         for part in (self._head, self._repeats):

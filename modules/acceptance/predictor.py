@@ -77,7 +77,8 @@ class HeadPredictor(TrainedPredictor):
         self._direct: list[float] = [] if head.direct is None else (scale * head.direct.weight[0]).tolist()
         # Shared by `beside`: the table of token parts, which is filled when the vocabulary is known, by its name.
         self._shared: dict[str, Tensor] = {}
-        self._before: list[float] = []  # of a late head: features of the token that it predicts next
+        # Of a late head: features of the token that it predicts next.
+        self._before: list[float] = []
         self.repeats = RepeatScores() if {"repeat", "repeat_mean"} & {*names} else None
 
     def beside(self) -> HeadPredictor:
@@ -121,7 +122,8 @@ class HeadPredictor(TrainedPredictor):
             logit = batch[view.place]
         logit += sum(map(mul, self._direct, features))
         if not math.isfinite(logit):
-            raise NonFinite("output", "acceptance", -2 if self.late else -1)  # of the last token but one, or the last
+            # Of the last token but one, or the last.
+            raise NonFinite("output", "acceptance", -2 if self.late else -1)
         return logit
 
     def _logits(

@@ -48,7 +48,8 @@ class Repeats:
         longest = 0.0, NONE
         for size, followers in self._followers.items():
             expected = followers.get(before[-size:])
-            if expected is None:  # a longer suffix cannot occur either
+            # A longer suffix cannot occur either.
+            if expected is None:
                 break
             longest = size / 2, expected
         return longest

@@ -49,7 +49,8 @@ class TreeRule:
         self._pace = RecentRatio(1.5, times.draft(1) + times.verify[1])
         self._acceptance, self._trust = RecentRatio(0.5, 1.0), RecentRatio(3.0, 3.0)
         self.learners = (self._pace, self._acceptance, self._trust)
-        self._expected = 0.0  # accepted nodes among those chosen last
+        # Accepted nodes among those chosen last.
+        self._expected = 0.0
 
     @property
     def pace(self) -> float:
