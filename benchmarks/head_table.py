@@ -20,8 +20,16 @@ from draftsmith.data.store.files import write_json, write_text
 from draftsmith.data.store.manifest import git_commit, package_versions, resolved
 from draftsmith.data.store.reading import read_object
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.eval.bench.results import BASELINE, RESULTS, Row, hardware, of_methods, read_rows, totals_of
-from draftsmith.eval.bench.summary import summary_row
+from draftsmith.eval.bench.results import (
+    BASELINE,
+    RESULTS,
+    Row,
+    hardware,
+    of_methods,
+    read_rows,
+    summary_row,
+    totals_of,
+)
 from draftsmith.eval.report.tables import markdown
 from draftsmith.launch.cli import main_of
 from draftsmith.modules.types import at_least

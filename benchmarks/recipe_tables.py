@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from draftsmith.data.console import Column, Table, format_interval
-from draftsmith.eval.bench.results import Row, totals_of
-from draftsmith.eval.bench.summary import MeasuredResamples, copying
+from draftsmith.eval.bench.results import MeasuredResamples, Row, copying, totals_of
 from draftsmith.eval.bootstrap import NUM_RESAMPLES, Floats
 
 K, TEMPERATURES = 5, {"greedy": 0.0, "T=1": 1.0}

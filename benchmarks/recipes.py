@@ -31,7 +31,6 @@ from draftsmith.data.store.files import write_json, write_text
 from draftsmith.data.store.manifest import git_commit, package_versions, resolved
 from draftsmith.data.store.reading import read_object
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.eval.bench.load import load_models
 from draftsmith.eval.bench.prompts import longest_sequence, read_questions
 from draftsmith.eval.bench.results import (
     PER_PROMPT,
@@ -43,7 +42,7 @@ from draftsmith.eval.bench.results import (
     totals_of,
     write_rows,
 )
-from draftsmith.eval.bench.runner import make_runners
+from draftsmith.eval.bench.runner import load_models, make_runners
 from draftsmith.eval.report.tables import comma_separated, markdown
 from draftsmith.launch.cli import main_of
 from draftsmith.modules.drafters.methods import parse_methods

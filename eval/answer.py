@@ -14,7 +14,7 @@ from draftsmith.data.models.loading import load_tokenizer
 from draftsmith.data.settings import DraftSettings
 from draftsmith.data.text.conversations import well_formed
 from draftsmith.data.text.template import RowError, load_chat_tokenizer, prompt_ids
-from draftsmith.eval.bench.load import load_models
+from draftsmith.eval.bench.runner import load_models
 from draftsmith.modules.decoding.loop import DecodeOptions, Generation, Round, RowPool, new_answer
 from draftsmith.modules.decoding.protocols import Drafter
 from draftsmith.modules.decoding.trace import Totals, pool

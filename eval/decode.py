@@ -19,9 +19,8 @@ from draftsmith.data.store.files import make_directory, write_text
 from draftsmith.data.text.conversations import well_formed
 from draftsmith.data.text.template import RowError, load_chat_tokenizer, prompt_ids
 from draftsmith.eval.answer import TokenStream
-from draftsmith.eval.bench.load import load_run, trained_for
 from draftsmith.eval.bench.prompts import BenchPrompt
-from draftsmith.eval.bench.runner import EngineRunner
+from draftsmith.eval.bench.runner import EngineRunner, load_run, trained_for
 from draftsmith.eval.bench.trace import trace_text, traced
 from draftsmith.eval.settings import AnswerLength, Running
 from draftsmith.modules.decoding.loop import Generation, Round

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.eval.answer import MOST_SEED, Answer, Prompt, encode, token_ids
-from draftsmith.eval.bench.load import DRAFT_ROOM
-from draftsmith.eval.bench.prompt_runner import Failed, measure_group
+from draftsmith.eval.bench.measuring import PromptFailed, measure_group
 from draftsmith.eval.bench.prompts import BenchPrompt
-from draftsmith.eval.bench.results import BASELINE, Row
-from draftsmith.eval.bench.runner import EngineRunner, Runner
-from draftsmith.eval.bench.summary import summarise
+from draftsmith.eval.bench.results import BASELINE, Row, summarise
+from draftsmith.eval.bench.runner import DRAFT_ROOM, EngineRunner, Runner
 from draftsmith.eval.clock import clock_name
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.protocols import Drafter
@@ -106,7 +104,7 @@ def measure(
             rows = measure_group(runners, [prompt], number, temperature, max_new_tokens, repeats, [seed + number])
             for row in rows:
                 measured[row["method"]].append(row)
-    except Failed as failure:
+    except PromptFailed as failure:
         if isinstance(failure.__cause__, InputError):
             raise failure.__cause__ from None
         raise InputError("prompts", str(failure), "prompts that every method answers", "Leave it out.") from failure

@@ -20,9 +20,9 @@ from draftsmith.data.console import Column, Table, json_values, print_table, pri
 from draftsmith.data.settings import DraftSettings, check_not_negative, check_positive
 from draftsmith.data.store.files import make_directory, write_json, write_text
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.eval.bench.load import load_run, read_tree
 from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
 from draftsmith.eval.bench.results import RESULTS, describe
+from draftsmith.eval.bench.runner import load_run, read_tree
 from draftsmith.eval.report.tables import to_json
 from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
 from draftsmith.modules.decoding.branches import BranchDrafter

@@ -20,12 +20,10 @@ from draftsmith.data.console import Column, Table, format_interval, json_values,
 from draftsmith.data.settings import DraftSettings, Sampling, check_not_negative, check_positive, comma_numbers
 from draftsmith.data.store.files import make_directory, write_json, write_text
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.eval.bench.load import load_models, load_run, trained_for
-from draftsmith.eval.bench.prompt_runner import answered, measure_group
+from draftsmith.eval.bench.measuring import measure_group, time_answers
 from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence, read_prompts
-from draftsmith.eval.bench.results import BASELINE, RESULTS, Row, describe, of_methods
-from draftsmith.eval.bench.runner import Runner, make_runners
-from draftsmith.eval.bench.summary import summarise, tokens_per_s
+from draftsmith.eval.bench.results import BASELINE, RESULTS, Row, describe, of_methods, summarise, tokens_per_s
+from draftsmith.eval.bench.runner import Runner, load_models, load_run, make_runners, trained_for
 from draftsmith.eval.clock import clock_of
 from draftsmith.eval.report.tables import drawn_data, to_json
 from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
@@ -222,7 +220,7 @@ def warm_up(config: TuneConfig, prompts: Sequence[BenchPrompt], runners: Mapping
     """Decode a few tokens with every runner: the first run of a method pays for its set-up."""
     for label, runner in runners.items():
         restore = snapshot_learned_state(runner)
-        answered(label, runner, prompts[:1], min(config.max_new_tokens, WARM_UP_TOKENS), [config.seed])
+        time_answers(label, runner, prompts[:1], min(config.max_new_tokens, WARM_UP_TOKENS), [config.seed])
         restore()
 
 

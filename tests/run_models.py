@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from draftsmith.eval.bench.load import read_tree
+from draftsmith.eval.bench.runner import read_tree
 from draftsmith.eval.costs import MeasuredTimes
 from draftsmith.modules.drafters.methods import Models
 

@@ -29,10 +29,9 @@ from draftsmith.data.store.files import make_directory, write_json
 from draftsmith.data.store.manifest import resolved
 from draftsmith.data.store.reading import read_object
 from draftsmith.eval.bench.command import BenchConfig, bench
-from draftsmith.eval.bench.load import check_methods, load_models
 from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence, read_prompts
 from draftsmith.eval.bench.results import RESULTS, describe, read_rows
-from draftsmith.eval.bench.runner import EngineRunner
+from draftsmith.eval.bench.runner import EngineRunner, check_methods, load_models
 from draftsmith.eval.bootstrap import Resamples
 from draftsmith.eval.report.command import missing_packages
 from draftsmith.eval.report.tables import to_json

@@ -27,9 +27,9 @@ from draftsmith.benchmarks.papers.rollouts import Recording, TreeRecorder, recor
 from draftsmith.data.console import Column, Table, json_values
 from draftsmith.data.settings import comma_numbers
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.eval.bench.load import read_tree
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.results import BASELINE
+from draftsmith.eval.bench.runner import read_tree
 from draftsmith.eval.bootstrap import mean_interval
 from draftsmith.eval.report.tables import drawn_data
 from draftsmith.launch.cli import main_of

@@ -40,8 +40,8 @@ from draftsmith.data.heads.directory import drafter_identity, head_config
 from draftsmith.data.settings import comma_numbers
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.data.text.repetition import Repetition
-from draftsmith.eval.bench.load import trained_for
 from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
+from draftsmith.eval.bench.runner import trained_for
 from draftsmith.eval.report.tables import drawn_data
 from draftsmith.launch.cli import main_of
 from draftsmith.modules.acceptance.head import AcceptanceHead

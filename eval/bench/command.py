@@ -21,38 +21,32 @@ from draftsmith.data.store.manifest import file_sha256
 from draftsmith.data.store.reading import read_object
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.data.text.conversations import Turns
-from draftsmith.eval.bench.fidelity import fidelity
 from draftsmith.eval.bench.hf_baseline import BASELINES
-from draftsmith.eval.bench.journal import Journal, unfinished_auto
-from draftsmith.eval.bench.load import check_methods, load_models, warn_about_sampling
-from draftsmith.eval.bench.prompt_runner import PromptRunner
-from draftsmith.eval.bench.prompts import BenchPrompt, Chat, longest_conversation, read_questions, task_sources
+from draftsmith.eval.bench.measuring import Journal, PromptRunner, measure_fidelity, unfinished_times
+from draftsmith.eval.bench.prompts import BenchPrompt, TurnWriter, read_questions, task_sources
 from draftsmith.eval.bench.results import (
     BASELINE,
-    COLUMNS,
     PER_PROMPT,
     RESULTS,
     describe,
     failures_of,
     of_methods,
+    summarise,
     write_rows,
 )
-from draftsmith.eval.bench.runner import make_runners
-from draftsmith.eval.bench.summary import summarise
+from draftsmith.eval.bench.runner import check_methods, load_models, make_runners, warn_about_sampling
 from draftsmith.eval.bench.tables import results_tables, show_results
-from draftsmith.eval.bench.trace import first_of_each_task, write_trace
+from draftsmith.eval.bench.trace import write_traces
 from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
 from draftsmith.modules.drafters.methods import Models, Named, known_methods, parse_methods
 from draftsmith.modules.types import InputError, SamplingParams
 
-# Settings that change nothing of what is measured: an interrupted run may go on with others.
+# Options that change nothing of what is measured: a resumed run may have others.
 INCIDENTAL = ("output", "card", "traces")
 
 # What a head's card needs of the meta and the rows of results.json.
 CARD_META = ("date", "git_commit", "clock", "hardware", "versions", "prompts", "target", "settings")
 CARD_ROW = ("tau", "tau_ci95", "prompts", "tokens", "speedup", "speedup_ci95", "matches_ar")
-
-ENTRY = {"group": int, "temperature": float, "rows": [COLUMNS]}  # of the journal
 
 
 @dataclass(frozen=True)
@@ -80,20 +74,20 @@ class BenchConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running):
         limit: measure the first so many prompts, of each file where --tasks names several, and of each category where
             --prompts is a file of SPEED-Bench; 0 takes all.
         temperatures: several, separated by commas (0,1), in place of temperature. Speed-ups are over ar at the same
-            one. dtype: float32, bfloat16, float16 or auto. Equality with ar is checked in float32 only.
+            one. Equality with ar is checked in float32 only.
         batch_size: prompts that are answered and timed together, by ar and the methods that draft chains; speed-ups are
             over ar at the same batch size.
         costs: directory of an earlier run, of this command or of `draftsmith eval tune`, whose measured costs are
-            taken: c of online and cost, the times of eagle2:nodes=auto. They decide how long drafts are: with them (or
+            used: c of online and cost, the times of eagle2:nodes=auto. They decide how long drafts are: with them (or
             with c=NUMBER) and the same seed, every round of two runs is the same.
         repeats: runs of every method on every prompt; the median counts.
         traces: answer the first so many prompts of each task once more with every method of this engine, off the clock,
             and write their rounds to trace.jsonl in output. There methods that learn begin anew, with these prompts
             only.
         card: write what was measured into the directories of the heads that were used, and into their model cards.
-        output: directory that receives results.json and prompts.parquet (a row for every method, prompt and turn). A
-            run that was interrupted goes on there when the same command is given again. A finished one is measured
-            again, and replaced once the new one is complete.
+        output: directory that receives results.json and prompts.parquet (a row for every method, prompt and turn). An
+            interrupted run is resumed by the same command. A finished one is measured again, and replaced once the new
+            one is complete.
     """
 
     target: str
@@ -115,20 +109,17 @@ class BenchConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running):
 
     @property
     def all_temperatures(self) -> list[float]:
-        """`temperatures`, or the one `temperature`."""
         if self.temperatures is None:
             return [self.temperature]
         return comma_numbers("temperatures", self.temperatures, float)
 
     @property
     def modes(self) -> list[SamplingParams]:
-        """Sampling at each temperature."""
         return [SamplingParams(temperature, self.top_k, self.top_p) for temperature in self.all_temperatures]
 
 
 def run(config: BenchConfig) -> int:
-    """Measure, print the tables and write `output`/results.json, which is there only when the run is complete. Returns
-    1 where prompts failed, else 0."""
+    """Measure, print the tables and write `output`/results.json. Return 1 if prompts failed, else 0."""
     results = bench(config)
     for table in results_tables(results):
         show_results(table)
@@ -142,36 +133,52 @@ def run(config: BenchConfig) -> int:
 
 @sole_writer()
 def bench(config: BenchConfig) -> dict[str, Any]:
-    """What results.json holds: {"meta": ..., "methods": [...], "failures": [...]}. Writes it too.
+    """Measure, write the run's files, and return what results.json holds: meta, methods and failures.
 
     Raises:
-        InputError: bad settings, models or prompts; an unfinished run of other settings in `output`; no prompt that
+        InputError: bad options, models or prompts; an unfinished run of other options in `output`; no prompt that
             could be measured.
     """
-    asked = parse_methods(asked_for(config), BASELINES)
-    named = [*parse_methods(BASELINE), *(item for item in asked if item.label != BASELINE)]  # every speed-up is over it
-    sources = check(config, named)
+    requested = parse_methods(requested_methods(config), BASELINES)
+    # Every speed-up is over ar, so that it is always measured, first.
+    named = [*parse_methods(BASELINE), *(item for item in requested if item.label != BASELINE)]
+    heads = check(config, named)
     torch.set_num_threads(config.num_threads)
+
+    # Load.
+    sources = task_sources(config.prompts, config.tasks)
     files = read_questions(sources, config.target, config.split, config.keep_tasks, config.limit, config.turns)
     prompts = [prompt for file in files for prompt in file]
     target = load_lm(config.target, **config.loading)
-    chat, context = Chat(config.target), target.info.max_position
-    room = longest_conversation(prompts, chat, config.max_new_tokens, context)
+    chat, context = TurnWriter(config.target), target.info.max_position
+    room = chat.longest(prompts, config.max_new_tokens, context)
     models = load_models(named, config.paths, room, config.modes[0], target, config.draft_precision, **config.loading)
     if models.acceptance is not None:
         for params in config.modes[1:]:
             warn_about_sampling(str(config.acceptance), params)
-    models = dataclasses.replace(models, ends=() if config.ignore_eos else models.ends)
-    models.times.load_state_dict(unfinished_auto(config.output) or (load_times(config.costs) if config.costs else {}))
+    if config.ignore_eos:
+        models = dataclasses.replace(models, ends=())
+    models.times.load_state_dict(unfinished_times(config.output) or (load_times(config.costs) if config.costs else {}))
+    # Building runners measures costs, which meta holds.
     runners = make_runners(named, models, config.modes, config.batch_size, **config.loading)
-    prompt_runner = PromptRunner(runners, chat, context, room, config.max_new_tokens, config.repeats, config.seed)
-    meta = meta_of(config, named, prompts, models)  # after the runners, which may measure costs
+    meta = bench_meta(config, named, heads, prompts, models)
     if config.target_precision != "dtype":
         reference = load_lm(config.target, **{**config.loading, "precision": "dtype"})
-        meta["target_fidelity"] = fidelity(target, reference, [prompt.prompt_ids for prompt in prompts])
+        meta["target_fidelity"] = measure_fidelity(target, reference, [prompt.prompt_ids for prompt in prompts])
         del reference
-    journal = Journal(config.output, decided_by(meta, prompts), ENTRY, models.times.state_dict())
+
+    # Measure.
+    depends_on = {
+        "settings": {name: value for name, value in meta["settings"].items() if name not in INCIDENTAL},
+        **{name: meta[name] for name in ("target", "models", "heads", "prompts", "versions")},
+        "names": [[prompt.id, prompt.task] for prompt in prompts],
+        "hardware": {name: meta["hardware"].get(name) for name in ("cpu", "gpu", "torch_threads")},
+    }
+    journal = Journal(config.output, depends_on, models.times.state_dict())
+    prompt_runner = PromptRunner(runners, chat, context, room, config.max_new_tokens, config.repeats, config.seed)
     rows = prompt_runner.run_all(files, config.batch_size, journal)
+
+    # Summarise and write.
     methods: list[dict[str, Any]] = []
     speed_bench = all(prompt.speed_bench for prompt in prompts)
     for params in config.modes:
@@ -180,18 +187,55 @@ def bench(config: BenchConfig) -> dict[str, Any]:
         methods += summarise(measured, config.clock, config.seed, compare, params.temperature, speed_bench)
     results = {"meta": meta, "methods": methods, "failures": failures_of(rows)}
     if config.traces:
-        own = [row for row in rows if row["method"] == BASELINE and row["error"] is None]
-        first = first_of_each_task(own, config.traces)
-        write_trace(config.output, first, named, models, config.modes, config.max_new_tokens, config.seed)
-    (config.output / RESULTS).unlink(missing_ok=True)  # one always belongs to the rows beside it
+        write_traces(
+            config.output, rows, config.traces, named, models, config.modes, config.max_new_tokens, config.seed
+        )
+    # A results.json always belongs to the rows beside it.
+    (config.output / RESULTS).unlink(missing_ok=True)
     write_rows(config.output / PER_PROMPT, rows)
     write_json(config.output / RESULTS, results)
     journal.remove()
     if config.card:
-        for kind, directory in heads_of(named, config.paths).items():
-            write_measured(directory, measured_of_head(results, named, kind))
-            log_note(f"Model card: {Path(directory) / CARD}")
+        write_cards(results, named, heads)
     return results
+
+
+def requested_methods(config: BenchConfig) -> str:
+    """Return all requested methods, each once: `decode` takes one `method`, this command also `methods`."""
+    listed = [label.strip() for label in config.methods.split(",")]
+    return config.methods if config.method is None or config.method in listed else f"{config.methods},{config.method}"
+
+
+def check(config: BenchConfig, named: Sequence[Named]) -> dict[str, str]:
+    """Check the options before anything is loaded. Return the heads that some method uses: kind -> directory.
+
+    Raises:
+        InputError: an option out of range, a method that cannot be batched, a card that cannot be written, ...
+    """
+    check_positive(config, "repeats", "num_threads", "max_new_tokens", "batch_size")
+    check_not_negative(config, "limit", "traces")
+    if config.batch_size > 1:
+        batch = f"with batch_size {config.batch_size}"
+        if config.engine == "hf":
+            raise InputError("engine", f"hf {batch}", "lean, which decodes in batches", "Pass --batch-size 1.")
+        for item in named:
+            if not item.method.batchable:
+                able = ", ".join(name for name, method in known_methods().items() if method.batchable)
+                remedy = "Measure it with --batch-size 1."
+                raise InputError("methods", f"{item.label} {batch}", f"some of {able}", remedy)
+    check_methods(named, config.paths)
+    used = {need for item in named for need in item.method.needs} - {MODEL, "mid"}
+    heads = {kind: path for kind, path in config.paths.items() if kind in used}
+    if config.card and not heads:
+        remedy = "Pass --draft HEAD or --acceptance HEAD with a method that uses it, or leave --card out."
+        raise InputError("card", "no method that uses a head", "a head to write the card of", remedy)
+    for kind, directory in heads.items() if config.card else ():
+        if Path(directory).is_dir() and not os.access(directory, os.W_OK):
+            remedy = "Copy it to a place of your own, or leave --card out."
+            raise InputError(kind, f"{directory}, which cannot be written to", "a head directory of yours", remedy)
+    check_device(config.device)
+    _ = config.modes  # checks the temperatures
+    return heads
 
 
 def load_times(directory: Path) -> dict[str, dict[str, Any]]:
@@ -212,10 +256,14 @@ def load_times(directory: Path) -> dict[str, dict[str, Any]]:
     return times
 
 
-def meta_of(
-    config: BenchConfig, named: Sequence[Named], prompts: Sequence[BenchPrompt], models: Models
+def bench_meta(
+    config: BenchConfig,
+    named: Sequence[Named],
+    heads: Mapping[str, str],
+    prompts: Sequence[BenchPrompt],
+    models: Models,
 ) -> dict[str, Any]:
-    heads = heads_of(named, config.paths)
+    """Build `meta` of results.json."""
     return describe(
         "bench",
         config,
@@ -225,79 +273,21 @@ def meta_of(
         {"draft": models.draft, "mid": models.mid},
         clock=config.clock,
         methods={item.label: dataclasses.asdict(item.method) for item in named},
-        heads={flag: {"path": path, "sha256": file_sha256(Path(path) / WEIGHTS)} for flag, path in heads.items()},
+        heads={kind: {"path": path, "sha256": file_sha256(Path(path) / WEIGHTS)} for kind, path in heads.items()},
         temperatures=config.all_temperatures,
         eos_ids=list(models.ends),
         **models.times.state_dict(),
     )
 
 
-def decided_by(meta: Mapping[str, Any], prompts: Sequence[BenchPrompt]) -> dict[str, Any]:
-    """What a measurement depends on: all but paths of output, dates and the like."""
-    settings = {name: value for name, value in meta["settings"].items() if name not in INCIDENTAL}
-    machine = {name: meta["hardware"].get(name) for name in ("cpu", "gpu", "torch_threads")}
-    names = [[prompt.id, prompt.task] for prompt in prompts]
-    kept = {name: meta[name] for name in ("target", "models", "heads", "prompts", "versions")}
-    return {"settings": settings, **kept, "names": names, "hardware": machine}
-
-
-def asked_for(config: BenchConfig) -> str:
-    """All methods, each once: `decode` takes one `method` and this command `methods`; a decode.yaml serves both."""
-    listed = [label.strip() for label in config.methods.split(",")]
-    return config.methods if config.method is None or config.method in listed else f"{config.methods},{config.method}"
-
-
-def check(config: BenchConfig, named: Sequence[Named]) -> list[tuple[str, str]]:
-    """What can be found wrong before anything is loaded. Returns (task, source) of the prompts' files."""
-    check_positive(config, "repeats", "num_threads", "max_new_tokens", "batch_size")
-    check_not_negative(config, "limit", "traces")
-    if config.batch_size > 1:
-        check_batch(config, named)
-    check_methods(named, config.paths)
-    if config.card:
-        check_cards(heads_of(named, config.paths))
-    check_device(config.device)
-    assert config.modes  # which checks them
-    return task_sources(config.prompts, config.tasks)
-
-
-def check_batch(config: BenchConfig, named: Sequence[Named]) -> None:
-    """What cannot be done to several prompts together."""
-    size = f"with batch_size {config.batch_size}"
-    if config.engine == "hf":
-        raise InputError("engine", f"hf {size}", "lean, which decodes in batches", "Pass --batch-size 1.")
-    for item in named:
-        if not item.method.batchable:
-            able = ", ".join(name for name, method in known_methods().items() if method.batchable)
-            raise InputError("methods", f"{item.label} {size}", f"some of {able}", "Measure it with --batch-size 1.")
-
-
-def heads_of(named: Sequence[Named], paths: Mapping[str, str]) -> dict[str, str]:
-    """Kind -> directory of the heads that some method uses. paths: role or kind -> what the user passed."""
-    used = {need for item in named for need in item.method.needs} - {MODEL, "mid"}
-    return {kind: path for kind, path in paths.items() if kind in used}
-
-
-def check_cards(heads: Mapping[str, str]) -> None:
-    """Check that cards can be written, before anything is measured. heads: of `heads_of`.
-
-    Raises:
-        InputError: no method uses a head, or the directory of one cannot be written to.
-    """
-    if not heads:
-        remedy = "Pass --draft HEAD or --acceptance HEAD with a method that uses it, or leave --card out."
-        raise InputError("card", "no method that uses a head", "a head to write the card of", remedy)
+def write_cards(results: Mapping[str, Any], named: Sequence[Named], heads: Mapping[str, str]) -> None:
+    """Write the rows of the methods that used each head into its measured.json and model card."""
     for kind, directory in heads.items():
-        if Path(directory).is_dir() and not os.access(directory, os.W_OK):
-            remedy = "Copy it to a place of your own, or leave --card out."
-            raise InputError(kind, f"{directory}, which cannot be written to", "a head directory of yours", remedy)
-
-
-def measured_of_head(results: Mapping[str, Any], named: Sequence[Named], kind: str) -> dict[str, Any]:
-    """What `measured.json` holds of one head: the rows of the methods that used it, and how they were taken."""
-    labels = {item.label for item in named if kind in item.method.needs}
-    rows = []
-    for row in (row for row in results["methods"] if row["method"] in labels):
-        by_task = {task: {key: part[key] for key in CARD_ROW} for task, part in row.get("by_task", {}).items()}
-        rows.append({**{key: row[key] for key in ("method", "temperature", *CARD_ROW)}, "by_task": by_task})
-    return {"schema_version": 1, **{name: results["meta"][name] for name in CARD_META}, "methods": rows}
+        labels = {item.label for item in named if kind in item.method.needs}
+        rows = []
+        for row in (row for row in results["methods"] if row["method"] in labels):
+            by_task = {task: {key: part[key] for key in CARD_ROW} for task, part in row.get("by_task", {}).items()}
+            rows.append({**{key: row[key] for key in ("method", "temperature", *CARD_ROW)}, "by_task": by_task})
+        meta = {name: results["meta"][name] for name in CARD_META}
+        write_measured(directory, {"schema_version": 1, **meta, "methods": rows})
+        log_note(f"Model card: {Path(directory) / CARD}")

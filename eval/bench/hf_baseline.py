@@ -1,8 +1,4 @@
-"""transformers' own generation, measured with this project's counts: the baseline that shares no code with ours.
-
-Target calls are counted by a hook. A hook leaves the signature of `forward` alone; a wrapper does not, and `generate`
-then stops passing position ids.
-"""
+"""transformers' own generation with this project's counts: a baseline that shares no code with our decoder."""
 
 from __future__ import annotations
 
@@ -21,6 +17,8 @@ from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
 from draftsmith.modules.drafters.methods import Method
 from draftsmith.modules.types import InputError, SamplingParams, at_least
+
+Call = tuple[int, Tensor]  # of the target: how many tokens were in its cache, and the tokens [T] that it read
 
 
 @dataclass(frozen=True)
@@ -52,36 +50,12 @@ class HFAssisted(Method):
 BASELINES: dict[str, type[Method]] = {"hf": HFGenerate, "hf-assisted": HFAssisted}
 
 
-Call = tuple[int, Tensor]  # of the target: how many tokens were in its cache, and the tokens [T] that it was fed
-
-
-def trace_of(calls: Sequence[Call], prompt_length: int, tokens: Sequence[int]) -> DecodeTrace:
-    """The counts of one generation from what its target calls read.
-
-    Before the first call the prompt is known; before a later one, one token more than is cached. What is fed beyond the
-    known tokens was drafted; the growth of the known tokens until the next call was emitted. Assisted generation drafts
-    before its first target call, so the prefill is a round like any other.
-
-    The common beginning of a draft and what was emitted is what was accepted: a rejected token is never drawn again in
-    its own place, because the residual distribution gives it no mass.
-    """
-    known = [0, *(num_cached + 1 - prompt_length for num_cached, _ in calls[1:]), len(tokens)]
-    steps = []
-    for i, (num_cached, fed) in enumerate(calls):
-        drafted, emitted = fed[prompt_length + known[i] - num_cached :].tolist(), tokens[known[i] : known[i + 1]]
-        equal = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(drafted, emitted, strict=False))
-        accepted = sum(1 for _ in equal)
-        steps.append(DecodeStep(len(drafted), accepted, len(emitted), len(drafted)))
-    return DecodeTrace(steps, prefill_calls=0)
-
-
 @dataclass(frozen=True)
 class HFRunner:
     """`generate` of one transformers model, assisted by another when `assistant` is given.
 
-    eos_ids: tokens that end the answer; () never ends.
-    num_assistant_tokens: most drafted tokens of a round, without a schedule.
-    confidence_threshold: a round ends early after a drafted token of lower probability; 0 never.
+    eos_ids: tokens that end the answer; () never ends. num_assistant_tokens: most drafted tokens of a round, without a
+    schedule. confidence_threshold: a round ends early after a drafted token of lower probability; 0 never.
     """
 
     model: Any
@@ -96,15 +70,17 @@ class HFRunner:
         return [self.answer(prompt, max_new_tokens, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
 
     def answer(self, prompt: Sequence[int], max_new_tokens: int, seed: int) -> Generation:
+        """Generate for one prompt, and count target calls with a hook."""
         calls: list[Call] = []
 
         def record(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             cache = kwargs.get("past_key_values")
             calls.append((int(cache.get_seq_length()) if cache is not None else 0, kwargs["input_ids"][0]))
 
-        input_ids = torch.tensor([list(prompt)], device=self.model.device)
+        input_ids = torch.tensor([list(prompt)], device=self.model.device)  # [1, T]
         limit = getattr(self.model.config, "max_position_embeddings", None)
         room = min(max_new_tokens, limit - len(prompt)) if limit else max_new_tokens
+        # A hook leaves the signature of `forward` alone. Behind a wrapper `generate` stops passing position ids.
         hook = self.model.register_forward_pre_hook(record, with_kwargs=True)
         try:
             output = self._generate(input_ids, room, seed)
@@ -145,8 +121,27 @@ class HFRunner:
             )
 
 
+def trace_of(calls: Sequence[Call], prompt_length: int, tokens: Sequence[int]) -> DecodeTrace:
+    """Derive the counts of one generation from what its target calls read.
+
+    Before the first call the prompt is known; before a later one, one token more than is cached. What was read beyond
+    the known tokens was drafted; the growth of the known tokens until the next call was emitted. Assisted generation
+    drafts before its first target call, so the prefill is a round like any other.
+
+    The common beginning of a draft and of what was emitted was accepted: a rejected token is never drawn again in its
+    own place, because the residual distribution gives it no mass.
+    """
+    known = [0, *(num_cached + 1 - prompt_length for num_cached, _ in calls[1:]), len(tokens)]
+    steps = []
+    for i, (num_cached, read) in enumerate(calls):
+        drafted, emitted = read[prompt_length + known[i] - num_cached :].tolist(), tokens[known[i] : known[i + 1]]
+        equal = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(drafted, emitted, strict=False))
+        steps.append(DecodeStep(len(drafted), sum(1 for _ in equal), len(emitted), len(drafted)))
+    return DecodeTrace(steps, prefill_calls=0)
+
+
 def load_hf_model(path: str, dtype: str, device: str, trust_remote_code: bool = False) -> Any:
-    """A transformers model without generation defaults of its own: `generate` would fill them in behind our back."""
+    """Load a transformers model without generation defaults of its own, which `generate` would apply unasked."""
     from transformers import GenerationConfig
 
     # Assisted generation warns about the arguments that it passes to itself.

@@ -1,7 +1,7 @@
-"""What a run leaves: `meta` of its results.json, which says what its numbers hold for and takes them again, and
-prompts.parquet, what was measured of every prompt, from which all else can be worked out.
+"""Files that a run of `eval bench` leaves, and the numbers that follow from them.
 
-prompts.parquet has one row for each method, temperature, prompt and turn. Columns:
+results.json holds `meta`, which says what the numbers hold for, and a row a method (`summarise`). prompts.parquet holds
+what was measured of every prompt, one row for each method, temperature, prompt and turn:
 
     method, temperature   what answered, and how it sampled
     prompt, turn          number of the question in the run, from 0; turn of its conversation, from 1
@@ -29,6 +29,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
@@ -36,19 +37,22 @@ import torch
 from draftsmith.data.models.loading import tokenizer_identity
 from draftsmith.data.store.files import write_table
 from draftsmith.data.store.manifest import command_line, git_commit, package_versions, resolved
+from draftsmith.data.text.repetition import NEW, Repetition, distinct_4grams, origins
 from draftsmith.eval.bench.prompts import BenchPrompt
+from draftsmith.eval.bootstrap import Floats, Resamples
+from draftsmith.eval.clock import ClockName
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, Totals, pool
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
 
-RESULTS, PER_PROMPT = "results.json", "prompts.parquet"  # a directory of results ends with the first
+RESULTS, PER_PROMPT = "results.json", "prompts.parquet"  # results.json is written last
 SCHEMA_VERSION = 3
 BASELINE = "ar"
 COUNTS = ("num_target_calls", "num_draft_tokens", "num_accepted", "num_discarded", "draft_calls")
 Row = dict[str, Any]
-STEP = {field.name: int for field in dataclasses.fields(DecodeStep)}
-# Columns of prompts.parquet in their order, and of a row in a journal.
+
+# Columns of prompts.parquet in their order, which are the keys of a row in a journal as well. A tuple may be None.
 COLUMNS: dict[str, Any] = {
     "method": str,
     "temperature": float,
@@ -63,11 +67,9 @@ COLUMNS: dict[str, Any] = {
     **{name: [float] for name in ("wall_s_runs", "cpu_s_runs")},
     **dict.fromkeys((*COUNTS, "prefill_emitted", "prefill_calls"), int),
     "token_ids": [int],
-    "rounds": [STEP],
+    "rounds": [{field.name: int for field in dataclasses.fields(DecodeStep)}],
     "error": (str, None),
 }
-
-
 NOT_ANSWERED = Generation([], DecodeTrace(prefill_calls=0), False)
 
 
@@ -76,18 +78,18 @@ def row_of(
     group: int,
     method: str,
     temperature: float,
-    made: Generation = NOT_ANSWERED,
+    answer: Generation = NOT_ANSWERED,
     wall_s: Sequence[float] = (),
     cpu_s: Sequence[float] = (),
     error: str | None = None,
 ) -> Row:
-    """One method on one prompt, as JSON and Parquet hold it.
+    """Build the row of one method on one prompt.
 
-    group: number of the questions that were answered together, turn by turn. The clocks saw the whole group; each of
-        its prompts carries an equal share, so only sums over whole groups mean anything.
-    wall_s, cpu_s: shares of every repeat, in the order taken. error: why the prompt was not measured.
+    group: number of the questions that were answered together. The clocks saw the whole group, and each of its prompts
+    has an equal share, so only sums over whole groups mean anything. wall_s, cpu_s: shares of every repeat, in the
+    order taken. error: why the prompt was not measured.
     """
-    totals = pool([made.trace])
+    totals = pool([answer.trace])
     return {
         "method": method,
         "temperature": temperature,
@@ -99,74 +101,67 @@ def row_of(
         "prompt_tokens": len(prompt.prompt_ids),
         "prompt_ids": prompt.prompt_ids if method == BASELINE else None,
         "tokens": totals.num_tokens,
-        "ended": made.ended,
+        "ended": answer.ended,
         "wall_s": statistics.median(wall_s or [0.0]),
         "cpu_s": statistics.median(cpu_s or [0.0]),
         "wall_s_runs": list(wall_s),
         "cpu_s_runs": list(cpu_s),
         **{name: getattr(totals, name) for name in COUNTS},
-        "prefill_emitted": made.trace.prefill_emitted,
-        "prefill_calls": made.trace.prefill_calls,
-        "token_ids": made.tokens,
-        "rounds": [dataclasses.asdict(step) for step in made.trace.steps],
+        "prefill_emitted": answer.trace.prefill_emitted,
+        "prefill_calls": answer.trace.prefill_calls,
+        "token_ids": answer.tokens,
+        "rounds": [dataclasses.asdict(step) for step in answer.trace.steps],
         "error": error,
     }
 
 
-def totals_of(rows: Sequence[Row]) -> Totals:
-    """Sums of the counts."""
-    sums = {name: sum(row[name] for row in rows) for name in COUNTS}
-    return Totals(prompts=len(rows), num_tokens=sum(row["tokens"] for row in rows), **sums)
-
-
 def of_methods(rows: Sequence[Row], temperature: float) -> dict[str, list[Row]]:
-    """Method -> its rows at this temperature; failed prompts left out."""
-    found: dict[str, list[Row]] = {}
+    """Return the rows at a temperature by their method, without failed prompts."""
+    by_method: dict[str, list[Row]] = {}
     for row in rows:
         if row["temperature"] == temperature:
-            own = found.setdefault(row["method"], [])
+            own = by_method.setdefault(row["method"], [])
             if row["error"] is None:
                 own.append(row)
-    return found
+    return by_method
 
 
 def failures_of(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Each prompt that was not measured once: its number, id, task, turn, temperature and why."""
+    """Return each failed prompt once, with its number, id, task, turn, temperature and error."""
     keys = ("prompt", "id", "task", "turn", "temperature", "error")
     return [{key: row[key] for key in keys} for row in rows if row["error"] is not None and row["method"] == BASELINE]
 
 
-def arrow_type(shape: Any) -> Any:
-    """Arrow's type of a column: of a type of Python, a list of one, a struct of some, or one that may be None."""
-    if isinstance(shape, tuple):
-        return arrow_type(shape[0])
-    if isinstance(shape, list):
-        return pa.list_(arrow_type(shape[0]))
-    if isinstance(shape, dict):
-        return pa.struct([(name, arrow_type(own)) for name, own in shape.items()])
-    return {str: pa.string(), int: pa.int32(), float: pa.float64(), bool: pa.bool_()}[shape]
+def arrow_type(kind: Any) -> Any:
+    """Return Arrow's type for a Python type, a list of one, a struct of some, or one that may be None."""
+    if isinstance(kind, tuple):
+        return arrow_type(kind[0])
+    if isinstance(kind, list):
+        return pa.list_(arrow_type(kind[0]))
+    if isinstance(kind, dict):
+        return pa.struct([(name, arrow_type(own)) for name, own in kind.items()])
+    return {str: pa.string(), int: pa.int32(), float: pa.float64(), bool: pa.bool_()}[kind]
 
 
 def schema() -> pa.Schema:
-    """Arrow schema of the file."""
-    return pa.schema([(name, arrow_type(shape)) for name, shape in COLUMNS.items()])
+    return pa.schema([(name, arrow_type(kind)) for name, kind in COLUMNS.items()])
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Whole or not at all."""
+    """Write prompts.parquet, whole or not at all."""
     write_table(path, pa.Table.from_pylist(list(rows), schema()), compression="zstd")
 
 
 def read_rows(directory: Path) -> list[Row]:
-    """The rows of a run.
+    """Read the rows of a run.
 
     Raises:
         InputError: the run has none, or they are damaged.
     """
     path = Path(directory) / PER_PROMPT
     if not path.exists():
-        remedy = "Measure it again: runs of earlier versions have other rows."
-        raise InputError(str(directory), f"no {PER_PROMPT}", "a run of `draftsmith eval bench`", remedy)
+        expected = "a run of `draftsmith eval bench`"
+        raise InputError(str(directory), f"no {PER_PROMPT}", expected, "Measure it again.")
     try:
         return pq.read_table(path, schema=schema()).to_pylist()
     except (pa.ArrowException, KeyError, OSError) as error:
@@ -183,15 +178,13 @@ def describe(
     models: Mapping[str, CausalLM | None],
     **more: Any,
 ) -> dict[str, Any]:
-    """`meta` of a results.json.
+    """Build `meta` of a results.json: what its numbers hold for, and how to measure them again.
 
-    kind: of the results: bench, specdecpp, ... config: the command's settings, `target`, `device` and `seed` among
-    them. target: or its identity, where it runs elsewhere. source: of the prompts, as the user named it. models: role
-    -> the smaller models, None where there is none.
-    more: what else belongs there.
+    kind: bench, tune, ... config: the command's options, `target`, `device` and `seed` among them. target: or its
+    identity, where it runs elsewhere. source: of the prompts, as the user named it. models: role -> the smaller models,
+    None where there is none. more: further entries.
     """
     asked = [[prompt.prompt_ids, *prompt.later] if prompt.later else prompt.prompt_ids for prompt in prompts]
-    ids = json.dumps(asked).encode()
     identity = target if isinstance(target, Mapping) else target.info.identity
     return {
         "schema_version": SCHEMA_VERSION,
@@ -202,7 +195,11 @@ def describe(
         "settings": resolved(config),
         "target": {**identity, **tokenizer_identity(config.target)},
         "models": {role: lm.info.identity for role, lm in models.items() if lm is not None},
-        "prompts": {"source": source, "count": len(prompts), "sha256": hashlib.sha256(ids).hexdigest()},
+        "prompts": {
+            "source": source,
+            "count": len(prompts),
+            "sha256": hashlib.sha256(json.dumps(asked).encode()).hexdigest(),
+        },
         "versions": {**package_versions(), "python": platform.python_version()},
         "git_commit": git_commit(),
         "hardware": hardware(config.device),
@@ -211,22 +208,169 @@ def describe(
 
 
 def hardware(device: str) -> dict[str, Any]:
-    """The machine: numbers without it mean little."""
-    found = {
+    """Describe the machine: speeds mean little without it."""
+    facts = {
         "platform": platform.platform(),
         "cpu": cpu_name(),
         "cpu_count": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
     }
     if torch.device(device).type == "cuda":
-        found["gpu"] = torch.cuda.get_device_name(torch.device(device))
-    return found
+        facts["gpu"] = torch.cuda.get_device_name(torch.device(device))
+    return facts
 
 
 def cpu_name() -> str:
+    """Return the model of the CPU; `platform` knows only its architecture on Linux."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text().splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def totals_of(rows: Sequence[Row]) -> Totals:
+    """Sum the counts of rows."""
+    sums = {name: sum(row[name] for row in rows) for name in COUNTS}
+    return Totals(prompts=len(rows), num_tokens=sum(row["tokens"] for row in rows), **sums)
+
+
+def tokens_per_s(rows: Sequence[Row], clock: ClockName) -> float:
+    """Return emitted tokens by seconds, both summed over prompts."""
+    return sum(row["tokens"] for row in rows) / max(sum(row[f"{clock}_s"] for row in rows), 1e-12)
+
+
+def speedup(rows: Sequence[Row], baseline: Sequence[Row], clock: ClockName) -> float:
+    return tokens_per_s(rows, clock) / tokens_per_s(baseline, clock)
+
+
+class MeasuredResamples(Resamples):
+    """Bootstrap resamples of measured prompts.
+
+    Prompts that were timed together are drawn together: groups of questions, each with all its turns.
+    """
+
+    def __init__(self, rows: Sequence[Row], seed: int):
+        super().__init__([row["group"] for row in rows], seed)
+
+    def ratio(self, rows: Sequence[Row], above: str, below: str) -> Floats:
+        """Return the sum of one column by that of another, in each resample."""
+        above_sums, below_sums = (self.sums([row[name] for row in rows]) for name in (above, below))
+        return above_sums / np.maximum(below_sums, 1e-12)
+
+    def tokens_per_s(self, rows: Sequence[Row], clock: ClockName) -> Floats:
+        return self.ratio(rows, "tokens", f"{clock}_s")
+
+    def tau(self, rows: Sequence[Row]) -> Floats:
+        return self.ratio(rows, "tokens", "num_target_calls")
+
+
+def summarise(
+    measured: Mapping[str, Sequence[Row]],
+    clock: ClockName,
+    seed: int,
+    compare: bool,
+    temperature: float = 0.0,
+    speed_bench: bool = False,
+) -> list[dict[str, Any]]:
+    """Summarise each method at one temperature, in the order measured (`of_methods`).
+
+    A method's own numbers are pooled: ratios of sums over all prompts. `macro_speedup` and `macro_tau` beside `by_task`
+    are means over tasks, each of which counts alike, as papers print them. Rows have `by_task` where prompts carry
+    tasks and no group mixes them: the seconds of a mixed group belong to no task.
+
+    compare: greedy in float32, where equality with ar is a fair test. speed_bench: tasks are SPEED-Bench's categories;
+    adds `speed_bench_tau` to every part of `by_task`, and their mean to the row.
+    """
+    baseline = measured[BASELINE]
+    mixed = len({(row["group"], row["task"]) for row in baseline}) > len({row["group"] for row in baseline})
+    tasks = [] if mixed else sorted({row["task"] for row in baseline if row["task"]})
+    summaries = []
+    for label, rows in measured.items():
+        summary: dict[str, Any] = {"method": label, "temperature": temperature}
+        summary |= summary_row(rows, baseline, clock, seed, compare)
+        if tasks:
+            summary["by_task"] = by_task = {}
+            for task in tasks:
+                own, base = ([row for row in part if row["task"] == task] for part in (rows, baseline))
+                by_task[task] = summary_row(own, base, clock, seed, compare)
+                if speed_bench:
+                    by_task[task]["speed_bench_tau"] = speed_bench_tau(own)
+            for name in ("speedup", "tau"):
+                summary[f"macro_{name}"] = statistics.fmean(part[name] for part in by_task.values())
+            if speed_bench:
+                summary["speed_bench_tau"] = statistics.fmean(part["speed_bench_tau"] for part in by_task.values())
+        summaries.append(summary)
+    return summaries
+
+
+def summary_row(
+    rows: Sequence[Row], baseline: Sequence[Row], clock: ClockName, seed: int, compare: bool
+) -> dict[str, Any]:
+    """Summarise one method over some prompts. compare: as of `summarise`."""
+    totals, resamples = totals_of(rows), MeasuredResamples(rows, seed)
+    differing = sum(row["token_ids"] != other["token_ids"] for row, other in zip(rows, baseline, strict=True))
+    return {
+        "prompts": totals.prompts,
+        "tokens": totals.num_tokens,
+        "wall_s": sum(row["wall_s"] for row in rows),
+        "cpu_s": sum(row["cpu_s"] for row in rows),
+        "tokens_per_s": tokens_per_s(rows, clock),
+        "speedup": speedup(rows, baseline, clock),
+        "speedup_ci95": resamples.interval(
+            lambda: resamples.tokens_per_s(rows, clock) / resamples.tokens_per_s(baseline, clock)
+        ),
+        "speedup_wall": speedup(rows, baseline, "wall"),
+        "speedup_cpu": speedup(rows, baseline, "cpu"),
+        "tau": totals.tau,
+        "tau_ci95": resamples.interval(lambda: resamples.tau(rows)),
+        **{name: getattr(totals, name) for name in COUNTS},
+        "discard_rate": totals.discard_rate,
+        "verification_rate": totals.verification_rate,
+        "matches_ar": differing == 0 if compare else None,
+        "num_differing": differing if compare else None,
+        "ended": sum(row["ended"] for row in rows),
+        "distinct_4grams": distinct_4grams(row["token_ids"] for row in rows),
+        **copying(rows, baseline),
+    }
+
+
+def speed_bench_tau(rows: Sequence[Row]) -> float:
+    """Return the acceptance length of a category by SPEED-Bench's rule.
+
+    Tokens per target call of each question over all its turns, then the mean over questions. Ours, `Totals.tau`, is a
+    ratio of sums over questions.
+    """
+    questions: dict[int, list[Row]] = {}
+    for row in rows:
+        questions.setdefault(row["prompt"], []).append(row)
+    return statistics.fmean(totals_of(turns).tau for turns in questions.values())
+
+
+def copying(rows: Sequence[Row], baseline: Sequence[Row]) -> dict[str, float | None]:
+    """Measure how much of the text repeats, and tau apart for rounds that begin within a repetition and for others.
+
+    Shares of the tokens that continue a repetition of their prompt or of the answer itself. The two taus are without
+    prefills, and None where there are no such rounds.
+
+    baseline: the rows with the prompts, in the same order.
+    """
+    sequences = []
+    steps: dict[bool, list[DecodeStep]] = {True: [], False: []}
+    for row, other in zip(rows, baseline, strict=True):
+        prompt, answer = other["prompt_ids"], row["token_ids"]
+        sequences.append(([*prompt, *answer], [False] * len(prompt) + [True] * len(answer)))
+        token_origins, at = origins(*sequences[-1])[len(prompt) :], row["prefill_emitted"]
+        for step in (DecodeStep(**counts) for counts in row["rounds"]):
+            if step.num_emitted:
+                steps[token_origins[at] != NEW].append(step)
+            at += step.num_emitted
+    shares = Repetition.of(sequences)
+    taus = {key: pool([DecodeTrace(own, prefill_calls=0)]).tau if own else None for key, own in steps.items()}
+    return {
+        "copied_prompt": shares.from_prompt,
+        "copied_answer": shares.from_answer,
+        "tau_copying": taus[True],
+        "tau_new": taus[False],
+    }

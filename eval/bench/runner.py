@@ -1,22 +1,38 @@
-"""The methods of a run, ready to answer."""
+"""Methods of a run, ready to answer: models and heads that fit each other, loaded, and a runner for each method."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.resources import files
+from pathlib import Path
 from typing import Any, Protocol
 
-from draftsmith.data.models.loading import name_nonfinite
+import torch
+import yaml
+
+from draftsmith.data.console import log_note
+from draftsmith.data.heads.directory import another_mode, drafter_identity, head_config, load_head
+from draftsmith.data.models.loading import check_device, check_same_tokenizer, load_lm, name_nonfinite
+from draftsmith.data.settings import MODEL, ROLES
 from draftsmith.eval.bench.hf_baseline import HFAssisted, HFGenerate, HFRunner, load_hf_model
+from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence
+from draftsmith.eval.costs import MeasuredTimes
+from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.decoding.learner import Learner, learners_of
 from draftsmith.modules.decoding.loop import DecodeOptions, Generation, Round, generate
 from draftsmith.modules.decoding.protocols import Drafter
-from draftsmith.modules.drafters.methods import Models, Named
+from draftsmith.modules.decoding.tree import MAX_NODES, StaticTree
+from draftsmith.modules.drafters.methods import Models, Named, check_needs
+from draftsmith.modules.engine.low_precision import Precision, check_precision
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.base import CausalLM, Session
 from draftsmith.modules.targets.llama import LlamaLM
-from draftsmith.modules.types import InputError, SamplingParams
+from draftsmith.modules.types import InputError, SamplingParams, at_most
+
+# Tokens beyond prompt and answer that a drafter's cache may hold: no draft of a round is longer.
+DRAFT_ROOM = 130
 
 
 class Runner(Protocol):
@@ -28,13 +44,11 @@ class Runner(Protocol):
 
 @dataclass(frozen=True)
 class EngineRunner:
-    """This project's loop with one drafter, or none.
+    """Runner of this project's decoder with one drafter, or none.
 
-    on_round: is called after every round.
-    session: the target's, used again for every group, with the features that the drafter reads; None makes one for
-        each.
-    paths: flag -> what the user passed, for errors.
-    rows: prompts that are decoded together, which the drafter was built for; the others of a group follow.
+    on_round: is called after every round. session: the target's, used for every group, with the features that the
+    drafter reads; None makes one for each. paths: option -> what the user passed, for errors. rows: prompts that are
+    decoded together, which the drafter was built for; the others of a group follow.
     """
 
     target: CausalLM
@@ -51,42 +65,47 @@ class EngineRunner:
         return learners_of(self.drafter)
 
     def __call__(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seeds: Sequence[int]) -> list[Generation]:
-        made: list[Generation] = []
-        setup = DecodeOptions(self.on_round, self.session)
+        answers: list[Generation] = []
+        options = DecodeOptions(self.on_round, self.session)
         with name_nonfinite(paths=self.paths):
             for start in range(0, len(prompts), self.rows):
-                some = slice(start, start + self.rows)
-                made += generate(
+                part = slice(start, start + self.rows)
+                sources = [TorchSource(seed) for seed in seeds[part]]
+                answers += generate(
                     self.target,
                     self.drafter,
-                    prompts[some],
+                    prompts[part],
                     self.params,
                     max_new_tokens,
-                    [TorchSource(seed) for seed in seeds[some]],
+                    sources,
                     self.eos_ids,
-                    setup,
+                    options,
                 )
-        return made
+        return answers
 
 
 def make_runners(
-    named: Sequence[Named], models: Models, modes: Sequence[SamplingParams], rows: int = 1, **how: Any
+    named: Sequence[Named], models: Models, modes: Sequence[SamplingParams], rows: int = 1, **loading: Any
 ) -> dict[float, dict[str, Runner]]:
-    """Temperature -> label -> method. Sessions serve every temperature, and drafters that learn nothing; transformers'
-    models are loaded only for the methods that use them.
+    """Build the runners: temperature -> label -> runner.
 
-    modes: ways of sampling, one a temperature. rows: most prompts of a group. how: as of `load_lm`, for models that
-        transformers runs itself.
+    Sessions are shared by all temperatures, and so are drafters that do not learn. transformers' models are loaded only
+    for the methods that use them.
+
+    modes: sampling at each temperature. rows: most prompts of a group. loading: arguments of `load_lm`, for models that
+    transformers runs itself.
     """
-    if rows > 1:
-        check_rows("target", models.target)
-        check_rows("draft", models.draft)
+    for role, lm in (("target", models.target), ("draft", models.draft)):
+        if rows > 1 and lm is not None and not isinstance(lm, LlamaLM):
+            found = "a model that only transformers can run"
+            raise InputError(role, found, "a Llama-family model, to decode in batches", "Pass --batch-size 1.")
 
     @functools.cache
-    def hf_model(flag: str) -> Any:
-        return load_hf_model(models.paths[flag], how["dtype"], how["device"], how["trust_remote_code"])
+    def hf_model(role: str) -> Any:
+        return load_hf_model(models.paths[role], loading["dtype"], loading["device"], loading["trust_remote_code"])
 
-    sessions: dict[tuple[int, ...], Session] = {}  # by what is captured; a GPU's graphs are worth keeping
+    # By captured layers; a GPU's graphs are worth keeping.
+    sessions: dict[tuple[int, ...], Session] = {}
     runners: dict[float, dict[str, Runner]] = {params.temperature: {} for params in modes}
     for label, method in ((item.label, item.method) for item in named):
         if isinstance(method, HFAssisted | HFGenerate):
@@ -99,7 +118,8 @@ def make_runners(
         if capture not in sessions:
             sessions[capture] = models.target.session(rows, models.capacity, capture)
         for number, params in enumerate(modes):
-            if number and learners_of(drafter):  # every way of sampling learns for itself
+            # Every temperature learns for itself.
+            if number and learners_of(drafter):
                 drafter = method.build(models, rows)
             runners[params.temperature][label] = EngineRunner(
                 models.target, drafter, params, models.ends, session=sessions[capture], paths=models.paths, rows=rows
@@ -107,10 +127,139 @@ def make_runners(
     return runners
 
 
-def check_rows(role: str, lm: CausalLM | None) -> None:
-    """Raises:
-    InputError: the model cannot read rows side by side, as it is run by transformers.
+def load_run(
+    config: Any, named: Sequence[Named], prompts: Sequence[BenchPrompt], max_new_tokens: int, params: SamplingParams
+) -> Models:
+    """Load the target of a command's options and the models of its methods, with room for these prompts and answers.
+
+    config: with the options `Running`, `DraftSettings` and `AnswerLength`, and a target.
+
+    Raises:
+        InputError: as `load_models`; no such device; a prompt that leaves no room in the context.
     """
-    if lm is not None and not isinstance(lm, LlamaLM):
-        found = "a model that only transformers can run"
-        raise InputError(role, found, "a Llama-family model, to decode in batches", "Pass --batch-size 1.")
+    check_methods(named, config.paths)
+    check_device(config.device)
+    torch.set_num_threads(config.num_threads)
+    target = load_lm(config.target, **config.loading)
+    longest = longest_sequence(prompts, max_new_tokens, target.info.max_position)
+    models = load_models(named, config.paths, longest, params, target, config.draft_precision, **config.loading)
+    return replace(models, ends=()) if config.ignore_eos else models
+
+
+def load_models(
+    named: Sequence[Named],
+    paths: Mapping[str, str],
+    sequence_length: int,
+    params: SamplingParams,
+    target: CausalLM,
+    draft_precision: Precision = "dtype",
+    **loading: Any,
+) -> Models:
+    """Load the models and heads that the methods need, for a loaded target.
+
+    Drafts end where the target's answers do; a run that ignores end tokens empties `Models.ends`.
+
+    paths: role or kind -> what the user passed (`DraftSettings.paths`). sequence_length: tokens of the longest prompt
+    with its answer. loading: arguments of `load_lm` for the target. draft_precision: of what drafts; `mid` stays as the
+    target.
+
+    Raises:
+        InputError: a missing or unfitting model, or a draft whose context is too short.
+    """
+    trees = check_methods(named, paths)
+    needs = dict.fromkeys(need for item in named for need in item.method.needs)
+    longest = min(sequence_length, target.info.max_position)
+    lms: dict[str, CausalLM] = {}
+    for role, changes in ((MODEL, {"precision": draft_precision}), ("mid", {})):
+        if role in needs:
+            lms[role] = load_smaller_lm(role, paths, target, longest, **loading | changes)
+    draft, mid = lms.get(MODEL), lms.get("mid")
+
+    heads: dict[str, Any] = {}
+    for kind in (need for need in needs if need not in (MODEL, *ROLES)):
+        owners = {item.method.drafts_for for item in named if kind in item.method.needs}
+        if len(owners) > 1:
+            found = f"methods whose {kind} head drafts for the target, and methods whose head drafts for --mid"
+            raise InputError("methods", found, f"one owner of the {kind} head", "Run them one after the other.")
+        owner = target if owners == {"target"} else mid
+        check_precision("draft_precision", draft_precision, str(target.device))
+        heads[kind] = load_head(paths[kind], owner, kind=kind)
+        heads[kind].draft_in(draft_precision, owner)
+
+    acceptance = None
+    if "acceptance" in needs:
+        # The head reads the hidden states of one drafter: a draft model, or a head.
+        by_head = [item.method for item in named if "acceptance" in item.method.needs]
+        readers = {next(need for need in method.needs if need not in ROLES) for method in by_head}
+        if len(readers) > 1:
+            found = f"methods whose acceptance head reads what {' and what '.join(sorted(readers))} drafts"
+            raise InputError("methods", found, "one drafter for --acceptance", "Run them one after the other.")
+        (reader,) = readers
+        if reader == MODEL:
+            acceptance = load_head(paths["acceptance"], draft, kind="acceptance")
+        else:
+            identity = drafter_identity(paths[reader], target)
+            acceptance = load_head(paths["acceptance"], target, kind="acceptance", identity=identity)
+        assert isinstance(acceptance, AcceptanceHead)
+        warn_about_sampling(paths["acceptance"], params)
+    capacity, ends = longest + DRAFT_ROOM, tuple(target.info.eos_ids)
+    return Models(target, draft, mid, heads, acceptance, dict(paths), capacity, ends, trees, MeasuredTimes())
+
+
+def load_smaller_lm(role: str, paths: Mapping[str, str], target: CausalLM, longest: int, **loading: Any) -> CausalLM:
+    """Load a draft or mid model, which has to share the target's tokens."""
+    path = paths[role]
+    check_same_tokenizer(paths["target"], path, role)
+    lm = load_lm(path, **loading)
+    ours, theirs = target.info, lm.info
+    if theirs.vocab_size != ours.vocab_size:
+        found = f"{path} of vocabulary {theirs.vocab_size}"
+        raise InputError(role, found, f"{ours.vocab_size}, the target's", "Use a draft of the same family.")
+    if theirs.max_position < longest:
+        found = f"{path} with a context of {theirs.max_position}"
+        raise InputError(role, found, f"{longest} or more", "Lower --max-new-tokens, or use another draft.")
+    return lm
+
+
+def check_methods(named: Iterable[Named], paths: Mapping[str, str]) -> dict[str, StaticTree]:
+    """Check before anything is loaded that all models were passed, and read the draft trees: name -> tree."""
+    trees: dict[str, StaticTree] = {}
+    for item in named:
+        check_needs(item, paths)
+        trees |= {name: read_tree(name) for name in item.method.trees}
+    return trees
+
+
+def trained_for(directory: str) -> str:
+    """Return the drafter that an acceptance head was trained for: `draft`, or a head's kind."""
+    return head_config(directory).get("drafter") or MODEL
+
+
+def warn_about_sampling(directory: str, params: SamplingParams) -> None:
+    """Log a warning if an acceptance head's labels were made with other sampling: it may stop at wrong places."""
+    warning = another_mode(directory, params)
+    if warning is not None:
+        log_note(f"draftsmith: warning: {warning}")
+
+
+def read_tree(name: str) -> StaticTree:
+    """Read a tree of configs/trees by name, or a YAML file with paths of ranks.
+
+    Raises:
+        InputError: no such tree, or one that is not a tree.
+    """
+    trees = files("draftsmith.configs") / "trees"
+    shipped = trees / f"{name}.yaml"
+    source = shipped if shipped.is_file() else Path(name)
+    if not source.is_file():
+        names = ", ".join(sorted(file.name.removesuffix(".yaml") for file in trees.iterdir()))
+        raise InputError("tree", repr(name), f"a YAML file, or one of: {names}", "Correct the path.")
+    try:
+        paths = yaml.safe_load(source.read_text())
+        if wrong := [rank for path in paths for rank in path if type(rank) is not int]:
+            raise ValueError(f"{wrong[0]!r} is no rank")
+        tree = StaticTree.from_paths(paths)
+    except (yaml.YAMLError, TypeError, ValueError, RecursionError) as error:
+        raise InputError("tree", f"{name}: {error}", "a list of paths such as [0, 1]", "Correct it.") from error
+    at_most("tree, nodes", len(tree.parents), MAX_NODES)
+    return tree

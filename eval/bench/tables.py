@@ -1,16 +1,15 @@
-"""results.json as tables: on the screen and in Markdown."""
+"""results.json as tables."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from draftsmith.data.console import Column, Table, format_interval, print_table
 from draftsmith.data.text.repetition import Repetition
-from draftsmith.eval.bench.fidelity import fidelity_of
 from draftsmith.modules.drafters.methods import LOSSY
 
-COLUMNS = (
+METHOD_COLUMNS = (
     Column("method", "method"),
     Column("tokens_per_s", "tokens/s", ",.1f"),
     Column("speedup", "speed-up", ".2fx"),
@@ -20,55 +19,58 @@ COLUMNS = (
     Column("discarded", "discarded", ".0%"),
     Column("equal", "= ar"),
 )
+COPYING_COLUMNS = (
+    Column("method", "method"),
+    Column("tau", "tau", ".2f"),
+    Column("tau_copying", "copying", ".2f"),
+    Column("tau_new", "other text", ".2f"),
+)
+COPYING_NOTE = (
+    "copying: tau of the rounds whose first token continues a repetition (it and the three before it have stood in "
+    "prompt or answer before). other text: of all other rounds. Both without prefills."
+)
 POOLED, MACRO = "all, pooled", "mean of tasks"
-RATES, SPEED_BENCH = ("speedup", "tau"), "speed_bench_tau"  # keys of a row
+SPEED_BENCH = "speed_bench_tau"  # key of a row
 SHOWN_FAILURES = 5
 
 
 def results_tables(results: Mapping[str, Any]) -> list[Table]:
-    """For each temperature the methods; then what they make of text that copies and of other text; then, where prompts
-    are of several tasks, the methods by task."""
-    temperatures = temperatures_of(results)
-    found = []
-    for number, temperature in enumerate(temperatures, start=1):
-        rows = rows_at(results, temperature)
+    """Build the tables of a run.
+
+    At each temperature the methods; then their tau on text that copies and on other text; then, where prompts have
+    several tasks, the methods by task.
+    """
+    temperatures = list(dict.fromkeys(row["temperature"] for row in results["methods"]))
+    methods: list[Table] = []
+    copying: list[Table] = []
+    tasks: list[Table] = []
+    for temperature in temperatures:
+        rows = [row for row in results["methods"] if row["temperature"] == temperature]
         fastest = max(row["speedup"] for row in rows if not row["method"].endswith(LOSSY))  # ar is always there
-        shown = [{**row, **cells(row), "fastest": row["speedup"] == fastest} for row in rows]
-        title = mode(temperature).capitalize()
-        found.append(Table("methods", title, COLUMNS, shown, caption(results) if number == len(temperatures) else ""))
-    first = results["methods"][0]
-    several = len(first.get("by_task", ())) > 1 or SPEED_BENCH in first
-    apart = [by_repetition(results, temperature) for temperature in temperatures]
-    tasks = [by_task(results, temperature) for temperature in temperatures if several]
-    return [*found, *(table for table in (*apart, *tasks) if table is not None)]
+        cells = []
+        for row in rows:
+            matches = row["matches_ar"]  # None where it is no fair test
+            cells.append({
+                **row,
+                "speedup_ci": format_interval(row["speedup_ci95"]),
+                "tau_ci": format_interval(row["tau_ci95"]),
+                "discarded": row["discard_rate"] if row["num_draft_tokens"] else None,
+                "equal": "-" if matches is None else "yes" if matches else f"no ({row['num_differing']})",
+                "fastest": row["speedup"] == fastest,
+            })  # fmt: skip
+        note = caption(results) if temperature == temperatures[-1] else ""
+        methods.append(Table("methods", mode(temperature).capitalize(), METHOD_COLUMNS, cells, note))
+        if drafting := [row for row in rows if row["num_draft_tokens"]]:
+            title = f"Tau where the text copies, {mode(temperature)}"
+            copying.append(Table(f"copying-t{temperature:g}", title, COPYING_COLUMNS, drafting, COPYING_NOTE))
+        if len(rows) > 1 and (len(rows[0].get("by_task", ())) > 1 or SPEED_BENCH in rows[0]):
+            tasks.append(by_task(rows, temperature))
+    return [*methods, *copying, *tasks]
 
 
 def show_results(table: Table) -> None:
-    """One of `results_tables` on the screen."""
+    """Print one of `results_tables`."""
     print_table(table, bold="fastest")
-
-
-def cells(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What a row's cells hold that is not a number of it."""
-    matches = row.get("matches_ar")  # None where it is no fair test
-    equal = "-" if matches is None else "yes" if matches else f"no ({row.get('num_differing', '?')})"
-    return {
-        "speedup_ci": format_interval(row.get("speedup_ci95")),
-        "tau_ci": format_interval(row.get("tau_ci95")),
-        "discarded": row["discard_rate"] if row["num_draft_tokens"] else None,
-        "equal": equal,
-    }
-
-
-def temperatures_of(results: Mapping[str, Any]) -> list[float]:
-    """The temperatures in the order measured."""
-    single = results["meta"]["settings"]["temperature"]  # rows of earlier versions do not say
-    return list(dict.fromkeys(row.get("temperature", single) for row in results["methods"]))
-
-
-def rows_at(results: Mapping[str, Any], temperature: float) -> list[Mapping[str, Any]]:
-    """Rows of one temperature."""
-    return [row for row in results["methods"] if row.get("temperature", temperature) == temperature]
 
 
 def mode(temperature: float) -> str:
@@ -76,102 +78,72 @@ def mode(temperature: float) -> str:
 
 
 def caption(results: Mapping[str, Any]) -> str:
-    """How the numbers were taken, in one sentence, and what is missing."""
-    meta, first = results["meta"], results["methods"][0]
-    settings = meta["settings"]
-    modes = " and ".join(mode(temperature) for temperature in temperatures_of(results))
+    """Say how the numbers were measured, and what is missing."""
+    meta, first, settings = results["meta"], results["methods"][0], results["meta"]["settings"]
+    modes = " and ".join(dict.fromkeys(mode(row["temperature"]) for row in results["methods"]))
     clock = "CPU time" if meta["clock"] == "cpu" else "wall time"
-    batch_size = settings.get("batch_size", 1)  # results of earlier versions do not say
-    together = f"{batch_size} prompts at a time, " if batch_size > 1 else ""
+    together = f"{settings['batch_size']} prompts at a time, " if settings["batch_size"] > 1 else ""
     repeats = "once" if settings["repeats"] == 1 else f"medians of {settings['repeats']}"
-    return (
+    precisions = [settings["dtype"]]
+    for part in ("target", "draft"):
+        if settings[f"{part}_precision"] != "dtype":
+            precisions.append(f"{part} in {settings[f'{part}_precision']}")
+    text = (
         f"{first['prompts']} prompts, {first['tokens']:,} tokens{repetition_of(first)}, {modes}, "
-        f"{in_precision(settings)} on {settings['device']}, {settings['num_threads']} thread(s), "
+        f"{', '.join(precisions)} on {settings['device']}, {settings['num_threads']} thread(s), "
         f"{together}{clock}, interleaved, {repeats}; speed-up over this engine's own ar."
-        + costs_of(meta)
-        + fidelity_of(meta)
-        + lossy_of(results)
-        + left_out(results)
     )
+    if meta["step_costs"]:
+        text += f" c by {', '.join(f'{name}: {c:.3g}' for name, c in meta['step_costs'].items())}."
+    text += fidelity_of(meta)
+    if any(row["method"].endswith(LOSSY) for row in results["methods"]):
+        text += f" A method that is{LOSSY} answers with another distribution than the target's."
+    failures = list(dict.fromkeys(f"{failure['task']} {failure['id']}".strip() for failure in results["failures"]))
+    if failures:
+        more = ", ..." if len(failures) > SHOWN_FAILURES else ""
+        text += f" Left out because they failed ({len(failures)}): {', '.join(failures[:SHOWN_FAILURES])}{more}."
+    return text
 
 
-def in_precision(settings: Mapping[str, Any]) -> str:
-    """The type of the weights, and what target and drafts have in its place; earlier versions had nothing else."""
-    parts = {part: settings.get(f"{part}_precision", "dtype") for part in ("target", "draft")}
-    return ", ".join([settings["dtype"], *(f"{part} in {own}" for part, own in parts.items() if own != "dtype")])
+def fidelity_of(meta: Mapping[str, Any]) -> str:
+    """Say how far a target in fewer bits is from the same target without; empty if it was not in fewer."""
+    fidelity = meta.get("target_fidelity")
+    if not fidelity:
+        return ""
+    bits, dtype = meta["settings"]["target_precision"], meta["settings"]["dtype"]
+    return (
+        f" The target is the one in {bits}, and = ar, and lossless, hold for it: its distributions against those of "
+        f"{dtype} over {fidelity['tokens']:,} tokens of the prompts: KL {fidelity['kl']:.2g} nats, total variation "
+        f"{fidelity['total_variation']:.2g}, the same first choice {fidelity['same_choice']:.1%}."
+    )
 
 
 def repetition_of(row: Mapping[str, Any]) -> str:
-    """How much of a row's text repeats, in brackets; results of earlier versions do not say all of it."""
-    grams, found = row.get("distinct_4grams"), []
-    if "copied_prompt" in row:
-        found.append(Repetition(row["copied_prompt"], row["copied_answer"]).text())
-    if grams is not None:
-        found.append(f"distinct 4-grams {grams:.2f}")
-    return f" ({'; '.join(found)})" if found else ""
+    """Say in brackets how much of a row's text repeats."""
+    parts = [Repetition(row["copied_prompt"], row["copied_answer"]).text()]
+    if row["distinct_4grams"] is not None:
+        parts.append(f"distinct 4-grams {row['distinct_4grams']:.2f}")
+    return f" ({'; '.join(parts)})"
 
 
-def by_repetition(results: Mapping[str, Any], temperature: float) -> Table | None:
-    """Tau of every method that drafts, apart for rounds that begin within a repetition and for others; None without
-    such a method, or in results of earlier versions."""
-    rows = [row for row in rows_at(results, temperature) if row["num_draft_tokens"] and "tau_copying" in row]
-    if not rows:
-        return None
-    columns = [
-        Column("method", "method"),
-        Column("tau", "tau", ".2f"),
-        Column("tau_copying", "copying", ".2f"),
-        Column("tau_new", "other text", ".2f"),
-    ]
-    note = (
-        "copying: tau of the rounds whose first token goes on with a repetition (it and the three before it have stood "
-        "in prompt or answer before). other text: of all other rounds. Both without prefills."
-    )
-    return Table(f"copying-t{temperature:g}", f"Tau where the text copies, {mode(temperature)}", columns, rows, note)
-
-
-def costs_of(meta: Mapping[str, Any]) -> str:
-    """What c=auto came to; nothing where no method asked."""
-    costs = meta.get("step_costs") or {}
-    return f" c by {', '.join(f'{name}: {c:.3g}' for name, c in costs.items())}." if costs else ""
-
-
-def lossy_of(results: Mapping[str, Any]) -> str:
-    """What the mark of some methods means; nothing where none has it."""
-    marked = any(row["method"].endswith(LOSSY) for row in results["methods"])
-    return f" A method that is{LOSSY} answers with another distribution than the target's." if marked else ""
-
-
-def left_out(results: Mapping[str, Any]) -> str:
-    """Which prompts have failed; nothing where none has."""
-    found = (f"{failure['task']} {failure['id']}".strip() for failure in results.get("failures", ()))
-    names = list(dict.fromkeys(found))
-    if not names:
-        return ""
-    more = ", ..." if len(names) > SHOWN_FAILURES else ""
-    return f" Left out because they failed ({len(names)}): {', '.join(names[:SHOWN_FAILURES])}{more}."
-
-
-def by_task(results: Mapping[str, Any], temperature: float) -> Table | None:
-    """Speed-up and tau of every method on every task, and over tasks, as in table 1 of EAGLE-2; None where prompts
-    carry no tasks."""
-    baseline, *rows = rows_at(results, temperature)
-    tasks = baseline.get("by_task")
-    if not rows or not tasks:
-        return None
+def by_task(rows: Sequence[Mapping[str, Any]], temperature: float) -> Table:
+    """Build the table of speed-up and tau by task and over tasks, as table 1 of EAGLE-2. rows: the first is ar."""
+    baseline, *others = rows
+    tasks, speed_bench = baseline["by_task"], SPEED_BENCH in baseline
     titles = {**{task: task.replace("_", " ") for task in tasks}, "pooled": POOLED, "macro": MACRO}
-    speed_bench = SPEED_BENCH in baseline
     columns = [Column("method", "method")]
     for key, title in titles.items():
         columns += [Column(f"{key}.speedup", title, ".2fx"), Column(f"{key}.tau", f"{title}: tau", ".2f", below=True)]
         if speed_bench and key != "pooled":
             columns.append(Column(f"{key}.{SPEED_BENCH}", f"{title}: SPEED-Bench's AL", ".2f", below=True))
-    shown = []
-    for row in rows:
-        macro = {name: row.get(f"macro_{name}") for name in ("speedup", "tau")} | {SPEED_BENCH: row.get(SPEED_BENCH)}
+    cells = []
+    for row in others:
+        macro = {"speedup": row["macro_speedup"], "tau": row["macro_tau"], SPEED_BENCH: row.get(SPEED_BENCH)}
         parts = {**row["by_task"], "pooled": row, "macro": macro}
-        numbers = {f"{key}.{name}": part.get(name) for key, part in parts.items() for name in (*RATES, SPEED_BENCH)}
-        shown.append({"method": row["method"], **numbers})
+        numbers = {
+            f"{key}.{name}": part.get(name) for key, part in parts.items() for name in ("speedup", "tau", SPEED_BENCH)
+        }
+        cells.append({"method": row["method"], **numbers})
     counts = ", ".join(f"{task} {part['prompts']}{repetition_of(part)}" for task, part in tasks.items())
     note = (
         f"{POOLED}: ratio of sums over the prompts of all tasks. {MACRO}: mean over tasks, each counting alike. "
@@ -182,4 +154,4 @@ def by_task(results: Mapping[str, Any], temperature: float) -> Table | None:
             " SPEED-Bench's AL: acceptance length by its rule, tokens per target call of each question, then the mean "
             "over questions, then over categories; tau is a ratio of sums over questions."
         )
-    return Table(f"by-task-t{temperature:g}", f"Speed-up and tau by task, {mode(temperature)}", columns, shown, note)
+    return Table(f"by-task-t{temperature:g}", f"Speed-up and tau by task, {mode(temperature)}", columns, cells, note)

@@ -1,7 +1,6 @@
-"""Traces: one JSON line a round, for reports and for studying where a method loses its time or its tokens.
+"""Traces: one JSON line a round, to study where a method loses its time or its tokens.
 
-Decoding keeps what a line is made of, distributions and logits too; the arithmetic on it comes when the answer is
-complete, off the clock.
+A round keeps distributions and logits; they are worked out when the answer is complete, off the clock.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from torch import Tensor
 from draftsmith.data.models.loading import load_tokenizer
 from draftsmith.data.store.files import append, write_json, write_text
 from draftsmith.eval.bench.hf_baseline import BASELINES
-from draftsmith.eval.bench.prompt_runner import seed_of
+from draftsmith.eval.bench.measuring import seed_of
 from draftsmith.eval.bench.prompts import BenchPrompt
-from draftsmith.eval.bench.results import Row
+from draftsmith.eval.bench.results import BASELINE, Row
 from draftsmith.eval.bench.runner import EngineRunner, make_runners
 from draftsmith.eval.clock import Stopwatch, Timed, wall_time
 from draftsmith.modules.acceptance.policies import PredictorStop
@@ -37,8 +36,10 @@ TRACE, TEXTS = "trace.jsonl", "texts.json"  # of a run of `eval bench`
 
 @dataclass(frozen=True)
 class TracedRound:
-    """One round with its seconds in forwards of the target and in proposals; what its stop policy was shown, and what
-    a predictor said of the first of these tokens."""
+    """Round with the seconds of its target call and of its draft.
+
+    views: what the stop policy saw. predicted: probabilities of acceptance of the first of these tokens.
+    """
 
     done: Round
     target_s: float
@@ -49,10 +50,10 @@ class TracedRound:
     def line(self, params: SamplingParams) -> dict[str, Any]:
         """Return the round as JSON values."""
         done, tree = self.done, self.done.tree
-        found: dict[str, Any] = {"emitted": done.tokens, "target_s": self.target_s}
+        line: dict[str, Any] = {"emitted": done.tokens, "target_s": self.target_s}
         if tree is None or done.verdict is None or done.step is None:
-            return {**found, "prefill": True}
-        found |= {
+            return {**line, "prefill": True}
+        line |= {
             "drafted": list(tree.tokens),
             "parents": list(tree.parents),
             "accepted": list(done.verdict.path),
@@ -64,88 +65,25 @@ class TracedRound:
             "draft_s": self.draft_s,
         }
         if tree.tokens:
-            found["accept_prob"] = accept_probs(tree, done.verdict, done.logits, params)
+            line["accept_prob"] = node_accept_probs(tree, done.verdict, done.logits, params)
         if tree.last_unread:
-            found["beside"] = "the drafter's calls of this round could run beside the target's"
+            line["beside"] = "the drafter's calls of this round could run beside the target's"
         if tree.draft_prob is not None:
-            found["q"] = [float(own[token]) for own, token in zip(tree.draft_prob, tree.tokens, strict=True)]
+            line["q"] = [float(own[token]) for own, token in zip(tree.draft_prob, tree.tokens, strict=True)]
         if tree.values is not None:
-            found["value"] = list(tree.values)
+            line["value"] = list(tree.values)
         if self.views:
-            seen = [draft_distribution(view) for view in self.views]
-            found["entropy"] = [entropy(distribution) for distribution in seen]
+            distributions = [draft_distribution(view) for view in self.views]
+            line["entropy"] = [entropy(distribution) for distribution in distributions]
             if tree.draft_prob is None:
-                found["q"] = [float(own[view.token]) for own, view in zip(seen, self.views, strict=True)]
+                line["q"] = [float(own[view.token]) for own, view in zip(distributions, self.views, strict=True)]
         if self.predicted:
-            found["head"] = list(self.predicted)
-        return found
+            line["head"] = list(self.predicted)
+        return line
 
 
-def traced(
-    runner: EngineRunner, prompt: Sequence[int], max_new_tokens: int, seed: int
-) -> tuple[Generation, list[TracedRound]]:
-    """An answer and its rounds. runner: with a session of its target's."""
-    target_watch, draft_watch = Stopwatch(wall_time), Stopwatch(wall_time)
-    chains = runner.drafter if isinstance(runner.drafter, RowDrafter) else None
-    stop = None if chains is None else chains.wrap_stops(_WatchedStop)[0]
-    rounds: list[TracedRound] = []
-
-    def on_round(done: Round) -> None:
-        if done.logits is not None and done.logits.is_cuda:  # where scores are good until the next call only
-            done = replace(done, logits=done.logits.clone())
-        rounds.append(TracedRound(done, target_watch.take(), draft_watch.take(), *(stop.take() if stop else ())))
-        if runner.on_round is not None:
-            runner.on_round(done)
-
-    session: Any = Timed(runner.session, target_watch, "prefill", "extend")
-    drafter: Any = None if runner.drafter is None else Timed(runner.drafter, draft_watch, "propose")
-    try:
-        own = replace(runner, session=session, drafter=drafter, on_round=on_round)
-        return own([prompt], max_new_tokens, [seed])[0], rounds
-    finally:
-        if chains is not None:
-            chains.wrap_stops(lambda around: around.policy)
-
-
-def trace_text(label: str, prompt: BenchPrompt, params: SamplingParams, rounds: Sequence[TracedRound]) -> str:
-    """The lines of an answer, each with its place in the run."""
-    own = {"prompt": prompt.number, "id": prompt.id, "task": prompt.task, "turn": prompt.turn}
-    place = {"method": label, "temperature": params.temperature, **own}
-    return "".join(
-        json.dumps({**place, "round": number, **done.line(params)}) + "\n" for number, done in enumerate(rounds)
-    )
-
-
-def accept_probs(
-    tree: DraftTree, verdict: Verdict, logits: Tensor | None, params: SamplingParams
-) -> list[float | None]:
-    """The chance that the target had of accepting each drafted node that it verified.
-
-    Verified are the children of the root and of accepted nodes. A drawn token: min(1, p/q). One that was chosen (top-k
-    children, lookups): p, since it is accepted where the target's own draw is it. Greedy: 1 or 0. A chain's list ends
-    with the first rejected token; in a tree's, nodes that were not verified are None. logits: [N+1, V] of the target.
-    """
-    walked = {-1, *verdict.path}
-    verified = [parent in walked for parent in tree.parents]
-    count = sum(verified) if tree.is_chain else len(verified)
-    if params.greedy:
-        return [float(node in verdict.path) if verified[node] else None for node in range(count)]
-    assert logits is not None
-    rows = sorted({tree.parents[node] + 1 for node in range(count) if verified[node]})
-    distributions = dict(zip(rows, probabilities(logits[rows], params), strict=True))
-    found: list[float | None] = []
-    for node, token in enumerate(tree.tokens[:count]):
-        if not verified[node]:
-            found.append(None)
-            continue
-        p = float(distributions[tree.parents[node] + 1][token])
-        q = 1.0 if tree.draft_prob is None else float(tree.draft_prob[node, token])
-        found.append(min(1.0, p / q))
-    return found
-
-
-class _WatchedStop(Around):
-    """A stop policy that remembers what it was shown in this round."""
+class WatchedStop(Around):
+    """Stop policy that records what it saw in a round."""
 
     def __init__(self, policy: StopPolicy):
         super().__init__(policy)
@@ -156,34 +94,110 @@ class _WatchedStop(Around):
         return super().should_stop(view)
 
     def take(self) -> tuple[list[DraftView], list[float]]:
-        """What was shown in this round, and of the first tokens the probabilities that they are accepted, by a
-        predictor's word: a late one says nothing of a round's last token, and 1 before it has one to speak of."""
+        """Return the views of this round, and its predictor's probabilities of the first tokens."""
         views, self._views = self._views, []
         policy = self.innermost
         if not views or not isinstance(policy, PredictorStop):
             return views, []
+        # A late predictor speaks of the token before: its first word is of none.
         return views, policy.probs[int(policy.predictor.late) :]
 
 
-def write_trace(
+def traced(
+    runner: EngineRunner, prompt: Sequence[int], max_new_tokens: int, seed: int
+) -> tuple[Generation, list[TracedRound]]:
+    """Decode an answer and record its rounds. runner: with a session of its target's."""
+    target_watch, draft_watch = Stopwatch(wall_time), Stopwatch(wall_time)
+    chains = runner.drafter if isinstance(runner.drafter, RowDrafter) else None
+    stop = None if chains is None else chains.wrap_stops(WatchedStop)[0]
+    rounds: list[TracedRound] = []
+
+    def on_round(done: Round) -> None:
+        # On a GPU logits are valid until the next call only.
+        if done.logits is not None and done.logits.is_cuda:
+            done = replace(done, logits=done.logits.clone())
+        rounds.append(TracedRound(done, target_watch.take(), draft_watch.take(), *(stop.take() if stop else ())))
+        if runner.on_round is not None:
+            runner.on_round(done)
+
+    session: Any = Timed(runner.session, target_watch, "prefill", "extend")
+    drafter: Any = None if runner.drafter is None else Timed(runner.drafter, draft_watch, "propose")
+    try:
+        watched = replace(runner, session=session, drafter=drafter, on_round=on_round)
+        return watched([prompt], max_new_tokens, [seed])[0], rounds
+    finally:
+        if chains is not None:
+            chains.wrap_stops(lambda around: around.policy)
+
+
+def trace_text(label: str, prompt: BenchPrompt, params: SamplingParams, rounds: Sequence[TracedRound]) -> str:
+    """Return the JSON lines of an answer."""
+    place = {"method": label, "temperature": params.temperature, "prompt": prompt.number, "id": prompt.id}
+    place |= {"task": prompt.task, "turn": prompt.turn}
+    return "".join(
+        json.dumps({**place, "round": number, **done.line(params)}) + "\n" for number, done in enumerate(rounds)
+    )
+
+
+def node_accept_probs(
+    tree: DraftTree, verdict: Verdict, logits: Tensor | None, params: SamplingParams
+) -> list[float | None]:
+    """Return the probability that the target accepts each drafted node that it verified.
+
+    Verified are the children of the root and of accepted nodes. A drawn token: min(1, p/q). One that was chosen (top-k
+    children, lookups): p, since it is accepted where the target's own draw is it. Greedy: 1 or 0. A chain's list ends
+    with the first rejected token; in a tree's, nodes that were not verified are None.
+
+    logits: [N+1, V] of the target.
+    """
+    reached = {-1, *verdict.path}
+    verified = [parent in reached for parent in tree.parents]
+    count = sum(verified) if tree.is_chain else len(verified)
+    if params.greedy:
+        return [float(node in verdict.path) if verified[node] else None for node in range(count)]
+    assert logits is not None
+    rows = sorted({tree.parents[node] + 1 for node in range(count) if verified[node]})
+    distributions = dict(zip(rows, probabilities(logits[rows], params), strict=True))
+    probs: list[float | None] = []
+    for node, token in enumerate(tree.tokens[:count]):
+        if not verified[node]:
+            probs.append(None)
+            continue
+        p = float(distributions[tree.parents[node] + 1][token])
+        q = 1.0 if tree.draft_prob is None else float(tree.draft_prob[node, token])
+        probs.append(min(1.0, p / q))
+    return probs
+
+
+def write_traces(
     directory: Path,
     rows: Sequence[Row],
+    count: int,
     named: Sequence[Named],
     models: Models,
     modes: Sequence[SamplingParams],
     max_new_tokens: int,
     seed: int,
 ) -> None:
-    """trace.jsonl: one more run of every method of this engine on the prompts of these rows, off the clock. texts.json,
-    what it reads like: `tokens`, the text of every token in it by its id, and `prompts`, one for each of the rows by
-    its number and turn, "0/1".
+    """Answer the first `count` prompts of each task once more, off the clock, and write trace.jsonl and texts.json.
 
-    rows: of the baseline, with prompt_ids. seed: of the run.
+    texts.json holds `tokens`, the text of every token in the trace by its id, and `prompts`, their text by number and
+    turn, "0/1".
+
+    rows: of the run. seed: of the run.
     """
+    baseline = [row for row in rows if row["method"] == BASELINE and row["error"] is None]
+    numbers: dict[str, list[int]] = {}
+    for row in baseline:
+        own = numbers.setdefault(row["task"], [])
+        if row["prompt"] not in own and len(own) < count:
+            own.append(row["prompt"])
+    baseline = [row for row in baseline if row["prompt"] in numbers[row["task"]]]
+
     runners: Any = make_runners([item for item in named if type(item.method) not in BASELINES.values()], models, modes)
     ids: set[int] = set()
     write_text(directory / TRACE, "")
-    for row in rows:
+    for row in baseline:
         prompt = BenchPrompt(row["id"], list(row["prompt_ids"]), row["task"], turn=row["turn"], number=row["prompt"])
         for label, runner in runners[row["temperature"]].items():
             _, rounds = traced(runner, prompt.prompt_ids, max_new_tokens, seed_of(prompt, seed))
@@ -191,16 +205,6 @@ def write_trace(
             for done in (traced_round.done for traced_round in rounds):
                 ids.update(done.tokens, done.tree.tokens if done.tree else ())
     tokenizer = load_tokenizer(models.paths["target"])
-    tokens = {str(i): tokenizer.decode([i]) for i in sorted(ids)}
-    prompts = {f"{row['prompt']}/{row['turn']}": tokenizer.decode(row["prompt_ids"]) for row in rows}
+    tokens = {str(token): tokenizer.decode([token]) for token in sorted(ids)}
+    prompts = {f"{row['prompt']}/{row['turn']}": tokenizer.decode(row["prompt_ids"]) for row in baseline}
     write_json(directory / TEXTS, {"tokens": tokens, "prompts": prompts})
-
-
-def first_of_each_task(rows: Sequence[Row], count: int) -> list[Row]:
-    """The baseline's rows that hold the first `count` questions of each task, in all their turns."""
-    numbers: dict[str, list[int]] = {}
-    for row in rows:
-        seen = numbers.setdefault(row["task"], [])
-        if row["prompt"] not in seen and len(seen) < count:
-            seen.append(row["prompt"])
-    return [row for row in rows if row["prompt"] in numbers[row["task"]]]

@@ -19,9 +19,9 @@ from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.files import make_directory, write_json
 from draftsmith.data.store.manifest import package_versions, resolved
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.eval.bench.load import check_methods, load_run
 from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
 from draftsmith.eval.bench.results import hardware
+from draftsmith.eval.bench.runner import check_methods, load_run
 from draftsmith.eval.lossless.answers import PlacedRunner, greedy_answers, greedy_test
 from draftsmith.eval.lossless.sampling import LosslessConfig, SamplingTest
 from draftsmith.modules.drafters.methods import Method, Models, Named, parse_methods

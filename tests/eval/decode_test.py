@@ -95,9 +95,8 @@ def test_the_method_follows_from_the_models_given(models, given, policy, method)
 
 def test_a_head_is_used_with_the_drafter_that_it_was_trained_for(models, tmp_path):
     owner = load_lm(models["target"])
-    of_eagle = save_head(
-        tmp_path / "head", load_head(models["acceptance"]), {"target": drafter_identity(models["eagle"], owner)}, "card"
-    )
+    manifest = {"target": drafter_identity(models["eagle"], owner), "drafter": "eagle"}
+    of_eagle = save_head(tmp_path / "head", load_head(models["acceptance"]), manifest, "card")
     methods = {models["acceptance"]: "online:head=on", str(of_eagle): "online:head=on:drafter=eagle"}
     for directory, method in methods.items():
         config = DecodeConfig("Hi", models["target"], acceptance=directory, draft=(models["draft"], models["eagle"]))

@@ -11,9 +11,9 @@ import pytest
 from forked import commanded
 
 from draftsmith.eval.bench import command as bench
-from draftsmith.eval.bench import prompt_runner as asking
+from draftsmith.eval.bench import measuring as asking
 from draftsmith.eval.bench.command import BenchConfig
-from draftsmith.eval.bench.journal import Journal
+from draftsmith.eval.bench.measuring import Journal
 from draftsmith.eval.bench.results import read_rows
 from draftsmith.modules.types import InputError
 
@@ -124,7 +124,7 @@ def test_a_killed_process_is_continued(config, models, tmp_path):
 
 
 def test_a_damaged_journal_is_told(tmp_path):
-    Journal(tmp_path, {"a": 1}, object, {}).add({"group": 0})
+    Journal(tmp_path, {"a": 1}, {}).add({"group": 0, "temperature": 0.0, "rows": [], "learned": {}})
     (tmp_path / "journal.jsonl").write_text((tmp_path / "journal.jsonl").read_text() + "nonsense\n")
     with pytest.raises(InputError, match="damaged in line 3"):
-        Journal(tmp_path, {"a": 1}, object, {})
+        Journal(tmp_path, {"a": 1}, {})

@@ -11,8 +11,8 @@ import torch
 from table_methods import random_eagle_head, random_hydra_heads, random_medusa_heads
 from table_models import PROMPT, TableLM
 
-from draftsmith.eval.bench.load import read_tree
 from draftsmith.eval.bench.prompts import BenchPrompt
+from draftsmith.eval.bench.runner import read_tree
 from draftsmith.eval.static_tree import rank_accuracies
 from draftsmith.launch.cli import main
 from draftsmith.modules.decoding.loop import generate_one

@@ -10,7 +10,7 @@ import pytest
 from tiny_world import draft_options
 
 from draftsmith.eval.bench import command as bench
-from draftsmith.eval.bench import prompt_runner as asking
+from draftsmith.eval.bench import measuring as asking
 from draftsmith.eval.bench.command import BenchConfig
 from draftsmith.eval.bench.compare import notes_of, open_bench
 from draftsmith.eval.bench.results import read_rows

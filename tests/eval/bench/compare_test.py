@@ -18,10 +18,12 @@ from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
 META: dict[str, Any] = {
     "kind": "bench", "clock": "cpu",
     "settings": {"top_k": 0, "top_p": 1.0, "dtype": "float32", "max_new_tokens": 8, "ignore_eos": False, "turns": "all",
-                 "batch_size": 1, "device": "cpu", "num_threads": 1, "engine": "auto", "packed": True},
+                 "batch_size": 1, "device": "cpu", "num_threads": 1, "engine": "auto", "packed": True,
+                 "target_precision": "dtype", "draft_precision": "dtype"},
     "target": {"config": "aaaa", "tokenizer": "bbbb"},
     "prompts": {"sha256": "c" * 64}, "hardware": {"cpu": "a CPU", "cpu_count": 2},
-    "versions": {"torch": "2.8"}, "models": {}, "heads": {"eagle": {"path": "first", "sha256": "d" * 64}},
+    "versions": {"torch": "2.8"}, "models": {}, "step_costs": {}, "tree_times": {},
+    "heads": {"eagle": {"path": "first", "sha256": "d" * 64}},
 }  # fmt: skip
 
 
@@ -125,16 +127,6 @@ def test_runs_of_different_work_are_refused_in_one_line_that_lists_all(tmp_path,
         assert part in err
 
 
-def test_a_run_of_an_earlier_version_is_compared_with_a_note(tmp_path, capsys):
-    first = write(tmp_path / "a", {"ar": AR})
-    second = write(tmp_path / "b", {"ar": AR}, target={**META["target"], "weights": "1111", "encoding": "2222"})
-    third = write(tmp_path / "c", {"ar": AR}, target={**META["target"], "weights": "3333", "encoding": "2222"})
-    assert main(["eval", "compare", first, second]) == 0
-    assert "target.encoding, target.weights" in " ".join(capsys.readouterr().out.split())
-    assert main(["eval", "compare", second, third]) == 2
-    assert "target.weights 1111 and 3333" in capsys.readouterr().err
-
-
 def test_what_is_no_finished_run_is_told(tmp_path, capsys):
     run = write(tmp_path / "a", {"ar": AR})
     (tmp_path / "unfinished").mkdir()
@@ -144,7 +136,7 @@ def test_what_is_no_finished_run_is_told(tmp_path, capsys):
     for paths, expected in (
         ([run], "found 1 of them"),
         ([run, str(tmp_path / "absent")], "Check the path."),
-        ([run, str(tmp_path / "unfinished")], "it goes on"),
+        ([run, str(tmp_path / "unfinished")], "it resumes it"),
         ([run, study], "results of kind tune"),
         ([run, older], "no prompts.parquet"),
     ):

@@ -9,15 +9,16 @@ import torch
 from tiny_models import tiny_llama_dir
 
 from draftsmith.data.models.loading import load_lm
-from draftsmith.eval.bench import fidelity as fidelity_module
-from draftsmith.eval.bench.fidelity import fidelity, fidelity_of
+from draftsmith.eval.bench import measuring
+from draftsmith.eval.bench.measuring import measure_fidelity
+from draftsmith.eval.bench.tables import fidelity_of
 
 TEXTS = [[5, 17, 250, 31, 7], [9, 8, 7], [1, 2, 3, 4]]
 
 
 @pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="no VNNI: int8 may be refused here")
 def test_means_are_those_of_every_token(tmp_path, monkeypatch):
-    monkeypatch.setattr(fidelity_module, "MOST_TOKENS", 10)
+    monkeypatch.setattr(measuring, "FIDELITY_TOKENS", 10)
     directory = str(tiny_llama_dir(tmp_path))
     target, reference = load_lm(directory, precision="int8"), load_lm(directory)
     kls, variations, same = [], [], []
@@ -27,7 +28,7 @@ def test_means_are_those_of_every_token(tmp_path, monkeypatch):
         kls += scipy.special.rel_entr(p, q).sum(-1).tolist()
         variations += (0.5 * np.abs(p - q).sum(-1)).tolist()
         same += (p.argmax(-1) == q.argmax(-1)).tolist()
-    found = fidelity(target, reference, TEXTS)
+    found = measure_fidelity(target, reference, TEXTS)
     assert found["tokens"] == 10 and found["kl"] > 0
     # Both are float64 from the same logits.
     assert found["kl"] == pytest.approx(np.mean(kls), rel=1e-6)
@@ -39,5 +40,5 @@ def test_means_are_those_of_every_token(tmp_path, monkeypatch):
 
 def test_a_target_is_itself(tmp_path):
     target = load_lm(str(tiny_llama_dir(tmp_path)))
-    assert fidelity(target, target, TEXTS) == {"tokens": 12, "kl": 0, "total_variation": 0, "same_choice": 1}
+    assert measure_fidelity(target, target, TEXTS) == {"tokens": 12, "kl": 0, "total_variation": 0, "same_choice": 1}
     assert fidelity_of({"settings": {}}) == ""

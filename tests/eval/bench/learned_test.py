@@ -12,7 +12,7 @@ from quick_heads import varied_acceptance_head
 from run_models import run_models
 
 from draftsmith.data.models.loading import load_lm
-from draftsmith.eval.bench.prompt_runner import measure_group
+from draftsmith.eval.bench.measuring import measure_group
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.runner import EngineRunner, make_runners
 from draftsmith.modules.acceptance.online_logistic import OnlineLogistic

@@ -10,9 +10,8 @@ from rich.console import Console
 
 from draftsmith.data.console import draw_table
 from draftsmith.eval.bench.prompts import BenchPrompt
-from draftsmith.eval.bench.results import Row, failures_of, of_methods, read_rows, row_of, write_rows
-from draftsmith.eval.bench.summary import summarise
-from draftsmith.eval.bench.tables import by_task, caption, results_tables
+from draftsmith.eval.bench.results import Row, failures_of, of_methods, read_rows, row_of, summarise, write_rows
+from draftsmith.eval.bench.tables import caption, results_tables
 from draftsmith.eval.report.tables import markdown
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
@@ -115,12 +114,14 @@ def test_medians_over_repeats_are_taken_for_each_clock():
     assert (row["wall_s"], row["cpu_s"]) == (2.0, 2.0)
 
 
-SETTINGS = {"temperature": 0.0, "dtype": "float32", "device": "cpu", "num_threads": 1, "repeats": 3}
+SETTINGS = {"dtype": "float32", "device": "cpu", "num_threads": 1, "repeats": 3, "batch_size": 1,
+            "target_precision": "dtype", "draft_precision": "dtype"}  # fmt: skip
 
 
 def results_of(methods: dict[str, list[Row]], *temperatures: float) -> dict:
     rows = [row for t in temperatures or (0.0,) for row in summarise(methods, "cpu", 0, True, t)]
-    return json.loads(json.dumps({"meta": {"clock": "cpu", "settings": SETTINGS}, "methods": rows}))
+    meta = {"clock": "cpu", "settings": SETTINGS, "step_costs": {}}
+    return json.loads(json.dumps({"meta": meta, "methods": rows, "failures": []}))
 
 
 def shown(width: int, *tables) -> str:
@@ -151,7 +152,7 @@ def test_the_mean_of_tasks_is_named_apart_from_the_pooled_ratio():
     row = summarise({"ar": [AR[0], AR[1], {**AR[1], "group": 2}], "spec": twice}, "cpu", 0, True)[1]
     assert (row["speedup"], row["tau"]) == (pytest.approx(13 / 7), 11 / 6)
     assert (row["macro_speedup"], row["macro_tau"]) == (pytest.approx((3 + 5 / 3) / 2), (1.5 + 2.0) / 2)
-    table = by_task(results_of({"ar": AR, "spec": SPEC}), 0.0)
+    table = results_tables(results_of({"ar": AR, "spec": SPEC}))[-1]
     assert [column.title for column in table.columns] == [
         "method", "a", "a: tau", "b", "b: tau", "all, pooled", "all, pooled: tau", "mean of tasks", "mean of tasks: tau"
     ]  # fmt: skip
@@ -188,7 +189,7 @@ def test_each_temperature_has_its_own_rows_and_its_own_table():
     assert [(row["method"], row["temperature"]) for row in results["methods"]] == [
         ("ar", 0.0), ("spec", 0.0), ("ar", 1.0), ("spec", 1.0)
     ]  # fmt: skip
-    assert by_task(results, 1.0).title == "Speed-up and tau by task, temperature 1"
+    assert results_tables(results)[-1].title == "Speed-up and tau by task, temperature 1"
     assert "greedy and temperature 1" in caption(results)
     written = markdown_tables(results)
     assert "**Greedy**\n\n| method" in written and "**Temperature 1**\n\n| method" in written
@@ -214,14 +215,6 @@ def test_failed_prompts_are_named_under_the_table():
     assert "failed" not in caption(results_of({"ar": AR}))
 
 
-def test_results_of_earlier_versions_are_still_shown():
-    results = results_of({"ar": AR, "spec": SPEC})
-    for row in results["methods"]:
-        for name in ("temperature", "tau_ci95", "copied_prompt", "copied_answer", "tau_copying", "tau_new"):
-            del row[name]
-    assert "| spec | 1.8 | 2.00x | 1.67-3.00 | 1.75 |  | 43% | yes |" in markdown_tables(results)
-
-
 def test_rows_come_back_as_they_were_measured(tmp_path):
     prompt = BenchPrompt("id", [1, 2], "a", number=3, turn=2)
     made = Generation([1, 2, 3], DecodeTrace([DecodeStep(4, 1, 2, 4)], prefill_emitted=1), False)
@@ -237,7 +230,7 @@ def test_rows_come_back_as_they_were_measured(tmp_path):
 
 def test_many_methods_go_into_rows_of_the_table_by_task():
     methods = {f"spec:k={k}": SPEC for k in range(1, 21)}
-    text = shown(80, by_task(results_of({"ar": AR, **methods}), 0.0)).splitlines()
+    text = shown(80, results_tables(results_of({"ar": AR, **methods}))[-1]).splitlines()
     for method in methods:
         (place,) = (i for i, line in enumerate(text) if line.split()[:1] == [method])
         assert text[place].split()[1:] == ["3.00x", "1.50", "1.67x", "2.00", "2.00x", "1.75", "2.33x", "1.75"]

@@ -12,7 +12,7 @@ from tiny_models import CONTEXT
 from draftsmith.data.text.template import load_chat_tokenizer
 from draftsmith.eval.bench import command as bench
 from draftsmith.eval.bench.command import BenchConfig
-from draftsmith.eval.bench.prompt_runner import PromptRunner
+from draftsmith.eval.bench.measuring import PromptRunner
 from draftsmith.eval.bench.prompts import BenchPrompt, task_sources
 from draftsmith.eval.bench.results import BASELINE, failures_of, read_rows
 from draftsmith.launch.cli import main

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftsmith.eval.bench.load import read_tree
+from draftsmith.eval.bench.runner import read_tree
 from draftsmith.modules.decoding.protocols import DraftTree
 from draftsmith.modules.decoding.tree import StaticTree, best_connected, expected_accepted, likeliest_paths
 from draftsmith.modules.decoding.verify import verify

@@ -7,7 +7,7 @@ import torch
 from table_methods import random_hydra_heads, random_medusa_heads
 from table_models import H, TableLM, V
 
-from draftsmith.eval.bench.load import read_tree
+from draftsmith.eval.bench.runner import read_tree
 from draftsmith.modules.decoding.tree import StaticTree
 from draftsmith.modules.drafters.medusa import MedusaConfig, MedusaHead, MedusaSettings
 from draftsmith.modules.drafters.methods import Models, parse_method

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from tiny_models import tiny_llama_dir
 
 from draftsmith.data.models.loading import load_lm
-from draftsmith.eval.bench.load import load_models
+from draftsmith.eval.bench.runner import load_models
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.drafters.methods import Models, parse_method, parse_methods

@@ -1,0 +1,327 @@
+"""Time every method on every prompt: group by group, at every temperature, turn by turn, with a journal to resume from.
+
+Turns stay paired: in a later turn every method is asked the conversation with the answers that `ar` gave to the earlier
+ones, in this run and at this temperature. A lossless method answers from the same distribution (greedily with the same
+tokens), so it could have had this conversation itself, and all methods are timed on the same prompts.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftsmith.data.console import log_note, progress_bar
+from draftsmith.data.models.loading import name_nonfinite
+from draftsmith.data.store.files import append, cut, make_directory, write_text
+from draftsmith.data.store.manifest import differences, flatten
+from draftsmith.data.store.reading import check_shape, read_lines
+from draftsmith.data.text.template import RowError
+from draftsmith.eval.bench.prompts import BenchPrompt, TurnWriter
+from draftsmith.eval.bench.results import BASELINE, COLUMNS, Row, row_of
+from draftsmith.eval.bench.runner import Runner
+from draftsmith.eval.clock import rotated, wall_time
+from draftsmith.modules.decoding.learner import learned_state, load_learned_state, snapshot_learned_state
+from draftsmith.modules.decoding.loop import Generation
+from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.types import InputError
+
+TURN_SEED = 1_000_003  # far from the seeds of other prompts
+FIDELITY_TOKENS = 4096  # of all prompts together: the means settle long before
+
+JOURNAL = "journal.jsonl"
+ENTRY = {"group": int, "temperature": float, "rows": [COLUMNS], "learned": dict}
+FIRST_LINE = {"settings": dict, "auto": dict}
+REMEDY = "Delete it and measure again."
+
+# What a prompt may make a method raise: ValueError of what refuses it (InputError, transformers), RuntimeError of torch
+# (shapes, memory of the device). Other errors are defects of this program, and stop the run.
+REFUSALS = (ValueError, RuntimeError)
+
+
+class PromptFailed(Exception):
+    """A method did not answer a prompt; `__cause__` is the error that it raised."""
+
+
+@dataclass(frozen=True)
+class TimedAnswers:
+    """Answers of one method to a group of prompts. cpu_s: of this process, all its threads."""
+
+    answers: list[Generation]
+    wall_s: float
+    cpu_s: float
+
+
+def time_answers(
+    label: str, runner: Runner, group: Sequence[BenchPrompt], max_new_tokens: int, seeds: Sequence[int]
+) -> TimedAnswers:
+    """Run a method once on a group of prompts, with clocks.
+
+    Raises:
+        PromptFailed: the prompts make the method fail.
+    """
+    try:
+        with name_nonfinite([prompt.id for prompt in group]):
+            wall, cpu = wall_time(), time.process_time()
+            answers = runner([prompt.prompt_ids for prompt in group], max_new_tokens, seeds)
+            return TimedAnswers(answers, wall_time() - wall, time.process_time() - cpu)
+    except REFUSALS as error:
+        together = f" (with {len(group) - 1} others)" if len(group) > 1 else ""
+        message = f"{label}{together}: {type(error).__name__}: {' '.join(str(error).split())}"
+        raise PromptFailed(message) from error
+
+
+def measure_group(
+    runners: Mapping[str, Runner],
+    group: Sequence[BenchPrompt],
+    number: int,
+    temperature: float,
+    max_new_tokens: int,
+    repeats: int,
+    seeds: Sequence[int],
+) -> list[Row]:
+    """Measure every method on a group of prompts, interleaved, so that a slower machine slows all methods alike.
+
+    Tokens and counts are those of the first repeat. The order of methods rotates with the group and with the repeat.
+
+    number: of the group. seeds: one a prompt; repeats redo the same work, and methods share their random numbers.
+
+    Raises:
+        PromptFailed: a method did not answer.
+    """
+    # What a method learns from a prompt helps on the next prompt, but not on the same one again.
+    restore = {label: snapshot_learned_state(runner) for label, runner in runners.items()}
+    runs: dict[str, list[TimedAnswers]] = {label: [] for label in runners}
+    for repeat in range(repeats):
+        for label in rotated(list(runners), number + repeat):
+            restore[label]()
+            runs[label].append(time_answers(label, runners[label], group, max_new_tokens, seeds))
+    rows = []
+    for label, own in runs.items():
+        wall_s, cpu_s = [run.wall_s / len(group) for run in own], [run.cpu_s / len(group) for run in own]
+        for prompt, answer in zip(group, own[0].answers, strict=True):
+            rows.append(row_of(prompt, number, label, temperature, answer, wall_s, cpu_s))
+    return rows
+
+
+def seed_of(prompt: BenchPrompt, seed: int) -> int:
+    """Return a prompt's seed, which depends on the run's seed, its number and its turn only."""
+    return seed + prompt.number + TURN_SEED * (prompt.turn - 1)
+
+
+class Journal:
+    """Journal of an unfinished run, so that the same command resumes it behind a kill.
+
+    JSON lines: the first holds what the run depends on, each later one the rows of a group of prompts. A line is synced
+    to the disk before the next group begins. A torn last line is what a kill leaves: it is cut off, and its group is
+    measured again.
+
+    entries: those that were there when it was opened.
+    """
+
+    def __init__(self, directory: Path, depends_on: Mapping[str, Any], times: Mapping[str, Any]):
+        """
+        depends_on: all that a measurement depends on, as JSON values. times: measured for `auto` by the run's first
+            start; a resumed run uses the same (`unfinished_times`).
+
+        Raises:
+            InputError: the directory holds an unfinished run of something else, or a damaged journal.
+        """
+        self.path = make_directory(directory) / JOURNAL
+        settings = json.loads(json.dumps(depends_on))
+        lines = whole_lines(self.path) or [{"settings": settings, "auto": times}]
+        for number, line in enumerate(lines, start=1):
+            check_shape(
+                self.path, line, ENTRY if number > 1 else {"settings": dict, "auto": dict}, REMEDY, f"line {number}"
+            )
+        if differing := differences(flatten(lines[0]["settings"]), flatten(settings)):
+            listed = "; ".join(f"{key} {theirs} there, {ours} here" for key, theirs, ours in differing)
+            found = f"an unfinished run of other settings in {directory} ({listed})"
+            remedy = f"Go on with its own settings, pass another --output, or delete {self.path}."
+            raise InputError("output", found, "none, or one of these settings", remedy)
+        self.entries = lines[1:]
+        if not self.path.exists():
+            write_text(self.path, json.dumps(lines[0]) + "\n")
+
+    def add(self, entry: Any) -> None:
+        """Append a line, synced to the disk."""
+        append(self.path, json.dumps(entry) + "\n")
+
+    def remove(self) -> None:
+        self.path.unlink()
+
+
+def unfinished_times(directory: Path) -> dict[str, Any]:
+    """Read the times that the first start of an unfinished run has measured; empty if there is none."""
+    lines = whole_lines(directory / JOURNAL)
+    return lines[0]["auto"] if lines else {}
+
+
+def whole_lines(path: Path) -> list[Any]:
+    """Read the lines that end with a newline, and cut the file behind them."""
+    if not path.exists():
+        return []
+    cut(path, path.read_bytes().rfind(b"\n") + 1)
+    return list(read_lines(path, {}, REMEDY))
+
+
+@dataclass(frozen=True)
+class PromptRunner:
+    """Measurement of all prompts by all methods.
+
+    runners: temperature -> label -> method. chat: writes later turns; needed where there are any. context: of the
+    target. room: tokens that the methods' caches hold for a prompt with its answer.
+    """
+
+    runners: Mapping[float, Mapping[str, Runner]]
+    chat: TurnWriter
+    context: int
+    room: int
+    max_new_tokens: int
+    repeats: int
+    seed: int
+
+    def run_all(self, files: Sequence[Sequence[BenchPrompt]], batch_size: int, journal: Journal) -> list[Row]:
+        """Measure all prompts at all temperatures, but for those that the journal holds. Return the rows of all.
+
+        Consecutive prompts of one file are a group. Methods first load what they had learned when the journal ended.
+
+        Raises:
+            InputError: no prompt could be measured; a journal of other groups.
+        """
+        groups = [file[start : start + batch_size] for file in files for start in range(0, len(file), batch_size)]
+        for entry in journal.entries:
+            if entry["group"] not in range(len(groups)) or entry["temperature"] not in self.runners:
+                found = f"group {entry['group']} at temperature {entry['temperature']:g}, which there is not"
+                raise InputError(str(journal.path), found, "groups of this run", REMEDY)
+            for label, states in entry["learned"].items():
+                load_learned_state(self.runners[entry["temperature"]][label], states)
+        kept = {(entry["group"], entry["temperature"]): entry["rows"] for entry in journal.entries}
+        total, done = sum(map(len, files)) * len(self.runners), sum(len(groups[number]) for number, _ in kept)
+        if done:
+            about = f"{done} of {total} prompts are measured ({journal.path})"
+            log_note(f"draftsmith: resuming an interrupted run: {about}")
+        if done < total:
+            self.warm_up([prompt for file in files for prompt in file], batch_size)
+        rows: list[Row] = []
+        with progress_bar("measuring", total, "prompts", done, moving=False) as progress:
+            for number, group in enumerate(groups):
+                for temperature, runners in self.runners.items():
+                    if (number, temperature) not in kept:
+                        measured = kept[number, temperature] = self.run(group, number, temperature)
+                        learned = {label: states for label in runners if (states := learned_state(runners[label]))}
+                        journal.add({"group": number, "temperature": temperature, "rows": measured, "learned": learned})
+                        progress(len(group))
+                    rows += kept[number, temperature]
+        if all(row["error"] is not None for row in rows):
+            journal.remove()
+            raise every_prompt_failed(rows[-1]["error"])
+        labels = [(temperature, label) for temperature, own in self.runners.items() for label in own]
+        order = {place: number for number, place in enumerate(labels)}
+        return sorted(rows, key=lambda row: (order[row["temperature"], row["method"]], row["prompt"], row["turn"]))
+
+    def warm_up(self, prompts: Sequence[BenchPrompt], batch_size: int) -> None:
+        """Run every method once, uncounted, on the first prompt that all of them answer.
+
+        Raises:
+            InputError: there is no such prompt.
+        """
+        last: PromptFailed | None = None
+        for prompt in prompts:
+            if self.too_long(prompt):
+                continue
+            try:
+                for runners in self.runners.values():
+                    for label, runner in runners.items():
+                        restore = snapshot_learned_state(runner)
+                        seeds = range(self.seed, self.seed + batch_size)
+                        time_answers(label, runner, [prompt] * batch_size, self.max_new_tokens, seeds)
+                        restore()
+                return
+            except PromptFailed as failure:
+                last = failure
+        raise every_prompt_failed(str(last) if last else "too long for the target's context") from last
+
+    def run(self, group: Sequence[BenchPrompt], number: int, temperature: float) -> list[Row]:
+        """Measure all turns of a group. Rows of failed prompts hold the error; their later turns are not asked."""
+        runners = self.runners[temperature]
+        rows: list[Row] = []
+
+        def fail(prompt: BenchPrompt, error: str) -> None:
+            if prompt.later:
+                error += f"; so turns up to {prompt.turn + len(prompt.later)} were not asked"
+            rows.extend(row_of(prompt, number, label, temperature, error=error) for label in runners)
+
+        while group:
+            fitting: list[BenchPrompt] = []
+            for prompt in group:
+                if error := self.too_long(prompt):
+                    fail(prompt, error)
+                else:
+                    fitting.append(prompt)
+            if not fitting:
+                break
+            seeds = [seed_of(prompt, self.seed) for prompt in fitting]
+            try:
+                turn = measure_group(runners, fitting, number, temperature, self.max_new_tokens, self.repeats, seeds)
+            except PromptFailed as failure:
+                for prompt in fitting:
+                    fail(prompt, str(failure))
+                break
+            rows += turn
+
+            # The next turn follows the answers of ar.
+            answers = [row["token_ids"] for row in turn if row["method"] == BASELINE]
+            group = []
+            for prompt, answer in zip(fitting, answers, strict=True):
+                if prompt.later:
+                    try:
+                        group.append(self.chat.next_turn(prompt, answer))
+                    except RowError as error:
+                        refused = replace(prompt, prompt_ids=[], later=prompt.later[1:], turn=prompt.turn + 1)
+                        fail(refused, str(error))
+        return rows
+
+    def too_long(self, prompt: BenchPrompt) -> str | None:
+        """Return why a prompt cannot be asked, None if it can."""
+        length = len(prompt.prompt_ids)
+        if length >= self.context:
+            return f"{length} tokens leave no room for an answer in the target's context of {self.context}"
+        if length + min(self.max_new_tokens, self.context - length) > self.room:
+            return f"{length} tokens, with an answer more than the {self.room} that were planned for"
+        return None
+
+
+def every_prompt_failed(error: str) -> InputError:
+    return InputError("prompts", f"none that could be measured; the last one: {error}", "at least one", "Correct them.")
+
+
+@torch.inference_mode()
+def measure_fidelity(target: CausalLM, reference: CausalLM, texts: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Measure how far a target in fewer bits is from the same target without.
+
+    A decoder is lossless against the former. Means over tokens at temperature 1: KL(reference || target) in nats, the
+    total variation, and how often both have the same first choice.
+
+    texts: token ids that neither model made; their first FIDELITY_TOKENS tokens count.
+    """
+    sums, left = torch.zeros(3, dtype=torch.float64), FIDELITY_TOKENS
+    for text in texts:
+        ids = torch.tensor([list(text[:left])], device=target.device)  # [1, T]
+        left -= ids.shape[1]
+        if not ids.numel():
+            break
+        ours, theirs = (lm.lm_head(lm.features(ids)[0]).double() for lm in (target, reference))  # [T, V]
+        q, p = ours.log_softmax(-1), theirs.log_softmax(-1)
+        kl = (p.exp() * (p - q)).sum(-1)
+        variation = (p.exp() - q.exp()).abs().sum(-1) / 2
+        agree = (p.argmax(-1) == q.argmax(-1)).double()
+        sums += torch.stack([kl, variation, agree]).sum(-1).cpu()
+    tokens = FIDELITY_TOKENS - left
+    means = (sums / max(tokens, 1)).tolist()
+    return {"tokens": tokens, **dict(zip(("kl", "total_variation", "same_choice"), means, strict=True))}
