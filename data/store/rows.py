@@ -23,9 +23,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from draftsmith.data.console import log_note
-from draftsmith.data.store.files import CannotWrite, write_batches, write_json
-from draftsmith.data.store.manifest import Manifest, file_sha256
-from draftsmith.data.store.reading import read_object
+from draftsmith.data.store.files import CannotWrite, write_batches
+from draftsmith.data.store.manifest import Manifest
 from draftsmith.modules.types import InputError, whole_number
 
 ARROW = {
@@ -38,13 +37,12 @@ ARROW = {
     "list<bool>": pa.list_(pa.bool_()),
 }
 FORMAT = 1
-# Smaller artefacts (bytes of Parquet) are read faster than their mapped file would be checked.
+# Bytes of Parquet from which on the columns are mapped.
 MAPPED_BYTES = 2**24
 # Bytes of Arrow in one chunk. Its lists stay far below the 2^31 items that one Arrow list array can hold.
 CHUNK_BYTES = 2**24
 # Temporary files that are older than this belong to killed processes.
 LEFTOVER_S = 3600.0
-RECORD = {"bytes": int, "sha256": str}
 
 IDS = ("input_ids", "prompt_ids", "draft_ids")
 NEVER_EMPTY = ("input_ids", "prompt_ids")
@@ -159,39 +157,27 @@ def open_columns(directory: Path, manifest: Manifest, names: Sequence[str], voca
 
     key = hashlib.sha256(json.dumps([FORMAT, manifest.digest, *names]).encode()).hexdigest()[:16]
     path = Path(directory) / f".columns-{key}.arrow"
-    table = _map_columns(path)
-    if table is None:
+    try:
+        table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+    except (OSError, pa.ArrowException):
         try:
             _write_columns(path, rows)
         except CannotWrite as error:
             log_note(f"warning: {error} Every process holds the columns in its own memory.")
             return pa.concat_tables(rows.tables())
-        table = _map_columns(path)
-    if table is None:
-        # Another program changed the file in between.
-        return pa.concat_tables(rows.tables())
+        table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
     check_values(table, directory, manifest, 0, vocab_size)
     return table
 
 
-def _map_columns(path: Path) -> pa.Table | None:
-    """Map the file's table; None if it is missing, incomplete, or does not match its record."""
-    try:
-        record = read_object(path.with_suffix(".json"), RECORD)
-        if path.stat().st_size != record["bytes"] or file_sha256(path) != record["sha256"]:
-            return None
-        return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
-    except (OSError, InputError, pa.ArrowException):
-        return None
-
-
 def _write_columns(path: Path, rows: Rows) -> None:
-    """Delete outdated files, then write the columns and, last, the record that they are whole."""
+    """Write the columns to an Arrow file, and delete files of the artefact's former content."""
+    log_note(f"{path.parent}: writing its columns to a file that every process maps")
     for old in path.parent.glob(".columns-*"):
+        # Another rank may be writing the same file, or have deleted an old one.
         with suppress(OSError):
-            # Another rank may have deleted it.
-            killed = ".tmp-" in old.name and time.time() - old.stat().st_mtime > LEFTOVER_S
-            if killed or not (".tmp-" in old.name or old.name.startswith(path.stem)):
+            is_temporary = ".tmp-" in old.name
+            if time.time() - old.stat().st_mtime > LEFTOVER_S if is_temporary else old != path:
                 old.unlink(missing_ok=True)
 
     def chunks() -> Iterator[pa.RecordBatch]:
@@ -204,10 +190,8 @@ def _write_columns(path: Path, rows: Rows) -> None:
         if parts:
             yield from pa.concat_tables(parts).combine_chunks().to_batches()
 
-    log_note(f"{path.parent}: writing its columns to a file that every process maps")
     write_batches(path, chunks())
     pa.default_memory_pool().release_unused()
-    write_json(path.with_suffix(".json"), {"bytes": path.stat().st_size, "sha256": file_sha256(path)})
 
 
 class Fault(NamedTuple):

@@ -30,7 +30,7 @@ from draftsmith.modules.types import InputError, without_passwords
 
 LOCK, HOLDER = ".writer.lock", ".writer.json"
 # The children of a killed process may hold its lock for a moment longer.
-GRACE_S = 3.0
+GRACE_S = 2.0
 # How long rank 0 may take to get the lock after another rank looks for it.
 OWN_JOB_S = 20.0
 T = TypeVar("T")
@@ -88,7 +88,12 @@ def writing_alone(directory: Path, shared: bool = False) -> Iterator[None]:
 
     is_new = not directory.exists()
     make_directory(directory)
-    lock = _acquire(directory)
+    lock = FileLock(directory / LOCK)
+    with writing(directory, remedy="It has no locks: choose a place on another file system."):
+        try:
+            lock.acquire(timeout=GRACE_S)
+        except Timeout as error:
+            raise _taken(directory, read_holder(directory)) from error
     _held.add(key)
     try:
         if (before := read_holder(directory)) is not None:
@@ -126,34 +131,6 @@ def read_holder(directory: Path) -> LockHolder | None:
         return LockHolder(**json.loads((Path(directory) / HOLDER).read_text("utf-8")))
     except (OSError, ValueError, TypeError):
         return None
-
-
-def _acquire(directory: Path) -> FileLock:
-    lock = FileLock(directory / LOCK)
-    deadline = time.monotonic() + GRACE_S
-    with writing(directory, remedy="It has no locks: choose a place on another file system."):
-        while True:
-            try:
-                lock.acquire(timeout=0.5)
-                return lock
-            except Timeout as error:
-                holder = read_holder(directory)
-                if time.monotonic() > deadline or (holder is not None and not _is_gone(holder)):
-                    raise _taken(directory, holder) from error
-
-
-def _is_gone(holder: LockHolder) -> bool:
-    """Return whether the holder is known to have ended: a process of this machine that no longer exists."""
-    if holder.host != socket.gethostname():
-        return False
-    try:
-        os.kill(holder.pid, 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        # Another user's process.
-        return False
-    return False
 
 
 def _job() -> str:

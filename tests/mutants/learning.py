@@ -119,8 +119,6 @@ MUTANTS = [
            'row_uniforms(f"mix/{self._seed}", epoch, 0, ', (DATASET_TEST,)),
     Mutant("columns-of-another-artefact", ROWS, "json.dumps([FORMAT, manifest.digest, *names])",
            "json.dumps([FORMAT, *names])", (ROWS_TEST,)),
-    Mutant("columns-not-looked-at", ROWS, ' or file_sha256(path) != record["sha256"]', "",
-           (ROWS_TEST,)),
     Mutant("columns-chunks-begin-at-their-rows-end", ROWS, "at = row - (self._ends[chunk] - len(offsets) + 1)",
            "at = row - (self._ends[chunk] - len(offsets))", (ROWS_TEST,)),
     Mutant("fp8-without-its-scale", "train/lit_drafter.py", "features=decoded(data.features, data.scale), scale",
