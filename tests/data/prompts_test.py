@@ -13,7 +13,7 @@ from tiny_models import CONTEXT, tiny_tokenizer
 from draftsmith.data.prompts import PromptsConfig, run
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
-from draftsmith.data.text.conversations import check_mapping, parse_columns, read_chat, row_label, up_to_last
+from draftsmith.data.text.conversations import check_mapping, parse_columns, read_chat, row_label
 from draftsmith.data.text.sources import open_source
 from draftsmith.data.text.template import RowError, load_chat_tokenizer, supervised_ids
 from draftsmith.modules.types import InputError
@@ -70,13 +70,6 @@ def test_unknown_columns_are_named_with_the_flag_that_maps_them():
         check_mapping(["question"], {"prompt": "nothing"})
     with pytest.raises(InputError, match="expected NAME=COLUMN"):
         parse_columns("question")
-
-
-def test_the_prompt_ends_at_the_last_user_turn_and_keeps_earlier_answers():
-    messages = chat((USER, "a"), (ASSISTANT, "b"), (USER, "c"), (ASSISTANT, "d"))
-    assert up_to_last("user", messages) == messages[:3]
-    with pytest.raises(RowError, match="no user turn"):
-        up_to_last("user", chat((ASSISTANT, "b")))
 
 
 ROWS = [{"prompt": f"Hi {i}", "task": ["a", "b"][i % 2], "split": ["train", "dev"][i // 3]} for i in range(6)]

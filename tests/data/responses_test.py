@@ -16,7 +16,6 @@ from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import row_uniforms
-from draftsmith.modules.targets.llama import LlamaSession
 from draftsmith.modules.types import InputError, SamplingParams
 
 PROMPTS = [[1, 40 + i, *range(60, 60 + 3 * i), 4, 2] for i in range(7)]
@@ -88,6 +87,8 @@ def test_sampled_tokens_follow_the_warped_distribution_by_the_rows_own_uniforms(
     config = chain.configs["responses"]
     rows = Rows(config.output, Manifest.read(config.output)).read(0, 99)
     assert len(rows) == 11
+    eos = load_lm(str(chain.target)).info.eos_ids
+    assert [row["ended"] for row in rows] == [row["input_ids"][-1] in eos for row in rows]
     for number, row in enumerate(rows):
         start = row["loss_mask"].index(True)
         uniforms = row_uniforms("responses", config.seed, number, config.max_new_tokens)
@@ -137,23 +138,6 @@ def test_a_drafter_takes_other_numbers_of_the_row_and_the_same_whatever_its_comp
         remake("responses", output=tmp_path / "one", **{**how, "draft": str(chain.target)})
 
 
-def test_a_row_that_is_done_makes_room_for_the_next(chain, monkeypatch):
-    lm, fed = load_lm(str(chain.target)), []
-    extend = LlamaSession.extend
-    monkeypatch.setattr(
-        LlamaSession,
-        "extend",
-        lambda self, tokens, *how, **more: fed.append(len(tokens)) or extend(self, tokens, *how, **more),
-    )
-    plain = generate_all(lm, PROMPTS, SamplingParams(), 12, 7, eos_ids=())
-    ends = (plain[6][1], plain[5][3])  # the longest prompts', so that these are done first
-    fed.clear()
-    found = generate_all(lm, PROMPTS, SamplingParams(), 12, 2, eos_ids=ends)
-    assert found == [own[: next((i + 1 for i, t in enumerate(own) if t in ends), 12)] for own in plain]
-    counts = [len(own) - 1 for own in found]  # the prefill gives the first
-    assert sum(fed) == sum(counts) and len(fed) < sum(max(counts[i], counts[i - 1]) for i in (6, 4, 2)) + counts[0]
-
-
 def test_uniforms_are_of_their_stage_seed_and_row():
     streams = [("responses", 0, 1), ("responses", 0, 2), ("responses", 1, 1), ("acceptance", 0, 1)]
     drawn = [tuple(row_uniforms(*stream, 5)) for stream in streams]
@@ -161,16 +145,6 @@ def test_uniforms_are_of_their_stage_seed_and_row():
     assert tuple(row_uniforms("responses", 0, 1, 3)) == drawn[0][:3]  # a longer answer begins alike
     source = RowSource("responses", 0, 1)
     assert [source.uniform() for _ in range(600)] == list(row_uniforms("responses", 0, 1, 600))
-
-
-def test_rows_say_whether_they_ended(chain):
-    manifest = Manifest.read(chain.directory("responses"))
-    eos = load_lm(str(chain.target)).info.eos_ids
-    rows = Rows(chain.directory("responses"), manifest).read(0, 11)
-    assert [row["ended"] for row in rows] == [row["input_ids"][-1] in eos for row in rows]
-    assert manifest.counts["ended"] == sum(row["ended"] for row in rows)
-    assert manifest.counts["response_tokens"] == sum(len(r["input_ids"]) - r["loss_mask"].index(True) for r in rows)
-    assert not any(row["retokenised"] for row in rows)
 
 
 def test_a_prompt_that_fills_the_context_is_an_input_error(chain, remake, tmp_path):

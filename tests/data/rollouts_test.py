@@ -126,26 +126,6 @@ def test_sampled_labels_are_those_of_rounds_drafted_one_token_at_a_time(remake, 
     assert len({row["starts"][0] - row["loss_mask"].index(True) for row in rows}) == STRIDE
 
 
-def test_greedy_drafts_among_sampled_ones_are_labelled_as_alone(remake, tmp_path):
-    """The drafts of a row take the temperatures in turn."""
-
-    def labels(name, **changes):
-        return rows_of(remake("acceptance", **ROLLOUT, mode=None, output=tmp_path / name, **changes))
-
-    both = labels("both", temperatures="0,0.5", chunk=4)
-    alone = {t: labels(f"at {t}", temperature=t) for t in (0.0, 0.5)}
-    seen = set()
-    for number, row in enumerate(both):
-        for draft, temperature in enumerate(row["temperature"]):
-            assert temperature == (0.0, 0.5)[(number + draft) % 2]
-            own, place = alone[temperature][number], slice(draft * DEPTH, (draft + 1) * DEPTH)
-            assert row["starts"] == own["starts"] and row["draft_ids"][place] == own["draft_ids"][place]
-            for name in ("log_q", "log_max_q", "entropy", "repeat", "log_p", "accept_prob", "overlap", "reached"):
-                assert row[name][place] == pytest.approx(own[name][place], **TOLERANCE), name
-            seen |= {(temperature, value) for value in row["accept_prob"][place] if value in (0, 1)}
-    assert (0.0, 0.0) in seen
-
-
 def test_greedy_labels_are_agreement(chain, remake, oracles):
     directory = remake("acceptance", **ROLLOUT, mode="greedy")
     assert Manifest.read(directory).sampling["temperature"] == 0

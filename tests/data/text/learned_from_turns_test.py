@@ -7,7 +7,7 @@ import pytest
 import torch
 from turn_taking import ASSISTANT, TARGET, conversation, make_prompts, rows_of
 
-from draftsmith.data import acceptance, features
+from draftsmith.data import acceptance
 from draftsmith.data.features import text_dataset
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.datasets import answer_lengths, conversation_numbers, open_dataset
@@ -17,19 +17,6 @@ from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.data_module import train_and_val
 from draftsmith.train.plan import training_documents
-
-
-def test_features_of_a_row_are_those_of_its_tokens(answered, oracle, tmp_path):
-    config = features.FeaturesConfig(answered, TARGET, tmp_path / "out", rows_per_shard=3, num_threads=1)
-    data = open_dataset(features.run(config))
-    for item, row in zip(data, rows_of(answered), strict=True):
-        with torch.inference_mode():
-            expected = oracle.model(torch.tensor([row["input_ids"]])).last_hidden_state[0]
-        # bf16 keeps 8 bits of the mantissa.
-        torch.testing.assert_close(item["features"].float(), expected, rtol=2**-8, atol=1e-2)
-        assert item["loss_mask"].tolist() == row["loss_mask"]
-    texts = text_dataset(answered, TARGET, load_lm(TARGET).info.identity)
-    assert [item["loss_mask"].tolist() for item in texts] == [row["loss_mask"] for row in rows_of(answered)]
 
 
 def test_labels_are_on_answer_tokens_of_every_turn(answered, tmp_path):

@@ -17,7 +17,6 @@ from turn_taking import (
     TARGET,
     TOOL,
     USER,
-    WISHES,
     chat,
     conversation,
     counts_of,
@@ -26,10 +25,8 @@ from turn_taking import (
     rows_of,
 )
 
-from draftsmith.data.engines.openai import ServerConfig, ServerEngine
+from draftsmith.data.engines.openai import ServerEngine
 from draftsmith.data.engines.own import generate_all
-from draftsmith.data.inspect import InspectConfig
-from draftsmith.data.inspect import run as inspect
 from draftsmith.data.models.hub import model_directory
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.manifest import file_sha256
@@ -111,21 +108,6 @@ def test_every_answer_is_what_the_target_says_to_the_conversation_so_far(answere
         assert next(own, None) is None
     counts = counts_of(answered)
     assert counts["answers"] == len(lengths) > NUM_ROWS and counts["response_tokens"] == sum(lengths)
-
-
-def test_the_mask_is_between_the_assistants_tag_and_the_end_token(answered, tokenizer):
-    begin, end = tokenizer.convert_tokens_to_ids("<|assistant|>"), tokenizer.eos_token_id
-    several = 0
-    for row in rows_of(answered):
-        speaking, mask = False, []
-        for token in row["input_ids"]:
-            mask.append(speaking)
-            speaking = token == begin or (speaking and token != end)
-        # A row that goes on with a conversation has the answers before it in its prompt.
-        assert row["loss_mask"] == [bit and at >= row["loss_mask"].index(True) for at, bit in enumerate(mask)]
-        assert row["loss_mask"][row["loss_mask"].index(True)]
-        several += len(spans(row["loss_mask"])) > 1
-    assert several >= 2
 
 
 def test_a_row_depends_on_its_number_and_turn_only_and_a_lost_shard_comes_back(asked, tmp_path):
@@ -214,40 +196,3 @@ def test_a_server_is_asked_turn_by_turn(answered, asked, tmp_path, monkeypatch):
             assert ours[name] == theirs[name]
     assert len(seen) == counts_of(answered)["answers"]
     assert len({body["seed"] for _, body in seen}) == len(seen)
-
-
-def test_a_chat_endpoint_is_told_the_answers_so_far(asked, tmp_path, monkeypatch, tokenizer):
-    lm, seen = load_lm(TARGET), []
-
-    async def reply(self, client, request):
-        await asyncio.sleep(0)
-        body = request[1]
-        seen.append(body["messages"])
-        shown = tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True, return_dict=True)
-        limit = json.loads(body["generation_config"])["max_new_tokens"]
-        ids = generate_all(lm, [shown["input_ids"]], self.params, limit, 32)[0]
-        text = tokenizer.decode(ids, skip_special_tokens=True)
-        usage = {"prompt_tokens": len(shown["input_ids"]), "completion_tokens": len(ids)}
-        reason = "stop" if ids[-1] in lm.info.eos_ids else "length"
-        return {"choices": [{"message": {"content": text}, "finish_reason": reason}], "usage": usage}
-
-    monkeypatch.setattr(ServerEngine, "ask", reply)
-    server = ServerConfig(dialect="transformers")
-    rows = rows_of(make_responses(asked, tmp_path / "out", engine="openai", server=server))
-    assert all(row["retokenised"] for row in rows) and len(seen) > NUM_ROWS
-    users = [message["content"] for message in conversation(2) if message["role"] == USER]
-    longest = max((said for said in seen if said[0]["content"] == users[0]), key=len)
-    assert [message["content"] for message in longest if message["role"] == USER] == users
-    (row,) = [row for row in rows if row["id"] == "row-2"]
-    said = [tokenizer.decode(row["input_ids"][a:b], skip_special_tokens=True) for a, b in spans(row["loss_mask"])]
-    assert [message["content"] for message in longest if message["role"] == ASSISTANT] == said[:-1]
-    assert row["text"] == "".join(said)
-
-
-def test_inspect_shows_every_answer_and_every_question(asked, answered, capsys):
-    inspect(InspectConfig(answered, row=2))
-    shown = capsys.readouterr().out
-    assert shown.count("⟦") == len(spans(rows_of(answered)[2]["loss_mask"])) > 1
-    inspect(InspectConfig(asked, row=2))
-    shown = capsys.readouterr().out
-    assert all(wish.strip() in shown for wish in WISHES)
