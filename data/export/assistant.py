@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from draftsmith.data.export.report import CheckReport, Measure
 from draftsmith.data.models.checkpoint import INDEX, weight_map
 from draftsmith.data.models.hub import model_directory
 from draftsmith.data.models.loading import load_tokenizer, load_transformers, tokenizer_identity
@@ -26,16 +26,6 @@ SETTINGS = "generation_config.json"
 FETCH = "Fetch the model again."
 PROMPTS = ("def add(a, b):", "The first of them is")
 MAX_NEW_TOKENS = 24
-
-
-@dataclass
-class AssistantCheck:
-    """Result of using a draft model. rounds: drafted tokens of every round, empty if nothing was generated."""
-
-    problems: list[Problem] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    rounds: list[int] = field(default_factory=list)
-    num_assistant_tokens: int = 0
 
 
 def write_assistant(draft_path: str, tuning: Tuning, directory: Path) -> None:
@@ -76,7 +66,7 @@ def _files(source: Path) -> list[Path]:
     return kept
 
 
-def check_assistant(directory: str | Path, target: str) -> AssistantCheck:
+def check_assistant(directory: str | Path, target: str) -> CheckReport:
     """Use a directory as a user of transformers would, in float32 on the CPU.
 
     Greedy answers to two short prompts are compared with the target's own, token by token.
@@ -91,47 +81,51 @@ def check_assistant(directory: str | Path, target: str) -> AssistantCheck:
     # Assisted generation warns about the arguments that it passes to itself.
     logging.getLogger("transformers.generation.utils").setLevel(logging.ERROR)
     large = load_transformers(model_directory(target), torch.float32).eval()
-    check = AssistantCheck()
+    report = CheckReport()
     try:
         source = model_directory(str(directory))
         _files(source)
         stored = read_object(source / SETTINGS, {}, FETCH) if (source / SETTINGS).exists() else {}
         draft = load_transformers(source, torch.float32).eval()
     except ValueError as error:  # ours, and what transformers says of a config that it does not know
-        check.problems.append(Problem(str(directory), str(error).strip().splitlines()[0]))
-        return check
+        report.problems.append(Problem(str(directory), str(error).strip().splitlines()[0]))
+        return report
 
     # Settings.
     absent = f"absent from {SETTINGS}: transformers takes its own default"
-    check.problems += [Problem(name, absent) for name in FIELDS if name not in stored]
-    for name in FIELDS:
-        check.notes.append(f"{name}: {getattr(draft.generation_config, name, None)}")
+    report.problems += [Problem(name, absent) for name in FIELDS if name not in stored]
+    report.notes += [f"{name}: {getattr(draft.generation_config, name, None)}" for name in FIELDS]
     if stored.get(FIELDS[1], "constant") != "constant":
-        check.notes.append(f"{FIELDS[1]} {stored[FIELDS[1]]}: transformers changes the number in every round")
+        report.notes.append(f"{FIELDS[1]} {stored[FIELDS[1]]}: transformers changes the number in every round")
     if stored.get(FIELDS[2]) and is_sklearn_available():
         text = f"{stored[FIELDS[2]]} is the first value only: with scikit-learn, which is installed, every round"
-        check.notes.append(f"{FIELDS[2]} {text} re-tunes it")
+        report.notes.append(f"{FIELDS[2]} {text} re-tunes it")
 
     # Vocabulary and tokenizer.
     sizes = [model.config.get_text_config().vocab_size for model in (draft, large)]
     if sizes[0] != sizes[1]:
         text = f"{sizes[0]}, the target has {sizes[1]}: transformers takes them for models of different tokenizers"
-        check.problems.append(Problem("vocab_size", f"{text} and raises"))
+        report.problems.append(Problem("vocab_size", f"{text} and raises"))
     else:
         try:
             if tokenizer_identity(str(source))["tokenizer"] != tokenizer_identity(target)["tokenizer"]:
-                check.problems.append(Problem("tokenizer", "not the target's: token ids mean something else"))
+                report.problems.append(Problem("tokenizer", "not the target's: token ids mean something else"))
         except InputError as error:
-            check.notes.append(f"tokenizer: the target's is used ({error})")
+            report.notes.append(f"tokenizer: the target's is used ({error})")
 
-    if not check.problems:
-        check.num_assistant_tokens = int(draft.generation_config.num_assistant_tokens)
-        _compare(check, large, draft, [load_tokenizer(target)(text).input_ids for text in PROMPTS])
-    return check
+    if not report.problems:
+        rounds = _compare(report, large, draft, [load_tokenizer(target)(text).input_ids for text in PROMPTS])
+        longest, k = max(rounds, default=0), stored[FIELDS[0]]
+        value = f"at most {longest} in {len(rounds)} rounds, {sum(rounds)} in all"
+        report.measures.append(Measure("tokens drafted", value, f"at most {k}", longest <= k))
+        equal = not report.problems
+        text = "as the target alone" if equal else "another"
+        report.measures.append(Measure("greedy answers to two prompts", text, "the target's own", equal))
+    return report
 
 
-def _compare(check: AssistantCheck, target: Any, draft: Any, prompts: Sequence[Sequence[int]]) -> None:
-    """Count the drafted tokens of every round, and find answers that differ from the target's own."""
+def _compare(report: CheckReport, target: Any, draft: Any, prompts: Sequence[Sequence[int]]) -> list[int]:
+    """Return the drafted tokens of every round, and report answers that differ from the target's own."""
     from transformers import GenerationConfig
 
     ends = target.generation_config.eos_token_id
@@ -141,22 +135,24 @@ def _compare(check: AssistantCheck, target: Any, draft: Any, prompts: Sequence[S
     config = GenerationConfig(
         max_new_tokens=MAX_NEW_TOKENS, do_sample=False, eos_token_id=ends, pad_token_id=0 if pad is None else pad
     )
+    rounds: list[int] = []
     for prompt in prompts:
         ids = torch.tensor([list(prompt)])
         inputs: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "generation_config": config}
         try:
             alone, (assisted, fed) = target.generate(ids, **inputs), _assisted(target, draft, ids, inputs)
         except ValueError as error:  # how transformers refuses a pair
-            check.problems.append(Problem("generate", str(error).strip().splitlines()[0]))
-            return
+            report.problems.append(Problem("generate", str(error).strip().splitlines()[0]))
+            break
         # The first call reads the prompt, each later one the last known token; the rest was drafted.
-        check.rounds += [count - (1 if i else len(prompt)) for i, count in enumerate(fed)]
+        rounds += [count - (1 if i else len(prompt)) for i, count in enumerate(fed)]
         if alone.tolist() != assisted.tolist():
             one, other = alone[0, len(prompt) :].tolist(), assisted[0, len(prompt) :].tolist()
             pairs = zip(one, other, strict=False)
             first = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
             text = f"the assisted answer leaves the target's own at token {first}"
-            check.problems.append(Problem("generate", text))
+            report.problems.append(Problem("generate", text))
+    return rounds
 
 
 def _assisted(target: Any, draft: Any, ids: Tensor, inputs: dict[str, Any]) -> tuple[Tensor, list[int]]:

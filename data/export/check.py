@@ -8,17 +8,17 @@ import itertools
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from rich.text import Text
 from torch import Tensor, nn
 
-from draftsmith.data.console import print_table, print_text, table_from_cells
+from draftsmith.data.console import print_text
 from draftsmith.data.export.assistant import check_assistant
 from draftsmith.data.export.directory import read_package
+from draftsmith.data.export.report import CheckReport, Measure, print_report
 from draftsmith.data.export.states import StateSource, make_trial, state_source
 from draftsmith.data.heads.directory import build_head, kind_at, load_head
 from draftsmith.data.settings import Dtype, Loading
@@ -65,31 +65,6 @@ class CheckConfig(Loading):
     dtype: Dtype = "auto"
 
 
-@dataclass(frozen=True)
-class Measure:
-    """A measured value of a check, its bar, and whether it is met."""
-
-    name: str
-    value: str
-    bar: str
-    passed: bool
-
-
-@dataclass
-class CheckReport:
-    """Result of a check. problems: tensors and settings that differ. notes: what was left out or assumed."""
-
-    problems: list[Problem] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    measures: list[Measure] = field(default_factory=list)
-
-    @property
-    def failures(self) -> list[str]:
-        """Everything that differs, a line each."""
-        lines = [f"{problem.where}: {problem.text}" for problem in self.problems]
-        return lines + [f"{m.name}: {m.value} ({m.bar})" for m in self.measures if not m.passed]
-
-
 def run(config: CheckConfig) -> int:
     """Check a directory. Returns 0 if the system would compute with it what was trained, else 1.
 
@@ -99,7 +74,7 @@ def run(config: CheckConfig) -> int:
     if config.format == hf_assisted.NAME:
         if config.target is None:
             raise InputError("target", "none", "the target that the draft assists", "Pass --target.")
-        report = check_draft_model(config.directory, config.target)
+        report = check_assistant(config.directory, config.target)
         print_report(report, str(config.directory), config.format)
         return 1 if report.failures else 0
     models = (config.target, config.draft, config.loading)
@@ -207,37 +182,6 @@ def measure(format: HeadFormat, theirs: Any, ours: Any | None, source: StateSour
             Measure(f"logits of {rows:g} rows", f"differ by {worst:.1e}", f"at most {bar:.2g}", worst <= bar)
         )
     return measures
-
-
-def check_draft_model(directory: Path, target: str) -> CheckReport:
-    """Use a draft model by transformers' own assisted generation."""
-    check = check_assistant(directory, target)
-    report = CheckReport(check.problems, check.notes)
-    if check.rounds:
-        longest, k = max(check.rounds), check.num_assistant_tokens
-        value = f"at most {longest} in {len(check.rounds)} rounds"
-        report.measures.append(Measure("tokens drafted", value, f"at most {k}", longest <= k))
-        equal = not any(problem.where == "generate" for problem in check.problems)
-        text = "as the target alone" if equal else "another"
-        report.measures.append(Measure("greedy answers to two prompts", text, "the target's own", equal))
-    return report
-
-
-def print_report(report: CheckReport, directory: str, format: str) -> None:
-    """Print what differs, what was measured, and the notes."""
-    print_text(Text(f"{directory} as {format} reads it", "bold"))
-    if report.problems:
-        rows = [(Text(problem.where, "red"), problem.text) for problem in report.problems]
-        print_table(table_from_cells("error", ("differs", "as"), rows))
-    if report.measures:
-        marks = {True: Text("ok", "green"), False: Text("DIFFERS", "bold red")}
-        measured = [(m.name, m.value, m.bar, marks[m.passed]) for m in report.measures]
-        print_table(table_from_cells("measured", ("measured", "value", "bar", "verdict"), measured))
-    for note in report.notes:
-        print_text(f"  note: {note}")
-    count = len(report.failures)
-    text = f"{count} difference{'s' if count > 1 else ''}"
-    print_text(Text(text, "bold red") if count else Text("nothing differs", "green"))
 
 
 # -- the record of an export: a tensor that was renamed, cut or permuted later is named, without the original head

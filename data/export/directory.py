@@ -45,29 +45,41 @@ def read_package(path: str) -> Package:
     """
     directory = package_directory(path)
     config = read_model_json(member(directory, "config.json", "the directory"))
-    files, index = _chosen(directory)
+    files = weight_files(directory)
     tensors: dict[str, Tensor] = {}
     metadata: dict[str, str] = {}
     for file in files:
-        stored, about = read_safetensors(file) if file.suffix == ".safetensors" else (read_torch(file), {})
+        if file.suffix == ".safetensors":
+            with open_tensors(file, FETCH) as opened:
+                stored = {name: opened.get_tensor(name) for name in list(opened.keys())}
+                metadata |= opened.metadata() or {}
+        else:
+            stored = read_torch(file)
         if twice := sorted(stored.keys() & tensors.keys()):
             raise InputError(str(file), f"{twice[0]}, which another shard has", "every tensor once", FETCH)
         tensors |= stored
-        metadata |= about
-    if odd := [name for name in tensors if not name.isprintable()]:  # messages show names, and a terminal obeys them
+
+    # Messages show names, and a terminal obeys control characters.
+    if odd := [name for name in tensors if not name.isprintable()]:
         raise InputError(str(files[0]), f"a tensor named {odd[0]!r}", "names that can be printed", FETCH)
+    index = next(iter(directory.glob(f"*{files[0].suffix}.index.json")), None)
     if index is not None and (wrong := sorted(weight_map(index, FETCH).keys() ^ tensors.keys())):
         found = f"{len(wrong)} tensors that only it or only its files have ({', '.join(wrong[:3])})"
         raise InputError(str(index), found, "the tensors of its files", FETCH)
     _check_sizes(directory / "config.json", flat(config), tensors)
-    for copy in COPIES if files[0].suffix == ".safetensors" else ():
-        if (directory / copy).exists():
-            other = read_torch(member(directory, copy, "the directory"))
-            _check_equal(Package(config, tensors, metadata), other, files[0].name, copy)
-    names = sorted(
-        entry.name for entry in directory.iterdir() if entry.suffix in KINDS and entry.name not in NOT_WEIGHTS
-    )
-    return Package(config, tensors, metadata, tuple(names))
+    package = Package(config, tensors, metadata)
+    for copy, reader in COPIES.items():
+        if files[0].suffix != ".safetensors" or not (directory / copy).exists():
+            continue
+        full, other = package.all_tensors(), read_torch(member(directory, copy, "the directory"))
+        wrong = sorted(full.keys() ^ other.keys())
+        both = ((name, full[name], other[name]) for name in full if name in other)
+        wrong += [name for name, one, two in both if one.dtype != two.dtype or not torch.equal(one, two)]
+        if wrong:
+            found = f"{files[0].name} and {copy} that differ ({', '.join(wrong[:3])})"
+            remedy = f"{reader} reads {copy}, vLLM and SGLang {files[0].name}: delete the one that is not meant."
+            raise InputError("weights", found, "one set of weights", remedy)
+    return package
 
 
 def _check_sizes(file: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -88,29 +100,23 @@ def _check_sizes(file: Path, config: Mapping[str, Any], tensors: Mapping[str, Te
     # Room for heads with lost or cut tensors, so that the error names these.
     room = 64 * values + 2**24
     heads = max(count("num_attention_heads"), count("num_key_value_heads"), 1)
-    most = dict.fromkeys(
-        ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"), room // width
-    )
-    most |= {"head_dim": room // width // heads, "num_hidden_layers": max(len(tensors), 1)}
-    most |= {"num_layers": LARGEST["num_layers"], "vocab_size": MOST_SIZE, "draft_vocab_size": MOST_SIZE}
-    most |= {"max_position_embeddings": MOST_POSITIONS}
-    for name, limit in most.items():
+    widths = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    limits = dict.fromkeys(widths, room // width)
+    limits |= {"head_dim": room // width // heads, "num_hidden_layers": max(len(tensors), 1)}
+    limits |= {"num_layers": LARGEST["num_layers"], "vocab_size": MOST_SIZE, "draft_vocab_size": MOST_SIZE}
+    limits |= {"max_position_embeddings": MOST_POSITIONS}
+    for name, limit in limits.items():
         if count(name) > limit:
             found = f"{count(name)} with {len(tensors)} tensors of {values:,} values"
             raise InputError(f"{name} of {file}", found, f"at most {limit:,}", FETCH)
 
 
 def weight_files(directory: Path) -> tuple[Path, ...]:
-    """Return the files with a directory's weights: one, or the shards that an index names.
+    """Return the weights files of the preferred kind: one, or the shards that an index names.
 
     Raises:
         InputError: there are none, several and no index, or an index that names another place.
     """
-    return _chosen(directory)[0]
-
-
-def _chosen(directory: Path) -> tuple[tuple[Path, ...], Path | None]:
-    """Return the files of the preferred kind, and their index, if they have one."""
     names = sorted({entry.name for entry in directory.iterdir()} - NOT_WEIGHTS)
     for kind in KINDS:
         files = [name for name in names if name.endswith(kind)]
@@ -118,11 +124,11 @@ def _chosen(directory: Path) -> tuple[tuple[Path, ...], Path | None]:
         if not files and not indexes:
             continue
         if not indexes and len(files) == 1:
-            return (member(directory, files[0], "the directory"),), None
+            return (member(directory, files[0], "the directory"),)
         index = member(directory, indexes[0], "the directory") if indexes else None
         shards = sorted(set(weight_map(index, FETCH).values())) if index is not None else []
         if index is not None and len(indexes) == 1 and not set(files) - set(shards):
-            return tuple(member(directory, name, index.name) for name in shards), index
+            return tuple(member(directory, name, index.name) for name in shards)
         found = f"several weights ({', '.join([*indexes, *files][:4])})"
         remedy = "Systems differ in which of them they read: keep those that are meant."
         raise InputError(str(directory), found, f"one {kind} file, or one index of all", remedy)
@@ -146,12 +152,6 @@ def member(directory: Path, name: str, named_by: str) -> Path:
     if not file.is_file():
         raise InputError(str(directory / name), "no such file", f"what {named_by} names", FETCH)
     return directory / name
-
-
-def read_safetensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read tensors and metadata of one file."""
-    with open_tensors(file, FETCH) as opened:
-        return {name: opened.get_tensor(name) for name in list(opened.keys())}, opened.metadata() or {}
 
 
 def read_torch(file: Path) -> dict[str, Tensor]:
@@ -179,13 +179,13 @@ def _why_refused(error: Exception) -> str:
     text = " ".join(str(error).split())
     if code := re.search(r"(?:GLOBAL|class|function) ([\w.]+\.\w+)", text):
         return f"a pickle that asks for {code[1]}, which is code and not weights"
-    if "TorchScript" in text:
-        return "a TorchScript program"
-    if "legacy .tar" in text:
-        return "a tar of pickles, torch's form before 2017"
-    if "weights_only" in text:
-        return "a pickle of other things than tensors, or no weights at all"
-    return f"damaged ({type(error).__name__}: {text[:120]})"
+    reasons = {
+        "TorchScript": "a TorchScript program",
+        "legacy .tar": "a tar of pickles, torch's form before 2017",
+        "weights_only": "a pickle of other things than tensors, or no weights at all",
+    }
+    damaged = f"damaged ({type(error).__name__}: {text[:120]})"
+    return next((reason for words, reason in reasons.items() if words in text), damaged)
 
 
 def _not_plain(name: Any, value: Any) -> str:
@@ -197,15 +197,3 @@ def _not_plain(name: Any, value: Any) -> str:
     if value.layout != torch.strided or value.is_quantized:
         return "sparse or quantised"
     return "" if value.device.type == "cpu" else "without values"
-
-
-def _check_equal(package: Package, other: Mapping[str, Tensor], name: str, copy: str) -> None:
-    """Raise InputError unless both files hold the same weights."""
-    full = package.all_tensors()
-    wrong = sorted(full.keys() ^ other.keys())
-    both = [(key, full[key], other[key]) for key in full if key in other]
-    wrong += [key for key, one, two in both if one.dtype != two.dtype or not torch.equal(one, two)]
-    if wrong:
-        found = f"{name} and {copy} that differ ({', '.join(wrong[:3])})"
-        remedy = f"{COPIES[copy]} reads {copy}, vLLM and SGLang {name}: delete the one that is not meant."
-        raise InputError("weights", found, "one set of weights", remedy)

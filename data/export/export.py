@@ -9,18 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from draftsmith.data.console import print_text
-from draftsmith.data.export.assistant import write_assistant
-from draftsmith.data.export.check import (
-    RECORD,
-    CheckReport,
-    check_draft_model,
-    check_head,
-    made_with,
-    make_record,
-    original,
-    print_report,
-)
+from draftsmith.data.export.assistant import check_assistant, write_assistant
+from draftsmith.data.export.check import RECORD, check_head, made_with, make_record, original
 from draftsmith.data.export.directory import read_package
+from draftsmith.data.export.report import CheckReport, print_report
 from draftsmith.data.export.states import state_source
 from draftsmith.data.heads.card import draft_model_card, measured_of, model_card
 from draftsmith.data.heads.directory import build_head, head_config, head_fields, named_kind, stored_tensors
@@ -156,7 +148,7 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[CheckReport, str
     export = {
         "format": format.name,
         "command": command,
-        "checks": _passed(report),
+        "checks": report.passed,
         "head": origin,
         "weights": str(dtype).removeprefix("torch."),
         "notes": notes,
@@ -239,14 +231,9 @@ def export_assistant(config: ExportConfig, directory: Path) -> tuple[CheckReport
     tuning = hf_assisted.choose_tuning(read_object(results / "results.json", RESULTS), identity)
     command = hf_assisted.serve(loadable(target), str(config.output))
     write_assistant(draft, tuning, directory)
-    report = check_draft_model(directory, target)
-    export = {"format": config.format, "command": command, "target": target, "draft": draft, "checks": _passed(report)}
+    report = check_assistant(directory, target)
+    export = {"format": config.format, "command": command, "target": target, "draft": draft, "checks": report.passed}
     export["notes"] = [f"settings: {tuning.measured}"]
     facts = {"models": {"draft": identity, **tokenizer_identity(draft)}, "license": config.license, **made_with()}
     write_text(directory / "README.md", draft_model_card(facts, export))
     return report, command
-
-
-def _passed(report: CheckReport) -> list[str]:
-    """Return the lines of the check for the card."""
-    return [f"{measure.name}: {measure.value} ({measure.bar})" for measure in report.measures]

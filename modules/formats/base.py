@@ -26,15 +26,11 @@ NOT_YET = "Importing it is not supported yet."
 
 @dataclass(frozen=True)
 class Package:
-    """Content of a head's directory: `config.json`, and tensors and metadata of its weights files.
-
-    files: names of the weights files that lie in the directory.
-    """
+    """Content of a head's directory: `config.json`, and tensors and metadata of its weights files."""
 
     config: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
     metadata: Mapping[str, str] = field(default_factory=dict)
-    files: tuple[str, ...] = ()
 
     def all_tensors(self) -> dict[str, Tensor]:
         """Return the tensors under all of their names.

@@ -115,7 +115,9 @@ class LlamaFormat(HeadFormat):
     ) -> dict[str, Tensor]:
         """Return a file's tensors by our names, without rotary buffers and the target's embedding."""
         tensors: dict[str, Tensor] = {}
-        if not self.prefix and any(name.startswith("model.") for name in package.tensors):
+        # SGLang reads them in EAGLE-3 but for lm_head.
+        known = [name for name in package.tensors if self.prefix and name != "model.lm_head.weight"]
+        if any(name.startswith("model.") for name in package.tensors.keys() - set(known)):
             problems.append(Problem("model.", f"begins names that {self.system} knows without it"))
         for on_disk, tensor in package.tensors.items():
             name = our_name(on_disk.removeprefix("model."))

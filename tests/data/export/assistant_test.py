@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -13,7 +14,6 @@ from tiny_models import tiny_llama_dir
 
 from draftsmith.data.export import assistant
 from draftsmith.data.export.assistant import check_assistant, write_assistant
-from draftsmith.data.export.check import check_draft_model
 from draftsmith.data.models.hub import resolve_model
 from draftsmith.modules.formats.hf_assisted import FIELDS, Tuning, serve
 from draftsmith.modules.types import InputError
@@ -61,12 +61,14 @@ def test_the_draft_is_copied_with_its_settings(written):
 
 
 def test_a_good_directory_passes_and_drafts_by_its_settings(written, tmp_path):
-    check = check_assistant(written, TARGET)
-    assert check.problems == [] and check.num_assistant_tokens == max(check.rounds) == 3
-    write_assistant(DRAFT, Tuning(3, 0.99), tmp_path / "careful")
-    careful = check_assistant(tmp_path / "careful", TARGET)
-    assert careful.problems == []
-    assert sum(careful.rounds) / len(careful.rounds) < sum(check.rounds) / len(check.rounds)
+    first, careful = check_assistant(written, TARGET), tmp_path / "careful"
+    assert first.failures == [] and "num_assistant_tokens: 3" in first.notes
+    write_assistant(DRAFT, Tuning(3, 0.99), careful)
+    second = check_assistant(careful, TARGET)
+    assert second.failures == []
+    values = [report.measures[0].value for report in (first, second)]  # at most 3 in 9 rounds, 25 in all
+    (longest, rounds, drafted), (_, more, fewer) = ([int(word) for word in re.findall(r"\d+", v)] for v in values)
+    assert longest == 3 and fewer / more < drafted / rounds
 
 
 def test_with_scikit_learn_a_note_says_that_the_threshold_changes(tmp_path, monkeypatch):
@@ -118,7 +120,7 @@ def test_a_broken_directory_is_an_error(kind, written):
 
 def test_a_schedule_that_drafts_more_than_it_says_fails(written):
     change(written, "generation_config.json", **dict(zip(FIELDS, (1, "heuristic", 0.0), strict=True)))
-    failures = check_draft_model(written, TARGET).failures
+    failures = check_assistant(written, TARGET).failures
     assert len(failures) == 1 and failures[0].startswith("tokens drafted: at most ")
 
 
