@@ -16,7 +16,7 @@ import numpy as np
 
 from draftsmith.data.console import Advance, log_note, print_text
 from draftsmith.data.engines.openai import ServerConfig, ServerEngine, ServerShards
-from draftsmith.data.engines.own import ResponseDrafter, RowSource, generate_rows, set_threads
+from draftsmith.data.engines.own import ResponseDrafter, RowUniforms, generate_rows, set_threads
 from draftsmith.data.engines.vllm import VllmEngine
 from draftsmith.data.models.loading import load_lm, name_nonfinite, pick_device, text_identity, vocabulary_size
 from draftsmith.data.ranks import place
@@ -221,9 +221,9 @@ def generate_turns(
     """Answer turns with our own decoder, `batch_size` at a time."""
     ends = () if config.ignore_eos else lm.info.eos_ids
 
-    def source(i: int) -> RowSource:
+    def source(i: int) -> RowUniforms:
         stage = "responses" if turns[i].number == 1 else f"responses/turn-{turns[i].number}"
-        return RowSource(stage, config.seed, turns[i].row)
+        return RowUniforms(stage, config.seed, turns[i].row)
 
     def build(capacity: int) -> Drafter | None:
         return drafter.build(capacity, ends, config.batch_size)

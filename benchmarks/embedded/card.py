@@ -15,7 +15,7 @@ import torch
 from draftsmith.benchmarks.embedded.domains import Domain
 from draftsmith.benchmarks.embedded.language_model import Recipe
 from draftsmith.data.console import markdown_lines
-from draftsmith.data.engines.own import RowSource, generate_all
+from draftsmith.data.engines.own import RowUniforms, generate_all
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.trace import pool
@@ -73,7 +73,7 @@ class TaskScore:
 def answers_to(lm: CausalLM, prompts: Sequence[Sequence[int]], temperature: float, seed: int) -> list[list[int]]:
     """The target's answers up to MAX_NEW_TOKENS."""
     params = SamplingParams(temperature)
-    return generate_all(lm, prompts, params, MAX_NEW_TOKENS, BATCH, lambda row: RowSource("card", seed, row))
+    return generate_all(lm, prompts, params, MAX_NEW_TOKENS, BATCH, lambda row: RowUniforms("card", seed, row))
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from draftsmith.modules.targets.base import CausalLM, check_ids
 from draftsmith.modules.types import InputError, SamplingParams
 
 
-class RowSource(TorchSource):
+class RowUniforms(TorchSource):
     """Random source of one row, drawing the numbers of `row_uniforms`; without a drafter one per token."""
 
     def __init__(self, stage: str, seed: int, row: int):

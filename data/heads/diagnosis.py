@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.data.engines.own import RowSource, generate_all
+from draftsmith.data.engines.own import RowUniforms, generate_all
 from draftsmith.data.heads.directory import build_head, load_draft_head, stored_tensors
 from draftsmith.data.models.loading import llama_shape, tokenizer_identity
 from draftsmith.data.store.manifest import Manifest
@@ -361,7 +361,7 @@ def off_policy(target: CausalLM, rows: Rows, data: Manifest, whole: TextMeasures
         return Finding("answers", text)
     params = SamplingParams(**(data.sampling or {"temperature": 1.0}))
     prompts, answers = zip(*asked, strict=True)
-    generated = generate_all(target, prompts, params, OWN_TOKENS, OWN_PROMPTS, lambda i: RowSource("diagnose", 0, i))
+    generated = generate_all(target, prompts, params, OWN_TOKENS, OWN_PROMPTS, lambda i: RowUniforms("diagnose", 0, i))
 
     def measure_answers(given: Sequence[Sequence[int]]) -> TextMeasures:
         texts = [

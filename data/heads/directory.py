@@ -283,10 +283,9 @@ def another_mode(directory: str | Path, params: SamplingParams) -> str | None:
     differing = [f"{name} {theirs} there, {ours} here" for name, theirs, ours in pairs if theirs != ours]
     if not differing:
         return None
-    mode = "greedy" if params.greedy else f"sampling --temperature {params.temperature:g}"
-    for option, value in {"top-k": params.top_k, "top-p": params.top_p}.items():
-        if not params.greedy and value != sampling.get(option.replace("-", "_")):
-            mode += f" --{option} {value:g}"
+    mode = "greedy"
+    if not params.greedy:
+        mode = f"sampling --temperature {params.temperature:g} --top-k {params.top_k} --top-p {params.top_p:g}"
     drafter = "--draft HEAD" if config.get("drafter", "draft") != "draft" else "--draft DRAFT"
     return (
         f"{directory} was trained on labels of another mode ({'; '.join(differing)}): it may stop at the wrong places. "

@@ -70,12 +70,6 @@ def test_a_table_that_does_not_fit_is_a_block_of_lines_a_row():
     assert sum("tau" in line for line in wide) == 1 and "4.12 3.90-4.40" in "\n".join(wide)
 
 
-def test_rows_are_told_apart_by_as_many_columns_as_it_takes():
-    rows = [("draft model", c, "x" * 30, "y" * 30) for c in ("0.1", "0.2")]
-    lines = shown(50, table_from_cells("gains", ("drafter", "c", "first", "second"), rows))
-    assert [line for line in lines if line.startswith("draft model")] == ["draft model   c 0.1", "draft model   c 0.2"]
-
-
 def test_a_pipe_has_the_whole_width(capsys, monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     row = ("a " * 100).strip(), "b" * 100

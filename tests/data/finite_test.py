@@ -7,7 +7,7 @@ import torch
 from broken_models import CONTEXT, models, small_lm
 
 from draftsmith.data.acceptance import MixedTextLabels
-from draftsmith.data.engines.own import RowSource, generate_all
+from draftsmith.data.engines.own import RowUniforms, generate_all
 from draftsmith.data.heads.directory import FrozenDrafter
 from draftsmith.data.models.loading import name_nonfinite
 from draftsmith.data.rollouts import Rollouts
@@ -60,7 +60,7 @@ def test_labels_of_rounds(broken, drafting, params):
 @pytest.mark.parametrize("params", MODES, ids=str)
 def test_answers(params):
     def drawn(number: int):
-        return RowSource("test", 0, number)
+        return RowUniforms("test", 0, number)
 
     assert all(len(answer) == 8 for answer in generate_all(small_lm(1), TEXTS, params, 8, 2, drawn))
     target = small_lm(1, ("embed_tokens.weight", (8, 0)))  # which only the second prompt holds

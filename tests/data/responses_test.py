@@ -11,7 +11,7 @@ import torch
 from tiny_models import CONTEXT
 from transformers import AutoModelForCausalLM
 
-from draftsmith.data.engines.own import RowSource, generate_all
+from draftsmith.data.engines.own import RowUniforms, generate_all
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
@@ -143,7 +143,7 @@ def test_uniforms_are_of_their_stage_seed_and_row():
     drawn = [tuple(row_uniforms(*stream, 5)) for stream in streams]
     assert len(set(drawn)) == len(streams)
     assert tuple(row_uniforms("responses", 0, 1, 3)) == drawn[0][:3]  # a longer answer begins alike
-    source = RowSource("responses", 0, 1)
+    source = RowUniforms("responses", 0, 1)
     assert [source.uniform() for _ in range(600)] == list(row_uniforms("responses", 0, 1, 600))
 
 

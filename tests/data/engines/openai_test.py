@@ -172,11 +172,6 @@ def test_a_refusal_that_asking_again_cannot_mend_is_one_error(vllm_like, ask):
     assert len(server.asked) <= 4  # nobody asked again
 
 
-def test_no_server_is_an_input_error_after_the_retries(ask):
-    with pytest.raises(InputError, match=r"prompt 0 \(id row-0\).*ConnectError.*in 2 attempts"):
-        ask("http://127.0.0.1:9/v1", retries=1)
-
-
 @pytest.mark.parametrize(
     ("settings", "changes", "what"),
     [

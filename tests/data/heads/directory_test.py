@@ -94,13 +94,6 @@ def test_tied_blocks_round_trip_as_one_block(tmp_path):
     assert torch.equal(loaded(hidden), head(hidden))
 
 
-def test_settings_come_back_as_they_were(tmp_path, target):
-    head = acceptance_head(num_blocks=1, w_rej=3.0, calibration=(0.8, -0.1))
-    assert load_head(save_head(tmp_path / "a", head, {}, CARD)).config == head.config
-    eagle = eagle_head(target)
-    assert load_head(save_head(tmp_path / "e", eagle, {}, CARD)).config == eagle.config
-
-
 def test_what_a_head_standardises_by_comes_back(tmp_path):
     head = acceptance_head(width=2, standardize=True, activation="relu")
     head.mean += 3
@@ -113,7 +106,7 @@ def test_what_a_head_standardises_by_comes_back(tmp_path):
 
 
 def edited(directory: Path, **changes) -> Path:
-    """The head directory with other settings, of which its manifest has the hash."""
+    """Change settings of a head directory, with their hash in its manifest."""
     config, manifest = (json.loads((directory / name).read_text()) for name in ("config.json", "manifest.json"))
     top = {name: changes.pop(name) for name in ("schema_version",) if name in changes}
     inner = config["head"]["llama"] if changes.keys() & config["head"].get("llama", {}).keys() else config["head"]
@@ -162,11 +155,9 @@ def test_an_eagle3_head_fits_its_targets_layers_and_ids(tmp_path, target):
         load_head(edited(directory, capture=[0, 1, 9]), target)
 
 
-@pytest.mark.parametrize("make", ["acceptance", "eagle"])
-def test_a_head_of_another_width_is_refused(tmp_path, target, make):
+def test_a_head_of_another_width_is_refused(tmp_path, target):
     narrow = load_lm(str(tiny_llama_dir(tmp_path / "narrow", hidden=16)))
-    head = acceptance_head() if make == "acceptance" else eagle_head(target)
-    directory = save_head(tmp_path / "head", head, {}, CARD)
+    directory = save_head(tmp_path / "head", eagle_head(target), {}, CARD)
     with pytest.raises(InputError, match=r"of width 32, expected width 16"):
         load_head(directory, narrow)
 
@@ -197,11 +188,6 @@ def test_changed_bytes_are_found(saved, name):
     (saved / name).write_bytes(content)
     with pytest.raises(InputError, match=f"{name}: found missing or changed content"):
         load_head(saved)
-
-
-def test_the_card_may_be_edited(saved, target):
-    (saved / "README.md").write_text("Measured again.")
-    load_head(saved, target)
 
 
 def test_a_directory_without_a_manifest_is_not_a_head(saved, tmp_path):
@@ -269,10 +255,8 @@ def test_a_head_that_cannot_be_trained_on_is_refused(saved, directory, kind, wid
     [
         ({"temperature": 0.0}, SamplingParams(0.0, top_k=5), None),
         ({"temperature": [0.5, 1.0]}, SamplingParams(0.7), None),
-        (None, SamplingParams(0.7), None),
         ({"temperature": 1.0}, SamplingParams(), r"temperature 1.0 there, 0.0 here.*--labels mix --mode greedy --resp"),
-        ({"temperature": 0.0}, SamplingParams(0.7), r"--mode sampling --temperature 0.7 --responses .* --draft HEAD"),
-        ({"temperature": [0.5, 0.8]}, SamplingParams(1.0), r"temperature \[0.5, 0.8\] there, 1.0 here"),
+        ({"temperature": 0.0}, SamplingParams(0.7), r"--mode sampling --temperature 0.7 .*--responses .* --draft HEAD"),
         ({"temperature": 1.0}, SamplingParams(1.0, top_k=9), r"top_k 0 there, 9 here.* --temperature 1 --top-k 9 "),
     ],
 )

@@ -210,18 +210,6 @@ def test_a_head_of_a_fine_tuned_target_is_refused(pristine, scaled, head, capsys
     assert "trained for another model (weights differ)" in error and "draftsmith train eagle --init" in error
 
 
-def test_an_exported_head_is_not_imported_as_one_of_another_model(pristine, scaled, head, tmp_path, capsys):
-    exported = tmp_path / "exported"
-    words = f"export --format vllm --head {head} --target {pristine} --output {exported}"
-    assert main(words.split()) == 0
-    capsys.readouterr()
-    assert main(f"import {exported} --target {scaled} --output {tmp_path / 'ours'}".split()) == 2
-    assert "another model than the head was trained for (weights differ)" in capsys.readouterr().err
-    assert main(f"check {exported} --format vllm --target {scaled}".split()) == 1
-    assert "the model's weights" in " ".join(capsys.readouterr().out.split())
-    assert main(f"import {exported} --target {pristine} --output {tmp_path / 'ours'}".split()) == 0
-
-
 def test_another_tokenization_is_refused_although_the_vocabulary_is_the_same(chain, tmp_path):
     other = Path(shutil.copytree(chain.target, tmp_path / "other"))
     raw = json.loads((other / "tokenizer.json").read_text())
