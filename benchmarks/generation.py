@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from rich.console import Console
 
-from draftsmith.benchmarks.pairs import paired_ratio
+from draftsmith.benchmarks.latency import paired_ratio
 from draftsmith.data.engines.own import generate_all, set_threads
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.files import make_directory, write_json

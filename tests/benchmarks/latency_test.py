@@ -8,8 +8,7 @@ import math
 import pytest
 import torch
 
-from draftsmith.benchmarks.latency import LatencyConfig, run
-from draftsmith.benchmarks.pairs import timed_copy
+from draftsmith.benchmarks.latency import LatencyConfig, run, timed_copy
 from draftsmith.benchmarks.synthetic import random_pair
 from draftsmith.eval.clock import Stopwatch, interleaved
 from draftsmith.launch.cli import main_of
