@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_models import tiny_llama_dir
-from trained_runs import fake_trainer, micro_batch, newest_state, step_loss
+from trained_runs import fake_trainer, micro_batch, step_loss
 
 from draftsmith.data.heads.directory import FrozenDrafter, load_head, save_head
 from draftsmith.data.models.loading import load_lm
@@ -104,35 +104,12 @@ def test_the_gradient_reaches_every_weight_of_the_head_and_none_of_the_draft(art
     assert not any(p.requires_grad or p.grad is not None for p in module.reader.lm.model.parameters())
 
 
-def test_the_draft_is_no_part_of_module_or_checkpoint(artefacts, tmp_path, trained):
-    module = a_module(artefacts, tmp_path)
-    ours = {f"head.{name}" for name in module.head.state_dict()}
-    assert set(module.state_dict()) == ours == {name for name, _ in module.named_parameters()}
-    checkpoint = newest_state(trained)
-    assert set(checkpoint["state_dict"]) == ours
-
-
-def test_what_is_saved_is_what_was_trained(trained):
-    saved = load_file(trained / "last" / "model.safetensors")
-    checkpoint = newest_state(trained)["state_dict"]
-    assert all(torch.equal(saved[name], checkpoint[f"head.{name}"]) for name in saved)
-
-
 def test_greedy_labels_are_compared_with_the_drafts_probability_at_temperature_one(artefacts, tmp_path):
     reader, data = a_module(artefacts, tmp_path, greedy=True).reader, a_part(artefacts, 2).data
     expected = reader.lm.lm_head(reader.lm.features(data.z_ids)).log_softmax(-1)
     expected = expected[:, :-1].gather(-1, data.z_ids[:, 1:, None])[..., 0][data.loss_mask[:, 1:]]
     found = reader.read(data, with_log_q=True)
     assert torch.allclose(found.log_q, expected, atol=1e-6) and found.row.unique().tolist() == [0, 1]
-
-
-def test_accumulating_gives_the_same_weights(artefacts, tmp_path, trained):
-    run(config(artefacts, tmp_path / "run", accumulate=4))
-    ours = load_file(trained / "last" / "model.safetensors")
-    theirs = load_file(tmp_path / "run" / "last" / "model.safetensors")
-    # Another order of summation changes gradients by about 1e-7 of their size. AdamW divides by the gradient's own
-    # size, so an update of lr changes by as much, unless the gradient is about zero: 12 steps of 5e-3 stay within 1e-4.
-    assert all(torch.allclose(ours[name], theirs[name], atol=1e-4, rtol=0) for name in ours)
 
 
 def test_a_finished_run_is_returned_and_not_overwritten(artefacts, trained):
@@ -155,16 +132,6 @@ def test_labels_of_another_draft_are_refused(artefacts, tmp_path):
     other = tiny_llama_dir(tmp_path / "other", seed=5, layers=1)
     with pytest.raises(InputError, match=r"made with another draft\.config|draft\.lm_head"):
         run(config(artefacts, tmp_path / "run", draft=str(other)))
-
-
-@pytest.mark.parametrize(
-    ("changes", "field"),
-    [({"lr": 0.0}, "lr"), ({"batch_size": 0}, "batch_size"), ({"w_rej": 0.0}, "w_acc, w_rej"), ({"mix": 1.0}, "mix")],
-)
-def test_settings_out_of_range_are_named(artefacts, tmp_path, changes, field):
-    with pytest.raises(InputError) as error:
-        config(artefacts, tmp_path, **changes)
-    assert error.value.field == field
 
 
 def test_separate_validation_labels_must_share_the_sampling(artefacts, tmp_path):

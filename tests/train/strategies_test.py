@@ -10,7 +10,7 @@ import torch
 
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.strategies import accelerator, model_dtype, settled, tensor_cores, trainer_arguments
+from draftsmith.train.strategies import accelerator, settled, tensor_cores, trainer_arguments
 
 
 @pytest.fixture(autouse=True)
@@ -22,11 +22,6 @@ def alone(monkeypatch):
 
 def config(tmp_path, **changes) -> TrainConfig:
     return TrainConfig(data=tmp_path, output=tmp_path, accelerator="cpu", **changes)
-
-
-def test_one_device_needs_no_strategy(tmp_path):
-    arguments = trainer_arguments(config(tmp_path))
-    assert (arguments["devices"], arguments["num_nodes"], arguments["strategy"]) == (1, 1, "auto")
 
 
 def test_several_cpu_processes_talk_through_gloo(tmp_path):
@@ -47,11 +42,6 @@ def test_more_gpus_than_there_are_is_an_error(tmp_path):
     wanted = torch.cuda.device_count() + 1
     with pytest.raises(InputError, match="devices: found"):
         accelerator(TrainConfig(data=tmp_path, output=tmp_path, accelerator="gpu", devices=wanted))
-
-
-def test_frozen_models_are_float32_on_a_cpu(tmp_path):
-    assert model_dtype(config(tmp_path)) == "float32"
-    assert model_dtype(config(tmp_path, model_dtype="bfloat16")) == "bfloat16"
 
 
 def test_precision_goes_by_the_device(tmp_path, monkeypatch):

@@ -135,11 +135,6 @@ def test_the_run_is_made_from_its_data(tracked, artefacts):
         assert session.record.run_group == "study 1"
 
 
-def test_the_summary_keeps_the_best_tau(tracked):
-    for session in tracked.sessions:
-        assert session.best["val/tau"] == session.best["val/top1"] == "max" and session.best["val/loss"] == "min"
-
-
 def test_machine_and_process_are_not_told(tracked):
     for session in tracked.sessions:
         assert not session.kinds & {"environment", "output", "output_raw", "stats"} and session.record.host == ""

@@ -249,15 +249,6 @@ def say_together(predictors: list[HeadPredictor], rounds: list[list[DraftView]])
 
 
 @SOME
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_states_of_another_type(head, views, dtype):
-    for view in views:
-        view.states = view.states.to(dtype)
-    said = say(HeadPredictor(head, embed), views)
-    assert said == pytest.approx(expected(head, views, lambda x: calibrated(head, x)), abs=1e-5)
-
-
-@SOME
 def test_a_large_vocabulary_is_predicted_without_a_table(head, views, monkeypatch):
     usual = say(HeadPredictor(head, embed), views)
     monkeypatch.setattr(acceptance, "LARGEST_TABLE", 0)

@@ -35,16 +35,6 @@ def logit_by_definition(head: AcceptanceHead, hidden: torch.Tensor) -> float:
     return float(head.out.weight[0].double() @ x + head.out.bias.double())
 
 
-@pytest.mark.parametrize("changes", [{}, {"num_blocks": 1}, {"tied": True}])
-def test_the_head_is_the_papers_network(changes):
-    head, hidden = make_head(**changes), torch.randn(2, 3, HIDDEN)
-    logits = head(hidden)
-    assert logits.shape == (2, 3)
-    for b in range(2):
-        for t in range(3):
-            assert logits[b, t].item() == pytest.approx(logit_by_definition(head, hidden[b, t]), abs=1e-5)
-
-
 @pytest.mark.parametrize("features", [(), ("log_q", "entropy", "depth")])
 @pytest.mark.parametrize("state", ["before", "after"])
 @pytest.mark.parametrize("activation", ["none", "relu"])
@@ -76,18 +66,6 @@ def test_a_head_without_a_first_layer_has_nothing_to_standardise_in():
     for changes in ({"activation": "relu"}, {"standardize": True}):
         with pytest.raises(InputError, match=r"head: found activation .*, expected neither without a first layer"):
             make_head(**changes)
-
-
-def test_half_precision_states_are_read_in_float32():
-    head, hidden = make_head(), torch.randn(4, HIDDEN).bfloat16()
-    assert torch.equal(head(hidden), head(hidden.float())) and head(hidden).dtype == torch.float32
-
-
-def test_a_new_head_starts_with_its_blocks_as_constants():
-    hidden = torch.randn(3, HIDDEN)
-    head = AcceptanceHead(AcceptanceHeadConfig(HIDDEN, num_blocks=1))
-    shift = head.blocks[0](hidden) - hidden
-    torch.testing.assert_close(shift, shift[:1].expand(3, HIDDEN))
 
 
 @pytest.mark.parametrize("w_rej", [1.0, 3.0, 6.0, 12.0])
@@ -145,9 +123,3 @@ def test_drafting_stops_when_a_rejection_is_likely_enough(h, min_drafted, calibr
                 expected = n
                 break
         assert stopped_at(policy, states) == expected
-
-
-def test_rounds_do_not_remember_each_other():
-    policy = specdecpp(make_head(), h=0.5, min_drafted=1, max_drafted=9)
-    states = torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(1))
-    assert stopped_at(policy, states) == stopped_at(policy, states)

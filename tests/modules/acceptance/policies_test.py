@@ -209,14 +209,3 @@ def test_an_online_predictor_learns_what_its_confidence_is_worth():
 def test_an_online_predictor_looks_at_the_token_or_at_the_most_probable_one(by, prob):
     distribution = torch.tensor([0.75, 0.25])
     assert OnlinePredictor(by, repeats=False).prob(view(1, 1, distribution)) == pytest.approx(prob)
-
-
-def test_what_was_learned_outlives_a_prompt():
-    predictor, rule = OnlinePredictor("q"), CostRule(0.1)
-    policy = PredictorStop(predictor, rule, 1, 4)
-    drafted(policy)
-    policy.observe(1, 0)
-    known = (rule.pace, rule.acceptance, predictor.model.weights)
-    policy.reset()
-    assert (rule.pace, rule.acceptance, predictor.model.weights) == known
-    assert known[0] < CostRule(0.1).pace
