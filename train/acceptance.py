@@ -117,7 +117,7 @@ class TrainAcceptanceConfig(TrainConfig):
 
     @property
     def sweeps(self) -> bool:
-        """Whether sizes are tried first. Only one process does, so that all ranks would have the same."""
+        """True if sizes are tried first. Several ranks could choose different ones, so only one process tries."""
         free = self.width is None and self.max_steps == 0 and self.init is None
         return self.sweep and free and world_size(self) == 1
 
@@ -163,6 +163,7 @@ def with_defaults(config: TrainAcceptanceConfig) -> TrainAcceptanceConfig:
     Raises:
         InputError: an option that has no meaning for these labels, no drafter, or no head at --init.
     """
+    # Check the drafter first: its error is the one to read.
     _ = config.read_model
     labels, manifest = labels_of(config)
     if labels == "rollouts" and config.mix is not None:
@@ -202,6 +203,7 @@ def prepare(config: TrainAcceptanceConfig) -> PreparedTraining:
     config = with_defaults(config)
     kind, _ = labels_of(config)
     rollouts = kind == "rollouts"
+    # The drafter, and labels of its drafts.
     load = functools.partial(
         load_lm,
         dtype=model_dtype(config),
@@ -223,6 +225,7 @@ def prepare(config: TrainAcceptanceConfig) -> PreparedTraining:
         expected = f"labels made with {manifest.sampling}"
         raise InputError("val", val.manifest.sampling, expected, "Make both with one sampling.")
 
+    # The head, and what it reads of the labels.
     head = make_head(config, drafter.lm.info.hidden_size)
     check_labels(head.config, manifest)
     context = drafter.lm.info.max_position
@@ -236,10 +239,12 @@ def prepare(config: TrainAcceptanceConfig) -> PreparedTraining:
         config, head, train_samples, val_samples = store_rollouts(config, head, reader, train_samples, val_samples)
     else:
         reader = MixedText(drafter, greedy)
+    # Batches, and the module that trains on them.
     collate: Any = collate_stored if rollouts else collate_acceptance
     data = HeadDataModule(train_samples, val_samples, collate, num_loss_tokens, config)
     module = LitAcceptance(head, reader, config, data.total_steps, config.calibrate)
 
+    # Recorded in the head's manifest, and compared when a run is resumed.
     inputs = digests(train, val) | (starting_weights(config.init) if config.init is not None else {})
     labels = {"labels": "rollout" if rollouts else "mix", "mode": "greedy" if greedy else "sampling"}
     labels |= {"drafter": drafter.name}
@@ -274,6 +279,7 @@ def store_rollouts(
             config = with_size(config)
             head = make_head(config, hidden_size)
         begin(head, reader.batches(tokens["train"]))
+    # Training draws from all answers; validation reports samples by answer.
     blocks = StoredDataset(tokens["train"], train, config.seed)
     answers = StoredDataset(tokens["val"], val, None)
     return config, head, Samples(blocks, range(len(blocks.lengths))), Samples(answers, range(len(answers.lengths)))

@@ -136,6 +136,7 @@ class RolloutReader:
     def read_rollouts(self, data: RolloutTokens) -> DraftedTokens:
         """Return states and labels of the labelled tokens, by the drafter's forward."""
         head, mask = self.head, data.loss_mask
+        # [drafts, K] -> [N], labelled tokens only.
         numbers = {name: values[mask] for name, values in vars(data.confidences).items() if values is not None}
         known = TokenConfidences(**numbers)
         batch = AcceptanceBatch(
@@ -222,6 +223,7 @@ class StoredDataset:
             self.tokens = tokens
             self.bounds = torch.bincount(tokens.owner, minlength=len(answers)).cumsum(0).tolist()
         else:
+            # Shuffled once: the order of blocks changes every epoch.
             order = torch.randperm(len(tokens.ids), generator=torch.Generator().manual_seed(seed))
             self.tokens = tokens[order]
             self.bounds = [*range(BLOCK, len(order), BLOCK), len(order)]
@@ -275,6 +277,7 @@ def try_sizes(
         for epochs in EPOCHS:
             head = new_head(width)
             begin(head, reader.batches(train))
+            # As `train acceptance` itself would train it.
             optimizer = torch.optim.AdamW(head.parameters(), config.lr, config.betas, weight_decay=config.weight_decay)
             total = epochs * -(-len(train.ids) // batch_size)
             share = lr_schedule(config.schedule, total, config.warmup_share, config.min_lr_share)
@@ -354,10 +357,12 @@ class LitAcceptance(LitHead):
         raw, accept_prob, log_q, sample, *weights = gathered.unbind(1)
         weight = weights[0] if weights else None
 
+        # Metrics are those of the uncalibrated head.
         plain = dataclasses.replace(head.config, calibration=(1.0, 0.0))
         head.config = plain
         logit = head.corrected(raw)
         metrics = acceptance_metrics(logit, accept_prob, log_q, weight)
+        # Every gathered token counts.
         everything = AcceptanceBatch(raw, accept_prob, torch.ones_like(raw, dtype=torch.bool), weight)
         metrics["loss"] = float(acceptance_loss(raw, everything, plain.w_acc, plain.w_rej).loss)
         if self.calibrate != "none":

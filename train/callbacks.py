@@ -63,6 +63,7 @@ class BetweenSteps(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         self.saved_step = trainer.global_step
+        # A bar in a log file would be noise.
         shown = sys.stderr.isatty() and rank() == 0
         name = f"train {pl_module.head.kind}"
         drawn = progress_bar(name, pl_module.total_steps, "steps", trainer.global_step, enabled=shown)
@@ -80,14 +81,18 @@ class BetweenSteps(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if not batch.last:
             return
+        # A step ends with its last part.
         step, final = trainer.global_step, trainer.global_step == pl_module.total_steps
         if pl_module.logs(step):
             self._log_losses(trainer, pl_module, step)
+        # A signal leaves no time for a validation.
         stopping = bool(pl_module.signal_agreed)
+        # Validation decides which head is best/.
         validated = final or (step % self.val_every == 0 and not stopping)
         if validated:
             with whole_head(trainer, pl_module) as head:
                 self._validate(trainer, pl_module, head, step, final)
+        # Without --save-every a checkpoint follows each validation.
         saves = step % self.config.save_every == 0 if self.config.save_every else validated
         if saves or final or stopping:
             self._save_last(trainer, pl_module, step)
@@ -112,10 +117,12 @@ class BetweenSteps(pl.Callback):
         with module.autocast():
             metrics = module.validate(parts)
         probed = self.probe if self.probe is not None and (final or step % self.probe.every == 0) else None
+        # Decode real prompts with the head, if it is time for that.
         metrics |= {} if probed is None else probed()
         head.train()
         self.latest = metrics
         log_metrics(trainer, {f"val/{name}": value for name, value in metrics.items()}, step)
+        # One line per validation.
         shown = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
         measured = f" ({probed.measured})" if probed is not None and probed.monitor in metrics else ""
         say_on_rank_zero(f"step {step}/{module.total_steps}: {shown}{measured}")

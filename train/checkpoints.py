@@ -53,6 +53,7 @@ class Checkpoints(CheckpointIO):
             # Leftovers of a run that was killed while it wrote or deleted.
             for rest in path.parent.glob("step-*.tmp*"):
                 shutil.rmtree(rest, ignore_errors=True)
+            # Write everything under a temporary name, then rename.
             partial.mkdir()
             entry = _write(checkpoint, partial / STATE)
             manifest = {"kind": "checkpoint", "schema_version": SCHEMA_VERSION, "step": checkpoint["global_step"]}
@@ -84,6 +85,7 @@ class Checkpoints(CheckpointIO):
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove a checkpoint, renamed first so that a half-deleted one never looks like a damaged one."""
+        # `step-*.tmp*` is cleared by the next save.
         gone = Path(path).with_name(f"{Path(path).name}.tmp-gone")
         shutil.rmtree(gone, ignore_errors=True)
         Path(path).rename(gone)
@@ -115,6 +117,7 @@ def newest_intact(folder: Path, warn: Callable[[str], None]) -> Path | None:
 def damage(path: Path) -> str:
     """Return the reason why a checkpoint is damaged, or an empty string."""
     try:
+        # Sizes first: hashing takes longer.
         manifest = read_object(path / MANIFEST, SHAPE)
         if manifest["schema_version"] != SCHEMA_VERSION:
             return f"schema version {manifest['schema_version']}, not {SCHEMA_VERSION}"
@@ -178,6 +181,7 @@ def _write(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
         torch.save(checkpoint, cast(IO[bytes], hashed))
         if hashed.error is not None:
             raise hashed.error
+        # On disk before the rename makes it visible.
         file.flush()
         os.fsync(file.fileno())
     return {"bytes": path.stat().st_size, "sha256": hashed.hexdigest()}

@@ -80,6 +80,7 @@ class ZeroStrategy(DeepSpeedStrategy):
             precision_plugin=ZeroPrecision(),
             logging_level=logging.ERROR,
         )
+        # Settings that Lightning has no arguments for.
         assert isinstance(self.config, dict)
         self.config |= {"zero_force_ds_cpu_optimizer": False, "gradient_clipping": clip}
         self.config |= {"steps_per_print": sys.maxsize, "train_micro_batch_size_per_gpu": 1}
@@ -127,6 +128,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         engine: Any
         zero: Any
         engine, zero = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
+        # AdamW makes its state in the first step; a checkpoint is loaded before that.
         for flat in self._flat_parts(zero):
             zero.optimizer.state[flat] = {
                 "step": torch.tensor(0.0),
@@ -163,6 +165,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         from deepspeed.utils import safe_get_full_optimizer_state
 
         base = self._zero.optimizer
+        # One count of steps for all parameters.
         step = next(iter(base.state.values()))["step"]
         state: dict[int, dict[str, Tensor]] = {}
         groups = []
@@ -226,8 +229,10 @@ def whole_head(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[nn.M
     devices = [strategy.root_device] if strategy.root_device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), strategy.root_device:
         whole = type(head)(head.config)
+    # All ranks gather the weights together.
     state = strategy.lightning_module_state_dict()
     whole.load_state_dict({name.removeprefix("head."): value for name, value in state.items()})
+    # Dropout and noise as in the head it stands for.
     whole.train(head.training)
     module.head = whole
     try:

@@ -73,6 +73,7 @@ class CsvLogger(Logger):
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         row = {"step": str(step), **{name: f"{value:.8g}" for name, value in metrics.items()}}
+        # A CSV file has one header: a new column means writing it anew.
         new_columns = [name for name in row if name not in self._columns]
         self._rows.append(row)
         self._columns += new_columns
@@ -156,6 +157,7 @@ def start_run(
     import wandb
 
     id_file = config.output / "wandb_id.txt"
+    # A new training is a new run.
     if not resumed or not id_file.exists():
         write_text(id_file, uuid.uuid4().hex[:12] + "\n")
     options: dict[str, Any] = {
@@ -171,6 +173,7 @@ def start_run(
     run = start_wandb(wandb, config.wandb, options, log)
     logger = TrackedRun(run, log)
     logger.log_inputs(path for path in (config.data, config.val) if path is not None and (path / MANIFEST).is_file())
+    # An offline run starts empty.
     if resumed and not run.resumed:
         for step, metrics in table.logged():
             logger.log_metrics(metrics, step)
@@ -206,6 +209,7 @@ def make_loggers(
         purge: Any = resumed_step + 1 if resumed_step else None
         where = {"name": "", "version": "tensorboard"}
         board = TensorBoardLogger(config.output, **where, default_hp_metric=False, purge_step=purge)
+        # TensorBoard renders Markdown: four spaces make a code block.
         lines = yaml.safe_dump(about, sort_keys=False).splitlines()
         board.experiment.add_text("config", "\n".join("    " + line for line in lines), resumed_step)
         loggers.append(board)

@@ -19,6 +19,7 @@ def lr_schedule(name: str, total_steps: int, warmup_share: float, min_lr_share: 
     Warm-up rises linearly and reaches 1 at the step after its last. Then `cosine` and `linear` fall to `min_lr_share`,
     reached right after the last step; `hold` stays for half of the rest before it falls linearly; `constant` stays.
     """
+    # Step 0 already learns: the rise starts above 0.
     warmup = round(total_steps * warmup_share)
 
     def share(step: int) -> float:
@@ -39,10 +40,12 @@ def lr_schedule(name: str, total_steps: int, warmup_share: float, min_lr_share: 
 def orthogonalise(batch: Tensor, steps: int = 5) -> Tensor:
     """Return the nearest semi-orthogonal matrices of [N, rows, columns], by a quintic Newton-Schulz iteration."""
     a, b, c = NEWTON_SCHULZ
+    # The iteration multiplies by the smaller Gram matrix.
     wide = batch.shape[1] <= batch.shape[2]
     x = batch if wide else batch.mT
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(steps):
+        # [N, r, r], r the smaller side.
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
     return x if wide else x.mT
@@ -86,6 +89,7 @@ class MuonAdamW(torch.optim.Optimizer):
                 for param in params:
                     self._step_adam(param, group)
                 continue
+            # One batched iteration per shape.
             by_shape: dict[torch.Size, list[torch.nn.Parameter]] = defaultdict(list)
             for param in params:
                 by_shape[param.shape].append(param)
@@ -120,5 +124,6 @@ class MuonAdamW(torch.optim.Optimizer):
         (beta1, beta2), count = group["betas"], state["step"]
         state["mean"].lerp_(param.grad, 1 - beta1)
         state["square"].lerp_(param.grad.square(), 1 - beta2)
+        # Bias correction of both averages.
         scale = (state["square"] / (1 - beta2**count)).sqrt_().add_(1e-8)
         param.addcdiv_(state["mean"], scale, value=-group["lr"] / (1 - beta1**count))

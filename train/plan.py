@@ -183,6 +183,7 @@ def frozen_sizes(path: str, dtype: str) -> FrozenSizes:
         config = whole.get_text_config()
         num_layers, context = config.num_hidden_layers, getattr(config, "max_position_embeddings", None) or 2048
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    # `parameters` yields tied weights once.
     params, tables = sum(p.numel() for p in model.parameters()), sum(b.nbytes for b in model.buffers())
     sizes = (config.hidden_size, config.vocab_size, num_layers, inner, context)
     return FrozenSizes(llama, params, tables, *sizes, width)
@@ -226,6 +227,7 @@ def planned_head(config: TrainConfig) -> PlannedHead:
         with torch.device("meta"):
             head: nn.Module = drafter(shape)
         head.freeze(config)  # type: ignore[operator]  # a DraftHead
+        # Layers whose states are the features.
         captured = drafter.learns_from(shape, frozen.num_layers)
         stored = (config.data / MANIFEST).exists() and Manifest.read(config.data).kind == "features"
         return PlannedHead(
@@ -243,6 +245,7 @@ def planned_head(config: TrainConfig) -> PlannedHead:
             reads=drafter.needs_features and not stored,
         )
     assert isinstance(config, TrainAcceptanceConfig)
+    # An acceptance head reads the states of a frozen drafter.
     config, frozen = with_defaults(config), frozen_sizes(config.read_model, model_dtype(config))
     labels, manifest = labels_of(config)
     settings, rollouts = acceptance_settings(config, frozen.hidden_size), labels == "rollouts"
@@ -301,6 +304,7 @@ def training_documents(
     from draftsmith.train.acceptance_data import BLOCK, LEAST_WEIGHT
     from draftsmith.train.data_module import train_and_val
 
+    # Without an artefact its size is assumed.
     texts: Any = _AssumedTexts(np.full(samples, length), np.arange(samples))
     source = f"assumed: {samples:,} samples of {length} tokens, as {config.data} does not exist"
     rollouts, share = False, ASSUMED_LOSS_SHARE
@@ -335,6 +339,7 @@ def epoch_flops(config: TrainConfig, planned: PlannedHead, documents: TrainingDo
     if planned.reads:
         frozen, tokens = planned.frozen, sum(lengths)
         others = frozen.params - frozen.vocab_size * frozen.hidden_size
+        # Two FLOPs per parameter and token, for a family without a formula.
         forward = flops.layers_forward(frozen.llama, lengths) if frozen.llama else 2.0 * others * tokens
         # A feature cache is filled in the first epoch and read in the others.
         cached = getattr(config, "features", "online") == "cache"
@@ -487,6 +492,7 @@ def plan_of(config: TrainConfig, world: int = 0, samples: int = 60_000, length: 
     planned = planned_head(config)
     documents = training_documents(config, planned.context, planned.lookahead, samples, length)
     world = world or world_size(config)
+    # Steps, as the training's own order makes them.
     order = order_of(config, documents.lengths)
     steps = config.max_steps or config.epochs * order.steps_per_epoch
 
@@ -498,12 +504,14 @@ def plan_of(config: TrainConfig, world: int = 0, samples: int = 60_000, length: 
             part = [documents.lengths[i] for i in batch[share::shares]]
             part_tokens = max(part_tokens, sum(part) if planned.packed else max(part) * len(part))
 
+    # Memory of a rank under each strategy.
     process = process_bytes(config, planned, documents, part_tokens)
     if getattr(config, "target_parallel", "none") == "tensor":
         process["frozen"] //= world
     layout = planned_layout(config, world)
     shown = {key for key in LAYOUTS if key[0] != "one process" or world == 1} | {layout}
     checkpoint, tokens = process["weights"] + process["optimizer"], sum(documents.lengths)
+    # Bytes on disk.
     dtypes: tuple[FeatureDtype, ...] = ("bf16", "fp8") if planned.feature_size else ()
     features = {d: feature_codec.token_bytes(planned.feature_size, d) + INDEX_BYTES_PER_TOKEN for d in dtypes}
     epoch = epoch_flops(config, planned, documents, steps / order.steps_per_epoch)
@@ -553,6 +561,7 @@ def measure_steps(config: TrainConfig) -> MeasuredSteps:
         remedy = "Make it (a few rows will do), or leave --measure out."
         raise InputError("data", f"no artefact at {config.data}", "data to measure a training on", remedy)
     with tempfile.TemporaryDirectory(prefix="draftsmith-plan-") as folder:
+        # The training as configured, but short, and without tracking or decoding.
         changes: dict[str, Any] = {"output": Path(folder) / "run", "max_steps": WARM_UP + TIMED}
         changes |= {"resume": False, "wandb": "off"}
         if isinstance(config, TrainDrafterConfig):
@@ -683,6 +692,7 @@ def fact_rows(plan: TrainingPlan, config: TrainConfig) -> dict[str, str]:
 
 def memory_table(plan: TrainingPlan) -> Table:
     """Return a table with a row per part and a column per layout."""
+    # A column per layout, a row per part that any of them has.
     columns = [key for key in LAYOUTS if key in plan.memories]
     titles = [LAYOUTS[key] + ("*" if key == plan.strategy else "") for key in columns]
     memories = [plan.memories[key] for key in columns]

@@ -40,6 +40,7 @@ class StopOnSignal(pl.Callback):
             if number == signal.SIGINT and "TORCHELASTIC_RUN_ID" not in os.environ:
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+        # Restored at the end: the process may outlive the training, as in a notebook.
         for number in SIGNALS:
             self._replaced[number] = signal.signal(number, handle)
 

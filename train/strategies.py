@@ -99,11 +99,13 @@ def trainer_arguments(config: TrainConfig) -> dict[str, Any]:
     """
     kind, (devices, nodes) = accelerator(config), _devices(config)
     return {
+        # Where the training runs.
         "accelerator": kind,
         "devices": devices,
         "num_nodes": nodes,
         "strategy": _strategy(config, kind, devices * nodes),
         "plugins": [_environment(place())],
+        # The data module counts all steps as one epoch.
         "max_epochs": 1,
         "accumulate_grad_batches": config.accumulate,
         # `callbacks.BetweenSteps` validates.
@@ -127,6 +129,7 @@ def _strategy(config: TrainConfig, kind: str, world: int) -> Any:
             raise InputError("optimizer", f"muon with {name}", "adamw: Muon needs whole matrices", remedy)
         from draftsmith.train.deepspeed import ZeroStrategy
 
+        # deepspeed_stage_2_offload -> 2.
         stage = int(name.removeprefix("deepspeed_stage_")[0])
         return ZeroStrategy(stage, name.endswith("offload"), config.clip, kind)
     if name == "ddp" or world > 1:

@@ -73,6 +73,7 @@ def features_flops(model: CausalLM, lengths: Sequence[int]) -> float:
 
 def listed_peak(name: str, bf16: bool, tf32: bool) -> float | None:
     """Return the peak FLOP/s of a GPU by its name; None if it is unlisted, a slice (MIG) or a laptop form."""
+    # Their peak is below that of the full card.
     if {"MIG", "Laptop"} & set(name.split()):
         return None
     for known, (in_bf16, in_tf32, in_float32) in PEAK_TFLOPS.items():
@@ -153,6 +154,7 @@ class Telemetry(pl.Callback):
         self._mark = self._clock()
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: MicroBatch, batch_idx: int) -> None:
+        # The time since the last part was spent waiting for this one.
         self._window.waited_s += self._pass()
         self._window.tokens += sum(batch.real_lengths)
         self._window.slots += num_slots(batch)
@@ -177,11 +179,13 @@ class Telemetry(pl.Callback):
         """
         self._pass()
         window, self._window = self._window, StepWindow()
+        # One gather for all numbers.
         numbers = [*dataclasses.astuple(window), peak_memory_gb(device), self._peak or 0.0]
         rows = gather_rows(torch.tensor([numbers], dtype=torch.float64, device=device))  # [ranks, 8]
         steps, tokens, slots, total_flops, waited, worked, _, peak = rows.sum(0).tolist()
         if not worked or not slots:
             return {}
+        # Ranks work at the same time: times are averaged, work is summed.
         ranks = len(rows)
         metrics = {
             "steps_per_s": steps / worked,

@@ -32,6 +32,7 @@ def begin(head: AcceptanceHead, batches: Iterable[AcceptanceBatch]) -> None:
     The hidden layer's part of the output starts at 0.
     """
     config = head.config
+    # Sums of x and x^2, in float64: states can be large.
     count, sums = 0, torch.zeros(2, config.input_size, dtype=torch.float64)
     labels = []
     for batch in batches:
@@ -43,6 +44,7 @@ def begin(head: AcceptanceHead, batches: Iterable[AcceptanceBatch]) -> None:
         mean, square = sums / count
         head.mean.copy_(mean)
         head.scale.copy_((square - mean.square()).clamp_min(0).sqrt().clamp_min(SMALLEST_SCALE))
+    # The output starts without the hidden layer.
     head.out.weight.zero_()
     if head.direct is None:
         return

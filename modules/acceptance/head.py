@@ -75,17 +75,17 @@ class AcceptanceHeadConfig:
 
     @property
     def late(self) -> bool:
-        """Whether a token is predicted one token later, once the drafter has read it."""
+        """True if a token is predicted one token later, once the drafter has read it."""
         return self.state == "after"
 
     @property
     def reads_token(self) -> bool:
-        """Whether the head reads the token's embedding."""
+        """True if the head reads the token's embedding."""
         return self.state == "before"
 
     @property
     def as_published(self) -> bool:
-        """Whether the head reads what SpecDec++'s does: the state after the token alone."""
+        """True if the head reads what SpecDec++'s does: the state after the token alone."""
         return self.late and not self.features
 
     @property
@@ -95,7 +95,7 @@ class AcceptanceHeadConfig:
 
     @property
     def joins(self) -> bool:
-        """Whether a join layer brings the inputs to the width of the hidden layers."""
+        """True if a join layer brings the inputs to the width of the hidden layers."""
         wider = self.joined_size > self.hidden_size or self.inner_size != self.hidden_size
         return wider or self.state == "undrawn"
 
@@ -142,6 +142,7 @@ class AcceptanceHead(nn.Module):
         self.config = config
         size = config.inner_size
         self.join = nn.Linear(config.joined_size, size) if config.joins else None
+        # Tied blocks share one module.
         first = ResidualBlock(size)
         count = config.num_blocks
         more = [first if config.tied else ResidualBlock(size) for _ in range(count - 1)]
@@ -158,6 +159,7 @@ class AcceptanceHead(nn.Module):
         inputs = torch.cat([part.float() for part in (hidden, embeds, features) if part is not None], -1)
         if self.config.standardize:
             inputs = (inputs - self.mean) / self.scale
+        # A rectified head's features skip the hidden layers.
         x = inputs[..., : self.config.joined_size]
         numbers = inputs[..., self.config.input_size - len(self.config.features) :]  # [.., F]
         if self.join is not None:
@@ -179,6 +181,7 @@ class AcceptanceHead(nn.Module):
         head = AcceptanceHead(replace(self.config, standardize=False)).requires_grad_(False).double()
         head.load_state_dict(self.state_dict(), strict=False)
         mean, scale, joined = self.mean.double(), self.scale.double(), self.config.joined_size
+        # w (x - mean) / scale = (w / scale) x - (w / scale) mean.
         assert head.join is not None
         head.join.weight /= scale[:joined]
         head.join.bias.sub_(head.join.weight @ mean[:joined])

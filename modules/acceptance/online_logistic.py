@@ -49,12 +49,15 @@ class OnlineLogistic(Learner):
         along = [sum(a * b for a, b in zip(row, z, strict=True)) for row in self._inverse]
         spread = sum(a * b for a, b in zip(along, z, strict=True))
         curvature = prob * (1 - prob)
+        # With much information along z, forget one part in `memory` of it.
         if spread < 1:
             curvature -= 1 / (self._memory * spread)
+        # 1 + p (1 - p) z^T A^-1 z, less what is forgotten.
         shrink = 1 + curvature * spread
         for i, row in enumerate(self._inverse):
             for j in range(len(row)):
                 row[j] -= curvature * along[i] * along[j] / shrink
+        # A^-1 after the update times z is A^-1 z / shrink.
         step = (accepted - prob) / shrink
         self.weights = [weight + a * step for weight, a in zip(self.weights, along, strict=True)]
 

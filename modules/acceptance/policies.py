@@ -68,6 +68,7 @@ class ThresholdRule(PredictionRule):
         self.h = h
 
     def enough(self, survival: float, unseen: int) -> bool:
+        # Negated, so that NaN stops.
         return not 1 - survival <= self.h
 
 
@@ -89,6 +90,7 @@ class RecentRatio(Learner):
         # A NaN would stay in the sums for ever.
         if not (math.isfinite(above) and math.isfinite(below)):
             return
+        # Older rounds fade by one part in MEMORY a round.
         kept = 1 - 1 / self.MEMORY
         self._above, self._below = kept * self._above + above, kept * self._below + below
 
@@ -128,6 +130,7 @@ class CostRule(PredictionRule):
 
     def enough(self, survival: float, unseen: int) -> bool:
         acceptance = self.acceptance
+        # Negated, so that NaN stops.
         return not survival * acceptance ** (1 + unseen) >= self.c * self.pace
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
@@ -158,6 +161,7 @@ class PredictorStop(StopPolicy):
 
     def should_stop(self, view: DraftView) -> bool:
         predictor = self.predictor
+        # A predictor that learns has to see the last token too.
         full = view.num_drafted >= self.max_drafted
         if full and not predictor.learns:
             return True
@@ -223,6 +227,7 @@ class OnlinePredictor(Predictor):
         if self._head is not None:
             head_logit = self._head.logit(view)
             if self.late:
+                # The head's prediction and these features must be of the same token.
                 features, self._before = self._before, features
                 if view.num_drafted == 1:
                     return 1.0

@@ -71,6 +71,7 @@ class HeadPredictor(TrainedPredictor):
         self._rectified = config.activation == "relu"
         linears: list = [block.linear for block in head.blocks]
         self._blocks = [(linear.weight.detach(), linear.bias.detach()) for linear in linears]
+        # Calibration is affine: fold it into the output weights.
         shift = head.calibrated(0.0) if calibrated else 0.0
         scale = head.calibrated(1.0) - shift if calibrated else 1.0
         self._out, self._shift = scale * head.out.weight.detach()[0], scale * head.out.bias.item() + shift
@@ -109,6 +110,7 @@ class HeadPredictor(TrainedPredictor):
             confidence = confidence_of(view, self._asked) if self._reads_distribution else UNREAD
             features = [read(view, confidence, self.repeats) for read in self._read]
         if self.late:
+            # This state has read the token before: predict that one.
             features, self._before = self._before, features
             if view.num_drafted == 1:
                 return math.inf
@@ -146,6 +148,7 @@ class HeadPredictor(TrainedPredictor):
         if self._embed is None:
             return self._bias
         if vocabulary * len(self._bias) > LARGEST_TABLE:
+            # Too many tokens for a table: multiply each embedding.
             ids = torch.tensor(tokens, device=self._bias.device)
             return torch.addmm(self._bias, self._embed(ids).float(), self._of_token)
         table = self._shared.get("table")

@@ -31,6 +31,7 @@ class Repeats:
 
     def clear(self) -> None:
         """Start another text."""
+        # Shortest first, so that the search can stop at the first miss.
         self._followers: dict[int, dict[tuple[int, ...], int]] = {size: {} for size in reversed(self.SIZES)}
         self._num_read = 0
 
@@ -84,6 +85,7 @@ class RepeatScores:
                 self._repeats.read(view.context)
                 self._before = tuple(view.context[-Repeats.SIZES[0] :])
             self._last = view, *self._repeats.follower(self._before)
+            # The next token follows this one.
             self._before = (*self._before[1 - Repeats.SIZES[0] :], view.token)
         return self._last[1:]
 

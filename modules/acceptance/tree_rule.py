@@ -66,12 +66,14 @@ class TreeRule:
         """Return whether to draft one more level. frontier: log P_i of the nodes that would be expanded."""
         if not self._any_depth:
             return True
+        # The target's path goes through at most one of them.
         survival = self.trust * sum(map(math.exp, frontier()))
         return survival * self._acceptance.value > self.pace * self.times.step
 
     def choose(self, values: Sequence[float]) -> int:
         """Return how many candidates to verify, at least 1. values: log P_i, best first."""
         pace, trust, verify = self.pace, self.trust, self.times.verify
+        # A tree has one node at least.
         expected, best, most = 0.0, 1, -math.inf
         for count, value in enumerate(values[: len(verify) - 1], start=1):
             expected += math.exp(value)
@@ -83,5 +85,6 @@ class TreeRule:
     def observe(self, num_nodes: int, draft_calls: int, num_accepted: int) -> None:
         """Learn the verdict on the tree that was chosen last."""
         self._pace.add(num_accepted + 1, self.times.draft(draft_calls) + self.times.verify[num_nodes])
+        # Levels behind the first rejected one were not verified.
         self._acceptance.add(num_accepted, min(num_accepted + 1, draft_calls))
         self._trust.add(num_accepted, self._expected)
