@@ -1,10 +1,10 @@
-"""What a change costs: decoding by two checkouts, in turn, in processes that live side by side.
+"""Compare the speed of two checkouts: they decode in turn, in processes that run side by side.
 
     python tests/compare_checkouts.py OLD NEW [REPEATS]
 
 OLD and NEW are checkouts named `draftsmith` (git worktree add /tmp/old/draftsmith COMMIT). Each answers the same
-embedded prompts with the embedded pair on one thread, now one and now the other, and tells its own CPU time. Printed
-are the medians of the pairs' ratios, new by old, and their quartiles.
+embedded prompts on one thread, by turns, and reports its own CPU time. Prints the medians of the pairs' ratios, new by
+old, and their quartiles.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
-CASES = ["spec:k=5, greedy", "spec:k=5, T=1", "eagle:k=5, greedy", "eagle:k=5, T=1", "eagle2, greedy", "eagle2, T=1",
-         "spec:k=5, greedy, 4 rows", "spec:k=5, T=1, 4 rows", "eagle2, greedy, 4 rows"]  # fmt: skip
+CASES = [f"{method}:k=5, {mode}{rows}" for method in ("spec", "eagle3") for rows in ("", ", 4 rows")
+         for mode in ("greedy", "T=1")]  # fmt: skip
 PROMPTS, NEW_TOKENS = 4, 32
 
 
@@ -29,24 +30,28 @@ def serve() -> None:
     from draftsmith.data.models.loading import load_lm
     from draftsmith.eval.bench.prompts import read_prompts
     from draftsmith.eval.bench.runner import EngineRunner
-    from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
+    from draftsmith.modules.drafters import head_class
     from draftsmith.modules.drafters.methods import Models, parse_method
     from draftsmith.modules.types import SamplingParams
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
     target, draft = (load_lm(f"embedded:{name}", packed=True) for name in ("target", "draft"))
-    eagle = EagleHead(EagleConfig.for_target(target.config)).requires_grad_(False)
-    models = Models(target, draft, heads={"eagle": eagle}, capacity=1024)
+    made: Any = head_class("eagle3")  # untrained: what it drafts costs the same
+    new_config = getattr(made, "new_config", None) or made.shape  # the old name
+    head = made(new_config(made.Settings(), target.config)).requires_grad_(False)
+    models = Models(target, draft, heads={"eagle3": head}, capacity=1024)
     prompts = [row.prompt_ids for row in read_prompts("embedded:prompts", "embedded:target", "dev", None, PROMPTS)]
-    session = target.session(PROMPTS, 1024)
+    sessions = {
+        name: target.session(PROMPTS, 1024, head.capture if name == "eagle3" else ()) for name in ("spec", "eagle3")
+    }
 
     def work(case: str) -> None:
         method, mode, *rows = case.split(", ")
         params = SamplingParams(0.0 if mode == "greedy" else 1.0)
         if rows:
             drafter = parse_method(method).build(models, PROMPTS)
-            EngineRunner(target, drafter, params, (), session=session, rows=PROMPTS)(
+            EngineRunner(target, drafter, params, (), session=sessions[method[:-4]], rows=PROMPTS)(
                 prompts, NEW_TOKENS, range(PROMPTS)
             )
             return
@@ -61,7 +66,7 @@ def serve() -> None:
 def main(old: str, new: str, repeats: int = 100) -> None:
     children = []
     for checkout in (old, new):
-        path = Path(checkout).resolve()
+        path = Path(checkout).absolute()
         environment = {**os.environ, "PYTHONPATH": str(path.parent), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, str(Path(__file__).resolve()), "serve"]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": path.parent}

@@ -57,7 +57,7 @@ def draft_chains(
         NonFinite: the drafter's logits, or what a policy reads; the position counts within the row's draft.
     """
     lengths = [max(0, min(limit, stop.max_drafted)) for limit, stop in zip(limits, stops, strict=True)]
-    fixed = all(type(stop) is FixedLength for stop in stops)
+    fixed = set(map(type, stops)) == {FixedLength}
     if fixed and logits.is_cuda and (params.greedy or all(isinstance(source, TorchSource) for source in sources)):
         return draft_fixed_length(logits, step, lengths, params, sources)
     rows = [row for row, length in enumerate(lengths) if length]  # still drafting

@@ -20,7 +20,7 @@ from draftsmith.modules.decoding.tree import MAX_NODES
 from draftsmith.modules.decoding.verify import verify
 from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.sampling import Source
-from draftsmith.modules.targets.base import CausalLM, ModelInfo, Scores, Session, check_ids
+from draftsmith.modules.targets.base import CausalLM, ModelInfo, Session, check_ids
 from draftsmith.modules.types import InputError, SamplingParams, whole_number
 
 
@@ -191,6 +191,7 @@ class RowPool:
         self._session, self._drafter, self._params, self._on_round = session, drafter, params, options.on_round
         self._size, self._longest, self._max_nodes = rows, longest, nodes
         self._rows: list[RowAnswer] = []
+        self._finished = False  # whether there may be finished rows
 
     @property
     def num_active(self) -> int:
@@ -254,12 +255,15 @@ class RowPool:
                     self._drafter.begin(place, row.prompt, features[: len(row.prompt)], row.tokens[0])
                 except NonFinite as error:
                     raise _located(error, [row]) from None
-        return [row for row in fresh if row.done]
+        finished = [row for row in fresh if row.done]
+        self._finished = self._finished or bool(finished)
+        return finished
 
     @torch.inference_mode()
     def round(self) -> list[RowAnswer]:
         """Run one round for all active rows (at least one) and return the rows that finished."""
-        self._drop_finished()
+        if self._finished:
+            self._drop_finished()
         rows, session, drafter, params = self._rows, self._session, self._drafter, self._params
         sources = [row.source for row in rows]
 
@@ -272,8 +276,14 @@ class RowPool:
                 drafts = drafter.propose(limits, params, sources)
             trees = [None if row.done else draft for row, draft in zip(rows, drafts, strict=True)]
 
-            # Score and verify, in one call of the target.
-            scores = score(session, [row.tokens[-1] for row in rows], trees)
+            # Score every row's root and the nodes of its tree, in one call of the target.
+            fed, parents, chains = list[list[int]](), list[list[int]](), True
+            for row, tree in zip(rows, trees, strict=True):
+                read = None if tree is None else tree.num_read
+                fed.append([] if tree is None else [row.tokens[-1], *tree.tokens[:read]])
+                parents.append([] if tree is None else [-1, *[parent + 1 for parent in tree.parents[:read]]])
+                chains = chains and (tree is None or tree.is_chain)
+            scores = session.extend(fed, None if chains else parents, num_logits=max(map(len, fed)))
             verdicts = verify(trees, scores.logits, params, sources)
         except NonFinite as error:
             raise _located(error, rows) from None
@@ -292,7 +302,9 @@ class RowPool:
         session.keep(lengths, slots)
         if drafter is not None and any(outcomes):
             drafter.advance(outcomes)
-        return [row for row, tree in zip(rows, trees, strict=True) if tree is not None and row.done]
+        finished = [row for row, tree in zip(rows, trees, strict=True) if tree is not None and row.done]
+        self._finished = self._finished or bool(finished)
+        return finished
 
     def _commit(
         self,
@@ -308,11 +320,12 @@ class RowPool:
         read_path: accepted nodes that the target has read. logits [n, V], features [n, F]: of the row's root and nodes,
         and behind them undefined.
         """
-        emitted = [tree.tokens[node] for node in verdict.path]
+        emitted = list(map(tree.tokens.__getitem__, verdict.path))
         if verdict.next_token is not None:
             emitted.append(verdict.next_token)
         appended, num_accepted = row.emit(emitted), len(verdict.path)
-        step = DecodeStep(tree.num_drafted, num_accepted, len(appended), tree.draft_calls if tree.tokens else 0)
+        num_drafted = len(tree.tokens) if tree.num_drafted is None else tree.num_drafted
+        step = DecodeStep(num_drafted, num_accepted, len(appended), tree.draft_calls if tree.tokens else 0)
         row.trace.steps.append(step)
         if len(logits) > tree.num_read + 1:
             logits = logits[: tree.num_read + 1]
@@ -331,11 +344,12 @@ class RowPool:
         """Drop finished rows. With static shapes they idle along until half of the rows are finished."""
         active = [place for place, row in enumerate(self._rows) if not row.done]
         count = len(active)
-        if count == len(self._rows) or (self._session.static and 2 * count > len(self._rows)):
+        self._finished = count < len(self._rows)
+        if not self._finished or (self._session.static and 2 * count > len(self._rows)):
             return
         last = [place for place in active if place >= count]  # these move to the places of finished rows
         places = [last.pop() if row.done else place for place, row in enumerate(self._rows[:count])]
-        self._rows = [self._rows[place] for place in places]
+        self._rows, self._finished = [self._rows[place] for place in places], False
         self._session.select(places)
         if self._drafter is not None:
             self._drafter.select(places)
@@ -348,19 +362,3 @@ def _located(error: NonFinite, rows: Sequence[RowAnswer]) -> NonFinite:
     if error.position is not None:
         error.position += len(row.prompt) + len(row.tokens)
     return error
-
-
-def score(session: Session, roots: Sequence[int], trees: Sequence[DraftTree | None]) -> Scores:
-    """Score each row's root and all nodes of its tree in one target call; rows with None are fed nothing."""
-    fed, parents = list[list[int]](), list[list[int]]()
-    chains = True
-    for root, tree in zip(roots, trees, strict=True):
-        if tree is None:
-            fed.append([])
-            parents.append([])
-            continue
-        count = tree.num_read
-        fed.append([root, *tree.tokens[:count]])
-        parents.append([-1, *[parent + 1 for parent in tree.parents[:count]]])
-        chains = chains and tree.is_chain
-    return session.extend(fed, None if chains else parents, num_logits=max(map(len, fed)))

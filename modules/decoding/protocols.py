@@ -29,7 +29,7 @@ class DraftTree:
     values: scores by which nodes were chosen, if any (EAGLE-2: log-probability of the path).
     typical: accept by this rule instead of the exact one, which changes the output; only for chosen nodes.
     num_drafted: tokens drafted in this round, if these are not the nodes: PEARL drafts ahead, and counts tokens in the
-        round that drafts them. -1: the number of nodes.
+        round that drafts them. None: the number of nodes.
     draft_calls: forward passes of the drafter.
     """
 
@@ -39,12 +39,8 @@ class DraftTree:
     last_unread: bool = False
     values: tuple[float, ...] | None = None
     typical: Typical | None = None
-    num_drafted: int = -1
+    num_drafted: int | None = None
     draft_calls: int = 0
-
-    def __post_init__(self) -> None:
-        if self.num_drafted < 0:
-            object.__setattr__(self, "num_drafted", len(self.tokens))
 
     @property
     def num_read(self) -> int:

@@ -79,7 +79,9 @@ def forward(
     """Run pairs through the layers and return logits and states of the picked ones (`engine.rows.Forward`)."""
     if not isinstance(ids, Tensor):
         ids = torch.tensor(ids, device=net.stack.device)
-    hidden = picked_of(run(net.fuse(ids, states)), picked)
+    hidden = run(net.fuse(ids, states))
+    if picked is not None:
+        hidden = picked_of(hidden, picked)
     return net.lm_head(hidden), hidden
 
 

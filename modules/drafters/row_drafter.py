@@ -88,7 +88,7 @@ class RowDrafter(ABC):
         self._rows[row : row + 1] = [DraftedRow(number, stop, [*prompt, first_token], features)]
 
     def propose(self, limits: Sequence[int], params: SamplingParams, sources: Sequence[Source]) -> list[DraftTree]:
-        limits = [min(limit, self._deepest(row)) for limit, row in zip(limits, self._rows, strict=True)]
+        limits = list(map(min, limits, map(self._deepest, self._rows)))
         trees = [NO_DRAFT] * len(limits)
         if max(limits) > 0:
             try:

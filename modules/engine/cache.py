@@ -65,11 +65,11 @@ def prepared(mask: Tensor, groups: int) -> Tensor:
     if groups > 1 and mask.shape[-2] <= FOLDED:
         *outer, length, slots = mask.shape
         mask = mask.unsqueeze(-2).expand(*outer, length, groups, slots).flatten(-3, -2)
-    *strides, last = mask.stride()
-    aligned = last == 1 and not any(step % ALIGNMENT for step in (mask.storage_offset(), *strides))
-    if takes_shared(mask) or aligned:
+    if takes_shared(mask):
         return mask
-    slots = mask.shape[-1]
+    slots, (*strides, last) = mask.shape[-1], mask.stride()
+    if last == 1 and not any(step % ALIGNMENT for step in (mask.storage_offset(), *strides)):
+        return mask
     return mask.new_empty(*mask.shape[:-1], slots + -slots % ALIGNMENT)[..., :slots].copy_(mask)
 
 

@@ -156,8 +156,21 @@ def _fuse(linears: Sequence[torch.nn.Linear], share: bool, make_linear: MakeLine
 class LeanLayer:
     """A decoder layer with q/k/v and gate/up fused, over a cache. Results are written in place."""
 
-    def __init__(self, layer: DecoderLayer, make_linear: MakeLinear = LeanLinear, share: bool = False):
-        """share: see `_fuse`."""
+    def __init__(
+        self,
+        layer: DecoderLayer,
+        make_linear: MakeLinear = LeanLinear,
+        share: bool = False,
+        hidden_norm: LeanNorm | None = None,
+        normed_residual: bool = False,
+        output_norm: LeanNorm | None = None,
+    ):
+        """share: see `_fuse`.
+
+        hidden_norm: EAGLE-3's layer, which reads [embedding; state] [N, 2H], each normed on its own, and whose residual
+            is the state, or with `normed_residual` the normed state. output_norm: applied to the layer's output.
+        """
+        self.hidden_norm, self.normed_residual, self.output_norm = hidden_norm, normed_residual, output_norm
         attention = layer.self_attn
         self.num_heads, self.num_kv_heads = attention.num_heads, attention.num_kv_heads
         self.groups, self.head_dim = self.num_heads // self.num_kv_heads, attention.head_dim
@@ -174,10 +187,6 @@ class LeanLayer:
         self.input_norm = LeanNorm(first.weight, first.eps) if isinstance(first, RMSNorm) else None
         self.post_norm = LeanNorm(second.weight, second.eps)
 
-    def read(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the residual [N, H] and the input of attention, from the layer's input [N, ..]."""
-        return rows, rows if self.input_norm is None else self.input_norm(rows)
-
     def __call__(
         self,
         rows: Tensor,
@@ -189,11 +198,18 @@ class LeanLayer:
         mask: Tensor | None,
         causal: bool,
     ) -> Tensor:
-        """Run the layer on rows [N, H], sequence by sequence, that follow `cache.length` tokens: [N, H].
+        """Run the layer on rows [N, H], sequence by sequence, behind `cache.length` tokens: [N, H].
 
         cos, sin: [B or 1, T, 1, D]. mask: `prepared` bias [B or 1, 1, T, S]; None if T == 1, or with `causal`.
         """
-        rows, normed = self.read(rows)
+        normed = rows
+        if self.hidden_norm is not None and self.input_norm is not None:
+            embeds, states = rows.chunk(2, -1)
+            hidden = self.hidden_norm(states)
+            normed = torch.cat([self.input_norm(embeds), hidden], -1)  # [N, 2H]
+            rows = hidden if self.normed_residual else states.contiguous()
+        elif self.input_norm is not None:
+            normed = self.input_norm(rows)
         qkv = self.qkv(normed).view(batch, -1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)  # [B, T, .., D]
         rotated = qkv[:, :, : self.num_heads + self.num_kv_heads]
         if self.qk_norm is not None:
@@ -205,7 +221,8 @@ class LeanLayer:
         attended = cache.attend(index, queries, keys_values, self.groups, mask, causal)  # [B, T, heads, D]
         rows = self.o.add_to(rows, attended.reshape(len(rows), -1))
         gate, up = self.gate_up(self.post_norm(rows)).chunk(2, -1)
-        return self.down.add_to(rows, F.silu(gate).mul_(up))
+        rows = self.down.add_to(rows, F.silu(gate).mul_(up))
+        return rows if self.output_norm is None else self.output_norm(rows)
 
 
 class LeanStack:

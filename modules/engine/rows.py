@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
+from operator import itemgetter
 from typing import Any, Protocol
 
 import torch
@@ -148,7 +149,7 @@ class OneRow:
         return self.extend(inputs)
 
     def extend(self, inputs: Sequence[Any], parents: Parents | None = None, num_logits: int = 1) -> tuple[Tensor, ...]:
-        own = [rows[0] for rows in inputs]
+        own = list(map(itemgetter(0), inputs))
         logits, states = _read_on(self.stack, self.cache, self._forward, own, parents, num_logits)
         self.cache.length += len(own[0])
         return logits[None], states[None]

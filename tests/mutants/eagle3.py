@@ -5,7 +5,7 @@ from __future__ import annotations
 from mutants.mutant import Mutant
 
 HEAD, NET, LOSS = (f"modules/drafters/eagle3/{name}.py" for name in ("head", "net", "loss"))
-DIAGONAL = "modules/diagonal.py"
+DIAGONAL, LEAN = "modules/diagonal.py", "modules/engine/lean.py"
 TRAINING, NET_TEST, LOSS_TEST = (
     f"tests/modules/drafters/eagle3_{name}_test.py" for name in ("training", "net", "loss")
 )
@@ -30,10 +30,10 @@ MUTANTS = [
            (TRAINING,)),
     Mutant("eagle3-rope-stays-at-the-first-pass", NET, "at = (position_ids + j)", "at = position_ids", (NET_TEST,)),
     Mutant("eagle3-embeddings-stay-at-the-first-pass", NET, "normed[:, j : j + rows]", "normed[:, :rows]", (NET_TEST,)),
-    Mutant("eagle3-state-before-embedding", NET, "torch.cat([self.input_norm(embeds), normed], -1)",
-           "torch.cat([normed, self.input_norm(embeds)], -1)", (TRAINING,)),
-    Mutant("eagle3-output-norm-lost-in-decoding", NET, "return states if self._output_norm is None else",
-           "return states if True else", (TRAINING,)),
+    Mutant("eagle3-state-before-embedding", LEAN, "torch.cat([self.input_norm(embeds), hidden], -1)",
+           "torch.cat([hidden, self.input_norm(embeds)], -1)", (TRAINING,)),
+    Mutant("eagle3-output-norm-lost-in-decoding", LEAN, "return rows if self.output_norm is None else",
+           "return rows if True else", (TRAINING,)),
 
               Mutant("eagle3-residual-is-the-normed-state", NET,
            "(state if self.config.norm_before_residual else hidden)",

@@ -219,43 +219,27 @@ def _check_d2t(net: Eagle3Net, _: Any) -> None:
         raise InputError("d2t", span, expected, "Take the head's directory from where it was trained.")
 
 
-class LeanPairLayer(LeanLayer):
-    """A `PairLayer` for inference: reads [embedding; state], [N, 2H], and returns states [N, H]."""
-
-    def __init__(self, net: Eagle3Net, pack: bool, precision: Precision = "dtype"):
-        layer: Any = net.layer
-        super().__init__(layer, partial(linear_of, pack=pack, precision=precision))
-        self._hidden_norm = LeanNorm(layer.hidden_norm.weight, layer.hidden_norm.eps)
-        self._before_residual = net.config.norm_before_residual
-        self._output_norm = LeanNorm(net.norm.weight, net.norm.eps) if net.config.norm_output else None
-
-    def read(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        embeds, states = rows.chunk(2, -1)
-        normed = self._hidden_norm(states)
-        assert self.input_norm is not None
-        pair = torch.cat([self.input_norm(embeds), normed], -1)
-        return normed if self._before_residual else states.contiguous(), pair
-
-    def __call__(self, *inputs: Any) -> Tensor:
-        states = super().__call__(*inputs)
-        return states if self._output_norm is None else self._output_norm(states)
-
-
 class LeanEagle3:
     """Network for inference (`feature_heads.FeatureNet`), with the target's embedding."""
 
     def __init__(self, net: Eagle3Net, target: CausalLM, precision: Precision = "dtype"):
         """precision: of products with its weights."""
-        config, pack = net.config, target.packed
+        config, norms = net.config, list[Any](net.fc_norm)
+        pair: Any = net.layer
+        make_linear = partial(linear_of, pack=target.packed, precision=precision)
         self._embed, self._num_tokens = target.embed, config.vocab_size
-        self.stack = LeanStack([LeanPairLayer(net, pack, precision)], config.llama, target.dtype, target.device)
-        norms: list[Any] = list(net.fc_norm)
-        self._fc, self._fc_norms = (
-            linear_of(net.fc.weight, None, pack, precision),
-            [LeanNorm(n.weight, n.eps) for n in norms],
+        self._fc, self._fc_norms = make_linear(net.fc.weight, None), [LeanNorm(n.weight, n.eps) for n in norms]
+        norm = LeanNorm(net.norm.weight, net.norm.eps)
+        layer = LeanLayer(
+            pair,
+            make_linear,
+            hidden_norm=LeanNorm(pair.hidden_norm.weight, pair.hidden_norm.eps),
+            normed_residual=config.norm_before_residual,
+            output_norm=norm if config.norm_output else None,
         )
-        self._norm = None if config.norm_output else LeanNorm(net.norm.weight, net.norm.eps)
-        self._lm_head = linear_of(net.lm_head.weight, None, pack, precision)
+        self.stack = LeanStack([layer], config.llama, target.dtype, target.device)
+        self._norm = None if config.norm_output else norm
+        self._lm_head = make_linear(net.lm_head.weight, None)
         self._d2t = net.d2t if config.reduced else None
 
     def project(self, features: Tensor) -> Tensor:
