@@ -1,4 +1,4 @@
-"""Answers in Python, round by round, as they are decoded: for scripts and notebooks."""
+"""Decoding in Python, for scripts and notebooks: drafters, and answers that are decoded round by round."""
 
 from __future__ import annotations
 
@@ -26,9 +26,11 @@ from draftsmith.modules.types import InputError, SamplingParams, at_least, whole
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 MOST_SEED = 2**63 - 1  # as on the command line; torch takes as many
-_drafting: WeakKeyDictionary[Drafter, int] = WeakKeyDictionary()  # drafter -> the answer that it is drafting for
-# Behind the text, so that they can be told on a page of either theme.
+# Backgrounds that are legible on a page of either theme.
 DRAFTED, OWN = "rgba(46, 160, 67, 0.28)", "rgba(212, 167, 44, 0.32)"
+
+# Drafter -> id of the answer that it drafts for: it holds the state of one sequence.
+_drafting: WeakKeyDictionary[Drafter, int] = WeakKeyDictionary()
 
 
 def load_drafter(
@@ -40,11 +42,11 @@ def load_drafter(
     longest: int = 4096,
     temperature: float = 0.0,
 ) -> Drafter:
-    """What drafts for a target, to be handed to `generate` or `measure`: one sequence at a time.
+    """Load a drafter for a target, for `generate` or `measure`. It drafts for one sequence at a time.
 
-    draft: a draft model or the directory of a trained head. method: as of `eval bench`, such as eagle3:k=7; none takes
-    the chain of what drafts, of its own length. acceptance: directory of an acceptance head, for methods that use one.
-    longest: tokens of a prompt with its answer. temperature: that it will be used at, where a head is of one mode.
+    draft: a draft model or the directory of a trained head. method: as of `eval bench`, such as eagle3:k=7; by default
+    the chain of the draft, of its own length. acceptance: directory of an acceptance head, for methods that use one.
+    longest: tokens of a prompt with its answer. temperature: of its use, where a head was trained for one mode.
 
     Raises:
         InputError: no such model, or one that does not fit the target.
@@ -52,25 +54,23 @@ def load_drafter(
     if not isinstance(draft, str | Path):
         raise InputError("draft", repr(draft), "a path or hub id", "Pass one.")
     at_least("longest", longest, 1)
-    paths = DraftSettings(draft=str(draft)).paths | {"target": known_path(target)}
+    paths = DraftSettings(draft=str(draft)).paths | {"target": target_path(target)}
     if acceptance is not None:
         paths["acceptance"] = str(acceptance)
     kind = next(name for name in paths if name != "target")
     named = parse_methods(method or chain_methods().get(kind, kind))
     if len(named) != 1:
         raise InputError("method", repr(method), "one method", "Load a drafter for each.")
-    like: dict[str, Any] = {"dtype": str(target.dtype).removeprefix("torch."), "device": str(target.device)}
-    params = SamplingParams(temperature)
-    drafter = named[0].method.build(load_models(named, paths, longest, params, target, **like))
+    loading: dict[str, Any] = {"dtype": str(target.dtype).removeprefix("torch."), "device": str(target.device)}
+    models = load_models(named, paths, longest, SamplingParams(temperature), target, **loading)
+    drafter = named[0].method.build(models)
     if drafter is None:
         raise InputError("method", repr(method), "one that drafts", "Pass None to generate in the place of a drafter.")
     return drafter
 
 
-def known_path(target: CausalLM) -> str:
-    """Raises:
-    InputError: the model was not loaded from a directory.
-    """
+def target_path(target: CausalLM) -> str:
+    """Return the directory that a target was loaded from; InputError if it was built in Python."""
     if not target.info.path:
         found = "a model that was built in Python"
         raise InputError("target", found, "one of draftsmith.load_target", "Save it, and load it by its directory.")
@@ -78,10 +78,10 @@ def known_path(target: CausalLM) -> str:
 
 
 def encode(target: CausalLM, prompt: Prompt) -> list[int]:
-    """Token ids of a prompt: of text as a user's message by the chat template, of messages, or ids as they are.
+    """Encode a prompt: text as a user's message, or messages, by the chat template; token ids as they are.
 
     Raises:
-        InputError: anything else, ids that the target does not have, or messages that the chat template does not take.
+        InputError: anything else, ids that the target does not have, or messages that the chat template refuses.
     """
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
@@ -97,13 +97,13 @@ def encode(target: CausalLM, prompt: Prompt) -> list[int]:
     try:
         for message in messages:
             well_formed(message["content"], "the prompt")
-        return list(prompt_ids(load_chat_tokenizer(known_path(target)), messages))
+        return list(prompt_ids(load_chat_tokenizer(target_path(target)), messages))
     except RowError as error:
         raise InputError("prompt", str(error), "messages that the chat template takes", "Correct it.") from error
 
 
 def token_ids(field: str, values: Any, target: CausalLM) -> list[int]:
-    """Token ids of the target as a list of ints; those of numpy and torch are ids too.
+    """Return token ids of the target as a list of ints; ids of numpy and torch are converted.
 
     Raises:
         InputError: something else, such as floats or bytes, or ids that the target does not have.
@@ -129,7 +129,7 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
 ) -> Answer:
-    """An answer that is decoded while it is iterated over, from the target's distribution whatever drafts.
+    """Return an answer from the target's distribution, whatever drafts. It is decoded while it is iterated over.
 
     prompt: text, messages, or token ids. drafter: of `load_drafter`; None decodes without one.
 
@@ -144,10 +144,10 @@ def generate(
 
 
 class Answer:
-    """A stream of rounds, each with the tokens that it emitted, of which the first `num_accepted` had been drafted.
+    """Stream of rounds, each with its emitted tokens, of which the first `num_accepted` were drafted.
 
-    What is asked of the whole answer (`tokens`, `text`, `totals`) decodes the rest of it first. In a notebook it shows
-    itself with every round's drafted tokens in one colour and the target's own in another.
+    `tokens`, `text` and `totals` of the whole answer decode the rest of it first. A notebook shows the text with
+    drafted tokens in one colour and the target's own in another.
     """
 
     def __init__(
@@ -169,15 +169,16 @@ class Answer:
         self._pool: RowPool | None = RowPool(target, drafter, params, 1, longest, DecodeOptions(self._last.append))
 
     def __iter__(self) -> Iterator[Round]:
-        """The rounds so far, then those to come. `logits`, what the target said, are there in a round's first showing
-        only: they would fill the memory."""
+        """Yield the rounds so far, then decode further ones.
+
+        A round holds the target's `logits` only when it is new: all of them would fill the memory.
+        """
         number = 0
-        while (made := self._rounds[number] if number < len(self._rounds) else self._decode()) is not None:
-            yield made
+        while (done := self._rounds[number] if number < len(self._rounds) else self._decode_round()) is not None:
+            yield done
             number += 1
 
-    def _decode(self) -> Round | None:
-        """One more round; None where there is none."""
+    def _decode_round(self) -> Round | None:
         if self._pool is None:
             return None
         if self._rounds:
@@ -189,21 +190,22 @@ class Answer:
             if self._drafter is not None:
                 _drafting[self._drafter] = id(self)
             self._pool.admit([self._row])
-        made = self._last.pop()
-        self._rounds.append(dataclasses.replace(made, logits=None))
+        done = self._last.pop()
+        self._rounds.append(dataclasses.replace(done, logits=None))
+        # A finished answer needs no caches any more.
         if self._row.done:
-            self._pool = None  # and with it the caches
-        return made
+            self._pool = None
+        return done
 
     def finish(self) -> Answer:
-        """Decode all that is left."""
+        """Decode the rest."""
         for _ in self:
             pass
         return self
 
     @property
     def generation(self) -> Generation:
-        """Its tokens and what they cost, as `eval bench` has them."""
+        """Tokens and counts, as `eval bench` has them."""
         row = self.finish()._row
         return Generation(list(row.tokens), row.trace, row.ended)
 
@@ -214,16 +216,12 @@ class Answer:
 
     @property
     def totals(self) -> Totals:
-        """Its counts, such as tau, target calls, drafted and accepted tokens."""
+        """Counts of the whole answer, such as tau, target calls, drafted and accepted tokens."""
         return pool([self.generation.trace])
 
     @property
     def text(self) -> str:
-        """The whole answer without special tokens.
-
-        Raises:
-            InputError: the target was built in Python and has no tokenizer.
-        """
+        """Text of the whole answer without special tokens; InputError if the target has no tokenizer."""
         if self._tokenizer is None:
             raise InputError("target", "a model without a tokenizer", "one of draftsmith.load_target", "Read .tokens.")
         return self._tokenizer.decode(self.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -231,57 +229,56 @@ class Answer:
     def __str__(self) -> str:
         return self.text
 
-    def pieces(self) -> Iterator[tuple[str, bool, int]]:
-        """(text, drafted?, round) of all that was decoded, in order."""
-        stream, number = TokenStream(self._tokenizer), 0
-        for number, made in enumerate(self):
-            for text, drafted in stream.push(made.tokens, made.num_accepted):
-                yield text, drafted, number
-        for text, drafted in stream.finish():
-            yield text, drafted, number
-
     def _repr_html_(self) -> str:
-        totals, shown = self.totals, []
-        for text, drafted, number in self.pieces():
-            style = f"background:{DRAFTED if drafted else OWN};box-shadow:-1px 0 0 0 rgba(127,127,127,.45)"
-            shown.append(f'<span title="round {number}" style="{style}">{html.escape(text)}</span>')
+        """Render the answer for a notebook, one span a piece of text."""
+        spans: list[str] = []
+
+        def add(pieces: Iterator[tuple[str, bool]], number: int) -> None:
+            for text, drafted in pieces:
+                style = f"background:{DRAFTED if drafted else OWN};box-shadow:-1px 0 0 0 rgba(127,127,127,.45)"
+                spans.append(f'<span title="round {number}" style="{style}">{html.escape(text)}</span>')
+
+        stream, number = TokenStream(self._tokenizer), 0
+        for number, done in enumerate(self):
+            add(stream.push(done.tokens, done.num_accepted), number)
+        add(stream.finish(), number)
+        totals = self.totals
         legend = (
             f'<span style="background:{DRAFTED}">drafted and accepted</span> · '
             f'<span style="background:{OWN}">the target\'s own</span> · {totals.num_tokens} tokens in '
             f"{totals.num_target_calls} target calls, tau {totals.tau:.2f}"
         )
         style = "white-space:pre-wrap;overflow-wrap:anywhere;font-family:monospace;line-height:1.5"
-        return f'<div><div style="{style}">{"".join(shown)}</div><p><small>{legend}</small></p></div>'
+        return f'<div><div style="{style}">{"".join(spans)}</div><p><small>{legend}</small></p></div>'
 
 
 class TokenStream:
-    """Text of a growing answer. A token of a byte-level vocabulary may be a part of a character: it is kept back until
-    the character is whole, which then counts for the token that completes it.
+    """Text of a growing answer, in whole characters.
 
-    Text is taken as the difference of two decodings that begin a little before the new tokens, since a tokenizer may
-    decode the beginning of a text in another way than its middle.
+    A token of a byte-level vocabulary may be a part of a character: it is held back until the character is complete,
+    which then belongs to the token that completes it.
     """
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        self._context, self._shown = 0, 0  # the ids before `_shown` are on the screen, those from `_context` decoded
+        # Text up to `_shown` is on the screen; decoding begins at `_context`, a little before.
+        self._context, self._shown = 0, 0
 
     def push(self, tokens: Sequence[int], num_accepted: int) -> Iterator[tuple[str, bool]]:
-        """(text, drafted?) of each token that completes some; the first `num_accepted` tokens were drafted."""
+        """Yield (text, drafted?) of each token that completes some; the first `num_accepted` tokens were drafted."""
         for number, token in enumerate(tokens):
             self._ids.append(token)
-            piece = self._new_text(flush=False)
-            if piece:
+            if piece := self._new_text(flush=False):
                 yield piece, number < num_accepted
 
     def finish(self) -> Iterator[tuple[str, bool]]:
-        """What was kept back: an incomplete character, shown as the replacement character."""
-        piece = self._new_text(flush=True)
-        if piece:
+        """Yield an incomplete last character, as the replacement character."""
+        if piece := self._new_text(flush=True):
             yield piece, False
 
     def _new_text(self, flush: bool) -> str:
+        # The difference of two decodings: a tokenizer may decode the beginning of a text unlike its middle.
         before = self._decode(self._ids[self._context : self._shown])
         now = self._decode(self._ids[self._context :])
         if len(now) <= len(before) or (now.endswith("\ufffd") and not flush):

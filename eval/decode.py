@@ -64,7 +64,11 @@ class DecodeConfig(DraftSettings, AnswerLength, Sampling, Running):
 
 
 def run(config: DecodeConfig) -> Generation:
-    """Stream the answer to standard output."""
+    """Stream the answer to standard output.
+
+    Raises:
+        InputError: bad options or models, or a prompt that the chat template or the context does not take.
+    """
     named = choose_method(config)
     params = config.sampling
     check_positive(config, "max_new_tokens", "num_threads")
@@ -74,14 +78,16 @@ def run(config: DecodeConfig) -> Generation:
     drafter = named.method.build(models)
 
     console = Console(highlight=False, soft_wrap=True)
-    log_note(legend(named.label))
-    stream, said = TokenStream(tokenizer), list[str]()
+    legend = Text.assemble((f"{named.label}: ", "dim"), ("drafted and accepted", DRAFTED))
+    log_note(legend.append(" · ", "dim").append("the target's own", OWN).append("\n"))
+    stream = TokenStream(tokenizer)
+    answer: list[str] = []
 
     def show(pieces: Iterator[tuple[str, bool]]) -> None:
         text = Text()
         for piece, drafted in pieces:
             text.append(piece, DRAFTED if drafted else OWN)
-            said.append(piece)
+            answer.append(piece)
         console.print(text, end="")
 
     def on_round(done: Round) -> None:
@@ -89,7 +95,8 @@ def run(config: DecodeConfig) -> Generation:
 
     session = models.target.session(1, models.capacity, () if drafter is None else drafter.capture)
     runner = EngineRunner(models.target, drafter, params, models.ends, on_round, session)
-    if config.trace is not None:  # to be told before the answer if it may not be written
+    if config.trace is not None:
+        # A file that cannot be written is an error before the answer, not behind it.
         make_directory(config.trace.parent)
         write_text(config.trace, "")
     start = time.perf_counter()
@@ -98,50 +105,56 @@ def run(config: DecodeConfig) -> Generation:
             (generation,) = runner([prompt], config.max_new_tokens, [config.seed])
         else:
             generation, rounds = traced(runner, prompt, config.max_new_tokens, config.seed)
-    elapsed = time.perf_counter() - start
+    elapsed_s = time.perf_counter() - start
     if config.trace is not None:
         write_text(config.trace, trace_text(named.label, bench_prompt, params, rounds))
     show(stream.finish())
     console.print()
+
     totals = pool([generation.trace])
     counts = {"tau": totals.tau, "target_calls": totals.num_target_calls, "accepted": totals.num_accepted}
-    counts |= {"drafted": totals.num_draft_tokens, "tokens": totals.num_tokens, "wall_s": elapsed}
-    add_result(method=named.label, answer="".join(said), ended=generation.ended, **counts)
-    log_note(Text(f"\n{footer(generation, elapsed)}", "dim"))
+    counts |= {"drafted": totals.num_draft_tokens, "tokens": totals.num_tokens, "wall_s": elapsed_s}
+    add_result(method=named.label, answer="".join(answer), ended=generation.ended, **counts)
+    why = "ended by itself" if generation.ended else "cut at the limit"
+    footer = (
+        f"{totals.num_tokens} tokens ({why}), tau {totals.tau:.2f} ({totals.num_target_calls} target calls, "
+        f"{totals.num_accepted} of {totals.num_draft_tokens} drafted tokens accepted), "
+        f"{totals.num_tokens / elapsed_s:.1f} tokens/s"
+    )
+    log_note(Text(f"\n{footer}", "dim"))
     return generation
 
 
 def choose_method(config: DecodeConfig) -> Named:
-    """The method asked for; `auto` drafts chains with what the given models allow."""
-    if config.method != "auto" and config.policy != "auto":
-        found = f"{config.policy} with --method {config.method}"
-        raise InputError("policy", found, "one of the two", "Leave --policy out; a method says when its drafts end.")
-    text = chain_method(config) if config.method == "auto" else config.method
-    named = parse_methods(text)
-    if len(named) > 1:
-        raise InputError("method", repr(text), "one method", "To compare several use `draftsmith eval bench`.")
-    return named[0]
-
-
-def chain_method(config: DecodeConfig) -> str:
-    """The chain of what drafts, a head before a draft model, with the policy; `ar` where nothing drafts."""
-    given = [name for name in chain_methods() if name in config.drafters]
-    if not given:
+    """Return the requested method; `auto` drafts chains with what was passed, a head before a draft model."""
+    if config.method != "auto":
+        if config.policy != "auto":
+            found = f"{config.policy} with --method {config.method}"
+            remedy = "Leave --policy out; a method says when its drafts end."
+            raise InputError("policy", found, "one of the two", remedy)
+        named = parse_methods(config.method)
+        if len(named) > 1:
+            remedy = "To compare several use `draftsmith eval bench`."
+            raise InputError("method", repr(config.method), "one method", remedy)
+        return named[0]
+    drafters = [name for name in chain_methods() if name in config.drafters]
+    if not drafters:
         if config.policy != "auto":
             found = f"{config.policy} with nothing that drafts chains"
             raise InputError("policy", found, "--draft DIR", "Pass --draft: a draft model, or a head.")
-        return "ar"
-    drafter = given[-1]
+        return parse_methods("ar")[0]
+    drafter = drafters[-1]
     if config.policy == "fixed":
-        return chain_methods()[drafter]
-    if config.acceptance is not None and len(given) > 1:
+        return parse_methods(chain_methods()[drafter])[0]
+    if config.acceptance is not None and len(drafters) > 1:
         drafter = trained_for(config.acceptance)
     online = "online" if config.acceptance is None else "online:head=on"
-    return {"threshold": "specdec++", "cost": "cost"}.get(config.policy, online) + by_drafter(drafter)
+    rule = {"threshold": "specdec++", "cost": "cost"}.get(config.policy, online)
+    return parse_methods(rule + by_drafter(drafter))[0]
 
 
 def encode_prompt(config: DecodeConfig) -> tuple[Any, list[int]]:
-    """Tokenizer, and the prompt's token ids."""
+    """Return the tokenizer, and the prompt's token ids."""
     if config.prompt == "-":
         log_note("reading the prompt from standard input, up to its end")
     try:
@@ -158,18 +171,3 @@ def encode_prompt(config: DecodeConfig) -> tuple[Any, list[int]]:
         return tokenizer, list(prompt_ids(tokenizer, messages))
     except (RowError, UnicodeDecodeError) as error:
         raise InputError("prompt", error, "text that the chat template takes, in UTF-8", "Correct it.") from error
-
-
-def legend(method: str) -> Text:
-    text = Text.assemble((f"{method}: ", "dim"), ("drafted and accepted", DRAFTED))
-    return text.append(" · ", "dim").append("the target's own", OWN).append("\n")
-
-
-def footer(generation: Generation, elapsed_s: float) -> str:
-    totals = pool([generation.trace])
-    why = "ended by itself" if generation.ended else "cut at the limit"
-    return (
-        f"{totals.num_tokens} tokens ({why}), tau {totals.tau:.2f} ({totals.num_target_calls} target calls, "
-        f"{totals.num_accepted} of {totals.num_draft_tokens} drafted tokens accepted), "
-        f"{totals.num_tokens / elapsed_s:.1f} tokens/s"
-    )

@@ -1,4 +1,4 @@
-"""Settings that the commands of this folder share, each with its help written once (as data/settings.py)."""
+"""Options that the commands of this folder share, each with its help written once (as data/settings.py)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from draftsmith.eval.clock import ClockName, clock_name
 
 @dataclass(frozen=True, kw_only=True)
 class Decoding(Loading):
-    """How models that decode are loaded.
+    """Loading of models that decode.
 
     Attributes:
-        packed: On a CPU, hold weights in the layout of its kernels (lean engine).
-        draft_precision: Of the weights of what drafts, on a CPU: a draft model's, a head's, and the head's copy of the
-            target's lm_head. dtype leaves them as --dtype says; bf16; int8. Answers stay the target's whatever it is.
-        target_precision: Of the target's weights, on a CPU with the lean engine: dtype, or int8. Answers are those of
-            the target in int8, which is another model.
+        packed: Hold weights in the layout of the CPU's kernels (lean engine).
+        draft_precision: Precision of the drafts' weights on a CPU, with the head's copy of lm_head; dtype leaves them
+            as --dtype says. Answers stay the target's.
+        target_precision: Precision of the target's weights on a CPU with the lean engine. In int8 it is another model.
     """
 
     packed: bool = True
@@ -33,12 +32,11 @@ class Decoding(Loading):
 
 @dataclass(frozen=True, kw_only=True)
 class Running(Decoding):
-    """How models run while they decode.
+    """Decoding, with its threads and its seed.
 
     Attributes:
-        num_threads: CPU threads. With one, CPU time is the clock where speed is measured; it does not see other
-            programs.
-        seed: Of sampling, and of the bootstrap.
+        num_threads: CPU threads. With one, speed is measured in CPU time, which does not see other programs.
+        seed: Seed of sampling, and of the bootstrap.
     """
 
     num_threads: int = 1
@@ -46,13 +44,12 @@ class Running(Decoding):
 
     @property
     def clock(self) -> ClockName:
-        """The clock of all that is measured with these settings."""
         return clock_name(self.device, self.num_threads)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptChoice:
-    """Which prompts are taken of a source.
+    """Prompts that are taken from a source.
 
     Attributes:
         split: Keep prompts of this split (train, dev or test of embedded:prompts).
@@ -65,11 +62,11 @@ class PromptChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerLength:
-    """How long answers are.
+    """Length of answers.
 
     Attributes:
         max_new_tokens: Longest answer.
-        ignore_eos: Go on after the end token, up to max_new_tokens.
+        ignore_eos: Continue after the end token, up to max_new_tokens.
     """
 
     max_new_tokens: int = 128

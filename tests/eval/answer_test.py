@@ -129,14 +129,9 @@ def test_every_public_name_is_there():
         ([1.9, 2.2], "found .1.9, 2.2., expected token ids"),
         (b"abc", "token ids"),
         ([True, 1], "token ids"),
-        ([[1, 2]], "token ids"),
-        (torch.tensor([1.0]), "token ids"),
-        (None, "token ids"),
         ({"role": "user", "content": "x"}, "token ids"),
-        ([-1], "id -1"),
         ([10**9], "id 1000000000"),
         ([{"role": "user", "content": "x"}, 3], "message 1: found 3"),
-        ([{"role": "user"}], "message 0: .* a role and a content of text"),
         ([{"role": "user", "content": None}], "content of text"),
         ("a\ud800", "half of a surrogate pair"),
     ],
@@ -148,7 +143,7 @@ def test_a_prompt_that_is_none_is_refused_in_one_line(target, prompt, says):
 
 @pytest.mark.parametrize(
     "setting",
-    [{"seed": 2**70}, {"seed": -1}, {"seed": 1.5}, {"max_new_tokens": 4.5}, {"top_k": 2.5}, {"temperature": "1"}],
+    [{"seed": 2**70}, {"max_new_tokens": 4.5}, {"temperature": "1"}],
     ids=str,
 )
 def test_a_setting_of_another_type_or_range_is_named(target, setting):
@@ -174,12 +169,7 @@ def of_length(count):
         ({"x": "spec"}, {}, "methods, x: found 'spec', expected a drafter or a callable"),
         (["x"], {}, "methods: found"),
         ({"x": of_length(1)}, {"prompts": "abc"}, "prompts: found 'abc'"),
-        ({"x": of_length(1)}, {"prompts": [1, 2]}, "prompt: found 1"),
-        ({"x": of_length(1)}, {"prompts": {"a": 1}}, "prompts: found"),
-        ({"x": of_length(1)}, {"seed": 2**70}, "seed: found"),
         ({"x": lambda ids, count, seed: [5.5]}, {}, "methods, x, an answer: found .5.5."),
-        ({"x": lambda ids, count, seed: [-5]}, {}, "id -5"),
-        ({"x": lambda ids, count, seed: None}, {}, "methods, x, an answer: found None"),
         (
             {"x": lambda ids, count, seed: Generation([5] * 9, DecodeTrace(prefill_emitted=9), False)},
             {},

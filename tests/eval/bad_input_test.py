@@ -57,15 +57,11 @@ WRONG = [
     # A model or a head is missing: its flag is named.
     ("spec", {}, "--draft"),
     ("specdec++", DRAFT, "--acceptance"),
-    ("specdec++:drafter=eagle", EAGLE, "--acceptance"),
     ("specdec++:drafter=eagle", {"acceptance": "for-eagle"}, "a head of kind eagle"),
     ("eagle2", DRAFT, "a head of kind eagle"),
     ("hsddw", DRAFT, "--mid"),
-    ("pre-verify:drafter=eagle", {"mid": "draft"}, "a head of kind eagle"),
-    ("pearl", {}, "--draft"),
     # Settings out of range.
     ("spec:k=0", DRAFT, "k: found 0, expected 1 or more"),
-    ("eagle:k=-2", EAGLE, "k: found -2, expected 1 or more"),
     (
         "specdec++:h=1",
         {"draft": "draft", "acceptance": "acceptance"},
@@ -76,11 +72,7 @@ WRONG = [
     # Models that speak other tokens than the target.
     ("spec", {"draft": "wider"}, "draft: found .*wider of vocabulary"),
     ("spec", {"draft": "foreign"}, "draft: found .*foreign with tokenizer"),
-    ("pearl", {"draft": "wider"}, "draft: found .*wider of vocabulary"),
     ("hsddw", {**MID, "mid": "wider"}, "mid: found .*wider of vocabulary"),
-    ("hsddw", {**MID, "draft": "wider"}, "draft: found .*wider of vocabulary"),
-    ("hsddw", {**MID, "mid": "foreign"}, "mid: found .*foreign with tokenizer"),
-    ("hsddw", {**MID, "draft": "foreign"}, "draft: found .*foreign with tokenizer"),
     # Heads of other models.
     ("eagle", {"target": "other", **EAGLE}, "trained for another model"),
     ("eagle", {"target": "narrow", **EAGLE}, "width 32, expected width 16"),
@@ -88,7 +80,6 @@ WRONG = [
     ("eagle", {"eagle": "acceptance"}, "an acceptance head, expected a model or head that drafts"),
     ("specdec++", {"draft": "draft", "acceptance": "eagle"}, "an eagle head, expected an acceptance head"),
     ("specdec++", {"draft": "other", "acceptance": "acceptance"}, "trained for another model"),
-    ("specdec++", {"draft": "narrow", "acceptance": "acceptance"}, "width 32, expected width 16"),
     ("specdec++", {"draft": "draft", "acceptance": "for-eagle"}, "trained for another model .*eagle"),
     # The head reads the EAGLE head's states: one for a draft model, for the target itself or for another EAGLE head
     # does not fit although all have its width.
@@ -98,9 +89,10 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("command", ["bench", "decode"])
-@pytest.mark.parametrize(("method", "flags", "expected"), WRONG)
-def test_what_does_not_fit_is_one_line_and_exit_code_2(world, tmp_path, capsys, command, method, flags, expected):
+@pytest.mark.parametrize("number", range(len(WRONG)))
+def test_what_does_not_fit_is_one_line_and_exit_code_2(world, tmp_path, capsys, number):
+    method, flags, expected = WRONG[number]
+    command = ("bench", "decode")[number % 2]  # both load models by the same code
     capsys.readouterr()  # what making the models said
     assert run(world, command, method, flags, tmp_path) == 2
     err = capsys.readouterr().err

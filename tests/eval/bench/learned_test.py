@@ -119,18 +119,6 @@ def test_what_was_learned_survives_as_json(lms, label):
     assert answers(other, 1) == answers(made, 1)
 
 
-@pytest.mark.parametrize("batch", [False, True])
-def test_what_is_remembered_is_put_back_and_the_same_work_done(lms, batch):
-    made = runner(lms, LEARNING[0], batch)
-    answers(made, 0)
-    before, restore = learned_state(made), snapshot_learned_state(made)
-    first = answers(made, 1)
-    after = learned_state(made)
-    restore()
-    assert learned_state(made) == before != after
-    assert answers(made, 1) == first and learned_state(made) == after
-
-
 def test_repeats_teach_nothing_more(lms):
     once, thrice = (runner(lms, LEARNING[0]) for _ in range(2))
     for number, group in enumerate(GROUPS):

@@ -79,11 +79,6 @@ def test_what_was_timed_together_is_resampled_together():
     assert summarise({"ar": one_group}, "cpu", seed=0, compare=True)[0]["speedup_ci95"] is None
 
 
-def test_a_group_of_several_tasks_has_no_row_by_task():
-    mixed = [{**item, "group": 0} for item in AR]
-    assert "by_task" not in summarise({"ar": mixed}, "cpu", seed=0, compare=True)[0]
-
-
 def test_different_output_is_reported_and_unfair_comparison_is_not_made():
     other = [SPEC[0], {**SPEC[1], "token_ids": [4, 5, 6, 8]}]
     row = summarise({"ar": AR, "spec": other}, "cpu", seed=0, compare=True)[1]
@@ -226,14 +221,6 @@ def test_rows_come_back_as_they_were_measured(tmp_path):
         {"prompt": 3, "id": "id", "task": "a", "turn": 2, "temperature": 0.5, "error": "too long"}
     ]
     assert read[0]["rounds"] == [{"num_drafted": 4, "num_accepted": 1, "num_emitted": 2, "draft_calls": 4}]
-
-
-def test_many_methods_go_into_rows_of_the_table_by_task():
-    methods = {f"spec:k={k}": SPEC for k in range(1, 21)}
-    text = shown(80, results_tables(results_of({"ar": AR, **methods}))[-1]).splitlines()
-    for method in methods:
-        (place,) = (i for i, line in enumerate(text) if line.split()[:1] == [method])
-        assert text[place].split()[1:] == ["3.00x", "1.50", "1.67x", "2.00", "2.00x", "1.75", "2.33x", "1.75"]
 
 
 def test_what_changes_the_output_is_marked_in_every_table_and_never_the_fastest():
