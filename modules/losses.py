@@ -1,4 +1,7 @@
-"""Training losses. Each returns its mean, and sums and counts from which a mean over ranks or batches is exact."""
+"""Training losses, computed a chunk of logits at a time.
+
+Each returns its mean, and sums and counts that make a mean over ranks or batches exact.
+"""
 
 from __future__ import annotations
 
@@ -14,24 +17,23 @@ from torch.utils.checkpoint import checkpoint
 from draftsmith.modules.transfer import true_places
 from draftsmith.modules.types import AcceptanceBatch, LossOutput
 
-# Logits that exist at once: 128 MiB in float32, few enough to be small beside a model, and at 128k tokens of vocabulary
-# still 256 rows, so that reading lm_head's weight does not dominate.
+# Logits that exist at once: 128 MiB in float32, which is small beside a model. At a vocabulary of 128k these are 256
+# rows, enough that reading lm_head's weight does not dominate.
 CHUNK_ELEMENTS = 2**25
-# Rows at once on a CPU: with few tokens of vocabulary a block then stays in its caches, and for many ones there are no
-# fewer than these anyway (1.1 to 1.2 times as fast at 2,048 tokens, docs/performance.md).
+# Rows at once on a CPU, so that a chunk of a small vocabulary stays in its caches (1.1 to 1.2 times as fast at 2,048
+# tokens, docs/performance.md).
 CPU_ROWS = 256
 
 LmHead = Callable[[Tensor], Tensor]
 
 
 def acceptance_loss(logit: Tensor, batch: AcceptanceBatch, w_acc: float = 1.0, w_rej: float = 6.0) -> LossOutput:
-    """Weighted binary cross-entropy with soft labels (SpecDec++ section 3.3).
+    """Return the weighted binary cross-entropy with soft labels (SpecDec++ section 3.3).
 
-    -w_acc P log P^ - w_rej (1-P) log(1-P^) over the tokens of `loss_mask`, P^ = sigmoid(logit), logit [B, T].
-    Where the batch has weights, each token counts that much. `sums["kl"]` is the binary KL(P || P^) of the raw output,
-    without w_acc and w_rej.
+    -w_acc P log P^ - w_rej (1-P) log(1-P^) over the tokens of `loss_mask`, P^ = sigmoid(logit), logit [B, T]. Tokens
+    count by their weights, if the batch has any. `sums["kl"]` is the binary KL(P || P^), without w_acc and w_rej.
     """
-    chosen = true_places(batch.loss_mask)
+    chosen = true_places(batch.loss_mask)  # [N]
     prob, z = (values.flatten().index_select(0, chosen).float() for values in (batch.accept_prob, logit))
     accept, reject = F.logsigmoid(z), F.logsigmoid(-z)
     weight = torch.ones_like(prob) if batch.weight is None else batch.weight.flatten()[chosen].float()
@@ -46,22 +48,22 @@ def acceptance_loss(logit: Tensor, batch: AcceptanceBatch, w_acc: float = 1.0, w
 def soft_cross_entropy(
     lm_head: LmHead, wanted: Tensor, kept: Sequence[Tensor], hidden: Sequence[Tensor], ranked: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Sums over tokens of -sum_v p_v log q_v, p = softmax(lm_head(wanted)), q = softmax(lm_head(h)), of several
-    predictions h of the same N tokens; and how often p's argmax is the first, or among the three first, of the first
-    prediction's logits: totals [P], hits [2].
+    """Sum -sum_v p_v log q_v over N tokens, for each of P predictions h of them: totals [P], hits [2].
 
-    wanted: [N, H]. kept: [N] weights for each prediction. hidden: [N, H] each; the gradient flows to them alone, as
-    lm_head is frozen. CHUNK_ELEMENTS logits are made at a time. ranked: count the hits, which are 0 else: finding the
-    first ones takes as long as half of the rest beside the products.
+    p = softmax(lm_head(wanted)), q = softmax(lm_head(h)). hits count how often p's argmax is the first, or among the
+    first three, of the first prediction's logits.
+
+    wanted: [N, H]. kept: [N] weights for each prediction. hidden: [N, H] each; only they get a gradient, because
+    lm_head is frozen. ranked: count the hits, which takes as long as half of the rest beside the products; else 0.
     """
     return _SoftCrossEntropy.apply(lm_head, wanted, kept, ranked, *hidden)
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
-    """`soft_cross_entropy` chunk by chunk, all predictions together, so that p is made once.
+    """`soft_cross_entropy` chunk by chunk, all predictions together, so that p is computed once.
 
-    The gradient is made with the value: as lm_head is frozen, backward needs no more of a chunk than its gradient with
-    respect to `hidden`, [C, H] in the place of [C, V]. So nothing is computed twice, and about three blocks of
+    The gradient is computed with the value: with a frozen lm_head, backward needs no more of a chunk than its gradient
+    with respect to `hidden`, [C, H] in place of [C, V]. Nothing is computed twice, and about three chunks of
     CHUNK_ELEMENTS exist at a time.
     """
 
@@ -74,20 +76,21 @@ class _SoftCrossEntropy(torch.autograd.Function):
         hits = torch.zeros(2, dtype=torch.int64, device=wanted.device)
         vocabulary = lm_head(wanted[:1].to(hidden[0].dtype)).shape[-1] if len(wanted) else 1
         for part in row_chunks(len(wanted), vocabulary, wanted.device):
-            target_logits = lm_head(wanted[part].to(hidden[0].dtype)).float()
+            target_logits = lm_head(wanted[part].to(hidden[0].dtype)).float()  # [C, V]
             choice = target_logits.argmax(-1, keepdim=True) if ranked else None
             target_prob = _softmax_(target_logits)
             for i, (states, keep, grad) in enumerate(zip(hidden, kept, grads, strict=True)):
                 logits, pull = _logits(lm_head, states[part], grad is not None)
                 if i == 0 and choice is not None:
-                    found = logits.topk(min(3, logits.shape[-1]), dim=-1).indices == choice
-                    hits += torch.stack([found[:, 0].sum(), found.sum()])
+                    is_choice = logits.topk(min(3, logits.shape[-1]), dim=-1).indices == choice  # [C, 3]
+                    hits += torch.stack([is_choice[:, 0].sum(), is_choice.sum()])
                 logits -= logits.amax(-1, keepdim=True)
                 expected = torch.linalg.vecdot(target_prob, logits)
                 norm = logits.exp_().sum(-1, keepdim=True)
                 totals[i] += ((norm[:, 0].log() - expected) * keep[part]).sum()
                 if grad is not None:
-                    logits.div_(norm).sub_(target_prob)  # q - p
+                    # d/d(logits) = q - p, in place of the logits.
+                    logits.div_(norm).sub_(target_prob)
                     grad[part] = pull(logits) * keep[part, None].to(states.dtype)
         ctx.grads = grads
         ctx.mark_non_differentiable(hits)
@@ -101,28 +104,30 @@ class _SoftCrossEntropy(torch.autograd.Function):
 
 
 def token_loss(
-    hidden: Tensor, labels: Tensor, lm_head: LmHead, vocab_size: int, taught: tuple[Tensor, LmHead] | None = None
+    hidden: Tensor, labels: Tensor, lm_head: LmHead, vocab_size: int, teacher: tuple[Tensor, LmHead] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Sum of the cross-entropies of lm_head(hidden [N, H]) with labels [N], and how often the label is the argmax.
-    taught: states [N, H'], and what makes logits of them whose softmax takes the labels' place in the first of these.
-    Logits are made CHUNK_ELEMENTS at a time, and again for the gradient."""
+    """Sum the cross-entropies of lm_head(hidden [N, H]) with labels [N], and count how often the label is the argmax.
+
+    teacher: states [N, H'] and their lm_head, whose distribution takes the labels' place in the cross-entropy. Logits
+    are computed a chunk at a time, and again for the gradient.
+    """
 
     def wide(logits: Tensor) -> Tensor:
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
-    def chunk(states: Tensor, label: Tensor, teaching: Tensor | None) -> tuple[Tensor, Tensor]:
-        logits = wide(lm_head(states))
+    def chunk(states: Tensor, label: Tensor, teacher_states: Tensor | None) -> tuple[Tensor, Tensor]:
+        logits = wide(lm_head(states))  # [C, V]
         wanted = label
-        if taught is not None and teaching is not None:
+        if teacher is not None and teacher_states is not None:
             with torch.no_grad():
-                wanted = wide(taught[1](teaching)).softmax(-1)
+                wanted = wide(teacher[1](teacher_states)).softmax(-1)  # [C, V]
         return F.cross_entropy(logits, wanted, reduction="sum"), (logits.argmax(-1) == label).sum()
 
     rows = max(1, CHUNK_ELEMENTS // vocab_size)
     entropies, hits = list[Tensor](), list[Tensor]()
     states = hidden.split(rows)
-    teaching = [None] * len(states) if taught is None else taught[0].split(rows)
-    for parts in zip(states, labels.split(rows), teaching, strict=True):
+    teacher_states = [None] * len(states) if teacher is None else teacher[0].split(rows)
+    for parts in zip(states, labels.split(rows), teacher_states, strict=True):
         entropy, right = checkpoint(chunk, *parts, use_reentrant=False, preserve_rng_state=False)
         entropies.append(entropy)
         hits.append(right)
@@ -130,14 +135,15 @@ def token_loss(
 
 
 def row_chunks(count: int, vocabulary: int, device: torch.device) -> Iterator[slice]:
-    """Of `count` rows, those whose logits are made at a time: CHUNK_ELEMENTS numbers at most, or one row."""
+    """Yield slices of `count` rows whose logits are made together: at most CHUNK_ELEMENTS numbers, at least a row."""
     rows = max(1, CHUNK_ELEMENTS // vocabulary)
     rows = min(rows, CPU_ROWS) if device.type == "cpu" else rows
-    yield from (slice(start, start + rows) for start in range(0, count, rows))
+    for start in range(0, count, rows):
+        yield slice(start, start + rows)
 
 
 def _softmax_(logits: Tensor) -> Tensor:
-    """Softmax over the last dimension in place of the logits."""
+    """Return the softmax over the last dimension, in place of the logits."""
     logits -= logits.amax(-1, keepdim=True)
     logits.exp_()
     logits /= logits.sum(-1, keepdim=True)
@@ -145,16 +151,18 @@ def _softmax_(logits: Tensor) -> Tensor:
 
 
 def _logits(lm_head: LmHead, hidden: Tensor, needs_grad: bool) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """float32 logits [C, V] of hidden [C, H], free to be overwritten, and what takes their gradient [C, V] to that of
-    hidden [C, H]."""
+    """Return float32 logits [C, V] of hidden [C, H], and the map of their gradient [C, V] to hidden's [C, H].
+
+    The logits may be overwritten.
+    """
     if not needs_grad:
         return lm_head(hidden).float(), lambda grad: grad
     with torch.enable_grad():
         leaf = hidden.detach().requires_grad_()
-        made = lm_head(leaf)
+        logits = lm_head(leaf)
 
     def pull(grad: Tensor) -> Tensor:
-        return torch.autograd.grad(made, leaf, grad.to(made.dtype))[0]
+        return torch.autograd.grad(logits, leaf, grad.to(logits.dtype))[0]
 
     # A linear map's backward needs its weight only, so its output may be overwritten.
-    return made.detach().float(), pull
+    return logits.detach().float(), pull

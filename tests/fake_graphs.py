@@ -42,5 +42,5 @@ class FakeGraphs:
         return graph, buffers, graph.outputs
 
     @staticmethod
-    def _cached_rows(stack: Any, forward: Any, rows: int, capacity: int, static: bool | None) -> Any:
-        return rows.cached_rows(stack, forward, rows, capacity, static is None or static)
+    def _cached_rows(stack: Any, forward: Any, count: int, capacity: int, static: bool | None) -> Any:
+        return rows.cached_rows(stack, forward, count, capacity, static is None or static)

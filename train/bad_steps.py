@@ -5,7 +5,7 @@ A frozen model whose states are not finite cannot be trained around, so the run 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.types import InputError
+from draftsmith.train.data_module import SampleKey
 from draftsmith.train.metrics import gathered, sum_over_ranks
 
 # Samples that an error names.
@@ -25,7 +26,7 @@ NAMED = 20
 class _Marks:
     """Marks of a micro-batch: 0 if its loss and gradients are finite, else NaN; the same of a frozen model's states."""
 
-    samples: list[int]
+    keys: Sequence[SampleKey]
     mark: Tensor
     states: Tensor | None
 
@@ -53,14 +54,14 @@ class BadSteps:
         """Begin a step."""
         self._parts = []
 
-    def add(self, loss: Tensor, samples: list[int], frozen_states: Tensor | None = None) -> None:
-        """Add a micro-batch: its loss, the numbers of its samples, and hidden states of the frozen model.
+    def add(self, loss: Tensor, keys: Sequence[SampleKey], frozen_states: Tensor | None = None) -> None:
+        """Add a micro-batch: its loss, its samples, and hidden states of the frozen model.
 
         Its gradients follow. One number on the device marks each, which nothing waits for. Finite values whose sum
         overflows float32 count as bad, too.
         """
         states = None if frozen_states is None else frozen_states.detach().sum(dtype=torch.float32) * 0
-        self._parts.append(_Marks(samples, loss.detach().float() * 0, states))
+        self._parts.append(_Marks(keys, loss.detach().float() * 0, states))
 
     def _see(self, gradient: Tensor) -> None:
         if self._parts:
@@ -89,10 +90,10 @@ class BadSteps:
         """Count the running step as bad. everything: no micro-batch was bad by itself, but their sum is."""
         bad = [part for part in self._parts if everything or bool(part.mark.isnan())]
         broken = [part for part in bad if part.states is not None and bool(part.states.isnan())]
-        frozen = list(chain.from_iterable(gathered([name(i) for part in broken for i in part.samples])))
+        frozen = list(chain.from_iterable(gathered(_names(broken, name))))
         if frozen:
             raise NonFinite("hidden states", self.frozen, None).of(frozen)
-        samples = chain.from_iterable(gathered([name(i) for part in bad for i in part.samples]))
+        samples = chain.from_iterable(gathered(_names(bad, name)))
         self.samples = list(dict.fromkeys([*self.samples, *samples]))
         self.count += 1
         if self.count > self.limit:
@@ -106,3 +107,8 @@ class BadSteps:
 
     def load(self, state: dict[str, Any]) -> None:
         self.count, self.samples = state["count"], list(state["samples"])
+
+
+def _names(parts: Sequence[_Marks], name: Callable[[int], str]) -> list[str]:
+    """Return the ids of the samples of micro-batches, without fillers."""
+    return [name(key.index) for part in parts for key in part.keys if not key.filler]

@@ -1,5 +1,4 @@
-"""What every head's training is told: data split, optimiser, devices, rhythm; and what every drafter's is told besides.
-One flat page of options."""
+"""Training options shared by all heads, and those shared by all drafters."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from draftsmith.modules.types import InputError
 Tracker = Literal["csv", "wandb", "tensorboard"]
 TRACKERS = get_args(Tracker)
 MOST = 2**31 - 1
-# Shorter pieces of a sequence have next to no context.
+# Shorter pieces of a sequence have too little context.
 MIN_LENGTH = 16
 Strategy = Literal[
     "auto",
@@ -42,13 +41,12 @@ class TrainConfig(RemoteCode):
         output: Directory that receives best/, last/, checkpoints/, metrics.csv and config.yaml.
         val: Another artefact to validate on; without it a share of `data` is held out.
         val_share: Share of the samples of `data` that is held out, chosen by a hash of the sample's number.
-        resume: Go on from the newest intact checkpoint where there is one; a finished training is returned as it is.
+        resume: Resume from the newest intact checkpoint, if there is one; a finished training is returned as it is.
         epochs: Passes over the data; not used when max_steps is given.
         max_steps: Optimiser steps in all; 0 leaves it to epochs.
         batch_size: Sequences in one optimiser step, over all devices and accumulated parts together.
-        tokens_per_batch: Tokens in one optimizer step, over all devices and accumulated parts, in the place of
-            batch_size, with as many whole sequences as come near to it. A drafter's are laid end to end, so that
-            nothing is computed on padding. 0 counts sequences.
+        tokens_per_batch: Tokens in one optimizer step, over all devices and accumulated parts, instead of batch_size;
+            steps hold whole sequences. A drafter's are packed end to end, without padding. 0 counts sequences.
         max_length: Longer sequences are split into pieces of so many tokens; 0 splits at the frozen model's context.
         accumulate: Parts that a step's batch is computed in, one after the other, to save memory.
         optimizer: adamw, or muon for matrices and AdamW for vectors.
@@ -59,25 +57,24 @@ class TrainConfig(RemoteCode):
         weight_decay: AdamW's decay of matrices; vectors (norms, biases) have none.
         betas: AdamW's averaging factors.
         clip: Largest gradient norm; 0 switches clipping off.
-        precision: float32 throughout, or bf16 autocast over float32 weights; auto takes bf16 on a GPU with it. There
-            what is float32 is computed in TF32 while a head is trained.
+        precision: float32 throughout, or bf16 autocast over float32 weights; auto takes bf16 on a GPU that has it.
+            float32 products are TF32 on a GPU.
         model_dtype: Type of the frozen model's weights; auto takes float32 on a CPU, else what the checkpoint holds.
         engine: How the frozen model runs; lean for Llama-family weights, hf for any transformers model.
         seed: Of initial weights, order of samples and noise.
         devices: Devices of this machine to use; under torchrun it is what torchrun started.
         accelerator: Kind of device.
-        strategy: How several devices work together; auto takes ddp when there are several. The DeepSpeed stages share
-            out the optimiser's state, then the gradients, then the weights; with offload what is shared out lies in
-            host memory.
+        strategy: How several devices work together; auto takes ddp when there are several. The DeepSpeed stages
+            partition the optimizer state, then the gradients, then the weights; offload keeps the parts in host memory.
         num_threads: CPU threads; 0 is torch's own choice.
         num_workers: Processes that read data; 0 reads in the training process.
         group_by_length: Put sequences of like length into a batch, which saves padding.
         val_every: Optimiser steps between validations; 0 validates at the end of each epoch. The last step always does.
         log_every: Optimiser steps between logged losses.
-        save_every: Optimiser steps between checkpoints, which --resume goes on from; 0 saves with each validation.
+        save_every: Optimiser steps between checkpoints for --resume; 0 saves with each validation.
         keep: Checkpoints to keep, the newest ones.
-        max_bad_steps: Steps with a loss or gradient that is not finite that are left out before the run ends.
-        track: Where numbers go: csv, wandb (Weights & Biases), tensorboard. The CSV file is always written.
+        max_bad_steps: Steps with a non-finite loss or gradient that are skipped before the run ends.
+        track: Loggers: csv, wandb (Weights & Biases), tensorboard. The CSV file is always written.
         wandb: Weights & Biases; auto goes online when a key is found, and is off without one or WANDB_MODE.
         project: Weights & Biases project.
         group: Weights & Biases group: the study or sweep that the run belongs to.
@@ -145,23 +142,23 @@ class TrainConfig(RemoteCode):
             raise InputError("seed", self.seed, "an integer from 0 to 2^63 - 1", "Change it.")
 
     def check_least(self, least: int, *names: str) -> None:
-        """Raises InputError where one of these settings is smaller, or beyond all use; None is not looked at."""
+        """Raise InputError if one of these options is out of range; None is not checked."""
         for name in names:
             value = getattr(self, name)
-            if value is not None and not least <= value <= MOST:  # which NaN is not
+            # Written so that NaN fails too.
+            if value is not None and not least <= value <= MOST:
                 expected = f"{least} or more" if not value >= least else f"at most {MOST:,}"
                 raise InputError(name, value, expected, "Change it.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainDrafterConfig(TrainConfig):
-    """`data` is what `data responses` wrote, or `data prompts --supervised`: the target reads it in the training
-    process. Or it is what `data features` wrote, which is only read.
+    """`data` is the output of `data responses` or `data prompts --supervised`, which the target reads in the training
+    process; or of `data features`, with its states.
 
     Attributes:
-        target: The target model, frozen: the one the data was made with. It gives embedding and lm_head, and features.
-        features: Where features of responses come from: the target in every epoch (online), or in the first one, which
-            writes them for the others (cache).
+        target: The target model, frozen: the one the data was made with. The head uses its embedding and lm_head.
+        features: Features of responses are computed in every epoch (online), or in the first one and stored (cache).
         feature_cache: Directory of the cache; several runs with one target may share it. Default: output/feature-cache.
         feature_dtype: What the cache stores: bf16, or fp8 with a scale for each token, half the bytes.
         target_parallel: A target larger than a device: device_map spreads its layers over the GPUs of this one process;
@@ -171,12 +168,11 @@ class TrainDrafterConfig(TrainConfig):
         tau_every: Steps between measurements of tau by real decoding; 0 measures with every validation. It is measured
             at validations, so it counts in multiples of val_every.
         tau_prompts: Prompts to decode for it; 0 switches it off.
-        tau_data: What `data prompts` made of prompts like those that will be served. Default: held-out samples, each up
-            to one of its answers, which says little where these are shorter than what will be served.
+        tau_data: Output of `data prompts`, of prompts like those that will be served. Default: held-out samples, each
+            up to one of its answers.
         tau_k: Drafted tokens a round for it.
         tau_max_new_tokens: Longest answer for it.
-        tau_ignore_eos: Go on behind end tokens, so that every answer is that long: of answers of a few tokens tau says
-            how well their beginning is drafted.
+        tau_ignore_eos: Decode past end tokens, so that every answer has this length; short answers say little.
     """
 
     kind: ClassVar[str]
@@ -209,7 +205,7 @@ class TrainDrafterConfig(TrainConfig):
 
 @functools.cache
 def drafter_config(kind: str) -> type[TrainDrafterConfig]:
-    """The settings of `train KIND`: those of every drafter's training and its own, on one flat page."""
+    """Return the config class of `train KIND`: options of every drafter's training and of this head, flat."""
     own = head_class(kind)
     common = {field.name: field for field in dataclasses.fields(TrainDrafterConfig)}
     types = get_type_hints(TrainDrafterConfig)

@@ -1,9 +1,8 @@
-"""`train NAME --features cache`: features are written as they are first computed, and read from then on.
+"""`train NAME --features cache`: features are stored when they are first computed, and read from then on.
 
-A row's name is a hash of its token ids: features depend on nothing else but the target, so the order of samples, the
-number of ranks, how samples are cut or packed, and which data set they come from do not matter. Ranks and runs may
-share a directory. What training sees is the same whether it was computed or read: computed features are rounded as the
-stored ones are.
+A row is named by a hash of its token ids, because features depend on these and the target alone: the order of samples,
+the number of ranks, splitting, packing and the dataset do not matter. Ranks and runs may share a directory. Computed
+features are rounded as stored ones are, so that training sees the same.
 """
 
 from __future__ import annotations
@@ -32,23 +31,23 @@ if TYPE_CHECKING:
     from draftsmith.train.data_module import Samples
 
 ABOUT = "cache.json"
-# In memory twice at most, while one shard is written and the next gathered; what a killed run computes again.
+# In memory twice at most, while one shard is written and the next collected. A killed run computes one again.
 SHARD_BYTES = 256 * 2**20
-# Rows that other ranks wrote are found by listing the directory, which is not worth it for each that is missing.
+# Seconds between two listings of the directory for rows that other ranks have written.
 LOOK_EVERY_S = 1.0
 LEFTOVER_S = 3600.0
 
 
 def row_name(input_ids: Tensor) -> str:
-    """Name of the row with these token ids [T]."""
+    """Return the name of the row with these token ids [T]."""
     return hashlib.blake2b(input_ids.to(torch.int32).numpy().tobytes(), digest_size=16).hexdigest()
 
 
 class FeatureCache:
-    """A directory of safetensors shards that only grows. A shard is there whole or not at all."""
+    """A directory of safetensors shards that only grows; each shard is complete or absent."""
 
     def __init__(self, directory: Path, identity: Mapping[str, Any], dtype: FeatureDtype, model_dtype: str):
-        """identity: the target's. model_dtype: what it computes in.
+        """identity: the target's. model_dtype: in which it computes.
 
         Raises:
             InputError: the directory holds features of another target or dtype, or is something else.
@@ -58,8 +57,9 @@ class FeatureCache:
         self._shards: set[str] = set()
         self._where: dict[str, str] = {}
         self._files = FeatureFiles(self._directory, "Delete it: its rows are computed again.")
-        self._unwritten: dict[str, dict[str, Tensor]] = {}  # encoded
-        self._new_bytes = 0  # of those that no shard is being written of
+        # Encoded rows, and the bytes of those that no shard is being written of.
+        self._unwritten: dict[str, dict[str, Tensor]] = {}
+        self._new_bytes = 0
         self._writer: ThreadPoolExecutor | None = None
         self._writing: Future[tuple[str, list[str]]] | None = None
         self._full = False
@@ -68,16 +68,16 @@ class FeatureCache:
 
     @property
     def num_rows(self) -> int:
-        """Rows that are there, as far as this process has seen."""
+        """Rows that this process has seen."""
         return len(self._where) + len(self._unwritten)
 
     def get(self, input_ids: Tensor) -> Tensor | None:
-        """The features [T, H] (bf16) of a row with token ids [T], if they are there."""
+        """Return the features [T, H] (bf16) of a row with token ids [T], if they are stored."""
         stored = self._stored(input_ids)
         return None if stored is None else feature_codec.decode(stored)
 
     def item(self, input_ids: Tensor) -> dict[str, Tensor]:
-        """A sample's features as they are stored (`feature_codec.as_item`), by its token ids [T], if they are there."""
+        """Return the stored features (`feature_codec.as_item`) of a row with token ids [T], if there are any."""
         stored = self._stored(input_ids)
         return {} if stored is None else feature_codec.as_item(stored)
 
@@ -91,12 +91,12 @@ class FeatureCache:
         return None if shard is None else self._files.read(shard, name, f"row {name}")
 
     def put(self, input_ids: Tensor, features: Tensor) -> Tensor:
-        """Keep the features [T, H] of a row with token ids [T] (on the CPU); they are returned as `get` gives them."""
+        """Store the features [T, H] of a row with token ids [T] (on the CPU), and return them as `get` does."""
         encoded = feature_codec.encode(features, self.dtype)
         name = row_name(input_ids)
         known = name in self._where or name in self._unwritten
         if not (self._full or known) and first_broken(features) is None:
-            # Copies: the batch that they are slices of would stay in memory.
+            # Copies, because slices would keep the whole batch in memory.
             self._unwritten[name] = {suffix: tensor.to("cpu", copy=True) for suffix, tensor in encoded.items()}
             self._new_bytes += sum(tensor.nbytes for tensor in encoded.values())
             if self._new_bytes >= SHARD_BYTES:
@@ -104,7 +104,7 @@ class FeatureCache:
         return feature_codec.decode(encoded)
 
     def flush(self, wait: bool = True) -> None:
-        """Write what has been put. wait: return when it is on the disk."""
+        """Write the stored rows. wait: return when they are on the disk."""
         self._collect()
         if self._unwritten:
             self._new_bytes = 0
@@ -114,12 +114,12 @@ class FeatureCache:
             self._collect()
 
     def missing_tokens(self, rows: Iterable[Tensor]) -> int:
-        """Tokens of the rows, each given by its ids, that are not there; a row that occurs twice counts once."""
+        """Count the tokens of the rows (token ids) that are not stored; a row that occurs twice counts once."""
         lengths = {row_name(ids): len(ids) for ids in rows}
         return sum(length for name, length in lengths.items() if name not in self._where)
 
     def _collect(self) -> None:
-        """Wait for the shard that is being written, if any. A disk that is full ends the writing, not the training."""
+        """Wait for the shard that is being written, if any. A full disk ends the caching, not the training."""
         writing, self._writing = self._writing, None
         if writing is None:
             return
@@ -135,8 +135,10 @@ class FeatureCache:
             del self._unwritten[name]
 
     def _write(self, rows: dict[str, dict[str, Tensor]]) -> tuple[str, list[str]]:
-        """The shard's name and its rows', once it is on the disk. Names are drawn: runs that share the directory agree
-        on none."""
+        """Write a shard and return its name and those of its rows.
+
+        The name is random, because runs that share the directory do not coordinate.
+        """
         shard = f"{uuid.uuid4().hex}.safetensors"
         tensors = {name + suffix: tensor for name, row in rows.items() for suffix, tensor in row.items()}
         write_tensors(self._directory / shard, tensors)
@@ -150,18 +152,19 @@ class FeatureCache:
                 found, remedy = f"{directory} with another {changed}", "Delete it, or pass another --feature-cache."
                 raise InputError("feature_cache", found, "features of this target and dtype", remedy)
         elif any(".tmp" not in entry.name for entry in directory.iterdir()):
-            # Another rank may have written it since.
+            # Another rank may have written it meanwhile.
             if not path.exists():
                 remedy = "Choose a new one."
                 raise InputError("feature_cache", f"{directory}, which holds something else", "a cache", remedy)
         else:
             write_json(path, about)
-        for leftover in directory.glob("*.tmp*"):  # of killed runs; a live one's is younger
+        # Killed runs leave temporary files; those of a running one are younger.
+        for leftover in directory.glob("*.tmp*"):
             if time.time() - leftover.stat().st_mtime > LEFTOVER_S:
                 leftover.unlink(missing_ok=True)
 
     def _look(self) -> None:
-        """Take in the shards that came since, whoever wrote them."""
+        """Read the names of rows in new shards, whichever process wrote them."""
         if time.monotonic() - self._looked < LOOK_EVERY_S:
             return
         self._looked = time.monotonic()
@@ -171,15 +174,15 @@ class FeatureCache:
                 self._shards.add(path.name)
 
     def __getstate__(self) -> dict[str, Any]:
-        """State for a reader process: it reads what is on the disk."""
+        """Return the state for a reader process, which reads only files."""
         return {**self.__dict__, "_unwritten": {}, "_writer": None, "_writing": None}
 
 
 def check_cache_room(cache: FeatureCache, samples: Sequence[Samples], width: int, directory: Path) -> None:
-    """Say how much the cache will hold more, and stop before the first step where the disk cannot.
+    """Log how many bytes the cache will take, and check that the disk has room for them.
 
     Raises:
-        InputError: says how many bytes are needed.
+        InputError: names the bytes that are needed.
     """
     tokens = cache.missing_tokens(part.item(i, 0)["input_ids"] for part in samples for i in range(len(part)))
     needed = tokens * feature_codec.token_bytes(width, cache.dtype)

@@ -49,6 +49,7 @@ class LitHead(pl.LightningModule):
         """frozen: option that names the frozen model, for errors."""
         super().__init__()
         self.head, self.config, self.total_steps, self.frozen = head, config, total_steps, frozen
+        self.log_every = config.log_every
         self.means = Means()
         self.bad_steps = BadSteps(config.max_bad_steps, frozen)
         # All ranks skip the running step: something in it was not finite.
@@ -97,7 +98,7 @@ class LitHead(pl.LightningModule):
             output = self.loss(inputs, self.train_step(batch))
 
         # Sums on the device: nothing waits for it until the step ends.
-        self.bad_steps.add(output.loss, batch.indices, frozen_states)
+        self.bad_steps.add(output.loss, batch.keys, frozen_states)
         self.means.add(finite(output))
 
         # DDP takes the mean over ranks and Lightning divides by the micro-batches: undo both for a sum over all of
@@ -123,7 +124,7 @@ class LitHead(pl.LightningModule):
 
     def logs(self, step: int) -> bool:
         """Check whether losses are logged after so many steps."""
-        return step % self.config.log_every == 0 or step == self.total_steps
+        return step % self.log_every == 0 or step == self.total_steps
 
     def autocast(self) -> AbstractContextManager:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16")

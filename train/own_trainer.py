@@ -43,6 +43,7 @@ class OwnTrainer(LitHead):
             found = f"{type(trainer.strategy).__name__} in a Trainer of your own"
             remedy = "Train with draftsmith.fit(..., strategy=...)."
             raise InputError("strategy", found, "one without DeepSpeed", remedy)
+        self.log_every = cast(Any, trainer).log_every_n_steps
         if not self.total_steps:
             steps = trainer.estimated_stepping_batches
             if steps == float("inf"):
@@ -71,11 +72,6 @@ class OwnTrainer(LitHead):
         if self._num_batches:
             return "row {1} of batch {0}".format(*divmod(index, ROWS))
         return super().sample_name(index)
-
-    def logs(self, step: int) -> bool:
-        if self._num_batches:
-            return step % cast(Any, self.trainer).log_every_n_steps == 0 or step == self.total_steps
-        return super().logs(step)
 
     def on_train_batch_end(self, outputs: Any, batch: MicroBatch, batch_idx: int) -> None:
         """Log the losses, if a step of a plain Trainer has ended."""

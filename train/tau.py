@@ -1,4 +1,4 @@
-"""Tau of a drafter in training, by real decoding: emitted tokens per target call."""
+"""Tau of a drafter in training: emitted tokens per target call, by real decoding."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ from draftsmith.train.metrics import num_ranks, rank, sum_over_ranks
 
 
 class TauProbe:
-    """Greedy chain decoding of prompts, as `draftsmith decode` does it. All ranks call it, at validations; its tau then
-    picks best/. measured: on what, in words."""
+    """Measures tau by greedy chain decoding of prompts, on all ranks, at validations; tau then picks best/.
+
+    measured: description of the measurement, for the log.
+    """
 
     monitor = "tau"
 
@@ -39,8 +41,8 @@ class TauProbe:
         config: TrainDrafterConfig,
         every: int,
     ):
-        """module: its head is measured. prompts: the same on every rank; each rank decodes its share, or all where the
-        ranks are one target. every: steps between measurements."""
+        """module: whose head is measured. prompts: the same on every rank; each rank decodes its share, or all if the
+        target is split over the ranks. every: steps between measurements."""
         self.module, self.target, self.prompts, self.every = module, target, prompts, every
         self.shared = config.target_parallel == "tensor"
         self.k, self.max_new_tokens, self.ignore_eos = config.tau_k, config.tau_max_new_tokens, config.tau_ignore_eos
@@ -51,57 +53,53 @@ class TauProbe:
         self.measured = f"tau on {len(prompts)} prompt(s) of {sizes} tokens, {answers}"
 
     def __call__(self) -> dict[str, float]:
-        """tau over all prompts of all ranks; and tau_behind_end, the share of the emitted tokens that is behind an end
-        token, where these are ignored."""
+        """Return tau over all prompts of all ranks.
+
+        If end tokens are ignored, also tau_behind_end, the share of the emitted tokens behind the first one.
+        """
         target, head = self.target, self.module.head
         assert isinstance(head, DraftHead)
-        # A copy where the target computes in another type: training goes on in the head's own.
+        # Decode in the target's dtype with a copy; training continues in the head's own.
         if next(head.parameters()).dtype != target.dtype:
             head = copy.deepcopy(head).to(target.dtype)
         counts = torch.zeros(3, dtype=torch.float64)
         own = self.prompts if self.shared else self.prompts[rank() :: num_ranks()]
         with torch.autocast(target.device.type, enabled=False):
-            # One of each for all prompts: on CUDA they hold graphs, and to capture these takes longer than an answer.
+            # One drafter and session for all prompts: capturing their CUDA graphs takes longer than an answer.
             capacity = max(map(len, own), default=0) + self.max_new_tokens + self.k + 2
             drafter = head.drafter(target, [FixedLength(self.k)], capacity)
             setup = DecodeOptions(session=target.session(1, capacity, head.capture), max_nodes=self.k)
             params, ends = SamplingParams(), () if self.ignore_eos else None
             for prompt in own:
-                made = generate_one(target, drafter, prompt, params, self.max_new_tokens, TorchSource(0), ends, setup)
-                behind = _behind_end(made.tokens, target.info.eos_ids)
-                counts += torch.tensor(
-                    [made.trace.num_tokens, made.trace.num_target_calls, behind], dtype=torch.float64
-                )
-        tokens, calls, behind = sum_over_ranks(counts.to(self.module.device)).tolist()
+                done = generate_one(target, drafter, prompt, params, self.max_new_tokens, TorchSource(0), ends, setup)
+                tokens, trace = done.tokens, done.trace
+                first_end = next((i for i, token in enumerate(tokens) if token in target.info.eos_ids), len(tokens) - 1)
+                behind = len(tokens) - 1 - first_end
+                counts += torch.tensor([trace.num_tokens, trace.num_target_calls, behind], dtype=torch.float64)
+        emitted, calls, behind = sum_over_ranks(counts.to(self.module.device)).tolist()
         if not calls:
             return {}
-        return {"tau": tokens / calls} | ({"tau_behind_end": behind / tokens} if self.ignore_eos else {})
-
-
-def _behind_end(tokens: Sequence[int], eos_ids: Sequence[int]) -> int:
-    """How many tokens come after the first end token."""
-    first = next((i for i, token in enumerate(tokens) if token in eos_ids), len(tokens) - 1)
-    return len(tokens) - 1 - first
+        return {"tau": emitted / calls} | ({"tau_behind_end": behind / emitted} if self.ignore_eos else {})
 
 
 def probe_prompts(config: TrainDrafterConfig, val: Samples, context: int) -> list[list[int]]:
-    """Prompts to measure tau on, of those that leave room for their answers where there are such.
+    """Return prompts to measure tau on, preferring those that leave room for an answer in the context.
 
     Raises:
-        InputError: `tau_data` is no prompts, or of another tokenizer.
+        InputError: `tau_data` holds no prompts, or those of another tokenizer.
     """
     count = config.tau_prompts
     if not count:
         return []
     if config.tau_data is None:
-        found = held_out_prompts(val)
+        prompts = held_out_prompts(val)
     else:
         manifest = open_artefact(config.tau_data, "prompts", text_identity(config.target))
         rows = Rows(config.tau_data, manifest, ["prompt_ids"], vocab_size=vocabulary_size(config.target))
-        found = (row["prompt_ids"] for row in rows.iterate())
+        prompts = (row["prompt_ids"] for row in rows.iterate())
     chosen: list[list[int]] = []
     tight: list[list[int]] = []
-    for prompt in found:
+    for prompt in prompts:
         if len(prompt) <= context - config.tau_max_new_tokens:
             chosen.append(prompt)
         elif len(prompt) < context and len(tight) < count:
@@ -112,8 +110,11 @@ def probe_prompts(config: TrainDrafterConfig, val: Samples, context: int) -> lis
 
 
 def held_out_prompts(samples: Samples) -> Iterator[list[int]]:
-    """What comes before an answer of each validation sample: before the first one of the first sample, the second one
-    of the second, and so on, so that they are as long as conversations get. Then the samples' other answers."""
+    """Yield the text before an answer of each validation sample, then before the samples' other answers.
+
+    It is the first answer of the first sample, the second of the second, and so on, so that prompts are as long as
+    conversations get.
+    """
     begins: dict[int, list[int]] = {}
     for more in itertools.count():
         for i in range(len(samples)) if more == 0 else list(begins):

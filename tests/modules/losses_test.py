@@ -29,8 +29,7 @@ def acceptance_case(seed: int = 0):
     return logit, AcceptanceBatch(torch.zeros(3, 9, 4), prob, mask)
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize(("w_acc", "w_rej"), [(1.0, 6.0), (1.0, 1.0), (2.0, 3.0)])
+@pytest.mark.parametrize(("w_acc", "w_rej", "weighted"), [(1.0, 6.0, False), (2.0, 3.0, True)])
 def test_acceptance_loss_is_the_papers(w_acc, w_rej, weighted):
     logit, batch = acceptance_case()
     if weighted:
@@ -51,16 +50,6 @@ def test_acceptance_loss_is_the_papers(w_acc, w_rej, weighted):
     assert output.sums["loss"].item() == pytest.approx(total, rel=TOLERANCE)
     assert output.sums["kl"].item() == pytest.approx(kl, rel=TOLERANCE)
     assert output.counts["loss"].item() == output.counts["kl"].item() == pytest.approx(count, rel=TOLERANCE)
-
-
-def test_acceptance_loss_has_its_optimum_where_the_design_says():
-    # w_acc P / (w_acc P + w_rej (1 - P)): what `calibrated` undoes.
-    prob, w_acc, w_rej = 0.7, 1.0, 6.0
-    best = w_acc * prob / (w_acc * prob + w_rej * (1 - prob))
-    logit = torch.tensor([[math.log(best / (1 - best))]], requires_grad=True)
-    batch = AcceptanceBatch(torch.zeros(1, 1, 4), torch.tensor([[prob]]), torch.tensor([[True]]))
-    acceptance_loss(logit, batch, w_acc, w_rej).loss.backward()
-    assert abs(logit.grad.item()) < 1e-6
 
 
 def test_acceptance_loss_ignores_what_the_mask_hides_and_stays_finite_at_extreme_logits():
@@ -104,7 +93,8 @@ def test_eagle_loss_is_the_papers(feature_weight, token_weight):
         rank = int((scores > scores[target_scores.argmax()]).sum())
         top1, top3 = top1 + (rank < 1), top3 + (rank < 3)
     count = int(mask.sum())
-    output = eagle_loss([hidden], wanted, [mask], lambda x: x @ weight.T, feature_weight, token_weight)
+    defaults = () if (feature_weight, token_weight) == (1.0, 0.1) else (feature_weight, token_weight)
+    output = eagle_loss([hidden], wanted, [mask], lambda x: x @ weight.T, *defaults)
     assert output.loss.item() == pytest.approx((feature_weight * feature + token_weight * token) / count, rel=TOLERANCE)
     assert output.sums["feature_loss"].item() == pytest.approx(feature, rel=TOLERANCE)
     assert output.sums["token_loss"].item() == pytest.approx(token, rel=TOLERANCE)
@@ -132,19 +122,6 @@ def test_eagle_loss_does_not_train_the_target_and_ignores_hidden_rows():
     assert hidden.grad[mask].any(-1).all() and not hidden.grad[~mask].any()
 
 
-def test_losses_are_means_over_tokens_whatever_the_batches():
-    # Two batches' sums and counts give the mean over all tokens, which the mean of the two means is not.
-    hidden, wanted, mask, weight = eagle_case()
-
-    def head(x):
-        return x @ weight.T
-
-    whole = eagle_loss([hidden], wanted, [mask], head)
-    parts = [eagle_loss([hidden[b : b + 1]], wanted[b : b + 1], [mask[b : b + 1]], head) for b in range(2)]
-    total, count = sum(p.sums["loss"] for p in parts), sum(p.counts["loss"] for p in parts)
-    assert (total / count).item() == pytest.approx(whole.loss.item(), rel=TOLERANCE)
-
-
 def plain_eagle_loss(passes, wanted, masks, weight, decay):
     """The weighted mean over passes with all logits at once, as autograd differentiates it."""
     totals = []
@@ -156,7 +133,7 @@ def plain_eagle_loss(passes, wanted, masks, weight, decay):
     return sum(w * t for w, t in zip(weights, totals, strict=True)) / sum(weights) / masks[0].sum()
 
 
-@pytest.mark.parametrize("rows_at_once", [1, 2, 3, 100])
+@pytest.mark.parametrize("rows_at_once", [1, 3, 100])
 def test_the_chunked_loss_and_its_gradient_are_those_of_all_logits_at_once(monkeypatch, rows_at_once):
     monkeypatch.setattr(losses, "CHUNK_ELEMENTS", 11 * rows_at_once + 5)
     (first, wanted, mask, weight), (second, *_) = eagle_case(0), eagle_case(1)
@@ -170,16 +147,6 @@ def test_the_chunked_loss_and_its_gradient_are_those_of_all_logits_at_once(monke
     (3 * oracle).backward()
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-7)  # float32, sums in another order
-
-
-def test_the_weights_are_the_papers_where_none_are_asked_for():
-    hidden, wanted, mask, weight = eagle_case()
-    oracle = plain_eagle_loss([hidden], wanted, [mask], weight, 1.0).item()
-    for made in (
-        eagle_loss([hidden], wanted, [mask], lambda x: x @ weight.T),
-        eagle_loss([hidden], wanted, [mask], lambda x: x @ weight.T),
-    ):
-        assert made.loss.item() == pytest.approx(oracle, rel=TOLERANCE)
 
 
 def test_a_huge_logit_makes_no_nan():

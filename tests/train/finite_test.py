@@ -18,7 +18,7 @@ from draftsmith.modules.types import InputError
 from draftsmith.train import acceptance, prepare
 from draftsmith.train.acceptance_data import LitAcceptance, MixedText
 from draftsmith.train.bad_steps import BadSteps
-from draftsmith.train.data_module import MicroBatch
+from draftsmith.train.data_module import MicroBatch, SampleKey
 from draftsmith.train.feature_cache import FeatureCache
 from draftsmith.train.lit_drafter import LitDrafter
 
@@ -97,19 +97,23 @@ def test_a_draft_that_reads_nan_ends_the_training_of_its_acceptance_head(artefac
     assert error.model == "draft" and error.prompt == "sample 0, sample 1, sample 2"
 
 
+def keys(first: int, end: int) -> list[SampleKey]:
+    return [SampleKey(0, index) for index in range(first, end)]
+
+
 def test_only_a_loss_that_nothing_given_explains_is_a_bad_step():
     steps, finite, broken = BadSteps(limit=5, frozen="draft"), torch.ones(4, 3), torch.full((4, 3), math.inf)
     steps.begin()
-    steps.add(torch.tensor(math.nan), [0, 1], finite)
+    steps.add(torch.tensor(math.nan), keys(0, 2), finite)
     assert steps.agree(None, str)[0] and steps.count == 1 and steps.samples == ["0", "1"]
     # What was not finite and did not reach the loss is no error.
     steps.begin()
-    steps.add(torch.tensor(1.0), [2], broken)
+    steps.add(torch.tensor(1.0), keys(2, 3), broken)
     assert not steps.agree(None, str)[0]
     # Of several parts those count whose own loss is none; samples are named up to a few.
     steps.begin()
     for number, states in enumerate([finite, broken]):
-        steps.add(torch.tensor(math.nan), list(range(10 * number, 10 * number + 9)), states)
+        steps.add(torch.tensor(math.nan), keys(10 * number, 10 * number + 9), states)
     with pytest.raises(NonFinite, match="10, 11, 12, 13, 14 and 4 more") as caught:
         steps.agree(None, str)
     assert caught.value.model == "draft" and steps.count == 1

@@ -89,16 +89,6 @@ def test_its_drafts_are_labelled_and_an_acceptance_head_learns_from_its_states(a
     assert (written["drafter"], written["target"]) == ("bigram", identity)
 
 
-def test_features_are_those_that_it_reads(artefacts, tmp_path):
-    made = features.run(
-        features.FeaturesConfig(
-            responses=artefacts.responses, target=str(artefacts.target), output=tmp_path / "f", drafter="bigram",
-            num_threads=1,
-        )
-    )  # fmt: skip
-    assert Manifest.read(made).digest == Manifest.read(artefacts.features).digest
-
-
 class Captured:
     """A target that gives the states of two layers as those after its final norm, once and twice."""
 

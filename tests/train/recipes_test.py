@@ -21,7 +21,3 @@ def test_a_recipe_is_accepted_by_its_command(file):
     assert "output" not in yaml.safe_load(file.read_text("utf-8"))
     _, config = configure(name, words)
     assert isinstance(config, COMMANDS[name].config_class())
-
-
-def test_there_are_the_promised_recipes():
-    assert {file.stem for file in FILES} >= {"llama-2-7b-70b-acceptance", "llama-3.1-8b-eagle", "qwen3-8b-eagle"}

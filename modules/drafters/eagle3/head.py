@@ -240,13 +240,13 @@ class Eagle3Head(Eagle3Net, FeatureHead, TrainingCost):
         self, batch: FeatureBatch, target: CausalLM, settings: Eagle3Settings, step: TrainStep | None
     ) -> LossOutput:
         rows, passes = None if step is None else step.logit_rows, settings.num_passes(step)
-        pairs = paired(batch, settings.token_mask, self.config.hidden_size, rows)
+        pairs = paired(batch, settings.token_mask, self.config.llama.hidden_size, rows)
         found = self._distances(batch, pairs, target, settings, passes, measured=step is None or step.logged)
         return self._output(batch, pairs, found, settings, step)
 
     def validation(self, batch: FeatureBatch, target: CausalLM, settings: Eagle3Settings) -> LossOutput:
         """Return the loss, and what drafts of `passes` tokens would come to."""
-        pairs = paired(batch, settings.token_mask, self.config.hidden_size)
+        pairs = paired(batch, settings.token_mask, self.config.llama.hidden_size)
         found = self._distances(batch, pairs, target, settings, settings.passes, measured=True)
         output = self._output(batch, pairs, found, settings, None)
         for name, values in {"accept": found.accepted, "agreement": found.right.float()}.items():

@@ -1,4 +1,4 @@
-"""What a head with its own lm_head minimises, chunk by chunk: q over the draft vocabulary against the target's p."""
+"""Loss of a head with its own lm_head, chunk by chunk: q over the draft vocabulary against the target's p."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ from torch.autograd.function import once_differentiable
 from draftsmith.modules import losses
 
 Kind = Literal["ce", "lk", "lk-hybrid"]
-# -log of less than this has no use for a gradient, and too large a one (Nebius, arXiv 2602.23881).
+# Below this acceptance the gradient of its -log is too large to be useful (Nebius, arXiv 2602.23881).
 LEAST_ACCEPTED = 1e-5
 
 
 @dataclass(frozen=True)
 class Objective:
-    """How far q is from p.
+    """Distance of q from p.
+
+    ce is against p renormalised over the draft vocabulary. Acceptance is that of the whole p: tokens that cannot be
+    drafted are rejected.
 
     kind: ce, the cross-entropy of q with p; lk, -log of the acceptance sum_v min(p, q); lk-hybrid, lam * ce +
         (1 - lam) * (1 - acceptance), lam = exp(-eta * acceptance) without a gradient (arXiv 2602.23881).
-    eta: of lk-hybrid. mean: its lam is that of the mean acceptance of the tokens at hand, not each token's own.
-    drop_unknown: tokens where the target's first choice cannot be drafted count nothing, as nothing is accepted there
-        greedily.
-
-    ce is against p renormalised over the draft vocabulary; acceptance is of p as it is, so what cannot be drafted is
-    rejected.
+    eta: of lk-hybrid. mean: lam of the tokens' mean acceptance, not of each token's own.
+    drop_unknown: ignore tokens where the target's first choice cannot be drafted: greedily none is accepted there.
     """
 
     kind: Kind = "ce"
@@ -40,11 +39,11 @@ class Objective:
 
 @dataclass(frozen=True)
 class Distances:
-    """Of P predictions of N tokens each.
+    """Comparison of P predictions of N tokens each with the target.
 
     totals: [P] weighted sums of the objective, with a gradient. accepted: [P, N] sum_v min(p_v, q_v), the probability
     that a drawn token is accepted at temperature 1. right: [P, N] bool, q's first choice is p's. known: [N] bool, p's
-    first choice can be drafted. Where they are not asked for, all three are 0 or whatever the totals needed.
+    first choice can be drafted. The last three are arbitrary if they are not measured.
     """
 
     totals: Tensor
@@ -62,13 +61,14 @@ def distances(
     weights: Tensor,
     measured: bool = True,
 ) -> Distances:
-    """target_logits: [C, V] of a slice of the N tokens; they get no gradient. lm_head: [draft vocabulary, H], with a
-    gradient where it asks for one. d2t: [draft vocabulary], the target's ids; None where the vocabulary is whole.
-    hidden: [N, H] of each prediction, normed. weights: [P, N] of each token in each. measured: find `accepted`, `right`
-    and `known` too, where the objective needs them not: that takes as long as half of the rest beside the products.
+    """Compare P predictions of N tokens with the target, chunk by chunk (`losses.row_chunks`).
 
-    `losses.row_chunks` of logits are made at a time, and their gradient with them, so that no more of a chunk has to
-    be kept than that of `hidden`.
+    The gradient is computed with the value, so that no more of a chunk is kept than the gradient of `hidden`.
+
+    target_logits: returns [C, V] of a slice of the N tokens; they get no gradient. lm_head: [draft vocabulary, H], with
+    a gradient if it requires one. d2t: [draft vocabulary], the target's ids; None if the vocabulary is whole. hidden:
+    [N, H] of each prediction, normed. weights: [P, N]. measured: compute `accepted`, `right` and `known` even if the
+    objective does not need them, which takes as long as half of the rest beside the products.
     """
     totals, accepted, right, known = _Distances.apply(
         objective, target_logits, d2t, weights, measured, lm_head, *hidden
@@ -93,7 +93,7 @@ class _Distances(torch.autograd.Function):
         wide = torch.float64 if lm_head.dtype == torch.float64 else torch.float32
         totals, accepted = weights.new_zeros(passes, dtype=wide), weights.new_zeros(passes, count, dtype=wide)
         right, known = weights.new_zeros(passes, count, dtype=torch.bool), weights.new_ones(count, dtype=torch.bool)
-        # One gradient of lm_head a pass: each pass's total may be weighted by what comes after.
+        # One gradient of lm_head for each pass, because the passes' totals are weighted afterwards.
         to_head = [torch.zeros_like(lm_head, dtype=wide) for _ in hidden] if needs_head else []
         to_hidden = [torch.empty_like(h) if need else None for h, need in zip(hidden, needs, strict=True)]
         vocabulary = target_logits(slice(0, 1)).shape[-1] if count else 1
@@ -114,7 +114,7 @@ class _Distances(torch.autograd.Function):
                 if found is not None:
                     accepted[i, part] = found
                 totals[i] += (value * counted[i]).sum()
-                # The tokens' weights go to the smaller factors, [C, H] each.
+                # The tokens' weights are multiplied into the smaller factors, [C, H] each.
                 if to_head:
                     _add_product(
                         to_head[i], grad.to(states.dtype).T, states[part] * counted[i][:, None].to(states.dtype)
@@ -136,8 +136,7 @@ class _Distances(torch.autograd.Function):
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right; where the precisions are one without the product as a tensor of its own, as large as
-    lm_head for every chunk."""
+    """Add left @ right to total. In one precision the product, as large as lm_head, is no tensor of its own."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     else:
@@ -146,8 +145,11 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """p [C, draft vocabulary] renormalised over it, and its share [C, 1] of the whole, None for all. first [C], p's
-    first choice, and known [C] or all, whether it can be drafted, where they are asked for."""
+    """Target's distribution over the draft vocabulary.
+
+    prob: p [C, draft vocabulary], renormalised. share: [C, 1] of the whole p, None for all of it. first: [C], p's first
+    choice, if asked for. known: [C], it can be drafted; True for all.
+    """
 
     prob: Tensor
     share: Tensor | None
@@ -156,12 +158,12 @@ class _Wanted:
 
     @property
     def whole(self) -> Tensor:
-        """p [C, draft vocabulary] as it is."""
+        """Return p [C, draft vocabulary] without renormalisation."""
         return self.prob if self.share is None else self.prob * self.share
 
 
 def _target(logits: Tensor, d2t: Tensor | None, choose: bool) -> _Wanted:
-    """p of logits [C, V]."""
+    """Return p for logits [C, V]; choose: find its first choice too."""
     first = logits.argmax(-1) if choose else None
     if d2t is None:
         return _Wanted(logits.softmax(-1), None, first, True)
@@ -169,7 +171,7 @@ def _target(logits: Tensor, d2t: Tensor | None, choose: bool) -> _Wanted:
     share = (drafted.logsumexp(-1, keepdim=True) - logits.logsumexp(-1, keepdim=True)).exp()
     if first is None:
         return _Wanted(drafted.softmax(-1), share, None, True)
-    # Looked up: `isin` waits for the device.
+    # A look-up, because `isin` waits for the device.
     known = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device).index_fill_(0, d2t, True)[first]
     return _Wanted(drafted.softmax(-1), share, first, known)
 
@@ -177,19 +179,21 @@ def _target(logits: Tensor, d2t: Tensor | None, choose: bool) -> _Wanted:
 def _compare_(
     objective: Objective, logits: Tensor, wanted: _Wanted, lam: Tensor | None, measured: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Value [C], its gradient [C, draft vocabulary] with respect to logits, in whose place it may come, and acceptance
-    [C], None where nobody asks. Of each logit there is one exponential."""
+    """Return value [C], gradient [C, draft vocabulary] with respect to logits, and acceptance [C] if it is needed.
+
+    Logits are overwritten; each is exponentiated once.
+    """
     p = wanted.prob
     logits -= logits.amax(-1, keepdim=True)
     expected = torch.linalg.vecdot(p, logits)
     norm = logits.exp_().sum(-1, keepdim=True)
     q, entropy = logits.div_(norm), norm[:, 0].log() - expected
     if objective.kind == "ce":
-        accepted = _acceptance(wanted.whole, q) if measured else None
+        accepted = torch.minimum(wanted.whole, q).sum(-1) if measured else None
         return entropy, q.sub_(p), accepted
     whole = wanted.whole
-    accepted = _acceptance(whole, q)
-    # d(acceptance)/d(logits): a token's q counts where it is below p.
+    accepted = torch.minimum(whole, q).sum(-1)
+    # d(acceptance)/d(logits): only tokens with q below p contribute.
     inside = torch.where(q < whole, q, 0)
     pull = inside - q * inside.sum(-1, keepdim=True)
     if objective.kind == "lk":
@@ -197,11 +201,6 @@ def _compare_(
         return -bounded.log(), -pull / bounded[:, None], accepted
     lam = (-objective.eta * accepted).exp() if lam is None else lam.expand_as(accepted)
     return lam * entropy + (1 - lam) * (1 - accepted), lam[:, None] * (q - p) - (1 - lam)[:, None] * pull, accepted
-
-
-def _acceptance(p: Tensor, q: Tensor) -> Tensor:
-    """sum_v min(p, q) [C]."""
-    return torch.minimum(p, q).sum(-1)
 
 
 def _mean_lam(
@@ -214,7 +213,7 @@ def _mean_lam(
     hidden: Sequence[Tensor],
     wide: torch.dtype,
 ) -> Tensor:
-    """lam [P] of each prediction's mean acceptance: the chunks are read once more for it."""
+    """Return lam [P] of each prediction's mean acceptance, from another pass over the chunks."""
     sums, counts = weights.new_zeros(len(hidden), dtype=wide), weights.new_zeros(len(hidden), dtype=wide)
     for part in chunks:
         wanted = _target(target_logits(part).to(wide), d2t, objective.drop_unknown)
@@ -222,6 +221,6 @@ def _mean_lam(
         p = wanted.whole
         for i, states in enumerate(hidden):
             q = F.linear(states[part], lm_head).to(wide).softmax(-1)
-            sums[i] += (_acceptance(p, q) * counted[i]).sum()
+            sums[i] += (torch.minimum(p, q).sum(-1) * counted[i]).sum()
             counts[i] += counted[i].sum()
     return (-objective.eta * sums / counts.clamp_min(1e-9)).exp()

@@ -52,7 +52,7 @@ class Eagle3Config(OfLlama):
     @property
     def reduced(self) -> bool:
         """It can draft only some of the target's tokens."""
-        return self.draft_vocab_size < self.vocab_size
+        return self.draft_vocab_size < self.llama.vocab_size
 
 
 def default_layers(num_layers: int) -> tuple[int, ...]:

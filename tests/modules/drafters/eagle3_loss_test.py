@@ -53,9 +53,8 @@ def formula(objective: Objective, target: Tensor, lm_head: Tensor, d2t: Tensor |
     return (value * weight).sum(), accepted, ids[q.argmax(-1)] == p.argmax(-1), known
 
 
-@pytest.mark.parametrize("d2t", [None, D2T], ids=["whole", "reduced"])
+@pytest.mark.parametrize(("d2t", "rows_at_once"), [(None, 100), (D2T, 2)], ids=["whole", "reduced"])
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
-@pytest.mark.parametrize("rows_at_once", [2, 100])
 def test_values_and_gradients(monkeypatch, objective: Objective, d2t: Tensor | None, rows_at_once: int) -> None:
     target, lm_head, hidden, weights = case(d2t)
     monkeypatch.setattr(losses, "CHUNK_ELEMENTS", rows_at_once * V)
@@ -72,9 +71,9 @@ def test_values_and_gradients(monkeypatch, objective: Objective, d2t: Tensor | N
     assert max((a - b).abs().max() for a, b in zip(got, wanted, strict=True)) < 1e-10
 
 
-@pytest.mark.parametrize("d2t", [None, D2T], ids=["whole", "reduced"])
-@pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
-def test_totals_and_gradients_are_the_same_where_nothing_is_measured(objective: Objective, d2t: Tensor | None) -> None:
+@pytest.mark.parametrize(("number", "d2t"), [(0, D2T), (2, None), (4, D2T)], ids=str)
+def test_totals_and_gradients_are_the_same_where_nothing_is_measured(number: int, d2t: Tensor | None) -> None:
+    objective = OBJECTIVES[number]
     target, lm_head, hidden, weights = case(d2t)
     before = target.clone()
     outcomes = []

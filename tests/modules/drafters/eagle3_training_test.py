@@ -1,4 +1,4 @@
-"""EAGLE-3's alignment, masks and means against loops over single tokens, in float64; what validation foretells."""
+"""EAGLE-3's alignment, masks, means and validation against loops over single tokens, in float64."""
 
 from __future__ import annotations
 
@@ -131,16 +131,15 @@ def test_the_loss_is_that_of_every_draft_alone(dialect: dict[str, Any]) -> None:
     )
 
 
-@pytest.mark.parametrize("capture", [(3,), (0, 7), (1, 2, 5, 6)])
-def test_heads_of_fewer_and_more_states_learn_alike(capture: tuple[int, ...]) -> None:
+def test_heads_of_more_states_learn_alike() -> None:
+    capture = (1, 2, 5, 6)
     head, settings, batch = head_of(capture=capture), Eagle3Settings(passes=PASSES), batch_of(False, len(capture))
     assert head.loss(batch, TARGET, settings, None).loss.item() == pytest.approx(
         by_hand(head, batch, settings), rel=1e-9
     )
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["3", "3.1"])
-@pytest.mark.parametrize("capture", [(0,), (0, 2), (0, 1, 2, 3)])
+@pytest.mark.parametrize(("capture", "late"), [((0,), False), ((0, 1, 2, 3), True)], ids=["3", "3.1"])
 def test_drafts_of_any_layers_are_lossless(capture: tuple[int, ...], late: bool) -> None:
     """Every branch of chains and of trees over a reduced vocabulary, enumerated; each layer gives other states."""
     size, vocab = table_models.H, table_models.V
@@ -162,7 +161,7 @@ def test_drafts_of_any_layers_are_lossless(capture: tuple[int, ...], late: bool)
         assert drafted.num_accepted and drafted.num_draft_tokens
 
 
-@pytest.mark.parametrize("dialect", DIALECTS.values(), ids=list(DIALECTS))
+@pytest.mark.parametrize("dialect", [DIALECTS["ours"], DIALECTS["predicted"], DIALECTS["speculators"]], ids=str)
 def test_documents_end_to_end_have_the_loss_of_those_apart(dialect: dict[str, Any]) -> None:
     settings = Eagle3Settings(passes=PASSES, **dialect)
     losses = []
@@ -250,25 +249,10 @@ def test_the_draft_vocabulary_is_the_most_frequent_tokens() -> None:
     assert draft_vocabulary(counts, 7).tolist() == list(range(7))
 
 
-@pytest.mark.parametrize("layers", [12, 32, 36, 80])
-def test_default_layers_are_the_papers(layers: int) -> None:
-    assert layers_of((), layers) == (2, layers // 2, layers - 3)
-
-
-@pytest.mark.parametrize(
-    ("asked", "layers"), [((), 6), ((), 5), ((1, 1, 2), 8), ((3, 2, 5), 8), ((1, 2, 8), 8), ((-1, 2), 8)]
-)
+@pytest.mark.parametrize(("asked", "layers"), [((), 6), ((1, 1, 2), 8), ((3, 2, 5), 8), ((1, 2, 8), 8)])
 def test_layers_that_collapse_are_refused(asked: tuple[int, ...], layers: int) -> None:
     with pytest.raises(InputError, match=f"layers: found .*, expected distinct ones below {layers}"):
         layers_of(asked, layers)
-
-
-@pytest.mark.parametrize("asked", [(0,), (1, 2), (2, 4, 5), (0, 3, 5, 7)])
-def test_layers_are_any_distinct_ones(asked: tuple[int, ...]) -> None:
-    assert layers_of(asked, 8) == asked
-    config = Eagle3Head.new_config(Eagle3Settings(layers=asked), LLAMA)
-    assert config.capture == asked
-    assert Eagle3Head(config).fc.in_features == len(asked) * H
 
 
 def test_a_draft_vocabulary_of_the_targets_size_is_whole() -> None:
@@ -278,7 +262,7 @@ def test_a_draft_vocabulary_of_the_targets_size_is_whole() -> None:
     assert config.fc_norm and config.norm_output and config.llama.rope_theta == 7.0
     config = Eagle3Head.new_config(Eagle3Settings(version="3"), LLAMA)
     assert not config.fc_norm and not config.norm_output
-    assert dataclasses.asdict(config)["capture"] == (2, 4, 5)
+    assert config.capture == (2, 4, 5)
 
 
 class Linear(Target):
@@ -287,8 +271,11 @@ class Linear(Target):
     device, packed = torch.device("cpu"), False
 
 
-@pytest.mark.parametrize("late", [{}, {"fc_norm": True, "norm_output": True}, {"norm_before_residual": True}], ids=str)
-@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize(
+    ("late", "reduced"),
+    [({}, True), ({"fc_norm": True, "norm_output": True}, True), ({"norm_before_residual": True}, False)],
+    ids=str,
+)
 def test_decoding_computes_what_training_computed(late: dict[str, bool], reduced: bool) -> None:
     """States and logits of drafts from a text, token by token."""
     shape = Eagle3Config(layer_like(LLAMA), (2, 4, 5), len(D2T) if reduced else V, **late)

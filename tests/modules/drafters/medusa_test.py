@@ -137,9 +137,3 @@ def test_a_chain_has_a_token_a_head_at_most(kind: str) -> None:
     with pytest.raises(InputError, match=r"k: found 4, expected 3 or less"):
         parse_method(f"{kind}-chain:k=4").build(models)
     assert [parse_method(f"{kind}-chain{k}").policies(models, 1)[0].max_drafted for k in ("", ":k=2")] == [3, 2]
-
-
-def test_a_rank_of_a_tree_is_a_number(tmp_path) -> None:
-    (tmp_path / "tree.yaml").write_text("- [true]\n")
-    with pytest.raises(InputError, match="True is no rank"):
-        read_tree(str(tmp_path / "tree.yaml"))
