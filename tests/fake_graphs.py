@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from draftsmith.modules.drafters import feature_heads
-from draftsmith.modules.engine import graphs
+from draftsmith.modules.engine import graphs, rows
 from draftsmith.modules.engine.graphs import Graphed
 from draftsmith.modules.targets import llama
 
