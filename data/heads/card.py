@@ -181,10 +181,10 @@ def model_card(
     tau = f"draftsmith eval bench {options} --methods {about.method} --prompts FILE --output runs/bench --card"
     sections = HEAD_SECTIONS.format(
         target=f"{_bullets(target_rows, unknown)}\n\n{checked if identity else unchecked}",
-        data=_data_section(manifest) or _sentence(unknown),
-        training=training if manifest.get("step") else _sentence(unknown),
+        data=_data_section(manifest) or f"{unknown.capitalize()}.",
+        training=training if manifest.get("step") else f"{unknown.capitalize()}.",
         metrics=_metrics_section(metrics, about, manifest.get("step"))
-        or (_sentence(unknown) if imported else "Not validated yet."),
+        or (f"{unknown.capitalize()}." if imported else "Not validated yet."),
         tau=_tau_section(measured) or f"Not measured yet. This measures it and writes it here:\n\n{_shell(tau)}",
         calibration=calibration if drafts else _calibration_section(head, metrics, manifest.get("sampling"), unknown),
     )
@@ -370,7 +370,7 @@ def _export_section(export: Mapping[str, Any], language: str = "sh") -> str:
 
 
 def _versions(manifest: Mapping[str, Any], unknown: str, exported: bool) -> str:
-    packages, line = manifest.get("packages") or {}, _sentence(unknown)
+    packages, line = manifest.get("packages") or {}, f"{unknown.capitalize()}."
     if packages:
         names = ("draftsmith", "torch", "transformers")
         line = ", ".join(f"{name} {packages.get(name) or 'unknown (not installed)'}" for name in names)
@@ -388,10 +388,6 @@ def _code(value: Any) -> str:
     if value is None or value == {}:
         return ""
     return f"`{value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)}`"
-
-
-def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}."
 
 
 def _shell(*lines: str, language: str = "sh") -> str:

@@ -30,6 +30,8 @@ NOTE_FROM_BYTES = 4e9  # hashing that takes long enough to be logged
 # A file written less than this before it was read may be written again without a change of its time.
 SETTLED_NS = 2_000_000_000
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# Ends of the names of output embeddings.
+OUTPUT_NAMES = ("lm_head.weight", "embed_out.weight")
 # Files that decide how text becomes ids where there is no tokenizer.json, and settings that change it.
 TOKENIZER_FILES = (
     "tokenizer.model",
@@ -59,8 +61,10 @@ def model_identity(directory: Path, config: Mapping[str, Any], outputs: Iterable
     digests = tensor_digests(checkpoint_files(directory))
     by_name = {_bare_name(name): digest for name, digest in digests.items() if not name.endswith("rotary_emb.inv_freq")}
     # Files of a model that ties its embeddings may hold the output embedding or not: a copy is not counted.
-    others = {digest for name, digest in by_name.items() if not _is_output(name)}
-    counted = {name: digest for name, digest in by_name.items() if not (_is_output(name) and digest in others)}
+    others = {digest for name, digest in by_name.items() if not name.endswith(OUTPUT_NAMES)}
+    counted = {
+        name: digest for name, digest in by_name.items() if not (name.endswith(OUTPUT_NAMES) and digest in others)
+    }
     listed = [[name, digest.shape, digest.kind, digest.sha256] for name, digest in sorted(counted.items())]
     weights = hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:16]
     identity = {"config": config_hash(config), "weights": weights, "layers": "final-norm"}
@@ -87,11 +91,6 @@ def config_hash(config: Mapping[str, Any]) -> str:
 def tensor_hash(tensor: torch.Tensor) -> str:
     """Hash a tensor's values in bfloat16, so that the dtype it was loaded in does not count."""
     return hashlib.sha256(_value_bytes(tensor.detach().to("cpu"), "float")).hexdigest()[:16]
-
-
-def vocabulary_hash(tokenizer: Any) -> str:
-    """Hash the map of texts to ids, special tokens included, which two models must share to compare token ids."""
-    return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()[:16]
 
 
 def template_hash(tokenizer: Any) -> str:
@@ -166,7 +165,7 @@ def read_cached(file: Path) -> dict[str, TensorDigest] | None:
     try:
         content = json.loads(entry.read_text("utf-8")) if entry is not None else {}
         tensors = content["tensors"]
-        if content["stamp"] != _stamp(file) or content["sha256"] != _content_hash(tensors):
+        if content["stamp"] != _stamp(file) or content["sha256"] != _hash(tensors):
             return None
         return {name: TensorDigest(tuple(shape), kind, sha) for name, (shape, kind, sha) in tensors.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -178,7 +177,7 @@ def _write_cache(file: Path, stamp: dict[str, int], digests: dict[str, TensorDig
     if entry is None:
         return
     tensors = {name: [list(digest.shape), digest.kind, digest.sha256] for name, digest in digests.items()}
-    content = {"file": str(file.resolve()), "stamp": stamp, "tensors": tensors, "sha256": _content_hash(tensors)}
+    content = {"file": str(file.resolve()), "stamp": stamp, "tensors": tensors, "sha256": _hash(tensors)}
     # On a read-only or full disk the file is hashed again the next time.
     with contextlib.suppress(CannotWrite):
         make_directory(entry.parent)
@@ -206,14 +205,6 @@ def _value_bytes(tensor: torch.Tensor, kind: str) -> Any:
 def _bare_name(name: str) -> str:
     """Remove the prefix that a base model has inside the whole model."""
     return name.removeprefix("model.").removeprefix("transformer.")
-
-
-def _is_output(name: str) -> bool:
-    return name.endswith(("lm_head.weight", "embed_out.weight"))
-
-
-def _content_hash(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def _hash(content: Any) -> str:

@@ -29,7 +29,6 @@ from draftsmith.data.models.identity import (
     model_identity,
     template_hash,
     tensor_hash,
-    vocabulary_hash,
 )
 from draftsmith.data.models.parallel import check_placed, placement
 from draftsmith.data.ranks import place
@@ -369,8 +368,10 @@ def tokenizer_identity(path: str) -> dict[str, str]:
 @functools.lru_cache(maxsize=16)
 def _tokenizer_identity(directory: str, stamps: tuple[tuple[str, int, int, int], ...]) -> dict[str, str]:
     tokenizer = load_tokenizer(directory)
+    # Two models must share this map of texts to ids, special tokens included, to compare token ids.
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
     return {
-        "tokenizer": vocabulary_hash(tokenizer),
+        "tokenizer": hashlib.sha256(vocabulary.encode()).hexdigest()[:16],
         "encoding": encoding_hash(Path(directory)),
         "chat_template": template_hash(tokenizer),
     }
