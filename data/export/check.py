@@ -19,14 +19,14 @@ from draftsmith.data.console import print_text
 from draftsmith.data.export.assistant import check_assistant
 from draftsmith.data.export.directory import read_package
 from draftsmith.data.export.report import CheckReport, Measure, print_report
-from draftsmith.data.export.states import StateSource, make_trial, state_source
+from draftsmith.data.export.states import StateSource, acceptance_inputs, make_probes, state_source
 from draftsmith.data.heads.directory import build_head, kind_at, load_head
 from draftsmith.data.settings import Dtype, Loading
 from draftsmith.data.store.manifest import compare_identity, git_commit, package_versions
 from draftsmith.data.store.reading import read_object
 from draftsmith.modules.drafters import learned
 from draftsmith.modules.formats import format_names, formats, hf_assisted
-from draftsmith.modules.formats.base import ForeignHead, HeadFormat, ImportedHead, Package, Problem, largest
+from draftsmith.modules.formats.base import ForeignHead, HeadFormat, ImportedHead, Package, Problem, Trial, largest
 from draftsmith.modules.formats.detect import detect, named_format
 from draftsmith.modules.formats.rope import Rope, frequencies
 from draftsmith.modules.layers import LlamaConfig, RopeScaling
@@ -150,7 +150,11 @@ def check_head(directory: Path, format: HeadFormat, source: StateSource, head: n
 def measure(format: HeadFormat, theirs: Any, ours: Any | None, source: StateSource) -> list[Measure]:
     """Run the head as a system reads it on real text, and compare its logits with those of ours in float32."""
     heads = [head.float() for head in (theirs, ours) if head is not None]
-    trial = make_trial(format, source, heads)
+    longest = min([source.drafter.max_position, *(getattr(h.config, "max_position", 2**62) for h in heads)])
+    # EAGLE-3 heads may read different layers of the target: the probes hold the states of all.
+    layers = sorted({number for head in heads for number in getattr(head.config, "capture", ())})
+    probes = make_probes(source.path, source.drafter.lm, longest, tuple(layers))
+    trial = Trial(source.facts, probes, acceptance_inputs(probes, source) if format.predicts else {})
     outputs = [format.forward(head, trial) for head in heads]
     measures = []
     if format.predicts:
@@ -187,15 +191,15 @@ def measure(format: HeadFormat, theirs: Any, ours: Any | None, source: StateSour
 # -- the record of an export: a tensor that was renamed, cut or permuted later is named, without the original head
 
 
-def content_hash(tensor: Tensor) -> str:
-    """Return a hash of the values in float32, whatever type they are stored in."""
-    data = tensor.detach().to("cpu", torch.float32).contiguous()
-    return hashlib.sha256(str(tuple(data.shape)).encode() + data.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
-
-
 def hashes_of(state: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the content hash of every tensor."""
-    return {name: content_hash(tensor) for name, tensor in sorted(state.items())}
+    """Return a hash of every tensor's shape and values."""
+    hashes = {}
+    for name, tensor in sorted(state.items()):
+        # In float32, whatever type they are stored in: a copy of another type that holds the same is the same.
+        data = tensor.detach().to("cpu", torch.float32).contiguous()
+        content = str(tuple(data.shape)).encode() + data.view(torch.uint8).numpy().tobytes()
+        hashes[name] = hashlib.sha256(content).hexdigest()[:16]
+    return hashes
 
 
 def make_record(format: HeadFormat, head: ImportedHead, origin: Mapping[str, Any]) -> dict[str, Any]:

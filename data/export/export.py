@@ -123,7 +123,7 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[CheckReport, str
             raise InputError("use", f"trim by {named_kind(format.kind)} head", "an acceptance head", "Leave it out.")
         check_trim(head.config, manifest.get("sampling"))
 
-    # Convert and write.
+    # Convert and write, by default in the type of the head's file.
     dtype = next(head.parameters()).dtype if config.weights == "auto" else DTYPES[config.weights]
     state = {name: stored.detach().cpu() for name, stored in stored_tensors(head).items()}
     state = {name: stored.to(dtype) if stored.is_floating_point() else stored for name, stored in state.items()}
@@ -131,7 +131,7 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[CheckReport, str
     fields = {**package.config, **format.extra_fields(source.facts.raw, manifest, loadable(source.path))}
     write_package(directory, Package(fields, package.tensors, package.metadata), format.weights_files)
 
-    # Read back, record, and compare with the head in the type of the export.
+    # Read back and compare with the head in the type of the export: rounding to that type is no difference.
     origin = {"path": str(path), "sha256": manifest["sha256"]["model.safetensors"], "target": manifest.get("target")}
     read_back = format.read(read_package(str(directory)), source.facts)
     write_json(directory / RECORD, make_record(format, read_back, origin))

@@ -89,7 +89,16 @@ def run(config: ImportConfig) -> Path:
         weighted = dataclasses.replace(imported.config, w_rej=config.w_rej)
         imported = dataclasses.replace(imported, config=weighted, notes=tuple(notes))
     if source is not None:
-        _check_model(config, format, imported, source)
+        info = source.drafter.lm.info
+        check_sizes("head", config.directory, imported.config, info.hidden_size, info.vocab_size)
+        # An export of ours names the target that it was trained for, which another model's identity would hide.
+        record = read_record(package_directory(config.directory))
+        differing, unrecorded = against_model(record, source.drafter.identity, with_drafter=False)
+        if differing:
+            found = f"{source.path}, another model than the head was trained for ({', '.join(differing)} differ)"
+            remedy = f"Pass that one; or leave --{format.reads} out, and train the head on with --init."
+            raise InputError(format.reads, found, "the model it was trained for", remedy)
+        warn_not_compared(config.directory, unrecorded)
     head = build_head(format.kind, imported.config, imported.state)
     if odd := [name for name, tensor in imported.state.items() if not bool(tensor.isfinite().all())]:
         raise InputError("weights", f"infinite or undefined values in {odd[0]}", "numbers", "Fetch the head again.")
@@ -108,23 +117,6 @@ def _check_flags(config: ImportConfig, format: HeadFormat) -> None:
     if not format.w_rej and config.w_rej != 1.0:
         wanted = " or ".join(known.name for known in formats().values() if known.w_rej)
         raise InputError("w_rej", config.w_rej, f"a head of {wanted}: this is one of {format.name}", "Leave it out.")
-
-
-def _check_model(config: ImportConfig, format: HeadFormat, imported: ImportedHead, source: StateSource) -> None:
-    """Check that the head fits the model, and that an export of ours was trained for it.
-
-    Raises:
-        InputError: other sizes, or another model.
-    """
-    info = source.drafter.lm.info
-    check_sizes("head", config.directory, imported.config, info.hidden_size, info.vocab_size)
-    record = read_record(package_directory(config.directory))
-    differing, unrecorded = against_model(record, source.drafter.identity, with_drafter=False)
-    if differing:
-        found = f"{source.path}, which is another model than the head was trained for ({', '.join(differing)} differ)"
-        remedy = f"Pass that one; or leave --{format.reads} out, and train the head on with --init."
-        raise InputError(format.reads, found, "the model it was trained for", remedy)
-    warn_not_compared(config.directory, unrecorded)
 
 
 def _manifest(

@@ -17,7 +17,7 @@ from draftsmith.data.models.loading import load_lm, load_tokenizer, read_config
 from draftsmith.data.text.template import RowError, prompt_ids
 from draftsmith.modules.acceptance.head import Feature, feature_value
 from draftsmith.modules.decoding.confidence import confidences_of
-from draftsmith.modules.formats.base import HeadFormat, Probe, TargetFacts, Trial
+from draftsmith.modules.formats.base import HeadFormat, Probe, TargetFacts
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
 
@@ -72,21 +72,19 @@ def state_source(format: HeadFormat, target: str | None, draft: str | Path | Non
         InputError: a model that is needed was not given.
     """
 
-    def load(path: str) -> CausalLM:
-        return load_lm(path, **loading)
-
-    def target_path() -> str:
+    def load_target() -> CausalLM:
         if target is None:
             raise InputError("target", "none", "the target", "Pass --target.")
-        return target
+        return load_lm(target, **loading)
 
     if not format.predicts:
-        lm = load(target_path())
-        return StateSource(target_path(), FrozenDrafter(lm, lm.info.identity), facts_of(target_path(), lm))
+        lm = load_target()
+        return StateSource(str(target), FrozenDrafter(lm, lm.info.identity), facts_of(str(target), lm))
     if draft is None:
         raise InputError("draft", "none", "the draft model whose hidden states the head reads", "Pass --draft.")
-    drafter = load_drafter(draft, lambda: load(target_path()), load)
-    path, head_path = (str(draft), None) if drafter.head is None else (target_path(), str(draft))
+    # A drafting head brings the target with it; a draft model is read alone.
+    drafter = load_drafter(draft, load_target, lambda path: load_lm(path, **loading))
+    path, head_path = (str(draft), None) if drafter.head is None else (str(target), str(draft))
     return StateSource(path, drafter, facts_of(path, drafter.lm), head_path)
 
 
@@ -103,16 +101,6 @@ def facts_of(path: str, lm: CausalLM) -> TargetFacts:
     else:
         embed, head = model.embed_tokens, model.lm_head
     return TargetFacts(read_config(path), embed.weight.detach().cpu(), head.weight.detach().cpu())
-
-
-def make_trial(format: HeadFormat, source: StateSource, heads: Sequence[Any]) -> Trial:
-    """Collect text that the model itself wrote, with all that these heads of one kind read."""
-    longest, lm = source.drafter.max_position, source.drafter.lm
-    if format.predicts:
-        return Trial(source.facts, inputs=acceptance_inputs(make_probes(source.path, lm, longest), source))
-    longest = min(longest, *(head.config.max_position for head in heads))
-    layers = {number for head in heads for number in getattr(head.config, "capture", ())}
-    return Trial(source.facts, make_probes(source.path, lm, longest, tuple(sorted(layers))))
 
 
 def acceptance_inputs(probes: Sequence[Probe], source: StateSource) -> dict[str, Tensor]:
@@ -145,8 +133,20 @@ def make_probes(path: str, lm: CausalLM, longest: int, layers: tuple[int, ...] =
     path: of the model, for its tokenizer. longest: most tokens of a probe. layers: ascending, whose states are kept.
     """
     longest = min(longest, lm.info.max_position)
-    room = min(MAX_NEW_TOKENS, longest // 2)
-    prompts = [ids[: longest - room] for ids in _encoded(load_tokenizer(path))]
+    room, tokenizer = min(MAX_NEW_TOKENS, longest // 2), load_tokenizer(path)
+    # By the chat template, if there is one: that is the text that the model is served on.
+    try:
+        encoded = [
+            prompt_ids(tokenizer, [{"role": "user", "content": text}])
+            if tokenizer.chat_template
+            else list(tokenizer(text)["input_ids"])
+            for text in PROMPTS
+        ]
+    except RowError as error:
+        found = f"an error on a plain question ({error})"
+        raise InputError("chat_template", found, "a working template", "Save one that works.") from error
+    # The end of a long prompt is cut, so that a head has positions for prompt and answer.
+    prompts = [ids[: longest - room] for ids in encoded]
     answers = generate_all(lm, prompts, SamplingParams(), room, len(prompts))
     probes = []
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -159,14 +159,3 @@ def make_probes(path: str, lm: CausalLM, longest: int, layers: tuple[int, ...] =
             states = dict(zip(layers, captured.chunk(len(layers), -1), strict=True))
         probes.append(Probe(ids, len(prompt), choices, features.float().cpu(), states))
     return probes
-
-
-def _encoded(tokenizer: Any) -> list[list[int]]:
-    """Encode PROMPTS, by the chat template if there is one: that is the text that the model is served on."""
-    if not tokenizer.chat_template:
-        return [list(tokenizer(text)["input_ids"]) for text in PROMPTS]
-    try:
-        return [prompt_ids(tokenizer, [{"role": "user", "content": text}]) for text in PROMPTS]
-    except RowError as error:
-        found = f"an error on a plain question ({error})"
-        raise InputError("chat_template", found, "a working template", "Save one that works.") from error

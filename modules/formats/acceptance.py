@@ -132,7 +132,7 @@ class Acceptance(AcceptanceFormat):
         dtype: torch.dtype = torch.float32,
         target: TargetFacts | None = None,
     ) -> Package:
-        """Convert a head, in float32 whatever `dtype`; standardisation is folded into its weights."""
+        # In float32 whatever `dtype`. Standardisation is folded into the weights: a server need not know of it.
         if config.standardize:
             head = AcceptanceHead(config)
             head.load_state_dict(state, strict=False)
@@ -186,7 +186,7 @@ class Acceptance(AcceptanceFormat):
         return head.calibrated(head(states, embeds, numbers))
 
     def serve(self, served: Served) -> str:
-        """Return the command that checks the directory: no server loads it by itself."""
+        # No server loads it by itself: the command checks the directory.
         models = ["--draft", served.model]
         if served.drafter is not None:
             models = ["--target", served.model, "--draft", served.drafter]

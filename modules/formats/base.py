@@ -164,13 +164,13 @@ class ForeignHead:
 
     @property
     def fuses_two(self) -> bool:
-        """Whether fc reads an embedding and one feature, both as wide as its output: the mark of EAGLE-1."""
+        """Mark of EAGLE-1: fc reads an embedding and one feature, both as wide as its output."""
         width = self.size("fc.weight", 0)
         return width is not None and self.size("fc.weight", 1) == 2 * width
 
     @property
     def eagle3(self) -> bool:
-        """Whether the tensors or the config have a mark of EAGLE-3."""
+        """True if the tensors or the config have a mark of EAGLE-3."""
         if self.has(r"midlayer\.|layers\.\d+\.hidden_norm\.|fc_norm\.|aux_norm_|d2t$|t2d$"):
             return True
         # Attention that reads embedding and state side by side.
@@ -271,6 +271,7 @@ def check_tensors(net: nn.Module, state: Mapping[str, Tensor], disk_name: Callab
     Raises:
         InputError: names the tensors that are missing, unknown, or of another shape or type.
     """
+    # Tied blocks share storage: each tensor is expected once, under its first name.
     aliases = dict(net.named_parameters(remove_duplicate=False)).keys() - dict(net.named_parameters()).keys()
     expected = {name: tensor for name, tensor in net.state_dict().items() if name not in aliases}
     if wrong := misfits(expected, state):

@@ -77,6 +77,7 @@ class Eagle1Format(LlamaFormat):
         check_options(raw, llama, target, ("vocab_size", "draft_vocab_size", "hot_vocab_size"))
         problems = self.problems(raw, target)
         tensors = self.own_tensors(package, target, str, notes, problems)
+        # A published file may have tensors that no EAGLE-1 head computes with.
         for name in [name for name in tensors if name.startswith("lm_head") or name == FIRST_NORM]:
             tensor, theirs = tensors.pop(name), None if target is None else target.lm_head
             if name == FIRST_NORM:

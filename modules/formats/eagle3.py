@@ -141,6 +141,7 @@ class Eagle3Format(LlamaFormat):
         layers = {name.removeprefix("model.").rpartition(".self_attn.q_proj")[0] for name in package.tensors}
         if wrong := sorted(layers - {"", *self.accepted}):
             problems.append(Problem(wrong[0], f"{self.system} knows the layer as {self.accepted[0]} only"))
+        # The norms of the target's states show in the file, the other switches only in config.json.
         flags = self.flags(raw)
         if flags.fc_norm != (normed := "fc_norm.0.weight" in tensors):
             found = f"{'norms' if normed else 'no norm'} of the target's states in the file"
@@ -170,6 +171,7 @@ class Eagle3Format(LlamaFormat):
         if layers is None:
             expected = "the target: this is a head that reads its target's layers 2, L/2 and L-3"
             raise InputError("target", "none", expected, "Pass --target.")
+        # fc says how many states it reads, and nothing else in the file says which.
         count = None if target is None else target.num_layers
         fits = len(layers) == num_states and list(layers) == sorted(set(layers)) and layers[0] >= 0
         if not fits or (count is not None and layers[-1] >= count):
@@ -289,6 +291,7 @@ def take_vocabulary(
         notes.append("lm_head is not in the file: it is the target's")
         if drafted != vocab:
             problems.append(Problem("lm_head.weight", "is missing, and the target's has rows for other tokens"))
+    # Ours are ascending: a training draws the most frequent tokens in any order.
     order = ids.argsort()
     if not torch.equal(ids[order], ids):
         ids, tensors["lm_head.weight"] = ids[order], tensors["lm_head.weight"][order]
@@ -303,7 +306,8 @@ def drafted_ids(
 ) -> Tensor:
     """Return the target's ids of the drafted tokens, by d2t or, without it, by t2d."""
     if offsets is not None and offsets.numel():
-        ids = offsets.long() + torch.arange(len(offsets))
+        ids = offsets.long() + torch.arange(len(offsets))  # [draft_vocab_size]
+        # Some trainers store ids where all servers add the entry to the place.
         if table_fault(ids, marks, vocab) and not table_fault(offsets.long(), marks, vocab):
             problems.append(Problem("d2t", "has ids where every server wants offsets (d2t[i] = id - i)"))
             return offsets.long()

@@ -125,8 +125,6 @@ class Hydra(HeadFormat):
         return foreign.has(r"hydra_mlp\.")
 
     def read(self, package: Package, target: TargetFacts | None = None) -> ImportedHead:
-        """Read a head. Rotary positions are as SafeAILab's code has them, but for the base, which is always 10000
-        (modeling_llama_kv.py)."""
         target_width(target)
         assert target is not None
         raw = package.config
@@ -139,6 +137,7 @@ class Hydra(HeadFormat):
             if expected:
                 raise InputError(f"config.json, {field}", value, expected, "Such heads are not supported.")
         prefixed = arch == PREFIX
+        # Rotary positions as in SafeAILab's code, but for the base, which is always 10000 (modeling_llama_kv.py).
         rope = dataclasses.replace(safeailab_rope(target.raw), theta=BASE) if prefixed else Rope(BASE, RopeScaling())
         llama = dataclasses.replace(llama_config(target.raw, rope, head_dim=False), num_layers=int(prefixed))
         heads, layers = positive(raw, "hydra_num_heads", 4), positive(raw, "hydra_num_layers", 1)
@@ -149,6 +148,7 @@ class Hydra(HeadFormat):
         if embedding is not None and theirs is not None and not same_values(embedding, theirs):
             found, expected = "another embedding than the target's", "the target's own module"
             raise InputError(TARGET_EMBEDDING, found, expected, "Pass the target that the heads were trained for.")
+        # The prefix layer is a LlamaModel that is fed states: its embedding is in the file and never read.
         for name in list(tensors):
             unread = name == f"{PREFIX_LAYER}embed_tokens.weight" or any(buffer in name for buffer in ROTARY_BUFFERS)
             if prefixed and unread:

@@ -45,7 +45,7 @@ class SafeAILabEagle(Eagle1Format):
         check_sizes_and_rope(config.llama)
 
     def biases(self, raw: Mapping[str, Any]) -> Biases:
-        """`bias` is fc's and true by default (ea_model.py); `qkv_bias` is that of q, k and v (cnets1.py)."""
+        # `bias` is fc's and true by default (ea_model.py); `qkv_bias` is that of q, k and v (cnets1.py).
         return Biases(fc=bool(raw.get("bias", True)), qkv=bool(raw.get("qkv_bias", False)), o=False, mlp=False)
 
     def problems(self, raw: Mapping[str, Any], target: TargetFacts | None) -> list[Problem]:
@@ -109,7 +109,7 @@ class SafeAILabEagle3(Eagle3Format):
         return problems + [Problem(where, f"{SYSTEM} {text}") for where, (wrong, text) in ignored.items() if wrong]
 
     def serve(self, served: Served) -> str:
-        """Return its web demo, which takes EAGLE-3 with --no-eagle3 (webui.py: use_eagle3=args.no_eagle3)."""
+        # Its web demo takes EAGLE-3 with --no-eagle3 (webui.py: use_eagle3=args.no_eagle3).
         return f"{webui(served)} --no-eagle3"
 
 

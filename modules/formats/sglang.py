@@ -45,7 +45,7 @@ class SGLangEagle(Eagle1Format):
         return Package(package.config, {**package.tensors, **zeros}, package.metadata)
 
     def biases(self, raw: Mapping[str, Any]) -> Biases:
-        """`attention_bias` or `bias` give q, k, v and o one; the MLP never has any, fc always (models/llama.py)."""
+        # `attention_bias` or `bias` give q, k, v and o one; the MLP never has any, fc always (models/llama.py).
         attention = bool(raw.get("attention_bias") or raw.get("bias"))
         return Biases(fc=True, qkv=attention, o=attention, mlp=False)
 
@@ -85,12 +85,12 @@ class SGLangEagle3(Eagle3Format):
         return super().flags(raw)._replace(fc_norm=bool(raw.get("fc_norm") or raw.get("use_aux_norm")))
 
     def ids(self, raw: Mapping[str, Any]) -> tuple[int, ...] | None:
-        """Read the ids, in the order of the layers whatever the list's (models/llama.py, layers_to_capture)."""
+        # States come in the order of the layers, whatever the list's (models/llama.py, layers_to_capture).
         ids = layer_ids(raw, "eagle_config")
         return None if ids is None else tuple(sorted({number + 1 for number in ids}))
 
     def biases(self, raw: Mapping[str, Any]) -> Biases:
-        """q, k and v never have one (models/llama_eagle3.py), o has as any Llama's (models/llama.py)."""
+        # q, k and v never have one (models/llama_eagle3.py), o has as any Llama's (models/llama.py).
         o = bool(raw.get("attention_bias") or raw.get("bias"))
         return Biases(fc=bool(raw.get("bias")), qkv=False, o=o, mlp=False)
 
@@ -114,8 +114,8 @@ class SGLangEagle3(Eagle3Format):
 
 
 def length_problems(raw: Mapping[str, Any], target: TargetFacts | None) -> list[Problem]:
-    """Return the problem of a target whose context is longer than the draft's, which SGLang refuses
-    (configs/model_config.py, _derive_context_length)."""
+    """Return the problem of a target whose context is longer than the draft's, which SGLang refuses."""
+    # Linear scaling multiplies the positions (configs/model_config.py, _derive_context_length).
     rope = transformers_rope(raw)
     stretched = rope.scaling.factor if rope.kind == "linear" else 1.0
     own, theirs = int(stretched * int(raw.get("max_position_embeddings") or 2048)), max_positions(target)

@@ -45,7 +45,7 @@ class SpecDecPP(AcceptanceFormat):
     w_rej = True
 
     def recognises(self, foreign: ForeignHead) -> bool:
-        """Look for residual blocks numbered in one Sequential, and a last layer of two classes."""
+        # Residual blocks numbered in one Sequential, and a last layer of two classes.
         matched = [re.fullmatch(r"model\.(\d+)\.(linear\.)?(weight|bias)", name) for name in foreign.shapes]
         names = [name for name in matched if name is not None]
         if not names or len(names) != len(matched):
@@ -76,14 +76,12 @@ class SpecDecPP(AcceptanceFormat):
         dtype: torch.dtype = torch.float32,
         target: TargetFacts | None = None,
     ) -> Package:
-        """Convert a head, in float32 whatever `dtype`: their code runs it in float32 beside a draft of any type.
-
-        Our logit z becomes two, (0, z): softmax([0, z])[1] = sigmoid(z). The correction for the loss weights and the
-        calibration have no place in the file.
-        """
+        # In float32 whatever `dtype`: their code runs it in float32 beside a draft of any type. The correction for the
+        # loss weights and the calibration have no place in the file.
         self.check(config)
         n = config.num_blocks
         tensors = {f"model.0.linear.{part}": state[f"blocks.0.linear.{part}"] for part in PARTS if n}
+        # Our logit z becomes two, (0, z): softmax([0, z])[1] = sigmoid(z).
         for part in PARTS:
             accepted = state[f"out.{part}"]  # [1, H] or [1]
             tensors[f"model.{n}.{part}"] = torch.cat([torch.zeros_like(accepted), accepted])
@@ -92,10 +90,6 @@ class SpecDecPP(AcceptanceFormat):
         return Package({"hidden_size": config.hidden_size, "num_layers": n}, tensors, aliases)
 
     def read(self, package: Package, target: TargetFacts | None = None) -> ImportedHead:
-        """Read a tied head whose logit is the difference of their two: P = softmax(logits)[1].
-
-        Of a block's copies the last counts, as in their `load_state_dict`.
-        """
         width, n = package.config.get("hidden_size"), package.config.get("num_layers", 0)
         if not isinstance(width, int) or width < 1:
             raise InputError("config.json, hidden_size", width, "the draft model's width", "Correct config.json.")
@@ -103,6 +97,7 @@ class SpecDecPP(AcceptanceFormat):
             raise InputError("config.json, num_layers", n, "a number of residual blocks", "Correct config.json.")
         problems, tensors, state = list[Problem](), dict(package.tensors), dict[str, Tensor]()
         for part in PARTS if n else ():
+            # One block object has a name for each of its places: `load_state_dict` fills it in turn, the last counts.
             copies = [name for i in range(n) if (name := f"model.{i}.linear.{part}") in tensors]
             values = [tensors.pop(name) for name in copies]
             for name, value in zip(copies, values, strict=True):
@@ -112,6 +107,7 @@ class SpecDecPP(AcceptanceFormat):
                 state[f"blocks.0.linear.{part}"] = values[-1]
         for part in PARTS:
             classes = tensors.pop(f"model.{n}.{part}", None)
+            # P = softmax(logits)[1] = sigmoid of their difference.
             if classes is not None and classes.ndim and len(classes) == 2:
                 rejected, accepted = classes.float()
                 state[f"out.{part}"] = (accepted - rejected)[None]
@@ -127,10 +123,8 @@ class SpecDecPP(AcceptanceFormat):
         return head(states)
 
     def serve(self, served: Served) -> str:
-        """Return the command of SpecDec_pp's own benchmark, to be run in a clone of it.
-
-        The model that the head reads is their `assistant`; 0.7 is the stop threshold in their sample.py.
-        """
+        # SpecDec_pp's own benchmark, to be run in a clone of it. The model that the head reads is their `assistant`;
+        # 0.7 is the stop threshold in their sample.py.
         words = ["python3", "specdec_pp/evaluate.py", "--model_name", served.verifier or "TARGET"]
         words += ["--assistant_name", served.model, "--num_assistant_tokens_schedule", "ada"]
         words += ["--assist_acc_head_dir", served.directory, "--stop_threshold", "0.7"]

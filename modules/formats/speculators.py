@@ -92,7 +92,7 @@ class SpeculatorsEagle3(Eagle3Format):
         return problems
 
     def serve(self, served: Served) -> str:
-        """Return vLLM's command, which reads these directories."""
+        # vLLM reads these directories.
         return command(served, "eagle3")
 
 

@@ -25,8 +25,8 @@ class VLLMEagle(Eagle1Format):
     classes = ("LlamaForCausalLM", "EagleLlamaForCausalLM")
 
     def biases(self, raw: Mapping[str, Any]) -> Biases:
-        """`attention_bias` or `bias` give q, k, v and o one; `qkv_bias`, if present, decides for q, k and v
-        (models/llama.py, LlamaDecoderLayer)."""
+        # `attention_bias` or `bias` give q, k, v and o one; `qkv_bias`, if present, decides for q, k and v
+        # (models/llama.py, LlamaDecoderLayer). fc never has one.
         attention = bool(raw.get("attention_bias") or raw.get("bias"))
         qkv = bool(raw["qkv_bias"]) if "qkv_bias" in raw else attention
         return Biases(fc=False, qkv=qkv, o=attention, mlp=bool(raw.get("mlp_bias")))
@@ -53,13 +53,13 @@ class VLLMEagle3(Eagle3Format):
     classes = (CLASS, "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
 
     def flags(self, raw: Mapping[str, Any]) -> Flags:
-        """Read the switches. norm_before_residual is on by default in directories of speculators
-        (transformers_utils/configs/speculators/algos.py)."""
+        # norm_before_residual is on by default in directories of speculators, which themselves have it off
+        # (transformers_utils/configs/speculators/algos.py).
         before = raw.get("norm_before_residual", "speculators_model_type" in raw)
         return super().flags(raw)._replace(norm_before_residual=bool(before))
 
     def ids(self, raw: Mapping[str, Any]) -> tuple[int, ...] | None:
-        """Read the ids: number k is the state after k layers; sorted, each once (models/interfaces.py)."""
+        # Number k is the state after k layers; vLLM sorts them and drops duplicates (models/interfaces.py).
         ids = layer_ids(raw, "", "eagle_config")
         return None if ids is None else tuple(sorted(set(ids)))
 
