@@ -65,7 +65,7 @@ class GenerationConfig(PromptChoice):
 
 @sole_writer()
 def run(config: GenerationConfig) -> Path:
-    """Measure, print the ratio, write generation.json; returns its path."""
+    """Measure, print the ratio, write generation.json; return its path."""
     set_threads(config.num_threads)
     rows = read_prompts(config.prompts, config.target, config.split, config.keep_tasks, config.limit)
     prompts = [row.prompt_ids for row in rows]

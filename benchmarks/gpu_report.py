@@ -99,7 +99,7 @@ class GpuReportConfig:
 
 @dataclass(frozen=True)
 class Measured:
-    """One number, and what is aimed at."""
+    """A measured number with its aim."""
 
     what: str
     value: float
@@ -113,7 +113,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Machine:
-    """Bytes a second of a copy, read and written counted; FLOP/s of large products."""
+    """Bytes per second of a copy, reads and writes counted; FLOP/s of large products."""
 
     bandwidth: float
     flops: float
@@ -167,7 +167,7 @@ class Subjects:
 
 
 def random_eagle3_head(target: LlamaLM) -> DraftHead:
-    """An EAGLE-3 head of the target's shape with the default draft vocabulary, untrained."""
+    """Return an untrained EAGLE-3 head of the target's shape with the default draft vocabulary."""
     torch.manual_seed(0)
     drafter: Any = head_class("eagle3")
     head = drafter(drafter.new_config(drafter.Settings(), target.config))
@@ -175,7 +175,7 @@ def random_eagle3_head(target: LlamaLM) -> DraftHead:
 
 
 def decoding(config: GpuReportConfig, subjects: Subjects, machine: Machine) -> Iterator[Measured]:
-    """Each method at each number of rows, by its rounds: prompts are read off the clock."""
+    """Measure each method at each number of rows by its rounds; prompts are read off the clock."""
     for rows in map(int, config.batches.split(",")):
         for name in METHODS:
             taken, made = timed_rounds(config, subjects.models, name, rows)
@@ -190,7 +190,7 @@ def decoding(config: GpuReportConfig, subjects: Subjects, machine: Machine) -> I
 
 @torch.inference_mode()
 def timed_rounds(config: GpuReportConfig, models: Models, name: str, rows: int) -> tuple[float, list[Generation]]:
-    """Seconds of an answer's rounds, and what was made: the time of whole answers less that of their first tokens."""
+    """Return the responses, and their seconds without those of the first tokens."""
     clock, method = clock_of(config.device, 1), parse_method(name)
     drafter = method.build(models, rows)
     capture = () if drafter is None else drafter.capture
@@ -214,7 +214,7 @@ def timed_rounds(config: GpuReportConfig, models: Models, name: str, rows: int) 
 def ideal_s(
     config: GpuReportConfig, subjects: Subjects, machine: Machine, name: str, made: Sequence[Generation]
 ) -> float:
-    """Seconds of the rounds by what their calls read and multiply. Rows go through their rounds together."""
+    """Compute the seconds of the rounds from what their calls read and multiply. Rows run their rounds together."""
     longest = max(made, key=lambda one: len(one.trace.steps)).trace.steps
     kind, rows = {"spec": "draft"}.get(name.partition(":")[0], name.partition(":")[0]), len(made)
     cache = rows * (config.prompt + config.new_tokens / 2) * subjects.token_bytes
@@ -226,7 +226,7 @@ def ideal_s(
 
 
 class Texts:
-    """Documents of random tokens in memory, as a training's data set gives them; features are made online."""
+    """Dataset of random documents in memory; features are computed online."""
 
     def __init__(self, count: int, length: int, vocab: int):
         self.lengths, self._length, self._vocab = [length] * count, length, vocab
@@ -241,7 +241,7 @@ class Texts:
 
 
 def training(config: GpuReportConfig, raw: dict[str, Any], target: LlamaLM) -> Iterator[Measured]:
-    """Some steps of EAGLE-3 as `draftsmith train eagle3` takes them, with features made in the step, and its plan."""
+    """Measure some steps of `draftsmith train eagle3` with online features, and its plan."""
     steps, device = WARM_UP + TIMED, torch.device(config.device)
     with tempfile.TemporaryDirectory(prefix="draftsmith-gpu-") as folder:
         settings = training_settings(config, Path(folder), steps, raw)
@@ -261,7 +261,7 @@ def training(config: GpuReportConfig, raw: dict[str, Any], target: LlamaLM) -> I
 
 
 def training_settings(config: GpuReportConfig, folder: Path, steps: int, raw: dict[str, Any]) -> Any:
-    """The settings of the training. The target's directory has a config.json alone, for the plan."""
+    """Return the training's options. The target's directory has only a config.json, for the plan."""
     make_directory(folder / "target")
     dtype = str(config.dtype).removeprefix("torch.")
     write_json(folder / "target" / "config.json", {**raw, "torch_dtype": dtype})
@@ -311,7 +311,7 @@ def measure_all(config: GpuReportConfig) -> Iterator[Measured]:
 
 @sole_writer()
 def run(config: GpuReportConfig) -> Path:
-    """Measure, print every row as it comes, write gpu.json and gpu.md; returns the directory."""
+    """Measure, print every row as it comes, write gpu.json and gpu.md; return the directory."""
     if torch.device(config.device).type == "cpu":
         torch.set_num_threads(1)
     rows = []

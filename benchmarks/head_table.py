@@ -1,7 +1,7 @@
-"""`python benchmarks/head_table.py`: EAGLE-2's table 1 on the models that ship (docs/results.md).
+"""Make EAGLE-2's table 1 on the shipped models: `python benchmarks/head_table.py --output DIR` (docs/results.md).
 
-Heads of every kind are trained on the same answers for the same CPU seconds, with several seeds, as recipes.py does it.
-Then each seed's heads and what needs none answer the same test prompts, greedily and at T=1, beside `ar` in that run.
+Heads of every kind are trained on the same answers for the same CPU seconds with several seeds, as in recipes.py. Then
+each seed's heads, and the methods without a head, decode the same test prompts, greedy and at T=1, beside `ar`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from draftsmith.benchmarks import recipes
-from draftsmith.benchmarks.recipe_tables import TEMPERATURES
-from draftsmith.benchmarks.recipes import RecipesConfig, python
+from draftsmith.benchmarks.recipes import TEMPERATURES, RecipesConfig, python
 from draftsmith.data.console import Column, Table, format_interval, print_text
 from draftsmith.data.store.files import write_json, write_text
 from draftsmith.data.store.manifest import git_commit, package_versions, resolved
@@ -43,8 +42,8 @@ METHODS = (
 
 @dataclass(frozen=True)
 class HeadTableConfig:
-    """Trains heads of every kind on the same data for the same CPU seconds, and measures all methods. A command that
-    was interrupted goes on when it is given again.
+    """Trains heads of every kind on the same data for the same CPU seconds, and measures all methods. An interrupted
+    command continues when it is run again.
 
     Attributes:
         output: Directory that receives heads/ (of recipes.py), bench/ and table1.md and .json.
@@ -78,7 +77,7 @@ class HeadTableConfig:
 
 @sole_writer()
 def run(config: HeadTableConfig) -> Path:
-    """Train and measure what is not there yet, write the tables; returns table1.json."""
+    """Train and measure what is missing, write the tables; return table1.json."""
     recipes.run(config.training)
     benches = [measured(config, seed) for seed in range(config.seeds)]
     rows = {mode: pooled([of_methods(own, value) for own in benches]) for mode, value in TEMPERATURES.items()}
@@ -92,7 +91,7 @@ def run(config: HeadTableConfig) -> Path:
 
 
 def measured(config: HeadTableConfig, seed: int) -> list[Row]:
-    """The rows of a bench with the heads of one seed; measured where there are none of these settings."""
+    """Return the rows of a bench with the heads of one seed; measure them if settings differ."""
     own, directory = config.training.source, config.output / "bench" / str(seed)
     heads = [str(config.output / "heads" / "runs" / f"{name}-{seed}" / "last") for name in HEADS]
     methods = f"{BASELINE},{config.methods}"
@@ -109,7 +108,7 @@ def measured(config: HeadTableConfig, seed: int) -> list[Row]:
 
 
 def settings_of(results: Path, names: Iterable[str]) -> dict[str, Any]:
-    """These settings of a finished bench; none of one that is not there."""
+    """Return these settings of a finished bench; empty if there is none."""
     if not results.exists():
         return {}
     settings = read_object(results, {"meta": dict}, "Delete it, and it is measured again.")["meta"]["settings"]
@@ -117,7 +116,7 @@ def settings_of(results: Path, names: Iterable[str]) -> dict[str, Any]:
 
 
 def pooled(seeds: Sequence[Mapping[str, Sequence[Row]]]) -> list[dict[str, Any]]:
-    """Of each method the numbers over all seeds, ratios of sums; a prompt is drawn with its answers of all seeds.
+    """Pool each method over all seeds, as ratios of sums; a prompt is resampled with its answers of all seeds.
 
     seeds: of each, method -> its rows in one order of prompts.
     """

@@ -1,13 +1,14 @@
-"""`python benchmarks/recipes.py`: recipes of draft heads on equal data and compute (docs/recipes.md).
+"""Compare recipes of draft heads on equal data and compute: `python benchmarks/recipes.py --output DIR`.
 
-One setting is changed at a time. All heads learn from the same answers of the target, for the same CPU seconds: what a
-step costs is measured first (recipe_cost.py) and the steps are counted by it, so that whatever else runs on the machine
-decides nothing, and a run can be repeated. Heads are measured by decoding held-out prompts in chains.
+One setting is changed at a time (docs/recipes.md). All heads learn from the same answers of the target for the same CPU
+seconds: the cost of a step is measured first and steps are counted by it, so that the load of the machine decides
+nothing and a run can be repeated. Heads are measured by decoding held-out prompts in chains.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -15,17 +16,17 @@ import shutil
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
+import numpy as np
 import torch
 
-from draftsmith.benchmarks.recipe_cost import MeasuredTraining, StepCost, measured_costs, read_costs
-from draftsmith.benchmarks.recipe_tables import TEMPERATURES, K, compared, tables
-from draftsmith.data.console import print_text
+from draftsmith.data.console import Column, Table, format_interval, print_text
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.files import write_json, write_text
 from draftsmith.data.store.manifest import git_commit, package_versions, resolved
@@ -34,7 +35,9 @@ from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.prompts import longest_sequence, read_questions
 from draftsmith.eval.bench.results import (
     PER_PROMPT,
+    MeasuredResamples,
     Row,
+    copying,
     hardware,
     of_methods,
     read_rows,
@@ -43,12 +46,22 @@ from draftsmith.eval.bench.results import (
     write_rows,
 )
 from draftsmith.eval.bench.runner import load_models, make_runners
+from draftsmith.eval.bootstrap import NUM_RESAMPLES, Floats
+from draftsmith.eval.clock import Clock, medians
 from draftsmith.eval.report.tables import comma_separated, markdown
 from draftsmith.launch.cli import main_of
+from draftsmith.launch.commands import configure
+from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.drafters.methods import parse_methods
 from draftsmith.modules.types import InputError, SamplingParams, at_least
+from draftsmith.train.data_module import SampleKey
+from draftsmith.train.prepare import prepare
 
 RESULT, STEPS = "result.json", "steps.json"
+K, TEMPERATURES = 5, {"greedy": 0.0, "T=1": 1.0}
+PHASES = {"early": 0, "late": 1}  # before and after a training adds its further passes
+TOTAL = 1000  # steps that a measured training is configured for
+SeedRows = Sequence[Sequence[Row]]  # a row per test prompt for every seed, in one order
 BASE = "base"
 # Of a kind of head: the settings that a recipe changes, and the method that drafts chains.
 CONFIGS = {kind: f"{kind}-small" for kind in ("eagle", "eagle3", "medusa", "hydra")}
@@ -60,8 +73,10 @@ KINDS = {"eagle": "EAGLE-1, unroll 2", "medusa": "Medusa-1", "hydra": "Hydra"}  
 
 @dataclass(frozen=True)
 class Domain:
-    """A target, later layers of it than EAGLE-3 reads by default (L/2 - 1, 3L/4 - 1 and L - 1 of L), prompts with their
-    splits, and which of their tasks (all where there are none)."""
+    """A target and its prompts.
+
+    late_layers: L/2 - 1, 3L/4 - 1 and L - 1 of L, later than those that EAGLE-3 reads by default. tasks: None takes all.
+    """
 
     target: str
     late_layers: tuple[int, ...]
@@ -77,8 +92,7 @@ DOMAINS = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """What differs from configs/train/eagle3-small.yaml, or another kind's; other_data: trained on `other_answers`;
-    late: reads `Domain.late_layers`."""
+    """Changes to configs/train/KIND-small.yaml. other_data: train on `other_answers`. late: read `late_layers`."""
 
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     kind: str = "eagle3"
@@ -125,7 +139,7 @@ FREE = {"token_mask", "unknown", "normalizer", "pass_decay"}
 
 
 def costs_like(name: str) -> str:
-    """The first recipe whose steps cost the same: the same steps make a pair that differs in nothing else."""
+    """Return the first recipe whose steps cost the same, so that a pair gets the same number of steps."""
 
     def costly(recipe: Recipe) -> tuple[Any, ...]:
         return recipe.kind, {key: value for key, value in recipe.settings.items() if key not in FREE}
@@ -214,21 +228,101 @@ class RecipesConfig:
         return self.data_directory / "-".join([recipe.kind, str(self.answers_of(recipe)), *layers])
 
     def layers(self, recipe: Recipe) -> list[str]:
-        """What says which layers a recipe's head reads."""
+        """Return the option for the layers that a recipe's head reads."""
         return ["--layers", *map(str, self.source.late_layers)] if recipe.late else []
 
     def training(self, name: str) -> list[str]:
-        """Words of `draftsmith train KIND`, but for steps, seed and output."""
+        """Return the options of `draftsmith train KIND` without steps, seed and output."""
         recipe = RECIPES[name]
         data = ["--data", str(self.features(recipe)), "--target", self.source.target]
         rest = ["--val-share", "0.02", "--tau-prompts", "0", "--track", "csv", "--num-threads", "1"]
         return ["--config", CONFIGS[recipe.kind], *data, *self.layers(recipe), *rest, *recipe.words]
 
 
+@dataclass(frozen=True)
+class StepCost:
+    """CPU seconds of a step before and after the share `after` of the steps, which have one pass only."""
+
+    early: float
+    late: float
+    after: float
+
+    def steps(self, seconds: float) -> int:
+        """Return how many steps take so many seconds, at least one."""
+        return max(1, round(seconds / (self.after * self.early + (1 - self.after) * self.late)))
+
+
+class MeasuredTraining:
+    """A training of `draftsmith train KIND` that can run any of its steps."""
+
+    def __init__(self, kind: str, words: Sequence[str]):
+        _, config = configure(f"train {kind}", words)
+        assert config is not None  # only of a command whose words ask for help
+        self.config: Any = config
+        training = prepare(config)
+        self.module, self.data = training.module, training.data
+        # At the first step of a warm-up: the weights stay the same however often it is repeated.
+        self.optimizer = self.module.configure_optimizers()["optimizer"]
+        self.after: float = getattr(config, "passes_after", 0.0) or getattr(config, "unroll_after", 0.0)
+
+    def step(self, share: float, phase: str) -> None:
+        """Run the step of the batch at this share of an epoch: read, forward, backward, clip and update."""
+        order, module = self.data.order, self.module
+        epoch, chosen = order.step(int(share * order.steps_per_epoch))
+        batch = self.data.train[tuple(SampleKey(epoch, i) for i in chosen)]
+        inputs, _ = module.read(batch)
+        now = TrainStep(PHASES[phase] * (TOTAL - 1), TOTAL, batch.lengths, list(range(len(chosen))), module.feature_std)
+        module.loss(inputs, now).loss.backward()
+        params = [p for p in module.head.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in params])
+        torch.nn.utils.clip_grads_with_norm_(params, self.config.clip, norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+class Steps(Protocol):
+    """A training that runs single steps. after: see `StepCost`."""
+
+    after: float
+
+    def step(self, share: float, phase: str) -> None:
+        """Run the batch at this share of an epoch as a step of this phase."""
+
+
+def measured_costs(
+    trainings: Mapping[str, Steps], batches: int, rounds: int, clock: Clock = time.process_time
+) -> dict[str, StepCost]:
+    """Return the cost of each training's steps: the mean over batches of an epoch of the median over `rounds`.
+
+    All trainings run a batch before the next one: a machine that slows down favours none.
+    """
+    sums = dict.fromkeys(((name, phase) for name in trainings for phase in PHASES), 0.0)
+    for number in range(batches):
+        share = number / batches
+        calls = {f"{name} {phase}": functools.partial(trainings[name].step, share, phase) for name, phase in sums}
+        taken = medians(calls, rounds, clock)
+        for name, phase in sums:
+            sums[name, phase] += taken[f"{name} {phase}"] / batches
+    return {name: StepCost(sums[name, "early"], sums[name, "late"], own.after) for name, own in trainings.items()}
+
+
+def read_costs(path: Path, names: Sequence[str]) -> dict[str, StepCost]:
+    """Read the costs of an earlier calibration.
+
+    Raises:
+        InputError: it is damaged, or has none of a recipe that is asked for.
+    """
+    one = {"early": float, "late": float, "after": float}
+    costs = read_object(path, {"costs": dict}, "Delete it, and they are measured again.")["costs"]
+    if missing := [name for name in names if not one.keys() <= costs.get(name, {}).keys()]:
+        found = f"{path} without {', '.join(missing)}"
+        raise InputError("steps_of", found, "the cost of every recipe", "Measure anew, into another output.")
+    return {name: StepCost(**costs[name]) for name in names}
+
+
 @sole_writer()
 def run(config: RecipesConfig) -> Path:
-    """Make the data, measure the steps, train and decode what is not there yet, write the tables; returns
-    recipes.json."""
+    """Make the data, measure the steps, train and decode what is missing, write the tables; return recipes.json."""
     if not config.report:
         make_data(config)
     costs = step_costs(config)
@@ -239,11 +333,7 @@ def run(config: RecipesConfig) -> Path:
 
 
 def python(*words: str) -> float:
-    """Run it on one thread; its CPU seconds.
-
-    Raises:
-        InputError: it failed; with the end of what it said.
-    """
+    """Run Python on one thread and return its CPU seconds. Raises InputError with the end of its output."""
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [sys.executable, *words], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -259,7 +349,7 @@ def python(*words: str) -> float:
 
 
 def make_data(config: RecipesConfig) -> None:
-    """Answers of the target, and the states that each kind of head learns from."""
+    """Make the target's answers and the features of each kind of head."""
     own, root = config.source, config.data_directory
     learned = [RECIPES[name] for name in (*config.names, *map(costs_like, config.names))]
     most = max(map(config.answers_of, learned))
@@ -280,7 +370,7 @@ def make_data(config: RecipesConfig) -> None:
 
 
 def step_costs(config: RecipesConfig) -> dict[str, StepCost]:
-    """Of the first recipe of each cost that is asked for: measured once, and then read."""
+    """Measure the cost of the first recipe of each cost once; read it later."""
     path = config.steps_of or config.output / STEPS
     names = list(dict.fromkeys(map(costs_like, config.names)))
     if config.steps_of or config.report or path.exists():
@@ -295,7 +385,7 @@ def step_costs(config: RecipesConfig) -> dict[str, StepCost]:
 
 
 def train_all(config: RecipesConfig, steps: Mapping[str, int]) -> None:
-    """Seed by seed, so that there is something of every recipe soon."""
+    """Train seed by seed, so that every recipe has a result soon."""
     with ThreadPoolExecutor(config.jobs) as pool:
         todo = [(name, seed) for seed in range(config.seeds) for name in steps]
         waiting = [pool.submit(trained, config, name, seed, steps[name]) for name, seed in todo]
@@ -307,7 +397,7 @@ def train_all(config: RecipesConfig, steps: Mapping[str, int]) -> None:
 
 
 def decided_by(config: RecipesConfig, name: str, steps: int) -> dict[str, Any]:
-    """All that a run's numbers depend on."""
+    """Return all that a run's numbers depend on."""
     own, recipe = config.source, RECIPES[name]
     named = {key: getattr(config, key) for key in ("answer_temperature", "limit", "max_new_tokens")}
     named |= {"answers": config.answers_of(recipe), "steps": steps}
@@ -315,11 +405,7 @@ def decided_by(config: RecipesConfig, name: str, steps: int) -> dict[str, Any]:
 
 
 def finished(directory: Path, decided: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The result of a whole run; None where there is none, or half of one.
-
-    Raises:
-        InputError: the run is of other settings.
-    """
+    """Return the result of a complete run, or None. Raises InputError if the run has other settings."""
     if not (directory / RESULT).exists():
         return None
     found = read_object(directory / RESULT, {"decided_by": dict, "cpu_s": float}, "Delete it, and it is run again.")
@@ -330,7 +416,7 @@ def finished(directory: Path, decided: Mapping[str, Any]) -> dict[str, Any] | No
 
 
 def trained(config: RecipesConfig, name: str, seed: int, steps: int) -> str:
-    """One run, if it is not there yet: train, decode, keep the head, its drafts and, last, the result."""
+    """Train and decode one run if it is missing; keep the head, its rows and, last, the result."""
     directory, decided = config.output / "runs" / f"{name}-{seed}", decided_by(config, name, steps)
     if finished(directory, decided) is None:
         shutil.rmtree(directory, ignore_errors=True)
@@ -349,7 +435,7 @@ def trained(config: RecipesConfig, name: str, seed: int, steps: int) -> str:
 
 
 def decode(own: Domain, limit: int, max_new_tokens: int, kind: str, directory: Path) -> None:
-    """Answer the test prompts with the head's drafts; writes the rows."""
+    """Decode the test prompts with the head and write the rows."""
     torch.set_num_threads(1)
     named = parse_methods(CHAINS[kind])
     (prompts,) = read_questions([("", own.prompts)], own.target, "test", own.tasks, limit, "last")
@@ -367,13 +453,13 @@ def decode(own: Domain, limit: int, max_new_tokens: int, kind: str, directory: P
 
 
 def by_mode(directory: Path) -> dict[str, list[Row]]:
-    """Greedy or T=1 -> a row for each test prompt, in their order."""
+    """Return the rows of the test prompts by mode."""
     rows = read_rows(directory)
     return {mode: next(iter(of_methods(rows, value).values())) for mode, value in TEMPERATURES.items()}
 
 
 def results(config: RecipesConfig, steps: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Of each recipe of which all seeds are there: its numbers by mode, beside the base's."""
+    """Return the numbers by mode of each recipe whose seeds are complete, compared to the base."""
     places = {name: [config.output / "runs" / f"{name}-{seed}" for seed in range(config.seeds)] for name in steps}
     done = {
         name: [finished(path, decided_by(config, name, steps[name])) for path in own] for name, own in places.items()
@@ -393,6 +479,68 @@ def results(config: RecipesConfig, steps: Mapping[str, int]) -> list[dict[str, A
             **{mode: compared(runs[name][mode], runs[BASE][mode]) for mode in TEMPERATURES},
         }
         for name, cpu_s in whole.items()
+    ]
+
+
+class SeedResamples:
+    """Bootstrap resamples of test prompts and seeds, shared by all that is compared."""
+
+    def __init__(self, base: SeedRows):
+        self.prompts = MeasuredResamples(base[0], 0)
+        self._seeds = np.random.default_rng(0).integers(len(base), size=(len(base), NUM_RESAMPLES))
+
+    def tau(self, runs: SeedRows) -> Floats:
+        """Return the mean over drawn seeds of tau over drawn prompts [NUM_RESAMPLES]."""
+        taus = np.stack([self.prompts.tau(rows) for rows in runs])
+        return np.take_along_axis(taus, self._seeds, 0).mean(0)
+
+
+def acceptance(runs: SeedRows) -> list[float]:
+    """Return how often the first, second, ... token of a draft is accepted where those before it were."""
+    rounds = [step for rows in runs for row in rows for step in row["rounds"]]
+    reached = [[step for step in rounds if step["num_drafted"] > d and step["num_accepted"] >= d] for d in range(K)]
+    return [sum(step["num_accepted"] > d for step in own) / max(1, len(own)) for d, own in enumerate(reached)]
+
+
+def compared(runs: SeedRows, base: SeedRows) -> dict[str, Any]:
+    """Return tau, and its difference from and ratio to the base's with the same seeds, with 95 % intervals."""
+    taus, drawn = [[totals_of(rows).tau for rows in own] for own in (runs, base)], SeedResamples(base)
+    (tau, other), (own_drawn, base_drawn) = map(np.mean, taus), map(drawn.tau, (runs, base))
+    found: dict[str, Any] = {"tau": float(tau), "difference": float(tau - other), "ratio": float(tau / other)}
+    resampled = {"tau": own_drawn, "difference": own_drawn - base_drawn, "ratio": own_drawn / base_drawn}
+    for name, values in resampled.items():
+        found[f"{name}_ci95"] = drawn.prompts.interval(functools.partial(np.asarray, values))
+    rows = [row for own in runs for row in own]
+    return {**found, **copying(rows, rows), "seeds": taus[0], "acceptance": acceptance(runs)}
+
+
+def tables(found: Sequence[Mapping[str, Any]], title: str) -> list[Table]:
+    """Build the tables. found: name, settings, steps and cpu_s of each recipe, and `compared` for each mode."""
+    first = [Column("recipe", "recipe"), Column("settings", "differs in")]
+    taus, depths = [*first, Column("steps", "steps", "d"), Column("cpu_s", "CPU s", ".0f")], first[:1]
+    rows = [{column.key: own[column.key] for column in taus} for own in found]
+    for mode in TEMPERATURES:
+        for key, heading, form in (("tau", "tau", ".2f"), ("ratio", "to base", ".2fx")):
+            taus += [Column(f"{mode} {key}", heading, form, mode), Column(f"{mode} {key}_ci95", "95 %", "", mode)]
+        depths += [Column(f"{mode} {d + 1}", str(d + 1), ".2f", mode) for d in range(K)]
+        places = {"tau_copying": "tau, copying", "tau_new": "tau, new"}
+        depths += [Column(f"{mode} {key}", heading, ".2f", mode) for key, heading in places.items()]
+        for row, part in zip(rows, (own[mode] for own in found), strict=True):
+            row |= {f"{mode} {name}": part[name] for name in ("tau", "ratio", *places)}
+            row |= {f"{mode} {name}_ci95": format_interval(part[f"{name}_ci95"]) for name in ("tau", "ratio")}
+            row |= {f"{mode} {d + 1}": value for d, value in enumerate(part["acceptance"])}
+    note = "CPU s: of the whole training, its start and one validation included."
+    shares = [
+        f"{own['copied_prompt'] + own['copied_answer']:.0%} ({mode})"
+        for mode in TEMPERATURES
+        for own in [found[0][mode]]
+    ]
+    copied = f"{' and '.join(shares)} of the answers' tokens go on with a repetition. "
+    copied += "Tau, copying and new: of the rounds whose first token does, and of the others."
+    accepted = f"{title}: how often a draft's token is accepted where those before it were"
+    return [
+        Table("tau", f"{title}: tokens a target call", taus, rows, note),
+        Table("depth", accepted, depths, rows, copied),
     ]
 
 

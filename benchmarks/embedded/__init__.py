@@ -1,1 +1,1 @@
-"""The models, prompts and card that ship in data/embedded: what makes them, from installed packages' code on."""
+"""Build the models, prompts and cards of data/embedded from the code of installed packages."""

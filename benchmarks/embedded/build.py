@@ -59,7 +59,7 @@ CARD_PROMPTS = 40  # per task, of the shipped test prompts
 
 @dataclass(frozen=True)
 class BuildConfig:
-    """Where and how the embedded models are built.
+    """Options of the build of the embedded models.
 
     Attributes:
         output: Directory that receives target/, draft/, draft-small/, prompts.jsonl, MODEL_CARD.md and NOTICE.md.
@@ -83,7 +83,7 @@ class BuildConfig:
 
 @sole_writer()
 def run(config: BuildConfig) -> Path:
-    """Build everything, or what is missing of it."""
+    """Build whatever is missing."""
     set_threads(config.num_threads)
     domain = own_domain(config.text) if config.text else DOMAINS[config.domain]
     work = config.work or (config.output / "work" if config.text else Path("runs/embedded") / config.domain)
@@ -118,7 +118,7 @@ def run(config: BuildConfig) -> Path:
 
 
 def make_turns(domain: Domain, work: Path, config: BuildConfig) -> list[Turn]:
-    """All chat turns, from `work`/turns.jsonl when it is there."""
+    """Read all chat turns from `work`/turns.jsonl, or make them."""
     path = work / "turns.jsonl"
     if not path.exists():
         write_lines(path, map(dataclasses.asdict, domain.turns(config.seed, config.packages)))
@@ -126,7 +126,7 @@ def make_turns(domain: Domain, work: Path, config: BuildConfig) -> list[Turn]:
 
 
 def make_tokenizer(domain: Domain, work: Path, turns: list[Turn], seed: int) -> Any:
-    """Learned on training turns only."""
+    """Train the tokenizer on training turns only."""
     path = work / "tokenizer"
     if not (path / "tokenizer_config.json").exists():
         train = [turn for turn in turns if turn.split == "train"]
@@ -137,7 +137,7 @@ def make_tokenizer(domain: Domain, work: Path, turns: list[Turn], seed: int) -> 
 
 
 def token_rows(turns: Sequence[Turn], tokenizer: Any) -> list[TokenRow]:
-    """Turns as the chat template writes them; the answer ends with the end token."""
+    """Tokenize turns by the chat template; the answer ends with the end token."""
     user, assistant, end = (tokenizer.convert_tokens_to_ids(token) for token in (USER, ASSISTANT, END))
     prompts = tokenizer([turn.prompt for turn in turns], add_special_tokens=False)["input_ids"]
     answers = tokenizer([turn.answer for turn in turns], add_special_tokens=False)["input_ids"]
@@ -145,18 +145,18 @@ def token_rows(turns: Sequence[Turn], tokenizer: Any) -> list[TokenRow]:
 
 
 def fitting(turns: Sequence[Turn], tokenizer: Any) -> list[TokenRow]:
-    """The rows of `turns` that are short enough to train on."""
+    """Return the rows of `turns` that are short enough to train on."""
     return [row for row in token_rows(turns, tokenizer) if len(row.ids) <= MAX_ROW_TOKENS]
 
 
 def training_rows(domain: Domain, turns: list[Turn], tokenizer: Any, seed: int) -> list[TokenRow]:
-    """The training split, thinned to the domain's shares of tasks and to rows that fit."""
+    """Return the training split, thinned to the domain's shares of tasks and to rows that fit."""
     rng, share = random.Random(seed), domain.task_share
     return fitting([t for t in turns if t.split == "train" and rng.random() < share.get(t.task, 1.0)], tokenizer)
 
 
 def export_model(model: LlamaModel, directory: Path, tokenizer: Any) -> None:
-    """An ordinary transformers directory in bf16, with the tokenizer and its chat template."""
+    """Write a transformers directory in bf16, with the tokenizer and its chat template."""
     config = model.config
     exported = LlamaForCausalLM(
         LlamaConfig(
@@ -186,7 +186,7 @@ def export_model(model: LlamaModel, directory: Path, tokenizer: Any) -> None:
 def distillation_rows(
     path: Path, questions: Sequence[Turn], tokenizer: Any, target: CausalLM, seed: int, log: Callable[[str], None]
 ) -> list[TokenRow]:
-    """What the target itself answers to training prompts, sampled and greedy; from the file when there."""
+    """Read or generate the target's own answers to training prompts, sampled and greedy."""
     if not path.exists():
         chosen = random.Random(seed + 1).sample(questions, min(DISTIL_PROMPTS, len(questions)))
         prompts = [row.ids[: row.answer_start] for row in fitting(chosen, tokenizer)]
@@ -221,7 +221,7 @@ def shipped_prompts(turns: list[Turn], tokenizer: Any, seed: int) -> list[dict[s
 
 
 def card_questions(path: Path, tokenizer: Any) -> list[card.HeldOutPrompt]:
-    """Held-out prompts for the card: CARD_PROMPTS a task from the shipped test split."""
+    """Return held-out prompts for the card: CARD_PROMPTS per task from the shipped test split."""
     test = [turn for turn in read_prompts(path) if turn.split == "test"]
     taken: Counter[str] = Counter()
     questions = []
@@ -234,7 +234,7 @@ def card_questions(path: Path, tokenizer: Any) -> list[card.HeldOutPrompt]:
 
 
 def source_versions(sources: Iterable[str]) -> dict[str, str]:
-    """Installed version of each source package."""
+    """Return the installed version of each source package."""
     found = {}
     for package in sources:
         if package == "stdlib":
@@ -248,7 +248,7 @@ def source_versions(sources: Iterable[str]) -> dict[str, str]:
 
 
 def write_card(domain: Domain, config: BuildConfig, tokenizer: Any, dev: list[TokenRow], rows: list[TokenRow]) -> None:
-    """MODEL_CARD.md, its numbers as card.json, and NOTICE.md where the text was taken from packages."""
+    """Write MODEL_CARD.md, its numbers as card.json, and NOTICE.md if the text was taken from packages."""
     questions = card_questions(config.output / "prompts.jsonl", tokenizer)
     models: dict[str, Any] = {name: load_lm(str(config.output / name)) for name in ("target", *domain.drafts)}
     scores = {name: card.score_pair(models["target"], models[name], questions, config.seed) for name in domain.drafts}
@@ -272,7 +272,7 @@ def write_card(domain: Domain, config: BuildConfig, tokenizer: Any, dev: list[To
 
 
 def read_prompts(path: Path) -> list[Turn]:
-    """The shipped prompts, with their ids as keys."""
+    """Read the shipped prompts by their ids."""
     return [Turn(key=row.pop("id"), **row) for row in read_lines(path)]
 
 
@@ -281,7 +281,7 @@ def read_lines(path: Path) -> list[Any]:
 
 
 def write_lines(path: Path, rows: Iterable[Any]) -> None:
-    """JSON lines, whole or not at all."""
+    """Write JSON lines, atomically."""
     write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 

@@ -1,4 +1,4 @@
-"""The embedded models' card: how good they are, by task, on functions that no training saw."""
+"""Model card of the embedded models: scores by task on held-out functions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class HeldOutPrompt:
 
 @dataclass
 class TaskScore:
-    """Sums over one task's held-out prompts; `merge` adds them up, so that a mean over tasks is a ratio of sums."""
+    """Sums over one task's held-out prompts; merged, a mean over tasks is a ratio of sums."""
 
     prompts: int = 0
     exact: int = 0
@@ -57,7 +57,7 @@ class TaskScore:
         return TaskScore(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
 
     def rates(self) -> dict[str, float]:
-        """What the card prints. alpha: mean of sum_v min(p, q) on the target's T=1 text; greedy_agreement: on its
+        """Return the card's rates. alpha: mean of sum_v min(p, q) on the target's T=1 text; greedy_agreement: on its
         greedy text; tau: greedy chain, K=5; distinct_4grams of the greedy answers."""
         return {
             "prompts": self.prompts,
@@ -71,14 +71,14 @@ class TaskScore:
 
 
 def answers_to(lm: CausalLM, prompts: Sequence[Sequence[int]], temperature: float, seed: int) -> list[list[int]]:
-    """The target's answers up to MAX_NEW_TOKENS."""
+    """Generate the target's answers up to MAX_NEW_TOKENS."""
     params = SamplingParams(temperature)
     return generate_all(lm, prompts, params, MAX_NEW_TOKENS, BATCH, lambda row: RowUniforms("card", seed, row))
 
 
 @torch.no_grad()
 def _compare(target: CausalLM, draft: CausalLM, prompt: Sequence[int], answer: Sequence[int]) -> tuple[float, int]:
-    """Teacher-forced on `answer`: the sums over its tokens of sum_v min(p, q), and of equal argmaxes."""
+    """Sum over the tokens of `answer`, teacher-forced: sum_v min(p, q), and equal argmaxes."""
     ids = torch.tensor([[*prompt, *answer]])
     rows = slice(len(prompt) - 1, len(prompt) + len(answer) - 1)
     p, q = (lm.lm_head(lm.features(ids)[0, rows]).float().softmax(-1) for lm in (target, draft))
@@ -88,7 +88,7 @@ def _compare(target: CausalLM, draft: CausalLM, prompt: Sequence[int], answer: S
 def score_pair(
     target: CausalLM, draft: CausalLM, questions: Sequence[HeldOutPrompt], seed: int, chain_prompts_per_task: int = 12
 ) -> dict[str, TaskScore]:
-    """Scores by task. Answers are the target's; nothing after their end token is counted."""
+    """Score by task. Answers are the target's; nothing after their end token is counted."""
     prompts = [question.prompt_ids for question in questions]
     greedy, sampled = answers_to(target, prompts, 0.0, seed), answers_to(target, prompts, 1.0, seed)
     scores: dict[str, TaskScore] = defaultdict(TaskScore)
@@ -116,7 +116,7 @@ def score_pair(
 
 
 def total(scores: dict[str, TaskScore], tasks: Sequence[str]) -> TaskScore:
-    """The sum over `tasks`."""
+    """Sum the scores of `tasks`."""
     summed = TaskScore()
     for task in tasks:
         summed = summed.merge(scores.get(task, TaskScore()))
@@ -124,7 +124,7 @@ def total(scores: dict[str, TaskScore], tasks: Sequence[str]) -> TaskScore:
 
 
 def markdown_table(rows: dict[str, dict[str, float]]) -> str:
-    """A Markdown table, one line a task or model."""
+    """Return a Markdown table with one line per task or model."""
     names = list(next(iter(rows.values())))
     cells = [
         [row, *(str(int(value)) if name == "prompts" else f"{value:.3f}" for name, value in rates.items())]
@@ -136,7 +136,7 @@ def markdown_table(rows: dict[str, dict[str, float]]) -> str:
 def verbatim_samples(
     target: CausalLM, tokenizer: Any, questions: Sequence[HeldOutPrompt], seed: int, count: int = 5
 ) -> list[tuple[HeldOutPrompt, str, str]]:
-    """`count` questions, or all of fewer, chosen by seed, with prompt and greedy answer as text."""
+    """Return up to `count` questions, chosen by seed, with prompt and greedy answer as text."""
     chosen = random.Random(seed).sample(list(questions), min(count, len(questions)))
     answers = answers_to(target, [question.prompt_ids for question in chosen], 0.0, seed)
     return [(q, tokenizer.decode(q.prompt_ids), tokenizer.decode(a)) for q, a in zip(chosen, answers, strict=True)]
@@ -144,7 +144,7 @@ def verbatim_samples(
 
 @dataclass(frozen=True)
 class BuildFacts:
-    """What the card says beside the scores."""
+    """Details of the card beside the scores."""
 
     sources: dict[str, str]
     num_rows: int
@@ -159,7 +159,7 @@ LOOPING_BELOW = 0.7  # distinct 4-grams under which a task's greedy text counts 
 def card_numbers(
     domain: Domain, held_out: dict[str, dict[str, float]], scores: dict[str, dict[str, TaskScore]]
 ) -> dict[str, Any]:
-    """What card.json holds."""
+    """Return the content of card.json."""
     numbers: dict[str, Any] = {"held_out": held_out, "tasks": {}}
     for draft, by_task in scores.items():
         rows = {task: score.rates() for task, score in sorted(by_task.items())}
@@ -174,7 +174,7 @@ def card_numbers(
 def render(
     domain: Domain, facts: BuildFacts, numbers: dict[str, Any], samples: Sequence[tuple[HeldOutPrompt, str, str]]
 ) -> str:
-    """The card as Markdown."""
+    """Return the card as Markdown."""
     tables = [f"### Target with `{draft}`\n\n{markdown_table(rows)}\n" for draft, rows in numbers["tasks"].items()]
     stages = (
         f"- `{name}`: {recipe.steps} steps of {recipe.tokens_per_step} tokens, learning rate {recipe.lr}"
@@ -199,11 +199,11 @@ def render(
 
 
 def notice(domain: Domain, facts: BuildFacts) -> str:
-    """The licence notice of what the models learned from and of the prompts, which contain excerpts."""
+    """Return the licence notice of the training text and of the prompts, which contain excerpts."""
     rows = "\n".join(f"| {name} | {version} | {domain.sources[name]} |" for name, version in facts.sources.items())
     return template("NOTICE.md").substitute(rows=rows)
 
 
 def template(name: str) -> Template:
-    """A text of templates/."""
+    """Read a text of templates/."""
     return Template((Path(__file__).parent / "templates" / name).read_text("utf-8"))

@@ -70,7 +70,7 @@ class ImportBlock:
 
 
 def package_root(package: str) -> Path | None:
-    """Folder of an installed package's sources, None where it is not installed."""
+    """Return the folder of an installed package's sources, or None."""
     if package == "stdlib":
         return Path(sysconfig.get_path("stdlib"))
     spec = importlib.util.find_spec(package)
@@ -80,13 +80,13 @@ def package_root(package: str) -> Path | None:
 
 
 def python_files(root: Path) -> list[Path]:
-    """Sorted sources below `root`, without tests and vendored copies."""
+    """Return sorted sources below `root`, without tests and vendored copies."""
     files = (path for path in root.rglob("*.py") if not (TESTS | VENDORED) & set(path.relative_to(root).parts))
     return sorted(path for path in files if path.stat().st_size <= MAX_FILE_BYTES and not path.name.startswith("test_"))
 
 
 def parse_module(path: Path) -> ast.Module | None:
-    """The module's tree; None where it is not ASCII Python of this interpreter's grammar."""
+    """Parse a module; None if it is not ASCII Python of this interpreter's grammar."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -96,7 +96,7 @@ def parse_module(path: Path) -> ast.Module | None:
 
 
 def strip_annotations(function: ast.FunctionDef) -> ast.FunctionDef:
-    """A copy without annotations in its signature."""
+    """Return a copy without annotations in its signature."""
     copy = parse_function(ast.unparse(function))
     copy.returns = None
     arguments = [*copy.args.posonlyargs, *copy.args.args, *copy.args.kwonlyargs, copy.args.vararg, copy.args.kwarg]
@@ -107,7 +107,7 @@ def strip_annotations(function: ast.FunctionDef) -> ast.FunctionDef:
 
 
 def strip_docstring(function: ast.FunctionDef) -> ast.FunctionDef:
-    """A copy without its docstring; a body that was nothing else becomes empty."""
+    """Return a copy without its docstring; a body that was nothing else becomes empty."""
     copy = parse_function(ast.unparse(function))
     if ast.get_docstring(copy, clean=False) is not None:
         copy.body = copy.body[1:]
@@ -115,14 +115,14 @@ def strip_docstring(function: ast.FunctionDef) -> ast.FunctionDef:
 
 
 def parse_function(source: str) -> ast.FunctionDef:
-    """The single function that `source` defines."""
+    """Parse the single function that `source` defines."""
     node = ast.parse(source).body[0]
     assert isinstance(node, ast.FunctionDef)
     return node
 
 
 def content_key(function: ast.FunctionDef) -> str:
-    """Content hash of the function's code, blind to docstring, annotations and the function's own name."""
+    """Compute a hash of the function's code without docstring, annotations and name."""
     bare = strip_docstring(strip_annotations(function))
     bare.name = "f"
     # The key decides the split, so it may not depend on the interpreter: 3.12 adds a field, 3.13 hides empty ones.
@@ -134,7 +134,7 @@ def content_key(function: ast.FunctionDef) -> str:
 
 
 def functions_of(tree: ast.Module, package: str) -> Iterator[Function]:
-    """Functions of a few lines with a real body, decorators dropped."""
+    """Yield functions of a few lines with a real body, without decorators."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef) or node.name.startswith("test"):
             continue
@@ -149,7 +149,7 @@ def functions_of(tree: ast.Module, package: str) -> Iterator[Function]:
 
 
 def import_blocks_of(tree: ast.Module, package: str) -> Iterator[ImportBlock]:
-    """Blocks of 3 to 8 distinct one-line imports."""
+    """Yield blocks of 3 to 8 distinct one-line imports."""
     lines: list[str] = []
     for node in [*tree.body, ast.Pass()]:
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -164,7 +164,7 @@ def import_blocks_of(tree: ast.Module, package: str) -> Iterator[ImportBlock]:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Everything that was found, de-duplicated by content, in a stable order."""
+    """All functions and import blocks, deduplicated by content, in a stable order."""
 
     functions: tuple[Function, ...]
     import_blocks: tuple[ImportBlock, ...]
@@ -193,6 +193,6 @@ def read_corpus(packages: Sequence[str] | None = None) -> Corpus:
 
 
 def split_of(key: str) -> str:
-    """train, dev or test by content hash: 1/32 each for dev and test. A function is in one split for every task."""
+    """Return train, dev or test by content hash: 1/32 each for dev and test, the same for every task."""
     bucket = int(key[:4], 16) % 32
     return {0: "test", 1: "dev"}.get(bucket, "train")

@@ -47,7 +47,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class DraftRecipe:
-    """How a draft is made.
+    """Recipe of a draft model.
 
     start: training on the corpus, before distillation; None takes the first layers of the target's seedling.
     distil: training on what the target answers.

@@ -53,7 +53,7 @@ class PaddedBatch:
 
 
 def batches(rows: Sequence[TokenRow], recipe: Recipe, pad: int) -> Iterator[PaddedBatch]:
-    """Endless batches of rows of like length, about `tokens_per_step` tokens each; their order depends on the seed."""
+    """Yield batches of rows of similar length, about `tokens_per_step` tokens each, in an order given by the seed."""
     rng = random.Random(recipe.seed)
     while True:
         order = list(range(len(rows)))
@@ -85,7 +85,7 @@ def collate(rows: Sequence[TokenRow], prompt_weight: float, pad: int) -> PaddedB
 
 
 def init_weights(model: LlamaModel, seed: int) -> None:
-    """Normal(0, 0.02) matrices; the layers' last projections start at zero, so that a layer starts as the identity."""
+    """Draw Normal(0, 0.02) matrices; last projections start at zero, so that a layer starts as the identity."""
     generator = torch.Generator().manual_seed(seed)
     for name, param in model.named_parameters():
         if param.ndim == 2:
@@ -95,7 +95,7 @@ def init_weights(model: LlamaModel, seed: int) -> None:
 
 
 def grow(model: LlamaModel, num_layers: int, seed: int) -> LlamaModel:
-    """The same function with more layers: the new ones, spread between the old, start as identities."""
+    """Return the same function with more layers; new ones, spread between the old, start as identities."""
     config = dataclasses.replace(model.config, num_layers=num_layers)
     grown = LlamaModel(config)
     init_weights(grown, seed)
@@ -110,7 +110,7 @@ def grow(model: LlamaModel, num_layers: int, seed: int) -> LlamaModel:
 
 
 def optimizer(model: LlamaModel, recipe: Recipe) -> MuonAdamW:
-    """Muon for the layers' matrices, AdamW for embeddings and norms."""
+    """Build Muon for the layers' matrices and AdamW for embeddings and norms."""
     named = dict(model.named_parameters())
     matrices = [name for name, param in named.items() if param.ndim == 2 and name.startswith("layers.")]
     others = [param for name, param in named.items() if name not in matrices]
@@ -118,7 +118,7 @@ def optimizer(model: LlamaModel, recipe: Recipe) -> MuonAdamW:
 
 
 def lr_fraction(step: int, recipe: Recipe) -> float:
-    """Warm-up, constant, then linear decay from `decay_from` of the steps down to `min_lr_fraction`."""
+    """Compute warm-up, constant rate, then linear decay from `decay_from` of the steps to `min_lr_fraction`."""
     warm = min(1.0, (step + 1) / recipe.warmup)
     progress = max(0.0, (step / recipe.steps - recipe.decay_from) / (1 - recipe.decay_from))
     return warm * (1 - (1 - recipe.min_lr_fraction) * progress)
@@ -149,7 +149,7 @@ def train_steps(
 
 
 def next_token_loss(model: LlamaModel, batch: PaddedBatch) -> Tensor:
-    """Weighted cross-entropy per weighted token; logits are computed only where a weight is not zero."""
+    """Compute weighted cross-entropy per weighted token; logits only where a weight is not zero."""
     features = model.features(batch.ids[:, :-1])
     weights = batch.weights[:, 1:]
     chosen = weights > 0
@@ -158,7 +158,7 @@ def next_token_loss(model: LlamaModel, batch: PaddedBatch) -> Tensor:
 
 
 def distillation_loss(teacher: LlamaModel) -> Callable[[LlamaModel, PaddedBatch], Tensor]:
-    """Soft cross-entropy against the teacher's distribution on answer tokens (Hinton et al. 2015), per token.
+    """Return soft cross-entropy against the teacher's distribution on answer tokens (Hinton et al. 2015), per token.
 
     With the answers sampled from the teacher this is the on-policy objective whose optimum maximises acceptance.
     """
@@ -175,7 +175,7 @@ def distillation_loss(teacher: LlamaModel) -> Callable[[LlamaModel, PaddedBatch]
 
 @torch.no_grad()
 def evaluate(model: LlamaModel, rows: Sequence[TokenRow], pad: int, max_batches: int = 20) -> tuple[float, float]:
-    """Held-out loss per answer token, and the share of answer tokens that are the argmax."""
+    """Compute held-out loss per answer token, and the share of answer tokens that are the argmax."""
     recipe = Recipe(steps=0, prompt_weight=0.0, seed=1)
     losses = hits = count = 0.0
     for _, batch in zip(range(max_batches), batches(rows, recipe, pad), strict=False):

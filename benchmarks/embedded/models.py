@@ -44,7 +44,7 @@ class Builder:
     log: Log
 
     def target(self, rows: Sequence[TokenRow], shipped: Sequence[TokenRow], vocab_size: int) -> LlamaModel:
-        """The stages, one after the other. shipped: the rows of the shipped prompts."""
+        """Run the stages one after the other. shipped: the rows of the shipped prompts."""
         model: LlamaModel | None = None
         for name, (num_layers, recipe) in self.domain.target_stages.items():
             if model is None:
@@ -61,7 +61,7 @@ class Builder:
     def draft(
         self, name: str, target: LlamaModel, rows: Sequence[TokenRow], own_text: Sequence[TokenRow]
     ) -> LlamaModel:
-        """A draft that knows the language from `rows` or from the seedling, distilled on text that the target wrote."""
+        """Train a draft on `rows` or from the seedling, then distil it on text that the target wrote."""
         plan = self.domain.drafts[name]
         draft = LlamaModel(self.domain.shape.config(target.config.vocab_size, plan.num_layers))
         if plan.start is None:
@@ -73,7 +73,7 @@ class Builder:
         return draft
 
     def _stage(self, name: str, model: LlamaModel, recipe: Recipe, rows: Sequence[TokenRow], loss_of: LossOf) -> None:
-        """Train, or read what was trained; the loss is said every 50 steps, the held-out one every 500 and at last."""
+        """Train, or read what was trained; print the loss every 50 steps, the held-out one every 500 and at the end."""
 
         def report(step: int, loss: float) -> None:
             if step % 50 == 0:
@@ -92,10 +92,10 @@ class Builder:
 
 
 def save_weights(model: LlamaModel, path: Path) -> None:
-    """One safetensors file, complete or absent."""
+    """Write one safetensors file, atomically."""
     write_tensors(path, {k: v for k, v in model.state_dict().items() if k != "lm_head.weight"})
 
 
 def load_weights(model: LlamaModel, path: Path) -> None:
-    """Inverse of `save_weights`. Layers that `model` lacks are left out; the tied lm_head follows the embedding."""
+    """Load what `save_weights` wrote. Layers that `model` lacks are left out; the tied lm_head follows the embedding."""
     model.load_state_dict({k: v for k, v in load_file(path).items() if k in model.state_dict()}, strict=False)

@@ -86,13 +86,13 @@ class Documented:
 
 
 def plain(text: str) -> str:
-    """One line of text without reStructuredText and Markdown marks."""
+    """Return one line of text without reStructuredText and Markdown marks."""
     joined = _CITATION.sub("", " ".join(text.split()))
     return _MARKUP.sub(lambda found: next(group for group in found.groups() if group), joined).replace("`", "")
 
 
 def is_prose(text: str) -> bool:
-    """Whole sentences of mostly letters, long enough for a drafter to matter, which do not repeat themselves."""
+    """Return whether a text is whole sentences of mostly letters, long enough and without repetition."""
     if not MIN_ANSWER <= len(text) <= MAX_ANSWER or not _SENTENCES.match(text) or not text.isascii():
         return False
     if "---" in text or " : " in text:  # a section of numpydoc that the parser did not take for one
@@ -103,7 +103,7 @@ def is_prose(text: str) -> bool:
 
 
 def fit_sentences(text: str) -> str:
-    """As many whole sentences from the start as MAX_ANSWER allows."""
+    """Return as many whole sentences from the start as MAX_ANSWER allows."""
     if len(text) <= MAX_ANSWER:
         return text
     end = max(text.rfind(mark, 0, MAX_ANSWER) for mark in (". ", "! ", "? "))
@@ -111,19 +111,19 @@ def fit_sentences(text: str) -> str:
 
 
 def content_key(docstring: str) -> str:
-    """Hash of a docstring's letters: decides the split."""
+    """Compute the hash of a docstring's letters, which decides the split."""
     letters = "".join(char for char in docstring.lower() if char.isalpha())
     return hashlib.sha256(letters.encode()).hexdigest()[:16]
 
 
 def sentences(answer: str) -> set[str]:
-    """The letters of each of its longer sentences."""
+    """Return the letters of each longer sentence."""
     letters = ("".join(filter(str.isalpha, part.lower())) for part in re.split(r"(?<=[.!?]) ", answer))
     return {part for part in letters if len(part) >= SENTENCE_LETTERS}
 
 
 def documented(package: str) -> Iterator[Documented]:
-    """Functions, classes and modules with a docstring."""
+    """Yield functions, classes and modules with a docstring."""
     root = package_root(package)
     if root is None:
         return
@@ -143,18 +143,18 @@ def documented(package: str) -> Iterator[Documented]:
 
 
 def _paragraphs(text: str | None) -> list[str]:
-    """Paragraphs of plain prose, in order."""
+    """Return paragraphs of plain prose, in order."""
     made = (fit_sentences(plain(paragraph)) for paragraph in (text or "").split("\n\n"))
     return [paragraph for paragraph in made if is_prose(paragraph)]
 
 
 def library(item: Documented) -> str:
-    """The package as its users call it."""
+    """Return the package's public name."""
     return "Python" if item.package == "stdlib" else item.package.lstrip("_")
 
 
 def turns_of(item: Documented) -> Iterator[tuple[str, str, str]]:
-    """(task, prompt, answer) of one docstring."""
+    """Yield (task, prompt, answer) of one docstring."""
     try:
         parsed = docstring_parser.parse(item.docstring)
     except docstring_parser.ParseError:

@@ -1,4 +1,4 @@
-"""Chat turns cut from code: edits, which code assistants do all day, beside explaining and completing.
+"""Chat turns cut from code: edits, explanations and completions.
 
 A task is a function from a corpus item and a random source to (prompt, answer), or None where it does not apply. Edits
 are made on the syntax tree, so the right answer is known exactly.
@@ -59,13 +59,13 @@ def _identifiers(node: ast.AST) -> set[str]:
 
 
 def _is_simple(node: ast.FunctionDef) -> bool:
-    """No nested scope in which renaming an argument would need scope analysis."""
+    """Return whether no nested scope makes renaming an argument need scope analysis."""
     inner = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef, ast.Global, ast.Nonlocal)
     return not any(isinstance(child, inner) for child in ast.walk(node) if child is not node)
 
 
 def _short_docstring(node: ast.FunctionDef) -> str | None:
-    """First paragraph of the docstring on one line, None where it is missing or long."""
+    """Return the first paragraph of the docstring on one line, or None if it is missing or long."""
     doc = ast.get_docstring(node)
     if not doc:
         return None
@@ -96,7 +96,7 @@ def rename(function: Function, rng: random.Random) -> tuple[str, str] | None:
 
 
 def add_docstring(function: Function, rng: random.Random) -> tuple[str, str] | None:
-    """Add the docstring that is given."""
+    """Add the given docstring."""
     node = parse_function(function.source)
     doc = _short_docstring(node)
     if doc is None:
@@ -121,7 +121,7 @@ def _annotated(function: Function) -> tuple[str, str, ast.FunctionDef] | None:
 
 
 def add_type_hints(function: Function, rng: random.Random) -> tuple[str, str] | None:
-    """Add the type hints that are given."""
+    """Add the given type hints."""
     found = _annotated(function)
     if found is None:
         return None
@@ -157,7 +157,7 @@ def wrap_in_try(function: Function, rng: random.Random) -> tuple[str, str] | Non
 
 
 def explain(function: Function, rng: random.Random) -> tuple[str, str] | None:
-    """What does this function do: the first paragraph of its docstring."""
+    """Answer with the first paragraph of the function's docstring."""
     node = parse_function(function.source)
     doc = _short_docstring(node)
     if doc is None:
@@ -166,7 +166,7 @@ def explain(function: Function, rng: random.Random) -> tuple[str, str] | None:
 
 
 def complete(function: Function, rng: random.Random) -> tuple[str, str] | None:
-    """Signature and docstring to body."""
+    """Complete the body from signature and docstring."""
     node = parse_function(function.source)
     doc = _short_docstring(node)
     if doc is None:
@@ -201,7 +201,7 @@ HEADLINE_TASKS = (*EDIT_TASKS, "explain")
 
 
 def turns(corpus: Corpus, seed: int, variant: int = 0) -> list[Turn]:
-    """Every task on every item it applies to; `variant` redraws the random parts (names, exceptions, orders)."""
+    """Yield every task on every item it applies to; `variant` redraws names, exceptions and orders."""
     out = []
     for function in corpus.functions:
         for name, task in FUNCTION_TASKS.items():
@@ -216,7 +216,7 @@ def turns(corpus: Corpus, seed: int, variant: int = 0) -> list[Turn]:
 
 
 def edit_turns(seed: int, packages: Sequence[str] | None = None) -> list[Turn]:
-    """All turns about the installed sources, or about `packages`."""
+    """Return all turns about the installed sources, or about `packages`."""
     corpus = read_corpus(packages)
     made = turns(corpus, seed)
     blocks_only = replace(corpus, functions=())

@@ -21,7 +21,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, model_max_length: int) -> PreTrainedTokenizerFast:
-    """A tokenizer of vocab_size pieces learned from `texts`. Whitespace runs are pieces, so indentation is cheap."""
+    """Train a tokenizer of vocab_size pieces on `texts`. Whitespace runs are pieces, so indentation is cheap."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -8,9 +8,17 @@ from pathlib import Path
 import pytest
 
 from draftsmith.benchmarks import recipes
-from draftsmith.benchmarks.recipe_cost import StepCost, read_costs
-from draftsmith.benchmarks.recipe_tables import acceptance, compared
-from draftsmith.benchmarks.recipes import RECIPES, RecipesConfig, costs_like, step_costs, trained
+from draftsmith.benchmarks.recipes import (
+    RECIPES,
+    RecipesConfig,
+    StepCost,
+    acceptance,
+    compared,
+    costs_like,
+    read_costs,
+    step_costs,
+    trained,
+)
 from draftsmith.data.store.files import write_json
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.results import PER_PROMPT, row_of, write_rows
