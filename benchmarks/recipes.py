@@ -75,7 +75,7 @@ KINDS = {"eagle": "EAGLE-1, unroll 2", "medusa": "Medusa-1", "hydra": "Hydra"}  
 class Domain:
     """A target and its prompts.
 
-    late_layers: L/2 - 1, 3L/4 - 1 and L - 1 of L, later than those that EAGLE-3 reads by default. tasks: None takes all.
+    late_layers: L/2 - 1, 3L/4 - 1 and L - 1 of L, later than those that EAGLE-3 reads by default. tasks: None is all.
     """
 
     target: str

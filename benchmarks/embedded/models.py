@@ -97,5 +97,5 @@ def save_weights(model: LlamaModel, path: Path) -> None:
 
 
 def load_weights(model: LlamaModel, path: Path) -> None:
-    """Load what `save_weights` wrote. Layers that `model` lacks are left out; the tied lm_head follows the embedding."""
+    """Load what `save_weights` wrote, without layers that `model` lacks; the tied lm_head follows the embedding."""
     model.load_state_dict({k: v for k, v in load_file(path).items() if k in model.state_dict()}, strict=False)
