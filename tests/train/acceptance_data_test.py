@@ -1,4 +1,4 @@
-"""Where the training of a head for real rounds begins: what is stored, which logistic, which size."""
+"""Stored tokens of real rounds, the initial logistic, and the sweep of sizes."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def a_config(artefacts, rollouts, output: Path, **changes) -> TrainAcceptanceCon
     return TrainAcceptanceConfig(data=rollouts, output=output, **{**settings, **changes})
 
 
-def test_what_is_stored_is_what_each_answers_drafts_give(samples, reader, tokens):
+def test_stored_tokens_equal_those_of_each_answer(samples, reader, tokens):
     for index in range(len(samples)):
         data = collate_rollouts([samples.item(index, 0)])
         read, own = reader.read_rollouts(data), tokens[tokens.owner == index]
@@ -77,7 +77,7 @@ def test_what_is_stored_is_what_each_answers_drafts_give(samples, reader, tokens
             assert torch.equal(getattr(own, name), getattr(read.batch, name)[kept])
 
 
-def test_a_training_draws_its_batches_from_all_answers_and_each_token_once(samples, tokens):
+def test_batches_are_drawn_from_all_answers_and_hold_each_token_once(samples, tokens):
     blocks = StoredDataset(tokens, samples, seed=5)
     items = [blocks.item(index, 0) for index in range(len(blocks.lengths))]
     assert [len(item["ids"]) for item in items] == blocks.lengths and set(blocks.lengths[:-1]) == {BLOCK}
@@ -98,7 +98,7 @@ def test_a_validation_sample_is_an_answer(samples, tokens):
         assert answers.name(index) == samples.name(index)
 
 
-def test_a_head_begins_at_the_logistic_of_its_features_over_standardised_inputs(reader, tokens):
+def test_a_head_starts_as_the_logistic_of_its_standardised_features(reader, tokens):
     torch.manual_seed(0)
     head = AcceptanceHead(LEAN)
     begin(head, reader.batches(tokens))
@@ -118,7 +118,7 @@ def test_a_head_begins_at_the_logistic_of_its_features_over_standardised_inputs(
     assert not head.out.weight.any() and head.join.weight.any()
 
 
-def test_the_size_with_the_lowest_held_out_kl_is_taken_and_told(artefacts, rollouts, tmp_path, monkeypatch, capsys):
+def test_the_size_with_the_lowest_held_out_kl_is_taken(artefacts, rollouts, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(acceptance_data, "WIDTHS", (4, 8))
     output = tmp_path / "run"
     best = run(a_config(artefacts, rollouts, output))
@@ -134,7 +134,7 @@ def test_the_size_with_the_lowest_held_out_kl_is_taken_and_told(artefacts, rollo
     assert run(again) == best == run(dataclasses.replace(with_size(again), resume=True))
 
 
-def test_no_size_is_tried_where_one_is_asked_for(artefacts, rollouts, tmp_path):
+def test_no_size_is_tried_if_one_is_given(artefacts, rollouts, tmp_path):
     asked = ({"width": 4}, {"max_steps": 3}, {"sweep": False})
     for number, changes in enumerate(asked):
         config = a_config(artefacts, rollouts, tmp_path / str(number), **changes)
@@ -142,7 +142,7 @@ def test_no_size_is_tried_where_one_is_asked_for(artefacts, rollouts, tmp_path):
         assert not (config.output / "sweep.json").exists()
 
 
-def test_a_training_that_makes_it_worse_leaves_the_logistic(artefacts, rollouts, tmp_path):
+def test_best_stays_the_logistic_if_training_makes_it_worse(artefacts, rollouts, tmp_path):
     output = tmp_path / "run"
     best = run(a_config(artefacts, rollouts, output, max_steps=6, lr=3.0, clip=0.0))
     found = losses(output, "val/kl")

@@ -1,4 +1,4 @@
-"""`train acceptance`: what is trained, what is reported, what is saved."""
+"""`train acceptance` on labels of mixed text: gradients, metrics, saved heads."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def a_module(artefacts, tmp_path, greedy: bool = False) -> LitAcceptance:
     return module
 
 
-def test_validation_reports_what_the_issue_asks_for(trained):
+def test_validation_logs_all_metrics_and_the_loss_falls(trained):
     reported = [row for row in rows_of(trained) if row.get("val/kl")]
     assert [row["step"] for row in reported] == ["6", "12"]
     for name in ("kl", "brier", "ece", "ece_platt", "auc", "auc_q", "loss"):
@@ -89,7 +89,7 @@ def test_best_and_last_are_heads_with_a_card_and_a_manifest(trained, artefacts):
         assert f"| auc | {manifest['metrics']['auc']:.4g} |" in (trained / name / "README.md").read_text()
 
 
-def test_the_fitted_calibration_travels_with_the_head(trained, artefacts):
+def test_the_fitted_calibration_is_saved_with_the_head(trained, artefacts):
     head = load_head(trained / "best", load_lm(str(artefacts.draft)))
     scale, shift = head.config.calibration
     assert (scale, shift) != (1.0, 0.0)
@@ -97,7 +97,7 @@ def test_the_fitted_calibration_travels_with_the_head(trained, artefacts):
     assert torch.allclose(head.calibrated(logit), scale * (logit + math.log(6)) + shift)
 
 
-def test_the_gradient_reaches_every_weight_of_the_head_and_none_of_the_draft(artefacts, tmp_path):
+def test_gradients_reach_every_weight_of_the_head_and_none_of_the_draft(artefacts, tmp_path):
     module = a_module(artefacts, tmp_path)
     step_loss(module, a_part(artefacts)).loss.backward()
     assert all(p.grad is not None and p.grad.any() for p in module.head.parameters())
@@ -120,7 +120,7 @@ def test_a_finished_run_is_returned_and_not_overwritten(artefacts, trained):
         run(config(artefacts, trained))
 
 
-def test_another_run_is_not_continued(artefacts, trained, tmp_path):
+def test_a_run_with_other_settings_is_not_resumed(artefacts, trained, tmp_path):
     (tmp_path / "run").mkdir()
     shutil.copy(trained / "started.json", tmp_path / "run")
     shutil.copytree(trained / FOLDER, tmp_path / "run" / FOLDER)
@@ -152,7 +152,7 @@ def test_separate_validation_labels_must_share_the_sampling(artefacts, tmp_path)
 
 
 def saved_head(directory: Path, width: int = 32, seed: int = 3, **settings) -> Path:
-    """A head of another draft: its identity is nobody's."""
+    """Save a head of another draft."""
     torch.manual_seed(seed)
     head = AcceptanceHead(AcceptanceHeadConfig(width, **settings))
     for weight in head.parameters():
@@ -160,7 +160,7 @@ def saved_head(directory: Path, width: int = 32, seed: int = 3, **settings) -> P
     return save_head(directory, head, {"target": {"config": "other", "lm_head": "other"}}, "card")
 
 
-def test_training_goes_on_from_a_given_head(artefacts, tmp_path):
+def test_training_starts_from_a_given_head(artefacts, tmp_path):
     start = saved_head(tmp_path / "start", num_blocks=2, tied=True, w_rej=1.0, calibration=(2.0, 1.0))
     head = make_head(config(artefacts, tmp_path / "run", init=start), 32)
     assert all(torch.equal(head.state_dict()[n], w) for n, w in load_file(start / "model.safetensors").items())

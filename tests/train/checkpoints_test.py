@@ -1,4 +1,4 @@
-"""Checkpoint directories: whole or not at all, checked, and only so many of them."""
+"""Checkpoint directories: whole or absent, checked, and pruned."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ DAMAGES = {
 }
 
 
-def test_what_is_saved_is_read(tmp_path):
+def test_a_saved_checkpoint_is_loaded(tmp_path):
     checkpoints = saved(tmp_path, 3)
     path = newest_intact(tmp_path, pytest.fail)
     assert path == path_of(tmp_path, 3) and step_of(path) == 3 and step_of(None) == 0
@@ -67,7 +67,7 @@ def test_only_the_newest_are_kept_in_numerical_order(tmp_path):
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_checkpoint_is_passed_over_by_name_and_then_replaced(tmp_path, damage):
+def test_a_damaged_checkpoint_is_skipped_with_a_warning_and_then_replaced(tmp_path, damage):
     saved(tmp_path, 4, 8)
     damage(path_of(tmp_path, 8))
     warned: list[str] = []
@@ -80,7 +80,7 @@ def test_a_damaged_checkpoint_is_passed_over_by_name_and_then_replaced(tmp_path,
     assert newest_intact(tmp_path, pytest.fail) == path_of(tmp_path, 8)
 
 
-def test_nothing_but_damaged_ones_is_an_error(tmp_path):
+def test_only_damaged_checkpoints_are_an_error(tmp_path):
     assert newest_intact(tmp_path, pytest.fail) is None
     saved(tmp_path, 4)
     damaged_state(path_of(tmp_path, 4))
@@ -88,7 +88,7 @@ def test_nothing_but_damaged_ones_is_an_error(tmp_path):
         newest_intact(tmp_path, lambda text: None)
 
 
-def test_what_a_kill_left_half_written_or_half_deleted_is_cleared_away(tmp_path):
+def test_leftovers_of_a_kill_are_removed(tmp_path):
     saved(tmp_path, 4)
     for rest in ("step-00000008.tmp", "step-00000002.tmp-gone"):
         (tmp_path / rest).mkdir()
@@ -98,7 +98,7 @@ def test_what_a_kill_left_half_written_or_half_deleted_is_cleared_away(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"step-00000004", "step-00000008"}
 
 
-def test_parts_are_counted_as_the_continuing_run_has_them(tmp_path):
+def test_parts_are_counted_by_the_resumed_runs_accumulation(tmp_path):
     saved(tmp_path, 6)
     loaded = Checkpoints(2, {}, accumulate=3).load_checkpoint(path_of(tmp_path, 6))
     for counts in loaded["loops"]["fit_loop"]["epoch_loop.batch_progress"].values():
@@ -117,7 +117,7 @@ def test_tensors_and_plain_values_only(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_full_disk_keeps_what_was_there(tmp_path):
+def test_a_full_disk_keeps_the_earlier_checkpoints(tmp_path):
     """A limit on file sizes stands for the disk's end: the operating system refuses the same calls with an OSError. At
     any point of the file, inside a record of torch's writer included; in a process of its own."""
     saved(tmp_path, 4)

@@ -1,4 +1,4 @@
-"""CSV files that survive being continued, and Weights & Biases without a key."""
+"""CSV files of resumed runs, and Weights & Biases without a key."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_new_metric_adds_a_column(tmp_path):
     ]
 
 
-def test_a_continued_run_keeps_what_came_before_its_checkpoint(tmp_path):
+def test_a_resumed_run_keeps_the_rows_up_to_its_checkpoint(tmp_path):
     first = CsvLogger(tmp_path / "m.csv")
     for step in (1, 2, 3, 4):
         first.log_metrics({"a": float(step)}, step)
@@ -73,7 +73,7 @@ def test_without_a_key_weights_and_biases_is_off_until_it_is_asked_for(no_key, t
     assert [text for text in said if "no key was found" in text and "wandb login" in text] == said[: mode is None]
 
 
-def test_online_without_a_key_is_logged_offline_and_how_to_upload_it_is_said_at_the_end(no_key, tmp_path):
+def test_online_without_a_key_logs_offline_and_prints_the_upload_command(no_key, tmp_path):
     config, said = TrainConfig(data=tmp_path, output=tmp_path / "out", wandb="online"), []
     loggers = make_loggers(config, "eagle", 0, said.append)
     assert len(said) == 1 and "no API key" in said[0]
@@ -88,7 +88,7 @@ def test_online_without_a_key_is_logged_offline_and_how_to_upload_it_is_said_at_
     assert rows(tmp_path / "out" / "metrics.csv") == [{"step": "7", "train/loss": "0.5"}]
 
 
-def test_the_switch_names_the_loggers(no_key, tmp_path, monkeypatch):
+def test_track_chooses_the_loggers(no_key, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
 
     def names(*track: str) -> list[str]:
@@ -111,7 +111,7 @@ def test_tensorboard_that_is_not_installed_names_the_extra(tmp_path, monkeypatch
     assert not (tmp_path / "out").exists()
 
 
-def test_tensorboard_forgets_what_followed_the_checkpoint(tmp_path):
+def test_tensorboard_hides_events_after_the_checkpoint(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     config = TrainConfig(data=tmp_path, output=tmp_path, track=("tensorboard",), wandb="off")

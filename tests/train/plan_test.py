@@ -112,7 +112,7 @@ def test_a_family_that_only_transformers_runs_is_counted_by_it(tmp_path):
 
 
 def test_planned_checkpoints_are_as_large_as_written_ones(artefacts, tmp_path, capsys):
-    """Beside their tensors, files hold names, positions and settings: some kB."""
+    """Files hold names, positions and settings beside their tensors: some kB."""
     config = eagle_config(artefacts, tmp_path / "run", max_steps=3, save_every=1, keep=2, wandb="off", track=("csv",))
     plan = plan_of(config)
     run(config)
@@ -156,7 +156,7 @@ def test_the_command_prints_a_table_that_fits_and_its_numbers(artefacts, capsys,
     assert plan["memories"]["zero-2"]["parts"]["libraries"] > 0
 
 
-def test_without_data_a_plan_says_what_it_assumes(artefacts, tmp_path, capsys):
+def test_without_data_a_plan_states_its_assumption(artefacts, tmp_path, capsys):
     words = ["--target", str(artefacts.target), "--data", str(tmp_path / "none"), "--assume-samples", "1000"]
     assert main(["plan", "eagle", *words, "--assume-length", "100", "--batch-size", "10", "--epochs", "1"]) == 0
     out = " ".join(capsys.readouterr().out.split())

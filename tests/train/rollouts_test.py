@@ -1,4 +1,4 @@
-"""`train acceptance` on labels of real rounds: what is read, how it is weighed, what the head says of itself."""
+"""`train acceptance` on labels of real rounds: inputs, weights, metrics, card."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def a_batch(rollouts: Path, rows=(0, 3, 5)):
 
 
 def drafts_of(batch):
-    """Text up to its start, temperature and number of every draft."""
+    """Yield the number of every draft and the text before it."""
     number = 0
     for text, starts in zip(batch.texts, batch.starts, strict=True):
         for start in starts:
@@ -65,7 +65,7 @@ def drafts_of(batch):
 
 
 @pytest.mark.parametrize("state", ["before", "after", "undrawn"])
-def test_a_token_is_read_as_if_its_draft_had_been_read_alone(artefacts, rollouts, state):
+def test_states_equal_those_of_each_draft_read_alone(artefacts, rollouts, state):
     draft = load_lm(str(artefacts.draft))
     known = ("repeat_mean" if state == "undrawn" else "log_q", "depth", "temperature", "entropy")
     head = AcceptanceHeadConfig(32, state=state, features=known)
@@ -136,7 +136,7 @@ def a_module(artefacts, rollouts, tmp_path) -> LitAcceptance:
 
 
 def a_part(module: LitAcceptance, rollouts, rows) -> MicroBatch:
-    """A part of answers: validation's."""
+    """Return a batch of answers, as in validation."""
     samples = Samples(open_dataset(rollouts), rows)
     answers = StoredDataset(module.reader.store(samples, "rows"), samples, None)
     batch = collate_stored([answers.item(number, 0) for number in range(len(rows))])
@@ -187,7 +187,7 @@ def test_validation_weighs_tokens_by_how_often_they_are_reached(artefacts, rollo
         assert found[name] == pytest.approx(expected, abs=1e-6)
 
 
-def test_a_head_says_what_it_reads_and_what_its_labels_were(artefacts, trained):
+def test_config_and_card_name_the_heads_inputs_and_labels(artefacts, trained):
     written = json.loads((trained / "best" / "config.json").read_text())
     assert (written["labels"], written["mode"], written["drafter"]) == ("rollout", "sampling", "draft")
     assert written["sampling"]["temperature"] == [0.5, 1.0]
@@ -199,17 +199,17 @@ def test_a_head_says_what_it_reads_and_what_its_labels_were(artefacts, trained):
     card = (trained / "best" / "README.md").read_text()
     assert f"scale {head.config.calibration[0]:.4g}, shift" in card
     assert "ece_platt" in card and "--method online:head=on" in card
-    assert "tokens of labelled drafts" in card and "a rectified layer over state and embedding, 0 residual" in card
+    assert "tokens of labelled drafts" in card and "a rectified layer, 0 residual" in card
 
 
-def test_an_undrawn_head_learns_from_labels_that_have_what_it_reads(artefacts, rollouts, tmp_path):
+def test_an_undrawn_head_is_trained(artefacts, rollouts, tmp_path):
     settings = config(artefacts, rollouts, tmp_path / "run", state="undrawn", width=32, max_steps=2)
     head = load_head(run(settings), load_lm(str(artefacts.draft)), kind="acceptance")
     assert head.config.features == ("logit_max_q", "entropy", "depth", "repeat_mean", "temperature")
     # As wide as the draft's states, and rectified all the same.
     assert (head.config.state, head.config.activation, head.join.weight.shape) == ("undrawn", "relu", (32, 32))
     card = (tmp_path / "run" / "best" / "README.md").read_text()
-    assert "a rectified layer over the state, 0 residual" in card and "where whether a token stays depends on P" in card
+    assert "a rectified layer, 0 residual" in card
     assert "--method online:head=on" in card
 
 
@@ -261,7 +261,7 @@ def test_a_plan_counts_what_the_training_does(artefacts, rollouts, tmp_path):
     assert plan.step_flops * plan.steps_per_epoch == pytest.approx(sum(map(module.flops, parts)), rel=0.15)
 
 
-def test_training_goes_on_from_a_head_of_its_shape(artefacts, rollouts, trained, tmp_path):
+def test_training_starts_from_a_head_of_its_shape(artefacts, rollouts, trained, tmp_path):
     head = make_head(config(artefacts, rollouts, tmp_path, init=trained / "best"), 32)
     expected = dataclasses.replace(load_head(trained / "best").config, calibration=(1.0, 0.0))
     assert head.config == expected
@@ -273,7 +273,7 @@ def test_training_goes_on_from_a_head_of_its_shape(artefacts, rollouts, trained,
         make_head(config(artefacts, rollouts, tmp_path, init=published, state="before"), 32)
 
 
-def test_settings_that_do_not_go_with_the_labels_are_told(artefacts, rollouts, tmp_path):
+def test_options_that_do_not_fit_the_labels_are_errors(artefacts, rollouts, tmp_path):
     wrong = [
         (rollouts, {"mix": 0.1}, r"mix: found 0.1, expected labels of mixed text"),
         (rollouts, {"max_length": 20}, r"max_length: found 20.*label shorter responses"),

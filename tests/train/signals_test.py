@@ -1,4 +1,4 @@
-"""How a process ends after a signal; tests/cluster sees the same in a real SLURM job."""
+"""Exit codes after signals; tests/cluster checks the same in a real SLURM job."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from draftsmith.train.signals import exit_code
 
 @pytest.fixture
 def scontrol(tmp_path, monkeypatch):
-    """A program in the place of SLURM's; returns what it was called with. STUB_CODE: what it ends with."""
+    """Replace SLURM's program; return a function that lists its calls. STUB_CODE: its exit code."""
     program, record = tmp_path / "scontrol", tmp_path / "calls"
     program.write_text(f'#!/bin/sh\necho "$@" >>{record}\necho "scontrol: not allowed" >&2\nexit "$STUB_CODE"\n')
     program.chmod(0o755)
@@ -24,7 +24,7 @@ def scontrol(tmp_path, monkeypatch):
     return lambda: record.read_text().splitlines() if record.exists() else []
 
 
-def test_the_warning_before_the_time_limit_requeues_the_job_once(scontrol, monkeypatch, capsys):
+def test_sigusr1_requeues_the_job_once(scontrol, monkeypatch, capsys):
     assert exit_code(signal.SIGUSR1, resumes=True) == 0
     assert scontrol() == ["requeue 42"] and "job 42 is requeued" in capsys.readouterr().err
     monkeypatch.setattr(rank_zero_only, "rank", 1)
@@ -32,7 +32,7 @@ def test_the_warning_before_the_time_limit_requeues_the_job_once(scontrol, monke
     assert len(scontrol()) == 1
 
 
-def test_a_job_that_cannot_be_requeued_fails_and_says_why(scontrol, monkeypatch, capsys):
+def test_a_job_that_cannot_be_requeued_fails_with_the_reason(scontrol, monkeypatch, capsys):
     monkeypatch.setenv("STUB_CODE", "1")
     assert exit_code(signal.SIGUSR1, resumes=True) == 128 + signal.SIGUSR1
     assert "job 42 cannot be requeued: scontrol: not allowed" in capsys.readouterr().err
@@ -44,12 +44,12 @@ def test_a_job_that_cannot_be_requeued_fails_and_says_why(scontrol, monkeypatch,
 @pytest.mark.parametrize(
     ("number", "resumes"), [(signal.SIGTERM, True), (signal.SIGINT, True), (signal.SIGUSR1, False)]
 )
-def test_other_signals_and_runs_that_would_not_go_on_are_not_requeued(scontrol, number, resumes):
+def test_other_signals_and_runs_without_resume_are_not_requeued(scontrol, number, resumes):
     assert exit_code(number, resumes) == 128 + number
     assert scontrol() == []
 
 
-def test_outside_of_slurm_nothing_is_requeued(scontrol, monkeypatch):
+def test_nothing_is_requeued_without_slurm(scontrol, monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID")
     assert exit_code(signal.SIGUSR1, resumes=True) == 128 + signal.SIGUSR1
     assert scontrol() == []

@@ -1,4 +1,4 @@
-"""Where training runs, from the config and from what torchrun sets."""
+"""Devices and strategy, from the config and the launcher's environment."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ def config(tmp_path, **changes) -> TrainConfig:
     return TrainConfig(data=tmp_path, output=tmp_path, accelerator="cpu", **changes)
 
 
-def test_several_cpu_processes_talk_through_gloo(tmp_path):
+def test_cpu_processes_use_gloo(tmp_path):
     from lightning.pytorch.strategies import DDPStrategy
 
     strategy = trainer_arguments(config(tmp_path, devices=2))["strategy"]
     assert isinstance(strategy, DDPStrategy) and strategy.process_group_backend == "gloo"
 
 
-def test_torchrun_decides_how_many_there_are(tmp_path, monkeypatch):
+def test_torchrun_sets_the_number_of_ranks(tmp_path, monkeypatch):
     for name, value in {"RANK": 5, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 4, "WORLD_SIZE": 8}.items():
         monkeypatch.setenv(name, str(value))
     arguments = trainer_arguments(config(tmp_path, devices=1))
     assert (arguments["devices"], arguments["num_nodes"]) == (4, 2)
 
 
-def test_more_gpus_than_there_are_is_an_error(tmp_path):
+def test_too_few_gpus_are_an_error(tmp_path):
     wanted = torch.cuda.device_count() + 1
     with pytest.raises(InputError, match="devices: found"):
         accelerator(TrainConfig(data=tmp_path, output=tmp_path, accelerator="gpu", devices=wanted))
 
 
-def test_precision_goes_by_the_device(tmp_path, monkeypatch):
-    """bf16 where a GPU has it, and TF32 while it trains; what was asked for stays."""
+def test_precision_depends_on_the_device(tmp_path, monkeypatch):
+    """bf16 on a GPU that has it, with TF32 while it trains; an explicit setting is kept."""
     gpu = TrainConfig(data=tmp_path, output=tmp_path, accelerator="gpu")
     assert (settled(config(tmp_path)).precision, settled(gpu).precision) == ("32", "bf16")
     assert settled(config(tmp_path, precision="bf16")).precision == "bf16"
@@ -62,7 +62,7 @@ def test_precision_goes_by_the_device(tmp_path, monkeypatch):
     assert torch.get_float32_matmul_precision() == before
 
 
-def test_sruns_ranks_reach_lightning_under_torchruns_names(tmp_path, monkeypatch):
+def test_ranks_of_srun_reach_lightning_under_torchruns_names(tmp_path, monkeypatch):
     slurm = {"SLURM_STEP_ID": 0, "SLURM_PROCID": 5, "SLURM_NTASKS": 6, "SLURM_LOCALID": 2}
     slurm |= {"SLURM_NODEID": 1, "SLURM_STEP_TASKS_PER_NODE": "3(x2)"}
     for name, value in slurm.items():

@@ -1,4 +1,4 @@
-"""What a step costs, with a clock that the tests turn."""
+"""Cost of training steps, with a clock that the tests set."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Clock:
 
 
 class Run:
-    """A training of parts of 2 x 10 places with 7 + 8 tokens, each of 600 FLOPs, on one rank."""
+    """Training on one rank: parts of 2 x 10 slots with 7 + 8 tokens and 600 FLOPs."""
 
     def __init__(self, peak: float | None = 1000.0):
         self.clock = Clock()
@@ -73,7 +73,7 @@ def test_a_window_counts_tokens_flops_and_waiting():
     )
 
 
-def test_what_happens_between_steps_is_nobodys_time():
+def test_time_between_steps_does_not_count():
     run = Run()
     run.part(waits=0.5, works=1.5)
     run.clock.now += 50  # a validation
@@ -83,7 +83,7 @@ def test_what_happens_between_steps_is_nobodys_time():
     assert metrics["steps_per_s"] == pytest.approx(0.5) and metrics["data_wait"] == pytest.approx(0.25)
 
 
-def test_a_steps_parts_are_one_step():
+def test_parts_of_a_step_count_as_one_step():
     run = Run()
     run.part(0.0, 1.0, last=False)
     run.part(0.0, 1.0)

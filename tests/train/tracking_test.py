@@ -1,4 +1,4 @@
-"""What a training tells its trackers, read back from their own files: interrupted once, then completed."""
+"""Logs of a training that was interrupted and resumed, read back from the trackers' own files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STOPPED_AT, STEPS = 23, 50
 
 @dataclass(frozen=True)
 class Tracked:
-    """A run's output directory, its two sessions in Weights & Biases, its table, and what it said."""
+    """Output directory of a run, its two sessions in Weights & Biases, its CSV rows, and its log lines."""
 
     output: Path
     config: TrainDrafterConfig
@@ -70,7 +70,7 @@ def tracked(artefacts, tmp_path_factory) -> Tracked:
     return Tracked(output, config, offline_runs(output), table(output), said)
 
 
-def test_a_continued_run_is_the_same_run_and_its_last_directory_holds_all_of_the_table(tracked):
+def test_a_resumed_run_keeps_its_id_and_logs_all_rows_again(tracked):
     first, second = tracked.sessions
     assert first.run_id == second.run_id == (tracked.output / "wandb_id.txt").read_text().strip()
     assert first.record.project == second.record.project == "draftsmith"
@@ -82,7 +82,7 @@ def test_a_continued_run_is_the_same_run_and_its_last_directory_holds_all_of_the
             assert logged == pytest.approx(row, rel=1e-7)  # the table has 8 digits
 
 
-def test_every_number_that_is_promised_is_there(tracked):
+def test_all_documented_metrics_are_logged(tracked):
     names = {name for row in tracked.table for name in row} - {"step"}
     training = {f"train/{name}" for name in ("loss", "feature_loss", "token_loss", "top1", "top3")}
     validation = {f"val/{name}" for name in ("loss", "feature_loss", "token_loss", "top1", "top3", "tau")}
@@ -95,7 +95,7 @@ def test_every_number_that_is_promised_is_there(tracked):
             assert 0 < row["cost/mfu"] < 2 and 0 <= row["cost/data_wait"] <= 1 and 0.5 < row["cost/real_tokens"] <= 1
 
 
-def test_the_run_knows_what_it_was_made_from(tracked, artefacts):
+def test_config_and_inputs_are_logged(tracked, artefacts):
     for session in tracked.sessions:
         logged = {**session.config, "resume": True}
         assert resolved(settled(tracked.config)).items() <= logged.items()
@@ -125,7 +125,7 @@ def test_the_head_is_an_artifact_of_the_completed_run_with_its_card(tracked):
     assert files == {path.name: (str(path), path.stat().st_size) for path in best.iterdir() if path.name != "README.md"}
 
 
-def test_the_run_is_made_from_its_data(tracked, artefacts):
+def test_the_data_artefact_is_an_input_of_the_run(tracked, artefacts):
     manifest = Manifest.read(artefacts.features)
     for session in tracked.sessions:
         (used,) = [artifact for artifact in session.artifacts if artifact.type == "dataset"]
@@ -135,7 +135,7 @@ def test_the_run_is_made_from_its_data(tracked, artefacts):
         assert session.record.run_group == "study 1"
 
 
-def test_machine_and_process_are_not_told(tracked):
+def test_machine_and_process_are_not_logged(tracked):
     for session in tracked.sessions:
         assert not session.kinds & {"environment", "output", "output_raw", "stats"} and session.record.host == ""
         content = next(session.directory.glob("run-*.wandb")).read_bytes()
@@ -143,14 +143,14 @@ def test_machine_and_process_are_not_told(tracked):
         assert not [path for path in (session.directory / "files").rglob("*") if path.is_file()]
 
 
-def test_how_to_upload_is_said_at_each_end(tracked):
+def test_the_upload_command_is_printed_at_each_end(tracked):
     until, after = tracked.said[: tracked.said.index("resumed")], tracked.said[tracked.said.index("resumed") :]
     for lines, session in ((until, tracked.sessions[0]), (after, tracked.sessions[1])):
         (line,) = [line for line in lines if "wandb sync" in line]
         assert line.endswith(f"wandb sync '{session.directory}'")
 
 
-def test_tensorboard_has_the_tables_numbers(tracked):
+def test_tensorboard_has_the_numbers_of_the_csv_file(tracked):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(tracked.output / "tensorboard")).Reload()

@@ -1,4 +1,4 @@
-"""The acceptance head's arithmetic and its stop rule against the paper's, written out."""
+"""The acceptance head and its stop rule against the paper's formulas."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def logit_by_definition(head: AcceptanceHead, hidden: torch.Tensor) -> float:
 @pytest.mark.parametrize("features", [(), ("log_q", "entropy", "depth")])
 @pytest.mark.parametrize("state", ["before", "after"])
 @pytest.mark.parametrize("activation", ["none", "relu"])
-def test_what_is_read_is_standardised_before_the_first_layer_and_the_direct_path(features, state, activation):
+def test_inputs_are_standardised_before_the_join_layer_and_the_direct_path(features, state, activation):
     head = make_head(num_blocks=0, features=features, state=state, width=5, activation=activation, standardize=True)
     assert (
         torch.equal(head.scale, torch.ones(head.config.input_size)) and not head.mean.any()
@@ -62,7 +62,7 @@ def test_what_is_read_is_standardised_before_the_first_layer_and_the_direct_path
     assert not list(head.folded().buffers()) and head.folded()(*read).dtype == torch.float32
 
 
-def test_a_head_without_a_first_layer_has_nothing_to_standardise_in():
+def test_a_head_without_a_join_layer_cannot_standardise():
     for changes in ({"activation": "relu"}, {"standardize": True}):
         with pytest.raises(InputError, match=r"head: found activation .*, expected neither without a first layer"):
             make_head(**changes)
@@ -108,7 +108,7 @@ def stopped_at(policy: PredictorStop, states: torch.Tensor) -> int:
 @pytest.mark.parametrize("calibrated", [False, True])
 @pytest.mark.parametrize("h", [0.3, 0.7, 0.95])
 @pytest.mark.parametrize("min_drafted", [1, 2, 4])
-def test_drafting_stops_when_a_rejection_is_likely_enough(h, min_drafted, calibrated):
+def test_drafting_stops_by_the_papers_rule(h, min_drafted, calibrated):
     head = make_head()
     policy = specdecpp(head, h=h, min_drafted=min_drafted, max_drafted=9, calibrated=calibrated)
     for seed in range(20):

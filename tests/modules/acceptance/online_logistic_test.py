@@ -1,4 +1,4 @@
-"""The online logistic fit, against the formula in matrices, a converged fit, and verdicts by hand."""
+"""The online logistic against the matrix formula, a converged fit, and verdicts by hand."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from draftsmith.modules.acceptance.policies import OnlinePredictor
 from draftsmith.modules.decoding.confidence import MAX_LOGIT, log_odds, sigmoid
 
 
-def test_it_starts_by_taking_the_feature_at_its_word():
+def test_it_starts_by_predicting_the_first_feature():
     model = OnlineLogistic()
     for prob in (0.01, 0.5, 0.97):
         assert model.prob([log_odds(math.log(prob))]) == pytest.approx(prob)
 
 
-def test_its_steps_are_those_of_the_matrix_formula():
+def test_its_steps_equal_the_matrix_formula():
     rng = np.random.default_rng(0)
     weights, precision = np.array([1.0, 0.0, 0.0]), 2.0 * np.eye(3)
     model = OnlineLogistic(2, prior=2.0)
@@ -35,7 +35,7 @@ def test_its_steps_are_those_of_the_matrix_formula():
     np.testing.assert_allclose(model.weights, weights, rtol=1e-9)
 
 
-def test_it_comes_near_the_fit_of_all_labels_at_once():
+def test_it_approaches_the_fit_to_all_labels():
     rng = np.random.default_rng(1)
     x = rng.normal(size=20000) * 2
     label = rng.random(20000) < 1 / (1 + np.exp(-(0.6 * x + 0.8)))
@@ -51,7 +51,7 @@ def test_it_comes_near_the_fit_of_all_labels_at_once():
 @pytest.mark.parametrize(
     ("num_accepted", "labels"), [(0, [0.0]), (2, [1.0, 1.0, 0.0]), (4, [1.0, 1.0, 1.0, 1.0])], ids=str
 )
-def test_a_round_teaches_down_to_and_with_the_first_rejection(num_accepted, labels):
+def test_a_verdict_is_learned_up_to_the_first_rejection(num_accepted, labels):
     features = [[0.5], [-1.0], [2.0], [0.0]]
     told, expected = OnlineLogistic(), OnlineLogistic()
     told.observe(features, num_accepted)
@@ -103,7 +103,7 @@ def excess(of: str, over: str, head: str, first: int) -> tuple[float, float]:
     return float(more.mean()), float(more.std() / math.sqrt(len(more)))
 
 
-def test_what_is_learned_on_top_of_a_right_head_costs_next_to_nothing():
+def test_learning_on_top_of_a_right_head_costs_little():
     # Four weights of the last 500 labels or so cost about 4 / (2 * 500) nats; the head itself is worth 0.08.
     mean, error = excess("both", "head", "right", 0)
     assert mean <= 0.005 + 2 * error
@@ -112,21 +112,21 @@ def test_what_is_learned_on_top_of_a_right_head_costs_next_to_nothing():
 
 
 @pytest.mark.parametrize("head", ["constant", "of another domain"])
-def test_a_head_that_does_not_help_does_not_hurt_after_2000_tokens(head):
+def test_a_useless_head_does_not_hurt_after_2000_tokens(head):
     mean, error = excess("both", "online", head, 2000)
     assert mean <= 0.002 + 2 * error
     mean, error = excess("both", "head", head, 0)
     assert mean + 4 * error < 0
 
 
-def test_a_head_that_helps_no_more_from_some_text_on_is_given_up():
-    """Without forgetting it is still 0.02 nats behind."""
+def test_a_head_that_stops_helping_is_given_up():
+    """Without forgetting it would still be 0.02 nats behind."""
     mean, error = excess("both", "online", "right for half of it", 3500)
     assert mean <= 0.004 + 2 * error
 
 
-def test_what_is_forgotten_is_what_is_seen_again():
-    """Of a long stream of one token the memory is that of its last labels; what other tokens taught lasts."""
+def test_forgetting_affects_the_direction_of_the_labels_only():
+    """A long stream of one token is remembered by its last labels; other directions keep their information."""
     model, steady = OnlineLogistic(memory=100), OnlineLogistic()
     for n in range(2000):
         for own in (model, steady):

@@ -48,7 +48,7 @@ class Says:
 
 
 def drafted(policy: StopPolicy, distributions: Sequence[torch.Tensor | None] = (None,) * 99) -> int:
-    """The length of a draft that nothing else ends; distributions: that its tokens, all of them 0, are drawn from."""
+    """Return the length of a draft that only the policy ends. distributions: of its tokens, all of them 0."""
     policy.start_round()
     return next(
         n for n, distribution in enumerate(distributions, start=1) if policy.should_stop(view(n, 0, distribution))
@@ -65,13 +65,13 @@ def drafted(policy: StopPolicy, distributions: Sequence[torch.Tensor | None] = (
         (False, 0.05, 9, 9, 9), (True, 0.05, 2, 9, 2), (True, 0.05, 3, 9, 3),
     ],
 )  # fmt: skip
-def test_a_threshold_ends_a_draft_once_a_rejection_is_likely_enough(late, h, minimum, maximum, length):
+def test_a_threshold_ends_a_draft_by_survival(late, h, minimum, maximum, length):
     policy = PredictorStop(Says([0.9, 0.8, 0.7, 0.4, *[0.1] * 5], late), ThresholdRule(h), minimum, maximum)
     assert drafted(policy) == drafted(policy) == length
 
 
 @pytest.mark.parametrize(("late", "length"), [(False, 3), (True, 4)])
-def test_a_threshold_that_is_met_and_not_passed_goes_on(late, length):
+def test_a_threshold_that_is_met_but_not_exceeded_does_not_stop(late, length):
     # Survival 0.5, then still 0.5, then 0.25: 1 - survival equals h, which no rounding decides.
     policy = PredictorStop(Says([0.5, 1.0, 0.5, 0.5], late), ThresholdRule(0.5), 1, 9)
     assert drafted(policy) == drafted(policy) == length
@@ -89,7 +89,7 @@ def test_a_threshold_that_is_met_and_not_passed_goes_on(late, length):
         (0.1, 1, 3, 3),
     ],
 )
-def test_confidence_ends_a_draft_with_the_first_token_below_the_threshold(t, minimum, maximum, length):
+def test_confidence_stops_at_the_first_token_below_the_threshold(t, minimum, maximum, length):
     distributions = [
         torch.tensor(distribution) for distribution in ([0.75, 0.25], [0.5, 0.5], [0.5, 0.5], [0.25, 0.75], [1.0, 0.0])
     ]
@@ -121,7 +121,7 @@ def test_self_verification_compares_with_the_mean_at_rejected_tokens_of_this_pro
         policy.reset()
 
 
-def test_entropy_is_heard_of_where_a_token_was_rejected_only():
+def test_entropy_is_averaged_at_rejected_tokens_only():
     rule = RunningEntropy()
     for entropies, accepted in (([1.0, 2.0, 4.0], 3), ([1.0, 2.0, 4.0], 1), ([6.0], 0), ([], 0)):
         rule.start_round()
@@ -131,7 +131,7 @@ def test_entropy_is_heard_of_where_a_token_was_rejected_only():
 
 
 @pytest.mark.parametrize("learns", [True, False])
-def test_only_a_predictor_that_learns_is_asked_of_a_full_drafts_last_token(learns):
+def test_only_a_learning_predictor_sees_the_last_token_of_a_full_draft(learns):
     predictor = Says([0.9] * 3, learns=learns)
     policy = PredictorStop(predictor, ThresholdRule(0.99), 1, 3)
     assert drafted(policy) == 3 and predictor.asked == ([1, 2, 3] if learns else [1, 2])
@@ -141,14 +141,14 @@ def test_only_a_predictor_that_learns_is_asked_of_a_full_drafts_last_token(learn
     assert predictor.verdicts == [(3, 1)]
 
 
-def test_a_token_is_worth_its_chance_and_costs_what_the_pace_would_bring():
+def test_the_cost_rule_compares_expected_tokens_with_the_pace():
     rule = CostRule(0.2)
     assert rule.pace == pytest.approx(1.5 / 1.2) and rule.acceptance == 0.5
     # 0.4 x 0.5 and 0.6 x 0.5 against 0.2 x 1.25; a token without a prediction stands for its mean.
     assert rule.enough(0.4, 0) and not rule.enough(0.6, 0) and rule.enough(0.6, 1) and not rule.enough(1.0, 1)
 
 
-def test_a_token_worth_exactly_its_time_is_drafted():
+def test_a_token_that_exactly_pays_is_drafted():
     rule = CostRule(0.25)
     for number in range(60):  # the pace comes to lie where a half of the acceptance is worth a quarter of it
         rule.observe(1, number % 2)
@@ -190,8 +190,8 @@ def test_the_cost_rule_finds_the_best_fixed_length(a, c, late):
     assert abs(sorted(late_lengths)[len(late_lengths) // 2] - best) <= 1
 
 
-def test_an_online_predictor_learns_what_its_confidence_is_worth():
-    """Tokens of q = 0.9 are accepted, tokens of q = 0.6 are not: the logistic turns the one way and the other."""
+def test_an_online_predictor_learns_to_rescale_confidence():
+    """Tokens of q = 0.9 are accepted, tokens of q = 0.6 are not."""
     predictor = OnlinePredictor("q", repeats=False)
     distributions = [torch.tensor([0.9, 0.1]), torch.tensor([0.6, 0.4])]
     first = [predictor.prob(view(1, 0, distribution)) for distribution in distributions]
@@ -206,6 +206,6 @@ def test_an_online_predictor_learns_what_its_confidence_is_worth():
 
 
 @pytest.mark.parametrize(("by", "prob"), [("q", 0.25), ("max_q", 0.75)])
-def test_an_online_predictor_looks_at_the_token_or_at_the_most_probable_one(by, prob):
+def test_an_online_predictor_reads_the_tokens_or_the_modes_probability(by, prob):
     distribution = torch.tensor([0.75, 0.25])
     assert OnlinePredictor(by, repeats=False).prob(view(1, 1, distribution)) == pytest.approx(prob)

@@ -1,4 +1,4 @@
-"""Repetitions of a text, against a search through all of it."""
+"""Repetitions of a text against an exhaustive search."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from draftsmith.modules.decoding.protocols import DraftView
 
 
 def by_search(text: list[int], drafted: list[int], token: int) -> float:
-    """The longest of the sizes whose last tokens stood in the text before, and what followed them the last time."""
+    """Score a token by searching the whole text for the longest suffix."""
     before = text + drafted
     for size in (8, 4, 2):
         suffix = before[-size:]
@@ -23,7 +23,7 @@ def by_search(text: list[int], drafted: list[int], token: int) -> float:
 
 
 def copying_text(seed: int, length: int) -> list[int]:
-    """Few tokens, with passages said again, so that every size occurs."""
+    """Return a text over few tokens with repeated passages, so that every size occurs."""
     rng = random.Random(seed)
     text = [rng.randrange(6) for _ in range(12)]
     while len(text) < length:
@@ -37,7 +37,7 @@ def scores(text: list[int], starts: list[int], drafted: list[list[int]]) -> torc
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_scores_are_those_of_a_search(seed):
+def test_scores_equal_an_exhaustive_search(seed):
     rng = random.Random(100 + seed)
     text, starts = copying_text(seed, 80), [1, 2, 9, 30, 31, 79]
     drafted = [
@@ -67,7 +67,7 @@ def test_tokens_after_the_end_of_a_draft_have_none():
     assert [part.shape for part in followers([1], [], torch.empty(0, 4, dtype=torch.int64))] == [(0, 4), (0, 4)]
 
 
-def test_a_policy_sees_the_same_while_the_text_grows_and_forgets_it_with_the_prompt():
+def test_scores_follow_a_growing_text_and_reset_with_the_prompt():
     text, seen = copying_text(7, 60), RepeatScores()
 
     def shown(context: list[int], drafted: list[int]) -> list[float]:
@@ -88,7 +88,7 @@ def test_a_policy_sees_the_same_while_the_text_grows_and_forgets_it_with_the_pro
         assert shown(other[:start], drafted) == expected
 
 
-def test_two_who_ask_of_the_same_token_are_told_the_same():
+def test_a_view_that_is_scored_twice_has_one_score():
     text, nothing = copying_text(7, 60), torch.empty(0, 0)
     for start in (20, 40, 42, 50):
         seen, drafted = RepeatScores(), text[start : start + 6]

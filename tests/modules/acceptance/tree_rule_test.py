@@ -1,4 +1,4 @@
-"""How many nodes a tree gets, against every number tried, and against arithmetic by hand."""
+"""Number of nodes of a tree against all numbers and arithmetic by hand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from draftsmith.modules.acceptance.tree_rule import TreeRule, TreeTimes
 TIMES = TreeTimes(first=1.0, step=0.5, verify=tuple(10 + 0.5 * nodes for nodes in range(129)))
 
 
-def test_the_pace_is_that_of_the_rounds_so_far():
+def test_the_pace_is_a_mean_over_rounds():
     rule = TreeRule(TIMES)
     assert rule.pace == pytest.approx(1.5 / (1.0 + 10.5))
     rule.observe(num_nodes=6, draft_calls=3, num_accepted=2)
@@ -20,7 +20,7 @@ def test_the_pace_is_that_of_the_rounds_so_far():
     assert rule.pace == pytest.approx((1.5 * kept + 3) / (11.5 * kept + (1 + 2 * 0.5) + (10 + 6 * 0.5)))
 
 
-def test_values_are_trusted_as_far_as_they_came_true():
+def test_trust_is_accepted_over_expected_nodes():
     rule = TreeRule(TIMES)
     for _ in range(3000):  # half of what is promised, for long enough
         rule.choose([0.0] * 128)
@@ -30,7 +30,7 @@ def test_values_are_trusted_as_far_as_they_came_true():
     assert rule.choose([math.log(p) for p in (0.9, 2.1 * cost, 1.9 * cost)]) == 2
 
 
-def test_nodes_are_kept_while_each_is_worth_its_time():
+def test_nodes_are_kept_while_each_pays():
     # At half a unit a node and a pace of about 0.13 a node has to bring 0.065 tokens.
     rule = TreeRule(TIMES)
     assert rule.choose([math.log(p) for p in (0.9, 0.5, 0.08, 0.05, 0.04)]) == 3
@@ -38,8 +38,8 @@ def test_nodes_are_kept_while_each_is_worth_its_time():
     assert rule.choose([0.0] * 500) == 128
 
 
-def test_what_is_worth_no_more_than_its_time_is_left():
-    """A pace of half a token, so that a probability of one half pays for a unit of time exactly."""
+def test_a_node_that_exactly_pays_is_left_out():
+    """At a pace of half a token a probability of one half exactly pays for a unit of time."""
     rule = TreeRule(TreeTimes(first=1.0, step=1.0, verify=(1.0, 2.0, 3.0, 3.0)), any_depth=True)
     assert rule.pace == 0.5
     assert rule.choose([0.0, math.log(0.5)]) == 1
@@ -52,7 +52,7 @@ def test_what_is_worth_no_more_than_its_time_is_left():
     assert rule.deeper(lambda: [math.log(0.51), math.log(0.5)])
 
 
-def test_only_the_nodes_that_were_taken_were_promised():
+def test_only_chosen_nodes_count_as_expected():
     rule = TreeRule(TIMES)
     taken = rule.choose([math.log(p) for p in (0.9, 0.5, 0.08, 0.05, 0.04)])
     rule.observe(taken, draft_calls=2, num_accepted=1)
@@ -62,7 +62,7 @@ def test_only_the_nodes_that_were_taken_were_promised():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_of_all_numbers_the_best_is_taken_on_a_curve_with_steps(seed):
+def test_the_best_number_of_nodes_is_chosen_on_a_stepped_curve(seed):
     draws = random.Random(seed)
     verify = [10.0]
     for _ in range(40):
@@ -73,8 +73,8 @@ def test_of_all_numbers_the_best_is_taken_on_a_curve_with_steps(seed):
     assert worth[rule.choose(values) - 1] == pytest.approx(max(worth))
 
 
-def test_in_the_long_run_it_is_as_fast_as_the_best_number_of_each_kind_of_round():
-    """Rounds of two kinds in turn, told apart by their values; tokens are as expected. Against every pair."""
+def test_in_the_long_run_it_matches_the_best_pair_of_numbers():
+    """Rounds of two kinds alternate; accepted tokens are as expected."""
     kinds = [[0.9**n for n in range(1, 40)], [0.4**n for n in range(1, 40)]]
     times = TreeTimes(2.0, 1.0, tuple(10 + 0.4 * n for n in range(40)))
 
@@ -93,7 +93,7 @@ def test_in_the_long_run_it_is_as_fast_as_the_best_number_of_each_kind_of_round(
     assert chosen[0] > chosen[1]
 
 
-def test_another_level_is_drafted_where_it_is_expected_to_bring_more_than_the_pace():
+def test_another_level_is_drafted_if_it_is_expected_to_pay():
     fixed, free = TreeRule(TIMES), TreeRule(TIMES, any_depth=True)
     for rule in (fixed, free):
         chosen = rule.choose([math.log(p) for p in (1.0, 0.8, 0.4)])

@@ -30,12 +30,12 @@ Trim = Callable[[list[DraftView]], int]  # tokens that stay
 
 
 def table(seed: int) -> TableLM:
-    """Every token has some mass."""
+    """Return a table model that gives every token some mass."""
     return TableLM(seed, support=(V,))
 
 
 def a_draft(draft: TableLM, source: Branches, count: int = DRAWN) -> list[DraftView]:
-    """Tokens as they are drawn, with what a policy is shown of each."""
+    """Draw a draft; return the views of its tokens."""
     views: list[DraftView] = []
     for number in range(1, count + 1):
         logits, state = draft.row((*TEXT, *(view.token for view in views)))
@@ -45,7 +45,7 @@ def a_draft(draft: TableLM, source: Branches, count: int = DRAWN) -> list[DraftV
 
 
 def text_of(target: TableLM, tokens: tuple[int, ...], length: int) -> Iterator[tuple[tuple[int, ...], float]]:
-    """Texts of so many tokens that go on from these, with their probabilities."""
+    """Yield the texts of so many tokens that start with these, with their probabilities."""
     if len(tokens) == length:
         yield tokens, 1.0
         return
@@ -84,7 +84,7 @@ def a_head(seed: int, **settings) -> AcceptanceHead:
 
 
 def number_alone(name: Feature) -> AcceptanceHead:
-    """Its output is one of its features."""
+    """Return a head whose output is one of its features."""
     head = a_head(0, state="before", features=(name,))
     head.out.weight.zero_()
     head.out.bias.zero_()
@@ -93,7 +93,7 @@ def number_alone(name: Feature) -> AcceptanceHead:
 
 
 def trims(head: AcceptanceHead, draft: TableLM) -> dict[str, Trim]:
-    """Ways to drop tokens by what a head says of all that were drawn."""
+    """Return ways to drop tokens by a head's predictions for all drawn ones."""
     predictor = HeadPredictor(head, draft.embed)
 
     def said(views: Sequence[DraftView]) -> list[float]:
@@ -118,7 +118,7 @@ def trims(head: AcceptanceHead, draft: TableLM) -> dict[str, Trim]:
     }
 
 
-def test_dropping_a_drawn_token_by_what_it_is_changes_the_output():
+def test_dropping_a_token_by_its_value_biases_the_output():
     """p = (.7, .3), q = (.5, .5): dropping every b gives (.85, .15)."""
     target, draft = table(1), table(2)
     for lm, prob in ((target, [0.7, 0.3]), (draft, [0.5, 0.5])):
@@ -132,8 +132,8 @@ def test_dropping_a_drawn_token_by_what_it_is_changes_the_output():
 @pytest.mark.parametrize(("state", "features", "exact"), [
     ("undrawn", BLIND, {"own place", "from the next place on"}), ("before", FEATURES, {"from the next place on"}),
 ])  # fmt: skip
-def test_an_undrawn_head_trims_its_own_place_and_a_seeing_one_the_next(state, features, exact):
-    """And neither by a budget, which looks at what lies behind."""
+def test_an_undrawn_head_may_trim_its_own_place_and_others_the_next(state, features, exact):
+    """Neither may trim by a budget, which depends on later tokens."""
     found: dict[str, list[float]] = defaultdict(list)
     kept: dict[str, set[int]] = defaultdict(set)
     for seed in range(1, 7):
@@ -147,7 +147,7 @@ def test_an_undrawn_head_trims_its_own_place_and_a_seeing_one_the_next(state, fe
 
 
 @pytest.mark.parametrize("name", FEATURES)
-def test_exactly_the_numbers_that_an_undrawn_head_may_not_read_bias_a_trimmer(name):
+def test_exactly_the_features_of_the_token_bias_a_trimmer(name):
     trimmed = []
     for seed in (1, 2, 3):
         draft = table(seed + 100)
