@@ -21,6 +21,7 @@ class Resamples:
     def __init__(self, owners: Sequence[Any], seed: int):
         _, self._owner = np.unique(np.asarray(owners), return_inverse=True)
         self._count = int(self._owner.max()) + 1 if len(owners) else 0
+        # All statistics use the same draws, so that ratios of them are paired.
         self._picks = np.random.default_rng(seed).integers(max(self._count, 1), size=(NUM_RESAMPLES, self._count))
 
     def sums(self, values: ArrayLike) -> Floats:

@@ -33,7 +33,7 @@ GREEDY = SamplingParams()
 # Answers that c is measured on.
 SHORT, LONG = 1, 6  # drafted tokens a round
 C_PROMPT, C_TOKENS, C_REPEATS = 16, 10, 9
-SLOW_S = 0.3  # a prompt that takes longer: fewer rounds are enough
+SLOW_S = 0.3  # seconds of a prompt
 SMALLEST_C = 1e-3
 
 # Calls and drafts that the times of trees are measured on.
@@ -132,6 +132,7 @@ def measure_step_cost(models: Models, drafter: str, rows: int, clock: Clock) -> 
 
         return answer
 
+    # On a slow machine fewer rounds say as much.
     short, long = answering(SHORT), answering(LONG)
     started = clock()
     short(1)
@@ -209,6 +210,7 @@ def time_draft_steps(target: CausalLM, drafter: Drafter, prompt: Sequence[int], 
         scores = session.extend([[token]], num_logits=1)
         token = int(scores.logits[0, -1].argmax())
         drafter.advance([Outcome((token,), 0, scores.features[0], scores.logits[0])])
+    # Two points of a straight line: the drafts with the fewest and with the most forwards.
     if not seconds:
         return {"first": 0.0, "step": 0.0}
     few, many = min(seconds), max(seconds)

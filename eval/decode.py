@@ -137,6 +137,7 @@ def choose_method(config: DecodeConfig) -> Named:
             remedy = "To compare several use `draftsmith eval bench`."
             raise InputError("method", repr(config.method), "one method", remedy)
         return named[0]
+    # The last one: `chain_methods` lists the draft model before heads.
     drafters = [name for name in chain_methods() if name in config.drafters]
     if not drafters:
         if config.policy != "auto":
@@ -146,6 +147,7 @@ def choose_method(config: DecodeConfig) -> Named:
     drafter = drafters[-1]
     if config.policy == "fixed":
         return parse_methods(chain_methods()[drafter])[0]
+    # The acceptance head fits one of several drafters.
     if config.acceptance is not None and len(drafters) > 1:
         drafter = trained_for(config.acceptance)
     online = "online" if config.acceptance is None else "online:head=on"

@@ -53,6 +53,7 @@ class CallableRunner:
             at_most(f"methods, {self.label}, tokens of an answer", num_tokens, max_new_tokens)
             return answer
         tokens = token_ids(f"methods, {self.label}, an answer", answer, self.target)[:max_new_tokens]
+        # Cut as our own decoder does, so that the counts of tokens are comparable.
         ends = [at for at, token in enumerate(tokens) if token in self.target.info.eos_ids][:1]
         tokens = tokens[: ends[0] + 1] if ends else tokens
         return Generation(tokens, DecodeTrace(prefill_emitted=len(tokens)), bool(ends))
@@ -85,6 +86,7 @@ def measure(
 
     for name, value, low in (("repeats", repeats, 1), ("max_new_tokens", max_new_tokens, 1), ("seed", seed, 0)):
         whole_number(name, value, low, MOST_SEED)
+    # A single prompt is a sequence as well, of characters, bytes or messages.
     if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Sequence) or not prompts:
         raise InputError("prompts", repr(prompts)[:80], "a list of at least one prompt", "Pass [prompt] for one.")
     check_methods(methods)

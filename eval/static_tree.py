@@ -73,6 +73,7 @@ def run(config: TreeConfig) -> Path:
     check_positive(config, "nodes", "depth", "ranks", "max_new_tokens", "num_threads")
     check_not_negative(config, "limit")
     at_most("nodes", config.nodes, MAX_NODES)
+    # One head, which drafts static trees.
     methods = {method.uses[0]: name for name, method in known_methods().items() if issubclass(method, StaticTrees)}
     heads = list(config.drafters.items())
     if len(heads) != 1 or heads[0][0] not in methods:
@@ -85,6 +86,7 @@ def run(config: TreeConfig) -> Path:
     models = load_run(config, [Named(method, parse_method(method))], prompts, config.max_new_tokens, GREEDY)
     at_most("ranks", config.ranks, models.target.info.vocab_size)
 
+    # Grow the tree with the most expected tokens.
     depth = min(config.depth, getattr(models.heads[kind].config, "num_heads", config.depth))
     accuracies = rank_accuracies(models, kind, prompts, config.max_new_tokens, depth, config.ranks)
     paths = likeliest_paths(accuracies, config.nodes)
@@ -166,6 +168,7 @@ def count_ranks(
     first, active = torch.tensor(starts), torch.ones(len(starts), dtype=torch.bool)
 
     def draw(piece: slice, level: int, logits: Tensor) -> Tensor:
+        # The text's token at this depth of every draft of the piece.
         places = first[piece] + level
         tokens = padded[places].to(logits.device)
         own = logits.gather(1, tokens[:, None])  # [s, 1]
@@ -174,6 +177,7 @@ def count_ranks(
         reached[level] += inside.sum()
         active[piece] = inside & (rank < ranks)
         right[level] += torch.bincount(rank[active[piece]], minlength=ranks)
+        # A NaN is reported by the drafter as a token that cannot be.
         return torch.where(own[:, 0].isnan(), NO_TOKEN, tokens)
 
     branches.grow(starts, depth, draw)

@@ -9,6 +9,7 @@ its drafts.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,6 @@ from draftsmith.eval.bench.measuring import measure_group, time_answers
 from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence, read_prompts
 from draftsmith.eval.bench.results import BASELINE, RESULTS, Row, describe, of_methods, summarise, tokens_per_s
 from draftsmith.eval.bench.runner import Runner, load_models, load_run, make_runners, trained_for
-from draftsmith.eval.clock import clock_of
 from draftsmith.eval.report.tables import drawn_data, to_json
 from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
 from draftsmith.modules.decoding.learner import snapshot_learned_state
@@ -99,8 +99,8 @@ def run(config: TuneConfig) -> Path:
     Raises:
         InputError: bad settings, models or prompts.
     """
-    clock = clock_of(config.device, config.num_threads)
-    started = clock()
+    started = time.perf_counter()
+    # Load, and drop the settings that the models do not allow.
     settings = check(config)
     source = read_prompts(config.prompts, config.target, config.split, config.keep_tasks, config.limit)
     prompts = [dataclasses.replace(prompt, number=number) for number, prompt in enumerate(source)]
@@ -110,13 +110,15 @@ def run(config: TuneConfig) -> Path:
         if topk > vocab_size:
             raise InputError("topk", topk, f"{vocab_size}, the vocabulary, or less", "Lower it.")
     settings = [named for named in settings if fits_head(named, models)]
+
+    # Halve the settings on ever more prompts.
     log_note(f"{len(settings)} settings on {len(prompts)} prompts")
     runners = make_runners(settings, models, [config.sampling])[config.temperature]
     unlearn = [snapshot_learned_state(runner) for runner in runners.values()]
     warm_up(config, prompts, runners)
     finalists, tried = halve(config, prompts, runners)
 
-    # What a method has learned from these prompts must not help it on the same ones.
+    # Measure the finalists anew. What they have learned from these prompts must not help them on the same ones.
     for restore in unlearn:
         restore()
     rows = measure_rows(config, prompts, {label: runners[label] for label in finalists}, config.repeats)
@@ -125,10 +127,13 @@ def run(config: TuneConfig) -> Path:
     summaries = summarise(measured, config.clock, config.seed, fair, config.temperature)
     summaries.sort(key=lambda row: -row["tokens_per_s"])
     best = summaries[0]
+
+    # Try the winner in each precision of its drafts.
     chosen = next(named for named in settings if named.label == best["method"])
     precisions = precision_speeds(config, prompts, models, chosen)
     precision = max(precisions, key=lambda bits: precisions[bits], default=None)
 
+    # Show and write.
     about = (
         f"The finalists of {len(settings)} settings, each on the same {len(prompts)} prompts, interleaved; speed-up "
         "over ar, with 95 % bootstrap intervals over prompts."
@@ -148,7 +153,7 @@ def run(config: TuneConfig) -> Path:
         **{f"{bits}_tokens_per_s": speed for bits, speed in precisions.items()},
         **{name: best[name] for name in ("speedup", "speedup_ci95", "tau", "tokens_per_s")},
         "settings": len(settings),
-        "seconds": clock() - started,
+        "seconds": time.perf_counter() - started,
     }
     tables = [table, drawn_data("tried", tried)]
     write_json(config.output / RESULTS, {"meta": meta, "tables": to_json(tables), "summary": json_values(summary)})
@@ -200,6 +205,7 @@ def settings_to_try(config: TuneConfig, reader: str | None) -> list[Named]:
                 for h in THRESHOLDS
             ]
             labels += [f"cost:max={depth}{own}", f"online:head=on:max={depth}{own}"]
+    # Trees of few nodes at any depth, up to what the widths of their levels give.
     depths = sorted({config.tree_depth, *(levels for levels in TREE_DEPTHS if levels < config.tree_depth)})
     for name in (name for kind, name in tree_methods().items() if kind in config.drafters):
         for topk in sorted(set(comma_numbers("topk", config.topk, int))):
@@ -247,6 +253,7 @@ def halve(
     """
     measured: dict[str, list[Row]] = {label: [] for label in runners}
     going = [label for label in runners if label != BASELINE]
+    # `ar` is measured with the finalists only: nothing is eliminated against it.
     first, count = 0, 1
     while len(going) > config.finalists and first < len(prompts):
         for row in measure_rows(config, prompts[first:count], {label: runners[label] for label in going}, 1):
@@ -277,6 +284,7 @@ def precision_speeds(
 
     Empty where there is no choice: nothing drafts, --draft-precision was given, or the models do not run in others.
     """
+    # The acceptance head is too small for its precision to matter.
     needs = set(chosen.method.needs) - {"acceptance"}
     lean = all(isinstance(lm, LlamaLM) for lm in (models.target, models.draft) if lm is not None)
     if config.draft_precision != "dtype" or not needs or not lean or models.target.device.type != "cpu":

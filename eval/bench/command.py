@@ -214,6 +214,7 @@ def check(config: BenchConfig, named: Sequence[Named]) -> dict[str, str]:
     """
     check_positive(config, "repeats", "num_threads", "max_new_tokens", "batch_size")
     check_not_negative(config, "limit", "traces")
+    # Rows are decoded together by the lean engine only, and not by every method.
     if config.batch_size > 1:
         batch = f"with batch_size {config.batch_size}"
         if config.engine == "hf":
@@ -229,6 +230,7 @@ def check(config: BenchConfig, named: Sequence[Named]) -> dict[str, str]:
     if config.card and not heads:
         remedy = "Pass --draft HEAD or --acceptance HEAD with a method that uses it, or leave --card out."
         raise InputError("card", "no method that uses a head", "a head to write the card of", remedy)
+    # A card that cannot be written is an error before hours of measuring, not behind them.
     for kind, directory in heads.items() if config.card else ():
         if Path(directory).is_dir() and not os.access(directory, os.W_OK):
             remedy = "Copy it to a place of your own, or leave --card out."

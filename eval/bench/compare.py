@@ -155,6 +155,7 @@ def listed(differing: Sequence[tuple[str, Any, Any]]) -> str:
 
 def notes_of(first: Bench, second: Bench) -> list[str]:
     """Return what a reader must know before the tables."""
+    # Differences of machine and drafters do not make the runs incomparable, but change what the numbers mean.
     notes, metas = [], (first.meta, second.meta)
     if slower := differences(*(machine(meta) for meta in metas)):
         notes.append(f"Taken on different machines, versions or threads ({listed(slower)}): tokens/s are left out.")
@@ -224,6 +225,7 @@ def compare_runs(first: Bench, second: Bench, seed: int) -> list[Table]:
 def pair(ours: Sequence[Row], theirs: Sequence[Row]) -> tuple[list[Row], list[Row]]:
     """Return the rows of the prompts that both measured, in the same order."""
     first, second = ({(row["prompt"], row["turn"]): row for row in rows} for rows in (ours, theirs))
+    # A prompt that failed in either run is in neither list.
     common = [key for key in first if key in second]
     if not common:
         remedy = "Measure both again, or look at their failures."

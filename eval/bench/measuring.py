@@ -133,6 +133,7 @@ class Journal:
             InputError: the directory holds an unfinished run of something else, or a damaged journal.
         """
         self.path = make_directory(directory) / JOURNAL
+        # As JSON reads it back: tuples become lists, and keys text.
         settings = json.loads(json.dumps(depends_on))
         lines = whole_lines(self.path) or [{"settings": settings, "auto": times}]
         for number, line in enumerate(lines, start=1):
@@ -194,6 +195,7 @@ class PromptRunner:
         Raises:
             InputError: no prompt could be measured; a journal of other groups.
         """
+        # Restore what was measured and learned before an interruption.
         groups = [file[start : start + batch_size] for file in files for start in range(0, len(file), batch_size)]
         for entry in journal.entries:
             if entry["group"] not in range(len(groups)) or entry["temperature"] not in self.runners:
@@ -208,6 +210,7 @@ class PromptRunner:
             log_note(f"draftsmith: resuming an interrupted run: {about}")
         if done < total:
             self.warm_up([prompt for file in files for prompt in file], batch_size)
+        # Measure the rest, and journal every group at once.
         rows: list[Row] = []
         with progress_bar("measuring", total, "prompts", done, moving=False) as progress:
             for number, group in enumerate(groups):
@@ -218,9 +221,11 @@ class PromptRunner:
                         journal.add({"group": number, "temperature": temperature, "rows": measured, "learned": learned})
                         progress(len(group))
                     rows += kept[number, temperature]
+        # Nothing to resume: the same command would fail again.
         if all(row["error"] is not None for row in rows):
             journal.remove()
             raise every_prompt_failed(rows[-1]["error"])
+        # In the order of the methods, whatever order they were measured in.
         labels = [(temperature, label) for temperature, own in self.runners.items() for label in own]
         order = {place: number for number, place in enumerate(labels)}
         return sorted(rows, key=lambda row: (order[row["temperature"], row["method"]], row["prompt"], row["turn"]))
@@ -257,6 +262,7 @@ class PromptRunner:
                 error += f"; so turns up to {prompt.turn + len(prompt.later)} were not asked"
             rows.extend(row_of(prompt, number, label, temperature, error=error) for label in runners)
 
+        # One turn after the other.
         while group:
             fitting: list[BenchPrompt] = []
             for prompt in group:
@@ -267,6 +273,7 @@ class PromptRunner:
             if not fitting:
                 break
             seeds = [seed_of(prompt, self.seed) for prompt in fitting]
+            # A failure of one method leaves the prompt out for all: they are compared on the same prompts.
             try:
                 turn = measure_group(runners, fitting, number, temperature, self.max_new_tokens, self.repeats, seeds)
             except PromptFailed as failure:

@@ -77,20 +77,19 @@ def read_prompts(
     keep_tasks: str | None = None,
     limit: int = 0,
     turns: Turns = "last",
-    skip: int = 0,
 ) -> list[BenchPrompt]:
     """Read prompts as token ids: the target's chat template, applied up to where the answer begins.
 
     split: keep rows of this split; `none` keeps all. keep_tasks: keep rows of these tasks, separated by commas.
-    limit: keep the first so many, 0 all, after the first `skip`. turns: user turns of a conversation that are asked;
-    a prompts artefact begins where `data prompts --turns` made it begin, and `all` asks its later turns too.
+    limit: keep the first so many, 0 all. turns: user turns of a conversation that are asked; a prompts artefact begins
+    where `data prompts --turns` made it begin, and `all` asks its later turns too.
 
     Raises:
         InputError: no such source, rows of an unknown shape, two with one id, an artefact of another tokenizer, or no
             row left.
     """
     rows = kept_rows(source, target, split, keep_tasks, turns)
-    return [row.prompt() for row in itertools.islice(rows, skip, skip + limit if limit else None)]
+    return [row.prompt() for row in itertools.islice(rows, limit or None)]
 
 
 def read_questions(
@@ -113,6 +112,7 @@ def read_questions(
             part = parts.setdefault(category, [])
             if not limit or len(part) < limit:
                 part.append(dataclasses.replace(row.prompt(), task=name or row.task, speed_bench=bool(category)))
+            # Categories are interleaved in a file, so that only a single part ends the reading.
             if not category and len(part) == limit:
                 break
         questions += parts.values()
@@ -139,22 +139,13 @@ def kept_rows(
             raise InputError(row.where, again, "an id of its own", "Correct the row.")
         empty = False
         yield row
+    # An empty selection is mostly a misspelt name: list those that there are.
     if empty:
         there = "; ".join(f"{name} {', '.join(sorted(filter(None, own))) or 'none'}" for name, own in seen.items())
         filters = " and ".join(f"{name} {value}" for name, value in (("split", split), ("tasks", keep_tasks)) if value)
         found = f"no matching row{f' of {filters}' if filters else ''} in {source} ({there})"
         remedy = "Check --split and --keep-tasks; --split none takes all splits."
         raise InputError("prompts", found, "at least one", remedy)
-
-
-def has_splits(source: str, target: str) -> bool:
-    """Return whether some rows of the source name their split."""
-    try:
-        return any(row.split for row in all_rows(source, target))
-    except InputError as error:
-        if error.field == "split":  # a data set with several splits, each of its own files
-            return True
-        raise
 
 
 def all_rows(source: str, target: str, split: str | None = None, turns: Turns = "last") -> Iterator[PromptRow]:
@@ -210,6 +201,7 @@ def chat_rows(source: str, target: str, split: str | None, turns: Turns) -> Iter
             return BenchPrompt(name, ids, task, tuple(messages), later)
         return BenchPrompt(name, ids, task)
 
+    # Only the rows that are kept apply the template, which takes most of the time.
     for number in range(len(opened)):
         where = opened.where(number)
         with row_errors(where):

@@ -89,6 +89,7 @@ def row_of(
     has an equal share, so only sums over whole groups mean anything. wall_s, cpu_s: shares of every repeat, in the
     order taken. error: why the prompt was not measured.
     """
+    # Only rows of ar hold the prompt: all methods read the same.
     totals = pool([answer.trace])
     return {
         "method": method,
@@ -184,6 +185,7 @@ def describe(
     identity, where it runs elsewhere. source: of the prompts, as the user named it. models: role -> the smaller models,
     None where there is none. more: further entries.
     """
+    # Later turns are part of what is asked.
     asked = [[prompt.prompt_ids, *prompt.later] if prompt.later else prompt.prompt_ids for prompt in prompts]
     identity = target if isinstance(target, Mapping) else target.info.identity
     return {
@@ -283,6 +285,7 @@ def summarise(
     compare: greedy in float32, where equality with ar is a fair test. speed_bench: tasks are SPEED-Bench's categories;
     adds `speed_bench_tau` to every part of `by_task`, and their mean to the row.
     """
+    # A group that mixes tasks was timed as a whole: its seconds belong to no task.
     baseline = measured[BASELINE]
     mixed = len({(row["group"], row["task"]) for row in baseline}) > len({row["group"] for row in baseline})
     tasks = [] if mixed else sorted({row["task"] for row in baseline if row["task"]})
@@ -361,6 +364,7 @@ def copying(rows: Sequence[Row], baseline: Sequence[Row]) -> dict[str, float | N
     for row, other in zip(rows, baseline, strict=True):
         prompt, answer = other["prompt_ids"], row["token_ids"]
         sequences.append(([*prompt, *answer], [False] * len(prompt) + [True] * len(answer)))
+        # Assign each round by its first token; `at` is that token's place in the answer.
         token_origins, at = origins(*sequences[-1])[len(prompt) :], row["prefill_emitted"]
         for step in (DecodeStep(**counts) for counts in row["rounds"]):
             if step.num_emitted:

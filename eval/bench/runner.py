@@ -100,6 +100,7 @@ def make_runners(
             found = "a model that only transformers can run"
             raise InputError(role, found, "a Llama-family model, to decode in batches", "Pass --batch-size 1.")
 
+    # A model of transformers serves all methods and temperatures.
     @functools.cache
     def hf_model(role: str) -> Any:
         return load_hf_model(models.paths[role], loading["dtype"], loading["device"], loading["trust_remote_code"])
@@ -166,6 +167,7 @@ def load_models(
     Raises:
         InputError: a missing or unfitting model, or a draft whose context is too short.
     """
+    # Language models.
     trees = check_methods(named, paths)
     needs = dict.fromkeys(need for item in named for need in item.method.needs)
     longest = min(sequence_length, target.info.max_position)
@@ -175,6 +177,7 @@ def load_models(
             lms[role] = load_smaller_lm(role, paths, target, longest, **loading | changes)
     draft, mid = lms.get(MODEL), lms.get("mid")
 
+    # Heads, each for the one model whose features it reads.
     heads: dict[str, Any] = {}
     for kind in (need for need in needs if need not in (MODEL, *ROLES)):
         owners = {item.method.drafts_for for item in named if kind in item.method.needs}
@@ -186,9 +189,10 @@ def load_models(
         heads[kind] = load_head(paths[kind], owner, kind=kind)
         heads[kind].draft_in(draft_precision, owner)
 
+    # The acceptance head.
     acceptance = None
     if "acceptance" in needs:
-        # The head reads the hidden states of one drafter: a draft model, or a head.
+        # It reads the hidden states of one drafter: a draft model, or a head.
         by_head = [item.method for item in named if "acceptance" in item.method.needs]
         readers = {next(need for need in method.needs if need not in ROLES) for method in by_head}
         if len(readers) > 1:
@@ -255,6 +259,7 @@ def read_tree(name: str) -> StaticTree:
         names = ", ".join(sorted(file.name.removesuffix(".yaml") for file in trees.iterdir()))
         raise InputError("tree", repr(name), f"a YAML file, or one of: {names}", "Correct the path.")
     try:
+        # A bool is an int to Python, but no rank.
         paths = yaml.safe_load(source.read_text())
         if wrong := [rank for path in paths for rank in path if type(rank) is not int]:
             raise ValueError(f"{wrong[0]!r} is no rank")

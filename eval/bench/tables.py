@@ -46,10 +46,12 @@ def results_tables(results: Mapping[str, Any]) -> list[Table]:
     tasks: list[Table] = []
     for temperature in temperatures:
         rows = [row for row in results["methods"] if row["temperature"] == temperature]
-        fastest = max(row["speedup"] for row in rows if not row["method"].endswith(LOSSY))  # ar is always there
+        # ar is always there.
+        fastest = max(row["speedup"] for row in rows if not row["method"].endswith(LOSSY))
         cells = []
         for row in rows:
-            matches = row["matches_ar"]  # None where it is no fair test
+            # None where equality with ar is no fair test: sampling, or half precision.
+            matches = row["matches_ar"]
             cells.append({
                 **row,
                 "speedup_ci": format_interval(row["speedup_ci95"]),

@@ -150,6 +150,7 @@ def node_accept_probs(
 
     logits: [N+1, V] of the target.
     """
+    # The target verifies the children of the nodes that it reached, -1 being the root.
     reached = {-1, *verdict.path}
     verified = [parent in reached for parent in tree.parents]
     count = sum(verified) if tree.is_chain else len(verified)
@@ -186,6 +187,7 @@ def write_traces(
 
     rows: of the run. seed: of the run.
     """
+    # The first questions of each task, with all their turns.
     baseline = [row for row in rows if row["method"] == BASELINE and row["error"] is None]
     numbers: dict[str, list[int]] = {}
     for row in baseline:
@@ -194,6 +196,7 @@ def write_traces(
             own.append(row["prompt"])
     baseline = [row for row in baseline if row["prompt"] in numbers[row["task"]]]
 
+    # Fresh runners: methods that learn begin anew, and transformers' own have no rounds to trace.
     runners: Any = make_runners([item for item in named if type(item.method) not in BASELINES.values()], models, modes)
     ids: set[int] = set()
     write_text(directory / TRACE, "")
