@@ -28,7 +28,8 @@ from draftsmith.modules.drafters import learned
 from draftsmith.modules.formats import format_names, formats, hf_assisted
 from draftsmith.modules.formats.base import ForeignHead, HeadFormat, ImportedHead, Package, Problem, Trial, largest
 from draftsmith.modules.formats.detect import detect, named_format
-from draftsmith.modules.formats.rope import Rope, frequencies
+from draftsmith.modules.formats.llama import LlamaFormat, flat, llama_config
+from draftsmith.modules.formats.rope import Rope, frequencies, transformers_rope
 from draftsmith.modules.layers import LlamaConfig, RopeScaling
 from draftsmith.modules.types import InputError
 
@@ -124,9 +125,12 @@ def original(directory: Path, kind: str, source: StateSource) -> nn.Module:
 
 def check_head(directory: Path, format: HeadFormat, source: StateSource, head: nn.Module | None) -> CheckReport:
     """Read a directory by a system's rules, and compare it with its record and with the head, if there are such."""
-    report = CheckReport()
+    report, package = CheckReport(), foreign_package(directory)
+    # Values of a wrong type are bad input, which ends the command, and not another head.
+    if isinstance(format, LlamaFormat):
+        llama_config(flat(package.config), transformers_rope(flat(package.config)))
     try:
-        theirs = format.read(foreign_package(directory), source.facts)
+        theirs = format.read(package, source.facts)
         net = build_head(format.kind, theirs.config, theirs.state)
     except InputError as error:
         report.problems.append(Problem(error.field, str(error).partition(": ")[2]))
