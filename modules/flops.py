@@ -1,9 +1,9 @@
-"""How many floating-point operations a model's arithmetic needs: model FLOPs, the numerator of MFU.
+"""Model FLOPs, the numerator of MFU: floating-point operations that a model's arithmetic needs.
 
-Matrix products only, a multiply-add counting 2 (norms, rotations and softmax are below a percent). Counted is what the
-algorithm needs, not what a kernel does: causal attention is the half below the diagonal, padding is nothing, and
-recomputing in the backward pass is free (PaLM, appendix B). Lengths are those of documents that do not see each other,
-so a packed batch counts as its documents do.
+Matrix products only, with 2 for a multiply-add (norms, rotations and softmax are below a percent). The algorithm's
+needs are counted, not a kernel's: causal attention is the half below the diagonal, padding is nothing, and recomputing
+in the backward pass is free (PaLM, appendix B). Lengths are of documents that do not see each other, so a packed batch
+counts like its documents.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from collections.abc import Sequence
 
 from draftsmith.modules.layers import LlamaConfig
 
-# Forward, then the gradients of weights and of inputs: as many each as the forward.
+# Passes of a trained product: the forward, and as many FLOPs each for the gradients of weights and of inputs.
 TRAINED = 3
-# What gets its input from data or frozen models needs no gradient of it.
+# A product whose inputs come from data or frozen models needs no gradient of them.
 TRAINED_FIRST = 2
-# A frozen product that passes the gradient on.
+# A frozen product passes the gradient on to its inputs.
 FROZEN_PASSING = 2
 
 
 def linear(in_size: int, out_size: int, rows: int) -> float:
-    """[rows, in_size] times [in_size, out_size]."""
+    """Count [rows, in_size] times [in_size, out_size]."""
     return 2.0 * in_size * out_size * rows
 
 
 def causal_pairs(lengths: Sequence[int], window: int | None = None) -> int:
-    """(query, key) pairs of causal attention over documents of these lengths; window: most keys a query sees."""
+    """Count (query, key) pairs of causal attention over documents; window: most keys a query sees."""
     pairs = 0
     for length in lengths:
         near = min(length, window or length)
@@ -35,12 +35,12 @@ def causal_pairs(lengths: Sequence[int], window: int | None = None) -> int:
 
 
 def attention(config: LlamaConfig, pairs: int) -> float:
-    """Scores and weighted values of ONE layer."""
+    """Count scores and weighted values of ONE layer."""
     return 4.0 * config.num_heads * config.head_dim * pairs
 
 
 def layer_matrices(config: LlamaConfig, rows: int) -> float:
-    """Query, key, value and output projections and the MLP of ONE layer."""
+    """Count the projections and the MLP of ONE layer."""
     size = config.hidden_size
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     projections = linear(size, queries + 2 * keys, rows) + linear(queries, size, rows)
@@ -48,16 +48,16 @@ def layer_matrices(config: LlamaConfig, rows: int) -> float:
 
 
 def layers_forward(config: LlamaConfig, lengths: Sequence[int]) -> float:
-    """All `num_layers` decoder layers over documents: a target's features. Without embedding and lm_head."""
+    """Count all decoder layers over documents, without embedding and lm_head: a target's features."""
     pairs = causal_pairs(lengths, config.sliding_window)
     return config.num_layers * (layer_matrices(config, sum(lengths)) + attention(config, pairs))
 
 
 def lm_head_forward(config: LlamaConfig, rows: int) -> float:
-    """Logits of `rows` hidden states."""
+    """Count the logits of `rows` hidden states."""
     return linear(config.hidden_size, config.vocab_size, rows)
 
 
 def parameters_forward(num_parameters: int, tokens: int) -> float:
-    """A model of unknown make: each parameter used once for each token. Without attention."""
+    """Count a model of unknown architecture: each parameter once for each token, without attention."""
     return 2.0 * num_parameters * tokens

@@ -1,4 +1,4 @@
-"""The Llama decoder layer: one definition for the target, the draft models, the EAGLE head and training.
+"""The Llama decoder layer, shared by targets, draft models, draft heads and training.
 
 Parameter names are those of transformers' Llama, Mistral, Qwen2 and Qwen3, so state dicts need no map.
 """
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from draftsmith.modules.types import InputError, check_config
 
 # Far beyond every published model (the largest: 262,144 tokens, 53,248 wide, 126 layers, a context of 10 million), and
-# little enough that a net of them is built without storage in seconds and counted in 64 bits.
+# small enough that a model of them is built on the meta device in seconds and its parameters fit 64 bits.
 MOST_SIZE, MOST_LAYERS, MOST_HEADS, MOST_POSITIONS = 2**24, 1024, 2**16, 2**24
 ROPE_KINDS = ("default", "linear", "llama3")  # that `rope_frequencies` computes
 
@@ -103,10 +103,10 @@ class RMSNorm(nn.Module):
 
 
 def rope_settings(raw: Mapping[str, Any], remedy: str) -> tuple[float, RopeScaling]:
-    """Rotary base and scaling of a transformers `config.json`, in the old spelling of rope settings and in the new.
+    """Read rotary base and scaling from a transformers `config.json`, with the old or the new spelling.
 
     Raises:
-        InputError: for a scaling that is not implemented here; `remedy` ends its message.
+        InputError: a scaling that is not implemented here; `remedy` ends the message.
     """
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
@@ -121,7 +121,7 @@ def rope_settings(raw: Mapping[str, Any], remedy: str) -> tuple[float, RopeScali
 
 
 def rope_frequencies(config: LlamaConfig) -> Tensor:
-    """Inverse frequencies [head_dim / 2] in float32, with the checkpoint's scaling (Llama 3.1 report, section 3.2)."""
+    """Compute inverse frequencies [head_dim / 2] in float32, scaled (Llama 3.1 report, section 3.2)."""
     inv_freq = config.rope_theta ** (-torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim)
     scaling = config.rope_scaling
     if scaling.kind == "default":
@@ -142,7 +142,7 @@ def rope_frequencies(config: LlamaConfig) -> Tensor:
 
 
 def rope_table(config: LlamaConfig, num_positions: int) -> tuple[Tensor, Tensor]:
-    """cos and sin, each [num_positions, head_dim], in float32."""
+    """Compute cos and sin, each [num_positions, head_dim], in float32."""
     angles = torch.outer(torch.arange(num_positions).float(), rope_frequencies(config))
     angles = torch.cat([angles, angles], dim=-1)
     return angles.cos(), angles.sin()
@@ -159,7 +159,7 @@ class Attention(nn.Module):
     """Grouped-query attention with rotary positions; biases and q/k norms as the config says."""
 
     def __init__(self, config: LlamaConfig, in_size: int | None = None):
-        """in_size: width of what it reads; None is the width of the layer."""
+        """in_size: width of the input; None: the layer's width."""
         super().__init__()
         in_size = in_size or config.hidden_size
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
@@ -174,7 +174,7 @@ class Attention(nn.Module):
         self.qk_norm = config.qk_norm
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated q [B, heads, T, D] and k, and v [B, kv_heads, T, D], of x [B, T, H]; cos, sin [B or 1, 1, T, D]."""
+        """Return rotated q [B, heads, T, D] and k, and v [B, kv_heads, T, D]; x [B, T, H], cos [B or 1, 1, T, D]."""
         batch, length, _ = x.shape
         query = self.q_proj(x).view(batch, length, self.num_heads, self.head_dim)
         key = self.k_proj(x).view(batch, length, self.num_kv_heads, self.head_dim)
@@ -184,7 +184,7 @@ class Attention(nn.Module):
         return rotate(query.transpose(1, 2), cos, sin), rotate(key.transpose(1, 2), cos, sin), value.transpose(1, 2)
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
-        """The heads' outputs [B, T, heads * D]. mask: bool, true = may attend, [.., T, S]; or `causal` with T == S."""
+        """Attend: [B, T, heads * D]. mask: bool [.., T, S], true = may attend; or `causal` with T == S."""
         out = F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=self.num_heads != self.num_kv_heads
         )
@@ -215,7 +215,7 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, causal: bool = True) -> Tensor:
-        """[B, T, H] -> [B, T, H] without a cache (training, teacher forcing)."""
+        """Run the layer on x [B, T, H] without a cache (training, teacher forcing)."""
         projected = self.self_attn.project(self.input_layernorm(x), cos, sin)
         x = x + self.self_attn.o_proj(self.self_attn.mix(*projected, mask, causal and mask is None))
         return x + self.mlp(self.post_attention_layernorm(x))
@@ -244,7 +244,7 @@ class LlamaModel(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
 
     def features(self, input_ids: Tensor) -> Tensor:
-        """Hidden states after the final norm [B, T, H] of input_ids [B, T], positions from 0."""
+        """Compute hidden states after the final norm [B, T, H] of input_ids [B, T], positions from 0."""
         length = input_ids.shape[1]
         x = self.embed_tokens(input_ids)
         cos, sin = self.cos[:length].to(x.dtype), self.sin[:length].to(x.dtype)
@@ -254,12 +254,12 @@ class LlamaModel(nn.Module):
         return self.norm(x)
 
     def _window_mask(self, length: int, device: torch.device) -> Tensor | None:
-        """Bool [T, T] where a sliding window (Mistral 7B, section 2) hides something, else None: plain causal."""
+        """Build the mask [T, T] of a sliding window (Mistral 7B, section 2); None if it hides nothing."""
         window = self.config.sliding_window
         if window is None or length <= window:
             return None
         return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Logits [B, T, V]."""
+        """Compute logits [B, T, V]."""
         return self.lm_head(self.features(input_ids))

@@ -1,8 +1,8 @@
-"""How good a predicted acceptance probability is, from vectors of scores and soft labels.
+"""Metrics of predicted acceptance probabilities, from vectors of scores and soft labels.
 
 A label P in [0, 1] is the probability that a drafted token is accepted (SpecDec++ section 3.3). Each token counts as
-P of a positive and 1 - P of a negative, which is what drawing acceptance many times would converge to. N tokens;
-where a weight [N] is given each counts that much.
+P of a positive and 1 - P of a negative, the limit of drawing acceptance many times. N tokens; weight [N]: how much each
+counts.
 """
 
 from __future__ import annotations
@@ -17,24 +17,28 @@ NUM_BINS = 15
 
 
 def binary_kl(logit: Tensor, accept_prob: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Mean KL(P || sigmoid(logit)) in nats, whatever the training weighs; all are [N]."""
+    """Compute the mean KL(P || sigmoid(logit)) in nats; all are [N]."""
     prob = accept_prob.double()
     cross_entropy = F.binary_cross_entropy_with_logits(logit.double(), prob, reduction="none")
     return _mean(cross_entropy + torch.xlogy(prob, prob) + torch.xlogy(1 - prob, 1 - prob), weight)
 
 
 def brier(prob: Tensor, accept_prob: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Mean squared distance of the predicted probability [N] from P [N], which is the Brier score of accept draws
-    less their own variance."""
+    """Compute the mean squared distance of the probability [N] from P [N].
+
+    It is the Brier score of acceptance draws, less their own variance.
+    """
     return _mean((prob.double() - accept_prob.double()).square(), weight)
 
 
 def expected_calibration_error(
     prob: Tensor, accept_prob: Tensor, num_bins: int = NUM_BINS, weight: Tensor | None = None
 ) -> Tensor:
-    """Mean |predicted - observed| over bins of equal mass (Nguyen & O'Connor 2015): tokens sorted by `prob` [N] and cut
-    into `num_bins` parts whose sizes differ by at most one, or, of weighted tokens, where the middle of a token's
-    weight falls; a bin weighs as much as its tokens."""
+    """Compute the mean |predicted - observed| over bins of equal mass (Nguyen & O'Connor 2015).
+
+    Tokens are sorted by `prob` [N] and cut into `num_bins` parts whose sizes differ by at most one; weighted tokens go
+    where the middle of their weight falls. A bin weighs as much as its tokens.
+    """
     order = prob.argsort(stable=True)
     gap = (prob.double() - accept_prob.double())[order]
     if weight is None:
@@ -44,10 +48,10 @@ def expected_calibration_error(
 
 
 def soft_label_auc(score: Tensor, accept_prob: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Probability that a random positive has a higher score than a random negative, ties counting half; [N] each.
+    """Compute the probability that a random positive scores higher than a random negative; ties count half.
 
-    The pairs of a token's own positive and negative share are ties, as in a list that holds every token twice. NaN
-    where there is no positive or no negative mass.
+    A token's own positive and negative share tie, as in a list that holds every token twice. NaN if there is no
+    positive or no negative mass.
     """
     prob = accept_prob.double()
     mass = torch.ones_like(prob) if weight is None else weight.double()
@@ -63,13 +67,15 @@ def _mean(values: Tensor, weight: Tensor | None) -> Tensor:
 
 
 def sums_by(values: Tensor, group: Tensor, size: int) -> Tensor:
-    """[size] sums of values [N] by their group [N]."""
+    """Sum values [N] by their group [N]: [size]."""
     return torch.zeros(size, dtype=values.dtype, device=values.device).index_add_(0, group, values)
 
 
 def equal_mass_bins(mass: Tensor, num_bins: int) -> Tensor:
-    """The bin of each of N items in their order, of `num_bins` bins of equal mass: where the middle of its own falls.
-    An item that is heavier than a bin leaves others empty."""
+    """Return the bin of each of N ordered items, of `num_bins` bins of equal mass: where the item's middle falls.
+
+    An item heavier than a bin leaves other bins empty.
+    """
     middle = mass.cumsum(0) - mass / 2
     return (middle * (num_bins / mass.sum())).long().clamp(0, num_bins - 1)
 
@@ -77,9 +83,9 @@ def equal_mass_bins(mass: Tensor, num_bins: int) -> Tensor:
 def fit_platt(
     logit: Tensor, accept_prob: Tensor, ridge: float = 1e-2, weight: Tensor | None = None
 ) -> tuple[float, float]:
-    """Scale and bias such that sigmoid(scale * logit + bias) fits P best in binary KL (Platt 1999).
+    """Fit scale and bias such that sigmoid(scale * logit + bias) is closest to P in binary KL (Platt 1999).
 
-    ridge: strength of a pull to (1, 0), in tokens; it keeps the answer finite where the labels are separable.
+    ridge: strength of a pull to (1, 0), in tokens; it keeps the result finite for separable labels.
     """
     scale, bias = fit_logistic(logit[:, None], accept_prob, [1.0, 0.0], ridge, weight).tolist()
     return scale, bias
@@ -88,10 +94,10 @@ def fit_platt(
 def fit_logistic(
     inputs: Tensor, accept_prob: Tensor, start: Sequence[float], ridge: float = 1e-2, weight: Tensor | None = None
 ) -> Tensor:
-    """Weights [F+1] in float64, the last one a bias, such that sigmoid(inputs @ weights + bias) fits P [N] best in
-    binary KL, by Newton's method; inputs [N, F].
+    """Fit sigmoid(inputs @ weights + bias) to P [N] in binary KL by Newton's method; inputs [N, F].
 
-    start: where it begins. ridge: strength of a pull to it, in tokens.
+    start: initial weights and bias. ridge: strength of a pull to it, in tokens.
+    Returns [F + 1] in float64, the bias last.
     """
     inputs = torch.cat([inputs.double(), torch.ones(len(inputs), 1, dtype=torch.float64, device=inputs.device)], 1)
     label = accept_prob.double()
@@ -124,8 +130,10 @@ def fit_logistic(
 def acceptance_metrics(
     logit: Tensor, accept_prob: Tensor, log_q: Tensor | None = None, weight: Tensor | None = None
 ) -> dict[str, float]:
-    """kl, brier, ece and auc of calibrated logits [N] against labels [N]; auc_q is the AUC of the draft's own
-    probability q(y_i) alone, from its logarithm [N]: what a head has to beat."""
+    """Compute kl, brier, ece and auc of calibrated logits [N] against labels [N].
+
+    auc_q: the AUC of the draft's own probability q(y_i), from its logarithm [N], which a head has to beat.
+    """
     prob = torch.sigmoid(logit.double())
     metrics = {
         "kl": binary_kl(logit, accept_prob, weight),

@@ -1,4 +1,4 @@
-"""Tensors and the host: what goes to a device does not wait for it, and what is counted there already is not asked."""
+"""Transfers to a device without waiting for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def to_device(values: Any, device: torch.device) -> Tensor:
-    """A tensor of the host, or integers as int64, without waiting for what the device is doing."""
+    """Send a tensor of the host, or integers as int64, without waiting for the device's work."""
     tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.int64)
     if device.type == "cpu":
         return tensor
@@ -18,7 +18,7 @@ def to_device(values: Any, device: torch.device) -> Tensor:
 
 
 def to_device_together(values: Sequence[Any], device: torch.device) -> list[Tensor]:
-    """`to_device` of several sets of integers in one transfer."""
+    """Send several sets of integers in one transfer."""
     tensors = [torch.tensor(own, dtype=torch.int64) for own in values]
     if device.type == "cpu":
         return tensors
@@ -28,8 +28,10 @@ def to_device_together(values: Sequence[Any], device: torch.device) -> list[Tens
 
 
 def true_places(mask: Tensor, count: int | None = None) -> Tensor:
-    """[N] int64, where in mask.flatten() it is true, ascending. count: how often, where that is known: the host then
-    does not wait for the device to say it."""
+    """Return the places where mask.flatten() is true, int64 [N], ascending.
+
+    count: their number, if the host knows it; without it the host waits for the device.
+    """
     flat = mask.flatten()
-    found = flat.nonzero() if count is None else torch.nonzero_static(flat, size=count)
-    return found[:, 0]
+    places = flat.nonzero() if count is None else torch.nonzero_static(flat, size=count)
+    return places[:, 0]

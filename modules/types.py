@@ -1,9 +1,9 @@
-"""Boundary types of the core, and the legend of shapes.
+"""Types shared by all modules, and the legend of shapes.
 
 B sequences, T positions, H hidden size, V vocabulary, L captured layers, K drafted tokens, N nodes of a draft tree.
 p is the target's next-token distribution and q the draft's, both AFTER temperature, top-k and top-p.
 
-The command line's errors are from here too, so torch is not imported.
+The command line raises errors from here, so torch is not imported.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 class InputError(ValueError):
-    """Bad input from a user, as one line: what is wrong, what was found, what was expected and the remedy.
+    """Bad input from a user, as one line: the field, what was found, what was expected, and the remedy.
 
-    The command line prints it and exits with code 2; any other exception is a defect and shows its traceback.
+    The command line prints it and exits with code 2. Any other exception is a defect and shows its traceback.
     """
 
     def __init__(self, field: str, found: object, expected: str, remedy: str):
@@ -32,7 +32,7 @@ class InputError(ValueError):
         self.field, self.found, self.expected, self.remedy = field, found, expected, remedy
 
     def within(self, place: str, remedy: str) -> InputError:
-        """The same error, of a field of `place`: a file, or one of several items."""
+        """Return the error for a field of `place`: a file, or one of several items."""
         return InputError(f"{place}, {self.field}", self.found, self.expected, remedy)
 
 
@@ -43,7 +43,7 @@ def without_passwords(text: str) -> str:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How logits become a distribution; p and q always share it.
+    """Options that turn logits into a distribution; p and q always share them.
 
     temperature: 0 is greedy: all mass on the argmax (lowest index on ties).
     top_k: keep the k most probable tokens; 0 keeps all.
@@ -68,7 +68,7 @@ class SamplingParams:
 class FeatureBatch:
     """Target features of whole sequences, unshifted: row t holds token x_t and the target's feature f_t.
 
-    lengths: of the documents that are laid end to end in one row [1, N] (modules/packing.py); None: a sequence a row.
+    lengths: of documents packed end to end in one row [1, N] (modules/packing.py); None: one sequence in each row.
     """
 
     input_ids: Tensor  #: [B, T] int64
@@ -112,7 +112,7 @@ def at_most(name: str, value: int, largest: int) -> None:
 
 
 def between(name: str, value: float, low: float, high: float) -> None:
-    """`value` lies strictly between."""
+    """Raise InputError unless low < value < high."""
     if not low < value < high:
         raise InputError(name, value, f"a number between {low} and {high}", "Correct it.")
 
@@ -126,9 +126,9 @@ def whole_number(name: str, value: object, low: int, high: float = math.inf) -> 
 def check_config(config: Any, **ranges: tuple[float, float]) -> None:
     """Check every field of a config dataclass by its annotated type, and its numbers by their ranges.
 
-    A config's `__post_init__` calls this, so that no command sees a value that a file or a caller made up.
+    Called in a config's `__post_init__`, so that no command sees a wrong value from a file or a caller.
 
-    ranges: field -> lowest and highest value, both allowed; for the items of a tuple likewise.
+    ranges: field -> lowest and highest value, both allowed; for a tuple, of its items.
 
     Raises:
         InputError: names the first field that does not fit.
@@ -145,7 +145,7 @@ _NAMES: Mapping[Any, str] = {bool: "true or false", str: "text"}
 
 
 def _expected(value: object, kind: Any, span: tuple[float, float]) -> str:
-    """Return what a value of this type and range is, in words; empty if `value` is one."""
+    """Describe the values of this type and range; empty if `value` is one of them."""
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):  # of configs: a type, or None
         return "" if value is None else _expected(value, args[0], span)

@@ -1,8 +1,9 @@
-"""Drafts that begin at many places of one text, side by side: what rounds of the decoder would draft there.
+"""Drafts that begin at many places of one text, side by side, as the decoder would draft there.
 
 The text is read once. A draft's tokens hang off it: they see the text up to their start, the tokens before them in
-their own draft, and nothing else. `start` s is the place of a draft's first token, so that the draft follows the first
-s tokens of the text.
+their own draft, and nothing else. A draft with start s follows the first s tokens of the text.
+
+S starts, K drafted tokens, T tokens of the text.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from draftsmith.modules.sampling import best_tokens, draw_rows, row_probabilitie
 from draftsmith.modules.targets.base import CausalLM, Session
 from draftsmith.modules.types import SamplingParams
 
-# A draft's tokens are computed against the slots of its whole group and masked there: more of them waste arithmetic,
-# fewer waste calls.
+# Tokens of drafts that are read together. A draft's tokens are computed against the slots of its whole group and masked
+# there: a larger group wastes arithmetic, a smaller one calls.
 GROUP_TOKENS = 512
 
-# Tokens [s] of the drafts in a slice of the starts, at this place of theirs (from 0), by their logits [s, V].
+# (slice of the starts, place in the draft from 0, logits [s, V]) -> tokens [s].
 Draw = Callable[[slice, int, Tensor], Tensor]
 
 
@@ -32,8 +33,7 @@ Draw = Callable[[slice, int, Tensor], Tensor]
 class Drafted:
     """Drafts of K tokens from S starts.
 
-    hidden: the drafter's states that predicted the tokens; `BranchDrafter.lm_head` of them and of their levels are the
-        logits they were drawn from.
+    hidden: the drafter's states that predicted the tokens; `BranchDrafter.lm_head` gives their logits.
     """
 
     tokens: Tensor  # [S, K] int64
@@ -42,49 +42,44 @@ class Drafted:
 
 @contextmanager
 def as_decoding(device: torch.device) -> Iterator[None]:
-    """Models compute as they decode, whatever a training around this does with its own weights."""
+    """Compute as decoding does, whatever precision a surrounding training uses for its own weights."""
     with torch.inference_mode(), torch.autocast(device.type, enabled=False):
         yield
 
 
 class BranchedText:
-    """A text that a language model reads, and branches that it reads off it; one text after another."""
+    """A text read by a language model, and branches read off it; one text after another."""
 
     def __init__(self, lm: CausalLM, depth: int):
         """depth: most tokens of a branch."""
         self._lm, self._device, self.group = lm, lm.device, group_of(depth)
         self._room, self._capacity, self._length = self.group * depth, 0, 0
         self._session: Session | None = None
-        self._features = torch.empty(0)
+        self.features = torch.empty(0)  # [T, H] the states after each token of the text
 
     def open(self, tokens: Sequence[int]) -> None:
-        """Read a text of T tokens in the place of the last one."""
+        """Read a text in place of the last one."""
         needed = len(tokens) + self._room
         if self._session is None or needed > self._capacity:
-            # Wide enough for most of what follows.
+            # A power of two is wide enough for most later texts.
             self._capacity = 1 << (needed - 1).bit_length()
             self._session = self._lm.session(1, self._capacity, static=False)
         self._session.reset(1)
         with as_decoding(self._device):
-            self._features = self._session.extend([tokens]).features[0]
+            self.features = self._session.extend([tokens]).features[0]
         self._length = len(tokens)
 
-    @property
-    def features(self) -> Tensor:
-        """[T, H]: the states once each token of the text was read."""
-        return self._features
-
     def read(self, starts: Sequence[int], branches: Tensor) -> Tensor:
-        """[S, n, H]: the states after the tokens of branches [S, n]; nothing of them is kept."""
-        read = []
+        """Return the states [S, n, H] after the tokens of branches [S, n], and drop the branches."""
+        states = []
         for piece in pieces(len(starts), self.group):
             with as_decoding(self._device):
-                read.append(self.level(torch.tensor(starts[piece]), 0, branches[piece]))
+                states.append(self.level(torch.tensor(starts[piece]), 0, branches[piece]))
                 self.drop()
-        return torch.cat(read)
+        return torch.cat(states)
 
     def level(self, starts: Tensor, first: int, tokens: Tensor) -> Tensor:
-        """[S, n, H]: the states after tokens [S, n] of branches whose `first` tokens before them have been read."""
+        """Return the states [S, n, H] after tokens [S, n] of branches that have read `first` tokens before them."""
         assert self._session is not None, "open a text first"
         count, levels = tokens.shape
         positions, visible = branch_mask(starts, self._length, first, levels)
@@ -93,34 +88,37 @@ class BranchedText:
         return hidden.view(levels, count, -1).transpose(0, 1)
 
     def drop(self) -> None:
-        """Forget the branches that `level` has read."""
+        """Drop the branches."""
         assert self._session is not None, "open a text first"
         self._session.keep([self._length])
 
 
 def target_states(text: BranchedText, starts: Sequence[int], drafted: Tensor) -> Tensor:
-    """[S, K, H]: the states of the model that has read `text` before each token of drafts [S, K], in one call for each
-    group of drafts; `lm_head` of them are the logits of what it would say there itself."""
-    first = text.features[torch.tensor(starts) - 1][:, None]
+    """Return the states [S, K, H] of the model before each token of drafts [S, K], one call for each group of drafts.
+
+    `lm_head` of them gives the logits of the model's own tokens there.
+    """
+    first = text.features[torch.tensor(starts) - 1][:, None]  # [S, 1, H]
     return torch.cat([first, text.read(starts, drafted[:, :-1])], 1) if drafted.shape[1] > 1 else first
 
 
 def group_of(depth: int) -> int:
-    """Drafts of `depth` tokens that are read together."""
+    """Return how many drafts of `depth` tokens are read together."""
     return max(1, GROUP_TOKENS // depth)
 
 
 def pieces(count: int, size: int) -> list[slice]:
-    """[0, count) in pieces of at most `size`."""
+    """Cut [0, count) into pieces of at most `size`."""
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
 def branch_mask(lengths: Tensor, text: int, first: int, levels: int) -> tuple[Tensor, Tensor]:
-    """Positions and visibility for `levels` more tokens of S branches whose `first` tokens are in the cache.
+    """Return positions and visibility for `levels` more tokens of S branches with `first` tokens in the cache.
 
     lengths: [S], how many of the `text` slots each branch sees, and so the position of its first token. Slots behind
-    the text hold the branches level by level, S in each. Returns positions [text + (first + levels) * S] of all slots,
-    and visible [levels * S, the same], bool.
+    the text hold the branches level by level, S in each.
+
+    Returns positions [text + (first + levels) * S] of all slots, and visible [levels * S, the same], bool.
     """
     depth, device = first + levels, lengths.device
     slots, level = torch.arange(text, device=device), torch.arange(depth, device=device)
@@ -133,8 +131,7 @@ def branch_mask(lengths: Tensor, text: int, first: int, levels: int) -> tuple[Te
 
 
 def draw_tokens(logits: Tensor, params: Sequence[SamplingParams], uniforms: Tensor | None) -> Tensor:
-    """A token [S] for each row of logits [S, V]: drawn from its distribution, or the argmax; NO_TOKEN where there is
-    none."""
+    """Draw a token [S] for each row of logits [S, V], or take the argmax without uniforms; NO_TOKEN if none exists."""
     if uniforms is None:
         assert all(own.greedy for own in params), "drawing needs uniforms"
         return best_tokens(logits)
@@ -142,52 +139,52 @@ def draw_tokens(logits: Tensor, params: Sequence[SamplingParams], uniforms: Tens
 
 
 class BranchDrafter(ABC):
-    """Drafts chains from many places of one text: a group of them grows by one token of each at a time. No call needs a
-    gradient or gives one.
+    """Drafter of chains from many places of one text: a group of them grows one token at a time. No gradients.
 
-    min_start: the first place that it drafts from. model: what drafts, for errors.
+    min_start: the first place that it drafts from. model: its name in errors.
     """
 
     min_start: int
     model: str
 
     def __init__(self, lm: CausalLM, depth: int):
-        """lm: the model whose embeddings it reads, and whose lm_head, unless it has its own. depth: most tokens of a
+        """lm: the model whose embeddings it reads, and whose lm_head unless it has its own. depth: most tokens of a
         draft."""
         self._lm, self.device, self._depth, self._group = lm, lm.device, depth, group_of(depth)
         self._text = torch.empty(0)  # [T - min_start + 1, H] the states that predict what follows its prefixes
 
     @abstractmethod
     def open(self, tokens: Sequence[int], features: Tensor | None = None) -> None:
-        """Read a text of T tokens in the place of the last one; features [T, F] of the target, where it reads them."""
+        """Read a text in place of the last one; features [T, F] of the target, if it reads them."""
 
     def _before(self, starts: Tensor) -> Tensor:
-        """[S, H]: the states that predict the first tokens."""
+        """Return the states [S, H] that predict the first tokens."""
         return self._text[starts.to(self._text.device) - self.min_start]
 
     @abstractmethod
     def _step(self, starts: Tensor, level: int, tokens: Tensor, hidden: Tensor) -> Tensor:
-        """[S, H]: the states after tokens [S], which `hidden` [S, H] predicted, in drafts of `level` tokens so far."""
+        """Return the states [S, H] after tokens [S], which `hidden` [S, H] predicted; drafts have `level` so far."""
 
-    def _drop(self) -> None:  # noqa: B027 (nothing to forget is usual)
-        """Forget the drafts."""
+    def _drop(self) -> None:  # noqa: B027 (most drafters keep nothing)
+        """Drop the drafts."""
 
     def embed(self, ids: Tensor) -> Tensor:
-        """The token embeddings [.., H] that the drafter reads."""
+        """Return the token embeddings [.., H] that the drafter reads."""
         return self._lm.embed(ids.to(self.device))
 
     def lm_head(self, hidden: Tensor, level: int | Tensor = 0) -> Tensor:
-        """Logits [.., V] of the drafter's states hidden [.., H]. level: which token of its draft each predicts, from 0,
-        one number or [..]: some drafters have an lm_head for each."""
+        """Return logits [.., V] of the drafter's states hidden [.., H].
+
+        level: which token of its draft each state predicts, from 0, one number or [..]; some have an lm_head for each.
+        """
         return self._lm.lm_head(hidden)
 
     def draft(
         self, starts: Sequence[int], depth: int, params: Sequence[SamplingParams], uniforms: Tensor | None = None
     ) -> Drafted:
-        """`depth` tokens from each of S starts, none before `min_start` nor behind the text.
+        """Draft `depth` tokens from each of S starts, none before `min_start` or behind the text.
 
-        params: one for each start. uniforms: [S, depth] float64 in [0, 1), each draws its token; None where all is
-        greedy.
+        params: one for each start. uniforms: [S, depth] float64 in [0, 1) that draw the tokens; None if all is greedy.
         """
 
         def draw(piece: slice, level: int, logits: Tensor) -> Tensor:
@@ -196,7 +193,7 @@ class BranchDrafter(ABC):
         return self.grow(starts, depth, draw)
 
     def grow(self, starts: Sequence[int], depth: int, draw: Draw) -> Drafted:
-        """`draft` with tokens that the caller draws.
+        """Draft with tokens that the caller draws.
 
         Raises:
             NonFinite: the drafter's logits.
@@ -220,9 +217,11 @@ class BranchDrafter(ABC):
         return Drafted(torch.cat(drafts), torch.cat(states))
 
     def states(self, starts: Sequence[int], drafted: Tensor) -> Tensor:
-        """[S, K + 1, H] of the drafter over drafts [S, K]: the states before y_1 .. y_K, then the one after y_K. So
-        those before the tokens are [:, :-1], and those once it has read them [:, 1:]. A head may be trained on them."""
-        found = []
+        """Return the drafter's states [S, K + 1, H] over drafts [S, K]: before y_1 .. y_K, and the one after y_K.
+
+        So those before the tokens are [:, :-1], and those once it has read them [:, 1:]. A head may be trained on them.
+        """
+        states = []
         for piece in pieces(len(starts), self._group):
             own = torch.tensor(starts[piece])
             with as_decoding(self.device):
@@ -230,9 +229,9 @@ class BranchDrafter(ABC):
                 for level, tokens in enumerate(drafted[piece].unbind(1)):
                     hidden.append(self._step(own, level, tokens, hidden[-1]))
                 self._drop()
-            # Outside inference mode, so that a head can be trained on them.
-            found.append(torch.stack(hidden, 1))
-        return torch.cat(found)
+            # Stacked outside inference mode, so that a head can be trained on the result.
+            states.append(torch.stack(hidden, 1))
+        return torch.cat(states)
 
 
 class DraftModelBranches(BranchDrafter):
@@ -241,7 +240,6 @@ class DraftModelBranches(BranchDrafter):
     min_start, model = 1, "draft"
 
     def __init__(self, lm: CausalLM, depth: int):
-        """depth: most tokens of a draft."""
         super().__init__(lm, depth)
         self.text = BranchedText(lm, depth)
 

@@ -1,7 +1,7 @@
-"""What a draft's own distribution says of the token that was drawn from it: the features of acceptance predictors.
+"""Confidence of a draft in the token drawn from its distribution: the features of acceptance predictors.
 
-Of a greedy draft the distribution is the softmax of its logits at temperature 1, and the token its mode. Natural
-logarithms, entropies in nats.
+A greedy draft's distribution is the softmax of its logits at temperature 1, and the token its mode. Natural logarithms,
+entropies in nats.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor
 
 from draftsmith.modules.decoding.protocols import DraftedStep, DraftView
 
-# Beyond these log-odds a softmax in float32 says little.
+# Beyond these log-odds a softmax in float32 has no precision left.
 MAX_LOGIT = 12.0
-SMALLEST = 1e-38  # in the place of 0, which has no logarithm
+SMALLEST = 1e-38  # stands for 0, which has no logarithm
 
 
 class TokenConfidence(NamedTuple):
-    """Numbers of one token: log q(y), log max q, and the distribution's entropy."""
+    """log q(y), log max q and the entropy of one token's distribution."""
 
     log_q: float
     log_max_q: float
@@ -30,9 +30,11 @@ class TokenConfidence(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenConfidences:
-    """Numbers of many tokens, as of `TokenConfidence`, float32 [..]; their places in the round, from 1; the
-    temperatures of their distributions; and, where it was looked for, how they go on with repetitions of the text, and
-    the mean of that over what may be drawn (`repeats.RepeatScores`)."""
+    """The same numbers of many tokens, float32 [..].
+
+    depth: place in the round, from 1. temperature: of the distribution. repeat, repeat_mean: if computed, whether the
+    token continues a repetition of the text, and the mean of that over the distribution (`repeats.RepeatScores`).
+    """
 
     log_q: Tensor
     log_max_q: Tensor
@@ -44,8 +46,7 @@ class TokenConfidences:
 
 
 def draft_distribution(view: DraftView) -> Tensor:
-    """The distribution [V] that the token was drawn from; of a greedy draft the softmax of its logits, which is worked
-    out once, whoever asks."""
+    """Return the distribution [V] of the token; the softmax of a greedy draft is computed once for all callers."""
     if view.draft_prob is not None:
         return view.draft_prob
     if view.softmax is None:
@@ -57,93 +58,92 @@ def draft_distribution(view: DraftView) -> Tensor:
 
 
 def distributions_of(step: DraftedStep) -> Tensor:
-    """`draft_distribution` of all rows of a step, [R, V]."""
+    """Return `draft_distribution` of all rows of a step, [R, V]."""
     if step.draft_prob is not None:
         return step.draft_prob
     return step.once("softmax", lambda step: wide(step.logits).softmax(-1))
 
 
 def wide(values: Tensor) -> Tensor:
-    """The numbers in float32, or in float64 where they are."""
+    """Convert to float32, unless it is float32 or float64 already."""
     return values if values.dtype in (torch.float32, torch.float64) else values.float()
 
 
 def confidence_of(view: DraftView, asked: Literal["token", "mode", "entropy"] = "entropy") -> TokenConfidence:
-    """Confidence of the token that a stop policy is shown. asked: the dearest number that is; dearer ones are NaN.
+    """Compute the confidence of the token in a view.
 
-    A draft waits for it, so that the calls are few, and numpy's where that is possible, which have less between them
-    and the work: no logarithm of a distribution is taken, but of its mode, from which log p = log max p - (max l - l) /
-    T for any other token of logit l."""
+    asked: the most expensive number that is needed; more expensive ones are NaN.
+    """
     if asked == "token":
         return TokenConfidence(log_q_of(view), math.nan, math.nan)
     distribution = draft_distribution(view)
     if distribution.is_cuda:
         if view.step is not None:
-            return view.step.once(asked, lambda step: _on_device(distributions_of(step), step.tokens, asked))[
-                view.place
-            ]
+            rows = view.step.once(asked, lambda step: _on_device(distributions_of(step), step.tokens, asked))
+            return rows[view.place]
         return _on_device(distribution[None], torch.tensor([view.token], device=distribution.device), asked)[0]
+    # The next draft step waits for these numbers, so calls are few, and NumPy's where possible.
     log_q, probs = log_q_of(view), distribution.numpy()
-    best = mode_of(view, probs)
+    best = _mode_of(view, probs)
     log_max_q = log_q if best == view.token else math.log(probs.item(best))
     if asked == "mode":
         return TokenConfidence(log_q, log_max_q, math.nan)
+    # No logarithm of the whole distribution: log p = log max p - (max l - l) / T for a token of logit l.
     logits = wide(view.logits)
-    mean = torch.dot(
-        distribution, logits if logits.dtype == distribution.dtype else logits.to(distribution.dtype)
-    ).item()
-    spread = (logits.numpy().item(best) - mean) / (view.temperature or 1.0) - log_max_q
-    if not math.isfinite(spread):  # logits of minus infinity, and 0 times that
-        spread = entropies(distribution).item()
-    return TokenConfidence(log_q, log_max_q, spread)
+    mean = torch.dot(distribution, logits.to(distribution.dtype)).item()
+    entropy = (logits.numpy().item(best) - mean) / (view.temperature or 1.0) - log_max_q
+    if not math.isfinite(entropy):  # a logit of minus infinity, and 0 times that
+        entropy = entropies(distribution).item()
+    return TokenConfidence(log_q, log_max_q, entropy)
 
 
 def _on_device(distributions: Tensor, tokens: Tensor, asked: Literal["mode", "entropy"]) -> list[TokenConfidence]:
-    """`confidence_of` of tokens [R] by their distributions [R, V], in one transfer."""
-    given = [distributions.gather(1, tokens[:, None])[:, 0], distributions.amax(1)]
-    given.append(entropies(distributions) if asked == "entropy" else torch.full_like(given[0], math.nan))
-    return [TokenConfidence(log_of(own), log_of(most), spread) for own, most, spread in torch.stack(given, 1).tolist()]
+    """Compute `confidence_of` tokens [R] with distributions [R, V], in one transfer."""
+    parts = [distributions.gather(1, tokens[:, None])[:, 0], distributions.amax(1)]
+    parts.append(entropies(distributions) if asked == "entropy" else torch.full_like(parts[0], math.nan))
+    return [TokenConfidence(_log(q), _log(most), entropy) for q, most, entropy in torch.stack(parts, 1).tolist()]
 
 
-def mode_of(view: DraftView, probs: Any) -> int:
-    """A most probable token of the view's distribution, an array [V]: the token shown where it was chosen for that, or
-    has half of the mass; only else is the array looked through."""
+def _mode_of(view: DraftView, probs: Any) -> int:
+    """Return a most probable token of an array [V].
+
+    That is the view's token if it was chosen for that, or has half of the mass; only otherwise is the array searched.
+    """
     token = view.token
     return token if view.draft_prob is None or probs.item(token) >= 0.5 else int(probs.argmax())
 
 
 def log_q_of(view: DraftView) -> float:
-    """log q of the token that a stop policy is shown, looked up once, whoever asks: less work than `confidence_of`."""
+    """Return log q of the view's token, computed once for all callers."""
     if view.log_q is None and view.step is not None:
         view.log_q = view.step.once("log_q", log_qs)[view.place]
     elif view.log_q is None:
         distribution = draft_distribution(view) if view.draft_prob is None else view.draft_prob
         own = distribution[view.token].item() if distribution.is_cuda else distribution.numpy().item(view.token)
-        view.log_q = math.log(SMALLEST if own < SMALLEST else own)
+        view.log_q = _log(own)
     return view.log_q
 
 
 def log_qs(step: DraftedStep) -> list[float]:
-    """`log_q_of` of all rows of a step."""
-    return [log_of(q) for q in distributions_of(step).gather(1, step.tokens[:, None])[:, 0].tolist()]
+    """Return `log_q_of` all rows of a step."""
+    return [_log(q) for q in distributions_of(step).gather(1, step.tokens[:, None])[:, 0].tolist()]
 
 
 def log_max_q_of(view: DraftView) -> float:
-    """The same of the most probable token."""
+    """Return the log-probability of the most probable token."""
     distribution = draft_distribution(view)
     if distribution.is_cuda:
-        return log_of(distribution.max().item())
+        return _log(distribution.max().item())
     probs = distribution.numpy()
-    return log_of(probs.item(mode_of(view, probs)))
+    return _log(probs.item(_mode_of(view, probs)))
 
 
-def log_of(prob: float) -> float:
-    """Its logarithm, of 0 that of the smallest number."""
+def _log(prob: float) -> float:
     return math.log(SMALLEST if prob < SMALLEST else prob)
 
 
 def confidences_of(distributions: Tensor, tokens: Tensor, depth: Tensor, temperature: Tensor) -> TokenConfidences:
-    """Confidences of tokens [..] by the distributions [.., V] that they were drawn from."""
+    """Compute confidences of tokens [..] drawn from distributions [.., V]."""
     own = distributions.gather(-1, tokens[..., None])[..., 0]
     return TokenConfidences(
         own.log(), distributions.amax(-1).log(), entropies(distributions), depth.float(), temperature.float()
@@ -151,25 +151,24 @@ def confidences_of(distributions: Tensor, tokens: Tensor, depth: Tensor, tempera
 
 
 def entropies(distributions: Tensor) -> Tensor:
-    """-sum p log p [nats] of distributions [.., V]; entries of probability zero add nothing."""
+    """Compute -sum p log p in nats of distributions [.., V]; entries of probability zero add nothing."""
     return -torch.xlogy(distributions, distributions).sum(-1)
 
 
 def log_odds(log_prob: float) -> float:
-    """log(q / (1 - q)) of log q, within [-MAX_LOGIT, MAX_LOGIT]."""
+    """Return log(q / (1 - q)) of log q, within [-MAX_LOGIT, MAX_LOGIT]; NaN stays."""
     if log_prob >= 0:
         return MAX_LOGIT
     logit = log_prob - math.log(-math.expm1(log_prob))
-    # A token waits for it: comparisons take less than calls of `min` and `max`. NaN stays.
+    # Comparisons take less time than `min` and `max`, for every drafted token.
     return MAX_LOGIT if logit > MAX_LOGIT else -MAX_LOGIT if logit < -MAX_LOGIT else logit
 
 
 def log_odds_of(log_prob: Tensor) -> Tensor:
-    """`log_odds` of a tensor; NaN stays."""
+    """Apply `log_odds` to a tensor."""
     return (log_prob - torch.log(-torch.expm1(log_prob.clamp(max=-1e-12)))).clamp(-MAX_LOGIT, MAX_LOGIT)
 
 
 def sigmoid(logit: float) -> float:
-    """1 / (1 + exp(-logit)), of any logit."""
-    # Neither branch's exponential can overflow.
+    """Return 1 / (1 + exp(-logit)). Neither branch's exponential can overflow."""
     return 1 / (1 + math.exp(-logit)) if logit >= 0 else math.exp(logit) / (1 + math.exp(logit))

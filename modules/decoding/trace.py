@@ -1,4 +1,4 @@
-"""What a generation cost and gained: every count, every rate and the only definitions of them.
+"""Counts and rates of a generation, defined once.
 
 N emitted tokens, cut at the end token (kept) and at `max_new_tokens` before counting. N_target target calls, the
 prefill included (it yields the first token). N_draft drafted tokens that were verified or thrown away.
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """One round: tokens drafted and accepted, tokens it emitted (after any cut), and the drafter's forwards."""
+    """Counts of one round: tokens drafted, accepted and emitted (after any cut), and the drafter's forwards."""
 
     num_drafted: int
     num_accepted: int
@@ -22,9 +22,9 @@ class DecodeStep:
 
 @dataclass
 class DecodeTrace:
-    """One generation. The prefill is not a step: it is the target call that emits the first token.
+    """Counts of one generation. The prefill is not a step: it is the target call that emits the first token.
 
-    prefill_calls: 0 for an engine whose first draft rides on the prefill, which then is a step like any other.
+    prefill_calls: 0 for an engine whose first draft rides on the prefill, which is then a step like any other.
     """
 
     steps: list[DecodeStep] = field(default_factory=list)
@@ -48,13 +48,15 @@ class DecodeTrace:
 
     @property
     def num_accepted(self) -> int:
-        """Drafted tokens that were emitted; a round's own token is not drafted."""
+        """Drafted tokens that were emitted; a round's own token is not one of them."""
         return sum(min(step.num_accepted, step.num_emitted) for step in self.steps)
 
     @property
     def num_discarded(self) -> int:
-        """N_discarded = N_draft + N_target - N, the identity of chains (SpecDec++ section 2): what was drafted and
-        not emitted, the tokens cut at the end included. A round whose own token was cut counts that one as well."""
+        """N_discarded = N_draft + N_target - N (SpecDec++, section 2): drafted tokens that were not emitted.
+
+        Tokens cut at the end count as well, a round's own token among them.
+        """
         return self.num_draft_tokens + self.num_target_calls - self.num_tokens
 
     @property
@@ -64,7 +66,7 @@ class DecodeTrace:
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over prompts; every rate is a ratio of sums, never a mean of ratios."""
+    """Sums over prompts. Every rate is a ratio of sums, never a mean of ratios."""
 
     prompts: int
     num_tokens: int
@@ -76,7 +78,7 @@ class Totals:
 
     @property
     def tau(self) -> float:
-        """Emitted tokens per target call, the bonus token included."""
+        """Acceptance length: emitted tokens per target call, the bonus token included."""
         return self.num_tokens / max(self.num_target_calls, 1)
 
     @property
@@ -86,8 +88,7 @@ class Totals:
 
     @property
     def verification_rate(self) -> float:
-        """N_target / N, SpecDec++'s verification rate, and HSDDW's utilisation eta (target inferences by the length of
-        the output). 1 / tau."""
+        """N_target / N = 1 / tau: SpecDec++'s verification rate, and HSDDW's utilisation eta."""
         return self.num_target_calls / max(self.num_tokens, 1)
 
     @property
@@ -97,7 +98,7 @@ class Totals:
 
 
 def pool(traces: Iterable[DecodeTrace]) -> Totals:
-    """Sums over prompts."""
+    """Sum traces over prompts."""
     items = list(traces)
     summed = [spec.name for spec in fields(Totals) if spec.name != "prompts"]
     return Totals(len(items), **{name: sum(getattr(trace, name) for trace in items) for name in summed})

@@ -1,4 +1,4 @@
-"""Shapes of draft trees: EAGLE-1's static ones, and EAGLE-2's choice of which candidates the target is to score."""
+"""Shapes of draft trees: EAGLE-1's static ones, and EAGLE-2's choice of the candidates that the target scores."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class StaticTree:
 
     @classmethod
     def from_paths(cls, paths: Sequence[Sequence[int]]) -> StaticTree:
-        """A tree from paths of ranks, as SafeAILab writes them: [0, 1] is the second child of the root's first.
+        """Build a tree from paths of ranks, as SafeAILab writes them: [0, 1] is the second child of the root's first.
 
         Raises:
-            ValueError: no path, a path that is empty, twice there or without its parent, or a negative rank.
+            ValueError: no paths, an empty or repeated path, one without its parent, or a negative rank.
         """
         ordered = sorted((tuple(path) for path in paths), key=lambda path: (len(path), path))
         numbers = {path: i for i, path in enumerate(ordered)}
@@ -41,21 +41,20 @@ class StaticTree:
         return cls(parents, tuple(path[-1] for path in ordered), tuple(len(path) for path in ordered))
 
     def level(self, depth: int) -> list[int]:
-        """Nodes at `depth`; 1 are the root's children."""
+        """Return the nodes at `depth`; the root's children are at 1."""
         return [i for i, own in enumerate(self.depths) if own == depth]
 
 
 def num_candidates(topk: int, levels: int) -> int:
-    """Candidates of EAGLE-2's tree: `topk` children of the root, and of each of the `topk` nodes that every level
-    expands."""
+    """Count the candidates of EAGLE-2's tree: `topk` children of the root, and of `topk` nodes in every level."""
     return topk * (1 + (levels - 1) * topk) if levels else 0
 
 
 def best_connected(parents: Sequence[int], values: Sequence[float], count: int) -> list[int]:
-    """The `count` candidates of highest value that form a tree with the root, ascending (EAGLE-2, section 4.2).
+    """Return the `count` candidates of highest value that form a tree with the root, ascending (EAGLE-2, section 4.2).
 
-    parents[i] < i; -1 is the root. Best first among the candidates whose parent is taken; of equal values the lowest
-    index. Where no child is worth more than its parent this is the top `count`, with parents before children on ties.
+    parents[i] < i; -1 is the root. Takes the best candidate whose parent is taken, of equal values the lowest index. If
+    no child is worth more than its parent this is the top `count`, with parents before children on ties.
     """
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(parents):
@@ -72,12 +71,13 @@ def best_connected(parents: Sequence[int], values: Sequence[float], count: int) 
 
 
 def likeliest_paths(accuracies: Sequence[Sequence[float]], count: int) -> list[tuple[int, ...]]:
-    """The tree of `count` nodes that is expected to have the most tokens accepted, as paths of ranks, best first
-    and parents before children, so that the first n are the tree of n nodes (Medusa, section 2.3.3).
+    """Return the tree of `count` nodes with the most expected accepted tokens, as paths of ranks (Medusa, section
+    2.3.3).
 
-    accuracies[d][r]: how often the token of rank r at depth d + 1 is the target's, given that all before it were. A
-    node is worth the product along its path, a tree the sum over its nodes (`expected_accepted`). As no child is worth
-    more than its parent, best first is optimal. Fewer nodes where no more have an accuracy above 0.
+    Paths come best first and parents before children, so that the first n are the tree of n nodes; fewer than `count`
+    if no other node has an accuracy above 0. accuracies[d][r]: how often the token of rank r at depth d + 1 is the
+    target's, given that all before it were. A node is worth the product along its path, a tree the sum over its nodes
+    (`expected_accepted`); since no child is worth more than its parent, best first is optimal.
 
     Raises:
         ValueError: count below 1, or an accuracy that is no probability.
@@ -104,6 +104,8 @@ def likeliest_paths(accuracies: Sequence[Sequence[float]], count: int) -> list[t
 
 
 def expected_accepted(accuracies: Sequence[Sequence[float]], paths: Sequence[Sequence[int]]) -> float:
-    """Drafted tokens accepted a round, expected of a tree: the sum over its nodes of the accuracies along the path. The
-    bonus token is not counted."""
+    """Return the expected accepted tokens of a tree: the sum over nodes of the product of accuracies along the path.
+
+    The bonus token is not counted.
+    """
     return math.fsum(math.prod(accuracies[d][rank] for d, rank in enumerate(path)) for path in paths)

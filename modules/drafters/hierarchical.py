@@ -1,4 +1,4 @@
-"""Three models: a fast drafter M1, a stronger model M2 that verifies its drafts, and the target (HSDDW)."""
+"""Hierarchical speculative decoding (HSDDW): M1 drafts for M2, and M2's output is the target's draft."""
 
 from __future__ import annotations
 
@@ -29,26 +29,25 @@ from draftsmith.modules.types import SamplingParams, at_least, at_most
 
 
 class HierarchicalDrafter:
-    """M2 decodes speculatively with M1, so what it emits follows M2 exactly: that is the draft, M2's distributions are
-    its q.
+    """Drafter in which M2 decodes speculatively with M1: its output follows M2 exactly, and M2's distributions are q.
 
-    The paper leaves out M2's own token when M1's draft is accepted whole; taking it is as lossless, and faster.
+    The paper leaves out M2's own token when M1's draft is accepted whole; keeping it is as lossless, and faster.
 
-    inner: M1. rule: the entropies of M2's distributions in this round, and what they are compared with.
+    inner: M1. rule: entropies of M2's distributions in this round, and their threshold.
     """
 
     def __init__(self, middle: CausalLM, inner: RowDrafter, max_drafted: int, dynamic: bool, capacity: int):
-        """inner: M1 for a single row, whose target is M2. max_drafted: most tokens handed to the target.
+        """inner: M1 for a single row, with M2 as its target. max_drafted: most tokens handed to the target.
 
-        dynamic: go on drafting while M2 is sure of itself (HSDDW); else hand over after one verification by M2.
+        dynamic: continue while M2's entropy stays below the threshold (HSDDW); else hand over after one M2 round.
         """
         self._lm, self.inner, self.max_drafted, self._dynamic = middle, inner, max_drafted, dynamic
-        # Not static: features are looked at after later calls.
+        # Not static: features are read after later calls.
         self._session = middle.session(1, min(capacity, middle.info.max_position), inner.capture, static=False)
         self.rule = RunningEntropy()
-        self._tokens: list[int] = []  # committed, then the draft in the making; M2 has read the first `_read` of them
+        self._tokens: list[int] = []  # committed ones, then this round's draft; M2 has read the first `_read`
         self._read = 0
-        self._features: dict[int, Tensor] = {}  # position -> M2's feature there [H], where M1 may still ask for it
+        self._features: dict[int, Tensor] = {}  # position -> M2's feature there [H], while M1 may need it
         self._num_drafted = self._calls = 0
 
     def start(self, prompt: Sequence[int], features: Tensor, first_token: int) -> None:
@@ -62,13 +61,13 @@ class HierarchicalDrafter:
         self._features = {}
 
     def propose(self, max_drafted: int, params: SamplingParams, source: Source) -> DraftTree:
-        # M2's context may be shorter than the target's; one of its positions goes to the last token it is to read.
+        # M2's context may be shorter than the target's; one of its positions goes to the last token that it reads.
         limit = min(max_drafted, self.max_drafted, self._lm.info.max_position - len(self._tokens))
         self._calls = self._num_drafted = 0
         self.rule.start_round()
         if limit < 1:
             return NO_DRAFT
-        start = len(self._tokens)  # what is drafted follows the committed tokens, until it is handed over
+        start = len(self._tokens)  # drafted tokens follow the committed ones until they are handed over
         distributions: list[Tensor] = []
         while (room := limit - (len(self._tokens) - start)) > 0:
             try:
@@ -86,7 +85,7 @@ class HierarchicalDrafter:
         return DraftTree(tuple(drafted), chain_parents(len(drafted)), drawn_from, draft_calls=self._calls)
 
     def _round(self, room: int, params: SamplingParams, source: Source) -> list[Tensor]:
-        """M1 drafts, M2 verifies: at most `room` tokens are appended; M2's distributions of them."""
+        """Let M1 draft and M2 verify. Appends at most `room` tokens and returns M2's distributions of them."""
         self._catch_up()
         tree = self.inner.propose([room - 1], params, [source])[0] if room > 1 else NO_DRAFT
         assert tree.is_chain, "M1 drafts chains"
@@ -117,7 +116,7 @@ class HierarchicalDrafter:
             raise NonFinite(model="mid", position=-1)
 
     def _catch_up(self) -> None:
-        """Tell M1 of the target's own tokens. If M1 reads features, M2 first has to read what precedes them."""
+        """Commit the target's own tokens to M1. If M1 reads features, M2 first reads what precedes them."""
         first, end = self._inner_length, len(self._tokens)
         if first == end:
             return
@@ -130,7 +129,7 @@ class HierarchicalDrafter:
         self._inner_length = end
 
     def _extend(self, unread: Sequence[int], num_logits: int) -> Scores:
-        """M2 reads on: the tokens that follow those it has read."""
+        """Let M2 read the next tokens."""
         self._calls += 1
         scores = self._session.extend([unread], num_logits=num_logits)
         if self.inner.needs_features:
@@ -139,7 +138,7 @@ class HierarchicalDrafter:
         return scores
 
     def _keep(self, length: int) -> None:
-        """Forget what M2 read after the first `length` tokens."""
+        """Drop all that M2 has read behind the first `length` tokens."""
         self._read = min(self._read, length)
         self._session.keep([self._read])
 
@@ -149,7 +148,7 @@ class HierarchicalDrafter:
         self._keep(length)
         self.inner.rewind(0, length)
         self._inner_length = min(self._inner_length, length)
-        # M1 will ask for the features from the token before its next one on.
+        # M1 will need the features from the token before its next one on.
         self._features = {i: row for i, row in self._features.items() if self._inner_length - 1 <= i < length}
         self.rule.observe(self._num_drafted, outcome.num_accepted)
 
@@ -204,8 +203,8 @@ class PreAndSelfVerification(PreVerification):
 class Hsddw(PreAndSelfVerification):
     """HSDDW: M1 and M2 take turns until M2's entropy exceeds its mean at rejected tokens, then the target verifies.
 
-    The paper looks at M2's entropy at all drafted positions (algorithm 2, line 28), this at those of the tokens that M2
-    hands on: what M1 drafted behind its first rejected token says nothing of them.
+    The paper reads M2's entropy at all drafted positions (algorithm 2, line 28). Here only those of the tokens that M2
+    emits count: positions behind M1's first rejected token belong to another text.
 
     max: most tokens handed to the target at once.
     """
