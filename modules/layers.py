@@ -19,7 +19,8 @@ from draftsmith.modules.types import InputError, check_config
 # Far beyond every published model (the largest: 262,144 tokens, 53,248 wide, 126 layers, a context of 10 million), and
 # small enough that a model of them is built on the meta device in seconds and its parameters fit 64 bits.
 MOST_SIZE, MOST_LAYERS, MOST_HEADS, MOST_POSITIONS = 2**24, 1024, 2**16, 2**24
-ROPE_KINDS = ("default", "linear", "llama3")  # that `rope_frequencies` computes
+# Scalings that `rope_frequencies` computes.
+ROPE_KINDS = ("default", "linear", "llama3")
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ class RopeScaling:
             high_freq_factor=(1e-6, 1e6),
             original_max_position=(1, MOST_POSITIONS),
         )
-        if self.kind == "llama3" and self.low_freq_factor == self.high_freq_factor:  # a division by their difference
+        # The formula divides by their difference.
+        if self.kind == "llama3" and self.low_freq_factor == self.high_freq_factor:
             expected = f"another number than low_freq_factor, {self.low_freq_factor}"
             raise InputError("high_freq_factor", self.high_freq_factor, expected, "Correct it.")
 
@@ -73,7 +75,8 @@ class LlamaConfig:
             vocab_size=(1, MOST_SIZE),
             hidden_size=(1, MOST_SIZE),
             intermediate_size=(1, MOST_SIZE),
-            num_layers=(0, MOST_LAYERS),  # Hydra heads without prefix attention have none
+            # Hydra heads without prefix attention have none.
+            num_layers=(0, MOST_LAYERS),
             num_heads=(1, MOST_HEADS),
             num_kv_heads=(1, MOST_HEADS),
             head_dim=(1, MOST_HEADS),

@@ -127,7 +127,8 @@ def pick(probs: Tensor, uniform: float) -> int:
         ends = array[:whole].reshape(-1, TOP_BLOCK).sum(-1, dtype="float64").cumsum()
         total = ends[-1] + array[whole:].sum(dtype="float64")
         wanted = total * uniform
-        block = int(ends.searchsorted(wanted, "right"))  # the rest behind the whole blocks counts as one
+        # The rest behind the whole blocks counts as one.
+        block = int(ends.searchsorted(wanted, "right"))
         own = array[block * TOP_BLOCK : (block + 1) * TOP_BLOCK]
         place = int(own.cumsum(dtype="float64").searchsorted(wanted - (ends[block - 1] if block else 0.0), "right"))
         return block * TOP_BLOCK + place if place < len(own) else _last(own, total, block * TOP_BLOCK)

@@ -59,7 +59,8 @@ class SamplingParams:
         if not 0 < self.top_p <= 1:
             raise InputError("top_p", self.top_p, "a number in (0, 1]", "Pass 1 to switch it off.")
 
-    @functools.cached_property  # read for every drafted token
+    # Read for every drafted token.
+    @functools.cached_property
     def greedy(self) -> bool:
         return self.temperature == 0
 
@@ -147,7 +148,8 @@ _NAMES: Mapping[Any, str] = {bool: "true or false", str: "text"}
 def _expected(value: object, kind: Any, span: tuple[float, float]) -> str:
     """Describe the values of this type and range; empty if `value` is one of them."""
     origin, args = get_origin(kind), get_args(kind)
-    if origin in (Union, UnionType):  # of configs: a type, or None
+    # Configs have a type or None.
+    if origin in (Union, UnionType):
         return "" if value is None else _expected(value, args[0], span)
     if origin is Literal:
         return "" if value in args and type(value) is type(args[0]) else f"one of {', '.join(map(str, args))}"

@@ -65,7 +65,8 @@ def draft_chains(
         stops[row].start_round()
     tokens: list[list[int]] = [[] for _ in lengths]
     drawn_from: list[list[Tensor]] = [[] for _ in lengths]
-    count = 0  # tokens drafted in each of `rows`
+    # Number of tokens drafted in each of `rows`.
+    count = 0
     while rows:
         # Choose one token for each row that is still drafting.
         row_logits = logits.unbind()
@@ -132,7 +133,8 @@ def draft_fixed_length(
             drawn.append(draw_rows(drawn_from[-1], uniforms[:, len(drawn)]))
         if len(drawn) == longest:
             break
-        logits, _ = step(drawn[-1].clamp_min(0)[:, None])  # NO_TOKEN has no embedding
+        # NO_TOKEN has no embedding.
+        logits, _ = step(drawn[-1].clamp_min(0)[:, None])
     tokens = torch.stack(drawn, 1).tolist()  # [B, K]
     q = torch.stack(drawn_from, 1) if drawn_from else None  # [B, K, V]
     for row, length in enumerate(lengths):

@@ -17,7 +17,8 @@ from draftsmith.modules.decoding.protocols import DraftedStep, DraftView
 
 # Beyond these log-odds a softmax in float32 has no precision left.
 MAX_LOGIT = 12.0
-SMALLEST = 1e-38  # stands for 0, which has no logarithm
+# Stands for 0, which has no logarithm.
+SMALLEST = 1e-38
 
 
 class TokenConfidence(NamedTuple):
@@ -92,7 +93,8 @@ def confidence_of(view: DraftView, asked: Literal["token", "mode", "entropy"] = 
     logits = wide(view.logits)
     mean = torch.dot(distribution, logits.to(distribution.dtype)).item()
     entropy = (logits.numpy().item(best) - mean) / (view.temperature or 1.0) - log_max_q
-    if not math.isfinite(entropy):  # a logit of minus infinity, and 0 times that
+    # A logit of minus infinity, and 0 times that.
+    if not math.isfinite(entropy):
         entropy = entropies(distribution).item()
     return TokenConfidence(log_q, log_max_q, entropy)
 

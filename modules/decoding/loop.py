@@ -184,14 +184,16 @@ class RowPool:
         """rows: most rows at a time; the drafter needs room for them. longest: most tokens of a prompt and answer."""
         capture, nodes = () if drafter is None else drafter.capture, options.max_nodes
         session = options.session
-        if session is None:  # with room for everything kept, and one round's root and nodes
+        # With room for everything kept, and one round's root and nodes.
+        if session is None:
             session = target.session(rows, min(longest, target.info.max_position) + nodes + 1, capture)
         if session.capture != capture:
             raise ValueError(f"session: captures {session.capture}, and the drafter reads {capture}")
         self._session, self._drafter, self._params, self._on_round = session, drafter, params, options.on_round
         self._size, self._longest, self._max_nodes = rows, longest, nodes
         self._rows: list[RowAnswer] = []
-        self._finished = False  # whether there may be finished rows
+        # Some row may be finished; saves looking in every round.
+        self._finished = False
 
     @property
     def num_active(self) -> int:
@@ -227,7 +229,8 @@ class RowPool:
         for row in fresh:
             if (whole := len(row.prompt) + row.room) > self._longest:
                 raise ValueError(f"prompt {row.number}: {whole} tokens with its answer, and room for {self._longest}")
-        if not self.num_active:  # session and drafter may hold rows of an earlier use
+        # Session and drafter may hold rows of an earlier use.
+        if not self.num_active:
             self._rows = []
             self._session.reset(0)
             if self._drafter is not None:
@@ -294,7 +297,8 @@ class RowPool:
         outcomes: list[Outcome | None] = [None] * len(rows)
         for place, (row, tree, verdict) in enumerate(zip(rows, trees, verdicts, strict=True)):
             if tree is not None and verdict is not None:
-                first = lengths[place] = lengths[place] - tree.num_read  # slot of the first node
+                # The slots from here on hold the nodes.
+                first = lengths[place] = lengths[place] - tree.num_read
                 read_path = [node for node in verdict.path if node < tree.num_read]
                 slots[place] = [first + node for node in read_path]
                 logits, features = scores.logits[place], scores.features[place]
@@ -347,7 +351,8 @@ class RowPool:
         self._finished = count < len(self._rows)
         if not self._finished or (self._session.static and 2 * count > len(self._rows)):
             return
-        last = [place for place in active if place >= count]  # these move to the places of finished rows
+        # These move to the places of finished rows.
+        last = [place for place in active if place >= count]
         places = [last.pop() if row.done else place for place, row in enumerate(self._rows[:count])]
         self._rows, self._finished = [self._rows[place] for place in places], False
         self._session.select(places)

@@ -126,7 +126,8 @@ class DraftedStep:
         return values if len(values) == len(self.rows) else values[list(self.rows)]
 
 
-@dataclass(slots=True)  # not frozen: that would make it ten times slower, and one is made for every drafted token
+# Not frozen: that would make it ten times slower, and one is made for every drafted token.
+@dataclass(slots=True)
 class DraftView:
     """State of a draft right after its n-th token, as a stop policy sees it.
 

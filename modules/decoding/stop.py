@@ -70,7 +70,8 @@ class RunningEntropy:
     """
 
     def __init__(self) -> None:
-        self.entropies: list[float] = []  # of this round's drafted tokens
+        # Of this round's drafted tokens.
+        self.entropies: list[float] = []
         self.reset()
 
     def reset(self) -> None:

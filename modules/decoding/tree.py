@@ -7,7 +7,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-MAX_NODES = 128  # most drafted tokens of a row that the target scores in one call
+# Most drafted tokens of a row that the target scores in one call.
+MAX_NODES = 128
 
 
 @dataclass(frozen=True)

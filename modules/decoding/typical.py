@@ -45,8 +45,10 @@ class Typical:
             NonFinite: a distribution; the position is the node's depth.
         """
         paths: dict[int, tuple[int, ...]] = {-1: ()}
-        scores = {-1: (0, 0.0)}  # length, log-probability
-        laws: dict[int, tuple[Tensor, Tensor]] = {}  # parent -> distribution, accepted tokens
+        # Node -> length and log-probability of its path.
+        scores = {-1: (0, 0.0)}
+        # Parent -> its distribution, and the tokens that are accepted behind it.
+        laws: dict[int, tuple[Tensor, Tensor]] = {}
         for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
             if parent not in paths:
                 continue

@@ -58,7 +58,8 @@ def verify(
     ahead = logits.is_cuda if ahead is None else ahead
     numbers = _AheadNumbers(trees, logits, params, sources) if ahead else _LazyNumbers(logits, params, sources)
     verdicts: list[Verdict | None] = [None] * len(trees)
-    corrections: list[tuple[int, int, Tensor]] = []  # (row, accepted tokens, distribution of the target's own token)
+    # (row, accepted tokens, distribution of the target's own token).
+    corrections: list[tuple[int, int, Tensor]] = []
     for row, tree in enumerate(trees):
         if tree is None:
             continue
@@ -88,7 +89,8 @@ def verify(
 
 def _walk(tree: DraftTree, numbers: _LazyNumbers, row: int) -> Verdict:
     """Descend the tree as long as the target's choice is a child."""
-    children: dict[tuple[int, int], int] = {}  # (parent, token) -> node, the first of equal siblings
+    # (parent, token) -> node, the first of equal siblings.
+    children: dict[tuple[int, int], int] = {}
     for node, (parent, token) in enumerate(zip(tree.parents, tree.tokens, strict=True)):
         children.setdefault((parent, token), node)
     path: list[int] = []
@@ -114,7 +116,8 @@ def _accept_drawn(tree: DraftTree, numbers: _LazyNumbers, row: int, source: Sour
     for place, token in enumerate(tree.tokens):
         target_prob, draft_prob = numbers.distribution(row, place), tree.draft_prob[place]  # [V]
         ratio = numbers.odds(row, place, token, target_prob, draft_prob)
-        if ratio != ratio:  # min(1, NaN) would be 1
+        # Checked first, because min(1, NaN) is 1.
+        if ratio != ratio:
             raise NonFinite("probabilities", position=place)
         if not source.accept(min(1.0, ratio)):
             return place, residual(target_prob, draft_prob)
@@ -205,7 +208,8 @@ class _AheadNumbers(_LazyNumbers):
         if not self._params.greedy:
             if not isinstance(source, TorchSource):
                 return super().choice(row, node)
-            source.uniform()  # consumes what `_draws` has peeked at
+            # Consume what `_draws` has peeked at.
+            source.uniform()
         return self._choices[row][node]
 
     def distribution(self, row: int, node: int) -> Tensor:

@@ -73,7 +73,8 @@ class _StaticLevel:
 @functools.lru_cache(maxsize=16)
 def _static_levels(shape: StaticTree, device: torch.device) -> tuple[_StaticLevel, ...]:
     """Send a tree's indices to a device, once for all drafts."""
-    levels, places = list[_StaticLevel](), {-1: 0}  # node -> its row in the level that was read last
+    # Node -> its row in the level that was read last.
+    levels, places = list[_StaticLevel](), {-1: 0}
     with torch.inference_mode(False):  # whoever asks first
         for depth in range(1, max(shape.depths) + 1):
             nodes = shape.level(depth)
@@ -99,7 +100,8 @@ def grow_static(shape: StaticTree, root: Level, expand: Expand, depths: Sequence
         chosen.append(tokens[:, nodes.above, nodes.ranks])
         if not len(nodes.inner) or depth == max(depths):
             break
-        read = chosen[-1].index_select(1, nodes.inner).clamp_min(0)  # NO_TOKEN has no embedding
+        # NO_TOKEN has no embedding.
+        read = chosen[-1].index_select(1, nodes.inner).clamp_min(0)
         level = expand(read, nodes.inner_above.expand(len(depths), -1), depth)
     trees = []
     for row, (tokens, most) in enumerate(zip(torch.cat(chosen, 1).tolist(), depths, strict=True)):
@@ -126,7 +128,8 @@ def grow_dynamic(
     log_prob, tokens = (part[:, 0] for part in _children(root, shape.topk))  # [B, k]
     # Candidates level by level: tokens, parents (numbers of candidates in this order, -1 is the root) and values.
     candidates = [(tokens, torch.full_like(tokens, -1), log_prob)]
-    frontier = _best(log_prob, shape.topk)  # numbers of the candidates to expand, best first
+    # Numbers of the candidates to expand, best first.
+    frontier = _best(log_prob, shape.topk)
     kept = [frontier]
     above, count = torch.zeros_like(frontier), tokens.shape[1]
     frontier_tokens, values = tokens.gather(1, frontier), log_prob.gather(1, frontier)
@@ -181,7 +184,8 @@ def _trees(
     kept: numbers of the nodes of each level that were expanded or would be next. levels: that each row has grown.
     """
     tokens, parents, values = (torch.cat(parts, 1) for parts in zip(*candidates, strict=True))
-    ends = list(itertools.accumulate(part.shape[1] for part, _, _ in candidates))  # candidates down to each level
+    # Candidates down to each level.
+    ends = list(itertools.accumulate(part.shape[1] for part, _, _ in candidates))
     numbers = torch.arange(values.shape[1], device=values.device)
     if not shape.rerank:
         order = torch.cat(list(kept), 1)
@@ -195,7 +199,8 @@ def _trees(
     else:
         order = numbers.expand_as(values)
     picked = [order, *(part.gather(1, order) for part in (tokens, parents, values))]
-    rows = torch.stack([part.double() for part in picked], 1).tolist()  # all are exact in float64
+    # All are exact in float64.
+    rows = torch.stack([part.double() for part in picked], 1).tolist()
     trees = []
     for row, columns in enumerate(rows):
         if depths[row] < 1:
@@ -207,7 +212,8 @@ def _trees(
             for number, token, parent, value in zip(*columns, strict=True)
             if number < ends[levels[row] - 1]
         }
-        if any([value != value for _, _, value in nodes.values()]):  # NaN is sorted before all numbers
+        # NaN is sorted before all numbers.
+        if any([value != value for _, _, value in nodes.values()]):
             raise NonFinite(row=row)
         if shape.rerank and not shape.value:
             order_of = sorted(nodes)

@@ -45,9 +45,11 @@ class HierarchicalDrafter:
         # Not static: features are read after later calls.
         self._session = middle.session(1, min(capacity, middle.info.max_position), inner.capture, static=False)
         self.rule = RunningEntropy()
-        self._tokens: list[int] = []  # committed ones, then this round's draft; M2 has read the first `_read`
+        # Committed ones, then this round's draft; M2 has read the first `_read`.
+        self._tokens: list[int] = []
         self._read = 0
-        self._features: dict[int, Tensor] = {}  # position -> M2's feature there [H], while M1 may need it
+        # Position -> M2's feature there [H], while M1 may need it.
+        self._features: dict[int, Tensor] = {}
         self._num_drafted = self._calls = 0
 
     def start(self, prompt: Sequence[int], features: Tensor, first_token: int) -> None:
@@ -67,7 +69,8 @@ class HierarchicalDrafter:
         self.rule.start_round()
         if limit < 1:
             return NO_DRAFT
-        start = len(self._tokens)  # drafted tokens follow the committed ones until they are handed over
+        # Drafted tokens follow the committed ones until they are handed over.
+        start = len(self._tokens)
         distributions: list[Tensor] = []
         while (room := limit - (len(self._tokens) - start)) > 0:
             try:
@@ -122,7 +125,8 @@ class HierarchicalDrafter:
             return
         features = None
         if self.inner.needs_features:
-            if self._read < end - 1:  # the draft was accepted whole: M2 has not read its own last token
+            # The draft was accepted whole: M2 has not read its own last token.
+            if self._read < end - 1:
                 self._check(self._extend(self._tokens[self._read : -1], num_logits=1))
             features = torch.stack([self._features[i] for i in range(first - 1, end - 1)])
         self.inner.commit(0, self._tokens[first:], features)

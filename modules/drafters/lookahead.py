@@ -60,7 +60,8 @@ class LookaheadDrafter:
         # The window's nodes are not shared: each stands for a place in it. With too little room there are no guesses.
         self._places: list[int] = []
         if max_drafted >= self.window + self.ngram - 2:
-            above = [-1, *range(len(tokens), len(tokens) + self.window - 1)]  # the first row is a chain
+            # The first row is a chain.
+            above = [-1, *range(len(tokens), len(tokens) + self.window - 1)]
             for row in self._rows:
                 self._places = list(range(len(tokens), len(tokens) + self.window))
                 tokens += row

@@ -34,8 +34,10 @@ class PearlDrafter:
         self._session = lm.session(1, min(capacity + 2 * k, lm.info.max_position))
         self._tokens: list[int] = []  # committed
         self._waiting: list[int] = []
-        self._distributions: list[Tensor] = []  # of the waiting tokens
-        self._read = 0  # of committed and waiting tokens
+        # Of the waiting tokens.
+        self._distributions: list[Tensor] = []
+        # Of committed and waiting tokens.
+        self._read = 0
         self._offered = 0
 
     def start(self, prompt: Sequence[int], features: Tensor, first_token: int) -> None:
@@ -74,7 +76,8 @@ class PearlDrafter:
 
     def advance(self, outcome: Outcome) -> None:
         accepted = outcome.num_accepted
-        if self._offered and accepted == len(outcome.emitted):  # all accepted: the rest still waits
+        # All accepted: the rest still waits.
+        if self._offered and accepted == len(outcome.emitted):
             self._waiting, self._distributions = self._waiting[accepted:], self._distributions[accepted:]
         else:
             self._waiting, self._distributions = [], []

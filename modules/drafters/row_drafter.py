@@ -49,7 +49,8 @@ class RowDrafter(ABC):
     def __init__(self, stops: Sequence[StopPolicy]):
         self.stops = list(stops)
         self._rows: list[DraftedRow] = []  # in use
-        self._idle = list(range(len(self.stops)))  # policies without a row
+        # Policies without a row.
+        self._idle = list(range(len(self.stops)))
 
     @property
     def learners(self) -> Sequence[Learner]:

@@ -14,7 +14,8 @@ from draftsmith.modules.drafters.growth import DynamicTree
 from draftsmith.modules.drafters.methods import Method, Models, known_methods
 from draftsmith.modules.types import InputError, at_least, at_most
 
-MOST_LEVELS = 8  # expansions of a tree with depth=auto
+# Expansions of a tree with depth=auto.
+MOST_LEVELS = 8
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,8 @@ class Ragged:
 
         mask: the `prepared` bias of [batch, 1, width, S].
         """
-        attended, lines = torch.empty_like(queries), mask.shape[2] // self.width  # lines of the mask for each query
+        # Lines of the mask for each query.
+        attended, lines = torch.empty_like(queries), mask.shape[2] // self.width
         if self._short:
             own = queries.index_select(0, self._own) if self._alone else queries
             padded = self.spread(own, self._padded, self._short)
@@ -156,7 +157,8 @@ class Ragged:
 class LayerCache(Protocol):
     """Keys and values as a decoder layer uses them."""
 
-    length: int  # kept tokens; new ones follow them
+    # Kept tokens; new ones follow them.
+    length: int
 
     def attend(
         self, layer: int, queries: Tensor, keys_values: Tensor, groups: int, mask: Tensor | None, causal: bool
@@ -199,7 +201,8 @@ class KVCache:
         # the cost of writing.
         self._slots = data.permute(0, 2, 4, 1, 3, 5)  # [layers, B, capacity, 2, kv_heads, D]
         self._halves = data.flatten(0, 1)  # [layers * 2, B, kv_heads, capacity, D]
-        self._place: tuple[int, int] | None = None  # first slot and number of the slices
+        # First slot and number of the slices.
+        self._place: tuple[int, int] | None = None
 
     @property
     def capacity(self) -> int:
@@ -234,7 +237,8 @@ class KVCache:
             with torch.inference_mode():
                 self.data[..., : self._written, :].zero_()
             self._written, self._place = 0, None
-        if list(slots) != list(range(length, end)):  # a contiguous path lies in its place already
+        # A contiguous path lies in its place already.
+        if list(slots) != list(range(length, end)):
             with torch.inference_mode():
                 index = torch.tensor(slots, device=self.data.device)
                 self.data[..., length:end, :] = self.data.index_select(-2, index)

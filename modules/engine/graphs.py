@@ -24,7 +24,8 @@ class Graphed:
     one memory pool: outputs are valid until the next call, to which they may be inputs.
     """
 
-    WARM_UPS = 3  # libraries choose kernels and allocate in their first calls, which cannot be captured
+    # Libraries choose kernels and allocate in their first calls, which cannot be captured.
+    WARM_UPS = 3
 
     def __init__(self, fn: Callable[..., Outputs]):
         self._fn = fn

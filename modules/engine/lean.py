@@ -128,7 +128,8 @@ class LeanNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.is_cuda:
-            return F.rms_norm(x, (self._size,), None, self._eps) * self.weight  # one fused kernel instead of seven
+            # One fused kernel instead of seven.
+            return F.rms_norm(x, (self._size,), None, self._eps) * self.weight
         norm = torch.linalg.vector_norm(x if self._wide else x.float(), dim=-1, keepdim=True)
         scaled = x * torch.addcmul(self._eps_tensor, norm, norm, value=1 / self._size).rsqrt_()
         return (scaled if self._wide else scaled.to(x.dtype)).mul_(self.weight)
@@ -246,7 +247,8 @@ class LeanStack:
         signed = torch.cat([-sin[:, : config.head_dim // 2], sin[:, config.head_dim // 2 :]], -1)
         self.cos, self.sin = cos.to(device, dtype)[:, None], signed.to(device, dtype)[:, None]  # [positions, 1, D]
         self._strip = torch.zeros(0, 0, dtype=dtype)
-        self._ready: list[tuple[Tensor, Tensor]] = []  # views of cos and sin, one pair for each of the first positions
+        # Views of cos and sin, one pair for each of the first positions.
+        self._ready: list[tuple[Tensor, Tensor]] = []
 
     def new_slots(self, batch: int, capacity: int) -> Tensor:
         """Allocate keys and values of a cache: [layers, 2, B, kv_heads, capacity, D]."""
@@ -286,7 +288,8 @@ class LeanStack:
         """Run chains of T inputs [B, T, H] or [T, H], all at positions cache.length.. ."""
         start, length = cache.length, x.shape[-2]
         end = start + length
-        if length == 1:  # looking up a view takes less time than slicing
+        # Looking up a view takes less time than slicing.
+        if length == 1:
             if start >= len(self._ready):
                 first, last = len(self._ready), max(1024, 2 * start)
                 self._ready += zip(self.cos[first:last].split(1), self.sin[first:last].split(1), strict=True)

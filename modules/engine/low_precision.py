@@ -19,7 +19,8 @@ from draftsmith.modules.types import InputError
 
 Precision = Literal["dtype", "bf16", "int8"]
 LARGEST = 127  # of int8, both ways
-ZERO = 128  # stands for 0 in the unsigned bytes of input rows
+# Stands for 0 in the unsigned bytes of input rows.
+ZERO = 128
 
 
 class Bf16Linear:

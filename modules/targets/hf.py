@@ -155,7 +155,8 @@ class HFSession:
             use_cache=True,
         )
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
-        if fewest < width:  # a row's own entries come first
+        # A row's own entries come first.
+        if fewest < width:
             features = torch.stack([own.roll(count, 0) for own, count in zip(features, counts, strict=True)])
         return Scores(lm.lm_head(hidden[:, -num_logits:]), features)
 
@@ -187,7 +188,8 @@ class HFSession:
         end = length + len(path)
         if path == list(range(length, end)):
             if end < cached:
-                self._cache.crop(end - cached)  # transformers 5: minus the number of tokens to drop
+                # transformers 5 takes minus the number of tokens to drop.
+                self._cache.crop(end - cached)
         else:
             kept = torch.tensor([*range(length), *path], device=self._lm.device)
             for layer in self._cache.layers:
