@@ -150,6 +150,7 @@ def run(config: AcceptanceConfig) -> Path:
     manifest = open_artefact(config.responses, "responses", identity)
     rows = Rows(config.responses, manifest, limit=config.limit, vocab_size=target.info.vocab_size)
 
+    # Label with the settings of the responses, unless others are given.
     sampling = config.sampling(manifest.sampling or {})
     temperatures = [params.temperature for params in sampling]
     labels = labels_of(config, sampling, target, drafter)
@@ -189,6 +190,7 @@ def labels_of(
             # It has no states along a text that the target alone wrote.
             raise InputError("draft", f"{config.draft}, a head", "a language model", "Pass --labels rollout.")
         return MixedTextLabels(target, drafter.lm, sampling[0], config.batch_size, config.chunk, config.seed)
+    # A draft must fit into both contexts.
     context = min(target.info.max_position, drafter.max_position)
     if config.depth >= context:
         raise InputError("depth", config.depth, f"less than the context, {context}", "Draft fewer tokens.")
@@ -222,6 +224,7 @@ class MixedTextLabels:
             )
             with name_nonfinite([rows[i]["id"] for i in batch]):
                 labels = self.label(ids, masks, torch.from_numpy(uniforms))
+            # Give each row its part of the labels.
             columns = {name: values.split(counts) for name, values in labels.items()}
             for place, i in enumerate(batch):
                 labelled[i] = text_columns(rows[i]) | {name: parts[place].numpy() for name, parts in columns.items()}
@@ -250,6 +253,7 @@ class MixedTextLabels:
         owners = torch.cat([torch.full_like(place, i) for i, place in enumerate(places)]).to(target.device)  # [N]
         target_hidden = target.features(padded)[owners, positions]  # [N, H]
         draft_hidden = draft.features(padded.to(draft.device))[owners.to(draft.device), positions.to(draft.device)]
+        # Distributions [chunk, V] exist for a chunk of positions at a time.
         parts = []
         for piece in pieces(len(positions), self.chunk):
             target_prob = probabilities(target.lm_head(target_hidden[piece]), params)  # [chunk, V]
@@ -279,5 +283,6 @@ def label_positions(target_prob: Tensor, draft_prob: Tensor, uniforms: Tensor) -
     # Here q > 0: a token of probability zero is never drawn.
     accept_prob = (p / q).clamp(max=1.0)
     overlap = torch.minimum(target_prob, draft_prob).sum(-1).clamp(max=1.0)
+    # log p is -inf for a token that the target never samples.
     labels = {"log_p": p.log(), "log_q": q.log(), "accept_prob": accept_prob, "overlap": overlap}
     return {"draft_ids": drafted, **{name: values.float() for name, values in labels.items()}}

@@ -114,11 +114,13 @@ def run(config: FeaturesConfig) -> Path:
             broadcast_number(shard.index, lm.device)
         return read_shard(lm, rows, shard, config, advance, capture)
 
+    # The other parts of the target compute what the first one asks for.
     if is_split and place().rank:
         for number in received_numbers(lm.device):
             read_shard(lm, rows, plan.shards[number], config, lambda count: None, capture)
         return config.output
 
+    # Captured layers lie side by side.
     width = lm.info.hidden_size * max(1, len(capture))
     check_room(plan, rows, feature_codec.token_bytes(width, config.feature_dtype), config.max_bytes)
     run_stage(plan, make_shard)
@@ -140,6 +142,7 @@ def captured_layers(config: FeaturesConfig, lm: CausalLM) -> tuple[int, ...]:
         raise InputError("layers", " ".join(map(str, config.layers)), "none: it reads the final state", remedy)
     if head is None:
         return ()
+    # The head's defaults, with --layers if they are given.
     settings = head.Settings(**({"layers": config.layers} if config.layers else {}))
     return head.learns_from(head.new_config(settings, llama_shape(lm, config.target)), lm.info.num_layers)
 
@@ -173,6 +176,7 @@ def check_room(plan: StagePlan, rows: Rows, token_bytes: int, max_bytes: int) ->
 
     It may be at most `max_bytes`, and must fit on the disk as far as shards are missing. token_bytes: of features.
     """
+    # Features are not compressed, so their size is known before.
     per_token = token_bytes + INDEX_BYTES_PER_TOKEN
     lengths = [len(row["input_ids"]) for row in rows.iterate(0, plan.num_rows)]
     total = sum(lengths) * per_token
@@ -197,11 +201,13 @@ def read_shard(
 ) -> ShardContent:
     """Compute the features of every row of a shard, in batches of similar length."""
     rows = source.read(shard.start, shard.stop)
+    # Check all rows before the first is computed.
     for number, row in enumerate(rows, shard.start):
         if len(row["input_ids"]) > lm.info.max_position:
             found, expected = f"{len(row['input_ids'])} tokens", f"at most {lm.info.max_position}, the target's context"
             raise InputError(f"row {number}", found, expected, "Make shorter ones, or use --limit.")
 
+    # Read the rows in batches of similar length, and encode each.
     tensors: dict[str, torch.Tensor] = {}
     for batch in length_batches([len(row["input_ids"]) for row in rows], config.batch_size):
         padded = lm.features(pad_right([rows[i]["input_ids"] for i in batch], lm), capture=capture)  # [B, T, L*H]
@@ -216,6 +222,7 @@ def read_shard(
                 tensors[feature_key(shard.start + i) + suffix] = tensor.cpu().clone()
         advance(len(batch))
 
+    # The index has the rows in their own order.
     index = [
         {
             "id": row["id"],

@@ -60,11 +60,13 @@ def run(config: InspectConfig) -> None:
     name = config.tokenizer or manifest.config.get("target")
     if not name:
         raise InputError("tokenizer", "none recorded", "a model's directory or hub id", "Pass --tokenizer MODEL.")
+    # Another tokenizer would show other text without an error.
     found, expected = tokenizer_identity(name)["tokenizer"], manifest.identity.get("tokenizer")
     if found != expected:
         raise InputError("tokenizer", f"{found} of {name}", f"{expected}, as recorded", "Pass --tokenizer MODEL.")
     tokenizer = load_tokenizer(name)
 
+    # Print the facts, then the rows.
     rows = Rows(config.artefact, manifest)
     if config.rows and config.row >= len(rows):
         raise InputError("row", config.row, f"less than {len(rows)}, the number of rows", "Pass a smaller number.")
@@ -160,6 +162,7 @@ def print_labels(row: dict[str, Any], tokenizer: Any) -> None:
     ids, probs, text, end = row["input_ids"], row["accept_prob"], Text(), 0
     positions = np.flatnonzero(row["loss_mask"]).tolist()
     for at, prob in zip(positions, probs, strict=True):
+        # Text between two answer tokens was not drafted.
         text.append(tokenizer.decode(ids[end:at]), style=PROMPT)
         text.append(tokenizer.decode([ids[at]]), style=band(prob))
         end = at + 1
@@ -190,6 +193,7 @@ def print_drafts(row: dict[str, Any], depth: int, tokenizer: Any) -> None:
         temperature = f"{row['temperature'][number]:g}"
         cells.append((start, temperature, target_text, drafted, " ".join(f"{prob:.2f}" for prob in probs)))
     print_table(table_from_cells("drafts", ("start", "temperature", "target X", "draft Y", "P of each"), cells))
+    # Means weigh a token by the probability that a round reaches it.
     weights, probs = (np.array(row[name]).reshape(-1, depth) for name in ("reached", "accept_prob"))
     accepted, verified = (weights * probs).sum(0), weights.sum(0)
     by_depth = (f"{part / all_:.3f}" if all_ else "-" for part, all_ in zip(accepted, verified, strict=True))

@@ -113,10 +113,12 @@ class SelectedRow(NamedTuple):
 @sole_writer(shared=True)
 def run(config: PromptsConfig) -> Path:
     """Write the artefact `prompts` and return its directory."""
+    # Open the source, and select rows by split, task and limit.
     source = open_source(config.source, config.split, config.subset, config.revision)
     mapping = parse_columns(config.columns)
     check_columns(source, mapping)
     selected = select_rows(source, mapping, config)
+    # Tokenize the selected rows, a shard at a time.
     tokenizer = load_chat_tokenizer(config.target, config.chat_template, config.supervised)
     context = config.max_length or context_length(config.target)
     plan = StagePlan(
@@ -175,6 +177,7 @@ def select_rows(source: RowSource, mapping: Mapping[str, str], config: PromptsCo
     Raises:
         InputError: a filter on a column that no row has, nothing left, or an invalid row that may not be dropped.
     """
+    # A data set of one split has no rows to leave out.
     filters = {"task": config.task, "split": None if source.split_taken else named_split(config.split)}
     allowed = {
         name: {part.strip() for part in value.split(",")} for name, value in filters.items() if value is not None
@@ -188,7 +191,7 @@ def select_rows(source: RowSource, mapping: Mapping[str, str], config: PromptsCo
             labelled |= {name for name in allowed if label_column(row, mapping, name)}
             if not all(row_label(row, mapping, name) in values for name, values in allowed.items()):
                 continue
-            row_id = row_label(row, mapping, "id", default_id(index))
+            row_id = row_label(row, mapping, "id", f"{index:07d}")
             if first_index.setdefault(row_id, index) != index:
                 raise Repeated(f"the id {row_id[:80]!r}, which {source.where(first_index[row_id])} has too")
             selected.append(SelectedRow(index))
@@ -199,6 +202,7 @@ def select_rows(source: RowSource, mapping: Mapping[str, str], config: PromptsCo
         if len(selected) == config.limit:
             break
 
+    # A filter that no row can pass is a mistake in the options, not an empty result.
     for name in allowed.keys() - labelled:
         found = f"rows without it: {shortened_names(source.columns)}"
         raise InputError(name, found, f"a column {name}", f"Map it (--columns {name}=NAME) or drop the filter.")
@@ -223,11 +227,6 @@ def drop_row(where: str, error: RowError, config: PromptsConfig, counts: Counter
     counts[f"{reason}_dropped"] += 1
 
 
-def default_id(index: int) -> str:
-    """Return the id of a row without one."""
-    return f"{index:07d}"
-
-
 def prompt_row(
     index: int,
     row: Row,
@@ -243,9 +242,10 @@ def prompt_row(
         RowError: the row cannot be used. Overlong: it is too long.
     """
     chat = read_chat(row, mapping)
+    # The recorded answers to these turns are left out: the target's own take their place.
     asked = open_turns(chat, config.turns)
     encoded: dict[str, Any] = {
-        "id": row_label(row, mapping, "id", default_id(index)),
+        "id": row_label(row, mapping, "id", f"{index:07d}"),
         "prompt_ids": prompt_ids(tokenizer, asked.opening),
         "messages": json.dumps(asked.opening, ensure_ascii=False),
         "task": row_label(row, mapping, "task"),
@@ -254,6 +254,7 @@ def prompt_row(
     # Leave room for one token of an answer.
     length = len(encoded["prompt_ids"]) + 1
     if config.supervised:
+        # What follows the last answer has nothing to learn from.
         whole = up_to_last("assistant", chat.messages)
         encoded["input_ids"], encoded["loss_mask"] = supervised_ids(tokenizer, whole)
         length = len(encoded["input_ids"])

@@ -34,6 +34,7 @@ def place(environment: Mapping[str, str] | None = None) -> ProcessPlace:
     """
     env = os.environ if environment is None else environment
     try:
+        # torchrun and DeepSpeed, also within an srun step.
         if "RANK" in env:
             world = int(env.get("WORLD_SIZE", 1))
             local_world = int(env.get("LOCAL_WORLD_SIZE", env.get("LOCAL_SIZE", world)))

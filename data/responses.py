@@ -185,6 +185,7 @@ def open_engine(config: ResponsesConfig, manifest: Manifest, prompts: Rows) -> I
     """Open the engine that `config.engine` names. manifest: of the prompts."""
 
     def conversations(context: int | None) -> BeginConversation:
+        # Later turns keep the length that the first ones were limited to.
         bounds = [bound for bound in (manifest.config.get("max_length"), context) if bound]
         tokenizer = None
         if has_later_turns(manifest):
@@ -195,6 +196,7 @@ def open_engine(config: ResponsesConfig, manifest: Manifest, prompts: Rows) -> I
         return functools.partial(answer_shard, generate, prompts, conversations(context), context)
 
     if config.engine == "openai":
+        # A server applies its own template, which must be that of the prompts.
         template = manifest.identity.get("chat_template")
         if not isinstance(template, str):
             remedy = f"Make them again with another output: {manifest.command}"
@@ -208,6 +210,7 @@ def open_engine(config: ResponsesConfig, manifest: Manifest, prompts: Rows) -> I
             identity = {"target": vllm.identity, "answered_by": vllm.answered_by}
             yield ResponseEngine(in_process(vllm.answers, vllm.context), identity)
     else:
+        # The weights are packed, as decoding reads them.
         how = (config.dtype, pick_device(config.device), config.lm_engine, config.trust_remote_code, True)
         lm = load_lm(config.target, *how)
         drafter = ResponseDrafter.load(lm, config.target, config.draft, config.method, lambda path: load_lm(path, *how))
@@ -221,6 +224,7 @@ def generate_turns(
     """Answer turns with our own decoder, `batch_size` at a time."""
     ends = () if config.ignore_eos else lm.info.eos_ids
 
+    # Turn 1 uses the same stream as a prompt without later turns.
     def source(i: int) -> RowUniforms:
         stage = "responses" if turns[i].number == 1 else f"responses/turn-{turns[i].number}"
         return RowUniforms(stage, config.seed, turns[i].row)
@@ -238,22 +242,22 @@ def generate_turns(
 def answer_shard(
     generate: GenerateTurns, prompts: Rows, begin: BeginConversation, context: int, shard: Shard, advance: Advance
 ) -> ShardContent:
-    """Answer a shard in rounds: the first turns of all conversations, then the second ones, and so on.
-
-    Batches hold rows of one shard only, and the drafter begins anew with each shard: the rows that share a batch, and
-    with them the last bits of the logits, do not depend on earlier shards or on the number of ranks.
-    """
+    """Answer a shard in rounds: the first turns of all conversations, then the second ones, and so on."""
+    # Batches hold rows of one shard only, and the drafter begins anew with each shard: the rows that share a batch, and
+    # with them the last bits of the logits, do not depend on earlier shards or on the number of ranks.
     rows = prompts.read(shard.start, shard.stop)
     conversations = [(number, begin(row)) for number, row in enumerate(rows, shard.start)]
     # Progress counts rows: a turn is a part of its row.
     shares = {number: 1 / conversation.turns_left for number, conversation in conversations}
     for number, row in enumerate(rows, shard.start):
         check_context(number, len(row["prompt_ids"]), context)
+    # A round asks every conversation that has a turn left.
     while waiting := [entry for entry in conversations if entry[1].prompt is not None]:
         turns = []
         for number, conversation in waiting:
             row = conversation.to_prompt_row()
             turns.append(Turn(number, conversation.turn, row["id"], row["prompt_ids"]))
+        # Answers come in the order of completion.
         for i, answer in generate(turns):
             number, conversation = waiting[i]
             conversation.add_answer(answer)

@@ -66,6 +66,7 @@ class Rollouts:
         The first of them is drawn with `uniform`, and each has room for K tokens. An answer's own first token has
         none: the decoder gets it from reading the prompt, before the first draft.
         """
+        # A draft needs room for K tokens.
         stop = self.context - self.depth + 1
         places = [at for first, end in spans(mask) for at in range(max(first + 1, min_start), min(end, stop))]
         return places[int(uniform * min(self.stride, len(places))) :: self.stride]
@@ -82,6 +83,7 @@ class Rollouts:
             advance(1)
         drafts = sum(len(row["starts"]) for row in labelled)
         counts = {"tokens": sum(len(row["input_ids"]) for row in labelled), "drafts": drafts}
+        # Responses without room for a draft have no row.
         too_short = shard.stop - shard.start - len(labelled)
         return ShardContent(labelled, {**counts, "drafted_tokens": drafts * self.depth, "too_short_dropped": too_short})
 
@@ -97,6 +99,7 @@ class Rollouts:
             NonFinite: a model's logits.
         """
         ids, depth, target = row["input_ids"], self.depth, self.target
+        # The first uniform places the drafts, the others draw their tokens.
         most = -(-len(ids) // self.stride)
         uniforms = torch.from_numpy(row_uniforms("rollouts", self.seed, number, 1 + most * depth))
         starts = self.starts(row["loss_mask"], branches.min_start, float(uniforms[0]))
@@ -129,6 +132,7 @@ class Rollouts:
             raise NonFinite(model="target", position=starts[n // depth] + n % depth)
 
         tokens, accept_prob = drafted.tokens.cpu(), labels["accept_prob"].view(count, depth)
+        # Labels that depend on the whole text or draft.
         labels["repeat"] = repeat_scores(halves, expected, tokens)
         labels["repeat_mean"] = mean_score(halves, labels.pop("q_followed").view(count, depth))
         labels["reached"] = reached(accept_prob, tokens, target.info.eos_ids)
@@ -171,6 +175,7 @@ class Rollouts:
         Also returns q_followed, q of the tokens `followed` [N] (negative for none). At temperature 0, log_q, log_max_q,
         entropy and log_p are those at temperature 1; overlap and accept_prob are agreement.
         """
+        # Greedy distributions are one-hot, and say nothing about confidence.
         drawn = [SamplingParams(1.0) if setting.greedy else setting for setting in params]
         p, q = (row_probabilities(logits, drawn) for logits in (target_logits, draft_logits))  # [N, V]
         confidences = confidences_of(q, tokens, tokens, tokens)
@@ -196,5 +201,6 @@ def reached(accept_prob: Tensor, drafted: Tensor, eos_ids: Sequence[int]) -> Ten
     All tokens before it must be accepted, and none of them may be an end token.
     """
     ends = torch.isin(drafted, torch.tensor(eos_ids, dtype=drafted.dtype))
+    # Shifted by one: a token is verified if all before it passed.
     passed = (accept_prob * ~ends).cumprod(-1)
     return torch.cat([torch.ones_like(passed[:, :1]), passed[:, :-1]], -1)

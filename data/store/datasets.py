@@ -109,6 +109,7 @@ class ArtefactDataset(Dataset):
         self._open()
 
         self.lengths = self._lists[self._ids].lengths
+        # Reading a response's drafts costs their tokens too.
         if manifest.kind == "rollouts":
             self.lengths = self.lengths + self._lists["draft_ids"].lengths
         self.rows = np.arange(len(self.lengths))
@@ -147,6 +148,7 @@ class ArtefactDataset(Dataset):
         `_rollout_item`.
         """
         row, kind = int(self.rows[index]), self.manifest.kind
+        # Rollouts are never cut: a draft belongs to its whole text.
         if kind == "rollouts":
             return self._rollout_item(row)
         if kind == "acceptance":
@@ -163,6 +165,7 @@ class ArtefactDataset(Dataset):
                 remedy = f"Make it again with another output: {self.manifest.command}"
                 expected = f"{len(item['input_ids'])}, one a token"
                 raise InputError(f"{self.directory}, features", found, expected, remedy)
+        # Cut all fields alike: each has one value per token.
         if self._starts is not None:
             start = int(self._starts[index])
             item = {name: value[start : start + self.lengths[index]] for name, value in item.items()}
@@ -178,6 +181,7 @@ class ArtefactDataset(Dataset):
         # Labels belong to the answers' positions, in order.
         positions = np.flatnonzero(self._lists["loss_mask"][row])
         kept = row_uniforms(f"mix/{self._seed}", epoch, row, len(positions)) >= self._mix
+        # The loss counts drafted tokens only.
         drafted = np.zeros(len(ids), dtype=bool)
         drafted[positions] = kept
         ids[drafted] = self._lists["draft_ids"][row][kept]
@@ -196,6 +200,7 @@ class ArtefactDataset(Dataset):
         item["draft_ids"] = torch.from_numpy(arrays["draft_ids"].astype(np.int64)).view(-1, depth)
         for name in DRAFT_COLUMNS:
             item[name] = torch.from_numpy(arrays[name].astype(np.float32)).view(-1, depth)
+        # Tokens that no round reaches do not count.
         weight = item.pop("reached")
         return {**item, "weight": weight, "loss_mask": weight > 0}
 
@@ -220,6 +225,7 @@ class ArtefactDataset(Dataset):
         """Return the tokens of every answer in the rows that these samples belong to, each row once."""
         chosen, start = np.zeros(len(self._table), dtype=bool), 0
         chosen[self.rows[np.asarray(samples, dtype=np.int64)]] = True
+        # Chunk by chunk: the masks of all rows need not fit in memory.
         parts = [np.zeros(0, dtype=np.int64)]
         for values, offsets in self._lists["loss_mask"].parts():
             lengths, owner = answer_lengths(values, offsets)
@@ -280,6 +286,7 @@ class PieceIndex(NamedTuple):
 def cut_lengths(lengths: np.ndarray, max_length: int, overlap: int) -> PieceIndex:
     """Cut samples of these lengths [N] into pieces, as of `ArtefactDataset.in_pieces`."""
     assert 0 <= overlap < max_length
+    # The last piece of a sample is what is left, more than the overlap.
     stride = max_length - overlap
     counts = -(-np.maximum(1, lengths - overlap) // stride)
     samples = np.arange(len(lengths)).repeat(counts)
@@ -320,7 +327,7 @@ def conversation_numbers(turns: np.ndarray) -> np.ndarray:
 
 def collate_acceptance(items: Sequence[Item]) -> AcceptanceTokens:
     """Pad rows at the right with zeros, false in both masks."""
-    return AcceptanceTokens(**_padded(items), attention_mask=_attention_mask(items, "z_ids"))
+    return AcceptanceTokens(**_pad(items, "z_ids"))
 
 
 def collate_rollouts(items: Sequence[Item]) -> RolloutTokens:
@@ -341,29 +348,24 @@ def collate_features(items: Sequence[Item]) -> FeatureBatch:
 
     There are no features unless all rows have them: they are computed for whole batches.
     """
-    attended = _attention_mask(items, "input_ids")  # [B, T]
-    positions = torch.arange(attended.shape[1]) * attended  # [B, T]
-    fields: dict[str, Any] = {"features": None, "position_ids": positions, **_padded(items)}
-    return FeatureBatch(**fields, attention_mask=attended)
+    fields: dict[str, Any] = {"features": None, **_pad(items, "input_ids")}
+    attended = fields["attention_mask"]  # [B, T]
+    return FeatureBatch(**fields, position_ids=torch.arange(attended.shape[1]) * attended)
 
 
 def pack_features(items: Sequence[Item]) -> FeatureBatch:
-    """Lay rows end to end without padding, [1, N] (modules/engine/packing.py). Features as of `collate_features`."""
+    """Lay rows end to end without padding, [1, N] (modules/packing.py). Features as of `collate_features`."""
     lengths = tuple(len(item["input_ids"]) for item in items)
-    flat = {name: torch.cat([item[name] for item in items])[None] for name in _shared_names(items)}
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]  # [1, N]
-    fields: dict[str, Any] = {"features": None, "position_ids": positions, **flat}
-    return FeatureBatch(**fields, attention_mask=torch.ones_like(flat["loss_mask"]), lengths=lengths)
+    names = [name for name in items[0] if all(name in item for item in items)]
+    fields: dict[str, Any] = {"features": None} | {name: torch.cat([i[name] for i in items])[None] for name in names}
+    fields["position_ids"] = torch.cat([torch.arange(length) for length in lengths])[None]  # [1, N]
+    return FeatureBatch(**fields, attention_mask=torch.ones_like(fields["loss_mask"]), lengths=lengths)
 
 
-def _padded(items: Sequence[Item]) -> dict[str, Tensor]:
-    return {name: pad_sequence([item[name] for item in items], batch_first=True) for name in _shared_names(items)}
-
-
-def _shared_names(items: Sequence[Item]) -> list[str]:
-    return [name for name in items[0] if all(name in item for item in items)]
-
-
-def _attention_mask(items: Sequence[Item], name: str) -> Tensor:
-    lengths = torch.tensor([len(item[name]) for item in items])
-    return torch.arange(int(lengths.max()))[None] < lengths[:, None]
+def _pad(items: Sequence[Item], ids: str) -> dict[str, Tensor]:
+    """Pad the fields that all items have; attention_mask is true on the tokens of `ids`."""
+    names = [name for name in items[0] if all(name in item for item in items)]
+    padded = {name: pad_sequence([item[name] for item in items], batch_first=True) for name in names}
+    lengths = torch.tensor([len(item[ids]) for item in items])
+    padded["attention_mask"] = torch.arange(int(lengths.max()))[None] < lengths[:, None]  # [B, T]
+    return padded

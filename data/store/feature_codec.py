@@ -44,13 +44,15 @@ def encode(features: Tensor, dtype: FeatureDtype) -> dict[str, Tensor]:
 def token_scale(features: Tensor) -> Tensor:
     """Return the smallest power of two [T] that brings each token's values [T, H] into fp8's range.
 
-    It is 1 where all values are 0, and NaN where one is not finite: fp8 has no infinity and would clip at 448.
+    It is 1 where all values are 0, and NaN where one is not finite.
     """
+    # log2 would round near powers of two; frexp is exact.
     largest = features.abs().amax(-1)  # [T]
     # m * 2^e with m in [0.5, 1): 448 = 0.875 * 2^9.
     mantissa, exponent = torch.frexp(largest / FP8_MAX)
     exponent = torch.where(mantissa > 0.5, exponent, exponent - 1).clamp(-126, 127)
     scale = torch.where(largest > 0, torch.exp2(exponent.float()), 1.0)
+    # fp8 has no infinity: converting one would clip it at 448.
     return torch.where(largest.isfinite(), scale, math.nan)
 
 
@@ -85,16 +87,14 @@ def broken_position(stored: Mapping[str, Tensor]) -> int | None:
 
 def stored_features(file: Any, key: str) -> dict[str, Tensor]:
     """Read a row's encoded features from an open safetensors file."""
+    # The stored dtype says how a row is encoded.
     values = file.get_tensor(key)
     is_fp8 = values.dtype == torch.float8_e4m3fn
     return {"": values, SCALE: file.get_tensor(key + SCALE)} if is_fp8 else {"": values}
 
 
 class FeatureFiles:
-    """The safetensors files of a feature directory, each opened once per process.
-
-    A forked reader must not share its parent's files, and a spawned one gets none.
-    """
+    """The safetensors files of a feature directory, each opened once per process."""
 
     def __init__(self, directory: Path, remedy: str):
         """remedy: for the error if a file cannot be read."""
@@ -120,6 +120,7 @@ class FeatureFiles:
         return stored
 
     def _open(self, name: str) -> Any:
+        # Per process: a forked reader must not share its parent's file, and a spawned one gets none.
         process_file = (os.getpid(), name)
         if process_file not in self._files:
             path = self._directory / name

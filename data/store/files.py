@@ -40,6 +40,8 @@ REMEDIES = {
     errno.ENAMETOOLONG: "Choose a shorter name.",
     errno.EIO: "Check the disk, or choose another place; then give the command again.",
 }
+# Reading a pipe without a writer never returns, /dev/zero has no end, and an atomic write turns a
+# device into a regular file.
 SPECIAL_KINDS = {
     stat.S_IFIFO: "a pipe",
     stat.S_IFSOCK: "a socket",
@@ -95,6 +97,7 @@ def writing(path: Path, needed: int | None = None, remedy: str | None = None) ->
         number = getattr(error, "errno", None) or (int(match[1]) if match else None)
         if isinstance(error, SafetensorError) and number is None:
             raise
+        # A library may raise without a number of the system: report its own text then.
         reason = os.strerror(number) if number is not None else " ".join(str(error).split())
         if number in REMEDIES:
             raise CannotWrite(str(path), reason, "a place that can be written", REMEDIES[number]) from error
@@ -102,6 +105,7 @@ def writing(path: Path, needed: int | None = None, remedy: str | None = None) ->
             free = f"{shutil.disk_usage(_existing(Path(path).parent)).free / 1e6:,.1f} MB free"
         except OSError:
             free = ""
+        # It may not fit: say how much room there is, and how much is needed.
         facts = [reason, free, f"{needed / 1e6:,.1f} MB needed" if needed else ""]
         raise CannotWrite(str(path), "; ".join(filter(None, facts)), "room to write it", remedy or RETRY) from error
 
@@ -116,11 +120,7 @@ def check_disk(directory: Path, needed: int, field: str, remedy: str) -> None:
 
 
 def special_kind(path: str | Path) -> str | None:
-    """Return the kind of a special file; None for a regular file, a directory, or nothing.
-
-    Reading a pipe without a writer never returns, /dev/zero has no end, and an atomic write turns a device into a
-    regular file.
-    """
+    """Return the kind of a special file; None for a regular file, a directory, or nothing."""
     try:
         return SPECIAL_KINDS.get(stat.S_IFMT(os.stat(path).st_mode))
     except (OSError, ValueError):
@@ -135,6 +135,7 @@ def check_paths(config: Any) -> None:
         values = value if isinstance(value, tuple | list) else (value,)
         for path in (path for path in values if isinstance(path, str | Path) and spec.name not in NO_PATHS):
             paths: list[str | Path] = [path]
+            # Files and folders are told apart by the listing, without a stat of each.
             with suppress(OSError, ValueError), os.scandir(path) as entries:
                 paths += [entry.path for entry in entries if not (entry.is_file() or entry.is_dir())]
             for file in paths:
@@ -154,6 +155,7 @@ def _existing(path: Path) -> Path:
 
 
 def _sync(path: Path) -> None:
+    # A rename is durable only when the directory is synced too.
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -196,7 +198,8 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, content: object, indent: int = 1) -> None:
-    """Write a JSON file. Only a text with half of a surrogate pair is escaped to ASCII."""
+    """Write a JSON file."""
+    # UTF-8 cannot hold half of a surrogate pair; only JSON escapes can.
     text = json.dumps(content, indent=indent, ensure_ascii=False)
     if not text.isascii() and re.search("[\ud800-\udfff]", text):
         text = json.dumps(content, indent=indent)
@@ -256,6 +259,7 @@ def append(path: Path, text: str) -> None:
     with writing(path, len(content)), path.open("ab", buffering=0) as file:
         length, left = file.tell(), memoryview(content)
         try:
+            # An unbuffered write may take a part of the bytes only.
             while left:
                 left = left[file.write(left) :]
             os.fsync(file.fileno())

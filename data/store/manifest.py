@@ -133,6 +133,7 @@ class Manifest:
                 remedy = f"Continue it: {read_object(started, {'command': str})['command']}"
             raise InputError(str(directory), found, expected, remedy)
 
+        # Report another version before a shape that only that version has.
         remedy = "Delete this file and run the stage again: it keeps the shards."
         raw = read_object(path, {"schema_version": int, "command": str}, remedy)
         if raw["schema_version"] != SCHEMA_VERSION:
@@ -170,6 +171,7 @@ def open_artefact(
         found = f"an artefact of kind {manifest.kind}"
         raise InputError(str(directory), found, f"kind {' or '.join(kinds)}", "Pass another directory.")
 
+    # Models first: hashing files may take minutes.
     differing, unrecorded = compare_identity(identity or {}, manifest.identity)
     if differing:
         found = "made with another " + "; ".join(f"{k}: {theirs} here, {ours} given" for k, ours, theirs in differing)
@@ -177,6 +179,7 @@ def open_artefact(
         raise InputError(str(directory), found, "the same identity", remedy)
     warn_not_compared(str(directory), unrecorded)
 
+    # Then every file, up to the first damaged one.
     for entry in manifest.files:
         path = directory / entry.name
         rebuild = f"un the stage again, which rebuilds just this shard: {manifest.command}"
@@ -203,6 +206,7 @@ def compare_identity(
     def is_drafter(key: str) -> bool:
         return key.split(".")[-1] in learned()
 
+    # A recorded drafter that is not at hand counts as a difference.
     for key in theirs:
         if is_drafter(key) and key.split(".")[0] in current:
             ours.setdefault(key, None)
@@ -218,6 +222,7 @@ def compare_identity(
 def without_unrecorded(differing: Iterable[tuple[str, Any, Any]]) -> tuple[list[tuple[str, Any, Any]], list[str]]:
     """Split `differences` into those that count and the keys of optional hashes that one side lacks."""
     listed = list(differing)
+    # A hash that one side lacks cannot be compared.
     lacking = [key for key, one, other in listed if key.split(".")[-1] in OPTIONAL_HASHES and None in (one, other)]
     return [entry for entry in listed if entry[0] not in lacking], lacking
 
@@ -236,6 +241,7 @@ def warn_not_compared(where: str, keys: Sequence[str]) -> None:
         log_note(f"draftsmith: warning: {found}: not compared")
 
 
+# Directories that were warned about: an artefact may be opened often.
 _warned: set[str] = set()
 
 

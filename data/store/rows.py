@@ -81,6 +81,7 @@ class Rows:
         row, stop = start, len(self) if stop is None else min(stop, len(self))
         while row < stop:
             index = bisect.bisect_right(self._ends, row)
+            # Rows are mostly read in order, so the last shard is kept.
             if self._shard is None or self._shard[0] != index:
                 self._shard = (index, self._read(index))
             table = self._shard[1]
@@ -101,6 +102,7 @@ class Rows:
         except (pa.ArrowException, OSError, KeyError) as error:
             raise InputError(str(path), f"unreadable ({error})", "a Parquet shard", remedy) from error
 
+        # A shard may have been replaced by one with other rows or types.
         first = self._ends[index - 1] if index else 0
         if table.num_rows != self._ends[index] - first:
             raise InputError(str(path), f"{table.num_rows} rows", f"{self._ends[index] - first}, as recorded", remedy)
@@ -114,12 +116,10 @@ class Rows:
 
 
 class ListColumn:
-    """A list column of which a row is a slice of Arrow's memory, not Python numbers.
-
-    The chunks stay apart: in one chunk, Arrow's lists would end at 2^31 tokens.
-    """
+    """A list column of which a row is a slice of Arrow's memory, not Python numbers."""
 
     def __init__(self, column: pa.ChunkedArray):
+        # The chunks stay apart: in one chunk, Arrow's lists would end at 2^31 tokens.
         chunks = [chunk for chunk in column.chunks if len(chunk)]
         self._values, self._offsets = [chunk.values for chunk in chunks], [chunk.offsets for chunk in chunks]
         self._ends = list(itertools.accumulate(map(len, chunks)))
@@ -155,6 +155,7 @@ def open_columns(directory: Path, manifest: Manifest, names: Sequence[str], voca
     if sum(entry.bytes for entry in manifest.files if entry.name.endswith(".parquet")) < MAPPED_BYTES:
         return pa.concat_tables(rows.tables())
 
+    # A changed artefact has another digest, and gets another file.
     key = hashlib.sha256(json.dumps([FORMAT, manifest.digest, *names]).encode()).hexdigest()[:16]
     path = Path(directory) / f".columns-{key}.arrow"
     try:
@@ -181,6 +182,7 @@ def _write_columns(path: Path, rows: Rows) -> None:
                 old.unlink(missing_ok=True)
 
     def chunks() -> Iterator[pa.RecordBatch]:
+        # Small shards share a chunk, so that a row is found among few chunks.
         parts: list[pa.Table] = []
         for table in rows.tables():
             parts.append(table)
@@ -191,6 +193,7 @@ def _write_columns(path: Path, rows: Rows) -> None:
             yield from pa.concat_tables(parts).combine_chunks().to_batches()
 
     write_batches(path, chunks())
+    # The tables are not needed any more: the file is mapped from here on.
     pa.default_memory_pool().release_unused()
 
 
@@ -239,6 +242,7 @@ def _faults(batch: pa.RecordBatch, manifest: Manifest, vocab_size: int | None) -
 
     yield from _wrong_lengths(lists, manifest)
 
+    # Values by the meaning of their column.
     below, vocabulary = np.inf, ""
     if vocab_size is not None:
         below, vocabulary = vocab_size, f" below {vocab_size}, the model's vocabulary"
@@ -263,6 +267,7 @@ def _wrong_lengths(lists: dict[str, pa.ListArray], manifest: Manifest) -> Iterat
         sizes["T"] = _list_lengths(lists["input_ids"])
     if "loss_mask" in lists:
         answered = lists["loss_mask"].flatten().to_numpy(zero_copy_only=False).astype(bool)
+        # A running sum, read at the end of each row.
         totals = np.concatenate([[0], answered.cumsum()])
         sizes["R"] = np.diff(totals[_list_lengths(lists["loss_mask"]).cumsum()], prepend=0)
         for row in np.flatnonzero(sizes["R"] < 1)[:1].tolist():
@@ -273,6 +278,7 @@ def _wrong_lengths(lists: dict[str, pa.ListArray], manifest: Manifest) -> Iterat
         sizes["S"] = _list_lengths(lists["starts"])
         sizes["S*K"] = sizes["S"] * depth
 
+    # Lists whose symbolic length is not among these sizes are not compared.
     shapes = {spec.name: spec.shape[0] for spec in manifest.fields if spec.shape}
     for name, column in lists.items():
         lengths, symbol = _list_lengths(column), shapes.get(name, "")

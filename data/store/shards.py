@@ -120,8 +120,7 @@ class StagePlan:
 def run_stage(plan: StagePlan, make_shard: Callable[[Shard, Advance], ShardContent]) -> Manifest:
     """Make this rank's missing shards, then write the manifest (rank 0) or wait for it.
 
-    make_shard must depend on nothing but the shard, and calls `advance` with the rows it has done. A thread writes a
-    shard while the next one is made: two are in memory at a time, and a failed write is raised after the next shard.
+    make_shard must depend on nothing but the shard, and calls `advance` with the rows it has done.
 
     Raises:
         InputError: no rows, an output that another configuration began, or ranks that never delivered.
@@ -135,10 +134,12 @@ def run_stage(plan: StagePlan, make_shard: Callable[[Shard, Advance], ShardConte
     def num_missing() -> int:
         return sum(read_done(directory, shard) is None for shard in plan.shards)
 
+    # A stage that is complete is not run again.
     if (directory / MANIFEST).exists() and not num_missing():
         log_note(f"{plan.kind}: already complete in {directory}")
         return Manifest.read(directory)
 
+    # Shards are dealt out to the ranks in turn; finished ones are kept.
     rank_shards = plan.shards[rank::world]
     missing = [shard for shard in rank_shards if read_done(directory, shard) is None]
     total, left = (sum(s.stop - s.start for s in shards) for shards in (rank_shards, missing))
@@ -146,6 +147,8 @@ def run_stage(plan: StagePlan, make_shard: Callable[[Shard, Advance], ShardConte
         log_note(f"{plan.kind}: {total:,} of {plan.num_rows:,} rows here, the others by {world - 1} more")
     progress = progress_bar(plan.kind, total, "rows", total - left, enabled=rank == 0)
     with progress as advance, ThreadPoolExecutor(1, "shards") as writer:
+        # A thread writes a shard while the next one is made: two are in memory at a time, and a failed
+        # write is raised after the next shard.
         write: Future[None] | None = None
         for shard in missing:
             content = make_shard(shard, advance)
@@ -155,6 +158,7 @@ def run_stage(plan: StagePlan, make_shard: Callable[[Shard, Advance], ShardConte
         if write is not None:
             write.result()
 
+    # The manifest comes last: with it the artefact is complete.
     if rank == 0:
         _wait(plan, num_missing, "shards of other ranks")
         return _finish(plan)
@@ -204,6 +208,7 @@ def write_shard(plan: StagePlan, shard: Shard, content: ShardContent) -> None:
     for leftover in directory.glob(f"{shard.name}.*.tmp-*"):
         # Left by a killed run.
         leftover.unlink(missing_ok=True)
+    # Fields with other dtypes describe tensors.
     schema = pa.schema([(f.name, ARROW[f.dtype]) for f in plan.fields if f.dtype in ARROW])
     names = [f"{shard.name}.parquet"]
     remedy = f"Free some space, then continue: {plan.command}"
@@ -212,9 +217,11 @@ def write_shard(plan: StagePlan, shard: Shard, content: ShardContent) -> None:
         names.append(f"{shard.name}.safetensors")
         write_tensors(directory / names[1], content.tensors, remedy=remedy)
 
+    # Every input row is kept or dropped for a counted reason.
     num_rows = len(content.rows)
     num_kept, num_dropped = num_rows - content.counts.get(SPLIT, 0), sum(dropped(content.counts).values())
     assert num_kept + num_dropped == shard.stop - shard.start, "rows that are neither kept nor dropped"
+    # The record comes last: with it the shard is finished.
     files = [FileEntry(n, (directory / n).stat().st_size, file_sha256(directory / n), num_rows) for n in names]
     record = {"files": [asdict(entry) for entry in files], "counts": {"rows": num_rows, **content.counts}}
     write_json(directory / f"{shard.name}.done.json", record)
@@ -262,6 +269,7 @@ def _finish(plan: StagePlan) -> Manifest:
     )
     manifest.write(plan.directory)
 
+    # Print counts that the account of rows does not contain.
     size = sum(entry.bytes for entry in files)
     accounted = {"rows", "read", SPLIT, *(name + DROPPED for name in dropped(counts))}
     more = {name: value for name, value in counts.items() if value and name not in accounted}

@@ -78,10 +78,12 @@ def writing_alone(directory: Path, shared: bool = False) -> Iterator[None]:
         InputError: another process writes there, or the file system has no locks.
     """
     directory, here, key = Path(directory), place(), os.path.realpath(directory)
+    # Ranks above 0 write with their rank 0, which holds the lock.
     if shared and (here.rank or here.local_rank):
         _await_own_job(directory)
         yield
         return
+    # A command may run another one that writes to the same output.
     if key in _held:
         yield
         return
@@ -96,6 +98,7 @@ def writing_alone(directory: Path, shared: bool = False) -> Iterator[None]:
             raise _taken(directory, read_holder(directory)) from error
     _held.add(key)
     try:
+        # The lock was free, so its former holder was killed.
         if (before := read_holder(directory)) is not None:
             log_note(f"draftsmith: {directory}: {before} ended without releasing it; taking over")
         since = datetime.datetime.now().astimezone().isoformat(timespec="seconds")

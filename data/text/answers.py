@@ -20,6 +20,7 @@ EARLY = 5
 
 def spans(mask: Sequence[bool] | np.ndarray) -> list[tuple[int, int]]:
     """Return [start, end) of each answer, in order. Two answers are never adjacent: the user speaks between them."""
+    # Edges of the mask alternate between begin and end.
     edges = np.flatnonzero(np.diff(np.asarray(mask, dtype=np.int8), prepend=0, append=0)).tolist()
     return list(zip(edges[::2], edges[1::2], strict=True))
 

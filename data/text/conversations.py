@@ -89,6 +89,7 @@ def parse_columns(text: str) -> dict[str, str]:
 
 def check_mapping(columns: Sequence[str], mapping: Mapping[str, str]) -> None:
     """Raise InputError for a mapping to a missing column, and for columns of no known shape."""
+    # A file may have any number of columns, with names of any length.
     listed = shortened_names(columns)
     absent = sorted(set(mapping.values()) - set(columns))
     if absent:
@@ -131,6 +132,7 @@ def chat_shape(row: Mapping[str, Any], mapping: Mapping[str, str]) -> ChatShape:
     Raises:
         RowError: no known shape.
     """
+    # A table has the columns of all its rows, null where a row has another shape.
     filled = [name for name, value in row.items() if value is not None or name in mapping.values()]
     shape = _shape_of(filled, row, mapping) or _shape_of(list(row), row, mapping)
     if shape is None:
@@ -148,6 +150,7 @@ def _shape_of(columns: Sequence[str], row: Mapping[str, Any], mapping: Mapping[s
             return ChatShape("turns", "turns")
         if "instruction" in columns:
             return ChatShape("alpaca", "instruction")
+    # Preference data has messages under the name prompt.
     column = mapping.get("prompt", "prompt")
     if "prompt" in mapping or "prompt" in columns:
         return ChatShape("messages" if isinstance(row.get(column), list) else "prompt", column)
@@ -181,6 +184,7 @@ def read_chat(row: Mapping[str, Any], mapping: Mapping[str, str]) -> Chat:
             return Chat(messages[:1], tuple(message["content"] for message in messages[1:]))
         return Chat(messages)
 
+    # One prompt, with its answer if there is one.
     content = _filled(row.get(column), column)
     if shape == "alpaca":
         further, answer = row.get("input"), row.get("output")
@@ -217,6 +221,7 @@ def open_turns(chat: Chat, turns: Turns) -> OpenTurns:
         RowError: no user turn, or one without text.
     """
     later = [[{"role": "user", "content": _filled(text, "a later turn")}] for text in chat.later]
+    # The recorded answers stay as context, so only the last turn is asked.
     if turns == "last":
         opening = up_to_last("user", chat.messages)
         before = sum(message["role"] == "user" for message in opening) - 1
@@ -271,6 +276,7 @@ def _content(turn: Mapping[str, Any]) -> Any:
     # OpenAI's content parts.
     if not all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
         raise RowError("a turn holds something other than text")
+    # Parts of one turn are one text.
     texts = [part.get("text") for part in content]
     if not all(isinstance(text, str) for text in texts):
         raise RowError("a part of a turn says it is text and has none")
@@ -290,6 +296,7 @@ def _filled(value: Any, what: str) -> str:
 
 def well_formed(text: str, what: str) -> str:
     """Return the text; raise RowError if it holds half of a surrogate pair, which no tokenizer and no file takes."""
+    # Python holds half of a pair, from JSON escapes, that UTF-8 cannot.
     try:
         text.encode()
     except UnicodeEncodeError as error:

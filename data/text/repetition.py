@@ -24,6 +24,7 @@ def origins(ids: Sequence[int], mask: Sequence[bool], size: int = SIZE) -> list[
     first: dict[tuple[int, ...], int] = {}
     result = [NEW] * len(ids)
     for at in range(size - 1, len(ids)):
+        # The first occurrence decides, so later ones do not replace it.
         gram = tuple(ids[at - size + 1 : at + 1])
         result[at] = first.get(gram, NEW)
         first.setdefault(gram, FROM_ANSWER if mask[at] else FROM_PROMPT)

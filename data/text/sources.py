@@ -92,6 +92,7 @@ def open_source(
             source = opener(file)
         except OSError as error:
             raise InputError(str(file), f"unreadable ({error})", "a whole file", "Fetch it again.") from error
+    # A hub id has one slash at most; anything else is a path.
     elif suffix_of(file) in OPENERS or (not file.is_dir() and resolved.count("/") > 1):
         raise InputError("source", f"{path}, which does not exist", A_SOURCE, "Check the path.")
     elif (file / MANIFEST).exists():
@@ -197,6 +198,7 @@ def _open_json(path: Path) -> RowSource:
             return _open_lines(path)
         raise InputError(str(path), error, "a list of objects", "Check the file.") from error
     if isinstance(rows, dict):
+        # A wrapper such as {"data": [...]} is common.
         lists = [value for value in rows.values() if isinstance(value, list) and value and isinstance(value[0], dict)]
         rows = lists[0] if len(lists) == 1 else [rows]
     if not isinstance(rows, list):
@@ -248,6 +250,7 @@ def _open_datasets(name: str, path: Path, split: str | None, subset: str | None,
         causes = [cause for cause in (error, error.__cause__) if cause is not None]
         reasons = [f"{type(e).__name__}: {(str(e).splitlines() or [''])[0][:120]}" for e in causes]
         raise InputError("source", f"{name} ({'; '.join(reasons)})", A_SOURCE, "Check it, or log in.") from error
+    # Several splits: one must be named.
     if isinstance(loaded, datasets.DatasetDict):
         names = list(loaded)
         chosen = split or (names[0] if len(names) == 1 else None)

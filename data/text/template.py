@@ -45,6 +45,7 @@ def load_chat_tokenizer(target: str, chat_template: Path | None = None, supervis
         remedy = "Pass --chat-template FILE, or choose an instruction-tuned model."
         raise InputError("chat_template", f"none in {target}", "a chat template", remedy)
     try:
+        # A template may render anything without an error: look whether the words reach the text.
         if prompt_ids(tokenizer, PROBE[:1]) == prompt_ids(tokenizer, [{**PROBE[0], "content": "Goodbye."}]):
             raise RowError("what the user says is not in it")
         if supervised:
@@ -82,6 +83,7 @@ def supervised_ids(tokenizer: Any, messages: Messages) -> tuple[list[int], list[
         InputError: a template without generation tags, or a mask that is all zero: training would learn nothing.
         RowError: the template refuses these messages.
     """
+    # Without these tags the tokenizer returns a mask of zeros and a warning only.
     template = tokenizer.get_chat_template()
     if "generation" not in template or "endgeneration" not in template:
         raise InputError("chat_template", "no {% generation %} tags", "a template that marks the answers", MASK_REMEDY)

@@ -96,6 +96,7 @@ class Conversation:
     def add_answer(self, answer: TargetTurn) -> None:
         """Append the answer to `prompt` and advance to the next turn."""
         assert self.prompt is not None
+        # Append the answer to its row.
         row = self._row_for(self.prompt)
         row["input_ids"] += answer.tokens
         row["loss_mask"] += [True] * len(answer.tokens)
@@ -103,6 +104,7 @@ class Conversation:
         for name, value in (("text", answer.text), ("server_tokens", answer.server_tokens)):
             row[name] = None if row[name] is None or value is None else row[name] + value
 
+        # Show the next turn what a server would show: the answer's text, through the template.
         self.prompt = None
         if not self._later:
             return
@@ -119,6 +121,7 @@ class Conversation:
             reason = "turns_after_cut_answer"
         elif self._max_length is not None and len(prompt) >= self._max_length:
             reason = "turns_beyond_context"
+        # The turns that are left cannot be asked.
         if reason:
             self.counts[reason] += len(self._later)
             self._later = []
@@ -137,6 +140,7 @@ class Conversation:
         """Return the row that the answer to this prompt belongs to, extended up to where the answer begins."""
         if self._rows:
             row, known = self._rows[-1], len(self._rows[-1]["input_ids"])
+            # The same tokens again: the conversation continues in the same row.
             if prompt[:known] == row["input_ids"]:
                 row["input_ids"] += prompt[known:]
                 row["loss_mask"] += [False] * (len(prompt) - known)
@@ -188,6 +192,7 @@ def turns_tokenizer(target: str, manifest: Manifest, chat_template: Path | None)
         InputError: it is another one.
     """
     expected, recorded = manifest.identity.get("chat_template"), manifest.config.get("chat_template")
+    # The prompts recorded the path of their template, which may be gone.
     is_lost = chat_template is None and recorded is not None and not Path(recorded).is_file()
     path = chat_template or (Path(recorded) if recorded and not is_lost else None)
     tokenizer = load_chat_tokenizer(target, path)
