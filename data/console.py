@@ -178,6 +178,7 @@ def print_table(table: Table, bold: str = "") -> None:
     if _output.document is None:
         draw_table(_stdout(), table, bold)
         return
+    # The document holds values by their keys, not the printed text.
     keys = [column.key for column in table.columns]
     rows = [{key: row.get(key) for key in keys} for row in table.rows]
     values = {"name": table.name, "title": table.title, "rows": rows, "note": table.note}

@@ -34,6 +34,7 @@ class RowUniforms(TorchSource):
 
 def length_batches(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
     """Group row numbers into batches of similar length, longest first so that running out of memory shows at once."""
+    # Rows of equal length keep their order, so that every run makes the same batches.
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
 
@@ -145,6 +146,7 @@ class ResponseDrafter:
 
     def build(self, capacity: int, ends: tuple[int, ...], num_rows: int) -> Drafter | None:
         """Build a fresh drafter. capacity: most tokens per row, drafts included. ends: end tokens."""
+        # What a drafter learned must not reach the next shard: shards are the same on any number of ranks.
         models = Models(self.target, self.draft, heads=self.heads, capacity=capacity, ends=ends)
         return self.method.build(models, num_rows)
 

@@ -80,6 +80,7 @@ class VllmEngine(AbstractContextManager["VllmEngine"]):
             for turn in turns
         ]
         prompts = [{"prompt_token_ids": turn.prompt_ids} for turn in turns]
+        # vLLM returns outputs in the order of the prompts.
         for i, output in enumerate(self._llm.generate(prompts, sampling, use_tqdm=False)):
             try:
                 tokens = checked_ids(list(output.outputs[0].token_ids), settings.max_new_tokens, self._vocab_size)

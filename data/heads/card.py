@@ -141,6 +141,7 @@ def model_card(
     export: of an exported directory: `format`, `command` (serves it), `checks` (passed), `head` (path, sha256),
         `weights` (dtype) and `notes`.
     """
+    # Everything may be missing: an imported head has no config, a script's head no data.
     head, config, imported, models, metrics, identity = (
         manifest.get(name) or {} for name in ("head", "config", "imported", "models", "metrics", "target")
     )
@@ -152,10 +153,12 @@ def model_card(
     # Only a benchmark may know the target of an acceptance head.
     target = paths["target"] or (measured or {}).get("settings", {}).get("target")
     reads = paths["target" if drafts else "draft"]
+    # Options that name the models in a command; what is not known is left to the reader in capitals.
     options = f"--target {shlex.quote(target or 'TARGET')} --draft "
     options += "DIR" if drafts else f"{shlex.quote(reads or 'DRAFT')} --acceptance DIR"
     about = head_class(kind).card(head) if drafts else _acceptance_card(head, drafter)
 
+    # What it is, and where an imported or exported head comes from.
     lines = list(about.shape)
     if imported:
         source = {key: value for key, value in imported.items() if key not in ("producer", "notes")}
@@ -166,6 +169,7 @@ def model_card(
         lines.append(f"- made from the head {_code(origin.get('path'))}, weights' sha256 `{origin['sha256']}`")
         lines += [f"- weights in {export['weights']}", *(f"- {note}" for note in export.get("notes", ()))]
 
+    # Identities of the models that it was trained with.
     name = "target" if drafts else head_class(drafter).card({}).title if drafter else "draft"
     target_rows = {f"{name}, whose hidden states it reads": reads, f"identity of the {name}": identity}
     if not drafts:
@@ -188,6 +192,7 @@ def model_card(
         tau=_tau_section(measured) or f"Not measured yet. This measures it and writes it here:\n\n{_shell(tau)}",
         calibration=calibration if drafts else _calibration_section(head, metrics, manifest.get("sampling"), unknown),
     )
+    # Commands that try the head and export it to every format that holds it.
     usage = f"draftsmith decode PROMPT {options} --method {about.method}"
     formats = formats_of(kind) if head else []
     settings = config_from_json(class_of(kind).Config, head) if formats else None
@@ -252,6 +257,7 @@ def _page(
     base = (base_model or "").partition("@")[0]
     if re.fullmatch(r"[\w.-]+/[\w.-]+", base) and not Path(base).exists():
         fields["base_model"] = base
+    # Templates are filled once: braces in the values stay as they are.
     page = PAGE.format(
         front_matter=yaml.safe_dump(fields, sort_keys=False),
         title=f"{about.title}, exported for {format}" if export else about.title,
@@ -332,6 +338,7 @@ def _tau_section(measured: Mapping[str, Any] | None) -> str:
     settings, prompts, hardware = measured["settings"], measured["prompts"], measured["hardware"]
     cuts = f"top-k {settings['top_k'] or 'all'}, top-p {settings['top_p']:g}"
     modes = [f"sampling at temperature {t:g}, {cuts}" if t else "greedy decoding" for t in temperatures]
+    # A measurement means nothing without its rule, prompts and machine.
     names = ("max_new_tokens", "dtype", "device", "num_threads", "batch_size", "repeats")
     rule = COUNTING_RULE.format(
         modes=" and under ".join(modes),

@@ -141,6 +141,7 @@ def config_from_json(config_class: type, values: Mapping[str, Any]) -> Any:
         TypeError, KeyError: a name is missing or unknown, or a value has another type.
     """
     hints, fields = get_type_hints(config_class), {}
+    # JSON knows no tuples and no nested classes: the type hints tell which fields are which.
     for name, value in values.items():
         kind = hints[name]
         wanted = dict if dataclasses.is_dataclass(kind) else (int, float) if kind is float else kind
@@ -203,6 +204,7 @@ def load_head(
     identity: of what the head reads, if that is not the model alone (`drafter_identity`).
     """
     config = head_config(directory, kind)
+    # Compare sizes and identity before the weights are read.
     settings = _settings(directory, config)
     if target is not None:
         check_sizes("head", directory, settings, target.info.hidden_size, target.info.vocab_size)
@@ -253,6 +255,7 @@ def _check_identity(directory: str | Path, config: dict[str, Any], identity: Map
         return
     differing, unrecorded = compare_identity({"model": identity}, {"model": recorded})
     if differing:
+        # Suggest --init: a changed target is the usual reason for a mismatch.
         names = ", ".join(key.removeprefix("model.") for key, _, _ in differing)
         reads = "--draft DRAFT"
         if config["kind"] in drafters.learned() or drafters.learned().keys() & recorded.keys():
@@ -332,6 +335,7 @@ def starting_weights(directory: str | Path) -> dict[str, str]:
 
 def drafter_identity(directory: str | Path, owner: CausalLM) -> dict[str, str]:
     """Return the identity of a drafting head and its target, which an acceptance head that reads both records."""
+    # The hidden states that such an acceptance head reads come from both models.
     weights = file_sha256(Path(directory) / "model.safetensors")
     return {**owner.info.identity, head_config(directory)["kind"]: weights[:16]}
 

@@ -61,6 +61,7 @@ def read_settings(directory: Path) -> dict[str, Any]:
             for count in value if isinstance(value, list) else [value]:
                 if count is not None and not least <= count <= most:
                     raise InputError(f"{name} of {file}", value, f"an integer of {least} to {most:,}", REMEDY)
+        # Rope numbers may lie at the top or in one of the rope objects.
         for values in (section, *(section.get(name) or {} for name in OBJECTS)):
             for name in (*NUMBERS, *ROPE_NUMBERS):
                 if not 0 <= (values.get(name) or 0) < 1e30:
@@ -101,6 +102,7 @@ def weight_map(index: Path, remedy: str = REMEDY) -> dict[str, str]:
 def checkpoint_files(directory: Path) -> list[Path]:
     """Return a model's safetensors files, chosen as transformers does: one file, or the shards of an index."""
     whole, index = directory / "model.safetensors", directory / INDEX
+    # A whole file counts before an index, even if both are there.
     if whole.exists():
         return [whole]
     if index.exists():

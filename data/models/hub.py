@@ -62,6 +62,7 @@ def model_directory(path: str, more: tuple[str, ...] = ()) -> Path:
     except OSError as error:
         # The name is too long, or a directory may not be entered.
         raise InputError("model", f"{path[:200]} ({error.strerror})", KINDS, CHECK_PATH) from error
+    # What is here counts before the hub, as with `from_pretrained`.
     if hub is not None:
         directory = download(*hub, more)
     if (directory / "adapter_config.json").exists() or any(directory.glob("adapter_model.*")):

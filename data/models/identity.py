@@ -59,6 +59,7 @@ def model_identity(directory: Path, config: Mapping[str, Any], outputs: Iterable
     config: config.json. outputs: names that the output embedding may have in the files, the likeliest first.
     """
     digests = tensor_digests(checkpoint_files(directory))
+    # inv_freq is computed, and stored by old versions of transformers only.
     by_name = {_bare_name(name): digest for name, digest in digests.items() if not name.endswith("rotary_emb.inv_freq")}
     # Files of a model that ties its embeddings may hold the output embedding or not: a copy is not counted.
     others = {digest for name, digest in by_name.items() if not name.endswith(OUTPUT_NAMES)}
@@ -121,6 +122,7 @@ def _normalized(value: Any) -> Any:
         if "merges" in value:
             merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in value["merges"]]
             value = {**value, "merges": merges}
+        # A field that is off and one that is absent mean the same.
         fields = {key: _normalized(inner) for key, inner in value.items()}
         return {key: inner for key, inner in fields.items() if inner is not None and inner is not False}
     if isinstance(value, list):
@@ -154,6 +156,7 @@ def digest_file(file: Path) -> dict[str, TensorDigest]:
         kind = "float" if tensor.dtype in FLOATS else str(tensor.dtype)
         return TensorDigest(tuple(tensor.shape), kind, hashlib.sha256(_value_bytes(tensor, kind)).hexdigest())
 
+    # Hashing releases the interpreter lock, so that threads work at the same time.
     with open_tensors(file, REMEDY) as opened, ThreadPoolExecutor(THREADS) as pool:
         names = list(opened.keys())
         return dict(zip(names, pool.map(digest, names), strict=True))
@@ -161,6 +164,7 @@ def digest_file(file: Path) -> dict[str, TensorDigest]:
 
 def read_cached(file: Path) -> dict[str, TensorDigest] | None:
     """Return the cached digests of an unchanged file; None if there are none, or the cache is damaged."""
+    # The stored hash of the content detects a cache file that was damaged or edited.
     entry = _cache_entry(file)
     try:
         content = json.loads(entry.read_text("utf-8")) if entry is not None else {}

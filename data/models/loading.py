@@ -111,6 +111,7 @@ def load_lm(
         raise InputError("dtype", dtype, f"auto, {', '.join(DTYPES)}", "Choose one of these.")
     # Before anything is built: a wrong size could ask for petabytes.
     check_proportions(config, checkpoint_files(directory))
+    # Low precision exists on the lean engine only, spreading over devices on the hf engine only.
     if precision != "dtype":
         engine = "lean" if engine == "auto" and parallel == "none" else engine
         if engine != "lean":
@@ -121,6 +122,7 @@ def load_lm(
             found = f"{parallel} on the lean engine"
             raise InputError("target_parallel", found, "the hf engine", "Pass --engine hf or auto.")
         return _load_hf(directory, config, DTYPES[dtype], device, trust_remote_code, parallel)
+    # The lean engine is preferred: it runs trees and rows without transformers' overhead.
     if engine == "lean" or (engine == "auto" and config.get("model_type") in SUPPORTED):
         try:
             return _load_lean(directory, config, DTYPES[dtype], device, packed, precision)
@@ -179,6 +181,7 @@ def _load_hf(
         if getattr(text, field, None) not in (None, 0, 1, 1.0):
             remedy = "This model family is not supported yet."
             raise InputError(field, getattr(text, field), "logits as the output embedding gives them", remedy)
+    # The names of the output embedding in the files, of which a tied model has several.
     weight = model.get_output_embeddings().weight
     outputs = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is weight]
     identity = _identity(directory, config, outputs)
@@ -254,6 +257,7 @@ def _cached_self_test(model: Any, lm: CausalLM, parallel: str) -> Refusals:
     """
     import transformers
 
+    # The key covers everything the result depends on, so that no entry is ever stale.
     config = model.config.to_diff_dict() | {"attention": model.config._attn_implementation}
     setup = [str(lm.dtype), lm.device.type, parallel, torch.get_float32_matmul_precision()]
     sources = [Path(inspect.getfile(part)).read_bytes() for part in (type(lm), self_test)]
@@ -359,6 +363,7 @@ def tokenizer_identity(path: str) -> dict[str, str]:
     if not _has_tokenizer(directory):
         # Raises the error that names the missing files.
         load_tokenizer(path)
+    # Hashing reads the whole vocabulary: the result is kept until a file of the directory changes.
     files = sorted(file for file in directory.iterdir() if file.is_file() and file.suffix != ".safetensors")
     stats = [(file.name, file.stat()) for file in files]
     stamps = tuple((name, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size) for name, stat in stats)
