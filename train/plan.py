@@ -333,7 +333,7 @@ def epoch_flops(config: TrainConfig, planned: PlannedHead, documents: TrainingDo
     head: Any = planned.head
     if isinstance(config, TrainDrafterConfig):
         step = TrainStep(MOST, MOST, lengths, ())
-        total = head.flops(head.config, config, step, count) if isinstance(head, TrainingCost) else 0.0
+        total = head.flops(head.config, config, step, count) if issubclass(config.drafter, TrainingCost) else 0.0
     else:
         total = acceptance_training(head.config, count)
     if planned.reads:

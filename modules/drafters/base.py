@@ -3,7 +3,7 @@
 A head is a file NAME.py of this folder, or a folder NAME/ with a head.py, that defines a `DraftHead` with kind = "NAME"
 and is listed in HEADS (modules/drafters/__init__.py). Commands find it there: `train NAME` takes the options of its
 `Settings`, `data features` stores the states it reads, decoding drafts with `drafter`, and `data acceptance` labels the
-drafts of `branches`. docs/examples/drafters/ holds a small one.
+drafts of `branches`. docs/examples/drafters/bigram.py is a small one.
 
 Training passes whole sequences, unshifted. The head alone decides which token goes with which feature: its alignment is
 drawn at its loss.

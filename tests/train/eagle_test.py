@@ -184,7 +184,7 @@ def test_features_of_another_target_are_refused(artefacts, tmp_path):
 
 def test_flops_are_those_of_the_real_tokens_and_of_the_draft_steps_trained(artefacts, tmp_path):
     module, batch = a_module(artefacts, tmp_path), a_part(artefacts, [0, 1, 5])
-    filler = dataclasses.replace(batch, keys=(*batch.keys[:2], batch.keys[2]._replace(filler=True)))
+    filler = dataclasses.replace(batch, keys=(*batch.keys[:2], dataclasses.replace(batch.keys[2], filler=True)))
     config = module.head.config.llama
     rows = [length - 2 for length in batch.lengths]
     assert module.flops(batch) == eagle_training(config, rows, batch.tokens)

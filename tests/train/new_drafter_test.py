@@ -1,4 +1,4 @@
-"""A learned drafter is one file in modules/drafters: nothing else names it, from training to acceptance heads."""
+"""A trained drafter is one file: docs/examples/drafters/bigram.py, from training to decoding and acceptance heads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.datasets import collate_features, open_dataset
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.modules import drafters
-from draftsmith.modules.types import InputError
+from draftsmith.modules.decoding.loop import generate_one
+from draftsmith.modules.drafters.methods import Models, known_methods, parse_method
+from draftsmith.modules.sampling import TorchSource
+from draftsmith.modules.types import InputError, SamplingParams
 from draftsmith.train.acceptance import TrainAcceptanceConfig
 from draftsmith.train.command import run
 from draftsmith.train.config import drafter_config
@@ -25,17 +28,21 @@ from draftsmith.train.fit import fit
 from draftsmith.train.lit_drafter import FeatureSource
 from draftsmith.train.prepare import make_head, prepare
 
-FOLDER = Path(__file__).resolve().parents[1] / "drafters"
-QUICK = {"max_steps": 12, "batch_size": 8, "val_share": 0.25, "log_every": 3, "wandb": "off", "tau_prompts": 0}
+FOLDER = Path(__file__).resolve().parents[2] / "docs" / "examples" / "drafters"
+QUICK = {"max_steps": 12, "batch_size": 8, "val_share": 0.25, "log_every": 3, "wandb": "off", "tau_prompts": 1}
+QUICK["tau_max_new_tokens"] = 8
 
 
 @pytest.fixture(scope="module", autouse=True)
 def another_drafter():
-    """Register the drafters of tests/drafters."""
+    """Register the drafters of the examples, for this module."""
+    before = dict(known_methods())
     drafters.add_folder(str(FOLDER))
     yield
     drafters.__path__.remove(str(FOLDER))
     del drafters.HEADS["bigram"]
+    for name in known_methods().keys() - before:
+        del known_methods()[name]
 
 
 @pytest.fixture(scope="module")
@@ -46,23 +53,29 @@ def trained(artefacts, tmp_path_factory) -> Path:
 
 
 def test_the_registry_has_it_and_its_settings_are_flags(tmp_path):
-    assert drafters.learned()["bigram"].startswith("Bigram head: a linear map")
+    assert drafters.learned()["bigram"].startswith("Bigram head: a trained head in one file")
     config = drafter_config("bigram")(data=tmp_path, output=tmp_path, target="t")
-    assert (config.scale, config.lr, config.epochs, config.kind) == (0.1, 1e-2, 3, "bigram")
+    assert (config.scale, config.lr, config.epochs, config.kind) == (1.0, 1e-2, 3, "bigram")
     with pytest.raises(InputError, match="scale: found 0"):
         drafter_config("bigram")(data=tmp_path, output=tmp_path, target="t", scale=0)
 
 
-def test_it_is_trained_and_its_head_is_read_back(artefacts, trained):
+def test_it_is_trained_loaded_and_lossless(artefacts, trained):
     found = losses(trained.parent)
-    assert len(found) == 4 and found[-1] < found[0]
-    written = json.loads((trained / "config.json").read_text())
-    assert (written["kind"], written["head"]["hidden_size"]) == ("bigram", 32)
-    head = load_draft_head(trained, load_lm(str(artefacts.target)))
+    assert len(found) == 4 and found[-1] < found[0] and losses(trained.parent, "val/tau")[-1] >= 1
+    assert json.loads((trained / "config.json").read_text())["kind"] == "bigram"
+    target = load_lm(str(artefacts.target))
+    head = load_draft_head(trained, target)
     assert type(head).__name__ == "BigramHead" and not head.training
+    models, prompt = Models(target, heads={"bigram": head}, capacity=64), [5, 6, 7, 8]
+    drafter = parse_method("bigram:k=3").build(models)
+    plain, drafted = (
+        generate_one(target, used, prompt, SamplingParams(), 24, TorchSource(0), ()) for used in (None, drafter)
+    )
+    assert plain.tokens == drafted.tokens and drafted.trace.num_draft_tokens > 0
 
 
-def test_a_head_starts_as_it_names_it(artefacts, tmp_path, trained):
+def test_a_head_starts_as_its_start_says(artefacts, tmp_path, trained):
     target = load_lm(str(artefacts.target))
     settings = {"data": artefacts.responses, "target": str(artefacts.target), "output": tmp_path, **QUICK}
     zero, tuned = (
@@ -83,14 +96,13 @@ def test_its_drafts_are_labelled_and_an_acceptance_head_learns_from_its_states(a
     identity = drafter_identity(trained, load_lm(str(artefacts.target)))
     assert set(identity) > {"bigram"} and Manifest.read(made).identity["draft"] == identity
     quick = {"max_steps": 3, "batch_size": 4, "val_share": 0.25, "wandb": "off"}
-    settings = TrainAcceptanceConfig(data=made, output=tmp_path / "run", **models, **quick)
-    best = fit(prepare(settings))
+    best = fit(prepare(TrainAcceptanceConfig(data=made, output=tmp_path / "run", **models, **quick)))
     written = json.loads((best / "config.json").read_text())
     assert (written["drafter"], written["target"]) == ("bigram", identity)
 
 
 class Captured:
-    """A target that gives the states of two layers as those after its final norm, once and twice."""
+    """A target whose layers' states are its final ones, once and twice."""
 
     def __init__(self, lm):
         self._lm = lm

@@ -1,0 +1,119 @@
+"""Bigram head: a trained head in one file, a linear map of the target's state and the next token's embedding.
+
+`draftsmith.add_drafters("docs/examples/drafters")` makes it known to every command: `train bigram`, decoding, labels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from draftsmith.modules.drafters.base import TargetWeights, TrainStep
+from draftsmith.modules.drafters.chains import FixedK
+from draftsmith.modules.drafters.eagle.net import OfLlama
+from draftsmith.modules.drafters.feature_heads import FeatureHead
+from draftsmith.modules.engine.lean import LeanStack
+from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.losses import soft_cross_entropy
+from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.types import FeatureBatch, InputError, LossOutput
+
+
+@dataclass(frozen=True, kw_only=True)
+class BigramSettings:
+    """Train a bigram head.
+
+    Attributes:
+        scale: Factor of the loss, as an example of an option.
+    """
+
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.scale <= 0:
+            raise InputError("scale", self.scale, "a positive number", "Change it.")
+
+
+class BigramHead(FeatureHead):
+    """Drafts from the target's state and the last token alone: h_t = W [embed(x_{t+1}); f_t]."""
+
+    kind = "bigram"
+    Config, Settings = OfLlama, BigramSettings
+    defaults = {"lr": 1e-2}
+    starts = ("random", "zero")
+    lookahead = 2
+
+    def __init__(self, config: OfLlama):
+        super().__init__()
+        self.config = config
+        self.mix = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+
+    @classmethod
+    def new_config(cls, settings: BigramSettings, target: LlamaConfig) -> OfLlama:
+        return OfLlama(dataclasses.replace(target, num_layers=0))
+
+    def start(self, name: str, weights: TargetWeights) -> None:
+        if name == "zero":
+            self.mix.weight.data.zero_()
+
+    # Alignment: row t reads token x_{t+1} and state f_t, and predicts x_{t+2} by the target's distribution at f_{t+1}.
+    #
+    #   row         0     1     2     ...
+    #   tokens      x1    x2    x3
+    #   states      f0    f1    f2
+    #   predicts    x2    x3    x4
+
+    @classmethod
+    def counted(cls, batch: FeatureBatch) -> Tensor:
+        """Return the rows [B, T - 2] whose predicted token counts and belongs to the same text."""
+        same_text = batch.position_ids[:, 2:] == batch.position_ids[:, :-2] + 2
+        return same_text & batch.loss_mask[:, 2:]
+
+    @classmethod
+    def loss_count(cls, batch: FeatureBatch, settings: Any) -> int:
+        return int(cls.counted(batch).sum())
+
+    def loss(self, batch: FeatureBatch, target: CausalLM, settings: Any, step: TrainStep | None) -> LossOutput:
+        assert batch.features is not None
+        rows = self.counted(batch)
+        embeds = target.embed(batch.input_ids[:, 1:-1][rows])  # [N, H]
+        pairs = torch.cat([embeds, batch.features[:, :-2][rows].to(embeds.dtype)], -1)  # [N, 2H]
+        hidden = self.mix(pairs.to(self.mix.weight.dtype))  # [N, H]
+        weights = torch.ones(len(hidden), device=hidden.device)
+        totals, hits = soft_cross_entropy(target.lm_head, batch.features[:, 1:-1][rows], [weights], [hidden])
+        sums = {"loss": totals[0].detach(), "top1": hits[0]}
+        return LossOutput(
+            settings.scale * totals[0] / weights.sum().clamp_min(1), sums, dict.fromkeys(sums, weights.sum())
+        )
+
+    def lean(self, target: CausalLM) -> LeanBigram:
+        return LeanBigram(self, target)
+
+
+class LeanBigram:
+    """Network for inference, without layers: its states take the place of the target's behind the text."""
+
+    def __init__(self, head: BigramHead, target: CausalLM):
+        self.stack = LeanStack([], head.config.llama, target.dtype, target.device)
+        self._weight = head.mix.weight.to(target.device, target.dtype)
+        self._embed, self.lm_head = target.embed, head.output or target.lm_head
+
+    def project(self, features: Tensor) -> Tensor:
+        return features
+
+    def fuse(self, ids: Tensor, states: Tensor) -> Tensor:
+        return torch.cat([self._embed(ids), states], -1) @ self._weight.T
+
+
+@dataclass(frozen=True)
+class BigramChain(FixedK):
+    """A bigram head drafts a chain of k tokens a round."""
+
+    uses = ("bigram",)
+
+
+METHODS = {"bigram": BigramChain}
