@@ -21,7 +21,7 @@ from draftsmith.data.console import Column, Table, format_interval, json_values,
 from draftsmith.data.settings import DraftSettings, Sampling, check_not_negative, check_positive, comma_numbers
 from draftsmith.data.store.files import make_directory, write_json, write_text
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.eval.bench.measuring import measure_group, time_answers
+from draftsmith.eval.bench.measuring import measure_group
 from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence, read_prompts
 from draftsmith.eval.bench.results import BASELINE, RESULTS, Row, describe, of_methods, summarise, tokens_per_s
 from draftsmith.eval.bench.runner import Runner, load_models, load_run, make_runners, trained_for
@@ -115,7 +115,7 @@ def run(config: TuneConfig) -> Path:
     log_note(f"{len(settings)} settings on {len(prompts)} prompts")
     runners = make_runners(settings, models, [config.sampling])[config.temperature]
     unlearn = [snapshot_learned_state(runner) for runner in runners.values()]
-    warm_up(config, prompts, runners)
+    measure_rows(config, prompts[:1], runners, 1, WARM_UP_TOKENS)
     finalists, tried = halve(config, prompts, runners)
 
     # Measure the finalists anew. What they have learned from these prompts must not help them on the same ones.
@@ -141,7 +141,18 @@ def run(config: TuneConfig) -> Path:
     if precision is not None:
         speeds = ", ".join(f"{bits} {speed:,.0f}" for bits, speed in precisions.items())
         about += f" Drafts in {precision}, by tokens/s with --draft-precision: {speeds}."
-    table = Table("settings", "The fastest settings", COLUMNS, [finalist_row(row, best) for row in summaries], about)
+    names = ("tokens_per_s", "speedup", "speedup_ci95", "tau", "tau_ci95")
+    cells = [
+        {
+            "setting": row["method"],
+            **{name: row[name] for name in names},
+            "speedup_ci": format_interval(row["speedup_ci95"]),
+            "tau_ci": format_interval(row["tau_ci95"]),
+            "chosen": "chosen" if row is best else "",
+        }
+        for row in summaries
+    ]
+    table = Table("settings", "The fastest settings", COLUMNS, json_values(cells), about)
     print_table(dataclasses.replace(table, title=""), bold="chosen")
     make_directory(config.output)
     write_text(config.output / DECODE, decode_yaml(config, chosen, precision, best["speedup"], len(settings)))
@@ -222,24 +233,22 @@ def fits_head(named: Named, models: Models) -> bool:
     return head is None or method.k <= getattr(head.config, "num_heads", method.k)
 
 
-def warm_up(config: TuneConfig, prompts: Sequence[BenchPrompt], runners: Mapping[str, Runner]) -> None:
-    """Decode a few tokens with every runner: the first run of a method pays for its set-up."""
-    for label, runner in runners.items():
-        restore = snapshot_learned_state(runner)
-        time_answers(label, runner, prompts[:1], min(config.max_new_tokens, WARM_UP_TOKENS), [config.seed])
-        restore()
-
-
 def measure_rows(
-    config: TuneConfig, prompts: Sequence[BenchPrompt], runners: Mapping[str, Runner], repeats: int
+    config: TuneConfig,
+    prompts: Sequence[BenchPrompt],
+    runners: Mapping[str, Runner],
+    repeats: int,
+    most_tokens: int | None = None,
 ) -> list[Row]:
-    """Measure all runners on all prompts, interleaved. A prompt's seed depends on its number only."""
+    """Measure all runners on all prompts, interleaved. A prompt's seed depends on its number only.
+
+    most_tokens: of an answer, to warm up: the first run of a method pays for its set-up.
+    """
     rows: list[Row] = []
     for prompt in prompts:
         seeds = [config.seed + prompt.number]
-        rows += measure_group(
-            runners, [prompt], prompt.number, config.temperature, config.max_new_tokens, repeats, seeds
-        )
+        num_tokens = min(config.max_new_tokens, most_tokens or config.max_new_tokens)
+        rows += measure_group(runners, [prompt], prompt.number, config.temperature, num_tokens, repeats, seeds)
     return rows
 
 
@@ -295,21 +304,9 @@ def precision_speeds(
         loaded = load_models([chosen], config.paths, longest, config.sampling, models.target, bits, **config.loading)
         loaded = dataclasses.replace(loaded, ends=models.ends, times=models.times)
         runners[bits] = make_runners([chosen], loaded, [config.sampling])[config.temperature][chosen.label]
-    warm_up(config, prompts, runners)
+    measure_rows(config, prompts[:1], runners, 1, WARM_UP_TOKENS)
     measured = of_methods(measure_rows(config, prompts, runners, config.repeats), config.temperature)
     return {bits: tokens_per_s(rows, config.clock) for bits, rows in measured.items()}
-
-
-def finalist_row(row: Mapping[str, Any], best: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the cells of one finalist."""
-    cells = {
-        "setting": row["method"],
-        **{name: row[name] for name in ("tokens_per_s", "speedup", "tau", "speedup_ci95", "tau_ci95")},
-        "speedup_ci": format_interval(row["speedup_ci95"]),
-        "tau_ci": format_interval(row["tau_ci95"]),
-        "chosen": "chosen" if row is best else "",
-    }
-    return json_values(cells)
 
 
 def decode_yaml(config: TuneConfig, chosen: Named, precision: str | None, speedup: float, num_settings: int) -> str:

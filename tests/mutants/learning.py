@@ -27,7 +27,7 @@ FITTING = "modules/acceptance/fitting.py"
 GAIN, GAIN_TEST = "eval/diagnose.py", "tests/eval/stop_gain_test.py"
 START_TEST = "tests/train/acceptance_data_test.py"
 REPETITION, SUMMARY = "data/text/repetition.py", "eval/bench/results.py"
-REPETITION_TEST, SUMMARY_TEST = "tests/data/text/repetition_test.py", "tests/eval/bench/summary_test.py"
+REPETITION_TEST, SUMMARY_TEST = "tests/data/text/repetition_test.py", "tests/eval/bench/results_test.py"
 
 MUTANTS = [
     # -- Medusa's heads

@@ -1,5 +1,4 @@
-"""What outlives an answer is found in every method, whatever it is: put back where work is repeated, and kept apart for
-every way of sampling."""
+"""Learned state of every method: restored before repeated work, kept apart for every temperature, saved as JSON."""
 
 from __future__ import annotations
 
@@ -70,7 +69,7 @@ def answers(made, *numbers: int) -> list:
 
 
 def check_nothing_else_lasts(made) -> None:
-    """The rounds of an answer are those of a fresh drafter, once what was found to have been learned is put back."""
+    """Decode the same answer again after restoring the learned state: nothing else may last."""
     restore = snapshot_learned_state(made)
     fresh = answers(made, 1)
     answers(made, 0, 2, 0)
@@ -83,7 +82,7 @@ def test_every_method_is_looked_at():
 
 
 @pytest.mark.parametrize("label", [*LEARNING, *OTHERS])
-def test_what_outlives_an_answer_is_found_whatever_holds_it(lms, label):
+def test_all_state_that_outlives_an_answer_is_listed(lms, label):
     made = runner(lms, label)
     check_nothing_else_lasts(made)
     assert bool(learners_of(made)) == (label in LEARNING)
@@ -92,7 +91,7 @@ def test_what_outlives_an_answer_is_found_whatever_holds_it(lms, label):
 
 
 @pytest.mark.parametrize("label", LEARNING)
-def test_ways_of_sampling_share_a_drafter_only_where_nothing_is_learned(lms, label):
+def test_temperatures_share_a_drafter_only_where_nothing_is_learned(lms, label):
     found = make_runners(parse_methods(label), lms, MODES)
     greedy, sampling = found[0.0][label], found[1.0][label]
     before = learned_state(sampling)
@@ -102,7 +101,7 @@ def test_ways_of_sampling_share_a_drafter_only_where_nothing_is_learned(lms, lab
     assert first["spec:k=3"].drafter is second["spec:k=3"].drafter
 
 
-def test_state_that_nobody_marked_is_noticed(lms):
+def test_unlisted_state_is_noticed(lms):
     made = runner(lms, "spec:k=1")
     stop = made.drafter.stops[0]
     stop.observe = lambda drafted, accepted: setattr(stop, "max_drafted", stop.max_drafted + 1)
@@ -119,7 +118,7 @@ def test_what_was_learned_survives_as_json(lms, label):
     assert answers(other, 1) == answers(made, 1)
 
 
-def test_repeats_teach_nothing_more(lms):
+def test_repeats_do_not_add_to_what_is_learned(lms):
     once, thrice = (runner(lms, LEARNING[0]) for _ in range(2))
     for number, group in enumerate(GROUPS):
         found = [

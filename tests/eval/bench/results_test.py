@@ -1,43 +1,259 @@
-"""prompts.parquet and the journal of a run, as they are documented."""
+"""Rows of results.json and prompts.parquet, and tables, against numbers worked out by hand."""
 
 from __future__ import annotations
 
+import io
 import json
 
-import pyarrow as pa
 import pytest
+from rich.console import Console
 
+from draftsmith.data.console import draw_table
 from draftsmith.eval.bench.measuring import Journal
 from draftsmith.eval.bench.prompts import BenchPrompt
-from draftsmith.eval.bench.results import PER_PROMPT, read_rows, row_of, schema, write_rows
+from draftsmith.eval.bench.results import (
+    PER_PROMPT,
+    Row,
+    failures_of,
+    of_methods,
+    read_rows,
+    row_of,
+    summarise,
+    write_rows,
+)
+from draftsmith.eval.bench.tables import caption, results_tables
+from draftsmith.eval.report.tables import markdown
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
+from draftsmith.modules.drafters.methods import parse_methods
 from draftsmith.modules.types import InputError
 
-STEP = pa.struct([(name, pa.int32()) for name in ("num_drafted", "num_accepted", "num_emitted", "draft_calls")])
-ROW = {
-    "method": "ar", "temperature": 0.0, "prompt": 3, "turn": 1, "group": 2, "id": "p", "task": "edit",
-    "prompt_tokens": 2, "prompt_ids": [5, 6], "tokens": 3, "ended": True, "wall_s": 0.5, "cpu_s": 0.25,
-    "wall_s_runs": [0.5], "cpu_s_runs": [0.25], "num_target_calls": 2, "num_draft_tokens": 2, "num_accepted": 1,
-    "num_discarded": 1, "draft_calls": 2, "prefill_emitted": 1, "prefill_calls": 1, "token_ids": [7, 8, 9],
-    "rounds": [{"num_drafted": 2, "num_accepted": 1, "num_emitted": 2, "draft_calls": 2}], "error": None,
-}  # fmt: skip
+
+def measured(
+    tokens: list[int], steps: list[DecodeStep], cpu_s: float, wall_s: float, task: str = "", group: int = 0
+) -> Row:
+    made = Generation(tokens, DecodeTrace(steps, prefill_emitted=1), False)
+    return row_of(BenchPrompt("id", [1, 2], task), group, "ar", 0.0, made, [wall_s], [cpu_s])
 
 
-def test_a_row_is_written_and_read_as_it_was_measured(tmp_path):
-    answer = Generation([7, 8, 9], DecodeTrace([DecodeStep(2, 1, 2, 2)], prefill_emitted=1), True)
-    row = row_of(BenchPrompt("p", [5, 6], "edit", number=3), 2, "ar", 0.0, answer, [0.5], [0.25])
-    assert row == ROW
-    write_rows(tmp_path / PER_PROMPT, [row])
-    assert read_rows(tmp_path) == [ROW]
-    assert schema().field("rounds").type == pa.list_(STEP) and set(schema().names) == set(ROW)
+AR = [
+    measured([1, 2, 3], [DecodeStep(0, 0, 1, 0)] * 2, cpu_s=3.0, wall_s=6.0, task="a"),
+    measured([4, 5, 6, 7], [DecodeStep(0, 0, 1, 0)] * 3, cpu_s=5.0, wall_s=9.0, task="b", group=1),
+]
+# Prompt 1: prefill emits 1; a round drafts 4, accepts 1, emits 2. Prompt 2: prefill 1; drafts 2, accepts 2, emits 3.
+SPEC = [
+    measured([1, 2, 3], [DecodeStep(4, 1, 2, 4)], cpu_s=1.0, wall_s=4.0, task="a"),
+    measured([4, 5, 6, 7], [DecodeStep(2, 2, 3, 2)], cpu_s=3.0, wall_s=5.0, task="b", group=1),
+]
+
+
+def test_a_row_holds_sums_and_ratios_of_sums():
+    row = summarise({"ar": AR, "spec": SPEC}, "cpu", seed=0, compare=True)[1]
+    assert (row["method"], row["prompts"], row["tokens"]) == ("spec", 2, 7)
+    assert (row["wall_s"], row["cpu_s"]) == (9.0, 4.0)
+    assert row["tokens_per_s"] == 7 / 4
+    assert row["speedup"] == row["speedup_cpu"] == (7 / 4) / (7 / 8)
+    assert row["speedup_wall"] == pytest.approx((7 / 9) / (7 / 15))
+    assert (row["num_target_calls"], row["num_draft_tokens"], row["num_accepted"]) == (4, 6, 3)
+    assert row["num_discarded"] == 6 + 4 - 7
+    assert row["tau"] == 7 / 4 and row["discard_rate"] == 3 / 7 and row["verification_rate"] == 4 / 7
+    assert row["matches_ar"] is True and row["num_differing"] == 0
+    assert set(row["by_task"]) == {"a", "b"} and row["by_task"]["b"]["speedup"] == pytest.approx((4 / 3) / (4 / 5))
+    # A task's tau is its own ratio: 3 tokens in 2 calls, 4 in 2.
+    assert (row["by_task"]["a"]["tau"], row["by_task"]["b"]["tau"]) == (1.5, 2.0)
+
+
+def test_the_clock_chooses_which_time_counts():
+    row = summarise({"ar": AR, "spec": SPEC}, "wall", seed=0, compare=True)[1]
+    assert row["tokens_per_s"] == 7 / 9 and row["speedup"] == row["speedup_wall"]
+
+
+def test_the_interval_is_seeded_and_holds_the_bootstrap_extremes():
+    rows = [summarise({"ar": AR, "spec": SPEC}, "cpu", seed=seed, compare=True)[1] for seed in (0, 0, 1)]
+    assert rows[0]["speedup_ci95"] == rows[1]["speedup_ci95"]
+    # With two prompts a resample is one of three: twice the first (3x), twice the second (5/3x), or both (2x). Each
+    # extreme has probability 1/4, far above 2.5 %, so the interval runs from one to the other.
+    assert rows[0]["speedup_ci95"] == pytest.approx([5 / 3, 3.0])
+    assert summarise({"ar": AR[:1]}, "cpu", seed=0, compare=True)[0]["speedup_ci95"] is None
+
+
+def test_what_was_timed_together_is_resampled_together():
+    # Groups of two prompts, each with an equal share of its group's seconds: whole groups give 3x and 5/3x, as above
+    # with their tokens halved, while resampling prompts would mix a share with its mate's.
+    def halves(items: list[Row]) -> list[Row]:
+        return [{**row, "wall_s": row["wall_s"] / 2, "cpu_s": row["cpu_s"] / 2, "tokens": count}
+                for row in items for count in (1, row["tokens"] - 1)]  # fmt: skip
+
+    row = summarise({"ar": halves(AR), "spec": halves(SPEC)}, "cpu", seed=0, compare=True)[1]
+    assert row["speedup_ci95"] == pytest.approx([5 / 3, 3.0])
+    one_group = [{**item, "group": 0} for item in AR]
+    assert summarise({"ar": one_group}, "cpu", seed=0, compare=True)[0]["speedup_ci95"] is None
+
+
+def test_different_output_is_reported_and_unfair_comparison_is_not_made():
+    other = [SPEC[0], {**SPEC[1], "token_ids": [4, 5, 6, 8]}]
+    row = summarise({"ar": AR, "spec": other}, "cpu", seed=0, compare=True)[1]
+    assert (row["matches_ar"], row["num_differing"]) == (False, 1)
+    assert summarise({"ar": AR, "spec": other}, "cpu", seed=0, compare=False)[1]["matches_ar"] is None
+
+
+def test_tau_is_apart_for_rounds_that_begin_within_a_repetition():
+    # Prompt 1 2 3 4 5. Emitted: 9 (prefill) | 1 2 3 | 4 5 | 8 9 1 2 | 3: in 4, 5 and the last 3 a 4-gram of prompt or
+    # answer goes on (1234, 2345, 9123). Rounds begin with 1, 4, 8 and 3: two of 2 and 1 tokens copy, two of 3 and 4.
+    prompt, answer = [1, 2, 3, 4, 5], [9, 1, 2, 3, 4, 5, 8, 9, 1, 2, 3]
+    steps = [DecodeStep(3, emitted - 1, emitted, 3) for emitted in (3, 2, 4, 1)]
+    made = Generation(answer, DecodeTrace(steps, prefill_emitted=1), False)
+    alone = Generation(answer, DecodeTrace([DecodeStep(0, 0, 1, 0)] * 10, prefill_emitted=1), False)
+    ar = row_of(BenchPrompt("id", prompt), 0, "ar", 0.0, alone, [1.0], [1.0])
+    spec = row_of(BenchPrompt("id", prompt), 0, "spec", 0.0, made, [1.0], [1.0])
+    first, row = summarise({"ar": [ar], "spec": [spec]}, "cpu", seed=0, compare=True)
+    assert (row["tau_copying"], row["tau_new"]) == (3 / 2, 7 / 2)
+    assert (first["tau_copying"], first["tau_new"]) == (1, 1)
+    assert summarise({"ar": AR, "spec": SPEC}, "cpu", 0, True)[1]["tau_copying"] is None  # nothing repeats there
+    for one in (first, row):
+        assert (one["copied_prompt"], one["copied_answer"]) == (2 / 11, 1 / 11)
+
+
+def test_medians_over_repeats_are_taken_for_each_clock():
+    made = Generation([1], DecodeTrace(prefill_emitted=1), True)
+    row = row_of(BenchPrompt("id", [1]), 0, "ar", 0.0, made, [3.0, 1.0, 2.0], [1.0, 9.0, 2.0])
+    assert (row["wall_s"], row["cpu_s"]) == (2.0, 2.0)
+
+
+SETTINGS = {"dtype": "float32", "device": "cpu", "num_threads": 1, "repeats": 3, "batch_size": 1,
+            "target_precision": "dtype", "draft_precision": "dtype"}  # fmt: skip
+
+
+def results_of(methods: dict[str, list[Row]], *temperatures: float) -> dict:
+    rows = [row for t in temperatures or (0.0,) for row in summarise(methods, "cpu", 0, True, t)]
+    meta = {"clock": "cpu", "settings": SETTINGS, "step_costs": {}}
+    return json.loads(json.dumps({"meta": meta, "methods": rows, "failures": []}))
+
+
+def shown(width: int, *tables) -> str:
+    console = Console(width=width, file=io.StringIO())
+    for table in tables:
+        draw_table(console, table, bold="fastest")
+    return console.file.getvalue()
+
+
+def markdown_tables(results: dict) -> str:
+    return "\n".join(map(markdown, results_tables(results)))
+
+
+def test_tables_fit_in_100_columns_and_say_the_same():
+    long_name = "specdec++:h=0.7:min=2:max=20:calibrated=on"
+    results = results_of({"ar": AR, long_name: SPEC, "spec:k=5": SPEC})
+    text, written = shown(100, *results_tables(results)), markdown_tables(results)
+    assert "…" not in text and all(len(line) <= 100 for line in text.splitlines())
+    assert f"| {long_name} | 1.8 | 2.00x | 1.67-3.00 | 1.75 | 1.50-2.00 | 43% | yes |" in written
+    for part in ("2.00x", "1.67-3.00", "1.75", "43%", "2 prompts, 7 tokens", "greedy", "CPU time"):
+        assert part in text and part in written
+
+
+def test_the_mean_of_tasks_is_named_apart_from_the_pooled_ratio():
+    # Task a: 3 tokens in 1 s against 3 s, 2 calls. Task b: 4 tokens in 3 s against 5 s, 2 calls; twice, so that tasks
+    # weigh differently. Pooled: 11 tokens in 7 s against 13 s, 6 calls.
+    twice = [SPEC[0], SPEC[1], {**SPEC[1], "group": 2}]
+    row = summarise({"ar": [AR[0], AR[1], {**AR[1], "group": 2}], "spec": twice}, "cpu", 0, True)[1]
+    assert (row["speedup"], row["tau"]) == (pytest.approx(13 / 7), 11 / 6)
+    assert (row["macro_speedup"], row["macro_tau"]) == (pytest.approx((3 + 5 / 3) / 2), (1.5 + 2.0) / 2)
+    table = results_tables(results_of({"ar": AR, "spec": SPEC}))[-1]
+    assert [column.title for column in table.columns] == [
+        "method", "a", "a: tau", "b", "b: tau", "all, pooled", "all, pooled: tau", "mean of tasks", "mean of tasks: tau"
+    ]  # fmt: skip
+    assert "| spec | 3.00x | 1.50 | 1.67x | 2.00 | 2.00x | 1.75 | 2.33x | 1.75 |" in markdown(table)
+
+
+def test_speed_benchs_acceptance_length_is_a_mean_over_questions_then_over_categories():
+    # Category a: a question of two turns, 3 + 4 tokens in 2 + 2 calls, and one of 3 in 2. Category b: one of 4 in 2.
+    turns = [{**SPEC[0], "task": "a"}, {**SPEC[1], "task": "a", "group": 0, "turn": 2}]
+    rows = [*turns, {**SPEC[0], "prompt": 1, "group": 1}, {**SPEC[1], "prompt": 2, "group": 2}]
+    ar = [{**AR[row["token_ids"][0] == 4], **{key: row[key] for key in ("prompt", "group", "task")}} for row in rows]
+    row = summarise({"ar": ar, "spec": rows}, "cpu", 0, True, speed_bench=True)[1]
+    assert row["by_task"]["a"]["speed_bench_tau"] == (7 / 4 + 3 / 2) / 2 and row["by_task"]["a"]["tau"] == 10 / 6
+    assert row["by_task"]["b"]["speed_bench_tau"] == row["by_task"]["b"]["tau"] == 2
+    assert row["speed_bench_tau"] == ((7 / 4 + 3 / 2) / 2 + 2) / 2 and row["macro_tau"] == (10 / 6 + 2) / 2
+    assert "speed_bench_tau" not in summarise({"ar": ar, "spec": rows}, "cpu", 0, True)[1]
+
+
+def test_turns_of_one_question_are_resampled_together():
+    # Two questions of two turns. Question 1 is 3x in both turns, question 2 is 1x in both: resamples are 1x, 3x or the
+    # mix of both, (8/4)/(8/8) = 2x, never something between, and the extremes have probability 1/4 each.
+    def turns(per_turn: float, question: int) -> list[Row]:
+        one = measured([1, 2], [DecodeStep(1, 0, 1, 1)], per_turn, per_turn, group=question)
+        return [{**one, "turn": turn} for turn in (1, 2)]
+
+    ar, fast = [*turns(3.0, 0), *turns(1.0, 1)], [*turns(1.0, 0), *turns(1.0, 1)]
+    row = summarise({"ar": ar, "fast": fast}, "cpu", 0, True)[1]
+    assert row["speedup"] == pytest.approx(2.0) and row["speedup_ci95"] == pytest.approx([1.0, 3.0])
+    assert row["tau_ci95"] == [1.0, 1.0]
+
+
+def test_each_temperature_has_its_own_rows_and_its_own_table():
+    results = results_of({"ar": AR, "spec": SPEC}, 0.0, 1.0)
+    assert [(row["method"], row["temperature"]) for row in results["methods"]] == [
+        ("ar", 0.0), ("spec", 0.0), ("ar", 1.0), ("spec", 1.0)
+    ]  # fmt: skip
+    assert results_tables(results)[-1].title == "Speed-up and tau by task, temperature 1"
+    assert "greedy and temperature 1" in caption(results)
+    written = markdown_tables(results)
+    assert "**Greedy**\n\n| method" in written and "**Temperature 1**\n\n| method" in written
+    assert written.count("greedy and temperature 1, float32") == 1
+
+
+def test_tables_say_how_much_of_the_text_copies():
+    copied = {"copied_prompt": 0.5, "copied_answer": 0.25, "tau_copying": 4.0, "tau_new": None}
+    results = results_of({"ar": AR, "spec": SPEC})
+    for row in results["methods"]:
+        row |= copied
+        row["by_task"]["a"] |= copied
+    assert "7 tokens (75% go on with a repetition: 50% of the prompt, 25% of an answer; distinct" in caption(results)
+    written = markdown_tables(results)
+    assert "**Tau where the text copies, greedy**" in written and "\n| spec | 1.75 | 4.00 |  |\n" in written
+    assert "a 1 (75% go on with a repetition" in written and "b 1 (0% go on" in written
+
+
+def test_failed_prompts_are_named_under_the_table():
+    failures = [{"task": "qa", "id": "7"}, {"task": "qa", "id": "7"}, {"task": "", "id": "x"}]
+    results = {**results_of({"ar": AR}), "failures": failures}
+    assert caption(results).endswith(" Left out because they failed (2): qa 7, x.")
+    assert "failed" not in caption(results_of({"ar": AR}))
+
+
+def test_rows_come_back_as_they_were_measured(tmp_path):
+    prompt = BenchPrompt("id", [1, 2], "a", number=3, turn=2)
+    answer = Generation([1, 2, 3], DecodeTrace([DecodeStep(4, 1, 2, 4)], prefill_emitted=1), False)
+    row = row_of(prompt, 3, "ar", 0.5, answer, [4.0, 6.0], [1.0, 1.5])
+    write_rows(tmp_path / PER_PROMPT, [row, row_of(prompt, 3, "ar", 0.5, error="too long")])
+    read = read_rows(tmp_path)
+    assert of_methods(read, 0.5) == {"ar": [row]} and of_methods(read, 0.0) == {}
+    assert failures_of(read) == [
+        {"prompt": 3, "id": "id", "task": "a", "turn": 2, "temperature": 0.5, "error": "too long"}
+    ]
+    assert read[0]["rounds"] == [{"num_drafted": 4, "num_accepted": 1, "num_emitted": 2, "draft_calls": 4}]
     (tmp_path / PER_PROMPT).write_bytes(b"nonsense")
     with pytest.raises(InputError, match="unreadable"):
         read_rows(tmp_path)
 
 
 def test_a_journal_is_resumed(tmp_path):
-    entry = {"group": 2, "temperature": 0.0, "rows": [{**ROW, "task": None}], "learned": {"online": [{"w": [0.5]}]}}
-    settings = {"settings": {"seed": 0}}
-    Journal(tmp_path, settings, {}).add(entry)
-    assert Journal(tmp_path, settings, {}).entries == [json.loads(json.dumps(entry))]
+    row = json.loads(json.dumps(AR[0]))
+    entry = {"group": 2, "temperature": 0.0, "rows": [row], "learned": {"online": [{"w": [0.5]}]}}
+    Journal(tmp_path, {"seed": 0}, {}).add(entry)
+    assert Journal(tmp_path, {"seed": 0}, {}).entries == [entry]
+    with pytest.raises(InputError, match="seed 0 there, 1 here"):
+        Journal(tmp_path, {"seed": 1}, {})
+
+
+def test_what_changes_the_output_is_marked_in_every_table_and_never_the_fastest():
+    (lossy,) = parse_methods("medusa:accept=typical")
+    assert lossy.label == "medusa:accept=typical (not lossless)"
+    results = results_of({"ar": AR, "spec:k=5": AR, lossy.label: SPEC})
+    first, *others = results_tables(results)
+    assert [row["method"] for row in first.rows if row["fastest"]] == ["ar", "spec:k=5"]  # half as fast
+    assert "(not lossless) answers with another distribution than the target's" in caption(results)
+    tables = [first, *others]
+    assert len(tables) == 3
+    assert all(lossy.label in {row["method"] for row in table.rows} for table in tables)
+    assert "not lossless" not in caption(results_of({"ar": AR, "spec:k=5": SPEC}))
