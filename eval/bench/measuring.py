@@ -160,7 +160,7 @@ class Journal:
 def unfinished_times(directory: Path) -> dict[str, Any]:
     """Read the times that the first start of an unfinished run has measured; empty if there is none."""
     lines = whole_lines(directory / JOURNAL)
-    return lines[0]["auto"] if lines else {}
+    return lines[0].get("auto", {}) if lines else {}
 
 
 def whole_lines(path: Path) -> list[Any]:

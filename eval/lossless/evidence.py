@@ -289,7 +289,7 @@ def growth_of_biases(tokens: DecidedTokens, bias: float) -> dict[str, list[BetGr
     for family in score_bets(tokens):
         for sign, word in ((1, "towards"), (-1, "away from")):
             biased, tilt = tilted(p, sign * family.x, bias)
-            if biased is not None and tilt < 0.6 * STRENGTHS[0]:
+            if tilt < 0.6 * STRENGTHS[0]:
                 expected = "a bias that the weakest bets can detect on these prompts"
                 raise InputError("bias", bias, expected, "Raise --bias, or choose other prompts.")
             if biased is None:

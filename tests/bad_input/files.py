@@ -160,37 +160,25 @@ ROWS = [
         Row(f"manifest {name}", INSPECT, ("manifest.json", said), spoilt("features", "manifest.json", spoil))
         for name, spoil, said in [
             ("cut", cut, "damaged"),
-            ("empty", text(""), "damaged"),
             ("that is no text", lambda file: file.write_bytes(b"\xff\xfe\x00"), "damaged"),
             ("nested without end", text(DEEP), "damaged"),
             ("that is a list", text("[]"), "an object"),
-            ("that is null", text("null"), "null"),
             ("without files", changed(files=...), "no files"),
-            ("whose files are null", changed(files=None), "files: null"),
             ("whose files are text", changed(files=["a"]), "files[0]"),
             ("whose counts are text", changed(counts={"rows": "5"}), "counts.rows"),
-            ("whose counts are a list", changed(counts=[1]), "counts"),
-            ("whose version is text", changed(schema_version="1"), "schema_version"),
             ("whose kind is a number", changed(kind=3), "kind: 3"),
             ("whose fields have no shape", changed(fields=[{"name": "a", "dtype": "int32"}]), "fields[0].shape"),
-            ("whose config is null", changed(config=None), "config: null"),
-            ("whose identity is text", changed(identity="x"), "identity"),
         ]
     ),
     # An unfinished stage: what says how it was begun, and what says that a shard is whole.
     Row("started.json cut, continued", FEATURES, ("started.json", "damaged"), unfinished(cut)),
-    Row("started.json a list, continued", FEATURES, ("started.json", "an object"), unfinished(text("[]"))),
     Row("started.json without state", FEATURES, ("started.json", "state"), unfinished(changed(state=...))),
-    Row("started.json's state null", FEATURES, ("started.json", "state: null"), unfinished(changed(state=None))),
     Row("started.json a list, opened", INSPECT, ("started.json", "an object"), unfinished(text("[1]"))),
-    Row("started.json's command null", INSPECT, ("started.json", "command"), unfinished(changed(command=None))),
     *(
         Row(f"done.json {name}", FEATURES, (f"{SHARD}.done.json", said), unfinished(spoil, f"{SHARD}.done.json"))
         for name, spoil, said in [
             ("cut", cut, "damaged"),
-            ("null", text("null"), "null"),
             ("without files", changed(files=...), "no files"),
-            ("with files of text", changed(files=["x"]), "files[0]"),
             ("with rows of text", changed(counts={"rows": "many"}), "counts.rows"),
         ]
     ),
@@ -205,16 +193,12 @@ ROWS = [
         Row(f"head: {file} {name}", DECODE, said, head(file, spoil))
         for file, name, spoil, said in [
             ("manifest.json", "cut", cut, ("manifest.json", "damaged")),
-            ("manifest.json", "a list", text("[]"), ("manifest.json", "an object")),
             ("manifest.json", "with hashes of numbers", changed(sha256={"config.json": 1}), ("sha256.config.json",)),
             ("config.json", "cut", cut, ("config.json", "damaged")),
             ("config.json", "a list", text("[]"), ("config.json", "an object")),
             ("config.json", "without head", changed(head=...), ("config.json", "no head")),
-            ("config.json", "with an empty head", changed(head={}), ("config.json",)),
             ("config.json", "of an unknown kind", changed(kind=["eagle"]), ("kind",)),
-            ("config.json", "with a target of text", changed(target="x"), ("config.json", "target")),
             ("model.safetensors", "cut", cut, ("model.safetensors",)),
-            ("model.safetensors", "that is text", text("weights"), ("model.safetensors",)),
         ]
     ),
     # Results of a bench.
@@ -226,7 +210,6 @@ ROWS = [
             ("cut", cut, "damaged"),
             ("a list", text("[]"), ""),
             ("without meta", changed(meta=...), ""),
-            ("with meta of text", changed(meta="x"), ""),
         ]
     ),
     Row("report: a speed that is text", REPORT, ("results.json", "tokens_per_s", "fast"),
@@ -236,8 +219,6 @@ ROWS = [
     Row("report: tables of something else", REPORT, ("results.json", "tables"),
         spoilt("bench", "results.json", changed(tables=[{"type": "table"}], meta={"kind": "tune"}))),
     Row("compare: prompts.parquet cut", COMPARE, ("prompts.parquet", "unreadable"),
-        spoilt("bench", "prompts.parquet", cut)),
-    Row("report: prompts.parquet cut", REPORT, ("prompts.parquet", "unreadable"),
         spoilt("bench", "prompts.parquet", cut)),
     Row("report: trace.jsonl of numbers", REPORT, ("trace.jsonl", "line 1"),
         spoilt("bench", "trace.jsonl", text("1\n"))),
@@ -252,12 +233,9 @@ ROWS = [
         for file, name, content, said in [
             ("metrics.csv", "torn in its first line", b"st\n10\n", "line 2 (KeyError: 'step')"),
             ("metrics.csv", "of words", b"step,a\n10,high\n", "line 2 (ValueError"),
-            ("metrics.csv", "of bytes", b"step,\xff\n", "not UTF-8"),
             ("metrics.csv", "with an endless cell", b"step,a\n10," + b"1" * 200_000 + b"\n", "field larger"),
             ("config.yaml", "of bytes", b"\xff", "not UTF-8"),
             ("config.yaml", "cut", b"target: [a", "damaged"),
-            ("config.yaml", "a list", b"- a", "an object"),
-            ("training.json", "a list", b"[]", "an object"),
             ("training.json", "cut", b"{", "damaged"),
         ]
     ),
@@ -266,12 +244,10 @@ ROWS = [
         Row(f"{words.split(' --')[0]}: a pipe", words, ("a pipe", name), pipe(name))
         for words, name in {
             "decode Hi --config {d}/c.yaml": "c.yaml",
-            "decode Hi --draft {d}": "config.json",
             "eval bench --target x --methods ar --prompts {d}/p.jsonl --output {out}": "p.jsonl",
             "launch deepspeed --hostfile {d}/h -- train eagle --data x --target y --output z": "h",
             "eval report {d} --watch": "metrics.csv",
             "decode Prompt --trace {d}/out": "out",  # /dev/full is another such file; a test must not risk it
-            "eval compare x y --output {d}/o.md": "o.md",
         }.items()
     ),
     Row("deepspeed: a machine without slots", "launch deepspeed --hostfile {d} -- train eagle --data x --target y "
@@ -293,16 +269,11 @@ ROWS = [
         Row(f"training: {words}", f"train eagle --data {{features}} --target {{target}} --output {{out}} --{words}",
             says)
         for words, says in {
-            "betas 0.9 1.0": ("betas", "1.0"), "betas -0.1 0.9": ("betas",), "betas nan 0.9": ("betas",),
-            "betas 0.9": ("betas",), "lr -1": ("lr", "-1"), "lr 0": ("lr",), "lr nan": ("lr", "nan"),
-            "lr inf": ("lr",), "lr fast": ("lr", "fast"), "clip -1": ("clip",), "clip nan": ("clip",),
-            "epochs 0": ("epochs",), "epochs 99999999999999": ("epochs",), "batch-size 0": ("batch_size",),
-            "batch-size 99999999999999": ("batch_size",), "tokens-per-batch -5": ("tokens_per_batch",),
-            "max-steps -1": ("max_steps",), "precision 8": ("precision",), "weight-decay nan": ("weight",),
-            "weight-decay -1": ("weight_decay",), "warmup-share 1": ("warmup_share",), "val-share 1.5": ("val_share",),
-            "min-lr-share -0.1": ("min_lr_share",), "seed -1": ("seed",), f"seed {2**70}": ("seed",),
-            "max-length 3": ("max_length",), "accumulate 0": ("accumulate",), "keep 0": ("keep",),
-            "noise nan": ("noise",), "feature-weight inf": ("feature",), "unroll-decay 0": ("unroll_decay",),
+            "betas 0.9 1.0": ("betas", "1.0"), "betas 0.9": ("betas",), "lr 0": ("lr",), "lr fast": ("lr", "fast"),
+            "clip -1": ("clip",), "epochs 0": ("epochs",), "batch-size 99999999999999": ("batch_size",),
+            "tokens-per-batch -5": ("tokens_per_batch",), "max-steps -1": ("max_steps",), "precision 8": ("precision",),
+            "weight-decay -1": ("weight_decay",), "val-share 1.5": ("val_share",), "max-length 3": ("max_length",),
+            "accumulate 0": ("accumulate",), "keep 0": ("keep",), "unroll-decay 0": ("unroll_decay",),
         }.items()
     ),
     # Exports.
@@ -318,16 +289,13 @@ ROWS = [
         Row(f"{command}: {name} of {value}", f"{command} {{d}} --target {{target}} {more}", (name, "tensors of"),
             exported("config.json", changed(**{name: value})))
         for command, more in (("import", "--output {out}"), ("check", "--format vllm"))
-        for name, value in {"hidden_size": 2**24, "intermediate_size": 10**12, "vocab_size": 10**12, "head_dim": 10**9,
-                            "num_attention_heads": 10**9, "num_key_value_heads": 10**9}.items()
+        for name, value in {"hidden_size": 2**24, "head_dim": 10**9}.items()
     ),
     *(
-        Row(f"{command}: {name} of {value}", f"{command} {{d}} --target {{target}} {more}", (name, "found"),
+        Row(f"import: {name} of {value}", "import {d} --target {target} --output {out}", (name, "found"),
             exported("config.json", changed(**({"rope_parameters": ...} | (place or {name: value})))))
-        for command, more in (("import", "--output {out}"), ("check", "--format vllm"))
         for name, value, place in (
-            ("rope_theta", 0, None), ("rope_theta", "x", None), ("rope_scaling", "x", None),
-            ("rope_type", 3, {"rope_scaling": {"rope_type": 3}}),
+            ("rope_theta", 0, None), ("rope_scaling", "x", None),
             ("factor", "x", {"rope_scaling": {"rope_type": "linear", "factor": "x"}}),
         )
     ),
@@ -348,12 +316,9 @@ ROWS = [
         for command in (
             FEATURES,
             BENCH,
-            RESUME.replace("--resume ", ""),
             "data prompts --source {chats} --target {target} --output {d}",
             "export --format vllm --head {eagle} --target {target} --output {d}",
-            "import {exported} --target {target} --output {d}",
             "eval compare {bench} {bench} --output {d}/tables.md",
-            "eval report {bench} --output {d}/report.html",
         )
     ),
 ]  # fmt: skip

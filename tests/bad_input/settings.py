@@ -14,32 +14,16 @@ ROWS = [
     Row("negative temperature", "decode Hi --target {target} --method ar --temperature -1", ("temperature", "-1")),
 ]
 
-SEEDED = [
-    BENCH,
-    "eval lossless --target {target} --draft {draft} --prompts {chats} --output {out} ",
-    "data responses --prompts {prompts} --target {target} --output {out} ",
-    "data acceptance --responses {responses} --target {target} --draft {draft} --output {out} ",
-    EAGLE,
-    "train acceptance --data {labels} --draft {draft} --output {out} ",
-    "decode Hi --target {target} --method ar ",
-]
+DECODE, RESPONSES = "decode Hi --target {target} --method ar ", "data responses --prompts {prompts} --target {target} "
 ROWS += [
-    Row(f"seed {seed} of {words.split(' --')[0]}", words + f"--seed {seed}", ("--seed", str(seed)))
-    for words in SEEDED
-    for seed in (2**70, -1)
-]
-ROWS += [
-    Row(f"{name} {number} of {words.split(' --')[0]}", words + f"--{name} {number}", (f"--{name}", "finite"))
-    for words, name in [
-        (EAGLE, "lr"), (EAGLE, "weight-decay"), (EAGLE, "clip"), (EAGLE, "noise"), (EAGLE, "feature-weight"),
-        (SEEDED[-1], "temperature"), (SEEDED[2], "top-p"), (BENCH, "temperature"),
-    ]
-    for number in ("nan", "-inf")
-]  # fmt: skip
-ROWS += [
-    Row(f"a key that YAML reads as {key}", "decode Hi --target {target} --config {yaml}", ("key", key, "c.yaml"),
-        lambda ground, to, text=text: {"yaml": to / "c.yaml", "x": (to / "c.yaml").write_text(text)})
-    for key, text in {"1": "1: 2", "None": "null: 2", "True": "server:\n  yes: 2"}.items()
+    Row("a negative seed", EAGLE + "--seed -1", ("--seed", "-1")),
+    Row("a seed beyond 64 bits", BENCH + f"--seed {2**70}", ("--seed", str(2**70))),
+    Row("a rate that is NaN", EAGLE + "--lr nan", ("--lr", "finite")),
+    Row("a weight that is infinite", EAGLE + "--feature-weight -inf", ("--feature-weight", "finite")),
+    Row("a temperature that is NaN", DECODE + "--temperature nan", ("--temperature", "finite")),
+    Row("a top-p that is infinite", RESPONSES + "--output {out} --top-p -inf", ("--top-p", "finite")),
+    Row("a key that YAML reads as true", "decode Hi --target {target} --config {yaml}", ("key", "True", "c.yaml"),
+        lambda ground, to: {"yaml": to / "c.yaml", "x": (to / "c.yaml").write_text("server:\n  yes: 2")}),
 ]  # fmt: skip
 ROWS += [
     Row("a billion Medusa heads", "plan medusa --target {target} --num-heads 1000000000", ("num_heads", "1 to 128")),
