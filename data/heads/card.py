@@ -28,15 +28,11 @@ from draftsmith.modules.formats.acceptance import PREDICTED, uses_of
 from draftsmith.modules.targets.base import CausalLM
 
 MEASURED, CARD, WEIGHTS = "measured.json", "README.md", "model.safetensors"
-ROW = {
-    **{"tau": (float, None), "speedup": (float, None), "prompts?": int, "tokens?": int},
-    **{"tau_ci95?": ([(float, None)], None), "speedup_ci95?": ([(float, None)], None)},
-}
+ROW = {"tau": (float, None), "speedup": (float, None), "prompts?": int, "tokens?": int}
 MEASURED_SHAPE = {
     "head_sha256": str,
     "methods": [{"method": str, "temperature": float, **ROW, "by_task?": {"*": ROW}}],
     **{"settings": dict, "prompts": dict, "clock": str, "hardware": dict, "date": str},
-    **{"target?": dict, "versions?": dict},
 }
 # Library that the hub lists an export's format with, if not the format's own name.
 LIBRARIES = {hf_assisted.NAME: "transformers"}

@@ -58,7 +58,6 @@ LAYOUTS: dict[str, Callable[[Path], object]] = {
     "safetensors of another name": lambda d: save_file(weights(), d / "head.safetensors"),
     "zip": lambda d: save_torch(weights(), d / "pytorch_model.bin"),
     "legacy": lambda d: save_torch(weights(), d / "pytorch_model.bin", legacy=True),
-    "pt": lambda d: save_torch(weights(), d / "head.pt"),
     "parameters": lambda d: save_torch({n: torch.nn.Parameter(t) for n, t in weights().items()}, d / "head.bin"),
     "a trainer's leavings": lambda d: (
         save_torch(weights(), d / "pytorch_model.bin"), save_torch({"lr": 1.0}, d / "training_args.bin"),

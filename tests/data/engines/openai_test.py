@@ -300,18 +300,15 @@ def cut_off(handler: Handler) -> None:
     handler.close_connection = True
 
 
-RUDE: dict[str, tuple[Callable[[Handler], None], str]] = {
+MISBEHAVIOURS: dict[str, tuple[Callable[[Handler], None], str]] = {
     "drips": (dripping, r"prompt 0 .*no whole answer in 0\.4 s"),
     "cuts the connection": (cut_off, r"prompt 0 .*RemoteProtocolError"),
     "sends half a JSON": (lambda h: h.send(200, b'{"choices": [{"te'), "prompt 0 .*not JSON but"),
-    "nests": (lambda h: h.send(200, b"[" * 100_000), "prompt 0 .*not JSON but"),
     "is a web page": (lambda h: h.send(200, b"<html>hello", Content_Type="text/html"), "server: found .*<html>"),
     "points elsewhere": (
         lambda h: h.send(307, b"", Location=h.path),
         r"server\.url: found .*status 307, a redir",
     ),
-    "wants a key": (lambda h: h.reply(401, {"error": "who?"}), "server: found .*status 401"),
-    "has no choice": (lambda h: h.reply(200, {"choices": []}), r"prompt 0 .*no completion but {"),
     "packs a bomb": (
         lambda h: h.send(200, zlib.compress(b" " * (17 << 20)), Content_Encoding="deflate"),
         "prompt 0 .*more than 16,777,216 bytes",
@@ -320,10 +317,10 @@ RUDE: dict[str, tuple[Callable[[Handler], None], str]] = {
 }
 
 
-@pytest.mark.parametrize("how", RUDE)
-def test_a_server_that_is_no_server_costs_one_line(vllm_like, ask, how):
+@pytest.mark.parametrize("how", MISBEHAVIOURS)
+def test_a_misbehaving_server_is_one_error(vllm_like, ask, how):
     server = vllm_like()
-    reply, what = RUDE[how]
+    reply, what = MISBEHAVIOURS[how]
     server.misbehave = lambda handler, body: reply(handler) is None
     with pytest.raises(InputError, match=what):
         ask(server.url, retries=0, timeout_s=0.4 if how == "drips" else 20.0)
@@ -410,10 +407,7 @@ def test_transformers_serve_samples_when_told_to(transformers_serve, chain, rema
 GOOD = {"text": "def add", "finish_reason": "length"}
 BAD_REPLIES: list[tuple[object, str]] = [
     ("hello", "no completion"),
-    ({"choices": None}, "no completion"),
-    ({"choices": [[]]}, "no completion"),
     ({"choices": [{"text": "a", "finish_reason": "content_filter"}]}, "finish_reason"),
-    ({"choices": [{"text": "a"}]}, "finish_reason null"),
     *(
         ({"choices": [{**GOOD, "token_ids": ids}]}, what)
         for ids, what in [

@@ -120,11 +120,6 @@ def test_a_revision_is_a_name_or_a_commit(hub, models):
     ("words", "setting", "value"),
     [
         ("data responses --prompts p --output o --target org/tiny --revision v1", "target", "org/tiny@v1"),
-        (
-            "eval bench --prompts p --output o --target org/tiny --draft org/d@v2 --revision v1",
-            "draft",
-            "('org/d@v2',)",
-        ),
         ("import org/head --output o --revision v1 --target org/tiny", "directory", "org/head@v1"),
         ("data prompts --source org/rows --output o --target org/tiny@v3 --revision v1", "revision", "v1"),
     ],

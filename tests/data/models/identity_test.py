@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,9 @@ from transformers import AutoModelForCausalLM
 
 from draftsmith.data.heads.directory import save_head
 from draftsmith.data.models import identity as identities
-from draftsmith.data.models.loading import load_lm, text_identity, tokenizer_identity
-from draftsmith.data.store.manifest import Manifest, open_artefact
+from draftsmith.data.models.loading import load_lm, tokenizer_identity
 from draftsmith.launch.cli import main
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
-from draftsmith.modules.types import InputError
 
 
 @pytest.fixture(autouse=True)
@@ -164,20 +161,6 @@ def test_a_damaged_cache_is_read_again(copy, monkeypatch, own_cache, content):
     assert identity(copy) == expected and len(counted.files) == 2  # mended
 
 
-def test_concurrent_hashing_leaves_one_whole_cache_file(copy, own_cache):
-    settle(copy)
-    files = [copy / "model.safetensors"]
-    found: list[Any] = []
-    threads = [threading.Thread(target=lambda: found.append(identities.tensor_digests(files))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 8 and all(one == found[0] for one in found)
-    (entry,) = own_cache.iterdir()
-    assert identities.read_cached(files[0]) == found[0], entry
-
-
 def test_data_of_a_fine_tuned_target_is_refused_everywhere(chain, tmp_path, capsys):
     tuned = scale_projections(Path(shutil.copytree(chain.target, tmp_path / "tuned")))
     responses, out = chain.directory("responses"), tmp_path / "out"
@@ -208,14 +191,3 @@ def test_a_head_of_a_fine_tuned_target_is_refused(pristine, scaled, head, capsys
     assert main([*words, "--target", str(scaled)]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert "trained for another model (weights differ)" in error and "draftsmith train eagle --init" in error
-
-
-def test_another_tokenization_is_refused_although_the_vocabulary_is_the_same(chain, tmp_path):
-    other = Path(shutil.copytree(chain.target, tmp_path / "other"))
-    raw = json.loads((other / "tokenizer.json").read_text())
-    (other / "tokenizer.json").write_text(json.dumps({**raw, "normalizer": {"type": "Lowercase"}}))
-    assert (
-        Manifest.read(chain.directory("prompts")).identity["encoding"] == text_identity(str(chain.target))["encoding"]
-    )
-    with pytest.raises(InputError, match=r"another encoding: \w+ here, \w+ given"):
-        open_artefact(chain.directory("prompts"), "prompts", text_identity(str(other)))
