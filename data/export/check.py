@@ -26,10 +26,10 @@ from draftsmith.data.store.manifest import compare_identity, git_commit, package
 from draftsmith.data.store.reading import read_object
 from draftsmith.modules.drafters import learned
 from draftsmith.modules.formats import format_names, formats, hf_assisted
-from draftsmith.modules.formats.base import ForeignHead, HeadFormat, ImportedHead, Package, Problem, Trial, largest
+from draftsmith.modules.formats.base import ForeignHead, HeadFormat, HeadTrial, ImportedHead, Package, Problem, largest
 from draftsmith.modules.formats.detect import detect, named_format
 from draftsmith.modules.formats.llama import LlamaFormat, flat, llama_config
-from draftsmith.modules.formats.rope import Rope, frequencies, transformers_rope
+from draftsmith.modules.formats.rope import frequencies, transformers_rope
 from draftsmith.modules.layers import LlamaConfig, RopeScaling
 from draftsmith.modules.types import InputError
 
@@ -158,7 +158,7 @@ def measure(format: HeadFormat, theirs: Any, ours: Any | None, source: StateSour
     # EAGLE-3 heads may read different layers of the target: the probes hold the states of all.
     layers = sorted({number for head in heads for number in getattr(head.config, "capture", ())})
     probes = make_probes(source.path, source.drafter.lm, longest, tuple(layers))
-    trial = Trial(source.facts, probes, acceptance_inputs(probes, source) if format.predicts else {})
+    trial = HeadTrial(source.facts, probes, acceptance_inputs(probes, source) if format.predicts else {})
     outputs = [format.forward(head, trial) for head in heads]
     measures = []
     if format.predicts:
@@ -259,16 +259,13 @@ def differences(config: Mapping[str, Any], hashes: Mapping[str, str], head: Impo
         if ours.get(name) != theirs_flat.get(name):
             problems.append(Problem(name, f"{theirs_flat.get(name)} in this system, exported with {ours.get(name)}"))
     if llama and exported_llama:
-        one, other = (_frequencies(fields) for fields in (llama, exported_llama))
+        layers = (
+            {**fields, "rope_scaling": RopeScaling(**fields["rope_scaling"])} for fields in (llama, exported_llama)
+        )
+        one, other = (frequencies(LlamaConfig(**fields)) for fields in layers)
         if one.shape != other.shape or not torch.allclose(one, other, rtol=1e-5):
             problems.append(Problem("rope", "other rotary frequencies than the head was exported with"))
     return problems
-
-
-def _frequencies(fields: Mapping[str, Any]) -> Tensor:
-    """Return the rotary frequencies of a `LlamaConfig` as JSON values."""
-    llama = LlamaConfig(**{**fields, "rope_scaling": RopeScaling(**fields["rope_scaling"])})
-    return frequencies(llama, Rope.of(llama))
 
 
 def against_model(

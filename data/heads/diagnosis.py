@@ -27,7 +27,7 @@ from draftsmith.data.text.answers import Supervision, spans
 from draftsmith.data.text.template import load_chat_tokenizer, prompt_ids
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.drafters.eagle3.net import default_layers
-from draftsmith.modules.formats.rope import BASE, KNOWN, Rope, frequencies
+from draftsmith.modules.formats.rope import BASE, KNOWN, RotarySettings, frequencies
 from draftsmith.modules.layers import LlamaConfig, RopeScaling
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
@@ -200,9 +200,9 @@ def head_variants(head: DraftHead, target: LlamaConfig | None, num_layers: int) 
         variants.append(HeadVariant(factor, label, other.eval().to(device), layers))
 
     # The target's rotary settings, and those of most published heads.
-    tables = [frequencies(llama, Rope.of(llama))]
-    ropes = [Rope(target.rope_theta, target.rope_scaling)] if target else []
-    for rope in (*ropes, Rope(BASE, RopeScaling())):
+    tables = [frequencies(llama)]
+    ropes = [RotarySettings(target.rope_theta, target.rope_scaling)] if target else []
+    for rope in (*ropes, RotarySettings(BASE, RopeScaling())):
         if rope.kind in KNOWN:
             tables.append(frequencies(llama, rope))
             if not any(torch.equal(tables[-1], table) for table in tables[:-1]):

@@ -15,7 +15,7 @@ from draftsmith.data.settings import MODEL
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.drafters.eagle3.net import default_layers
 from draftsmith.modules.drafters.methods import Models, parse_method
-from draftsmith.modules.formats.rope import BASE, KNOWN, Rope, frequencies, transformers_rope
+from draftsmith.modules.formats.rope import BASE, KNOWN, RotarySettings, frequencies, transformers_rope
 from draftsmith.modules.layers import RopeScaling
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.base import CausalLM
@@ -134,13 +134,16 @@ def misreadings(
 
     # Rotary settings that are often taken for a head's: the target's, and transformers' defaults.
     llama = config.llama
-    tried = [frequencies(llama, Rope.of(llama))]
-    for whose, rope in {"the target's": transformers_rope(target), "the default": Rope(BASE, RopeScaling())}.items():
+    tried = [frequencies(llama)]
+    for whose, rope in {
+        "the target's": transformers_rope(target),
+        "the default": RotarySettings(BASE, RopeScaling()),
+    }.items():
         turns = frequencies(llama, rope)
         if rope.kind in KNOWN and not any(torch.equal(turns, other) for other in tried):
             tried.append(turns)
             other = dataclasses.replace(llama, rope_theta=rope.theta, rope_scaling=rope.scaling)
-            name = f"rope of {rope} ({whose}) in place of {Rope.of(llama)}"
+            name = f"rope of {rope} ({whose}) in place of {RotarySettings.of(llama)}"
             yield name, dataclasses.replace(config, llama=other), tensors
 
     if not hasattr(config, "capture"):  # EAGLE-1

@@ -18,11 +18,11 @@ from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadCon
 from draftsmith.modules.formats.base import (
     ForeignHead,
     HeadFormat,
+    HeadTrial,
     ImportedHead,
     Package,
     Served,
     TargetFacts,
-    Trial,
     check_tensors,
 )
 from draftsmith.modules.types import InputError
@@ -106,7 +106,7 @@ class AcceptanceFormat(HeadFormat):
     def logit(self, head: Any, states: Tensor, embeds: Tensor | None, numbers: Tensor | None) -> Tensor:
         """Return the logit [N] of acceptance, as far as the format holds it, by one of our heads."""
 
-    def forward(self, head: Any, trial: Trial) -> list[list[Tensor]]:
+    def forward(self, head: Any, trial: HeadTrial) -> list[list[Tensor]]:
         config, inputs = head.config, trial.inputs
         numbers = torch.cat([inputs[name] for name in config.features], -1) if config.features else None
         embeds = inputs["embedding"] if config.reads_token else None

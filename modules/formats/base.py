@@ -99,7 +99,7 @@ class Probe:
 
 
 @dataclass(frozen=True)
-class Trial:
+class HeadTrial:
     """Real text to run heads on.
 
     facts: of the model whose hidden states the heads read, with embedding and lm_head. probes: for drafting heads.
@@ -226,7 +226,7 @@ class HeadFormat(ABC):
         """
 
     @abstractmethod
-    def forward(self, head: Any, trial: Trial) -> list[list[Tensor]]:
+    def forward(self, head: Any, trial: HeadTrial) -> list[list[Tensor]]:
         """Run one of our heads on real text.
 
         Returns: for every probe the logits [T-1, V] of the first and of further drafted tokens; row t of the first

@@ -18,11 +18,11 @@ from draftsmith.modules.formats.base import (
     CAN_READ,
     NOT_YET,
     ForeignHead,
+    HeadTrial,
     ImportedHead,
     Package,
     Problem,
     TargetFacts,
-    Trial,
     as_stored,
     check_tensors,
     same_values,
@@ -98,7 +98,7 @@ class Eagle1Format(LlamaFormat):
             check_tensors(EagleNet(config), tensors)
         return ImportedHead(config, as_stored(tensors), tuple(notes), (*problems, *self.unheld(config)))
 
-    def forward(self, head: Any, trial: Trial) -> list[list[Tensor]]:
+    def forward(self, head: Any, trial: HeadTrial) -> list[list[Tensor]]:
         embedding, lm_head = trial.tables()
         outputs = []
         for probe in trial.probes:

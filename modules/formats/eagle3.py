@@ -30,11 +30,11 @@ from draftsmith.modules.drafters.eagle3.net import Eagle3Config, Eagle3Net
 from draftsmith.modules.drafters.eagle3.net import default_layers as layers_of_target
 from draftsmith.modules.formats.base import (
     ForeignHead,
+    HeadTrial,
     ImportedHead,
     Package,
     Problem,
     TargetFacts,
-    Trial,
     as_stored,
     check_tensors,
     dtype_name,
@@ -180,7 +180,7 @@ class Eagle3Format(LlamaFormat):
             raise InputError("layers", list(layers), expected, "Pass the target that the head was trained for.")
         return layers
 
-    def forward(self, head: Any, trial: Trial) -> list[list[Tensor]]:
+    def forward(self, head: Any, trial: HeadTrial) -> list[list[Tensor]]:
         embedding, _ = trial.tables()
         outputs = []
         for probe in trial.probes:

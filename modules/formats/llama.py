@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.modules.formats.base import HeadFormat, Package, Problem, TargetFacts, positive, same_values
-from draftsmith.modules.formats.rope import KNOWN, Rope, conflict, missing_keys
+from draftsmith.modules.formats.rope import KNOWN, RotarySettings, conflict, missing_keys
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.types import InputError
 
@@ -169,7 +169,7 @@ def flat(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**(inner if isinstance(inner, Mapping) else {}), **config}
 
 
-def llama_config(raw: Mapping[str, Any], rope: Rope, head_dim: bool = True) -> LlamaConfig:
+def llama_config(raw: Mapping[str, Any], rope: RotarySettings, head_dim: bool = True) -> LlamaConfig:
     """Read the sizes of a `config.json`, without biases.
 
     rope: rotary settings as the system reads them. head_dim: the system honours the field of that name.

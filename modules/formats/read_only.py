@@ -18,17 +18,17 @@ from draftsmith.modules.drafters.medusa import MedusaConfig, MedusaHead
 from draftsmith.modules.formats.base import (
     ForeignHead,
     HeadFormat,
+    HeadTrial,
     ImportedHead,
     Package,
     TargetFacts,
-    Trial,
     as_stored,
     check_tensors,
     positive,
     same_values,
 )
 from draftsmith.modules.formats.llama import ROTARY_BUFFERS, llama_config, max_positions
-from draftsmith.modules.formats.rope import BASE, Rope, safeailab_rope
+from draftsmith.modules.formats.rope import BASE, RotarySettings, safeailab_rope
 from draftsmith.modules.layers import RopeScaling
 from draftsmith.modules.types import FeatureBatch, InputError
 
@@ -105,7 +105,7 @@ class Medusa(HeadFormat):
             check_tensors(MedusaHead(config), {**state, **bare}, lambda name: disk_names.get(name, name))
         return ImportedHead(config, as_stored(state), tuple(notes))
 
-    def forward(self, head: Any, trial: Trial) -> list[list[Tensor]]:
+    def forward(self, head: Any, trial: HeadTrial) -> list[list[Tensor]]:
         _, lm_head = trial.tables()
         readers = head.outputs(lambda hidden: hidden @ lm_head.T)
         outputs = []
@@ -138,7 +138,11 @@ class Hydra(HeadFormat):
                 raise InputError(f"config.json, {field}", value, expected, "Such heads are not supported.")
         prefixed = arch == PREFIX
         # Rotary positions as in SafeAILab's code, but for the base, which is always 10000 (modeling_llama_kv.py).
-        rope = dataclasses.replace(safeailab_rope(target.raw), theta=BASE) if prefixed else Rope(BASE, RopeScaling())
+        rope = (
+            dataclasses.replace(safeailab_rope(target.raw), theta=BASE)
+            if prefixed
+            else RotarySettings(BASE, RopeScaling())
+        )
         llama = dataclasses.replace(llama_config(target.raw, rope, head_dim=False), num_layers=int(prefixed))
         heads, layers = positive(raw, "hydra_num_heads", 4), positive(raw, "hydra_num_layers", 1)
         config = HydraConfig(llama, heads, layers, own_lm_head=True)
@@ -168,7 +172,7 @@ class Hydra(HeadFormat):
         check_tensors(net, {**state, **tensors}, lambda name: disk_names.get(name, name))
         return ImportedHead(config, as_stored(state))
 
-    def forward(self, head: Any, trial: Trial) -> list[list[Tensor]]:
+    def forward(self, head: Any, trial: HeadTrial) -> list[list[Tensor]]:
         embedding, lm_head = trial.tables()
         target = _Tables(embedding, lm_head)
         outputs = []

@@ -32,15 +32,15 @@ ROPE_NUMBERS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", P
 
 
 @dataclass(frozen=True)
-class Rope:
+class RotarySettings:
     """Rotary base and scaling. The kind may be one that our layers do not compute, also PARTIAL and its value."""
 
     theta: float
     scaling: RopeScaling
 
     @staticmethod
-    def of(llama: LlamaConfig) -> Rope:
-        return Rope(llama.rope_theta, llama.rope_scaling)
+    def of(llama: LlamaConfig) -> RotarySettings:
+        return RotarySettings(llama.rope_theta, llama.rope_scaling)
 
     @property
     def kind(self) -> str:
@@ -51,7 +51,7 @@ class Rope:
         return f"base {self.theta:g}{scaled}"
 
 
-def transformers_rope(raw: Mapping[str, Any]) -> Rope:
+def transformers_rope(raw: Mapping[str, Any]) -> RotarySettings:
     """Read rotary settings as transformers 5, vLLM 0.33.0 and SGLang 0.5.23 do.
 
     `rope_scaling` counts before `rope_parameters`, a base inside them before the one outside (modeling_rope_utils.py).
@@ -67,21 +67,27 @@ def transformers_rope(raw: Mapping[str, Any]) -> Rope:
         high_freq_factor=_number("high_freq_factor", rope.get("high_freq_factor"), 4.0),
         original_max_position=original or raw.get("max_position_embeddings", 2048),
     )
-    return Rope(_number("rope_theta", outside if inside is None else inside, BASE), scaling)
+    return RotarySettings(_number("rope_theta", outside if inside is None else inside, BASE), scaling)
 
 
-def safeailab_rope(raw: Mapping[str, Any]) -> Rope:
+def safeailab_rope(raw: Mapping[str, Any]) -> RotarySettings:
     """Read rotary settings as SafeAILab/EAGLE does (cnets1.py, _init_rope).
 
     It knows the old spelling only, and its base is 10000 under any scaling.
     """
     if scaling := _block(raw, "rope_scaling"):
-        return Rope(BASE, RopeScaling(str(scaling.get("type")), _number("factor", scaling.get("factor"), 1.0)))
-    return Rope(_number("rope_theta", raw.get("rope_theta"), BASE), RopeScaling())
+        return RotarySettings(
+            BASE, RopeScaling(str(scaling.get("type")), _number("factor", scaling.get("factor"), 1.0))
+        )
+    return RotarySettings(_number("rope_theta", raw.get("rope_theta"), BASE), RopeScaling())
 
 
-def frequencies(llama: LlamaConfig, rope: Rope) -> Tensor:
-    """Return the frequencies [head_dim / 2] in float32; NaN for a kind of scaling that our layers do not compute."""
+def frequencies(llama: LlamaConfig, rope: RotarySettings | None = None) -> Tensor:
+    """Return the frequencies [head_dim / 2] in float32; NaN for a kind of scaling that our layers do not compute.
+
+    rope: settings in place of the layer's own.
+    """
+    rope = rope or RotarySettings.of(llama)
     if rope.kind not in KNOWN:
         return torch.full((llama.head_dim // 2,), math.nan)
     return rope_frequencies(dataclasses.replace(llama, rope_theta=rope.theta, rope_scaling=rope.scaling))

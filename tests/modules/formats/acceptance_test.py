@@ -15,7 +15,7 @@ import torch
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, Feature, feature_value
 from draftsmith.modules.decoding.confidence import TokenConfidences, confidences_of
 from draftsmith.modules.formats import acceptance, formats
-from draftsmith.modules.formats.base import ForeignHead, Package, Served, TargetFacts, Trial
+from draftsmith.modules.formats.base import ForeignHead, HeadTrial, Package, Served, TargetFacts
 from draftsmith.modules.formats.detect import detect
 from draftsmith.modules.types import InputError
 
@@ -119,7 +119,7 @@ def test_config_and_weights_say_all_that_is_computed(name):
     by_words = by_the_words(dict(package.config), dict(package.tensors), states, embeds, distributions, tokens, depth)
     # Float32 sums of some tens of terms, against float64.
     assert ours.numpy() == pytest.approx(by_words, abs=1e-5)
-    prob = FORMAT.forward(head, Trial(TargetFacts({}), inputs=named_inputs(states, embeds, known)))[0][0]
+    prob = FORMAT.forward(head, HeadTrial(TargetFacts({}), inputs=named_inputs(states, embeds, known)))[0][0]
     assert torch.allclose(prob, ours, atol=1e-6)
 
 

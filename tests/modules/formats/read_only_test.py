@@ -20,7 +20,7 @@ from draftsmith.data.heads.directory import build_head
 from draftsmith.modules.drafters.hydra import HydraConfig
 from draftsmith.modules.drafters.medusa import MedusaConfig
 from draftsmith.modules.formats import format_names, formats
-from draftsmith.modules.formats.base import ForeignHead, Package, Probe, TargetFacts, Trial
+from draftsmith.modules.formats.base import ForeignHead, HeadTrial, Package, Probe, TargetFacts
 from draftsmith.modules.formats.detect import detect
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.types import InputError
@@ -82,7 +82,7 @@ def test_medusa_heads_are_read_bit_by_bit_and_compute_the_same(tmp_path, layout,
     assert len(imported.notes) == (layout == "v1")
     head = build_head("medusa", imported.config, imported.state)
     x, ids = torch.randn(6, H), torch.arange(6)
-    logits = MEDUSA.forward(head, Trial(FACTS, [Probe(ids, 2, ids, x)]))[0]
+    logits = MEDUSA.forward(head, HeadTrial(FACTS, [Probe(ids, 2, ids, x)]))[0]
     for found, theirs in zip(logits, published, strict=True):
         assert torch.equal(found, theirs(x[:-1]) if own else theirs(x[:-1]) @ LM_HEAD.T)
 
@@ -168,7 +168,7 @@ def test_hydra_heads_are_read_and_compute_the_same(prefix, layers):
     assert torch.equal(imported.state["heads.2.skip.bias"], package.tensors[f"hydra_mlp.2.{first}.res_connection.bias"])
     head = build_head("hydra", imported.config, imported.state)
     ids, x = torch.randint(V, (9,), generator=GENERATOR), torch.randn(9, H, generator=GENERATOR)
-    trial = Trial(FACTS, [Probe(ids, 2, ids, x)])
+    trial = HeadTrial(FACTS, [Probe(ids, 2, ids, x)])
     for ours, theirs in zip(HYDRA.forward(head, trial)[0], PublishedHydra(prefix, layers)(x, ids), strict=True):
         assert torch.allclose(ours, theirs, atol=1e-5)  # float32, in products of other numbers of rows
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.formats import formats, specdec_pp
-from draftsmith.modules.formats.base import Package, Served, TargetFacts, Trial
+from draftsmith.modules.formats.base import HeadTrial, Package, Served, TargetFacts
 from draftsmith.modules.types import InputError
 
 HIDDEN = 8
@@ -154,7 +154,7 @@ def test_any_name_of_the_block_fills_it(tmp_path):
     theirs, hidden = TheirHead.from_pretrained(to_directory(moved, tmp_path / "head")), hidden_states()
     imported = FORMAT.read(moved, DRAFT)
     assert imported.problems == ()
-    prob = FORMAT.forward(as_ours(imported), Trial(DRAFT, inputs={"state_after": hidden}))[0][0]
+    prob = FORMAT.forward(as_ours(imported), HeadTrial(DRAFT, inputs={"state_after": hidden}))[0][0]
     assert torch.allclose(prob, theirs(hidden), **CLOSE)
 
 
