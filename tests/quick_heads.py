@@ -17,6 +17,7 @@ from draftsmith.modules.acceptance.policies import PredictorStop, ThresholdRule
 from draftsmith.modules.acceptance.predictor import HeadPredictor
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead, EagleInputs, eagle_loss, shift
 from draftsmith.modules.drafters.eagle3.head import Eagle3Head, Eagle3Settings, draft_vocabulary
+from draftsmith.modules.drafters.eagle3.net import Eagle3Config, layer_like
 from draftsmith.modules.types import FeatureBatch
 from draftsmith.train.optimizers import MuonAdamW
 
@@ -77,6 +78,21 @@ def quick_eagle3_head(
         head.loss(batch, target, settings, None).loss.backward()
         optimizer.step()
     return head.eval().requires_grad_(False)
+
+
+# Tokens that `captured_head` can draft.
+KNOWN = torch.arange(3, 41, 2)
+
+
+def captured_head(lm: Any) -> Eagle3Head:
+    """A random EAGLE-3 head of a lean target, in float64: it reads two layers and drafts the tokens of KNOWN."""
+    torch.manual_seed(0)
+    config = Eagle3Config(layer_like(lm.config), (0, lm.info.num_layers - 1), len(KNOWN))
+    head = Eagle3Head(config).double().requires_grad_(False)
+    for weight in head.parameters():
+        weight.normal_(std=0.3)
+    head.use_draft_vocabulary(KNOWN)
+    return head
 
 
 def _inputs(target: Any, ids: Tensor) -> tuple[EagleInputs, Tensor]:

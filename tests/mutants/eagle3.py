@@ -49,7 +49,7 @@ MUTANTS = [
            "measured)", (LOSS_TEST,)),
     Mutant("eagle3-gradient-of-lm-head-unweighted", LOSS, "states[part] * counted[i][:, None].to(states.dtype)",
            "states[part]", (LOSS_TEST,)),
-    Mutant("eagle3-measures-in-every-step", HEAD, "measured=step is None or step.logged", "measured=True",
+    Mutant("eagle3-measures-in-every-step", HEAD, "measured = step is None or step.logged", "measured = True",
            (TRAINING,)),
     Mutant("eagle3-unknown-tokens-count", LOSS, "weights[:, part] * known[part] if objective.drop_unknown else",
            "weights[:, part] if objective.drop_unknown else", (LOSS_TEST,)),

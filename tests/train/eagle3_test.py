@@ -10,11 +10,7 @@ import pytest
 import torch
 
 from draftsmith.data import features, prompts
-from draftsmith.data.export.export import ExportConfig
-from draftsmith.data.export.export import run as export
-from draftsmith.data.export.import_head import ImportConfig
-from draftsmith.data.export.import_head import run as import_head
-from draftsmith.data.heads.directory import load_head, of_target, save_head
+from draftsmith.data.heads.directory import load_head, save_head
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.datasets import open_dataset
 from draftsmith.data.store.manifest import Manifest
@@ -23,10 +19,9 @@ from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.eagle3.head import Eagle3Head
 from draftsmith.modules.sampling import TorchSource
-from draftsmith.modules.types import InputError, SamplingParams
+from draftsmith.modules.types import SamplingParams
 from draftsmith.train.command import run
 from draftsmith.train.config import drafter_config
-from draftsmith.train.plan import plan_of
 from draftsmith.train.prepare import make_head
 
 TARGET = "embedded:target"
@@ -114,32 +109,3 @@ def test_a_head_is_fine_tuned_with_its_own_layers_and_vocabulary(made):
             rows = other.model.lm_head.weight[before.d2t] if kept is None else kept.lm_head.weight
             assert torch.equal(head.lm_head.weight, rows) and torch.equal(head.d2t, before.d2t)
             assert head.of_target == (("lm_head.weight",) if kept is None and not train else ())
-
-
-@pytest.mark.slow
-def test_a_head_of_four_layers_from_features_to_a_server_and_back(made, tmp_path):
-    layers = (1, 3, 6, 11)
-    name, stored = f"of-{len(layers)}", made.root / f"features-{len(layers)}"
-    asked = features.FeaturesConfig(made.texts, TARGET, stored, drafter="eagle3", layers=layers, num_threads=1)
-    features.run(asked)
-    width = open_dataset(stored)[0]["features"].shape[1]
-    assert width == (len(layers) + 1) * 128
-    best = trained(made, name, data=stored, layers=layers, draft_vocab=64, tau_prompts=0)
-    head = load_head(best)
-    settings = {"data": stored, "target": TARGET, "output": tmp_path, "layers": layers, "draft_vocab": 64, **QUICK}
-    plan = plan_of(drafter_config("eagle3")(**settings))
-    assert plan.trained == sum(weight.numel() for weight in head.parameters()) - head.lm_head.weight.numel()
-    assert head.config.capture == layers and head.fc.in_features == len(layers) * 128
-    target, prompt = load_lm(TARGET), open_dataset(stored)[0]["input_ids"][:20].tolist()
-    drafter, source = head.drafter(target, [FixedLength(3)], 64), TorchSource(0)
-    plain, drafted = (generate_one(target, d, prompt, SamplingParams(), 24, source).tokens for d in (None, drafter))
-    assert plain == drafted
-    for format in ("vllm", "sglang", "speculators"):
-        assert export(ExportConfig(format=format, head=best, output=tmp_path / format)) == 0
-        import_head(ImportConfig(directory=str(tmp_path / format), output=tmp_path / f"{format}-back", target=TARGET))
-        back = load_head(tmp_path / f"{format}-back")
-        assert back.config == head.config
-        assert of_target(tmp_path / f"{format}-back") == of_target(best) == ("lm_head.weight",)
-        assert all(torch.equal(back.state_dict()[key], tensor) for key, tensor in head.state_dict().items())
-    with pytest.raises(InputError, match=r"layers: found .*, which SafeAILab/EAGLE always reads"):
-        export(ExportConfig(format="eagle", head=best, output=tmp_path / "eagle"))

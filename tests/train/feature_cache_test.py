@@ -68,16 +68,6 @@ def test_a_rank_reads_what_another_wrote_after_it_began(tmp_path, monkeypatch):
     assert len(list(tmp_path.glob("*.safetensors"))) == 1  # what is there is not written again
 
 
-def test_shards_are_written_as_soon_as_they_are_full(tmp_path, monkeypatch):
-    monkeypatch.setattr(feature_cache, "SHARD_BYTES", 3 * 6 * 16 * 2)
-    cache, rows = a_cache(tmp_path), [a_row(seed) for seed in range(7)]
-    for ids, features in rows:
-        cache.put(ids, features)
-    cache.flush()
-    assert len(list(tmp_path.glob("*.safetensors"))) == 3
-    assert cache.num_rows == 7 and all(cache.get(ids) is not None for ids, _ in rows)
-
-
 def kill_while_writing(directory: Path) -> None:
     cache, real = a_cache(directory), os.fsync
     cache.put(*a_row(1))

@@ -55,14 +55,6 @@ def test_a_family_whose_layers_the_head_cannot_take_is_refused(artefacts, tmp_pa
         make_head(config(artefacts, tmp_path / "run", target=str(tmp_path / "gpt2")), target)
 
 
-@pytest.mark.parametrize("init", ["random", "target-last-layer"])
-def test_a_head_takes_its_shape_and_weights_from_a_target_on_either_engine(artefacts, tmp_path, init):
-    settings = config(artefacts, tmp_path, init=init)
-    lean, universal = (make_head(settings, load_lm(str(artefacts.target), engine=e)) for e in ("lean", "hf"))
-    assert lean.config == universal.config
-    assert all(torch.equal(a, b) for a, b in zip(lean.parameters(), universal.parameters(), strict=True))
-
-
 def test_fine_tuning_starts_at_the_heads_own_loss(artefacts, tmp_path, eagle_run):
     """Of a target that is not the recorded one, too: a head is fine-tuned for a changed model."""
     other = tmp_path / "head"

@@ -239,16 +239,18 @@ class Eagle3Head(Eagle3Net, FeatureHead, TrainingCost):
     def loss(
         self, batch: FeatureBatch, target: CausalLM, settings: Eagle3Settings, step: TrainStep | None
     ) -> LossOutput:
+        measured = step is None or step.logged
         rows, passes = None if step is None else step.logit_rows, settings.num_passes(step)
         pairs = paired(batch, settings.token_mask, self.config.llama.hidden_size, rows)
-        found = self._distances(batch, pairs, target, settings, passes, measured=step is None or step.logged)
-        return self._output(batch, pairs, found, settings, step)
+        found = self._distances(batch, pairs, target, settings, passes, measured)
+        count = None if step is None else step.loss_count
+        return self._output(batch, pairs, found, settings, measured, count)
 
     def validation(self, batch: FeatureBatch, target: CausalLM, settings: Eagle3Settings) -> LossOutput:
         """Return the loss, and what drafts of `passes` tokens would come to."""
         pairs = paired(batch, settings.token_mask, self.config.llama.hidden_size)
         found = self._distances(batch, pairs, target, settings, settings.passes, measured=True)
-        output = self._output(batch, pairs, found, settings, None)
+        output = self._output(batch, pairs, found, settings, measured=True)
         for name, values in {"accept": found.accepted, "agreement": found.right.float()}.items():
             draft_sums, draft_counts = along_drafts(pairs, values, batch.input_ids.shape)
             names = [f"{name}_{j + 1}" for j in range(len(values))]
@@ -300,9 +302,10 @@ class Eagle3Head(Eagle3Net, FeatureHead, TrainingCost):
         pairs: Eagle3Inputs,
         found: Distances,
         settings: Eagle3Settings,
-        step: TrainStep | None,
+        measured: bool,
+        count: float | None = None,
     ) -> LossOutput:
-        """Weight the passes, and divide by `loss_count`."""
+        """Return the weighted mean of the passes. count: `loss_count`, if the host has it."""
         totals, number = found.totals, len(pairs.place)
         decay = torch.tensor([settings.pass_decay**i for i in range(len(totals))], dtype=totals.dtype)
         scale = to_device(decay, totals.device)
@@ -310,12 +313,12 @@ class Eagle3Head(Eagle3Net, FeatureHead, TrainingCost):
             scale = scale / scale.sum()
         total = (scale * totals).sum()
         sums = {"loss": total.detach()}
-        if step is None or step.logged:
+        if measured:
             sums |= {"top1": found.right[0].sum(), "accepted": found.accepted[0].sum()}
             if self.config.reduced:
                 sums["known"] = found.known.sum()
         counts = dict.fromkeys(sums, torch.full((), number, device=totals.device))
-        count = self.loss_count(batch, settings) if step is None or step.loss_count is None else step.loss_count
+        count = self.loss_count(batch, settings) if count is None else count
         counts["loss"] = torch.full((), int(count), device=totals.device)
         return LossOutput(total / counts["loss"].clamp_min(1), sums, counts)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from quick_heads import captured_head
 from table_models import TableLM, V
 from tiny_models import tiny_llama_dir
-from wide_head import wide_head
 
 from draftsmith.data.models.loading import load_lm
 from draftsmith.modules.decoding import branches
@@ -129,7 +129,7 @@ def test_an_eagle_heads_drafts_and_states_are_the_decoders(lm, text, group):
 def test_a_head_of_captured_layers_and_fewer_tokens_drafts_as_the_decoder_does(lm, text, group):
     if not isinstance(lm, LlamaLM):
         pytest.skip("the head takes its sizes from a lean target")
-    head = wide_head(lm)
+    head = captured_head(lm)
     features = lm.features(torch.tensor([text]), capture=head.capture)[0]
     check(head.branches(lm, DEPTH), lambda stop: head.drafter(lm, [stop], 64), text, features, lm.info.vocab_size)
 

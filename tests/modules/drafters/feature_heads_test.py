@@ -1,10 +1,10 @@
-"""Drafting as EAGLE-1 and its successors share it, by a head that is not EAGLE-1's."""
+"""Chains and trees of a head with captured layers and few tokens, for rows together and alone."""
 
 from __future__ import annotations
 
 import pytest
+from quick_heads import KNOWN, captured_head
 from tiny_models import tiny_llama_dir
-from wide_head import KNOWN, wide_head
 
 from draftsmith.data.models.loading import load_lm
 from draftsmith.modules.decoding.loop import generate
@@ -25,7 +25,7 @@ def lm(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def head(lm):
-    return wide_head(lm)
+    return captured_head(lm)
 
 
 def drafters(head, lm, rows):

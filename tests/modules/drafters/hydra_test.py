@@ -7,18 +7,13 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from broken_models import CONFIG, CONTEXT, small_lm
-from run_models import run_models
 from table_methods import random_hydra_heads
 from table_models import H, TableLM, V
 from torch import Tensor
 
-from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
-from draftsmith.modules.decoding.loop import generate, generate_one
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.tree import StaticTree
 from draftsmith.modules.drafters.hydra import HydraDrafter, HydraHead, HydraSettings
-from draftsmith.modules.drafters.methods import parse_method
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import FeatureBatch, SamplingParams
@@ -216,32 +211,3 @@ def test_branches_read_the_tokens_of_their_own_drafts(plus: bool) -> None:
             assert torch.allclose(branches.lm_head(drafted.hidden[row, i], i), wanted, atol=1e-6)  # float32 rotations
             chain.append(int(wanted.argmax()))
         assert drafted.tokens[row].tolist() == chain[1:]
-
-
-@pytest.fixture(scope="module")
-def small():
-    """A small real target, and Hydra++ heads that repeat its own choice, disturbed: some drafts are right."""
-    target = small_lm(1)
-    torch.manual_seed(0)
-    head = HydraHead(HydraHead.new_config(HydraSettings(prefix_attention=True, num_layers=2), CONFIG)).requires_grad_(
-        False
-    )
-    acceptance = AcceptanceHead(AcceptanceHeadConfig(CONFIG.hidden_size, num_blocks=1)).requires_grad_(False)
-    return run_models(target, hydra=head, acceptance=acceptance, capacity=CONTEXT)
-
-
-METHODS = ["hydra", "hydra-chain:k=3", "specdec++:h=0.4:max=3:drafter=hydra", "online:c=0.05:max=4:drafter=hydra"]
-
-
-@pytest.mark.parametrize("label", METHODS)
-def test_greedy_answers_are_the_targets_alone_and_in_batches(small, label: str) -> None:
-    prompts, count = [[1, 5, 3, 1, 5], [7, 8], [3, 3, 4, 9]], 30
-    wanted = [generate_one(small.target, None, p, SamplingParams(), count, TorchSource(0), ()).tokens for p in prompts]
-    method, accepted = parse_method(label), 0
-    for prompt, answer in zip(prompts, wanted, strict=True):
-        done = generate_one(small.target, method.build(small), prompt, SamplingParams(), count, TorchSource(0), ())
-        assert done.tokens == answer
-        accepted += done.trace.num_accepted
-    sources = [TorchSource(0) for _ in prompts]
-    made = generate(small.target, method.build(small, 3), prompts, SamplingParams(), count, sources, ())
-    assert [one.tokens for one in made] == wanted and accepted > 0
