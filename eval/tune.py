@@ -229,8 +229,10 @@ def settings_to_try(config: TuneConfig, reader: str | None) -> list[Named]:
 def fits_head(named: Named, models: Models) -> bool:
     """Return False for a chain that is longer than its head can draft."""
     method = named.method
-    head = models.heads.get(method.needs[0]) if isinstance(method, FixedK) else None
-    return head is None or method.k <= getattr(head.config, "num_heads", method.k)
+    if not isinstance(method, FixedK) or method.needs[0] not in models.heads:
+        return True
+    # Medusa and Hydra have a head for each drafted token; other heads draft any number.
+    return method.k <= getattr(models.heads[method.needs[0]].config, "num_heads", method.k)
 
 
 def measure_rows(

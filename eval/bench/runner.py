@@ -190,7 +190,7 @@ def load_models(
         heads[kind].draft_in(draft_precision, owner)
 
     # The acceptance head.
-    acceptance = None
+    acceptance: AcceptanceHead | None = None
     if "acceptance" in needs:
         # It reads the hidden states of one drafter: a draft model, or a head.
         by_head = [item.method for item in named if "acceptance" in item.method.needs]
@@ -200,11 +200,12 @@ def load_models(
             raise InputError("methods", found, "one drafter for --acceptance", "Run them one after the other.")
         (reader,) = readers
         if reader == MODEL:
-            acceptance = load_head(paths["acceptance"], draft, kind="acceptance")
+            head = load_head(paths["acceptance"], draft, kind="acceptance")
         else:
             identity = drafter_identity(paths[reader], target)
-            acceptance = load_head(paths["acceptance"], target, kind="acceptance", identity=identity)
-        assert isinstance(acceptance, AcceptanceHead)
+            head = load_head(paths["acceptance"], target, kind="acceptance", identity=identity)
+        assert isinstance(head, AcceptanceHead)
+        acceptance = head
         warn_about_sampling(paths["acceptance"], params)
     capacity, ends = longest + DRAFT_ROOM, tuple(target.info.eos_ids)
     return Models(target, draft, mid, heads, acceptance, dict(paths), capacity, ends, trees, MeasuredTimes())

@@ -120,8 +120,8 @@ def test_a_prompt_that_is_too_long_is_reported_and_the_others_are_measured(found
     assert results["methods"][0]["prompts"] == 7 and failures_of(rows) == results["failures"]
 
 
-def test_the_first_prompt_of_each_task_is_traced_at_both_temperatures(found, config):
-    _, _, rows = found
+@pytest.mark.usefixtures("found")
+def test_the_first_prompt_of_each_task_is_traced_at_both_temperatures(config):
     lines = [json.loads(line) for line in (config.output / "trace.jsonl").read_text().splitlines()]
     keys = {(line["method"], line["temperature"], line["id"], line["task"], line["turn"]) for line in lines}
     traced = {("talk", "81", 1), ("talk", "81", 2), ("talk", "81", 3), ("share", "s", 1), ("share", "s", 2),
@@ -130,8 +130,7 @@ def test_the_first_prompt_of_each_task_is_traced_at_both_temperatures(found, con
     written = json.loads((config.output / "texts.json").read_text())
     assert written["prompts"].keys() == {f"{line['prompt']}/{line['turn']}" for line in lines}
     assert "Rename a to b" in "".join(written["prompts"].values())
-    texts = written["tokens"]
-    tokenizer = load_chat_tokenizer(config.target)
+    texts, tokenizer = written["tokens"], load_chat_tokenizer(config.target)
     for line in lines:
         assert all(texts[str(token)] == tokenizer.decode([token]) for token in line["emitted"])
         if line.get("drafted"):
@@ -141,10 +140,6 @@ def test_the_first_prompt_of_each_task_is_traced_at_both_temperatures(found, con
                 assert probs == [1.0] * accepted + [0.0] * (len(probs) - accepted)
             else:
                 assert all(0 < p <= 1 for p in probs[:accepted]) and all(0 <= p < 1 for p in probs[accepted:])
-    answer = {(r["method"], r["temperature"], r["prompt"], r["turn"]): r["token_ids"] for r in rows}
-    for key in {(line["method"], line["temperature"], line["prompt"], line["turn"]) for line in lines}:
-        own = [line for line in lines if (line["method"], line["temperature"], line["prompt"], line["turn"]) == key]
-        assert [token for line in own for token in line["emitted"]] == answer[key]
 
 
 @pytest.mark.parametrize(("turns", "expected"), [("first", "Say hello"), ("last", "A RECORDED ANSWER")])
