@@ -184,26 +184,27 @@ class ForeignHead:
 
 
 class HeadFormat(ABC):
-    """Directory layout in which another system holds one kind of head.
+    """Directory layout in which another system holds one kind of head."""
 
-    name: on the command line. system: in messages. kind: of our heads.
-    writes: it can be exported. predicts: the head is an acceptance head, which reads a draft's hidden states.
-    num_drafted: drafted tokens in the printed command if nothing was measured.
-    float32: the system reads no other type. weights_files: files that are written; the system reads the last.
-    target_index: the system finds the target's tensors through an index of shards.
-    w_rej: the loss weight of rejected tokens is not in the file and can be passed to the import.
-    """
-
+    # On the command line, in messages, and the kind of our heads.
     name: ClassVar[str]
     system: ClassVar[str]
     kind: ClassVar[str]
+    # It can be exported.
     writes: ClassVar[bool] = True
+    # The head is an acceptance head, which reads a draft's hidden states.
     predicts: ClassVar[bool] = False
+    # Drafted tokens in the printed command if nothing was measured.
     num_drafted: ClassVar[int] = 5
+    # The system reads no other type.
     float32: ClassVar[bool] = False
+    # Files that are written; the system reads the last.
     weights_files: ClassVar[tuple[str, ...]] = ("model.safetensors",)
+    # The system finds the target's tensors through an index of shards.
     target_index: ClassVar[bool] = False
+    # Lines for users, printed with the command and on the card.
     notes: ClassVar[tuple[str, ...]] = ()
+    # The loss weight of rejected tokens is not in the file and can be passed to the import.
     w_rej: ClassVar[bool] = False
 
     @property

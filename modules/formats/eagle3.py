@@ -1,17 +1,6 @@
 """EAGLE-3 heads in the directories of other systems: tensor names, the target's layers, the draft vocabulary.
 
-Specified by SafeAILab/EAGLE eagle/model/cnets.py. A file has
-
-    fc.weight                                  [H, n H]   over the target's n states
-    midlayer.self_attn.{q,k,v}_proj.weight     [.., 2 H]  over [norm(embedding); norm(state)]
-    midlayer.{self_attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj}.weight
-    midlayer.{input_layernorm, hidden_norm, post_attention_layernorm}.weight, norm.weight
-    lm_head.weight                             [draft_vocab_size, H]
-    d2t                                        [draft_vocab_size] int64, added to a drafted id
-    t2d                                        [V] bool, whether a token of the target is drafted
-    fc_norm.{i}.weight                         of the target's i-th state, in EAGLE-3.1
-
-with `layers.0` for `midlayer` in some systems. d2t and t2d are there only if the draft vocabulary is reduced.
+Specified by SafeAILab/EAGLE eagle/model/cnets.py.
 """
 
 from __future__ import annotations
@@ -53,6 +42,17 @@ from draftsmith.modules.formats.rope import transformers_rope
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.types import InputError
 
+# Tensors of a file; some systems say `layers.0` for `midlayer`. d2t and t2d are there only if the draft vocabulary is
+# reduced.
+#
+#   fc.weight                                  [H, n H]   over the target's n states
+#   midlayer.self_attn.{q,k,v}_proj.weight     [.., 2 H]  over [norm(embedding); norm(state)]
+#   midlayer.{self_attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj}.weight
+#   midlayer.{input_layernorm, hidden_norm, post_attention_layernorm}.weight, norm.weight
+#   lm_head.weight                             [draft_vocab_size, H]
+#   d2t                                        [draft_vocab_size] int64, added to a drafted id
+#   t2d                                        [V] bool, whether a token of the target is drafted
+#   fc_norm.{i}.weight                         of the target's i-th state, in EAGLE-3.1
 CLASS = "LlamaForCausalLMEagle3"  # of vLLM and SGLang
 IDS, COUNT = "eagle_aux_hidden_state_layer_ids", "num_aux_hidden_states"
 NUM_STATES = 3  # that systems read by default

@@ -59,14 +59,13 @@ class Biases(NamedTuple):
 
 
 class LlamaFormat(HeadFormat):
-    """Directory of a head whose layers are Llama's.
+    """Directory of a head whose layers are Llama's."""
 
-    classes: values of `architectures` by which the system builds this kind of head; empty if it does not read them.
-    prefix: it also reads names that begin with `model.`. zero_bias: it fills attention biases with zeros.
-    """
-
+    # Values of `architectures` by which the system builds this kind of head; empty if it does not read them.
     classes: ClassVar[tuple[str, ...]] = ()
+    # It also reads names that begin with `model.`.
     prefix: ClassVar[bool] = False
+    # It fills attention biases with zeros before it loads.
     zero_bias: ClassVar[bool] = False
 
     @abstractmethod
