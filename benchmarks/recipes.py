@@ -271,10 +271,12 @@ class MeasuredTraining:
         epoch, chosen = order.step(int(share * order.steps_per_epoch))
         batch = self.data.train[tuple(SampleKey(epoch, i) for i in chosen)]
         inputs, _ = module.read(batch)
-        now = TrainStep(PHASES[phase] * (TOTAL - 1), TOTAL, batch.lengths, list(range(len(chosen))), module.feature_std)
+        std = module.feature_std
+        assert std is not None
+        now = TrainStep(PHASES[phase] * (TOTAL - 1), TOTAL, batch.lengths, list(range(len(chosen))), std)
         module.loss(inputs, now).loss.backward()
         params = [p for p in module.head.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in params])
+        norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
         torch.nn.utils.clip_grads_with_norm_(params, self.config.clip, norm)
         self.optimizer.step()
         self.optimizer.zero_grad()

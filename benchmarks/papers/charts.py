@@ -16,8 +16,6 @@ from draftsmith.eval.report.drawing import (
     cell_sizes,
     colour,
     count,
-    counted,
-    diagonal,
     drawn,
     heatmap,
     interval_marks,
@@ -25,7 +23,6 @@ from draftsmith.eval.report.drawing import (
     names,
     points,
     tips,
-    unexplained,
     x_number,
     y_number,
 )
@@ -36,6 +33,8 @@ from draftsmith.eval.report.sections import table_section
 DISCARDED = x_number("discard_rate", "discarded tokens per token", ".2f", zero=True)
 VERIFIED = y_number("verification_rate", "target calls per token", ".2f")
 RATES = tips("series", "setting", "head", discard_rate=".2f", verification_rate=".2f", tau=".2f", theory=".1f")
+ENDS = alt.Data(values=[{"x": 0, "y": 0}, {"x": 1, "y": 1}])
+DIAGONAL = alt.Chart(ENDS).mark_line(style="reference").encode(x="x:Q", y="y:Q")
 SQUARE = 360  # pixels of a chart whose axes have one unit
 ACCEPTED = "accepted, once the parent is"
 
@@ -44,7 +43,7 @@ def acceptance_by_position(rows: Rows) -> Any:
     """Draw EAGLE-2's figure 5."""
     x, y = x_number("accepted", ACCEPTED, ".0%", zero=True), names("position")
     shown = tips("mode", "position", "depth", "reached", accepted=".0%", low=".0%", high=".0%")
-    intervals = interval_marks(alt.Chart().encode(y, unexplained("mode")), x, along="x")
+    intervals = interval_marks(alt.Chart().encode(y, alt.Stroke("mode:N", sort=None, legend=None)), x, along="x")
     return drawn([intervals, points(x, y, "mode", shown)], rows, height=BAR_HEIGHT * count(rows, "position"))
 
 
@@ -60,9 +59,8 @@ def acceptance_by_confidence(rows: Rows) -> Any:
     x = x_number("confidence", "confidence: the head's probability of the token", ".1f", unit=True)
     y = y_number("accepted", ACCEPTED, ".0%", unit=True)
     shown = tips("mode", "nodes", confidence=".2f", accepted=".0%", low=".0%", high=".0%")
-    intervals = interval_marks(alt.Chart().encode(x, unexplained("mode")), y)
-    layers = [diagonal(), intervals, points(x, y, "mode", shown, size=counted("nodes"))]
-    return drawn(layers, rows, width=SQUARE, height=SQUARE)
+    intervals = interval_marks(alt.Chart().encode(x, alt.Stroke("mode:N", sort=None, legend=None)), y)
+    return drawn([DIAGONAL, intervals, points(x, y, "mode", shown)], rows, width=SQUARE, height=SQUARE)
 
 
 def by_tree_size(key: str, title: str) -> Drawing:
@@ -82,8 +80,7 @@ def reliability(rows: Rows) -> Any:
     x = x_number("predicted", "predicted probability of acceptance", ".2f", unit=True)
     base = alt.Chart().encode(x, y_number("observed", "accepted", ".2f", unit=True), colour("predictor"))
     shown = tips("predictor", "scene", "count", predicted=".2f", observed=".2f")
-    layers = [diagonal(), base.mark_line(), base.mark_point().encode(counted("count"), tooltip=shown)]
-    return drawn(layers, rows, "scene")
+    return drawn([DIAGONAL, base.mark_line(), base.mark_point().encode(tooltip=shown)], rows, "scene")
 
 
 def by_position(key: str, title: str, form: str) -> Drawing:
@@ -114,10 +111,6 @@ DRAWINGS = {
         "Verification against discard rate (SpecDec++, figure 4)",
         lines(DISCARDED, VERIFIED, colour("series"), RATES),
         "Lower left is better. The front takes the best of many settings on these very prompts: it flatters the heads.",
-    ),
-    "specdecpp-all-heads": Drawing(
-        "The same for every head and threshold",
-        lambda rows: drawn([points(DISCARDED, VERIFIED, "series", RATES, "heads with")], rows),
     ),
     "specdecpp-kl-depth": Drawing(
         "Eval KL by depth",

@@ -229,12 +229,8 @@ def write_results(
     loaded: Loaded,
     tables: Sequence[Table],
     summary: Mapping[str, Any],
-    shown: Sequence[str] | None = None,
 ) -> Path:
-    """Write results.json last, print the tables, and draw report.html where the packages of reports are installed.
-
-    shown: names of the tables to print; None prints all that have columns.
-    """
+    """Write results.json last, print the tables, and draw report.html if the packages of reports are installed."""
     models = loaded.models
     smaller = {"draft": models.draft, "mid": models.mid}
     meta = describe(kind, config, models.target, loaded.prompts, config.prompts, smaller)
@@ -242,7 +238,7 @@ def write_results(
     make_directory(config.output)
     write_json(config.output / RESULTS, {"meta": meta, "tables": to_json(tables), "summary": json_values(summary)})
     for table in tables:
-        if table.columns and (shown is None or table.name in shown):
+        if table.columns:
             print_table(table)
     log_note(f"Written to {config.output / RESULTS}")
     if not missing_packages():

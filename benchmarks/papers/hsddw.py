@@ -119,7 +119,7 @@ def run(config: HsddwConfig) -> Path:
 
 def measure_windows(config: HsddwConfig, windows: Sequence[int], params: SamplingParams) -> Iterator[Row]:
     """Measure every method at every window; M2 alone in a run of its own, since a run has one --draft."""
-    alone = dataclasses.replace(config, draft=(config.mid,), mid=None)
+    alone = dataclasses.replace(config, draft=(str(config.mid),), mid=None)
     for run_config, methods, directory in ((config, METHODS, "bench"), (alone, M2_METHODS, "bench-m2")):
         label_of = {(name, k): methods[name].format(k=k, max=config.max) for name in methods for k in windows}
         rows = common.measure(run_config, list(label_of.values()), params, directory)

@@ -135,23 +135,13 @@ class ForwardTimes:
 
     @property
     def bound(self) -> float | None:
-        """Largest sensible threshold h = 1 - t_draft / t_target (theorem 3.1 with delta = 0); None if it is none.
+        """Largest sensible threshold h (theorem 3.1 with delta = 0), or None.
 
-        c1 = t_draft is lost by one more token if an earlier one is rejected; c2 = t_target - t_draft is saved at most
-        if none is. Stopping is best once P(rejection) reaches c2 / (c1 + c2).
+        One more token loses c1 = t_draft if an earlier one is rejected, and saves at most c2 = t_target - t_draft if
+        none is: stopping is best once P(rejection) reaches c2 / (c1 + c2).
         """
-        h = rejection_bound(self.t_draft, self.t_target) if 0 < self.t_draft < self.t_target else 0.0
-        return round(h, 3) if 0 < round(h, 3) < 1 else None
-
-
-def rejection_bound(t_draft: float, t_target: float, delta: float = 0.0) -> float:
-    """Return (c2 + delta) / (c1 + c2 + delta): above it no threshold h can be optimal.
-
-    delta: what another policy may save by continuing a draft, beyond c2 per token; 0 while the rest is decoded
-    optimally.
-    """
-    c1, c2 = t_draft, t_target - t_draft
-    return (c2 + delta) / (c1 + c2 + delta)
+        h = round(1 - self.t_draft / self.t_target, 3) if 0 < self.t_draft < self.t_target else 0.0
+        return h if 0 < h < 1 else None
 
 
 def run(config: SpecDecPPConfig) -> Path:
@@ -292,7 +282,7 @@ class Study:
         fits = {"dev": times, **{head: ForwardTimes.fit(drafting(rows), clock) for head, rows in runs.items()}}
         tables = [
             throughput_table(throughput),
-            *self.rate_tables(chosen[BEST_HEAD], times),
+            self.rate_table(chosen[BEST_HEAD], times),
             *kl_tables(self.kl_rows()),
             *regression_tables(fits, theory),
         ]
@@ -371,7 +361,7 @@ class Study:
         totals = [pool([trace]) for trace in self.replays[split].traces(policy)]
         return np.array([(own.num_tokens, times.seconds(own)) for own in totals])
 
-    def rate_tables(self, best: Policy, times: ForwardTimes) -> list[Table]:
+    def rate_table(self, best: Policy, times: ForwardTimes) -> Table:
         """Build figure 4 on the reported prompts: discard rate and verification rate of every setting."""
         split = self.config.split
         assert split is not None
@@ -387,11 +377,6 @@ class Study:
         }
         if self.published is not None and best.predictor != self.published + RAW:
             series["published head, raw"] = [own for own in of_heads if own.predictor == self.published + RAW]
-        weights = [
-            (f"w_rej {self.heads[policy.head].config.w_rej:g}" if policy.head else "fixed K", policy)
-            for policy in totals
-            if policy.rule in ("k", "h")
-        ]
 
         def point(name: str, policy: Policy) -> Row:
             own = totals[policy]
@@ -399,10 +384,7 @@ class Study:
             theory = own.num_tokens / times.seconds(own)
             return {"series": name, "setting": policy.label, "head": policy.head or None, **rates, "theory": theory}
 
-        return [
-            drawn_data("specdecpp-rates", [point(name, own) for name, group in series.items() for own in group]),
-            drawn_data("specdecpp-all-heads", [point(name, own) for name, own in weights]),
-        ]
+        return drawn_data("specdecpp-rates", [point(name, own) for name, group in series.items() for own in group])
 
     @torch.inference_mode()
     def kl_rows(self) -> list[Row]:
@@ -419,8 +401,8 @@ class Study:
             identity = {"draft": self.draft.info.identity}
             dataset = open_dataset(directory, "acceptance", identity, mix=MIX, seed=config.seed)
             states, probs = [], []
-            for row in range(min(config.label_prompts, len(dataset))):
-                batch = collate_acceptance([dataset.item(row, 0)])
+            for number in range(min(config.label_prompts, len(dataset))):
+                batch = collate_acceptance([dataset.item(number, 0)])
                 mask = batch.loss_mask.to(self.draft.device)
                 states.append(self.draft.features(batch.z_ids.to(self.draft.device))[mask].float())
                 probs.append(batch.accept_prob.to(self.draft.device)[mask])

@@ -280,12 +280,15 @@ def run(config: StopRulesConfig) -> Path:
             scenes.append(scene)
     decoded = [row for scene in scenes for row in decode_choices(config, scene, places)] if config.bench_limit else []
     tables = [
-        head_table(scenes), *(gain_table(scene) for scene in scenes), *choice_tables(scenes), copying_table(scenes),
-        *([bench_table(decoded)] if decoded else []), *quality_tables(scenes),
-    ]  # fmt: skip
+        head_table(scenes),
+        *(gain_table(scene) for scene in scenes),
+        drawn_data("stop-rules-gain", gain_rows(scenes)),
+        copying_table(scenes),
+        *([bench_table(decoded)] if decoded else []),
+        *quality_tables(scenes),
+    ]
     summary = {f"{row['scene']}, c={row['at']}, {row['policy']}: gain": row["gain"] for row in gain_rows(scenes)}
-    shown = [table.name for table in tables if table.name != "stop-rules-choices"]
-    return common.write_results("stop_rules", config, loaded, tables, summary, shown)
+    return common.write_results("stop_rules", config, loaded, tables, summary)
 
 
 def has_labels_of(directory: Path, params: SamplingParams) -> bool:
@@ -393,17 +396,6 @@ def gain_rows(scenes: Sequence[Scene]) -> Iterator[Row]:
                     "drafted": totals.num_draft_tokens / max(totals.num_target_calls - totals.prompts, 1),
                     "discard_rate": totals.discard_rate,
                 })  # fmt: skip
-
-
-def choice_tables(scenes: Sequence[Scene]) -> list[Table]:
-    """Build the chart of gains by c, and the settings that were chosen."""
-    columns = [
-        SCENE, Column("at", "c"), Column("policy", "policy"), Column("setting", "setting"),
-        Column("dev_gain", "gain on dev", "+.1%"), Column("gain", "gain", "+.1%"), Column("tau", "tau", ".2f"),
-        Column("drafted", "drafted per round", ".2f"), Column("discard_rate", "discarded", ".0%"),
-    ]  # fmt: skip
-    rows = list(gain_rows(scenes))
-    return [drawn_data("stop-rules-gain", rows), Table("stop-rules-choices", "Chosen settings", columns, rows)]
 
 
 def copying_table(scenes: Sequence[Scene]) -> Table:

@@ -213,7 +213,8 @@ def head_variants(head: DraftHead, target: LlamaConfig | None, num_layers: int) 
     for name in SWITCHES:
         if hasattr(head.config, name):
             on = getattr(head.config, name)
-            add("switches", f"{name} {'off' if on else 'on'}", **{name: not on})
+            switched: dict[str, Any] = {name: not on}
+            add("switches", f"{name} {'off' if on else 'on'}", **switched)
     return variants
 
 

@@ -118,11 +118,6 @@ def colour(key: str, title: str = "", channel: Any = alt.Color) -> Any:
     return channel(f"{key}:N", title=title or key, sort=None)
 
 
-def unexplained(key: str) -> Any:
-    """Return the colours of `colour` without a legend, for lines beside points that have one."""
-    return alt.Stroke(f"{key}:N", sort=None, legend=None)
-
-
 def tips(*shown: str, **formats: str) -> list[alt.Tooltip]:
     """Return tooltips: keys as they are, and numbers with their d3 formats."""
     found = [alt.Tooltip(f"{key}:N", title=word(key)) for key in shown]
@@ -165,18 +160,6 @@ def points(x: Any, y: Any, series: str, tooltip: Sequence[alt.Tooltip], legend: 
     """Draw one point per row, with a colour and a shape for each of the series."""
     marks = colour(series, legend), colour(series, legend, alt.Shape)
     return alt.Chart().mark_point().encode(x, y, *marks, **size, tooltip=list(tooltip))
-
-
-def diagonal() -> Any:
-    """Draw y = x, between 0 and 1."""
-    ends = alt.Data(values=[{"x": 0, "y": 0}, {"x": 1, "y": 1}])
-    return alt.Chart(ends).mark_line(style="reference").encode(x="x:Q", y="y:Q")
-
-
-def counted(key: str) -> alt.Size:
-    """Scale a point's area by a count."""
-    scale = alt.Scale(range=[24, 420], zero=True)
-    return alt.Size(f"{key}:Q", title=word(key), scale=scale, legend=alt.Legend(tickCount=3))
 
 
 def heatmap(rows: Rows, x: Any, y: Any, value: tuple[str, str, str], tooltip: Sequence[alt.Tooltip]) -> list[Any]:

@@ -326,3 +326,15 @@ def test_a_coupled_draft_is_drawn_from_q_and_accepted_as_speculative_sampling_ac
             direct[key] = direct.get(key, 0) + w1 * w2
     assert sum(abs(coupled.get(key, 0) - direct.get(key, 0)) for key in {*coupled, *direct}) / 2 < 1e-12
     assert sum(coupled.values()) == pytest.approx(1, abs=1e-12)
+
+
+def test_after_a_rejection_and_beyond_the_text_the_draft_is_free():
+    distributions = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
+    free, other = OneToken(1), torch.tensor([0.4, 0.6], dtype=torch.float64)
+    rejected = CoupledSource(TargetText([0, 1], distributions, [0.3, 0.3]), 0, free)
+    assert rejected.draw(torch.tensor([0.0, 1.0], dtype=torch.float64)) == 1 and free.distribution.tolist() == [0, 1]
+    assert rejected.draw(other) == 1 and free.distribution is other
+    past = CoupledSource(TargetText([0, 1], distributions, [0.3, 0.3]), 2, free)
+    free.distribution = None
+    past.draw(other)
+    assert free.distribution is other

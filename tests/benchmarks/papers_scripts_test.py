@@ -18,7 +18,7 @@ from table_models import PROMPT, TableLM, warped
 from draftsmith.benchmarks.papers import eagle2, hsddw, specdecpp, stop_rules
 from draftsmith.benchmarks.papers.eagle2 import nodes_of
 from draftsmith.benchmarks.papers.hsddw import Watcher
-from draftsmith.benchmarks.papers.specdecpp import ForwardTimes, pareto_front, rejection_bound
+from draftsmith.benchmarks.papers.specdecpp import ForwardTimes, pareto_front
 from draftsmith.data.heads.directory import save_head
 from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
@@ -149,7 +149,7 @@ class Process:
 
 @pytest.mark.parametrize("t_draft", [0.05, 0.2, 0.6])
 def test_the_optimal_policy_never_drafts_beyond_the_bound(t_draft):
-    bound, compared = rejection_bound(t_draft, 1.0), 0
+    bound, compared = ForwardTimes(t_draft, 1.0, 1.0, 4).bound, 0
     assert bound == pytest.approx(1 - t_draft)
     for seed in range(20):
         process = Process(np.random.default_rng(seed).beta(2, 0.7, WANTED).tolist(), t_draft)
@@ -162,7 +162,7 @@ def test_the_optimal_policy_never_drafts_beyond_the_bound(t_draft):
 
 @pytest.mark.parametrize("t_draft", [0.1, 0.4])
 def test_the_bound_is_tight_where_one_more_token_saves_a_call(t_draft):
-    start, bound = WANTED - 3, rejection_bound(t_draft, 1.0)
+    start, bound = WANTED - 3, ForwardTimes(t_draft, 1.0, 1.0, 4).bound
 
     def continues(chance: float) -> bool:
         return Process([0.5] * start + [chance, 1.0, 1.0], t_draft).continues(start, 1)
