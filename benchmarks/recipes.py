@@ -271,8 +271,7 @@ class MeasuredTraining:
         epoch, chosen = order.step(int(share * order.steps_per_epoch))
         batch = self.data.train[tuple(SampleKey(epoch, i) for i in chosen)]
         inputs, _ = module.read(batch)
-        std = module.feature_std
-        assert std is not None
+        std = 1.0 if module.feature_std is None else module.feature_std
         now = TrainStep(PHASES[phase] * (TOTAL - 1), TOTAL, batch.lengths, list(range(len(chosen))), std)
         module.loss(inputs, now).loss.backward()
         params = [p for p in module.head.parameters() if p.grad is not None]
