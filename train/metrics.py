@@ -59,12 +59,11 @@ def gathered(own: T) -> list[T]:
 
 def finite(output: LossOutput) -> LossOutput:
     """Return the output with zero sums and counts if the loss is not finite, which would spoil every mean."""
-    keep = output.loss.detach().isfinite()
-    sums, counts = (
-        {name: torch.where(keep.to(value.device), value, 0) for name, value in values.items()}
-        for values in (output.sums, output.counts)
-    )
-    return LossOutput(output.loss, sums, counts)
+    keep, kept = output.loss.detach().isfinite(), LossOutput(output.loss)
+    for values, target in ((output.sums, kept.sums), (output.counts, kept.counts)):
+        for name, value in values.items():
+            target[name] = torch.where(keep.to(value.device), value, 0)
+    return kept
 
 
 class Means:

@@ -571,7 +571,7 @@ def measure_steps(config: TrainConfig) -> MeasuredSteps:
         numbers = timed_steps(training.module, training.data, short_config, folder)
     return MeasuredSteps(
         TIMED,
-        numbers["mfu"],
+        numbers.get("mfu", 0.0),
         numbers["tokens_per_s"] / num_ranks(),
         int(numbers["memory_gb"] * 1e9),
         int(numbers["part_tokens"]),
@@ -628,7 +628,12 @@ def run(config: Any) -> None:
     print_facts(fact_rows(plan, config), f"{plan.job} head for {plan.model}, planned from its config.json")
     print_table(memory_table(plan), bold="peak")
     if measured is not None:
-        hours = plan.step_flops * plan.steps / plan.world / measured.flops_per_s / 3600
+        # By FLOPs, since the timed documents may be short; by tokens for a head that does not count its FLOPs.
+        if measured.flops_per_s:
+            seconds = plan.step_flops * plan.steps / measured.flops_per_s
+        else:
+            seconds = sum(plan.documents.lengths) * plan.steps / plan.steps_per_epoch / measured.tokens_per_s
+        hours = seconds / plan.world / 3600
         print_text(
             f"measured {measured.steps} steps: {measured.tokens_per_s:,.0f} tokens/s and "
             f"{measured.flops_per_s / 1e9:,.1f} GFLOP/s a rank, peak {measured.peak_bytes / 1e6:,.0f} MB; all "

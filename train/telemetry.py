@@ -194,7 +194,8 @@ class Telemetry(pl.Callback):
             "real_tokens": tokens / slots,
             "memory_gb": float(rows[:, 6].max()),
         }
-        if (rows[:, 7] > 0).all():
+        # FLOPs are 0 for a head that does not count them.
+        if total_flops and (rows[:, 7] > 0).all():
             metrics["mfu"] = total_flops * ranks / (worked * peak)
         return metrics
 
