@@ -207,8 +207,9 @@ def make_loggers(
     if "tensorboard" in config.track:
         # A resumed run adds a file that hides what follows its checkpoint.
         purge: Any = resumed_step + 1 if resumed_step else None
-        where = {"name": "", "version": "tensorboard"}
-        board = TensorBoardLogger(config.output, **where, default_hp_metric=False, purge_step=purge)
+        board = TensorBoardLogger(
+            config.output, name="", version="tensorboard", default_hp_metric=False, purge_step=purge
+        )
         # TensorBoard renders Markdown: four spaces make a code block.
         lines = yaml.safe_dump(about, sort_keys=False).splitlines()
         board.experiment.add_text("config", "\n".join("    " + line for line in lines), resumed_step)
