@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from sklearn.linear_model import LogisticRegression
 
-from draftsmith.benchmarks.papers.replay import KnownPredictor
 from draftsmith.modules.acceptance.online_logistic import OnlineLogistic
 from draftsmith.modules.acceptance.policies import OnlinePredictor
 from draftsmith.modules.decoding.confidence import MAX_LOGIT, log_odds, sigmoid
@@ -68,47 +67,42 @@ def test_certain_tokens_stay_finite():
     assert math.isfinite(model.weights[0]) and 0 <= model.prob([MAX_LOGIT]) < 0.5
 
 
-def lost_of(head: str, seed: int, num_tokens: int = 5000) -> dict[str, np.ndarray]:
-    """Log loss [nats] of what was verified of simulated rounds of up to 8 tokens, by who predicts. Of a token three
-    things decide; all three know the first two, and a right `head` says what all of them make."""
+def losses_of(head: str, seed: int, num_tokens: int = 5000) -> dict[str, np.ndarray]:
+    """Simulate rounds of up to 8 tokens; return the log loss [nats] of verified tokens by predictor, and their places.
+
+    Acceptance depends on three numbers; all predictors read two of them, and a right `head` knows all.
+    """
     rng, size = np.random.default_rng(seed), num_tokens
     q, repeat, state = rng.normal(1, 2.5, size), rng.choice([-1, 0, 4], size), rng.normal(0, 1.2, size)
     logit = 0.6 * q + 0.5 * repeat + state + 0.3
     accepted = rng.random(size) < 1 / (1 + np.exp(-logit))
     wrong = rng.normal(0, 3, size)
-    heads = {"right": logit, "constant": np.ones(size), "of another domain": wrong}
+    heads = {"constant": np.ones(size), "of another domain": wrong}
     heads["right for half of it"] = np.where(np.arange(size) < size // 2, logit, wrong)
-    told = np.column_stack([heads[head], q, repeat]).tolist()
-    logistic, online = OnlinePredictor(head=KnownPredictor(np.zeros((1, 1)), late=False)).model, OnlineLogistic(2)
-    lost: dict[str, list[float]] = {"head": [], "both": [], "online": [], "place": []}
+    features = np.column_stack([heads[head], q, repeat]).tolist()
+    both, online = OnlineLogistic(3, OnlinePredictor.TRUST, OnlinePredictor.MEMORY), OnlineLogistic(2)
+    losses: dict[str, list[float]] = {"head": [], "both": [], "online": [], "place": []}
     start = 0
     while start < size:
-        length = min(8, size - start)
-        num_accepted = int(np.cumprod(accepted[start : start + length]).sum())
-        for n in range(start, start + min(num_accepted + 1, length)):
-            known = {"head": sigmoid(told[n][0]), "both": logistic.prob(told[n]), "online": online.prob(told[n][1:])}
-            for who, prob in known.items():
-                lost[who].append(-math.log(prob if accepted[n] else 1 - prob))
-            lost["place"].append(n)
-        logistic.observe(told[start : start + length], num_accepted)
-        online.observe([x[1:] for x in told[start : start + length]], num_accepted)
-        start += min(num_accepted + 1, length)
-    return {who: np.array(values) for who, values in lost.items()}
+        stop = min(start + 8, size)
+        num_accepted = int(np.cumprod(accepted[start:stop]).sum())
+        for n in range(start, min(start + num_accepted + 1, stop)):
+            probs = {"head": sigmoid(features[n][0]), "both": both.prob(features[n])}
+            probs["online"] = online.prob(features[n][1:])
+            for name, prob in probs.items():
+                losses[name].append(-math.log(prob if accepted[n] else 1 - prob))
+            losses["place"].append(n)
+        both.observe(features[start:stop], num_accepted)
+        online.observe([x[1:] for x in features[start:stop]], num_accepted)
+        start += min(num_accepted + 1, stop - start)
+    return {name: np.array(values) for name, values in losses.items()}
 
 
 def excess(of: str, over: str, head: str, first: int) -> tuple[float, float]:
-    """(mean, its standard error) of log loss a token beyond another's, from token `first` of three streams on."""
-    found = [lost_of(head, seed) for seed in range(3)]
-    more = np.concatenate([(lost[of] - lost[over])[lost["place"] >= first] for lost in found])
+    """Return mean and standard error of a predictor's log loss per token beyond another's, from token `first` on."""
+    runs = [losses_of(head, seed) for seed in range(3)]
+    more = np.concatenate([(losses[of] - losses[over])[losses["place"] >= first] for losses in runs])
     return float(more.mean()), float(more.std() / math.sqrt(len(more)))
-
-
-def test_learning_on_top_of_a_right_head_costs_little():
-    # Four weights of the last 500 labels or so cost about 4 / (2 * 500) nats; the head itself is worth 0.08.
-    mean, error = excess("both", "head", "right", 0)
-    assert mean <= 0.005 + 2 * error
-    mean, error = excess("both", "online", "right", 0)
-    assert mean + 4 * error < 0
 
 
 @pytest.mark.parametrize("head", ["constant", "of another domain"])
