@@ -93,6 +93,7 @@ def run(config: DiagnoseConfig) -> None:
         remedy = "Make responses first (data responses)."
         raise InputError("data", f"{config.data}, prompts without answers", "answers", remedy)
     rows = list(Rows(config.data, manifest, limit=config.limit, vocab_size=vocabulary_size(config.target)).iterate())
+    # A draft model has no training to diagnose: only its stop rules are compared.
     is_model = kind_at(config.draft) is None
     if is_model:
         check_same_tokenizer(config.target, config.draft)
@@ -108,6 +109,7 @@ def print_stop_gains(
     config: DiagnoseConfig, target: CausalLM, drafter: FrozenDrafter, rows: list[dict], manifest: Manifest
 ) -> None:
     """Print the gains of stop rules and which one to use."""
+    # Medusa drafts one token per head.
     depth = min(DEPTH, getattr(drafter.head and drafter.head.config, "num_heads", DEPTH))
     how = AcceptanceConfig(
         responses=config.data, target=config.target, output=config.data, draft=config.draft, labels="rollout",
@@ -192,7 +194,8 @@ def drafted_rounds(rollouts: Rollouts, rows: Sequence[Mapping[str, Any]]) -> Rou
         raise InputError("data", f"{len(labelled)} answers with room for drafts", expected, "Make more answers.")
     places = np.concatenate([labels["starts"] for labels in labelled])
     owner = np.repeat(np.arange(len(labelled)), [len(labels["starts"]) for labels in labelled])
-    first = np.r_[True, (np.diff(places) != 1) | (np.diff(owner) != 0)]  # the user's text separates two answers
+    # The user's text separates two answers of a conversation.
+    first = np.r_[True, (np.diff(places) != 1) | (np.diff(owner) != 0)]
     answer = first.cumsum() - 1
     names = ("log_q", "log_max_q", "entropy", "repeat", "accept_prob", "reached", "draft_ids")
     columns = {name: torch.from_numpy(np.concatenate([labels[name] for labels in labelled])) for name in names}
@@ -240,9 +243,11 @@ def expected_counts(rounds: Rounds, lengths: Ints) -> ExpectedCounts:
     reached, accepted = np.where(drafted, reached, 0.0), np.where(drafted, accepted, 0.0)
     count, width, last = len(rounds.owner), reached.shape[1] + 1, int(rounds.place.max()) + 1
     begun, over = np.ones((len(lengths), 1)), np.zeros((len(lengths), 1))
-    ends = np.zeros((count, last, width))  # probability of so many accepted tokens
+    # Probability that the round at each position accepts 0 .. K tokens.
+    ends = np.zeros((count, last, width))  # [A, P, K + 1]
     ends[rounds.answer, rounds.place] = -np.diff(accepted, prepend=begun, append=over)
-    begins = np.zeros((count, last + width))  # probability that a round begins there
+    # Probability that a round begins at each position, carried forward in order.
+    begins = np.zeros((count, last + width))  # [A, P + K + 1]
     begins[:, 0] = 1.0
     for place in range(last):
         begins[:, place + 1 : place + 1 + width] += begins[:, place, None] * ends[:, place]
@@ -257,6 +262,7 @@ def expected_counts(rounds: Rounds, lengths: Ints) -> ExpectedCounts:
 
 def cost_lengths(prob: Floats, c: float, pace: float, acceptance: float) -> Ints:
     """Return where `CostRule` ends drafts [S] whose tokens are accepted with these probabilities [S, K]."""
+    # Negated, so that a NaN ends the draft as in `CostRule`.
     enough = ~(prob.cumprod(1) * acceptance >= c * pace)
     enough[:, -1] = True
     return enough.argmax(1).astype(np.int64) + 1
@@ -294,6 +300,7 @@ def head_probs(rounds: Rounds, kept: Mask) -> Floats:
 
     Training stops when the head gets worse on a fifth of them, which it does not see.
     """
+    # Every fifth kept answer is only judged by.
     apart = kept & (kept.cumsum() % STOPPING == 0)
     learned, judged, size = rounds.tokens_of(kept & ~apart), rounds.tokens_of(apart), rounds.hidden.shape[-1]
     with torch.random.fork_rng(devices=[]):
@@ -392,12 +399,14 @@ def stop_gains(rounds: Rounds, cs: Sequence[float], greedy: bool) -> list[CostGa
     greedy: true p/q would not be a prediction but the verdict.
     """
     count = int(rounds.owner.max()) + 1
+    # By sequence: answers of one conversation are alike and stay in one fold.
     fold = np.random.default_rng(SEED).permutation(count)[rounds.owner] % FOLDS  # [A]
     depth = len(rounds.ids) // len(rounds.place)
     fixed = [expected_counts(rounds, np.full(len(rounds.place), k + 1)) for k in range(depth)]
     names = [name for name in PREDICTORS if not (greedy and name == KNOWN)]
     times = {(name, c): np.zeros(len(fold)) for name in (FIXED, *names) for c in cs}
     for held in range(FOLDS):
+        # Fit and choose on the other folds, measure on this one.
         own, kept = fold == held, fold != held
         probs = {name: PREDICTORS[name](rounds, kept) for name in names}
         for c in cs:
@@ -407,6 +416,7 @@ def stop_gains(rounds: Rounds, cs: Sequence[float], greedy: bool) -> list[CostGa
                 lengths = settled_lengths(rounds, prob, c, kept, best)
                 times[name, c][own] = expected_counts(rounds, lengths).time(c)[own]
 
+    # Prompts are resampled with all their answers, so sums are per sequence.
     def pairs(name: str, c: float) -> Floats:
         return np.stack([np.bincount(rounds.owner, each, count) for each in (fixed[0].tokens, times[name, c])], 1)
 

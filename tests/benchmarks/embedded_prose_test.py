@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from draftsmith.benchmarks.embedded.prose import Documented, is_prose, plain, turns_of
+from draftsmith.benchmarks.embedded.prose import Documented, plain, turns_of
 
 DOCSTRING = """Find the shortest route between two stations of the network.
 
@@ -65,23 +65,3 @@ def test_every_task_has_its_answer():
 )
 def test_markup_is_dropped(text, shown):
     assert plain(text) == shown
-
-
-SENTENCE = "Stations that are closed are left out, and the next open one along the line takes their place."
-
-
-@pytest.mark.parametrize(
-    ("text", "prose"),
-    [
-        (SENTENCE, True),
-        (SENTENCE[:40] + ".", False),  # short
-        (SENTENCE[:-1], False),  # no sentence
-        (SENTENCE.replace("closed", "geschlo\u00dfen"), False),
-        (SENTENCE.replace(", and", " : and"), False),
-        ("Returns ------- " + SENTENCE, False),
-        ("The x[0][1] + y[2] - z[3] = w[4] * (a[5] / b[6]) in the sum of all of its parts is what it is.", False),
-        ("The row and the row and the row and the row and the row and the row and the row and the row.", False),
-    ],
-)
-def test_prose_is_told_from_the_rest(text, prose):
-    assert is_prose(text) is prose

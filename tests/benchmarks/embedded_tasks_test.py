@@ -39,15 +39,6 @@ def test_rename_changes_every_use_of_one_argument_and_nothing_else():
     assert answer == code.replace(old, new)
 
 
-def test_docstring_edits_undo_each_other():
-    prompt, with_docstring = ask("add_docstring")
-    assert prompt.startswith("Add the docstring: Area of a rectangle.\n\n")
-    bare = prompt.split("\n\n", 1)[1]
-    assert '"""Area of a rectangle."""' in with_docstring and '"""' not in bare
-    prompt, answer = ask("remove_docstring")
-    assert prompt.split("\n\n", 1)[1] == with_docstring and answer == bare
-
-
 def test_type_hints_are_listed_and_undone():
     prompt, hinted = ask("add_type_hints")
     assert prompt.startswith("Add the type hints: width: int, height: int, -> int\n\n")

@@ -11,7 +11,6 @@ from draftsmith.benchmarks.embedded.language_model import (
     TokenRow,
     batches,
     collate,
-    distillation_loss,
     grow,
     init_weights,
     next_token_loss,
@@ -65,15 +64,6 @@ def test_loss_is_the_weighted_mean_over_tokens():
             total += -w * logp[position - 1, row.ids[position]].item()
             weight += w
     torch.testing.assert_close(next_token_loss(net, batch).item(), total / weight, atol=1e-5, rtol=0)
-
-
-def test_distillation_of_a_model_from_itself_is_its_entropy():
-    net = model()
-    batch = collate(ROWS[:4], prompt_weight=0.0, pad=0)
-    chosen = batch.weights[:, 1:] >= 1
-    prob = net(batch.ids[:, :-1])[chosen].double().softmax(-1)
-    entropy = -(prob * prob.log()).sum(-1).mean()
-    torch.testing.assert_close(distillation_loss(net)(net, batch).double(), entropy, atol=1e-5, rtol=0)
 
 
 def test_fit_learns_and_repeats():

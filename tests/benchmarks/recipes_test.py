@@ -28,13 +28,6 @@ from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
 from draftsmith.modules.types import InputError
 
 
-def test_a_budget_buys_steps_of_both_phases():
-    # 30 of 100 steps at 0.1 s and 70 at 0.3 s are 24 s.
-    assert StepCost(0.1, 0.3, 0.3).steps(24.0) == 100
-    assert StepCost(0.1, 0.3, 0.0).steps(24.0) == 80
-    assert StepCost(0.1, 0.3, 0.3).steps(1e-9) == 1
-
-
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_is_one_that_training_takes(name):
     words = RecipesConfig(Path("out")).training(name)
