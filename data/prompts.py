@@ -106,7 +106,7 @@ class Repeated(RowError):
 class SelectedRow(NamedTuple):
     """Number of a row that passes the filters. error: it cannot be used, and will be dropped and counted."""
 
-    index: int
+    number: int
     error: RowError | None = None
 
 

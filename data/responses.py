@@ -32,8 +32,8 @@ from draftsmith.data.text.turns import (
     AnswerSettings,
     BeginConversation,
     Conversation,
+    PendingTurn,
     TargetTurn,
-    Turn,
     has_later_turns,
     shard_content,
     turns_tokenizer,
@@ -133,7 +133,7 @@ class ResponsesConfig(Sampling, RemoteCode):
 
 
 # Turns -> (number in them, answer) of each, in the order of completion.
-GenerateTurns = Callable[[Sequence[Turn]], Iterable[tuple[int, TargetTurn]]]
+GenerateTurns = Callable[[Sequence[PendingTurn]], Iterable[tuple[int, TargetTurn]]]
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ def open_engine(config: ResponsesConfig, manifest: Manifest, prompts: Rows) -> I
 
 
 def generate_turns(
-    lm: CausalLM, config: ResponsesConfig, drafter: ResponseDrafter, turns: Sequence[Turn]
+    lm: CausalLM, config: ResponsesConfig, drafter: ResponseDrafter, turns: Sequence[PendingTurn]
 ) -> Iterator[tuple[int, TargetTurn]]:
     """Answer turns with our own decoder, `batch_size` at a time."""
     ends = () if config.ignore_eos else lm.info.eos_ids
@@ -256,7 +256,7 @@ def answer_shard(
         turns = []
         for number, conversation in waiting:
             row = conversation.to_prompt_row()
-            turns.append(Turn(number, conversation.turn, row["id"], row["prompt_ids"]))
+            turns.append(PendingTurn(number, conversation.turn, row["id"], row["prompt_ids"]))
         # Answers come in the order of completion.
         for i, answer in generate(turns):
             number, conversation = waiting[i]

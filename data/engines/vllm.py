@@ -15,7 +15,7 @@ from draftsmith.data.models.hub import model_directory
 from draftsmith.data.models.loading import read_config, saved_identity
 from draftsmith.data.ranks import place
 from draftsmith.data.store.reading import read_object
-from draftsmith.data.text.turns import AnswerSettings, TargetTurn, Turn
+from draftsmith.data.text.turns import AnswerSettings, PendingTurn, TargetTurn
 from draftsmith.modules.types import InputError
 
 RESERVED = ("model", "tokenizer", "skip_tokenizer_init", "dtype", "trust_remote_code", "generation_config")
@@ -63,7 +63,7 @@ class VllmEngine(AbstractContextManager["VllmEngine"]):
     def __exit__(self, *error: object) -> None:
         self._llm.llm_engine.engine_core.shutdown()
 
-    def answers(self, turns: Sequence[Turn]) -> Iterator[tuple[int, TargetTurn]]:
+    def answers(self, turns: Sequence[PendingTurn]) -> Iterator[tuple[int, TargetTurn]]:
         """Yield (number in `turns`, response) when all are complete."""
         settings, params = self.settings, self.settings.params
         sampling = [

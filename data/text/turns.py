@@ -55,7 +55,7 @@ class AnswerSettings:
         return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") >> 1
 
 
-class Turn(NamedTuple):
+class PendingTurn(NamedTuple):
     """A turn that waits for an answer. row: number in the prompts. number: turn of its conversation, from 1."""
 
     row: int

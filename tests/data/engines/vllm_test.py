@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from draftsmith.data.engines.vllm import VllmEngine, read_arguments
-from draftsmith.data.text.turns import AnswerSettings, Turn
+from draftsmith.data.text.turns import AnswerSettings, PendingTurn
 from draftsmith.modules.types import InputError, SamplingParams
 
 
@@ -54,4 +54,4 @@ def test_an_answer_that_is_none_is_refused(tokens):
     answer = SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens)])
     engine._llm = SimpleNamespace(generate=lambda *_, **__: [answer])
     with pytest.raises(InputError, match=r"^engine: found .* to prompt 3, expected a response of vLLM"):
-        list(engine.answers([Turn(3, 1, "a", [4])]))
+        list(engine.answers([PendingTurn(3, 1, "a", [4])]))
