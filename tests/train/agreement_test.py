@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from eagle_trainings import a_module, change
 from trained_runs import micro_batch, step_loss
@@ -48,7 +50,6 @@ def greedy_items(target, number: int) -> list[dict[str, torch.Tensor]]:
                 "input_ids": row,
                 "features": target.features(row[None])[0],
                 "loss_mask": torch.arange(len(ids)) >= len(prompt),
-                "position_ids": torch.arange(len(ids)),
             }
         )
     return items
@@ -90,7 +91,8 @@ def test_a_draft_ends_with_its_document(artefacts, tmp_path, monkeypatch):
     first, second = greedy_items(target, 2)
     items = [{k: v[-8:] for k, v in item.items()} for item in (first, second)]  # responses from their first token on
     joined = {k: torch.cat([item[k] for item in items]) for k in items[0]}
-    batch = collate_features([joined])
+    positions = torch.arange(8).repeat(2)[None]
+    batch = dataclasses.replace(collate_features([joined]), position_ids=positions)
     output = module.head.agreement(batch, target, 2)
     assert output.sums == output.counts
     # 14 rows of the pairing; the second document's first one continues no draft.
