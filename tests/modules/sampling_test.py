@@ -110,12 +110,6 @@ def test_half_precision_logits_are_widened_before_the_softmax():
     assert (logits.softmax(-1).double() - logits.double().softmax(-1)).abs().sum() / 2 > 1e-4  # what it prevents
 
 
-def test_leading_dimensions_are_rows():
-    logits = torch.randn(2, 3, 11, generator=torch.Generator().manual_seed(2))
-    params = SamplingParams(0.8, 4, 0.9)
-    torch.testing.assert_close(probabilities(logits, params)[1, 2], probabilities(logits[1, 2], params))
-
-
 @pytest.mark.parametrize(
     "wrong",
     [{"temperature": -1.0}, {"temperature": math.nan}, {"temperature": math.inf}, {"top_k": -1}, {"top_p": 0.0}],

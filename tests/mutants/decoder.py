@@ -178,7 +178,7 @@ MUTANTS = [
            "tolist(), *self._uniforms]", ("tests/data/responses_test.py",)),
     # -- what is kept, and what is counted
     Mutant("loop-keeps-the-wrong-slots", LOOP, "[first + node for node in read_path]",
-           "[first - 1 + node for node in read_path]", emitted("tree")),
+           "[first - 1 + node for node in read_path]", (f"{EXACT}::test_at_temperature_zero_the_distribution_is_one_answer_the_argmax_of_every_row[tree]",)),
     Mutant("loop-features-of-a-tree-as-of-a-chain", LOOP, "if read_path and read_path[-1] != count - 2:", "if False:",
            (f"{LIMITS}::test_drafters_hear_of_every_token_and_of_the_features_of_those_read[tree]",)),
     Mutant("loop-watchers-hear-of-cut-tokens", LOOP, "min(num_accepted, len(appended)), tree", "num_accepted, tree",

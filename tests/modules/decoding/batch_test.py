@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 import pytest
-from greedy_world import GREEDY, NEW_TOKENS, World, make_world, transformers_answer
+from greedy_world import GREEDY, NEW_TOKENS, World, make_world
 from run_models import run_models
 from tiny_models import CONTEXT, tiny_llama_dir
 
@@ -120,16 +120,6 @@ def test_fixed_shapes_change_nothing(world, kind):
             assert one == world.run(method, prompt, NEW_TOKENS, some_ends)
 
 
-@pytest.mark.parametrize("method", SOME)
-def test_end_tokens_let_rows_leave_at_different_rounds(world, method):
-    prompts = world.prompts[:15]
-    ends = tuple(dict.fromkeys(answer[2 + 3 * i] for i, answer in enumerate(world.answers[:15])))
-    made = in_groups(world, batch_drafter(world, method, 5), 5, prompts, ends=ends)
-    assert len({len(one.tokens) for one in made}) > 4 and any(one.ended for one in made)
-    for prompt, one in zip(prompts, made, strict=True):
-        assert one == world.run(method, prompt, NEW_TOKENS, ends)
-
-
 @pytest.mark.parametrize("method", ["spec:k=5", "eagle:k=4", "online:c=0.02:max=6"])
 def test_drafts_end_with_the_answer_in_every_row(world, method):
     prompts = world.prompts[:9]
@@ -154,35 +144,6 @@ def test_the_limit_cuts_inside_a_round(world, method):
         for prompt, answer, one in zip(world.prompts, world.answers, made, strict=False):
             assert one.tokens == answer[:count]
             assert one == world.run(method, prompt, count)
-
-
-@pytest.mark.parametrize("most", [1, 3])
-def test_no_more_nodes_than_allowed_are_scored_in_a_call(world, most):
-    prompts, drafter = world.prompts[:4], batch_drafter(world, "spec:k=5", 4)
-    made = generate_batch(world.target, drafter, prompts, GREEDY, 20, [0] * 4, (), max_nodes=most)
-    for prompt, answer, one in zip(prompts, world.answers, made, strict=False):
-        single = generate_one(
-            world.target,
-            world.drafter("spec:k=5"),
-            prompt,
-            GREEDY,
-            20,
-            TorchSource(0),
-            (),
-            DecodeOptions(max_nodes=most),
-        )
-        assert one == single and one.tokens == answer[:20]
-        assert max(step.num_drafted for step in one.trace.steps) == most
-
-
-@pytest.mark.parametrize("method", SOME)
-def test_a_row_whose_context_is_full_ends_beside_others(world, method):
-    long = world.prompts[-1] * CONTEXT
-    prompts = [world.prompts[0], *(long[: CONTEXT - short] for short in (1, 2, 9)), world.prompts[5]]
-    made = in_groups(world, batch_drafter(world, method, 5), 5, prompts)
-    for prompt, one in zip(prompts, made, strict=True):
-        assert one.tokens == transformers_answer(world.oracle, prompt, min(NEW_TOKENS, CONTEXT - len(prompt)))
-        assert one.trace == world.run(method, prompt, NEW_TOKENS).trace
 
 
 def test_a_draft_of_a_shorter_context_stops_drafting_row_by_row(world):
@@ -220,46 +181,6 @@ def test_what_the_single_loop_refuses_is_refused(world):
 
 def double(lm: Any) -> LlamaLM:
     return LlamaLM(lm.model.double(), lm.info)
-
-
-@pytest.mark.parametrize(
-    "method",
-    [
-        "ar",
-        "spec:k=4",
-        "confidence:t=0.3:max=6",
-        "eagle:k=3",
-        "eagle2:nodes=8:depth=2:topk=3",
-        "eagle-tree",
-        "pearl:k=3",
-    ],
-)
-def test_a_row_does_not_depend_on_its_batch_mates(tmp_path, method):
-    """In float64, where another batch size moves a distribution by 1e-15: no uniform of this test falls that close to a
-    jump."""
-    world = make_world(tmp_path)
-    target, draft = double(world.target), double(world.draft)
-    models = {"target": target, "draft": draft, "eagle": world.eagle.double()}
-    prompts, seeds = world.prompts[2:11], list(range(50, 59))
-
-    def decode(order: list[int]) -> dict[int, Any]:
-        drafter = batch_drafter(world, method, len(order), **models)
-        made = generate_batch(
-            target, drafter, [prompts[i] for i in order], SAMPLING, 30, [seeds[i] for i in order], (prompts[0][0],)
-        )
-        return dict(zip(order, made, strict=True))
-
-    together = decode(list(range(9)))
-    single = batch_drafter(world, method, 1, **models)
-    for place in (0, 5):
-        source = TorchSource(seeds[place])
-        one = generate_one(target, single, prompts[place], SAMPLING, 30, source, (prompts[0][0],))
-        assert one == together[place]
-    for order in ([4], [8, 4, 0], [7, 6, 5, 3, 2, 1]):
-        assert decode(order) == {i: together[i] for i in order}
-    accepted = {step.num_accepted for one in together.values() for step in one.trace.steps}
-    assert method == "ar" or len(accepted) > 1  # drafts of more and of less luck
-    assert len({tuple(one.tokens) for one in together.values()}) == 9
 
 
 @pytest.mark.gpu

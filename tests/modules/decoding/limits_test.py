@@ -130,20 +130,6 @@ def test_drafters_hear_of_every_token_and_of_the_features_of_those_read(name):
     assert (apart > 0) == (name in ("tree", "eagle2"))
 
 
-def test_a_session_may_be_used_again():
-    target = TableLM(1)
-    session = target.session(1, 64)
-    makes = method("spec:k=2", target)
-    alone = [generate_one(target, makes(), PROMPT, SAMPLING, 8, TorchSource(seed)).tokens for seed in SEEDS]
-    again = [
-        generate_one(
-            target, makes(), PROMPT, SAMPLING, 8, TorchSource(seed), options=DecodeOptions(session=session)
-        ).tokens
-        for seed in SEEDS
-    ]
-    assert alone == again
-
-
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLING], ids=["greedy", "T=1"])
 def test_a_verdict_needs_a_row_for_every_node_and_the_root(rows, params):

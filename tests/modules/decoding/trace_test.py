@@ -41,42 +41,6 @@ def test_rates_are_ratios_of_sums():
     assert totals.redundancy == 1 - 4 / 12
 
 
-def test_rates_of_nothing_are_finite():
-    totals = pool([])
-    assert (totals.tau, totals.discard_rate, totals.redundancy) == (0, 0, 0)
-
-
-@pytest.mark.parametrize("eos_ids", [(), (1,), (0, 3)])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_identity_of_the_counts_holds_and_discards_are_what_was_not_emitted(temperature, eos_ids):
-    seen_cut = False
-    for seed in range(30):
-        target, draft = TableLM(seed // 3), TableLM(seed // 3 + seed % 3)  # a third of the drafts are the target
-        drafter = DraftModelDrafter(draft, [FixedLength(3)], 64)
-        rounds = []
-        done = generate_one(
-            target,
-            drafter,
-            PROMPT,
-            SamplingParams(temperature),
-            9,
-            TorchSource(seed),
-            eos_ids,
-            DecodeOptions(rounds.append),
-        )
-        trace = done.trace
-        assert trace.num_draft_tokens + trace.num_target_calls == trace.num_tokens + trace.num_discarded
-        assert trace.num_tokens == len(done.tokens) == sum(len(r.tokens) for r in rounds)
-        assert trace.num_accepted == sum(r.num_accepted for r in rounds)
-        assert trace.num_target_calls == len(rounds)
-        # Independently: every target call gives one token of its own, which is emitted unless the end cut it.
-        own_tokens = sum(len(r.tokens) - r.num_accepted for r in rounds)
-        assert trace.num_discarded == trace.num_draft_tokens - trace.num_accepted + len(rounds) - own_tokens
-        assert done.ended == (done.tokens[-1] in eos_ids) and not set(done.tokens[:-1]) & set(eos_ids)
-        seen_cut |= any(step.num_emitted < step.num_accepted + 1 for step in trace.steps)
-    assert seen_cut == bool(eos_ids)
-
-
 class CountingLM(TableLM):
     """Counts its own calls and the tokens it reads: how often the target was new_answer, whatever the trace says."""
 
@@ -185,8 +149,3 @@ def test_pearl_offers_what_waits_and_begins_anew_after_a_rejection(k):
             waiting = 0 if rejected else waiting + k - len(done.tree.tokens)
             left -= len(done.tokens)
     assert set(behind) >= ({0, -1} if k == 1 else {0, 1, -1})
-
-
-def test_autoregressive_decoding_calls_the_target_once_a_token():
-    trace = generate_one(TableLM(0), None, PROMPT, SamplingParams(1.0), 9, TorchSource(0)).trace
-    assert (trace.num_tokens, trace.num_target_calls, trace.num_discarded, trace.draft_calls) == (9, 9, 0, 0)

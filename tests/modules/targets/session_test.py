@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from draftsmith.data.models.loading import load_lm
 from draftsmith.modules.engine import graphs
 from draftsmith.modules.engine.graphs import Graphed
-from draftsmith.modules.engine.rows import MAX_WIDTH, SPAN_BUCKET, bucket
+from draftsmith.modules.engine.rows import SPAN_BUCKET, bucket
 
 # As in parity_test.py: logits of order 10, float32 layers whose sums are ordered differently.
 TOLERANCE = 1e-4
@@ -159,15 +159,6 @@ def test_one_row_reads_its_chains_and_trees(pair, kernels):
     assert kernels is None or kernels.masked > kernels.plain
 
 
-def test_a_long_prompt_is_read_by_fixed_shapes_as_it_lies(tmp_path):
-    lm = load_lm(str(tiny_llama_dir(tmp_path, max_position_embeddings=1024)))
-    tokens = tokens_of(lm, MAX_WIDTH + 40).tolist()
-    plain, fixed = (lm.session(1, 600, static=static) for static in (False, True))
-    assert fixed.static and not plain.static
-    for part in (tokens[: MAX_WIDTH + 30], tokens[MAX_WIDTH + 30 :], tokens[:1]):
-        close(fixed.extend([part]).logits, plain.extend([part]).logits)
-
-
 def test_few_shapes_serve_all_sizes(pair):
     """Of chains and trees: a few widths, each over few numbers of slots."""
     lm, _ = pair
@@ -202,17 +193,6 @@ def test_spans_of_a_long_context_are_few():
     spans = {end: rows._span(end) for end in range(1, 8193)}
     assert sorted(set(spans.values())) == [256, 512, 1024, 2048, 4096, 8192]
     assert all(end <= span < 2 * max(end, SPAN_BUCKET // 2 + 1) for end, span in spans.items())
-
-
-def test_without_cuda_a_graph_is_its_function():
-    calls = []
-
-    def fn(x, y, power):
-        calls.append(power)
-        return ((x + y) ** power,)
-
-    assert Graphed(fn)(torch.tensor([1.0]), torch.tensor([2.0]), static=(2,))[0].tolist() == [9.0]
-    assert calls == [2]
 
 
 def test_other_threads_may_pin_memory_while_a_graph_is_captured(monkeypatch):
