@@ -174,7 +174,9 @@ def model_card(
     checked = "Identities are hashes of content; `draftsmith` refuses other models."
     unchecked = "No identity is recorded: `draftsmith` takes any model of its width and vocabulary."
 
-    options_used = json.loads(json.dumps({name: value for name, value in config.items() if value not in (None, "")}))
+    # YAML's safe writer takes JSON values only.
+    options_used = {name: value for name, value in config.items() if value not in (None, "")}
+    options_used = json.loads(json.dumps(options_used, default=str))
     training = _shell(yaml.safe_dump(options_used, sort_keys=False).strip(), language="yaml")
     training = f"{manifest.get('step') or 0:,} steps of `draftsmith train {kind}`:\n\n{training}"
     calibration = "None: it proposes tokens, and the target's verdict does not depend on how sure it was of them."
