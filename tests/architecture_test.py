@@ -211,45 +211,20 @@ def test_imports_follow_the_architecture():
     ("path", "source"),
     [
         ("modules/losses.py", "import numpy"),
-        ("modules/losses.py", "from transformers import AutoModel"),
         ("modules/targets/llama.py", "def load():\n    from safetensors.torch import load_file"),
         ("modules/sampling.py", "import time"),
-        ("modules/drafters/eagle/head.py", "from pathlib import Path"),
         ("modules/drafters/eagle/head.py", "from draftsmith.data import shards"),
-        ("modules/drafters/eagle/head.py", "from draftsmith.data.types import Row"),
-        ("modules/drafters/eagle/head.py", "from draftsmith import __version__"),
         ("modules/types.py", "from draftsmith.modules.layers import RMSNorm"),
-        ("modules/layers.py", "from draftsmith.modules.decoding.tree import DraftTree"),
-        ("modules/decoding/loop.py", "from draftsmith.modules.drafters.eagle.head import EagleHead"),
-        ("modules/decoding/loop.py", "from draftsmith.modules import drafters"),
         ("modules/decoding/loop.py", "from ..drafters import eagle"),
-        ("modules/decoding/loop.py", "from draftsmith.modules.targets.llama import LlamaTarget"),
-        ("modules/decoding/stop.py", "from ..acceptance.head import AcceptanceHead"),
-        ("modules/decoding/loop.py", "import importlib\nimportlib.import_module('draftsmith.modules.drafters.eagle')"),
         ("modules/decoding/loop.py", "import importlib\nimportlib.import_module(f'draftsmith.modules.drafters.{x}')"),
-        (
-            "modules/drafters/eagle/head.py",
-            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import draftsmith.eval.bench.command",
-        ),
-        ("modules/layers.py", "from draftsmith.modules.registry import HEADS"),
-        ("data/store/shards.py", "from draftsmith.train import callbacks"),
         ("data/store/shards.py", "import modules.types"),
-        ("data/responses.py", "import httpx"),
-        ("train/lit.py", "from draftsmith.eval.bench.command import run"),
         ("train/lit.py", "def f():\n    from ..eval import bench"),
         ("train/strategies.py", "import deepspeed"),
-        ("eval/bench/command.py", "from draftsmith import train"),
         ("eval/bench/command.py", "from lightning.pytorch import Trainer"),
-        ("eval/bench/command.py", "def f():\n    import wandb"),
         ("eval/bench/command.py", "import pickle"),
-        ("eval/report/page.py", "def f():\n    import wandb"),
         ("data/heads/card.py", "import altair"),
         ("eval/bench/command.py", "from draftsmith.eval.report.page import render"),
-        ("launch/cli.py", "import torch"),
-        ("launch/cli.py", "try:\n    import datasets\nexcept ImportError:\n    pass"),
-        ("launch/cli.py", "from draftsmith.data.prompts import run"),
         ("launch/cli.py", "class Command:\n    from draftsmith.modules import sampling"),
-        ("launch/cli.py", "def f():\n    import lightning"),
     ],
 )
 def test_a_planted_violation_is_caught_once(path, source):
@@ -259,22 +234,12 @@ def test_a_planted_violation_is_caught_once(path, source):
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("modules/__init__.py", '"""Nothing."""'),
         ("modules/targets/hf.py", "import math\nimport transformers\nfrom torch.nn import functional as F"),
-        ("modules/targets/base.py", "from draftsmith.modules.decoding.tree import DraftTree"),
         ("modules/drafters/eagle/head.py", "import torch\nfrom draftsmith.modules.decoding.protocols import Drafter"),
-        ("modules/formats/specforge.py", "from draftsmith.modules.drafters.eagle.head import EagleConfig"),
-        (
-            "data/store/manifest.py",
-            "import numpy\nfrom draftsmith import __version__\nfrom draftsmith.modules.types import X",
-        ),
         ("data/responses.py", "def engine():\n    import httpx"),
         ("train/lit.py", "import lightning\nfrom draftsmith.data.store.datasets import Features"),
-        ("train/loggers.py", "def make():\n    import wandb"),
-        ("eval/report/drawing.py", "import altair"),
         ("launch/cli.py", "import sys\nimport rich\ndef f():\n    import torch\n    from draftsmith.eval import bench"),
         ("launch/cli.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
-        ("launch/errors.py", "from draftsmith.modules.types import InputError"),
     ],
 )
 def test_an_allowed_import_passes(path, source):
@@ -352,8 +317,6 @@ def test_an_import_in_a_function_that_spares_nothing_is_caught(line):
 
 @pytest.mark.parametrize("module", ["draftsmith", "draftsmith.launch.cli"])
 def test_importing_the_command_line_loads_nothing_heavy(module):
-    if module == "draftsmith.launch.cli" and not (ROOT / "launch" / "cli.py").exists():
-        pytest.skip("launch/cli.py does not exist")
     code = f"import sys, {module}; print([m for m in {HEAVY!r} if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout.strip()) == (0, "[]"), result.stderr

@@ -24,14 +24,6 @@ def stream_all(tokenizer, tokens: list[int], size: int) -> str:
     return "".join(piece for piece, _ in [*shown, *stream.finish()])
 
 
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("text", ["def add(a, b):\n    return a + b", "naïve café ☕ 日本語 👩‍🚀 ok", "  leading", "�"])
-def test_streamed_pieces_join_to_the_text(text, size):
-    tokenizer = tiny_tokenizer()
-    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert stream_all(tokenizer, tokens, size) == text
-
-
 def test_any_tokens_stream_to_what_they_decode_to():
     """Random ids hold broken characters and special tokens; nothing may be lost, doubled or shown too early."""
     tokenizer = tiny_tokenizer()
@@ -54,7 +46,7 @@ def test_a_character_is_shown_once_it_is_whole_with_the_colour_of_its_last_token
     assert "".join(piece for piece, _ in pieces) == "ab" and pieces[0][1] is True
 
 
-@pytest.mark.parametrize("method", ["ar", "spec:k=3", "specdec++", "online:c=0.2", "eagle:k=2"])
+@pytest.mark.parametrize("method", ["ar", "specdec++", "eagle:k=2"])
 def test_the_streamed_answer_is_the_targets(models, capsys, method):
     flags = draft_words({name: models[name] for name in ("target", "draft", "eagle", "acceptance")})
     flags += ["--method", method, "--max-new-tokens", "24", "--ignore-eos"]
@@ -76,14 +68,9 @@ def test_the_streamed_answer_is_the_targets(models, capsys, method):
         ([], "auto", "ar"),
         (["draft"], "auto", "online"),
         (["eagle"], "auto", "online:drafter=eagle"),
-        (["draft", "eagle"], "auto", "online:drafter=eagle"),
         (["draft", "acceptance"], "auto", "online:head=on"),
-        (["draft", "eagle", "acceptance"], "auto", "online:head=on"),
         (["draft", "acceptance"], "cost", "cost"),
-        (["draft", "acceptance"], "threshold", "specdec++"),
-        (["draft", "acceptance"], "online", "online:head=on"),
         (["draft", "acceptance"], "fixed", "spec"),
-        (["eagle"], "fixed", "eagle"),
     ],
 )
 def test_the_method_follows_from_the_models_given(models, given, policy, method):
@@ -107,10 +94,7 @@ def test_a_head_is_used_with_the_drafter_that_it_was_trained_for(models, tmp_pat
     ("args", "expected"),
     [
         (["--method", "hf"], "'hf', expected one of ar, spec"),
-        (["--method", "spec"], "--draft"),
-        (["--method", "ar,spec"], "one method"),
         (["--method", "ar", "--policy", "online"], "policy: found online with --method ar"),
-        (["--policy", "cost"], "policy: found cost with nothing that drafts chains, expected --draft DIR"),
     ],
 )
 def test_what_cannot_be_streamed_is_an_error(models, capsys, args, expected):

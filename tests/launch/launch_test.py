@@ -68,22 +68,14 @@ def test_words_behind_the_dashes_are_left_alone(launcher, tmp_path):
             ["torchrun", "--nproc-per-node", "2", *TRAIN],
             ["`draftsmith launch torchrun --nproc-per-node 2 -- train eagle"],
         ),
-        (["torchrun"], ["command: found nothing", "-- train eagle"]),
         (["torchrun", "--", "train", "eagel"], ["'train eagel'", "Did you mean train eagle?"]),
         (["torchrun", "--", *TRAIN, "--epochs", "many"], ["--epochs", '"many"', "int"]),
-        (["torchrun", "--", *TRAIN, "--epohcs", "2"], ["--epohcs", "--epochs"]),
-        (["torchrun", "--", *TRAIN, "--lr", "0"], ["lr: found 0"]),
         (["torchrun", "--nproc-per-node", "2", "--", "eval", "bench"], ["'eval bench'", "a data or train command"]),
-        (["torchrun", "--nproc-per-node", "2", "--", "data", "inspect"], ["'data inspect'", "by itself"]),
         (["torchrun", "--", "launch", "torchrun", "--", *TRAIN], ["'launch torchrun'", "Launch once"]),
         (["torchrun", "--nproc-per-node", "0", "--", *TRAIN], ["nproc_per_node: found 0"]),
         (["torchrun", "--nnodes", "2", "--", *TRAIN], ["rdzv_endpoint", "HOST:PORT"]),
-        (["torchrun", "--rdzv-endpoint", "host", "--", *TRAIN], ["rdzv_endpoint", "'host'"]),
-        (["torchrun", "--node-rank", "1", "--", *TRAIN], ["node_rank: found 1"]),
-        (["slurm", "--", "trian", "eagle"], ["'trian eagle'", "train eagle"]),
         (["slurm", "--gpus-per-node", "8", "--", "eval", "bench"], ["'eval bench' for several processes"]),
         (["deepspeed", "--hostfile", "absent", "--", *TRAIN], ["absent: no such file"]),
-        (["deepspeed", "--", *TRAIN], ["--hostfile"]),
     ],
 )
 def test_what_would_not_start_is_one_line_and_nothing_is_started(started, capsys, words, expected):
@@ -92,11 +84,6 @@ def test_what_would_not_start_is_one_line_and_nothing_is_started(started, capsys
     assert captured.out == "" and captured.err.startswith("draftsmith: error: ") and captured.err.count("\n") == 1
     assert all(part in captured.err for part in expected), captured.err
     assert started == []
-
-
-def test_help_of_the_inner_command_starts_nothing(started, capsys):
-    assert cli.main(["launch", "torchrun", "--", "train", "eagle", "--help"]) == 0
-    assert "--token-weight" in capsys.readouterr().out and started == []
 
 
 def test_torchrun_reads_what_was_meant(started):
@@ -148,12 +135,6 @@ def test_a_hostfile_names_machines_and_slots(tmp_path, line):
         launchers.read_hosts(file)
     file.write_text("# machines\n\nworker-0 slots=8\n10.0.0.2 slots=4 # smaller\n")
     assert launchers.read_hosts(file) == ["worker-0", "10.0.0.2"]
-
-
-def test_a_missing_deepspeed_names_the_extra(started, capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(launchers, "find_spec", lambda name: None)
-    assert cli.main(["launch", "deepspeed", "--hostfile", str(tmp_path), "--", *TRAIN]) == 2
-    assert 'pip install "draftsmith[deepspeed]"' in capsys.readouterr().err and started == []
 
 
 # --- SLURM
@@ -250,20 +231,12 @@ def test_only_what_goes_on_is_requeued():
     ("name", "value"),
     [
         ("partition", "a\n#SBATCH --nodes=9"),
-        ("account", "a b"),
         ("job_name", "$(touch x)"),
-        ("job_name", "../up"),
         ("mem", "64G --exclusive"),
-        ("time", "1:00:00\n"),
         ("time", "soon"),
-        ("time", "2"),
         ("log_dir", Path("/logs/a b")),
-        ("log_dir", Path("/logs/%j")),
-        ("sbatch_args", ("--qos=a b",)),
         ("sbatch_args", ("--qos=a\n#SBATCH",)),
-        ("sbatch_args", ("qos",)),
         ("nodes", 0),
-        ("tasks_per_node", -1),
     ],
 )
 def test_what_sbatch_could_read_otherwise_is_refused(name, value):

@@ -65,30 +65,3 @@ def test_an_error_leaves_stdout_empty(capsys):
     assert main(["data", "inspect", "/no/such/place", "--json", "--quiet"]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.startswith("draftsmith: error: /no/such/place: ")
-
-
-def test_words_behind_the_dashes_are_another_commands(capsys):
-    assert main(["launch", "slurm", "--partition", "p", "--dry-run", "--", "doctor", "--json"]) == 0
-    assert "doctor --json" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("shell", "line"),
-    [
-        ("bash", "complete -o default -F _draftsmith draftsmith"),
-        ("fish", "-l config -r -F -a 'bench bench-gpu tune' "),
-        ("zsh", ":config:{compadd -- bench bench-gpu tune; _files}"),
-        ("zsh", "compadd -- 'bench' 'bench-gpu' 'tune'; _f"),
-    ],
-)
-def test_shells_complete_shipped_files_and_ones_own(shell, line, capsys, monkeypatch):
-    known = {name: commands.COMMANDS[name] for name in ("eval bench", "completion")}  # all of them take seconds
-    monkeypatch.setattr(commands, "COMMANDS", known)
-    assert main(["completion", shell]) == 0 and line in capsys.readouterr().out
-
-
-def test_help_names_the_files_that_ship(capsys):
-    assert main(["train", "medusa", "--help"]) == 0
-    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "settings: YAML, or a shipped name [choices: acceptance, acceptance-rollouts" in shown
-    assert "medusa-small" in shown and "qwen3-8b-eagle" in shown and "[choices: csv, wandb, tensorboard]" in shown

@@ -14,7 +14,6 @@ from draftsmith.eval.bench.command import BenchConfig
 from draftsmith.eval.bench.compare import notes_of, open_bench
 from draftsmith.eval.bench.results import read_rows
 from draftsmith.eval.bench.tables import caption
-from draftsmith.modules.types import InputError
 
 GIVEN = "online:c=0.1:max=4,spec:k=2"
 AUTO = "online:max=4,eagle2:nodes=auto:depth=auto:topk=2"
@@ -103,21 +102,3 @@ def test_a_broken_run_goes_on_with_its_costs_and_what_was_learned(first, tmp_pat
         patch.setattr("draftsmith.eval.bench.command.load_times", None)
         assert bench.run(broken) == 0
     assert rounds(broken) == rounds(first)
-
-
-def test_a_comparison_says_that_costs_differed(first, tmp_path):
-    results = json.loads((first.output / "results.json").read_text())
-    results["meta"]["step_costs"]["draft"] *= 2
-    results["meta"]["tree_times"]["target, by rows"]["1"] *= 2
-    (tmp_path / "results.json").write_text(json.dumps(results))
-    (tmp_path / "prompts.parquet").write_bytes((first.output / "prompts.parquet").read_bytes())
-    (note,) = [n for n in notes_of(*map(open_bench, (first.output, tmp_path))) if "measured other costs" in n]
-    assert "c of draft" in note and "times of target, by rows" in note and "--costs" in note
-
-
-@pytest.mark.parametrize("content", [None, "{}", '{"meta": {"step_costs": {"draft": "x"}}}'])
-def test_a_run_without_costs_is_told(models, tmp_path, content):
-    if content is not None:
-        (tmp_path / "results.json").write_text(content)
-    with pytest.raises(InputError, match=r"(costs|results\.json): found .* expected "):
-        bench.run(config_of(models, tmp_path / "out", methods=GIVEN, draft=models["draft"], costs=tmp_path))

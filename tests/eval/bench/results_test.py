@@ -141,16 +141,6 @@ def markdown_tables(results: dict) -> str:
     return "\n".join(map(markdown, results_tables(results)))
 
 
-def test_tables_fit_in_100_columns_and_say_the_same():
-    long_name = "specdec++:h=0.7:min=2:max=20:calibrated=on"
-    results = results_of({"ar": AR, long_name: SPEC, "spec:k=5": SPEC})
-    text, written = shown(100, *results_tables(results)), markdown_tables(results)
-    assert "…" not in text and all(len(line) <= 100 for line in text.splitlines())
-    assert f"| {long_name} | 1.8 | 2.00x | 1.67-3.00 | 1.75 | 1.50-2.00 | 43% | yes |" in written
-    for part in ("2.00x", "1.67-3.00", "1.75", "43%", "2 prompts, 7 tokens", "greedy", "CPU time"):
-        assert part in text and part in written
-
-
 def test_the_mean_of_tasks_is_named_apart_from_the_pooled_ratio():
     # Task a: 3 tokens in 1 s against 3 s, 2 calls. Task b: 4 tokens in 3 s against 5 s, 2 calls; twice, so that tasks
     # weigh differently. Pooled: 11 tokens in 7 s against 13 s, 6 calls.
@@ -188,37 +178,6 @@ def test_turns_of_one_question_are_resampled_together():
     row = summarise({"ar": ar, "fast": fast}, "cpu", 0, True)[1]
     assert row["speedup"] == pytest.approx(2.0) and row["speedup_ci95"] == pytest.approx([1.0, 3.0])
     assert row["tau_ci95"] == [1.0, 1.0]
-
-
-def test_each_temperature_has_its_own_rows_and_its_own_table():
-    results = results_of({"ar": AR, "spec": SPEC}, 0.0, 1.0)
-    assert [(row["method"], row["temperature"]) for row in results["methods"]] == [
-        ("ar", 0.0), ("spec", 0.0), ("ar", 1.0), ("spec", 1.0)
-    ]  # fmt: skip
-    assert results_tables(results)[-1].title == "Speed-up and tau by task, temperature 1"
-    assert "greedy and temperature 1" in caption(results)
-    written = markdown_tables(results)
-    assert "**Greedy**\n\n| method" in written and "**Temperature 1**\n\n| method" in written
-    assert written.count("greedy and temperature 1, float32") == 1
-
-
-def test_tables_say_how_much_of_the_text_copies():
-    copied = {"copied_prompt": 0.5, "copied_answer": 0.25, "tau_copying": 4.0, "tau_new": None}
-    results = results_of({"ar": AR, "spec": SPEC})
-    for row in results["methods"]:
-        row |= copied
-        row["by_task"]["a"] |= copied
-    assert "7 tokens (75% go on with a repetition: 50% of the prompt, 25% of an answer; distinct" in caption(results)
-    written = markdown_tables(results)
-    assert "**Tau where the text copies, greedy**" in written and "\n| spec | 1.75 | 4.00 |  |\n" in written
-    assert "a 1 (75% go on with a repetition" in written and "b 1 (0% go on" in written
-
-
-def test_failed_prompts_are_named_under_the_table():
-    failures = [{"task": "qa", "id": "7"}, {"task": "qa", "id": "7"}, {"task": "", "id": "x"}]
-    results = {**results_of({"ar": AR}), "failures": failures}
-    assert caption(results).endswith(" Left out because they failed (2): qa 7, x.")
-    assert "failed" not in caption(results_of({"ar": AR}))
 
 
 def test_rows_come_back_as_they_were_measured(tmp_path):

@@ -101,18 +101,11 @@ def test_a_good_server_is_read(client):
 @pytest.mark.parametrize(
     ("page", "content", "said"),
     [
-        *(("/metrics", counted(value), value) for value in ("NaN", "+Inf", "-1", "many", "1e300")),
+        *(("/metrics", counted(value), value) for value in ("NaN", "-1")),
         ("/metrics", counted("1", "1"), r"places \[1\]"),
-        ("/metrics", None, "RemoteProtocolError"),
         ("/v1/models", {"data": [{"id": "m", "max_model_len": "long"}]}, "max_model_len: \"long\""),
-        ("/v1/models", '{"data": [{"id": "m", "max_model_len": 1e400}]}', "max_model_len: Infinity"),
-        ("/v1/models", {"data": [{"id": "m", "max_model_len": -1}]}, "a length"),
-        ("/v1/models", {"data": [{"id": "\ud800"}]}, "a name that can be sent"),
         ("/v1/models", {"data": []}, "without a model"),
         ("/v1/models", "[" * 100_000, "expected JSON"),
-        ("/version", [1], r"version: \[1\], expected an object"),
-        ("/tokenize", "<html>", "expected JSON"),
-        ("/tokenize", [1], r"tokenize: \[1\], expected an object"),
         ("/tokenize", {"tokens": ["a"]}, r"tokens\[0\]"),
         ("/tokenize", None, "RemoteProtocolError"),
     ],
@@ -134,15 +127,11 @@ def test_counters_only_grow(client, monkeypatch, after):
         asking.answer(0, [1])
 
 
-@pytest.mark.parametrize("line", [b"HTTP/1.1 102 Processing\r\n\r\n", b"HTTP/1.0 200 OK\r\n\r\n", b""])
+@pytest.mark.parametrize("line", [b"HTTP/1.0 200 OK\r\n\r\n", b""])
 def test_a_page_without_end_has_a_limit(client, monkeypatch, line):
     monkeypatch.setattr(vllm, "INFO_S", 0.3)
     with pytest.raises(InputError, match=r"no whole answer in 0\.3 s"):
         ask(client({"/version": endless(line)}))
-
-
-def test_a_version_that_cannot_be_shown_is_unknown(client):
-    assert client({"/version": {"version": "\ud800"}}).about.version == "unknown"
 
 
 def test_an_address_with_a_password_is_refused_without_it():

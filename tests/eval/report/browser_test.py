@@ -127,16 +127,6 @@ def test_a_command_is_copied_or_selected_to_be_copied(seen):
     assert page.evaluate("getSelection().toString()") == META["command"]
 
 
-def test_values_are_shown_under_the_pointer(seen):
-    bar = seen.page.locator('[data-chart="bench-bench-speedup"] path[aria-roledescription="bar"]').first
-    bar.scroll_into_view_if_needed()
-    bar.hover()
-    tip = seen.page.locator("#vg-tooltip-element.visible")
-    tip.wait_for()
-    assert "speed-up" in tip.inner_text() and "1.00" in tip.inner_text()
-    seen.page.mouse.move(0, 0)
-
-
 def test_a_clicked_token_opens_its_round(seen):
     page = seen.page
     choose_method(page, METHODS[1])
@@ -180,16 +170,6 @@ def test_the_keyboard_does_the_same(seen):
     page.evaluate("document.activeElement.blur()")
     page.locator(".skip").focus()
     assert page.locator(".skip").bounding_box()["x"] >= 0
-
-
-def test_drafts_that_were_thrown_away_are_shown_on_demand(seen):
-    page = seen.page
-    choose_method(page, METHODS[1])
-    thrown = page.locator(".text .discarded")
-    assert thrown.count() == 1 and not thrown.first.is_visible()
-    page.locator("[data-choose=discarded]").check()
-    assert thrown.first.is_visible() and thrown.first.inner_text() == "␣a"
-    page.locator("[data-choose=discarded]").uncheck()
 
 
 def test_a_tree_round_is_drawn_as_a_tree(seen):
@@ -236,12 +216,3 @@ def test_the_theme_is_the_systems_until_the_reader_chooses_and_paper_is_light(se
     page.locator("#theme").click()
     drawn(page)
     assert [page.evaluate(background), page.evaluate(label)] == dark
-
-
-def test_a_phone_scrolls_no_page(seen):
-    page = seen.page
-    page.set_viewport_size({"width": 390, "height": 800})
-    page.reload()
-    drawn(page)
-    assert page.evaluate("document.documentElement.scrollWidth") <= 390 and page.locator("#glossary dl").is_visible()
-    page.set_viewport_size({"width": 1200, "height": 900})

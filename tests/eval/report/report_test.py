@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import io
 import json
 import re
-import subprocess
-import sys
 import xml.etree.ElementTree as ET
-from pathlib import Path
 
 import pytest
 import vl_convert
@@ -39,7 +35,6 @@ from draftsmith.eval.report.runs import comparable, read_runs
 from draftsmith.eval.report.sections import TABLE_RUNS, make_sections
 from draftsmith.eval.report.viewer import kinds, shown_prompts, viewer_data
 from draftsmith.launch.cli import main
-from draftsmith.launch.commands import configure
 from draftsmith.modules.drafters.methods import LOSSY
 
 
@@ -70,20 +65,11 @@ def test_prompts_are_taken_task_by_task_until_the_bytes_are_used():
     assert shown_prompts(sizes, tasks, 4) == []
 
 
-def test_what_is_embedded_keeps_to_its_bytes(tmp_path):
-    run_directory = bench_run(tmp_path / "run")
-    whole = viewer_data(run_directory, 10**6)
-    half = viewer_data(run_directory, len(json.dumps(whole["answers"])) * 2 // 3)
-    assert (len(whole["prompts"]), len(half["prompts"])) == (2, 1) and half["total"] == 2
-
-
 @pytest.mark.parametrize(
     ("differing", "groups"),
     [
         ({"methods": METHODS[:2], "repeats": 5}, 1),
-        ({"top_p": 0.9}, 2),
         ({"dtype": "bfloat16"}, 2),
-        ({"num_threads": 2}, 2),
     ],
 )
 def test_only_runs_that_share_their_settings_share_a_table(tmp_path, differing, groups):
@@ -158,11 +144,6 @@ def test_vega_draws_a_mark_for_every_row(name, drawing):
     assert "undefined" not in svg and "{" not in drawn.title
 
 
-def test_a_chart_says_what_it_needs_to_be_fitted():
-    drawn = chart("speedup", OF_A_BENCH["speedup"], rows_to_draw())
-    assert drawn.specification["usermeta"] == {"panels": 2, "entry": 0, "names": len("a.b[0]"), "cells": 1}
-
-
 def test_files_for_papers(tmp_path):
     output = run(
         ReportConfig(runs=(study_run(tmp_path / "study"),), output=tmp_path / "r.html", figures=tmp_path / "out")
@@ -208,21 +189,12 @@ def test_the_page_names_nothing_that_it_would_load(tmp_path):
     assert output.stat().st_size < 5e6
 
 
-def test_the_command_takes_runs_by_their_place(tmp_path):
-    _, config = configure("eval report", ["a", "b,c", "--output", "x.html", "--formats", "png", "svg"])
-    assert config.runs == (Path("a"), Path("b"), Path("c"))
-    assert config.formats == ("png", "svg") and config.output == Path("x.html")
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["nowhere"], "no directory nowhere"),
         (["."], "no results.json in ."),
         (["{run}", "{run}"], "twice"),
-        (["{run}", "--formats", "gif"], '"gif" for --formats. Choose from: "png"'),
         (["{other}"], "other JSON"),
-        ([], "--runs"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, words, said):
@@ -234,37 +206,3 @@ def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, words, said):
     assert main(["eval", "report", *named, "--output", "x.html"]) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
-
-
-def test_without_the_extra_its_name_is_said(tmp_path, monkeypatch, capsys):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name == "altair" else find(name, *rest)
-    )
-    assert main(["eval", "report", str(study_run(tmp_path / "study")), "--output", str(tmp_path / "x.html")]) == 2
-    assert "pip install 'draftsmith[report]'" in capsys.readouterr().err
-
-
-def test_the_command_is_read_without_the_extra():
-    """Its settings and its help must not need what the error of `require_packages` asks for."""
-    names = ("altair", "vl_convert")
-    code = f"import sys, draftsmith.eval.report.command; print([m for m in {names} if m in sys.modules])"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "[]"
-
-
-def test_prompts_that_could_not_be_measured_are_named_once(tmp_path):
-    path = bench_run(tmp_path / "run")
-    results = json.loads((path / "results.json").read_text())
-    failures = [{"id": str(i), "task": "qa", "temperature": t, "error": "too long"} for i in range(9) for t in (0, 1)]
-    (path / "results.json").write_text(json.dumps({**results, "failures": failures}))
-    (section,) = make_sections(comparable(read_runs([path])), 0)
-    assert section.warnings[0] == "Not measured in run: qa, 0: too long" and len(section.warnings) == 7
-    assert section.warnings[-1].startswith("3 more")
-
-
-def test_prompts_of_two_tasks_may_have_the_same_id(tmp_path):
-    path = bench_run(tmp_path / "run")
-    lines = [json.loads(line) | {"id": "0"} for line in (path / "trace.jsonl").read_text().splitlines()]
-    (path / "trace.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert len(viewer_data(path, 10**6)["prompts"]) == 2

@@ -8,7 +8,6 @@ from draftsmith.eval.report import command
 from draftsmith.eval.report.command import ReportConfig, run
 from draftsmith.eval.report.runs import read_runs
 from draftsmith.eval.report.sections import make_sections
-from draftsmith.eval.report.training import series
 
 # A loss before the steps, two validations, and a line that is being written.
 METRICS = """step,val/loss,val/tau,val/agreement_1,val/top1,val/agreement_2,train/loss,cost/tokens_per_s
@@ -55,13 +54,6 @@ def test_a_running_training_shows_its_curves_so_far(training):
     assert last["val/loss"] == (5.5, 20, 5.5) and last["cost/tokens_per_s"] == (1200.0, 10, 1200.0)
     (training / "training.json").write_text("{}")
     assert figures(training)[0].about.startswith("Finished after 20 steps.")
-
-
-def test_depths_of_heads_that_have_no_agreement():
-    rows = [{"step": 1, "val/top1": 0.5, "val/top1_2": 0.25, "val/tau": 2.0}]
-    assert [(point["series"], point["value"]) for point in series(rows, "training-depth")] == [
-        ("token 1", 0.5), ("token 2", 0.25)
-    ]  # fmt: skip
 
 
 def test_watching_ends_with_the_run(training, monkeypatch, capsys):
