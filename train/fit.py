@@ -23,9 +23,9 @@ from torch import nn
 
 from draftsmith.data.console import print_text
 from draftsmith.data.heads.card import model_card
-from draftsmith.data.heads.directory import head_fields, save_head
+from draftsmith.data.heads.directory import head_fields, made_with, save_head
 from draftsmith.data.store.files import make_directory, write_json, write_text
-from draftsmith.data.store.manifest import decisive, differences, flatten, git_commit, package_versions, resolved
+from draftsmith.data.store.manifest import decisive, differences, flatten, resolved
 from draftsmith.data.store.reading import read_object
 from draftsmith.data.text.answers import Supervision
 from draftsmith.modules.types import InputError
@@ -123,17 +123,17 @@ def fit(training: PreparedTraining) -> Path:
     supervision = log_supervision(data)
     if is_first_process():
         _write_started(config, provenance, state)
-    made_with = {"packages": package_versions(), "git_commit": git_commit()}
 
     # Callbacks and loggers.
     checkpoints = Checkpoints(
         config.keep, {"world_size": world_size(config), "strategy": config.strategy}, config.accumulate
     )
     val_every = config.val_every or data.order.steps_per_epoch
-    save_head = _head_saver(config, provenance, data, supervision, made_with)
+    versions = made_with()
+    save_head = _head_saver(config, provenance, data, supervision, versions)
     between = BetweenSteps(config, val_every, save_head, checkpoints, training.probe)
     made_from = {name: value for name, value in dataclasses.asdict(provenance).items() if name != "job"}
-    loggers = make_loggers(config, provenance.job, step, say_on_rank_zero, made_from | made_with)
+    loggers = make_loggers(config, provenance.job, step, say_on_rank_zero, made_from | versions)
     if step:
         say_on_rank_zero(f"resuming at step {step} of {module.total_steps}")
 
@@ -233,7 +233,7 @@ def _head_saver(
     provenance: Provenance,
     data: HeadDataModule,
     supervision: Mapping[str, float],
-    made_with: Mapping[str, Any],
+    versions: Mapping[str, Any],
 ) -> SaveHead:
     """Return a function that saves a head under output/NAME, with its manifest and model card."""
     parts = {"training": data.train.lengths, "validation": data.val.lengths}
@@ -252,10 +252,11 @@ def _head_saver(
             "of_target": list(provenance.of_target),
             "samples": samples,
             "config": resolved(config),
+            "options": decisive(config),
             "seed": config.seed,
             "step": step,
             "metrics": dict(metrics),
-            **made_with,
+            **versions,
         }
         card = model_card(provenance.job, {"head": head_fields(head), **manifest})
         save_head(config.output / name, head, manifest, card)

@@ -20,9 +20,9 @@ from draftsmith.data.export.assistant import check_assistant
 from draftsmith.data.export.directory import read_package
 from draftsmith.data.export.report import CheckReport, Measure, print_report
 from draftsmith.data.export.states import StateSource, acceptance_inputs, make_probes, state_source
-from draftsmith.data.heads.directory import build_head, kind_at, load_head
+from draftsmith.data.heads.directory import build_head, kind_at, load_head, made_with
 from draftsmith.data.settings import Dtype, Loading
-from draftsmith.data.store.manifest import compare_identity, git_commit, package_versions
+from draftsmith.data.store.manifest import compare_identity
 from draftsmith.data.store.reading import read_object
 from draftsmith.modules.drafters import learned
 from draftsmith.modules.formats import format_names, formats, hf_assisted
@@ -219,11 +219,6 @@ def make_record(format: HeadFormat, head: ImportedHead, origin: Mapping[str, Any
         "tensors": hashes_of(head.state),
         **made_with(),
     }
-
-
-def made_with() -> dict[str, Any]:
-    """Return versions and commit, as manifests have them."""
-    return {"packages": package_versions(), "git_commit": git_commit()}
 
 
 def read_record(directory: Path) -> dict[str, Any] | None:

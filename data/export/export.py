@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from draftsmith.data.console import print_text
 from draftsmith.data.export.assistant import check_assistant, write_assistant
-from draftsmith.data.export.check import RECORD, check_head, made_with, make_record, original
+from draftsmith.data.export.check import RECORD, check_head, make_record, original
 from draftsmith.data.export.directory import read_package
 from draftsmith.data.export.report import CheckReport, print_report
 from draftsmith.data.export.states import state_source
 from draftsmith.data.heads.card import draft_model_card, measured_of, model_card
-from draftsmith.data.heads.directory import build_head, head_config, head_fields, named_kind, stored_tensors
+from draftsmith.data.heads.directory import build_head, head_config, head_fields, made_with, named_kind, stored_tensors
 from draftsmith.data.models.checkpoint import INDEX
 from draftsmith.data.models.hub import loadable, model_directory
 from draftsmith.data.models.loading import DTYPES, load_lm, tokenizer_identity

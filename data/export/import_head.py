@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.console import print_text
-from draftsmith.data.export.check import against_model, made_with, read_record
+from draftsmith.data.export.check import against_model, read_record
 from draftsmith.data.export.directory import package_directory, read_package, weight_files
 from draftsmith.data.export.states import StateSource, state_source
 from draftsmith.data.heads.card import model_card
-from draftsmith.data.heads.directory import build_head, check_sizes, head_fields, named_kind, save_head
+from draftsmith.data.heads.directory import build_head, check_sizes, head_fields, made_with, named_kind, save_head
 from draftsmith.data.models.loading import tokenizer_identity
 from draftsmith.data.store.manifest import file_sha256, warn_not_compared
 from draftsmith.data.store.writer import occupied, sole_writer

@@ -147,14 +147,12 @@ def diagnose(directory: Path, target: CausalLM, name: str, rows: Rows, data: Man
     # Later tokens of a head that was trained on true states alone say nothing.
     lengths = {v.label: n.clamp_max(passes or COMPARED) for v, n in zip(variants, measures.lengths, strict=True)}
     as_it_is = lengths[variants[0].label]
-    better, alike = compare_variants(as_it_is, {v.label: lengths[v.label] for v in variants[1:]})
+    better = better_variants(as_it_is, {v.label: lengths[v.label] for v in variants[1:]})
     findings = [
         off_policy(target, rows, data, measures),
         template(name, rows, data, (manifest.get("models") or {}).get("chat_template")),
-        *amount((manifest.get("samples") or {}).get("training") or {}),
-        vocabulary(*measures.unknown),
-        by_depth(measures.agreement, head.passes, passes),
-        *misread(variants, lengths, better, alike),
+        *head_findings(head, manifest, measures),
+        *misread(variants, lengths, better),
         *trained(directory.parent / "metrics.csv"),
     ]
 
@@ -293,26 +291,20 @@ def agreed(drafted: Tensor, starts: Tensor, ids: Tensor, choices: Tensor) -> Ten
     return torch.stack([compared & hit, compared])
 
 
-def compare_variants(as_it_is: Tensor, others: Mapping[str, Tensor]) -> tuple[list[str], list[str]]:
-    """Compare variants by a paired sign test over the positions they drafted from.
+def better_variants(as_it_is: Tensor, others: Mapping[str, Tensor]) -> list[str]:
+    """Return the variants that draft better, the best first, by a paired sign test over positions.
 
     First tokens are compared; later ones where a variant changes no first token, since those also depend on how far the
     head was trained on its own states. as_it_is, others [N]: accepted tokens of the draft from each position.
-
-    Returns:
-        Variants that draft better, the best first, and those that cannot be distinguished from the head as it is.
     """
-    chance = CHANCE / max(1, len(others))
-    better, alike = [], []
+    better = []
     for label, lengths in others.items():
         first, own_first = lengths > 0, as_it_is > 0
         pair = (lengths, as_it_is) if torch.equal(first, own_first) else (first.int(), own_first.int())
         wins, losses = int((pair[0] > pair[1]).sum()), int((pair[0] < pair[1]).sum())
-        if sign_test(wins, losses) < chance:
+        if sign_test(wins, losses) < CHANCE / len(others):
             better.append(label)
-        elif sign_test(losses, wins) >= chance:
-            alike.append(label)
-    return sorted(better, key=lambda label: -float(others[label].float().mean())), alike
+    return sorted(better, key=lambda label: -float(others[label].float().mean()))
 
 
 def sign_test(wins: int, losses: int) -> float:
@@ -329,15 +321,13 @@ def right(lengths: Tensor, depth: int = 1) -> float:
     return float((lengths >= depth).float().mean()) if len(lengths) else 0.0
 
 
-def misread(
-    variants: Sequence[HeadVariant], lengths: Mapping[str, Tensor], better: Sequence[str], alike: Sequence[str]
-) -> Iterator[Finding]:
+def misread(variants: Sequence[HeadVariant], lengths: Mapping[str, Tensor], better: Sequence[str]) -> Iterator[Finding]:
     """Yield a finding for each factor that the variants change."""
     shown = {label: f"{right(own):.3f} / {right(own, 2):.3f}" for label, own in lengths.items()}
     as_it_is = lengths[variants[0].label]
     for factor in dict.fromkeys(variant.factor for variant in variants[1:]):
         labels = [variant.label for variant in variants if variant.factor == factor]
-        text = "; ".join(f"{label} {shown[label]}{' (alike)' * (label in alike)}" for label in labels)
+        text = "; ".join(f"{label} {shown[label]}" for label in labels)
         text = f"first token / first two right {shown[variants[0].label]} as it is; {text}"
         best = next((label for label in better if label in labels), "")
         lost = max(right(lengths[best], depth) - right(as_it_is, depth) for depth in (1, 2)) if best else 0.0
@@ -412,8 +402,12 @@ def template(name: str, rows: Rows, data: Manifest, trained: str | None = None) 
     return Finding("template", text, UNMEASURED * (trained not in (None, ours)), other)
 
 
-def amount(recorded: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield the amount of training data, if the training recorded it."""
+def head_findings(head: DraftHead, manifest: Mapping[str, Any], measures: TextMeasures) -> Iterator[Finding]:
+    """Judge the amount of training data, the draft vocabulary, and the later tokens of drafts.
+
+    manifest: of the head; a training records the amount of its data and how many tokens deep it unrolled the head.
+    """
+    recorded = (manifest.get("samples") or {}).get("training") or {}
     names = {field.name for field in fields(Supervision)}
     if recorded.keys() >= names:
         data = Supervision(**{name: recorded[name] for name in names})
@@ -421,26 +415,19 @@ def amount(recorded: Mapping[str, Any]) -> Iterator[Finding]:
         advice = warning.removeprefix("warning: ")
         yield Finding("amount", data.text(), UNMEASURED * bool(warning), advice, generic=True)
 
-
-def vocabulary(tokens: float, choices: float) -> Finding:
-    """tokens, choices: shares of the answers' tokens and of the target's first choices that the head cannot draft."""
-    advice = "its draft vocabulary lacks tokens that the target often says. Train with a larger --draft-vocab (0: all)."
+    tokens, choices = measures.unknown
     text = f"it cannot draft {tokens:.1%} of the answers' tokens, {choices:.1%} of the target's first choices"
-    return Finding("vocabulary", text, choices if choices > UNKNOWN else 0.0, advice)
+    advice = "its draft vocabulary lacks tokens that the target often says. Train with a larger --draft-vocab (0: all)."
+    yield Finding("vocabulary", text, choices if choices > UNKNOWN else 0.0, advice)
 
-
-def by_depth(agreement: Sequence[float], setting: str, passes: int | None) -> Finding:
-    """Judge later tokens of a draft; where the first is bad already, the cause is another one.
-
-    setting: see `DraftHead.passes`. passes: its value in the training.
-    """
+    agreement, passes = measures.agreement, (manifest.get("config") or {}).get(head.passes)
     shown = ", ".join(f"{share:.3f}" for share in agreement)
     text = f"tokens 1 to {len(agreement)} of a draft are right, where those before were: {shown}"
-    if not setting or not agreement or agreement[0] < FIRST_SOUND or not unsound(agreement):
-        return Finding("depth", text)
-    value = "" if passes is None else f" ({setting} was {passes})"
-    advice = f"it has not learned to read its own states{value}. Train on more, --{setting} 3 or 7, or longer."
-    return Finding("depth", text, agreement[0] - min(agreement), advice, generic=True)
+    # Where the first token is bad already, the cause is another one.
+    lost = agreement[0] - min(agreement) if head.passes and agreement and agreement[0] >= FIRST_SOUND else 0.0
+    value = "" if passes is None else f" ({head.passes} was {passes})"
+    advice = f"it has not learned to read its own states{value}. Train on more, --{head.passes} 3 or 7, or longer."
+    yield Finding("depth", text, lost if unsound(agreement) else 0.0, advice, generic=True)
 
 
 def trained(file: Path) -> Iterator[Finding]:

@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 import torch
 
 from draftsmith.data.store.files import whole_directory, write_json, write_tensors, write_text
-from draftsmith.data.store.manifest import compare_identity, file_sha256, warn_not_compared
+from draftsmith.data.store.manifest import (
+    compare_identity,
+    file_sha256,
+    git_commit,
+    package_versions,
+    warn_not_compared,
+)
 from draftsmith.data.store.reading import read_object, read_tensors
 from draftsmith.modules import drafters
 from draftsmith.modules.acceptance.head import AcceptanceHead
@@ -80,6 +86,11 @@ def stored_tensors(head: nn.Module) -> dict[str, Tensor]:
     return dict(head.named_parameters()) | buffers
 
 
+def made_with() -> dict[str, Any]:
+    """Return versions and commit, as manifests have them."""
+    return {"packages": package_versions(), "git_commit": git_commit()}
+
+
 def save_head(directory: str | Path, head: Any, manifest: Mapping[str, Any], card: str) -> Path:
     """Write a head directory under a temporary name and rename it; an older one of that name is replaced.
 
@@ -101,7 +112,8 @@ def save_head(directory: str | Path, head: Any, manifest: Mapping[str, Any], car
         write_tensors(partial / "model.safetensors", state)
         write_text(partial / "README.md", card)
         # The manifest is written last: a directory without it is unfinished.
-        sha256 = {file.name: file_sha256(file) for file in sorted(partial.iterdir())}
+        # The card has no hash: it may be edited, and is written anew by `eval bench --card`.
+        sha256 = {file.name: file_sha256(file) for file in sorted(partial.iterdir()) if file.name != "README.md"}
         write_json(partial / "manifest.json", {"kind": "head", **manifest, "sha256": sha256}, indent=2)
     return directory
 
@@ -117,8 +129,7 @@ def head_config(directory: str | Path, kind: str | None = None) -> dict[str, Any
     manifest = read_object(directory / "manifest.json", {"sha256?": {"*": str}}, REMEDY)
     for name, sha256 in manifest.get("sha256", {}).items():
         file = directory / name
-        # The card may be edited, and is written anew by `eval bench --card`.
-        if name != "README.md" and (not file.exists() or file_sha256(file) != sha256):
+        if not file.exists() or file_sha256(file) != sha256:
             raise InputError(str(file), "missing or changed content", f"sha256 {sha256[:12]}", REMEDY)
     shape = {"kind": object, "head": dict, "target?": (dict, None), "sampling?": (dict, None), "schema_version?": int}
     config = read_object(directory / "config.json", shape, REMEDY)
@@ -289,11 +300,9 @@ def another_mode(directory: str | Path, params: SamplingParams) -> str | None:
     mode = "greedy"
     if not params.greedy:
         mode = f"sampling --temperature {params.temperature:g} --top-k {params.top_k} --top-p {params.top_p:g}"
-    drafter = "--draft HEAD" if config.get("drafter", "draft") != "draft" else "--draft DRAFT"
     return (
         f"{directory} was trained on labels of another mode ({'; '.join(differing)}): it may stop at the wrong places. "
-        f"Labels of this mode: draftsmith data acceptance --labels {config.get('labels', 'rollout')} --mode {mode} "
-        f"--responses RESPONSES --target TARGET {drafter} --output DIR"
+        f"Make labels of this mode: draftsmith data acceptance --labels {config.get('labels', 'rollout')} --mode {mode}"
     )
 
 
@@ -312,20 +321,17 @@ def starting_settings(directory: str | Path, kind: str, width: int | None = None
 
 
 def starting_head(directory: str | Path, kind: str, width: int, vocab_size: int | None = None) -> nn.Module:
-    """Load a head to train further: float32, on the CPU, trainable, with its `of_target`. Raises as
-    `starting_settings`."""
+    """Load a head to train further: float32, on the CPU, trainable, with its `of_target` if that is recorded.
+
+    Raises as `starting_settings`.
+    """
     settings = starting_settings(directory, kind, width, vocab_size)
     state = read_tensors(Path(directory) / "model.safetensors", REMEDY)
     head: nn.Module = build_head(kind, settings, state).float().train().requires_grad_(True)
     if isinstance(head, DraftHead):
-        head.of_target = of_target(directory)
+        manifest = read_object(Path(directory) / "manifest.json", {"of_target?": [str]}, REMEDY)
+        head.of_target = tuple(manifest.get("of_target", ()))
     return head
-
-
-def of_target(directory: str | Path) -> tuple[str, ...]:
-    """Return `DraftHead.of_target` of a saved head; empty if it is not recorded, as for imported heads."""
-    manifest = read_object(Path(directory) / "manifest.json", {"of_target?": [str]}, REMEDY)
-    return tuple(manifest.get("of_target", ()))
 
 
 def starting_weights(directory: str | Path) -> dict[str, str]:

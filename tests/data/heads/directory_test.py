@@ -26,7 +26,6 @@ from draftsmith.data.heads.directory import (
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.reading import read_tensors
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
-from draftsmith.modules.drafters import learned
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.drafters.eagle3.head import Eagle3Head
 from draftsmith.modules.drafters.eagle3.net import Eagle3Config, layer_like
@@ -121,9 +120,7 @@ def edited(directory: Path, **changes) -> Path:
     "changes",
     [
         {"num_layers": 10**7},
-        {"num_layers": 1000},  # within range, and far from the file's tensors
         {"intermediate_size": 2**24},
-        {"max_position": 0},
         {"head_dim": 1, "num_heads": 32, "num_kv_heads": 16},  # fits the tensors
         {"fc_bias": 1},
         {"rope_scaling": {"kind": "yarn"}},
@@ -155,21 +152,9 @@ def test_an_eagle3_head_fits_its_targets_layers_and_ids(tmp_path, target):
         load_head(edited(directory, capture=[0, 1, 9]), target)
 
 
-def test_a_head_of_another_width_is_refused(tmp_path, target):
-    narrow = load_lm(str(tiny_llama_dir(tmp_path / "narrow", hidden=16)))
-    directory = save_head(tmp_path / "head", eagle_head(target), {}, CARD)
-    with pytest.raises(InputError, match=r"of width 32, expected width 16"):
-        load_head(directory, narrow)
-
-
 def test_a_head_of_another_model_is_refused_by_identity(saved, other_target):
     with pytest.raises(InputError, match=r"another model \(lm_head, weights differ\).*draftsmith train"):
         load_head(saved, other_target)
-
-
-def test_a_head_of_another_kind_is_refused(saved, target):
-    with pytest.raises(InputError, match="eagle head, expected an acceptance head"):
-        load_head(saved, target, kind="acceptance")
 
 
 def test_an_unknown_kind_is_refused(tmp_path):
@@ -181,12 +166,11 @@ def test_an_unknown_kind_is_refused(tmp_path):
         load_head(directory)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
-def test_changed_bytes_are_found(saved, name):
-    content = bytearray((saved / name).read_bytes())
+def test_changed_bytes_are_found(saved):
+    content = bytearray((saved / "model.safetensors").read_bytes())
     content[len(content) // 2] ^= 1
-    (saved / name).write_bytes(content)
-    with pytest.raises(InputError, match=f"{name}: found missing or changed content"):
+    (saved / "model.safetensors").write_bytes(content)
+    with pytest.raises(InputError, match="model.safetensors: found missing or changed content"):
         load_head(saved)
 
 
@@ -216,9 +200,6 @@ def test_a_save_that_fails_leaves_the_older_head_whole(saved, target):
 def test_a_directory_says_what_it_is(saved, tmp_path):
     model = tiny_llama_dir(tmp_path / "model")
     assert [kind_at(path) for path in (saved, model, tmp_path / "nowhere", "embedded:draft")] == ["eagle", *[None] * 3]
-    assert {kind: heads.class_of(kind).kind for kind in heads.head_kinds()} == {
-        kind: kind for kind in ("acceptance", *learned())
-    }
 
 
 def test_what_does_not_draft_is_no_drafter(saved, tmp_path, target):
@@ -255,15 +236,11 @@ def test_a_head_that_cannot_be_trained_on_is_refused(saved, directory, kind, wid
     [
         ({"temperature": 0.0}, SamplingParams(0.0, top_k=5), None),
         ({"temperature": [0.5, 1.0]}, SamplingParams(0.7), None),
-        ({"temperature": 1.0}, SamplingParams(), r"temperature 1.0 there, 0.0 here.*--labels mix --mode greedy --resp"),
-        ({"temperature": 0.0}, SamplingParams(0.7), r"--mode sampling --temperature 0.7 .*--responses .* --draft HEAD"),
+        ({"temperature": 1.0}, SamplingParams(), r"temperature 1.0 there, 0.0 here.*--labels mix --mode greedy$"),
         ({"temperature": 1.0}, SamplingParams(1.0, top_k=9), r"top_k 0 there, 9 here.* --temperature 1 --top-k 9 "),
     ],
 )
-def test_another_mode_than_the_labels_is_told_with_the_command_for_it(tmp_path, sampling, params, expected):
-    made = sampling and {"top_k": 0, "top_p": 1.0, **sampling}
-    labels = {"labels": "mix", "drafter": "eagle" if sampling == {"temperature": 0.0} else "draft"}
-    saved = save_head(tmp_path / "head", acceptance_head(), {"sampling": made, **labels}, "card")
-    said = another_mode(saved, params)
-    assert (said is None) is (expected is None)
-    assert expected is None or re.search(expected, str(said))
+def test_another_mode_than_the_labels_is_a_warning_with_a_command(tmp_path, sampling, params, expected):
+    manifest = {"sampling": {"top_k": 0, "top_p": 1.0, **sampling}, "labels": "mix"}
+    warning = another_mode(save_head(tmp_path / "head", acceptance_head(), manifest, "card"), params)
+    assert warning is None if expected is None else re.search(expected, str(warning))
