@@ -17,9 +17,8 @@ from draftsmith.data.console import print_facts, print_table, print_text, table_
 from draftsmith.data.models.loading import load_tokenizer, tokenizer_identity
 from draftsmith.data.settings import check_not_negative
 from draftsmith.data.store.datasets import feature_key
-from draftsmith.data.store.feature_codec import decode, stored_features
+from draftsmith.data.store.feature_codec import FeatureFiles, decode
 from draftsmith.data.store.manifest import Manifest, open_artefact, volatile
-from draftsmith.data.store.reading import open_tensors
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.text.answers import spans
 from draftsmith.data.text.repetition import Repetition, distinct_4grams
@@ -134,10 +133,9 @@ def print_row(row: dict[str, Any], kind: str, directory: Path, tokenizer: Any) -
         notes.append("ended" if row["ended"] else "cut off")
         notes += ["re-tokenised"] if row["retokenised"] else []
     if kind == "features":
-        with open_tensors(Path(directory) / row["shard"]) as file:
-            features = decode(stored_features(file, feature_key(row["row"]))).float()
-        finite = "all finite" if bool(features.isfinite().all()) else "NOT all finite"
-        notes.append(f"features {list(features.shape)}, standard deviation {features.std():.3f}, {finite}")
+        stored = FeatureFiles(directory).read(row["shard"], feature_key(row["row"]), f"row {row['id']}")
+        features = decode(stored).float()
+        notes.append(f"features {list(features.shape)}, standard deviation {features.std():.3f}, all finite")
     print_text(Text(", ".join(notes), style="cyan"))
     if kind == "prompts":
         for turn, messages in enumerate([json.loads(row["messages"]), *later_turns(row)], 1):

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
 from draftsmith.data.console import Advance, log_note, print_text
 from draftsmith.data.engines.openai import ServerConfig, ServerEngine, ServerShards
 from draftsmith.data.engines.own import ResponseDrafter, RowUniforms, generate_rows, set_threads
@@ -23,7 +21,7 @@ from draftsmith.data.ranks import place
 from draftsmith.data.settings import Dtype, RemoteCode, Sampling, check_not_negative, check_positive
 from draftsmith.data.store.datasets import answer_lengths
 from draftsmith.data.store.manifest import Field, Manifest, open_artefact, volatile
-from draftsmith.data.store.rows import ListColumn, Rows
+from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import Shard, ShardContent, StagePlan, run_stage
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.data.text.answers import Supervision
@@ -171,9 +169,8 @@ def run(config: ResponsesConfig) -> Path:
 
     # Print how much there is to learn from the responses, and warn if it is little.
     if place().rank == 0:
-        masks = (table["loss_mask"] for table in Rows(config.output, responses, ["loss_mask"]).tables())
-        lengths = [answer_lengths(*part)[0] for mask in masks for part in ListColumn(mask).parts()]
-        supervision = Supervision.of(np.concatenate(lengths))
+        masks = Rows(config.output, responses, ["loss_mask"]).table()["loss_mask"]
+        supervision = Supervision.of(answer_lengths(masks)[0])
         print_text(f"responses: {supervision.text()}")
         if warning := supervision.warning():
             log_note(warning)

@@ -93,9 +93,6 @@ def application(
             print(as_yaml(defaults_of(config_class) | options), end="")
             return None
         config = config_class(**options)
-        from draftsmith.data.store.files import check_paths
-
-        check_paths(config)
         revision = common_options.get("revision")
         return config if revision is None else at_revision(config, revision)
 
@@ -320,11 +317,10 @@ def config_file(prog: str, name: str) -> Path:
     shipped = shipped_configs(prog)
     if name.removesuffix(".yaml") in shipped:
         return shipped[name.removesuffix(".yaml")]
-    from draftsmith.data.store.files import special_kind
-
-    what = "a directory" if file.is_dir() else special_kind(file) or "no such file"
     names = ", ".join(shipped) or "none"
-    raise UsageError(f"--config: found {what} at {name}, expected a YAML file or a shipped one ({names}). Correct it.")
+    raise UsageError(
+        f"--config: found no such file at {name}, expected a YAML file or a shipped one ({names}). Correct it."
+    )
 
 
 def shipped_configs(prog: str) -> dict[str, Path]:

@@ -56,7 +56,7 @@ class FeatureCache:
         self._begin({"kind": "feature-cache", "target": dict(identity), "dtype": dtype, "model_dtype": model_dtype})
         self._shards: set[str] = set()
         self._where: dict[str, str] = {}
-        self._files = FeatureFiles(self._directory, "Delete it: its rows are computed again.")
+        self._files = FeatureFiles(self._directory)
         # Encoded rows, and the bytes of those that no shard is being written of.
         self._unwritten: dict[str, dict[str, Tensor]] = {}
         self._new_bytes = 0

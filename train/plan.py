@@ -290,8 +290,8 @@ class _AssumedTexts:
         return len(self.lengths)
 
     def in_pieces(self, max_length: int, overlap: int = 0) -> _AssumedTexts:
-        cut = cut_lengths(self.lengths, max_length, overlap)
-        return _AssumedTexts(cut.lengths, self.conversations[cut.samples])
+        pieces, _, lengths = cut_lengths(self.lengths, max_length, overlap)
+        return _AssumedTexts(lengths, self.conversations[pieces])
 
 
 def training_documents(

@@ -142,10 +142,9 @@ def check_head(directory: Path, format: HeadFormat, source: StateSource, head: n
             report.problems.append(Problem(RECORD, f"this was exported as {record['format']}"))
         else:
             report.problems += differences(record["config"], record["tensors"], theirs)
-        differing, unrecorded = against_model(record, source.drafter.identity)
         other = "is another than the model that the head was trained for"
+        differing = against_model(record, source.drafter.identity)
         report.problems += [Problem(f"the model's {key}", other) for key in differing]
-        report.notes += [f"the model's {key} was not recorded with the head, so not compared" for key in unrecorded]
     report.measures += measure(format, net, head, source)
     return report
 
@@ -265,15 +264,13 @@ def differences(config: Mapping[str, Any], hashes: Mapping[str, str], head: Impo
 
 def against_model(
     record: Mapping[str, Any] | None, identity: Mapping[str, str], with_drafter: bool = True
-) -> tuple[list[str], list[str]]:
-    """Return the hashes by which a model is not the one that the head was trained for, and those not recorded.
+) -> list[str]:
+    """Return the names of the hashes by which a model is not the one that the head was trained for.
 
     record: None, or without a target, for a head of unknown origin. with_drafter: compare the hash of a drafting head,
     whose hidden states an acceptance head reads.
     """
     recorded = (record or {}).get("head", {}).get("target") or {}
     recorded = {key: value for key, value in recorded.items() if with_drafter or key not in learned()}
-    if not recorded:
-        return [], []
-    differing, unrecorded = compare_identity({"model": identity}, {"model": recorded})
-    return [key.removeprefix("model.") for key, _, _ in differing], [key.removeprefix("model.") for key in unrecorded]
+    differing = compare_identity({"model": identity}, {"model": recorded}) if recorded else []
+    return [key.removeprefix("model.") for key, _, _ in differing]

@@ -18,7 +18,7 @@ from draftsmith.data.export.states import StateSource, state_source
 from draftsmith.data.heads.card import model_card
 from draftsmith.data.heads.directory import build_head, check_sizes, head_fields, made_with, named_kind, save_head
 from draftsmith.data.models.loading import tokenizer_identity
-from draftsmith.data.store.manifest import file_sha256, warn_not_compared
+from draftsmith.data.store.manifest import file_sha256
 from draftsmith.data.store.writer import occupied, sole_writer
 from draftsmith.modules.drafters import head_class
 from draftsmith.modules.formats import format_names, formats
@@ -93,12 +93,10 @@ def run(config: ImportConfig) -> Path:
         check_sizes("head", config.directory, imported.config, info.hidden_size, info.vocab_size)
         # An export of ours names the target that it was trained for, which another model's identity would hide.
         record = read_record(package_directory(config.directory))
-        differing, unrecorded = against_model(record, source.drafter.identity, with_drafter=False)
-        if differing:
+        if differing := against_model(record, source.drafter.identity, with_drafter=False):
             found = f"{source.path}, another model than the head was trained for ({', '.join(differing)} differ)"
             remedy = f"Pass that one; or leave --{format.reads} out, and train the head on with --init."
             raise InputError(format.reads, found, "the model it was trained for", remedy)
-        warn_not_compared(config.directory, unrecorded)
     head = build_head(format.kind, imported.config, imported.state)
     if odd := [name for name, tensor in imported.state.items() if not bool(tensor.isfinite().all())]:
         raise InputError("weights", f"infinite or undefined values in {odd[0]}", "numbers", "Fetch the head again.")

@@ -14,13 +14,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 import torch
 
 from draftsmith.data.store.files import whole_directory, write_json, write_tensors, write_text
-from draftsmith.data.store.manifest import (
-    compare_identity,
-    file_sha256,
-    git_commit,
-    package_versions,
-    warn_not_compared,
-)
+from draftsmith.data.store.manifest import compare_identity, file_sha256, git_commit, package_versions
 from draftsmith.data.store.reading import read_object, read_tensors
 from draftsmith.modules import drafters
 from draftsmith.modules.acceptance.head import AcceptanceHead
@@ -260,12 +254,11 @@ def check_sizes(field: str, name: str | Path, settings: Any, width: int, vocab_s
 
 
 def _check_identity(directory: str | Path, config: dict[str, Any], identity: Mapping[str, str]) -> None:
-    """Raise InputError if the head was trained for another model; log what its directory does not record."""
+    """Raise InputError if the head was trained for another model."""
     recorded = config.get("target")
     if not recorded:
         return
-    differing, unrecorded = compare_identity({"model": identity}, {"model": recorded})
-    if differing:
+    if differing := compare_identity({"model": identity}, {"model": recorded}):
         # Suggest --init: a changed target is the usual reason for a mismatch.
         names = ", ".join(key.removeprefix("model.") for key, _, _ in differing)
         reads = "--draft DRAFT"
@@ -275,7 +268,6 @@ def _check_identity(directory: str | Path, config: dict[str, Any], identity: Map
         found = f"{directory} trained for another model ({names} differ)"
         remedy = f"Pass that one, or train this head on for the other, on data made with it: {start}"
         raise InputError("head", found, "the model it was trained for", remedy)
-    warn_not_compared(str(directory), [key.removeprefix("model.") for key in unrecorded])
 
 
 def another_mode(directory: str | Path, params: SamplingParams) -> str | None:

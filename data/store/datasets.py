@@ -9,11 +9,11 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
+import pyarrow.compute as pc
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 
 from draftsmith.data.store.feature_codec import FeatureFiles, as_item, decoded
 from draftsmith.data.store.manifest import Manifest, open_artefact
-from draftsmith.data.store.rows import ListColumn, open_columns
+from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import row_uniforms
 from draftsmith.modules.decoding.confidence import TokenConfidences
 from draftsmith.modules.types import FeatureBatch, InputError
@@ -99,36 +99,32 @@ class ArtefactDataset(Dataset):
     def __init__(self, directory: Path, manifest: Manifest, vocab_size: int | None, mix: float, seed: int):
         """manifest: as `open_artefact` returned it. For the rest see `open_dataset`."""
         self.directory, self.manifest = Path(directory), manifest
-        self._vocab_size, self._mix, self._seed = vocab_size, mix, seed
+        self._mix, self._seed = mix, seed
         is_text = "input_ids" in manifest.field_names
         self._ids = "input_ids" if is_text else "prompt_ids"
-        self._columns = ["id", *(COLUMNS[manifest.kind] if is_text else (self._ids,))]
-        self._columns += ["turn"] if "turn" in manifest.field_names else []
-        remedy = f"Delete it and run the stage again, which rebuilds just this shard: {manifest.command}"
-        self._files = FeatureFiles(directory, remedy)
-        self._open()
+        names = ["id", *(COLUMNS[manifest.kind] if is_text else (self._ids,))]
+        names += ["turn"] if "turn" in manifest.field_names else []
+        self._table = Rows(directory, manifest, names, vocab_size=vocab_size).table()
+        self._lists = [name for name in names if pa.types.is_list(self._table[name].type)]
+        self._files = FeatureFiles(directory)
 
-        self.lengths = self._lists[self._ids].lengths
+        self.lengths = self._list_lengths(self._ids)
         # Reading a response's drafts costs their tokens too.
         if manifest.kind == "rollouts":
-            self.lengths = self.lengths + self._lists["draft_ids"].lengths
+            self.lengths = self.lengths + self._list_lengths("draft_ids")
         self.rows = np.arange(len(self.lengths))
-        turns = self._table["turn"].to_numpy() if "turn" in self._columns else np.ones(len(self.rows), dtype=np.int64)
-        self.conversations = conversation_numbers(turns)
+        # A row that continues the conversation before it begins at a later turn.
+        begins = self._table["turn"].to_numpy() == 1 if "turn" in names else np.ones(len(self.rows), dtype=bool)
+        begins[:1] = True
+        self.conversations = np.cumsum(begins) - 1
         self._starts: np.ndarray | None = None
 
-    def _open(self) -> None:
-        self._table = open_columns(self.directory, self.manifest, self._columns, self._vocab_size)
-        names = [name for name in self._columns if pa.types.is_list(self._table[name].type)]
-        self._lists = {name: ListColumn(self._table[name]) for name in names}
+    def _list_lengths(self, name: str) -> np.ndarray:
+        return pc.list_value_length(self._table[name]).to_numpy().astype(np.int64)
 
-    def __getstate__(self) -> dict[str, Any]:
-        # A reader process opens the columns itself.
-        return {name: value for name, value in vars(self).items() if name not in ("_table", "_lists")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._open()
+    def _values(self, name: str, row: int) -> np.ndarray:
+        """Return a row's list as a slice of Arrow's memory, without Python numbers."""
+        return self._table[name][row].values.to_numpy(zero_copy_only=False)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -154,17 +150,12 @@ class ArtefactDataset(Dataset):
         if kind == "acceptance":
             item = self._mixed_item(row, epoch)
         else:
-            item = {"input_ids": torch.from_numpy(self._lists[self._ids][row].astype(np.int64))}
+            item = {"input_ids": torch.from_numpy(self._values(self._ids, row).astype(np.int64))}
             if "loss_mask" in self._lists:
-                item["loss_mask"] = torch.from_numpy(self._lists["loss_mask"][row].astype(bool))
+                item["loss_mask"] = torch.from_numpy(self._values("loss_mask", row))
         if kind == "features":
             shard, number = (self._table[name][row].as_py() for name in ("shard", "row"))
             item |= as_item(self._files.read(shard, feature_key(number), f"row {self.name(index)}"))
-            if len(item["features"]) != len(item["input_ids"]):
-                found = f"{len(item['features'])} states in row {row} ({self.name(index)})"
-                remedy = f"Make it again with another output: {self.manifest.command}"
-                expected = f"{len(item['input_ids'])}, one a token"
-                raise InputError(f"{self.directory}, features", found, expected, remedy)
         # Cut all fields alike: each has one value per token.
         if self._starts is not None:
             start = int(self._starts[index])
@@ -177,24 +168,24 @@ class ArtefactDataset(Dataset):
         z_t is the target's token x_t with probability `mix`, else the drafted y_t; the loss counts the latter only.
         Returns z_ids [T] int64, loss_mask [T] bool, and accept_prob, log_q and overlap [T] float32.
         """
-        ids = self._lists["input_ids"][row].astype(np.int64)
+        ids = self._values("input_ids", row).astype(np.int64)
         # Labels belong to the answers' positions, in order.
-        positions = np.flatnonzero(self._lists["loss_mask"][row])
+        positions = np.flatnonzero(self._values("loss_mask", row))
         kept = row_uniforms(f"mix/{self._seed}", epoch, row, len(positions)) >= self._mix
         # The loss counts drafted tokens only.
         drafted = np.zeros(len(ids), dtype=bool)
         drafted[positions] = kept
-        ids[drafted] = self._lists["draft_ids"][row][kept]
+        ids[drafted] = self._values("draft_ids", row)[kept]
         item = {"z_ids": torch.from_numpy(ids), "loss_mask": torch.from_numpy(drafted)}
         for name in LABEL_COLUMNS:
             values = np.zeros(len(ids), dtype=np.float32)
-            values[drafted] = self._lists[name][row][kept]
+            values[drafted] = self._values(name, row)[kept]
             item[name] = torch.from_numpy(values)
         return item
 
     def _rollout_item(self, row: int) -> Item:
         """Return input_ids [T], starts [S], temperature [S], and labels of the S drafts, [S, K] each."""
-        depth, arrays = self.manifest.config["depth"], {name: values[row] for name, values in self._lists.items()}
+        depth, arrays = self.manifest.config["depth"], {name: self._values(name, row) for name in self._lists}
         item = {name: torch.from_numpy(arrays[name].astype(np.int64)) for name in ("input_ids", "starts")}
         item["temperature"] = torch.from_numpy(arrays["temperature"].astype(np.float32))
         item["draft_ids"] = torch.from_numpy(arrays["draft_ids"].astype(np.int64)).view(-1, depth)
@@ -216,38 +207,22 @@ class ArtefactDataset(Dataset):
         if np.max(self.lengths, initial=0) <= max_length:
             return self
         pieces = copy.copy(self)
-        cut = cut_lengths(self.lengths, max_length, overlap)
-        pieces._starts, pieces.lengths = cut.starts, cut.lengths
-        pieces.rows, pieces.conversations = self.rows[cut.samples], self.conversations[cut.samples]
+        samples, pieces._starts, pieces.lengths = cut_lengths(self.lengths, max_length, overlap)
+        pieces.rows, pieces.conversations = self.rows[samples], self.conversations[samples]
         return pieces
 
     def answer_lengths(self, samples: Sequence[int]) -> np.ndarray:
         """Return the tokens of every answer in the rows that these samples belong to, each row once."""
-        chosen, start = np.zeros(len(self._table), dtype=bool), 0
-        chosen[self.rows[np.asarray(samples, dtype=np.int64)]] = True
-        # Chunk by chunk: the masks of all rows need not fit in memory.
-        parts = [np.zeros(0, dtype=np.int64)]
-        for values, offsets in self._lists["loss_mask"].parts():
-            lengths, owner = answer_lengths(values, offsets)
-            parts.append(lengths[chosen[start + owner]])
-            start += len(offsets) - 1
-        return np.concatenate(parts)
+        lengths, rows = answer_lengths(self._table["loss_mask"])
+        return lengths[np.isin(rows, self.rows[np.asarray(samples, dtype=np.int64)])]
 
     def token_counts(self, samples: Sequence[int], vocab_size: int) -> Tensor:
         """Count how often each token [vocab_size] occurs in the answers of these samples' rows, each row once."""
         counts = np.zeros(vocab_size, dtype=np.int64)
         for row in np.unique(self.rows[np.asarray(samples, dtype=np.int64)]).tolist():
-            answered = self._lists["input_ids"][row][self._lists["loss_mask"][row].astype(bool)]
+            answered = self._values("input_ids", row)[self._values("loss_mask", row)]
             counts += np.bincount(answered, minlength=vocab_size)
         return torch.from_numpy(counts)
-
-    def to_datasets(self) -> Any:
-        """Return the Parquet columns as a `datasets.Dataset`, mapped. Hidden states of features are not among them."""
-        import datasets
-
-        shard = next(entry.name for entry in self.manifest.files if entry.name.endswith(".parquet"))
-        table = open_columns(self.directory, self.manifest, pq.read_schema(self.directory / shard).names)
-        return datasets.Dataset(datasets.table.InMemoryTable(table))
 
 
 def open_dataset(
@@ -261,8 +236,6 @@ def open_dataset(
 ) -> ArtefactDataset:
     """Open what a data command wrote as a torch data set: prompts, responses, features, acceptance or rollouts.
 
-    `to_datasets()` of the result gives its columns as a `datasets.Dataset`.
-
     kind, identity, check: what the artefact must be, as of `open_artefact`. vocab_size: of the model that reads it, to
     check token ids. mix, seed: of acceptance labels, the share of the target's own tokens and the seed of the mixing.
 
@@ -275,23 +248,15 @@ def open_dataset(
     return ArtefactDataset(Path(directory), manifest, vocab_size, mix, seed)
 
 
-class PieceIndex(NamedTuple):
-    """Sample, start and length of each piece, [P]."""
-
-    samples: np.ndarray
-    starts: np.ndarray
-    lengths: np.ndarray
-
-
-def cut_lengths(lengths: np.ndarray, max_length: int, overlap: int) -> PieceIndex:
-    """Cut samples of these lengths [N] into pieces, as of `ArtefactDataset.in_pieces`."""
+def cut_lengths(lengths: np.ndarray, max_length: int, overlap: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Cut samples of these lengths [N] into pieces, as of `in_pieces`; return their samples, starts and lengths [P]."""
     assert 0 <= overlap < max_length
     # The last piece of a sample is what is left, more than the overlap.
     stride = max_length - overlap
     counts = -(-np.maximum(1, lengths - overlap) // stride)
     samples = np.arange(len(lengths)).repeat(counts)
     starts = (np.arange(len(samples)) - (counts.cumsum() - counts).repeat(counts)) * stride
-    return PieceIndex(samples, starts, np.minimum(max_length, lengths[samples] - starts))
+    return samples, starts, np.minimum(max_length, lengths[samples] - starts)
 
 
 def feature_key(row: int) -> str:
@@ -299,30 +264,19 @@ def feature_key(row: int) -> str:
     return f"{row:07d}"
 
 
-def answer_lengths(values: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens of every answer, and the row of each.
-
-    values: masks of all rows, concatenated. offsets: where each row begins and, last, where the last one ends.
-    """
-    values = values[offsets[0] : offsets[-1]].astype(bool)
-    begins = values.copy()
-    begins[1:] &= ~values[:-1]
-    # A row's first token begins an answer whatever the row before ended with.
-    heads = offsets[:-1][np.diff(offsets) > 0] - offsets[0]
-    begins[heads] = values[heads]
-    positions = np.flatnonzero(begins)
-    lengths = np.bincount(np.cumsum(begins)[values] - 1, minlength=len(positions))
-    return lengths, np.searchsorted(offsets - offsets[0], positions, side="right") - 1
-
-
-def conversation_numbers(turns: np.ndarray) -> np.ndarray:
-    """Return the conversation of each row, counted from 0, [N].
-
-    turns: turn of each row's first answer; a row that continues the conversation before begins at a later turn.
-    """
-    begins = np.asarray(turns) == 1
-    begins[:1] = True
-    return np.cumsum(begins) - 1
+def answer_lengths(masks: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens of every answer in loss masks, and the row of each."""
+    lengths, rows, start = [], [], 0
+    for chunk in masks.chunks:
+        mask = chunk.flatten().to_numpy(zero_copy_only=False)
+        owner = np.arange(len(chunk)).repeat(chunk.value_lengths())  # row of each token
+        # An answer begins where the mask turns true. A row's first token begins one whatever the row before ended with.
+        begins = mask.copy()
+        begins[1:] &= ~mask[:-1] | (owner[1:] != owner[:-1])
+        lengths.append(np.bincount(np.cumsum(begins)[mask] - 1, minlength=int(begins.sum())))
+        rows.append(start + owner[begins])
+        start += len(chunk)
+    return np.concatenate(lengths), np.concatenate(rows)
 
 
 def collate_acceptance(items: Sequence[Item]) -> AcceptanceTokens:

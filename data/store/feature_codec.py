@@ -85,20 +85,11 @@ def broken_position(stored: Mapping[str, Tensor]) -> int | None:
     return first_broken(decode(stored))
 
 
-def stored_features(file: Any, key: str) -> dict[str, Tensor]:
-    """Read a row's encoded features from an open safetensors file."""
-    # The stored dtype says how a row is encoded.
-    values = file.get_tensor(key)
-    is_fp8 = values.dtype == torch.float8_e4m3fn
-    return {"": values, SCALE: file.get_tensor(key + SCALE)} if is_fp8 else {"": values}
-
-
 class FeatureFiles:
     """The safetensors files of a feature directory, each opened once per process."""
 
-    def __init__(self, directory: Path, remedy: str):
-        """remedy: for the error if a file cannot be read."""
-        self._directory, self._remedy = Path(directory), remedy
+    def __init__(self, directory: Path):
+        self._directory = Path(directory)
         self._files: dict[tuple[int, str], Any] = {}
 
     def keys(self, name: str) -> list[str]:
@@ -111,7 +102,11 @@ class FeatureFiles:
         Raises:
             InputError: the file is damaged, or a number in it is not finite.
         """
-        stored = stored_features(self._open(name), key)
+        file = self._open(name)
+        # The stored dtype says how a row is encoded.
+        stored = {"": file.get_tensor(key)}
+        if stored[""].dtype == torch.float8_e4m3fn:
+            stored[SCALE] = file.get_tensor(key + SCALE)
         position = broken_position(stored)
         if position is not None:
             found = f"NaN or infinity in {row}, position {position}"
@@ -127,7 +122,8 @@ class FeatureFiles:
             try:
                 self._files[process_file] = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
-                raise InputError(str(path), f"unreadable ({error})", "a safetensors shard", self._remedy) from error
+                remedy = "Delete it, and give the command that wrote it again."
+                raise InputError(str(path), f"unreadable ({error})", "a safetensors shard", remedy) from error
         return self._files[process_file]
 
     def __getstate__(self) -> dict[str, Any]:

@@ -12,16 +12,13 @@ import importlib.metadata
 import json
 import shlex
 import subprocess
-import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.console import log_note
-from draftsmith.data.ranks import place
 from draftsmith.data.store.files import write_json
-from draftsmith.data.store.reading import check_shape, read_object
+from draftsmith.data.store.reading import read_object
 from draftsmith.modules.drafters import learned
 from draftsmith.modules.types import InputError
 
@@ -68,10 +65,6 @@ class FileEntry:
     bytes: int
     sha256: str
     rows: int
-
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> FileEntry:
-        return cls(**{name: raw[name] for name in FILE_SHAPE})
 
 
 @dataclass(frozen=True)
@@ -133,17 +126,13 @@ class Manifest:
                 remedy = f"Continue it: {read_object(started, {'command': str})['command']}"
             raise InputError(str(directory), found, expected, remedy)
 
-        # Report another version before a shape that only that version has.
-        remedy = "Delete this file and run the stage again: it keeps the shards."
-        raw = read_object(path, {"schema_version": int, "command": str}, remedy)
+        raw = read_object(path, MANIFEST_SHAPE, "Delete this file and run the stage again: it keeps the shards.")
         if raw["schema_version"] != SCHEMA_VERSION:
             found = f"schema version {raw['schema_version']}"
             raise InputError(str(path), found, f"version {SCHEMA_VERSION}", f"Make it again: {raw['command']}")
-        check_shape(path, raw, MANIFEST_SHAPE, remedy)
-        if unknown := sorted(raw.keys() - MANIFEST_SHAPE.keys()):
-            raise InputError(str(path), f"damaged (unknown: {unknown[0]})", "a manifest of this program", remedy)
+        raw = {name: raw[name] for name in MANIFEST_SHAPE}
         raw["fields"] = tuple(Field(f["name"], f["dtype"], tuple(f["shape"])) for f in raw["fields"])
-        raw["files"] = tuple(map(FileEntry.from_json, raw["files"]))
+        raw["files"] = tuple(FileEntry(**entry) for entry in raw["files"])
         return Manifest(**raw)
 
 
@@ -155,8 +144,7 @@ def open_artefact(
 ) -> Manifest:
     """Return the manifest of an artefact that is complete, of this kind, intact, and made with these models.
 
-    identity: nested hashes, compared with the artefact's. A single hash that the artefact lacks was unknown to its
-        stage (the weights of a model behind a server): it is skipped with a warning. A whole missing model differs.
+    identity: nested hashes, compared with the artefact's (`compare_identity`).
     check: `sha256` reads and hashes every file; `size` compares sizes only, for terabytes of features.
 
     Raises:
@@ -172,12 +160,10 @@ def open_artefact(
         raise InputError(str(directory), found, f"kind {' or '.join(kinds)}", "Pass another directory.")
 
     # Models first: hashing files may take minutes.
-    differing, unrecorded = compare_identity(identity or {}, manifest.identity)
-    if differing:
+    if differing := compare_identity(identity or {}, manifest.identity):
         found = "made with another " + "; ".join(f"{k}: {theirs} here, {ours} given" for k, ours, theirs in differing)
         remedy = f"Make it again: {manifest.command} (with the models given here, and another output)"
         raise InputError(str(directory), found, "the same identity", remedy)
-    warn_not_compared(str(directory), unrecorded)
 
     # Then every file, up to the first damaged one.
     for entry in manifest.files:
@@ -193,56 +179,28 @@ def open_artefact(
     return manifest
 
 
-def compare_identity(
-    current: Mapping[str, Any], recorded: Mapping[str, Any]
-) -> tuple[list[tuple[str, Any, Any]], list[str]]:
-    """Return (key, current, recorded) of each difference, and the keys that were not recorded.
+def compare_identity(current: Mapping[str, Any], recorded: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Return (key, current, recorded) of each difference between nested hashes of models.
 
-    current: nested hashes of the models at hand; recorded models beyond these do not count. A model that is not
-    recorded at all differs, and so does a model with a trained drafter from the same without one.
+    Recorded models beyond the current ones do not count. A single hash that was not recorded was unknown (the weights
+    of a model behind a server) and is not compared. A model that is not recorded at all differs, and so does a model
+    with a trained drafter from the same without one.
     """
     ours, theirs = flatten(current), flatten(recorded)
-
-    def is_drafter(key: str) -> bool:
-        return key.split(".")[-1] in learned()
-
-    # A recorded drafter that is not at hand counts as a difference.
     for key in theirs:
-        if is_drafter(key) and key.split(".")[0] in current:
+        if key.split(".")[-1] in learned() and key.split(".")[0] in current:
             ours.setdefault(key, None)
-    unrecorded = sorted(
-        key
-        for key in ours.keys() - theirs.keys()
-        if not is_drafter(key) and (key.split(".")[0] in recorded or key in OPTIONAL_HASHES)
-    )
-    compared = {key: value for key, value in ours.items() if key not in unrecorded}
-    return differences(compared, {key: theirs.get(key) for key in compared}), unrecorded
-
-
-def without_unrecorded(differing: Iterable[tuple[str, Any, Any]]) -> tuple[list[tuple[str, Any, Any]], list[str]]:
-    """Split `differences` into those that count and the keys of optional hashes that one side lacks."""
-    listed = list(differing)
-    # A hash that one side lacks cannot be compared.
-    lacking = [key for key, one, other in listed if key.split(".")[-1] in OPTIONAL_HASHES and None in (one, other)]
-    return [entry for entry in listed if entry[0] not in lacking], lacking
+    for key in ours.keys() - theirs.keys():
+        model, name = key.split(".")[0], key.split(".")[-1]
+        if name not in learned() and (model in recorded or key in OPTIONAL_HASHES):
+            del ours[key]
+    return differences(ours, {key: theirs.get(key) for key in ours})
 
 
 def changes(now: Mapping[str, Any], before: Mapping[str, Any]) -> str:
     """Describe what differs in nested settings, `seed: 0, now 1; ...`; empty if nothing does."""
     differing = differences(flatten(now), flatten(before))
     return "; ".join(f"{key}: {was}, now {is_now}" for key, is_now, was in differing)
-
-
-def warn_not_compared(where: str, keys: Sequence[str]) -> None:
-    """Warn once about hashes of an identity that could not be compared."""
-    if keys and where not in _warned and place().rank == 0:
-        _warned.add(where)
-        found = f"{where} does not record {', '.join(keys)} (unknown of the model that made it)"
-        log_note(f"draftsmith: warning: {found}: not compared")
-
-
-# Directories that were warned about: an artefact may be opened often.
-_warned: set[str] = set()
 
 
 def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -266,25 +224,14 @@ def file_sha256(path: Path) -> str:
 
 
 def package_versions() -> dict[str, str | None]:
-    """Return the versions of the packages that an artefact's content may depend on; None if one is not installed.
-
-    A checkout that was never installed has its own version from pyproject.toml.
-    """
+    """Return the versions of the packages that an artefact's content may depend on; None if one is not installed."""
     versions: dict[str, str | None] = {}
     for name in PACKAGES:
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            versions[name] = source_version() if name == "draftsmith" else None
+            versions[name] = None
     return versions
-
-
-def source_version() -> str | None:
-    """Return the version of the checkout this package runs from; None outside of one."""
-    project = ROOT / "pyproject.toml"
-    if not project.exists():
-        return None
-    return f"{tomllib.loads(project.read_text('utf-8'))['project']['version']} (source tree)"
 
 
 def git_commit() -> str | None:
@@ -293,8 +240,8 @@ def git_commit() -> str | None:
         return None
     try:
         command = ["git", "-C", str(ROOT), "rev-parse", "--verify", "HEAD"]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
         # No git on this machine.
         return None
     return result.stdout.strip() if result.returncode == 0 else None

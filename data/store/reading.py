@@ -21,32 +21,20 @@ REMEDY = "Delete it and give the command that wrote it again."
 # JSON of types: {"files": [{"name": str}], "counts": {"*": int}, "seed?": (int, None)}. A name with `?` may be absent,
 # `*` stands for all names, a tuple for alternatives, `object` for anything. Names that are not listed may be there.
 Shape = Any
-TYPE_NAMES = {
-    str: "text",
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    dict: "an object",
-    list: "a list",
-}
-
-
-def read_json(path: Path, remedy: str = REMEDY) -> Any:
-    """Read a JSON file.
-
-    Raises:
-        OSError: there is no such file. InputError: its content is not JSON.
-    """
-    try:
-        return json.loads(Path(path).read_text("utf-8"))
-    except (ValueError, RecursionError) as error:
-        # No JSON, no UTF-8, or nested without end.
-        raise InputError(str(path), f"damaged ({error})", "JSON", remedy) from error
+NAMES = {str: "text", int: "an integer", float: "a number", bool: "true or false", dict: "an object", list: "a list"}
 
 
 def read_object(path: Path, shape: Mapping[str, Shape], remedy: str = REMEDY) -> dict[str, Any]:
-    """Read a JSON object of this shape. Errors as of `read_json`."""
-    content = read_json(path, remedy)
+    """Read a JSON object of this shape.
+
+    Raises:
+        OSError: there is no such file. InputError: its content is not JSON, or has another shape.
+    """
+    try:
+        content = json.loads(Path(path).read_text("utf-8"))
+    except (ValueError, RecursionError) as error:
+        # No JSON, no UTF-8, or nested without end.
+        raise InputError(str(path), f"damaged ({error})", "JSON", remedy) from error
     check_shape(path, content, shape, remedy)
     return content
 
@@ -119,13 +107,18 @@ def check_shape(path: Path, content: Any, shape: Shape, remedy: str = REMEDY, pl
 
 def misfits(content: Any, shape: Shape, place: str = "") -> Iterator[tuple[str, str]]:
     """Yield (what is there, what is expected) for all that does not fit. place: of the content, for errors."""
+    kind = shape if isinstance(shape, type) else type(shape)
+    # True and False are integers in Python, but not here.
+    is_kind = isinstance(content, (int, float) if kind is float else kind) and isinstance(content, bool) <= (
+        kind is bool
+    )
     if isinstance(shape, tuple):
         faults = [next(misfits(content, option, place), None) for option in shape]
         # An object that fits no alternative is explained best by the fault inside of it.
         inside = [fault for fault, option in zip(faults, shape, strict=True) if isinstance(option, type(content))]
         if None not in faults:
             yield next(filter(None, inside), (_shown(content, place), _shape_name(shape)))
-    elif not _has_type(content, shape):
+    elif shape is not object and not is_kind:
         yield _shown(content, place), _shape_name(shape)
     elif isinstance(shape, list):
         for number, item in enumerate(content):
@@ -140,14 +133,6 @@ def misfits(content: Any, shape: Shape, place: str = "") -> Iterator[tuple[str, 
                 yield from misfits(content[present], expected, f"{prefix}{present}")
 
 
-def _has_type(content: Any, shape: Shape) -> bool:
-    if shape is object or shape is None:
-        return shape is object or content is None
-    kind = shape if isinstance(shape, type) else type(shape)
-    # True and False are integers in Python, but not here.
-    return isinstance(content, (int, float) if kind is float else kind) and isinstance(content, bool) <= (kind is bool)
-
-
 def _shown(content: Any, place: str) -> str:
     text = json.dumps(content)
     text = text if len(text) <= 40 else f"{text[:37]}..."
@@ -159,4 +144,4 @@ def _shape_name(shape: Shape) -> str:
         return " or ".join(_shape_name(option) for option in shape)
     if shape is None:
         return "null"
-    return TYPE_NAMES.get(shape if isinstance(shape, type) else type(shape), "a value")
+    return NAMES.get(shape if isinstance(shape, type) else type(shape), "a value")

@@ -41,7 +41,7 @@ from draftsmith.data.store.manifest import (
 )
 from draftsmith.data.store.reading import read_object
 from draftsmith.data.store.rows import ARROW
-from draftsmith.data.store.writer import HOLDER, LOCK
+from draftsmith.data.store.writer import LOCK
 from draftsmith.modules.types import InputError
 
 # Suffix of counts of dropped rows; the reason stands before it.
@@ -143,8 +143,6 @@ def run_stage(plan: StagePlan, make_shard: Callable[[Shard, Advance], ShardConte
     rank_shards = plan.shards[rank::world]
     missing = [shard for shard in rank_shards if read_done(directory, shard) is None]
     total, left = (sum(s.stop - s.start for s in shards) for shards in (rank_shards, missing))
-    if rank == 0 and world > 1:
-        log_note(f"{plan.kind}: {total:,} of {plan.num_rows:,} rows here, the others by {world - 1} more")
     progress = progress_bar(plan.kind, total, "rows", total - left, enabled=rank == 0)
     with progress as advance, ThreadPoolExecutor(1, "shards") as writer:
         # A thread writes a shard while the next one is made: two are in memory at a time, and a failed
@@ -158,12 +156,16 @@ def run_stage(plan: StagePlan, make_shard: Callable[[Shard, Advance], ShardConte
         if write is not None:
             write.result()
 
-    # The manifest comes last: with it the artefact is complete.
-    if rank == 0:
-        _wait(plan, num_missing, "shards of other ranks")
-        return _finish(plan)
-    _wait(plan, lambda: num_missing() + (not (directory / MANIFEST).exists()), "shards or the manifest")
-    return Manifest.read(directory)
+    # The manifest comes last: with it the artefact is complete. Rank 0 writes it when all shards are there.
+    before, deadline = None, 0.0
+    while (now := num_missing() + (rank > 0 and not (directory / MANIFEST).exists())) > 0:
+        if now != before:
+            before, deadline = now, time.monotonic() + WAIT_S
+        elif time.monotonic() > deadline:
+            found = f"{now} shards of other ranks missing after {WAIT_S:.0f} s"
+            raise InputError("ranks", found, "all of them", f"Continue, on any number of ranks: {plan.command}")
+        time.sleep(POLL_S + 0.005 * len(plan.shards))
+    return _finish(plan) if rank == 0 else Manifest.read(directory)
 
 
 def begin(plan: StagePlan) -> None:
@@ -178,10 +180,9 @@ def begin(plan: StagePlan) -> None:
     path = directory / STARTED
     if not path.exists():
         # STARTED too: another rank may just have written it.
-        ours = (STARTED, LOCK, HOLDER)
-        strange = [p.name for p in directory.iterdir() if ".tmp-" not in p.name and p.name not in ours]
+        strange = sorted(p.name for p in directory.iterdir() if ".tmp-" not in p.name and p.name not in (STARTED, LOCK))
         if strange:
-            found = f"{directory}, which holds {sorted(strange)[0]}"
+            found = f"{directory}, which holds {strange[0]}"
             raise InputError("output", found, "a new directory, or one that this stage began", "Choose another.")
         write_json(path, {"command": plan.command, "state": state})
         return
@@ -205,17 +206,16 @@ def read_done(directory: Path, shard: Shard) -> dict[str, Any] | None:
 def write_shard(plan: StagePlan, shard: Shard, content: ShardContent) -> None:
     """Write a shard's files and, last, the record that they are whole."""
     directory = plan.directory
+    # Left by a killed run.
     for leftover in directory.glob(f"{shard.name}.*.tmp-*"):
-        # Left by a killed run.
         leftover.unlink(missing_ok=True)
     # Fields with other dtypes describe tensors.
     schema = pa.schema([(f.name, ARROW[f.dtype]) for f in plan.fields if f.dtype in ARROW])
     names = [f"{shard.name}.parquet"]
-    remedy = f"Free some space, then continue: {plan.command}"
-    write_table(directory / names[0], pa.Table.from_pylist(content.rows, schema=schema), remedy)
+    write_table(directory / names[0], pa.Table.from_pylist(content.rows, schema=schema))
     if content.tensors is not None:
         names.append(f"{shard.name}.safetensors")
-        write_tensors(directory / names[1], content.tensors, remedy=remedy)
+        write_tensors(directory / names[1], content.tensors)
 
     # Every input row is kept or dropped for a counted reason.
     num_rows = len(content.rows)
@@ -227,19 +227,6 @@ def write_shard(plan: StagePlan, shard: Shard, content: ShardContent) -> None:
     write_json(directory / f"{shard.name}.done.json", record)
 
 
-def _wait(plan: StagePlan, num_left: Callable[[], int], what: str) -> None:
-    """Wait until num_left() is 0. The deadline moves on while it falls."""
-    before, deadline = num_left(), time.monotonic() + WAIT_S
-    while before:
-        time.sleep(POLL_S + 0.005 * len(plan.shards))
-        now = num_left()
-        if now < before:
-            before, deadline = now, time.monotonic() + WAIT_S
-        elif time.monotonic() > deadline:
-            found = f"{now} {what} missing after {WAIT_S:.0f} s"
-            raise InputError("ranks", found, "all of them", f"Continue, on any number of ranks: {plan.command}")
-
-
 def _finish(plan: StagePlan) -> Manifest:
     """Write the manifest and print what the stage made."""
     counts: Counter[str] = Counter({"shards": len(plan.shards), "read": plan.num_rows})
@@ -248,7 +235,7 @@ def _finish(plan: StagePlan) -> Manifest:
         done = read_done(plan.directory, shard)
         assert done is not None
         counts.update(done["counts"])
-        files += map(FileEntry.from_json, done["files"])
+        files += [FileEntry(**entry) for entry in done["files"]]
     if counts["rows"] == 0:
         remedy = "Check the filters and what was dropped."
         raise InputError(f"{plan.stage}: output", f"no rows left ({account(counts)})", "at least one", remedy)

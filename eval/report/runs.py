@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data.store.manifest import flatten
-from draftsmith.data.store.reading import check_shape, read_json
+from draftsmith.data.store.reading import check_shape, read_object
 from draftsmith.eval.bench.compare import SAME_SETTINGS, SAME_SPEED
 from draftsmith.eval.bench.results import RESULTS
 from draftsmith.eval.report.tables import from_json
@@ -85,8 +85,8 @@ def read_results(directory: Path) -> Mapping[str, Any]:
     if not (directory / RESULTS).exists():
         remedy = "Run its command again: it continues with what is left."
         raise InputError("runs", f"no {RESULTS} in {directory}", "a finished run, which ends by writing it", remedy)
-    results = read_json(directory / RESULTS, MEASURE)
-    fits = isinstance(results, dict) and isinstance(results.get("meta"), dict)
+    results = read_object(directory / RESULTS, {}, MEASURE)
+    fits = isinstance(results.get("meta"), dict)
     measured = [results[key] for key in ("methods", "tables") if key in results] if fits else []
     if not any(isinstance(rows, list) for rows in measured):
         expected = "results of a draftsmith command"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -111,17 +110,6 @@ def hostfile(content: bytes) -> Callable[[Ground, Path], dict[str, object]]:
     def make(ground: Ground, to: Path) -> dict[str, object]:
         (to / "hosts").write_bytes(content)
         return {"d": to / "hosts"}
-
-    return make
-
-
-def pipe(name: str) -> Callable[[Ground, Path], dict[str, object]]:
-    """Make a fifo without a writer: opening it never returns."""
-
-    def make(ground: Ground, to: Path) -> dict[str, object]:
-        (to / "d").mkdir()
-        os.mkfifo(to / "d" / name)
-        return {"d": to / "d"}
 
     return make
 
@@ -238,17 +226,6 @@ ROWS = [
             ("config.yaml", "cut", b"target: [a", "damaged"),
             ("training.json", "cut", b"{", "damaged"),
         ]
-    ),
-    # Pipes, as devices are, named or inside of a directory.
-    *(
-        Row(f"{words.split(' --')[0]}: a pipe", words, ("a pipe", name), pipe(name))
-        for words, name in {
-            "decode Hi --config {d}/c.yaml": "c.yaml",
-            "eval bench --target x --methods ar --prompts {d}/p.jsonl --output {out}": "p.jsonl",
-            "launch deepspeed --hostfile {d}/h -- train eagle --data x --target y --output z": "h",
-            "eval report {d} --watch": "metrics.csv",
-            "decode Prompt --trace {d}/out": "out",  # /dev/full is another such file; a test must not risk it
-        }.items()
     ),
     Row("deepspeed: a machine without slots", "launch deepspeed --hostfile {d} -- train eagle --data x --target y "
         "--output z", ("hosts, line 1", "slots=0"), hostfile(b"worker slots=0\n")),

@@ -81,7 +81,7 @@ def test_a_killed_training_goes_on_as_if_nothing_had_happened(artefacts, tmp_pat
     process = subprocess.Popen(command(options), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     wait_for_a_checkpoint(tmp_path / "run", lambda: process.poll() is None)
     process.send_signal(signal.SIGSTOP)  # it is there, and does not end before a second one has come
-    with pytest.raises(InputError, match=f"where process {process.pid} on .*train acceptance.* writes"):
+    with pytest.raises(InputError, match="where another process writes"):
         in_process(options)
     process.kill()
     process.communicate()

@@ -7,15 +7,14 @@ import math
 import pytest
 import torch
 from devices import DEVICES
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 from draftsmith.data.store.feature_codec import (
+    FeatureFiles,
     broken_position,
     decode,
     encode,
     rounded,
-    stored_features,
     token_bytes,
     token_scale,
 )
@@ -84,10 +83,9 @@ def test_the_largest_value_fills_the_range_without_leaving_it(largest):
 def test_a_safetensors_file_gives_back_what_was_encoded(tmp_path, dtype):
     features = like_hidden_states(5, 32)
     save_file({"0000007" + suffix: tensor for suffix, tensor in encode(features, dtype).items()}, tmp_path / "x")
-    with safe_open(tmp_path / "x", framework="pt") as file:
-        assert torch.equal(decode(stored_features(file, "0000007")), decode(encode(features, dtype)))
-        stored = sum(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118  (no dictionary)
-    assert stored == 5 * token_bytes(32, dtype)
+    stored = FeatureFiles(tmp_path).read("x", "0000007", "row 7")
+    assert torch.equal(decode(stored), decode(encode(features, dtype)))
+    assert sum(tensor.nbytes for tensor in stored.values()) == 5 * token_bytes(32, dtype)
 
 
 def test_an_artefact_in_fp8_is_that_of_bf16_rounded_with_half_the_bytes(chain, remake, capsys):

@@ -45,7 +45,7 @@ def ground(tmp_path_factory) -> Ground:
 def test_a_pipe_or_a_device_is_never_replaced_by_a_file(tmp_path, write):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    with pytest.raises(CannotWrite, match="pipe: found a pipe, expected a file"):
+    with pytest.raises(CannotWrite, match=r"pipe: found .*a pipe.*, expected a file"):
         write(pipe, "text")
     assert pipe.is_fifo() and list(tmp_path.iterdir()) == [pipe]
 
@@ -107,7 +107,7 @@ WRITERS = {
 def test_what_does_not_fit_leaves_what_was_there(full_disk, name):
     path = full_disk / "kept"
     path.write_text("before")
-    with pytest.raises(CannotWrite, match=r"kept: found No space left on device; 0\.0 MB free.*Free some space"):
+    with pytest.raises(CannotWrite, match=r"kept: found No space left on device.*Free some space"):
         WRITERS[name](path)
     assert path.read_text() == "before"
     assert sorted(found.name for found in full_disk.iterdir()) == ["filler", "kept"]
@@ -135,8 +135,8 @@ def test_a_directory_is_replaced_whole(tmp_path):
 
 @pytest.mark.parametrize(
     ("number", "said"),
-    [(errno.EDQUOT, "Free some space"), (errno.EROFS, "can be written"), (errno.EIO, "Check the disk")],
-)  # fmt: skip
+    [(errno.EDQUOT, "Free some space"), (errno.EROFS, "may write")],
+)
 def test_what_the_system_refuses_has_its_remedy(tmp_path, monkeypatch, number, said):
     def refuse(*paths: object) -> None:
         raise OSError(number, os.strerror(number))

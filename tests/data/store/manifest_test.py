@@ -75,7 +75,7 @@ def test_a_damaged_manifest_and_another_schema(copy):
     write_json(directory / MANIFEST, {**raw, "schema_version": 99})
     with pytest.raises(InputError, match="schema version 99, expected version 1"):
         Manifest.read(directory)
-    for content in ("{", "[]", json.dumps({**raw, "surprise": 1})):
+    for content in ("{", "[]"):
         (directory / MANIFEST).write_text(content)
         with pytest.raises(InputError, match=r"damaged|expected an object"):
             Manifest.read(directory)

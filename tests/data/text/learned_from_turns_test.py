@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from turn_taking import ASSISTANT, TARGET, conversation, make_prompts, rows_of
@@ -10,7 +11,7 @@ from turn_taking import ASSISTANT, TARGET, conversation, make_prompts, rows_of
 from draftsmith.data import acceptance
 from draftsmith.data.features import text_dataset
 from draftsmith.data.models.loading import load_lm
-from draftsmith.data.store.datasets import answer_lengths, conversation_numbers, open_dataset
+from draftsmith.data.store.datasets import answer_lengths, open_dataset
 from draftsmith.data.text.answers import Supervision, spans
 from draftsmith.modules.drafters.eagle.head import LOOKAHEAD
 from draftsmith.modules.types import InputError
@@ -87,9 +88,10 @@ def test_supervised_rows_keep_the_sources_answers_of_all_turns(source, tmp_path,
 
 def test_what_will_be_learned_is_counted_by_answers():
     masks = [[0, 0, 1, 1, 1, 0, 1], [1, 1], [], [0], [0, 1, 1, 1, 1, 1, 1, 1]]
-    values = np.array([bit for mask in masks for bit in mask], dtype=bool)
-    offsets = np.cumsum([0, *map(len, masks)])
-    lengths, owner = answer_lengths(values, offsets)
+    chunks = [
+        pa.array([[bit == 1 for bit in mask] for mask in part], pa.list_(pa.bool_())) for part in (masks[:2], masks)
+    ]
+    lengths, owner = answer_lengths(pa.chunked_array([chunks[0], chunks[1].slice(2)]))
     assert (lengths.tolist(), owner.tolist()) == ([3, 1, 2, 7], [0, 0, 1, 4])
     assert [spans(mask) for mask in masks] == [[(2, 5), (6, 7)], [(0, 2)], [], [], [(1, 8)]]
     learned = Supervision.of(lengths)
@@ -104,4 +106,3 @@ def test_what_will_be_learned_is_counted_by_answers():
     assert "a median answer" not in str(Supervision.of(np.full(10, 100)).warning())
     assert "answer tokens" not in str(Supervision.of(np.full(10_000, 9)).warning())
     assert Supervision.of(np.zeros(0, dtype=np.int64)).answers == 0
-    assert conversation_numbers(np.array([1, 2, 1, 1, 3])).tolist() == [0, 0, 1, 2, 2]
