@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mutants.table import MUTANTS
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_every_mutant_changes_one_place_that_is_still_there():
