@@ -21,8 +21,8 @@ from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.files import make_directory, write_json
 from draftsmith.data.store.manifest import package_versions
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.eval.bench.hf_baseline import HFRunner, load_hf_model
 from draftsmith.eval.bench.prompts import read_prompts
+from draftsmith.eval.bench.runner import HFRunner, load_hf_model
 from draftsmith.eval.clock import clock_of, interleaved
 from draftsmith.eval.settings import PromptChoice
 from draftsmith.launch.cli import main_of

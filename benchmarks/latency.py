@@ -24,10 +24,9 @@ from draftsmith.data.models.loading import DTYPES, check_device, load_lm
 from draftsmith.data.store.files import make_directory, write_json, write_text
 from draftsmith.data.store.manifest import git_commit, package_versions, resolved
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.eval.bench.hf_baseline import HFRunner, load_hf_model
 from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.eval.bench.results import hardware
-from draftsmith.eval.bench.runner import EngineRunner, Runner
+from draftsmith.eval.bench.runner import EngineRunner, HFRunner, Runner, load_hf_model
 from draftsmith.eval.bench.trace import traced
 from draftsmith.eval.clock import Clock, Stopwatch, clock_of, interleaved, medians
 from draftsmith.launch.cli import main_of

@@ -138,14 +138,14 @@ def choose_methods(dev: Mapping[str, Any]) -> dict[str, str]:
 
 def print_summary(directory: Path, chosen: Mapping[str, str]) -> None:
     """Print one table, the heads' own numbers, and the paths of the results; write the former to REPORT.md."""
-    from draftsmith.data.console import print_text
+    from draftsmith.data.console import print_table, print_text
     from draftsmith.data.store.files import write_text
-    from draftsmith.eval.bench.tables import results_tables, show_results
+    from draftsmith.eval.bench.results import results_tables
     from draftsmith.eval.report.tables import markdown
 
     results = read_results(directory / "test")
     table = results_tables(results)[0]
-    show_results(table)
+    print_table(table, bold="fastest")
     speed = {row["method"]: row["tokens_per_s"] for row in results["methods"]}
     assisted = speed["hf-assisted:k=5"]
     lines = [f"{method}: {speed[method] / assisted:.2f}x over hf-assisted:k=5" for method in chosen.values()]

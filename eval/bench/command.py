@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,18 +11,17 @@ from typing import Any
 
 import torch
 
-from draftsmith.data.console import log_note
+from draftsmith.data.console import log_note, print_table
 from draftsmith.data.heads.card import CARD, WEIGHTS, write_measured
 from draftsmith.data.models.loading import check_device, load_lm
 from draftsmith.data.settings import MODEL, DraftSettings, Sampling, check_not_negative, check_positive, comma_numbers
 from draftsmith.data.store.files import write_json
 from draftsmith.data.store.manifest import file_sha256
-from draftsmith.data.store.reading import read_object
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.data.text.conversations import Turns
-from draftsmith.eval.bench.hf_baseline import BASELINES
-from draftsmith.eval.bench.measuring import Journal, PromptRunner, measure_fidelity, unfinished_times
-from draftsmith.eval.bench.prompts import BenchPrompt, TurnWriter, read_questions, task_sources
+from draftsmith.data.text.template import load_chat_tokenizer
+from draftsmith.eval.bench.measuring import Journal, PromptRunner
+from draftsmith.eval.bench.prompts import longest_conversation, read_questions, task_sources
 from draftsmith.eval.bench.results import (
     BASELINE,
     PER_PROMPT,
@@ -31,22 +29,18 @@ from draftsmith.eval.bench.results import (
     describe,
     failures_of,
     of_methods,
+    results_tables,
     summarise,
     write_rows,
 )
-from draftsmith.eval.bench.runner import check_methods, load_models, make_runners, warn_about_sampling
-from draftsmith.eval.bench.tables import results_tables, show_results
+from draftsmith.eval.bench.runner import BASELINES, check_methods, load_models, make_runners, warn_about_sampling
 from draftsmith.eval.bench.trace import write_traces
 from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
-from draftsmith.modules.drafters.methods import Models, Named, known_methods, parse_methods
+from draftsmith.modules.drafters.methods import Named, known_methods, parse_methods
 from draftsmith.modules.types import InputError, SamplingParams
 
 # Options that change nothing of what is measured: a resumed run may have others.
 INCIDENTAL = ("output", "card", "traces")
-
-# What a head's card needs of the meta and the rows of results.json.
-CARD_META = ("date", "git_commit", "clock", "hardware", "versions", "prompts", "target", "settings")
-CARD_ROW = ("tau", "tau_ci95", "prompts", "tokens", "speedup", "speedup_ci95", "matches_ar")
 
 
 @dataclass(frozen=True)
@@ -77,9 +71,6 @@ class BenchConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running):
             one. Equality with ar is checked in float32 only.
         batch_size: prompts that are answered and timed together, by ar and the methods that draft chains; speed-ups are
             over ar at the same batch size.
-        costs: directory of an earlier run, of this command or of `draftsmith eval tune`, whose measured costs are
-            used: c of online and cost, the times of eagle2:nodes=auto. They decide how long drafts are: with them (or
-            with c=NUMBER) and the same seed, every round of two runs is the same.
         repeats: runs of every method on every prompt; the median counts.
         traces: answer the first so many prompts of each task once more with every method of this engine, off the clock,
             and write their rounds to trace.jsonl in output. There methods that learn begin anew, with these prompts
@@ -101,28 +92,25 @@ class BenchConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running):
     limit: int = 0
     temperatures: str | None = None
     batch_size: int = 1
-    costs: Path | None = None
     repeats: int = 3
     traces: int = 0
     card: bool = False
     output: Path = dataclasses.field(kw_only=True)
 
     @property
-    def all_temperatures(self) -> list[float]:
-        if self.temperatures is None:
-            return [self.temperature]
-        return comma_numbers("temperatures", self.temperatures, float)
-
-    @property
     def modes(self) -> list[SamplingParams]:
-        return [SamplingParams(temperature, self.top_k, self.top_p) for temperature in self.all_temperatures]
+        """Sampling at each temperature."""
+        temperatures = [self.temperature]
+        if self.temperatures is not None:
+            temperatures = comma_numbers("temperatures", self.temperatures, float)
+        return [SamplingParams(temperature, self.top_k, self.top_p) for temperature in temperatures]
 
 
 def run(config: BenchConfig) -> int:
     """Measure, print the tables and write `output`/results.json. Return 1 if prompts failed, else 0."""
     results = bench(config)
     for table in results_tables(results):
-        show_results(table)
+        print_table(table, bold="fastest")
     for failure in results["failures"]:
         where = ", ".join(str(failure[key]) for key in ("task", "id") if failure[key])
         about = f"turn {failure['turn']}, temperature {failure['temperature']:g}"
@@ -139,33 +127,45 @@ def bench(config: BenchConfig) -> dict[str, Any]:
         InputError: bad options, models or prompts; an unfinished run of other options in `output`; no prompt that
             could be measured.
     """
-    requested = parse_methods(requested_methods(config), BASELINES)
+    # `decode` and its config file have one `method`; this command also has `methods`.
+    texts = [text for text in (config.methods, config.method) if text is not None]
+    requested = {item.label: item for text in texts for item in parse_methods(text, BASELINES)}
     # Every speed-up is over ar, so that it is always measured, first.
-    named = [*parse_methods(BASELINE), *(item for item in requested if item.label != BASELINE)]
+    named = list(({BASELINE: parse_methods(BASELINE)[0]} | requested).values())
     heads = check(config, named)
     torch.set_num_threads(config.num_threads)
+    journal = Journal(config.output)
 
     # Load.
     sources = task_sources(config.prompts, config.tasks)
     files = read_questions(sources, config.target, config.split, config.keep_tasks, config.limit, config.turns)
     prompts = [prompt for file in files for prompt in file]
-    target = load_lm(config.target, **config.loading)
-    chat, context = TurnWriter(config.target), target.info.max_position
-    room = chat.longest(prompts, config.max_new_tokens, context)
+    target, tokenizer = load_lm(config.target, **config.loading), load_chat_tokenizer(config.target)
+    context = target.info.max_position
+    room = longest_conversation(tokenizer, prompts, config.max_new_tokens, context)
     models = load_models(named, config.paths, room, config.modes[0], target, config.draft_precision, **config.loading)
     if models.acceptance is not None:
         for params in config.modes[1:]:
             warn_about_sampling(str(config.acceptance), params)
     if config.ignore_eos:
         models = dataclasses.replace(models, ends=())
-    models.times.load_state_dict(unfinished_times(config.output) or (load_times(config.costs) if config.costs else {}))
+    models.times.load_state_dict(journal.times)
     # Building runners measures costs, which meta holds.
     runners = make_runners(named, models, config.modes, config.batch_size, **config.loading)
-    meta = bench_meta(config, named, heads, prompts, models)
-    if config.target_precision != "dtype":
-        reference = load_lm(config.target, **{**config.loading, "precision": "dtype"})
-        meta["target_fidelity"] = measure_fidelity(target, reference, [prompt.prompt_ids for prompt in prompts])
-        del reference
+    meta = describe(
+        "bench",
+        config,
+        models.target,
+        prompts,
+        str(config.prompts or config.tasks),
+        {"draft": models.draft, "mid": models.mid},
+        clock=config.clock,
+        methods={item.label: dataclasses.asdict(item.method) for item in named},
+        heads={kind: {"path": path, "sha256": file_sha256(Path(path) / WEIGHTS)} for kind, path in heads.items()},
+        temperatures=[params.temperature for params in config.modes],
+        eos_ids=list(models.ends),
+        **models.times.state_dict(),
+    )
 
     # Measure.
     depends_on = {
@@ -174,43 +174,35 @@ def bench(config: BenchConfig) -> dict[str, Any]:
         "names": [[prompt.id, prompt.task] for prompt in prompts],
         "hardware": {name: meta["hardware"].get(name) for name in ("cpu", "gpu", "torch_threads")},
     }
-    journal = Journal(config.output, depends_on, models.times.state_dict())
-    prompt_runner = PromptRunner(runners, chat, context, room, config.max_new_tokens, config.repeats, config.seed)
+    journal.start(depends_on, models.times.state_dict())
+    prompt_runner = PromptRunner(runners, tokenizer, context, room, config.max_new_tokens, config.repeats, config.seed)
     rows = prompt_runner.run_all(files, config.batch_size, journal)
 
     # Summarise and write.
     methods: list[dict[str, Any]] = []
-    speed_bench = all(prompt.speed_bench for prompt in prompts)
     for params in config.modes:
         compare = params.greedy and target.dtype == torch.float32
         measured = of_methods(rows, params.temperature)
-        methods += summarise(measured, config.clock, config.seed, compare, params.temperature, speed_bench)
+        methods += summarise(measured, config.clock, config.seed, compare, params.temperature)
     results = {"meta": meta, "methods": methods, "failures": failures_of(rows)}
     if config.traces:
-        write_traces(
-            config.output, rows, config.traces, named, models, config.modes, config.max_new_tokens, config.seed
-        )
+        lengths = config.max_new_tokens, config.seed
+        write_traces(config.output, rows, config.traces, named, models, config.modes, *lengths)
     # A results.json always belongs to the rows beside it.
     (config.output / RESULTS).unlink(missing_ok=True)
     write_rows(config.output / PER_PROMPT, rows)
     write_json(config.output / RESULTS, results)
-    journal.remove()
+    journal.path.unlink()
     if config.card:
         write_cards(results, named, heads)
     return results
-
-
-def requested_methods(config: BenchConfig) -> str:
-    """Return all requested methods, each once: `decode` takes one `method`, this command also `methods`."""
-    listed = [label.strip() for label in config.methods.split(",")]
-    return config.methods if config.method is None or config.method in listed else f"{config.methods},{config.method}"
 
 
 def check(config: BenchConfig, named: Sequence[Named]) -> dict[str, str]:
     """Check the options before anything is loaded. Return the heads that some method uses: kind -> directory.
 
     Raises:
-        InputError: an option out of range, a method that cannot be batched, a card that cannot be written, ...
+        InputError: an option out of range, a method that cannot be batched, a missing model, ...
     """
     check_positive(config, "repeats", "num_threads", "max_new_tokens", "batch_size")
     check_not_negative(config, "limit", "traces")
@@ -230,66 +222,21 @@ def check(config: BenchConfig, named: Sequence[Named]) -> dict[str, str]:
     if config.card and not heads:
         remedy = "Pass --draft HEAD or --acceptance HEAD with a method that uses it, or leave --card out."
         raise InputError("card", "no method that uses a head", "a head to write the card of", remedy)
-    # A card that cannot be written is an error before hours of measuring, not behind them.
-    for kind, directory in heads.items() if config.card else ():
-        if Path(directory).is_dir() and not os.access(directory, os.W_OK):
-            remedy = "Copy it to a place of your own, or leave --card out."
-            raise InputError(kind, f"{directory}, which cannot be written to", "a head directory of yours", remedy)
     check_device(config.device)
     _ = config.modes  # checks the temperatures
     return heads
 
 
-def load_times(directory: Path) -> dict[str, dict[str, Any]]:
-    """Load the costs that a finished run measured, for `MachineTimes.load_state_dict`.
-
-    Raises:
-        InputError: no such run, or one that measured none.
-    """
-    path = Path(directory) / RESULTS
-    remedy = "Name the --output of a finished `draftsmith eval bench` or `draftsmith eval tune`."
-    if not path.is_file():
-        raise InputError("costs", f"no {RESULTS} in {directory}", "the directory of a finished run", remedy)
-    shape = {"meta": {"step_costs?": {"*": float}, "tree_times?": dict}}
-    meta = read_object(path, shape, remedy)["meta"]
-    times = {kind: meta.get(kind, {}) for kind in ("step_costs", "tree_times")}
-    if not any(times.values()) or any(c <= 0 for c in times["step_costs"].values()):
-        raise InputError("costs", f"{path} without measured costs", "a run that measured some", remedy)
-    return times
-
-
-def bench_meta(
-    config: BenchConfig,
-    named: Sequence[Named],
-    heads: Mapping[str, str],
-    prompts: Sequence[BenchPrompt],
-    models: Models,
-) -> dict[str, Any]:
-    """Build `meta` of results.json."""
-    return describe(
-        "bench",
-        config,
-        models.target,
-        prompts,
-        str(config.prompts or config.tasks),
-        {"draft": models.draft, "mid": models.mid},
-        clock=config.clock,
-        methods={item.label: dataclasses.asdict(item.method) for item in named},
-        heads={kind: {"path": path, "sha256": file_sha256(Path(path) / WEIGHTS)} for kind, path in heads.items()},
-        temperatures=config.all_temperatures,
-        eos_ids=list(models.ends),
-        **models.times.state_dict(),
-    )
-
-
 def write_cards(results: Mapping[str, Any], named: Sequence[Named], heads: Mapping[str, str]) -> None:
     """Write the rows of the methods that used each head into its measured.json and model card."""
+    names = ("tau", "tau_ci95", "prompts", "tokens", "speedup", "speedup_ci95", "matches_ar")
+    about = ("date", "git_commit", "clock", "hardware", "versions", "prompts", "target", "settings")
+    meta = {name: results["meta"][name] for name in about}
     for kind, directory in heads.items():
         labels = {item.label for item in named if kind in item.method.needs}
         rows = []
         for row in (row for row in results["methods"] if row["method"] in labels):
-            by_task = {task: {key: part[key] for key in CARD_ROW} for task, part in row.get("by_task", {}).items()}
-            rows.append({**{key: row[key] for key in ("method", "temperature", *CARD_ROW)}, "by_task": by_task})
-        meta = {name: results["meta"][name] for name in CARD_META}
+            by_task = {task: {key: part[key] for key in names} for task, part in row.get("by_task", {}).items()}
+            rows.append({**{key: row[key] for key in ("method", "temperature", *names)}, "by_task": by_task})
         write_measured(directory, {"schema_version": 1, **meta, "methods": rows})
         log_note(f"Model card: {Path(directory) / CARD}")

@@ -17,13 +17,13 @@ from draftsmith.eval.bench.results import (
     RESULTS,
     MeasuredResamples,
     Row,
+    mode,
     of_methods,
     read_rows,
     speedup,
     tokens_per_s,
     totals_of,
 )
-from draftsmith.eval.bench.tables import mode
 from draftsmith.eval.clock import ClockName
 from draftsmith.eval.report.tables import markdown
 from draftsmith.modules.types import InputError
@@ -163,16 +163,10 @@ def notes_of(first: Bench, second: Bench) -> list[str]:
     if differing := differences(*drafters):
         notes.append(f"They draft with different models or heads ({listed(differing)}).")
 
-    # Methods with auto draft by costs, which each run may have measured for itself.
-    costs = []
-    for kind, name in (("step_costs", "c of {}"), ("tree_times", "times of {}")):
-        ours, theirs = (meta[kind] for meta in metas)
-        for key in (key for key in ours if key in theirs and ours[key] != theirs[key]):
-            values = f" {ours[key]:.4g} and {theirs[key]:.4g}" if kind == "step_costs" else ""
-            costs.append(name.format(key) + values)
-    if costs:
-        why = "methods that use them draft otherwise for that alone. --costs takes the numbers of another run."
-        notes.append(f"They measured other costs for auto ({'; '.join(costs)}): {why}")
+    # Each run measured its own costs for auto, and other costs make drafts of other lengths.
+    ours, theirs = (meta["step_costs"] | meta["tree_times"] for meta in metas)
+    if costs := [key for key in ours if key in theirs and ours[key] != theirs[key]]:
+        notes.append(f"They measured other costs for auto ({'; '.join(costs)}): its drafts differ for that alone.")
 
     for temperature in dict.fromkeys([*first.methods, *second.methods]):
         for letter, own, other in (("A", first, second), ("B", second, first)):

@@ -14,29 +14,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from draftsmith.data.console import log_note, progress_bar
 from draftsmith.data.models.loading import name_nonfinite
-from draftsmith.data.store.files import append, cut, make_directory, write_text
+from draftsmith.data.store.files import append, cut, write_text
 from draftsmith.data.store.manifest import differences, flatten
 from draftsmith.data.store.reading import check_shape, read_lines
 from draftsmith.data.text.template import RowError
-from draftsmith.eval.bench.prompts import BenchPrompt, TurnWriter
-from draftsmith.eval.bench.results import BASELINE, COLUMNS, Row, row_of
+from draftsmith.eval.bench.prompts import BenchPrompt, next_turn
+from draftsmith.eval.bench.results import BASELINE, Row, row_of
 from draftsmith.eval.bench.runner import Runner
 from draftsmith.eval.clock import rotated, wall_time
 from draftsmith.modules.decoding.learner import learned_state, load_learned_state, snapshot_learned_state
 from draftsmith.modules.decoding.loop import Generation
-from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
 
 TURN_SEED = 1_000_003  # far from the seeds of other prompts
-FIDELITY_TOKENS = 4096  # of all prompts together: the means settle long before
 
 JOURNAL = "journal.jsonl"
-ENTRY = {"group": int, "temperature": float, "rows": [COLUMNS], "learned": dict}
-FIRST_LINE = {"settings": dict, "auto": dict}
 REMEDY = "Delete it and measure again."
 
 # What a prompt may make a method raise: ValueError of what refuses it (InputError, transformers), RuntimeError of torch
@@ -46,34 +40,6 @@ REFUSALS = (ValueError, RuntimeError)
 
 class PromptFailed(Exception):
     """A method did not answer a prompt; `__cause__` is the error that it raised."""
-
-
-@dataclass(frozen=True)
-class TimedAnswers:
-    """Answers of one method to a group of prompts. cpu_s: of this process, all its threads."""
-
-    answers: list[Generation]
-    wall_s: float
-    cpu_s: float
-
-
-def time_answers(
-    label: str, runner: Runner, group: Sequence[BenchPrompt], max_new_tokens: int, seeds: Sequence[int]
-) -> TimedAnswers:
-    """Run a method once on a group of prompts, with clocks.
-
-    Raises:
-        PromptFailed: the prompts make the method fail.
-    """
-    try:
-        with name_nonfinite([prompt.id for prompt in group]):
-            wall, cpu = wall_time(), time.process_time()
-            answers = runner([prompt.prompt_ids for prompt in group], max_new_tokens, seeds)
-            return TimedAnswers(answers, wall_time() - wall, time.process_time() - cpu)
-    except REFUSALS as error:
-        together = f" (with {len(group) - 1} others)" if len(group) > 1 else ""
-        message = f"{label}{together}: {type(error).__name__}: {' '.join(str(error).split())}"
-        raise PromptFailed(message) from error
 
 
 def measure_group(
@@ -96,15 +62,26 @@ def measure_group(
     """
     # What a method learns from a prompt helps on the next prompt, but not on the same one again.
     restore = {label: snapshot_learned_state(runner) for label, runner in runners.items()}
-    runs: dict[str, list[TimedAnswers]] = {label: [] for label in runners}
+    prompts = [prompt.prompt_ids for prompt in group]
+    answers: dict[str, list[Generation]] = {}
+    seconds: dict[str, list[tuple[float, float]]] = {label: [] for label in runners}  # wall, CPU of all threads
     for repeat in range(repeats):
         for label in rotated(list(runners), number + repeat):
             restore[label]()
-            runs[label].append(time_answers(label, runners[label], group, max_new_tokens, seeds))
+            try:
+                with name_nonfinite([prompt.id for prompt in group]):
+                    wall, cpu = wall_time(), time.process_time()
+                    generations = runners[label](prompts, max_new_tokens, seeds)
+                    seconds[label].append((wall_time() - wall, time.process_time() - cpu))
+            except REFUSALS as error:
+                together = f" (with {len(group) - 1} others)" if len(group) > 1 else ""
+                message = f"{label}{together}: {type(error).__name__}: {' '.join(str(error).split())}"
+                raise PromptFailed(message) from error
+            answers.setdefault(label, generations)
     rows = []
-    for label, own in runs.items():
-        wall_s, cpu_s = [run.wall_s / len(group) for run in own], [run.cpu_s / len(group) for run in own]
-        for prompt, answer in zip(group, own[0].answers, strict=True):
+    for label, runs in seconds.items():
+        wall_s, cpu_s = ([run[clock] / len(group) for run in runs] for clock in (0, 1))
+        for prompt, answer in zip(group, answers[label], strict=True):
             rows.append(row_of(prompt, number, label, temperature, answer, wall_s, cpu_s))
     return rows
 
@@ -118,69 +95,57 @@ class Journal:
     """Journal of an unfinished run, so that the same command resumes it behind a kill.
 
     JSON lines: the first holds what the run depends on, each later one the rows of a group of prompts. A line is synced
-    to the disk before the next group begins. A torn last line is what a kill leaves: it is cut off, and its group is
-    measured again.
+    to the disk before the next group begins.
 
-    entries: those that were there when it was opened.
+    entries: lines of an earlier start. times: measured for `auto` by the first start, empty if there was none.
     """
 
-    def __init__(self, directory: Path, depends_on: Mapping[str, Any], times: Mapping[str, Any]):
-        """
-        depends_on: all that a measurement depends on, as JSON values. times: measured for `auto` by the run's first
-            start; a resumed run uses the same (`unfinished_times`).
+    def __init__(self, directory: Path):
+        self.path = Path(directory) / JOURNAL
+        lines = []
+        if self.path.exists():
+            # A torn last line is what a kill leaves: cut it off, and its group is measured again.
+            cut(self.path, self.path.read_bytes().rfind(b"\n") + 1)
+            lines = list(read_lines(self.path, {}, REMEDY))
+        if lines:
+            check_shape(self.path, lines[0], {"settings": dict, "auto": dict}, REMEDY, "line 1")
+        self._first: dict[str, Any] = lines[0] if lines else {}
+        self.times: dict[str, Any] = self._first.get("auto", {})
+        self.entries = lines[1:]
+
+    def start(self, depends_on: Mapping[str, Any], times: Mapping[str, Any]) -> None:
+        """Write the first line, or check that it is the same.
+
+        depends_on: all that a measurement depends on, as JSON values.
 
         Raises:
-            InputError: the directory holds an unfinished run of something else, or a damaged journal.
+            InputError: the directory holds an unfinished run of something else.
         """
-        self.path = make_directory(directory) / JOURNAL
         # As JSON reads it back: tuples become lists, and keys text.
         settings = json.loads(json.dumps(depends_on))
-        lines = whole_lines(self.path) or [{"settings": settings, "auto": times}]
-        for number, line in enumerate(lines, start=1):
-            check_shape(
-                self.path, line, ENTRY if number > 1 else {"settings": dict, "auto": dict}, REMEDY, f"line {number}"
-            )
-        if differing := differences(flatten(lines[0]["settings"]), flatten(settings)):
+        if not self._first:
+            write_text(self.path, json.dumps({"settings": settings, "auto": times}) + "\n")
+        elif differing := differences(flatten(self._first["settings"]), flatten(settings)):
             listed = "; ".join(f"{key} {theirs} there, {ours} here" for key, theirs, ours in differing)
-            found = f"an unfinished run of other settings in {directory} ({listed})"
+            found = f"an unfinished run of other settings in {self.path.parent} ({listed})"
             remedy = f"Go on with its own settings, pass another --output, or delete {self.path}."
             raise InputError("output", found, "none, or one of these settings", remedy)
-        self.entries = lines[1:]
-        if not self.path.exists():
-            write_text(self.path, json.dumps(lines[0]) + "\n")
 
     def add(self, entry: Any) -> None:
         """Append a line, synced to the disk."""
         append(self.path, json.dumps(entry) + "\n")
-
-    def remove(self) -> None:
-        self.path.unlink()
-
-
-def unfinished_times(directory: Path) -> dict[str, Any]:
-    """Read the times that the first start of an unfinished run has measured; empty if there is none."""
-    lines = whole_lines(directory / JOURNAL)
-    return lines[0].get("auto", {}) if lines else {}
-
-
-def whole_lines(path: Path) -> list[Any]:
-    """Read the lines that end with a newline, and cut the file behind them."""
-    if not path.exists():
-        return []
-    cut(path, path.read_bytes().rfind(b"\n") + 1)
-    return list(read_lines(path, {}, REMEDY))
 
 
 @dataclass(frozen=True)
 class PromptRunner:
     """Measurement of all prompts by all methods.
 
-    runners: temperature -> label -> method. chat: writes later turns; needed where there are any. context: of the
-    target. room: tokens that the methods' caches hold for a prompt with its answer.
+    runners: temperature -> label -> method. tokenizer: the target's, with its chat template, for later turns. context:
+    of the target. room: tokens that the methods' caches hold for a prompt with its answer.
     """
 
     runners: Mapping[float, Mapping[str, Runner]]
-    chat: TurnWriter
+    tokenizer: Any
     context: int
     room: int
     max_new_tokens: int
@@ -193,21 +158,17 @@ class PromptRunner:
         Consecutive prompts of one file are a group. Methods first load what they had learned when the journal ended.
 
         Raises:
-            InputError: no prompt could be measured; a journal of other groups.
+            InputError: no prompt could be measured.
         """
         # Restore what was measured and learned before an interruption.
         groups = [file[start : start + batch_size] for file in files for start in range(0, len(file), batch_size)]
         for entry in journal.entries:
-            if entry["group"] not in range(len(groups)) or entry["temperature"] not in self.runners:
-                found = f"group {entry['group']} at temperature {entry['temperature']:g}, which there is not"
-                raise InputError(str(journal.path), found, "groups of this run", REMEDY)
             for label, states in entry["learned"].items():
                 load_learned_state(self.runners[entry["temperature"]][label], states)
         kept = {(entry["group"], entry["temperature"]): entry["rows"] for entry in journal.entries}
         total, done = sum(map(len, files)) * len(self.runners), sum(len(groups[number]) for number, _ in kept)
         if done:
-            about = f"{done} of {total} prompts are measured ({journal.path})"
-            log_note(f"draftsmith: resuming an interrupted run: {about}")
+            log_note(f"draftsmith: resuming: {done} of {total} prompts are measured ({journal.path})")
         if done < total:
             self.warm_up([prompt for file in files for prompt in file], batch_size)
         # Measure the rest, and journal every group at once.
@@ -223,7 +184,7 @@ class PromptRunner:
                     rows += kept[number, temperature]
         # Nothing to resume: the same command would fail again.
         if all(row["error"] is not None for row in rows):
-            journal.remove()
+            journal.path.unlink()
             raise every_prompt_failed(rows[-1]["error"])
         # In the order of the methods, whatever order they were measured in.
         labels = [(temperature, label) for temperature, own in self.runners.items() for label in own]
@@ -240,16 +201,17 @@ class PromptRunner:
         for prompt in prompts:
             if self.too_long(prompt):
                 continue
+            restore = [snapshot_learned_state(runner) for own in self.runners.values() for runner in own.values()]
+            seeds = range(self.seed, self.seed + batch_size)
             try:
-                for runners in self.runners.values():
-                    for label, runner in runners.items():
-                        restore = snapshot_learned_state(runner)
-                        seeds = range(self.seed, self.seed + batch_size)
-                        time_answers(label, runner, [prompt] * batch_size, self.max_new_tokens, seeds)
-                        restore()
+                for temperature, runners in self.runners.items():
+                    measure_group(runners, [prompt] * batch_size, 0, temperature, self.max_new_tokens, 1, seeds)
                 return
             except PromptFailed as failure:
                 last = failure
+            finally:
+                for load in restore:
+                    load()
         raise every_prompt_failed(str(last) if last else "too long for the target's context") from last
 
     def run(self, group: Sequence[BenchPrompt], number: int, temperature: float) -> list[Row]:
@@ -288,7 +250,7 @@ class PromptRunner:
             for prompt, answer in zip(fitting, answers, strict=True):
                 if prompt.later:
                     try:
-                        group.append(self.chat.next_turn(prompt, answer))
+                        group.append(next_turn(self.tokenizer, prompt, answer))
                     except RowError as error:
                         refused = replace(prompt, prompt_ids=[], later=prompt.later[1:], turn=prompt.turn + 1)
                         fail(refused, str(error))
@@ -306,29 +268,3 @@ class PromptRunner:
 
 def every_prompt_failed(error: str) -> InputError:
     return InputError("prompts", f"none that could be measured; the last one: {error}", "at least one", "Correct them.")
-
-
-@torch.inference_mode()
-def measure_fidelity(target: CausalLM, reference: CausalLM, texts: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Measure how far a target in fewer bits is from the same target without.
-
-    A decoder is lossless against the former. Means over tokens at temperature 1: KL(reference || target) in nats, the
-    total variation, and how often both have the same first choice.
-
-    texts: token ids that neither model made; their first FIDELITY_TOKENS tokens count.
-    """
-    sums, left = torch.zeros(3, dtype=torch.float64), FIDELITY_TOKENS
-    for text in texts:
-        ids = torch.tensor([list(text[:left])], device=target.device)  # [1, T]
-        left -= ids.shape[1]
-        if not ids.numel():
-            break
-        ours, theirs = (lm.lm_head(lm.features(ids)[0]).double() for lm in (target, reference))  # [T, V]
-        q, p = ours.log_softmax(-1), theirs.log_softmax(-1)
-        kl = (p.exp() * (p - q)).sum(-1)
-        variation = (p.exp() - q.exp()).abs().sum(-1) / 2
-        agree = (p.argmax(-1) == q.argmax(-1)).double()
-        sums += torch.stack([kl, variation, agree]).sum(-1).cpu()
-    tokens = FIDELITY_TOKENS - left
-    means = (sums / max(tokens, 1)).tolist()
-    return {"tokens": tokens, **dict(zip(("kl", "total_variation", "same_choice"), means, strict=True))}

@@ -41,7 +41,7 @@ class BenchPrompt:
 
     messages: the conversation that `prompt_ids` hold, where the user has more to ask. later: the user's later turns.
     turn: turn of the conversation, from 1. number: number of the question in its run, from 0, the same in all its
-    turns. speed_bench: `task` is a category of SPEED-Bench.
+    turns.
     """
 
     id: str
@@ -51,22 +51,18 @@ class BenchPrompt:
     later: tuple[str, ...] = ()
     turn: int = 1
     number: int = 0
-    speed_bench: bool = False
 
 
 @dataclass(frozen=True)
 class PromptRow:
     """Row of a source before it is selected.
 
-    prompt: applies the chat template. where: file and line. speed_bench: the row has SPEED-Bench's columns, and its
-    category is its task.
+    prompt: applies the chat template. speed_bench: the row has SPEED-Bench's columns, and its category is its task.
     """
 
-    id: str
     task: str
     split: str
     prompt: Callable[[], BenchPrompt]
-    where: str = ""
     speed_bench: bool = False
 
 
@@ -85,8 +81,7 @@ def read_prompts(
     where `data prompts --turns` made it begin, and `all` asks its later turns too.
 
     Raises:
-        InputError: no such source, rows of an unknown shape, two with one id, an artefact of another tokenizer, or no
-            row left.
+        InputError: no such source, rows of an unknown shape, an artefact of another tokenizer, or no row left.
     """
     rows = kept_rows(source, target, split, keep_tasks, turns)
     return [row.prompt() for row in itertools.islice(rows, limit or None)]
@@ -111,7 +106,7 @@ def read_questions(
             category = row.task if row.speed_bench and not name else ""
             part = parts.setdefault(category, [])
             if not limit or len(part) < limit:
-                part.append(dataclasses.replace(row.prompt(), task=name or row.task, speed_bench=bool(category)))
+                part.append(dataclasses.replace(row.prompt(), task=name or row.task))
             # Categories are interleaved in a file, so that only a single part ends the reading.
             if not category and len(part) == limit:
                 break
@@ -119,44 +114,30 @@ def read_questions(
     return [[dataclasses.replace(prompt, number=next(number)) for prompt in part] for part in questions]
 
 
-def kept_rows(
-    source: str, target: str, split: str | None, keep_tasks: str | None, turns: Turns = "last"
-) -> Iterator[PromptRow]:
+def kept_rows(source: str, target: str, split: str | None, keep_tasks: str | None, turns: Turns) -> Iterator[PromptRow]:
     """Yield the rows of a split and of some tasks, at least one, as `read_prompts` does."""
     split = named_split(split)
     wanted = {task.strip() for task in keep_tasks.split(",")} if keep_tasks else None
+    # A directory that `data prompts` wrote or began, or a file or data set of chats.
+    path = Path(resolve_model(source))
+    if (path / MANIFEST).exists() or (path / STARTED).exists():
+        rows = artefact_rows(path, target, turns)
+    else:
+        rows = chat_rows(source, target, split, turns)
     seen: dict[str, set[str]] = {"tasks": set(), "splits": set()}
-    places: dict[str, str] = {}
     empty = True
-    for row in all_rows(source, target, split, turns):
+    for row in rows:
         seen["tasks"].add(row.task)
         seen["splits"].add(row.split)
-        if (split and row.split != split) or (wanted is not None and row.task not in wanted):
-            continue
-        # Results are told apart by ids.
-        if row.where and places.setdefault(row.id, row.where) != row.where:
-            again = f"the id {row.id[:80]!r}, which {places[row.id]} has too"
-            raise InputError(row.where, again, "an id of its own", "Correct the row.")
-        empty = False
-        yield row
+        if (not split or row.split == split) and (wanted is None or row.task in wanted):
+            empty = False
+            yield row
     # An empty selection is mostly a misspelt name: list those that there are.
     if empty:
         there = "; ".join(f"{name} {', '.join(sorted(filter(None, own))) or 'none'}" for name, own in seen.items())
-        filters = " and ".join(f"{name} {value}" for name, value in (("split", split), ("tasks", keep_tasks)) if value)
-        found = f"no matching row{f' of {filters}' if filters else ''} in {source} ({there})"
+        found = f"no row of split {split or 'any'} and tasks {keep_tasks or 'any'} in {source} ({there})"
         remedy = "Check --split and --keep-tasks; --split none takes all splits."
         raise InputError("prompts", found, "at least one", remedy)
-
-
-def all_rows(source: str, target: str, split: str | None = None, turns: Turns = "last") -> Iterator[PromptRow]:
-    """Yield rows of a directory that `data prompts` wrote or began, or of a file or data set of chats.
-
-    split: which one of a data set.
-    """
-    path = Path(resolve_model(source))
-    if (path / MANIFEST).exists() or (path / STARTED).exists():
-        return artefact_rows(path, target, turns)
-    return chat_rows(source, target, split, turns)
 
 
 def artefact_rows(directory: Path, target: str, turns: Turns) -> Iterator[PromptRow]:
@@ -183,7 +164,7 @@ def artefact_rows(directory: Path, target: str, turns: Turns) -> Iterator[Prompt
         if entry.name.endswith(".parquet"):
             for row in pq.read_table(directory / entry.name).to_pylist():
                 task = row.get("task") or ""
-                yield PromptRow(str(row["id"]), task, row.get("split") or "", functools.partial(prompt, row, task))
+                yield PromptRow(task, row.get("split") or "", functools.partial(prompt, row, task))
 
 
 def chat_rows(source: str, target: str, split: str | None, turns: Turns) -> Iterator[PromptRow]:
@@ -207,12 +188,10 @@ def chat_rows(source: str, target: str, split: str | None, turns: Turns) -> Iter
         with row_errors(where):
             raw = opened.row(number)
             row_id, task, row_split = (row_label(raw, {}, name) for name in ("id", "task", "split"))
-        name = row_id or str(number)
         if opened.split_taken:
             row_split = split or ""
-        yield PromptRow(
-            name, task, row_split, functools.partial(prompt, raw, name, task, where), where, is_speed_bench(raw)
-        )
+        make = functools.partial(prompt, raw, row_id or str(number), task, where)
+        yield PromptRow(task, row_split, make, is_speed_bench(raw))
 
 
 @contextmanager
@@ -258,56 +237,41 @@ def task_sources(prompts: str | None, tasks: str | None) -> list[tuple[str, str]
             name = file.absolute().parent.name if file.name == FASTCHAT else plain_stem(file)
             sources.append((name, str(file)))
     names = [name for name, _ in sources]
-    for name in names:
-        # Names of bytes that are no UTF-8, among others: no table and no file can hold them.
-        if not name.isprintable():
-            raise InputError("tasks", f"a file named {name!r}", "a name of printable letters", "Rename it.")
-        if names.count(name) > 1:
-            raise InputError("tasks", f"two files named {name}", "one file a task", "Rename one of them.")
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise InputError("tasks", f"two files named {twice[0]}", "one file a task", "Rename one of them.")
     return sources
 
 
-class TurnWriter:
-    """Writer of the prompts of later turns, with the target's chat template."""
+def next_turn(tokenizer: Any, prompt: BenchPrompt, answer: Sequence[int]) -> BenchPrompt:
+    """Continue a conversation with an answer [tokens] and the user's next turn.
 
-    def __init__(self, target: str):
-        self._tokenizer: Any = load_chat_tokenizer(target)
+    Raises:
+        RowError: the chat template refuses the conversation.
+    """
+    text = tokenizer.decode(list(answer), skip_special_tokens=True)
+    said = {"role": "assistant", "content": text}, {"role": "user", "content": prompt.later[0]}
+    messages = (*prompt.messages, *said)
+    ids = list(prompt_ids(tokenizer, [dict(message) for message in messages]))
+    return dataclasses.replace(prompt, prompt_ids=ids, messages=messages, later=prompt.later[1:], turn=prompt.turn + 1)
 
-    def next_turn(self, prompt: BenchPrompt, answer: Sequence[int]) -> BenchPrompt:
-        """Continue a conversation with an answer [tokens] and the user's next turn.
 
-        Raises:
-            RowError: the chat template refuses the conversation.
-        """
-        text = self._tokenizer.decode(list(answer), skip_special_tokens=True)
-        messages = (
-            *prompt.messages,
-            {"role": "assistant", "content": text},
-            {"role": "user", "content": prompt.later[0]},
-        )
-        ids = list(prompt_ids(self._tokenizer, [dict(message) for message in messages]))
-        return dataclasses.replace(
-            prompt, prompt_ids=ids, messages=messages, later=prompt.later[1:], turn=prompt.turn + 1
-        )
+def longest_conversation(tokenizer: Any, prompts: Sequence[BenchPrompt], max_new_tokens: int, context: int) -> int:
+    """Estimate the tokens of the longest conversation with all its turns and answers, at most `context`.
 
-    def longest(self, prompts: Sequence[BenchPrompt], max_new_tokens: int, context: int) -> int:
-        """Estimate the tokens of the longest conversation with all its turns and answers, at most `context`.
+    Prompts that do not fit into the context are left out. The length of an answer that is read again depends on its
+    text, so this is an estimate.
 
-        Prompts that do not fit into the context are left out. The length of an answer that is read again depends on
-        its text, so this is an estimate.
-
-        Raises:
-            InputError: no prompt fits.
-        """
-        fitting = [prompt for prompt in prompts if len(prompt.prompt_ids) < context]
-        if not fitting:
-            found = f"{context} or more tokens in each prompt, prompt {prompts[0].id} the first"
-            raise InputError("prompts", found, f"at most {context - 1}, the target's context", "Shorten them.")
-        lengths = [len(prompt.prompt_ids) + max_new_tokens for prompt in fitting]
-        for number, prompt in enumerate(fitting):
-            for text in prompt.later:
-                lengths[number] += len(self._tokenizer(text)["input_ids"]) + TEMPLATE_TOKENS + max_new_tokens
-        return min(max(lengths), context)
+    Raises:
+        InputError: no prompt fits.
+    """
+    fitting = [prompt for prompt in prompts if len(prompt.prompt_ids) < context]
+    if not fitting:
+        longest_sequence(prompts, max_new_tokens, context)  # raises
+    lengths = []
+    for prompt in fitting:
+        later = sum(len(tokenizer(text)["input_ids"]) + TEMPLATE_TOKENS + max_new_tokens for text in prompt.later)
+        lengths.append(len(prompt.prompt_ids) + max_new_tokens + later)
+    return min(max(lengths), context)
 
 
 def longest_sequence(prompts: Sequence[BenchPrompt], max_new_tokens: int, context: int) -> int:

@@ -1,4 +1,4 @@
-"""Files that a run of `eval bench` leaves, and the numbers that follow from them.
+"""Files that a run of `eval bench` leaves, the numbers that follow from them, and their tables.
 
 results.json holds `meta`, which says what the numbers hold for, and a row a method (`summarise`). prompts.parquet holds
 what was measured of every prompt, one row for each method, temperature, prompt and turn:
@@ -34,6 +34,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
+from draftsmith.data.console import Column, Table, format_interval
 from draftsmith.data.models.loading import tokenizer_identity
 from draftsmith.data.store.files import write_table
 from draftsmith.data.store.manifest import command_line, git_commit, package_versions, resolved
@@ -43,6 +44,7 @@ from draftsmith.eval.bootstrap import Floats, Resamples
 from draftsmith.eval.clock import ClockName
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, Totals, pool
+from draftsmith.modules.drafters.methods import LOSSY
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
 
@@ -52,24 +54,37 @@ BASELINE = "ar"
 COUNTS = ("num_target_calls", "num_draft_tokens", "num_accepted", "num_discarded", "draft_calls")
 Row = dict[str, Any]
 
-# Columns of prompts.parquet in their order, which are the keys of a row in a journal as well. A tuple may be None.
-COLUMNS: dict[str, Any] = {
-    "method": str,
-    "temperature": float,
-    **dict.fromkeys(("prompt", "turn", "group"), int),
-    "id": str,
-    "task": (str, None),
-    "prompt_tokens": int,
-    "prompt_ids": ([int], None),
-    "tokens": int,
-    "ended": bool,
-    **dict.fromkeys(("wall_s", "cpu_s"), float),
-    **{name: [float] for name in ("wall_s_runs", "cpu_s_runs")},
-    **dict.fromkeys((*COUNTS, "prefill_emitted", "prefill_calls"), int),
-    "token_ids": [int],
-    "rounds": [{field.name: int for field in dataclasses.fields(DecodeStep)}],
-    "error": (str, None),
-}
+INT, FLOAT, TEXT, INTS = pa.int32(), pa.float64(), pa.string(), pa.list_(pa.int32())
+STEP = pa.struct([(spec.name, INT) for spec in dataclasses.fields(DecodeStep)])
+SCHEMA = pa.schema(
+    {
+        "method": TEXT,
+        "temperature": FLOAT,
+        **dict.fromkeys(("prompt", "turn", "group"), INT),
+        **dict.fromkeys(("id", "task"), TEXT),
+        "prompt_tokens": INT,
+        "prompt_ids": INTS,
+        "tokens": INT,
+        "ended": pa.bool_(),
+        **dict.fromkeys(("wall_s", "cpu_s"), FLOAT),
+        **dict.fromkeys(("wall_s_runs", "cpu_s_runs"), pa.list_(FLOAT)),
+        **dict.fromkeys((*COUNTS, "prefill_emitted", "prefill_calls"), INT),
+        "token_ids": INTS,
+        "rounds": pa.list_(STEP),
+        "error": TEXT,
+    }
+)
+METHOD_COLUMNS = (
+    Column("method", "method"),
+    Column("tokens_per_s", "tokens/s", ",.1f"),
+    Column("speedup", "speed-up", ".2fx"),
+    Column("speedup_ci", "95 % CI", below=True),
+    Column("tau", "tau", ".2f"),
+    Column("tau_ci", "95 % CI", below=True),
+    Column("discarded", "discarded", ".0%"),
+    Column("equal", "= ar"),
+)
+POOLED, MACRO = "all, pooled", "mean of tasks"
 NOT_ANSWERED = Generation([], DecodeTrace(prefill_calls=0), False)
 
 
@@ -133,38 +148,16 @@ def failures_of(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
     return [{key: row[key] for key in keys} for row in rows if row["error"] is not None and row["method"] == BASELINE]
 
 
-def arrow_type(kind: Any) -> Any:
-    """Return Arrow's type for a Python type, a list of one, a struct of some, or one that may be None."""
-    if isinstance(kind, tuple):
-        return arrow_type(kind[0])
-    if isinstance(kind, list):
-        return pa.list_(arrow_type(kind[0]))
-    if isinstance(kind, dict):
-        return pa.struct([(name, arrow_type(own)) for name, own in kind.items()])
-    return {str: pa.string(), int: pa.int32(), float: pa.float64(), bool: pa.bool_()}[kind]
-
-
-def schema() -> pa.Schema:
-    return pa.schema([(name, arrow_type(kind)) for name, kind in COLUMNS.items()])
-
-
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write prompts.parquet, whole or not at all."""
-    write_table(path, pa.Table.from_pylist(list(rows), schema()), compression="zstd")
+    write_table(path, pa.Table.from_pylist(list(rows), SCHEMA), compression="zstd")
 
 
 def read_rows(directory: Path) -> list[Row]:
-    """Read the rows of a run.
-
-    Raises:
-        InputError: the run has none, or they are damaged.
-    """
+    """Read the rows of a run; InputError if they are missing or damaged."""
     path = Path(directory) / PER_PROMPT
-    if not path.exists():
-        expected = "a run of `draftsmith eval bench`"
-        raise InputError(str(directory), f"no {PER_PROMPT}", expected, "Measure it again.")
     try:
-        return pq.read_table(path, schema=schema()).to_pylist()
+        return pq.read_table(path, schema=SCHEMA).to_pylist()
     except (pa.ArrowException, KeyError, OSError) as error:
         found = f"unreadable ({' '.join(str(error).split())})"
         raise InputError(str(path), found, "rows of `draftsmith eval bench`", "Measure it again.") from error
@@ -274,7 +267,6 @@ def summarise(
     seed: int,
     compare: bool,
     temperature: float = 0.0,
-    speed_bench: bool = False,
 ) -> list[dict[str, Any]]:
     """Summarise each method at one temperature, in the order measured (`of_methods`).
 
@@ -282,8 +274,7 @@ def summarise(
     are means over tasks, each of which counts alike, as papers print them. Rows have `by_task` where prompts carry
     tasks and no group mixes them: the seconds of a mixed group belong to no task.
 
-    compare: greedy in float32, where equality with ar is a fair test. speed_bench: tasks are SPEED-Bench's categories;
-    adds `speed_bench_tau` to every part of `by_task`, and their mean to the row.
+    compare: greedy in float32, where equality with ar is a fair test.
     """
     # A group that mixes tasks was timed as a whole: its seconds belong to no task.
     baseline = measured[BASELINE]
@@ -298,12 +289,8 @@ def summarise(
             for task in tasks:
                 own, base = ([row for row in part if row["task"] == task] for part in (rows, baseline))
                 by_task[task] = summary_row(own, base, clock, seed, compare)
-                if speed_bench:
-                    by_task[task]["speed_bench_tau"] = speed_bench_tau(own)
             for name in ("speedup", "tau"):
                 summary[f"macro_{name}"] = statistics.fmean(part[name] for part in by_task.values())
-            if speed_bench:
-                summary["speed_bench_tau"] = statistics.fmean(part["speed_bench_tau"] for part in by_task.values())
         summaries.append(summary)
     return summaries
 
@@ -339,18 +326,6 @@ def summary_row(
     }
 
 
-def speed_bench_tau(rows: Sequence[Row]) -> float:
-    """Return the acceptance length of a category by SPEED-Bench's rule.
-
-    Tokens per target call of each question over all its turns, then the mean over questions. Ours, `Totals.tau`, is a
-    ratio of sums over questions.
-    """
-    questions: dict[int, list[Row]] = {}
-    for row in rows:
-        questions.setdefault(row["prompt"], []).append(row)
-    return statistics.fmean(totals_of(turns).tau for turns in questions.values())
-
-
 def copying(rows: Sequence[Row], baseline: Sequence[Row]) -> dict[str, float | None]:
     """Measure how much of the text repeats, and tau apart for rounds that begin within a repetition and for others.
 
@@ -378,3 +353,89 @@ def copying(rows: Sequence[Row], baseline: Sequence[Row]) -> dict[str, float | N
         "tau_copying": taus[True],
         "tau_new": taus[False],
     }
+
+
+def results_tables(results: Mapping[str, Any]) -> list[Table]:
+    """Build the tables of a run: the methods at each temperature, then, where prompts have several tasks, by task."""
+    temperatures = list(dict.fromkeys(row["temperature"] for row in results["methods"]))
+    methods: list[Table] = []
+    tasks: list[Table] = []
+    for temperature in temperatures:
+        rows = [row for row in results["methods"] if row["temperature"] == temperature]
+        # ar is always there.
+        fastest = max(row["speedup"] for row in rows if not row["method"].endswith(LOSSY))
+        cells = []
+        for row in rows:
+            # None where equality with ar is no fair test: sampling, or half precision.
+            matches = row["matches_ar"]
+            cells.append({
+                **row,
+                "speedup_ci": format_interval(row["speedup_ci95"]),
+                "tau_ci": format_interval(row["tau_ci95"]),
+                "discarded": row["discard_rate"] if row["num_draft_tokens"] else None,
+                "equal": "-" if matches is None else "yes" if matches else f"no ({row['num_differing']})",
+                "fastest": row["speedup"] == fastest,
+            })  # fmt: skip
+        note = caption(results) if temperature == temperatures[-1] else ""
+        methods.append(Table("methods", mode(temperature).capitalize(), METHOD_COLUMNS, cells, note))
+        if len(rows) > 1 and len(rows[0].get("by_task", ())) > 1:
+            tasks.append(task_table(rows, temperature))
+    return [*methods, *tasks]
+
+
+def mode(temperature: float) -> str:
+    return "greedy" if temperature == 0 else f"temperature {temperature:g}"
+
+
+def caption(results: Mapping[str, Any]) -> str:
+    """Say how the numbers were measured, and what is missing."""
+    meta, first, settings = results["meta"], results["methods"][0], results["meta"]["settings"]
+    modes = " and ".join(dict.fromkeys(mode(row["temperature"]) for row in results["methods"]))
+    clock = "CPU time" if meta["clock"] == "cpu" else "wall time"
+    together = f"{settings['batch_size']} prompts at a time, " if settings["batch_size"] > 1 else ""
+    repeats = "once" if settings["repeats"] == 1 else f"medians of {settings['repeats']}"
+    precisions = [settings["dtype"]]
+    for part in ("target", "draft"):
+        if settings[f"{part}_precision"] != "dtype":
+            precisions.append(f"{part} in {settings[f'{part}_precision']}")
+    text = (
+        f"{first['prompts']} prompts, {first['tokens']:,} tokens{repetition_text(first)}, {modes}, "
+        f"{', '.join(precisions)} on {settings['device']}, {settings['num_threads']} thread(s), "
+        f"{together}{clock}, interleaved, {repeats}; speed-up over this engine's own ar."
+    )
+    if meta["step_costs"]:
+        text += f" c by {', '.join(f'{name}: {c:.3g}' for name, c in meta['step_costs'].items())}."
+    if any(row["method"].endswith(LOSSY) for row in results["methods"]):
+        text += f" A method that is{LOSSY} answers with another distribution than the target's."
+    if results["failures"]:
+        text += f" Prompts that failed and were left out: {len(results['failures'])}."
+    return text
+
+
+def repetition_text(row: Mapping[str, Any]) -> str:
+    """Say in brackets how much of a row's text repeats: text that copies is easier to draft."""
+    parts = [Repetition(row["copied_prompt"], row["copied_answer"]).text()]
+    if row["distinct_4grams"] is not None:
+        parts.append(f"distinct 4-grams {row['distinct_4grams']:.2f}")
+    return f" ({'; '.join(parts)})"
+
+
+def task_table(rows: Sequence[Mapping[str, Any]], temperature: float) -> Table:
+    """Build the table of speed-up and tau by task and over tasks, as table 1 of EAGLE-2. rows: the first is ar."""
+    baseline, *others = rows
+    titles = {**{task: task.replace("_", " ") for task in baseline["by_task"]}, "pooled": POOLED, "macro": MACRO}
+    columns = [Column("method", "method")]
+    for key, title in titles.items():
+        columns += [Column(f"{key}.speedup", title, ".2fx"), Column(f"{key}.tau", f"{title}: tau", ".2f", below=True)]
+    cells = []
+    for row in others:
+        macro = {"speedup": row["macro_speedup"], "tau": row["macro_tau"]}
+        parts = {**row["by_task"], "pooled": row, "macro": macro}
+        numbers = {f"{key}.{name}": part[name] for key, part in parts.items() for name in ("speedup", "tau")}
+        cells.append({"method": row["method"], **numbers})
+    counts = (f"{task} {part['prompts']}{repetition_text(part)}" for task, part in baseline["by_task"].items())
+    note = (
+        f"{POOLED}: ratio of sums over the prompts of all tasks. {MACRO}: mean over tasks, each counting alike. "
+        f"Prompts of the tasks (and the tokens of ar's answers): {', '.join(counts)}."
+    )
+    return Table(f"by-task-t{temperature:g}", f"Speed-up and tau by task, {mode(temperature)}", columns, cells, note)

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from draftsmith.data.models.loading import load_tokenizer
 from draftsmith.data.store.files import append, write_json, write_text
-from draftsmith.eval.bench.hf_baseline import BASELINES
 from draftsmith.eval.bench.measuring import seed_of
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.results import BASELINE, Row
-from draftsmith.eval.bench.runner import EngineRunner, make_runners
+from draftsmith.eval.bench.runner import BASELINES, EngineRunner, make_runners
 from draftsmith.eval.clock import Stopwatch, Timed, wall_time
 from draftsmith.modules.acceptance.policies import PredictorStop
 from draftsmith.modules.decoding.confidence import draft_distribution

@@ -23,7 +23,7 @@ NUMBER, INTERVAL = (float, None), ([(float, None)], None)
 NUMBERS = (
     "tokens_per_s speedup tau wall_s cpu_s prompts tokens num_target_calls num_draft_tokens num_accepted num_discarded "
     "draft_calls discard_rate verification_rate distinct_4grams num_differing macro_speedup macro_tau ended "
-    "copied_prompt copied_answer tau_copying tau_new speed_bench_tau"
+    "copied_prompt copied_answer tau_copying tau_new"
 )
 PART: dict[str, Any] = {
     **{f"{name}?": NUMBER for name in NUMBERS.split()},

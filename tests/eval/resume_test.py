@@ -40,18 +40,18 @@ def counts(config: BenchConfig) -> list[dict]:
     return [{key: value for key, value in row.items() if key not in CLOCKS} for row in read_rows(config.output)]
 
 
-def interrupt_after(monkeypatch, calls: int) -> list[tuple]:
-    """`measure` raises what Ctrl-C raises in its call number `calls` + 1; the list receives what it was asked."""
-    seen: list[tuple] = []
-    measure = asking.measure_group
+def interrupt_after(monkeypatch, calls: int) -> list[int]:
+    """Group number `calls` + 1 raises what Ctrl-C raises; the list receives the groups that were measured."""
+    seen: list[int] = []
+    run = asking.PromptRunner.run
 
-    def measured(runners, group, number, *rest):
+    def measured(self, group, number, temperature):
         if len(seen) == calls:
             raise KeyboardInterrupt
-        seen.append((number, len(seen)))
-        return measure(runners, group, number, *rest)
+        seen.append(number)
+        return run(self, group, number, temperature)
 
-    monkeypatch.setattr(asking, "measure_group", measured)
+    monkeypatch.setattr(asking.PromptRunner, "run", measured)
     return seen
 
 
@@ -124,7 +124,6 @@ def test_a_killed_process_is_continued(config, models, tmp_path):
 
 
 def test_a_damaged_journal_is_told(tmp_path):
-    Journal(tmp_path, {"a": 1}, {}).add({"group": 0, "temperature": 0.0, "rows": [], "learned": {}})
-    (tmp_path / "journal.jsonl").write_text((tmp_path / "journal.jsonl").read_text() + "nonsense\n")
-    with pytest.raises(InputError, match="damaged in line 3"):
-        Journal(tmp_path, {"a": 1}, {})
+    (tmp_path / "journal.jsonl").write_text('{"settings": {}, "auto": {}}\nnonsense\n')
+    with pytest.raises(InputError, match="damaged in line 2"):
+        Journal(tmp_path)

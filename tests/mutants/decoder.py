@@ -223,8 +223,6 @@ MUTANTS = [
            "(MODEL, {})", (QUANTIZED_TEST,)),
     Mutant("tune-takes-the-slowest-precision", "eval/tune.py", "key=lambda bits: precisions[bits]",
            "key=lambda bits: -precisions[bits]", ("tests/eval/tune_test.py",)),
-    Mutant("fidelity-the-other-way-round", "eval/bench/measuring.py", "(p.exp() * (p - q))", "(q.exp() * (q - p))",
-           ("tests/eval/bench/fidelity_test.py",)),
     Mutant("packed-small-weights-share-nothing", "modules/engine/lean.py", "fused.weight.split(", "weight.split(",
            (PACKED_TEST,)),
     Mutant("cache-forgets-the-path", CACHE, "        self.length = end\n", "        self.length = length\n",

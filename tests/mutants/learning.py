@@ -72,8 +72,6 @@ MUTANTS = [
            (REPETITION_TEST,)),
     Mutant("repetition-rounds-begin-with-the-prefill", SUMMARY, '[len(prompt) :], row["prefill_emitted"]',
            "[len(prompt) :], 0", (SUMMARY_TEST,)),
-    Mutant("speed-bench-mean-over-turns", SUMMARY, 'questions.setdefault(row["prompt"], [])',
-           'questions.setdefault((row["prompt"], row["turn"]), [])', (SUMMARY_TEST,)),
     # -- replays
     Mutant("replay-confidence-stops-at-its-threshold", REPLAY,
            "minimum - 1 : maximum]) < t", "minimum - 1 : maximum]) <= t", (REPLAY_TEST,)),

@@ -1,4 +1,4 @@
-"""Costs that a run measured for `auto` are saved with its results: with them and the seed every round is the same."""
+"""Costs that a run measured for `auto` are saved with its results and its journal: by them every round is the same."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from tiny_world import draft_options
 from draftsmith.eval.bench import command as bench
 from draftsmith.eval.bench import measuring as asking
 from draftsmith.eval.bench.command import BenchConfig
-from draftsmith.eval.bench.compare import notes_of, open_bench
-from draftsmith.eval.bench.results import read_rows
-from draftsmith.eval.bench.tables import caption
+from draftsmith.eval.bench.results import caption, read_rows
 
 GIVEN = "online:c=0.1:max=4,spec:k=2"
 AUTO = "online:max=4,eagle2:nodes=auto:depth=auto:topk=2"
@@ -30,23 +28,34 @@ def config_of(models, output, **changes) -> BenchConfig:
 
 
 @pytest.fixture(scope="module")
-def first(models, tmp_path_factory) -> BenchConfig:
+def runs(models, tmp_path_factory) -> tuple[BenchConfig, BenchConfig]:
+    """A run by costs that no clock took, and the same run, interrupted."""
     config = config_of(models, tmp_path_factory.mktemp("first"))
-    assert bench.run(config) == 0
-    return config
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("draftsmith.eval.costs.measure_step_cost", lambda *_: 0.1)
+        patch.setattr("draftsmith.eval.costs.time_draft_steps", lambda *_: {"first": 0.002, "step": 0.001})
+        patch.setattr("draftsmith.eval.costs.time_target_trees", lambda *_: {1: 0.01, 64: 0.03})
+        assert bench.run(config) == 0
+        broken = dataclasses.replace(config, output=tmp_path_factory.mktemp("broken"))
+        interrupt_after(patch, 5)
+        with pytest.raises(KeyboardInterrupt):
+            bench.run(broken)
+    return config, broken
 
 
-def interrupt_after(monkeypatch, calls: int) -> None:
-    """The call number `calls` + 1 to `measure` raises what Ctrl-C raises."""
-    measure, seen = asking.measure_group, []
+def interrupt_after(monkeypatch, calls: int) -> list[int]:
+    """Group number `calls` + 1 raises what Ctrl-C raises; the list receives the groups that were measured."""
+    seen: list[int] = []
+    run = asking.PromptRunner.run
 
-    def measured(*args):
+    def measured(self, group, number, temperature):
         if len(seen) == calls:
             raise KeyboardInterrupt
-        seen.append(args)
-        return measure(*args)
+        seen.append(number)
+        return run(self, group, number, temperature)
 
-    monkeypatch.setattr(asking, "measure_group", measured)
+    monkeypatch.setattr(asking.PromptRunner, "run", measured)
+    return seen
 
 
 def rounds(config: BenchConfig) -> list[tuple]:
@@ -61,23 +70,10 @@ def meta(config: BenchConfig) -> dict:
     return json.loads((config.output / "results.json").read_text())["meta"]
 
 
-def test_what_auto_came_to_is_in_the_results(first):
-    kept = meta(first)
-    assert set(kept["step_costs"]) == {"draft"} and kept["step_costs"]["draft"] > 0
-    curve = kept["tree_times"]["target, by rows"]
-    assert all(seconds > 0 for seconds in curve.values()) and len(kept["tree_times"]) == 2
-    results = json.loads((first.output / "results.json").read_text())
-    assert f" c by draft: {kept['step_costs']['draft']:.3g}." in caption(results)
-
-
-def test_a_run_by_anothers_costs_drafts_the_same_in_every_round(first, tmp_path):
-    again = dataclasses.replace(first, output=tmp_path, costs=first.output)
-    assert bench.run(again) == 0
-    assert rounds(again) == rounds(first)
-    assert {kind: meta(again)[kind] for kind in ("step_costs", "tree_times")} == {
-        kind: meta(first)[kind] for kind in ("step_costs", "tree_times")
-    }
-    assert not any("measured other costs" in note for note in notes_of(*map(open_bench, (first.output, tmp_path))))
+def test_what_auto_came_to_is_in_the_results(runs):
+    results = json.loads((runs[0].output / "results.json").read_text())
+    assert results["meta"]["step_costs"] == {"draft": 0.1} and " c by draft: 0.1." in caption(results)
+    assert results["meta"]["tree_times"]["target, by rows"] == {"1": 0.01, "64": 0.03}
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
@@ -90,15 +86,10 @@ def test_with_c_given_the_seed_fixes_every_round(models, tmp_path, batch_size):
     assert rounds(configs[0]) == rounds(configs[1]) and meta(configs[0])["step_costs"] == {}
 
 
-def test_a_broken_run_goes_on_with_its_costs_and_what_was_learned(first, tmp_path, monkeypatch):
-    broken = dataclasses.replace(first, output=tmp_path, costs=first.output)
-    with monkeypatch.context() as patch:
-        interrupt_after(patch, 5)
-        with pytest.raises(KeyboardInterrupt):
-            bench.run(broken)
-    with monkeypatch.context() as patch:  # what goes on asks no clock, and no other run
-        patch.setattr("draftsmith.eval.costs.measure_step_cost", None)
-        patch.setattr("draftsmith.eval.costs.time_target_trees", None)
-        patch.setattr("draftsmith.eval.bench.command.load_times", None)
-        assert bench.run(broken) == 0
-    assert rounds(broken) == rounds(first)
+def test_a_broken_run_goes_on_with_its_costs_and_what_was_learned(runs, monkeypatch):
+    whole, broken = runs
+    # A resumed run asks no clock for costs.
+    monkeypatch.setattr("draftsmith.eval.costs.measure_step_cost", None)
+    monkeypatch.setattr("draftsmith.eval.costs.time_target_trees", None)
+    assert bench.run(broken) == 0
+    assert rounds(broken) == rounds(whole)

@@ -18,8 +18,7 @@ from draftsmith.data.text.template import load_chat_tokenizer, prompt_ids
 from draftsmith.eval.bench import command as bench
 from draftsmith.eval.bench.command import BenchConfig
 from draftsmith.eval.bench.prompts import read_prompts
-from draftsmith.eval.bench.results import read_rows
-from draftsmith.eval.bench.tables import caption
+from draftsmith.eval.bench.results import caption, read_rows
 from draftsmith.launch.cli import main
 from draftsmith.modules.types import InputError
 
@@ -105,7 +104,7 @@ def test_prompts_and_tasks_add_up_to_the_whole(results, per_prompt):
 
 def test_sampling_repeats_with_its_seed_and_is_not_compared(config, tmp_path):
     sampling = dataclasses.replace(
-        config, methods="spec:k=3,hf", temperature=0.8, top_k=10, repeats=1, limit=2, output=tmp_path
+        config, methods="spec:k=3,hf", method="spec:k=3", temperature=0.8, top_k=10, repeats=1, limit=2, output=tmp_path
     )
     tokens = []
     for seed in (0, 0, 1):

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import io
 import json
 
 import pytest
-from rich.console import Console
 
-from draftsmith.data.console import draw_table
 from draftsmith.eval.bench.measuring import Journal
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.results import (
     PER_PROMPT,
     Row,
+    caption,
     failures_of,
     of_methods,
     read_rows,
+    results_tables,
     row_of,
     summarise,
     write_rows,
 )
-from draftsmith.eval.bench.tables import caption, results_tables
 from draftsmith.eval.report.tables import markdown
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
@@ -130,17 +128,6 @@ def results_of(methods: dict[str, list[Row]], *temperatures: float) -> dict:
     return json.loads(json.dumps({"meta": meta, "methods": rows, "failures": []}))
 
 
-def shown(width: int, *tables) -> str:
-    console = Console(width=width, file=io.StringIO())
-    for table in tables:
-        draw_table(console, table, bold="fastest")
-    return console.file.getvalue()
-
-
-def markdown_tables(results: dict) -> str:
-    return "\n".join(map(markdown, results_tables(results)))
-
-
 def test_the_mean_of_tasks_is_named_apart_from_the_pooled_ratio():
     # Task a: 3 tokens in 1 s against 3 s, 2 calls. Task b: 4 tokens in 3 s against 5 s, 2 calls; twice, so that tasks
     # weigh differently. Pooled: 11 tokens in 7 s against 13 s, 6 calls.
@@ -153,18 +140,6 @@ def test_the_mean_of_tasks_is_named_apart_from_the_pooled_ratio():
         "method", "a", "a: tau", "b", "b: tau", "all, pooled", "all, pooled: tau", "mean of tasks", "mean of tasks: tau"
     ]  # fmt: skip
     assert "| spec | 3.00x | 1.50 | 1.67x | 2.00 | 2.00x | 1.75 | 2.33x | 1.75 |" in markdown(table)
-
-
-def test_speed_benchs_acceptance_length_is_a_mean_over_questions_then_over_categories():
-    # Category a: a question of two turns, 3 + 4 tokens in 2 + 2 calls, and one of 3 in 2. Category b: one of 4 in 2.
-    turns = [{**SPEC[0], "task": "a"}, {**SPEC[1], "task": "a", "group": 0, "turn": 2}]
-    rows = [*turns, {**SPEC[0], "prompt": 1, "group": 1}, {**SPEC[1], "prompt": 2, "group": 2}]
-    ar = [{**AR[row["token_ids"][0] == 4], **{key: row[key] for key in ("prompt", "group", "task")}} for row in rows]
-    row = summarise({"ar": ar, "spec": rows}, "cpu", 0, True, speed_bench=True)[1]
-    assert row["by_task"]["a"]["speed_bench_tau"] == (7 / 4 + 3 / 2) / 2 and row["by_task"]["a"]["tau"] == 10 / 6
-    assert row["by_task"]["b"]["speed_bench_tau"] == row["by_task"]["b"]["tau"] == 2
-    assert row["speed_bench_tau"] == ((7 / 4 + 3 / 2) / 2 + 2) / 2 and row["macro_tau"] == (10 / 6 + 2) / 2
-    assert "speed_bench_tau" not in summarise({"ar": ar, "spec": rows}, "cpu", 0, True)[1]
 
 
 def test_turns_of_one_question_are_resampled_together():
@@ -199,20 +174,22 @@ def test_rows_come_back_as_they_were_measured(tmp_path):
 def test_a_journal_is_resumed(tmp_path):
     row = json.loads(json.dumps(AR[0]))
     entry = {"group": 2, "temperature": 0.0, "rows": [row], "learned": {"online": [{"w": [0.5]}]}}
-    Journal(tmp_path, {"seed": 0}, {}).add(entry)
-    assert Journal(tmp_path, {"seed": 0}, {}).entries == [entry]
+    first = Journal(tmp_path)
+    first.start({"seed": 0}, {"step_costs": {"draft": 0.1}})
+    first.add(entry)
+    again = Journal(tmp_path)
+    again.start({"seed": 0}, {})
+    assert (again.entries, again.times) == ([entry], {"step_costs": {"draft": 0.1}})
     with pytest.raises(InputError, match="seed 0 there, 1 here"):
-        Journal(tmp_path, {"seed": 1}, {})
+        again.start({"seed": 1}, {})
 
 
 def test_what_changes_the_output_is_marked_in_every_table_and_never_the_fastest():
     (lossy,) = parse_methods("medusa:accept=typical")
     assert lossy.label == "medusa:accept=typical (not lossless)"
     results = results_of({"ar": AR, "spec:k=5": AR, lossy.label: SPEC})
-    first, *others = results_tables(results)
-    assert [row["method"] for row in first.rows if row["fastest"]] == ["ar", "spec:k=5"]  # half as fast
+    tables = results_tables(results)
+    assert [row["method"] for row in tables[0].rows if row["fastest"]] == ["ar", "spec:k=5"]  # half as fast
     assert "(not lossless) answers with another distribution than the target's" in caption(results)
-    tables = [first, *others]
-    assert len(tables) == 3
-    assert all(lossy.label in {row["method"] for row in table.rows} for table in tables)
+    assert len(tables) == 2 and all(lossy.label in {row["method"] for row in table.rows} for table in tables)
     assert "not lossless" not in caption(results_of({"ar": AR, "spec:k=5": SPEC}))

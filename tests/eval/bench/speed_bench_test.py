@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from pathlib import Path
-from statistics import fmean
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts, read_questions
-from draftsmith.eval.bench.results import read_rows
-from draftsmith.eval.bench.tables import results_tables
-from draftsmith.eval.report.tables import markdown
 from draftsmith.launch.cli import main
 
 SCHEMA = pa.schema([
@@ -72,9 +67,7 @@ def test_the_limit_counts_in_each_category_and_in_a_task_of_another_name_for_all
         found = read_questions([("", str(file))], models["target"], None, None, 2, "all")
         assert asked_ids(found) == [["q0", "q2"], ["q1", "q3"]]
         (named,) = read_questions([("speed", str(file))], models["target"], None, None, 2, "all")
-        assert [(prompt.id, prompt.task, prompt.speed_bench) for prompt in named] == [
-            ("q0", "speed", False), ("q1", "speed", False)
-        ]  # fmt: skip
+        assert [(prompt.id, prompt.task) for prompt in named] == [("q0", "speed"), ("q1", "speed")]
 
 
 def test_a_placeholder_is_refused_with_the_script_that_fetches_it(models, tmp_path, capsys):
@@ -85,24 +78,3 @@ def test_a_placeholder_is_refused_with_the_script_that_fetches_it(models, tmp_pa
         assert file.name in err and "is a placeholder (FULL BENCHMARK DATA" in err and "prepare_data.py" in err
         assert not (tmp_path / "out" / "results.json").exists()
         assert len(read_prompts(str(file), models["target"], keep_tasks="coding")) == 1
-
-
-def test_its_acceptance_length_stands_beside_tau(models, files, tmp_path):
-    words = ["--target", models["target"], "--draft", models["draft"], "--prompts", str(files[0])]
-    words += ["--methods", "spec:k=3", "--limit", "2", "--batch-size", "2", "--repeats", "1"]
-    words += ["--max-new-tokens", "8", "--ignore-eos", "--output", str(tmp_path)]
-    assert main(["eval", "bench", *words]) == 0
-    results = json.loads((tmp_path / "results.json").read_text())
-    steps: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for row in read_rows(tmp_path):
-        if row["method"] == "spec:k=3":
-            own = [1, *(done["num_emitted"] for done in row["rounds"])]
-            steps[row["task"]][row["id"]] += own
-            assert sum(own) == row["tokens"]
-    expected = {task: fmean(fmean(own) for own in by_id.values()) for task, by_id in steps.items()}
-    _, row = results["methods"]
-    assert {task: part["speed_bench_tau"] for task, part in row["by_task"].items()} == pytest.approx(expected)
-    assert row["speed_bench_tau"] == pytest.approx(fmean(expected.values())) and row["speed_bench_tau"] != row["tau"]
-    written = "\n".join(map(markdown, results_tables(results)))
-    assert "| coding: SPEED-Bench's AL | writing |" in written and "mean of tasks: SPEED-Bench's AL |" in written
-    assert "SPEED-Bench's AL: acceptance length by its rule" in written

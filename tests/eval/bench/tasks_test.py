@@ -153,7 +153,7 @@ def test_a_set_in_the_layout_of_fastchat_is_named_by_its_folders(tmp_path):
 
 
 def prompt_runner(runner, **changes) -> PromptRunner:
-    settings = dict(chat=None, context=50, room=50, max_new_tokens=4, repeats=1, seed=0)
+    settings = dict(tokenizer=None, context=50, room=50, max_new_tokens=4, repeats=1, seed=0)
     return PromptRunner({0.0: {"ar": answer, "other": runner}}, **{**settings, **changes})
 
 

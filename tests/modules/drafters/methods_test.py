@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from draftsmith.data.engines.own import select_method
-from draftsmith.eval.bench.hf_baseline import BASELINES
+from draftsmith.eval.bench.runner import BASELINES
 from draftsmith.modules.drafters import learned
 from draftsmith.modules.drafters.chains import FixedK, HeadByCost, Online, SpecDecPlusPlus
 from draftsmith.modules.drafters.eagle.head import EagleChain

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from transformers import GenerationConfig
 
-from draftsmith.eval.bench.hf_baseline import BASELINES
+from draftsmith.eval.bench.runner import BASELINES
 from draftsmith.modules.drafters.methods import parse_method
 from draftsmith.modules.formats import hf_assisted
 from draftsmith.modules.formats.hf_assisted import Tuning, choose_tuning
