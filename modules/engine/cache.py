@@ -11,21 +11,15 @@ B rows, T new tokens of each, S slots, D head_dim.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.modules.transfer import to_device_together
-
 # Folding gains nothing on a CPU for more queries than this, and their mask becomes large.
 FOLDED = 64
 # The memory-efficient kernel wants strides and start of a mask in multiples of this.
 ALIGNMENT = 8
-# Cost of attention for one more row, in queries of a padded row: among rows that are padded together, and alone.
-PADDED_ROW, ROW_ALONE = 6, 11
 
 
 def as_bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
@@ -94,92 +88,15 @@ def attend(
     return attended.transpose(1, 2)
 
 
-class Ragged:
-    """Rows with different numbers of inputs, laid out one behind the other as [N, ..].
-
-    Only attention needs rows side by side: it pads the short rows together and reads the long ones one by one.
-    """
-
-    def __init__(self, counts: Sequence[int], device: torch.device):
-        """counts: inputs of each row, 0 for idle rows."""
-        self.batch, self.width = len(counts), max(counts)
-        index = self._places(counts, self.width)
-        # The width to pad to that costs least; rows wider than it are read alone.
-        width = self._short = min({0, *counts}, key=lambda width: self._cost(counts, width))
-        ends = list(accumulate(counts))
-        parts = [(row, end - count, end) for row, (count, end) in enumerate(zip(counts, ends, strict=True)) if count]
-        self._alone = [part for part in parts if part[2] - part[1] > width]
-        short = [i for _, start, end in parts if end - start <= width for i in range(start, end)]
-        padded = self._places([count if count <= width else 0 for count in counts], width)
-        # Places of all inputs in [batch * width]; of the short rows' inputs in [N], and in [batch * short].
-        self._index, self._own, self._padded = to_device_together([index, short, padded], device)
-
-    @staticmethod
-    def _places(counts: Sequence[int], width: int) -> list[int]:
-        return [row * width + i for row, count in enumerate(counts) for i in range(count)]
-
-    @staticmethod
-    def _cost(counts: Sequence[int], width: int) -> int:
-        """Estimate the time of attention with rows padded to `width` (0: none), longer ones alone."""
-        padded = len(counts) * (PADDED_ROW + width) if width else 0
-        return padded + sum(ROW_ALONE + count for count in counts if count > width)
-
-    def spread(self, packed: Tensor, places: Tensor | None = None, width: int = 0) -> Tensor:
-        """Pad [N, ..] to [batch, width, ..] with zeros, by default to the widest row."""
-        width, places = width or self.width, self._index if places is None else places
-        padded = packed.new_zeros(self.batch * width, *packed.shape[1:])
-        return padded.index_copy_(0, places, packed).unflatten(0, (self.batch, width))
-
-    def pack(self, padded: Tensor) -> Tensor:
-        """Undo `spread`: [batch, width, ..] -> [N, ..]."""
-        return padded.flatten(0, 1).index_select(0, self._index)
-
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, groups: int, mask: Tensor) -> Tensor:
-        """Attend with queries [N, heads, D] to their rows' keys and values [batch, kv_heads, S, D]: [N, heads, D].
-
-        mask: the `prepared` bias of [batch, 1, width, S].
-        """
-        # Lines of the mask for each query.
-        attended, lines = torch.empty_like(queries), mask.shape[2] // self.width
-        if self._short:
-            own = queries.index_select(0, self._own) if self._alone else queries
-            padded = self.spread(own, self._padded, self._short)
-            short = attend(padded, keys, values, groups, mask[:, :, : self._short * lines])
-            short = short.flatten(0, 1).index_select(0, self._padded)
-            attended = attended.index_copy_(0, self._own, short) if self._alone else short
-        for row, start, end in self._alone:
-            one = slice(row, row + 1)
-            own_mask = mask[one, :, : (end - start) * lines]
-            attended[start:end] = attend(queries[None, start:end], keys[one], values[one], groups, own_mask)[0]
-        return attended
-
-
-class LayerCache(Protocol):
-    """Keys and values as a decoder layer uses them."""
-
-    # Kept tokens; new ones follow them.
-    length: int
-
-    def attend(
-        self, layer: int, queries: Tensor, keys_values: Tensor, groups: int, mask: Tensor | None, causal: bool
-    ) -> Tensor:
-        """Store keys_values [B, T, 2 * kv_heads, D], the keys' heads first, and attend to all that is cached.
-
-        queries: [B, T, heads, D], like the result. mask, causal: see `attend`.
-        """
-
-
 class NoCache:
     """Teacher forcing: a call sees its own keys and values only, and nothing is kept."""
 
     length = 0
 
-    def attend(
-        self, layer: int, queries: Tensor, keys_values: Tensor, groups: int, mask: Tensor | None, causal: bool
-    ) -> Tensor:
+    def write(self, layer: int, keys_values: Tensor) -> tuple[Tensor, Tensor]:
         batch, length, _, head_dim = keys_values.shape
         keys, values = keys_values.view(batch, length, 2, -1, head_dim).permute(2, 0, 3, 1, 4)
-        return attend(queries, keys, values, groups, mask, causal)
+        return keys, values
 
 
 class KVCache:
@@ -191,12 +108,8 @@ class KVCache:
     def __init__(self, data: Tensor, written: int | None = None):
         """data: finite numbers everywhere, or 0 * nan spoils the attention to slots that a mask hides. written: slots
         that may hold something; None: all."""
-        self.length = 0
-        self._hold(data)
+        self.data, self.length, self.capacity = data, 0, data.shape[-2]
         self._written = self.capacity if written is None else written
-
-    def _hold(self, data: Tensor) -> None:
-        self.data = data
         # As layers write and read it. Sliced once a forward for all layers: on small models making views is most of
         # the cost of writing.
         self._slots = data.permute(0, 2, 4, 1, 3, 5)  # [layers, B, capacity, 2, kv_heads, D]
@@ -204,21 +117,14 @@ class KVCache:
         # First slot and number of the slices.
         self._place: tuple[int, int] | None = None
 
-    @property
-    def capacity(self) -> int:
-        return self.data.shape[-2]
+    def write(self, layer: int, keys_values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store keys_values [B, T, 2 * kv_heads, D], the keys' heads first, behind the kept tokens.
 
-    def attend(
-        self, layer: int, queries: Tensor, keys_values: Tensor, groups: int, mask: Tensor | None, causal: bool
-    ) -> Tensor:
-        keys, values = self.write(layer, self.length, keys_values)
-        return attend(queries, keys, values, groups, mask, causal)
-
-    def write(self, layer: int, start: int, keys_values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store [B, T, 2 * kv_heads, D] at slots start.. and return keys and values [B, kv_heads, start + T, D]."""
-        place = start, keys_values.shape[1]
+        Returns all that is cached: keys and values [B, kv_heads, length + T, D].
+        """
+        place = self.length, keys_values.shape[1]
         if place != self._place:
-            end = start + place[1]
+            end = sum(place)
             self._written = max(self._written, end)
             self._fresh = self._slots.narrow(2, *place).unbind(0)
             self._seen = self._halves.narrow(3, 0, end).unbind(0)
@@ -244,10 +150,6 @@ class KVCache:
                 self.data[..., length:end, :] = self.data.index_select(-2, index)
         self.length = end
 
-    def select_rows(self, rows: Tensor) -> None:
-        """Keep these rows of the batch only."""
-        self._hold(self.data.index_select(2, rows))
-
 
 class RowsCache(KVCache):
     """A cache for rows of different lengths, which its caller tracks: `length` stays 0.
@@ -266,25 +168,12 @@ class RowsCache(KVCache):
         first = torch.arange(2 * batch * num_kv_heads, device=data.device) * capacity
         self._first = first.view(2, batch, num_kv_heads).transpose(0, 1).reshape(batch, 1, -1)  # [B, 1, 2 * kv_heads]
 
-    def place(self, slots: Tensor, span: int, ragged: Ragged | None = None) -> None:
-        """Write the next forward's inputs to slots [B, T], and read the first `span` slots of the first B rows.
+    def place(self, slots: Tensor, span: int) -> None:
+        """Write the next forward's inputs to slots [B, T], and read the first `span` slots of the first B rows."""
+        self._index = self._first[: len(slots)] + slots[..., None]  # [B, T, 2 * kv_heads]
+        self._batch, self._span = len(slots), span
 
-        ragged: the inputs come as [1, N, ..], laid out so.
-        """
-        index = self._first[: len(slots)] + slots[..., None]  # [B, T, 2 * kv_heads]
-        self._index = index if ragged is None else ragged.pack(index)[None]
-        self._batch, self._span, self._ragged = len(slots), span, ragged
-
-    def attend(
-        self, layer: int, queries: Tensor, keys_values: Tensor, groups: int, mask: Tensor | None, causal: bool
-    ) -> Tensor:
-        keys, values = self.write(layer, 0, keys_values)
-        if self._ragged is None:
-            return attend(queries, keys, values, groups, mask, causal)
-        assert mask is not None
-        return self._ragged.attend(queries[0], keys, values, groups, mask)
-
-    def write(self, layer: int, start: int, keys_values: Tensor) -> tuple[Tensor, Tensor]:
+    def write(self, layer: int, keys_values: Tensor) -> tuple[Tensor, Tensor]:
         """Store keys_values where `place` said and return keys and values [B, kv_heads, span, D]."""
         self._flat[layer].index_put_((self._index,), keys_values)
         keys, values = self._layers[layer].narrow(1, 0, self._batch).narrow(3, 0, self._span).unbind(0)
@@ -310,3 +199,6 @@ class RowsCache(KVCache):
         for new, old in enumerate(rows.tolist()):
             if new != old:
                 self.data[:, :, new].copy_(self.data[:, :, old])
+
+
+LayerCache = KVCache | NoCache

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.modules.engine.cache import KVCache, LayerCache, as_bias, prepared, tree_mask
+from draftsmith.modules.engine.cache import KVCache, LayerCache, as_bias, attend, prepared, tree_mask
 from draftsmith.modules.layers import DecoderLayer, LlamaConfig, RMSNorm, rope_table
 
 # States by layer: the caller gives the numbers, the forward fills in the states.
@@ -219,7 +219,8 @@ class LeanLayer:
         rolled = rotated.roll(self.head_dim // 2, -1)
         rotated.mul_(cos).addcmul_(rolled, sin)
         queries, keys_values = qkv[:, :, : self.num_heads], qkv[:, :, self.num_heads :]
-        attended = cache.attend(index, queries, keys_values, self.groups, mask, causal)  # [B, T, heads, D]
+        keys, values = cache.write(index, keys_values)  # [B, kv_heads, S, D]
+        attended = attend(queries, keys, values, self.groups, mask, causal)  # [B, T, heads, D]
         rows = self.o.add_to(rows, attended.reshape(len(rows), -1))
         gate, up = self.gate_up(self.post_norm(rows)).chunk(2, -1)
         rows = self.down.add_to(rows, F.silu(gate).mul_(up))

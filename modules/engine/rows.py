@@ -1,23 +1,23 @@
 """Cached sequences for lean layers: a single row with its slots in order, or several rows of different lengths.
 
-Both run a `Forward`, the computation around the layers (embedding, lm_head), so that a target, a draft model and a
-draft head share them. B rows, n inputs of each, N inputs of all rows one behind the other.
+Both run a `Forward`, so that a target, a draft model and a draft head share them, and have the methods of
+`targets.base.Session`. Inputs come as a tuple of sequences with an item for each row: lists of ids, lists of tensors
+[T, ..], or a tensor [B, n, ..]. B rows, n inputs of each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from draftsmith.modules.engine.cache import ALIGNMENT, KVCache, Ragged, RowsCache, as_bias, tree_mask
+from draftsmith.modules.engine.cache import ALIGNMENT, KVCache, RowsCache, as_bias, tree_mask
 from draftsmith.modules.engine.graphs import Graphed
 from draftsmith.modules.engine.lean import LeanStack, Taps
 from draftsmith.modules.transfer import to_device, to_device_together
@@ -28,100 +28,22 @@ SPAN_BUCKET = 256
 SEEN_BUCKET = 64
 # Longer inputs are prompts, and are read without padding.
 MAX_WIDTH = 256
-# Share of inputs in padded rows from which on leaving out the padding takes longer than reading it.
-MOST_THERE = 0.7
-
 # run(x, taps=None): all layers over inputs x, as `LeanStack.run`.
 RunLayers = Callable[..., Tensor]
 Parents = Sequence[Sequence[int]]
-
-
-class Forward(Protocol):
-    """The computation around the layers.
-
-    It is called with `run`, which takes x [T, H] of one row, [N, H] of several, or [B, n, H]; with `picked`, the
-    outputs that are wanted (see `picked_of`); and with inputs: a list or tensor [T, ..] of one row, [N, ..], or [B, n,
-    ..]. It returns logits of the picked outputs, and states of these or of all.
-    """
-
-    def __call__(self, run: RunLayers, picked: Tensor | slice | None, *inputs: Any) -> tuple[Tensor, Tensor]: ...
+# The computation around the layers: called with `run`, `picked` (the outputs that are wanted, see `picked_of`), and
+# inputs, each a list or tensor [T, ..] of one row, or a tensor [B, n, ..] of several. It returns logits of the picked
+# outputs, and states of these or of all.
+Forward = Callable[..., tuple[Tensor, Tensor]]
 
 
 def picked_of(hidden: Tensor, picked: Tensor | slice | None) -> Tensor:
-    """Select outputs: a slice of hidden [T, H], places [B, m] of [N, H], or of each row of [B, n, H]; None takes
-    all."""
+    """Select outputs: a slice of hidden [T, H], or places [B, m] of each row of [B, n, H]; None takes all."""
     if picked is None:
         return hidden
-    if isinstance(picked, slice) or hidden.dim() == 2:
+    if isinstance(picked, slice):
         return hidden[picked]
     return hidden.gather(1, picked[..., None].expand(-1, -1, hidden.shape[-1]))
-
-
-class CachedRows(Protocol):
-    """Rows of cached inputs; row b has `lengths[b]` kept slots.
-
-    Inputs come as a tuple of sequences with an item for each row: lists of ids, lists of tensors [T, ..], or a tensor
-    [B, n, ..].
-    """
-
-    static: bool
-
-    @property
-    def lengths(self) -> Sequence[int]:
-        """Kept slots of each row; those read by `extend` and `nodes` count until `keep`."""
-
-    def reset(self, rows: int) -> None:
-        """Clear everything and start with this many empty rows."""
-
-    def begin(self, row: int) -> None:
-        """Clear a row, or append an empty one behind those in use."""
-
-    def prefill(self, rows: Sequence[int], inputs: Sequence[Any]) -> tuple[Tensor, ...]:
-        """Clear these rows and read their inputs. Returns their last logits [len(rows), 1, V] and all states."""
-
-    def extend(self, inputs: Sequence[Any], parents: Parents | None = None, num_logits: int = 1) -> tuple[Tensor, ...]:
-        """Read on, as `targets.base.Session.extend`. Returns logits [B, num_logits, V] and states."""
-
-    def step(self, *inputs: Any) -> tuple[Tensor, Tensor]:
-        """Read one input of each row, or none. Returns logits [B, V] and states [B, F], undefined for rows with none.
-
-        inputs: first a list with one or no id for each row, or a tensor [B, 1]; the others [B, ..].
-        """
-
-    def nodes(self, inputs: Sequence[Any], seen: Tensor, depth: int) -> tuple[Tensor, ...]:
-        """Read n nodes of each row's tree, inputs [B, n, ..]. Returns logits [B, n, V] and states.
-
-        seen: bias [B, n, m + n]: which of the last m slots (the tree's nodes so far) and of the n new ones a node sees.
-        All nodes see what precedes these; their position is that of the first of them, plus depth - 1.
-        """
-
-    def keep(self, lengths: Sequence[int], slots: Sequence[Sequence[int]] | None = None) -> None:
-        """Keep each row's first slots and those at `slots`, moved to follow them."""
-
-    def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows only, in this order; no row may move backwards."""
-
-
-def cached_rows(stack: LeanStack, forward: Forward, rows: int, capacity: int, static: bool | None) -> CachedRows:
-    """Allocate rows of at most `capacity` slots. static: fixed shapes; None: on CUDA only."""
-    static = stack.device.type == "cuda" if static is None else static
-    return ManyRows(stack, forward, rows, capacity, static) if static or rows > 1 else OneRow(stack, forward, capacity)
-
-
-def _read_on(
-    stack: LeanStack,
-    cache: KVCache,
-    forward: Forward,
-    inputs: Sequence[Any],
-    parents: Parents | None,
-    num_logits: int,
-) -> tuple[Tensor, Tensor]:
-    """Run a forward over T inputs of one row behind its kept slots. parents: of this row."""
-    count = len(inputs[0])
-    picked = None if num_logits >= count else slice(count - num_logits, count)
-    if parents is None:
-        return forward(partial(stack.chain, cache=cache), picked, *inputs)
-    return forward(partial(stack.tree, parents=parents[0], cache=cache), picked, *inputs)
 
 
 class OneRow:
@@ -129,9 +51,8 @@ class OneRow:
 
     static = False
 
-    def __init__(self, stack: LeanStack, forward: Forward, capacity: int):
-        self.stack, self._forward = stack, forward
-        self.cache = stack.new_cache(1, capacity)
+    def __init__(self, stack: LeanStack, forward: Forward, cache: KVCache):
+        self.stack, self._forward, self.cache = stack, forward, cache
 
     @property
     def lengths(self) -> Sequence[int]:
@@ -150,11 +71,21 @@ class OneRow:
 
     def extend(self, inputs: Sequence[Any], parents: Parents | None = None, num_logits: int = 1) -> tuple[Tensor, ...]:
         own = list(map(itemgetter(0), inputs))
-        logits, states = _read_on(self.stack, self.cache, self._forward, own, parents, num_logits)
-        self.cache.length += len(own[0])
+        count = len(own[0])
+        picked = None if num_logits >= count else slice(count - num_logits, count)
+        if parents is None:
+            run = partial(self.stack.chain, cache=self.cache)
+        else:
+            run = partial(self.stack.tree, parents=parents[0], cache=self.cache)
+        logits, states = self._forward(run, picked, *own)
+        self.cache.length += count
         return logits[None], states[None]
 
     def step(self, *inputs: Any) -> tuple[Tensor, Tensor]:
+        """Read one input of each row, or none. Returns logits [B, V] and states [B, F], undefined for rows with none.
+
+        inputs: first a list with one or no id for each row, or a tensor [B, 1]; the others [B, ..].
+        """
         # For a single row [1, ..] is both its sequence of inputs and one input for each row.
         tokens, *others = inputs
         outputs = self._forward(partial(self.stack.chain, cache=self.cache), None, tokens[0], *others)
@@ -162,6 +93,11 @@ class OneRow:
         return outputs
 
     def nodes(self, inputs: Sequence[Any], seen: Tensor, depth: int) -> tuple[Tensor, ...]:
+        """Read n nodes of each row's tree, inputs [B, n, ..]. Returns logits [B, n, V] and states.
+
+        seen: bias [B, n, m + n]: which of the last m slots (the tree's nodes so far) and of the n new ones a node sees.
+        All nodes see what precedes these; their position is that of the first of them, plus depth - 1.
+        """
         stack, cache, count = self.stack, self.cache, seen.shape[1]
         before = cache.length + count - seen.shape[2]
         position = before + depth - 1
@@ -184,8 +120,8 @@ class OneRow:
 class ManyRows:
     """Several rows of different lengths, or one with static shapes.
 
-    Rows are padded to the widest, or, where that would be mostly padding, laid out one behind the other. With static
-    shapes CUDA replays graphs. Inputs past the capacity are harmless, and their outputs undefined.
+    Rows are padded to the widest. With static shapes CUDA replays graphs. Inputs past the capacity are harmless, and
+    their outputs undefined.
     """
 
     def __init__(self, stack: LeanStack, forward: Forward, rows: int, capacity: int, static: bool):
@@ -249,7 +185,7 @@ class ManyRows:
         depths = torch.full((1, 1), depth - 1, device=self._slots.device)
         first, behind = to_device_together([starts, fresh], self._stack.device)
         # All outputs are wanted, so `picked` is not used: any tensor will do.
-        return self._trees(first, behind, depths, seen, first, *inputs, static=(None, span, True))
+        return self._trees(first, behind, depths, seen, first, *inputs, static=(span, True))
 
     def keep(self, lengths: Sequence[int], slots: Sequence[Sequence[int]] | None = None) -> None:
         moved = []
@@ -268,58 +204,56 @@ class ManyRows:
 
     def _alone(
         self, row: int, inputs: Sequence[Any], length: int, parents: Parents | None, num_logits: int
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """Read one row without padding, behind its first `length` slots. inputs, parents: of this row."""
-        cache = self._cache.row(row)
-        cache.length = length
-        return _read_on(self._stack, cache, self._forward, inputs, parents, num_logits)
+        alone = OneRow(self._stack, self._forward, self._cache.row(row))
+        alone.cache.length = length
+        logits, states = alone.extend([[part] for part in inputs], parents, num_logits)
+        return logits[0], states[0]
 
     def _together(
         self, inputs: Sequence[Any], lengths: Sequence[int], parents: Parents | None, num_logits: int
     ) -> tuple[Tensor, ...]:
         """Read all rows side by side. lengths: slots of each row before this call."""
         counts = [len(row) for row in inputs[0]]
-        wide, total = max(counts), sum(counts)
-        width = bucket(wide) if self.static else wide
-        ragged = None
-        if not self.static and total <= MOST_THERE * wide * len(counts):
-            ragged = Ragged(counts, self._stack.device)
+        width = max(counts)
+        whole = num_logits >= width
+        width = bucket(width) if self.static else width
 
-        # Where the last num_logits outputs of each row lie; in shorter rows they are followed by any others.
-        whole = num_logits >= wide
-        places: list[list[int]] = []
-        if not whole:
-            begun = [0] * len(counts) if ragged is None else [0, *accumulate(counts[:-1])]
-            end = (width if ragged is None else total) - 1
-            first = [start + max(count - num_logits, 0) for start, count in zip(begun, counts, strict=True)]
-            places = [[min(i + own, end) for i in range(num_logits)] for own in first]
+        # Places of the last num_logits outputs of each row; in shorter rows they are followed by any others.
+        first = [0 if whole else max(count - num_logits, 0) for count in counts]
+        places = [[min(i + own, width - 1) for i in range(0 if whole else num_logits)] for own in first]
 
         # Everything that lies on the host goes to the device in one transfer.
-        fed = [self._padded(part, width) if ragged is None else _laid_out(part, ragged) for part in inputs]
-        below, seen = ([], None) if parents is None else self._tree_inputs(parents, width)
+        fed = [_padded(part, width) for part in inputs]
+        below, seen = list[list[int]](), None
+        if parents is not None:
+            # Depths [B, width], and the bias [B, width, width] among a tree's nodes; padding sees itself only.
+            masks = [tree_mask([*own, *[-1] * (width - len(own))], 0, torch.device("cpu")) for own in parents]
+            depths, visible = (torch.stack(parts) for parts in zip(*masks, strict=True))
+            window = self._stack.config.sliding_window
+            if window is not None:
+                visible &= depths[:, :, None] - depths[:, None] < window
+            below, seen = depths.tolist(), to_device(as_bias(visible, self._stack.dtype), self._stack.device)
         on_host = [part for part in fed if not isinstance(part, Tensor)]
         starts, picked, depths, *ids = to_device_together([lengths, places, below, *on_host], self._stack.device)
         fed = [part if isinstance(part, Tensor) else ids.pop(0) for part in fed]
 
-        static = (ragged, self._span(max(lengths) + width), whole)
+        static = (self._span(max(lengths) + width), whole)
         if seen is None:
-            outputs = self._chains(starts, picked, *fed, static=static)
-        else:
-            outputs = self._trees(starts, starts, depths, seen, picked, *fed, static=static)
-        if ragged is None:
-            return outputs
-        return tuple(ragged.spread(part) if part.dim() == 2 else part for part in outputs)
+            return self._chains(starts, picked, *fed, static=static)
+        return self._trees(starts, starts, depths, seen, picked, *fed, static=static)
 
     def _read_chains(self, starts: Tensor, picked: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         """Read inputs at the positions from starts [B] on, which see all that precedes them."""
-        *inputs, ragged, span, whole = rest
+        *inputs, span, whole = rest
 
         def run(x: Tensor, taps: Taps | None = None) -> Tensor:
-            count = x.shape[1] if ragged is None else ragged.width
-            positions = starts[:, None] + torch.arange(count, device=x.device)
+            positions = starts[:, None] + torch.arange(x.shape[1], device=x.device)
             positions = positions.clamp_max(self._capacity)  # [B, n]
             visible = self._slots[:span] <= positions[..., None]  # [B, n, span]
-            return self._run(x, positions, positions, self._near(visible, positions), ragged, taps)
+            bias = as_bias(self._near(visible, positions), self._stack.dtype)
+            return self._run(x, positions, positions, bias, taps)
 
         return self._forward(run, None if whole else picked, *inputs)
 
@@ -331,7 +265,7 @@ class ManyRows:
         Inputs see all slots before the tree, and the tree's by the bias seen [B, n, m]. depths: [B or 1, n or 1] of
         their positions behind starts.
         """
-        *inputs, ragged, span, whole = rest
+        *inputs, span, whole = rest
 
         def run(x: Tensor, taps: Taps | None = None) -> Tensor:
             count, width = seen.shape[1:]
@@ -341,22 +275,16 @@ class ManyRows:
             own = seen.gather(2, place.clamp(0, width - 1).expand(-1, count, -1))
             own = own.masked_fill(place >= width, -torch.inf)
             kept = as_bias(self._near(place.expand(-1, count, -1) < 0, positions), seen.dtype)
-            slots = slots.clamp_max(self._capacity)
-            return self._run(x, positions, slots, torch.where(place < 0, kept, own), ragged, taps)
+            bias = torch.where(place < 0, kept, own)  # [B, n, span]
+            return self._run(x, positions, slots.clamp_max(self._capacity), bias, taps)
 
         return self._forward(run, None if whole else picked, *inputs)
 
-    def _run(
-        self, x: Tensor, positions: Tensor, slots: Tensor, mask: Tensor, ragged: Ragged | None, taps: Taps | None
-    ) -> Tensor:
-        """Run the layers on x [B, n, H], or ragged [N, H], at positions [B, n], into slots [B, n]; mask [B, n,
-        span]."""
+    def _run(self, x: Tensor, positions: Tensor, slots: Tensor, bias: Tensor, taps: Taps | None) -> Tensor:
+        """Run the layers on x [B, n, H] at positions [B, n], into slots [B, n]; bias [B, n, span]."""
         stack = self._stack
-        self._cache.place(slots, mask.shape[-1], ragged)
+        self._cache.place(slots, bias.shape[-1])
         rotated = positions.clamp_max(len(stack.cos) - 1)
-        if ragged is not None:
-            rotated = ragged.pack(rotated)[None]
-        bias = as_bias(mask, stack.dtype) if mask.dtype == torch.bool else mask
         return stack.run(x, stack.cos[rotated], stack.sin[rotated], self._cache, bias[:, None], False, taps)
 
     def _near(self, visible: Tensor, positions: Tensor) -> Tensor:
@@ -366,34 +294,19 @@ class ManyRows:
             return visible
         return visible & (self._slots[: visible.shape[-1]] > positions[..., None] - window)
 
-    def _tree_inputs(self, parents: Parents, width: int) -> tuple[list[list[int]], Tensor]:
-        """Return depths [B, width] and the bias [B, width, width] among a tree's nodes; padding sees itself only."""
-        masks = [tree_mask([*own, *[-1] * (width - len(own))], 0, torch.device("cpu")) for own in parents]
-        depths, visible = (torch.stack(parts) for parts in zip(*masks, strict=True))
-        window = self._stack.config.sliding_window
-        if window is not None:
-            visible &= depths[:, :, None] - depths[:, None] < window
-        return depths.tolist(), to_device(as_bias(visible, self._stack.dtype), self._stack.device)
-
-    def _padded(self, part: Any, width: int) -> Any:
-        """Pad one of the inputs to [B, width, ..]: a tensor, or lists of ids."""
-        if not isinstance(part, Tensor):
-            if not isinstance(part[0], Tensor):
-                return [[*ids, *[0] * (width - len(ids))] for ids in part]
-            part = pad_sequence(list(part), batch_first=True)
-        missing = width - part.shape[1]
-        return F.pad(part, [0, 0] * (part.dim() - 2) + [0, missing]) if missing else part
-
     def _span(self, end: int) -> int:
         """Return how many slots to read if the longest row ends at `end`; with static shapes one of few numbers."""
         return min(SPAN_BUCKET * bucket(-(-end // SPAN_BUCKET)) if self.static else end, len(self._slots))
 
 
-def _laid_out(part: Any, ragged: Ragged) -> Any:
-    """Lay one of the inputs out one row behind the other: a list of ids, or a tensor [N, ..]."""
-    if isinstance(part, Tensor):
-        return ragged.pack(part)
-    return torch.cat(list(part)) if isinstance(part[0], Tensor) else [token for ids in part for token in ids]
+def _padded(part: Any, width: int) -> Any:
+    """Pad one of the inputs to [B, width, ..]: a tensor, or lists of ids."""
+    if not isinstance(part, Tensor):
+        if not isinstance(part[0], Tensor):
+            return [[*ids, *[0] * (width - len(ids))] for ids in part]
+        part = pad_sequence(list(part), batch_first=True)
+    missing = width - part.shape[1]
+    return F.pad(part, [0, 0] * (part.dim() - 2) + [0, missing]) if missing else part
 
 
 def _side_by_side(outputs: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
@@ -404,3 +317,14 @@ def _side_by_side(outputs: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
 def bucket(count: int) -> int:
     """Return the power of two that inputs are padded to."""
     return 1 << (count - 1).bit_length()
+
+
+CachedRows = OneRow | ManyRows
+
+
+def cached_rows(stack: LeanStack, forward: Forward, rows: int, capacity: int, static: bool | None) -> CachedRows:
+    """Allocate rows of at most `capacity` slots. static: fixed shapes; None: on CUDA only."""
+    static = stack.device.type == "cuda" if static is None else static
+    if static or rows > 1:
+        return ManyRows(stack, forward, rows, capacity, static)
+    return OneRow(stack, forward, stack.new_cache(1, capacity))

@@ -26,7 +26,7 @@ def filled_cache(length: int) -> KVCache:
     slots = torch.arange(length).view(1, 1, -1, 1)
     for layer in range(LAYERS):
         content = 1000 * layer + 100 * rows + slots
-        cache.write(layer, 0, joined(content.expand(shape).float(), -content.expand(shape).float()))
+        cache.write(layer, joined(content.expand(shape).float(), -content.expand(shape).float()))
     cache.length = length
     return cache
 
@@ -61,7 +61,7 @@ def test_keep_moves_the_accepted_path_behind_the_kept_tokens(length, slots, kept
 def test_write_returns_everything_up_to_the_new_slots():
     cache = filled_cache(5)
     new = torch.full((BATCH, HEADS, 2, DIM), 7.0)
-    keys, values = cache.write(1, 5, joined(new, new + 1))
+    keys, values = cache.write(1, joined(new, new + 1))
     assert keys.shape == (BATCH, HEADS, 7, DIM)
     assert keys[0, 0, :, 0].tolist() == [1000, 1001, 1002, 1003, 1004, 7, 7]
     assert values[0, 0, 5:, 0].tolist() == [8, 8]
@@ -74,18 +74,9 @@ def test_what_is_written_again_at_the_same_place_after_a_wipe_is_wiped_again():
         cache.keep(0)
         assert not cache.data.any()
         content = torch.ones(BATCH, HEADS, 2, DIM)
-        cache.write(0, 0, joined(content, content))
+        cache.write(0, joined(content, content))
     cache.keep(0)
     assert not cache.data.any()
-
-
-def test_selected_rows_stay_writable():
-    cache = filled_cache(4)
-    cache.select_rows(torch.tensor([2, 0]))
-    assert slots_of(cache, 1, 0)[0] == 200  # row 0 was row 2
-    new = torch.full((2, HEADS, 1, DIM), 5.0)
-    keys, _ = cache.write(0, 4, joined(new, new))
-    assert keys[:, 0, 4, 0].tolist() == [5, 5] and cache.data[0, 0, 1, 0, 4, 0] == 5
 
 
 @given(st.lists(st.integers(0, 100), min_size=1, max_size=12), st.integers(0, 5))
@@ -107,7 +98,7 @@ def test_rows_write_at_their_own_slots_and_read_the_span():
     slots = torch.tensor([[3, 4], [0, 1]])  # two of three rows are in use
     new = torch.arange(2 * 2 * 2 * HEADS * DIM, dtype=torch.float32).view(2, 2, 2 * HEADS, DIM) + 1
     cache.place(slots, 6)
-    keys, values = cache.write(1, 0, new)
+    keys, values = cache.write(1, new)
     assert keys.shape == values.shape == (2, HEADS, 6, DIM)
     expected = torch.zeros(2, 2, HEADS, 6, DIM)
     for row in range(2):
@@ -123,7 +114,7 @@ def test_a_row_is_a_cache_of_its_own_over_the_same_memory_which_never_moves():
     for row in range(BATCH):
         own = cache.row(row)
         content = torch.full((1, HEADS, 2, DIM), 10.0 * row + 1)
-        own.write(0, 0, joined(content, content))
+        own.write(0, joined(content, content))
         assert own.length == 0 and own.capacity == CAPACITY
     cache.select_rows(torch.tensor([1, 2]))
     assert cache.data.data_ptr() == memory
