@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from draftsmith.data.export.report import CheckReport, Measure
 from draftsmith.data.models.checkpoint import INDEX, weight_map
@@ -26,6 +24,7 @@ SETTINGS = "generation_config.json"
 FETCH = "Fetch the model again."
 PROMPTS = ("def add(a, b):", "The first of them is")
 MAX_NEW_TOKENS = 24
+RETUNED = f"{FIELDS[2]} is the first value only where scikit-learn is installed: every round re-tunes it"
 
 
 def write_assistant(draft_path: str, tuning: Tuning, directory: Path) -> None:
@@ -76,7 +75,7 @@ def check_assistant(directory: str | Path, target: str) -> CheckReport:
     Raises:
         InputError: the TARGET cannot be loaded.
     """
-    from transformers.utils import is_sklearn_available
+    from transformers import GenerationConfig
 
     # Assisted generation warns about the arguments that it passes to itself.
     logging.getLogger("transformers.generation.utils").setLevel(logging.ERROR)
@@ -91,17 +90,11 @@ def check_assistant(directory: str | Path, target: str) -> CheckReport:
         report.problems.append(Problem(str(directory), str(error).strip().splitlines()[0]))
         return report
 
-    # Settings.
+    # Settings, vocabulary and tokenizer.
     absent = f"absent from {SETTINGS}: transformers takes its own default"
     report.problems += [Problem(name, absent) for name in FIELDS if name not in stored]
-    report.notes += [f"{name}: {getattr(draft.generation_config, name, None)}" for name in FIELDS]
-    if stored.get(FIELDS[1], "constant") != "constant":
-        report.notes.append(f"{FIELDS[1]} {stored[FIELDS[1]]}: transformers changes the number in every round")
-    if stored.get(FIELDS[2]) and is_sklearn_available():
-        text = f"{stored[FIELDS[2]]} is the first value only: with scikit-learn, which is installed, every round"
-        report.notes.append(f"{FIELDS[2]} {text} re-tunes it")
-
-    # Vocabulary and tokenizer.
+    report.notes += [f"{name}: {stored[name]}" for name in FIELDS if name in stored]
+    report.notes += [RETUNED] * bool(stored.get(FIELDS[2]))
     sizes = [model.config.get_text_config().vocab_size for model in (draft, large)]
     if sizes[0] != sizes[1]:
         text = f"{sizes[0]}, the target has {sizes[1]}: transformers takes them for models of different tokenizers"
@@ -112,59 +105,26 @@ def check_assistant(directory: str | Path, target: str) -> CheckReport:
                 report.problems.append(Problem("tokenizer", "not the target's: token ids mean something else"))
         except InputError as error:
             report.notes.append(f"tokenizer: the target's is used ({error})")
+    if report.problems:
+        return report
 
-    if not report.problems:
-        rounds = _compare(report, large, draft, [load_tokenizer(target)(text).input_ids for text in PROMPTS])
-        longest, k = max(rounds, default=0), stored[FIELDS[0]]
-        value = f"at most {longest} in {len(rounds)} rounds, {sum(rounds)} in all"
-        report.measures.append(Measure("tokens drafted", value, f"at most {k}", longest <= k))
-        equal = not report.problems
-        text = "as the target alone" if equal else "another"
-        report.measures.append(Measure("greedy answers to two prompts", text, "the target's own", equal))
-    return report
-
-
-def _compare(report: CheckReport, target: Any, draft: Any, prompts: Sequence[Sequence[int]]) -> list[int]:
-    """Return the drafted tokens of every round, and report answers that differ from the target's own."""
-    from transformers import GenerationConfig
-
-    ends = target.generation_config.eos_token_id
-    pad = ends[0] if isinstance(ends, list) else ends
     # Greedy answers of the bare model, without the target's own sampling defaults and penalties.
-    target.generation_config = GenerationConfig()
-    config = GenerationConfig(
-        max_new_tokens=MAX_NEW_TOKENS, do_sample=False, eos_token_id=ends, pad_token_id=0 if pad is None else pad
-    )
-    rounds: list[int] = []
-    for prompt in prompts:
-        ids = torch.tensor([list(prompt)])
+    ends = large.generation_config.eos_token_id
+    pad = (ends[0] if isinstance(ends, list) else ends) or 0
+    large.generation_config = GenerationConfig()
+    config = GenerationConfig(max_new_tokens=MAX_NEW_TOKENS, do_sample=False, eos_token_id=ends, pad_token_id=pad)
+    tokenizer, first = load_tokenizer(target), None
+    for prompt in PROMPTS:
+        ids = torch.tensor([tokenizer(prompt).input_ids])
         inputs: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "generation_config": config}
         try:
-            alone, (assisted, fed) = target.generate(ids, **inputs), _assisted(target, draft, ids, inputs)
+            answers = [large.generate(ids, **more, **inputs)[0].tolist() for more in ({}, {"assistant_model": draft})]
         except ValueError as error:  # how transformers refuses a pair
             report.problems.append(Problem("generate", str(error).strip().splitlines()[0]))
-            break
-        # The first call reads the prompt, each later one the last known token; the rest was drafted.
-        rounds += [count - (1 if i else len(prompt)) for i, count in enumerate(fed)]
-        if alone.tolist() != assisted.tolist():
-            one, other = alone[0, len(prompt) :].tolist(), assisted[0, len(prompt) :].tolist()
-            pairs = zip(one, other, strict=False)
-            first = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
-            text = f"the assisted answer leaves the target's own at token {first}"
-            report.problems.append(Problem("generate", text))
-    return rounds
-
-
-def _assisted(target: Any, draft: Any, ids: Tensor, inputs: dict[str, Any]) -> tuple[Tensor, list[int]]:
-    """Return the assisted answer, and the number of tokens that each call of the target was fed."""
-    fed: list[int] = []
-
-    def record(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        fed.append(kwargs["input_ids"].shape[1])
-
-    # A hook and not a wrapper, which `generate` would take for another signature.
-    hook = target.register_forward_pre_hook(record, with_kwargs=True)
-    try:
-        return target.generate(ids, assistant_model=draft, **inputs), fed
-    finally:
-        hook.remove()
+            return report
+        if first is None and answers[0] != answers[1]:
+            pairs = enumerate(zip(*answers, strict=False))
+            first = next((i for i, (a, b) in pairs if a != b), min(map(len, answers))) - ids.shape[1]
+    value = "as the target alone" if first is None else f"another from token {first} on"
+    report.measures.append(Measure("greedy answers to two prompts", value, "the target's own", first is None))
+    return report

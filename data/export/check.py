@@ -29,8 +29,8 @@ from draftsmith.modules.formats import format_names, formats, hf_assisted
 from draftsmith.modules.formats.base import ForeignHead, HeadFormat, HeadTrial, ImportedHead, Package, Problem, largest
 from draftsmith.modules.formats.detect import detect, named_format
 from draftsmith.modules.formats.llama import LlamaFormat, flat, llama_config
-from draftsmith.modules.formats.rope import frequencies, transformers_rope
-from draftsmith.modules.layers import LlamaConfig, RopeScaling
+from draftsmith.modules.formats.rope import RotarySettings, frequencies, transformers_rope
+from draftsmith.modules.layers import RopeScaling
 from draftsmith.modules.types import InputError
 
 if TYPE_CHECKING:
@@ -191,9 +191,6 @@ def measure(format: HeadFormat, theirs: Any, ours: Any | None, source: StateSour
     return measures
 
 
-# -- the record of an export: a tensor that was renamed, cut or permuted later is named, without the original head
-
-
 def hashes_of(state: Mapping[str, Tensor]) -> dict[str, str]:
     """Return a hash of every tensor's shape and values."""
     hashes = {}
@@ -244,20 +241,20 @@ def differences(config: Mapping[str, Any], hashes: Mapping[str, str], head: Impo
             problems.append(Problem(name, "was not exported, and this system computes with it"))
         elif theirs[name] != hashes[name]:
             problems.append(Problem(name, "is not what was exported (other values, order or shape)"))
-    settings, exported = json.loads(json.dumps([dataclasses.asdict(head.config), config]))
-    llama, exported_llama = settings.pop("llama", {}), exported.pop("llama", {})
-    # An import raises the number of positions to the target's; how rope is spelled does not matter.
-    skipped = {"max_position", "rope_theta", "rope_scaling", "tie_embeddings"}
-    ours, theirs_flat = {**exported_llama, **exported}, {**llama, **settings}
-    for name in sorted((ours.keys() | theirs_flat.keys()) - skipped):
-        if ours.get(name) != theirs_flat.get(name):
-            problems.append(Problem(name, f"{theirs_flat.get(name)} in this system, exported with {ours.get(name)}"))
-    if llama and exported_llama:
-        layers = (
-            {**fields, "rope_scaling": RopeScaling(**fields["rope_scaling"])} for fields in (llama, exported_llama)
-        )
-        one, other = (frequencies(LlamaConfig(**fields)) for fields in layers)
-        if one.shape != other.shape or not torch.allclose(one, other, rtol=1e-5):
+    read, exported = (
+        {**fields.pop("llama", {}), **fields}
+        for fields in json.loads(json.dumps([dataclasses.asdict(head.config), config]))
+    )
+    # An import raises the number of positions to the target's; rope is compared by its frequencies.
+    for name in sorted(
+        (exported.keys() | read.keys()) - {"max_position", "rope_theta", "rope_scaling", "tie_embeddings"}
+    ):
+        if exported.get(name) != read.get(name):
+            problems.append(Problem(name, f"{read.get(name)} in this system, exported with {exported.get(name)}"))
+    if "llama" in config and (llama := getattr(head.config, "llama", None)) is not None:
+        scaling = RopeScaling(**config["llama"]["rope_scaling"])
+        rope = RotarySettings(config["llama"]["rope_theta"], scaling)
+        if not torch.allclose(frequencies(llama), frequencies(llama, rope), rtol=1e-5):
             problems.append(Problem("rope", "other rotary frequencies than the head was exported with"))
     return problems
 

@@ -14,14 +14,14 @@ from torch import Tensor
 from draftsmith.data.console import print_text
 from draftsmith.data.export.check import against_model, read_record
 from draftsmith.data.export.directory import package_directory, read_package, weight_files
-from draftsmith.data.export.states import StateSource, state_source
+from draftsmith.data.export.states import state_source
 from draftsmith.data.heads.card import model_card
 from draftsmith.data.heads.directory import build_head, check_sizes, head_fields, made_with, named_kind, save_head
 from draftsmith.data.models.loading import tokenizer_identity
 from draftsmith.data.store.manifest import file_sha256
 from draftsmith.data.store.writer import occupied, sole_writer
 from draftsmith.modules.drafters import head_class
-from draftsmith.modules.formats import format_names, formats
+from draftsmith.modules.formats import format_names
 from draftsmith.modules.formats.base import ForeignHead, HeadFormat, ImportedHead
 from draftsmith.modules.formats.detect import detect, named_format
 from draftsmith.modules.formats.specdec_pp import UNCORRECTED
@@ -77,17 +77,26 @@ def run(config: ImportConfig) -> Path:
     package = read_package(config.directory)
     foreign = ForeignHead.of(package)
     format = detect(foreign) if config.format == "auto" else named_format(config.format, foreign)
-    _check_flags(config, format)
-    source = None
+    # Flags of the other kind of head would be ignored.
+    other = "target" if format.predicts else "draft"
+    if getattr(config, other) is not None:
+        expected = f"--{format.reads}: this is {named_kind(format.kind)} head ({format.name})"
+        raise InputError(other, getattr(config, other), expected, f"Pass --{format.reads} in its place.")
+    if not format.w_rej and config.w_rej != 1.0:
+        raise InputError("w_rej", config.w_rej, f"a head of specdec_pp: this is one of {format.name}", "Leave it out.")
+
+    # The model whose hidden states it reads, if it was named.
+    source, facts, identity, models = None, None, None, {}
     if getattr(config, format.reads) is not None:
         loading = {"dtype": "auto", "engine": config.engine, "trust_remote_code": config.trust_remote_code}
         source = state_source(format, config.target, config.draft, loading)
-    imported = format.read(package, None if source is None else source.facts)
-    if config.w_rej != 1.0:
-        notes = [note for note in imported.notes if note != UNCORRECTED]
-        notes.append(f"w_rej {config.w_rej:g} is taken, as given")
+        facts, identity = source.facts, source.drafter.identity
+        models = {format.reads: identity, **tokenizer_identity(source.path)}
+    imported = format.read(package, facts)
+    if format.w_rej and config.w_rej != 1.0:
+        notes = tuple(note for note in imported.notes if note != UNCORRECTED)
         weighted = dataclasses.replace(imported.config, w_rej=config.w_rej)
-        imported = dataclasses.replace(imported, config=weighted, notes=tuple(notes))
+        imported = dataclasses.replace(imported, config=weighted, notes=notes)
     if source is not None:
         info = source.drafter.lm.info
         check_sizes("head", config.directory, imported.config, info.hidden_size, info.vocab_size)
@@ -97,47 +106,28 @@ def run(config: ImportConfig) -> Path:
             found = f"{source.path}, another model than the head was trained for ({', '.join(differing)} differ)"
             remedy = f"Pass that one; or leave --{format.reads} out, and train the head on with --init."
             raise InputError(format.reads, found, "the model it was trained for", remedy)
+
     head = build_head(format.kind, imported.config, imported.state)
     if odd := [name for name, tensor in imported.state.items() if not bool(tensor.isfinite().all())]:
         raise InputError("weights", f"infinite or undefined values in {odd[0]}", "numbers", "Fetch the head again.")
-    manifest = _manifest(config, format, imported, source)
+    # Settings, data and losses of its training are unknown.
+    manifest: dict[str, Any] = {
+        "target": identity,
+        "models": models,
+        "sampling": None,
+        "of_target": of_target(imported, None if facts is None else facts.lm_head),
+        "imported": {
+            "producer": format.name,
+            "path": config.directory,
+            "sha256": {file.name: file_sha256(file) for file in weight_files(package_directory(config.directory))},
+            format.reads: getattr(config, format.reads),
+            "notes": list(imported.notes),
+        },
+        **made_with(),
+    }
     save_head(config.output, head, manifest, model_card(format.kind, {**manifest, "head": head_fields(head)}))
     _print_result(config, format, imported)
     return config.output
-
-
-def _check_flags(config: ImportConfig, format: HeadFormat) -> None:
-    """Raise InputError for flags of the other kind of head, which would be ignored."""
-    other = "target" if format.predicts else "draft"
-    if getattr(config, other) is not None:
-        expected = f"--{format.reads}: this is {named_kind(format.kind)} head ({format.name})"
-        raise InputError(other, getattr(config, other), expected, f"Pass --{format.reads} in its place.")
-    if not format.w_rej and config.w_rej != 1.0:
-        wanted = " or ".join(known.name for known in formats().values() if known.w_rej)
-        raise InputError("w_rej", config.w_rej, f"a head of {wanted}: this is one of {format.name}", "Leave it out.")
-
-
-def _manifest(
-    config: ImportConfig, format: HeadFormat, imported: ImportedHead, source: StateSource | None
-) -> dict[str, Any]:
-    """Return what is known of the head; settings, data and losses of its training are not."""
-    files = weight_files(package_directory(config.directory))
-    flag, identity = format.reads, None if source is None else source.drafter.identity
-    origin = {
-        "producer": format.name,
-        "path": config.directory,
-        "sha256": {file.name: file_sha256(file) for file in files},
-        flag: getattr(config, flag),
-        "notes": list(imported.notes),
-    }
-    return {
-        "target": identity,
-        "models": {} if source is None else {flag: identity, **tokenizer_identity(source.path)},
-        "sampling": None,
-        "of_target": of_target(imported, None if source is None else source.facts.lm_head),
-        "imported": origin,
-        **made_with(),
-    }
 
 
 def of_target(imported: ImportedHead, lm_head: Tensor | None) -> list[str]:
@@ -151,26 +141,24 @@ def of_target(imported: ImportedHead, lm_head: Tensor | None) -> list[str]:
 
 def _print_result(config: ImportConfig, format: HeadFormat, imported: ImportedHead) -> None:
     """Print the result, the notes, and the next commands."""
-    out, flag = shlex.quote(str(config.output)), format.reads
-    given = getattr(config, flag)
+    out, flag, given = shlex.quote(str(config.output)), format.reads, getattr(config, format.reads)
     path = shlex.quote(given) if given else flag.upper()
-    print_text(f"{format.kind} head in the format of {format.system}: {config.output}")
-    for note in imported.notes:
-        print_text(f"  note: {note}")
+    notes = list(imported.notes)
     if given is None:
-        print_text(f"  note: no --{flag} was given: nothing is recorded of it, and other models are not refused")
+        notes.append(f"no --{flag} was given: nothing is recorded of it, and other models are not refused")
     for problem in imported.problems:
         where = f"{problem.where}: {problem.text}"
-        print_text(f"  note: {format.system} would not compute this head from the directory as it is: {where}")
+        notes.append(f"{format.system} would not compute this head from the directory as it is: {where}")
+    print_text(f"{format.kind} head in the format of {format.system}: {config.output}")
+    for note in notes:
+        print_text(f"  note: {note}")
     print_text("Next:")
     if not imported.problems:
         print_text(f"  draftsmith check {shlex.quote(config.directory)} --format {format.name} --{flag} {path}")
     elif format.holds(imported.config):
         print_text(f"  draftsmith export --format {format.name} --head {out} --{flag} {path} --output DIR")
     if format.predicts:
-        models = f"--target TARGET --draft {path} --acceptance {out}"
-        print_text(f"  draftsmith eval bench {models} --methods specdec++:h=0.7 --prompts FILE")
+        models, method = f"--target TARGET --draft {path} --acceptance {out}", "specdec++:h=0.7"
     else:
-        method = head_class(format.kind).card({}).method
-        print_text(f"  draftsmith eval bench --target {path} --draft {out} --methods {method} --prompts FILE")
-        print_text(f"  draftsmith train {format.kind} --init {out} --target {path} --data FILE --output DIR")
+        models, method = f"--target {path} --draft {out}", head_class(format.kind).card({}).method
+    print_text(f"  draftsmith eval bench {models} --methods {method} --prompts FILE")

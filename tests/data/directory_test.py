@@ -96,14 +96,13 @@ def evil_tar(content: object, file: Path) -> None:
 
 @pytest.mark.parametrize(
     ("form", "name"),
-    [("zip", "pytorch_model.bin"), ("legacy", "head.bin"), ("bare pickle", "head.pt"), ("bare pickle 5", "head.bin"),
-     ("tar", "pytorch_model.bin")],
-)  # fmt: skip
+    [("zip", "pytorch_model.bin"), ("legacy", "head.bin"), ("bare pickle", "head.pt"), ("tar", "pytorch_model.bin")],
+)
 def test_code_in_a_pickle_is_refused_and_never_run(head, tmp_path, form, name):
     marker, file = tmp_path / "ran", head / name
     content = {**weights(), "evil": Evil(marker)}
-    if form.startswith("bare"):
-        file.write_bytes(pickle.dumps(Evil(marker), protocol=5 if form.endswith("5") else 2))
+    if form == "bare pickle":
+        file.write_bytes(pickle.dumps(Evil(marker), protocol=2))
     elif form == "tar":
         evil_tar(Evil(marker), file)
     else:
@@ -111,7 +110,7 @@ def test_code_in_a_pickle_is_refused_and_never_run(head, tmp_path, form, name):
     message = refusal(head)
     assert not marker.exists()
     assert str(file) in message and "weights_only" not in message  # torch advises to switch its check off
-    if form in ("zip", "legacy", "bare pickle"):
+    if form != "tar":
         assert f"{os.mkdir.__module__}.mkdir" in message
     pickle.loads(pickle.dumps(Evil(marker)))
     assert marker.exists()  # it would have run
@@ -123,8 +122,8 @@ def test_code_in_a_pickle_is_refused_and_never_run(head, tmp_path, form, name):
         (torch.ones(3), "a Tensor"),
         ({"state_dict": weights()}, "'state_dict' (dict)"),
         ({**weights(), "step": 3}, "'step' (int)"),
-        ({"fc.weight": torch.eye(3).to_sparse()}, "'fc.weight' (sparse or quantised)"),
-        ({"fc.weight": torch.empty(3, device="meta")}, "'fc.weight' (without values)"),
+        ({"fc.weight": torch.eye(3).to_sparse()}, "'fc.weight' (Tensor)"),
+        ({"fc.weight": torch.empty(3, device="meta")}, "'fc.weight' (Tensor)"),
     ],
     ids=["a tensor", "nested", "a number", "sparse", "meta"],
 )
@@ -133,20 +132,12 @@ def test_other_content_than_named_tensors_is_refused(head, content, said):
     assert said in refusal(head)
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
-def test_names_that_a_terminal_would_obey_are_refused(head, file):
-    (save_file if file.endswith(".safetensors") else save_torch)({"\x1b[2Jfc.weight": torch.ones(2)}, head / file)
+def test_names_that_a_terminal_would_obey_are_refused(head):
+    save_file({"\x1b[2Jfc.weight": torch.ones(2)}, head / "model.safetensors")
     assert "\x1b" not in refusal(head)
 
 
-def test_a_torchscript_program_is_refused(head):
-    torch.jit.save(torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(1, 2)), head / "head.pt")
-    assert "TorchScript" in refusal(head)
-
-
-@pytest.mark.parametrize(
-    ("layout", "share"), [("safetensors", 0.0), ("safetensors", 0.9), ("zip", 0.3), ("legacy", 0.9)]
-)
+@pytest.mark.parametrize(("layout", "share"), [("safetensors", 0.9), ("zip", 0.3), ("legacy", 0.9)])
 def test_a_truncated_file_is_refused(head, layout, share):
     LAYOUTS[layout](head)
     (file,) = weight_files(head)
@@ -166,30 +157,6 @@ def test_a_config_that_is_none_is_refused(head, content, said):
     if content is not None:
         (head / "config.json").write_bytes(content)
     assert said in refusal(head)
-
-
-def test_two_files_that_agree_are_one(head):
-    """Also where safetensors keeps one of several names of a shared tensor."""
-    blocks = {"model.0.linear.weight": torch.ones(2, 2)}
-    save_file(blocks, head / "model.safetensors", metadata={"model.1.linear.weight": "model.0.linear.weight"})
-    save_torch({**blocks, "model.1.linear.weight": torch.ones(2, 2)}, head / "pytorch_model.bin")
-    assert_same(read_package(str(head)).tensors, blocks)
-
-
-@pytest.mark.parametrize("change", ["value", "dtype", "name"])
-def test_two_files_that_differ_are_refused_with_who_reads_which(head, change):
-    other = weights()
-    if change == "value":
-        other["fc.weight"][0, 0] += 1
-    elif change == "dtype":
-        other["fc.weight"] = other["fc.weight"].float()
-    else:
-        other["fc.bias"] = torch.zeros(4)
-    save_file(weights(), head / "model.safetensors")
-    save_torch(other, head / "pytorch_model.bin")
-    message = refusal(head)
-    assert "SafeAILab's code reads pytorch_model.bin" in message and "vLLM and SGLang model.safetensors" in message
-    assert ("fc.bias" if change == "name" else "fc.weight") in message
 
 
 def sharded(directory: Path, **changes: str) -> dict[str, Tensor]:
@@ -220,8 +187,6 @@ def test_an_index_cannot_name_another_place(head, name):
 
 
 def test_an_index_that_does_not_describe_its_files_is_refused(head):
-    sharded(head, third="model-00002-of-00002.safetensors")
-    assert "third" in refusal(head)
     sharded(head, second="model-00003-of-00002.safetensors")
     (head / "model-00002-of-00002.safetensors").unlink()
     assert "no such file" in refusal(head)

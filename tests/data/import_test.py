@@ -108,7 +108,7 @@ def test_an_eagle_head_is_imported_bit_for_bit(tmp_path, target, capsys, case):
     assert manifest["models"] == {"target": lm.info.identity, **tokenizer_identity(target)}
     said = capsys.readouterr().out
     assert f"draftsmith check {directory} --format {producer} --target {target}" in said
-    assert f"train eagle --init {output}" in said and all(note in said for note in manifest["imported"]["notes"])
+    assert all(note in said for note in manifest["imported"]["notes"])
     assert any("embed_tokens" in note for note in manifest["imported"]["notes"]) == bool(extra)
 
 
@@ -117,7 +117,6 @@ SAFEAILAB = {
     "published": (False, {}, 1.0),
     "large logits": (True, {"bias": True}, 2.0),
     "its bias under SGLang's class name": (True, {"architectures": ["LlamaForCausalLMEagle"], "bias": True}, 1.0),
-    "without a class name": (False, {"architectures": None}, 1.0),
 }
 
 
@@ -164,7 +163,7 @@ def accept_prob(state: dict[str, Tensor], blocks: int, hidden: Tensor) -> Tensor
 
 @pytest.mark.parametrize(
     ("file", "blocks"),
-    [("pytorch_model.bin", 0), ("pytorch_model.bin", 3), ("model.safetensors", 1), ("model.safetensors", 3)],
+    [("pytorch_model.bin", 0), ("pytorch_model.bin", 3), ("model.safetensors", 3)],
 )
 def test_an_acceptance_head_of_specdec_pp_gives_its_probabilities(tmp_path, target, file, blocks):
     state = specdec_weights(blocks)
@@ -201,20 +200,13 @@ def refusal(*args: object, **settings: object) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("change", [{"hidden": 64}, {"vocab": 400}], ids=["width", "vocabulary"])
-def test_a_head_of_other_sizes_than_its_target_is_refused(tmp_path, target, change):
-    state = dict(original(target).named_parameters())
-    theirs = write(tmp_path / "theirs", eagle_fields(target), state, "pytorch_model.bin")
-    other = str(tiny_llama_dir(tmp_path / "other", **change))
-    message = refusal(theirs, tmp_path / "ours", target=other)
-    assert str(next(iter(change.values()))) in message
+def test_a_head_of_another_width_than_its_model_is_refused(tmp_path, target):
+    theirs = write(tmp_path / "theirs", eagle_fields(target), dict(original(target).named_parameters()), "head.bin")
+    other = str(tiny_llama_dir(tmp_path / "other", hidden=64))
+    assert "64" in refusal(theirs, tmp_path / "ours", target=other)
+    theirs = write(tmp_path / "specdec", {"hidden_size": WIDTH, "num_layers": 1}, specdec_weights(1), "head.bin")
+    assert "64" in refusal(theirs, tmp_path / "ours", draft=other)
     assert not (tmp_path / "ours").exists()
-
-
-def test_an_acceptance_head_of_another_width_is_refused(tmp_path, target):
-    theirs = write(tmp_path / "theirs", {"hidden_size": WIDTH, "num_layers": 1}, specdec_weights(1), "head.bin")
-    draft = str(tiny_llama_dir(tmp_path / "draft", hidden=64))
-    assert "64" in refusal(theirs, tmp_path / "ours", draft=draft)
 
 
 def test_nothing_is_overwritten(tmp_path, target):

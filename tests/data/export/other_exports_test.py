@@ -80,7 +80,6 @@ def test_a_changed_tensor_of_an_acceptance_head_is_found(tied, draft, tmp_path, 
     monkeypatch.setenv("COLUMNS", "400")
     there = tmp_path / "there"
     assert export(ExportConfig(format="specdec_pp", head=tied, draft=draft, output=there)) == 0
-    (there / "pytorch_model.bin").unlink()  # two files that differ are told apart before anything is compared
     Directory(there).change(name, lambda tensor: tensor + 0.1 * torch.randn_like(tensor))
     capsys.readouterr()
     assert check(CheckConfig(directory=there, format="specdec_pp", draft=draft)) == 1
@@ -148,7 +147,6 @@ def test_a_server_may_trim_by_a_head_that_has_not_seen_the_draw(draft, tmp_path)
         uses = json.loads((there / "config.json").read_text())["uses"]
         assert "at any temperature" in uses["stop"]
         assert ("when greedy only" in uses["trim"]) == (state == "before")
-        assert uses["trim"] in (there / "README.md").read_text()
 
 
 def test_a_head_that_reads_an_eagle_heads_states_is_checked_on_them(draft, tmp_path, capsys):
