@@ -2,8 +2,7 @@
 
 Parameters come from config.json: modules are built on torch's meta device and no weights are read. Documents come from
 the artefact's index, or from an assumption. ZeRO's formulas (Rajbhandari et al. 2020, section 5) share weights,
-gradients and optimizer state out over the ranks. Activations are estimated from the head's layers; with --measure they,
-and the time, come from a few real steps on this machine.
+gradients and optimizer state out over the ranks. Activations are estimated from the head's layers.
 """
 
 from __future__ import annotations
@@ -12,17 +11,16 @@ import dataclasses
 import functools
 import resource
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from draftsmith.data.console import Column, Table, add_result, print_facts, print_table, print_text
+from draftsmith.data.console import Column, Table, add_result, print_facts, print_table
 from draftsmith.data.engines.own import set_threads
 from draftsmith.data.features import INDEX_BYTES_PER_TOKEN
 from draftsmith.data.heads.directory import class_of, head_settings, kind_at
@@ -39,7 +37,7 @@ from draftsmith.modules.drafters.base import TrainingCost, TrainStep
 from draftsmith.modules.layers import LlamaConfig, LlamaModel
 from draftsmith.modules.losses import CHUNK_ELEMENTS
 from draftsmith.modules.targets.llama import SUPPORTED, llama_config
-from draftsmith.modules.types import InputError, at_least, at_most
+from draftsmith.modules.types import InputError
 from draftsmith.train.acceptance import (
     TrainAcceptanceConfig,
     acceptance_settings,
@@ -48,19 +46,8 @@ from draftsmith.train.acceptance import (
     with_defaults,
 )
 from draftsmith.train.config import MOST, TrainConfig, TrainDrafterConfig, drafter_config
-from draftsmith.train.prepare import head_config, prepare
-from draftsmith.train.strategies import (
-    device_kind,
-    model_dtype,
-    settled,
-    tensor_cores,
-    trainer_arguments,
-    world_size,
-)
-
-if TYPE_CHECKING:
-    from draftsmith.train.data_module import HeadDataModule
-    from draftsmith.train.lit_head import LitHead
+from draftsmith.train.prepare import head_config
+from draftsmith.train.strategies import device_kind, model_dtype, settled, world_size
 
 FLOAT32 = 4
 # The largest part is looked for in this many steps of the first epoch.
@@ -75,16 +62,15 @@ CHUNK_TENSORS = 4
 FROZEN_WIDTHS = 8
 # Ids, places, masks of a token.
 BATCH_BYTES = 32
-WARM_UP, TIMED = 3, 5
-# Layouts that the table compares: (strategy, offload to host memory) -> column title.
-LAYOUTS: dict[tuple[str, bool], str] = {
-    ("one process", False): "alone",
-    ("ddp", False): "ddp",
-    ("deepspeed_stage_1", False): "zero-1",
-    ("deepspeed_stage_2", False): "zero-2",
-    ("deepspeed_stage_3", False): "zero-3",
-    ("deepspeed_stage_2", True): "z2-off",
-    ("deepspeed_stage_3", True): "z3-off",
+# Layouts that the table compares: strategy -> column title.
+LAYOUTS = {
+    "one process": "alone",
+    "ddp": "ddp",
+    "deepspeed_stage_1": "zero-1",
+    "deepspeed_stage_2": "zero-2",
+    "deepspeed_stage_3": "zero-3",
+    "deepspeed_stage_2_offload": "z2-off",
+    "deepspeed_stage_3_offload": "z3-off",
 }
 
 
@@ -96,7 +82,6 @@ class PlanOptions:
         data: The artefact to train on; its size is assumed if it does not exist yet.
         output: Where the training would write.
         world: Ranks to plan for, on all machines together; 0 takes what a launcher has set, or --devices.
-        measure: Run a few real steps here; plan memory from their peak and tell how long the training takes.
         assume_samples: Samples, if the artefact does not exist yet.
         assume_length: Tokens of each of these samples.
     """
@@ -104,15 +89,15 @@ class PlanOptions:
     data: Path = volatile(Path("runs/data"))
     output: Path = volatile(Path("runs/heads"))
     world: int = volatile(0)
-    measure: bool = volatile(False)
     assume_samples: int = volatile(60_000)
     assume_length: int = volatile(512)
 
     def __post_init__(self) -> None:
         super().__post_init__()  # type: ignore[misc]  # of the training that it is mixed into
-        for least, name in ((0, "world"), (2, "assume_samples"), (4, "assume_length")):
-            at_least(name, getattr(self, name), least)
-            at_most(name, getattr(self, name), MOST)
+        config: Any = self
+        config.check_least(0, "world")
+        config.check_least(2, "assume_samples")
+        config.check_least(4, "assume_length")
 
 
 @functools.cache
@@ -278,22 +263,6 @@ class TrainingDocuments:
     source: str
 
 
-@dataclass(frozen=True)
-class _AssumedTexts:
-    """Stand-in for a data set that does not exist yet."""
-
-    lengths: np.ndarray
-    conversations: np.ndarray
-    manifest: Manifest | None = None
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def in_pieces(self, max_length: int, overlap: int = 0) -> _AssumedTexts:
-        pieces, _, lengths = cut_lengths(self.lengths, max_length, overlap)
-        return _AssumedTexts(lengths, self.conversations[pieces])
-
-
 def training_documents(
     config: TrainConfig, context: int, lookahead: int, samples: int = 0, length: int = 0
 ) -> TrainingDocuments:
@@ -302,27 +271,27 @@ def training_documents(
     samples, length: assumed if the artefact does not exist.
     """
     from draftsmith.train.acceptance_data import BLOCK, LEAST_WEIGHT
-    from draftsmith.train.data_module import train_and_val
+    from draftsmith.train.data_module import held_out, train_and_val
 
-    # Without an artefact its size is assumed.
-    texts: Any = _AssumedTexts(np.full(samples, length), np.arange(samples))
-    source = f"assumed: {samples:,} samples of {length} tokens, as {config.data} does not exist"
-    rollouts, share = False, ASSUMED_LOSS_SHARE
-    if (config.data / MANIFEST).exists():
-        manifest, source = Manifest.read(config.data), str(config.data)
-        texts, rollouts = open_dataset(config.data, check="size"), manifest.kind == "rollouts"
-        named = (name for name in ("loss_tokens", "response_tokens", "drafted_tokens") if name in manifest.counts)
-        total = int(texts.lengths.sum())
-        share = 1.0 if rollouts else manifest.counts.get(next(named, ""), total) / max(1, total)
+    if not (config.data / MANIFEST).exists():
+        count = samples if config.val is not None else len(held_out(samples, config.val_share)[0])
+        limit = min(config.max_length or context, context)
+        _, _, lengths = cut_lengths(np.full(count, length), limit, lookahead)
+        source = f"assumed: {samples:,} samples of {length} tokens, as {config.data} does not exist"
+        return TrainingDocuments(lengths.tolist(), ASSUMED_LOSS_SHARE, source)
+
+    manifest, texts = Manifest.read(config.data), open_dataset(config.data, check="size")
     val = None if config.val is None else texts
     train, _ = train_and_val(config, texts, val, context, lookahead, log=False)
-    lengths = [int(tokens) for tokens in train.lengths]
-    # Samples are blocks of drafted tokens, from all answers.
-    if rollouts:
+    if manifest.kind == "rollouts":
+        # Samples are blocks of drafted tokens, from all answers.
         weights = (texts.item(int(row), 0)["weight"] for row in train.indices)
         blocks, left = divmod(sum(int((weight >= LEAST_WEIGHT).sum()) for weight in weights), BLOCK)
-        lengths = [BLOCK] * blocks + [left] * (left > 0)
-    return TrainingDocuments(lengths, share, source)
+        return TrainingDocuments([BLOCK] * blocks + [left] * (left > 0), 1.0, str(config.data))
+    total = int(texts.lengths.sum())
+    named = (name for name in ("loss_tokens", "response_tokens", "drafted_tokens") if name in manifest.counts)
+    share = manifest.counts.get(next(named, ""), total) / max(1, total)
+    return TrainingDocuments(train.lengths.tolist(), share, str(config.data))
 
 
 def epoch_flops(config: TrainConfig, planned: PlannedHead, documents: TrainingDocuments, epochs: float) -> float:
@@ -347,15 +316,6 @@ def epoch_flops(config: TrainConfig, planned: PlannedHead, documents: TrainingDo
     return total * sum(documents.lengths) / sum(lengths)
 
 
-@dataclass(frozen=True)
-class RankMemory:
-    """Bytes of one rank by part, and their peak. host: bytes that offloading keeps in the CPU's memory."""
-
-    parts: dict[str, int]
-    peak: int
-    host: int = 0
-
-
 def process_bytes(
     config: TrainConfig, planned: PlannedHead, documents: TrainingDocuments, part_tokens: int
 ) -> dict[str, int]:
@@ -366,10 +326,10 @@ def process_bytes(
     # Muon keeps one average of a matrix, AdamW two of everything.
     saved = FLOAT32 * sum(p.numel() for p in trained if p.ndim >= 2) if config.optimizer == "muon" else 0
     stored = part_tokens * planned.feature_size * 2 if planned.stored else 0
-    statm = Path("/proc/self/statm")
+    resident = int(Path("/proc/self/statm").read_text().split()[1])
     return {
         # Interpreter and libraries, which on a CPU are most of a small training.
-        "libraries": 0 if on_gpu else int(statm.read_text().split()[1]) * resource.getpagesize(),
+        "libraries": 0 if on_gpu else resident * resource.getpagesize(),
         "frozen": (frozen.params + planned.frozen_extra) * frozen.dtype.itemsize
         + frozen.tables
         + sum(buffer.nbytes for buffer in head.buffers())
@@ -413,45 +373,36 @@ def activation_bytes(config: TrainConfig, planned: PlannedHead, tokens: int, los
     return max(total, working if planned.reads else 0)
 
 
-def rank_memory(process: dict[str, int], layout: tuple[str, bool], world: int) -> RankMemory:
-    """Return the memory of one rank under a layout, from that of one process.
+def rank_memory(process: dict[str, int], strategy: str, world: int) -> dict[str, int]:
+    """Return the bytes of one rank under a strategy, by part, their peak and the host's, from those of one process.
 
     DDP reduces gradients in buckets as large as themselves. Stages 1 and 2 keep every weight, and a rank's part of a
     second copy that the optimizer steps; stage 2 keeps a rank's part of the gradients; stage 3 of the weights too,
     which it gathers for forward and backward. All of them reduce gradients a bucket at a time.
     """
-    (strategy, offload), parts, host = layout, dict(process), 0
-    whole = process["weights"]
+    memory, host, whole = dict(process), 0, process["weights"]
     if strategy == "ddp":
-        parts["gradients"] += whole
+        memory["gradients"] += whole
     elif strategy.startswith("deepspeed"):
         from draftsmith.train.deepspeed import BUCKET
 
-        stage, part = int(strategy[-1]), FLOAT32 * -(-whole // FLOAT32 // world)
-        parts["optimizer"] = part + -(-process["optimizer"] // world)
-        parts["gradients"] = (whole if stage == 1 else part) + min(whole, FLOAT32 * BUCKET)
+        stage, part = int(strategy.removeprefix("deepspeed_stage_")[0]), FLOAT32 * -(-whole // FLOAT32 // world)
+        memory["optimizer"] = part + -(-process["optimizer"] // world)
+        memory["gradients"] = (whole if stage == 1 else part) + min(whole, FLOAT32 * BUCKET)
         # Its part, and what it gathers.
-        parts["weights"] = part + whole if stage == 3 else whole
-        if offload:
-            host, parts["optimizer"] = part + parts["optimizer"], 0
-    return RankMemory(parts, sum(parts.values()), host)
-
-
-def planned_layout(config: TrainConfig, world: int) -> tuple[str, bool]:
-    """Return strategy and offload of a training; `auto` is DDP on several ranks."""
-    name = str(config.strategy)
-    if name == "auto":
-        return ("ddp" if world > 1 else "one process"), False
-    return name.removesuffix("_offload"), name.endswith("_offload")
+        memory["weights"] = part + whole if stage == 3 else whole
+        if strategy.endswith("offload"):
+            host, memory["optimizer"] = part + memory["optimizer"], 0
+    return {**memory, "peak": sum(memory.values()), "host memory": host}
 
 
 @dataclass(frozen=True)
 class TrainingPlan:
     """Costs of a training, in bytes, elements, tokens and model FLOPs.
 
-    part_tokens: most that a rank computes at once, padding included. process: bytes by part in one process; memories:
-    of one rank, by layout. disk_bytes: most on the disk at a time. feature_bytes: dtype -> bytes on disk, None for
-    heads that read no features. features_stored: the data has them.
+    part_tokens: most that a rank computes at once, padding included. memories: `rank_memory` by strategy. disk_bytes:
+    most on the disk at a time. feature_bytes: dtype -> bytes on disk, None for heads that read no features.
+    features_stored: the data has them.
     """
 
     job: str
@@ -464,18 +415,17 @@ class TrainingPlan:
     steps: int
     step_flops: float
     part_tokens: int
-    strategy: tuple[str, bool]
-    process: dict[str, int]
-    memories: dict[tuple[str, bool], RankMemory]
+    strategy: str
+    memories: dict[str, dict[str, int]]
     checkpoint_bytes: int
     disk_bytes: int
     feature_bytes: dict[str, int] | None
     features_stored: bool
 
     @property
-    def own(self) -> RankMemory:
-        """Memory under the configured strategy."""
-        return self.memories[self.strategy]
+    def peak(self) -> int:
+        """Memory of a rank under the configured strategy."""
+        return self.memories[self.strategy]["peak"]
 
 
 def plan_of(config: TrainConfig, world: int = 0, samples: int = 60_000, length: int = 512) -> TrainingPlan:
@@ -508,10 +458,13 @@ def plan_of(config: TrainConfig, world: int = 0, samples: int = 60_000, length: 
     process = process_bytes(config, planned, documents, part_tokens)
     if getattr(config, "target_parallel", "none") == "tensor":
         process["frozen"] //= world
-    layout = planned_layout(config, world)
-    shown = {key for key in LAYOUTS if key[0] != "one process" or world == 1} | {layout}
-    checkpoint, tokens = process["weights"] + process["optimizer"], sum(documents.lengths)
+    strategy = str(config.strategy)
+    if strategy == "auto":
+        strategy = "ddp" if world > 1 else "one process"
+    shown = {key for key in LAYOUTS if key != "one process" or world == 1} | {strategy}
+
     # Bytes on disk.
+    checkpoint, tokens = process["weights"] + process["optimizer"], sum(documents.lengths)
     dtypes: tuple[FeatureDtype, ...] = ("bf16", "fp8") if planned.feature_size else ()
     features = {d: feature_codec.token_bytes(planned.feature_size, d) + INDEX_BYTES_PER_TOKEN for d in dtypes}
     epoch = epoch_flops(config, planned, documents, steps / order.steps_per_epoch)
@@ -526,9 +479,8 @@ def plan_of(config: TrainConfig, world: int = 0, samples: int = 60_000, length: 
         steps=steps,
         step_flops=epoch / order.steps_per_epoch,
         part_tokens=part_tokens,
-        strategy=layout,
-        process=process,
-        memories={key: rank_memory(process, key, world) for key in shown},
+        strategy=strategy,
+        memories={key: rank_memory(process, key, world) for key in LAYOUTS if key in shown},
         checkpoint_bytes=checkpoint,
         # `keep` checkpoints and the one being written; best/, last/ and the one that replaces either.
         disk_bytes=(config.keep + 1) * checkpoint + 3 * process["weights"],
@@ -537,115 +489,47 @@ def plan_of(config: TrainConfig, world: int = 0, samples: int = 60_000, length: 
     )
 
 
-@dataclass(frozen=True)
-class MeasuredSteps:
-    """Real steps of a training. flops_per_s: model FLOPs over time on one rank. tokens_per_s: of one rank. peak_bytes:
-    of this process, models and libraries included. part_tokens: most that were computed at once."""
-
-    steps: int
-    flops_per_s: float
-    tokens_per_s: float
-    peak_bytes: int
-    part_tokens: int
-
-
-def measure_steps(config: TrainConfig) -> MeasuredSteps:
-    """Train for a few steps on the first batches, in a temporary directory.
-
-    Raises:
-        InputError: as the training itself, or the data does not exist yet.
-    """
-    from draftsmith.train.metrics import num_ranks
-
-    if not (config.data / MANIFEST).exists():
-        remedy = "Make it (a few rows will do), or leave --measure out."
-        raise InputError("data", f"no artefact at {config.data}", "data to measure a training on", remedy)
-    with tempfile.TemporaryDirectory(prefix="draftsmith-plan-") as folder:
-        # The training as configured, but short, and without tracking or decoding.
-        changes: dict[str, Any] = {"output": Path(folder) / "run", "max_steps": WARM_UP + TIMED}
-        changes |= {"resume": False, "wandb": "off"}
-        if isinstance(config, TrainDrafterConfig):
-            changes |= {"tau_prompts": 0, "feature_cache": None}
-        short_config: Any = dataclasses.replace(config, **changes)
-        training = prepare(short_config)
-        numbers = timed_steps(training.module, training.data, short_config, folder)
-    return MeasuredSteps(
-        TIMED,
-        numbers.get("mfu", 0.0),
-        numbers["tokens_per_s"] / num_ranks(),
-        int(numbers["memory_gb"] * 1e9),
-        int(numbers["part_tokens"]),
-    )
-
-
-def timed_steps(module: LitHead, data: HeadDataModule, config: TrainConfig, folder: str | Path) -> dict[str, float]:
-    """Run WARM_UP + TIMED steps, which are all of the training's. Return `Telemetry.take` of the timed ones, its mfu as
-    FLOP/s, and part_tokens. folder: for what Lightning may leave."""
-    import lightning.pytorch as pl
-
-    from draftsmith.train.fit import quiet
-    from draftsmith.train.telemetry import Telemetry, num_slots
-
-    # With a peak of 1 the utilisation is FLOP/s.
-    telemetry = Telemetry(peak=1.0)
-    numbers: dict[str, float] = {}
-    most = 0
-
-    class Timing(pl.Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, index: int) -> None:
-            nonlocal most
-            most = max(most, num_slots(batch))
-            if batch.last and trainer.global_step in (WARM_UP, trainer.max_steps):
-                if pl_module.device.type == "cuda":
-                    torch.cuda.synchronize(pl_module.device)
-                numbers.update(telemetry.take(pl_module.device))
-
-    with quiet(), tensor_cores(config):
-        trainer = pl.Trainer(
-            **trainer_arguments(config),
-            max_steps=WARM_UP + TIMED,
-            logger=False,
-            callbacks=[telemetry, Timing()],
-            default_root_dir=folder,
-        )
-        trainer.fit(module, datamodule=data)
-    return numbers | {"part_tokens": most}
-
-
 def run(config: Any) -> None:
-    """Print the plan."""
+    """Print the plan: facts, and a table of a rank's memory with a row per part and a column per strategy."""
     set_threads(config.num_threads)
     config = settled(config)
-    plan, measured = plan_of(config, config.world, config.assume_samples, config.assume_length), None
-    if config.measure:
-        measured, here = measure_steps(config), world_size(config)
-        # What the steps held beside what does not depend on their size, by tokens.
-        memory = rank_memory(plan.process, planned_layout(config, here), here)
-        activations = max(0, measured.peak_bytes - memory.peak + memory.parts["activations"])
-        process = {**plan.process, "activations": activations * plan.part_tokens // measured.part_tokens}
-        memories = {key: rank_memory(process, key, plan.world) for key in plan.memories}
-        plan = dataclasses.replace(plan, process=process, memories=memories)
-    print_facts(fact_rows(plan, config), f"{plan.job} head for {plan.model}, planned from its config.json")
-    print_table(memory_table(plan), bold="peak")
-    if measured is not None:
-        # By FLOPs, since the timed documents may be short; by tokens for a head that does not count its FLOPs.
-        if measured.flops_per_s:
-            seconds = plan.step_flops * plan.steps / measured.flops_per_s
-        else:
-            seconds = sum(plan.documents.lengths) * plan.steps / plan.steps_per_epoch / measured.tokens_per_s
-        hours = seconds / plan.world / 3600
-        print_text(
-            f"measured {measured.steps} steps: {measured.tokens_per_s:,.0f} tokens/s and "
-            f"{measured.flops_per_s / 1e9:,.1f} GFLOP/s a rank, peak {measured.peak_bytes / 1e6:,.0f} MB; all "
-            f"{plan.steps:,} steps would take {hours:.3g} hours, validation aside"
-        )
-    documents = plan.documents
-    numbers = {
-        **dataclasses.asdict(dataclasses.replace(plan, memories={})),
-        "documents": {"source": documents.source, "samples": len(documents.lengths), "tokens": sum(documents.lengths)},
-        "memories": {LAYOUTS[key]: dataclasses.asdict(value) for key, value in plan.memories.items()},
+    plan = plan_of(config, config.world, config.assume_samples, config.assume_length)
+    documents, tokens = plan.documents, sum(plan.documents.lengths)
+    per_step = tokens / plan.steps_per_epoch
+    facts = {
+        "parameters": f"{short(plan.trained).strip()} trained, {short(plan.frozen).strip()} frozen",
+        "data": f"{documents.source}: {len(documents.lengths):,} training samples, {tokens:,} tokens",
+        "steps": f"{plan.steps:,} of {per_step:,.0f} tokens: {plan.steps / plan.steps_per_epoch:.3g} epochs of "
+        f"{plan.steps_per_epoch:,} steps; {per_step * plan.steps:,.0f} tokens in all",
+        "compute": f"{short(plan.step_flops)}FLOPs a step, {short(plan.step_flops * plan.steps)}FLOPs in all",
+        "largest part": f"{plan.part_tokens:,} tokens on a rank at once "
+        f"({plan.world} ranks, {config.accumulate} parts)",
+        "checkpoints": f"{short(plan.checkpoint_bytes)}B each, float32 weights and averages; "
+        f"{short(plan.disk_bytes)}B at most, with best/ and last/",
     }
-    add_result(**numbers, measured=dataclasses.asdict(measured) if measured else None)
+    if plan.feature_bytes:
+        there = "on disk" if plan.features_stored else "if stored"
+        facts[f"features {there}"] = ", ".join(f"{short(v)}B in {k}" for k, v in plan.feature_bytes.items())
+    print_facts(facts, f"{plan.job} head for {plan.model}, planned from its config.json")
+
+    unit, divisor, digits = ("GB", 1e9, 2) if plan.peak >= 1e10 else ("MB", 1e6, 0)
+    titles = {key: LAYOUTS[key] + ("*" if key == plan.strategy else "") for key in plan.memories}
+    rows: list[dict[str, Any]] = []
+    for part in plan.memories[plan.strategy]:
+        sizes = {titles[key]: memory[part] / divisor for key, memory in plan.memories.items()}
+        if any(sizes.values()):
+            cells = {title: f"{size:,.{digits}f}" for title, size in sizes.items()}
+            rows.append({"part": part, **cells, "peak": part == "peak"})
+    columns = [Column("part", "part"), *(Column(title, title, ">") for title in titles.values())]
+    title = f"Memory of a rank, {unit}; * as configured, off: with offload to host memory"
+    print_table(Table("memory", title, columns, rows), bold="peak")
+    add_result(
+        **{
+            **dataclasses.asdict(plan),
+            "documents": {"source": documents.source, "samples": len(documents.lengths), "tokens": tokens},
+            "memories": {LAYOUTS[key]: memory for key, memory in plan.memories.items()},
+        }
+    )
 
 
 def announce(config: TrainConfig) -> None:
@@ -666,52 +550,12 @@ def announce(config: TrainConfig) -> None:
     ranks = f"{plan.world} ranks" if plan.world > 1 else "1 rank"
     say_on_rank_zero(
         f"plan: {short(plan.trained).strip()} trained and {short(plan.frozen).strip()} frozen parameters, "
-        f"about {short(plan.own.peak)}B of memory a rank ({ranks}, {LAYOUTS[plan.strategy]})\n"
+        f"about {short(plan.peak)}B of memory a rank ({ranks}, {LAYOUTS[plan.strategy]})\n"
         f"plan: {plan.steps:,} steps, {plan.steps_per_epoch:,} an epoch, {short(plan.step_flops)}FLOPs each; "
         f"checkpoints {short(plan.checkpoint_bytes)}B each, {short(plan.disk_bytes)}B at most"
     )
     remedy = f"Free some space, pass a smaller --keep ({plan.checkpoint_bytes:,} bytes each), or use another disk."
     check_disk(config.output, plan.disk_bytes, "output", remedy)
-
-
-def fact_rows(plan: TrainingPlan, config: TrainConfig) -> dict[str, str]:
-    """Return the lines above the memory table."""
-    documents, tokens = plan.documents, sum(plan.documents.lengths)
-    per_step = tokens / plan.steps_per_epoch
-    rows = {
-        "parameters": f"{short(plan.trained).strip()} trained, {short(plan.frozen).strip()} frozen",
-        "data": f"{documents.source}: {len(documents.lengths):,} training samples, {tokens:,} tokens",
-        "steps": f"{plan.steps:,} of {per_step:,.0f} tokens: {plan.steps / plan.steps_per_epoch:.3g} epochs of "
-        f"{plan.steps_per_epoch:,} steps; {per_step * plan.steps:,.0f} tokens in all",
-        "compute": f"{short(plan.step_flops)}FLOPs a step, {short(plan.step_flops * plan.steps)}FLOPs in all",
-        "largest part": f"{plan.part_tokens:,} tokens on a rank at once "
-        f"({plan.world} ranks, {config.accumulate} parts)",
-        "checkpoints": f"{short(plan.checkpoint_bytes)}B each, float32 weights and averages; "
-        f"{short(plan.disk_bytes)}B at most, with best/ and last/",
-    }
-    if plan.feature_bytes:
-        there = "on disk" if plan.features_stored else "if stored"
-        rows[f"features {there}"] = ", ".join(f"{short(v)}B in {k}" for k, v in plan.feature_bytes.items())
-    return rows
-
-
-def memory_table(plan: TrainingPlan) -> Table:
-    """Return a table with a row per part and a column per layout."""
-    # A column per layout, a row per part that any of them has.
-    columns = [key for key in LAYOUTS if key in plan.memories]
-    titles = [LAYOUTS[key] + ("*" if key == plan.strategy else "") for key in columns]
-    memories = [plan.memories[key] for key in columns]
-    unit, divisor, digits = ("GB", 1e9, 2) if plan.own.peak >= 1e10 else ("MB", 1e6, 0)
-    lines = [(name, [memory.parts[name] for memory in memories], False) for name in plan.own.parts]
-    lines += [("peak", [memory.peak for memory in memories], True)]
-    lines += [("host memory", [memory.host for memory in memories], False)]
-    rows = [
-        {"part": name, **{t: f"{s / divisor:,.{digits}f}" for t, s in zip(titles, sizes, strict=True)}, "peak": bold}
-        for name, sizes, bold in lines
-        if any(sizes)
-    ]
-    title = f"Memory of a rank, {unit}; * as configured, off: with offload to host memory"
-    return Table("memory", title, [Column("part", "part"), *(Column(name, name, ">") for name in titles)], rows)
 
 
 def short(number: float) -> str:
