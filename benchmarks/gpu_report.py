@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import lightning.pytorch as pl
 import torch
 
 from draftsmith.benchmarks.synthetic import SHAPES, random_eagle_head, random_pair
@@ -40,16 +39,16 @@ from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import InputError, SamplingParams, at_least
 from draftsmith.train.config import drafter_config
 from draftsmith.train.data_module import HeadDataModule, Samples
-from draftsmith.train.fit import quiet
+from draftsmith.train.fit import timed_steps
 from draftsmith.train.lit_drafter import LitDrafter
 from draftsmith.train.plan import plan_of
-from draftsmith.train.strategies import settled, tensor_cores, trainer_arguments
-from draftsmith.train.telemetry import Telemetry, measured_peak, peak_flops
+from draftsmith.train.strategies import settled
+from draftsmith.train.telemetry import measured_peak, peak_flops
 
 HEADINGS = ("what", "value", "aim")
 METHODS = ("ar", "spec:k=5", "eagle:k=5", "eagle3:k=5")
-LOSS_FROM = 0.3  # of a made-up document: what follows is answer
 WARM_UP, TIMED = 3, 5  # training steps
+LOSS_FROM = 0.3  # of a made-up document: what follows is answer
 
 
 @dataclass(frozen=True)
@@ -251,7 +250,7 @@ def training(config: GpuReportConfig, raw: dict[str, Any], target: LlamaLM) -> I
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         module, data = training_objects(config, settings, target, steps)
-        numbers = timed_steps(module, data, settings, folder)
+        numbers = timed_steps(module, data, settings, Path(folder), WARM_UP)
         peak = peak_flops(device, settings.precision, measure=True)
         planned = plan_of(settings, 1, 2 * steps * (config.tokens // config.document), config.document).peak
     what = f"eagle3, {config.passes} passes, {settings.precision}"
@@ -261,30 +260,6 @@ def training(config: GpuReportConfig, raw: dict[str, Any], target: LlamaLM) -> I
     yield Measured(f"{what}: waiting for data", 100 * numbers["data_wait"], "%", "< 2")
     yield Measured(f"{what}: peak memory", numbers["memory_gb"], "GB")
     yield Measured(f"{what}: peak memory, planned / measured", planned / 1e9 / numbers["memory_gb"], "", "0.9 to 1.1")
-
-
-def timed_steps(module: LitDrafter, data: HeadDataModule, config: Any, folder: str) -> dict[str, float]:
-    """Train WARM_UP + TIMED steps and return `Telemetry.take` of the timed ones, with FLOP/s as mfu."""
-    telemetry = Telemetry(peak=1.0)
-    numbers: dict[str, float] = {}
-
-    class Timing(pl.Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, index: int) -> None:
-            if batch.last and trainer.global_step in (WARM_UP, trainer.max_steps):
-                if pl_module.device.type == "cuda":
-                    torch.cuda.synchronize(pl_module.device)
-                numbers.update(telemetry.take(pl_module.device))
-
-    with quiet(), tensor_cores(config):
-        trainer = pl.Trainer(
-            **trainer_arguments(config),
-            max_steps=WARM_UP + TIMED,
-            logger=False,
-            callbacks=[telemetry, Timing()],
-            default_root_dir=folder,
-        )
-        trainer.fit(module, datamodule=data)
-    return numbers
 
 
 def training_settings(config: GpuReportConfig, folder: Path, steps: int, raw: dict[str, Any]) -> Any:

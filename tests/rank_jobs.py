@@ -102,8 +102,8 @@ def leave_as_killed(source: Path, step: int, output: Path, rank: int) -> None:
 @contextmanager
 def watched() -> Iterator[dict[str, Any]]:
     """Collects what the trainer had: norms of the gradient, and what is partitioned."""
+    from draftsmith.train.lit_drafter import LitDrafter
     from draftsmith.train.lit_head import LitHead
-    from draftsmith.train.own_trainer import OwnTrainer
 
     facts: dict[str, Any] = {"grad_norms": []}
 
@@ -124,7 +124,7 @@ def watched() -> Iterator[dict[str, Any]]:
             facts["optimized"] = sum(flat.numel() for flat in zero.state)
 
     with ExitStack() as patches:
-        for kind in (LitHead, OwnTrainer):
+        for kind in (LitHead, LitDrafter):
             patches.enter_context(mock.patch.object(kind, "on_train_batch_end", on_train_batch_end, create=True))
         yield facts
 
@@ -162,14 +162,14 @@ def at_step(step: int, action: Any) -> Iterator[None]:
     """Calls `action` during the step with that number, counted from 1."""
     from draftsmith.train.lit_head import LitHead
 
-    begin = LitHead._begin_step
+    original = LitHead.training_step
 
-    def _begin_step(self: Any, *args: Any) -> None:
-        if self.trainer.global_step + 1 == step:
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
+        if batch.first and self.trainer.global_step + 1 == step:
             action()
-        begin(self, *args)
+        return original(self, batch, batch_idx)
 
-    with mock.patch.object(LitHead, "_begin_step", _begin_step):
+    with mock.patch.object(LitHead, "training_step", training_step):
         yield
 
 

@@ -50,17 +50,17 @@ class BadSteps:
             if param.requires_grad:
                 param.register_hook(self._see)
 
-    def begin(self) -> None:
-        """Begin a step."""
-        self._parts = []
-
-    def add(self, loss: Tensor, keys: Sequence[SampleKey], frozen_states: Tensor | None = None) -> None:
-        """Add a micro-batch: its loss, its samples, and hidden states of the frozen model.
+    def add(
+        self, loss: Tensor, keys: Sequence[SampleKey], frozen_states: Tensor | None, begins_step: bool = True
+    ) -> None:
+        """Add a micro-batch: its loss, its samples, and hidden states of the frozen model, if it ran.
 
         Its gradients follow. One number on the device marks each, which nothing waits for. Finite values whose sum
         overflows float32 count as bad, too.
         """
         states = None if frozen_states is None else frozen_states.detach().sum(dtype=torch.float32) * 0
+        if begins_step:
+            self._parts = []
         self._parts.append(_Marks(keys, loss.detach().float() * 0, states))
 
     def _see(self, gradient: Tensor) -> None:

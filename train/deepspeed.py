@@ -44,7 +44,7 @@ class ZeroPrecision(DeepSpeedPrecision):
         result = super().optimizer_step(optimizer, model, closure, **kwargs)
         # DeepSpeed skips a step by itself if the ranks' finite gradients have an infinite sum.
         if model.ends_step and not model.skips_step and getattr(model.trainer.model.optimizer, "overflow", False):
-            model.count_bad_step()
+            model.bad_steps.add_step(model.sample_name, everything=True)
         return result
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 import yaml
 from torch import nn
 
@@ -39,6 +40,7 @@ from draftsmith.train.metrics import is_first_process, say_on_rank_zero
 from draftsmith.train.signals import StopOnSignal, exit_code
 from draftsmith.train.strategies import tensor_cores, trainer_arguments, world_size
 from draftsmith.train.tau import TauProbe
+from draftsmith.train.telemetry import Telemetry
 
 READ_MODEL = "read_model"
 STARTED, FINISHED, RESOLVED = "started.json", "training.json", "config.yaml"
@@ -262,3 +264,29 @@ def _head_saver(
         save_head(config.output / name, head, manifest, card)
 
     return save
+
+
+def timed_steps(
+    module: LitHead, data: HeadDataModule, config: TrainConfig, folder: Path, warm_up: int
+) -> dict[str, float]:
+    """Train all steps without saving; return `Telemetry.take` of those after `warm_up`, with FLOP/s as mfu."""
+    # With a peak of 1 the utilisation is FLOP/s.
+    telemetry, numbers = Telemetry(peak=1.0), dict[str, float]()
+
+    class Timing(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, index: int) -> None:
+            if batch.last and trainer.global_step in (warm_up, module.total_steps):
+                if pl_module.device.type == "cuda":
+                    torch.cuda.synchronize(pl_module.device)
+                numbers.update(telemetry.take(pl_module.device))
+
+    with quiet(), tensor_cores(config):
+        trainer = pl.Trainer(
+            **trainer_arguments(config),
+            max_steps=module.total_steps,
+            logger=False,
+            callbacks=[telemetry, Timing()],
+            default_root_dir=folder,
+        )
+        trainer.fit(module, datamodule=data)
+    return numbers

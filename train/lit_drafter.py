@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -14,27 +15,37 @@ from draftsmith.data.store.feature_codec import decoded
 from draftsmith.modules.drafters.base import DraftHead, TrainingCost, TrainStep
 from draftsmith.modules.packing import Documents
 from draftsmith.modules.targets.base import CausalLM
-from draftsmith.modules.types import FeatureBatch, LossOutput
+from draftsmith.modules.types import FeatureBatch, InputError, LossOutput
+from draftsmith.train.callbacks import log_metrics
 from draftsmith.train.config import TrainDrafterConfig, drafter_config
-from draftsmith.train.data_module import MicroBatch
+from draftsmith.train.data_module import HeadDataModule, MicroBatch, SampleKey
 from draftsmith.train.feature_cache import FeatureCache
+from draftsmith.train.lit_head import LitHead
 from draftsmith.train.metrics import Means, num_ranks, rank, sum_over_ranks
-from draftsmith.train.own_trainer import OwnTrainer
 from draftsmith.train.telemetry import features_flops
 
 # Value of path options that a script gives as Python objects instead.
 IN_PYTHON = "given in Python"
+# Rows of a plain Trainer are numbered over all batches; no batch has more.
+ROWS = 2**20
 
 
-class LitDrafter(OwnTrainer):
+class LitDrafter(LitHead):
     """A draft head in training.
 
-    `fit` trains with it as `draftsmith train` does: exact resumption, checkpoints, best/, tau. It also runs in a plain
-    `lightning.Trainer` with any DataLoader (own_trainer.py). To learn something else, override `loss`, and `validation`
-    for the metrics.
+    `fit` trains with it as `draftsmith train` does: exact resumption, checkpoints, best/, tau. To learn something else,
+    override `loss`, and `validation` for the metrics.
+
+    It also runs in a plain `lightning.Trainer` with any DataLoader, on batches that are a `FeatureBatch`
+    (`draftsmith.collate`) or a dictionary of its fields. They are turned into micro-batches when they are moved to the
+    device: every token of an accumulated step counts the same, in whichever batch it is. Lightning's own hooks log
+    losses as train/..., with lr and grad_norm, and validation as val/....
     """
 
     head: DraftHead
+    # Batches of a plain Trainer so far, and its running validation.
+    _num_batches = 0
+    _val: Means
 
     def __init__(
         self,
@@ -90,7 +101,13 @@ class LitDrafter(OwnTrainer):
             states = documents.end_to_end(states)  # [1, N, L*H]
             data = dataclasses.replace(data, features=states)
         if self.feature_std is None and self.head.needs_features:
-            self.feature_std = self._measured_std(data)
+            # The first batch of a plain Trainer.
+            features = data.features
+            assert features is not None
+            values = (features if data.attention_mask is None else features[data.attention_mask]).double()
+            count = torch.tensor(float(values.numel()), dtype=torch.float64, device=values.device)
+            total, first, second = sum_over_ranks(torch.stack([count, values.sum(), values.square().sum()])).tolist()
+            self.feature_std = max(second / total - (first / total) ** 2, 0.0) ** 0.5
         return data, states
 
     @torch.no_grad()
@@ -99,7 +116,7 @@ class LitDrafter(OwnTrainer):
         for _, inputs in self.validated(batches):
             means.add(self.validation(inputs))
         self.source.finish()
-        return self.metrics_of(means)
+        return _metrics_of(means)
 
     def flops(self, batch: MicroBatch) -> float:
         head = self.head
@@ -111,13 +128,75 @@ class LitDrafter(OwnTrainer):
         rows = head.logit_rows(batch.data, self.settings) if batch.logit_rows is None else batch.logit_rows
         return target_flops + head.flops(head.config, self.settings, step, rows)
 
-    def _measured_std(self, data: FeatureBatch) -> float:
-        features = data.features
-        assert features is not None
-        values = (features if data.attention_mask is None else features[data.attention_mask]).double()
-        count = torch.tensor(float(values.numel()), dtype=torch.float64, device=values.device)
-        total, first, second = sum_over_ranks(torch.stack([count, values.sum(), values.square().sum()])).tolist()
-        return max(second / total - (first / total) ** 2, 0.0) ** 0.5
+    def setup(self, stage: str) -> None:
+        """Check the Trainer and take the number of steps from it."""
+        trainer, accumulate = self.trainer, self.config.accumulate
+        if stage != "fit":
+            return
+        if isinstance(getattr(trainer, "datamodule", None), HeadDataModule):
+            # The loss is scaled by the number of micro-batches.
+            if trainer.accumulate_grad_batches != accumulate:
+                expected = f"{trainer.accumulate_grad_batches}, as the Trainer has"
+                raise InputError("accumulate", accumulate, expected, "Give both the same number.")
+            return
+        if trainer.strategy.handles_gradient_accumulation:
+            found = f"{type(trainer.strategy).__name__} in a Trainer of your own"
+            remedy = "Train with draftsmith.fit(..., strategy=...)."
+            raise InputError("strategy", found, "one without DeepSpeed", remedy)
+        self.log_every = cast(Any, trainer).log_every_n_steps
+        if not self.total_steps:
+            steps = trainer.estimated_stepping_batches
+            if steps == float("inf"):
+                remedy = "Pass max_steps or max_epochs to the Trainer, or total_steps here."
+                raise InputError("total_steps", "a Trainer without an end", "a number of steps", remedy)
+            self.total_steps = int(steps)
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> MicroBatch:
+        """Move a batch to the device, as a micro-batch."""
+        if not isinstance(batch, MicroBatch):
+            data = as_batch(batch)
+            mask = data.attention_mask
+            rows = [data.input_ids.shape[1]] * len(data.input_ids) if mask is None else mask.sum(-1).tolist()
+            lengths = data.lengths or tuple(rows)
+            keys = tuple(SampleKey(0, self._num_batches * ROWS + row) for row in range(len(lengths)))
+            tokens = cast(Any, self.head).loss_count(data, self.config)
+            batch = MicroBatch(data, keys, lengths, tokens, None, first=self._uncounted is None)
+            self._num_batches += self.trainer.training
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+    def sample_name(self, index: int) -> str:
+        if self._num_batches:
+            return "row {1} of batch {0}".format(*divmod(index, ROWS))
+        return super().sample_name(index)
+
+    def on_train_batch_end(self, outputs: Any, batch: MicroBatch, batch_idx: int) -> None:
+        """Log the losses, if a step of a plain Trainer has ended."""
+        trainer, done = self.trainer, self.trainer.global_step
+        if batch.step_tokens is None and self._uncounted is None and self.logs(done):
+            metrics = {f"train/{name}": value for name, value in self.means.take().items()}
+            metrics |= {"lr": trainer.optimizers[0].param_groups[0]["lr"], "grad_norm": self.grad_norm}
+            log_metrics(trainer, metrics | {"bad_steps": self.bad_steps.count}, done)
+            self.log("loss", metrics.get("train/loss", float("nan")), prog_bar=True, logger=False)
+
+    def on_validation_epoch_start(self) -> None:
+        self._val = Means()
+
+    def validation_step(self, batch: MicroBatch, batch_idx: int) -> None:
+        inputs, _ = self.read(batch, validating=True)
+        with self.autocast():
+            self._val.add(self.validation(inputs))
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the means over all batches and ranks as val/..., for loggers and callbacks."""
+        self.log_dict({f"val/{name}": value for name, value in _metrics_of(self._val).items()})
+
+
+def _metrics_of(means: Means) -> dict[str, float]:
+    """Return the means of a validation. Raises InputError if no token counts."""
+    metrics = means.take()
+    if not metrics:
+        raise InputError("val", "no response token", "validation samples with a response", "Hold out more samples.")
+    return metrics
 
 
 class FeatureSource:
@@ -140,8 +219,12 @@ class FeatureSource:
         lengths: tokens of each row, which a cache needs. With a cache the states are written to it, and rounded as it
         stores them.
         """
-        features = self._read_together(input_ids) if self.shared else self._read(input_ids)
-        assert features is not None
+        if self.shared:
+            features = self._read_together(input_ids)
+            assert features is not None
+        else:
+            ids = input_ids.to(self._target.device)
+            features = self._target.features(ids, capture=self._capture).to(input_ids.device)
         if self.cache is None:
             return features
         stored = torch.zeros_like(features, dtype=torch.bfloat16)
@@ -178,9 +261,34 @@ class FeatureSource:
         padded[: ids.shape[0], : ids.shape[1]] = ids
         parts = [torch.empty_like(padded) for _ in range(num_ranks())]
         dist.all_gather(parts, padded)
-        features = self._read(torch.cat([part[:count] for part, count in zip(parts, rows, strict=True)]))
+        everything = torch.cat([part[:count] for part, count in zip(parts, rows, strict=True)])
+        features = self._target.features(everything.to(self._target.device), capture=self._capture).to(ids.device)
         start = sum(rows[: rank()])
         return features[start : start + ids.shape[0], : ids.shape[1]]
 
-    def _read(self, input_ids: Tensor) -> Tensor:
-        return self._target.features(input_ids.to(self._target.device), capture=self._capture).to(input_ids.device)
+
+def as_batch(batch: Any) -> FeatureBatch:
+    """Check a batch of any DataLoader: a `FeatureBatch`, or its fields by name, right-padded.
+
+    Raises:
+        InputError: another type, or fields that are missing, unknown or of another shape.
+    """
+    if isinstance(batch, FeatureBatch):
+        return batch
+    names = {field.name for field in dataclasses.fields(FeatureBatch)}
+    if not isinstance(batch, Mapping):
+        remedy = "Pass collate_fn=draftsmith.collate to the DataLoader."
+        raise InputError("batch", type(batch).__name__, f"a FeatureBatch or a dictionary of {sorted(names)}", remedy)
+    wrong = sorted(set(batch) - names) + sorted({"input_ids", "loss_mask"} - set(batch))
+    if wrong:
+        expected = f"input_ids and loss_mask, and no other than {', '.join(sorted(names))}"
+        raise InputError("batch", f"the fields {', '.join(map(str, batch))}", expected, f"Look at {', '.join(wrong)}.")
+    ids, mask = batch["input_ids"], batch["loss_mask"].bool()
+    if ids.ndim != 2 or ids.shape != mask.shape:
+        shapes = f"input_ids {list(ids.shape)} and loss_mask {list(mask.shape)}"
+        raise InputError("batch", shapes, "both [B, T], padded at the right", "Pass collate_fn=draftsmith.collate.")
+    attended = batch.get("attention_mask")
+    attended = torch.ones_like(mask) if attended is None else attended.bool()  # [B, T]
+    positions = torch.arange(ids.shape[1], device=ids.device) * attended  # [B, T]
+    defaults = {"features": None, "position_ids": positions}
+    return FeatureBatch(**{**defaults, **batch, "loss_mask": mask, "attention_mask": attended})

@@ -22,7 +22,7 @@ from draftsmith.modules.types import LossOutput
 from draftsmith.train.bad_steps import BadSteps
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.data_module import MicroBatch
-from draftsmith.train.metrics import Means, finite, num_ranks, rank, sum_over_ranks
+from draftsmith.train.metrics import Means, num_ranks, rank, sum_over_ranks
 from draftsmith.train.optimizers import MuonAdamW, lr_schedule
 
 # Signals that end a run between steps; the first that any rank received counts. SIGUSR1 is SLURM's warning before the
@@ -88,8 +88,17 @@ class LitHead(pl.LightningModule):
 
     def training_step(self, batch: MicroBatch, batch_idx: int) -> Tensor:
         """Compute the loss of a micro-batch, scaled so that the step's gradient is that of the mean over its tokens."""
+        ranks = num_ranks()
         if batch.first:
-            self._begin_step(batch.step_tokens or 0.0)
+            # Agree with the other ranks on the step's number of tokens, and on whether to stop after it.
+            tokens, self.signal_agreed = float(batch.step_tokens or 0.0), self.signal_received
+            if ranks > 1:
+                flags = [tokens, *(self.signal_received == number for number in SIGNALS)]
+                counts = sum_over_ranks(torch.tensor(flags, dtype=torch.float64, device=self.device))
+                tokens, *received = counts.tolist()
+                self.signal_agreed = next((int(n) for n, count in zip(SIGNALS, received, strict=True) if count), 0)
+            # Without a token that counts the loss is zero.
+            self._step_tokens = tokens or 1.0
         self.ends_step = batch.last
 
         # Autocast is ours under every strategy; weights and optimizer stay float32.
@@ -98,15 +107,15 @@ class LitHead(pl.LightningModule):
             output = self.loss(inputs, self.train_step(batch))
 
         # Sums on the device: nothing waits for it until the step ends.
-        self.bad_steps.add(output.loss, batch.keys, frozen_states)
-        self.means.add(finite(output))
+        self.bad_steps.add(output.loss, batch.keys, frozen_states, begins_step=batch.first)
+        self.means.add(output, only_finite=True)
 
         # DDP takes the mean over ranks and Lightning divides by the micro-batches: undo both for a sum over all of
         # them, divided by the step's tokens. A loader that has not counted these has the gradient divided instead.
         if batch.step_tokens is None:
             self._uncounted = (self._uncounted or 0.0) + batch.tokens
-            return output.loss * (batch.tokens * num_ranks() * self.trainer.accumulate_grad_batches)
-        return output.loss * (batch.tokens * num_ranks() * self.config.accumulate / self._step_tokens)
+            return output.loss * (batch.tokens * ranks * self.trainer.accumulate_grad_batches)
+        return output.loss * (batch.tokens * ranks * self.config.accumulate / self._step_tokens)
 
     def train_step(self, batch: MicroBatch) -> TrainStep:
         """Return the position in the training, for a micro-batch."""
@@ -128,18 +137,6 @@ class LitHead(pl.LightningModule):
 
     def autocast(self) -> AbstractContextManager:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16")
-
-    def _begin_step(self, rank_tokens: float) -> None:
-        """Agree with the other ranks on the step's number of tokens, and on whether to stop after it."""
-        self.bad_steps.begin()
-        if num_ranks() == 1:
-            tokens, self.signal_agreed = float(rank_tokens), self.signal_received
-        else:
-            flags = [rank_tokens, *(self.signal_received == number for number in SIGNALS)]
-            tokens, *received = sum_over_ranks(torch.tensor(flags, dtype=torch.float64, device=self.device)).tolist()
-            self.signal_agreed = next((int(n) for n, count in zip(SIGNALS, received, strict=True) if count), 0)
-        # Without a token that counts the loss is zero.
-        self._step_tokens = tokens or 1.0
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Clip the gradient, or skip the step if something in it was not finite."""
@@ -188,10 +185,6 @@ class LitHead(pl.LightningModule):
                 names = [cast(Any, self.trainer).datamodule.val.name(i) for i in batch.indices]
                 raise NonFinite("hidden states", self.frozen, None).of(names)
             yield batch, inputs
-
-    def count_bad_step(self) -> None:
-        """Count a step that DeepSpeed skipped on all ranks although every rank saw finite numbers only."""
-        self.bad_steps.add_step(self.sample_name, everything=True)
 
     @property
     def grad_norm(self) -> float:

@@ -57,15 +57,6 @@ def gathered(own: T) -> list[T]:
     return parts
 
 
-def finite(output: LossOutput) -> LossOutput:
-    """Return the output with zero sums and counts if the loss is not finite, which would spoil every mean."""
-    keep, kept = output.loss.detach().isfinite(), LossOutput(output.loss)
-    for values, target in ((output.sums, kept.sums), (output.counts, kept.counts)):
-        for name, value in values.items():
-            target[name] = torch.where(keep.to(value.device), value, 0)
-    return kept
-
-
 class Means:
     """Running sums and counts. A mean is a ratio of sums over batches and ranks, never a mean of means."""
 
@@ -73,11 +64,15 @@ class Means:
         self.sums: dict[str, Tensor] = {}
         self.counts: dict[str, Tensor] = {}
 
-    def add(self, output: LossOutput) -> None:
-        """Add a batch's sums and counts, without waiting for the device."""
+    def add(self, output: LossOutput, only_finite: bool = False) -> None:
+        """Add a batch's sums and counts, without waiting for the device. only_finite: add zeros if the loss is not
+        finite, which would spoil every mean."""
+        keep = output.loss.detach().isfinite()
         for totals, values in ((self.sums, output.sums), (self.counts, output.counts)):
             for name, value in values.items():
                 value = value.detach().double()
+                if only_finite:
+                    value = torch.where(keep.to(value.device), value, 0)
                 totals[name] = totals[name].to(value.device) + value if name in totals else value
 
     def take(self) -> dict[str, float]:

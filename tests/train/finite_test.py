@@ -70,7 +70,6 @@ def end_of_step(module) -> tuple[bool, float]:
 
 def named(module, part):
     """A training step's error, or that of a validation."""
-    module.bad_steps.begin()
     module.training_step(part, 0)
     with pytest.raises(NonFinite) as caught:
         end_of_step(module)
@@ -80,7 +79,6 @@ def named(module, part):
 def test_a_target_that_reads_nan_ends_the_training_and_the_validation(artefacts, tmp_path):
     data, module = texts(artefacts), a_module(artefacts, tmp_path)
     part = part_of(collate_features([data[i] for i in range(3)]))
-    module.bad_steps.begin()
     module.training_step(part, 0)
     assert end_of_step(module) == (False, 0.0)
     module.source._target = Spoiled(module.target)
@@ -103,17 +101,14 @@ def keys(first: int, end: int) -> list[SampleKey]:
 
 def test_only_a_loss_that_nothing_given_explains_is_a_bad_step():
     steps, finite, broken = BadSteps(limit=5, frozen="draft"), torch.ones(4, 3), torch.full((4, 3), math.inf)
-    steps.begin()
     steps.add(torch.tensor(math.nan), keys(0, 2), finite)
     assert steps.agree(None, str)[0] and steps.count == 1 and steps.samples == ["0", "1"]
     # What was not finite and did not reach the loss is no error.
-    steps.begin()
     steps.add(torch.tensor(1.0), keys(2, 3), broken)
     assert not steps.agree(None, str)[0]
     # Of several parts those count whose own loss is none; samples are named up to a few.
-    steps.begin()
     for number, states in enumerate([finite, broken]):
-        steps.add(torch.tensor(math.nan), keys(10 * number, 10 * number + 9), states)
+        steps.add(torch.tensor(math.nan), keys(10 * number, 10 * number + 9), states, begins_step=number == 0)
     with pytest.raises(NonFinite, match="10, 11, 12, 13, 14 and 4 more") as caught:
         steps.agree(None, str)
     assert caught.value.model == "draft" and steps.count == 1
@@ -140,6 +135,5 @@ def test_stored_features_are_not_looked_at_twice(artefacts, tmp_path):
     data, module = texts(artefacts), a_module(artefacts, tmp_path)
     batch = collate_features([data[i] for i in range(2)])
     features = module.target.features(batch.input_ids)
-    module.bad_steps.begin()
     module.training_step(part_of(dataclasses.replace(batch, features=features)), 0)
     assert module.bad_steps._parts[0].states is None

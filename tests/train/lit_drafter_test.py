@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader
 import draftsmith
 from draftsmith.modules.types import InputError
 from draftsmith.train.data_module import HeadDataModule, Samples
-from draftsmith.train.lit_drafter import LitDrafter
-from draftsmith.train.own_trainer import as_batch
+from draftsmith.train.lit_drafter import LitDrafter, as_batch
 
 WIDTHS = (5, 9, 12, 7, 3, 11, 8, 6)
 
