@@ -19,10 +19,10 @@ from draftsmith.modules.decoding.loop import DecodeOptions, Generation, Round, R
 from draftsmith.modules.decoding.protocols import Drafter
 from draftsmith.modules.decoding.trace import Totals, pool
 from draftsmith.modules.drafters.chains import chain_methods
-from draftsmith.modules.drafters.methods import parse_methods
+from draftsmith.modules.drafters.methods import Named, parse_method
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.base import CausalLM, check_ids
-from draftsmith.modules.types import InputError, SamplingParams, at_least, whole_number
+from draftsmith.modules.types import InputError, SamplingParams, whole_number
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 MOST_SEED = 2**63 - 1  # as on the command line; torch takes as many
@@ -51,19 +51,15 @@ def load_drafter(
     Raises:
         InputError: no such model, or one that does not fit the target.
     """
-    if not isinstance(draft, str | Path):
-        raise InputError("draft", repr(draft), "a path or hub id", "Pass one.")
-    at_least("longest", longest, 1)
     paths = DraftSettings(draft=str(draft)).paths | {"target": target_path(target)}
     if acceptance is not None:
         paths["acceptance"] = str(acceptance)
     kind = next(name for name in paths if name != "target")
-    named = parse_methods(method or chain_methods().get(kind, kind))
-    if len(named) != 1:
-        raise InputError("method", repr(method), "one method", "Load a drafter for each.")
+    label = method or chain_methods().get(kind, kind)
+    parsed = parse_method(label)
     loading: dict[str, Any] = {"dtype": str(target.dtype).removeprefix("torch."), "device": str(target.device)}
-    models = load_models(named, paths, longest, SamplingParams(temperature), target, **loading)
-    drafter = named[0].method.build(models)
+    models = load_models([Named(label, parsed)], paths, longest, SamplingParams(temperature), target, **loading)
+    drafter = parsed.build(models)
     if drafter is None:
         raise InputError("method", repr(method), "one that drafts", "Pass None to generate in the place of a drafter.")
     return drafter
@@ -106,11 +102,9 @@ def token_ids(field: str, values: Any, target: CausalLM) -> list[int]:
     """Return token ids of the target as a list of ints; ids of numpy and torch are converted.
 
     Raises:
-        InputError: something else, such as floats or bytes, or ids that the target does not have.
+        InputError: something else, such as floats, or ids that the target does not have.
     """
     try:
-        if isinstance(values, str | bytes | bytearray | Mapping) or any(isinstance(value, bool) for value in values):
-            raise TypeError
         ids = [operator.index(value) for value in values]
     except TypeError as error:
         raise InputError(field, repr(values)[:80], "token ids, which are whole numbers", "Correct it.") from error

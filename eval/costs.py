@@ -141,23 +141,19 @@ def measure_step_cost(models: Models, drafter: str, rows: int, clock: Clock) -> 
     traces = [answer(num_tokens)[0].trace for answer in (short, long)]
     num_rounds = [max(len(trace.steps), 1) for trace in traces]
     few, many = (trace.num_draft_tokens / count for trace, count in zip(traces, num_rounds, strict=True))
+    if many <= few:
+        return 1.0
 
     calls = {"prompt": lambda: short(1), "short": lambda: short(num_tokens), "long": lambda: long(num_tokens)}
     taken = interleaved(calls, 1 if slow else C_REPEATS, clock, warm=True)
     # Each ratio is one of runs of the same moment: the load of other programs comes and goes.
-    return statistics.median(
-        step_cost_ratio((few, (short_s - prompt_s) / num_rounds[0]), (many, (long_s - prompt_s) / num_rounds[1]))
-        for prompt_s, short_s, long_s in zip(taken["prompt"], taken["short"], taken["long"], strict=True)
-    )
-
-
-def step_cost_ratio(short: tuple[float, float], long: tuple[float, float]) -> float:
-    """Return c of the straight line through two pairs of (drafted tokens a round, seconds of a round)."""
-    (few, few_s), (many, many_s) = short, long
-    if many <= few:
-        return 1.0
-    step_s = (many_s - few_s) / (many - few)
-    return max(step_s / max(few_s - few * step_s, SMALLEST_C * few_s), SMALLEST_C)
+    ratios = []
+    for prompt_s, short_s, long_s in zip(taken["prompt"], taken["short"], taken["long"], strict=True):
+        few_s, many_s = ((run_s - prompt_s) / count for run_s, count in zip((short_s, long_s), num_rounds, strict=True))
+        # The straight line through two draft lengths. Noise may make a token cost less than nothing.
+        step_s = (many_s - few_s) / (many - few)
+        ratios.append(max(step_s / max(few_s - few * step_s, SMALLEST_C * few_s), SMALLEST_C))
+    return statistics.median(ratios)
 
 
 @torch.inference_mode()

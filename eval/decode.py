@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -30,7 +30,6 @@ from draftsmith.modules.drafters.methods import Named, parse_methods
 from draftsmith.modules.types import InputError
 
 DRAFTED, OWN = "green", "yellow"
-Policy = Literal["auto", "fixed", "threshold", "cost", "online"]
 
 
 @dataclass(frozen=True)
@@ -42,10 +41,9 @@ class DecodeConfig(DraftSettings, AnswerLength, Sampling, Running):
         target: model directory, hub id or embedded:target.
         mid: model between draft and target, for pre-verify, pre+self-verify and hsddw.
         acceptance: acceptance head directory, for cost and specdec++; trained for what drafts.
-        method: name:setting=value, as in `draftsmith eval bench`; auto drafts chains with what is given, by the policy.
-        policy: when a chain ends. fixed: after five tokens. threshold: by the acceptance head and h, as SpecDec++ does.
-            cost: by the head, when one more token is worth less than its time. online, and auto: the same from the
-            draft's own confidence and the verdicts so far, and from the head where one is given.
+        method: name:setting=value, as in `draftsmith eval bench`; auto is online with what is given: a chain ends when
+            one more token is worth less than its time, by the draft's own confidence and the verdicts so far, and by
+            the acceptance head where one is given.
         system: a system message that goes before the prompt.
         raw: read the prompt as it is, without the chat template.
         trace: JSON-lines file that receives a line for every round.
@@ -56,7 +54,6 @@ class DecodeConfig(DraftSettings, AnswerLength, Sampling, Running):
     mid: str | None = None
     acceptance: str | None = None
     method: str = "auto"
-    policy: Policy = "auto"
     system: str | None = None
     raw: bool = False
     max_new_tokens: int = field(default=256, kw_only=True)
@@ -127,32 +124,22 @@ def run(config: DecodeConfig) -> Generation:
 
 def choose_method(config: DecodeConfig) -> Named:
     """Return the requested method; `auto` drafts chains with what was passed, a head before a draft model."""
-    if config.method != "auto":
-        if config.policy != "auto":
-            found = f"{config.policy} with --method {config.method}"
-            remedy = "Leave --policy out; a method says when its drafts end."
-            raise InputError("policy", found, "one of the two", remedy)
-        named = parse_methods(config.method)
-        if len(named) > 1:
-            remedy = "To compare several use `draftsmith eval bench`."
-            raise InputError("method", repr(config.method), "one method", remedy)
-        return named[0]
-    # The last one: `chain_methods` lists the draft model before heads.
-    drafters = [name for name in chain_methods() if name in config.drafters]
-    if not drafters:
-        if config.policy != "auto":
-            found = f"{config.policy} with nothing that drafts chains"
-            raise InputError("policy", found, "--draft DIR", "Pass --draft: a draft model, or a head.")
-        return parse_methods("ar")[0]
-    drafter = drafters[-1]
-    if config.policy == "fixed":
-        return parse_methods(chain_methods()[drafter])[0]
-    # The acceptance head fits one of several drafters.
-    if config.acceptance is not None and len(drafters) > 1:
-        drafter = trained_for(config.acceptance)
-    online = "online" if config.acceptance is None else "online:head=on"
-    rule = {"threshold": "specdec++", "cost": "cost"}.get(config.policy, online)
-    return parse_methods(rule + by_drafter(drafter))[0]
+    label = config.method
+    if label == "auto":
+        # The last one: `chain_methods` lists the draft model before heads.
+        drafters = [name for name in chain_methods() if name in config.drafters]
+        if not drafters:
+            label = "ar"
+        elif config.acceptance is None:
+            label = "online" + by_drafter(drafters[-1])
+        else:
+            # The acceptance head fits one of several drafters.
+            drafter = drafters[-1] if len(drafters) == 1 else trained_for(config.acceptance)
+            label = "online:head=on" + by_drafter(drafter)
+    named = parse_methods(label)
+    if len(named) > 1:
+        raise InputError("method", repr(label), "one method", "To compare several use `draftsmith eval bench`.")
+    return named[0]
 
 
 def encode_prompt(config: DecodeConfig) -> tuple[Any, list[int]]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from draftsmith.eval.answer import MOST_SEED, Answer, Prompt, encode, token_ids
+from draftsmith.eval.answer import Answer, Prompt, encode, token_ids
 from draftsmith.eval.bench.measuring import PromptFailed, measure_group
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.results import BASELINE, Row, summarise
@@ -16,7 +16,7 @@ from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.protocols import Drafter
 from draftsmith.modules.decoding.trace import DecodeTrace
 from draftsmith.modules.targets.base import CausalLM
-from draftsmith.modules.types import InputError, SamplingParams, at_most, whole_number
+from draftsmith.modules.types import InputError, SamplingParams, at_least
 
 if TYPE_CHECKING:
     import pandas
@@ -35,28 +35,20 @@ class CallableRunner:
     target: CausalLM
 
     def __call__(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seeds: Sequence[int]) -> list[Generation]:
-        return [
-            self.to_generation(self.decode(list(prompt), max_new_tokens, seed), max_new_tokens)
-            for prompt, seed in zip(prompts, seeds, strict=True)
-        ]
-
-    def to_generation(self, answer: Any, max_new_tokens: int) -> Generation:
-        """Convert what the callable returned; plain token ids are cut at an end token and at `max_new_tokens`.
-
-        Raises:
-            InputError: no token ids, or rounds with more tokens than requested, whose counts cannot be cut.
-        """
-        if isinstance(answer, Answer):
-            answer = answer.generation
-        if isinstance(answer, Generation):
-            num_tokens = max(len(answer.tokens), answer.trace.num_tokens)
-            at_most(f"methods, {self.label}, tokens of an answer", num_tokens, max_new_tokens)
-            return answer
-        tokens = token_ids(f"methods, {self.label}, an answer", answer, self.target)[:max_new_tokens]
-        # Cut as our own decoder does, so that the counts of tokens are comparable.
-        ends = [at for at, token in enumerate(tokens) if token in self.target.info.eos_ids][:1]
-        tokens = tokens[: ends[0] + 1] if ends else tokens
-        return Generation(tokens, DecodeTrace(prefill_emitted=len(tokens)), bool(ends))
+        """Call it for each prompt; plain token ids are cut at an end token and at `max_new_tokens`."""
+        generations = []
+        for prompt, seed in zip(prompts, seeds, strict=True):
+            answer: Any = self.decode(list(prompt), max_new_tokens, seed)
+            if isinstance(answer, Answer):
+                answer = answer.generation
+            if not isinstance(answer, Generation):
+                tokens = token_ids(f"methods, {self.label}, an answer", answer, self.target)[:max_new_tokens]
+                # Cut as our own decoder does, so that the counts of tokens are comparable.
+                ends = [at for at, token in enumerate(tokens) if token in self.target.info.eos_ids][:1]
+                tokens = tokens[: ends[0] + 1] if ends else tokens
+                answer = Generation(tokens, DecodeTrace(prefill_emitted=len(tokens)), bool(ends))
+            generations.append(answer)
+        return generations
 
 
 def measure(
@@ -84,12 +76,14 @@ def measure(
     """
     import pandas
 
-    for name, value, low in (("repeats", repeats, 1), ("max_new_tokens", max_new_tokens, 1), ("seed", seed, 0)):
-        whole_number(name, value, low, MOST_SEED)
+    at_least("repeats", repeats, 1)
+    at_least("max_new_tokens", max_new_tokens, 1)
     # A single prompt is a sequence as well, of characters, bytes or messages.
     if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Sequence) or not prompts:
         raise InputError("prompts", repr(prompts)[:80], "a list of at least one prompt", "Pass [prompt] for one.")
-    check_methods(methods)
+    if BASELINE in methods:
+        expected = f"another name: {BASELINE} is the target alone, which every speed-up is over"
+        raise InputError("methods", f"one called {BASELINE}", expected, "Rename it.")
     encoded = [BenchPrompt(str(number), encode(target, prompt), number=number) for number, prompt in enumerate(prompts)]
     longest = max(len(prompt.prompt_ids) for prompt in encoded) + max_new_tokens
     capacity = min(longest, target.info.max_position) + DRAFT_ROOM
@@ -127,15 +121,3 @@ def measure(
             numbers |= dict.fromkeys(("tau", "tau_low", "tau_high", "discard_rate"))
         table.append(numbers)
     return pandas.DataFrame(table).set_index("method")
-
-
-def check_methods(methods: Any) -> None:
-    """Raise InputError for methods that cannot be measured, and for the name `ar`."""
-    if not isinstance(methods, Mapping):
-        raise InputError("methods", repr(methods)[:80], "names and what decodes or drafts", "Pass a dict.")
-    if BASELINE in methods:
-        expected = f"another name: {BASELINE} is the target alone, which every speed-up is over"
-        raise InputError("methods", f"one called {BASELINE}", expected, "Rename it.")
-    for name, method in methods.items():
-        if not (method is None or hasattr(method, "propose") or callable(method)):
-            raise InputError(f"methods, {name}", repr(method)[:80], "a drafter or a callable", "Load it first.")

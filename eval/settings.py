@@ -10,37 +10,28 @@ from draftsmith.eval.clock import ClockName, clock_name
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decoding(Loading):
-    """Loading of models that decode.
+class Running(Loading):
+    """Loading of models that decode, with their threads and seed.
 
     Attributes:
         packed: Hold weights in the layout of the CPU's kernels (lean engine).
         draft_precision: Precision of the drafts' weights on a CPU, with the head's copy of lm_head; dtype leaves them
             as --dtype says. Answers stay the target's.
         target_precision: Precision of the target's weights on a CPU with the lean engine. In int8 it is another model.
+        num_threads: CPU threads. With one, speed is measured in CPU time, which does not see other programs.
+        seed: Seed of sampling, and of the bootstrap.
     """
 
     packed: bool = True
     draft_precision: Literal["dtype", "bf16", "int8"] = "dtype"
     target_precision: Literal["dtype", "int8"] = "dtype"
+    num_threads: int = 1
+    seed: int = 0
 
     @property
     def loading(self) -> dict[str, Any]:
         """Arguments of `load_lm` for the target."""
         return super().loading | {"packed": self.packed, "precision": self.target_precision}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Running(Decoding):
-    """Decoding, with its threads and its seed.
-
-    Attributes:
-        num_threads: CPU threads. With one, speed is measured in CPU time, which does not see other programs.
-        seed: Seed of sampling, and of the bootstrap.
-    """
-
-    num_threads: int = 1
-    seed: int = 0
 
     @property
     def clock(self) -> ClockName:

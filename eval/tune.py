@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from draftsmith.data.console import Column, Table, format_interval, json_values, log_note, print_table, print_text
-from draftsmith.data.settings import DraftSettings, Sampling, check_not_negative, check_positive, comma_numbers
+from draftsmith.data.settings import DraftSettings, Sampling, check_not_negative, check_positive
 from draftsmith.data.store.files import make_directory, write_json, write_text
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.measuring import measure_group
@@ -34,18 +34,18 @@ from draftsmith.modules.drafters.methods import Models, Named, parse_method, par
 from draftsmith.modules.drafters.trees import tree_methods
 from draftsmith.modules.engine.low_precision import Precision, can_int8
 from draftsmith.modules.targets.llama import LlamaLM
-from draftsmith.modules.types import InputError, at_least
+from draftsmith.modules.types import InputError
 
 DECODE = "decode.yaml"
 WARM_UP_TOKENS = 8
 PRECISIONS: tuple[Precision, ...] = ("dtype", "bf16", "int8")
 
-# The settings that are tried, as far as --depth, --tree-depth and the models allow them.
+# The settings that are tried, as far as --depth, --tree-depth and the models allow them. WIDTHS: children of a node.
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 NGRAMS = (2, 3)
 CONFIDENCES = (0.2, 0.3, 0.4, 0.5, 0.6, 0.8)
 THRESHOLDS = (0.3, 0.5, 0.7, 0.8, 0.9)
-NODES, TREE_DEPTHS = (6, 10, 16, 24, 40, 60), (1, 2, 3, 4, 6, 8)
+NODES, TREE_DEPTHS, WIDTHS = (6, 10, 16, 24, 40, 60), (1, 2, 3, 4, 6, 8), (4, 8)
 
 # Settings that decode.yaml takes over as they were given; `draftsmith decode` and `draftsmith eval bench` know them.
 KEPT = ("temperature", "top_k", "top_p", "ignore_eos", "dtype", "device", "engine", "packed", "draft_precision",
@@ -74,7 +74,6 @@ class TuneConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running):
         limit: use the first so many prompts; 0 takes all.
         depth: longest chain of drafted tokens.
         tree_depth: most levels that a tree is expanded.
-        topk: widths of trees, separated by commas.
         finalists: settings that are measured on all prompts.
         repeats: runs of each finalist on every prompt; the median counts.
         output: directory that receives decode.yaml and results.json.
@@ -86,7 +85,6 @@ class TuneConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running):
     limit: int = 16
     depth: int = 16
     tree_depth: int = 6
-    topk: str = "4,8"
     finalists: int = 4
     repeats: int = 2
     output: Path = dataclasses.field(kw_only=True)
@@ -97,19 +95,30 @@ def run(config: TuneConfig) -> Path:
     """Measure, print the finalists, and write `output`/decode.yaml and results.json.
 
     Raises:
-        InputError: bad settings, models or prompts.
+        InputError: bad settings, models or prompts; nothing that drafts; an acceptance head without its drafter.
     """
     started = time.perf_counter()
+    check_positive(config, "max_new_tokens", "depth", "tree_depth", "finalists", "repeats", "num_threads")
+    check_not_negative(config, "limit")
+    if not config.drafters:
+        raise InputError("draft", "nothing", "what drafts", "Pass --draft DIR: a draft model, a head, or several.")
+    reader = trained_for(config.acceptance) if config.acceptance else None
+    if reader is not None and reader not in config.drafters:
+        found = f"a head for what {reader} drafts, which is not given"
+        raise InputError("acceptance", found, "--draft with it", "Pass --draft DIR too.")
+    settings = settings_to_try(config, reader)
+
     # Load, and drop the settings that the models do not allow.
-    settings = check(config)
     source = read_prompts(config.prompts, config.target, config.split, config.keep_tasks, config.limit)
     prompts = [dataclasses.replace(prompt, number=number) for number, prompt in enumerate(source)]
     models = load_run(config, settings, prompts, config.max_new_tokens, config.sampling)
-    vocab_size = models.target.info.vocab_size
-    for topk in comma_numbers("topk", config.topk, int):
-        if topk > vocab_size:
-            raise InputError("topk", topk, f"{vocab_size}, the vocabulary, or less", "Lower it.")
-    settings = [named for named in settings if fits_head(named, models)]
+    # Medusa and Hydra have a head for each token of a chain; other heads draft any number.
+    limits = {kind: getattr(head.config, "num_heads", config.depth) for kind, head in models.heads.items()}
+    settings = [
+        named
+        for named in settings
+        if not isinstance(named.method, FixedK) or named.method.k <= limits.get(named.method.needs[0], config.depth)
+    ]
 
     # Halve the settings on ever more prompts.
     log_note(f"{len(settings)} settings on {len(prompts)} prompts")
@@ -141,11 +150,10 @@ def run(config: TuneConfig) -> Path:
     if precision is not None:
         speeds = ", ".join(f"{bits} {speed:,.0f}" for bits, speed in precisions.items())
         about += f" Drafts in {precision}, by tokens/s with --draft-precision: {speeds}."
-    names = ("tokens_per_s", "speedup", "speedup_ci95", "tau", "tau_ci95")
     cells = [
         {
             "setting": row["method"],
-            **{name: row[name] for name in names},
+            **{name: row[name] for name in ("tokens_per_s", "speedup", "speedup_ci95", "tau", "tau_ci95")},
             "speedup_ci": format_interval(row["speedup_ci95"]),
             "tau_ci": format_interval(row["tau_ci95"]),
             "chosen": "chosen" if row is best else "",
@@ -170,25 +178,6 @@ def run(config: TuneConfig) -> Path:
     write_json(config.output / RESULTS, {"meta": meta, "tables": to_json(tables), "summary": json_values(summary)})
     print_text(f"{chosen.label}: written to {config.output / DECODE}. Use it: draftsmith decode --config FILE '...'")
     return config.output
-
-
-def check(config: TuneConfig) -> list[Named]:
-    """Check the options before anything is loaded, and return the settings to try.
-
-    Raises:
-        InputError: an option out of range, nothing that drafts, or an acceptance head without its drafter.
-    """
-    check_positive(config, "max_new_tokens", "depth", "tree_depth", "finalists", "repeats", "num_threads")
-    check_not_negative(config, "limit")
-    for topk in comma_numbers("topk", config.topk, int):
-        at_least("topk", topk, 1)
-    if not config.drafters:
-        raise InputError("draft", "nothing", "what drafts", "Pass --draft DIR: a draft model, a head, or several.")
-    reader = trained_for(config.acceptance) if config.acceptance else None
-    if reader is not None and reader not in config.drafters:
-        found = f"a head for what {reader} drafts, which is not given"
-        raise InputError("acceptance", found, "--draft with it", "Pass --draft DIR too.")
-    return settings_to_try(config, reader)
 
 
 def settings_to_try(config: TuneConfig, reader: str | None) -> list[Named]:
@@ -219,20 +208,11 @@ def settings_to_try(config: TuneConfig, reader: str | None) -> list[Named]:
     # Trees of few nodes at any depth, up to what the widths of their levels give.
     depths = sorted({config.tree_depth, *(levels for levels in TREE_DEPTHS if levels < config.tree_depth)})
     for name in (name for kind, name in tree_methods().items() if kind in config.drafters):
-        for topk in sorted(set(comma_numbers("topk", config.topk, int))):
+        for topk in WIDTHS:
             for levels in depths:
                 most = min(num_candidates(topk, levels + 1), MAX_NODES)
                 labels += [f"{name}:nodes={nodes}:depth={levels}:topk={topk}" for nodes in NODES if nodes <= most]
     return parse_methods(",".join(labels))
-
-
-def fits_head(named: Named, models: Models) -> bool:
-    """Return False for a chain that is longer than its head can draft."""
-    method = named.method
-    if not isinstance(method, FixedK) or method.needs[0] not in models.heads:
-        return True
-    # Medusa and Hydra have a head for each drafted token; other heads draft any number.
-    return method.k <= getattr(models.heads[method.needs[0]].config, "num_heads", method.k)
 
 
 def measure_rows(

@@ -39,7 +39,6 @@ META = {
     "clock": str,
     **{name: dict for name in ("target", "hardware", "versions", "models", "heads", "step_costs", "tree_times")},
 }
-SHA256_DIGITS = 64
 
 
 @dataclass(frozen=True)
@@ -122,19 +121,17 @@ def open_bench(path: str) -> Bench:
 
 def check_comparable(first: Bench, second: Bench) -> None:
     """Raise one InputError that lists everything that makes the runs incomparable."""
-    differing = differences(identity(first.meta), identity(second.meta))
+    shared = []
+    for meta in (first.meta, second.meta):
+        settings = {name: meta["settings"][name] for name in SAME_SETTINGS}
+        shared.append(flatten({"target": meta["target"], **settings, "prompts": {"sha256": meta["prompts"]["sha256"]}}))
+    differing = differences(*shared)
     if not set(first.methods) & set(second.methods):
         ours, theirs = (", ".join(f"{each:g}" for each in bench.methods) for bench in (first, second))
         differing.append(("temperatures", ours, theirs))
     if differing:
         expected = "runs of the same target, tokenizer, sampling, dtype and prompts"
-        raise InputError("runs", listed(differing), expected, "Measure both with the same settings.")
-
-
-def identity(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what two runs must share."""
-    settings = {name: meta["settings"][name] for name in SAME_SETTINGS}
-    return flatten({"target": meta["target"], **settings, "prompts": {"sha256": meta["prompts"]["sha256"]}})
+        raise InputError("runs", list_differences(differing), expected, "Measure both with the same settings.")
 
 
 def machine(meta: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,13 +141,8 @@ def machine(meta: Mapping[str, Any]) -> dict[str, Any]:
     return flatten({"hardware": hardware, "versions": meta["versions"], "clock": meta["clock"], **settings})
 
 
-def listed(differing: Sequence[tuple[str, Any, Any]]) -> str:
-    """List differences, hashes by their first twelve digits."""
-
-    def short(value: Any) -> Any:
-        return value[:12] if isinstance(value, str) and len(value) == SHA256_DIGITS else value
-
-    return "; ".join(f"{key} {short(a)} and {short(b)}" for key, a, b in differing)
+def list_differences(differing: Sequence[tuple[str, Any, Any]]) -> str:
+    return "; ".join(f"{key} {a} and {b}" for key, a, b in differing)
 
 
 def notes_of(first: Bench, second: Bench) -> list[str]:
@@ -158,10 +150,12 @@ def notes_of(first: Bench, second: Bench) -> list[str]:
     # Differences of machine and drafters do not make the runs incomparable, but change what the numbers mean.
     notes, metas = [], (first.meta, second.meta)
     if slower := differences(*(machine(meta) for meta in metas)):
-        notes.append(f"Taken on different machines, versions or threads ({listed(slower)}): tokens/s are left out.")
+        notes.append(
+            f"Taken on different machines, versions or threads ({list_differences(slower)}): tokens/s are left out."
+        )
     drafters = (flatten({name: meta[name] for name in ("models", "heads")}) for meta in metas)
     if differing := differences(*drafters):
-        notes.append(f"They draft with different models or heads ({listed(differing)}).")
+        notes.append(f"They draft with different models or heads ({list_differences(differing)}).")
 
     # Each run measured its own costs for auto, and other costs make drafts of other lengths.
     ours, theirs = (meta["step_costs"] | meta["tree_times"] for meta in metas)

@@ -7,7 +7,7 @@ from run_models import run_models
 from tiny_models import tiny_llama_dir
 
 from draftsmith.data.models.loading import load_lm
-from draftsmith.eval.costs import MeasuredTimes, interpolate, measure_step_cost, step_cost_ratio
+from draftsmith.eval.costs import MeasuredTimes, interpolate, measure_step_cost
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.drafters.methods import Models, parse_method
 
@@ -56,13 +56,6 @@ def test_c_is_a_draft_step_and_a_row_by_a_round_without_a_draft(models, rows):
     target = slow_lm(models["target"], clock, 10, 0.5)
     own = Models(target, slow_lm(models["draft"], clock, 2), capacity=300)
     assert measure_step_cost(own, "draft", rows, clock) == pytest.approx(2.5 / 10.5, rel=1e-6)
-
-
-def test_the_line_through_two_lengths():
-    assert step_cost_ratio((1.0, 13.0), (5.0, 21.0)) == pytest.approx(2 / 11)
-    assert (
-        0 < step_cost_ratio((1.0, 13.0), (5.0, 12.0)) < 0.01
-    )  # noise: a token that costs less than nothing is taken as cheap
 
 
 def test_the_rows_of_a_call_are_the_nodes_and_the_root_and_no_more_rows_take_less():

@@ -19,7 +19,7 @@ from draftsmith.modules.drafters.chains import ByPrediction
 from draftsmith.modules.drafters.methods import parse_methods
 from draftsmith.modules.engine.low_precision import can_int8
 
-SMALL = ["--depth", "3", "--tree-depth", "1", "--topk", "2", "--finalists", "2", "--repeats", "1",
+SMALL = ["--depth", "3", "--tree-depth", "1", "--finalists", "2", "--repeats", "1",
          "--limit", "2", "--max-new-tokens", "10", "--ignore-eos"]  # fmt: skip
 
 
@@ -89,7 +89,6 @@ def test_decode_and_bench_take_the_file(tuned, models, capsys, tmp_path):
     [
         ([], "--draft"),
         (["--draft", "eagle", "--acceptance", "acceptance"], "a head for what draft drafts, which is not given"),
-        (["--draft", "draft", "--topk", "4,x"], "topk: found '4,x'"),
     ],
 )
 def test_bad_options_are_one_line(models, capsys, tmp_path, flags, expected):
@@ -126,7 +125,7 @@ def test_halving_keeps_the_fastest(models, monkeypatch, num_prompts):
 
 
 def test_settings_follow_from_the_models(models):
-    config = config_of(models, "--depth", "16", "--tree-depth", "6", "--topk", "4,8", drafts=("draft", "eagle"))
+    config = config_of(models, "--depth", "16", "--tree-depth", "6", drafts=("draft", "eagle"))
     tried = settings_to_try(config, "draft")
     labels = {named.label for named in tried}
     assert tried[0].label == "ar" and all(named.method.lossless for named in tried)

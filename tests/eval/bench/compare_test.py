@@ -110,7 +110,7 @@ def test_runs_of_different_work_are_refused_in_one_line_that_lists_all(tmp_path,
     assert main(["eval", "compare", first, second]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1
-    for part in ("dtype float32 and bfloat16", "prompts.sha256 cccccccccccc and 000000000000", "top_k 0 and 5",
+    for part in ("dtype float32 and bfloat16", "prompts.sha256 cccc", "top_k 0 and 5",
                  "target.config aaaa and ffff", "target.tokenizer bbbb and 9999"):  # fmt: skip
         assert part in err
 
