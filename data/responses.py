@@ -138,12 +138,11 @@ GenerateTurns = Callable[[Sequence[PendingTurn]], Iterable[tuple[int, TargetTurn
 class ResponseEngine:
     """Engine that generates responses, with the identity recorded in the manifest.
 
-    identity: of the target and of what else decides the responses. packages: as of `StagePlan.other_packages`.
+    identity: of the target and of what else decides the responses.
     """
 
     make_shard: Callable[[Shard, Advance], ShardContent]
     identity: Mapping[str, Any]
-    packages: Callable[[], Mapping[str, str | None]] = dict
 
 
 @sole_writer(shared=True)
@@ -163,7 +162,6 @@ def run(config: ResponsesConfig) -> Path:
             identity={**manifest.identity, **engine.identity},
             sampling={"temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p},
             seed=config.seed,
-            other_packages=engine.packages,
         )
         responses = run_stage(plan, engine.make_shard)
 
@@ -201,7 +199,7 @@ def open_engine(config: ResponsesConfig, manifest: Manifest, prompts: Rows) -> I
         server = ServerEngine(config.server, config.answering, template)
         begin = conversations(server.context)
         with ServerShards(server, prompts, begin, config.output, config.rows_per_shard) as shards:
-            yield ResponseEngine(shards.make, {"target": server.identity}, lambda: {"server": server.version()})
+            yield ResponseEngine(shards.make, {"target": server.identity})
     elif config.engine == "vllm":
         with VllmEngine(config.answering, config.dtype, config.vllm_args, config.trust_remote_code) as vllm:
             identity = {"target": vllm.identity, "answered_by": vllm.answered_by}

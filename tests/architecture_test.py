@@ -49,7 +49,7 @@ DRAWING = ("benchmark", "drawing", "files", "page", "sections")
 REPORT_PARTS = tuple(f"draftsmith.eval.report.{name}" for name in DRAWING)
 CHARTS = ("eval/report/", "benchmarks/papers/charts.py")
 REPORT_ONLY = {"altair", "vl_convert"}  # of the extra `report`; jinja2 comes with transformers too
-OPTIONAL = {"deepspeed", "httpx", "peft", "tenacity", "wandb"}  # imported in the function that needs them, everywhere
+OPTIONAL = {"deepspeed", "httpx", "peft", "wandb"}  # imported in the function that needs them, everywhere
 SLOW_STANDARD = "importlib.metadata"  # reads mail's headers, and takes as long as all of the command line
 # What the command line may import before it knows the command; everything else waits.
 LIGHT = {"cyclopts", "docstring_parser", "rich", "yaml"}

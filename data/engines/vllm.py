@@ -9,12 +9,13 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.engines.openai import BadReply, checked_ids
+from draftsmith.data.engines.openai import check_sampled
 from draftsmith.data.models.checkpoint import end_tokens
 from draftsmith.data.models.hub import model_directory
 from draftsmith.data.models.loading import read_config, saved_identity
 from draftsmith.data.ranks import place
 from draftsmith.data.store.reading import read_object
+from draftsmith.data.text.template import RowError
 from draftsmith.data.text.turns import AnswerSettings, PendingTurn, TargetTurn
 from draftsmith.modules.types import InputError
 
@@ -83,10 +84,11 @@ class VllmEngine(AbstractContextManager["VllmEngine"]):
         # vLLM returns outputs in the order of the prompts.
         for i, output in enumerate(self._llm.generate(prompts, sampling, use_tqdm=False)):
             try:
-                tokens = checked_ids(list(output.outputs[0].token_ids), settings.max_new_tokens, self._vocab_size)
+                tokens = list(output.outputs[0].token_ids)
+                check_sampled(tokens, settings.max_new_tokens, self._vocab_size)
                 if not tokens:
-                    raise BadReply("an empty response")
-            except BadReply as error:
+                    raise RowError("an empty response")
+            except RowError as error:
                 found, remedy = f"{error} to prompt {turns[i].row}", "Omit --vllm-args, or pass --engine transformers."
                 raise InputError("engine", found, "a response of vLLM", remedy) from error
             yield i, TargetTurn(tokens, ended=tokens[-1] in self._eos_ids)

@@ -88,7 +88,7 @@ class StagePlan:
 
     stage: the command, `data responses`. config: its configuration, which has `output` and `rows_per_shard`.
     fields: of the table; those whose dtype is not in ARROW describe tensors. alone: this process makes all shards,
-    whatever its rank. other_packages: returns versions of software outside of this environment, for the manifest.
+    whatever its rank.
     """
 
     kind: str
@@ -101,7 +101,6 @@ class StagePlan:
     sampling: dict[str, Any] | None = None
     seed: int | None = None
     alone: bool = False
-    other_packages: Callable[[], Mapping[str, str | None]] = dict
 
     @property
     def directory(self) -> Path:
@@ -251,7 +250,7 @@ def _finish(plan: StagePlan) -> Manifest:
         files=tuple(files),
         seed=plan.seed,
         command=plan.command,
-        packages={**package_versions(), **plan.other_packages()},
+        packages=package_versions(),
         git_commit=git_commit(),
     )
     manifest.write(plan.directory)

@@ -63,9 +63,9 @@ def context_length(target: str) -> int | None:
     return (raw.get("text_config") or raw).get("max_position_embeddings")
 
 
-def check_context(row: int, length: int, max_position: int) -> None:
+def check_context(row: int, length: int, max_position: int | None) -> None:
     """Raise InputError for a prompt that leaves no room for an answer."""
-    if length >= max_position:
+    if max_position is not None and length >= max_position:
         expected = f"fewer than the target's context, {max_position}"
         remedy = "Make the prompts for this target: data prompts --overlong drop."
         raise InputError(f"prompt {row}", f"{length} tokens", expected, remedy)

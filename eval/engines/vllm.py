@@ -25,18 +25,9 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from draftsmith.data.console import log_note
-from draftsmith.data.engines.openai import (
-    SHOWN_CHARS,
-    BadReply,
-    ServerConfig,
-    ServerEngine,
-    Unavailable,
-    api_key,
-    fetch,
-    need_extra,
-    one_word,
-)
+from draftsmith.data.engines.openai import SHOWN_CHARS, ServerConfig, ServerEngine, need_extra
 from draftsmith.data.store.reading import misfits
+from draftsmith.data.text.template import RowError
 from draftsmith.data.text.turns import AnswerSettings
 from draftsmith.eval.engines.chain import DraftCounts, EngineAnswer
 from draftsmith.modules.types import InputError, SamplingParams
@@ -173,7 +164,7 @@ class VllmClient:
     def __init__(self, url: str, target: str, max_new_tokens: int):
         need_extra()
         self.url = url.rstrip("/").removesuffix("/v1")
-        self._key = api_key(ServerConfig(url=f"{self.url}/v1"))  # raises for what is no address
+        self._headers = ServerConfig(url=f"{self.url}/v1").headers()  # raises for what is no address
         self.max_new_tokens, self._target = max_new_tokens, target
         self.about = self._describe()
         server = ServerConfig(url=f"{self.url}/v1", model=self.about.model)
@@ -188,7 +179,7 @@ class VllmClient:
         if not model.isprintable() or length < 0:
             found = f"{self.url}/v1/models: {json.dumps(first)[:SHOWN_CHARS]}"
             raise InputError("server", found, "a name that can be sent, and a length", CHECK_ADDRESS)
-        return ServerInfo(one_word(version.get("version", "?")), model, length)
+        return ServerInfo(version.get("version", "?")[:SHOWN_CHARS], model, length)
 
     def counts(self) -> tuple[DraftCounts, int]:
         """Return the counts of drafts so far, and the number of finished requests.
@@ -240,7 +231,7 @@ class VllmClient:
         endpoint, body = self._engine.request(number, row)
         try:
             turn = self._engine.read(number, row, self._json("POST", f"v1/{endpoint}", ANSWER_S, json=body))
-        except BadReply as error:
+        except RowError as error:
             raise InputError("server", f"prompt {number}: {error}", "an answer", READ_LOG) from error
         if turn.retokenised:
             raise InputError("server", "text without token ids", "return_token_ids to be obeyed", "Use a newer vLLM.")
@@ -277,19 +268,19 @@ class VllmClient:
             raise InputError("server", f"{self.url}/{path}: {found}", f"{expected}, of a vLLM server", CHECK_ADDRESS)
 
     def _fetch(self, method: str, path: str, limit_s: float = INFO_S, **request: Any) -> bytes:
-        """Return the content of a page, all of which has to arrive within `limit_s`."""
+        """Return the content of a page. limit_s: longest wait for a part of it."""
         import httpx
 
         address = f"{self.url}/{path}"
         try:
-            reply, content = fetch(method, address, limit_s, self._key, **request)
-        except (httpx.HTTPError, Unavailable, BadReply) as error:
+            reply = httpx.request(method, address, timeout=limit_s, headers=self._headers, **request)
+        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
             found = f"{address}: {type(error).__name__} {str(error)[:SHOWN_CHARS]}".strip()
             raise InputError("server", found, "a vLLM server that answers", CHECK_ADDRESS) from error
         if not reply.is_success:
-            found = f"{address}: status {reply.status_code}, {content[:SHOWN_CHARS].decode('utf-8', 'replace')!r}"
+            found = f"{address}: status {reply.status_code}, {reply.text[:SHOWN_CHARS]!r}"
             raise BadStatus("server", found, "status 200", READ_LOG)
-        return content
+        return reply.content
 
     def _json(self, method: str, path: str, limit_s: float, **request: Any) -> Any:
         content = self._fetch(method, path, limit_s, **request)

@@ -77,7 +77,7 @@ ROWS += [
         lambda ground, folder: {**file(b"Hi", "t")(ground, folder), **file(GOOD)(ground, folder)}),
     Row("a template that is no text", PROMPTS + "--chat-template {tmp}/t", ("chat_template", "UTF-8"),
         lambda ground, folder: {**file(b"\xff", "t")(ground, folder), **file(GOOD)(ground, folder)}),
-    Row("server: no server", SERVER + "--server.url http://127.0.0.1:9/v1", ("prompt 0 (id row-0)", "ConnectError")),
+    Row("server: no server", SERVER + "--server.url http://127.0.0.1:9/v1", ("(id row-", "ConnectError")),
     Row("server: no address", SERVER + "--server.url 127.0.0.1:9", ("server.url",)),
     Row("server: a password in the address", SERVER + "--server.url http://me:secret@127.0.0.1:9/v1",
         ("server.url", "found an address with @", "no user, password or query")),

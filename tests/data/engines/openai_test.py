@@ -1,31 +1,25 @@
-"""The `openai` engine against real HTTP servers: `transformers serve`, and one that speaks vLLM's dialect."""
+"""The `openai` engine against an HTTP server that speaks vLLM's dialect."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
-import socket
-import subprocess
-import sys
 import threading
 import time
-import urllib.error
-import urllib.request
-import zlib
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from tiny_models import CONTEXT, tiny_tokenizer
+from tiny_models import tiny_tokenizer
 
 from draftsmith.data.engines import openai
-from draftsmith.data.engines.openai import MAX_WAIT_S, BadReply, ServerConfig, ServerEngine
+from draftsmith.data.engines.openai import MAX_WAIT_S, ServerConfig, ServerEngine
 from draftsmith.data.engines.own import generate_all
 from draftsmith.data.inspect import InspectConfig, run
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
+from draftsmith.data.text.template import RowError
 from draftsmith.data.text.turns import AnswerSettings
 from draftsmith.modules.types import InputError, SamplingParams
 
@@ -169,7 +163,7 @@ def test_a_refusal_that_asking_again_cannot_mend_is_one_error(vllm_like, ask):
     server = vllm_like()
     with pytest.raises(InputError, match=r"server: found .*status 404.*no model huge"):
         ask(server.url, model="huge")
-    assert len(server.asked) <= 4  # nobody asked again
+    assert len({request["seed"] for request in server.asked}) == len(server.asked)  # nothing was asked again
 
 
 @pytest.mark.parametrize(
@@ -214,18 +208,6 @@ def test_the_next_shard_is_asked_for_where_there_is_room(vllm_like, ask, expecte
     assert server.most_running == 4
 
 
-def test_the_manifest_records_the_server(vllm_like, ask, monkeypatch):
-    pages = {"/version": {"version": "0.32.0"}, "/v1/models": {"data": [{"id": "tiny", "owned_by": "vllm"}]}}
-    monkeypatch.setattr(Handler, "do_GET", lambda self: self.reply(200, pages[self.path]), raising=False)
-    assert Manifest.read(ask(vllm_like().url)[0]).packages["server"] == "vllm 0.32.0"
-
-
-def test_a_version_that_never_ends_is_unknown(vllm_like, ask, monkeypatch):
-    monkeypatch.setattr(openai, "VERSION_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(Handler, "do_GET", lambda self: dripping(self), raising=False)
-    assert Manifest.read(ask(vllm_like().url)[0]).packages["server"] == "unknown"
-
-
 def test_failed_attempts_are_logged(vllm_like, ask, monkeypatch, capsys):
     monkeypatch.setattr(openai, "NOTE_EVERY_S", 0.0)
     server = vllm_like()
@@ -233,7 +215,7 @@ def test_failed_attempts_are_logged(vllm_like, ask, monkeypatch, capsys):
     with pytest.raises(InputError, match=r"no whole answer in 0\.3 s in 2 attempts"):
         ask(server.url, retries=1, timeout_s=0.3)
     log = " ".join(capsys.readouterr().err.split())
-    assert f"{server.url}/completions: attempt 1 of 2 failed: Unavailable no whole answer in 0.3 s" in log
+    assert f"{server.url}/completions: attempt 1 of 2 failed: no whole answer in 0.3 s" in log
 
 
 def refusing(*prompts: list[int]) -> Callable[[Handler, dict], bool]:
@@ -249,34 +231,29 @@ def prompt_of(rows: list[dict], number: int) -> list[int]:
     return rows[number]["input_ids"][: rows[number]["loss_mask"].index(True)]
 
 
-def test_a_refused_prompt_is_named_and_the_same_command_asks_for_it_again(vllm_like, ask, expected, tmp_path):
+def test_a_refused_prompt_is_named_and_the_same_command_continues_with_its_shard(vllm_like, ask, expected, tmp_path):
     server = vllm_like()
     server.misbehave = refusing(prompt_of(expected, 4))
-    what = r"1 of 3 prompts: prompt 4 \(id row-4\): status 400, .*too rude.*--server.max-failed"
-    with pytest.raises(InputError, match=what):
+    with pytest.raises(InputError, match=r"1 prompts of a shard: prompt 4 \(id row-4\): status 400, .*too rude"):
         ask(server.url)
     made = {path.name for path in (tmp_path / "responses").iterdir()}
-    assert {"shard-00000.done.json", "shard-00001.answers.json"} <= made and "manifest.json" not in made
+    assert "shard-00000.done.json" in made and not made & {"shard-00001.done.json", "manifest.json"}
     server.misbehave = None
     server.asked.clear()
-    directory, rows = ask(server.url)
-    assert tokens(rows) == tokens(expected)
-    # Responses of its shard, and of the next one where slots were free, were kept.
+    assert tokens(ask(server.url)[1]) == tokens(expected)
     asked_again = [request["prompt"] for request in server.asked]
-    assert prompt_of(expected, 4) in asked_again and prompt_of(expected, 9) in asked_again
-    assert not any(prompt_of(expected, number) in asked_again for number in (0, 1, 2, 3, 5))
-    assert len(asked_again) == len(set(map(tuple, asked_again)))
-    assert not list(directory.glob("*.answers.json"))
+    assert all(prompt_of(expected, n) not in asked_again for n in range(3)) and len(asked_again) == 8
 
 
 def test_prompts_without_an_answer_are_dropped_and_counted_where_that_is_allowed(
     vllm_like, ask, expected, capsys, tmp_path
 ):
     server = vllm_like()
-    server.misbehave = refusing(prompt_of(expected, 4), prompt_of(expected, 9))
-    with pytest.raises(InputError, match="prompt 9"):
+    server.misbehave = refusing(prompt_of(expected, 4), prompt_of(expected, 9), prompt_of(expected, 10))
+    with pytest.raises(InputError, match="prompt 10"):
         ask(server.url, max_failed=1)
-    directory, rows = ask(server.url, max_failed=2)
+    server.misbehave = refusing(prompt_of(expected, 4), prompt_of(expected, 9))
+    directory, rows = ask(server.url, max_failed=1)
     assert tokens(rows) == [row for row in tokens(expected) if row[0] not in ("row-4", "row-9")]
     counts = Manifest.read(directory).counts
     assert (counts["read"], counts["rows"], counts["failed_dropped"]) == (11, 9, 2)
@@ -301,19 +278,10 @@ def cut_off(handler: Handler) -> None:
 
 
 MISBEHAVIOURS: dict[str, tuple[Callable[[Handler], None], str]] = {
-    "drips": (dripping, r"prompt 0 .*no whole answer in 0\.4 s"),
-    "cuts the connection": (cut_off, r"prompt 0 .*RemoteProtocolError"),
-    "sends half a JSON": (lambda h: h.send(200, b'{"choices": [{"te'), "prompt 0 .*not JSON but"),
+    "drips": (dripping, r"prompt \d .*no whole answer in 0\.4 s"),
+    "cuts the connection": (cut_off, r"prompt \d .*RemoteProtocolError"),
     "is a web page": (lambda h: h.send(200, b"<html>hello", Content_Type="text/html"), "server: found .*<html>"),
-    "points elsewhere": (
-        lambda h: h.send(307, b"", Location=h.path),
-        r"server\.url: found .*status 307, a redir",
-    ),
-    "packs a bomb": (
-        lambda h: h.send(200, zlib.compress(b" " * (17 << 20)), Content_Encoding="deflate"),
-        "prompt 0 .*more than 16,777,216 bytes",
-    ),
-    "packs badly": (lambda h: h.send(200, b"no zip", Content_Encoding="gzip"), "prompt 0 .*DecodingError"),
+    "points elsewhere": (lambda h: h.send(307, b"", Location=h.path), "server: found .*status 307"),
 }
 
 
@@ -347,88 +315,25 @@ def test_a_server_is_left_alone_as_long_as_it_asks_for(vllm_like, ask, expected,
     assert asked[:2] == [7.0, MAX_WAIT_S] and all(seconds <= MAX_WAIT_S for seconds in asked[2:])
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
-@pytest.fixture(scope="module")
-def transformers_serve(chain, tmp_path_factory):
-    """The url of `transformers serve` on loopback, offline."""
-    port, log = free_port(), tmp_path_factory.mktemp("serve") / "log.txt"
-    code = "from transformers.cli.transformers import main; main()"
-    command = [sys.executable, "-c", code, "serve", "--host", "127.0.0.1", "--port", str(port), "--device", "cpu"]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    with log.open("w") as output:
-        process = subprocess.Popen([*command, "--dtype", "float32"], stdout=output, stderr=output, env=environment)
-    try:
-        while True:
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
-                break
-            except (urllib.error.URLError, OSError):
-                assert process.poll() is None, log.read_text()
-                time.sleep(0.3)
-        yield f"http://127.0.0.1:{port}/v1"
-    finally:
-        process.terminate()
-        process.wait()
-
-
-@pytest.mark.slow
-def test_transformers_serve_answers_as_the_model_does_in_process(transformers_serve, ask, expected, chain):
-    _, rows = ask(transformers_serve, model=str(chain.target), dialect="transformers")
-    assert all(row["retokenised"] for row in rows)
-    tokenizer = tiny_tokenizer()
-    for row, ours in zip(rows, expected, strict=True):
-        sampled = ours["input_ids"][ours["loss_mask"].index(True) :]
-        assert row["text"] == tokenizer.decode(sampled, skip_special_tokens=True)
-        assert row["server_tokens"] == len(sampled)
-        assert row["input_ids"][: row["loss_mask"].index(True)] == ours["input_ids"][: ours["loss_mask"].index(True)]
-
-
-@pytest.mark.slow
-def test_transformers_serve_samples_when_told_to(transformers_serve, chain, remake, tmp_path):
-    server = ServerConfig(url=transformers_serve, model=str(chain.target), dialect="transformers")
-    settings = {"engine": "openai", "server": server, "max_new_tokens": 24, "limit": 3}
-
-    def texts(name: str, **changes) -> list[str]:
-        directory = remake("responses", output=tmp_path / name, **{**settings, **changes})
-        return [row["text"] for row in Rows(directory, Manifest.read(directory)).read(0, 9)]
-
-    greedy = texts("greedy", temperature=0.0)
-    assert texts("almost-greedy", temperature=1e-4, top_k=0, top_p=1.0) == greedy
-    assert texts("first-of-one", temperature=1.0, top_k=1, top_p=1.0) == greedy
-    assert texts("sampled", temperature=1.0, top_k=0, top_p=1.0) != greedy
-    assert len(greedy) == 3 and CONTEXT > 24
-
-
 GOOD = {"text": "def add", "finish_reason": "length"}
 BAD_REPLIES: list[tuple[object, str]] = [
-    ("hello", "no completion"),
+    ("hello", "expected an object"),
+    ({"choices": []}, "expected finish_reason"),
     ({"choices": [{"text": "a", "finish_reason": "content_filter"}]}, "finish_reason"),
-    *(
-        ({"choices": [{**GOOD, "token_ids": ids}]}, what)
-        for ids, what in [
-            ([-1], "token id -1"), ([999_999], "token id 999999"), ([None], "token id null"), ([True], "token id true"),
-            ({"5": 1}, "token_ids are"), ([5] * 100_000, "100,000 token ids where at most 9"), ([], "an empty|text"),
-        ]
-    ),
-    ({"choices": [{**GOOD, "text": 5}]}, "text is 5"),
+    ({"choices": [{**GOOD, "token_ids": [-1]}]}, "token id -1"),
+    ({"choices": [{**GOOD, "token_ids": [999_999]}]}, "token id 999999"),
+    ({"choices": [{**GOOD, "token_ids": [5] * 10}]}, "10 token ids where at most 9"),
+    ({"choices": [{**GOOD, "token_ids": []}]}, "an empty response"),
+    ({"choices": [{**GOOD, "text": 5}]}, "text: 5"),
     ({"choices": [{**GOOD, "text": None}]}, "neither text nor token ids"),
-    ({"choices": [{**GOOD, "text": ""}]}, "an empty response"),
     ({"choices": [{**GOOD, "text": "a\ud800"}]}, "half of a surrogate pair"),
-    ({"choices": [{**GOOD, "text": "def " * 1000}]}, "a text of .* tokens where at most 9"),
-    ({"choices": [GOOD], "usage": {"completion_tokens": "7"}}, "completion_tokens"),
+    ({"choices": [{**GOOD, "text": "def " * 1000}]}, "more than the context"),
     ({"choices": [GOOD], "usage": {"completion_tokens": 10}}, "completion_tokens 10, expected at most 9"),
-    ({"choices": [{**GOOD, "text": "import os", "token_ids": "DEF"}]}, "another tokenizer"),
-    ({"choices": [{**GOOD, "token_ids": "DEF"}], "usage": {"completion_tokens": 9}}, "completion_tokens 9"),
     (
         {"choices": [{"finish_reason": "stop", "message": {"content": "def", "reasoning_content": "hm"}}]},
         "reasoning_content",
     ),
-]  # fmt: skip
+]
 PROMPT = {"prompt_ids": [4, 5]}
 
 
@@ -438,14 +343,9 @@ def engine(chain) -> ServerEngine:
     return ServerEngine(ServerConfig(model="tiny"), settings, "")
 
 
-@pytest.mark.parametrize("number", range(len(BAD_REPLIES)))
-def test_a_reply_is_checked_against_vocabulary_limits_and_itself(engine, number):
-    reply, what = json.loads(json.dumps(BAD_REPLIES[number]))
-    if isinstance(reply, dict) and reply["choices"] and reply["choices"][0]:
-        (choice,) = reply["choices"]
-        if choice.get("token_ids") == "DEF":
-            choice["token_ids"] = engine.tokenizer("def add", add_special_tokens=False)["input_ids"]
-    with pytest.raises(BadReply, match=what):
+@pytest.mark.parametrize(("reply", "what"), BAD_REPLIES)
+def test_a_reply_is_checked_against_vocabulary_limits_and_itself(engine, reply, what):
+    with pytest.raises(RowError, match=what):
         engine.read(3, PROMPT, reply)
 
 
@@ -454,7 +354,6 @@ def test_a_reply_is_checked_against_vocabulary_limits_and_itself(engine, number)
     [
         ({"model": "huge"}, r"server\.model: found a reply by 'huge', expected 'tiny'"),
         ({"usage": {"prompt_tokens": 3}}, "prompt 3: found 3 tokens at the server"),
-        ({"prompt_token_ids": [4, 6]}, r"prompt 3: found the prompt \[4, 6\] at the server"),
     ],
 )
 def test_another_model_or_template_ends_the_stage(engine, fields, what):
