@@ -18,14 +18,11 @@ from draftsmith.data.store.shards import Shard, ShardContent, StagePlan, run_sta
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.data.text.conversations import (
     Turns,
-    chat_shape,
-    check_mapping,
     label_column,
     open_turns,
     parse_columns,
     read_chat,
     row_label,
-    shortened_names,
     up_to_last,
 )
 from draftsmith.data.text.sources import Row, RowSource, named_split, open_source
@@ -116,7 +113,6 @@ def run(config: PromptsConfig) -> Path:
     # Open the source, and select rows by split, task and limit.
     source = open_source(config.source, config.split, config.subset, config.revision)
     mapping = parse_columns(config.columns)
-    check_columns(source, mapping)
     selected = select_rows(source, mapping, config)
     # Tokenize the selected rows, a shard at a time.
     tokenizer = load_chat_tokenizer(config.target, config.chat_template, config.supervised)
@@ -151,31 +147,12 @@ def run(config: PromptsConfig) -> Path:
     return config.output
 
 
-def check_columns(source: RowSource, mapping: Mapping[str, str]) -> None:
-    """Raise InputError if no row has a mapped column, or no row a known shape."""
-    absent, is_known = set(mapping.values()), False
-    for _, row in source.readable_rows():
-        absent -= row.keys()
-        try:
-            is_known = is_known or bool(chat_shape(row, mapping))
-        except RowError:
-            pass
-        if is_known and not absent:
-            return
-    if not source.columns:
-        # No row can be read at all.
-        try:
-            source.row(0)
-        except RowError as error:
-            raise InputError(source.where(0), error, "a usable row", "Correct the file.") from error
-    check_mapping(source.columns, mapping)
-
-
 def select_rows(source: RowSource, mapping: Mapping[str, str], config: PromptsConfig) -> list[SelectedRow]:
     """Select the rows that pass split, task and limit.
 
     Raises:
-        InputError: a filter on a column that no row has, nothing left, or an invalid row that may not be dropped.
+        InputError: a mapping of, or a filter on, a column that no row has; nothing left; or an invalid row that may not
+            be dropped.
     """
     # A data set of one split has no rows to leave out.
     filters = {"task": config.task, "split": None if source.split_taken else named_split(config.split)}
@@ -185,9 +162,11 @@ def select_rows(source: RowSource, mapping: Mapping[str, str], config: PromptsCo
     selected: list[SelectedRow] = []
     first_index: dict[str, int] = {}
     labelled: set[str] = set()
+    absent = set(mapping.values())
     for index in range(len(source)):
         try:
             row = source.row(index)
+            absent -= row.keys()
             labelled |= {name for name in allowed if label_column(row, mapping, name)}
             if not all(row_label(row, mapping, name) in values for name, values in allowed.items()):
                 continue
@@ -202,10 +181,12 @@ def select_rows(source: RowSource, mapping: Mapping[str, str], config: PromptsCo
         if len(selected) == config.limit:
             break
 
-    # A filter that no row can pass is a mistake in the options, not an empty result.
+    # A column that no row has is a mistake in the options, not an empty result.
+    if absent:
+        raise InputError("columns", min(absent), "a column of the data", "Correct --columns.")
     for name in allowed.keys() - labelled:
-        found = f"rows without it: {shortened_names(source.columns)}"
-        raise InputError(name, found, f"a column {name}", f"Map it (--columns {name}=NAME) or drop the filter.")
+        remedy = f"Map it (--columns {name}=NAME) or drop the filter."
+        raise InputError(name, "rows without it", f"a column {name}", remedy)
     if not selected:
         found = f"no rows with {', '.join(f'{name} {filters[name]}' for name in allowed)}"
         raise InputError("source", found, "at least one row", "Correct the filters.")

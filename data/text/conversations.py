@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -40,7 +40,7 @@ FETCH = (
     "Fetch the texts with SPEED-Bench's prepare_data.py (NVIDIA/Model-Optimizer, examples/specdec_bench) or prepare.py "
     "(NVIDIA-NeMo/Skills, nemo_skills/dataset/speed-bench), and pass the file that it writes."
 )
-TYPE_NAMES = {str: "text", bool: "true or false", int: "a number", float: "a number", type(None): "null"}
+SHOWN_CHARS = 200  # of a row, in errors
 
 
 @dataclass(frozen=True)
@@ -87,17 +87,6 @@ def parse_columns(text: str) -> dict[str, str]:
     return mapping
 
 
-def check_mapping(columns: Sequence[str], mapping: Mapping[str, str]) -> None:
-    """Raise InputError for a mapping to a missing column, and for columns of no known shape."""
-    # A file may have any number of columns, with names of any length.
-    listed = shortened_names(columns)
-    absent = sorted(set(mapping.values()) - set(columns))
-    if absent:
-        raise InputError("columns", absent[0], f"a column of the data: {listed}", "Correct --columns.")
-    if _shape_of(columns, {}, mapping) is None:
-        raise InputError("columns", listed, KNOWN_COLUMNS, "Map them: --columns prompt=NAME[,answer=NAME].")
-
-
 def label_column(row: Mapping[str, Any], mapping: Mapping[str, str], name: str) -> str | None:
     """Return the column of a row's `id`, `task` or `split`; None if it has none."""
     candidates = (mapping[name],) if name in mapping else LABEL_COLUMNS[name]
@@ -115,46 +104,35 @@ def row_label(row: Mapping[str, Any], mapping: Mapping[str, str], name: str, def
         return default
     value = row[column]
     if isinstance(value, list | tuple | Mapping):
-        raise RowError(f"{column} is {type_name(value)}, expected text or a number")
+        raise RowError(f"{column} is {value!r:.60}, expected text or a number")
     return well_formed(str(value), column)
-
-
-def is_speed_bench(row: Mapping[str, Any]) -> bool:
-    """Return whether a row has the columns of SPEED-Bench."""
-    return row.keys() >= SPEED_BENCH
 
 
 def chat_shape(row: Mapping[str, Any], mapping: Mapping[str, str]) -> ChatShape:
     """Return the shape of a row; rows of one source may differ.
 
-    Null columns count only if no other shape fits: a table has the columns of all its rows.
-
     Raises:
         RowError: no known shape.
     """
-    # A table has the columns of all its rows, null where a row has another shape.
+    # A table has the columns of all its rows, null where a row has another shape: null columns count only if no
+    # other shape fits.
     filled = [name for name, value in row.items() if value is not None or name in mapping.values()]
-    shape = _shape_of(filled, row, mapping) or _shape_of(list(row), row, mapping)
-    if shape is None:
-        raise RowError(f"columns {shortened_names(list(row))}, none of {KNOWN_COLUMNS}")
-    return shape
-
-
-def _shape_of(columns: Sequence[str], row: Mapping[str, Any], mapping: Mapping[str, str]) -> ChatShape | None:
-    if "messages" in mapping:
-        return ChatShape("messages", mapping["messages"])
-    if "prompt" not in mapping:
-        for column in (name for name in CHAT_COLUMNS if name in columns):
-            return ChatShape("messages", column)
-        if "turns" in columns:
-            return ChatShape("turns", "turns")
-        if "instruction" in columns:
-            return ChatShape("alpaca", "instruction")
-    # Preference data has messages under the name prompt.
-    column = mapping.get("prompt", "prompt")
-    if "prompt" in mapping or "prompt" in columns:
-        return ChatShape("messages" if isinstance(row.get(column), list) else "prompt", column)
-    return None
+    for columns in (filled, row):
+        if "messages" in mapping:
+            return ChatShape("messages", mapping["messages"])
+        if "prompt" not in mapping:
+            for column in (name for name in CHAT_COLUMNS if name in columns):
+                return ChatShape("messages", column)
+            if "turns" in columns:
+                return ChatShape("turns", "turns")
+            if "instruction" in columns:
+                return ChatShape("alpaca", "instruction")
+        column = mapping.get("prompt", "prompt")
+        if "prompt" in mapping or column in columns:
+            # Preference data has messages under the name prompt.
+            return ChatShape("messages" if isinstance(row.get(column), list) else "prompt", column)
+    found = f"columns {', '.join(row)[:SHOWN_CHARS] or 'none'}, none of {KNOWN_COLUMNS}"
+    raise RowError(found, "Map them: --columns prompt=NAME[,answer=NAME].")
 
 
 def read_chat(row: Mapping[str, Any], mapping: Mapping[str, str]) -> Chat:
@@ -167,7 +145,7 @@ def read_chat(row: Mapping[str, Any], mapping: Mapping[str, str]) -> Chat:
     if shape in ("messages", "turns"):
         turns = row.get(column)
         if turns is not None and not isinstance(turns, list):
-            raise RowError(f"{column} is {type_name(turns)}, expected a list")
+            raise RowError(f"{column} is {turns!r:.60}, expected a list")
         if not turns:
             raise RowError(f"{column} is empty")
         if shape == "turns":
@@ -261,7 +239,7 @@ def user_turns(chat: Chat) -> tuple[Messages, tuple[str, ...]]:
 
 def _role(turn: Any) -> str:
     if not isinstance(turn, Mapping):
-        raise RowError(f"a turn is {type_name(turn)}, expected role and content (or from and value)")
+        raise RowError(f"a turn is {turn!r:.60}, expected role and content (or from and value)")
     name = turn.get("role", turn.get("from"))
     role = ROLES.get(str(name).lower())
     if role is None:
@@ -286,7 +264,7 @@ def _content(turn: Mapping[str, Any]) -> Any:
 def _filled(value: Any, what: str) -> str:
     """Return a text that must be there. what: names it in the error."""
     if value is not None and not isinstance(value, str):
-        raise RowError(f"{what} is {type_name(value)}, expected text")
+        raise RowError(f"{what} is {value!r:.60}, expected text")
     if value is None or not value.strip():
         raise RowError(f"{what} has no text")
     if value.startswith(PLACEHOLDER):
@@ -303,16 +281,3 @@ def well_formed(text: str, what: str) -> str:
         found = ascii(text[error.start])
         raise RowError(f"{what} holds half of a surrogate pair ({found}), expected Unicode text") from error
     return text
-
-
-def shortened_names(columns: Sequence[str], shown: int = 12) -> str:
-    """List the first columns, with long names shortened."""
-    more = f" and {len(columns) - shown} more" if len(columns) > shown else ""
-    return ", ".join(name if len(name) <= 40 else f"{name[:40]}..." for name in columns[:shown]) + more or "none"
-
-
-def type_name(value: Any) -> str:
-    """Return the type of a JSON value in words."""
-    if isinstance(value, Mapping):
-        return "an object"
-    return "a list" if isinstance(value, list | tuple) else TYPE_NAMES.get(type(value), type(value).__name__)

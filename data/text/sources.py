@@ -9,11 +9,10 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any
 
 from draftsmith.data.models.hub import EMBEDDED, resolve_model
 from draftsmith.data.store.manifest import MANIFEST, file_sha256
@@ -52,19 +51,6 @@ class RowSource:
         if not isinstance(value, dict):
             raise RowError(f"a JSON {type(value).__name__}, not an object")
         return value
-
-    def readable_rows(self) -> Iterator[tuple[int, Row]]:
-        """Yield (number, row) of the rows that can be read."""
-        for index in range(len(self)):
-            try:
-                yield index, self.row(index)
-            except RowError:
-                continue
-
-    @cached_property
-    def columns(self) -> list[str]:
-        """Columns of all readable rows, in the order of their appearance."""
-        return list(dict.fromkeys(name for _, row in self.readable_rows() for name in row))
 
     def where(self, index: int) -> str:
         """Return the row's file and place, for errors."""
@@ -124,17 +110,13 @@ def plain_stem(file: Path) -> str:
 
 
 def parse_json(text: bytes) -> Any:
-    """Parse JSON by the standard: UTF-8, without NaN or Infinity.
+    """Parse JSON.
 
     Raises:
         RowError: it is something else, or nested too deeply.
     """
-
-    def no_constant(name: str) -> NoReturn:
-        raise ValueError(f"{name} is no JSON number")
-
     try:
-        return json.loads(text.decode(), parse_constant=no_constant)
+        return json.loads(text.decode())
     except UnicodeDecodeError as error:
         raise RowError(f"not UTF-8 ({error.reason} at byte {error.start})") from error
     except RecursionError as error:
@@ -190,11 +172,7 @@ def _open_json(path: Path) -> RowSource:
     try:
         rows = parse_json(raw) if raw.strip() else []
     except RowError as error:
-        try:
-            is_lines = isinstance(parse_json(raw.lstrip().split(b"\n", 1)[0]), dict)
-        except RowError:
-            is_lines = False
-        if is_lines:
+        if raw.lstrip().startswith(b"{"):
             return _open_lines(path)
         raise InputError(str(path), error, "a list of objects", "Check the file.") from error
     if isinstance(rows, dict):
@@ -223,9 +201,7 @@ def _open_parquet(path: Path) -> RowSource:
             # Text that is not UTF-8, a date outside of Python's range.
             raise RowError(f"unreadable ({error})") from error
 
-    source = RowSource(path, file_sha256(path), table.num_rows, read)
-    source.columns = table.column_names
-    return source
+    return RowSource(path, file_sha256(path), table.num_rows, read)
 
 
 OPENERS: dict[str, Callable[[Path], RowSource]] = {
@@ -247,9 +223,9 @@ def _open_datasets(name: str, path: Path, split: str | None, subset: str | None,
             loaded = datasets.load_dataset(str(path), subset, revision=revision)
     except Exception as error:
         # Datasets and the hub client raise many kinds: no such id, no network, no access.
-        causes = [cause for cause in (error, error.__cause__) if cause is not None]
-        reasons = [f"{type(e).__name__}: {(str(e).splitlines() or [''])[0][:120]}" for e in causes]
-        raise InputError("source", f"{name} ({'; '.join(reasons)})", A_SOURCE, "Check it, or log in.") from error
+        cause = error.__cause__ or error
+        reason = f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0][:120]}"
+        raise InputError("source", f"{name} ({reason})", A_SOURCE, "Check it, or log in.") from error
     # Several splits: one must be named.
     if isinstance(loaded, datasets.DatasetDict):
         names = list(loaded)
@@ -267,6 +243,4 @@ def _open_datasets(name: str, path: Path, split: str | None, subset: str | None,
 
     # The fingerprint covers a hub data set's files and revision; the Arrow files stay in the cache.
     digest = hashlib.sha256(f"{name} {subset} {revision} {split} {loaded._fingerprint}".encode()).hexdigest()
-    source = RowSource(name, digest, len(loaded), read, split_taken=True)
-    source.columns = loaded.column_names
-    return source
+    return RowSource(name, digest, len(loaded), read, split_taken=True)

@@ -19,8 +19,8 @@ from draftsmith.data.models.identity import template_hash
 from draftsmith.data.models.loading import text_identity
 from draftsmith.data.store.manifest import MANIFEST, STARTED, open_artefact
 from draftsmith.data.text.conversations import (
+    SPEED_BENCH,
     Turns,
-    is_speed_bench,
     read_chat,
     row_label,
     up_to_last,
@@ -191,7 +191,7 @@ def chat_rows(source: str, target: str, split: str | None, turns: Turns) -> Iter
         if opened.split_taken:
             row_split = split or ""
         make = functools.partial(prompt, raw, row_id or str(number), task, where)
-        yield PromptRow(task, row_split, make, is_speed_bench(raw))
+        yield PromptRow(task, row_split, make, raw.keys() >= SPEED_BENCH)
 
 
 @contextmanager

@@ -26,18 +26,13 @@ BAD_ROWS: dict[str, tuple[bytes, str]] = {
     "a part without text": (b'{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', "says it is text"),
     "deep nesting": (b'{"prompt": ' + b"[" * 100_000, "nested too deeply"),
     "not UTF-8": (b'{"prompt": "caf\xe9"}', "not UTF-8"),
-    "NaN": (b'{"prompt": "a", "score": NaN}', "NaN is no JSON number"),
-    "a huge integer": (b'{"prompt": "a", "id": ' + b"9" * 5000 + b"}", "not JSON"),
     "a truncated row": (b'{"prompt": "a', "not JSON"),
     "no object": (b"3", "a JSON int, not an object"),
-    "an empty object": (b"{}", "columns none"),
-    "other columns": (b'{"question": "a"}', "columns question, none of messages"),
-    "a number for text": (b'{"prompt": 7}', "prompt is a number, expected text"),
-    "null for text": (b'{"prompt": null}', "prompt has no text"),
-    "messages as text": (b'{"messages": "Hi"}', "messages is text, expected a list"),
+    "other columns": (b'{"question": "a"}', "columns question, none of messages.*--columns prompt=NAME"),
+    "a number for text": (b'{"prompt": 7}', "prompt is 7, expected text"),
+    "messages as text": (b'{"messages": "Hi"}', "messages is 'Hi', expected a list"),
     "an unknown role": (b'{"messages": [{"role": "robot", "content": "a"}]}', "unknown role 'robot'"),
-    "a turn that is none": (b'{"messages": [null]}', "a turn is null"),
-    "an id that is a list": (b'{"prompt": "a", "id": [1]}', "id is a list"),
+    "an id that is a list": (b'{"prompt": "a", "id": [1]}', r"id is \[1\]"),
 }
 
 
@@ -74,9 +69,8 @@ def test_a_bad_row_is_named_by_its_line_or_dropped_and_counted(make, what):
     assert (counts["read"], counts["rows"], counts["invalid_dropped"]) == (3, 2, 1)
 
 
-@pytest.mark.parametrize("what", ["half of a surrogate pair", "not UTF-8", "an id that is a list"])
-def test_the_bench_names_it_too(pair, tmp_path, what):
-    row, said = BAD_ROWS[what]
+def test_the_bench_names_it_too(pair, tmp_path):
+    row, said = BAD_ROWS["not UTF-8"]
     (tmp_path / "x.jsonl").write_bytes(lines(GOOD, row))
     with pytest.raises(InputError, match=rf"x\.jsonl, line 2: found .*{said}"):
         read_prompts(str(tmp_path / "x.jsonl"), str(pair[0]))
@@ -110,10 +104,7 @@ def test_filters_come_before_the_account(make):
 WRITTEN: dict[str, Callable[[bytes], bytes]] = {
     "x.jsonl": lambda content: content,
     "bom.jsonl": lambda content: b"\xef\xbb\xbf" + content,
-    "windows.jsonl": lambda content: content.replace(b"\n", b"\r\n"),
-    "blank.ndjson": lambda content: b"\n \t\r\n" + content.replace(b"\n", b"\n\n"),
-    "no-end.JSONL": lambda content: content.rstrip(b"\n"),
-    "x.jsonl.gz": gzip.compress,
+    "blank.ndjson": lambda content: b"\n \t\r\n" + content.replace(b"\n", b"\r\n\n").rstrip(),
     "parts.jsonl.gz": lambda content: gzip.compress(content[:20]) + gzip.compress(content[20:]),
     "x.jsonl.zst": lambda content: bytes(pa.compress(content, "zstd", asbytes=True)),
     "lines.json": lambda content: content,
@@ -154,13 +145,8 @@ UNREADABLE: dict[str, tuple[str, bytes, str]] = {
     "gz-cut": ("x.jsonl.gz", gzip.compress(GOOD * 100)[:-9], r"x\.jsonl\.gz: found unreadable"),
     "zst-plain": ("x.jsonl.zst", GOOD, r"x\.jsonl\.zst: found unreadable"),
     "latin-1": ("x.json", b'[{"prompt": "caf\xe9"}]', r"x\.json: found not UTF-8"),
-    "nested": ("x.json", b"[" * 100_000, r"x\.json: found JSON that is nested too deeply"),
-    "cut": ("x.json", b'{\n "rows": [\n  {"prompt": "a"}\n', r"x\.json: found not JSON"),
     "scalar": ("x.json", b"3", "found int, expected a list of objects"),
     "empty": ("x.json", b"\xef\xbb\xbf", "which is empty"),
-    "blank": ("x.jsonl", b"\n \n", "which is empty"),
-    "no-columns": ("x.jsonl", b"{}\n[]\n", "columns: found none"),
-    "number": ("x.jsonl", b"3\n[]\n", r"line 1: found a JSON int"),
     "parquet": ("x.parquet", b"PAR1", "unreadable"),
 }
 
