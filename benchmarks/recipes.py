@@ -119,7 +119,6 @@ RECIPES = {
     "passes-1": Recipe({"passes": 1}),
     "passes-7": Recipe({"passes": 7}),
     "mask-previous": Recipe({"token_mask": "previous"}),
-    "mask-predicted": Recipe({"token_mask": "predicted"}),
     "vocab512-drop": Recipe({"draft_vocab": 512, "unknown": "drop"}),
     "vocab512-keep": Recipe({"draft_vocab": 512, "unknown": "keep"}),
     "normalizer-sequence": Recipe({"normalizer": "sequence"}),

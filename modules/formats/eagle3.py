@@ -186,7 +186,7 @@ class Eagle3Format(LlamaFormat):
         for probe in trial.probes:
             states = torch.cat([probe.states[number] for number in head.config.capture], -1)[None, :-1]  # [1, T-1, n H]
             embeds = F.pad(embedding[probe.ids[1:]], (0, 0, 0, 1))[None]  # [1, T, H]
-            logits = [head.lm_head(head.logits_input(h[0])) for h in head.follow(embeds, head.read(states), 2)]
+            logits = [head.lm_head(head.logits_input(h[0])) for h in head.unroll(embeds, states, 2)]
             # Tokens that the head cannot draft have -inf.
             whole = [part.new_full((len(part), len(embedding)), -torch.inf) for part in logits]  # [T-1, V]
             outputs.append([all.index_copy_(1, head.d2t, part) for all, part in zip(whole, logits, strict=True)])

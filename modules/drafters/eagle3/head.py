@@ -25,7 +25,7 @@ from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.transfer import to_device, true_places
 from draftsmith.modules.types import FeatureBatch, InputError, LossOutput, at_least
 
-Mask = Literal["input", "previous", "predicted"]
+Mask = Literal["input", "previous"]
 Normalizer = Literal["sequence", "tokens", "padded"]
 
 
@@ -53,14 +53,13 @@ class Eagle3Settings:
         pass_weights: mean divides by the sum of the passes' weights, so that the learning rate does not depend on their
             number; sum does not.
         token_mask: Which tokens count: those whose input is of an answer, which is what drafting meets; previous takes
-            the mask one token earlier (SafeAILab, SpecForge), predicted one later.
+            the mask one token earlier (SafeAILab, SpecForge).
         normalizer: The loss is a mean over sequences, each of its own tokens' mean; over tokens; or over all tokens,
             those that do not count and padding too.
         unknown: Tokens where the target's first choice cannot be drafted: drop them from the loss, or keep them.
         loss: ce, soft cross-entropy; lk, -log of the acceptance; lk-hybrid, from one to the other as acceptance grows
             (arXiv 2602.23881).
         lk_eta: Of lk-hybrid, how early acceptance takes over.
-        lk_over: Of lk-hybrid, whether each token's acceptance says how far, or their mean.
     """
 
     layers: tuple[int, ...] = ()
@@ -79,7 +78,6 @@ class Eagle3Settings:
     unknown: Literal["drop", "keep"] = "drop"
     loss: Kind = "ce"
     lk_eta: float = 3.0
-    lk_over: Literal["token", "batch"] = "token"
 
     def __post_init__(self) -> None:
         at_least("passes", self.passes, 1)
@@ -135,8 +133,6 @@ def counted(batch: FeatureBatch, mask: Mask) -> Tensor:
     chosen, first = batch.loss_mask, batch.position_ids == 0
     if mask == "previous":
         chosen = F.pad(chosen[:, :-1], (1, 0))
-    elif mask == "predicted":
-        chosen = F.pad(chosen[:, 1:] & ~first[:, 1:], (0, 1))
     chosen = chosen & ~first
     return chosen if batch.attention_mask is None else chosen & batch.attention_mask
 
@@ -239,19 +235,12 @@ class Eagle3Head(Eagle3Net, FeatureHead, TrainingCost):
     def loss(
         self, batch: FeatureBatch, target: CausalLM, settings: Eagle3Settings, step: TrainStep | None
     ) -> LossOutput:
-        measured = step is None or step.logged
-        rows, passes = None if step is None else step.logit_rows, settings.num_passes(step)
-        pairs = paired(batch, settings.token_mask, self.config.llama.hidden_size, rows)
-        found = self._distances(batch, pairs, target, settings, passes, measured)
-        count = None if step is None else step.loss_count
-        return self._output(batch, pairs, found, settings, measured, count)
+        return self._compared(batch, target, settings, step)[0]
 
     def validation(self, batch: FeatureBatch, target: CausalLM, settings: Eagle3Settings) -> LossOutput:
         """Return the loss, and what drafts of `passes` tokens would come to."""
-        pairs = paired(batch, settings.token_mask, self.config.llama.hidden_size)
-        found = self._distances(batch, pairs, target, settings, settings.passes, measured=True)
-        output = self._output(batch, pairs, found, settings, measured=True)
-        for name, values in {"accept": found.accepted, "agreement": found.right.float()}.items():
+        output, pairs, compared = self._compared(batch, target, settings, None)
+        for name, values in {"accept": compared.accepted, "agreement": compared.right.float()}.items():
             draft_sums, draft_counts = along_drafts(pairs, values, batch.input_ids.shape)
             names = [f"{name}_{j + 1}" for j in range(len(values))]
             names.append("chain_length" if name == "accept" else "chain_length_greedy")
@@ -259,17 +248,13 @@ class Eagle3Head(Eagle3Net, FeatureHead, TrainingCost):
             output.counts.update(zip(names, draft_counts, strict=True))
         return output
 
-    def _distances(
-        self,
-        batch: FeatureBatch,
-        pairs: Eagle3Inputs,
-        target: CausalLM,
-        settings: Eagle3Settings,
-        passes: int,
-        measured: bool,
-    ) -> Distances:
-        """Run the passes and compare their predictions with the target's."""
-        dtype = self.fc.weight.dtype
+    def _compared(
+        self, batch: FeatureBatch, target: CausalLM, settings: Eagle3Settings, step: TrainStep | None
+    ) -> tuple[LossOutput, Eagle3Inputs, Distances]:
+        """Run the passes, compare their predictions with the target's, and return the weighted mean of the passes."""
+        dtype, passes, measured = self.fc.weight.dtype, settings.num_passes(step), step is None or step.logged
+        rows = None if step is None else step.logit_rows
+        pairs = paired(batch, settings.token_mask, self.config.hidden_size, rows)
         ids = F.pad(pairs.next_ids, (0, passes - 1))  # [B, T + passes - 1]
         documents = None if batch.lengths is None else Documents.of(batch.lengths, ids.device)
         embeds = target.embed(ids).to(dtype)  # [B, T + passes - 1, H]
@@ -278,17 +263,18 @@ class Eagle3Head(Eagle3Net, FeatureHead, TrainingCost):
         # Only the rows that predict at a position that counts go on to lm_head.
         predictions, inside = [], []
         for number, states in enumerate(hidden):
-            rows, exists = pairs.rows(number)  # [N], [N]
-            predictions.append(self.logits_input(states[pairs.sequence, rows]))  # [N, H]
+            own_rows, exists = pairs.rows(number)  # [N], [N]
+            predictions.append(self.logits_input(states[pairs.sequence, own_rows]))  # [N, H]
             inside.append(exists)
         weights = torch.stack(inside).to(torch.promote_types(dtype, torch.float32))  # [passes, N]
         if settings.normalizer == "sequence":
             # `bincount` would wait for the device.
             sizes = weights.new_zeros(len(batch.input_ids if batch.lengths is None else batch.lengths))
             weights = weights / sizes.index_add_(0, pairs.owner, torch.ones_like(weights[0]))[pairs.owner]
-        return distances(
-            Objective(settings.loss, settings.lk_eta, settings.lk_over == "batch", settings.unknown == "drop"),
-            lambda part: target.lm_head(pairs.wanted[part].to(target.dtype)),
+        compared = distances(
+            Objective(settings.loss, settings.lk_eta, settings.unknown == "drop"),
+            target.lm_head,
+            pairs.wanted.to(target.dtype),
             self.lm_head.weight,
             self.d2t if self.config.reduced else None,
             predictions,
@@ -296,31 +282,21 @@ class Eagle3Head(Eagle3Net, FeatureHead, TrainingCost):
             measured,
         )
 
-    def _output(
-        self,
-        batch: FeatureBatch,
-        pairs: Eagle3Inputs,
-        found: Distances,
-        settings: Eagle3Settings,
-        measured: bool,
-        count: float | None = None,
-    ) -> LossOutput:
-        """Return the weighted mean of the passes. count: `loss_count`, if the host has it."""
-        totals, number = found.totals, len(pairs.place)
-        decay = torch.tensor([settings.pass_decay**i for i in range(len(totals))], dtype=totals.dtype)
+        totals = compared.totals
+        decay = torch.tensor([settings.pass_decay**i for i in range(passes)], dtype=totals.dtype)
         scale = to_device(decay, totals.device)
         if settings.pass_weights == "mean":
             scale = scale / scale.sum()
         total = (scale * totals).sum()
         sums = {"loss": total.detach()}
         if measured:
-            sums |= {"top1": found.right[0].sum(), "accepted": found.accepted[0].sum()}
+            sums |= {"top1": compared.right[0].sum(), "accepted": compared.accepted[0].sum()}
             if self.config.reduced:
-                sums["known"] = found.known.sum()
-        counts = dict.fromkeys(sums, torch.full((), number, device=totals.device))
-        count = self.loss_count(batch, settings) if count is None else count
+                sums["known"] = compared.known.sum()
+        counts = dict.fromkeys(sums, torch.full((), len(pairs.place), device=totals.device))
+        count = self.loss_count(batch, settings) if step is None or step.loss_count is None else step.loss_count
         counts["loss"] = torch.full((), int(count), device=totals.device)
-        return LossOutput(total / counts["loss"].clamp_min(1), sums, counts)
+        return LossOutput(total / counts["loss"].clamp_min(1), sums, counts), pairs, compared
 
     @classmethod
     def flops(cls, config: Eagle3Config, settings: Eagle3Settings, step: TrainStep, logit_rows: int) -> float:

@@ -148,18 +148,7 @@ class Eagle3Net(nn.Module):
         default. documents: of a flat batch [1, N, ..], which needs position_ids; drafts that leave their document mean
         nothing.
         """
-        return self.follow(embeds, self.read(states), num_passes, position_ids, documents)
-
-    def follow(
-        self,
-        embeds: Tensor,
-        hidden: Tensor,
-        num_passes: int,
-        position_ids: Tensor | None = None,
-        documents: Documents | None = None,
-    ) -> list[Tensor]:
-        """`unroll` from g [B, T, H] on, or from the states that stand in its place."""
-        rows, layer = hidden.shape[1], self.layer
+        hidden, rows, layer = self.read(states), states.shape[1], self.layer  # [B, T, H]
         if position_ids is None:
             position_ids = torch.arange(rows, device=hidden.device)[None]
         normed = layer.input_layernorm(embeds)  # [B, T + num_passes - 1, H]

@@ -86,7 +86,7 @@ def batch_of(packed: bool = False, num_states: int = 3) -> FeatureBatch:
 
 def by_hand(head: Eagle3Head, batch: FeatureBatch, settings: Eagle3Settings) -> float:
     """Every sequence alone, every draft alone: sum over passes of weight * -sum p log q."""
-    shift = {"input": 0, "previous": -1, "predicted": 1}[settings.token_mask]
+    shift = {"input": 0, "previous": -1}[settings.token_mask]
     passes = [[0.0, 0] for _ in range(3)]  # weighted loss and tokens of each sequence
     for b, length in enumerate(LENGTHS):
         ids, features = batch.input_ids[b, :length], batch.features[b, :length]
@@ -119,7 +119,6 @@ DIALECTS = {
     "safeailab": {"token_mask": "previous", "normalizer": "padded", "pass_weights": "sum"},
     "speculators": {"normalizer": "tokens", "pass_decay": 1.0, "unknown": "keep", "pass_weights": "sum"},
     "modelopt": {"normalizer": "tokens", "pass_decay": 0.9, "unknown": "keep"},
-    "predicted": {"token_mask": "predicted"},
 }
 
 
@@ -161,7 +160,7 @@ def test_drafts_of_any_layers_are_lossless(capture: tuple[int, ...], late: bool)
         assert drafted.num_accepted and drafted.num_draft_tokens
 
 
-@pytest.mark.parametrize("dialect", [DIALECTS["ours"], DIALECTS["predicted"], DIALECTS["speculators"]], ids=str)
+@pytest.mark.parametrize("dialect", [DIALECTS["ours"], DIALECTS["speculators"]], ids=str)
 def test_documents_end_to_end_have_the_loss_of_those_apart(dialect: dict[str, Any]) -> None:
     settings = Eagle3Settings(passes=PASSES, **dialect)
     losses = []

@@ -91,7 +91,7 @@ def test_a_draft_of_several_tokens_is_that_of_a_plain_implementation():
         expected = PlainEagle3(package, head.config.llama).draft(TARGET.embed_tokens.double(), ids, states.double(), 3)
         tokens = expected.argmax(-1)
         embeds = TARGET.embed_tokens[torch.cat([ids, tokens[:-1]])][None]
-        hidden = head.follow(embeds, head.read(states)[None], 3)
+        hidden = head.unroll(embeds, states[None], 3)
         for j, states_j in enumerate(hidden):
             logits = head.lm_head(head.logits_input(states_j[0, len(ids) - 1]))
             torch.testing.assert_close(logits.double(), expected[j, D2T], rtol=0, atol=2e-4)
