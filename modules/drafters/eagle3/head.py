@@ -254,7 +254,7 @@ class Eagle3Head(Eagle3Net, FeatureHead, TrainingCost):
         """Run the passes, compare their predictions with the target's, and return the weighted mean of the passes."""
         dtype, passes, measured = self.fc.weight.dtype, settings.num_passes(step), step is None or step.logged
         rows = None if step is None else step.logit_rows
-        pairs = paired(batch, settings.token_mask, self.config.hidden_size, rows)
+        pairs = paired(batch, settings.token_mask, self.config.llama.hidden_size, rows)
         ids = F.pad(pairs.next_ids, (0, passes - 1))  # [B, T + passes - 1]
         documents = None if batch.lengths is None else Documents.of(batch.lengths, ids.device)
         embeds = target.embed(ids).to(dtype)  # [B, T + passes - 1, H]
