@@ -29,7 +29,7 @@ from draftsmith.modules.engine.lean import Linear
 from draftsmith.modules.engine.low_precision import Precision, copy_of
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.targets.base import CausalLM
-from draftsmith.modules.types import FeatureBatch, LossOutput
+from draftsmith.modules.types import FeatureBatch, InputError, LossOutput
 
 
 @dataclass(frozen=True)
@@ -137,6 +137,13 @@ class DraftHead(nn.Module, ABC):
     def check_init(cls, settings: Any, config: Any) -> None:
         """Raise InputError if the settings contradict the config of the head to fine-tune."""
 
+    @staticmethod
+    def check_kept(name: str, value: Any, kept: Any) -> None:
+        """Raise InputError if an option has a value, and the head to fine-tune another."""
+        if value not in (None, kept):
+            remedy = f"Leave --{name.replace('_', '-')} out, or start from another head."
+            raise InputError(name, value, f"{kept}, as the head of --init has", remedy)
+
     def start(self, name: str, weights: TargetWeights) -> None:
         """Initialize the weights as the start of this name; they are random before."""
         if name != "random":
@@ -217,6 +224,13 @@ class DraftHead(nn.Module, ABC):
         """Return its part of the model card. head: its `Config` as JSON values; empty if unknown."""
         what = " ".join((cls.__doc__ or "").split("\n\n")[0].split())
         return HeadCard(f"{cls.kind} head", what, (cls.kind,), f"{cls.kind}:k=5")
+
+
+def layer_shape(llama: Mapping[str, Any]) -> str:
+    """Describe a head's decoder layer on its card. llama: its `LlamaConfig` as JSON values."""
+    heads = f"{llama['num_heads']} heads of {llama['head_dim']} ({llama['num_kv_heads']} of keys and values)"
+    rope = f"rotary base {llama['rope_theta']:g}, scaling {llama['rope_scaling']['kind']}"
+    return f"width {llama['hidden_size']}, {heads}, MLP of {llama['intermediate_size']}; {rope}"
 
 
 class TrainingCost:

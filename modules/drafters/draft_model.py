@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.modules.decoding.protocols import DraftTree, Outcome, StopPolicy
-from draftsmith.modules.drafters.row_drafter import DraftedRow, RowDrafter
+from draftsmith.modules.drafters.row_drafter import RowDrafter
 from draftsmith.modules.sampling import Source
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams
@@ -27,17 +27,13 @@ class DraftModelDrafter(RowDrafter):
     def __init__(self, lm: CausalLM, stops: Sequence[StopPolicy], capacity: int, static: bool | None = None):
         """stops: a policy for each row. capacity: most tokens of a row, drafts included. static: see
         `CausalLM.session`."""
-        super().__init__(stops)
-        self._lm = lm
+        # The draft's context may be shorter than the target's: past it there are no drafts, rather than bad ones.
+        super().__init__(stops, longest_text=lm.info.max_position + 1)
         self._session = lm.session(len(self.stops), min(capacity, lm.info.max_position), static=static)
 
     def begin(self, row: int, prompt: Sequence[int], features: Tensor, first_token: int) -> None:
         super().begin(row, prompt, torch.empty(0), first_token)
         self._session.begin(row)
-
-    def _deepest(self, row: DraftedRow) -> int:
-        # The draft's context may be shorter than the target's: past it there are no drafts, rather than bad ones.
-        return self._lm.info.max_position + 1 - len(row.tokens)
 
     def _draft(self, limits: Sequence[int], params: SamplingParams, sources: Sequence[Source]) -> list[DraftTree]:
         unread: list[list[int]] = []

@@ -22,7 +22,7 @@ from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.tree import StaticTree
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.drafters.growth import DynamicTree, Level, grow_dynamic, grow_static
-from draftsmith.modules.drafters.row_drafter import DraftedRow, RowDrafter
+from draftsmith.modules.drafters.row_drafter import RowDrafter
 from draftsmith.modules.engine.cache import KVCache, as_bias
 from draftsmith.modules.engine.lean import LeanStack
 from draftsmith.modules.engine.rows import CachedRows, RunLayers, cached_rows, picked_of
@@ -107,20 +107,18 @@ class FeatureDrafter(RowDrafter):
     ):
         """stops: a policy for each row. capacity: most tokens of a row, drafts included. static: see
         `CausalLM.session`."""
-        super().__init__(stops)
+        slots = min(capacity, head.config.max_position)
+        # The pair of a token stands one place before it, and the last token of a draft is not read.
+        super().__init__(stops, longest_text=slots + 2)
         self.model, self.capture = head.kind, head.capture
-        self._positions = min(capacity, head.config.max_position)
         self.net = net = head.lean(target)
         self.cache: CachedRows = cached_rows(
-            net.stack, partial(self._forward, net), len(self.stops), self._positions + self._beside, static
+            net.stack, partial(self._forward, net), len(self.stops), slots + self._beside, static
         )
 
     def begin(self, row: int, prompt: Sequence[int], features: Tensor, first_token: int) -> None:
         super().begin(row, prompt, features, first_token)
         self.cache.begin(row)
-
-    def _deepest(self, row: DraftedRow) -> int:
-        return self._positions + 2 - len(row.tokens)
 
     def _draft(self, limits: Sequence[int], params: SamplingParams, sources: Sequence[Source]) -> list[DraftTree]:
         ids, features = [], []

@@ -32,7 +32,6 @@ from draftsmith.modules.drafters.medusa import (
     lm_head_passes,
     lm_heads_of,
 )
-from draftsmith.modules.drafters.row_drafter import DraftedRow
 from draftsmith.modules.drafters.trees import StaticTrees
 from draftsmith.modules.engine.lean import LeanNorm, LeanStack
 from draftsmith.modules.engine.low_precision import linear_of
@@ -41,7 +40,7 @@ from draftsmith.modules.layers import DecoderLayer, LlamaConfig, RMSNorm, rope_t
 from draftsmith.modules.packing import Documents
 from draftsmith.modules.sampling import Source
 from draftsmith.modules.targets.base import CausalLM
-from draftsmith.modules.types import FeatureBatch, InputError, SamplingParams, at_most, check_config
+from draftsmith.modules.types import FeatureBatch, SamplingParams, at_most, check_config
 
 
 @dataclass(frozen=True)
@@ -142,9 +141,7 @@ class HydraHead(MedusaHead, FeatureHead):
     @classmethod
     def check_init(cls, settings: Any, config: Any) -> None:
         super().check_init(settings, config)
-        if settings.prefix_attention not in (None, config.prefix_attention):
-            expected = f"{config.prefix_attention}, as the heads of --init have"
-            raise InputError("prefix_attention", settings.prefix_attention, expected, "Leave --prefix-attention out.")
+        cls.check_kept("prefix_attention", settings.prefix_attention, config.prefix_attention)
 
     def copy_lm_head(self, wanted: Tensor) -> None:
         super().copy_lm_head(wanted)
@@ -295,10 +292,7 @@ class HydraDrafter(FeatureDrafter):
         shape: StaticTree | None = None,
     ):
         super().__init__(head, target, stops, capacity, static)
-        self._most, self._shape = head.config.num_heads, shape
-
-    def _deepest(self, row: DraftedRow) -> int:
-        return min(self._most, super()._deepest(row))
+        self._longest_draft, self._shape = head.config.num_heads, shape
 
     def _grow(
         self,

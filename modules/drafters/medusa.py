@@ -21,7 +21,7 @@ from draftsmith.modules.drafters.base import DraftHead, HeadCard, TargetWeights,
 from draftsmith.modules.drafters.chains import FixedK
 from draftsmith.modules.drafters.growth import Level, grow_static
 from draftsmith.modules.drafters.methods import Models
-from draftsmith.modules.drafters.row_drafter import DraftedRow, RowDrafter
+from draftsmith.modules.drafters.row_drafter import RowDrafter
 from draftsmith.modules.drafters.trees import StaticTrees
 from draftsmith.modules.engine.low_precision import Precision, linear_of
 from draftsmith.modules.layers import MOST_POSITIONS, MOST_SIZE, LlamaConfig
@@ -141,16 +141,9 @@ class MedusaHead(DraftHead, TrainingCost):
 
     @classmethod
     def check_init(cls, settings: Any, config: Any) -> None:
-        has = {
-            "num_heads": config.num_heads,
-            "num_layers": config.num_layers,
-            "lm_head": "own" if config.own_lm_head else "target",
-        }
-        for name, value in has.items():
-            asked = getattr(settings, name)
-            if asked not in (None, value):
-                expected = f"{value}, as the heads of --init have"
-                raise InputError(name, asked, expected, f"Leave --{name.replace('_', '-')} out.")
+        cls.check_kept("num_heads", settings.num_heads, config.num_heads)
+        cls.check_kept("num_layers", settings.num_layers, config.num_layers)
+        cls.check_kept("lm_head", settings.lm_head, "own" if config.own_lm_head else "target")
 
     def start(self, name: str, weights: TargetWeights) -> None:
         super().start(name, weights)
@@ -275,11 +268,8 @@ class MedusaDrafter(RowDrafter):
         self, head: MedusaHead, target: CausalLM, stops: Sequence[StopPolicy], shape: StaticTree | None = None
     ):
         """stops: a policy for each row, for chains."""
-        super().__init__(stops)
+        super().__init__(stops, longest_draft=head.config.num_heads)
         self._head, self._lm_heads, self._shape = in_type_of(head, target), lm_heads_of(head, target), shape
-
-    def _deepest(self, row: DraftedRow) -> int:
-        return self._head.config.num_heads
 
     def _draft(self, limits: Sequence[int], params: SamplingParams, sources: Sequence[Source]) -> list[DraftTree]:
         states = self._head(torch.stack([row.features[-1] for row in self._rows]))  # [B, H] of each head

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -37,8 +38,8 @@ class DraftedRow:
 class RowDrafter(ABC):
     """A `Drafter` apart from its model. In HSDDW it also serves a model that itself drafts: see `commit`, `rewind`.
 
-    needs_features: it reads features of the model it drafts for. model: its name in errors. stops: a policy for each
-    row that it can draft for. end_ids: tokens that end a chain.
+    needs_features: it reads features of the model it drafts for. model: its name in errors. end_ids: tokens that end a
+    chain.
     """
 
     capture: tuple[int, ...] = ()
@@ -46,8 +47,9 @@ class RowDrafter(ABC):
     end_ids: Collection[int] = ()
     model: str
 
-    def __init__(self, stops: Sequence[StopPolicy]):
-        self.stops = list(stops)
+    def __init__(self, stops: Sequence[StopPolicy], longest_text: int = sys.maxsize, longest_draft: int = sys.maxsize):
+        """stops: a policy for each row that it can draft for. longest_text: most tokens that a draft may end at."""
+        self.stops, self._longest_text, self._longest_draft = list(stops), longest_text, longest_draft
         self._rows: list[DraftedRow] = []  # in use
         # Policies without a row.
         self._idle = list(range(len(self.stops)))
@@ -55,10 +57,6 @@ class RowDrafter(ABC):
     @property
     def learners(self) -> Sequence[Learner]:
         return [learner for stop in self.stops for learner in stop.learners]
-
-    @abstractmethod
-    def _deepest(self, row: DraftedRow) -> int:
-        """Return how many tokens the model's context, or its size, lets it draft; below 1: none."""
 
     @abstractmethod
     def _draft(self, limits: Sequence[int], params: SamplingParams, sources: Sequence[Source]) -> Sequence[DraftTree]:
@@ -89,7 +87,11 @@ class RowDrafter(ABC):
         self._rows[row : row + 1] = [DraftedRow(number, stop, [*prompt, first_token], features)]
 
     def propose(self, limits: Sequence[int], params: SamplingParams, sources: Sequence[Source]) -> list[DraftTree]:
-        limits = list(map(min, limits, map(self._deepest, self._rows)))
+        texts = [len(row.tokens) for row in self._rows]
+        limits = [
+            min(limit, self._longest_draft, self._longest_text - text)
+            for limit, text in zip(limits, texts, strict=True)
+        ]
         trees = [NO_DRAFT] * len(limits)
         if max(limits) > 0:
             try:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.modules import flops
-from draftsmith.modules.drafters.base import HeadCard, TargetWeights, TrainingCost, TrainStep
+from draftsmith.modules.drafters.base import HeadCard, TargetWeights, TrainingCost, TrainStep, layer_shape
 from draftsmith.modules.drafters.chains import FixedK
 from draftsmith.modules.drafters.eagle.net import EagleConfig, EagleNet, LeanEagle, Rope
 from draftsmith.modules.drafters.feature_heads import FeatureHead
@@ -188,7 +188,8 @@ def eagle_loss(
 
 
 class EagleHead(EagleNet, FeatureHead, TrainingCost):
-    """EAGLE-1: reads the target's state after the final norm, and its own states behind the text."""
+    """Drafts tokens from the target's state after the final norm, and from its own states behind the text (EAGLE, Li
+    et al. 2024). Embedding and lm_head are the target's and not in this directory."""
 
     kind = "eagle"
     Config, Settings = EagleConfig, EagleSettings
@@ -206,14 +207,9 @@ class EagleHead(EagleNet, FeatureHead, TrainingCost):
 
     @classmethod
     def check_init(cls, settings: EagleSettings, config: EagleConfig) -> None:
-        layers, scaling = config.llama.num_layers, config.llama.rope_scaling.kind
-        another = "or start from another head."
-        if settings.num_layers not in (None, layers):
-            expected = f"{layers}, as the head of --init has"
-            raise InputError("num_layers", settings.num_layers, expected, f"Leave --num-layers out, {another}")
-        if settings.rope == "plain" and scaling != "default":
-            expected = f"target: the head of --init has rope scaling {scaling}"
-            raise InputError("rope", "plain", expected, f"Leave --rope out, {another}")
+        cls.check_kept("num_layers", settings.num_layers, config.llama.num_layers)
+        if config.llama.rope_scaling.kind != "default":
+            cls.check_kept("rope", settings.rope, "target")
 
     def start(self, name: str, weights: TargetWeights) -> None:
         if name == "target-last-layer":
@@ -302,16 +298,9 @@ class EagleHead(EagleNet, FeatureHead, TrainingCost):
 
     @classmethod
     def card(cls, head: Mapping[str, Any]) -> HeadCard:
-        what = "Drafts tokens from the target's own features (EAGLE, Li et al. 2024). "
-        what += "Embedding and lm_head are the target's and not in this directory."
-        shape: tuple[str, ...] = ()
-        if llama := head.get("llama"):
-            layers = f"{llama['num_layers']} decoder layer(s) of width {llama['hidden_size']}"
-            heads = f"{llama['num_heads']} heads of {llama['head_dim']} ({llama['num_kv_heads']} of keys and values)"
-            sizes = f"MLP of {llama['intermediate_size']}, vocabulary of {llama['vocab_size']}"
-            rope = f"rotary base {llama['rope_theta']:g}, scaling {llama['rope_scaling']['kind']}"
-            shape = (f"- {layers}: {heads}, {sizes}; {rope}",)
-        return HeadCard("EAGLE head", what, ("eagle",), "eagle:k=5", shape)
+        llama = head.get("llama")
+        shape = (f"- {llama['num_layers']} decoder layer(s), {layer_shape(llama)}",) if llama else ()
+        return dataclasses.replace(super().card(head), title="EAGLE head", shape=shape)
 
 
 def noise_like(features: Tensor, step: TrainStep, size: float, flat: bool) -> Tensor:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.modules import flops
-from draftsmith.modules.drafters.base import HeadCard, TargetWeights, TrainingCost, TrainStep
+from draftsmith.modules.drafters.base import HeadCard, TargetWeights, TrainingCost, TrainStep, layer_shape
 from draftsmith.modules.drafters.chains import FixedK
 from draftsmith.modules.drafters.eagle.net import Rope
 from draftsmith.modules.drafters.eagle3.loss import Distances, Kind, Objective, distances
@@ -192,9 +192,7 @@ class Eagle3Head(Eagle3Net, FeatureHead, TrainingCost):
 
     @classmethod
     def check_init(cls, settings: Eagle3Settings, config: Eagle3Config) -> None:
-        if settings.layers not in ((), config.capture):
-            expected = f"{config.capture}, as the head of --init reads"
-            raise InputError("layers", settings.layers, expected, "Leave --layers out, or start from another head.")
+        cls.check_kept("layers", settings.layers or None, config.capture)
 
     def start(self, name: str, weights: TargetWeights) -> None:
         tokens = self.d2t
@@ -322,11 +320,8 @@ class Eagle3Head(Eagle3Net, FeatureHead, TrainingCost):
         card, shape = super().card(head), list[str]()
         if llama := head.get("llama"):
             layers = ", ".join(map(str, head["capture"]))
-            heads = f"{llama['num_heads']} heads of {llama['head_dim']} ({llama['num_kv_heads']} of keys and values)"
-            sizes = f"width {llama['hidden_size']}, MLP of {llama['intermediate_size']}"
             vocabulary = f"drafts {head['draft_vocab_size']:,} of {llama['vocab_size']:,} tokens"
-            rope = f"rotary base {llama['rope_theta']:g}, scaling {llama['rope_scaling']['kind']}"
-            shape = [f"- reads the inputs of layers {layers}; {heads}, {sizes}; {vocabulary}; {rope}"]
+            shape = [f"- reads the inputs of layers {layers}; {vocabulary}; {layer_shape(llama)}"]
         metrics = {
             "top1": "how often its first choice is the target's, tokens that it cannot draft among the misses",
             "accepted": "probability that its first drawn token is accepted, at temperature 1",
