@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from draftsmith.modules.decoding.chain import Step, draft_chains
 from draftsmith.modules.decoding.learner import Learner
 from draftsmith.modules.decoding.protocols import NO_DRAFT, DraftTree, Outcome, StopPolicy
 from draftsmith.modules.finite import NonFinite
+from draftsmith.modules.layers import MOST_POSITIONS
 from draftsmith.modules.sampling import Source
 from draftsmith.modules.types import SamplingParams
 
@@ -47,7 +47,9 @@ class RowDrafter(ABC):
     end_ids: Collection[int] = ()
     model: str
 
-    def __init__(self, stops: Sequence[StopPolicy], longest_text: int = sys.maxsize, longest_draft: int = sys.maxsize):
+    def __init__(
+        self, stops: Sequence[StopPolicy], longest_text: int = MOST_POSITIONS, longest_draft: int = MOST_POSITIONS
+    ):
         """stops: a policy for each row that it can draft for. longest_text: most tokens that a draft may end at."""
         self.stops, self._longest_text, self._longest_draft = list(stops), longest_text, longest_draft
         self._rows: list[DraftedRow] = []  # in use
