@@ -187,7 +187,7 @@ class BareLoop:
         self.optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas)
         share = lr_schedule(config.schedule, config.max_steps, config.warmup_share, config.min_lr_share)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, share)
-        order = Order(work.samples.lengths, config.seed, 1, config.tokens_per_batch, config.group_by_length)
+        order = Order(work.samples.lengths, config.seed, 1, config.tokens_per_batch)
         rows = [order.step(step)[1] for step in range(config.max_steps)]
         dataset: Any = work.samples.dataset
         self.batches = iter(DataLoader(dataset, batch_sampler=rows, collate_fn=pack_features))

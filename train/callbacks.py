@@ -20,6 +20,7 @@ from draftsmith.train.checkpoints import FOLDER, Checkpoints, path_of
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.deepspeed import whole_head
 from draftsmith.train.lit_head import LitHead
+from draftsmith.train.loggers import TrackedRun
 from draftsmith.train.metrics import rank, say_on_rank_zero
 from draftsmith.train.tau import TauProbe
 from draftsmith.train.telemetry import Telemetry
@@ -73,7 +74,13 @@ class BetweenSteps(pl.Callback):
                 self._validate(trainer, pl_module, head, 0, final=False)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Log the best head, if the training is complete: one version per run, not one per save."""
         self._bar.close()
+        best = self.config.output / "best"
+        if trainer.global_step == pl_module.total_steps and best.is_dir():
+            for logger in trainer.loggers:
+                if isinstance(logger, TrackedRun):
+                    logger.log_head(best)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
         self._bar.close()
@@ -84,31 +91,32 @@ class BetweenSteps(pl.Callback):
         # A step ends with its last part.
         step, final = trainer.global_step, trainer.global_step == pl_module.total_steps
         if pl_module.logs(step):
-            self._log_losses(trainer, pl_module, step)
-        # A signal leaves no time for a validation.
+            # Reading the losses back waits for the device, so the time that telemetry takes afterwards is right.
+            metrics = {f"train/{name}": value for name, value in pl_module.means.take().items()}
+            metrics["bad_steps"] = pl_module.bad_steps.count
+            metrics["lr"] = trainer.optimizers[0].param_groups[0]["lr"]
+            metrics["grad_norm"] = pl_module.grad_norm
+            metrics |= {f"cost/{name}": value for name, value in self.telemetry.take(pl_module.device).items()}
+            log_metrics(trainer, metrics, step)
+
+        # Validation decides which head is best/. A signal leaves no time for it.
         stopping = bool(pl_module.signal_agreed)
-        # Validation decides which head is best/.
         validated = final or (step % self.val_every == 0 and not stopping)
         if validated:
             with whole_head(trainer, pl_module) as head:
                 self._validate(trainer, pl_module, head, step, final)
-        # Without --save-every a checkpoint follows each validation.
+
+        # last/ and a checkpoint, each whole or absent. Without --save-every they follow each validation.
         saves = step % self.config.save_every == 0 if self.config.save_every else validated
         if saves or final or stopping:
-            self._save_last(trainer, pl_module, step)
-        if stopping:
-            trainer.should_stop = True
+            with whole_head(trainer, pl_module) as head:
+                self._save_head(trainer, head, "last", step, self.latest)
+            trainer.save_checkpoint(path_of(self.config.output / FOLDER, step))
+            if not self._agree_on_failure(trainer, f"the checkpoint of step {step}", self.checkpoints.failure):
+                self.saved_step = step
+        trainer.should_stop |= stopping
         self._advance(1)
-        self.telemetry.go_on()
-
-    def _log_losses(self, trainer: pl.Trainer, module: LitHead, step: int) -> None:
-        # Reading the losses back waits for the device, so the time that telemetry takes afterwards is right.
-        metrics = {f"train/{name}": value for name, value in module.means.take().items()}
-        metrics["bad_steps"] = module.bad_steps.count
-        metrics["lr"] = trainer.optimizers[0].param_groups[0]["lr"]
-        metrics["grad_norm"] = module.grad_norm
-        metrics |= {f"cost/{name}": value for name, value in self.telemetry.take(module.device).items()}
-        log_metrics(trainer, metrics, step)
+        self.telemetry.resume()
 
     def _validate(self, trainer: pl.Trainer, module: LitHead, head: nn.Module, step: int, final: bool) -> None:
         head.eval()
@@ -148,14 +156,6 @@ class BetweenSteps(pl.Callback):
         if failure:
             self.unsaved[name] = failure
         return failure
-
-    def _save_last(self, trainer: pl.Trainer, module: LitHead, step: int) -> None:
-        """Save last/ and a checkpoint, each whole or absent."""
-        with whole_head(trainer, module) as head:
-            self._save_head(trainer, head, "last", step, self.latest)
-        trainer.save_checkpoint(path_of(self.config.output / FOLDER, step))
-        if not self._agree_on_failure(trainer, f"the checkpoint of step {step}", self.checkpoints.failure):
-            self.saved_step = step
 
     def _agree_on_failure(self, trainer: pl.Trainer, name: str, failure: str) -> str:
         """Return rank 0's failure on every rank, and warn of it."""

@@ -150,23 +150,20 @@ class _HashedFile:
     behind another error, or end the process."""
 
     def __init__(self, file: IO[bytes]):
-        self._file, self._hash = file, hashlib.sha256()
+        self._file, self.sha256 = file, hashlib.sha256()
         self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
         if self.error is None:
             try:
                 self._file.write(data)
-                self._hash.update(data)
+                self.sha256.update(data)
             except OSError as error:
                 self.error = error
         return memoryview(data).nbytes
 
     def flush(self) -> None:
         """Do nothing: `_write` flushes once, at the end."""
-
-    def hexdigest(self) -> str:
-        return self._hash.hexdigest()
 
 
 def _write(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -184,4 +181,4 @@ def _write(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
         # On disk before the rename makes it visible.
         file.flush()
         os.fsync(file.fileno())
-    return {"bytes": path.stat().st_size, "sha256": hashed.hexdigest()}
+    return {"bytes": path.stat().st_size, "sha256": hashed.sha256.hexdigest()}

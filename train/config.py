@@ -68,7 +68,6 @@ class TrainConfig(RemoteCode):
             partition the optimizer state, then the gradients, then the weights; offload keeps the parts in host memory.
         num_threads: CPU threads; 0 is torch's own choice.
         num_workers: Processes that read data; 0 reads in the training process.
-        group_by_length: Put sequences of like length into a batch, which saves padding.
         val_every: Optimiser steps between validations; 0 validates at the end of each epoch. The last step always does.
         log_every: Optimiser steps between logged losses.
         save_every: Optimiser steps between checkpoints for --resume; 0 saves with each validation.
@@ -109,7 +108,6 @@ class TrainConfig(RemoteCode):
     strategy: Strategy = volatile("auto")
     num_threads: int = volatile(0)
     num_workers: int = volatile(0)
-    group_by_length: bool = True
     val_every: int = volatile(0)
     log_every: int = volatile(20)
     save_every: int = volatile(0)
@@ -221,16 +219,17 @@ def drafter_config(kind: str) -> type[TrainDrafterConfig]:
             expected = f"ddp, or stage 1 or 2: {kind} heads are not trained in parts"
             raise InputError("strategy", self.strategy, expected, "Choose another --strategy.")
 
-    about = [_first_paragraph(part) for part in (own.Settings, TrainDrafterConfig)]
+    about = " ".join((part.__doc__ or "").split("\n\n")[0] for part in (own.Settings, TrainDrafterConfig))
     return dataclasses.make_dataclass(
         f"Train{kind.title()}Config",
         defaults,
         bases=(own.Settings, TrainDrafterConfig),
-        namespace={"kind": kind, "__post_init__": check, "__doc__": " ".join(about), "__module__": __name__},
+        namespace={
+            "kind": kind,
+            "__post_init__": check,
+            "__doc__": " ".join(about.split()),
+            "__module__": __name__,
+        },
         frozen=True,
         kw_only=True,
     )
-
-
-def _first_paragraph(documented: type) -> str:
-    return " ".join((documented.__doc__ or "").split("\n\n")[0].split())

@@ -72,11 +72,6 @@ class MicroBatch:
         return dataclasses.replace(self, data=dataclasses.replace(self.data, **tensors))
 
     @property
-    def indices(self) -> list[int]:
-        """Numbers of its samples, without fillers."""
-        return [key.index for key in self.keys if not key.filler]
-
-    @property
     def real_lengths(self) -> list[int]:
         """Tokens of each sample, without fillers."""
         return [length for key, length in zip(self.keys, self.lengths, strict=True) if not key.filler]
@@ -89,14 +84,7 @@ class Order:
     into equal steps of about that many, give or take a sample.
     """
 
-    def __init__(
-        self,
-        lengths: Sequence[int] | np.ndarray,
-        seed: int,
-        batch_size: int,
-        tokens_per_batch: int = 0,
-        group_by_length: bool = True,
-    ):
+    def __init__(self, lengths: Sequence[int] | np.ndarray, seed: int, batch_size: int, tokens_per_batch: int = 0):
         """lengths: tokens of each sample.
 
         Raises:
@@ -104,7 +92,6 @@ class Order:
         """
         self.lengths = np.asarray(lengths, dtype=np.int64)
         self.seed, self.batch_size, self.tokens_per_batch = seed, batch_size, tokens_per_batch
-        self.group_by_length = group_by_length
         count, longest = len(self.lengths), int(self.lengths.max(initial=0))
         if tokens_per_batch and longest > tokens_per_batch:
             expected = f"at least {longest}, the longest sample"
@@ -126,20 +113,8 @@ class Order:
         """Return the order of the samples [N], and the first and last place of each step in it [steps, 2]."""
         rng = random.Random(f"{self.seed}/{epoch}")
         order = _shuffled(len(self.lengths), rng)
-        if self.group_by_length:
-            self._sort_windows(order)
-        if self.tokens_per_batch:
-            cuts = self._cuts(order)
-        else:
-            cuts = np.minimum(np.arange(self.steps_per_epoch + 1) * self.batch_size, len(order))
-        bounds = np.stack([cuts[:-1], cuts[1:]], axis=1)
-        return order, bounds[_shuffled(len(bounds), rng)] if self.group_by_length else bounds
 
-    def _sort_windows(self, order: np.ndarray) -> None:
-        """Sort windows of STEPS_SORTED_TOGETHER steps by length.
-
-        Windows that are cut by tokens are sorted up and down in turn, because a step may straddle two of them.
-        """
+        # Sort windows by length. Where steps are cut by tokens one may straddle two windows: sort up and down in turn.
         per_step = -(-len(order) // self.steps_per_epoch) if self.tokens_per_batch else self.batch_size
         for number, start in enumerate(range(0, len(order), STEPS_SORTED_TOGETHER * per_step)):
             window = order[start : start + STEPS_SORTED_TOGETHER * per_step]
@@ -147,16 +122,20 @@ class Order:
             downwards = bool(self.tokens_per_batch) and number % 2 == 1
             window[:] = window[np.argsort(-lengths if downwards else lengths, kind="stable")]
 
-    def _cuts(self, order: np.ndarray) -> np.ndarray:
-        """Return where steps of equal tokens begin. A sample belongs to the step that its middle falls into."""
-        lengths = self.lengths[order]
-        middle = lengths.cumsum() - lengths / 2
-        steps = (middle * self.steps_per_epoch / lengths.sum()).astype(np.int64)
-        cuts = np.searchsorted(steps, np.arange(self.steps_per_epoch + 1))
-        # A very long sample can cover a whole step and leave it empty.
-        if (np.diff(cuts) == 0).any():
-            cuts = np.linspace(0, len(order), self.steps_per_epoch + 1).astype(np.int64)
-        return cuts
+        edges = np.arange(self.steps_per_epoch + 1)
+        if self.tokens_per_batch:
+            # Steps of equal tokens: a sample belongs to the step that its middle falls into.
+            lengths = self.lengths[order]
+            middle = lengths.cumsum() - lengths / 2
+            steps = (middle * self.steps_per_epoch / lengths.sum()).astype(np.int64)
+            cuts = np.searchsorted(steps, edges)
+            # A very long sample can cover a whole step and leave it empty.
+            if (np.diff(cuts) == 0).any():
+                cuts = np.linspace(0, len(order), self.steps_per_epoch + 1).astype(np.int64)
+        else:
+            cuts = np.minimum(edges * self.batch_size, len(order))
+        bounds = np.stack([cuts[:-1], cuts[1:]], axis=1)
+        return order, bounds[_shuffled(len(bounds), rng)]
 
 
 def _shuffled(count: int, rng: random.Random) -> np.ndarray:
@@ -168,7 +147,7 @@ def _shuffled(count: int, rng: random.Random) -> np.ndarray:
 
 def order_of(config: TrainConfig, lengths: Sequence[int] | np.ndarray) -> Order:
     """Return the steps of a training on samples of these lengths."""
-    return Order(lengths, config.seed, config.batch_size, config.tokens_per_batch, config.group_by_length)
+    return Order(lengths, config.seed, config.batch_size, config.tokens_per_batch)
 
 
 def rank_keys(
@@ -364,10 +343,5 @@ class HeadDataModule(pl.LightningDataModule):
             batch_size=None,
             sampler=keys,
             num_workers=self.config.num_workers,
-            collate_fn=_unchanged,
             pin_memory=device_kind(self.config) == "gpu",
         )
-
-
-def _unchanged(batch: Any) -> Any:
-    return batch

@@ -191,6 +191,8 @@ class ZeroStrategy(DeepSpeedStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's part of whole tensors."""
+        from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
+
         (saved,) = checkpoint["optimizer_states"]
         base = self._zero.optimizer
         for params, group, saved_group in zip(self._groups, base.param_groups, saved["param_groups"], strict=True):
@@ -198,20 +200,16 @@ class ZeroStrategy(DeepSpeedStrategy):
             for param, index in zip(params, saved_group["params"], strict=True):
                 entry = saved["state"].get(index, {})
                 for name in entry.keys() - {"step"}:
-                    self._set_state(param, name, entry[name])
+                    if self.stage < 3:
+                        safe_set_full_optimizer_state(param, entry[name], name)
+                        continue
+                    # DeepSpeed's setter of whole tensors fails if the last rank's part is padded.
+                    size = cast(Any, param).ds_tensor.numel()
+                    part = entry[name].flatten()[size * self.global_rank : size * (self.global_rank + 1)]
+                    part = nn.functional.pad(part, (0, size - len(part)))
+                    safe_set_local_optimizer_state(param, part, name)
         for flat in self._flat_parts(self._zero):
             base.state[flat]["step"].fill_(float(saved["state"].get(0, {}).get("step", 0)))
-
-    def _set_state(self, param: nn.Parameter, name: str, value: Tensor) -> None:
-        from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
-
-        if self.stage < 3:
-            safe_set_full_optimizer_state(param, value, name)
-            return
-        # DeepSpeed's setter of whole tensors fails if the last rank's part is padded.
-        size = cast(Any, param).ds_tensor.numel()
-        part = value.flatten()[size * self.global_rank : size * (self.global_rank + 1)]
-        safe_set_local_optimizer_state(param, nn.functional.pad(part, (0, size - len(part))), name)
 
 
 @contextmanager

@@ -35,7 +35,7 @@ from draftsmith.train.checkpoints import FOLDER, Checkpoints, all_in, newest_int
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.data_module import HeadDataModule
 from draftsmith.train.lit_head import LitHead
-from draftsmith.train.loggers import HeadArtifact, make_loggers
+from draftsmith.train.loggers import make_loggers
 from draftsmith.train.metrics import is_first_process, say_on_rank_zero
 from draftsmith.train.signals import StopOnSignal, exit_code
 from draftsmith.train.strategies import tensor_cores, trainer_arguments, world_size
@@ -122,9 +122,15 @@ def fit(training: PreparedTraining) -> Path:
     )
     checkpoint = _checkpoint(config, state)
     step = step_of(checkpoint)
-    supervision = log_supervision(data)
-    if is_first_process():
-        _write_started(config, provenance, state)
+    supervision = Supervision.of(data.train.dataset.answer_lengths(data.train.indices))
+    say_on_rank_zero(f"data: {supervision.text()}")
+    if warning := supervision.warning():
+        say_on_rank_zero(warning)
+    make_directory(config.output)
+    if is_first_process() and not (config.resume and (config.output / STARTED).exists()):
+        text = yaml.safe_dump(resolved(dataclasses.replace(config, resume=False)), sort_keys=False)
+        write_text(config.output / RESOLVED, f"# draftsmith train {provenance.job} --config THIS_FILE\n{text}")
+        write_json(config.output / STARTED, state)
 
     # Callbacks and loggers.
     checkpoints = Checkpoints(
@@ -132,7 +138,7 @@ def fit(training: PreparedTraining) -> Path:
     )
     val_every = config.val_every or data.order.steps_per_epoch
     versions = made_with()
-    save_head = _head_saver(config, provenance, data, supervision, versions)
+    save_head = _head_saver(config, provenance, data, supervision.numbers(), versions)
     between = BetweenSteps(config, val_every, save_head, checkpoints, training.probe)
     made_from = {name: value for name, value in dataclasses.asdict(provenance).items() if name != "job"}
     loggers = make_loggers(config, provenance.job, step, say_on_rank_zero, made_from | versions)
@@ -146,7 +152,7 @@ def fit(training: PreparedTraining) -> Path:
             **arguments,
             max_steps=module.total_steps,
             logger=loggers,
-            callbacks=[between.telemetry, between, HeadArtifact(config.output / "best"), StopOnSignal()],
+            callbacks=[between.telemetry, between, StopOnSignal()],
             default_root_dir=config.output,
         )
         # weights_only: a checkpoint is a path that the user passes, so it is read as tensors and plain values only.
@@ -210,24 +216,6 @@ def _checkpoint(config: TrainConfig, state: Mapping[str, Any]) -> Path | None:
             remedy = f"Restore it (see {config.output / RESOLVED}), or choose another output."
             raise InputError("resume", found, "the settings and data that the run was begun with", remedy)
     return newest_intact(config.output / FOLDER, say_on_rank_zero)
-
-
-def _write_started(config: TrainConfig, provenance: Provenance, state: Mapping[str, Any]) -> None:
-    make_directory(config.output)
-    if config.resume and (config.output / STARTED).exists():
-        return
-    text = yaml.safe_dump(resolved(dataclasses.replace(config, resume=False)), sort_keys=False)
-    write_text(config.output / RESOLVED, f"# draftsmith train {provenance.job} --config THIS_FILE\n{text}")
-    write_json(config.output / STARTED, state)
-
-
-def log_supervision(data: HeadDataModule) -> dict[str, float]:
-    """Log how much there is to learn, warn if it is little, and return the numbers."""
-    supervision = Supervision.of(data.train.dataset.answer_lengths(data.train.indices))
-    say_on_rank_zero(f"data: {supervision.text()}")
-    if warning := supervision.warning():
-        say_on_rank_zero(warning)
-    return supervision.numbers()
 
 
 def _head_saver(

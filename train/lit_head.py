@@ -182,7 +182,8 @@ class LitHead(pl.LightningModule):
             batch = batch.to(self.device)
             inputs, states = self.read(batch, validating=True)
             if states is not None and not bool(states.sum(dtype=torch.float32).isfinite()):
-                names = [cast(Any, self.trainer).datamodule.val.name(i) for i in batch.indices]
+                val = cast(Any, self.trainer).datamodule.val
+                names = [val.name(key.index) for key in batch.keys]
                 raise NonFinite("hidden states", self.frozen, None).of(names)
             yield batch, inputs
 

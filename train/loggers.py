@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import yaml
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.loggers.logger import Logger
@@ -124,19 +123,6 @@ class TrackedRun(WandbLogger):
         if self._open:
             self._open = False
             finish_wandb(self.run, self._log, exit_code=0 if status == "success" else 1)
-
-
-class HeadArtifact(pl.Callback):
-    """Logs the head in `directory` once the training is complete: one version per run, not one per save."""
-
-    def __init__(self, directory: Path):
-        self._directory = directory
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        complete = trainer.global_step == pl_module.total_steps
-        for logger in trainer.loggers:
-            if isinstance(logger, TrackedRun) and complete and self._directory.is_dir():
-                logger.log_head(self._directory)
 
 
 def start_run(

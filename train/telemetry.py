@@ -54,16 +54,10 @@ MEASURED_FROM_STEPS = 50
 MEASURED_FOR_S = 0.2
 
 
-def llama_of(model: CausalLM) -> LlamaConfig | None:
-    """Return the sizes of a model that runs as a lean Llama, else None."""
-    config = getattr(model, "config", None)
-    return config if isinstance(config, LlamaConfig) else None
-
-
 def features_flops(model: CausalLM, lengths: Sequence[int]) -> float:
     """Return the FLOPs of a frozen model's forward over documents of these lengths, without logits."""
-    config = llama_of(model)
-    if config is not None:
+    config = getattr(model, "config", None)
+    if isinstance(config, LlamaConfig):
         return flops.layers_forward(config, lengths)
     # A transformers model (targets/hf.py).
     base = cast(Any, model).model.base_model
@@ -157,7 +151,9 @@ class Telemetry(pl.Callback):
         # The time since the last part was spent waiting for this one.
         self._window.waited_s += self._pass()
         self._window.tokens += sum(batch.real_lengths)
-        self._window.slots += num_slots(batch)
+        # With padding: the size of the first tensor, the ids; stored tokens have none.
+        tensors = [value for value in vars(batch.data).values() if isinstance(value, Tensor)]
+        self._window.slots += getattr(batch.data, "num_slots", tensors[0].numel())
         self._window.flops += pl_module.flops(batch)
 
     def on_train_batch_end(
@@ -166,7 +162,7 @@ class Telemetry(pl.Callback):
         self._pass()
         self._window.steps += batch.last
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Start to count time again, after the work between steps."""
         self._mark = self._clock()
 
@@ -205,12 +201,3 @@ class Telemetry(pl.Callback):
         passed, self._mark = now - self._mark, now
         self._window.worked_s += passed
         return passed
-
-
-def num_slots(part: MicroBatch) -> int:
-    """Return the token slots of a batch with its padding: its `num_slots`, or the size of its first tensor, the ids."""
-    slots = getattr(part.data, "num_slots", None)
-    if slots is not None:
-        return slots
-    tensors = (getattr(part.data, field.name) for field in dataclasses.fields(part.data))
-    return next(value.numel() for value in tensors if isinstance(value, Tensor))

@@ -76,7 +76,7 @@ def test_time_between_steps_does_not_count():
     run = Run()
     run.part(waits=0.5, works=1.5)
     run.clock.now += 50  # a validation
-    run.telemetry.go_on()
+    run.telemetry.resume()
     run.part(waits=0.5, works=1.5)
     metrics = run.take()
     assert metrics["steps_per_s"] == pytest.approx(0.5) and metrics["data_wait"] == pytest.approx(0.25)
