@@ -6,6 +6,7 @@ A repository is `gpt2` or `organisation/name`, with an optional branch, tag or c
 from __future__ import annotations
 
 import functools
+import os
 import re
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def resolve_model(path: str) -> str:
 
 def repository(path: str) -> tuple[str, str | None] | None:
     """Return (id, revision) if the path is not a local one and can name a repository, else None."""
-    match = None if Path(path).exists() else REPOSITORY.fullmatch(path)
+    match = None if os.path.exists(path) else REPOSITORY.fullmatch(path)
     return None if match is None else (match["id"], match["revision"])
 
 
@@ -51,19 +52,12 @@ def model_directory(path: str, more: tuple[str, ...] = ()) -> Path:
     more: patterns of further files to download.
     """
     resolved = resolve_model(path)
-    directory, hub = Path(resolved), None
-    try:
-        if directory.exists() and not directory.is_dir():
-            raise InputError("model", f"{path}, which is a file", KINDS, CHECK_PATH)
-        if not directory.is_dir():
-            hub = repository(resolved)
-            if hub is None:
-                raise InputError("model", f"no directory {path}", KINDS, CHECK_PATH)
-    except OSError as error:
-        # The name is too long, or a directory may not be entered.
-        raise InputError("model", f"{path[:200]} ({error.strerror})", KINDS, CHECK_PATH) from error
+    directory = Path(resolved)
     # What is here counts before the hub, as with `from_pretrained`.
-    if hub is not None:
+    if not os.path.isdir(resolved):
+        hub = repository(resolved)
+        if hub is None:
+            raise InputError("model", f"no directory {path[:200]}", KINDS, CHECK_PATH)
         directory = download(*hub, more)
     if (directory / "adapter_config.json").exists() or any(directory.glob("adapter_model.*")):
         found = f"{path}, which has a PEFT adapter"
@@ -86,17 +80,12 @@ def download(name: str, revision: str | None, more: tuple[str, ...]) -> Path:
     except errors.GatedRepoError as error:
         remedy = f"Accept its terms at https://huggingface.co/{name}, then hf auth login, or set HF_TOKEN."
         raise InputError("model", f"{label}, which is gated", "a repository that you may read", remedy) from error
-    except errors.RevisionNotFoundError as error:
-        found = f"no revision {revision} of {name} on the hub"
-        raise InputError("model", found, "a branch, a tag or a commit", "Correct what follows the @.") from error
     except errors.RepositoryNotFoundError as error:
         found = f"no directory {label} here, and no such repository on the hub, or a private one"
         remedy = "Check the path; for a private repository: hf auth login, or set HF_TOKEN."
         raise InputError("model", found, KINDS, remedy) from error
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
-        found = f"no directory {label} here, nor in the hub's cache, and the hub cannot be asked"
-        raise InputError("model", found, KINDS, "Check the path, the network, and HF_HUB_OFFLINE.") from error
     except Exception as error:
         # The client, its connection and its disk each have a family of errors.
-        found = f"{label} ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
-        raise InputError("model", found, "a repository that can be fetched", CHECK_PATH) from error
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        remedy = "Check the path, its revision, the network and HF_HUB_OFFLINE."
+        raise InputError("model", f"no {label} here, nor on the hub ({reason})", KINDS, remedy) from error

@@ -10,18 +10,18 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from draftsmith.data.console import log_note
 from draftsmith.data.models.checkpoint import REMEDY, checkpoint_files, read_model_json
-from draftsmith.data.store.files import CannotWrite, make_directory, user_cache, write_json
+from draftsmith.data.store.files import CannotWrite, make_directory, write_json
 from draftsmith.data.store.reading import open_tensors
 
 VERSION = 1  # of a cached file's content
@@ -44,8 +44,7 @@ TOKENIZER_FILES = (
 SWITCHES = ("add_bos_token", "add_eos_token", "add_prefix_space", "legacy", "split_special_tokens", "do_lower_case")
 
 
-@dataclass(frozen=True)
-class TensorDigest:
+class TensorDigest(NamedTuple):
     """Digest of one tensor. kind: `float`, or the dtype. sha256: of the values' bytes, floats in bfloat16."""
 
     shape: tuple[int, ...]
@@ -58,16 +57,21 @@ def model_identity(directory: Path, config: Mapping[str, Any], outputs: Iterable
 
     config: config.json. outputs: names that the output embedding may have in the files, the likeliest first.
     """
-    digests = tensor_digests(checkpoint_files(directory))
     # inv_freq is computed, and stored by old versions of transformers only.
-    by_name = {_bare_name(name): digest for name, digest in digests.items() if not name.endswith("rotary_emb.inv_freq")}
+    by_name = {
+        _bare_name(name): digest
+        for file in checkpoint_files(directory)
+        for name, digest in file_digests(file).items()
+        if not name.endswith("rotary_emb.inv_freq")
+    }
     # Files of a model that ties its embeddings may hold the output embedding or not: a copy is not counted.
     others = {digest for name, digest in by_name.items() if not name.endswith(OUTPUT_NAMES)}
-    counted = {
-        name: digest for name, digest in by_name.items() if not (name.endswith(OUTPUT_NAMES) and digest in others)
-    }
-    listed = [[name, digest.shape, digest.kind, digest.sha256] for name, digest in sorted(counted.items())]
-    weights = hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:16]
+    counted = [
+        (name, *digest)
+        for name, digest in sorted(by_name.items())
+        if not (name.endswith(OUTPUT_NAMES) and digest in others)
+    ]
+    weights = hashlib.sha256(json.dumps(counted).encode()).hexdigest()[:16]
     identity = {"config": config_hash(config), "weights": weights, "layers": "final-norm"}
     output = next((by_name[_bare_name(name)] for name in outputs if _bare_name(name) in by_name), None)
     if output is not None:
@@ -130,26 +134,23 @@ def _normalized(value: Any) -> Any:
     return value
 
 
-def tensor_digests(files: Iterable[Path]) -> dict[str, TensorDigest]:
-    """Return the digests of all tensors in safetensors files, by name; cached ones where a file is unchanged."""
-    digests: dict[str, TensorDigest] = {}
-    cached = {file: read_cached(file) for file in files}
-    missing = sum(file.stat().st_size for file, known in cached.items() if known is None)
-    if missing > NOTE_FROM_BYTES:
-        log_note(f"draftsmith: hashing {missing / 1e9:.0f} GB of weights, once")
-    for file, known in cached.items():
-        if known is None:
-            before = _stamp(file)
-            known = digest_file(file)
-            # A file that changed while it was read, or may have, is hashed again the next time.
-            if time.time_ns() - before["mtime_ns"] > SETTLED_NS and _stamp(file) == before:
-                _write_cache(file, before, known)
-        digests |= known
-    return digests
+def file_digests(file: Path) -> dict[str, TensorDigest]:
+    """Hash every tensor of a safetensors file. The digests are cached until the file is written again."""
+    # ctime, unlike mtime, cannot be set back (cp -p, rsync -t).
+    stat = file.stat()
+    times = {"mtime_ns": stat.st_mtime_ns, "ctime_ns": stat.st_ctime_ns}
+    stamp = {"version": VERSION, "size": stat.st_size, **times, "inode": stat.st_ino}
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "draftsmith", "digests")
+    # The hub's cache links one content from several places: the file behind the links is the key.
+    entry = folder / f"{hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:32]}.json"
+    # An absent or damaged entry is made again.
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        content = json.loads(entry.read_text("utf-8"))
+        if content["stamp"] == stamp:
+            return {name: TensorDigest(tuple(shape), *rest) for name, (shape, *rest) in content["tensors"].items()}
 
-
-def digest_file(file: Path) -> dict[str, TensorDigest]:
-    """Read and hash every tensor of a safetensors file."""
+    if stat.st_size > NOTE_FROM_BYTES:
+        log_note(f"draftsmith: hashing {file.name}, {stat.st_size / 1e9:.0f} GB, once")
 
     def digest(name: str) -> TensorDigest:
         tensor = opened.get_tensor(name)
@@ -159,46 +160,16 @@ def digest_file(file: Path) -> dict[str, TensorDigest]:
     # Hashing releases the interpreter lock, so that threads work at the same time.
     with open_tensors(file, REMEDY) as opened, ThreadPoolExecutor(THREADS) as pool:
         names = list(opened.keys())
-        return dict(zip(names, pool.map(digest, names), strict=True))
+        digests = dict(zip(names, pool.map(digest, names), strict=True))
 
-
-def read_cached(file: Path) -> dict[str, TensorDigest] | None:
-    """Return the cached digests of an unchanged file; None if there are none, or the cache is damaged."""
-    # The stored hash of the content detects a cache file that was damaged or edited.
-    entry = _cache_entry(file)
-    try:
-        content = json.loads(entry.read_text("utf-8")) if entry is not None else {}
-        tensors = content["tensors"]
-        if content["stamp"] != _stamp(file) or content["sha256"] != _hash(tensors):
-            return None
-        return {name: TensorDigest(tuple(shape), kind, sha) for name, (shape, kind, sha) in tensors.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None
-
-
-def _write_cache(file: Path, stamp: dict[str, int], digests: dict[str, TensorDigest]) -> None:
-    entry = _cache_entry(file)
-    if entry is None:
-        return
-    tensors = {name: [list(digest.shape), digest.kind, digest.sha256] for name, digest in digests.items()}
-    content = {"file": str(file.resolve()), "stamp": stamp, "tensors": tensors, "sha256": _hash(tensors)}
-    # On a read-only or full disk the file is hashed again the next time.
-    with contextlib.suppress(CannotWrite):
-        make_directory(entry.parent)
-        write_json(entry, content)
-
-
-def _cache_entry(file: Path) -> Path | None:
-    # The hub's cache links one content from several places: the file behind the links is the key.
-    folder = user_cache("digests")
-    return None if folder is None else folder / f"{hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:32]}.json"
-
-
-def _stamp(file: Path) -> dict[str, int]:
-    """Return what changes when a file is written again. ctime, unlike mtime, cannot be set back (cp -p, rsync -t)."""
-    stat = file.stat()
-    times = {"mtime_ns": stat.st_mtime_ns, "ctime_ns": stat.st_ctime_ns}
-    return {"version": VERSION, "size": stat.st_size, **times, "inode": stat.st_ino}
+    # A file that changed while it was read, or may have, is hashed again the next time. So is every file of a user
+    # without a home, or on a disk that is full.
+    is_settled = time.time_ns() - stat.st_mtime_ns > SETTLED_NS and file.stat().st_ctime_ns == stat.st_ctime_ns
+    if is_settled and folder.is_absolute():
+        with contextlib.suppress(CannotWrite):
+            make_directory(folder)
+            write_json(entry, {"file": str(file.resolve()), "stamp": stamp, "tensors": digests})
+    return digests
 
 
 def _value_bytes(tensor: torch.Tensor, kind: str) -> Any:

@@ -5,22 +5,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import inspect
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from draftsmith.data.models.checkpoint import (
+    CONFIG,
     REMEDY,
-    check_proportions,
     checkpoint_files,
     end_tokens,
     read_model_json,
-    read_settings,
     read_state,
 )
 from draftsmith.data.models.hub import model_directory
@@ -32,13 +30,12 @@ from draftsmith.data.models.identity import (
 )
 from draftsmith.data.models.parallel import check_placed, placement
 from draftsmith.data.ranks import place
-from draftsmith.data.store.files import CannotWrite, make_directory, user_cache, write_json
 from draftsmith.modules.engine.low_precision import Precision, check_precision
 from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.targets.base import CausalLM, ModelInfo
 from draftsmith.modules.targets.llama import SUPPORTED, LlamaLM, llama_config, model_from_state
-from draftsmith.modules.targets.self_test import Refusals, self_test
+from draftsmith.modules.targets.self_test import self_test
 from draftsmith.modules.types import InputError
 
 # Settings of a transformers model that change the logits behind the output embedding, where `CausalLM.lm_head` ends.
@@ -60,20 +57,11 @@ def pick_device(name: str) -> str:
 
 def check_device(name: str) -> None:
     """Raise InputError for a name that is no device, or a device that this machine does not have."""
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise InputError("device", repr(name), "cpu, cuda or cuda:N", "Correct it.") from error
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device.type not in ("cpu", "cuda"):
-        raise InputError("device", name, "cpu, cuda or cuda:N", "Correct it.")
-    if device.type == "cpu" and device.index:
-        raise InputError("device", name, "cpu, which is one device", "Pass --device cpu.")
-    if device.type == "cuda" and not count:
-        raise InputError("device", name, "a device of this machine (no GPU is visible)", "Pass --device cpu.")
-    if device.type == "cuda" and (device.index or 0) >= count:
-        last = "cuda:0" if count == 1 else f"cuda:0 to cuda:{count - 1}"
-        raise InputError("device", name, f"one of the {count} visible: {last}", "Correct it.")
+    num_gpus = torch.cuda.device_count()
+    gpu = re.fullmatch(r"cuda(?::(\d+))?", name)
+    if name != "cpu" and (gpu is None or int(gpu[1] or 0) >= num_gpus):
+        expected = f"cpu, or cuda:N with N below the number of visible GPUs, {num_gpus}"
+        raise InputError("device", name, expected, "Correct it.")
 
 
 def load_lm(
@@ -104,13 +92,11 @@ def load_lm(
     check_device(device)
     check_precision("precision", precision, device)
     directory = model_directory(path)
-    config = read_settings(directory)
+    config = read_model_json(directory / "config.json", CONFIG)
     if dtype == "auto":
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     if dtype not in DTYPES:
         raise InputError("dtype", dtype, f"auto, {', '.join(DTYPES)}", "Choose one of these.")
-    # Before anything is built: a wrong size could ask for petabytes.
-    check_proportions(config, checkpoint_files(directory))
     # Low precision exists on the lean engine only, spreading over devices on the hf engine only.
     if precision != "dtype":
         engine = "lean" if engine == "auto" and parallel == "none" else engine
@@ -144,7 +130,7 @@ def _load_lean(
         raise
     except (KeyError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
         # Settings that contradict each other: more heads than width, rope of an unknown spelling.
-        found = f"settings that make no model ({type(error).__name__}: {_first_line(error)})"
+        found = f"settings that make no model ({_reason(error)})"
         raise InputError(str(directory / "config.json"), found, "a model's", "Check the checkpoint.") from error
     info = ModelInfo(
         hidden_size=shape.hidden_size,
@@ -198,7 +184,7 @@ def _load_hf(
         path=str(directory),
     )
     lm = HFLM(model, info)
-    lm.refusals = _cached_self_test(model, lm, parallel)
+    lm.refusals = self_test(model, lm)
     return lm
 
 
@@ -234,13 +220,13 @@ def load_transformers(directory: Path, dtype: torch.dtype | str, trust_remote_co
         # Memory says nothing about the checkpoint.
         raise
     except ImportError as error:
-        found = f"{directory}, which needs a package ({_first_line(error)})"
+        found = f"{directory}, which needs a package ({_reason(error)})"
         raise InputError("model", found, "packages that are installed", "Install it.") from error
     except Exception as error:
         # Each architecture, and code that a model brings, fails in its own way.
         if "trust_remote_code" in str(error):
             raise InputError("model", f"{directory}, which runs its own code", "leave to run it", TRUST) from error
-        found = f"{directory} ({type(error).__name__}: {_first_line(error)})"
+        found = f"{directory} ({_reason(error)})"
         raise InputError("model", found, "a whole checkpoint", REMEDY) from error
     # transformers fills missing tensors with random numbers and only warns.
     if missing := sorted(loading["missing_keys"]):
@@ -249,41 +235,9 @@ def load_transformers(directory: Path, dtype: torch.dtype | str, trust_remote_co
     return model
 
 
-def _cached_self_test(model: Any, lm: CausalLM, parallel: str) -> Refusals:
-    """Return the hf engine's self-test result, cached because a large model on a CPU takes seconds to test.
-
-    The result depends on the architecture and its settings, on dtype and device, on both libraries and on our code; not
-    on the weights. A model that fails as a whole is tested each time (`self_test` raises InputError).
-    """
-    import transformers
-
-    # The key covers everything the result depends on, so that no entry is ever stale.
-    config = model.config.to_diff_dict() | {"attention": model.config._attn_implementation}
-    setup = [str(lm.dtype), lm.device.type, parallel, torch.get_float32_matmul_precision()]
-    sources = [Path(inspect.getfile(part)).read_bytes() for part in (type(lm), self_test)]
-    code = [lm.info.identity.get("code", ""), *(hashlib.sha256(source).hexdigest() for source in sources)]
-    versions = [torch.__version__, transformers.__version__, *code]
-    content = json.dumps([type(model).__name__, config, setup, versions], sort_keys=True, default=str)
-    folder = user_cache("self-tests")
-    if folder is None:
-        return self_test(model, lm)
-    entry = folder / f"{hashlib.sha256(content.encode()).hexdigest()[:32]}.json"
-    # An absent or damaged entry is tested and written again.
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        cached = json.loads(entry.read_text("utf-8"))
-        if isinstance(cached["trees"], str) and isinstance(cached["rows"], str):
-            return Refusals(cached["trees"], cached["rows"])
-    refusals = self_test(model, lm)
-    # On a read-only or full disk the model is tested each time.
-    with contextlib.suppress(CannotWrite):
-        make_directory(entry.parent)
-        write_json(entry, asdict(refusals))
-    return refusals
-
-
 def read_config(path: str) -> dict[str, Any]:
     """Read and check config.json of a model."""
-    return read_settings(model_directory(path))
+    return read_model_json(model_directory(path) / "config.json", CONFIG)
 
 
 def vocabulary_size(path: str) -> int | None:
@@ -311,7 +265,7 @@ def target_shape(path: str) -> LlamaConfig:
 def saved_identity(path: str) -> dict[str, str]:
     """Return the identity that `load_lm` gives a model, from its files alone."""
     directory = model_directory(path)
-    return _identity(directory, read_settings(directory), OUTPUTS)
+    return _identity(directory, read_config(path), OUTPUTS)
 
 
 def _identity(directory: Path, config: dict[str, Any], outputs: Iterable[str]) -> dict[str, str]:
@@ -341,18 +295,15 @@ def load_tokenizer(path: str) -> Any:
     directory = model_directory(path)
     if not _has_tokenizer(directory):
         raise InputError("tokenizer", f"{path} without tokenizer files", "tokenizer.json", "Save the tokenizer there.")
-    # transformers reads the tokenizer's class from config.json, so it is checked first.
-    read_settings(directory)
-    for file in (directory / name for name in TOKENIZERS[:2]):
-        if file.exists():
-            read_model_json(file)
+    # transformers reads the tokenizer's class from config.json.
+    read_config(path)
     try:
         return AutoTokenizer.from_pretrained(str(directory), trust_remote_code=_trusted)
     except Exception as error:
         # The tokenizers library, written in Rust, raises plain Exceptions.
         if "trust_remote_code" in str(error):
             raise InputError("tokenizer", f"{path}, which runs its own code", "leave to run it", TRUST) from error
-        found = f"{path} with a damaged one ({type(error).__name__}: {_first_line(error)})"
+        found = f"{path}, which transformers cannot load ({_reason(error)})"
         raise InputError("tokenizer", found, "a tokenizer's files", "Fetch or save it again.") from error
 
 
@@ -365,13 +316,12 @@ def tokenizer_identity(path: str) -> dict[str, str]:
         load_tokenizer(path)
     # Hashing reads the whole vocabulary: the result is kept until a file of the directory changes.
     files = sorted(file for file in directory.iterdir() if file.is_file() and file.suffix != ".safetensors")
-    stats = [(file.name, file.stat()) for file in files]
-    stamps = tuple((name, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size) for name, stat in stats)
+    stamps = tuple((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files)
     return dict(_tokenizer_identity(str(directory), stamps))
 
 
 @functools.lru_cache(maxsize=16)
-def _tokenizer_identity(directory: str, stamps: tuple[tuple[str, int, int, int], ...]) -> dict[str, str]:
+def _tokenizer_identity(directory: str, stamps: tuple[tuple[str, int, int], ...]) -> dict[str, str]:
     tokenizer = load_tokenizer(directory)
     # Two models must share this map of texts to ids, special tokens included, to compare token ids.
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
@@ -413,5 +363,5 @@ def name_nonfinite(prompts: Sequence[str] = (), paths: Mapping[str, str | None] 
         raise
 
 
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), "")[:300]
+def _reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

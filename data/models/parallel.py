@@ -47,13 +47,10 @@ def placement(parallel: str, config: dict[str, Any]) -> dict[str, Any]:
         found = f"tensor with {ranks.world} processes"
         remedy = "Start another number of them, or use device_map."
         raise InputError("target_parallel", found, f"a divisor of the {heads} key/value heads", remedy)
-    try:
-        from transformers.distributed import DistributedConfig
+    # In transformers from 5.20 on.
+    from transformers.distributed import DistributedConfig
 
-        return {"distributed_config": DistributedConfig(tp_size=ranks.world, tp_plan=WHOLE)}
-    except (ImportError, TypeError) as error:
-        found = "tensor with a transformers that does not have it"
-        raise InputError("target_parallel", found, "5.20 or later", "pip install -U transformers") from error
+    return {"distributed_config": DistributedConfig(tp_size=ranks.world, tp_plan=WHOLE)}
 
 
 def check_placed(model: Any, parallel: str) -> None:

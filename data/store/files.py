@@ -115,16 +115,6 @@ def make_directory(path: Path) -> Path:
     return Path(path)
 
 
-def user_cache(name: str) -> Path | None:
-    """Return `draftsmith/NAME` in the user's cache directory, which may not exist; None if the user has no home."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    try:
-        root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
-    except RuntimeError:
-        return None
-    return root / "draftsmith" / name
-
-
 def write_bytes(path: Path, content: bytes) -> None:
     """Write a file; its directory must exist."""
     with whole(path) as temporary, temporary.open("wb") as file:
