@@ -43,22 +43,6 @@ def wrong_q(patch) -> None:
     patch.setattr(row_drafter, "draft_chains", drafted)
 
 
-def dropping(patch, low) -> None:
-    """A policy takes its last token back because of the token's own value."""
-    real = chain.draft_chains
-
-    def dropped(tree):
-        if tree.tokens and tree.draft_prob is not None and low(tree.tokens[-1], tree.draft_prob[-1]):
-            return DraftTree(tree.tokens[:-1], tree.parents[:-1], tree.draft_prob[:-1])
-        return tree
-
-    patch.setattr(row_drafter, "draft_chains", lambda *args: [dropped(tree) for tree in real(*args)])
-
-
-def drops_unlikely(patch) -> None:
-    dropping(patch, lambda token, distribution: distribution[token] < 0.15)
-
-
 def accepts_too_often(patch) -> None:
     patch.setattr(TorchSource, "accept", lambda self, prob: self.uniform() < 1.25 * prob)
 
@@ -148,16 +132,10 @@ class Planted:
 
 PLANTED = {
     "replaced from p": Planted(no_residual),
-    "replaced from p, batched": Planted(no_residual, loop="batched"),
-    "q at 0.8 of its temperature": Planted(wrong_q),
     "q at 0.8 of its temperature, batched": Planted(wrong_q, loop="batched"),
-    "q at 0.8 of its temperature, k=1": Planted(wrong_q, "spec:k=1"),
-    "drops a token of q < 0.15": Planted(drops_unlikely),
-    "drops a token of q < 0.15, k=1": Planted(drops_unlikely, "spec:k=1"),
     "accepts with 1.25 p/q": Planted(accepts_too_often),
     "accept draw is the draft's, batched": Planted(reused_accept_draws, loop="batched"),
     "own token from the accept draw, batched": Planted(own_draw_reused, loop="batched"),
     "rows share their numbers, batched": Planted(same_seed, loop="batched"),
     "target at 0.9 of its temperature": Planted(wrong_temperature),
-    "every answer from one seed": Planted(same_seed),
 }

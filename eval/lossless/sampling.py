@@ -1,30 +1,42 @@
-"""Sampling test: draw answers of a method until a bias of the requested size would have been detected."""
+"""Sampling test: whether the emitted tokens follow the target's own distribution, by bets at the target's odds.
+
+Every bet starts with a stake of 1. Every emitted token y multiplies it by 1 + l x(y), where l and x are fixed before y
+is known and x has mean 0 under the target's distribution p. Under p the mean of all stakes stays 1 on average, so it
+reaches M with probability at most 1 / M, for any number of tokens and whenever one stops (Ville's inequality; test
+martingales, Shafer et al. 2011). Nothing is approximated. If tokens do not follow p, the stakes of bets in the right
+direction grow exponentially; having many bets costs the logarithm of their number.
+"""
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.data.settings import DraftSettings, Sampling, check_not_negative, check_positive
-from draftsmith.eval.bench.prompts import BenchPrompt
-from draftsmith.eval.lossless.answers import PlacedAnswer, PlacedRunner, answer_seed, ends_as_asked
-from draftsmith.eval.lossless.evidence import BetGrowth, DecidedTokens, Evidence, growth_of_biases
-from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
-from draftsmith.modules.decoding.loop import room_for
+from draftsmith.eval.bench.runner import EngineRunner
+from draftsmith.modules.decoding.loop import Round
+from draftsmith.modules.drafters.methods import Method, Models
 from draftsmith.modules.sampling import probabilities
-from draftsmith.modules.types import InputError, SamplingParams, at_least, between
+from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.types import SamplingParams
 
-CELLS = 2**21  # entries of [N, V] that are tested at once
-POWER_CELLS, POWER_TOKENS = 2**23, 512  # most entries and tokens that the number of tokens is computed from
-FIRST_TOKENS = 1024  # sampled before that number is computed
+# Strengths l of bets on a score, on single tokens (both with both signs), and on a repeated answer.
+STRENGTHS = (0.015, 0.03, 0.06, 0.12, 0.25, 0.5, 0.95)
+TOKEN_STRENGTHS = (0.03, 0.1, 0.3, 0.95)
+COPY_STRENGTHS = (0.05, 0.5)
+LOWEST = 8.0  # nats below the best token at which the score of probable tokens reaches 0
+SCORES = (
+    "what was drafted",
+    "probable tokens",
+    "high token ids, first of a round",
+    "high token ids, drafted later",
+    "high token ids, the target's own",
+)
+TOKENS, COPIES = "single tokens", "the answer before"
 # A token of probability 0 may still be possible: a logit, or the mass kept by top-p, that differs by rounding would
 # keep it.
 TIED_LOGIT = {torch.float32: 1e-3, torch.float64: 1e-6}
@@ -32,191 +44,207 @@ TIED_MASS = 1e-4
 
 
 @dataclass(frozen=True)
-class LosslessConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running):
-    """Certify that decoding methods keep the target's output. The exit code is 1 if one does not.
+class DraftedPlace:
+    """Draft at the place of one emitted token, known before the token was decided.
+
+    Given its place, a token of a lossless method still follows the target: a drafter's distribution depends only on
+    what came before, and a stop policy keeps the token that it looked at.
 
     Attributes:
-        target: model directory, hub id or embedded:target.
-        prompts: JSONL, JSON or Parquet file of chats, a prompts artefact, a data set, or embedded:prompts.
-        output: directory that receives lossless.json.
-        methods: name:setting=value, separated by commas, as in `draftsmith eval bench`.
-        mid: model between draft and target.
-        acceptance: acceptance head directory.
-        limit: number of prompts in the greedy test.
-        max_new_tokens: longest answer of the greedy test.
-        sampled_prompts: number of prompts in the sampling test, from the start; 0 skips the test.
-        sampled_tokens: longest answer of the sampling test.
-        bias: size of the bias to detect: mean total variation distance over emitted tokens between the sampled
-            distribution and the target's.
-        power: probability of detecting it; bias, power and alpha determine how many answers are sampled.
-        alpha: highest probability that the sampling tests, all together, fail lossless methods.
-        temperature: temperature of the sampling test.
-        batch_size: prompts that are answered together, in rows.
-        max_gap: largest allowed logit gap to the best token in the greedy test, if the dtype is not float32.
-        dtype: float32, bfloat16 or float16. engine: lean (Llama family), hf (any transformers model, one prompt
-            at a time), or auto.
+        first: the token is the first of its round.
+        distribution: [V], the distribution that a draft was sampled from, if one was.
+        children: tokens drafted as children of a tree node, without sampling.
     """
 
-    target: str
-    prompts: str
-    output: Path
-    methods: str = "spec:k=5"
-    mid: str | None = None
-    acceptance: str | None = None
-    limit: int = 20
-    max_new_tokens: int = field(default=64, kw_only=True)
-    sampled_prompts: int = 4
-    sampled_tokens: int = 32
-    bias: float = 0.015
-    power: float = 0.9
-    alpha: float = 1e-3
-    temperature: float = field(default=1.0, kw_only=True)
-    batch_size: int = 8
-    max_gap: float = 0.5
-    dtype: Literal["float32", "bfloat16", "float16"] = field(default="float32", kw_only=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(self, "limit", "max_new_tokens", "batch_size", "num_threads")
-        check_not_negative(self, "sampled_prompts")
-        at_least("sampled_tokens", self.sampled_tokens, 2)  # the first one is the prefill's
-        for name in ("alpha", "bias", "power"):
-            between(name, getattr(self, name), 0, 1)
-        if not self.max_gap >= 0:
-            raise InputError("max_gap", self.max_gap, "0 or more", "Correct it.")
-        if self.sampling.greedy:
-            raise InputError("temperature", self.temperature, "more than 0", "The greedy test is always made.")
+    first: bool = False
+    distribution: Tensor | None = None
+    children: tuple[int, ...] = ()
 
 
-@dataclass
-class SamplingTest:
-    """Sampling test of one method in one loop.
+class RecordingRunner:
+    """Decoding of `rows` prompts at a time by one method, with a drafter that has learned nothing yet."""
 
-    The test may stop as soon as the method has failed (see `evidence`).
+    def __init__(self, method: Method | None, models: Models, rows: int = 1):
+        self.target, self.ends, self.rows = models.target, models.ends, rows
+        self.drafter = None if method is None else method.build(models, rows)
+        capture = () if self.drafter is None else self.drafter.capture
+        self._session = models.target.session(rows, models.capacity, capture)
+
+    def __call__(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, max_new_tokens: int, seeds: Sequence[int]
+    ) -> list[tuple[list[int], list[DraftedPlace]]]:
+        """Answer each prompt; return its tokens, including an end token, and the place of each."""
+        answers: list[tuple[list[int], list[DraftedPlace]]] = []
+        for start in range(0, len(prompts), self.rows):
+            group = slice(start, start + self.rows)
+            places: list[list[DraftedPlace]] = [[] for _ in prompts[group]]
+
+            def record(done: Round, places: list[list[DraftedPlace]] = places) -> None:
+                places[done.row] += places_of(done)
+
+            runner = EngineRunner(self.target, self.drafter, params, self.ends, record, self._session, rows=self.rows)
+            decoded = runner(prompts[group], max_new_tokens, seeds[group])
+            answers += [(each.tokens, row) for each, row in zip(decoded, places, strict=True)]
+        return answers
+
+
+def places_of(done: Round) -> list[DraftedPlace]:
+    """Return the places of the tokens that a round emitted."""
+    if done.tree is None or done.verdict is None:  # the prefill
+        return [DraftedPlace()]
+    tree, places = done.tree, []
+    for i in range(len(done.tokens)):
+        if tree.draft_prob is not None:
+            places.append(DraftedPlace(i == 0, tree.draft_prob[i].clone() if i < len(tree.tokens) else None))
+        else:
+            parent = done.verdict.path[i - 1] if i else -1
+            children = (token for token, above in zip(tree.tokens, tree.parents, strict=True) if above == parent)
+            places.append(DraftedPlace(i == 0, None, tuple(children)))
+    return places
+
+
+def ends_as_asked(tokens: Sequence[int], ends: Sequence[int], max_tokens: int) -> bool:
+    """Check that an answer ends with its first end token or at its length limit."""
+    if not tokens or any(token in ends for token in tokens[:-1]):
+        return False
+    return len(tokens) == max_tokens or (len(tokens) < max_tokens and tokens[-1] in ends)
+
+
+@dataclass(frozen=True)
+class DecidedTokens:
+    """N emitted tokens and everything that was known when each was decided.
 
     Attributes:
-        level: highest probability that a lossless method fails.
-        log: receives the number of tokens and the expected seconds before they are spent.
+        token: [N] int64.
+        target: [N, V] float64, the target's distribution.
+        draft: [N, V], the distribution a draft was sampled from; 0 where none was.
+        children: [N, V] bool, tokens drafted as tree nodes without sampling.
+        first: [N] bool, the first token of a round.
+        copied: [N] int64, the token of the prompt's previous answer if that answer is equal up to here, else -1.
     """
 
-    label: str
-    runner: PlacedRunner
-    prompts: Sequence[BenchPrompt]
-    config: LosslessConfig
-    level: float
-    log: Callable[[str], None] = print
-    evidence: Evidence = field(default_factory=Evidence)
-    answers: int = 0
-    tokens: int = 0
-    wrong_ends: int = 0
-    seconds: float = 0.0
-    _previous: dict[int, list[int]] = field(default_factory=dict)  # prompt number -> its last answer
+    token: Tensor
+    target: Tensor
+    draft: Tensor
+    children: Tensor
+    first: Tensor
+    copied: Tensor
 
-    def run(self) -> dict[str, Any]:
-        """Sample until the test is decided and return its row of the result."""
-        config, first = self.config, list[DecidedTokens]()
-        while self.tokens < FIRST_TOKENS and not self.failed:
-            first += self._sample()
-        growths = {} if self.failed else self._growths(first)
-        needed = (min(bet.tokens_needed(config.power, self.level) for bet in bets) for bets in growths.values())
-        wanted = max(needed, default=0.0)
-        if not self.failed:
-            total = max(self.tokens, math.ceil(wanted))
-            self.log(
-                f"{self.label}, {self.runner.loop} loop: {total:,} tokens in "
-                f"{math.ceil(total * self.answers / self.tokens):,} answers find a bias of TV {config.bias:g} with "
-                f"probability {config.power:g}; about {self.seconds * (total / self.tokens - 1):.0f} s more"
-            )
-        while self.tokens < wanted and not self.failed:
-            self._sample()
+    def take(self, rows: slice | Tensor) -> DecidedTokens:
+        """Return some of the tokens, by index or mask."""
+        return DecidedTokens(*(column[rows] for column in vars(self).values()))
 
-        chances = [max(bet.chance(self.tokens, self.level) for bet in bets) for bets in growths.values()]
-        return {
-            "answers": self.answers,
-            "tokens": self.tokens,
-            "seconds": self.seconds,
-            "p_value": self.evidence.p_value,
-            "level": self.level,
-            "strongest_bet": self.evidence.strongest,
-            "impossible": self.evidence.impossible,
-            "wrong_ends": self.wrong_ends,
-            "bias": config.bias,
-            "found_with": min(chances, default=None),
-            "passed": not self.failed,
-        }
+
+@torch.inference_mode()
+def decided_tokens(
+    lm: CausalLM,
+    prompt: Sequence[int],
+    answer: Sequence[int],
+    places: Sequence[DraftedPlace],
+    previous: Sequence[int],
+    params: SamplingParams,
+    max_gap: float,
+) -> tuple[DecidedTokens, int]:
+    """Read an answer's tokens under the target in one forward; return them and the number of impossible ones.
+
+    Tokens of probability 0 are impossible unless rounding explains them, and are left out.
+    """
+    ids = torch.tensor([[*prompt, *answer]], device=lm.device)
+    logits = lm.lm_head(lm.features(ids)[0, len(prompt) - 1 : -1])  # [N, V]
+    target, token = probabilities(logits, params).double(), ids[0, len(prompt) :]
+    draft, children = torch.zeros_like(target), torch.zeros_like(target, dtype=torch.bool)
+    for row, place in enumerate(places):
+        if place.distribution is not None:
+            draft[row] = place.distribution
+        children[row, list(place.children)] = True
+    first = torch.tensor([place.first for place in places], device=lm.device)
+    same = [i < len(previous) and answer[:i] == previous[:i] for i in range(len(answer))]
+    copied = torch.tensor([previous[i] if equal else -1 for i, equal in enumerate(same)], device=lm.device)
+    tokens = DecidedTokens(token, target, draft, children, first, copied)
+
+    emittable = target.gather(1, token[:, None])[:, 0] > 0  # [N]
+    if bool(emittable.all()):
+        return tokens, 0
+    # A slightly larger logit, or top_p, would keep the token.
+    wider = SamplingParams(params.temperature, params.top_k, min(1.0, params.top_p + TIED_MASS))
+    raised = logits.float() + TIED_LOGIT.get(lm.dtype, max_gap) * F.one_hot(token, logits.shape[1])
+    possible = probabilities(raised, wider).gather(1, token[:, None])[:, 0] > 0
+    return tokens.take(emittable), int((~possible & ~emittable).sum())
+
+
+class Evidence:
+    """Logarithms of all stakes, by family of bets."""
+
+    def __init__(self) -> None:
+        self.stakes: dict[str, Tensor] = {}
+        self.impossible = 0  # tokens that the target cannot emit
+
+    def add(self, tokens: DecidedTokens) -> None:
+        """Bet on more tokens; at most a few million entries of [N, V] at a time."""
+        p, emitted = tokens.target, tokens.token[:, None]
+
+        def add_logs(name: str, logs: Tensor) -> None:
+            self.stakes[name] = self.stakes[name] + logs.cpu() if name in self.stakes else logs.cpu()
+
+        # Bets on scores in [0, 1] minus their means; a score is 0 where it says nothing about a token.
+        sampled = tokens.draft.sum(-1, keepdim=True) > 0  # [N, 1]: a sampled draft was verified here
+        verified = sampled | tokens.children.any(-1, keepdim=True)
+        first, order = tokens.first[:, None] & verified, p.cumsum(-1) - p / 2
+        scores = (
+            torch.where(sampled, torch.where(p > 0, tokens.draft / p, 0).clamp_max(1), tokens.children.to(p.dtype)),
+            (1 + (p / p.amax(-1, keepdim=True)).log() / LOWEST).clamp_min(0),
+            torch.where(first, order, 0),
+            torch.where(verified & ~first, order, 0),
+            torch.where(verified, 0, order),
+        )
+        for name, score in zip(SCORES, scores, strict=True):
+            x = score - (p * score).sum(-1, keepdim=True)  # [N, V]
+            add_logs(name, log_factors(both_signs(STRENGTHS), x.gather(1, emitted)[:, 0]))
+
+        # Bets on each token of the vocabulary: x is 1 at the token minus its probability.
+        p_emitted = p.gather(1, emitted)[:, 0]  # [N]
+        token_logs = []
+        for strength in both_signs(TOKEN_STRENGTHS):
+            hits = torch.log1p(strength * (1 - p_emitted)) - torch.log1p(-strength * p_emitted)
+            token_logs.append(torch.log1p(-strength * p).sum(0).index_add(0, tokens.token, hits))
+        add_logs(TOKENS, torch.stack(token_logs))
+
+        # Bets that the prompt's previous answer is repeated, as with a seed that is used twice.
+        before = tokens.copied.clamp_min(0)
+        chance = torch.where(tokens.copied >= 0, p.gather(1, before[:, None])[:, 0], 0)
+        copies = torch.where(chance > 0, (before == tokens.token) / chance - 1, 0)
+        add_logs(COPIES, log_factors(COPY_STRENGTHS, copies))
 
     @property
-    def failed(self) -> bool:
-        return self.wrong_ends > 0 or not self.evidence.p_value > self.level
+    def p_value(self) -> float:
+        """Upper bound of the probability of such evidence against a lossless method.
 
-    def _growths(self, sample: list[DecidedTokens]) -> dict[str, list[BetGrowth]]:
-        """Compute the growth of the bets from tokens spread evenly over a sample."""
-        columns = zip(*(vars(part).values() for part in sample), strict=True)
-        tokens = DecidedTokens(*(torch.cat(parts) for parts in columns))
-        count = min(POWER_TOKENS, max(1, POWER_CELLS // tokens.target.shape[1]), len(tokens.token))
-        index = torch.linspace(0, len(tokens.token) - 1, count).long().to(tokens.token.device)
-        return growth_of_biases(tokens.take(index), self.config.bias)
-
-    def _sample(self) -> list[DecidedTokens]:
-        """Sample one group of answers, bet on their tokens, and return them."""
-        started = time.perf_counter()
-        config, target = self.config, self.runner.target
-        numbers = range(self.answers, self.answers + config.batch_size)
-        places = [number % len(self.prompts) for number in numbers]
-        ids = [self.prompts[place].prompt_ids for place in places]
-        seeds = [
-            answer_seed(config.seed, self.label, self.runner.loop, self.prompts[place].id, number)
-            for place, number in zip(places, numbers, strict=True)
-        ]
-        answers = self.runner(ids, config.sampling, config.sampled_tokens, seeds)
-        self.answers += len(answers)
-
-        decided = []
-        for place, prompt, answer in zip(places, ids, answers, strict=True):
-            limit = room_for(prompt, config.sampled_tokens, target.info)
-            self.wrong_ends += not ends_as_asked(answer.tokens, self.runner.ends, limit)
-            if not answer.tokens:
-                continue
-            tokens = self._decided(prompt, answer, self._previous.get(place, []))
-            self._previous[place] = answer.tokens
-            self.tokens += len(answer.tokens)
-            rows = max(1, CELLS // tokens.target.shape[1])
-            for start in range(0, len(tokens.token), rows):
-                self.evidence.add(tokens.take(slice(start, start + rows)))
-            decided.append(tokens)
-        self.seconds += time.perf_counter() - started
-        return decided
-
-    @torch.inference_mode()
-    def _decided(self, prompt: Sequence[int], answer: PlacedAnswer, previous: list[int]) -> DecidedTokens:
-        """Read an answer's tokens under the target in one forward.
-
-        Tokens of probability 0 are counted as impossible unless rounding explains them, and left out.
+        It is one over the mean stake; families count alike, and so do the bets of one.
         """
-        lm = self.runner.target
-        ids = torch.tensor([[*prompt, *answer.tokens]], device=lm.device)
-        logits = lm.lm_head(lm.features(ids)[0, len(prompt) - 1 : -1])  # [N, V]
-        target = probabilities(logits, self.config.sampling).double()
-        token = ids[0, len(prompt) :]
-        draft, children = torch.zeros_like(target), torch.zeros_like(target, dtype=torch.bool)
-        for row, place in enumerate(answer.places):
-            if place.distribution is not None:
-                draft[row] = place.distribution
-            children[row, list(place.children)] = True
-        first = torch.tensor([place.first for place in answer.places], device=lm.device)
-        equal = [answer.tokens[:i] == previous[:i] and i < len(previous) for i in range(len(answer.tokens))]
-        copied = torch.tensor([previous[i] if same else -1 for i, same in enumerate(equal)], device=lm.device)
-        tokens = DecidedTokens(token, target, draft, children, first, copied)
+        if self.impossible or not self.stakes:
+            return 0.0 if self.impossible else 1.0
+        means = [stakes.flatten().logsumexp(0) - math.log(stakes.numel()) for stakes in self.stakes.values()]
+        return math.exp(min(0.0, math.log(len(means)) - float(torch.stack(means).logsumexp(0))))
 
-        emittable = target.gather(1, token[:, None])[:, 0] > 0
-        if bool(emittable.all()):
-            return tokens
-        self.evidence.impossible += int((~self._possible_by_rounding(logits, token) & ~emittable).sum())
-        return tokens.take(emittable)
+    @property
+    def strongest(self) -> str:
+        """Describe the bet that won most."""
+        if not self.stakes:
+            return ""
+        name, stakes = max(self.stakes.items(), key=lambda item: float(item[1].max()))
+        if name == TOKENS:
+            strength, token = divmod(int(stakes.argmax()), stakes.shape[1])
+            return f"token {token} comes too {'often' if strength < len(TOKEN_STRENGTHS) else 'seldom'}"
+        if name == COPIES:
+            return f"repeats {name}"
+        return f"{'towards' if int(stakes.argmax()) < len(STRENGTHS) else 'away from'} {name}"
 
-    def _possible_by_rounding(self, logits: Tensor, token: Tensor) -> Tensor:
-        """Return [N] bool: a slightly larger logit, or top_p, would keep the token."""
-        params, tied = self.config.sampling, TIED_LOGIT.get(self.runner.target.dtype, self.config.max_gap)
-        wider = SamplingParams(params.temperature, params.top_k, min(1.0, params.top_p + TIED_MASS))
-        raised = logits.float() + tied * F.one_hot(token, logits.shape[1])
-        return probabilities(raised, wider).gather(1, token[:, None])[:, 0] > 0
+
+def both_signs(strengths: tuple[float, ...]) -> tuple[float, ...]:
+    return (*strengths, *(-strength for strength in strengths))
+
+
+def log_factors(strengths: tuple[float, ...], x: Tensor) -> Tensor:
+    """Return the sum of log(1 + l x) over tokens for every strength l: x [N] -> [L]."""
+    strength = torch.tensor(strengths, dtype=x.dtype, device=x.device)
+    return torch.log1p(strength[:, None] * x).sum(1)

@@ -164,9 +164,6 @@ ROWS = [
     Row("tune: prompts too long", f"eval tune {TARGET}--draft {{eagle}} {OUT}", ("prompt", "context")),
     Row("tree: a draft model", f"eval tree {STUDY}--draft {{draft}}", ("draft", "static trees")),
     Row("tree: more nodes than a call", f"eval tree {STUDY}--draft {{eagle}} --nodes 129", ("nodes", "129")),
-    Row("lossless: a greedy certificate of samples", f"eval lossless {STUDY}--draft {{draft}} --temperature 0",
-        ("temperature",)),
-    Row("lossless: transformers' own", f"eval lossless {STUDY}--methods hf", ("hf",)),
     # Heads elsewhere.
     Row("export: a model", f"export --format vllm --head {{draft}} {OUT}", ("draft",)),
     Row("export: no such format", f"export --format gguf --head {{eagle}} {OUT}", ("gguf",)),

@@ -1,0 +1,112 @@
+"""The statistics of the certificate: bets are fair under the target, and false alarms as rare as stated."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import torch
+
+from draftsmith.eval.lossless.sampling import DecidedTokens, Evidence
+from draftsmith.modules.sampling import draw_rows
+
+V = 6
+
+
+def distributions(count: int, generator: torch.Generator, size: int = V, spread: float = 1.5) -> torch.Tensor:
+    return (spread * torch.randn(count, size, generator=generator, dtype=torch.float64)).softmax(-1)
+
+
+def places(count: int, seed: int) -> DecidedTokens:
+    """Tokens without values: drawn drafts, chosen children and the target's own, with a distribution that excludes a
+    token."""
+    generator = torch.Generator().manual_seed(seed)
+    p, q = distributions(count, generator), distributions(count, generator)
+    p[1::5, 2] = 0
+    p /= p.sum(-1, keepdim=True)
+    kind = torch.arange(count) % 4
+    children = torch.rand(count, V, generator=generator) < 0.4
+    return DecidedTokens(
+        torch.zeros(count, dtype=torch.int64),
+        p,
+        q * (kind < 2)[:, None],
+        children & (kind == 2)[:, None],
+        torch.arange(count) % 3 == 0,
+        torch.arange(count) % (V + 1) - 1,
+    )
+
+
+def with_tokens(found: DecidedTokens, token: torch.Tensor) -> DecidedTokens:
+    return DecidedTokens(token, found.target, found.draft, found.children, found.first, found.copied)
+
+
+def draw(distribution: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    return draw_rows(distribution, torch.rand(len(distribution), generator=generator, dtype=torch.float64))
+
+
+def test_every_bet_is_fair_whatever_was_drafted():
+    everywhere = places(40, seed=1)
+    for row in range(40):
+        mean: dict[str, torch.Tensor] = {}
+        for token in range(V):
+            weight = float(everywhere.target[row, token])
+            if weight > 0:
+                evidence = Evidence()
+                evidence.add(with_tokens(everywhere, torch.full((40,), token)).take(slice(row, row + 1)))
+                for name, stakes in evidence.stakes.items():
+                    mean[name] = mean.get(name, 0) + weight * stakes.exp()
+        for stakes in mean.values():
+            assert torch.allclose(stakes, torch.ones_like(stakes), atol=1e-12)
+    assert len(mean) == 7
+
+
+def p_value(found: DecidedTokens, distribution: torch.Tensor, generator: torch.Generator) -> float:
+    evidence = Evidence()
+    evidence.add(with_tokens(found, draw(distribution, generator)))
+    return evidence.p_value
+
+
+def test_false_alarms_are_as_rare_as_stated():
+    """Answers of a lossless method: at most a share `a` of runs has a p-value of `a` or less."""
+    found, generator, runs = places(150, seed=4), torch.Generator().manual_seed(5), 300
+    values = [p_value(found, found.target, generator) for _ in range(runs)]
+    for a in (0.5, 0.2, 0.05, 0.01):
+        # four standard deviations of a binomial count
+        assert sum(value <= a for value in values) <= runs * a + 4 * math.sqrt(runs * a * (1 - a)) + 1
+    assert min(values) < 1  # the bets do move
+
+
+def test_looking_after_every_answer_gives_no_more_false_alarms():
+    found, generator, runs, level = places(25, seed=6), torch.Generator().manual_seed(7), 100, 0.1
+    alarms = 0
+    for _ in range(runs):
+        evidence = Evidence()
+        for _ in range(6):
+            evidence.add(with_tokens(found, draw(found.target, generator)))
+            if evidence.p_value <= level:
+                alarms += 1
+                break
+    assert alarms <= runs * level + 4 * math.sqrt(runs * level * (1 - level))
+
+
+def test_a_copied_answer_and_a_token_that_never_comes_are_named():
+    found, generator = places(400, seed=10), torch.Generator().manual_seed(11)
+    copied = draw(found.target, generator)
+    evidence = Evidence()
+    evidence.add(DecidedTokens(copied, found.target, found.draft, found.children, found.first, copied))
+    assert evidence.p_value < 1e-9 and evidence.strongest == "repeats the answer before"
+    distribution = found.target.clone()
+    distribution[:, 4] = 0
+    evidence = Evidence()
+    evidence.add(with_tokens(found, draw(distribution / distribution.sum(-1, keepdim=True), generator)))
+    assert evidence.p_value < 1e-9 and evidence.strongest == "token 4 comes too seldom"
+
+
+def test_evidence_does_not_depend_on_how_tokens_are_grouped():
+    found, generator = places(60, seed=13), torch.Generator().manual_seed(14)
+    tokens = with_tokens(found, draw(found.target, generator))
+    whole, parts = Evidence(), Evidence()
+    whole.add(tokens)
+    for start, end in itertools.pairwise((0, 7, 30, 60)):
+        parts.add(tokens.take(slice(start, end)))
+    assert all(torch.allclose(parts.stakes[name], logs) for name, logs in whole.stakes.items())
