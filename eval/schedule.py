@@ -6,18 +6,17 @@ from a file of measurements of the server (`--costs`).
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from draftsmith.data.console import Column, Table, format_interval, json_values, log_note, print_table
-from draftsmith.data.store.files import write_json, write_text
+from draftsmith.data.store.files import make_directory, write_json, write_text
 from draftsmith.data.store.manifest import command_line, resolved
 from draftsmith.data.store.reading import read_object
 from draftsmith.data.store.writer import sole_writer
@@ -30,14 +29,11 @@ from draftsmith.modules.drafters.chains import FixedK
 from draftsmith.modules.drafters.methods import known_methods, parse_method
 from draftsmith.modules.types import InputError
 
-STALL = (
-    "a vLLM server whose schedule went to K = 0 fell from 232 to 24-157 tokens/s as requests crossed that threshold "
-    "(vllm#49548)"
-)
 FILES = ("vllm-T{}.json", "sglang-T{}.json")
 COSTS_SHAPE = {"seconds": {"*": {"*": float}}, "machine?": str}
 COSTS_EXAMPLE = '{"seconds": {"1": {"0": 0.011, "4": 0.013}, "64": {"0": 0.021, "4": 0.034}}}'
 MAX_REQUESTS = 4096
+SEED = 0  # of the bootstrap
 
 KRange = tuple[int, int, int]  # first and last number of requests, and K
 
@@ -51,18 +47,13 @@ class ScheduleConfig:
         method: that chain, as the run names it (spec:k=8); required if the run has several.
         costs: JSON file with the seconds of a round by requests and drafted tokens:
             {"seconds": {"1": {"0": 0.011, "4": 0.013}, "64": {...}}}.
-        allow_zero: write K = 0 for vLLM too if drafting does not pay. By default its file drafts at least 1 token:
-            vLLM has stalled at K = 0 (vllm#49548).
-        seed: seed of the bootstrap.
         output: directory that receives results.json and, for each temperature T, vllm-T.json and sglang-T.json.
     """
 
     run: Path
     method: str | None = None
-    costs: Path = dataclasses.field(kw_only=True)
-    allow_zero: bool = False
-    seed: int = 0
-    output: Path = dataclasses.field(kw_only=True)
+    costs: Path = field(kw_only=True)
+    output: Path = field(kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -74,15 +65,6 @@ class RoundTimes:
 
     seconds: Mapping[int, Mapping[int, float]]
     source: str
-
-    @property
-    def max_requests(self) -> int:
-        return max(self.seconds)
-
-    @property
-    def max_drafted(self) -> int:
-        """Largest K that was timed at every number of requests."""
-        return min(max(curve) for curve in self.seconds.values())
 
     def at(self, requests: int, k: int) -> float:
         """Interpolate linearly between measurements."""
@@ -103,12 +85,6 @@ class RoundCounts:
     tokens: Floats
     rounds: Floats
 
-    @property
-    def tokens_per_round(self) -> Floats:
-        """[K+1]: 1 without drafts."""
-        tau: Floats = self.tokens.sum() / self.rounds.sum(0)
-        return tau
-
 
 @dataclass(frozen=True)
 class Schedule:
@@ -117,37 +93,17 @@ class Schedule:
     Attributes:
         lengths: [B], the best K for 1 to B requests.
         drafting: [B], the best K of at least 1.
-        loss: largest share of the token rate that `drafting` loses to `lengths`.
-        max_drafted: the largest K there was to choose.
         single: the best K for all numbers of requests.
         rows: one dict per number of requests that was timed.
-        over_single: mean gain over `single`, with its interval.
+        advice: up to how many requests drafting pays.
     """
 
     temperature: float
     lengths: Sequence[int]
     drafting: Sequence[int]
-    loss: float
-    max_drafted: int
     single: int
     rows: Sequence[dict[str, Any]]
-    over_single: tuple[float, list[float] | None]
-
-    @property
-    def last(self) -> int:
-        """Largest number of requests at which drafting pays; 0 if it never does."""
-        return max((size for size, k in enumerate(self.lengths, start=1) if k), default=0)
-
-    @property
-    def advice(self) -> str:
-        if not self.last:
-            return f"Do not speculate: it pays at no number of requests up to {len(self.lengths)}."
-        advice = f"Do not speculate above {self.last} requests at once."
-        if self.last == len(self.lengths):
-            advice = f"Speculating pays up to {self.last} requests at once, the most that was timed."
-        if max(self.lengths) == self.max_drafted:
-            advice += f" More than {self.max_drafted} tokens may pay: longer drafts were not recorded, or not timed."
-        return advice
+    advice: str
 
 
 @sole_writer()
@@ -161,26 +117,27 @@ def run(config: ScheduleConfig) -> None:
     label, method = recorded_chain(bench, config.method)
     times = read_times(config.costs)
     schedules = [
-        choose(temperature, count_rounds(rows[label], method.k), times, config.seed)
+        choose(temperature, count_rounds(rows[label], method.k), times)
         for temperature, rows in bench.methods.items()
         if any(row["rounds"] for row in rows[label])
     ]
     if not schedules:
         raise InputError("run", f"no rounds of {label}", "answers of more than one token", "Measure it again.")
 
-    # Files of an earlier run may be for temperatures that this run does not have.
-    for name in (RESULTS, *(path.name for form in FILES for path in config.output.glob(form.format("*")))):
-        (config.output / name).unlink(missing_ok=True)
-    written = []
+    make_directory(config.output)
+    # An earlier run may have had other temperatures, or drafts that paid.
+    for path in (path for form in FILES for path in config.output.glob(form.format("*"))):
+        path.unlink()
+    written = [RESULTS]
     for schedule in schedules:
-        if schedule.last:
+        if any(schedule.lengths):
             vllm, sglang = (config.output / name.format(f"{schedule.temperature:g}") for name in FILES)
-            lengths = schedule.lengths if config.allow_zero else schedule.drafting
-            write_text(vllm, json.dumps(vllm_config(ranges(lengths))) + "\n")
+            # A vLLM server whose schedule went to K = 0 fell from 232 to 24-157 tokens/s (vllm#49548).
+            write_text(vllm, json.dumps(vllm_config(ranges(schedule.drafting))) + "\n")
             write_text(sglang, json.dumps(sglang_config(ranges(schedule.lengths))) + "\n")
             written += [vllm.name, sglang.name]
 
-    tables = [schedule_table(schedule, label, times, config.allow_zero) for schedule in schedules]
+    tables = [schedule_table(schedule, label, times.source) for schedule in schedules]
     meta = {
         "schema_version": SCHEMA_VERSION,
         "kind": "schedule",
@@ -190,11 +147,11 @@ def run(config: ScheduleConfig) -> None:
         "costs": times.source,
         **{name: bench.meta[name] for name in ("target", "heads", "prompts")},
     }
-    rows = [json_values({**vars(each), "ranges": ranges(each.lengths), "advice": each.advice}) for each in schedules]
+    rows = [json_values({**vars(each), "ranges": ranges(each.lengths)}) for each in schedules]
     write_json(config.output / RESULTS, {"meta": meta, "tables": to_json(tables), "schedules": rows})
     for table in tables:
         print_table(table)
-    log_note(f"Written to {config.output}: {', '.join([RESULTS, *written])}")
+    log_note(f"Written to {config.output}: {', '.join(written)}")
 
 
 def recorded_chain(bench: Bench, label: str | None) -> tuple[str, FixedK]:
@@ -223,16 +180,16 @@ def read_times(path: Path) -> RoundTimes:
     content = read_object(path, COSTS_SHAPE, remedy)
     seconds = dict[int, dict[int, float]]()
     for size, curve in content["seconds"].items():
-        for name in (size, *curve):
-            if not name.isdecimal():
-                raise InputError(str(path), repr(name), "whole numbers of requests and of drafted tokens", remedy)
-        wrong = [value for value in curve.values() if not (value > 0 and math.isfinite(value))]
-        if wrong:
-            raise InputError(str(path), f"{wrong[0]} s with {size} requests", "seconds, above 0", remedy)
+        numbers = all(name.isdecimal() for name in (size, *curve))
+        if (
+            not numbers
+            or not all(0 < value < math.inf for value in curve.values())
+            or "0" not in curve
+            or len(curve) < 2
+        ):
+            expected = "seconds above 0, of 0 and more drafted tokens"
+            raise InputError(str(path), f"{json.dumps(curve)} with {size} requests", expected, remedy)
         seconds[int(size)] = {int(k): float(curve[k]) for k in sorted(curve, key=int)}
-        if 0 not in seconds[int(size)] or len(curve) < 2:
-            found = f"K of {', '.join(curve) or 'nothing'} with {size} requests"
-            raise InputError(str(path), found, "0 and at least one more", remedy)
     if 1 not in seconds or 0 in seconds or max(seconds) > MAX_REQUESTS:
         found = f"{', '.join(content['seconds']) or 'no'} requests"
         raise InputError(str(path), found, f"1, and more, up to {MAX_REQUESTS:,}", remedy)
@@ -291,46 +248,44 @@ def expected_rounds(accept_prob: Sequence[float], k: int) -> float:
     return sum(begins[:count])
 
 
-def choose(temperature: float, counts: RoundCounts, times: RoundTimes, seed: int) -> Schedule:
+def choose(temperature: float, counts: RoundCounts, times: RoundTimes) -> Schedule:
     """Choose the K with the highest token rate at every number of requests.
 
     The choice uses all prompts; the intervals of its gains are bootstrapped over prompts.
     """
-    tau, sizes = counts.tokens_per_round, sorted(times.seconds)
-    num_lengths = min(len(tau) - 1, times.max_drafted) + 1
-    seconds = [[times.at(size, k) for k in range(num_lengths)] for size in range(1, times.max_requests + 1)]
+    tau: Floats = counts.tokens.sum() / counts.rounds.sum(0)  # [K+1], tokens per round: 1 without drafts
+    sizes = sorted(times.seconds)
+    timed = min(max(curve) for curve in times.seconds.values())  # at every number of requests
+    num_lengths = min(len(tau) - 1, timed) + 1
+    seconds = [[times.at(size, k) for k in range(num_lengths)] for size in range(1, sizes[-1] + 1)]
     rate: Floats = tau[:num_lengths] / np.array(seconds)  # [B, K+1] tokens per second of each request
     lengths = [int(k) for k in rate.argmax(1)]  # the smallest of equal ones
     drafting = [1 + int(k) for k in rate[:, 1:].argmax(1)]
-    timed = rate[[size - 1 for size in sizes]]
-    single = int(np.log(timed / timed[:, :1]).mean(0).argmax())
+    at_sizes = rate[[size - 1 for size in sizes]]
+    single = int(np.log(at_sizes / at_sizes[:, :1]).mean(0).argmax())
 
-    resamples = Resamples(counts.owners, seed)
+    resamples = Resamples(counts.owners, SEED)
     tokens = resamples.sums(counts.tokens)
     tau_resampled = np.stack([tokens / resamples.sums(counts.rounds[:, k]) for k in range(num_lengths)], 1)
-
-    def gain(size: int, k: int, base: int) -> tuple[float, list[float] | None]:
-        cheaper = times.at(size, base) / times.at(size, k)
-        ends = resamples.interval(lambda: tau_resampled[:, k] / tau_resampled[:, base] * cheaper - 1)
-        return float(rate[size - 1, k] / rate[size - 1, base] - 1), ends
-
     rows = []
     for size in sizes:
         k = lengths[size - 1]
         row: dict[str, Any] = {"requests": size, "k": k, "tokens_per_round": float(tau[k])}
-        row["over_none"], row["over_none_ci95"] = gain(size, k, 0)
-        row["over_single"], row["over_single_ci95"] = gain(size, k, single)
+        for name, base in (("over_none", 0), ("over_single", single)):
+            paired, cheaper = tau_resampled[:, k] / tau_resampled[:, base], times.at(size, base) / times.at(size, k)
+            row[name] = float(rate[size - 1, k] / rate[size - 1, base] - 1)
+            row[f"{name}_ci95"] = resamples.interval(lambda paired=paired, cheaper=cheaper: paired * cheaper - 1)
         rows.append(row)
 
-    # Mean gain over the best single K: geometric, over the numbers of requests that were timed.
-    chosen = [lengths[size - 1] for size in sizes]
-    mean = np.log([1 + row["over_single"] for row in rows]).mean()
-    cheaper = [np.log(times.at(size, single) / times.at(size, k)) for size, k in zip(sizes, chosen, strict=True)]
-    ends = resamples.interval(
-        lambda: np.expm1((np.log(tau_resampled[:, chosen] / tau_resampled[:, [single]]) + np.array(cheaper)).mean(1))
-    )
-    loss = max(float(1 - at[kept] / at[best]) for at, kept, best in zip(rate, drafting, lengths, strict=True))
-    return Schedule(temperature, lengths, drafting, loss, num_lengths - 1, single, rows, (float(np.expm1(mean)), ends))
+    last = max((size for size, k in enumerate(lengths, start=1) if k), default=0)
+    advice = f"Do not speculate above {last} requests at once."
+    if not last:
+        advice = f"Do not speculate: it pays at no number of requests up to {len(lengths)}."
+    elif last == len(lengths):
+        advice = f"Speculating pays up to {last} requests at once, the most that was timed."
+    if max(lengths) == num_lengths - 1:
+        advice += f" More than {num_lengths - 1} tokens may pay: longer drafts were not recorded, or not timed."
+    return Schedule(temperature, lengths, drafting, single, rows, advice)
 
 
 def ranges(lengths: Sequence[int]) -> list[KRange]:
@@ -359,35 +314,22 @@ def sglang_config(k_ranges: Sequence[KRange]) -> dict[str, Any]:
     return {str(first): {"candidate_steps": [k]} for first, _, k in k_ranges}
 
 
-def schedule_table(schedule: Schedule, label: str, times: RoundTimes, allow_zero: bool) -> Table:
+def schedule_table(schedule: Schedule, label: str, source: str) -> Table:
     """Return the table of one temperature, with the advice as its note."""
-
-    def percent(ends: Sequence[float] | None) -> str:
-        return "" if ends is None else format_interval([100 * end for end in ends], "+.1f", " to ")
-
-    rows = [
-        {**row, "over_none_ci": percent(row["over_none_ci95"]), "over_single_ci": percent(row["over_single_ci95"])}
-        for row in schedule.rows
-    ]
-    columns = [
-        Column("requests", "requests", "d"), Column("k", "K", "d"), Column("tokens_per_round", "tokens/round", ".2f"),
-        Column("over_none", "over K=0", "+.1%"), Column("over_none_ci", "95 % CI"),
-        Column("over_single", f"over K={schedule.single}", "+.1%"), Column("over_single_ci", "95 % CI"),
-    ]  # fmt: skip
+    rows = [dict(row) for row in schedule.rows]
+    columns = [Column("requests", "requests", "d"), Column("k", "K", "d")]
+    columns.append(Column("tokens_per_round", "tokens/round", ".2f"))
+    for name, base in (("over_none", 0), ("over_single", schedule.single)):
+        columns += [Column(name, f"over K={base}", "+.1%"), Column(f"{name}_ci", "95 % CI")]
+        for row in rows:
+            ends = row[f"{name}_ci95"]
+            row[f"{name}_ci"] = format_interval(ends and [100 * end for end in ends], "+.1f", " to ")
     parts = (f"{first}-{last}: {k}" if first < last else f"{first}: {k}" for first, last, k in ranges(schedule.lengths))
-    value, ends = schedule.over_single
     text = (
-        f"{schedule.advice} K by requests: {'; '.join(parts)}. Tokens per second over the best single K, "
-        f"{schedule.single}, on average {value:+.1%} ({percent(ends)}). Expected from rounds of {label}, intervals "
-        f"over prompts; times: {times.source}."
+        f"{schedule.advice} K by requests: {'; '.join(parts)}. K = {schedule.single} is the best single one. Expected "
+        f"from rounds of {label}, intervals over prompts; times: {source}."
     )
-    if schedule.last and not all(schedule.lengths):
-        if allow_zero:
-            text += f" Beware of K = 0 in the servers' files: {STALL}. Measure your server on both sides of it."
-        else:
-            text += (
-                f" Beware of K = 0: {STALL}. vLLM's file therefore drafts at least 1 token, which costs up to "
-                f"{schedule.loss:.1%} of the token rate here; --allow-zero writes the 0. SGLang's file holds it."
-            )
+    if any(schedule.lengths) and not all(schedule.lengths):
+        text += " vLLM's file drafts at least 1 token: at K = 0 a server has stalled (vllm#49548)."
     name, title = f"schedule-T{schedule.temperature:g}", f"Drafted tokens, T={schedule.temperature:g}"
     return Table(name, title, columns, rows, text)

@@ -41,13 +41,10 @@ ROWS = [
             ("seconds of text", {"seconds": {"1": {"0": "fast"}}}, ("seconds.1.0", "fast")),
             ("not with one request", {"seconds": {"8": GOOD["8"]}}, ("8 requests", "1, and more")),
             ("no requests at all", {"seconds": {}}, ("no requests",)),
-            ("no requests are some", {"seconds": {**GOOD, "0": GOOD["1"]}}, ("0 requests",)),
-            ("without a round of no drafts", {"seconds": {"1": {"2": 0.1, "3": 0.2}}}, ("2, 3", "0 and")),
-            ("one number of tokens", {"seconds": {"1": {"0": 0.1}}}, ("0 and at least one more",)),
+            ("without a round of no drafts", {"seconds": {"1": {"2": 0.1, "3": 0.2}}}, ("1 requests", "0 and")),
             ("a million requests", {"seconds": {**GOOD, "1000000": GOOD["8"]}}, ("1000000 requests", "4,096")),
-            ("a name that is no number", {"seconds": {**GOOD, "many": GOOD["8"]}}, ("'many'",)),
-            ("no time", {"seconds": {"1": {"0": 0.0, "2": 0.1}}}, ("0.0 s with 1 requests",)),
-            ("time without end", '{"seconds": {"1": {"0": 0.1, "2": Infinity}}}', ("inf s",)),
+            ("a name that is no number", {"seconds": {**GOOD, "many": GOOD["8"]}}, ("many requests",)),
+            ("no time", {"seconds": {"1": {"0": 0.0, "2": 0.1}}}, ("0.0", "1 requests")),
         ]
     ),
 ]  # fmt: skip
