@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from draftsmith.data.acceptance import AcceptanceConfig, labels_of
-from draftsmith.data.console import Column, Table, format_interval, print_table, print_text, progress_bar
+from draftsmith.data.console import format_interval, print_text, progress_bar
 from draftsmith.data.heads.diagnosis import diagnose
-from draftsmith.data.heads.directory import FrozenDrafter, kind_at, load_drafter
+from draftsmith.data.heads.directory import kind_at, load_drafter
 from draftsmith.data.models.loading import check_same_tokenizer, load_lm, text_identity, vocabulary_size
 from draftsmith.data.rollouts import Rollouts
 from draftsmith.data.settings import Loading, check_positive
-from draftsmith.data.store.manifest import Manifest, open_artefact
+from draftsmith.data.store.manifest import open_artefact
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.text.repetition import Repetition
 from draftsmith.eval.bootstrap import Resamples
@@ -36,13 +36,12 @@ from draftsmith.modules.decoding.branches import BranchedText
 from draftsmith.modules.decoding.confidence import TokenConfidences
 from draftsmith.modules.drafters.methods import Models
 from draftsmith.modules.metrics import binary_kl, fit_logistic
-from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import AcceptanceBatch, InputError
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
-DEPTH, CS = 10, (0.05, 0.1, 0.2, 0.35)
+DEPTH = 10
 CAPACITY = 512  # tokens: the prompts that c is measured on are shorter
 SEED, FOLDS, FEWEST = 0, 4, 8
 # A small version of the head that `train acceptance` trains on rollout labels, with a low learning rate: wide heads
@@ -53,7 +52,7 @@ PRIOR = 1.0  # of `OnlineLogistic`
 LEAST_WEIGHT = 1e-3  # tokens that fewer rounds reach teach nothing measurable
 TOKENS_AT_ONCE = 2**14
 WORTH = 0.01  # gain that a head needs over `online`, as it takes more time itself
-FIXED, ONLINE, HEAD, KNOWN = "fixed K", "online", "a head", "true p/q"
+FIXED, ONLINE, HEAD = "fixed K", "online", "a head"
 
 
 @dataclass(frozen=True)
@@ -100,15 +99,10 @@ def run(config: DiagnoseConfig) -> None:
     target = load_lm(config.target, **config.loading)
     if not is_model:
         print_text(diagnose(Path(config.draft), target, config.target, rows, manifest))
-    if config.stops:
-        drafter = load_drafter(config.draft, lambda: target, lambda path: load_lm(path, **config.loading))
-        print_stop_gains(config, target, drafter, rows, manifest)
+    if not config.stops:
+        return
 
-
-def print_stop_gains(
-    config: DiagnoseConfig, target: CausalLM, drafter: FrozenDrafter, rows: list[dict], manifest: Manifest
-) -> None:
-    """Print the gains of stop rules and which one to use."""
+    drafter = load_drafter(config.draft, lambda: target, lambda path: load_lm(path, **config.loading))
     # Medusa drafts one token per head.
     depth = min(DEPTH, getattr(drafter.head and drafter.head.config, "num_heads", DEPTH))
     how = AcceptanceConfig(
@@ -121,12 +115,11 @@ def print_stop_gains(
     heads = {} if drafter.head is None else {drafter.name: drafter.head}
     models = Models(target, draft=drafter.lm, heads=heads, capacity=min(CAPACITY, target.info.max_position))
     c = config.c or MeasuredTimes().step_cost(models, drafter.name)
-    gains = stop_gains(drafted_rounds(rollouts, rows), sorted({*CS, c}), sampling[0].greedy)
-    print_table(gains_table(gains, len(rows)))
+    gains = stop_gains(drafted_rounds(rollouts, rows), c)
     copied = Repetition.of((row["input_ids"], row["loss_mask"]) for row in rows)
     mode = "greedy" if sampling[0].greedy else f"temperature {sampling[0].temperature:g}"
-    print_text(f"Of the answers' tokens ({mode}), {copied.text()}.")
-    print_text(next(at for at in gains if at.c == c).advice())
+    print_text(f"Of the tokens of {len(rows)} answers ({mode}), {copied.text()}.")
+    print_text(gains.advice())
 
 
 @dataclass(frozen=True)
@@ -287,14 +280,6 @@ def online_probs(rounds: Rounds, kept: Mask) -> Floats:
     return rounds.by_round(torch.sigmoid(known.double() @ fitted[:-1] + fitted[-1]))
 
 
-def head_config(hidden_size: int) -> AcceptanceHeadConfig:
-    """Return the config that `train acceptance` uses for rollout labels, but for the width."""
-    return AcceptanceHeadConfig(
-        hidden_size, num_blocks=0, w_rej=1.0, state="before", features=FEATURES, width=WIDTH, activation="relu",
-        standardize=True,
-    )  # fmt: skip
-
-
 def head_probs(rounds: Rounds, kept: Mask) -> Floats:
     """Return probabilities [S, K] of a head trained on the answers in a mask [A].
 
@@ -305,7 +290,12 @@ def head_probs(rounds: Rounds, kept: Mask) -> Floats:
     learned, judged, size = rounds.tokens_of(kept & ~apart), rounds.tokens_of(apart), rounds.hidden.shape[-1]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
-        head = AcceptanceHead(head_config(size))
+        # As `train acceptance` for rollout labels, but narrower.
+        config = AcceptanceHeadConfig(
+            size, num_blocks=0, w_rej=1.0, state="before", features=FEATURES, width=WIDTH, activation="relu",
+            standardize=True,
+        )  # fmt: skip
+        head = AcceptanceHead(config)
     begin(head, map(rounds.head_batch, learned.split(TOKENS_AT_ONCE)))
 
     def logits(rows: Tensor) -> Tensor:
@@ -327,11 +317,7 @@ def head_probs(rounds: Rounds, kept: Mask) -> Floats:
     return rounds.by_round(torch.sigmoid(best.double()))
 
 
-PREDICTORS: dict[str, Callable[[Rounds, Mask], Floats]] = {
-    ONLINE: online_probs,
-    HEAD: head_probs,
-    KNOWN: lambda rounds, kept: rounds.by_round(rounds.accept_prob),
-}
+PREDICTORS: dict[str, Callable[[Rounds, Mask], Floats]] = {ONLINE: online_probs, HEAD: head_probs}
 
 
 @dataclass(frozen=True)
@@ -343,105 +329,59 @@ class Gain:
     high: float = np.nan
 
     @property
-    def interval(self) -> str:
-        return format_interval((self.low, self.high), "+.1%", " to ")
-
-    @property
     def text(self) -> str:
-        return f"{self.value:+.1%} ({self.interval})" if self.interval else f"{self.value:+.1%}"
-
-
-def gain(pairs: Floats, base: Floats, seed: int) -> Gain:
-    """Compare tokens and time [prompts, 2] of the same prompts, resampled in pairs."""
-    drawn = Resamples(range(len(pairs)), seed)
-
-    def pace(values: Floats) -> Floats:
-        return drawn.sums(values[:, 0]) / drawn.sums(values[:, 1])
-
-    (tokens, time), (base_tokens, base_time) = pairs.sum(0), base.sum(0)
-    ends = drawn.interval(lambda: pace(pairs) / pace(base) - 1) or ()
-    return Gain(float(tokens / time) / float(base_tokens / base_time) - 1, *ends)
+        interval = format_interval((self.low, self.high), "+.1%", " to ")
+        return f"{self.value:+.1%} ({interval})" if interval else f"{self.value:+.1%}"
 
 
 @dataclass(frozen=True)
-class CostGains:
-    """Gains at one c over the best fixed K, by name, and of a head over `online`. k: the best K of all answers."""
+class StopGains:
+    """Gains of stop rules at one c over the best fixed K, and of a head over `online`. k: the best K of all answers."""
 
     c: float
     k: int
-    gains: Mapping[str, Gain]
+    online: Gain
+    head: Gain
     over_online: Gain
 
-    @property
-    def recommended_rule(self) -> str:
-        """Simplest stop rule that no other beats significantly."""
-        if self.over_online.low > 0 and self.over_online.value >= WORTH:
-            return HEAD
-        return ONLINE if self.gains[ONLINE].low > 0 else FIXED
-
     def advice(self) -> str:
-        """Describe the gains and what to do."""
-        remedy = {
-            HEAD: "train one, on 1,000 answers or more (data acceptance --labels rollout, train acceptance).",
-            ONLINE: "`online` is enough.",
-            FIXED: f"no gain that these answers can tell from none. Draft a fixed K of {self.k}.",
-        }
-        online, head, over = (own.text for own in (self.gains[ONLINE], self.gains[HEAD], self.over_online))
+        """Describe the gains, and recommend the simplest rule that no other beats significantly."""
+        if self.over_online.low > 0 and self.over_online.value >= WORTH:
+            remedy = "train one, on 1,000 answers or more (data acceptance --labels rollout, train acceptance)."
+        elif self.online.low > 0:
+            remedy = "`online` is enough."
+        else:
+            remedy = f"no gain that these answers can tell from none. Draft a fixed K of {self.k}."
         return (
-            f"At c = {self.c:.3g} `online` gains {online} over the best fixed K, a head trained on these answers "
-            f"{head}, which is {over} over `online`: {remedy[self.recommended_rule]}"
+            f"At c = {self.c:.3g} `online` gains {self.online.text} over the best fixed K, a head trained on these "
+            f"answers {self.head.text}, which is {self.over_online.text} over `online`: {remedy}"
         )
 
 
-def stop_gains(rounds: Rounds, cs: Sequence[float], greedy: bool) -> list[CostGains]:
-    """Compute the gains at each c, cross-fitted: every fold of the sequences is measured with what the others give.
-
-    greedy: true p/q would not be a prediction but the verdict.
-    """
+def stop_gains(rounds: Rounds, c: float) -> StopGains:
+    """Compute the gains, cross-fitted: every fold of the sequences is measured with what the others give."""
     count = int(rounds.owner.max()) + 1
     # By sequence: answers of one conversation are alike and stay in one fold.
     fold = np.random.default_rng(SEED).permutation(count)[rounds.owner] % FOLDS  # [A]
     depth = len(rounds.ids) // len(rounds.place)
     fixed = [expected_counts(rounds, np.full(len(rounds.place), k + 1)) for k in range(depth)]
-    names = [name for name in PREDICTORS if not (greedy and name == KNOWN)]
-    times = {(name, c): np.zeros(len(fold)) for name in (FIXED, *names) for c in cs}
+    times = {name: np.zeros(len(fold)) for name in (FIXED, *PREDICTORS)}
     for held in range(FOLDS):
         # Fit and choose on the other folds, measure on this one.
         own, kept = fold == held, fold != held
-        probs = {name: PREDICTORS[name](rounds, kept) for name in names}
-        for c in cs:
-            best = max(fixed, key=lambda counts: counts.pace(c, kept))
-            times[FIXED, c][own] = best.time(c)[own]
-            for name, prob in probs.items():
-                lengths = settled_lengths(rounds, prob, c, kept, best)
-                times[name, c][own] = expected_counts(rounds, lengths).time(c)[own]
+        best = max(fixed, key=lambda counts: counts.pace(c, kept))
+        times[FIXED][own] = best.time(c)[own]
+        for name, predict in PREDICTORS.items():
+            lengths = settled_lengths(rounds, predict(rounds, kept), c, kept, best)
+            times[name][own] = expected_counts(rounds, lengths).time(c)[own]
 
-    # Prompts are resampled with all their answers, so sums are per sequence.
-    def pairs(name: str, c: float) -> Floats:
-        return np.stack([np.bincount(rounds.owner, each, count) for each in (fixed[0].tokens, times[name, c])], 1)
+    # Prompts are resampled with all their answers.
+    resamples = Resamples(rounds.owner.tolist(), SEED)
 
-    results = []
-    for c in cs:
-        k = 1 + int(np.argmax([counts.pace(c, fold >= 0) for counts in fixed]))
-        gains = {name: gain(pairs(name, c), pairs(FIXED, c), SEED) for name in names}
-        results.append(CostGains(c, k, gains, gain(pairs(HEAD, c), pairs(ONLINE, c), SEED)))
-    return results
+    def gain(name: str, base: str) -> Gain:
+        # The tokens are the same, so a ratio of paces is one of times.
+        ends = resamples.interval(lambda: resamples.sums(times[base]) / resamples.sums(times[name]) - 1) or ()
+        return Gain(float(times[base].sum() / times[name].sum()) - 1, *ends)
 
-
-def gains_table(results: Sequence[CostGains], count: int) -> Table:
-    """Build the table of gains. count: answers."""
-    rows = [
-        {"c": at.c, "k": at.k, "pays": at.recommended_rule}
-        | {name: own.value for name, own in at.gains.items()}
-        | {f"{name} interval": own.interval for name, own in at.gains.items()}
-        for at in results
-    ]
-    columns = [Column("c", "c", ".3g"), Column("k", "best K", "d")]
-    for name in results[0].gains:
-        columns += [Column(name, name, "+.1%"), Column(f"{name} interval", "", below=True)]
-    title = f"Ending drafts by a prediction, over the best fixed K: tokens by time, {count} answers"
-    note = (
-        "c: time of one more drafted token by that of a round without a draft. What it takes to predict is not "
-        "counted. Intervals are 95 %. A head was trained on three quarters of the answers: it learns from more."
-    )
-    return Table("stops", title, [*columns, Column("pays", "pays")], rows, note)
+    k = 1 + int(np.argmax([counts.pace(c, fold >= 0) for counts in fixed]))
+    return StopGains(c, k, gain(ONLINE, FIXED), gain(HEAD, FIXED), gain(HEAD, ONLINE))

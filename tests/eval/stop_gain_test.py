@@ -19,18 +19,15 @@ from draftsmith.data.store.rows import Rows
 from draftsmith.data.text.answers import spans
 from draftsmith.eval import diagnose
 from draftsmith.eval.diagnose import (
-    FIXED,
     HEAD,
-    KNOWN,
     ONLINE,
     PREDICTORS,
-    CostGains,
     Gain,
     Rounds,
+    StopGains,
     cost_lengths,
     drafted_rounds,
     expected_counts,
-    gain,
     head_probs,
     online_probs,
     settled_lengths,
@@ -151,16 +148,15 @@ def test_every_sequence_is_held_out_once_with_all_its_answers(monkeypatch):
         return np.where(seen, prob, 1 - prob)
 
     monkeypatch.setitem(PREDICTORS, ONLINE, memorise)
-    monkeypatch.setitem(PREDICTORS, HEAD, PREDICTORS[KNOWN])
-    (result,) = stop_gains(rounds, [0.2], greedy=False)
+    monkeypatch.setitem(PREDICTORS, HEAD, lambda rounds, kept: rounds.by_round(rounds.accept_prob))
+    result = stop_gains(rounds, 0.2)
     assert np.array_equal(np.sum(folds, 0), np.ones(16)) and len(folds) == 4
     assert all(np.array_equal(fold[::2], fold[1::2]) and fold.any() for fold in folds)
-    assert result.gains[ONLINE].value < -0.02 and result.gains[KNOWN].value > 0.05
-    assert result.gains[HEAD] == result.gains[KNOWN] and result.over_online.value > 0.1
+    assert result.online.value < -0.02 and result.head.value > 0.05 and result.over_online.value > 0.1
 
 
 def test_the_best_fixed_length_is_chosen_on_other_answers(monkeypatch):
-    class InOrder:
+    class InOrder(np.random.Generator):
         """Folds of neighbours in place of a random order."""
 
         def permutation(self, count):
@@ -169,11 +165,10 @@ def test_the_best_fixed_length_is_chosen_on_other_answers(monkeypatch):
     # Half of the sequences accept everything and half nothing: each fold's others choose another length.
     prob = np.repeat([[1.0] * DEPTH] * 2 + [[0.0] * DEPTH] * 2, 4 * 12, axis=0)
     rounds, c = rounds_of([12] * 16, prob), 0.12
-    monkeypatch.setattr(np.random, "default_rng", lambda seed: InOrder())
+    monkeypatch.setattr(np.random, "default_rng", lambda seed: InOrder(np.random.PCG64(seed)))
     monkeypatch.setitem(PREDICTORS, ONLINE, lambda rounds, kept: np.ones((len(rounds.place), DEPTH)))
     monkeypatch.setitem(PREDICTORS, HEAD, lambda rounds, kept: np.zeros((len(rounds.place), DEPTH)))
-    monkeypatch.setattr(diagnose, "gain", lambda own, base, seed: (own.sum(0), base.sum(0)))
-    (result,) = stop_gains(rounds, [c], greedy=True)
+    result = stop_gains(rounds, c)
     fixed = [expected_counts(rounds, np.full(len(rounds.place), k)) for k in range(1, DEPTH + 1)]
     rates = np.stack([[counts.tokens, counts.time(c)] for counts in fixed])  # [K, 2, A]
     fold, expected, chosen = np.r_[np.repeat([0, 1], 4), np.repeat([2, 3], 4)], 0.0, set()
@@ -182,31 +177,23 @@ def test_the_best_fixed_length_is_chosen_on_other_answers(monkeypatch):
         best = int(np.argmax(tokens / time))
         chosen.add(best)
         expected += rates[best, 1, fold == held].sum()
-    tokens, time = result.gains[ONLINE][1]
-    assert len(chosen) > 1 and (tokens, time) == pytest.approx((16 * 12, expected))
-    assert set(result.gains) == {ONLINE, HEAD}
-
-
-def test_a_gain_is_a_ratio_of_sums_with_an_interval_over_paired_prompts():
-    own, base = np.array([[10.0, 4.0], [30.0, 6.0]]), np.array([[10.0, 5.0], [30.0, 6.0]])
-    result = gain(own, base, seed=0)
-    assert result.value == pytest.approx(0.1)  # 40/10 over 40/11
-    # The resamples: both prompts, twice the first (5/4 - 1), twice the second (nothing).
-    assert (result.low, result.high) == (0.0, 0.25)
-    assert gain(own[:1], base[:1], 0).text == "+25.0%"
+    # The rules draft as long as they can, or one token.
+    whole, one = (rates[k, 1].sum() for k in (-1, 0))
+    assert len(chosen) > 1
+    assert (result.online.value, result.head.value) == pytest.approx((expected / whole - 1, expected / one - 1))
+    assert result.over_online.low <= result.over_online.value == pytest.approx(whole / one - 1)
 
 
 @pytest.mark.parametrize(
-    ("online", "over", "rule", "text"),
+    ("online", "over", "text"),
     [
-        ((0.1, 0.08, 0.12), (0.03, 0.01, 0.05), HEAD, "train one"),
-        ((0.1, 0.08, 0.12), (0.03, -0.01, 0.05), ONLINE, "is enough"),
-        ((0.01, np.nan, np.nan), (0.02, np.nan, np.nan), FIXED, "fixed K of 4"),
+        ((0.1, 0.08, 0.12), (0.03, 0.01, 0.05), "train one"),
+        ((0.1, 0.08, 0.12), (0.03, -0.01, 0.05), "is enough"),
+        ((0.01, np.nan, np.nan), (0.02, np.nan, np.nan), "fixed K of 4"),
     ],
 )
-def test_the_simplest_rule_that_no_other_beats_is_recommended(online, over, rule, text):
-    at = CostGains(0.1, 4, {ONLINE: Gain(*online), HEAD: Gain(0.12, 0.1, 0.14)}, Gain(*over))
-    assert at.recommended_rule == rule and text in at.advice()
+def test_the_simplest_rule_that_no_other_beats_is_recommended(online, over, text):
+    assert text in StopGains(0.1, 4, Gain(*online), Gain(0.12, 0.1, 0.14), Gain(*over)).advice()
 
 
 @dataclasses.dataclass(frozen=True)
