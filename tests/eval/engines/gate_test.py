@@ -24,7 +24,6 @@ from draftsmith.data.export.export import run as export
 from draftsmith.data.export.states import PROMPTS, make_probes
 from draftsmith.data.heads.directory import build_head, load_head, save_head, stored_tensors
 from draftsmith.data.models.loading import load_lm
-from draftsmith.eval.engines.chain import DraftCounts
 from draftsmith.eval.engines.gate import EngineCheckConfig, run
 from draftsmith.eval.engines.vllm import running, server_words
 from draftsmith.modules.formats.base import Served
@@ -114,32 +113,10 @@ def test_a_server_with_the_same_head_is_equal(gate, engine, kind: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [
-        ({"capture": (0, 3, 10)}, "layers 0, 3, 10 in place of 1, 4, 11"),
-        ({"norm_output": False}, "its own states read before the norm"),
-    ],
-)
-def test_what_the_engine_takes_the_head_for_is_named(gate, engine, fields: dict[str, Any], named: str):
-    code, shown = gate(engine("eagle3", **fields))
-    assert code == 1 and f"drafts are exactly what our chain gives with {named}" in shown
+def test_what_the_engine_takes_the_head_for_is_named(gate, engine):
+    code, shown = gate(engine("eagle3", capture=(0, 3, 10)))
+    assert code == 1 and "drafts are exactly what our chain gives with layers 0, 3, 10 in place of 1, 4, 11" in shown
     assert "differs: text of 0 and drafts of" in shown
-
-
-@pytest.mark.slow
-def test_another_rope_is_named(gate, engine, heads, lm):
-    head: Any = load_head(heads / "eagle3/head")
-    llama = dataclasses.replace(head.config.llama, rope_theta=lm.config.rope_theta)
-    code, shown = gate(engine("eagle3", llama=llama))
-    assert code == 1
-    assert f"exactly what our chain gives with rope of base {lm.config.rope_theta:g} (the target's) in place" in shown
-
-
-@pytest.mark.slow
-def test_lost_offsets_of_a_draft_vocabulary_are_named(gate, engine):
-    code, shown = gate(engine("eagle3", {"d2t": torch.arange(1000)}))
-    assert code == 1 and "exactly what our chain gives with drafted ids as the target's own" in shown
 
 
 @pytest.mark.slow
@@ -195,13 +172,6 @@ def test_a_server_that_cannot_be_compared_is_refused(gate, engine, faults, setti
         gate(server, **settings)
 
 
-def test_counts_are_vllms():
-    counts = DraftCounts.of([0, 3, 1, 3], 3)
-    assert counts == DraftCounts(4, (3, 2, 2))
-    assert (counts.accepted, counts.tokens_per_round, counts.rates) == (7, 2.75, (0.75, 0.5, 0.5))
-    assert counts - DraftCounts(1, (1, 0, 0)) == DraftCounts(3, (2, 2, 2))
-
-
 def test_the_engine_starts_as_the_printed_command_does():
     printed = command(Served("/a b/target", "/heads/it's", 5), "eagle3")
     words = server_words(Path("/env/bin/python"), printed, "float32", 300)
@@ -249,8 +219,7 @@ def test_an_engine_ends_with_all_its_processes_also_after_an_error():
     assert ended(pids[0])
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_an_engine_ends_when_the_check_is_stopped(tmp_path, number: int):
+def test_an_engine_ends_when_the_check_is_stopped():
     code = (
         "import sys, time\n"
         "from draftsmith.eval.engines.vllm import running\n"
@@ -261,7 +230,7 @@ def test_an_engine_ends_when_the_check_is_stopped(tmp_path, number: int):
     check = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, stderr=subprocess.DEVNULL)
     assert check.stdout is not None
     pid = child_of(check.stdout.readline().strip())
-    check.send_signal(number)
+    check.send_signal(signal.SIGTERM)
     assert check.wait(30) != 0
     assert ended(pid)
 
