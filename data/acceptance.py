@@ -8,8 +8,7 @@ Labels hold only for the sampling settings that they were made with, which the m
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +23,7 @@ from draftsmith.data.heads.directory import FrozenDrafter, kind_at, load_drafter
 from draftsmith.data.models.loading import check_same_tokenizer, load_lm, name_nonfinite, text_identity
 from draftsmith.data.responses import TEXT_FIELDS
 from draftsmith.data.rollouts import ROLLOUT_FIELDS, Rollouts, text_columns
-from draftsmith.data.settings import StageLoading, check_not_negative, check_positive, comma_numbers
+from draftsmith.data.settings import StageLoading, check_not_negative, check_positive
 from draftsmith.data.store.manifest import Field, open_artefact, volatile
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import Shard, ShardContent, StagePlan, row_uniforms, run_stage
@@ -42,14 +41,6 @@ MIXED_FIELDS = (
     Field("task", "string"),
 )
 
-Mode = Literal["sampling", "greedy"]
-ROLLOUT_ONLY = ("temperatures", "depth", "stride")
-
-
-def mode_of(*sampling: SamplingParams) -> Mode:
-    """Return the decoding mode that labels with these settings are for: greedy if none of them draws."""
-    return "greedy" if all(params.greedy for params in sampling) else "sampling"
-
 
 @dataclass(frozen=True)
 class AcceptanceConfig(StageLoading):
@@ -63,10 +54,9 @@ class AcceptanceConfig(StageLoading):
             drafter's head.
         labels: mix: SpecDec++'s, one drafted token at every position of the answer. rollout: whole drafts, as the
             decoder makes them, from some of the positions.
-        mode: sampling (P is min(1, p/q)) or greedy (P is agreement). Default: by the temperature.
-        temperature: Temperature of target and draft; 0 is greedy. Default: that of the responses.
-        temperatures: rollout: several temperatures, separated by commas (0,0.7,1; 0 is greedy), which the drafts take
-            in turn, for a head that reads the temperature.
+        temperature: Temperature of target and draft; 0 is greedy, where P is agreement. Default: that of the responses.
+            rollout: several, separated by commas (0,0.7,1), which the drafts take in turn, for a head that reads the
+            temperature.
         top_k: Sample among the k most probable tokens; 0 is all. Default: that of the responses.
         top_p: Sample among the most probable tokens that hold this probability; 1 is all. Default: as top_k.
         depth: rollout: tokens per draft.
@@ -83,9 +73,7 @@ class AcceptanceConfig(StageLoading):
     output: Path = volatile()
     draft: str = volatile()
     labels: Literal["mix", "rollout"] = "mix"
-    mode: Mode | None = None
-    temperature: float | None = None
-    temperatures: str | None = None
+    temperature: tuple[float, ...] = ()
     top_k: int | None = None
     top_p: float | None = None
     depth: int = 10
@@ -99,38 +87,17 @@ class AcceptanceConfig(StageLoading):
     def __post_init__(self) -> None:
         check_positive(self, "batch_size", "chunk", "rows_per_shard", "depth", "stride")
         check_not_negative(self, "limit", "num_threads")
-        if self.labels == "mix":
-            for spec in dataclasses.fields(self):
-                if spec.name in ROLLOUT_ONLY and getattr(self, spec.name) != spec.default:
-                    raise InputError(spec.name, getattr(self, spec.name), "labels rollout", "Pass --labels rollout.")
-        if None not in (self.temperature, self.temperatures):
-            found = f"{self.temperature} and temperatures {self.temperatures}"
-            raise InputError("temperature", found, "one of the two", "Pass --temperature or --temperatures.")
-        # The responses' own sampling is not known yet: check that the options do not contradict each other.
-        _ = self.sampling({"temperature": 1.0 if self.mode == "sampling" else 0.0})
+        if self.labels == "mix" and len(self.temperature) > 1:
+            raise InputError("temperature", self.temperature, "one", "Pass --labels rollout for several.")
+        # Check them: only those of the responses are not known yet.
+        _ = self.sampling({})
 
-    def sampling(self, sampled: dict[str, Any]) -> tuple[SamplingParams, ...]:
-        """Return the sampling settings, one per temperature; defaults are those of the responses, `sampled`.
-
-        Raises:
-            InputError: the mode, the temperatures and the kind of label contradict each other.
-        """
+    def sampling(self, sampled: Mapping[str, Any]) -> tuple[SamplingParams, ...]:
+        """Return the sampling settings, one per temperature; defaults are those of the responses, `sampled`."""
         top_k = sampled.get("top_k", 0) if self.top_k is None else self.top_k
         top_p = sampled.get("top_p", 1.0) if self.top_p is None else self.top_p
-        if self.temperatures is not None:
-            several = comma_numbers("temperatures", self.temperatures, float)
-            if min(several) < 0:
-                raise InputError("temperatures", self.temperatures, "numbers from 0 on", "0 is greedy.")
-        elif self.temperature is not None:
-            several = [self.temperature]
-        else:
-            several = [0.0 if self.mode == "greedy" else sampled.get("temperature", 0.0)]
-        made = tuple(SamplingParams(temperature, top_k, top_p) for temperature in several)
-        mode = mode_of(*made)
-        if self.mode not in (None, mode):
-            at = ", ".join(f"{temperature:g}" for temperature in several)
-            raise InputError("mode", f"{self.mode} at temperature {at}", mode, "Change the mode or the temperature.")
-        return made
+        temperatures = self.temperature or (sampled.get("temperature", 0.0),)
+        return tuple(SamplingParams(temperature, top_k, top_p) for temperature in temperatures)
 
 
 @sole_writer(shared=True)
@@ -157,7 +124,7 @@ def run(config: AcceptanceConfig) -> Path:
     plan = StagePlan(
         kind="rollouts" if config.labels == "rollout" else "acceptance",
         stage="data acceptance",
-        config=dataclasses.replace(config, mode=mode_of(*sampling)),
+        config=config,
         num_rows=len(rows),
         fields=ROLLOUT_FIELDS if config.labels == "rollout" else MIXED_FIELDS,
         inputs={"responses": manifest.digest},

@@ -58,7 +58,6 @@ class FeaturesConfig(StageLoading):
         drafter: Kind of the drafter to train, as `train` names it, if it reads other states than those after the final
             norm.
         layers: Layers that the drafter reads. Default: its own choice for this target.
-        max_bytes: Most bytes to write; 0 leaves it to the free disk space.
         limit: Only the first so many rows; 0 takes all.
         batch_size: Rows read together.
         rows_per_shard: Rows per shard; the features of two shards are in memory at once.
@@ -72,7 +71,6 @@ class FeaturesConfig(StageLoading):
     output: Path = volatile()
     drafter: str | None = volatile(None)
     layers: tuple[int, ...] = volatile(())
-    max_bytes: int = volatile(0)
     limit: int = 0
     batch_size: int = 8
     rows_per_shard: int = 128
@@ -81,7 +79,7 @@ class FeaturesConfig(StageLoading):
 
     def __post_init__(self) -> None:
         check_positive(self, "batch_size", "rows_per_shard")
-        check_not_negative(self, "limit", "num_threads", "max_bytes")
+        check_not_negative(self, "limit", "num_threads")
         if self.drafter is not None and self.drafter not in drafters.learned():
             known = " or ".join(drafters.learned())
             raise InputError("drafter", self.drafter, known, "Correct it, or leave it out.")
@@ -122,7 +120,7 @@ def run(config: FeaturesConfig) -> Path:
 
     # Captured layers lie side by side.
     width = lm.info.hidden_size * max(1, len(capture))
-    check_room(plan, rows, feature_codec.token_bytes(width, config.feature_dtype), config.max_bytes)
+    check_room(plan, rows, feature_codec.token_bytes(width, config.feature_dtype))
     run_stage(plan, make_shard)
     if is_split:
         broadcast_number(DONE, lm.device)
@@ -130,11 +128,7 @@ def run(config: FeaturesConfig) -> Path:
 
 
 def captured_layers(config: FeaturesConfig, lm: CausalLM) -> tuple[int, ...]:
-    """Return the layers that the drafter learns from (`DraftHead.learns_from`); empty for the final norm's state.
-
-    Raises:
-        InputError: layers for a drafter that chooses none, or that it cannot read.
-    """
+    """Return the layers that the drafter learns from (`DraftHead.learns_from`); empty for the final norm's state."""
     head = None if config.drafter is None else drafters.head_class(config.drafter)
     has_layers = head is not None and "layers" in {field.name for field in dataclasses.fields(head.Settings)}
     if config.layers and not has_layers:
@@ -171,22 +165,16 @@ def text_dataset(directory: Path, target: str, identity: Mapping[str, str], fiel
     return open_dataset(directory, manifest.kind, vocab_size=vocabulary_size(target))
 
 
-def check_room(plan: StagePlan, rows: Rows, token_bytes: int, max_bytes: int) -> None:
-    """Print how much will be written, and raise InputError before the first byte if it is too much.
-
-    It may be at most `max_bytes`, and must fit on the disk as far as shards are missing. token_bytes: of features.
-    """
-    # Features are not compressed, so their size is known before.
-    per_token = token_bytes + INDEX_BYTES_PER_TOKEN
+def check_room(plan: StagePlan, rows: Rows, token_bytes: int) -> None:
+    """Print how much will be written, and raise InputError if the disk has no room for it. token_bytes: of features."""
+    # Features are not compressed, so their size is known before the first byte.
     lengths = [len(row["input_ids"]) for row in rows.iterate(0, plan.num_rows)]
-    total = sum(lengths) * per_token
     missing = [shard for shard in plan.shards if read_done(plan.directory, shard) is None]
-    needed = sum(sum(lengths[shard.start : shard.stop]) for shard in missing) * per_token
+    num_missing = sum(sum(lengths[shard.start : shard.stop]) for shard in missing)
+    total, needed = (tokens * (token_bytes + INDEX_BYTES_PER_TOKEN) for tokens in (sum(lengths), num_missing))
     if place().rank == 0:
         size = f"{sum(lengths):,} tokens x {token_bytes:,} bytes and an index: {total:,} bytes ({total / 1e9:,.2f} GB)"
         log_note(f"features: {plan.num_rows:,} rows, {size}, {needed:,} to go")
-    if max_bytes and total > max_bytes:
-        raise InputError("max_bytes", f"{total:,} bytes to write", f"at most {max_bytes:,}", "Raise it or use --limit.")
     check_disk(plan.directory, needed, "output", "Free some space, use --limit or another disk.")
 
 

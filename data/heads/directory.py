@@ -289,12 +289,12 @@ def another_mode(directory: str | Path, params: SamplingParams) -> str | None:
     differing = [f"{name} {theirs} there, {ours} here" for name, theirs, ours in pairs if theirs != ours]
     if not differing:
         return None
-    mode = "greedy"
+    options = f"--temperature {params.temperature:g}"
     if not params.greedy:
-        mode = f"sampling --temperature {params.temperature:g} --top-k {params.top_k} --top-p {params.top_p:g}"
+        options += f" --top-k {params.top_k} --top-p {params.top_p:g}"
     return (
         f"{directory} was trained on labels of another mode ({'; '.join(differing)}): it may stop at the wrong places. "
-        f"Make labels of this mode: draftsmith data acceptance --labels {config.get('labels', 'rollout')} --mode {mode}"
+        f"Make labels of this mode: draftsmith data acceptance --labels {config.get('labels', 'rollout')} {options}"
     )
 
 

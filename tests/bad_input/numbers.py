@@ -95,7 +95,7 @@ ROWS = [
         (*TARGET, "hidden states at position 0", "first"), supervised),
     Row("labels", LABELS, (*DRAFT, "row-"), of("draft")),
     Row("labels of rounds", LABELS + "--labels rollout", (*DRAFT, "row-"), of("draft")),
-    Row("labels of greedy rounds", LABELS + "--labels rollout --mode greedy", (*DRAFT, "row-"), of("draft")),
+    Row("labels of greedy rounds", LABELS + "--labels rollout --temperature 0", (*DRAFT, "row-"), of("draft")),
     Row("labels of an EAGLE head", "data acceptance --target {target} --draft {broken} --responses {responses} "
         "--output {out} --labels rollout", (*HEAD, "row-"), of("eagle")),
     Row("stored features", TRAIN + "--data {spoiled}", (".safetensors", "row-1, position 2"), spoiled_features),

@@ -40,13 +40,14 @@ def oracles(pair):
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"temperature": 0.7, "top_k": 7, "chunk": 2}, {"temperature": 0.0, "top_k": 0, "top_p": 1.0}],
+    [{}, {"temperature": (0.7,), "top_k": 7, "chunk": 2}, {"temperature": (0.0,), "top_k": 0, "top_p": 1.0}],
 )
 def test_labels_are_the_papers_formulas(chain, remake, oracles, settings):
     directory = remake("acceptance", **settings) if settings else chain.directory("acceptance")
     manifest = Manifest.read(directory)
-    warp = {"temperature": 1.0, "top_k": 40, "top_p": 0.95, **settings}
-    warp.pop("chunk", None)
+    (temperature,) = settings.get("temperature", (1.0,))
+    top_k, top_p = settings.get("top_k", 40), settings.get("top_p", 0.95)
+    warp = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     assert manifest.sampling == warp
     rows = Rows(directory, manifest).read(0, 99)
     responses = Rows(chain.directory("responses"), Manifest.read(chain.directory("responses")))
@@ -74,7 +75,7 @@ def test_greedy_labels_are_exactly_agreement(chain, remake, oracles, tmp_path):
         weight.data.add_(0.1 * torch.randn(weight.shape, generator=generator) * weight.std())
     draft.save_pretrained(tmp_path / "noisy")
     tiny_tokenizer().save_pretrained(str(tmp_path / "noisy"))
-    directory = remake("acceptance", temperature=0.0, draft=str(tmp_path / "noisy"))
+    directory = remake("acceptance", temperature=(0.0,), draft=str(tmp_path / "noisy"))
     oracles = [oracles[0], draft.double().eval()]
     kept = []
     for row in Rows(directory, Manifest.read(directory)).read(0, 99):

@@ -48,13 +48,9 @@ def test_prompts_without_answers_are_refused(chain, remake):
         remake("features", responses=chain.directory("prompts"))
 
 
-def test_the_bytes_are_said_first_and_the_limit_holds_before_anything_is_written(chain, remake, tmp_path, capsys):
-    total = TOKENS * (2 * HIDDEN + 5)
-    with pytest.raises(InputError, match=rf"max_bytes: found {total:,} bytes to write, expected at most {total - 1:,}"):
-        remake("features", max_bytes=total - 1)
+def test_the_bytes_are_said_first(remake, tmp_path, capsys):
+    remake("features")
     assert f"{TOKENS} tokens x {2 * HIDDEN} bytes" in capsys.readouterr().err
-    assert not (tmp_path / "features").exists()
-    remake("features", max_bytes=total)
     written = sum(path.stat().st_size for path in (tmp_path / "features").glob("*.safetensors"))
     assert 2 * HIDDEN * TOKENS < written < 2 * HIDDEN * TOKENS + 11 * 200  # and a header for each row
 

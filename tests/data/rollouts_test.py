@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict
 
@@ -19,7 +18,7 @@ from draftsmith.data.inspect import run as inspect
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.rollouts import Rollouts, reached
 from draftsmith.data.store.datasets import collate_rollouts, open_dataset
-from draftsmith.data.store.manifest import MANIFEST, Manifest
+from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import Shard, row_uniforms
 from draftsmith.modules.decoding.branches import BranchedText, DraftModelBranches, target_states
@@ -95,9 +94,9 @@ def check_drafts(row, oracles, expected):
 
 
 def test_sampled_labels_are_those_of_rounds_drafted_one_token_at_a_time(remake, oracles):
-    directory = remake("acceptance", **ROLLOUT, temperatures="0.5,1.5", top_k=9, chunk=4)
+    directory = remake("acceptance", **ROLLOUT, temperature=(0.5, 1.5), top_k=9, chunk=4)
     manifest = Manifest.read(directory)
-    assert manifest.kind == "rollouts" and manifest.config["mode"] == "sampling"
+    assert manifest.kind == "rollouts"
     assert manifest.sampling == {"temperature": [0.5, 1.5], "top_k": 9, "top_p": 0.95}
     rows = rows_of(directory)
     for number, row in enumerate(rows):
@@ -127,7 +126,7 @@ def test_sampled_labels_are_those_of_rounds_drafted_one_token_at_a_time(remake, 
 
 
 def test_greedy_labels_are_agreement(chain, remake, oracles):
-    directory = remake("acceptance", **ROLLOUT, mode="greedy")
+    directory = remake("acceptance", **ROLLOUT, temperature=(0.0,))
     assert Manifest.read(directory).sampling["temperature"] == 0
 
     def expected(p, q, token, draft, depth):
@@ -279,7 +278,7 @@ def test_an_eagle_heads_chains_are_labelled_by_its_target(chain, remake, oracles
     torch.manual_seed(0)
     head = EagleHead(EagleConfig.for_target(target.config))
     saved = str(save_head(tmp_path / "head", head, {"target": target.info.identity}, "card"))
-    directory = remake("acceptance", **ROLLOUT, draft=saved, temperature=1.0, top_k=0, top_p=1.0)
+    directory = remake("acceptance", **ROLLOUT, draft=saved, temperature=(1.0,), top_k=0, top_p=1.0)
     assert Manifest.read(directory).identity["draft"] == drafter_identity(saved, target)
     for row in rows_of(directory):
         for number, start, ids in drafts_of(row):
@@ -293,7 +292,7 @@ def test_an_eagle_heads_chains_are_labelled_by_its_target(chain, remake, oracles
 
 
 def test_a_sample_is_a_response_with_its_drafts(chain, remake):
-    directory = remake("acceptance", **ROLLOUT, temperatures="0.5,1")
+    directory = remake("acceptance", **ROLLOUT, temperature=(0.5, 1.0))
     identity = {"draft": load_lm(str(chain.draft)).info.identity}
     rows, data = rows_of(directory), open_dataset(directory, identity=identity)
     assert len(data) == len(rows) and data.name(3) == rows[3]["id"]
@@ -316,35 +315,18 @@ def test_a_sample_is_a_response_with_its_drafts(chain, remake):
 
 
 def test_drafts_are_shown(remake, capsys):
-    inspect(InspectConfig(remake("acceptance", **ROLLOUT, temperatures="0.5,1"), row=1))
+    inspect(InspectConfig(remake("acceptance", **ROLLOUT, temperature=(0.5, 1.0)), row=1))
     shown = capsys.readouterr().out
     assert "rollouts in" in shown and "temperature 0.5, 1" in shown and "row 1, id row-1" in shown
     assert "⟦" in shown and "draft Y" in shown and "those that are verified" in shown
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"labels": "mix", "depth": 4}, "depth: found 4, expected labels rollout"),
-        ({"depth": 0}, "depth: found 0, expected 1 or more"),
-        ({"mode": "greedy", "temperature": 1.0}, "mode: found greedy at temperature 1, expected sampling"),
-        ({"mode": "sampling", "temperature": 0.0}, "mode: found sampling at temperature 0, expected greedy"),
-        ({"temperature": 1.0, "temperatures": "0.5,1"}, "temperature: found 1.0 and temperatures 0.5,1"),
-        ({"mode": "greedy", "temperatures": "0,1"}, "mode: found greedy at temperature 0, 1, expected sampling"),
-        ({"temperatures": "-1,1"}, "temperatures: found -1,1, expected numbers from 0 on"),
-    ],
-)
-def test_settings_that_contradict_each_other_are_refused(tmp_path, changes, message):
-    plain = {"responses": tmp_path, "target": "t", "output": tmp_path, "draft": "d", "labels": "rollout"}
-    with pytest.raises(InputError, match=message):
-        AcceptanceConfig(**{**plain, **changes})
+def test_several_temperatures_are_for_rollouts(tmp_path):
+    with pytest.raises(InputError, match=r"temperature: found .*expected one"):
+        AcceptanceConfig(tmp_path, "t", tmp_path, "d", temperature=(0.5, 1.0))
 
 
-def test_without_a_mode_it_is_what_the_responses_were_sampled_with(chain, remake):
+def test_labels_are_for_the_temperature_of_the_responses(remake):
     greedy = remake("responses", temperature=0.0)
-    config = {"responses": greedy, "labels": "rollout", "depth": 2}
-    assert Manifest.read(remake("acceptance", **config)).config["mode"] == "greedy"
-    with pytest.raises(InputError, match="mode: found sampling at temperature 0, expected greedy"):
-        remake("acceptance", **config, mode="sampling", output=greedy.with_name("other"))
-    mixed = remake("acceptance", responses=greedy, output=greedy.with_name("mix"))
-    assert json.loads((mixed / MANIFEST).read_text())["config"]["mode"] == "greedy"
+    labels = Manifest.read(remake("acceptance", responses=greedy, labels="rollout", depth=2))
+    assert labels.sampling is not None and labels.sampling["temperature"] == 0

@@ -143,7 +143,7 @@ def test_separate_validation_labels_must_share_the_sampling(artefacts, tmp_path)
         target=str(artefacts.target),
         draft=str(artefacts.draft),
         output=tmp_path / "greedy",
-        temperature=0.0,
+        temperature=(0.0,),
     )
     with pytest.raises(InputError, match=r"val: found.*'temperature': 0.0.*labels made with.*'temperature': 1.0"):
         run(config(artefacts, tmp_path / "run", val=label(labels)))

@@ -73,7 +73,7 @@ def rollouts(artefacts, tmp_path_factory) -> Path:
         draft=str(artefacts.draft),
         output=tmp_path_factory.mktemp("rollouts") / "labels",
         labels="rollout",
-        temperatures="0.5,1",
+        temperature=(0.5, 1.0),
         depth=4,
         num_threads=1,
     )

@@ -89,7 +89,7 @@ def test_a_head_starts_as_its_start_says(artefacts, tmp_path, trained):
 
 def test_its_drafts_are_labelled_and_an_acceptance_head_learns_from_its_states(artefacts, tmp_path, trained):
     models = {"draft": str(trained), "target": str(artefacts.target), "num_threads": 1}
-    asked = {"labels": "rollout", "mode": "greedy", "depth": 3, "limit": 16}
+    asked = {"labels": "rollout", "temperature": (0.0,), "depth": 3, "limit": 16}
     made = labels.run(
         labels.AcceptanceConfig(responses=artefacts.responses, output=tmp_path / "labels", **models, **asked)
     )

@@ -222,7 +222,7 @@ def test_heads_of_eagle_chains_are_trained(artefacts, eagle, tmp_path):
             draft=str(eagle),
             output=tmp_path / "labels",
             labels="rollout",
-            mode="greedy",
+            temperature=(0.0,),
             depth=3,
             limit=12,
             num_threads=1,
