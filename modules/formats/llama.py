@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.modules.formats.base import HeadFormat, Package, Problem, TargetFacts, positive, same_values
-from draftsmith.modules.formats.rope import KNOWN, RotarySettings, conflict, missing_keys
+from draftsmith.modules.formats.rope import KNOWN, RotarySettings, missing_keys
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.types import InputError
 
@@ -34,19 +34,17 @@ PLAIN_VALUES: dict[str, Any] = {
 }
 UNSUPPORTED = "Such heads are not supported."
 AGAIN = "Train it again: heads trained from now on have none."
-# Field of `Biases` -> its tensors, and the remedy if a file lacks them.
+# Field of `Biases` -> its tensors.
 BIASES = {
-    "fc": (r"fc\.bias", 'Add "bias": false to config.json if the head was trained without.'),
-    "qkv": (
-        r".*\.[qkv]_proj\.bias",
-        'Set "attention_bias" and "qkv_bias" to false in config.json if the head was trained without.',
-    ),
-    "o": (r".*\.o_proj\.bias", 'Write "qkv_bias": true in place of "attention_bias" if only q, k and v have one.'),
-    "mlp": (
-        r".*\.(gate|up|down)_proj\.bias",
-        'Set "mlp_bias" to false in config.json if the head was trained without.',
-    ),
+    "fc": r"fc\.bias",
+    "qkv": r".*\.[qkv]_proj\.bias",
+    "o": r".*\.o_proj\.bias",
+    "mlp": r".*\.(gate|up|down)_proj\.bias",
 }
+NO_BIAS = (
+    'Correct config.json: "bias" (of fc), "attention_bias" and "mlp_bias" are false without; write "qkv_bias": true '
+    'in place of "attention_bias" if only q, k and v have one.'
+)
 
 
 class Biases(NamedTuple):
@@ -74,16 +72,19 @@ class LlamaFormat(HeadFormat):
 
     def problems(self, raw: Mapping[str, Any], target: TargetFacts | None) -> list[Problem]:
         """Return the fields by which this system refuses the directory or computes something else."""
-        problems = []
-        if self.classes:
-            name = next(iter(raw.get("architectures") or []), None)
-            if name not in self.classes:
-                text = f"{self.system} does not build this head for {name}: write {self.classes[0]}"
-                problems.append(Problem("architectures", text))
-            if raw.get("model_type") != "llama":
-                text = f"{self.system} builds another model for {raw.get('model_type')!r}: write llama"
-                problems.append(Problem("model_type", text))
-        return problems
+        if not self.classes:
+            return []
+        name = next(iter(raw.get("architectures") or []), None)
+        text, other = f"does not build this head for {name}: write {self.classes[0]}", raw.get("model_type")
+        wrong = {
+            "architectures": (name not in self.classes, text),
+            "model_type": (other != "llama", f"builds another model for {other!r}: write llama"),
+        }
+        return self.listed(wrong)
+
+    def listed(self, fields: Mapping[str, tuple[Any, str]]) -> list[Problem]:
+        """Return the problems of fields, each with its condition and what the system does."""
+        return [Problem(field, f"{self.system} {text}") for field, (wrong, text) in fields.items() if wrong]
 
     def check_system(self, config: Any) -> None:
         """Raise InputError for a setting that this system ignores, or computes with in another way."""
@@ -116,8 +117,8 @@ class LlamaFormat(HeadFormat):
         tensors: dict[str, Tensor] = {}
         # SGLang reads them in EAGLE-3 but for lm_head.
         known = [name for name in package.tensors if self.prefix and name != "model.lm_head.weight"]
-        if any(name.startswith("model.") for name in package.tensors.keys() - set(known)):
-            problems.append(Problem("model.", f"begins names that {self.system} knows without it"))
+        prefixed = any(name.startswith("model.") for name in package.tensors.keys() - set(known))
+        problems += self.listed({"model.": (prefixed, "knows the names without it")})
         for on_disk, tensor in package.tensors.items():
             name = our_name(on_disk.removeprefix("model."))
             if any(buffer in name for buffer in ROTARY_BUFFERS):
@@ -142,14 +143,14 @@ class LlamaFormat(HeadFormat):
     ) -> Biases:
         """Remove the biases that the system does not use, or that are zero, and return those that our head has."""
         kept, created = {}, self.biases(raw)._asdict()
-        for part, (pattern, remedy) in BIASES.items():
+        for part, pattern in BIASES.items():
             names = [name for name in tensors if re.fullmatch(pattern, name)]
             zero = not any(bool(tensors[name].any()) for name in names)
             if created[part] and not names and not (part == "o" and self.zero_bias):
                 # To whoever trains heads, `bias` is that of fc. SGLang's fc has one whatever config.json says.
                 if part != "fc" or raw.get("bias") is not False:
                     found = f"no {part} bias in the file, where config.json makes {self.system} create one"
-                    raise InputError("weights", found, "its values, which would be random", remedy)
+                    raise InputError("weights", found, "its values, which would be random", NO_BIAS)
                 problems.append(Problem("fc.bias", f"{self.system} does not find it and makes up a random one"))
             # EAGLE-1 heads of Qwen2 targets keep q, k and v biases of zeros: their layers have them.
             kept[part] = created[part] and bool(names) and not (zero and (part != "qkv" or self.kind == "eagle3"))
@@ -245,9 +246,6 @@ def check_options(
 
     vocabularies: fields that must be the target's whole vocabulary.
     """
-    if contradiction := conflict(raw):
-        remedy = "Keep in config.json what it was trained with."
-        raise InputError("rope_parameters", contradiction, "one rotary setting", remedy)
     if lacking := missing_keys(raw):
         raise InputError("rope_scaling", f"no {', '.join(lacking)}", "all that its kind needs", "Complete config.json.")
     if llama.rope_scaling.kind not in KNOWN:

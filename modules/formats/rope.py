@@ -99,22 +99,6 @@ def missing_keys(raw: Mapping[str, Any]) -> list[str]:
     return [key for key in REQUIRED.get(_kind(rope), ()) if rope.get(key) is None]
 
 
-def conflict(raw: Mapping[str, Any]) -> str | None:
-    """Return how the two spellings contradict each other, or None. A setting that only one has is no contradiction."""
-    old, new = _block(raw, "rope_scaling"), _block(raw, "rope_parameters")
-    bases = {
-        "rope_theta": raw.get("rope_theta"),
-        "rope_scaling.rope_theta": old.get("rope_theta"),
-        "rope_parameters.rope_theta": new.get("rope_theta"),
-    }
-    given = {name: _number(name, base, BASE) for name, base in bases.items() if base is not None}
-    if len(set(given.values())) > 1:
-        return " but ".join(f"{name} {base:g}" for name, base in given.items())
-    if new and "rope_scaling" in raw and _scaling(old) != _scaling(new):
-        return f"rope_scaling {dict(old) or None} but rope_parameters {dict(new)}"
-    return None
-
-
 def _number(name: str, value: Any, default: float) -> float:
     """Return a number of the rotary settings, or the default if there is none."""
     if value is None:
@@ -140,12 +124,3 @@ def _kind(rope: Mapping[str, Any]) -> str:
     if not isinstance(kind, str):
         raise InputError("config.json, rope_type", repr(kind)[:80], "a name", "Correct config.json.")
     return kind
-
-
-def _scaling(rope: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return kind and numbers of a block, to compare it with another."""
-    kind = _kind(rope)
-    if kind == "default":
-        return (kind,)
-    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    return (kind, *(None if rope.get(key) is None else _number(key, rope[key], 0.0) for key in keys))

@@ -13,14 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.modules.drafters.eagle.net import EagleConfig
 from draftsmith.modules.drafters.eagle3.net import Eagle3Config
 from draftsmith.modules.formats.base import Package, Problem, Served, TargetFacts
 from draftsmith.modules.formats.eagle1 import Eagle1Format
 from draftsmith.modules.formats.eagle3 import Eagle3Format, Flags, default_layers, layer_ids
-from draftsmith.modules.formats.llama import Biases
+from draftsmith.modules.formats.llama import Biases, LlamaFormat
 from draftsmith.modules.formats.rope import safeailab_rope, transformers_rope
-from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.types import InputError
 
 SYSTEM = "SafeAILab/EAGLE"
@@ -28,47 +26,65 @@ SYSTEM = "SafeAILab/EAGLE"
 CAPTURED = ("llama", "qwen3")
 
 
-class SafeAILabEagle(Eagle1Format):
+class SafeAILab(LlamaFormat):
+    """Head that SafeAILab's web demo serves; the number of drafted tokens has no flag there."""
+
+    name, system = "eagle", SYSTEM
+    target_index = True
+
+    def check_system(self, config: Any) -> None:
+        llama, remedy = config.llama, "Export it with --format vllm or --format sglang."
+        scaling = llama.rope_scaling
+        if llama.head_dim * llama.num_heads != llama.hidden_size:
+            expected = f"hidden_size / num_heads = {llama.hidden_size // llama.num_heads}: {SYSTEM} ignores the field"
+            raise InputError("head_dim", llama.head_dim, expected, remedy)
+        if scaling.kind == "llama3":
+            raise InputError("rope_scaling", "llama3", f"none or linear: {SYSTEM} refuses every other", remedy)
+        if scaling.kind == "linear" and (llama.rope_theta != 10000 or scaling.factor <= 1):
+            found = f"linear by {scaling.factor:g} on base {llama.rope_theta:g}"
+            rule = f"{SYSTEM} takes that base under linear scaling, whatever rope_theta says"
+            raise InputError("rope_scaling", found, f"a factor over 1 on base 10000: {rule}", remedy)
+
+    def problems(self, raw: Mapping[str, Any], target: TargetFacts | None) -> list[Problem]:
+        # vLLM and SGLang read rotary settings in another way.
+        meant, read = transformers_rope(raw), safeailab_rope(raw)
+        differ = (meant.theta, meant.kind) != (read.theta, read.kind)
+        return self.listed({"rope_theta": (differ, f"computes with {read}, not with {meant}")})
+
+    def serve(self, served: Served) -> str:
+        # It takes EAGLE-3 with --no-eagle3 (webui.py: use_eagle3=args.no_eagle3).
+        return (
+            f"python -m eagle.application.webui --base-model-path {shlex.quote(served.model)}"
+            f" --ea-model-path {shlex.quote(served.directory)}{' --no-eagle3' if self.kind == 'eagle3' else ''}"
+        )
+
+
+class SafeAILabEagle(SafeAILab, Eagle1Format):
     """EAGLE-1 head; vLLM reads what is written for it as well.
 
     head_dim and llama3 scaling, which this code does not have, are imported: heads for vLLM come in the same directory.
     """
 
-    name = "eagle"
-    system = SYSTEM
-    target_index = True
     notes = (
         "Its tree of total_token 60, depth 5 and top_k 10 counts the root: here it is eagle2:nodes=59:depth=5:topk=10.",
     )
-
-    def check_system(self, config: EagleConfig) -> None:
-        check_sizes_and_rope(config.llama)
 
     def biases(self, raw: Mapping[str, Any]) -> Biases:
         # `bias` is fc's and true by default (ea_model.py); `qkv_bias` is that of q, k and v (cnets1.py).
         return Biases(fc=bool(raw.get("bias", True)), qkv=bool(raw.get("qkv_bias", False)), o=False, mlp=False)
 
-    def problems(self, raw: Mapping[str, Any], target: TargetFacts | None) -> list[Problem]:
-        return rope_problems(raw)
 
-    def serve(self, served: Served) -> str:
-        return webui(served)
-
-
-class SafeAILabEagle3(Eagle3Format):
+class SafeAILabEagle3(SafeAILab, Eagle3Format):
     """EAGLE-3 head without switches; every other system reads it as well."""
 
-    name = "eagle"
-    system = SYSTEM
     accepted = ("midlayer",)
-    target_index = True
     notes = (
         "Its tree of total_token 60, depth 7 and top_k 10 counts the root: here it is"
         " eagle3-tree:nodes=59:depth=7:topk=10.",
     )
 
     def check_system(self, config: Eagle3Config) -> None:
-        check_sizes_and_rope(config.llama)
+        super().check_system(config)
         for name in Flags._fields:
             if getattr(config, name):
                 expected = f"false: {self.system} ignores it and says nothing"
@@ -97,48 +113,12 @@ class SafeAILabEagle3(Eagle3Format):
         return Biases(fc=False, qkv=False, o=False, mlp=False)
 
     def problems(self, raw: Mapping[str, Any], target: TargetFacts | None) -> list[Problem]:
-        problems, ids = rope_problems(raw), layer_ids(raw, "", "eagle_config")
-        type_of_target = "llama" if target is None else target.raw.get("model_type", "llama")
-        ignored = {
+        ids = layer_ids(raw, "", "eagle_config")
+        model_type = "llama" if target is None else target.raw.get("model_type", "llama")
+        wrong = {
             "speculators_model_type": ("speculators_model_type" in raw, "reads sizes at the top of config.json only"),
             "draft_vocab_size": (raw.get("draft_vocab_size") is None, "raises: the field is missing"),
             "layers": (ids is not None and (target is None or ids != default_layers(target)), "takes 2, L/2 and L-3"),
-            "target_hidden_size": ("target_hidden_size" in raw, "does not copy the target's embedding with it"),
-            "model_type": (type_of_target not in CAPTURED, f"captures no layers of a target of type {type_of_target}"),
+            "model_type": (model_type not in CAPTURED, f"captures no layers of a target of type {model_type}"),
         }
-        return problems + [Problem(where, f"{SYSTEM} {text}") for where, (wrong, text) in ignored.items() if wrong]
-
-    def serve(self, served: Served) -> str:
-        # Its web demo takes EAGLE-3 with --no-eagle3 (webui.py: use_eagle3=args.no_eagle3).
-        return f"{webui(served)} --no-eagle3"
-
-
-def check_sizes_and_rope(llama: LlamaConfig) -> None:
-    """Raise InputError for sizes and rotary settings that SafeAILab's code does not go by."""
-    scaling, remedy = llama.rope_scaling, "Export it with --format vllm or --format sglang."
-    if llama.head_dim * llama.num_heads != llama.hidden_size:
-        expected = f"hidden_size / num_heads = {llama.hidden_size // llama.num_heads}: {SYSTEM} ignores the field"
-        raise InputError("head_dim", llama.head_dim, expected, remedy)
-    if scaling.kind == "llama3":
-        raise InputError("rope_scaling", "llama3", f"none or linear: {SYSTEM} refuses every other", remedy)
-    if scaling.kind == "linear" and (llama.rope_theta != 10000 or scaling.factor <= 1):
-        found = f"linear by {scaling.factor:g} on base {llama.rope_theta:g}"
-        rule = f"{SYSTEM} takes that base under linear scaling, whatever rope_theta says"
-        raise InputError("rope_scaling", found, f"a factor over 1 on base 10000: {rule}", remedy)
-
-
-def rope_problems(raw: Mapping[str, Any]) -> list[Problem]:
-    """Return the problem of rotary settings that it reads in another way than vLLM and SGLang."""
-    meant, read = transformers_rope(raw), safeailab_rope(raw)
-    if (meant.theta, meant.kind) == (read.theta, read.kind):
-        return []
-    rule = "under rope_scaling its base is always 10000" if raw.get("rope_scaling") else "it reads no rope_parameters"
-    return [Problem("rope_theta", f"{SYSTEM} computes with {read}, not with {meant}: {rule}")]
-
-
-def webui(served: Served) -> str:
-    """Return the command of the web demo; the number of drafted tokens has no flag there."""
-    return (
-        f"python -m eagle.application.webui --base-model-path {shlex.quote(served.model)}"
-        f" --ea-model-path {shlex.quote(served.directory)}"
-    )
+        return super().problems(raw, target) + self.listed(wrong)

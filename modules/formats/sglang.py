@@ -17,16 +17,42 @@ from draftsmith.modules.drafters.eagle3.net import Eagle3Config
 from draftsmith.modules.formats.base import Package, Problem, Served, TargetFacts
 from draftsmith.modules.formats.eagle1 import SGLANG_CLASS, Eagle1Format
 from draftsmith.modules.formats.eagle3 import CLASS, IDS, Eagle3Format, Flags, layer_ids
-from draftsmith.modules.formats.llama import Biases, max_positions
+from draftsmith.modules.formats.llama import Biases, LlamaFormat, max_positions
 from draftsmith.modules.formats.rope import transformers_rope
 from draftsmith.modules.types import InputError
 
 
-class SGLangEagle(Eagle1Format):
-    """EAGLE-1 head, for `--speculative-algorithm EAGLE`. Its fusion layer always has a bias."""
+class SGLang(LlamaFormat):
+    """A speculative algorithm of SGLang, EAGLE or EAGLE3."""
 
-    name = "sglang"
-    system = "SGLang"
+    name, system = "sglang", "SGLang"
+
+    def problems(self, raw: Mapping[str, Any], target: TargetFacts | None) -> list[Problem]:
+        # Linear scaling multiplies the positions (configs/model_config.py, _derive_context_length).
+        rope = transformers_rope(raw)
+        stretched = rope.scaling.factor if rope.kind == "linear" else 1.0
+        own, theirs = int(stretched * int(raw.get("max_position_embeddings") or 2048)), max_positions(target)
+        longer = f"raises: the target's context of {theirs} is longer than the draft's {own}. Write a longer one, or "
+        wrong = {
+            "max_position_embeddings": (theirs > own, longer + "set SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1"),
+            "tie_word_embeddings": (raw.get("tie_word_embeddings"), "raises, or drafts with the embedding as lm_head"),
+        }
+        return super().problems(raw, target) + self.listed(wrong)
+
+    def serve(self, served: Served) -> str:
+        # A chain; the target's own token counts among those that it verifies.
+        return (
+            f"python -m sglang.launch_server --model-path {shlex.quote(served.model)}"
+            f" --speculative-algorithm {self.kind.upper()}"
+            f" --speculative-draft-model-path {shlex.quote(served.directory)}"
+            f" --speculative-num-steps {served.num_drafted} --speculative-eagle-topk 1"
+            f" --speculative-num-draft-tokens {served.num_drafted + 1}"
+        )
+
+
+class SGLangEagle(SGLang, Eagle1Format):
+    """EAGLE-1 head. Its fusion layer always has a bias."""
+
     zero_bias = True
     classes = (SGLANG_CLASS,)
 
@@ -49,22 +75,10 @@ class SGLangEagle(Eagle1Format):
         attention = bool(raw.get("attention_bias") or raw.get("bias"))
         return Biases(fc=True, qkv=attention, o=attention, mlp=False)
 
-    def problems(self, raw: Mapping[str, Any], target: TargetFacts | None) -> list[Problem]:
-        problems = super().problems(raw, target) + length_problems(raw, target)
-        if raw.get("tie_word_embeddings"):
-            text = "SGLang raises: it deletes the shared table twice to put the target's in its place"
-            problems.append(Problem("tie_word_embeddings", text))
-        return problems
 
-    def serve(self, served: Served) -> str:
-        return command(served, "EAGLE")
+class SGLangEagle3(SGLang, Eagle3Format):
+    """EAGLE-3 head. Its number k is the OUTPUT of layer k, our number k + 1."""
 
-
-class SGLangEagle3(Eagle3Format):
-    """EAGLE-3 head, for `--speculative-algorithm EAGLE3`. Its number k is the OUTPUT of layer k, our number k + 1."""
-
-    name = "sglang"
-    system = "SGLang"
     prefix = True
     classes = (CLASS,)
 
@@ -95,41 +109,10 @@ class SGLangEagle3(Eagle3Format):
         return Biases(fc=bool(raw.get("bias")), qkv=False, o=o, mlp=False)
 
     def problems(self, raw: Mapping[str, Any], target: TargetFacts | None) -> list[Problem]:
-        problems = super().problems(raw, target) + length_problems(raw, target)
         above = layer_ids(raw, "")
-        ignored = {
+        wrong = {
             "speculators_model_type": ("speculators_model_type" in raw, "does not know such a config.json"),
-            "draft_vocab_size": (
-                raw.get("draft_vocab_size") is None,
-                "raises, or drops lm_head: write it",
-            ),
-            "bias": (raw.get("bias"), "gives fc and o_proj a bias, which our head does not have"),
-            "tie_word_embeddings": (raw.get("tie_word_embeddings"), "drafts with the embedding in place of lm_head"),
+            "draft_vocab_size": (raw.get("draft_vocab_size") is None, "raises, or drops lm_head: write it"),
             IDS: (above is not None and above != self.ids(raw), "does not read it at the top, but in eagle_config"),
         }
-        return problems + [Problem(where, f"{self.system} {text}") for where, (wrong, text) in ignored.items() if wrong]
-
-    def serve(self, served: Served) -> str:
-        return command(served, "EAGLE3")
-
-
-def length_problems(raw: Mapping[str, Any], target: TargetFacts | None) -> list[Problem]:
-    """Return the problem of a target whose context is longer than the draft's, which SGLang refuses."""
-    # Linear scaling multiplies the positions (configs/model_config.py, _derive_context_length).
-    rope = transformers_rope(raw)
-    stretched = rope.scaling.factor if rope.kind == "linear" else 1.0
-    own, theirs = int(stretched * int(raw.get("max_position_embeddings") or 2048)), max_positions(target)
-    if theirs <= own:
-        return []
-    text = f"SGLang raises: the target's context of {theirs} is longer than the draft's {own}. Write a longer one"
-    return [Problem("max_position_embeddings", f"{text}, or set SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1")]
-
-
-def command(served: Served, algorithm: str) -> str:
-    """Return the command that drafts chains; the target's own token counts among those that it verifies."""
-    return (
-        f"python -m sglang.launch_server --model-path {shlex.quote(served.model)} --speculative-algorithm {algorithm}"
-        f" --speculative-draft-model-path {shlex.quote(served.directory)}"
-        f" --speculative-num-steps {served.num_drafted} --speculative-eagle-topk 1"
-        f" --speculative-num-draft-tokens {served.num_drafted + 1}"
-    )
+        return super().problems(raw, target) + self.listed(wrong)

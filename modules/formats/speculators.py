@@ -5,6 +5,7 @@ The layer's settings are an object inside `config.json`, and the file has the ta
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -66,12 +67,11 @@ class SpeculatorsEagle3(Eagle3Format):
 
     def read(self, package: Package, target: TargetFacts | None = None) -> ImportedHead:
         head, tensors = super().read(package, target), {name.removeprefix("model.") for name in package.tensors}
-        problems = list(head.problems)
-        if "embed_tokens.weight" not in tensors:
-            problems.append(Problem("embed_tokens.weight", "speculators does not find it and may leave it undefined"))
-        if head.config.reduced and "t2d" not in tensors:
-            problems.append(Problem("t2d", "speculators raises: t2d tensor hasn't been set"))
-        return ImportedHead(head.config, head.state, head.notes, tuple(problems))
+        lost = {
+            "embed_tokens.weight": ("embed_tokens.weight" not in tensors, "may leave it undefined"),
+            "t2d": (head.config.reduced and "t2d" not in tensors, "raises: t2d tensor hasn't been set"),
+        }
+        return dataclasses.replace(head, problems=(*head.problems, *self.listed(lost)))
 
     def ids(self, raw: Mapping[str, Any]) -> tuple[int, ...] | None:
         return layer_ids(raw, "")
@@ -81,15 +81,14 @@ class SpeculatorsEagle3(Eagle3Format):
         return Biases(fc=False, qkv=attention, o=attention, mlp=bool(raw.get("mlp_bias")))
 
     def problems(self, raw: Mapping[str, Any], target: TargetFacts | None) -> list[Problem]:
-        problems = []
-        if raw.get(TYPE) != "eagle3":
-            problems.append(Problem(TYPE, f"speculators does not load {raw.get(TYPE)!r} as an EAGLE-3 head"))
-        if not isinstance(raw.get("transformer_layer_config"), Mapping):
-            problems.append(Problem("transformer_layer_config", "speculators does not find it"))
-        elif raw.get("model_type") != "llama":
-            text = f"speculators builds the layer of {raw.get('model_type', 'qwen3')!r}: write llama"
-            problems.append(Problem("model_type", text))
-        return problems
+        layer = isinstance(raw.get("transformer_layer_config"), Mapping)
+        other = raw.get("model_type", "qwen3")
+        wrong = {
+            TYPE: (raw.get(TYPE) != "eagle3", f"does not load {raw.get(TYPE)!r} as an EAGLE-3 head"),
+            "transformer_layer_config": (not layer, "does not find it"),
+            "model_type": (layer and other != "llama", f"builds the layer of {other!r}: write llama"),
+        }
+        return self.listed(wrong)
 
     def serve(self, served: Served) -> str:
         # vLLM reads these directories.

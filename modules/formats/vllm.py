@@ -13,14 +13,21 @@ from typing import Any
 from draftsmith.modules.formats.base import Problem, Served, TargetFacts
 from draftsmith.modules.formats.eagle1 import Eagle1Format
 from draftsmith.modules.formats.eagle3 import CLASS, Eagle3Format, Flags, layer_ids
-from draftsmith.modules.formats.llama import Biases
+from draftsmith.modules.formats.llama import Biases, LlamaFormat
 
 
-class VLLMEagle(Eagle1Format):
+class VLLM(LlamaFormat):
+    """A method of vLLM's speculative config, which has the name of the head's kind."""
+
+    name, system = "vllm", "vLLM"
+
+    def serve(self, served: Served) -> str:
+        return command(served, self.kind)
+
+
+class VLLMEagle(VLLM, Eagle1Format):
     """EAGLE-1 head, also of a head_dim or rope that SafeAILab's code does not hold."""
 
-    name = "vllm"
-    system = "vLLM"
     strict = True
     classes = ("LlamaForCausalLM", "EagleLlamaForCausalLM")
 
@@ -32,24 +39,16 @@ class VLLMEagle(Eagle1Format):
         return Biases(fc=False, qkv=qkv, o=attention, mlp=bool(raw.get("mlp_bias")))
 
     def problems(self, raw: Mapping[str, Any], target: TargetFacts | None) -> list[Problem]:
-        problems = super().problems(raw, target)
         # The head's layers count on from the target's, its `layer_types` do not (models/llama.py, LlamaAttention).
         typed, layers = len(raw.get("layer_types") or []), int(raw.get("num_hidden_layers") or 1)
-        if typed and target is not None and (target.num_layers or 0) + layers > typed:
-            problems.append(
-                Problem("layer_types", "vLLM raises: effective_layer_idx is out of bounds. Remove the field")
-            )
-        return problems
-
-    def serve(self, served: Served) -> str:
-        return command(served, "eagle")
+        short = typed and target is not None and (target.num_layers or 0) + layers > typed
+        text = "raises: effective_layer_idx is out of bounds. Remove the field"
+        return super().problems(raw, target) + self.listed({"layer_types": (short, text)})
 
 
-class VLLMEagle3(Eagle3Format):
+class VLLMEagle3(VLLM, Eagle3Format):
     """EAGLE-3 head of any layers and switches."""
 
-    name = "vllm"
-    system = "vLLM"
     classes = (CLASS, "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
 
     def flags(self, raw: Mapping[str, Any]) -> Flags:
@@ -70,9 +69,6 @@ class VLLMEagle3(Eagle3Format):
     def problems(self, raw: Mapping[str, Any], target: TargetFacts | None) -> list[Problem]:
         # It does not read the architectures of a directory of speculators.
         return [] if "speculators_model_type" in raw else super().problems(raw, target)
-
-    def serve(self, served: Served) -> str:
-        return command(served, "eagle3")
 
 
 def command(served: Served, method: str) -> str:

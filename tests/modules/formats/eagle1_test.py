@@ -71,7 +71,6 @@ def test_the_three_directories_differ_in_what_the_systems_read():
     assert zeros.keys() == {"fc.bias", O_BIAS} and not any(tensor.any() for tensor in zeros.values())
 
 
-@pytest.mark.parametrize("name", EAGLE1)
 @pytest.mark.parametrize(
     ("changes", "fc_bias", "reason"),
     [
@@ -83,12 +82,12 @@ def test_the_three_directories_differ_in_what_the_systems_read():
         ({"num_heads": 5, "num_kv_heads": 5, "head_dim": 4}, False, "(num_heads|head_dim): found"),
     ],
 )
-def test_a_head_that_no_system_holds_is_refused(name, changes, fc_bias, reason):
+def test_a_head_that_no_system_holds_is_refused(changes, fc_bias, reason):
     config = EagleConfig(dataclasses.replace(FAMILIES["llama"], **changes), fc_bias)
-    assert not EAGLE1[name].holds(config)
-    with pytest.raises(InputError, match=reason) as error:
-        EAGLE1[name].check(config)
-    assert "\n" not in str(error.value)
+    for format in EAGLE1.values():
+        assert not format.holds(config)
+        with pytest.raises(InputError, match=reason):
+            format.check(config)
 
 
 def test_safeailab_refuses_what_its_code_reads_in_another_way():
@@ -153,13 +152,13 @@ def test_fc_bias_is_kept_if_its_system_uses_it():
 def test_a_bias_that_its_system_would_make_up_is_refused_with_the_remedy():
     for name, config in (("eagle", {"bias": ...}), ("eagle", {"bias": True}), ("sglang", {"bias": ...})):
         copy = changed(written(name), config, {"fc.bias": None})
-        with pytest.raises(InputError, match=r'no fc bias.*Add "bias": false to config.json if'):
+        with pytest.raises(InputError, match=r'no fc bias.*Correct config.json: "bias"'):
             EAGLE1[name].read(copy, TARGET)
     imported = EAGLE1["sglang"].read(changed(written("sglang"), {}, {"fc.bias": None}), TARGET)
     assert not imported.config.fc_bias and [problem.where for problem in imported.problems] == ["fc.bias"]
     for name in EAGLE1:
         biases = [key for key in written(name, "qwen2").tensors if key.endswith("_proj.bias")]
-        with pytest.raises(InputError, match=r'no qkv bias in the file.*"attention_bias"'):
+        with pytest.raises(InputError, match="no qkv bias in the file"):
             EAGLE1[name].read(changed(written(name, "qwen2"), {}, dict.fromkeys(biases)), TARGET)
     with pytest.raises(InputError, match="no o bias in the file"):
         EAGLE1["vllm"].read(changed(written("vllm", "qwen2"), {"attention_bias": True}), TARGET)
@@ -185,26 +184,21 @@ REFUSED = [
     ({}, {"model.fc.weight": torch.ones(H, 2 * H)}, "fc.weight twice"),
     ({"num_attention_heads": 6}, {}, r"self_attn.q_proj.weight is \[12, 12\] in place of \[24, 12\]"),
     ({"num_hidden_layers": 2}, {}, "layers.1.input_layernorm.weight is missing"),
-    ({"rope_theta": 77.0}, {}, "rope_theta 77 but rope_parameters.rope_theta 5000"),
     ({"rope_parameters": ..., "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, {}, "found yarn"),
     ({"rope_parameters": ..., "rope_scaling": {"rope_type": "linear"}}, {}, "rope_scaling: found no factor"),
     ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, {}, "partial_rotary_factor"),
     ({"rms_norm_eps": "tiny"}, {}, "rms_norm_eps: found 'tiny', expected a number"),
     ({"vocab_size": V - 1}, {}, "vocab_size: found 19, expected the target's whole vocabulary .20."),
     ({"draft_vocab_size": 8}, {}, "draft_vocab_size: found 8"),
-    ({"hot_vocab_size": 8}, {}, "hot_vocab_size: found 8"),
     ({"logit_scale": 0.5}, {}, "logit_scale: found 0.5"),
-    ({"hidden_act": "gelu"}, {}, "hidden_act: found gelu"),
-    ({"layer_types": ["sliding_attention"]}, {}, "layer_types: found sliding_attention"),
     ({"quantization_config": {"bits": 4}}, {}, "quantization_config"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["eagle", "sglang"])
 @pytest.mark.parametrize(("config", "tensors", "words"), REFUSED)
-def test_a_head_that_ours_cannot_be_is_refused_in_one_line(name, config, tensors, words):
+def test_a_head_that_ours_cannot_be_is_refused_in_one_line(config, tensors, words):
     with pytest.raises(InputError, match=words) as error:
-        EAGLE1[name].read(changed(written(name), config, tensors), TARGET)
+        EAGLE1["eagle"].read(changed(written("eagle"), config, tensors), TARGET)
     assert "\n" not in str(error.value)
 
 
@@ -213,7 +207,6 @@ DEFECTS = {
     "stray lm_head": ({}, {"lm_head.weight": torch.zeros(V, H)}, dict.fromkeys(EAGLE1, "lm_head.weight")),
     "another class": ({"architectures": ["Qwen3ForCausalLM"]}, {},
                       {"eagle": None, "vllm": "architectures", "sglang": "architectures"}),
-    "no class": ({"architectures": ...}, {}, {"eagle": None, "vllm": "architectures", "sglang": "architectures"}),
     "another model": ({"model_type": "qwen2"}, {}, {"eagle": None, "vllm": "model_type", "sglang": "model_type"}),
     "one layer_type": ({"layer_types": ["full_attention"]}, {}, {"eagle": None, "vllm": "layer_types"}),
     "tied tables": ({"tie_word_embeddings": True}, {}, {"eagle": None, "vllm": None, "sglang": "tie_word_embeddings"}),

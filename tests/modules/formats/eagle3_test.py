@@ -131,7 +131,6 @@ REFUSED = [
     ({"llama_config": llama(rope_scaling=LLAMA3)}, "rope_scaling: found llama3", ("eagle",)),
     ({"llama_config": llama(head_dim=8)}, "head_dim: found 8", ("eagle",)),
     ({"llama_config": llama(qkv_bias=True)}, "qkv_bias: found True", tuple(EAGLE3)),
-    ({"llama_config": llama(o_bias=True)}, "o_bias: found True", tuple(EAGLE3)),
 ]  # fmt: skip
 
 
@@ -215,7 +214,6 @@ DEFECTS = {
                              "eagle": ["draft_vocab_size"] * 2}),
     "bias": ({"bias": True}, {}, {"sglang": None, "eagle": []}),
     "tied tables": ({"tie_word_embeddings": True}, {}, {"vllm": [], "sglang": ["tie_word_embeddings"]}),
-    "target_hidden_size": ({"target_hidden_size": H}, {}, {"vllm": [], "eagle": ["target_hidden_size"]}),
 }  # fmt: skip
 
 
@@ -272,7 +270,6 @@ UNREADABLE = [
     ({"norm_before_fc": True}, {}, "norm_before_fc: found True"),
     ({"target_hidden_size": 99}, {}, "target_hidden_size: found 99"),
     ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "it is no EAGLE-3 head"),
-    ({"logit_scale": 0.5}, {}, "logit_scale: found 0.5"),
 ]  # fmt: skip
 
 
