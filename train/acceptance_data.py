@@ -93,28 +93,23 @@ class MixedText:
 
 @dataclass(frozen=True)
 class StoredTokens:
-    """N drafted tokens of real rounds, in memory.
+    """N drafted tokens of real rounds, as the drafter reads them.
 
     weight: probability that a round verifies the token. owner: the answer that it belongs to; of a collated batch, the
     sample.
     """
 
-    hidden: Tensor  # [N, H], of the drafter's type
     ids: Tensor  # [N] int64
-    features: Tensor  # [N, F] float32
+    hidden: Tensor  # [N, H], of the drafter's type
+    features: Tensor  # [N, F] float32; F is 0 for a head that reads none
     log_q: Tensor  # [N] float32, as all below
     accept_prob: Tensor
     weight: Tensor
     owner: Tensor  # [N] int64
     loss_mask: Tensor  # [N] bool
 
-    @property
-    def num_slots(self) -> int:
-        """Tokens; there is no padding."""
-        return len(self.ids)
-
     def __getitem__(self, rows: Tensor | slice) -> StoredTokens:
-        return StoredTokens(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
+        return StoredTokens(**{name: values[rows] for name, values in vars(self).items()})
 
     @staticmethod
     def joined(parts: Sequence[StoredTokens]) -> StoredTokens:
@@ -133,22 +128,24 @@ class RolloutReader:
         self.drafter, self.head, self.model = drafter, head, drafter.name
         self.branches = drafter.branches(depth)
 
-    def read_rollouts(self, data: RolloutTokens) -> DraftedTokens:
+    def read_rollouts(self, data: RolloutTokens) -> StoredTokens:
         """Return states and labels of the labelled tokens, by the drafter's forward."""
         head, mask = self.head, data.loss_mask
         # [drafts, K] -> [N], labelled tokens only.
         numbers = {name: values[mask] for name, values in vars(data.confidences).items() if values is not None}
         known = TokenConfidences(**numbers)
-        batch = AcceptanceBatch(
-            hidden=self.states(data)[mask],  # [N, H]
+        ids = data.draft_ids[mask]
+        read = [feature_value(name, known) for name in head.features]
+        return StoredTokens(
+            ids=ids,
+            hidden=self.states(data)[mask],
+            features=torch.stack(read, -1) if read else torch.empty(len(ids), 0),
+            log_q=known.log_q,
             accept_prob=(data.overlap if head.state == "undrawn" else data.accept_prob)[mask],
-            loss_mask=mask[mask],
             weight=data.weight[mask],
-            embeds=self.embeds(data.draft_ids[mask]) if head.reads_token else None,
-            features=torch.stack([feature_value(name, known) for name in head.features], -1) if head.features else None,
+            owner=data.owner[:, None].expand(mask.shape)[mask],
+            loss_mask=mask[mask],
         )
-        row = data.owner[:, None].expand(mask.shape)[mask]
-        return DraftedTokens(batch, row, known.log_q)
 
     def states(self, data: RolloutTokens) -> Tensor:
         """Return the drafter's states [drafts, K, H] before each token, or after it."""
@@ -164,10 +161,6 @@ class RolloutReader:
         # A copy: tensors of inference mode cannot be inputs of a graph.
         return torch.cat(states).to(data.draft_ids.device).clone()
 
-    def embeds(self, ids: Tensor) -> Tensor:
-        with torch.no_grad():
-            return self.branches.embed(ids).to(ids.device)
-
     def store(self, samples: Samples, title: str) -> StoredTokens:
         """Read the tokens of labelled answers, answer after answer. title: of the progress bar.
 
@@ -177,14 +170,9 @@ class RolloutReader:
         parts: list[StoredTokens] = []
         with progress_bar(title, len(samples), "answers") as advance:
             for index in range(len(samples)):
-                data = collate_rollouts([samples.item(index, 0)])
-                read, ids = self.read_rollouts(data), data.draft_ids[data.loss_mask]
-                batch = read.batch
-                assert batch.weight is not None and read.log_q is not None
-                features = batch.features if batch.features is not None else torch.empty(len(ids), 0)
-                owner, counts = torch.full_like(ids, index), torch.ones_like(ids, dtype=torch.bool)
-                tokens = (batch.hidden, ids, features, read.log_q, batch.accept_prob, batch.weight, owner, counts)
-                parts.append(StoredTokens(*(values.cpu() for values in tokens))[batch.weight.cpu() >= LEAST_WEIGHT])
+                tokens = self.read_rollouts(collate_rollouts([samples.item(index, 0)]))
+                tokens = dataclasses.replace(tokens, owner=torch.full_like(tokens.ids, index))
+                parts.append(tokens[tokens.weight >= LEAST_WEIGHT])
                 advance(1)
         tokens_of_all = StoredTokens.joined(parts)
         if not len(tokens_of_all.ids):
@@ -193,14 +181,12 @@ class RolloutReader:
 
     def read(self, data: StoredTokens, with_log_q: bool = False) -> DraftedTokens:
         """Return stored tokens with the embeddings that the head reads."""
-        batch = AcceptanceBatch(
-            hidden=data.hidden,
-            accept_prob=data.accept_prob,
-            loss_mask=data.loss_mask,
-            weight=data.weight,
-            embeds=self.embeds(data.ids) if self.head.reads_token else None,
-            features=data.features if self.head.features else None,
-        )
+        embeds = None
+        if self.head.reads_token:
+            with torch.no_grad():
+                embeds = self.branches.embed(data.ids).to(data.ids.device)  # [N, H]
+        features = data.features if self.head.features else None
+        batch = AcceptanceBatch(data.hidden, data.accept_prob, data.loss_mask, data.weight, embeds, features)
         return DraftedTokens(batch, data.owner, data.log_q if with_log_q else None)
 
     def batches(self, tokens: StoredTokens) -> Iterator[AcceptanceBatch]:

@@ -151,9 +151,8 @@ class Telemetry(pl.Callback):
         # The time since the last part was spent waiting for this one.
         self._window.waited_s += self._pass()
         self._window.tokens += sum(batch.real_lengths)
-        # With padding: the size of the first tensor, the ids; stored tokens have none.
-        tensors = [value for value in vars(batch.data).values() if isinstance(value, Tensor)]
-        self._window.slots += getattr(batch.data, "num_slots", tensors[0].numel())
+        # With padding: the size of the first tensor, the ids.
+        self._window.slots += next(v.numel() for v in vars(batch.data).values() if isinstance(v, Tensor))
         self._window.flops += pl_module.flops(batch)
 
     def on_train_batch_end(

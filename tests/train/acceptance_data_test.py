@@ -69,12 +69,11 @@ def test_stored_tokens_equal_those_of_each_answer(samples, reader, tokens):
     for index in range(len(samples)):
         data = collate_rollouts([samples.item(index, 0)])
         read, own = reader.read_rollouts(data), tokens[tokens.owner == index]
-        kept = read.batch.weight >= LEAST_WEIGHT
+        kept = read.weight >= LEAST_WEIGHT
         assert 0 < len(own.ids) == int(kept.sum())
         assert torch.equal(own.ids, data.draft_ids[data.loss_mask][kept])
-        assert torch.equal(own.log_q, read.log_q[kept])
-        for name in ("hidden", "features", "accept_prob", "weight"):
-            assert torch.equal(getattr(own, name), getattr(read.batch, name)[kept])
+        for name in ("hidden", "features", "log_q", "accept_prob", "weight"):
+            assert torch.equal(getattr(own, name), getattr(read, name)[kept])
 
 
 def test_batches_are_drawn_from_all_answers_and_hold_each_token_once(samples, tokens):

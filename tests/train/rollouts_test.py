@@ -70,7 +70,9 @@ def test_states_equal_those_of_each_draft_read_alone(artefacts, rollouts, state)
     known = ("repeat_mean" if state == "undrawn" else "log_q", "depth", "temperature", "entropy")
     head = AcceptanceHeadConfig(32, state=state, features=known)
     batch = a_batch(rollouts)
-    found = RolloutReader(FrozenDrafter(draft, {}), head, DEPTH).read_rollouts(batch)
+    reader = RolloutReader(FrozenDrafter(draft, {}), head, DEPTH)
+    found = reader.read_rollouts(batch)
+    embeds = reader.read(found).batch.embeds
     states, numbers, weights, accept = [], [], [], []
     for number, text in drafts_of(batch):
         hidden = draft.features(torch.tensor([[*text, *batch.draft_ids[number].tolist()]]))[0]
@@ -89,16 +91,16 @@ def test_states_equal_those_of_each_draft_read_alone(artefacts, rollouts, state)
             accept.append(float(batch.overlap[number, place]) if state == "undrawn" else prob)
             reach *= prob * (int(token) not in draft.info.eos_ids)
     kept = torch.tensor(weights) > 0
-    assert torch.allclose(found.batch.hidden, torch.stack(states)[kept], atol=1e-5)
-    assert torch.allclose(found.batch.features, torch.tensor(numbers)[kept], atol=1e-4)
-    assert torch.allclose(found.batch.weight, torch.tensor(weights)[kept], atol=1e-6)
-    assert torch.equal(found.batch.accept_prob, torch.tensor(accept)[kept])
-    assert state == "undrawn" or torch.equal(found.log_q, found.batch.features[:, 0])
+    assert torch.allclose(found.hidden, torch.stack(states)[kept], atol=1e-5)
+    assert torch.allclose(found.features, torch.tensor(numbers)[kept], atol=1e-4)
+    assert torch.allclose(found.weight, torch.tensor(weights)[kept], atol=1e-6)
+    assert torch.equal(found.accept_prob, torch.tensor(accept)[kept])
+    assert state == "undrawn" or torch.equal(found.log_q, found.features[:, 0])
     if state == "before":
-        assert torch.equal(found.batch.embeds, draft.embed(batch.draft_ids[batch.loss_mask]))
+        assert torch.equal(embeds, draft.embed(batch.draft_ids[batch.loss_mask]))
     else:
-        assert found.batch.embeds is None
-    assert not found.batch.hidden.is_inference()
+        assert embeds is None
+    assert not found.hidden.is_inference()
 
 
 @pytest.mark.parametrize("state", ["before", "after"])
