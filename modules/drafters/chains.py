@@ -5,13 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Literal
 
 from draftsmith.modules.acceptance.policies import (
     ConfidenceName,
     CostRule,
     OnlinePredictor,
-    PredictionRule,
     Predictor,
     PredictorStop,
     ThresholdRule,
@@ -105,7 +104,7 @@ class StopRule(Chain, ABC):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        return (self.drafter,)
+        return (self.drafter, *self.uses)
 
 
 @dataclass(frozen=True)
@@ -121,23 +120,6 @@ class Bounded(StopRule, ABC):
         at_least("max", self.max, self.min)
 
 
-@dataclass(frozen=True)
-class ByPrediction(Bounded, ABC):
-    """A chain that ends by the probabilities that its tokens are accepted."""
-
-    @abstractmethod
-    def predictors(self, models: Models, count: int) -> Sequence[Predictor]:
-        """Make a predictor for each row."""
-
-    @abstractmethod
-    def rule(self, models: Models, rows: int) -> PredictionRule:
-        """Make the rule of one row."""
-
-    def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
-        predictors = self.predictors(models, rows)
-        return [PredictorStop(predictor, self.rule(models, rows), self.min, self.max) for predictor in predictors]
-
-
 def head_predictors(models: Models, drafter: str, count: int, calibrated: bool) -> Sequence[HeadPredictor]:
     """Make predictors of the drafter's acceptance head. calibrated: its probability; else its raw output."""
     assert models.acceptance is not None
@@ -146,7 +128,7 @@ def head_predictors(models: Models, drafter: str, count: int, calibrated: bool) 
 
 
 @dataclass(frozen=True)
-class SpecDecPlusPlus(ByPrediction):
+class SpecDecPlusPlus(Bounded):
     """SpecDec++: stopped by the acceptance head once 1 - (product of its outputs) > h.
 
     calibrated: off applies h to the head's raw output, as the paper does; on to its calibrated probability.
@@ -155,24 +137,19 @@ class SpecDecPlusPlus(ByPrediction):
     h: float = 0.7
     min: int = 2
     calibrated: bool = False
+    uses = ("acceptance",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         between("h", self.h, 0, 1)
 
-    @property
-    def needs(self) -> tuple[str, ...]:
-        return (self.drafter, "acceptance")
-
-    def predictors(self, models: Models, count: int) -> Sequence[Predictor]:
-        return head_predictors(models, self.drafter, count, self.calibrated)
-
-    def rule(self, models: Models, rows: int) -> PredictionRule:
-        return ThresholdRule(self.h)
+    def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
+        predictors = head_predictors(models, self.drafter, rows, self.calibrated)
+        return [PredictorStop(predictor, ThresholdRule(self.h), self.min, self.max) for predictor in predictors]
 
 
 @dataclass(frozen=True)
-class CostAware(ByPrediction, ABC):
+class CostAware(Bounded, ABC):
     """Stopped once one more token is worth less than its time, without a threshold (`policies.CostRule`).
 
     c: time of one more drafted token, and of verifying it, by the time of a round without a draft; auto measures it on
@@ -187,22 +164,24 @@ class CostAware(ByPrediction, ABC):
         if not isinstance(self.c, str) and not self.c > 0:
             raise InputError("c", self.c, "a number above 0, or auto", "Correct it.")
 
-    def rule(self, models: Models, rows: int) -> PredictionRule:
-        return CostRule(models.times.step_cost(models, self.drafter, rows) if isinstance(self.c, str) else self.c)
+    @abstractmethod
+    def predictors(self, models: Models, count: int) -> Sequence[Predictor]:
+        """Make a predictor of acceptance for each row."""
+
+    def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
+        c = models.times.step_cost(models, self.drafter, rows) if isinstance(self.c, str) else self.c
+        predictors = self.predictors(models, rows)
+        return [PredictorStop(predictor, CostRule(c), self.min, self.max) for predictor in predictors]
 
 
 @dataclass(frozen=True)
 class HeadByCost(CostAware):
     """The acceptance head's calibrated probabilities, and the cost of one more token: no threshold to choose."""
 
-    calibrated: ClassVar[bool] = True
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        return (self.drafter, "acceptance")
+    uses = ("acceptance",)
 
     def predictors(self, models: Models, count: int) -> Sequence[Predictor]:
-        return head_predictors(models, self.drafter, count, self.calibrated)
+        return head_predictors(models, self.drafter, count, calibrated=True)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ drafter, in a module that lists it in METHODS.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -36,7 +37,7 @@ METHOD_MODULES = (
 
 # Follows the name of a method that does not keep the target's distribution, wherever it is shown.
 LOSSY = " (not lossless)"
-SWITCH = {"on": True, "true": True, "yes": True, "off": False, "false": False, "no": False}
+SWITCH = {"on": True, "off": False}
 
 
 class MachineTimes:
@@ -196,26 +197,23 @@ def parse_method(label: str, more: Mapping[str, type[Method]] | None = None) -> 
 
 
 def convert(name: str, text: str, kind: Any) -> Any:
-    """Convert the text of a setting to its type."""
-    if kind is bool:
-        if text.lower() not in SWITCH:
-            raise InputError(name, repr(text), "on or off", "Correct it.")
-        return SWITCH[text.lower()]
-    if get_origin(kind) is Literal:
-        if text not in get_args(kind):
-            raise InputError(name, repr(text), f"one of {', '.join(get_args(kind))}", "Choose one of these.")
-        return text
-    allowed: tuple[str, ...] = ()
-    if get_origin(kind) in (Union, UnionType):  # a number, or a word
-        kind, words = get_args(kind)
-        allowed = get_args(words)
-    if text in allowed:
-        return text
-    try:
-        return kind(text)
-    except ValueError as error:
-        names = {int: "an integer", float: "a number"}
-        raise InputError(name, repr(text), " or ".join([names[kind], *allowed]), "Correct it.") from error
+    """Convert the text of a setting to its type: a switch, a word, a number, or a number or a word."""
+    words: tuple[str, ...] = ()
+    if get_origin(kind) in (Union, UnionType):
+        kind, literal = get_args(kind)
+        words = get_args(literal)
+    elif get_origin(kind) is Literal:
+        words = get_args(kind)
+    elif kind is bool:
+        words = tuple(SWITCH)
+    if kind is str or text in words:
+        return SWITCH[text] if kind is bool else text
+    numbers = {int: "an integer", float: "a number"}
+    if kind in numbers:
+        words = (numbers[kind], *words)
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    raise InputError(name, repr(text), " or ".join(words), "Correct it.")
 
 
 def check_needs(named: Named, given: Mapping[str, str]) -> None:
@@ -228,7 +226,4 @@ def check_needs(named: Named, given: Mapping[str, str]) -> None:
     for need in named.method.needs:
         if need not in given:
             what, option = known.get(need, (f"a head of kind {need}", "--draft HEAD"))
-            drafters = [(kind, path) for kind, path in given.items() if kind not in ("target", "mid", "acceptance")]
-            kinds = (f"{path} is {'no head' if kind == 'draft' else f'of kind {kind}'}" for kind, path in drafters)
-            found = f"{named.label} without {what}" + (f" ({', '.join(kinds)})" if drafters else "")
-            raise InputError("methods", found, option, f"Pass {option}: {what}.")
+            raise InputError("methods", f"{named.label} without {what}", option, f"Pass {option}: {what}.")

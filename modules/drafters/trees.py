@@ -51,25 +51,16 @@ class DynamicTrees(Method, ABC):
     rerank: bool = True
 
     def __post_init__(self) -> None:
-        for name, value in (("depth", self.most_depth), ("topk", self.topk)):
-            at_least(name, value, 1)
+        at_least("depth", self.most_depth, 1)
+        at_least("topk", self.topk, 1)
         if self.depth == "auto" and self.nodes != "auto":
             raise InputError("depth", f"auto with nodes={self.nodes}", "nodes=auto with it", "Give a depth.")
-        if self.nodes == "auto":
-            if not self.by_values:
-                found = "auto with value=off or rerank=off"
-                raise InputError("nodes", found, "values that are probabilities", "Give a number of nodes.")
-            return
-        at_least("nodes", self.nodes, 1)
-        at_most("nodes", self.nodes, MAX_NODES)
-        at_most("nodes", self.nodes, self.num_candidates)
-
-    @property
-    def num_candidates(self) -> int:
-        """Number of nodes that a tree is chosen from."""
-        if self.rerank:
-            return num_candidates(self.topk, self.most_depth + 1)
-        return self.topk * (self.most_depth + 1)
+        if self.nodes != "auto":
+            at_least("nodes", self.nodes, 1)
+            at_most("nodes", self.nodes, self.most_nodes)
+        elif not (self.value and self.rerank):
+            # A rule takes the best of the nodes by values that are probabilities.
+            raise InputError("nodes", "auto with value=off or rerank=off", "both on", "Give a number of nodes.")
 
     @property
     def most_depth(self) -> int:
@@ -78,13 +69,9 @@ class DynamicTrees(Method, ABC):
 
     @property
     def most_nodes(self) -> int:
-        """`nodes`, or the most that auto takes."""
-        return min(MAX_NODES, self.num_candidates) if self.nodes == "auto" else self.nodes
-
-    @property
-    def by_values(self) -> bool:
-        """Whether the nodes are the best of all candidates, so that fewer nodes are a prefix of more."""
-        return self.value and self.rerank
+        """Number of nodes that a tree is chosen from, or the most that the target scores."""
+        levels = self.most_depth + 1
+        return min(MAX_NODES, num_candidates(self.topk, levels) if self.rerank else self.topk * levels)
 
     def build(self, models: Models, rows: int = 1) -> Drafter:
         if self.nodes != "auto":

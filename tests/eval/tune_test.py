@@ -15,7 +15,7 @@ from draftsmith.eval.report.tables import from_json
 from draftsmith.eval.tune import PRECISIONS, halve, precision_speeds, settings_to_try
 from draftsmith.launch.cli import main
 from draftsmith.launch.commands import configure
-from draftsmith.modules.drafters.chains import ByPrediction
+from draftsmith.modules.drafters.chains import Bounded
 from draftsmith.modules.drafters.methods import parse_methods
 from draftsmith.modules.engine.low_precision import can_int8
 
@@ -136,4 +136,4 @@ def test_settings_follow_from_the_models(models):
     assert not [named for named in only if "eagle" in named.label or "specdec" in named.label]
     for depth in (1, 2, 3):
         short = settings_to_try(config_of(models, "--depth", str(depth)), "draft")
-        assert max(named.method.max for named in short if isinstance(named.method, ByPrediction)) == depth
+        assert max(named.method.max for named in short if isinstance(named.method, Bounded)) == depth

@@ -49,13 +49,12 @@ def test_specdecpp_defaults_are_the_papers():
         ("hf-assisted:t=1", ["t: found 1.0", "0 (off) or a probability below 1"]),
         ("confidence:drafter=lookup", ["'lookup'", "one of draft, eagle"]),
         ("self-verify:k=0", ["k: found 0"]),
-        ("medusa:accept=often", ["medusa, accept", "'often'", "exact, typical"]),
+        ("medusa:accept=often", ["medusa, accept", "'often'", "exact or typical"]),
         ("medusa:accept=typical:eps=2", ["eps: found 2.0"]),
         ("medusa:accept=typical:delta=0", ["delta: found 0.0"]),
         ("eagle2:nodes=200", ["nodes: found 200", "128 or less"]),
         ("eagle2:nodes=30:depth=1:topk=5:rerank=off", ["nodes: found 30", "10 or less"]),
         ("eagle2:nodes=some", ["eagle2, nodes", "'some'", "an integer or auto"]),
-        ("eagle2:nodes=auto:value=off", ["nodes: found auto with value=off", "probabilities"]),
         ("eagle2:nodes=auto:rerank=off", ["nodes: found auto with value=off or rerank=off"]),
         ("eagle2:depth=auto", ["depth: found auto with nodes=60", "nodes=auto"]),
         ("eagle2:value=maybe", ["'maybe'", "on or off"]),
@@ -65,7 +64,7 @@ def test_specdecpp_defaults_are_the_papers():
         ("online:c=little", ["online, c", "'little'", "a number or auto"]),
         ("cost:c=0", ["c: found 0.0", "above 0, or auto"]),
         ("cost:c=nan", ["c: found nan", "above 0, or auto"]),
-        ("online:by=entropy", ["'entropy'", "one of q, max_q"]),
+        ("online:by=entropy", ["'entropy'", "q or max_q"]),
         ("online:min=3:max=2", ["max: found 2", "3 or more"]),
     ],
 )
@@ -98,7 +97,6 @@ def test_a_trees_nodes_are_a_number_or_auto():
     assert (auto.nodes, auto.most_nodes) == ("auto", 4 + 2 * 16)
     assert parse_method("eagle2:nodes=auto").most_nodes == 128
     assert parse_method("eagle2:nodes=auto:depth=auto:topk=2").most_nodes == 2 + 8 * 4
-    assert (parse_method("eagle2:nodes=7").most_nodes, parse_method("eagle2").needs) == (7, ("eagle",))
 
 
 def test_every_method_of_this_engine_can_be_batched():
