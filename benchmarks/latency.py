@@ -440,7 +440,7 @@ def long_context(pair: Pair, tokens: int, repeats: int) -> Iterator[Number]:
 
 
 def trace_cost(pair: Pair, repeats: int) -> Iterator[Number]:
-    """Measure decoding with `decode --trace`; its lines are written off the clock, after the response."""
+    """Measure decoding with its rounds recorded; their lines are written off the clock, after the response."""
     session = pair.session or pair.packed[0].session(1, pair.capacity)
     plain = replace(pair.chain(pair.packed, SAMPLING), session=session)
 
@@ -450,7 +450,7 @@ def trace_cost(pair: Pair, repeats: int) -> Iterator[Number]:
 
     seconds = interleaved({"plain": pair.answer(plain), "traced": with_trace}, 3 * repeats, pair.clock)
     cost = 100 * (paired_ratio(seconds["traced"], seconds["plain"]) - 1)
-    yield Number(f"spec:k={K} with decode --trace, T=1, time added", pair.name, cost, "%", "<= 2")
+    yield Number(f"spec:k={K} with its rounds recorded, T=1, time added", pair.name, cost, "%", "<= 2")
 
 
 def measure_all(config: LatencyConfig) -> Iterator[Number]:

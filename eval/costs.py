@@ -6,6 +6,7 @@ make drafts of other lengths. So they are saved with a run's results, and a resu
 
 from __future__ import annotations
 
+import functools
 import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -114,12 +115,9 @@ def measure_step_cost(models: Models, drafter: str, rows: int, clock: Clock) -> 
     """Return c, measured on greedy answers with two fixed draft lengths, interleaved.
 
     A round with n drafted tokens takes round_s + n * step_s: a target call, and for every drafted token the draft's
-    step, its predictor, and one more row for the target to read. c = step_s / round_s. It is 1 where the context has
-    no room for drafts of two lengths.
+    step, its predictor, and one more row for the target to read. c = step_s / round_s; 1 for a head of one token.
     """
-    target = models.target
-    limit = target.info.max_position
-    prompts = [[1] * max(1, min(C_PROMPT, limit // 2))] * rows
+    target, prompts = models.target, [[1] * C_PROMPT] * rows
 
     def answering(k: int) -> Callable[[int], list[Generation]]:
         # These answers never end, so that all have the same number of tokens.
@@ -137,7 +135,7 @@ def measure_step_cost(models: Models, drafter: str, rows: int, clock: Clock) -> 
     started = clock()
     short(1)
     slow = clock() - started > SLOW_S
-    num_tokens = min(C_TOKENS // 2 if slow else C_TOKENS, limit - len(prompts[0]))
+    num_tokens = C_TOKENS // 2 if slow else C_TOKENS
     traces = [answer(num_tokens)[0].trace for answer in (short, long)]
     num_rounds = [max(len(trace.steps), 1) for trace in traces]
     few, many = (trace.num_draft_tokens / count for trace, count in zip(traces, num_rounds, strict=True))
@@ -158,26 +156,17 @@ def measure_step_cost(models: Models, drafter: str, rows: int, clock: Clock) -> 
 
 @torch.inference_mode()
 def time_target_trees(target: CausalLM, prompt: Sequence[int], clock: Clock) -> dict[int, float]:
-    """Return the median seconds of a target call that scores a tree, by its rows, behind the prompt.
-
-    A short context is measured as far as it has positions, behind half of it at least.
-    """
-    limit = target.info.max_position
-    kept = max(1, min(len(prompt), limit - min(max(TREE_ROWS), limit // 2)))
-    session = target.session(1, kept + max(TREE_ROWS) + 1)
-    session.extend([prompt[:kept]])
-
+    """Return the median seconds of a target call that scores a tree, by its rows, behind the prompt."""
+    session = target.session(1, len(prompt) + max(TREE_ROWS) + 1)
+    session.extend([prompt])
     # The root, then CHILDREN children of every node.
     parents = [-1, *(node // CHILDREN for node in range(max(TREE_ROWS) - 1))]
-    levels: list[int] = []
-    for parent in parents:
-        levels.append(1 + (levels[parent] if parent >= 0 else 0))
 
     def call(rows: int) -> None:
         session.extend([[prompt[i % len(prompt)] for i in range(rows)]], [parents[:rows]], num_logits=rows)
-        session.keep([kept])
+        session.keep([len(prompt)])
 
-    calls = {str(rows): lambda rows=rows: call(rows) for rows in TREE_ROWS if levels[rows - 1] <= limit - kept}
+    calls = {str(rows): functools.partial(call, rows) for rows in TREE_ROWS}
     return {int(rows): seconds for rows, seconds in medians(calls, TREE_REPEATS, clock).items()}
 
 
@@ -185,30 +174,25 @@ def time_target_trees(target: CausalLM, prompt: Sequence[int], clock: Clock) -> 
 def time_draft_steps(target: CausalLM, drafter: Drafter, prompt: Sequence[int], clock: Clock) -> dict[str, float]:
     """Return seconds of a draft's `first` step (tree: level), which reads what was emitted, and of each further `step`.
 
-    Drafts of one and of DRAFT_STEPS steps are made in turn along a greedy answer of the target. Where the context has
-    no room for a second step, it costs what the first does; where it has no room for drafts, they cost nothing.
+    Drafts of one and of DRAFT_STEPS steps are made in turn along a greedy answer of the target.
     """
-    room = target.info.max_position - len(prompt)
-    num_tokens = min(DRAFT_ROUNDS + 1, room)
-    session = target.session(1, len(prompt) + num_tokens, drafter.capture)
+    session = target.session(1, len(prompt) + DRAFT_ROUNDS + 1, drafter.capture)
     scores = session.extend([prompt], num_logits=1)
     token = int(scores.logits[0, -1].argmax())
     drafter.begin(0, prompt, scores.features[0], token)
     seconds: dict[int, list[float]] = {}  # by forwards of the drafter
-    for number in range(num_tokens - 1):
-        steps = min(DRAFT_STEPS if number % 2 else 1, room - 1 - number)
+    for number in range(DRAFT_ROUNDS):
+        steps = DRAFT_STEPS if number % 2 else 1
         started = clock()
         (tree,) = drafter.propose([steps], GREEDY, [TorchSource(SEED)])
         taken = clock() - started
         # The first draft reads the prompt as well.
-        if number and tree.tokens and tree.draft_calls:
+        if number:
             seconds.setdefault(tree.draft_calls, []).append(taken)
         scores = session.extend([[token]], num_logits=1)
         token = int(scores.logits[0, -1].argmax())
         drafter.advance([Outcome((token,), 0, scores.features[0], scores.logits[0])])
     # Two points of a straight line: the drafts with the fewest and with the most forwards.
-    if not seconds:
-        return {"first": 0.0, "step": 0.0}
     few, many = min(seconds), max(seconds)
     fewest_s, most_s = statistics.median(seconds[few]), statistics.median(seconds[many])
     step = max(most_s - fewest_s, 0.0) / (many - few) if many > few else fewest_s / few

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -15,13 +14,11 @@ from rich.text import Text
 from draftsmith.data.console import add_result, log_note
 from draftsmith.data.models.loading import load_tokenizer, name_nonfinite
 from draftsmith.data.settings import DraftSettings, Sampling, check_positive
-from draftsmith.data.store.files import make_directory, write_text
 from draftsmith.data.text.conversations import well_formed
 from draftsmith.data.text.template import RowError, load_chat_tokenizer, prompt_ids
 from draftsmith.eval.answer import TokenStream
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.runner import EngineRunner, load_run, trained_for
-from draftsmith.eval.bench.trace import trace_text, traced
 from draftsmith.eval.settings import AnswerLength, Running
 from draftsmith.modules.decoding.loop import Generation, Round
 from draftsmith.modules.decoding.trace import pool
@@ -46,7 +43,6 @@ class DecodeConfig(DraftSettings, AnswerLength, Sampling, Running):
             the acceptance head where one is given.
         system: a system message that goes before the prompt.
         raw: read the prompt as it is, without the chat template.
-        trace: JSON-lines file that receives a line for every round.
     """
 
     prompt: str
@@ -57,7 +53,6 @@ class DecodeConfig(DraftSettings, AnswerLength, Sampling, Running):
     system: str | None = None
     raw: bool = False
     max_new_tokens: int = field(default=256, kw_only=True)
-    trace: Path | None = None
 
 
 def run(config: DecodeConfig) -> Generation:
@@ -80,7 +75,7 @@ def run(config: DecodeConfig) -> Generation:
     stream = TokenStream(tokenizer)
     answer: list[str] = []
 
-    def show(pieces: Iterator[tuple[str, bool]]) -> None:
+    def show(pieces: Iterable[tuple[str, bool]]) -> None:
         text = Text()
         for piece, drafted in pieces:
             text.append(piece, DRAFTED if drafted else OWN)
@@ -92,19 +87,10 @@ def run(config: DecodeConfig) -> Generation:
 
     session = models.target.session(1, models.capacity, () if drafter is None else drafter.capture)
     runner = EngineRunner(models.target, drafter, params, models.ends, on_round, session)
-    if config.trace is not None:
-        # A file that cannot be written is an error before the answer, not behind it.
-        make_directory(config.trace.parent)
-        write_text(config.trace, "")
     start = time.perf_counter()
     with name_nonfinite([bench_prompt.id]):
-        if config.trace is None:
-            (generation,) = runner([prompt], config.max_new_tokens, [config.seed])
-        else:
-            generation, rounds = traced(runner, prompt, config.max_new_tokens, config.seed)
+        (generation,) = runner([prompt], config.max_new_tokens, [config.seed])
     elapsed_s = time.perf_counter() - start
-    if config.trace is not None:
-        write_text(config.trace, trace_text(named.label, bench_prompt, params, rounds))
     show(stream.finish())
     console.print()
 

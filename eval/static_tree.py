@@ -2,7 +2,7 @@
 
 The target answers the prompts greedily. At every position of these answers, and at every depth behind it, the rank of
 the target's token among the head's is counted. The tree with the most expected accepted tokens is grown from these
-shares, written as YAML, and decoded with.
+shares and written as YAML.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from draftsmith.data.store.files import make_directory, write_json, write_text
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
 from draftsmith.eval.bench.results import RESULTS, describe
-from draftsmith.eval.bench.runner import load_run, read_tree
+from draftsmith.eval.bench.runner import load_run
 from draftsmith.eval.report.tables import to_json
 from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
 from draftsmith.modules.decoding.branches import BranchDrafter
 from draftsmith.modules.decoding.loop import generate_one
-from draftsmith.modules.decoding.trace import DecodeTrace, pool
 from draftsmith.modules.decoding.tree import MAX_NODES, expected_accepted, likeliest_paths
 from draftsmith.modules.drafters.methods import Models, Named, known_methods, parse_method
 from draftsmith.modules.drafters.trees import StaticTrees
@@ -41,7 +40,7 @@ GREEDY = SamplingParams()
 
 @dataclass(frozen=True)
 class TreeConfig(DraftSettings, PromptChoice, AnswerLength, Running):
-    """Chooses a static draft tree for a head by its accuracies on prompts, greedily, and measures it on them.
+    """Chooses a static draft tree for a head by its accuracies on prompts, greedily.
 
     Attributes:
         target: Model directory, hub id or embedded:target.
@@ -65,7 +64,7 @@ class TreeConfig(DraftSettings, PromptChoice, AnswerLength, Running):
 
 @sole_writer()
 def run(config: TreeConfig) -> Path:
-    """Choose the tree, print its accuracies, expected and measured tau, and write `output`/tree.yaml and results.json.
+    """Choose the tree, print its accuracies and its expected tau, and write `output`/tree.yaml and results.json.
 
     Raises:
         InputError: no head, several, or one that drafts no static trees; a head that is never right.
@@ -102,28 +101,27 @@ def run(config: TreeConfig) -> Path:
     )
     write_text(file, about + "".join(f"- {list(path)}\n" for path in paths))
 
-    # Decode the prompts with the tree as it was written.
-    chosen = parse_method(f"{method}:tree={file}")
-    drafter = chosen.build(dataclasses.replace(models, trees={**models.trees, str(file): read_tree(str(file))}))
-    traces: list[DecodeTrace] = []
-    for prompt in prompts:
-        source = TorchSource(config.seed)
-        answer = generate_one(
-            models.target, drafter, prompt.prompt_ids, GREEDY, config.max_new_tokens, source, models.ends
-        )
-        traces.append(answer.trace)
-    tau = pool(traces).tau
-
     depths = [sum(len(path) == level for path in paths) for level in range(1, 1 + max(map(len, paths)))]
-    table = accuracy_table(accuracies, depths)
+    shown = min(4, len(accuracies[0]))
+    columns = [
+        Column("depth", "depth"),
+        *(Column(f"rank_{rank}", f"rank {rank + 1}", ".1%") for rank in range(shown)),
+        Column("any", "any rank", ".1%"),
+        Column("nodes", "nodes", ",d"),
+    ]
+    rows: list[dict[str, Any]] = [
+        {"depth": depth, "any": sum(level), "nodes": depths[depth - 1] if depth <= len(depths) else 0}
+        | {f"rank_{rank}": level[rank] for rank in range(shown)}
+        for depth, level in enumerate(accuracies, 1)
+    ]
+    about = "Shares of places where those before were right; the target's greedy answers."
+    table = Table("accuracies", "How often the token of a rank is the target's", columns, rows, about)
     print_table(table)
     meta = describe("tree", config, models.target, prompts, config.prompts, {})
-    summary = {"nodes": len(paths), "depths": depths, "expected_tau": expected_tau, "tau": tau, "paths": paths}
+    summary = {"nodes": len(paths), "depths": depths, "expected_tau": expected_tau, "paths": paths}
     results = {"meta": meta, "tables": to_json([table]), "summary": json_values(summary), "accuracies": accuracies}
     write_json(config.output / RESULTS, results)
-    print_text(
-        f"{len(paths)} nodes, by depth {depths}: {expected_tau:.3f} tokens a round expected, measured tau {tau:.3f}"
-    )
+    print_text(f"{len(paths)} nodes, by depth {depths}: {expected_tau:.3f} tokens a round expected")
     print_text(f"Use it: --methods {method}:tree={file}")
     return config.output
 
@@ -182,21 +180,3 @@ def count_ranks(
 
     branches.grow(starts, depth, draw)
     return right, reached
-
-
-def accuracy_table(accuracies: Sequence[Sequence[float]], depths: Sequence[int]) -> Table:
-    """Build a table with one row a depth. depths: nodes of the chosen tree at each."""
-    shown = min(4, len(accuracies[0]))
-    columns = [
-        Column("depth", "depth"),
-        *(Column(f"rank_{rank}", f"rank {rank + 1}", ".1%") for rank in range(shown)),
-        Column("any", "any rank", ".1%"),
-        Column("nodes", "nodes", ",d"),
-    ]
-    rows: list[dict[str, Any]] = [
-        {"depth": depth, "any": sum(level), "nodes": depths[depth - 1] if depth <= len(depths) else 0}
-        | {f"rank_{rank}": level[rank] for rank in range(shown)}
-        for depth, level in enumerate(accuracies, 1)
-    ]
-    about = "Shares of places where those before were right; the target's greedy answers."
-    return Table("accuracies", "How often the token of a rank is the target's", columns, rows, about)

@@ -8,8 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.console import Column, Table, format_interval, log_note, print_table, print_text
-from draftsmith.data.store.files import make_directory, write_text
+from draftsmith.data.console import Column, Table, format_interval, print_table, print_text
 from draftsmith.data.store.manifest import differences, flatten
 from draftsmith.data.store.reading import check_shape, read_object
 from draftsmith.eval.bench.results import (
@@ -25,7 +24,6 @@ from draftsmith.eval.bench.results import (
     totals_of,
 )
 from draftsmith.eval.clock import ClockName
-from draftsmith.eval.report.tables import markdown
 from draftsmith.modules.types import InputError
 
 # Settings without which two runs did not do the same work.
@@ -50,12 +48,10 @@ class CompareConfig:
 
     Attributes:
         runs: directories of the two runs; ratios and differences are those of the second over the first.
-        output: Markdown file that receives the tables too.
         seed: of the bootstrap.
     """
 
     runs: list[str]
-    output: Path | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -80,7 +76,7 @@ class Bench:
 
 
 def run(config: CompareConfig) -> None:
-    """Print, and write, the notes and a table for each temperature.
+    """Print the notes and a table for each temperature.
 
     Raises:
         InputError: no finished runs, or runs that did not do the same work.
@@ -94,11 +90,6 @@ def run(config: CompareConfig) -> None:
         print_text(line)
     for table in tables:
         print_table(table)
-    if config.output is not None:
-        make_directory(config.output.parent)
-        lines = [*(f"- {note}" for note in notes), "", *(markdown(table) for table in tables)]
-        write_text(config.output, "\n".join(lines))
-        log_note(f"Written to {config.output}")
 
 
 def open_bench(path: str) -> Bench:

@@ -185,34 +185,26 @@ class PromptRunner:
         # Nothing to resume: the same command would fail again.
         if all(row["error"] is not None for row in rows):
             journal.path.unlink()
-            raise every_prompt_failed(rows[-1]["error"])
+            found = f"none that could be measured; the last one: {rows[-1]['error']}"
+            raise InputError("prompts", found, "at least one", "Correct them.")
         # In the order of the methods, whatever order they were measured in.
         labels = [(temperature, label) for temperature, own in self.runners.items() for label in own]
         order = {place: number for number, place in enumerate(labels)}
         return sorted(rows, key=lambda row: (order[row["temperature"], row["method"]], row["prompt"], row["turn"]))
 
     def warm_up(self, prompts: Sequence[BenchPrompt], batch_size: int) -> None:
-        """Run every method once, uncounted, on the first prompt that all of them answer.
-
-        Raises:
-            InputError: there is no such prompt.
-        """
-        last: PromptFailed | None = None
-        for prompt in prompts:
-            if self.too_long(prompt):
-                continue
-            restore = [snapshot_learned_state(runner) for own in self.runners.values() for runner in own.values()]
-            seeds = range(self.seed, self.seed + batch_size)
-            try:
-                for temperature, runners in self.runners.items():
-                    measure_group(runners, [prompt] * batch_size, 0, temperature, self.max_new_tokens, 1, seeds)
-                return
-            except PromptFailed as failure:
-                last = failure
-            finally:
-                for load in restore:
-                    load()
-        raise every_prompt_failed(str(last) if last else "too long for the target's context") from last
+        """Run every method once, uncounted, on the first prompt that is not too long: a first run pays for set-up."""
+        group = [prompt for prompt in prompts if not self.too_long(prompt)][:1] * batch_size
+        restore = [snapshot_learned_state(runner) for own in self.runners.values() for runner in own.values()]
+        seeds = range(self.seed, self.seed + batch_size)
+        try:
+            for temperature, runners in self.runners.items() if group else ():
+                measure_group(runners, group, 0, temperature, self.max_new_tokens, 1, seeds)
+        except PromptFailed:
+            pass  # reported when the prompt is measured
+        finally:
+            for load in restore:
+                load()
 
     def run(self, group: Sequence[BenchPrompt], number: int, temperature: float) -> list[Row]:
         """Measure all turns of a group. Rows of failed prompts hold the error; their later turns are not asked."""
@@ -264,7 +256,3 @@ class PromptRunner:
         if length + min(self.max_new_tokens, self.context - length) > self.room:
             return f"{length} tokens, with an answer more than the {self.room} that were planned for"
         return None
-
-
-def every_prompt_failed(error: str) -> InputError:
-    return InputError("prompts", f"none that could be measured; the last one: {error}", "at least one", "Correct them.")

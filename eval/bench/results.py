@@ -311,8 +311,6 @@ def summary_row(
         "speedup_ci95": resamples.interval(
             lambda: resamples.tokens_per_s(rows, clock) / resamples.tokens_per_s(baseline, clock)
         ),
-        "speedup_wall": speedup(rows, baseline, "wall"),
-        "speedup_cpu": speedup(rows, baseline, "cpu"),
         "tau": totals.tau,
         "tau_ci95": resamples.interval(lambda: resamples.tau(rows)),
         **{name: getattr(totals, name) for name in COUNTS},
@@ -398,8 +396,12 @@ def caption(results: Mapping[str, Any]) -> str:
     for part in ("target", "draft"):
         if settings[f"{part}_precision"] != "dtype":
             precisions.append(f"{part} in {settings[f'{part}_precision']}")
+    # Text that copies is easier to draft.
+    repeats_text = Repetition(first["copied_prompt"], first["copied_answer"]).text()
+    if first["distinct_4grams"] is not None:
+        repeats_text += f"; distinct 4-grams {first['distinct_4grams']:.2f}"
     text = (
-        f"{first['prompts']} prompts, {first['tokens']:,} tokens{repetition_text(first)}, {modes}, "
+        f"{first['prompts']} prompts, {first['tokens']:,} tokens ({repeats_text}), {modes}, "
         f"{', '.join(precisions)} on {settings['device']}, {settings['num_threads']} thread(s), "
         f"{together}{clock}, interleaved, {repeats}; speed-up over this engine's own ar."
     )
@@ -410,14 +412,6 @@ def caption(results: Mapping[str, Any]) -> str:
     if results["failures"]:
         text += f" Prompts that failed and were left out: {len(results['failures'])}."
     return text
-
-
-def repetition_text(row: Mapping[str, Any]) -> str:
-    """Say in brackets how much of a row's text repeats: text that copies is easier to draft."""
-    parts = [Repetition(row["copied_prompt"], row["copied_answer"]).text()]
-    if row["distinct_4grams"] is not None:
-        parts.append(f"distinct 4-grams {row['distinct_4grams']:.2f}")
-    return f" ({'; '.join(parts)})"
 
 
 def task_table(rows: Sequence[Mapping[str, Any]], temperature: float) -> Table:
@@ -433,9 +427,9 @@ def task_table(rows: Sequence[Mapping[str, Any]], temperature: float) -> Table:
         parts = {**row["by_task"], "pooled": row, "macro": macro}
         numbers = {f"{key}.{name}": part[name] for key, part in parts.items() for name in ("speedup", "tau")}
         cells.append({"method": row["method"], **numbers})
-    counts = (f"{task} {part['prompts']}{repetition_text(part)}" for task, part in baseline["by_task"].items())
+    counts = ", ".join(f"{task} {part['prompts']}" for task, part in baseline["by_task"].items())
     note = (
         f"{POOLED}: ratio of sums over the prompts of all tasks. {MACRO}: mean over tasks, each counting alike. "
-        f"Prompts of the tasks (and the tokens of ar's answers): {', '.join(counts)}."
+        f"Prompts of the tasks: {counts}."
     )
     return Table(f"by-task-t{temperature:g}", f"Speed-up and tau by task, {mode(temperature)}", columns, cells, note)

@@ -52,7 +52,6 @@ ROWS = [
     Row("decode: no tokens wanted", f"decode Hi {TARGET}--method ar --max-new-tokens 0", ("max_new_tokens", "0")),
     Row("decode: top-k", f"decode Hi {TARGET}--method ar --top-k -1", ("top_k", "-1")),
     Row("decode: top-p", f"decode Hi {TARGET}--method ar --top-p 0", ("top_p", "0")),
-    Row("decode: trace is a directory", f"decode Hi {TARGET}--method ar --trace {{target}}", ("target",)),
     # Stages on what is no artefact, or another one.
     Row("responses: prompts of another kind", f"data responses --prompts {{features}} {TARGET}{OUT}", ("features",)),
     Row("responses: a file", f"data responses --prompts {{chats}} {TARGET}{OUT}", ("prompts.jsonl",)),

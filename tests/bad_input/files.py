@@ -295,7 +295,6 @@ ROWS = [
             BENCH,
             "data prompts --source {chats} --target {target} --output {d}",
             "export --format vllm --head {eagle} --target {target} --output {d}",
-            "eval compare {bench} {bench} --output {d}/tables.md",
         )
     ),
 ]  # fmt: skip

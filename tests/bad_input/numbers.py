@@ -78,7 +78,6 @@ HERE = "prompt on the command line"
 ROWS = [
     Row("draft, sampled", DECODE + "spec:k=3 --draft {broken} --temperature 1", (*DRAFT, HERE), of("draft")),
     Row("draft, greedy", DECODE + "spec:k=3 --draft {broken}", (*DRAFT, HERE), of("draft")),
-    Row("draft, traced", DECODE + "spec:k=3 --draft {broken} --trace {tmp}/trace", (*DRAFT, HERE), of("draft")),
     Row("M2", DECODE + "hsddw --draft {draft} --mid {broken}", ("mid (", "/draft)", HERE), of("draft")),
     Row("EAGLE head", DECODE + "eagle --draft {broken}", HEAD, of("eagle")),
     Row("EAGLE head of trees", DECODE + "eagle2 --draft {broken} --temperature 1", HEAD, of("eagle")),

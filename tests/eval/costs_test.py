@@ -98,15 +98,6 @@ def test_a_run_measures_the_target_once_and_every_kind_of_tree_once(tmp_path):
     assert {key: now[key] for key in known} == known and len(now) == len(known) + 1
 
 
-@pytest.mark.parametrize("context", [4, 24])
-def test_short_contexts_are_measured_as_far_as_they_go(tmp_path, context):
-    models = models_of(tmp_path, max_position_embeddings=context)
-    times = tree_times(models, "eagle2:nodes=auto:topk=3")
-    assert len(times.verify) == 129 and min(times.verify) > 0 <= times.step
-    assert max(models.times.tree_seconds["target, by rows"]) == (4 if context == 4 else 64)
-    assert all(models.times.step_cost(models, drafter, batch) > 0 for drafter in ("draft", "eagle") for batch in (1, 2))
-
-
 def test_a_curve_goes_on_straight_and_never_down():
     assert interpolate({1: 2.0}, 1) == interpolate({1: 2.0}, 9) == 2.0
     assert [interpolate({1: 10.0, 3: 14.0, 5: 30.0}, rows) for rows in (1, 2, 3, 4, 5, 7)] == [10, 12, 14, 22, 30, 46]
