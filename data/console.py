@@ -20,7 +20,7 @@ from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.measure import Measurement
 from rich.padding import Padding
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table as Grid
 from rich.text import Text
 
@@ -28,8 +28,6 @@ Row = Mapping[str, Any]
 Advance = Callable[[float], None]
 
 SIGNIFICANT_DIGITS = 5  # of floats in JSON
-# A column of words may shrink to this share of its widest cell, or to so many characters, before rows become blocks.
-WRAPPED_SHARE, WRAPPED_WIDTH = 0.6, 24
 INDENT, GAP = 2, "   "
 UNLIMITED = 10_000  # width of a pipe or a file
 LOG_EVERY_S = 30  # seconds between progress lines in a log
@@ -41,7 +39,7 @@ class Column:
 
     key: name of the value in a row. title: heading. format: spec for `format()`; a final `x` is printed behind the
     number (`.2fx` gives 1.84x) and `>` only aligns text to the right. group: heading shared with neighbouring columns.
-    below: print the value below that of the column before.
+    below: print the value in the cell of the column before.
     """
 
     key: str
@@ -201,7 +199,7 @@ def print_facts(facts: Mapping[str, Any], title: str = "", key: str = "facts") -
 
 
 def draw_table(console: Console, table: Table, bold: str = "") -> None:
-    """Print a table in the widest form that fits: side by side, stacked cells, or one block per row."""
+    """Print a table as a grid if it fits in its full width, else as one block of lines per row."""
     if table.title:
         console.print(Text(f"\n{table.title}", "bold"), soft_wrap=True)
     # Columns marked `below` share the cell of the column in front of them.
@@ -214,42 +212,20 @@ def draw_table(console: Console, table: Table, bold: str = "") -> None:
     rows = []
     for row in table.rows:
         cells = [[_as_text(row.get(column.key), column.format) for column in stack] for stack in stacks]
-        rows.append([[cell for cell in stack if cell.plain] for stack in cells])
+        rows.append([Text(" ").join(cell for cell in stack if cell.plain) for stack in cells])
     styles = ["bold" if bold and row.get(bold) else "" for row in table.rows]
-    beside, below = ([[Text(joint).join(cells) for cells in row] for row in rows] for joint in (" ", "\n"))
-    # From wide to narrow: cells side by side, cells stacked, one block per row.
-    grid = _grid(console, stacks, beside, styles) or _grid(console, stacks, below, styles)
-    _print_full_width(console, grid or Group(*_blocks(console.width, stacks, beside, styles)))
-    if table.note:
-        _print_full_width(console, Text(table.note, "dim"))
 
-
-def _grid(console: Console, stacks: list[list[Column]], rows: list[list[Text]], styles: list[str]) -> Grid | None:
-    """Lay rows out under their headings. Return None if words would be broken or sentences squeezed."""
     grid = Grid(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    widths, minimums = [], []
-    for number, (column, *below) in enumerate(stacks):
+    for column, *below in stacks:
         titles = [column.title, *(under.title.removeprefix(f"{column.title}: ") for under in below)]
         heading = Text(", ".join(filter(None, titles)))
-        grid.add_column(heading, justify="right" if column.format else "left", overflow="fold")
-        head, *cells = (_measure(console, text) for text in (heading, *(row[number] for row in rows)))
-        widest = max((cell.maximum for cell in cells), default=0)
-        wrapped = widest if below else min(math.ceil(widest * WRAPPED_SHARE), WRAPPED_WIDTH)
-        widths.append(max(head.maximum, widest))
-        minimums.append(max(head.minimum, wrapped, *(cell.minimum for cell in cells), 0))
+        grid.add_column(heading, justify="right" if column.format else "left", no_wrap=True)
     for cells_, style in zip(rows, styles, strict=True):
         grid.add_row(*cells_, style=style)
-    # The measured grid includes borders and padding, which no column can give up.
-    room = console.width - _measure(console, grid).maximum + sum(widths)
-    if sum(minimums) > room:
-        return None
-    # Shrink the column that has most to give.
-    while sum(widths) > room:
-        slack = [width - minimum for width, minimum in zip(widths, minimums, strict=True)]
-        widths[slack.index(max(slack))] -= 1
-    for column_, width in zip(grid.columns, widths, strict=True):
-        column_.width = width
-    return grid
+    fits = _measure(console, grid).maximum <= console.width
+    _print_full_width(console, grid if fits else Group(*_blocks(console.width, stacks, rows, styles)))
+    if table.note:
+        _print_full_width(console, Text(table.note, "dim"))
 
 
 def _blocks(
@@ -297,20 +273,11 @@ def _print_full_width(console: Console, content: RenderableType) -> None:
 
 
 def _measure(console: Console, content: RenderableType) -> Measurement:
-    """Return the width of the widest word (minimum) and of the widest line (maximum)."""
     return Measurement.get(console, console.options.update(width=UNLIMITED), content)
 
 
 def _as_text(value: Any, form: str = "") -> Text:
     return value if isinstance(value, Text) else Text(format_value(value, form))
-
-
-class _RateColumn(ProgressColumn):
-    """Recent units per second; skipped shards do not count."""
-
-    def render(self, task: Task) -> Text:
-        speed = task.finished_speed or task.speed
-        return Text("" if speed is None else f"{speed:,.0f} {task.fields['unit']}/s", style="progress.data.speed")
 
 
 @contextmanager
@@ -322,40 +289,31 @@ def progress_bar(
     done: units finished before. moving: also redraw between advances, which takes time from what is measured.
     """
     console, visible = Console(stderr=True), enabled and not _output.quiet
-    # In a log a moving bar would be thousands of lines.
-    if visible and not console.is_terminal:
-        yield LogProgress(description, total, unit, done).advance
+    if console.is_terminal or not visible:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed:,.0f}/{task.total:,.0f} {task.fields[unit]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=console, auto_refresh=moving, disable=not visible) as progress:
+            task = progress.add_task(description, total=total, completed=done, unit=unit)
+            yield lambda amount: progress.update(task, advance=amount, refresh=not moving)
         return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed:,.0f}/{task.total:,.0f} {task.fields[unit]}"),
-        _RateColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, auto_refresh=moving, disable=not visible) as progress:
-        task = progress.add_task(description, total=total, completed=done, unit=unit)
-        yield lambda amount: progress.update(task, advance=amount, refresh=not moving)
 
+    # In a log a moving bar would be thousands of lines. A short stage writes none.
+    finished: float = done
+    start = last_line = time.monotonic()
 
-class LogProgress:
-    """Progress as log lines, one every LOG_EVERY_S; a short stage writes none."""
+    def log_progress(amount: float) -> None:
+        nonlocal finished, last_line
+        finished, now = finished + amount, time.monotonic()
+        if now - last_line >= LOG_EVERY_S:
+            last_line = now
+            rate = (finished - done) / (now - start)
+            left = f", about {(total - finished) / rate:,.0f} s left" if rate else ""
+            log_note(f"{description}: {finished:,.0f}/{total:,.0f} {unit}, {rate:.3g} {unit}/s{left}")
 
-    def __init__(self, description: str, total: int, unit: str, done: int, clock: Callable[[], float] = time.monotonic):
-        self.description, self.total, self.unit, self.clock = description, total, unit, clock
-        self.done: float = done
-        self.initial, self.start = done, clock()
-        self.last_line = self.start
-
-    def advance(self, amount: float) -> None:
-        """Add finished units, and log a line if the last one is old enough."""
-        self.done += amount
-        now = self.clock()
-        if now - self.last_line >= LOG_EVERY_S:
-            self.last_line = now
-            rate = (self.done - self.initial) / (now - self.start)
-            left = f", about {(self.total - self.done) / rate:,.0f} s left" if rate else ""
-            speed = f"{rate:.3g} {self.unit}/s"
-            log_note(f"{self.description}: {self.done:,.0f}/{self.total:,.0f} {self.unit}, {speed}{left}")
+    yield log_progress

@@ -3,15 +3,16 @@
 import io
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 from rich.text import Text
 
+from draftsmith.data import console
 from draftsmith.data.console import (
     LOG_EVERY_S,
     Column,
-    LogProgress,
     Table,
     add_result,
     console_output,
@@ -43,9 +44,9 @@ TABLE = Table(
 
 
 def shown(width: int, table: Table = TABLE) -> list[str]:
-    console = Console(width=width, file=io.StringIO())
-    draw_table(console, table)
-    return console.file.getvalue().splitlines()
+    screen = Console(width=width, file=io.StringIO())
+    draw_table(screen, table)
+    return screen.file.getvalue().splitlines()
 
 
 @pytest.mark.parametrize("width", [120, 80, 50])
@@ -109,15 +110,13 @@ def test_quiet_leaves_out_notes_and_progress(capsys):
     assert capsys.readouterr().err == "[again]\n"
 
 
-def test_progress_in_a_log_is_a_line_now_and_then(capsys):
-    now = iter([0.0, 1.0, LOG_EVERY_S, LOG_EVERY_S + 1, 2 * LOG_EVERY_S]).__next__
-    lines = LogProgress("rollouts", 100, "prompts", 10, now)
-    for _ in range(4):
-        lines.advance(15)
+def test_progress_in_a_log_is_a_line_now_and_then(capsys, monkeypatch):
+    now = iter([0.0, 1.0, LOG_EVERY_S, LOG_EVERY_S + 1, 2 * LOG_EVERY_S])
+    monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    with progress_bar("rollouts", 100, "prompts", 10) as advance:
+        for _ in range(4):
+            advance(15)
     assert capsys.readouterr().err.splitlines() == [
         "rollouts: 40/100 prompts, 1 prompts/s, about 60 s left",
         "rollouts: 70/100 prompts, 1 prompts/s, about 30 s left",
     ]
-    with progress_bar("short", 2, "prompts") as advance:  # not a terminal: nothing is drawn
-        advance(2)
-    assert capsys.readouterr().err == ""
