@@ -260,14 +260,8 @@ ROWS = [
         ("draftsmith.json", "tensors"), exported("draftsmith.json", changed(tensors=[1]))),
     Row("import: config.json a list", "import {d} --target {target} --output {out}", ("config.json",),
         exported("config.json", text("[]"))),
-    Row("import: ten million layers", "import {d} --target {target} --output {out}", ("num_hidden_layers",),
+    Row("import: ten million layers", "import {d} --target {target} --output {out}", ("num_layers",),
         exported("config.json", changed(num_hidden_layers=10_000_000))),
-    *(
-        Row(f"{command}: {name} of {value}", f"{command} {{d}} --target {{target}} {more}", (name, "tensors of"),
-            exported("config.json", changed(**{name: value})))
-        for command, more in (("import", "--output {out}"), ("check", "--format vllm"))
-        for name, value in {"hidden_size": 2**24, "head_dim": 10**9}.items()
-    ),
     *(
         Row(f"import: {name} of {value}", "import {d} --target {target} --output {out}", (name, "found"),
             exported("config.json", changed(**({"rope_parameters": ...} | (place or {name: value})))))
