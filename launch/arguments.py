@@ -2,7 +2,7 @@
 
 cyclopts parses: to it a command is a function whose parameters are the fields of the dataclass, with their types,
 defaults and the help in the docstring's `Attributes`. This module adds shipped YAML files by name, lists with commas,
-`null`, `--flag true`, --print-config and --revision.
+`null`, `--flag true` and --print-config.
 """
 
 from __future__ import annotations
@@ -83,18 +83,18 @@ def application(
         values: options set beside the words; words have precedence.
         name: name of the app, if it is not `prog`.
     """
-    common = common_parameters(config_class, tuple(shipped_configs(prog)))
+    common = common_parameters(tuple(shipped_configs(prog)))
     settings = setting_parameters(config_class, positional, printing)
 
     def command(*unnamed: Any, **named: Any) -> Any | None:
         options = dict(zip(positional, unnamed, strict=False)) | named
-        common_options = {parameter.name: options.pop(parameter.name, None) for parameter in common}
+        for parameter in common:
+            options.pop(parameter.name, None)
         if printing:
             print(as_yaml(defaults_of(config_class) | options), end="")
             return None
         config = config_class(**options)
-        revision = common_options.get("revision")
-        return config if revision is None else at_revision(config, revision)
+        return config
 
     def read_files(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
         names = {f"--{dashed(parameter.name)}" for parameter in common}  # not allowed in a file
@@ -104,7 +104,13 @@ def application(
         for token in reversed(arguments["--config"].tokens):  # cyclopts keeps what is set first
             file = config_file(prog, token.value)
             Dict(read_yaml(file), source=str(file))(app, commands, allowed)
-        refuse_fractions(allowed)
+        # cyclopts would round a fraction where an integer is expected.
+        for argument in allowed:
+            kinds = {item for kind in members(argument.hint) for item in get_args(kind) or (kind,)}
+            if int in kinds and kinds.isdisjoint({float, str}):
+                fraction = next((token for token in argument.tokens if "." in token.value), None)
+                if fraction is not None:
+                    raise CoercionError(argument=argument, token=fraction, target_type=int)
 
     command.__signature__ = inspect.Signature([*settings, *common])  # type: ignore[attr-defined]  # read by cyclopts
     return App(
@@ -146,7 +152,7 @@ def setting_parameters(config_class: type, positional: tuple[str, ...], printing
     return [*(p.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) for p in first), *parameters.values()]
 
 
-def common_parameters(config_class: type, configs: tuple[str, ...]) -> list[inspect.Parameter]:
+def common_parameters(configs: tuple[str, ...]) -> list[inspect.Parameter]:
     """Describe the options of every command.
 
     --help and OUTPUT_OPTIONS are handled before cyclopts is called; it only lists and completes them.
@@ -159,12 +165,7 @@ def common_parameters(config_class: type, configs: tuple[str, ...]) -> list[insp
     meaning = "settings: YAML, or a shipped name" if configs else "settings: YAML"
     files = keyword("config", list[kind] | None, None, ALWAYS, metavar="FILE", help=meaning)
     plain: dict[str, Any] = {"negative": (), "show_default": False}
-    parameters = [files, *(keyword(name, bool, False, ALWAYS, help=text, **plain) for name, text in flags.items())]
-    owner = revision_owner(config_class)
-    if owner is not None:
-        meaning = f"branch, tag or commit of the hub's repository {owner.upper()}; of others: ID@REVISION"
-        parameters.append(keyword("revision", str | None, None, SETTINGS, help=meaning))
-    return parameters
+    return [files, *(keyword(name, bool, False, ALWAYS, help=text, **plain) for name, text in flags.items())]
 
 
 def keyword(name: str, kind: Any, default: Any, group: Group, **options: Any) -> inspect.Parameter:
@@ -238,16 +239,6 @@ def list_or_none_converter(kind: Any) -> Callable[[Any, Sequence[Token]], Any]:
     return read
 
 
-def refuse_fractions(arguments: ArgumentCollection) -> None:
-    """Raise CoercionError for a fraction where an integer is expected; cyclopts would round it."""
-    for argument in arguments:
-        kinds = {item for kind in members(argument.hint) for item in get_args(kind) or (kind,)}
-        if int in kinds and kinds.isdisjoint({float, str}):
-            fraction = next((token for token in argument.tokens if "." in token.value), None)
-            if fraction is not None:
-                raise CoercionError(argument=argument, token=fraction, target_type=int)
-
-
 def number_limits(name: str) -> Callable[[Any, Any], None]:
     """Return the validator of numbers of every command; a command's own ranges are checked by its config."""
     least = 0 if name.endswith("seed") else -MAX_INTEGER
@@ -286,27 +277,6 @@ def unambiguous(args: Sequence[str], hints: Mapping[str, Any], positional: tuple
         else:
             words.append(word)
     return words
-
-
-def revision_owner(config_class: type) -> str | None:
-    """Return the option whose repository --revision belongs to: the first of directory, target and draft.
-
-    All other models, and this one in a YAML file, take ID@REVISION.
-    """
-    names = {field.name for field in dataclasses.fields(config_class)}
-    if "revision" in names:  # an option of the command itself
-        return None
-    return next((name for name in ("directory", "target", "draft") if name in names), None)
-
-
-def at_revision(config: Any, revision: str) -> Any:
-    """Turn `--target ID --revision R` into `--target ID@R`."""
-    owner = str(revision_owner(type(config)))
-    name = getattr(config, owner)
-    if name is None or "@" in str(name) or str(name).startswith("embedded:") or Path(name).exists():
-        found = f"{revision} with --{owner} {name}"
-        raise UsageError(f"--revision: found {found}, expected a hub id without one. Leave --revision out.")
-    return dataclasses.replace(config, **{owner: type(name)(f"{name}@{revision}")})
 
 
 def config_file(prog: str, name: str) -> Path:

@@ -39,11 +39,6 @@ class LaunchConfig:
 
     command: tuple[str, ...] = ()
 
-    def check_at_least(self, **minima: int) -> None:
-        """Raise InputError if an option is below its minimum."""
-        for name, minimum in minima.items():
-            at_least(name, getattr(self, name), minimum)
-
 
 def check_command(launcher: str, command: Sequence[str], num_processes: int | None) -> bool:
     """Check that `command` would start; return False if it only printed help.
@@ -88,8 +83,6 @@ class TorchrunConfig(LaunchConfig):
         nproc_per_node: Processes on each machine, one per GPU.
         nnodes: Machines; with more than one, run the same command on each of them.
         rdzv_endpoint: HOST:PORT of the machine where the processes meet; required with several machines.
-        rdzv_id: Any name that the machines of one run share, and no other run uses.
-        node_rank: Number of this machine, from 0; by default the order of arrival decides.
         max_restarts: How often all processes are restarted after one has died; a training then continues from its
             last checkpoint.
     """
@@ -97,12 +90,11 @@ class TorchrunConfig(LaunchConfig):
     nproc_per_node: int = 1
     nnodes: int = 1
     rdzv_endpoint: str | None = None
-    rdzv_id: str = "draftsmith"
-    node_rank: int | None = None
     max_restarts: int = 0
 
     def __post_init__(self) -> None:
-        self.check_at_least(nproc_per_node=1, nnodes=1, max_restarts=0)
+        for name, minimum in (("nproc_per_node", 1), ("nnodes", 1), ("max_restarts", 0)):
+            at_least(name, getattr(self, name), minimum)
         at_most("nproc_per_node", self.nproc_per_node, MAX_PROCESSES)
         if self.nnodes > 1 and self.rdzv_endpoint is None:
             raise InputError("rdzv_endpoint", "nothing", "HOST:PORT, with several machines", "Name one of them.")
@@ -110,8 +102,6 @@ class TorchrunConfig(LaunchConfig):
             endpoint = re.fullmatch(r"[\w.-]+:(\d{1,5})", self.rdzv_endpoint, re.ASCII)  # torchrun's own rule
             if endpoint is None or not 0 < int(endpoint[1]) < 2**16:
                 raise InputError("rdzv_endpoint", repr(self.rdzv_endpoint), "HOST:PORT", "Correct it.")
-        if self.node_rank is not None and not 0 <= self.node_rank < self.nnodes:
-            raise InputError("node_rank", self.node_rank, f"0 to nnodes - 1 = {self.nnodes - 1}", "Correct it.")
 
 
 def run_torchrun(config: TorchrunConfig) -> int:
@@ -130,9 +120,7 @@ def run_torchrun(config: TorchrunConfig) -> int:
         argv += ["--standalone"]
     else:
         argv += [f"--nnodes={config.nnodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={config.rdzv_endpoint}"]
-        argv += [f"--rdzv-id={config.rdzv_id}"]
-    if config.node_rank is not None:
-        argv += [f"--node-rank={config.node_rank}"]
+        argv += ["--rdzv-id=draftsmith"]
     # Restarted processes find the checkpoint of the previous ones.
     command = with_resume(config.command) if config.max_restarts else list(config.command)
     argv += ["--module", "draftsmith", *command]
@@ -146,24 +134,13 @@ class DeepspeedConfig(LaunchConfig):
 
     Attributes:
         hostfile: One machine per line, `NAME slots=GPUS`; all of them see this folder and this Python at the same path.
-        num_nodes: Use only the first machines, this many; 0 uses all.
-        num_gpus: Processes on each machine; 0 uses all of its slots.
-        include: Machines and devices to use, such as `worker-0@worker-1:0,2`; instead of num_nodes and num_gpus.
         master_port: Port on the first machine at which the processes meet.
     """
 
     hostfile: Path = field(kw_only=True)
-    num_nodes: int = 0
-    num_gpus: int = 0
-    include: str = ""
     master_port: int = 29500
 
     def __post_init__(self) -> None:
-        self.check_at_least(num_nodes=0, num_gpus=0)
-        if self.include and (self.num_nodes or self.num_gpus):
-            raise InputError("include", repr(self.include), "nothing beside num_nodes and num_gpus", "Pass one kind.")
-        if not re.fullmatch(r"[\w.@:,-]*", self.include, re.ASCII):
-            raise InputError("include", repr(self.include), "something like worker-0@worker-1:0,2", "Correct it.")
         if not 0 < self.master_port < 2**16:
             raise InputError("master_port", self.master_port, "a port, 1 to 65535", "Change it.")
 
@@ -198,9 +175,6 @@ def deepspeed_words(config: DeepspeedConfig) -> list[str]:
     hosts = read_hosts(config.hostfile)
     words = [sys.executable, "-m", "deepspeed.launcher.runner", f"--hostfile={config.hostfile}"]
     words += [f"--master_port={config.master_port}", "--no_local_rank"]
-    words += [f"--num_nodes={config.num_nodes}"] if config.num_nodes else []
-    words += [f"--num_gpus={config.num_gpus}"] if config.num_gpus else []
-    words += [f"--include={config.include}"] if config.include else []
     if all(host in {*LOCAL_HOSTS, socket.gethostname()} for host in hosts):
         words += ["--no_ssh_check", "--master_addr=127.0.0.1"]  # nothing is remote
     elif not re.fullmatch(r"[\w@%+=:,./-]+", str(Path.cwd()), re.ASCII):

@@ -14,26 +14,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 from draftsmith.launch.launchers import LaunchConfig, check_command, with_resume
-from draftsmith.modules.types import InputError
+from draftsmith.modules.types import InputError, at_least
 
 POLL_S = 2.0
-FINAL_STATES = {
-    "BOOT_FAIL",
-    "CANCELLED",
-    "COMPLETED",
-    "DEADLINE",
-    "FAILED",
-    "NODE_FAIL",
-    "OUT_OF_MEMORY",
-    "REVOKED",
-    "TIMEOUT",
-}
+FINAL_STATES = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "REVOKED")
+FINAL_STATES += ("TIMEOUT", "UNKNOWN")  # the latter is `job_state`'s
 NAME, PATH = r"[\w.+:,@-]+", r"[\w@+=:,./-]+"
+TIME = r"(\d+-)?\d+(:\d+){0,2}"  # M, M:S, H:M:S, D-H, D-H:M or D-H:M:S
 # A word of an #SBATCH line, without what sbatch would take for quotes, escapes or a comment.
 OPTION = r"--?[A-Za-z][\w-]*(=[!$-&(-\[\]-~]+)?"
 
@@ -81,10 +74,11 @@ class SlurmConfig(LaunchConfig):
     follow: bool = True
 
     def __post_init__(self) -> None:
-        self.check_at_least(
-            nodes=1, gpus_per_node=0, tasks_per_node=0, cpus_per_task=0, signal_before=0, max_restarts=0
-        )
-        for name, pattern in {"partition": NAME, "account": NAME, "job_name": NAME, "mem": r"\d+[KMGT]?"}.items():
+        at_least("nodes", self.nodes, 1)
+        for name in ("gpus_per_node", "tasks_per_node", "cpus_per_task", "signal_before", "max_restarts"):
+            at_least(name, getattr(self, name), 0)
+        patterns = {"partition": NAME, "account": NAME, "job_name": NAME, "mem": r"\d+[KMGT]?", "time": TIME}
+        for name, pattern in patterns.items():
             value = getattr(self, name)
             if value is not None and not re.fullmatch(pattern, value, re.ASCII):
                 raise InputError(name, repr(value), f"text of the form {pattern}", "Change it.")
@@ -94,9 +88,6 @@ class SlurmConfig(LaunchConfig):
         for word in self.sbatch_args:
             if not re.fullmatch(OPTION, word, re.ASCII):
                 raise InputError("sbatch_args", repr(word), "--name or --name=value, without blanks", "Correct it.")
-        if self.time is not None and time_limit_seconds(self.time) <= self.signal_before + 60:
-            found, expected = f"{self.time}", f"more than signal_before = {self.signal_before} seconds and a minute"
-            raise InputError("time", found, expected, "Raise it, or lower --signal-before.")
 
     @property
     def tasks(self) -> int:
@@ -140,19 +131,6 @@ def run(config: SlurmConfig) -> int:
     except KeyboardInterrupt:
         print(f"\njob {job} keeps running. Follow it: tail -F {log}   Cancel it: scancel {job}")
         return 130
-
-
-def time_limit_seconds(time_limit: str) -> int:
-    """Parse a time limit in SLURM's forms: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S."""
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time_limit, re.ASCII)
-    if match is None:
-        raise InputError("time", repr(time_limit), "something like 24:00:00, 90 (minutes) or 2-12", "Correct it.")
-    days, *numbers = match.groups()
-    parts = [int(part) for part in numbers if part is not None]
-    if days is None and len(parts) < 3:
-        parts.insert(0, 0)  # without days and hours, minutes come first
-    hours, minutes, seconds = [*parts, 0, 0][:3]
-    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def job_script(config: SlurmConfig) -> str:
@@ -216,20 +194,27 @@ def slurm(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 def follow(job: str, log: Path) -> int:
     """Print what the job writes, through all its requeues, until it has ended; return 0 if it completed, else 1."""
-    printed_state, num_printed = "", 0
-    while True:
+    printed_state, num_printed, ended = "", 0, False
+    while not ended:
         state, reason = job_state(job)
         if state != printed_state:
             waits = f" ({reason})" if state == "PENDING" and reason not in {"", "None"} else ""
             print(f"job {job}: {state.lower()}{waits}", flush=True)
             printed_state = state
-        ended = state in FINAL_STATES or state == "UNKNOWN"
-        num_printed = print_new(log, num_printed, ended)
-        if ended:
-            if state != "COMPLETED":
-                print(f"job {job} ended as {state.lower()}. Its output: {log}", flush=True)
-            return 0 if state == "COMPLETED" else 1
-        time.sleep(POLL_S)
+        ended = state in FINAL_STATES
+
+        # The log exists once the job has started. Whole lines only, unless the job has ended.
+        with suppress(FileNotFoundError), log.open("rb") as file:
+            file.seek(num_printed)
+            new = file.read()
+            new = new if ended else new[: new.rfind(b"\n") + 1]
+            print(new.decode("utf-8", errors="replace"), end="", flush=True)
+            num_printed += len(new)
+        if not ended:
+            time.sleep(POLL_S)
+    if state != "COMPLETED":
+        print(f"job {job} ended as {state.lower()}. Its output: {log}", flush=True)
+    return 0 if state == "COMPLETED" else 1
 
 
 def job_state(job: str) -> tuple[str, str]:
@@ -245,21 +230,3 @@ def job_state(job: str) -> tuple[str, str]:
         if "Invalid job id" in result.stderr:
             return "UNKNOWN", ""
         time.sleep(POLL_S)
-
-
-def print_new(log: Path, num_printed: int, ended: bool) -> int:
-    """Print the log from byte `num_printed` on, whole lines only unless the job has ended.
-
-    Returns the number of bytes that are printed now.
-    """
-    try:
-        with log.open("rb") as file:
-            file.seek(num_printed)
-            new = file.read()
-    except FileNotFoundError:  # the job has not started
-        return num_printed
-    if not ended:
-        new = new[: new.rfind(b"\n") + 1]
-    sys.stdout.write(new.decode("utf-8", errors="replace"))
-    sys.stdout.flush()
-    return num_printed + len(new)

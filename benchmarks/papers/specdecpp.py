@@ -149,9 +149,22 @@ def run(config: SpecDecPPConfig) -> Path:
     with writing_alone(config.output):
         config = common.quick(config, QUICK)
         remember_settings(config)
-        for step in pipeline(config):
-            execute(step)
+        for each in pipeline(config):
+            execute(each)
         return Study(config).measure()
+
+
+def step(title: str, command: str, done: Path, /, **settings: object) -> PipelineStep:
+    """Build the step of `draftsmith COMMAND --name value ...`.
+
+    Settings that are None are left out, True becomes a flag, and several values are joined by commas.
+    """
+    argv = command.split()
+    for name, value in settings.items():
+        if value is not None:
+            text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+            argv += [f"--{name.replace('_', '-')}", *([] if value is True else [text])]
+    return PipelineStep(title, tuple(argv), done)
 
 
 def pipeline(config: SpecDecPPConfig) -> Iterator[PipelineStep]:
@@ -177,7 +190,7 @@ def pipeline(config: SpecDecPPConfig) -> Iterator[PipelineStep]:
         }  # fmt: skip
         for kind, settings in options.items():
             output = data / name / kind
-            yield PipelineStep.of(
+            yield step(
                 f"{kind} ({name})", f"data {kind}", output / "manifest.json", target=config.target, **settings,
                 output=output,
             )  # fmt: skip
@@ -191,7 +204,7 @@ def pipeline(config: SpecDecPPConfig) -> Iterator[PipelineStep]:
     for weight in config.weights:
         for depth in config.depths:
             output = config.output / "heads" / f"w{weight:g}-d{depth}"
-            yield PipelineStep.of(
+            yield step(
                 f"Acceptance head: w_rej {weight:g}, D {depth}", "train acceptance", output / "training.json",
                 w_rej=weight, num_blocks=depth, **training, output=output,
             )  # fmt: skip

@@ -101,7 +101,4 @@ ROWS += [
     Row("ten million layers to plan", "plan eagle --target {model}", ("num_layers",),
         spoiled(setting(num_hidden_layers=10**7))),
     Row("a path that is not there", "decode Hi --target ./no/model --method ar", ("no directory ./no/model",)),
-    Row("a revision of a directory", "decode Hi --target {target} --method ar --revision v1", ("--revision", "v1")),
-    Row("a revision of a shipped model", "decode Hi --target embedded:target --method ar --revision v1",
-        ("--revision", "v1")),
 ]  # fmt: skip

@@ -125,16 +125,10 @@ def test_a_wrong_config_file_ends_with_code_2_and_one_line(probe, capsys, tmp_pa
     assert all(part in line for part in expected), line
 
 
-@pytest.mark.parametrize(
-    ("args", "expected"),
-    [
-        (["trian", "eagle"], ["'trian eagle'", "Did you mean train eagle?"]),
-    ],
-)
-def test_an_unknown_command_is_named_with_the_nearest_one(capsys, args, expected):
-    assert cli.main(args) == 2
+def test_an_unknown_command_is_named_with_the_nearest_one(capsys):
+    assert cli.main(["trian", "eagle"]) == 2
     line = error_line(capsys)
-    assert all(part in line for part in expected), line
+    assert "'trian eagle'" in line and "Did you mean train eagle?" in line
 
 
 def test_debug_adds_the_traceback(probe, capsys):
@@ -310,13 +304,11 @@ def test_a_shell_completes_commands_options_and_choices(tmp_path):
     assert result.stdout.split() == ["eval", "bench", "--keep-tasks", "lean", "eagle3-small"]
 
 
-@pytest.mark.parametrize("chosen", [None, "active"])
-def test_openmp_threads_soon_sleep_unless_the_user_chose(chosen):
+def test_openmp_threads_soon_sleep():
     """OpenMP itself shows what it read when torch loaded it."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
-    environment |= {"OMP_DISPLAY_ENV": "verbose"} | ({"OMP_WAIT_POLICY": chosen} if chosen else {})
+    environment |= {"OMP_DISPLAY_ENV": "verbose"}
     shown = subprocess.run(
         [sys.executable, "-m", "draftsmith", "doctor"], env=environment, capture_output=True, text=True, check=True
     ).stderr
-    assert f"OMP_WAIT_POLICY = '{(chosen or 'passive').upper()}'" in shown
-    assert ("GOMP_SPINCOUNT = '5000'" in shown) == (chosen is None)
+    assert "OMP_WAIT_POLICY = 'PASSIVE'" in shown and "GOMP_SPINCOUNT = '5000'" in shown

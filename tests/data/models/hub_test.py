@@ -15,8 +15,6 @@ from draftsmith.data.models import hub as places
 from draftsmith.data.models import loading as models_module
 from draftsmith.data.models.hub import loadable, model_directory, repository
 from draftsmith.launch.cli import main
-from draftsmith.launch.commands import configure
-from draftsmith.launch.errors import UsageError
 from draftsmith.modules.types import InputError
 
 MODELING = """
@@ -116,27 +114,6 @@ def test_a_revision_is_a_name_or_a_commit(hub, models):
         model_directory("org/tiny@v9")
 
 
-@pytest.mark.parametrize(
-    ("words", "setting", "value"),
-    [
-        ("data responses --prompts p --output o --target org/tiny --revision v1", "target", "org/tiny@v1"),
-        ("import org/head --output o --revision v1 --target org/tiny", "directory", "org/head@v1"),
-        ("data prompts --source org/rows --output o --target org/tiny@v3 --revision v1", "revision", "v1"),
-    ],
-)
-def test_revision_is_of_the_first_model_and_an_at_of_every_one(words, setting, value):
-    args = words.split()
-    name = args[0] if args[0] == "import" else " ".join(args[:2])
-    _, config = configure(name, args[len(name.split()) :])
-    assert str(getattr(config, setting)) == value
-
-
-def test_a_revision_needs_a_hub_id():
-    for target in ("embedded:target", "org/tiny@v2"):
-        with pytest.raises(UsageError, match="--revision: found v1"):
-            configure("decode", ["Hi", "--target", target, "--revision", "v1"])
-
-
 def test_a_private_repository_needs_its_token(hub, models, monkeypatch):
     with pytest.raises(InputError, match=r"or a private one.*hf auth login, or set HF_TOKEN"):
         model_directory("org/private")
@@ -181,7 +158,7 @@ def test_code_of_a_repository_runs_only_when_it_is_trusted(hub, tmp_path, monkey
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
     monkeypatch.setattr(models_module, "_trusted", False)
-    words = ["decode", "Hi", "--method", "ar", "--max-new-tokens", "4", "--target", "org/mine", "--revision", "v2"]
+    words = ["decode", "Hi", "--method", "ar", "--max-new-tokens", "4", "--target", "org/mine@v2"]
     assert main(words) == 2
     assert "--trust-remote-code" in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "modules").exists()
