@@ -223,7 +223,9 @@ def check_needs(named: Named, given: Mapping[str, str]) -> None:
         "mid": ("a model between draft and target", "--mid DIR"),
         "acceptance": ("an acceptance head", "--acceptance HEAD"),
     }
+    drafters = [f"{path} ({kind})" for kind, path in given.items() if kind not in ("target", "mid", "acceptance")]
     for need in named.method.needs:
         if need not in given:
             what, option = known.get(need, (f"a head of kind {need}", "--draft HEAD"))
-            raise InputError("methods", f"{named.label} without {what}", option, f"Pass {option}: {what}.")
+            found = ", ".join([f"{named.label} without {what}", *drafters])
+            raise InputError("methods", found, option, f"Pass {option}: {what}.")

@@ -38,7 +38,7 @@ ROWS = [
     Row("decode: no draft", f"decode Hi {TARGET}--method spec:k=5", ("--draft",)),
     Row("decode: no head", f"decode Hi {TARGET}--method eagle:k=5", ("kind eagle", "--draft HEAD")),
     Row("decode: a head that is not there", f"decode Hi {TARGET}--method eagle --draft ./nosuch",
-        ("./nosuch", "no head")),
+        ("./nosuch", "(draft)")),
     Row("decode: a draft that is not there", f"decode Hi {TARGET}--draft ./nosuch", ("./nosuch",)),
     Row("decode: a training", f"decode Hi {TARGET}--draft {{eagle_run}}", ("eagle-run", "Pass", "/best")),
     Row("export: a training", f"export --format vllm --head {{eagle_run}} {OUT}", ("eagle-run", "Pass", "/best")),

@@ -75,7 +75,7 @@ MUTANTS = [
     Mutant("eagle-mask-one-row-early", EAGLE, "batch.loss_mask[:, ahead(2)]", "batch.loss_mask[:, ahead(1)]",
            (EAGLE_TEST,)),
     Mutant("eagle-flat-rows-one-early", EAGLE, "return rows + offset", "return rows + max(offset - 1, 0)", (EAGLE_TEST,)),
-    Mutant("eagle-steps-lose-a-row", EAGLE, "self.position_ids >= step", "self.position_ids > step",
+    Mutant("eagle-steps-lose-a-row", EAGLE, "pairs.position_ids >= number", "pairs.position_ids > number",
            ("tests/train/eagle_test.py", "tests/train/agreement_test.py")),
     Mutant("eagle-rows-see-the-newer-pass-only", "modules/diagonal.py", "entries[0], entries[1:])", "entries[0], entries[-1:])",
            (EAGLE_TEST,)),

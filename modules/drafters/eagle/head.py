@@ -108,10 +108,6 @@ class EagleInputs:
     position_ids: Tensor
     documents: Documents | None = None
 
-    def mask_of_step(self, step: int) -> Tensor:
-        """Return the rows that count in draft step 0, 1, ...; no draft reaches a later step at its first rows."""
-        return self.loss_mask & (self.position_ids >= step)
-
 
 def shift(batch: FeatureBatch) -> EagleInputs:
     """Pair tokens and features as SafeAILab's code and servers do; no row pairs tokens of two documents."""
@@ -241,7 +237,8 @@ class EagleHead(EagleNet, FeatureHead, TrainingCost):
         return eagle_loss(
             self._unrolled(pairs, target, features, num_passes),
             pairs.target_features,
-            [pairs.mask_of_step(number) for number in range(num_passes)],
+            # No draft reaches a later step at a document's first rows.
+            [pairs.loss_mask & (pairs.position_ids >= number) for number in range(num_passes)],
             lambda hidden: target.lm_head(hidden.to(target.dtype)),
             settings.feature_weight,
             settings.token_weight,
