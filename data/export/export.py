@@ -25,7 +25,6 @@ from draftsmith.data.store.reading import open_tensors, read_object
 from draftsmith.data.store.writer import occupied, sole_writer
 from draftsmith.modules.decoding.tree import MAX_NODES
 from draftsmith.modules.formats import format_names, formats, formats_of, hf_assisted
-from draftsmith.modules.formats.acceptance import check_trim
 from draftsmith.modules.formats.base import HeadFormat, Package, Served
 from draftsmith.modules.types import InputError, whole_number
 
@@ -53,8 +52,6 @@ class ExportConfig(Loading):
         output: The directory to write; new or empty.
         head: The head's directory, such as runs/eagle-head/best.
         target: The target model. Default: the one named in the head's manifest.
-        use: What a server does by an acceptance head: stop a draft, or trim what was drawn already, which is refused
-            where that would change the output's distribution.
         draft: The draft model to be exported as hf-assisted; or the draft whose hidden states an acceptance head reads:
             a model, or the directory of a drafting head (default: the one named in its manifest).
         results: Directory of an `eval bench` with this draft, for hf-assisted: the fastest settings are taken from it.
@@ -68,7 +65,6 @@ class ExportConfig(Loading):
     format: FormatName
     output: Path
     head: Path | None = None
-    use: Literal["stop", "trim"] = "stop"
     target: str | None = None
     draft: str | None = None
     results: Path | None = None
@@ -118,10 +114,6 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[CheckReport, str
     target, draft = config.target or recorded.get("target"), config.draft or recorded.get("draft")
     source = state_source(format, target, draft, config.loading)
     head: Any = original(path, format.kind, source)
-    if config.use == "trim":
-        if not format.predicts:
-            raise InputError("use", f"trim by {named_kind(format.kind)} head", "an acceptance head", "Leave it out.")
-        check_trim(head.config, manifest.get("sampling"))
 
     # Convert and write, by default in the type of the head's file.
     dtype = next(head.parameters()).dtype if config.weights == "auto" else DTYPES[config.weights]

@@ -51,15 +51,10 @@ FEATURES: dict[Feature, str] = {
     "such suffix occurred",
 }
 # What a server may do with P so that its output still follows the target.
-STOP = "to draft no further by P follows the target at any temperature"
-TRIM = "to verify fewer of the tokens that were drawn, by P, follows the target "
-TRIM_UNDRAWN = TRIM + (
-    "at any temperature, where whether a token stays depends on P of its place and of those before it, and on nothing "
-    "behind them: no budget by P of later places"
-)
-TRIM_SEEN = TRIM + (
-    "when greedy only: P has seen its token, and to drop that one by it changes the output's distribution; whether the "
-    "next one stays it may say"
+USES = (
+    "To draft no further by P follows the target at any temperature. To drop tokens that were drawn follows it by a "
+    "head of state undrawn alone, which has not seen them, where places behind a token have no say in it; by any other "
+    "head only when greedy."
 )
 DISTRIBUTION = (
     "q is the draft's law that the token y was drawn from: after temperature, top-k and top-p; of a greedy draft the "
@@ -87,11 +82,6 @@ def inputs_of(hidden_size: int, state: str, features: Sequence[Any]) -> list[dic
     if state == "before":
         inputs.append({"name": "embedding", "size": hidden_size, "is": EMBEDDING})
     return inputs + [{"name": name, "size": 1, "is": FEATURES[name]} for name in features]
-
-
-def uses_of(state: str) -> dict[str, str]:
-    """Describe how a head may be used: to `stop` drafts, and to `trim` drawn tokens."""
-    return {"stop": STOP, "trim": TRIM_UNDRAWN if state == "undrawn" else TRIM_SEEN}
 
 
 class AcceptanceFormat(HeadFormat):
@@ -147,7 +137,7 @@ class Acceptance(AcceptanceFormat):
             "activation": config.activation,
             "dtype": "float32",
             "predicts": PREDICTED,
-            "uses": uses_of(config.state),
+            "uses": USES,
             "inputs": inputs_of(config.hidden_size, config.state, config.features),
             "law": DISTRIBUTION,
             "forward": list(FORWARD),
@@ -168,11 +158,14 @@ class Acceptance(AcceptanceFormat):
                 expected = "a whole number" if name in COUNTS else "a value"
                 raise InputError(f"config.json, {name}", raw.get(name, "none"), expected, "Export the head again.")
         names = [part.get("name") for part in raw["inputs"]]
+        state: State = "after"
+        if names[:1] == ["state_before"]:
+            state = "before" if "embedding" in names else "undrawn"
         config = AcceptanceHeadConfig(
             **{name: raw[name] for name in ("hidden_size", "num_blocks", "tied", "activation", "w_acc", "w_rej")},
             width=raw["width"] if raw["width"] != raw["hidden_size"] else 0,
             calibration=tuple(raw["calibration"]),
-            state=_state_of(names),
+            state=state,
             features=tuple(name for name in names if name in FEATURES),
         )
         if names != [part["name"] for part in inputs_of(config.hidden_size, config.state, config.features)]:
@@ -193,28 +186,9 @@ class Acceptance(AcceptanceFormat):
         return shlex.join(["draftsmith", "check", served.directory, "--format", "acceptance", *models])
 
 
-def _state_of(names: Sequence[Any]) -> State:
-    """Return the state that a head reads, by the names of its inputs."""
-    if names[:1] != ["state_before"]:
-        return "after"
-    return "before" if "embedding" in names else "undrawn"
-
-
 def check_width(config: AcceptanceHeadConfig, target: TargetFacts | None) -> None:
     """Raise InputError if the head's width is not that of the hidden states it reads."""
     width = None if target is None else target.hidden_size
     if width not in (None, config.hidden_size):
         expected = f"{width}, the width of the model's hidden states"
         raise InputError("config.json, hidden_size", config.hidden_size, expected, "Pass the head's own draft.")
-
-
-def check_trim(config: AcceptanceHeadConfig, sampling: Mapping[str, Any] | None) -> None:
-    """Raise InputError if a server that drops drawn tokens by this head would not follow the target.
-
-    sampling: of the head's labels, None if it is unknown.
-    """
-    temperature = (sampling or {}).get("temperature")
-    if config.state != "undrawn" and temperature != 0:
-        found = f"trim by a head that has seen the token, state {config.state}, of labels at temperature {temperature}"
-        remedy = "Train one: draftsmith train acceptance --state undrawn. Or let it stop drafts: --use stop."
-        raise InputError("use", found, "a head of state undrawn, or of greedy labels", remedy)

