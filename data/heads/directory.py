@@ -20,7 +20,7 @@ from draftsmith.modules import drafters
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.decoding.branches import BranchDrafter, DraftModelBranches
 from draftsmith.modules.drafters.base import DraftHead
-from draftsmith.modules.formats.base import misfits
+from draftsmith.modules.formats.base import check_tensors
 from draftsmith.modules.targets.base import CausalLM, check_capture
 from draftsmith.modules.types import InputError, SamplingParams
 
@@ -184,11 +184,7 @@ def build_head(kind: str, config: Any, state: Mapping[str, Tensor]) -> Any:
     """
     # On the meta device nothing is allocated before the tensors fit: settings may ask for any size.
     with torch.device("meta"):
-        wrong = misfits(stored_tensors(class_of(kind)(config)), state)
-    if wrong:
-        found = ", ".join(f"{name} {text}" for name, text in list(wrong.items())[:8])
-        found += f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
-        raise InputError("weights", found, "the tensors that config.json asks for", "Check config.json and the file.")
+        check_tensors(class_of(kind)(config), state)
     head = class_of(kind)(config)
     # Not strict: a tied block's other names are not in `state`.
     head.load_state_dict(state, strict=False, assign=True)

@@ -17,10 +17,7 @@ from draftsmith.modules.types import InputError
 # Types of weights that layers compute with; integers and float8 are quantised weights, whose scales are elsewhere.
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-CAN_READ = (
-    "an EAGLE-1 or EAGLE-3 head (SafeAILab, vLLM, SGLang, speculators), Medusa heads (FasterDecoding, ModelOpt), Hydra "
-    "heads or an acceptance head of SpecDec_pp"
-)
+CAN_READ = "an EAGLE-1, EAGLE-3, Medusa or Hydra head, or an acceptance head of SpecDec_pp"
 NOT_YET = "Importing it is not supported yet."
 
 
@@ -267,7 +264,8 @@ class HeadFormat(ABC):
 def check_tensors(net: nn.Module, state: Mapping[str, Tensor], disk_name: Callable[[str], str] = str) -> None:
     """Check tensors against the net that they are to fill, which may be on the meta device.
 
-    disk_name: name in the file of one of our names.
+    A weight may be of any floating-point type that layers compute in; an integer buffer keeps its type. disk_name: name
+    in the file of one of our names.
 
     Raises:
         InputError: names the tensors that are missing, unknown, or of another shape or type.
@@ -275,28 +273,19 @@ def check_tensors(net: nn.Module, state: Mapping[str, Tensor], disk_name: Callab
     # Tied blocks share storage: each tensor is expected once, under its first name.
     aliases = dict(net.named_parameters(remove_duplicate=False)).keys() - dict(net.named_parameters()).keys()
     expected = {name: tensor for name, tensor in net.state_dict().items() if name not in aliases}
-    if wrong := misfits(expected, state):
+    wrong = {name: "is missing" for name in sorted(expected.keys() - state.keys())}
+    wrong |= {name: "is unknown" for name in sorted(state.keys() - expected.keys())}
+    for name, wanted in expected.items():
+        tensor = state.get(name, wanted)
+        dtypes = FLOATS if wanted.is_floating_point() else (wanted.dtype,)
+        if tensor.shape != wanted.shape:
+            wrong[name] = f"is {list(tensor.shape)} in place of {list(wanted.shape)}"
+        elif tensor.dtype not in dtypes:
+            wrong[name] = f"is {dtype_name(tensor.dtype)} in place of {dtype_name(dtypes[0])}"
+    if wrong:
         found = ", ".join(f"{disk_name(name)} {text}" for name, text in list(wrong.items())[:4])
         found += f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
         raise InputError("weights", found, "the tensors that config.json asks for", "Check config.json and the file.")
-
-
-def misfits(net: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Compare tensors with a net's parameters and buffers; return what differs, by name: missing and unknown too.
-
-    A weight may be of any floating-point type that layers compute in; an integer buffer keeps its type.
-    """
-    wrong = {name: "is missing" for name in sorted(net.keys() - tensors.keys())}
-    wrong |= {name: "is unknown" for name in sorted(tensors.keys() - net.keys())}
-    for name, expected in net.items():
-        if name not in tensors:
-            continue
-        tensor, dtypes = tensors[name], FLOATS if expected.is_floating_point() else (expected.dtype,)
-        if tensor.shape != expected.shape:
-            wrong[name] = f"is {list(tensor.shape)} in place of {list(expected.shape)}"
-        elif tensor.dtype not in dtypes:
-            wrong[name] = f"is {dtype_name(tensor.dtype)} in place of {dtype_name(dtypes[0])}"
-    return wrong
 
 
 def as_stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
