@@ -3,8 +3,6 @@ Run by `make test-engines`."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -22,7 +20,6 @@ from exported import (
     read,
     restore_unfilled,
 )
-from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.server_args import ServerArgs
 from torch import Tensor, nn
 
@@ -78,11 +75,3 @@ def test_a_defect_changes_the_draft_exactly_if_the_check_reports_it(
 ):
     exported, target = broken("eagle", defect, "sglang"), targets[EAGLE[defect].case]
     assert_as_checked(exported, lambda: compute(server, exported, target), harmless=defect in HARMLESS)
-
-
-def test_the_drafts_dtype_is_its_configs_if_none_is_given(tmp_path: Path):
-    directory = read("eagle", "llama", "sglang").directory
-    text = (directory / "config.json").read_text().replace('"float32"', '"bfloat16"')
-    (tmp_path / "config.json").write_text(text)
-    assert ModelConfig(str(tmp_path), dtype="auto", is_draft_model=True).dtype == torch.bfloat16
-    assert ModelConfig(str(tmp_path), dtype="float32", is_draft_model=True).dtype == torch.float32

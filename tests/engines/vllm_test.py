@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -75,10 +74,3 @@ def compute(exported: Exported, case: str) -> Tensor:
 def test_a_defect_changes_the_draft_exactly_if_the_check_reports_it(defect: str):
     exported = broken("eagle", defect, "vllm")
     assert_as_checked(exported, lambda: compute(exported, EAGLE[defect].case), harmless=False)
-
-
-def test_its_draft_has_the_targets_dtype_and_positions(tmp_path: Path):
-    exported = broken("eagle", "max_position_embeddings", "vllm")
-    config = engine_config(exported, "eagle").speculative_config
-    assert config.draft_model_config.dtype == torch.float32
-    assert config.draft_model_config.hf_config.max_position_embeddings == config.target_model_config.max_model_len
