@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from draftsmith.data.console import Advance, log_note
-from draftsmith.data.engines.own import length_batches, pad_right, set_threads
+from draftsmith.data.engines.own import check_lengths, length_batches, pad_right, set_threads
 from draftsmith.data.models.identity import captured
 from draftsmith.data.models.loading import llama_shape, load_lm, name_nonfinite, text_identity, vocabulary_size
 from draftsmith.data.models.parallel import DONE, broadcast_number, received_numbers
@@ -189,13 +189,7 @@ def read_shard(
 ) -> ShardContent:
     """Compute the features of every row of a shard, in batches of similar length."""
     rows = source.read(shard.start, shard.stop)
-    # Check all rows before the first is computed.
-    for number, row in enumerate(rows, shard.start):
-        if len(row["input_ids"]) > lm.info.max_position:
-            found, expected = f"{len(row['input_ids'])} tokens", f"at most {lm.info.max_position}, the target's context"
-            raise InputError(f"row {number}", found, expected, "Make shorter ones, or use --limit.")
-
-    # Read the rows in batches of similar length, and encode each.
+    check_lengths(rows, shard.start, lm.info.max_position)
     tensors: dict[str, torch.Tensor] = {}
     for batch in length_batches([len(row["input_ids"]) for row in rows], config.batch_size):
         padded = lm.features(pad_right([rows[i]["input_ids"] for i in batch], lm), capture=capture)  # [B, T, L*H]

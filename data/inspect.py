@@ -22,7 +22,6 @@ from draftsmith.data.store.manifest import Manifest, open_artefact, volatile
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.text.answers import spans
 from draftsmith.data.text.repetition import Repetition, distinct_4grams
-from draftsmith.data.text.turns import later_turns
 from draftsmith.modules.types import InputError
 
 KINDS = ("prompts", "responses", "acceptance", "rollouts", "features")
@@ -86,13 +85,11 @@ def summary(manifest: Manifest, rows: Rows, tokenizer: Any) -> dict[str, str]:
     """Return the manifest's facts, how many answers survive tokenization, and how much of them is repetition."""
     facts = {name.replace("_", " "): f"{value:,}" for name, value in manifest.counts.items()}
     if manifest.kind == "responses":
-        # Sampled ids -> text -> ids; or, if a server returned text, its text -> ids -> text.
-        checks = {"token ids as sampled": sampled_exactly, "re-tokenised text": retokenised_exactly}
-        exact: dict[str, list[bool]] = {name: [] for name in checks}
+        exact: dict[str, list[bool]] = {}
         for row in rows.iterate():
             name = "re-tokenised text" if row["retokenised"] else "token ids as sampled"
-            exact[name].append(checks[name](row, tokenizer))
-        facts |= {name: f"{len(ok):,} rows, {sum(ok):,} round-trip exactly" for name, ok in exact.items() if ok}
+            exact.setdefault(name, []).append(round_trips(row, tokenizer))
+        facts |= {name: f"{len(ok):,} rows, {sum(ok):,} round-trip exactly" for name, ok in exact.items()}
     if manifest.kind in ("responses", "features"):
         sequences = [(row["input_ids"], row["loss_mask"]) for row in rows.iterate()]
         grams = distinct_4grams(ids[start:end] for ids, mask in sequences for start, end in spans(mask))
@@ -110,17 +107,14 @@ def summary(manifest: Manifest, rows: Rows, tokenizer: Any) -> dict[str, str]:
     return {**facts, "made by": manifest.command}
 
 
-def sampled_exactly(row: dict[str, Any], tokenizer: Any) -> bool:
-    """Return whether tokenizing the answers' texts gives the sampled ids back."""
+def round_trips(row: dict[str, Any], tokenizer: Any) -> bool:
+    """Return whether tokenization loses nothing: sampled ids -> text -> ids, or a server's text -> ids -> text."""
     answers = [row["input_ids"][start:end] for start, end in spans(row["loss_mask"])]
+    if row["retokenised"]:
+        # The ids may be those that the server sampled: they give its text and its count of tokens.
+        text = "".join(tokenizer.decode(ids, skip_special_tokens=True) for ids in answers)
+        return text == row["text"] and row["server_tokens"] in (None, sum(map(len, answers)))
     return all(tokenizer(tokenizer.decode(ids), add_special_tokens=False)["input_ids"] == ids for ids in answers)
-
-
-def retokenised_exactly(row: dict[str, Any], tokenizer: Any) -> bool:
-    """Return whether the ids may be those that the server sampled: they give its text and its count of tokens."""
-    answers = [row["input_ids"][start:end] for start, end in spans(row["loss_mask"])]
-    text = "".join(tokenizer.decode(ids, skip_special_tokens=True) for ids in answers)
-    return text == row["text"] and row["server_tokens"] in (None, sum(map(len, answers)))
 
 
 def print_row(row: dict[str, Any], kind: str, directory: Path, tokenizer: Any) -> None:
@@ -138,7 +132,7 @@ def print_row(row: dict[str, Any], kind: str, directory: Path, tokenizer: Any) -
         notes.append(f"features {list(features.shape)}, standard deviation {features.std():.3f}, all finite")
     print_text(Text(", ".join(notes), style="cyan"))
     if kind == "prompts":
-        for turn, messages in enumerate([json.loads(row["messages"]), *later_turns(row)], 1):
+        for turn, messages in enumerate([json.loads(row["messages"]), *json.loads(row["later"])], 1):
             if turn > 1:
                 print_text(Text(f"(the target's answer, then turn {turn})", style=COUNTED))
             for message in messages:

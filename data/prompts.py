@@ -92,14 +92,6 @@ class PromptsConfig(RemoteCode):
             raise InputError("turns", self.turns, expected, "Leave --turns or --supervised out.")
 
 
-class Overlong(RowError):
-    """A row that is longer than the context."""
-
-
-class Repeated(RowError):
-    """A row with the id of an earlier one."""
-
-
 class SelectedRow(NamedTuple):
     """Number of a row that passes the filters. error: it cannot be used, and will be dropped and counted."""
 
@@ -172,12 +164,14 @@ def select_rows(source: RowSource, mapping: Mapping[str, str], config: PromptsCo
                 continue
             row_id = row_label(row, mapping, "id", f"{index:07d}")
             if first_index.setdefault(row_id, index) != index:
-                raise Repeated(f"the id {row_id[:80]!r}, which {source.where(first_index[row_id])} has too")
+                found = f"the id {row_id[:80]!r}, which {source.where(first_index[row_id])} has too"
+                remedy = "Map another column (--columns id=NAME), or pass --invalid drop, which keeps the first."
+                raise RowError(found, remedy, "duplicate")
             selected.append(SelectedRow(index))
         except RowError as error:
             drop_row(source.where(index), error, config, Counter())
             # A copy, without the frames that a traceback would keep in memory.
-            selected.append(SelectedRow(index, type(error)(str(error), error.remedy)))
+            selected.append(SelectedRow(index, RowError(str(error), error.remedy, error.reason)))
         if len(selected) == config.limit:
             break
 
@@ -195,17 +189,10 @@ def select_rows(source: RowSource, mapping: Mapping[str, str], config: PromptsCo
 
 def drop_row(where: str, error: RowError, config: PromptsConfig, counts: Counter[str]) -> None:
     """Count a row as dropped, or raise InputError if the options make it an error."""
-    reason, action = "invalid", config.invalid
-    expected, remedy = "a usable row", error.remedy or "Correct it, or pass --invalid drop."
-    if isinstance(error, Overlong):
-        reason, action = "overlong", config.overlong
-        expected, remedy = "at most the target's context or --max-length", "Pass --overlong drop."
-    elif isinstance(error, Repeated):
-        reason = "duplicate"
-        remedy = "Map another column (--columns id=NAME), or pass --invalid drop, which keeps the first."
-    if action == "error":
-        raise InputError(where, error, expected, remedy) from error
-    counts[f"{reason}_dropped"] += 1
+    if (config.overlong if error.reason == "overlong" else config.invalid) == "error":
+        remedy = error.remedy or "Correct it, or pass --invalid drop."
+        raise InputError(where, error, "a usable row", remedy) from error
+    counts[f"{error.reason}_dropped"] += 1
 
 
 def prompt_row(
@@ -220,7 +207,7 @@ def prompt_row(
     """Return the artefact's row for a row of the source.
 
     Raises:
-        RowError: the row cannot be used. Overlong: it is too long.
+        RowError: the row cannot be used.
     """
     chat = read_chat(row, mapping)
     # The recorded answers to these turns are left out: the target's own take their place.
@@ -240,7 +227,8 @@ def prompt_row(
         encoded["input_ids"], encoded["loss_mask"] = supervised_ids(tokenizer, whole)
         length = len(encoded["input_ids"])
     if context is not None and length > context:
-        raise Overlong(f"{length} tokens (one for an answer included), more than {context}")
+        found = f"{length} tokens (one for an answer included), more than {context}"
+        raise RowError(found, "Raise --max-length within the target's context, or pass --overlong drop.", "overlong")
     counts["later_turns"] += len(asked.later)
     counts["turns_not_asked"] += asked.not_asked
     return encoded

@@ -32,11 +32,9 @@ from draftsmith.data.text.turns import (
     Conversation,
     PendingTurn,
     TargetTurn,
-    has_later_turns,
     shard_content,
     turns_tokenizer,
 )
-from draftsmith.modules.decoding.protocols import Drafter
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
 
@@ -132,17 +130,7 @@ class ResponsesConfig(Sampling, RemoteCode):
 
 # Turns -> (number in them, answer) of each, in the order of completion.
 GenerateTurns = Callable[[Sequence[PendingTurn]], Iterable[tuple[int, TargetTurn]]]
-
-
-@dataclass(frozen=True)
-class ResponseEngine:
-    """Engine that generates responses, with the identity recorded in the manifest.
-
-    identity: of the target and of what else decides the responses.
-    """
-
-    make_shard: Callable[[Shard, Advance], ShardContent]
-    identity: Mapping[str, Any]
+MakeShard = Callable[[Shard, Advance], ShardContent]
 
 
 @sole_writer(shared=True)
@@ -151,7 +139,7 @@ def run(config: ResponsesConfig) -> Path:
     set_threads(config.num_threads)
     manifest = open_artefact(config.prompts, "prompts", text_identity(config.target))
     prompts = Rows(config.prompts, manifest, limit=config.limit, vocab_size=vocabulary_size(config.target))
-    with open_engine(config, manifest, prompts) as engine:
+    with open_engine(config, manifest, prompts) as (make_shard, identity):
         plan = StagePlan(
             kind="responses",
             stage="data responses",
@@ -159,11 +147,11 @@ def run(config: ResponsesConfig) -> Path:
             num_rows=len(prompts),
             fields=FIELDS,
             inputs={"prompts": manifest.digest},
-            identity={**manifest.identity, **engine.identity},
+            identity={**manifest.identity, **identity},
             sampling={"temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p},
             seed=config.seed,
         )
-        responses = run_stage(plan, engine.make_shard)
+        responses = run_stage(plan, make_shard)
 
     # Print how much there is to learn from the responses, and warn if it is little.
     if place().rank == 0:
@@ -176,41 +164,41 @@ def run(config: ResponsesConfig) -> Path:
 
 
 @contextmanager
-def open_engine(config: ResponsesConfig, manifest: Manifest, prompts: Rows) -> Iterator[ResponseEngine]:
-    """Open the engine that `config.engine` names. manifest: of the prompts."""
+def open_engine(
+    config: ResponsesConfig, manifest: Manifest, prompts: Rows
+) -> Iterator[tuple[MakeShard, Mapping[str, Any]]]:
+    """Open the engine that `config.engine` names. manifest: of the prompts.
+
+    Yields what makes a shard, and the identity of the target and of what else decides the responses.
+    """
+    tokenizer = None
+    if manifest.counts.get("later_turns"):
+        tokenizer = turns_tokenizer(config.target, manifest, config.chat_template)
 
     def conversations(context: int | None) -> BeginConversation:
         # Later turns keep the length that the first ones were limited to.
         bounds = [bound for bound in (manifest.config.get("max_length"), context) if bound]
-        tokenizer = None
-        if has_later_turns(manifest):
-            tokenizer = turns_tokenizer(config.target, manifest, config.chat_template)
         return lambda row: Conversation(row, tokenizer, min(bounds, default=None))
 
-    def in_process(generate: GenerateTurns, context: int) -> Callable[[Shard, Advance], ShardContent]:
+    def in_process(generate: GenerateTurns, context: int) -> MakeShard:
         return functools.partial(answer_shard, generate, prompts, conversations(context), context)
 
     if config.engine == "openai":
-        # A server applies its own template, which must be that of the prompts.
-        template = manifest.identity.get("chat_template")
-        if not isinstance(template, str):
-            remedy = f"Make them again with another output: {manifest.command}"
-            raise InputError(f"{config.prompts}, chat_template", template, "the hash of the prompts' template", remedy)
-        server = ServerEngine(config.server, config.answering, template)
+        server = ServerEngine(config.server, config.answering, manifest.identity["chat_template"])
         begin = conversations(server.context)
         with ServerShards(server, prompts, begin, config.output, config.rows_per_shard) as shards:
-            yield ResponseEngine(shards.make, {"target": server.identity})
+            yield shards.make, {"target": server.identity}
     elif config.engine == "vllm":
         with VllmEngine(config.answering, config.dtype, config.vllm_args, config.trust_remote_code) as vllm:
             identity = {"target": vllm.identity, "answered_by": vllm.answered_by}
-            yield ResponseEngine(in_process(vllm.answers, vllm.context), identity)
+            yield in_process(vllm.answers, vllm.context), identity
     else:
         # The weights are packed, as decoding reads them.
         how = (config.dtype, pick_device(config.device), config.lm_engine, config.trust_remote_code, True)
         lm = load_lm(config.target, *how)
         drafter = ResponseDrafter.load(lm, config.target, config.draft, config.method, lambda path: load_lm(path, *how))
-        make_shard = in_process(functools.partial(generate_turns, lm, config, drafter), lm.info.max_position)
-        yield ResponseEngine(make_shard, {"target": lm.info.identity, **drafter.identity})
+        generate = functools.partial(generate_turns, lm, config, drafter)
+        yield in_process(generate, lm.info.max_position), {"target": lm.info.identity, **drafter.identity}
 
 
 def generate_turns(
@@ -218,19 +206,20 @@ def generate_turns(
 ) -> Iterator[tuple[int, TargetTurn]]:
     """Answer turns with our own decoder, `batch_size` at a time."""
     ends = () if config.ignore_eos else lm.info.eos_ids
-
     # Turn 1 uses the same stream as a prompt without later turns.
-    def source(i: int) -> RowUniforms:
-        stage = "responses" if turns[i].number == 1 else f"responses/turn-{turns[i].number}"
-        return RowUniforms(stage, config.seed, turns[i].row)
-
-    def build(capacity: int) -> Drafter | None:
-        return drafter.build(capacity, ends, config.batch_size)
-
-    ids = [turn.prompt_ids for turn in turns]
+    stages = ["responses" if turn.number == 1 else f"responses/turn-{turn.number}" for turn in turns]
     with name_nonfinite([turn.id for turn in turns]):
-        limit, size = config.max_new_tokens, config.batch_size
-        for i, tokens in generate_rows(lm, ids, config.sampling, limit, size, source, ends, build):
+        answers = generate_rows(
+            lm,
+            [turn.prompt_ids for turn in turns],
+            config.sampling,
+            config.max_new_tokens,
+            config.batch_size,
+            lambda i: RowUniforms(stages[i], config.seed, turns[i].row),
+            ends,
+            lambda capacity: drafter.build(capacity, ends, config.batch_size),
+        )
+        for i, tokens in answers:
             yield i, TargetTurn(tokens, ended=tokens[-1] in ends)
 
 
@@ -243,7 +232,7 @@ def answer_shard(
     rows = prompts.read(shard.start, shard.stop)
     conversations = [(number, begin(row)) for number, row in enumerate(rows, shard.start)]
     # Progress counts rows: a turn is a part of its row.
-    shares = {number: 1 / conversation.turns_left for number, conversation in conversations}
+    shares = {number: 1 / conversation.num_turns for number, conversation in conversations}
     for number, row in enumerate(rows, shard.start):
         check_context(number, len(row["prompt_ids"]), context)
     # A round asks every conversation that has a turn left.

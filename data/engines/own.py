@@ -82,12 +82,11 @@ def generate_all(lm: CausalLM, prompts: Sequence[Sequence[int]], *args: Any, **k
 
 
 def check_lengths(rows: Sequence[dict[str, Any]], first: int, context: int) -> None:
-    """Raise InputError if a response is longer than the context. first: number of the first row."""
+    """Raise InputError if a row is longer than the context. first: number of the first row."""
     for number, row in enumerate(rows, first):
         if (length := len(row["input_ids"])) > context:
-            expected = f"at most {context}, the shorter context of target and draft"
-            remedy = "Make shorter responses: data responses --max-new-tokens, data prompts --max-length."
-            raise InputError(f"response {number}", f"{length} tokens", expected, remedy)
+            remedy = "Make shorter ones: data responses --max-new-tokens, data prompts --max-length."
+            raise InputError(f"row {number}", f"{length} tokens", f"at most {context}, the context", remedy)
 
 
 def pad_right(rows: Sequence[Sequence[int]], lm: CausalLM) -> Tensor:
@@ -128,11 +127,9 @@ class ResponseDrafter:
     ) -> ResponseDrafter:
         """Load --draft and choose the method. label: --method. load: path -> model."""
         if draft_path is None:
-            return cls(target, select_method("ar" if label is None else label, ""))
+            return cls(target, select_method(label or "ar", ""))
         drafter = load_drafter(draft_path, lambda: target, load)
-        method = select_method(
-            chain_methods().get(drafter.name, drafter.name) if label is None else label, drafter.name
-        )
+        method = select_method(label or chain_methods().get(drafter.name, drafter.name), drafter.name)
         identity = {"drafted_by": drafter.identity}
         if drafter.head is not None:
             return cls(target, method, heads={drafter.name: drafter.head}, identity=identity)
@@ -155,19 +152,11 @@ def select_method(label: str, draft_kind: str) -> Method:
     """Parse a method label and check that it can draft responses. draft_kind: `draft`, a head's kind, or empty."""
     method = parse_method(label)
     missing = [need for need in method.needs if need != draft_kind]
-    if missing:
+    if missing or (draft_kind and not method.needs):
         found = f"--draft, which is {draft_kind}" if draft_kind else "no --draft"
-        remedy = "Pass --draft, or choose another method."
-        raise InputError("method", f"{label}, which needs {missing[0]}, with {found}", "what it needs", remedy)
-    if draft_kind and not method.needs:
-        raise InputError("draft", f"{draft_kind} with --method {label}", "a method that uses it", "Leave one out.")
-    if not method.lossless:
-        remedy = "Choose another method, or leave the setting out."
-        raise InputError("method", f"{label}, which changes the responses", "a lossless method", remedy)
-    if method.timed:
-        remedy = "Give a number, as in online:c=0.1, or choose a method that has one."
-        raise InputError("method", f"{label}, which measures times on this machine", "numbers instead", remedy)
-    if method.trees or not method.batchable:
-        remedy = "Choose a chain, a dynamic tree or pld."
-        raise InputError("method", label, "a method that drafts for several rows without a tree file", remedy)
+        expected = f"--draft {missing[0]}" if missing else "no --draft"
+        raise InputError("method", f"{label} with {found}", expected, "Change one of the two.")
+    if not method.lossless or method.timed or method.trees or not method.batchable:
+        expected = "a lossless method for several rows, without measured times or a tree file"
+        raise InputError("method", label, expected, "Choose another, or set its numbers (online:c=0.1).")
     return method

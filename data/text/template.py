@@ -16,12 +16,12 @@ PROBE: Messages = [{"role": "user", "content": "Hello."}, {"role": "assistant", 
 class RowError(ValueError):
     """A row that cannot be used: stages count it, or raise an InputError that names it.
 
-    remedy: what to do; empty if the row itself must be corrected.
+    remedy: what to do; empty if the row itself must be corrected. reason: name under which it is counted.
     """
 
-    def __init__(self, message: str, remedy: str = ""):
+    def __init__(self, message: str, remedy: str = "", reason: str = "invalid"):
         super().__init__(message)
-        self.remedy = remedy
+        self.remedy, self.reason = remedy, reason
 
 
 def load_chat_tokenizer(target: str, chat_template: Path | None = None, supervised: bool = False) -> Any:

@@ -84,9 +84,9 @@ class Conversation:
         self.counts: Counter[str] = Counter()
 
     @property
-    def turns_left(self) -> int:
-        """Number of turns to ask, this one included."""
-        return (self.prompt is not None) + len(self._later)
+    def num_turns(self) -> int:
+        """Number of turns up to the last one to ask."""
+        return self.turn + len(self._later)
 
     def to_prompt_row(self) -> dict[str, Any]:
         """Return the waiting turn as a row of prompts."""
@@ -171,16 +171,6 @@ def shard_content(conversations: Sequence[Mapping[str, Any]]) -> ShardContent:
     for conversation in conversations:
         counts.update(conversation["counts"])
     return ShardContent(rows, dict(counts))
-
-
-def later_turns(row: Mapping[str, Any]) -> list[Messages]:
-    """Return the messages that follow each of the target's answers, of a row of prompts."""
-    return json.loads(row["later"])
-
-
-def has_later_turns(manifest: Manifest) -> bool:
-    """Return whether some of the prompts have later turns."""
-    return manifest.counts.get("later_turns", 0) > 0
 
 
 def turns_tokenizer(target: str, manifest: Manifest, chat_template: Path | None) -> Any:

@@ -28,7 +28,6 @@ from draftsmith.data.text.conversations import (
 )
 from draftsmith.data.text.sources import OPENERS, named_split, open_source, plain_stem, suffix_of
 from draftsmith.data.text.template import RowError, load_chat_tokenizer, prompt_ids
-from draftsmith.data.text.turns import has_later_turns, later_turns
 from draftsmith.modules.types import InputError
 
 FASTCHAT = "question.jsonl"  # its name in the folder of each task
@@ -143,7 +142,7 @@ def kept_rows(source: str, target: str, split: str | None, keep_tasks: str | Non
 def artefact_rows(directory: Path, target: str, turns: Turns) -> Iterator[PromptRow]:
     """Yield rows of a prompts artefact of the target's tokenizer; later turns need its chat template as well."""
     manifest = open_artefact(directory, "prompts", text_identity(target))
-    if turns == "all" and has_later_turns(manifest):
+    if turns == "all" and manifest.counts.get("later_turns"):
         ours, theirs = template_hash(load_chat_tokenizer(target)), manifest.identity.get("chat_template")
         if ours != theirs:
             found = f"{directory} made with chat template {theirs}"
@@ -153,7 +152,7 @@ def artefact_rows(directory: Path, target: str, turns: Turns) -> Iterator[Prompt
         later: list[str] = []
         if turns == "all":
             # Up to a turn that is more than a user's, such as one with a tool's result.
-            for messages in later_turns(row):
+            for messages in json.loads(row["later"]):
                 if [message["role"] for message in messages] != ["user"]:
                     break
                 later.append(messages[0]["content"])

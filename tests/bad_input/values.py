@@ -34,15 +34,6 @@ def rows(name: str, column: str, change: Callable[[list], Any]) -> Callable[[Gro
     return make
 
 
-def no_template(ground: Ground, to: Path) -> dict[str, object]:
-    """Prompts whose manifest does not say by which chat template they were made."""
-    directory = ground.copy("prompts", to)
-    manifest = json.loads((directory / "manifest.json").read_text())
-    del manifest["identity"]["chat_template"]
-    (directory / "manifest.json").write_text(json.dumps(manifest))
-    return {"d": directory}
-
-
 TRAIN = "train {kind} --target {{target}} --output {{out}} --max-steps 1 --data {{d}} "
 LABEL = "data acceptance --target {target} --draft {draft} --output {out} --responses {d}"
 ROWS = [
@@ -52,9 +43,6 @@ ROWS = [
         ("input_ids", "found 999999"), rows("responses", "input_ids", lambda ids: [999999, *ids[1:]])),
     Row("data responses: an id beyond the vocabulary", "data responses --target {target} --output {out} --prompts {d}",
         ("prompt_ids", "found 999999"), rows("prompts", "prompt_ids", lambda ids: [999999, *ids[1:]])),
-    Row("data responses: a manifest without a template",
-        "data responses --target {target} --output {out} --prompts {d} --engine openai --server.url http://127.0.0.1:9/v1",
-        ("chat_template", "None"), no_template),
     Row("diagnose: an id beyond the vocabulary", "diagnose --target {target} --draft {eagle} --data {d}",
         ("input_ids", "found 999999"), rows("responses", "input_ids", lambda ids: [999999, *ids[1:]])),
 ]  # fmt: skip

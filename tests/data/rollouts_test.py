@@ -269,7 +269,7 @@ def test_responses_without_room_are_left_out_and_counted():
     assert {row["id"]: row["starts"] for row in content.rows} == {"0": [3, 4], "3": [3]}
     assert content.counts == {"tokens": 12, "drafts": 3, "drafted_tokens": 12, "too_short_dropped": 2}
     assert sum(advanced) == 4
-    with pytest.raises(InputError, match="response 7: found 9 tokens, expected at most 8, the shorter context"):
+    with pytest.raises(InputError, match="row 7: found 9 tokens, expected at most 8, the context"):
         rollouts.label_shard(Source((3, 2), (9, 2)), Shard(2, 6, 8), advanced.append)
 
 
