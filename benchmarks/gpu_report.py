@@ -197,7 +197,7 @@ def timed_rounds(config: GpuReportConfig, models: Models, name: str, rows: int) 
     drafter = method.build(models, rows)
     capture = () if drafter is None else drafter.capture
     session = models.target.session(rows, models.capacity, capture)
-    runner = EngineRunner(models.target, drafter, SamplingParams(), (), session=session, rows=rows)
+    runner = EngineRunner(models.target, drafter, SamplingParams(), (), session=session)
     vocab = models.target.info.vocab_size
     prompts = [[(31 * row + i) % vocab for i in range(config.prompt)] for row in range(rows)]
     seconds: dict[int, list[float]] = {config.new_tokens: [], 1: []}

@@ -34,10 +34,3 @@ class Resamples:
             return None
         low, high = np.percentile(statistic(), [2.5, 97.5])
         return [float(low), float(high)]
-
-
-def mean_interval(values: Sequence[float], owners: Sequence[Any], seed: int) -> tuple[float, float] | tuple[None, None]:
-    """Return the ends of the 95 % interval of the mean of values [N]; None for fewer than two owners."""
-    resamples = Resamples(owners, seed)
-    interval = resamples.interval(lambda: resamples.sums(values) / resamples.sums(np.ones(len(values))))
-    return (interval[0], interval[1]) if interval else (None, None)

@@ -51,7 +51,7 @@ def serve() -> None:
         params = SamplingParams(0.0 if mode == "greedy" else 1.0)
         if rows:
             drafter = parse_method(method).build(models, PROMPTS)
-            EngineRunner(target, drafter, params, (), session=sessions[method[:-4]], rows=PROMPTS)(
+            EngineRunner(target, drafter, params, (), session=sessions[method[:-4]])(
                 prompts, NEW_TOKENS, range(PROMPTS)
             )
             return

@@ -309,3 +309,10 @@ def quick(config: Any, changes: Mapping[str, Any]) -> Any:
         for name, value in changes.items()
     }
     return dataclasses.replace(config, **lowered)
+
+
+def mean_interval(values: Sequence[float], owners: Sequence[Any], seed: int) -> tuple[float, float] | tuple[None, None]:
+    """Return the ends of the 95 % interval of the mean of values [N]; None for fewer than two owners."""
+    resamples = Resamples(owners, seed)
+    interval = resamples.interval(lambda: resamples.sums(values) / resamples.sums(np.ones(len(values))))
+    return (interval[0], interval[1]) if interval else (None, None)

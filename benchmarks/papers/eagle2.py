@@ -21,7 +21,7 @@ import numpy as np
 import pandas as pd
 
 from draftsmith.benchmarks.papers import common
-from draftsmith.benchmarks.papers.common import Row
+from draftsmith.benchmarks.papers.common import Row, mean_interval
 from draftsmith.benchmarks.papers.replay import replay_tree
 from draftsmith.benchmarks.papers.rollouts import Recording, TreeRecorder, record_all
 from draftsmith.data.console import Column, Table, json_values
@@ -30,7 +30,6 @@ from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.results import BASELINE
 from draftsmith.eval.bench.runner import read_tree
-from draftsmith.eval.bootstrap import mean_interval
 from draftsmith.eval.report.tables import drawn_data
 from draftsmith.launch.cli import main_of
 from draftsmith.modules.decoding.loop import Round

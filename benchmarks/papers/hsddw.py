@@ -21,11 +21,10 @@ import pandas as pd
 import torch
 
 from draftsmith.benchmarks.papers import common
-from draftsmith.benchmarks.papers.common import Row
+from draftsmith.benchmarks.papers.common import Row, mean_interval
 from draftsmith.data.console import Column, Table, json_values
 from draftsmith.data.settings import comma_numbers
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.eval.bootstrap import mean_interval
 from draftsmith.eval.report.tables import drawn_data
 from draftsmith.launch.cli import main_of
 from draftsmith.modules.decoding.confidence import draft_distribution

@@ -86,9 +86,9 @@ def measure_group(
     return rows
 
 
-def seed_of(prompt: BenchPrompt, seed: int) -> int:
-    """Return a prompt's seed, which depends on the run's seed, its number and its turn only."""
-    return seed + prompt.number + TURN_SEED * (prompt.turn - 1)
+def prompt_seed(seed: int, number: int, turn: int) -> int:
+    """Return the seed of a prompt by the run's seed, its number and its turn."""
+    return seed + number + TURN_SEED * (turn - 1)
 
 
 class Journal:
@@ -226,7 +226,7 @@ class PromptRunner:
                     fitting.append(prompt)
             if not fitting:
                 break
-            seeds = [seed_of(prompt, self.seed) for prompt in fitting]
+            seeds = [prompt_seed(self.seed, prompt.number, prompt.turn) for prompt in fitting]
             # A failure of one method leaves the prompt out for all: they are compared on the same prompts.
             try:
                 turn = measure_group(runners, fitting, number, temperature, self.max_new_tokens, self.repeats, seeds)

@@ -59,9 +59,9 @@ class Runner(Protocol):
 class EngineRunner:
     """Runner of this project's decoder with one drafter, or none.
 
-    on_round: is called after every round. session: the target's, used for every group, with the features that the
-    drafter reads; None makes one for each. paths: option -> what the user passed, for errors. rows: prompts that are
-    decoded together, which the drafter was built for; the others of a group follow.
+    drafter: built for as many rows as a group has prompts. on_round: is called after every round. session: the
+    target's, used for every group, with the features that the drafter reads; None makes one for each. paths: option ->
+    what the user passed, for errors.
     """
 
     target: CausalLM
@@ -71,30 +71,18 @@ class EngineRunner:
     on_round: Callable[[Round], None] | None = None
     session: Session | None = None
     paths: Mapping[str, str | None] = field(default_factory=dict)
-    rows: int = 1
 
     @property
     def learners(self) -> Sequence[Learner]:
         return learners_of(self.drafter)
 
     def __call__(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seeds: Sequence[int]) -> list[Generation]:
-        answers: list[Generation] = []
+        sources = [TorchSource(seed) for seed in seeds]
         options = DecodeOptions(self.on_round, self.session)
         with name_nonfinite(paths=self.paths):
-            for start in range(0, len(prompts), self.rows):
-                part = slice(start, start + self.rows)
-                sources = [TorchSource(seed) for seed in seeds[part]]
-                answers += generate(
-                    self.target,
-                    self.drafter,
-                    prompts[part],
-                    self.params,
-                    max_new_tokens,
-                    sources,
-                    self.eos_ids,
-                    options,
-                )
-        return answers
+            return generate(
+                self.target, self.drafter, prompts, self.params, max_new_tokens, sources, self.eos_ids, options
+            )
 
 
 @dataclass(frozen=True)
@@ -147,29 +135,9 @@ class HFRunner:
 
     def answer(self, prompt: Sequence[int], max_new_tokens: int, seed: int) -> Generation:
         """Generate for one prompt, and count target calls with a hook."""
-        calls: list[Call] = []
-
-        def record(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            cache = kwargs.get("past_key_values")
-            calls.append((int(cache.get_seq_length()) if cache is not None else 0, kwargs["input_ids"][0]))
-
-        input_ids = torch.tensor([list(prompt)], device=self.model.device)  # [1, T]
-        limit = getattr(self.model.config, "max_position_embeddings", None)
-        room = min(max_new_tokens, limit - len(prompt)) if limit else max_new_tokens
-        # A hook leaves the signature of `forward` alone. Behind a wrapper `generate` stops passing position ids.
-        hook = self.model.register_forward_pre_hook(record, with_kwargs=True)
-        try:
-            output = self._generate(input_ids, room, seed)
-        finally:
-            hook.remove()
-        tokens = output[0, len(prompt) :].tolist()
-        end = next((i for i, token in enumerate(tokens) if token in self.eos_ids), None)
-        tokens = tokens if end is None else tokens[: end + 1]
-        return Generation(tokens, trace_of(calls, len(prompt), tokens), end is not None)
-
-    def _generate(self, input_ids: Any, max_new_tokens: int, seed: int) -> Any:
         from transformers import GenerationConfig
 
+        # Options of `generate`.
         params = self.params
         sampling: dict[str, Any] = {"do_sample": False}
         if not params.greedy:
@@ -185,16 +153,34 @@ class HFRunner:
                 assistant_confidence_threshold=self.confidence_threshold,
                 **end,
             )
-        config = GenerationConfig(max_new_tokens=max_new_tokens, **sampling, **end)
-        with torch.random.fork_rng(enabled=not params.greedy):
-            if not params.greedy:
-                torch.manual_seed(seed)
-            return self.model.generate(
-                input_ids,
-                attention_mask=torch.ones_like(input_ids),
-                generation_config=config,
-                assistant_model=self.assistant,
-            )
+        room = min(max_new_tokens, self.model.config.max_position_embeddings - len(prompt))
+        config = GenerationConfig(max_new_tokens=room, **sampling, **end)
+
+        calls: list[Call] = []
+
+        def record(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            cache = kwargs.get("past_key_values")
+            calls.append((int(cache.get_seq_length()) if cache is not None else 0, kwargs["input_ids"][0]))
+
+        input_ids = torch.tensor([list(prompt)], device=self.model.device)  # [1, T]
+        # A hook leaves the signature of `forward` alone. Behind a wrapper `generate` stops passing position ids.
+        hook = self.model.register_forward_pre_hook(record, with_kwargs=True)
+        try:
+            with torch.random.fork_rng(enabled=not params.greedy):
+                if not params.greedy:
+                    torch.manual_seed(seed)
+                output = self.model.generate(
+                    input_ids,
+                    attention_mask=torch.ones_like(input_ids),
+                    generation_config=config,
+                    assistant_model=self.assistant,
+                )
+        finally:
+            hook.remove()
+        tokens = output[0, len(prompt) :].tolist()
+        end_at = next((i for i, token in enumerate(tokens) if token in self.eos_ids), None)
+        tokens = tokens if end_at is None else tokens[: end_at + 1]
+        return Generation(tokens, trace_of(calls, len(prompt), tokens), end_at is not None)
 
 
 def trace_of(calls: Sequence[Call], prompt_length: int, tokens: Sequence[int]) -> DecodeTrace:
@@ -267,7 +253,7 @@ def make_runners(
             if number and learners_of(drafter):
                 drafter = method.build(models, rows)
             runners[params.temperature][label] = EngineRunner(
-                models.target, drafter, params, models.ends, session=sessions[capture], paths=models.paths, rows=rows
+                models.target, drafter, params, models.ends, session=sessions[capture], paths=models.paths
             )
     return runners
 

@@ -15,14 +15,13 @@ from torch import Tensor
 
 from draftsmith.data.models.loading import load_tokenizer
 from draftsmith.data.store.files import append, write_json, write_text
-from draftsmith.eval.bench.measuring import seed_of
-from draftsmith.eval.bench.prompts import BenchPrompt
+from draftsmith.eval.bench.measuring import prompt_seed
 from draftsmith.eval.bench.results import BASELINE, Row
 from draftsmith.eval.bench.runner import BASELINES, EngineRunner, make_runners
 from draftsmith.eval.clock import Stopwatch, Timed, wall_time
 from draftsmith.modules.acceptance.policies import PredictorStop
 from draftsmith.modules.decoding.confidence import draft_distribution
-from draftsmith.modules.decoding.loop import Generation, Round
+from draftsmith.modules.decoding.loop import Round
 from draftsmith.modules.decoding.protocols import DraftTree, DraftView, StopPolicy, Verdict
 from draftsmith.modules.decoding.stop import Around, entropy
 from draftsmith.modules.drafters.methods import Models, Named
@@ -102,10 +101,8 @@ class WatchedStop(Around):
         return views, policy.probs[int(policy.predictor.late) :]
 
 
-def traced(
-    runner: EngineRunner, prompt: Sequence[int], max_new_tokens: int, seed: int
-) -> tuple[Generation, list[TracedRound]]:
-    """Decode an answer and record its rounds. runner: with a session of its target's."""
+def traced(runner: EngineRunner, prompt: Sequence[int], max_new_tokens: int, seed: int) -> list[TracedRound]:
+    """Decode an answer and return its rounds. runner: with a session of its target's."""
     target_watch, draft_watch = Stopwatch(wall_time), Stopwatch(wall_time)
     chains = runner.drafter if isinstance(runner.drafter, RowDrafter) else None
     stop = None if chains is None else chains.wrap_stops(WatchedStop)[0]
@@ -116,26 +113,15 @@ def traced(
         if done.logits is not None and done.logits.is_cuda:
             done = replace(done, logits=done.logits.clone())
         rounds.append(TracedRound(done, target_watch.take(), draft_watch.take(), *(stop.take() if stop else ())))
-        if runner.on_round is not None:
-            runner.on_round(done)
 
     session: Any = Timed(runner.session, target_watch, "prefill", "extend")
     drafter: Any = None if runner.drafter is None else Timed(runner.drafter, draft_watch, "propose")
     try:
-        watched = replace(runner, session=session, drafter=drafter, on_round=on_round)
-        return watched([prompt], max_new_tokens, [seed])[0], rounds
+        replace(runner, session=session, drafter=drafter, on_round=on_round)([prompt], max_new_tokens, [seed])
+        return rounds
     finally:
         if chains is not None:
             chains.wrap_stops(lambda around: around.policy)
-
-
-def trace_text(label: str, prompt: BenchPrompt, params: SamplingParams, rounds: Sequence[TracedRound]) -> str:
-    """Return the JSON lines of an answer."""
-    place = {"method": label, "temperature": params.temperature, "prompt": prompt.number, "id": prompt.id}
-    place |= {"task": prompt.task, "turn": prompt.turn}
-    return "".join(
-        json.dumps({**place, "round": number, **done.line(params)}) + "\n" for number, done in enumerate(rounds)
-    )
 
 
 def node_accept_probs(
@@ -200,10 +186,12 @@ def write_traces(
     ids: set[int] = set()
     write_text(directory / TRACE, "")
     for row in baseline:
-        prompt = BenchPrompt(row["id"], list(row["prompt_ids"]), row["task"], turn=row["turn"], number=row["prompt"])
+        place = {"prompt": row["prompt"], "id": row["id"], "task": row["task"], "turn": row["turn"]}
         for label, runner in runners[row["temperature"]].items():
-            _, rounds = traced(runner, prompt.prompt_ids, max_new_tokens, seed_of(prompt, seed))
-            append(directory / TRACE, trace_text(label, prompt, runner.params, rounds))
+            rounds = traced(runner, row["prompt_ids"], max_new_tokens, prompt_seed(seed, row["prompt"], row["turn"]))
+            where = {"method": label, "temperature": row["temperature"], **place}
+            lines = [{**where, "round": number, **done.line(runner.params)} for number, done in enumerate(rounds)]
+            append(directory / TRACE, "".join(json.dumps(line) + "\n" for line in lines))
             for done in (traced_round.done for traced_round in rounds):
                 ids.update(done.tokens, done.tree.tokens if done.tree else ())
     tokenizer = load_tokenizer(models.paths["target"])

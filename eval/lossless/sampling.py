@@ -82,7 +82,7 @@ class RecordingRunner:
             def record(done: Round, places: list[list[DraftedPlace]] = places) -> None:
                 places[done.row] += places_of(done)
 
-            runner = EngineRunner(self.target, self.drafter, params, self.ends, record, self._session, rows=self.rows)
+            runner = EngineRunner(self.target, self.drafter, params, self.ends, record, self._session)
             decoded = runner(prompts[group], max_new_tokens, seeds[group])
             answers += [(each.tokens, row) for each, row in zip(decoded, places, strict=True)]
         return answers

@@ -59,7 +59,7 @@ def runner(lms: Models, label: str, batch: bool = False):
     if batch:
         drafter = method.build(lms, 2)
         session = lms.target.session(2, lms.capacity, getattr(drafter, "capture", ()))
-        return EngineRunner(lms.target, drafter, PARAMS, (), session=session, rows=2)
+        return EngineRunner(lms.target, drafter, PARAMS, (), session=session)
     return EngineRunner(lms.target, method.build(lms), PARAMS, ())
 
 
