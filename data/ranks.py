@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from draftsmith.modules.types import InputError
 
-REMEDY = "Launch with draftsmith launch, or torchrun."
-
 
 @dataclass(frozen=True)
 class ProcessPlace:
@@ -30,7 +28,7 @@ def place(environment: Mapping[str, str] | None = None) -> ProcessPlace:
     SLURM_*. Inside an srun step torchrun's variables count: they are nearer to the process.
 
     Raises:
-        InputError: the variables are no numbers, or do not fit together.
+        InputError: the variables are no numbers, or some are missing.
     """
     env = os.environ if environment is None else environment
     try:
@@ -38,36 +36,21 @@ def place(environment: Mapping[str, str] | None = None) -> ProcessPlace:
         if "RANK" in env:
             world = int(env.get("WORLD_SIZE", 1))
             local_world = int(env.get("LOCAL_WORLD_SIZE", env.get("LOCAL_SIZE", world)))
-            here = ProcessPlace(int(env["RANK"]), world, int(env.get("LOCAL_RANK", 0)), local_world, True)
-        elif in_srun(env):
+            return ProcessPlace(int(env["RANK"]), world, int(env.get("LOCAL_RANK", 0)), local_world, True)
+        # Batch scripts and interactive shells have a SLURM_PROCID too, but no step id, or one of the last sixteen of
+        # 32 bits.
+        if "SLURM_PROCID" in env and int(env.get("SLURM_STEP_ID") or 2**32) < 2**32 - 16:
             # SLURM_NTASKS may still be the whole job's; SLURM_STEP_* belong to this step.
             world = int(env.get("SLURM_STEP_NUM_TASKS") or env["SLURM_NTASKS"])
             # Tasks per node, `2(x3),1` for 2, 2, 2 and 1.
             per_node = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or str(world)
             counts: list[int] = []
-            for part in per_node.split(","):
-                match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-                if match is None:
-                    raise ValueError(f"SLURM_STEP_TASKS_PER_NODE={per_node}")
-                counts += [int(match[1])] * int(match[2] or 1)
+            for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", per_node):
+                counts += [int(count)] * int(times or 1)
             local_world = counts[int(env.get("SLURM_NODEID", 0))]
-            here = ProcessPlace(int(env["SLURM_PROCID"]), world, int(env["SLURM_LOCALID"]), local_world, True)
-        else:
-            # Lightning's own subprocesses have LOCAL_RANK only.
-            return ProcessPlace(local_rank=int(env.get("LOCAL_RANK", 0)))
+            return ProcessPlace(int(env["SLURM_PROCID"]), world, int(env["SLURM_LOCALID"]), local_world, True)
+        # Lightning's own subprocesses have LOCAL_RANK only.
+        return ProcessPlace(local_rank=int(env.get("LOCAL_RANK", 0)))
     except (ValueError, KeyError, IndexError) as error:
-        raise InputError("RANK, WORLD_SIZE", repr(error), "what a launcher sets, integers", REMEDY) from error
-    if not 0 <= here.rank < here.world:
-        raise InputError("RANK", here.rank, f"0 <= RANK < WORLD_SIZE = {here.world}", REMEDY)
-    if not 0 <= here.local_rank < here.local_world <= here.world:
-        expected = f"0 <= LOCAL_RANK < LOCAL_WORLD_SIZE = {here.local_world} <= WORLD_SIZE = {here.world}"
-        raise InputError("LOCAL_RANK", here.local_rank, expected, REMEDY)
-    return here
-
-
-def in_srun(env: Mapping[str, str]) -> bool:
-    """Return whether this is a task that srun started.
-
-    Batch scripts and interactive shells have a SLURM_PROCID too, but no step id, or one of the last sixteen of 32 bits.
-    """
-    return "SLURM_PROCID" in env and env.get("SLURM_STEP_ID", "").isdigit() and int(env["SLURM_STEP_ID"]) < 2**32 - 16
+        expected, remedy = "what a launcher sets, integers", "Launch with draftsmith launch, or torchrun."
+        raise InputError("RANK, WORLD_SIZE", repr(error), expected, remedy) from error

@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from draftsmith.data.store.reading import read_object, read_tensors
+from draftsmith.data.store.reading import read_object
 from draftsmith.modules.types import InputError
 
 INDEX = "model.safetensors.index.json"
@@ -53,14 +51,6 @@ def checkpoint_files(directory: Path) -> list[Path]:
         remedy = "Save it as safetensors first."
         raise InputError("model", f"{directory} without safetensors", "model*.safetensors", remedy)
     return files
-
-
-def read_state(directory: Path) -> dict[str, torch.Tensor]:
-    """Read all tensors of a model."""
-    state: dict[str, torch.Tensor] = {}
-    for file in checkpoint_files(directory):
-        state |= read_tensors(file, REMEDY)
-    return state
 
 
 def end_tokens(directory: Path, config: Mapping[str, Any]) -> tuple[int, ...]:

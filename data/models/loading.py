@@ -19,7 +19,6 @@ from draftsmith.data.models.checkpoint import (
     checkpoint_files,
     end_tokens,
     read_model_json,
-    read_state,
 )
 from draftsmith.data.models.hub import model_directory
 from draftsmith.data.models.identity import (
@@ -30,6 +29,7 @@ from draftsmith.data.models.identity import (
 )
 from draftsmith.data.models.parallel import check_placed, placement
 from draftsmith.data.ranks import place
+from draftsmith.data.store.reading import read_tensors
 from draftsmith.modules.engine.low_precision import Precision, check_precision
 from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.layers import LlamaConfig
@@ -124,7 +124,10 @@ def _load_lean(
 ) -> CausalLM:
     shape = llama_config(config)
     eos_ids = end_tokens(directory, config)
-    model = model_from_state(shape, read_state(directory), dtype)
+    state: dict[str, torch.Tensor] = {}
+    for file in checkpoint_files(directory):
+        state |= read_tensors(file, REMEDY)
+    model = model_from_state(shape, state, dtype)
     info = ModelInfo(
         hidden_size=shape.hidden_size,
         vocab_size=shape.vocab_size,

@@ -167,15 +167,16 @@ def open_artefact(
 
     # Then every file, up to the first damaged one.
     for entry in manifest.files:
-        path = directory / entry.name
-        rebuild = f"un the stage again, which rebuilds just this shard: {manifest.command}"
+        path, damage = directory / entry.name, None
         if not path.exists():
-            raise InputError(str(path), "no file", f"{entry.bytes} bytes", f"R{rebuild}")
-        remedy, size = f"Delete it and r{rebuild}", path.stat().st_size
-        if size != entry.bytes:
-            raise InputError(str(path), f"{size} bytes", f"{entry.bytes} bytes", remedy)
-        if check == "sha256" and (found := file_sha256(path)) != entry.sha256:
-            raise InputError(str(path), f"sha256 {found[:12]}", f"sha256 {entry.sha256[:12]}", remedy)
+            damage = "no file"
+        elif (size := path.stat().st_size) != entry.bytes:
+            damage = f"{size} bytes, not {entry.bytes}"
+        elif check == "sha256" and (digest := file_sha256(path)) != entry.sha256:
+            damage = f"sha256 {digest[:12]}, not {entry.sha256[:12]}"
+        if damage:
+            remedy = f"Delete it and run the stage again, which rebuilds just this shard: {manifest.command}"
+            raise InputError(str(path), damage, "the file as it was written", remedy)
     return manifest
 
 

@@ -29,6 +29,8 @@ MOMENTS = {
     "unrecorded": ("shard-00001.parquet", "after"),
     "no-manifest": (MANIFEST, "before"),
 }
+# Every stage at one moment, and one stage at all.
+KILLED = [*((stage, "unnamed") for stage in STAGES), ("responses", "unrecorded"), ("responses", "no-manifest")]
 
 
 def files(directory: Path) -> dict[str, str]:
@@ -52,10 +54,10 @@ def broken(chain, tmp_path_factory) -> dict[str, tuple[object, list[int]]]:
     """Every job of this file, run by one helper process: name -> (configuration, wait statuses of its processes)."""
     root = tmp_path_factory.mktemp("broken")
     jobs: dict[str, tuple[object, int, list | None]] = {}
+    for stage, name in KILLED:
+        config = dataclasses.replace(chain.configs[stage], output=root / f"{stage}-{name}")
+        jobs[f"{stage}-{name}"] = (config, 1, [0, *MOMENTS[name]])
     for stage in STAGES:
-        for name, (file_name, moment) in MOMENTS.items():
-            config = dataclasses.replace(chain.configs[stage], output=root / f"{stage}-{name}")
-            jobs[f"{stage}-{name}"] = (config, 1, [0, file_name, moment])
         config = dataclasses.replace(chain.configs[stage], output=root / f"{stage}-ranks")
         jobs[f"{stage}-ranks"] = (config, 2, None)
     config = dataclasses.replace(chain.configs["responses"], output=root / "rank-1-dies")
@@ -79,8 +81,7 @@ def config_stage(config: object) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "moment"), KILLED)
 def test_a_killed_stage_continues_to_the_same_bytes(chain, broken, make_stage, stage, moment):
     config, statuses = broken[f"{stage}-{moment}"]
     assert [os.WTERMSIG(status) for status in statuses] == [signal.SIGKILL]
