@@ -91,7 +91,7 @@ class TrainAcceptanceConfig(TrainConfig):
             threshold on the raw output does not use it.
     """
 
-    draft: str | None = None
+    draft: str
     target: str | None = None
     init: Path | None = volatile(None)
     num_blocks: int | None = None
@@ -112,8 +112,6 @@ class TrainAcceptanceConfig(TrainConfig):
         if self.mix is not None and not 0 <= self.mix < 1:
             raise InputError("mix", self.mix, "a probability below 1", "With 1 no drafted token would be left.")
         self.check_least(0, "num_blocks", "width")
-        if self.features is not None and len(set(self.features)) != len(self.features):
-            raise InputError("features", ", ".join(self.features), "each once", "Leave one out.")
 
     @property
     def sweeps(self) -> bool:
@@ -122,28 +120,16 @@ class TrainAcceptanceConfig(TrainConfig):
         return self.sweep and free and world_size(self) == 1
 
     @property
-    def drafter(self) -> str:
-        """Path of the drafter, a language model or a head.
-
-        Raises:
-            InputError: there is none.
-        """
-        if self.draft is None:
-            raise InputError("draft", "none", "one drafter", "Pass --draft, and for a head its --target.")
-        return str(self.draft)
-
-    @property
     def read_model(self) -> str:
         """Path of the language model that is needed: the draft, or the model that a head drafts for.
 
         Raises:
-            InputError: no drafter, or a head without its target.
+            InputError: a head without its target.
         """
-        drafter = self.drafter
-        if kind_at(drafter) is None:
-            return drafter
+        if kind_at(self.draft) is None:
+            return self.draft
         if self.target is None:
-            raise InputError("target", "none", f"the model that {drafter} drafts for", "Pass --target.")
+            raise InputError("target", "none", f"the model that {self.draft} drafts for", "Pass --target.")
         return self.target
 
 
@@ -152,7 +138,7 @@ def labels_of(config: TrainAcceptanceConfig) -> tuple[LabelKind, Manifest | None
     if (config.data / MANIFEST).exists():
         manifest = Manifest.read(config.data)
         return ("rollouts" if manifest.kind == "rollouts" else "acceptance"), manifest
-    by_head = config.read_model != config.drafter
+    by_head = config.read_model != config.draft
     rollouts = by_head or config.state not in (None, "after") or config.features
     return ("rollouts" if rollouts else "acceptance"), None
 
@@ -211,7 +197,7 @@ def prepare(config: TrainAcceptanceConfig) -> PreparedTraining:
         engine=config.engine,
         trust_remote_code=config.trust_remote_code,
     )
-    drafter = load_drafter(config.drafter, lambda: load(config.read_model), load)
+    drafter = load_drafter(config.draft, lambda: load(config.read_model), load)
 
     def open_labels(path: Path) -> Any:
         identity, vocab_size = {"draft": drafter.identity}, drafter.lm.info.vocab_size

@@ -71,27 +71,20 @@ class FeatureCache:
         """Rows that this process has seen."""
         return len(self._where) + len(self._unwritten)
 
-    def get(self, input_ids: Tensor) -> Tensor | None:
-        """Return the features [T, H] (bf16) of a row with token ids [T], if they are stored."""
-        stored = self._stored(input_ids)
-        return None if stored is None else feature_codec.decode(stored)
-
     def item(self, input_ids: Tensor) -> dict[str, Tensor]:
         """Return the stored features (`feature_codec.as_item`) of a row with token ids [T], if there are any."""
-        stored = self._stored(input_ids)
-        return {} if stored is None else feature_codec.as_item(stored)
-
-    def _stored(self, input_ids: Tensor) -> dict[str, Tensor] | None:
         name = row_name(input_ids)
-        if name in self._unwritten:
-            return self._unwritten[name]
-        if name not in self._where:
-            self._look()
-        shard = self._where.get(name)
-        return None if shard is None else self._files.read(shard, name, f"row {name}")
+        stored = self._unwritten.get(name)
+        if stored is None:
+            if name not in self._where:
+                self._look()
+            if name not in self._where:
+                return {}
+            stored = self._files.read(self._where[name], name, f"row {name}")
+        return feature_codec.as_item(stored)
 
     def put(self, input_ids: Tensor, features: Tensor) -> Tensor:
-        """Store the features [T, H] of a row with token ids [T] (on the CPU), and return them as `get` does."""
+        """Store the features [T, H] of a row with token ids [T] (on the CPU); return them as they are read, in bf16."""
         encoded = feature_codec.encode(features, self.dtype)
         name = row_name(input_ids)
         known = name in self._where or name in self._unwritten

@@ -22,7 +22,7 @@ from draftsmith.modules.types import LossOutput
 from draftsmith.train.bad_steps import BadSteps
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.data_module import MicroBatch
-from draftsmith.train.metrics import Means, num_ranks, rank, sum_over_ranks
+from draftsmith.train.metrics import Means, rank, sum_over_ranks
 from draftsmith.train.optimizers import MuonAdamW, lr_schedule
 
 # Signals that end a run between steps; the first that any rank received counts. SIGUSR1 is SLURM's warning before the
@@ -88,7 +88,7 @@ class LitHead(pl.LightningModule):
 
     def training_step(self, batch: MicroBatch, batch_idx: int) -> Tensor:
         """Compute the loss of a micro-batch, scaled so that the step's gradient is that of the mean over its tokens."""
-        ranks = num_ranks()
+        ranks = self.trainer.world_size
         if batch.first:
             # Agree with the other ranks on the step's number of tokens, and on whether to stop after it.
             tokens, self.signal_agreed = float(batch.step_tokens or 0.0), self.signal_received

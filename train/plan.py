@@ -237,8 +237,8 @@ def planned_head(config: TrainConfig) -> PlannedHead:
     if manifest is not None:
         check_labels(settings, manifest)
     with torch.device("meta"):
-        head, kind = AcceptanceHead(settings), kind_at(config.drafter)
-        drafting = None if kind is None else class_of(kind)(head_settings(config.drafter, kind))
+        head, kind = AcceptanceHead(settings), kind_at(config.draft)
+        drafting = None if kind is None else class_of(kind)(head_settings(config.draft, kind))
     return PlannedHead(
         job="acceptance",
         path=config.read_model,

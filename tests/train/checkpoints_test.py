@@ -46,18 +46,8 @@ def truncated_state(path: Path) -> None:
 DAMAGES = {
     "sha": damaged_state,
     "short": truncated_state,
-    "no state": lambda path: (path / STATE).unlink(),
     "no manifest": lambda path: (path / MANIFEST).unlink(),
-    "manifest": lambda path: (path / MANIFEST).write_text('{"step": '),
-    "empty": lambda path: (path / MANIFEST).write_text("[]"),
 }
-
-
-def test_a_saved_checkpoint_is_loaded(tmp_path):
-    checkpoints = saved(tmp_path, 3)
-    path = newest_intact(tmp_path, pytest.fail)
-    assert path == path_of(tmp_path, 3) and step_of(path) == 3 and step_of(None) == 0
-    assert torch.equal(checkpoints.load_checkpoint(path)["state_dict"]["weight"], torch.full((64,), 3.0))
 
 
 def test_only_the_newest_are_kept_in_numerical_order(tmp_path):

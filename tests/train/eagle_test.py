@@ -11,7 +11,6 @@ import pytest
 import torch
 from eagle_trainings import QUICK, a_module, a_part, change, config
 from safetensors.torch import load_file
-from tiny_models import tiny_llama_dir
 from trained_runs import losses, newest_state, step_loss
 
 from draftsmith.data.heads.directory import load_head
@@ -23,10 +22,9 @@ from draftsmith.modules.drafters.eagle.head import EagleHead, eagle_loss, eagle_
 from draftsmith.modules.drafters.feature_heads import FeatureDrafter
 from draftsmith.modules.flops import layers_forward
 from draftsmith.modules.sampling import TorchSource
-from draftsmith.modules.types import InputError, SamplingParams
+from draftsmith.modules.types import SamplingParams
 from draftsmith.train.command import run
-from draftsmith.train.data_module import MicroBatch, Samples, held_out
-from draftsmith.train.prepare import feature_std
+from draftsmith.train.data_module import MicroBatch, held_out
 
 
 def test_training_reports_both_losses_agreement_and_tau(eagle_run):
@@ -156,13 +154,6 @@ def test_validation_is_the_mean_over_tokens_and_without_noise(artefacts, tmp_pat
     assert pieces == pytest.approx(whole, rel=1e-5)  # float32 sums in another order
 
 
-def test_the_noise_unit_is_the_features_standard_deviation(artefacts):
-    data = open_dataset(artefacts.features)
-    everything = torch.cat([data[i]["features"].double().flatten() for i in range(5)])
-    std = feature_std(Samples(data, range(5)), load_lm(str(artefacts.target)))
-    assert std == pytest.approx(float(everything.std(correction=0)), rel=1e-9)
-
-
 def test_the_amount_of_supervision_is_logged_and_recorded(artefacts, eagle_run, tmp_path, capsys):
     recorded = json.loads((eagle_run / "best" / "manifest.json").read_text())["samples"]["training"]
     data = open_dataset(artefacts.features)
@@ -174,12 +165,6 @@ def test_the_amount_of_supervision_is_logged_and_recorded(artefacts, eagle_run, 
     shown = capsys.readouterr().err
     assert f"data: {len(lengths)} answers with {sum(lengths)} tokens to learn from" in shown
     assert shown.partition("step 1/1")[0].count("fewer than 60,000") == 1
-
-
-def test_features_of_another_target_are_refused(artefacts, tmp_path):
-    other = tiny_llama_dir(tmp_path / "other", seed=5)
-    with pytest.raises(InputError, match="made with another target"):
-        run(config(artefacts, tmp_path / "run", target=str(other)))
 
 
 def test_flops_are_those_of_the_real_tokens_and_of_the_draft_steps_trained(artefacts, tmp_path):

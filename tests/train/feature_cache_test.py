@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from devices import DEVICES
-from online_cases import config, curve, texts
+from online_cases import config, curve, stored, texts
 from trained_runs import micro_batch
 
 from draftsmith.data.models.loading import load_lm
@@ -45,14 +45,14 @@ def a_row(seed: int, length: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 def test_a_row_reads_the_same_before_it_is_written_and_after_and_in_another_process(tmp_path, dtype):
     cache, rows = a_cache(tmp_path, dtype), [a_row(seed) for seed in range(5)]
-    assert cache.get(rows[0][0]) is None
+    assert stored(cache, rows[0][0]) is None
     put = [cache.put(ids, features) for ids, features in rows]
-    waiting = [cache.get(ids) for ids, _ in rows]
+    waiting = [stored(cache, ids) for ids, _ in rows]
     cache.flush()
     other = pickle.loads(pickle.dumps(cache))
     for (ids, features), *found in zip(rows, put, waiting, strict=True):
         expected = feature_codec.rounded(features, dtype)
-        for tensor in (*found, cache.get(ids), a_cache(tmp_path, dtype).get(ids), other.get(ids)):
+        for tensor in (*found, stored(cache, ids), stored(a_cache(tmp_path, dtype), ids), stored(other, ids)):
             assert tensor is not None and torch.equal(tensor, expected) and tensor.dtype == torch.bfloat16
 
 
@@ -60,9 +60,9 @@ def test_a_rank_reads_what_another_wrote_after_it_began(tmp_path, monkeypatch):
     monkeypatch.setattr(feature_cache, "LOOK_EVERY_S", 0.0)
     first, second, (ids, features) = a_cache(tmp_path), a_cache(tmp_path), a_row(1)
     first.put(ids, features)
-    assert second.get(ids) is None
+    assert stored(second, ids) is None
     first.flush()
-    assert torch.equal(second.get(ids), first.get(ids))
+    assert torch.equal(stored(second, ids), stored(first, ids))
     second.put(ids, features)
     second.flush()
     assert len(list(tmp_path.glob("*.safetensors"))) == 1  # what is there is not written again
@@ -89,10 +89,10 @@ def test_a_killed_run_leaves_whole_shards_only(tmp_path, monkeypatch):
     assert process.exitcode == -signal.SIGKILL
     assert len(list(tmp_path.glob("*.tmp*"))) == 1  # it was killed in the middle of it
     cache = a_cache(tmp_path)
-    assert cache.get(a_row(1)[0]) is not None and cache.get(a_row(2)[0]) is None
+    assert stored(cache, a_row(1)[0]) is not None and stored(cache, a_row(2)[0]) is None
     cache.put(*a_row(2))
     cache.flush()
-    assert a_cache(tmp_path).get(a_row(2)[0]) is not None
+    assert stored(a_cache(tmp_path), a_row(2)[0]) is not None
     monkeypatch.setattr(feature_cache, "LEFTOVER_S", -1.0)
     a_cache(tmp_path)
     assert not list(tmp_path.glob("*.tmp*"))
@@ -111,16 +111,6 @@ def test_a_cache_of_another_target_or_dtype_is_refused_and_so_is_another_directo
     (tmp_path / "strange" / "notes.txt").write_text("mine")
     with pytest.raises(InputError, match="holds something else"):
         a_cache(tmp_path / "strange")
-
-
-def test_a_damaged_shard_is_named(tmp_path):
-    cache = a_cache(tmp_path)
-    cache.put(*a_row(1))
-    cache.flush()
-    shard = next(tmp_path.glob("*.safetensors"))
-    shard.write_bytes(shard.read_bytes()[:-10])
-    with pytest.raises(InputError, match=f"{shard.name}.*unreadable.*Delete it"):
-        a_cache(tmp_path)
 
 
 def test_a_disk_that_fills_up_ends_the_caching_and_not_the_training(tmp_path, monkeypatch, capsys):
@@ -230,7 +220,7 @@ def test_fp8_travels_as_it_is_stored_and_is_decoded_on_the_device(artefacts, tmp
     module = LitDrafter(EagleHead(EagleConfig.for_target(target.config)), target, feature_std=1.0)
     read, states = module.read(micro_batch(shipped, 1).to(torch.device(device)))
     assert states is None
-    samples.cached = lambda ids: {"features": cache.get(ids)}
+    samples.cached = lambda ids: {"features": stored(cache, ids)}
     wanted = collate([samples.item(row, 0) for row in range(4)])
     assert read.scale is None and read.features.dtype == torch.bfloat16
     assert read.features.cpu().view(torch.int16).equal(wanted.features.view(torch.int16))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import pytest
 import torch
-from online_cases import config, texts
+from online_cases import config, stored, texts
 from trained_runs import fake_trainer, micro_batch
 
 from draftsmith.data.heads.directory import FrozenDrafter
@@ -127,13 +126,4 @@ def test_a_cache_keeps_no_nan_and_gives_none(tmp_path, dtype, monkeypatch):
     cache.flush()
     monkeypatch.undo()
     with pytest.raises(InputError, match=r"\.safetensors: found NaN or infinity in row .*, position 2"):
-        cache.get(ids)
-
-
-def test_stored_features_are_not_looked_at_twice(artefacts, tmp_path):
-    """A batch that brings its features leaves no mark: they were looked at when they were read."""
-    data, module = texts(artefacts), a_module(artefacts, tmp_path)
-    batch = collate_features([data[i] for i in range(2)])
-    features = module.target.features(batch.input_ids)
-    module.training_step(part_of(dataclasses.replace(batch, features=features)), 0)
-    assert module.bad_steps._parts[0].states is None
+        stored(cache, ids)

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from online_cases import config, curve, texts
+from online_cases import config, curve, stored, texts
 from trained_runs import fake_trainer, micro_batch, step_loss
 from transformers import AutoModelForCausalLM
 
@@ -114,7 +114,7 @@ def test_a_row_that_was_computed_is_what_reading_the_cache_gives(artefacts, tmp_
     for row, i in enumerate((0, 6)):
         length = data.lengths[i]
         assert torch.equal(computed[row, :length], feature_codec.rounded(plain[row, :length], "fp8"))
-        assert torch.equal(cache.get(data[i]["input_ids"]), computed[row, :length])
+        assert torch.equal(stored(cache, data[i]["input_ids"]), computed[row, :length])
 
 
 def test_data_that_no_head_can_be_trained_on_is_named(artefacts, tmp_path):

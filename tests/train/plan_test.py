@@ -114,18 +114,12 @@ def test_planned_checkpoints_are_as_large_as_written_ones(artefacts, tmp_path, c
     assert written < plan.disk_bytes
 
 
-@pytest.mark.parametrize("job", ["eagle", "acceptance"])
-def test_a_disk_that_is_too_small_stops_a_training_before_it_reads_the_model(artefacts, tmp_path, monkeypatch, job):
+def test_a_disk_that_is_too_small_stops_a_training_before_it_reads_the_model(artefacts, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(free=2**26 + 1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     output = tmp_path / "run"
-    common = {"output": output, "wandb": "off", "max_steps": 1}
-    if job == "eagle":
-        monkeypatch.setattr(prepare, "load_lm", None)
-        config = eagle_config(artefacts, **common)
-    else:
-        monkeypatch.setattr(acceptance, "load_lm", None)
-        config = TrainAcceptanceConfig(data=artefacts.acceptance, draft=str(artefacts.draft), **common)
+    monkeypatch.setattr(prepare, "load_lm", None)
+    config = eagle_config(artefacts, output, max_steps=1)
     with pytest.raises(InputError, match=r"output: found 67,109,864 bytes free.*--keep"):
         run(config)
     assert not output.exists()

@@ -47,9 +47,3 @@ def test_a_job_that_cannot_be_requeued_fails_with_the_reason(scontrol, monkeypat
 def test_other_signals_and_runs_without_resume_are_not_requeued(scontrol, number, resumes):
     assert exit_code(number, resumes) == 128 + number
     assert scontrol() == []
-
-
-def test_nothing_is_requeued_without_slurm(scontrol, monkeypatch):
-    monkeypatch.delenv("SLURM_JOB_ID")
-    assert exit_code(signal.SIGUSR1, resumes=True) == 128 + signal.SIGUSR1
-    assert scontrol() == []

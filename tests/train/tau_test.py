@@ -7,7 +7,6 @@ import dataclasses
 import pytest
 import torch
 from eagle_trainings import a_module, config
-from fake_graphs import FakeGraphs
 
 from draftsmith.data.store.datasets import open_dataset
 from draftsmith.data.store.manifest import Manifest
@@ -44,23 +43,6 @@ def test_tau_is_emitted_tokens_by_target_calls_of_real_decoding(artefacts, tmp_p
     drafter = FeatureDrafter(module.head, target, [FixedLength(2)], 128)
     shorter = generate_one(target, drafter, prompts[0], SamplingParams(), 10, TorchSource(0))
     assert len(shorter.tokens) < 10 and short == {"tau": len(shorter.tokens) / (1 + len(shorter.trace.steps))}
-
-
-def test_a_probe_captures_its_graphs_once(artefacts, tmp_path, monkeypatch):
-    """Not for every prompt, and it counts what it counts without graphs."""
-    module = a_module(artefacts, tmp_path)
-    prompts = list(held_out_prompts(Samples(open_dataset(artefacts.features), range(3))))
-    settings = config(artefacts, tmp_path, tau_k=2, tau_max_new_tokens=10)
-    plain = TauProbe(module, module.target, prompts, settings, 1)()
-    counts = []
-    for times in (1, 3):
-        with monkeypatch.context() as patch:
-            graphs = FakeGraphs(patch)
-            assert TauProbe(module, module.target, prompts * times, settings, 1)() == plain
-            counts.append(len(graphs.captured))
-            # A draft's first step and its others, a round's chain: of few widths each.
-            assert len(graphs.captured) <= 8
-    assert counts[0] == counts[1] > 0
 
 
 class Conversations:

@@ -82,14 +82,6 @@ def test_time_between_steps_does_not_count():
     assert metrics["steps_per_s"] == pytest.approx(0.5) and metrics["data_wait"] == pytest.approx(0.25)
 
 
-def test_parts_of_a_step_count_as_one_step():
-    run = Run()
-    run.part(0.0, 1.0, last=False)
-    run.part(0.0, 1.0)
-    metrics = run.take()
-    assert metrics["steps_per_s"] == pytest.approx(0.5) and metrics["tokens_per_s"] == pytest.approx(15)
-
-
 def test_ranks_add_up_and_the_fullest_memory_counts(monkeypatch):
     """Two ranks: 2 steps in 4 s each; the second has half the tokens, waited 2 s, holds more and has twice the peak."""
 
