@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import altair as alt
@@ -118,15 +118,12 @@ def charts(rows: Sequence[Row]) -> list[Chart]:
     for row in rows:
         named = {"method": row["label"], "temperature": temperature_text(row["T"])}
         low, high = row.get("speedup_ci95") or (None, None)
-        overall.append(json_values({**named, **rates(row), "low": low, "high": high}))
+        shown = (*RATES, "tokens_per_s", "prompts")
+        overall.append(json_values({**named, **{key: row.get(key) for key in shown}, "low": low, "high": high}))
         for task, part in (row.get("by_task") or {}).items():
-            by_task.append(json_values({**named, "task": task, **rates(part)}))
+            by_task.append(json_values({**named, "task": task, **{key: part.get(key) for key in shown}}))
     data = {"speedup": overall, "tau-and-speedup": overall, "speedup-by-task": by_task, "tau-by-task": by_task}
     return [chart(name, DRAWINGS[name], chart_rows) for name, chart_rows in data.items() if chart_rows]
-
-
-def rates(row: Mapping[str, Any]) -> Row:
-    return {name: row.get(name) for name in (*RATES, "tokens_per_s", "prompts")}
 
 
 def panelled(layers: Sequence[Any], rows: Rows, **sizes: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,40 +20,32 @@ WIDTH = 600  # pixels of a single panel; PNG has three for each, for print
 SCALE = 3
 
 
-def write_figures(sections: Sequence[Section], directory: Path, formats: Collection[str]) -> list[Path]:
+def write_figures(sections: Sequence[Section], directory: Path) -> list[Path]:
     """Write `directory`/SECTION-FIGURE.FORMAT for all figures; charts without rows are skipped."""
     make_directory(directory)
     written = []
     for section in sections:
         for figure in section.figures:
-            for form, content in contents(figure, formats).items():
+            for form, content in contents(figure).items():
                 path = directory / f"{section.name}-{figure.name}.{form}"
                 write_bytes(path, content)
                 written.append(path)
     return written
 
 
-def contents(figure: Table | Chart, formats: Collection[str]) -> dict[str, bytes]:
-    """Return format -> file content, for the formats that suit the figure."""
+def contents(figure: Table | Chart) -> dict[str, bytes]:
+    """Return format -> file content."""
     if isinstance(figure, Table):
-        writers = {"md": tables.markdown, "csv": tables.comma_separated}
-        return {form: write(figure).encode() for form, write in writers.items() if form in formats}
+        return {"md": tables.markdown(figure).encode(), "csv": tables.comma_separated(figure).encode()}
     if figure.specification is None:
         return {}
-    specification = on_paper(figure.specification)
+    specification = copy.deepcopy(dict(figure.specification))
+    if "facet" not in specification:
+        specification.setdefault("width", WIDTH)
+    # Light colours on white. A system's own font need not be where the image is made or shown.
+    specification["config"] = {**chart_config("light"), "background": COLOURS["paper"][0], "font": "sans-serif"}
     options: dict[str, Any] = {"vl_version": VEGA_LITE, "allowed_base_urls": []}
-    found = {}
-    if "png" in formats:
-        found["png"] = vl_convert.vegalite_to_png(specification, scale=SCALE, **options)
-    if "svg" in formats:
-        found["svg"] = vl_convert.vegalite_to_svg(specification, **options).encode()
-    return found
-
-
-def on_paper(specification: Mapping[str, Any]) -> dict[str, Any]:
-    """Give a specification a width and light colours on white."""
-    sized = copy.deepcopy(dict(specification))
-    if "facet" not in sized:
-        sized.setdefault("width", WIDTH)
-    # A system's own font need not be where the image is made or shown.
-    return {**sized, "config": {**chart_config("light"), "background": COLOURS["paper"][0], "font": "sans-serif"}}
+    return {
+        "png": vl_convert.vegalite_to_png(specification, scale=SCALE, **options),
+        "svg": vl_convert.vegalite_to_svg(specification, **options).encode(),
+    }

@@ -52,11 +52,8 @@ class Section:
     warnings: Sequence[str] = ()
 
 
-def render(title: str, date: str, sections: Sequence[Section], every_s: int = 0) -> str:
-    """Render the page; everything except this project's own assets is escaped.
-
-    every_s: seconds after which a browser reloads it; 0 is never.
-    """
+def render(title: str, date: str, sections: Sequence[Section]) -> str:
+    """Render the page; everything except this project's own assets is escaped."""
     charts = {
         f"{section.name}-{figure.name}": figure.specification
         for section in sections
@@ -68,7 +65,6 @@ def render(title: str, date: str, sections: Sequence[Section], every_s: int = 0)
     return environment.from_string(asset("template.html.jinja")).render(
         title=title,
         date=date,
-        every_s=every_s,
         sections=sections,
         policy=policy(scripts),
         css=Markup(f"{css_variables()}\n{asset('report.css')}"),

@@ -10,34 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data.store.manifest import flatten
-from draftsmith.data.store.reading import check_shape, read_object
+from draftsmith.data.store.reading import read_object
 from draftsmith.eval.bench.compare import SAME_SETTINGS, SAME_SPEED
 from draftsmith.eval.bench.results import RESULTS
-from draftsmith.eval.report.tables import from_json
 from draftsmith.eval.report.training import is_training, read_training
 from draftsmith.modules.types import InputError
 
 MEASURE = "Measure it again."
-NUMBER, INTERVAL = (float, None), ([(float, None)], None)
-# Numbers of a method, over all prompts or of one task.
-NUMBERS = (
-    "tokens_per_s speedup tau wall_s cpu_s prompts tokens num_target_calls num_draft_tokens num_accepted num_discarded "
-    "draft_calls discard_rate verification_rate distinct_4grams num_differing macro_speedup macro_tau ended "
-    "copied_prompt copied_answer tau_copying tau_new"
-)
-PART: dict[str, Any] = {
-    **{f"{name}?": NUMBER for name in NUMBERS.split()},
-    **{f"{name}?": INTERVAL for name in ("speedup_ci95", "tau_ci95")},
-    "matches_ar?": (bool, None),
+SHAPE: dict[str, Any] = {
+    "meta": {f"{name}?": (dict, None) for name in ("settings", "hardware", "prompts", "versions", "models")},
+    "methods?": [{"method": str, "temperature?": float, "by_task?": {"*": dict}}],
+    "tables?": [{"name": str, "columns?": [{"key": str, "title": str}], "rows?": [dict]}],
 }
-META: dict[str, Any] = {
-    **{f"{name}?": dict for name in ("settings", "hardware", "prompts")},
-    **{f"{name}?": (dict, None) for name in ("versions", "models")},
-    "clock?": str,
-}
-TABLE = {"name": str, "title?": str, "note?": str, "columns?": [{"key": str, "title": str}], "rows?": [dict]}
-METHOD = {"method": str, "temperature?": float, **PART, "by_task?": {"*": PART}}
-SHAPE = {"meta": META, "methods?": [METHOD], "tables?": [TABLE]}
 
 
 @dataclass(frozen=True)
@@ -85,20 +69,9 @@ def read_results(directory: Path) -> Mapping[str, Any]:
     if not (directory / RESULTS).exists():
         remedy = "Run its command again: it continues with what is left."
         raise InputError("runs", f"no {RESULTS} in {directory}", "a finished run, which ends by writing it", remedy)
-    results = read_object(directory / RESULTS, {}, MEASURE)
-    fits = isinstance(results.get("meta"), dict)
-    measured = [results[key] for key in ("methods", "tables") if key in results] if fits else []
-    if not any(isinstance(rows, list) for rows in measured):
-        expected = "results of a draftsmith command"
-        raise InputError("runs", f"other JSON in {directory / RESULTS}", expected, "Pass another directory.")
-    if not any(measured):
+    results = read_object(directory / RESULTS, SHAPE, MEASURE)
+    if not results.get("methods") and not results.get("tables"):
         raise InputError(str(directory / RESULTS), "nothing measured", "rows of a method or a table", MEASURE)
-    check_shape(directory / RESULTS, results, SHAPE, MEASURE)
-    try:
-        from_json(results)
-    except TypeError as error:  # of a column
-        found = f"tables that cannot be shown ({error})"
-        raise InputError(str(directory / RESULTS), found, "those of this version", MEASURE) from error
     return results
 
 

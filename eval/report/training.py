@@ -1,4 +1,4 @@
-"""A training's `metrics.csv` as results that the report shows; `eval report --watch` shows it while it runs."""
+"""A training's `metrics.csv` as results that the report shows, also while it runs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 import yaml
 
 from draftsmith.data.console import Column, Table
-from draftsmith.data.store.reading import REMEDY, check_shape, metric_rows, read_object, read_text
-from draftsmith.eval.bench.results import RESULTS, Row
+from draftsmith.data.store.reading import REMEDY, check_shape, metric_rows, read_text
+from draftsmith.eval.bench.results import Row
 from draftsmith.eval.report.drawing import Drawing, colour, lines, tips, x_number, y_number
 from draftsmith.eval.report.tables import drawn_data, to_json
 from draftsmith.modules.types import InputError
@@ -52,48 +52,28 @@ def read_training(directory: Path) -> dict[str, Any]:
     Raises:
         InputError: one of its files is damaged.
     """
-    rows = list(read_metrics(directory / METRICS))
-    text, settings = read_settings(directory / SETTINGS)
-    if not is_going_on(directory):
-        read_object(directory / FINISHED, {})
+    rows = [
+        {name: float(value) for name, value in row.items() if value} | {"step": int(row["step"])}
+        for row in metric_rows(directory / METRICS)
+    ]
+    path = directory / SETTINGS
+    text = read_text(path, "settings of a training") if path.exists() else ""
+    try:
+        settings = yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise InputError(str(path), f"damaged ({error})", "YAML", REMEDY) from error
+    check_shape(path, settings, {})
     kind = re.match(r"# draftsmith (\S+ \S+)", text)
     command = f"draftsmith {kind[1]} --config {shlex.quote(str(directory / SETTINGS))}" if kind else None
     step = max((row["step"] for row in rows), default=0)
-    status = (
-        f"Finished after {step:,.0f} steps."
-        if not is_going_on(directory)
-        else f"Running: step {step:,.0f} is the last one logged."
-    )
+    finished = (directory / FINISHED).exists()
+    status = f"Finished after {step:,.0f} steps." if finished else f"Running: step {step:,.0f} is the last one logged."
     drawn = {name: list(series(rows, name)) for name in DRAWINGS}
     tables = [*(drawn_data(name, found) for name, found in drawn.items() if found), latest(rows)]
     changed = datetime.datetime.fromtimestamp((directory / METRICS).stat().st_mtime, datetime.UTC)
     meta = {"kind": "training", "settings": settings, "command": command, "status": status}
     meta["date"] = changed.strftime("%Y-%m-%d %H:%M:%S UTC")
     return {"meta": meta, "tables": to_json(tables), "summary": {"step": step}}
-
-
-def read_settings(path: Path) -> tuple[str, dict[str, Any]]:
-    """Return the text of a training's config.yaml and its settings; both empty if there is none."""
-    if not path.exists():
-        return "", {}
-    text = read_text(path, "settings of a training")
-    try:
-        settings = yaml.safe_load(text) or {}
-    except yaml.YAMLError as error:
-        raise InputError(str(path), f"damaged ({error})", "YAML", REMEDY) from error
-    check_shape(path, settings, {})
-    return text, settings
-
-
-def is_going_on(directory: Path) -> bool:
-    """Check whether the run has not yet written its last file."""
-    return not (directory / (FINISHED if is_training(directory) else RESULTS)).exists()
-
-
-def read_metrics(path: Path) -> Iterator[dict[str, float]]:
-    """Yield the rows of metrics.csv as numbers."""
-    for row in metric_rows(path):
-        yield {name: float(value) for name, value in row.items() if value} | {"step": int(row["step"])}
 
 
 def series(rows: Sequence[Row], name: str) -> Iterator[dict[str, Any]]:

@@ -119,7 +119,7 @@ ROWS = [
     Row("compare: one run", "eval compare {bench}", ("runs",)),
     Row("compare: no run", "eval compare {bench} {target}", ("target", "results.json")),
     Row("report: no run", "eval report {target} --output {out}/r.html", ("target", "results.json")),
-    Row("report: nothing there to watch", "eval report ./nosuch --watch", ("no directory nosuch",)),
+    Row("report: nothing there", "eval report ./nosuch", ("no directory nosuch",)),
     Row("report: nothing", "eval report --output {out}/r.html", ("runs",)),
     Row("tune: no such head", f"eval tune {STUDY}--draft ./nosuch", ("nosuch",)),
     Row("tune: prompts too long", f"eval tune {TARGET}--draft {{eagle}} {OUT}", ("prompt", "context")),

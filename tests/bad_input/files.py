@@ -188,8 +188,8 @@ ROWS = [
             ("cut", cut, "damaged"),
         ]
     ),
-    Row("report: a speed that is text", REPORT, ("results.json", "tokens_per_s", "fast"),
-        spoilt("bench", "results.json", changed(methods=METHODS))),
+    Row("report: a method without a name", REPORT, ("results.json", "methods[0].method"),
+        spoilt("bench", "results.json", changed(methods=[{}]))),
     Row("report: tables of something else", REPORT, ("results.json", "tables"),
         spoilt("bench", "results.json", changed(tables=[{"type": "table"}], meta={"kind": "tune"}))),
     Row("compare: prompts.parquet cut", COMPARE, ("prompts.parquet", "unreadable"),
@@ -203,7 +203,6 @@ ROWS = [
         for file, name, content, said in [
             ("metrics.csv", "of words", b"step,a\n10,high\n", "line 2 (ValueError"),
             ("config.yaml", "cut", b"target: [a", "damaged"),
-            ("training.json", "cut", b"{", "damaged"),
         ]
     ),
     Row("deepspeed: a machine without slots", "launch deepspeed --hostfile {d} -- train eagle --data x --target y "

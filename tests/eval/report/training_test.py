@@ -1,11 +1,9 @@
-"""Trainings in the report, and --watch, which rewrites the page until they have finished."""
+"""Trainings in the report, finished or not."""
 
 from pathlib import Path
 
 import pytest
 
-from draftsmith.eval.report import command
-from draftsmith.eval.report.command import ReportConfig, run
 from draftsmith.eval.report.runs import read_runs
 from draftsmith.eval.report.sections import make_sections
 
@@ -54,22 +52,3 @@ def test_a_running_training_shows_its_curves_so_far(training):
     assert last["val/loss"] == (5.5, 20, 5.5) and last["cost/tokens_per_s"] == (1200.0, 10, 1200.0)
     (training / "training.json").write_text("{}")
     assert figures(training)[0].about.startswith("Finished after 20 steps.")
-
-
-def test_watching_ends_with_the_run(training, monkeypatch, capsys):
-    pages = []
-
-    def sleep(seconds):
-        pages.append((training / "report.html").read_text())
-        assert seconds == command.EVERY_S
-        if len(pages) == 2:
-            (training / "training.json").write_text("{}")
-
-    monkeypatch.setattr(command.time, "sleep", sleep)
-    assert run(ReportConfig(runs=(training,), watch=True)) == training / "report.html"
-    refresh = '<meta http-equiv="refresh" content="60">'
-    assert len(pages) == 2 and all(refresh in page and "Running: step 20" in page for page in pages)
-    last = (training / "report.html").read_text()
-    assert refresh not in last and "Finished after 20 steps" in last
-    captured = capsys.readouterr()
-    assert captured.err.count("again every 60 s") == 2 and captured.out.startswith("Written to ")
