@@ -20,7 +20,7 @@ from draftsmith.data.export.assistant import check_assistant
 from draftsmith.data.export.directory import read_package
 from draftsmith.data.export.report import CheckReport, Measure, print_report
 from draftsmith.data.export.states import StateSource, acceptance_inputs, make_probes, state_source
-from draftsmith.data.heads.directory import build_head, kind_at, load_head, made_with
+from draftsmith.data.heads.directory import build_head, kind_at, load_head
 from draftsmith.data.settings import Dtype, Loading
 from draftsmith.data.store.manifest import compare_identity
 from draftsmith.data.store.reading import read_object
@@ -28,8 +28,7 @@ from draftsmith.modules.drafters import learned
 from draftsmith.modules.formats import format_names, formats, hf_assisted
 from draftsmith.modules.formats.base import ForeignHead, HeadFormat, HeadTrial, ImportedHead, Package, Problem, largest
 from draftsmith.modules.formats.detect import detect, named_format
-from draftsmith.modules.formats.llama import LlamaFormat, flat, llama_config
-from draftsmith.modules.formats.rope import RotarySettings, frequencies, transformers_rope
+from draftsmith.modules.formats.rope import RotarySettings, frequencies
 from draftsmith.modules.layers import RopeScaling
 from draftsmith.modules.types import InputError
 
@@ -92,7 +91,9 @@ def run(config: CheckConfig) -> int:
         print_text(f"\nWritten as {format.system} does.")
         for other in formats().values():
             if other.kind == format.kind:
-                lines = (report if other is format else check_head(config.directory, other, source, head)).failures
+                # Only beside the head itself a forward shows more than names and settings.
+                read = check_head(config.directory, other, source, head, forward=head is not None)
+                lines = (report if other is format else read).failures
                 more = f", and {len(lines) - 1} more" if len(lines) > 1 else ""
                 verdict = f"another head, or none ({lines[0]}{more})" if lines else "computes this head"
                 print_text(f"  {other.name}: {verdict}")
@@ -123,12 +124,14 @@ def original(directory: Path, kind: str, source: StateSource) -> nn.Module:
     return load_head(directory)
 
 
-def check_head(directory: Path, format: HeadFormat, source: StateSource, head: nn.Module | None) -> CheckReport:
-    """Read a directory by a system's rules, and compare it with its record and with the head, if there are such."""
+def check_head(
+    directory: Path, format: HeadFormat, source: StateSource, head: nn.Module | None, forward: bool = True
+) -> CheckReport:
+    """Read a directory by a system's rules, and compare it with its record and with the head, if there are such.
+
+    forward: run it on real text.
+    """
     report, package = CheckReport(), foreign_package(directory)
-    # Values of a wrong type are bad input, which ends the command, and not another head.
-    if isinstance(format, LlamaFormat):
-        llama_config(flat(package.config), transformers_rope(flat(package.config)))
     try:
         theirs = format.read(package, source.facts)
         net = build_head(format.kind, theirs.config, theirs.state)
@@ -145,7 +148,7 @@ def check_head(directory: Path, format: HeadFormat, source: StateSource, head: n
         other = "is another than the model that the head was trained for"
         differing = against_model(record, source.drafter.identity)
         report.problems += [Problem(f"the model's {key}", other) for key in differing]
-    report.measures += measure(format, net, head, source)
+    report.measures += measure(format, net, head, source) if forward else []
     return report
 
 
@@ -202,21 +205,6 @@ def hashes_of(state: Mapping[str, Tensor]) -> dict[str, str]:
     return hashes
 
 
-def make_record(format: HeadFormat, head: ImportedHead, origin: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of `draftsmith.json`.
-
-    head: the exported directory, read back. origin: path, sha256 and target of the head that was exported.
-    """
-    return {
-        "format": format.name,
-        "kind": format.kind,
-        "head": dict(origin),
-        "config": dataclasses.asdict(head.config),
-        "tensors": hashes_of(head.state),
-        **made_with(),
-    }
-
-
 def read_record(directory: Path) -> dict[str, Any] | None:
     """Read the record of an export; None for a directory that this project did not write.
 
@@ -246,9 +234,8 @@ def differences(config: Mapping[str, Any], hashes: Mapping[str, str], head: Impo
         for fields in json.loads(json.dumps([dataclasses.asdict(head.config), config]))
     )
     # An import raises the number of positions to the target's; rope is compared by its frequencies.
-    for name in sorted(
-        (exported.keys() | read.keys()) - {"max_position", "rope_theta", "rope_scaling", "tie_embeddings"}
-    ):
+    skipped = {"max_position", "rope_theta", "rope_scaling", "tie_embeddings"}
+    for name in sorted((exported.keys() | read.keys()) - skipped):
         if exported.get(name) != read.get(name):
             problems.append(Problem(name, f"{read.get(name)} in this system, exported with {exported.get(name)}"))
     if "llama" in config and (llama := getattr(head.config, "llama", None)) is not None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from draftsmith.data.console import print_text
 from draftsmith.data.export.assistant import check_assistant, write_assistant
-from draftsmith.data.export.check import RECORD, check_head, make_record, original
+from draftsmith.data.export.check import RECORD, check_head, hashes_of, original
 from draftsmith.data.export.directory import read_package
 from draftsmith.data.export.report import CheckReport, print_report
 from draftsmith.data.export.states import state_source
@@ -126,7 +126,8 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[CheckReport, str
     # Read back and compare with the head in the type of the export: rounding to that type is no difference.
     origin = {"path": str(path), "sha256": manifest["sha256"]["model.safetensors"], "target": manifest.get("target")}
     read_back = format.read(read_package(str(directory)), source.facts)
-    write_json(directory / RECORD, make_record(format, read_back, origin))
+    record = {"format": format.name, "kind": format.kind, "head": origin, "config": asdict(read_back.config)}
+    write_json(directory / RECORD, {**record, "tensors": hashes_of(read_back.state), **made_with()})
     report = check_head(directory, format, source, build_head(format.kind, head.config, state))
 
     # Command and card.
