@@ -37,7 +37,7 @@ def eagle_dir(tiny_target) -> Path:
     """Trained on the very answers that it is checked on: to show what a check sees, not how good a head is."""
     lm = load_lm(str(tiny_target))
     probes = make_probes(str(tiny_target), lm, lm.info.max_position)
-    head = quick_eagle_head(lm, [probe.ids.tolist() for probe in probes], steps=200)
+    head = quick_eagle_head(lm, [probe.ids.tolist() for probe in probes], steps=100)
     return save_eagle(tiny_target.parent / "head", head, tiny_target)
 
 

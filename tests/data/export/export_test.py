@@ -61,12 +61,11 @@ def test_tau_of_an_exported_and_imported_head_is_that_of_the_original(
     assert measured(eagle_dir) == measured(tmp_path / "head")
 
 
-@pytest.mark.parametrize("format", ["eagle", "vllm"])
 def test_tau_is_that_of_a_plain_loop_over_transformers_and_the_exported_directory(
-    exported, eagle_dir, tiny_target, prompts, measured, format
+    exported, eagle_dir, tiny_target, prompts, measured
 ):
     tau, answers = measured(eagle_dir)
-    slow, counts = SlowEagle(tiny_target, exported(format)), Counts()
+    slow, counts = SlowEagle(tiny_target, exported("vllm")), Counts()
     eos = set(load_lm(str(tiny_target)).info.eos_ids)
     rows = read_prompts(str(prompts), str(tiny_target))
     assert [slow.decode(list(row.prompt_ids), K, NEW_TOKENS, eos, counts) for row in rows] == answers
@@ -113,11 +112,6 @@ def test_what_safeailabs_code_needs_is_said_and_written(exported, tiny_target, e
     assert not (exported("vllm") / "target-index.json").exists()
 
 
-def test_an_existing_output_is_refused(exported, eagle_dir):
-    with pytest.raises(InputError, match=r"output: found .* which exists"):
-        export(ExportConfig(format="vllm", head=eagle_dir, output=exported("vllm")))
-
-
 def test_a_head_with_a_bias_of_fc_is_refused_with_the_reason(tiny_target, tmp_path):
     lm = load_lm(str(tiny_target))
     torch.manual_seed(0)
@@ -138,11 +132,6 @@ def test_an_imported_head_is_exported_again_without_naming_its_target(exported, 
         == load_file(exported("vllm") / "model.safetensors").keys()
     )
     assert "license: apache-2.0" in (tmp_path / "out" / "README.md").read_text()
-
-
-def test_an_eagle_head_is_no_acceptance_head(eagle_dir, tmp_path):
-    with pytest.raises(InputError, match="an eagle head, expected an acceptance head"):
-        export(ExportConfig(format="specdec_pp", head=eagle_dir, output=tmp_path / "out"))
 
 
 def test_a_head_is_only_checked_on_its_own_target(eagle_dir, tmp_path):
