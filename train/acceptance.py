@@ -160,7 +160,7 @@ def with_defaults(config: TrainAcceptanceConfig) -> TrainAcceptanceConfig:
     defaults = dict(ROLLOUTS if labels == "rollouts" else MIXED)
     if config.state == "undrawn":
         defaults["features"] = UNDRAWN
-    if labels == "rollouts" and manifest is not None and isinstance(label_temperature(manifest), list):
+    if labels == "rollouts" and manifest is not None and isinstance((manifest.sampling or {}).get("temperature"), list):
         defaults["features"] = (*defaults["features"], "temperature")
     if config.init is not None:
         settings = starting_settings(config.init, "acceptance")
@@ -168,11 +168,6 @@ def with_defaults(config: TrainAcceptanceConfig) -> TrainAcceptanceConfig:
     return dataclasses.replace(
         config, **{name: value for name, value in defaults.items() if getattr(config, name) is None}
     )
-
-
-def label_temperature(manifest: Manifest) -> Any:
-    """Return the labels' temperature, or a list of several."""
-    return (manifest.sampling or {}).get("temperature")
 
 
 def prepare(config: TrainAcceptanceConfig) -> PreparedTraining:
@@ -184,7 +179,7 @@ def prepare(config: TrainAcceptanceConfig) -> PreparedTraining:
     # These load Lightning, which --help does not need.
     from draftsmith.train.acceptance_data import LitAcceptance, MixedText, RolloutReader, collate_stored
     from draftsmith.train.data_module import HeadDataModule, train_and_val
-    from draftsmith.train.fit import PreparedTraining, Provenance, digests
+    from draftsmith.train.fit import PreparedTraining, Provenance
 
     config = with_defaults(config)
     kind, _ = labels_of(config)
@@ -219,7 +214,7 @@ def prepare(config: TrainAcceptanceConfig) -> PreparedTraining:
     if rollouts:
         context = max(int(dataset.lengths.max(initial=0)) for dataset in (train, val) if dataset is not None)
     train_samples, val_samples = train_and_val(config, train, val, context)
-    greedy = label_temperature(manifest) == 0
+    greedy = (manifest.sampling or {}).get("temperature") == 0
     if rollouts:
         reader: Any = RolloutReader(drafter, head.config, int(manifest.config["depth"]))
         config, head, train_samples, val_samples = store_rollouts(config, head, reader, train_samples, val_samples)
@@ -231,7 +226,8 @@ def prepare(config: TrainAcceptanceConfig) -> PreparedTraining:
     module = LitAcceptance(head, reader, config, data.total_steps, config.calibrate)
 
     # Recorded in the head's manifest, and compared when a run is resumed.
-    inputs = digests(train, val) | (starting_weights(config.init) if config.init is not None else {})
+    inputs = {name: part.manifest.digest for name, part in (("data", train), ("val", val)) if part is not None}
+    inputs |= starting_weights(config.init) if config.init is not None else {}
     labels = {"labels": "rollout" if rollouts else "mix", "mode": "greedy" if greedy else "sampling"}
     labels |= {"drafter": drafter.name}
     provenance = Provenance("acceptance", inputs, drafter.identity, manifest.identity, manifest.sampling, labels)

@@ -86,10 +86,6 @@ class MixedText:
         batch = AcceptanceBatch(hidden[mask], data.accept_prob[mask], mask[mask])
         return DraftedTokens(batch, mask.nonzero()[:, 0], log_q[mask] if with_log_q else None)
 
-    def flops(self, batch: MicroBatch) -> tuple[float, int]:
-        """Return model FLOPs of `read` and the number of its tokens."""
-        return features_flops(self.lm, batch.real_lengths), int(batch.tokens)
-
 
 @dataclass(frozen=True)
 class StoredTokens:
@@ -193,10 +189,6 @@ class RolloutReader:
         """Yield stored tokens in their order, TOKENS_AT_ONCE at a time."""
         for start in range(0, len(tokens.ids), TOKENS_AT_ONCE):
             yield self.read(tokens[slice(start, start + TOKENS_AT_ONCE)]).batch
-
-    def flops(self, batch: MicroBatch) -> tuple[float, int]:
-        """Return model FLOPs of `read`, 0, and the number of its tokens."""
-        return 0.0, len(batch.data.ids)
 
 
 class StoredDataset:
@@ -316,8 +308,11 @@ class LitAcceptance(LitHead):
         return acceptance_loss(predicted(self.head, inputs.batch), inputs.batch, config.w_acc, config.w_rej)
 
     def flops(self, batch: MicroBatch) -> float:
-        read_flops, tokens = self.reader.flops(batch)
-        return read_flops + acceptance_training(self.head.config, tokens)
+        config, reader = self.head.config, self.reader
+        if isinstance(reader, RolloutReader):
+            # The drafter has read all texts before the first step.
+            return acceptance_training(config, len(batch.data.ids))
+        return features_flops(reader.lm, batch.real_lengths) + acceptance_training(config, int(batch.tokens))
 
     @torch.no_grad()
     def validate(self, batches: Iterable[MicroBatch]) -> dict[str, float]:

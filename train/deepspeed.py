@@ -145,10 +145,6 @@ class ZeroStrategy(DeepSpeedStrategy):
         """Return this rank's partitions, which the optimizer steps."""
         return zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
 
-    @property
-    def _zero(self) -> Any:
-        return self.deepspeed_engine.optimizer
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state with whole tensors. All ranks must call it."""
         from deepspeed.utils import safe_get_full_fp32_param
@@ -164,7 +160,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         """Return the state as torch's optimizer on one device would, empty on ranks above 0. All ranks must call it."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
-        base = self._zero.optimizer
+        base = self.deepspeed_engine.optimizer.optimizer
         # One count of steps for all parameters.
         step = next(iter(base.state.values()))["step"]
         state: dict[int, dict[str, Tensor]] = {}
@@ -180,21 +176,17 @@ class ZeroStrategy(DeepSpeedStrategy):
             groups.append({**plain, "params": list(range(first, len(state)))})
         return {"state": state, "param_groups": groups} if self.is_global_zero else {}
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        return Strategy.load_checkpoint(self, checkpoint_path, weights_only)
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        Strategy.load_model_state_dict(self, checkpoint, strict)
+    # Files are those of every other strategy.
+    save_checkpoint = Strategy.save_checkpoint
+    load_checkpoint = Strategy.load_checkpoint
+    load_model_state_dict = Strategy.load_model_state_dict
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's part of whole tensors."""
         from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
         (saved,) = checkpoint["optimizer_states"]
-        base = self._zero.optimizer
+        base = self.deepspeed_engine.optimizer.optimizer
         for params, group, saved_group in zip(self._groups, base.param_groups, saved["param_groups"], strict=True):
             group |= {name: value for name, value in saved_group.items() if name != "params"}
             for param, index in zip(params, saved_group["params"], strict=True):
@@ -208,7 +200,7 @@ class ZeroStrategy(DeepSpeedStrategy):
                     part = entry[name].flatten()[size * self.global_rank : size * (self.global_rank + 1)]
                     part = nn.functional.pad(part, (0, size - len(part)))
                     safe_set_local_optimizer_state(param, part, name)
-        for flat in self._flat_parts(self._zero):
+        for flat in self._flat_parts(self.deepspeed_engine.optimizer):
             base.state[flat]["step"].fill_(float(saved["state"].get(0, {}).get("step", 0)))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,14 +21,14 @@ from torch import Tensor
 from draftsmith.data.console import log_note
 from draftsmith.data.store import feature_codec
 from draftsmith.data.store.feature_codec import FeatureDtype, FeatureFiles
-from draftsmith.data.store.files import CannotWrite, check_disk, make_directory, write_json, write_tensors
+from draftsmith.data.store.files import CannotWrite, make_directory, write_json, write_tensors
 from draftsmith.data.store.manifest import changes
 from draftsmith.data.store.reading import read_object
 from draftsmith.modules.finite import first_broken
 from draftsmith.modules.types import InputError
 
 if TYPE_CHECKING:
-    from draftsmith.train.data_module import Samples
+    pass
 
 ABOUT = "cache.json"
 # In memory twice at most, while one shard is written and the next collected. A killed run computes one again.
@@ -44,7 +44,10 @@ def row_name(input_ids: Tensor) -> str:
 
 
 class FeatureCache:
-    """A directory of safetensors shards that only grows; each shard is complete or absent."""
+    """A directory of safetensors shards that only grows; each shard is complete or absent.
+
+    shard_of: row name -> file, of the rows on disk that this process has seen.
+    """
 
     def __init__(self, directory: Path, identity: Mapping[str, Any], dtype: FeatureDtype, model_dtype: str):
         """identity: the target's. model_dtype: in which it computes.
@@ -55,7 +58,7 @@ class FeatureCache:
         self._directory, self.dtype = Path(directory), dtype
         self._begin({"kind": "feature-cache", "target": dict(identity), "dtype": dtype, "model_dtype": model_dtype})
         self._shards: set[str] = set()
-        self._where: dict[str, str] = {}
+        self.shard_of: dict[str, str] = {}
         self._files = FeatureFiles(self._directory)
         # Encoded rows, and the bytes of those that no shard is being written of.
         self._unwritten: dict[str, dict[str, Tensor]] = {}
@@ -69,25 +72,25 @@ class FeatureCache:
     @property
     def num_rows(self) -> int:
         """Rows that this process has seen."""
-        return len(self._where) + len(self._unwritten)
+        return len(self.shard_of) + len(self._unwritten)
 
     def item(self, input_ids: Tensor) -> dict[str, Tensor]:
         """Return the stored features (`feature_codec.as_item`) of a row with token ids [T], if there are any."""
         name = row_name(input_ids)
         stored = self._unwritten.get(name)
         if stored is None:
-            if name not in self._where:
+            if name not in self.shard_of:
                 self._look()
-            if name not in self._where:
+            if name not in self.shard_of:
                 return {}
-            stored = self._files.read(self._where[name], name, f"row {name}")
+            stored = self._files.read(self.shard_of[name], name, f"row {name}")
         return feature_codec.as_item(stored)
 
     def put(self, input_ids: Tensor, features: Tensor) -> Tensor:
         """Store the features [T, H] of a row with token ids [T] (on the CPU); return them as they are read, in bf16."""
         encoded = feature_codec.encode(features, self.dtype)
         name = row_name(input_ids)
-        known = name in self._where or name in self._unwritten
+        known = name in self.shard_of or name in self._unwritten
         if not (self._full or known) and first_broken(features) is None:
             # Copies, because slices would keep the whole batch in memory.
             self._unwritten[name] = {suffix: tensor.to("cpu", copy=True) for suffix, tensor in encoded.items()}
@@ -106,11 +109,6 @@ class FeatureCache:
         if wait:
             self._collect()
 
-    def missing_tokens(self, rows: Iterable[Tensor]) -> int:
-        """Count the tokens of the rows (token ids) that are not stored; a row that occurs twice counts once."""
-        lengths = {row_name(ids): len(ids) for ids in rows}
-        return sum(length for name, length in lengths.items() if name not in self._where)
-
     def _collect(self) -> None:
         """Wait for the shard that is being written, if any. A full disk ends the caching, not the training."""
         writing, self._writing = self._writing, None
@@ -123,7 +121,7 @@ class FeatureCache:
             log_note(f"feature cache: {self._directory}: {error}. Nothing more is cached; training goes on without.")
             return
         self._shards.add(shard)
-        self._where |= dict.fromkeys(names, shard)
+        self.shard_of |= dict.fromkeys(names, shard)
         for name in names:
             del self._unwritten[name]
 
@@ -163,21 +161,9 @@ class FeatureCache:
         self._looked = time.monotonic()
         for path in self._directory.glob("*.safetensors"):
             if path.name not in self._shards:
-                self._where |= dict.fromkeys(self._files.keys(path.name), path.name)
+                self.shard_of |= dict.fromkeys(self._files.keys(path.name), path.name)
                 self._shards.add(path.name)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a reader process, which reads only files."""
         return {**self.__dict__, "_unwritten": {}, "_writer": None, "_writing": None}
-
-
-def check_cache_room(cache: FeatureCache, samples: Sequence[Samples], width: int, directory: Path) -> None:
-    """Log how many bytes the cache will take, and check that the disk has room for them.
-
-    Raises:
-        InputError: names the bytes that are needed.
-    """
-    tokens = cache.missing_tokens(part.item(i, 0)["input_ids"] for part in samples for i in range(len(part)))
-    needed = tokens * feature_codec.token_bytes(width, cache.dtype)
-    log_note(f"feature cache: {cache.num_rows:,} rows in {directory}; {needed:,} bytes ({needed / 1e9:,.2f} GB) to go")
-    check_disk(directory, needed, "feature_cache", "Pass --feature-cache on another disk, or --feature-dtype fp8.")

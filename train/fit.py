@@ -98,11 +98,6 @@ def finished(config: TrainConfig) -> Path | None:
     return None
 
 
-def digests(train: Any, val: Any | None) -> dict[str, str]:
-    """Return the digests of the artefacts that a head is trained and validated on."""
-    return {"data": train.manifest.digest} | ({"val": val.manifest.digest} if val is not None else {})
-
-
 def fit(training: PreparedTraining) -> Path:
     """Train, or resume a training, and return best/.
 

@@ -130,14 +130,8 @@ class LitDrafter(LitHead):
 
     def setup(self, stage: str) -> None:
         """Check the Trainer and take the number of steps from it."""
-        trainer, accumulate = self.trainer, self.config.accumulate
-        if stage != "fit":
-            return
-        if isinstance(getattr(trainer, "datamodule", None), HeadDataModule):
-            # The loss is scaled by the number of micro-batches.
-            if trainer.accumulate_grad_batches != accumulate:
-                expected = f"{trainer.accumulate_grad_batches}, as the Trainer has"
-                raise InputError("accumulate", accumulate, expected, "Give both the same number.")
+        trainer = self.trainer
+        if stage != "fit" or isinstance(getattr(trainer, "datamodule", None), HeadDataModule):
             return
         if trainer.strategy.handles_gradient_accumulation:
             found = f"{type(trainer.strategy).__name__} in a Trainer of your own"

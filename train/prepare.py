@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from draftsmith.data.console import log_note
 from draftsmith.data.features import text_dataset
 from draftsmith.data.heads.directory import starting_head, starting_settings, starting_weights
 from draftsmith.data.models.identity import captured
 from draftsmith.data.models.loading import llama_shape, load_lm
 from draftsmith.data.store.datasets import ArtefactDataset, collate_features, open_dataset, pack_features
-from draftsmith.data.store.feature_codec import FeatureDtype, decoded, rounded
+from draftsmith.data.store.feature_codec import FeatureDtype, decoded, rounded, token_bytes
+from draftsmith.data.store.files import check_disk
 from draftsmith.data.store.manifest import Manifest, open_artefact
 from draftsmith.modules.drafters.base import DraftHead, TrainingCost
 from draftsmith.modules.finite import NonFinite, first_broken
@@ -26,7 +28,7 @@ from draftsmith.modules.types import InputError
 from draftsmith.train import acceptance
 from draftsmith.train.acceptance import TrainAcceptanceConfig
 from draftsmith.train.config import TrainDrafterConfig
-from draftsmith.train.feature_cache import FeatureCache, check_cache_room
+from draftsmith.train.feature_cache import FeatureCache, row_name
 from draftsmith.train.strategies import local_device, model_dtype
 
 if TYPE_CHECKING:
@@ -52,7 +54,7 @@ def prepare(config: TrainedConfig, module_class: type[LitDrafter] | None = None)
         return acceptance.prepare(config)
     # Lightning takes seconds to import, and --help needs none of it.
     from draftsmith.train.data_module import HeadDataModule, train_and_val
-    from draftsmith.train.fit import PreparedTraining, Provenance, digests
+    from draftsmith.train.fit import PreparedTraining, Provenance
     from draftsmith.train.lit_drafter import FeatureSource, LitDrafter
     from draftsmith.train.tau import TauProbe, probe_prompts
 
@@ -95,7 +97,8 @@ def prepare(config: TrainedConfig, module_class: type[LitDrafter] | None = None)
     prompts = probe_prompts(config, val_samples, context)
     every = config.tau_every or config.val_every or data.order.steps_per_epoch
     probe = TauProbe(module, target, prompts, config, every) if prompts else None
-    inputs = digests(train, val) | ({} if config.init in drafter.starts else starting_weights(config.init))
+    inputs = {name: part.manifest.digest for name, part in (("data", train), ("val", val)) if part is not None}
+    inputs |= {} if config.init in drafter.starts else starting_weights(config.init)
     if module_class is not LitDrafter:
         inputs["loss"] = f"{module_class.__module__}.{module_class.__qualname__}"
     identity = target.info.identity
@@ -135,7 +138,10 @@ def open_cache(
 ) -> FeatureCache | None:
     """Open the cache of `--features cache`, if it is asked for, and let the samples read from it.
 
-    One process reports the space it will take, and stops the run if the disk has too little.
+    One process logs the space it will take.
+
+    Raises:
+        InputError: the disk has too little.
     """
     from draftsmith.train.metrics import is_first_process
 
@@ -144,7 +150,14 @@ def open_cache(
     directory = config.feature_cache or config.output / "feature-cache"
     cache = FeatureCache(directory, captured(target.info.identity, layers), config.feature_dtype, str(target.dtype))
     if is_first_process():
-        check_cache_room(cache, samples, target.info.hidden_size * max(1, len(layers)), directory)
+        # A row that occurs twice is stored once.
+        rows = (part.item(i, 0)["input_ids"] for part in samples for i in range(len(part)))
+        lengths = {row_name(ids): len(ids) for ids in rows}
+        missing = sum(length for name, length in lengths.items() if name not in cache.shard_of)
+        width = target.info.hidden_size * max(1, len(layers))
+        needed = missing * token_bytes(width, config.feature_dtype)
+        log_note(f"feature cache: {cache.num_rows:,} rows in {directory}; {needed:,} bytes to go")
+        check_disk(directory, needed, "feature_cache", "Pass --feature-cache on another disk, or --feature-dtype fp8.")
     for part in samples:
         part.cached = cache.item
     return cache

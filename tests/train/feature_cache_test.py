@@ -25,8 +25,9 @@ from draftsmith.modules.types import InputError
 from draftsmith.train import feature_cache
 from draftsmith.train.command import run
 from draftsmith.train.data_module import SampleKey, Samples
-from draftsmith.train.feature_cache import FeatureCache, check_cache_room
+from draftsmith.train.feature_cache import FeatureCache
 from draftsmith.train.lit_drafter import LitDrafter
+from draftsmith.train.prepare import open_cache
 
 IDENTITY = {"config": "abc", "lm_head": "def", "layers": "final-norm"}
 
@@ -128,19 +129,20 @@ def test_a_disk_that_fills_up_ends_the_caching_and_not_the_training(tmp_path, mo
 
 
 def test_the_disk_is_looked_at_before_the_first_step(artefacts, tmp_path, monkeypatch, capsys):
-    data = texts(artefacts)
-    cache = a_cache(tmp_path / "cache", "fp8")
+    data, target = texts(artefacts), load_lm(str(artefacts.target))
+    unique = {tuple(data[i]["input_ids"].tolist()) for i in range(len(data))}
+    tokens, whole = sum(map(len, unique)), [Samples(data, range(len(data))) for _ in range(2)]
+    settings = config(artefacts, tmp_path / "run", features="cache", feature_dtype="fp8")
+    cache = open_cache(settings, target, (), whole)
+    assert f"{tokens * (32 + 2):,} bytes" in capsys.readouterr().err  # a value is a byte, a token's scale two
     cache.put(data[0]["input_ids"], torch.zeros(data.lengths[0], 32))
     cache.flush()
-    unique = {tuple(data[i]["input_ids"].tolist()) for i in range(len(data))}
-    tokens = sum(map(len, unique)) - data.lengths[0]
-    whole = Samples(data, range(len(data)))
-    check_cache_room(cache, [whole, whole], 32, tmp_path / "cache")
-    assert f"{tokens * (32 + 2):,} bytes" in capsys.readouterr().err  # a value is a byte, a token's scale two
+    open_cache(settings, target, (), whole)
+    assert f"{(tokens - data.lengths[0]) * (32 + 2):,} bytes" in capsys.readouterr().err
     real = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: real._replace(free=1000))
     with pytest.raises(InputError, match="found 1,000 bytes free"):
-        run(config(artefacts, tmp_path / "run", features="cache"))
+        run(settings)
     assert not (tmp_path / "run" / "started.json").exists()
 
 

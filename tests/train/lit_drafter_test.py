@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 
 import draftsmith
 from draftsmith.modules.types import InputError
-from draftsmith.train.data_module import HeadDataModule, Samples
 from draftsmith.train.lit_drafter import LitDrafter, as_batch
 
 WIDTHS = (5, 9, 12, 7, 3, 11, 8, 6)
@@ -139,21 +138,6 @@ def test_other_batches_are_refused_in_a_line(batch, told):
 def test_a_trainer_without_an_end_is_refused(target, rows, tmp_path):
     with pytest.raises(InputError, match="max_steps"):
         trainer_of(tmp_path, max_steps=-1, max_epochs=-1).fit(module_of(target), loader(rows, 8))
-
-
-def test_a_trainer_that_accumulates_otherwise_than_the_data_is_refused(target, rows, tmp_path):
-    module = module_of(target, accumulate=2)
-
-    class Rows(list):
-        lengths = WIDTHS
-
-        def item(self, row, epoch):
-            return self[row]
-
-    samples = Samples(Rows(rows), range(8))
-    data = HeadDataModule(samples, samples, draftsmith.collate, lambda batch: 1, module.config)
-    with pytest.raises(InputError, match="accumulate"):
-        trainer_of(tmp_path).fit(module, datamodule=data)
 
 
 def test_what_is_not_finite_is_named_by_its_row(target, rows, tmp_path):
