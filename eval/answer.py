@@ -15,7 +15,7 @@ from draftsmith.data.settings import DraftSettings
 from draftsmith.data.text.conversations import well_formed
 from draftsmith.data.text.template import RowError, load_chat_tokenizer, prompt_ids
 from draftsmith.eval.bench.runner import load_models
-from draftsmith.modules.decoding.loop import DecodeOptions, Generation, Round, RowPool, new_answer
+from draftsmith.modules.decoding.loop import DecodeOptions, Generation, Round, RowAnswer, RowPool
 from draftsmith.modules.decoding.protocols import Drafter
 from draftsmith.modules.decoding.trace import Totals, pool
 from draftsmith.modules.drafters.chains import chain_methods
@@ -155,7 +155,7 @@ class Answer:
         tokenizer: Any = None,
     ):
         self.prompt, self._tokenizer = list(prompt), tokenizer
-        self._row = new_answer(target.info, prompt, max_new_tokens, TorchSource(seed))
+        self._row = RowAnswer(target.info, prompt, max_new_tokens, TorchSource(seed))
         self._rounds: list[Round] = []
         self._last: list[Round] = []
         self._drafter = drafter

@@ -38,7 +38,10 @@ def attend_pass(
     """
     query, key, value = attention.project(x, cos, sin)  # [B, heads, T, D], twice [B, kv_heads, T, D]
     if documents is not None:
-        query, key, value = (documents.heads_side_by_side(part) for part in (query, key, value))
+        # [1, heads, N, D] -> [documents, heads, L, D]
+        query, key, value = (
+            documents.side_by_side(part.transpose(1, 2)).transpose(1, 2) for part in (query, key, value)
+        )
     entries.append((key, value))
     mixed = diagonal_attention(query, entries[0], entries[1:]).transpose(1, 2).flatten(2)  # [B, T, heads * D]
     return attention.o_proj(mixed if documents is None else documents.end_to_end(mixed))

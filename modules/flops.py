@@ -56,8 +56,3 @@ def layers_forward(config: LlamaConfig, lengths: Sequence[int]) -> float:
 def lm_head_forward(config: LlamaConfig, rows: int) -> float:
     """Count the logits of `rows` hidden states."""
     return linear(config.hidden_size, config.vocab_size, rows)
-
-
-def parameters_forward(num_parameters: int, tokens: int) -> float:
-    """Count a model of unknown architecture: each parameter once for each token, without attention."""
-    return 2.0 * num_parameters * tokens

@@ -251,17 +251,13 @@ class LlamaModel(nn.Module):
         length = input_ids.shape[1]
         x = self.embed_tokens(input_ids)
         cos, sin = self.cos[:length].to(x.dtype), self.sin[:length].to(x.dtype)
-        mask = self._window_mask(length, x.device)
+        # A sliding window (Mistral 7B, section 2), where it hides something.
+        mask, window = None, self.config.sliding_window
+        if window is not None and length > window:
+            mask = torch.ones(length, length, dtype=torch.bool, device=x.device).tril().triu(1 - window)
         for layer in self.layers:
             x = layer(x, cos, sin, mask)
         return self.norm(x)
-
-    def _window_mask(self, length: int, device: torch.device) -> Tensor | None:
-        """Build the mask [T, T] of a sliding window (Mistral 7B, section 2); None if it hides nothing."""
-        window = self.config.sliding_window
-        if window is None or length <= window:
-            return None
-        return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Compute logits [B, T, V]."""

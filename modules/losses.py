@@ -78,7 +78,9 @@ class _SoftCrossEntropy(torch.autograd.Function):
         for part in row_chunks(len(wanted), vocabulary, wanted.device):
             target_logits = lm_head(wanted[part].to(hidden[0].dtype)).float()  # [C, V]
             choice = target_logits.argmax(-1, keepdim=True) if ranked else None
-            target_prob = _softmax_(target_logits)
+            # The softmax, in place of the logits.
+            target_prob = target_logits.sub_(target_logits.amax(-1, keepdim=True)).exp_()
+            target_prob /= target_prob.sum(-1, keepdim=True)
             for i, (states, keep, grad) in enumerate(zip(hidden, kept, grads, strict=True)):
                 logits, pull = _logits(lm_head, states[part], grad is not None)
                 if i == 0 and choice is not None:
@@ -140,14 +142,6 @@ def row_chunks(count: int, vocabulary: int, device: torch.device) -> Iterator[sl
     rows = min(rows, CPU_ROWS) if device.type == "cpu" else rows
     for start in range(0, count, rows):
         yield slice(start, start + rows)
-
-
-def _softmax_(logits: Tensor) -> Tensor:
-    """Return the softmax over the last dimension, in place of the logits."""
-    logits -= logits.amax(-1, keepdim=True)
-    logits.exp_()
-    logits /= logits.sum(-1, keepdim=True)
-    return logits
 
 
 def _logits(lm_head: LmHead, hidden: Tensor, needs_grad: bool) -> tuple[Tensor, Callable[[Tensor], Tensor]]:

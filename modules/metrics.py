@@ -44,7 +44,9 @@ def expected_calibration_error(
     if weight is None:
         return torch.stack([part.sum().abs() for part in gap.tensor_split(num_bins)]).sum() / len(gap)
     mass = weight.double()[order]
-    return sums_by(gap * mass, equal_mass_bins(mass, num_bins), num_bins).abs().sum() / mass.sum()
+    middle = mass.cumsum(0) - mass / 2
+    bins = (middle * (num_bins / mass.sum())).long().clamp(0, num_bins - 1)
+    return sums_by(gap * mass, bins, num_bins).abs().sum() / mass.sum()
 
 
 def soft_label_auc(score: Tensor, accept_prob: Tensor, weight: Tensor | None = None) -> Tensor:
@@ -69,15 +71,6 @@ def _mean(values: Tensor, weight: Tensor | None) -> Tensor:
 def sums_by(values: Tensor, group: Tensor, size: int) -> Tensor:
     """Sum values [N] by their group [N]: [size]."""
     return torch.zeros(size, dtype=values.dtype, device=values.device).index_add_(0, group, values)
-
-
-def equal_mass_bins(mass: Tensor, num_bins: int) -> Tensor:
-    """Return the bin of each of N ordered items, of `num_bins` bins of equal mass: where the item's middle falls.
-
-    An item heavier than a bin leaves other bins empty.
-    """
-    middle = mass.cumsum(0) - mass / 2
-    return (middle * (num_bins / mass.sum())).long().clamp(0, num_bins - 1)
 
 
 def fit_platt(

@@ -44,7 +44,3 @@ class Documents:
     def end_to_end(self, padded: Tensor) -> Tensor:
         """Lay [D, L, ...] out as [1, N, ...]."""
         return padded.flatten(0, 1).index_select(0, self.flat)[None]
-
-    def heads_side_by_side(self, flat: Tensor) -> Tensor:
-        """Lay queries, keys or values [1, heads, N, D_head] out as [D, heads, L, D_head]."""
-        return self.side_by_side(flat.transpose(1, 2)).transpose(1, 2)

@@ -62,7 +62,8 @@ def features_flops(model: CausalLM, lengths: Sequence[int]) -> float:
     # A transformers model (targets/hf.py).
     base = cast(Any, model).model.base_model
     embeddings = base.get_input_embeddings().weight.numel()
-    return flops.parameters_forward(sum(p.numel() for p in base.parameters()) - embeddings, sum(lengths))
+    # Each parameter once for each token, without attention.
+    return 2.0 * (sum(p.numel() for p in base.parameters()) - embeddings) * sum(lengths)
 
 
 def listed_peak(name: str, bf16: bool, tf32: bool) -> float | None:

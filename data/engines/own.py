@@ -12,7 +12,7 @@ from torch import Tensor
 from draftsmith.data.heads.directory import load_drafter
 from draftsmith.data.models.loading import check_same_tokenizer
 from draftsmith.data.store.shards import row_generator
-from draftsmith.modules.decoding.loop import DEFAULTS, DecodeOptions, RowPool, new_answer
+from draftsmith.modules.decoding.loop import DEFAULTS, DecodeOptions, RowAnswer, RowPool
 from draftsmith.modules.decoding.protocols import Drafter
 from draftsmith.modules.drafters.chains import chain_methods
 from draftsmith.modules.drafters.methods import Method, Models, parse_method
@@ -68,7 +68,7 @@ def generate_rows(
     num_rows = min(batch_size, len(prompts))
     setup = DecodeOptions(session=lm.session(num_rows, longest + nodes + 1, capture), max_nodes=nodes)
     waiting = (
-        new_answer(lm.info, prompts[i], max_new_tokens, sources(i) if sources else TorchSource(0), eos_ids, i)
+        RowAnswer(lm.info, prompts[i], max_new_tokens, sources(i) if sources else TorchSource(0), eos_ids, i)
         for i in sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), i))
     )
     for row in RowPool(lm, drafter, params, num_rows, longest, setup).run(waiting):

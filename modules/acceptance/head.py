@@ -229,17 +229,11 @@ def feature_value(name: Feature, known: TokenConfidences) -> Tensor:
     return value
 
 
-def acceptance_forward(head: AcceptanceHeadConfig, rows: int) -> float:
-    """Return the FLOPs of a forward over `rows` tokens; tied blocks compute as much as others."""
-    size = head.inner_size
-    read = flops.linear(head.joined_size, size, rows) if head.joins else 0.0
-    return read + head.num_blocks * flops.linear(size, size, rows) + flops.linear(size + len(head.features), 1, rows)
-
-
 def acceptance_training(head: AcceptanceHeadConfig, rows: int) -> float:
     """Return the FLOPs of forward and backward over `rows` tokens with given inputs."""
-    wide = head.num_blocks or head.joins
-    first = flops.linear(head.joined_size, head.inner_size if wide else 1, rows) + flops.linear(
-        len(head.features), 1, rows
-    )
-    return flops.TRAINED * acceptance_forward(head, rows) - (flops.TRAINED - flops.TRAINED_FIRST) * first
+    size, direct = head.inner_size, flops.linear(len(head.features), 1, rows)
+    read = flops.linear(head.joined_size, size, rows) if head.joins else 0.0
+    # Tied blocks compute as much as others.
+    forward = read + head.num_blocks * flops.linear(size, size, rows) + flops.linear(size, 1, rows) + direct
+    first = flops.linear(head.joined_size, size if head.num_blocks or head.joins else 1, rows) + direct
+    return flops.TRAINED * forward - (flops.TRAINED - flops.TRAINED_FIRST) * first

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 
 from draftsmith.modules.acceptance.online_logistic import OnlineLogistic
 from draftsmith.modules.acceptance.repeats import RepeatScores
-from draftsmith.modules.decoding.confidence import MAX_LOGIT, log_max_q_of, log_odds, log_q_of
+from draftsmith.modules.decoding.confidence import MAX_LOGIT, confidence_of, log_odds, log_q_of
 from draftsmith.modules.decoding.learner import Learner
 from draftsmith.modules.decoding.protocols import DraftView, StopPolicy
 
@@ -237,7 +237,7 @@ class OnlinePredictor(Predictor):
 
     def features(self, view: DraftView) -> tuple[float, ...]:
         """Return the features of the token shown, without the head."""
-        logit = log_odds(log_max_q_of(view) if self._best else log_q_of(view))
+        logit = log_odds(confidence_of(view, "mode").log_max_q if self._best else log_q_of(view))
         return (logit,) if self._repeats is None else (logit, self._repeats.score(view))
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:

@@ -104,7 +104,7 @@ class HeadPredictor(TrainedPredictor):
         return sigmoid(self.logit(view))
 
     def logit(self, view: DraftView) -> float:
-        """Return the log-odds of `prob`."""
+        """Return the log-odds of `prob`; infinite if there is no token to predict yet."""
         features: list[float] = []
         if self._read:
             confidence = confidence_of(view, self._asked) if self._reads_distribution else UNREAD

@@ -130,14 +130,6 @@ def branch_mask(lengths: Tensor, text: int, first: int, levels: int) -> tuple[Te
     return positions, torch.cat([of_text, branches.reshape(levels * len(lengths), -1)], 1)
 
 
-def draw_tokens(logits: Tensor, params: Sequence[SamplingParams], uniforms: Tensor | None) -> Tensor:
-    """Draw a token [S] for each row of logits [S, V], or take the argmax without uniforms; NO_TOKEN if none exists."""
-    if uniforms is None:
-        assert all(own.greedy for own in params), "drawing needs uniforms"
-        return best_tokens(logits)
-    return draw_rows(row_probabilities(logits, params), uniforms.to(logits.device))
-
-
 class BranchDrafter(ABC):
     """Drafter of chains from many places of one text: a group of them grows one token at a time. No gradients.
 
@@ -186,9 +178,12 @@ class BranchDrafter(ABC):
 
         params: one for each start. uniforms: [S, depth] float64 in [0, 1) that draw the tokens; None if all is greedy.
         """
+        assert uniforms is not None or all(own.greedy for own in params), "drawing needs uniforms"
 
         def draw(piece: slice, level: int, logits: Tensor) -> Tensor:
-            return draw_tokens(logits, params[piece], None if uniforms is None else uniforms[piece, level])
+            if uniforms is None:
+                return best_tokens(logits)
+            return draw_rows(row_probabilities(logits, params[piece]), uniforms[piece, level].to(logits.device))
 
         return self.grow(starts, depth, draw)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -85,7 +85,9 @@ def confidence_of(view: DraftView, asked: Literal["token", "mode", "entropy"] = 
         return _on_device(distribution[None], torch.tensor([view.token], device=distribution.device), asked)[0]
     # The next draft step waits for these numbers, so calls are few, and NumPy's where possible.
     log_q, probs = log_q_of(view), distribution.numpy()
-    best = _mode_of(view, probs)
+    # The view's token if it was chosen for that, or has half of the mass; only otherwise is the array searched.
+    is_mode = view.draft_prob is None or probs.item(view.token) >= 0.5
+    best = view.token if is_mode else int(probs.argmax())
     log_max_q = log_q if best == view.token else math.log(probs.item(best))
     if asked == "mode":
         return TokenConfidence(log_q, log_max_q, math.nan)
@@ -106,38 +108,19 @@ def _on_device(distributions: Tensor, tokens: Tensor, asked: Literal["mode", "en
     return [TokenConfidence(_log(q), _log(most), entropy) for q, most, entropy in torch.stack(parts, 1).tolist()]
 
 
-def _mode_of(view: DraftView, probs: Any) -> int:
-    """Return a most probable token of an array [V].
-
-    That is the view's token if it was chosen for that, or has half of the mass; only otherwise is the array searched.
-    """
-    token = view.token
-    return token if view.draft_prob is None or probs.item(token) >= 0.5 else int(probs.argmax())
-
-
 def log_q_of(view: DraftView) -> float:
     """Return log q of the view's token, computed once for all callers."""
     if view.log_q is None and view.step is not None:
-        view.log_q = view.step.once("log_q", log_qs)[view.place]
+
+        def all_rows(step: DraftedStep) -> list[float]:
+            return [_log(q) for q in distributions_of(step).gather(1, step.tokens[:, None])[:, 0].tolist()]
+
+        view.log_q = view.step.once("log_q", all_rows)[view.place]
     elif view.log_q is None:
         distribution = draft_distribution(view) if view.draft_prob is None else view.draft_prob
         own = distribution[view.token].item() if distribution.is_cuda else distribution.numpy().item(view.token)
         view.log_q = _log(own)
     return view.log_q
-
-
-def log_qs(step: DraftedStep) -> list[float]:
-    """Return `log_q_of` all rows of a step."""
-    return [_log(q) for q in distributions_of(step).gather(1, step.tokens[:, None])[:, 0].tolist()]
-
-
-def log_max_q_of(view: DraftView) -> float:
-    """Return the log-probability of the most probable token."""
-    distribution = draft_distribution(view)
-    if distribution.is_cuda:
-        return _log(distribution.max().item())
-    probs = distribution.numpy()
-    return _log(probs.item(_mode_of(view, probs)))
 
 
 def _log(prob: float) -> float:

@@ -89,7 +89,7 @@ def generate(
         NonFinite: a model's numbers choose no token; the error's row is the prompt's number.
     """
     rows = [
-        new_answer(target.info, prompt, max_new_tokens, source, eos_ids, number)
+        RowAnswer(target.info, prompt, max_new_tokens, source, eos_ids, number)
         for number, (prompt, source) in enumerate(zip(prompts, sources, strict=True))
     ]
     longest = max(len(row.prompt) + row.room for row in rows)
@@ -123,29 +123,26 @@ def room_for(prompt: Sequence[int], max_new_tokens: int, info: ModelInfo) -> int
     return min(max_new_tokens, limit - len(prompt))
 
 
-def new_answer(
-    info: ModelInfo,
-    prompt: Sequence[int],
-    max_new_tokens: int,
-    source: Source,
-    eos_ids: Sequence[int] | None = None,
-    number: int = 0,
-) -> RowAnswer:
-    """Prepare a prompt for a pool. info: of the target. number: of the prompt. Raises InputError, see `generate`."""
-    ends = frozenset(info.eos_ids if eos_ids is None else eos_ids)
-    return RowAnswer(ends, room_for(prompt, max_new_tokens, info), number, prompt, source)
-
-
 class RowAnswer:
     """The answer to one prompt: emitted tokens, their cost, and whether it is finished.
 
     ends: tokens that end it. room: most tokens. number: of the prompt, from 0. source: its random numbers.
     """
 
-    def __init__(self, ends: frozenset[int], room: int, number: int, prompt: Sequence[int], source: Source):
-        self.ends, self.room, self.number, self.prompt, self.source = ends, room, number, prompt, source
+    def __init__(
+        self,
+        info: ModelInfo,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        source: Source,
+        eos_ids: Sequence[int] | None = None,
+        number: int = 0,
+    ):
+        """info: of the target. Raises InputError, see `generate`."""
+        self.ends = frozenset(info.eos_ids if eos_ids is None else eos_ids)
+        self.room, self.number = room_for(prompt, max_new_tokens, info), number
+        self.prompt, self.source, self.trace = prompt, source, DecodeTrace()
         self.tokens: list[int] = []
-        self.trace = DecodeTrace()
         self.ended = False
 
     @property
@@ -295,54 +292,41 @@ class RowPool:
         lengths = list(session.lengths)
         slots: list[Sequence[int]] = [()] * len(rows)
         outcomes: list[Outcome | None] = [None] * len(rows)
+        finished = []
         for place, (row, tree, verdict) in enumerate(zip(rows, trees, verdicts, strict=True)):
-            if tree is not None and verdict is not None:
-                # The slots from here on hold the nodes.
-                first = lengths[place] = lengths[place] - tree.num_read
-                read_path = [node for node in verdict.path if node < tree.num_read]
-                slots[place] = [first + node for node in read_path]
-                logits, features = scores.logits[place], scores.features[place]
-                outcomes[place] = self._commit(row, tree, verdict, read_path, logits, features)
+            if tree is None or verdict is None:
+                continue
+            # The slots from here on hold the nodes.
+            first = lengths[place] = lengths[place] - tree.num_read
+            read_path = [node for node in verdict.path if node < tree.num_read]
+            slots[place] = [first + node for node in read_path]
+
+            emitted = list(map(tree.tokens.__getitem__, verdict.path))
+            emitted += () if verdict.next_token is None else (verdict.next_token,)
+            appended, num_accepted = row.emit(emitted), len(verdict.path)
+            num_drafted = len(tree.tokens) if tree.num_drafted is None else tree.num_drafted
+            step = DecodeStep(num_drafted, num_accepted, len(appended), tree.draft_calls if tree.tokens else 0)
+            row.trace.steps.append(step)
+
+            # Of the root and the nodes; what lies behind them is undefined.
+            logits, features = scores.logits[place, : tree.num_read + 1], scores.features[place]
+            if self._on_round is not None:
+                accepted = min(num_accepted, len(appended))
+                self._on_round(Round(appended, accepted, tree, verdict, step, logits, row.number))
+            if row.done:
+                finished.append(row)
+                continue
+            count = len(read_path) + 1
+            if read_path and read_path[-1] != count - 2:
+                features = features[[0, *(node + 1 for node in read_path)]]
+            else:  # a contiguous path is a slice, which costs nothing
+                features = features[:count]
+            outcomes[place] = Outcome(tuple(emitted), num_accepted, features, logits)
         session.keep(lengths, slots)
         if drafter is not None and any(outcomes):
             drafter.advance(outcomes)
-        finished = [row for row, tree in zip(rows, trees, strict=True) if tree is not None and row.done]
         self._finished = self._finished or bool(finished)
         return finished
-
-    def _commit(
-        self,
-        row: RowAnswer,
-        tree: DraftTree,
-        verdict: Verdict,
-        read_path: Sequence[int],
-        logits: Tensor,
-        features: Tensor,
-    ) -> Outcome | None:
-        """Apply the verdict to a row. Return the Outcome for its drafter, or None if the row finished.
-
-        read_path: accepted nodes that the target has read. logits [n, V], features [n, F]: of the row's root and nodes,
-        and behind them undefined.
-        """
-        emitted = list(map(tree.tokens.__getitem__, verdict.path))
-        if verdict.next_token is not None:
-            emitted.append(verdict.next_token)
-        appended, num_accepted = row.emit(emitted), len(verdict.path)
-        num_drafted = len(tree.tokens) if tree.num_drafted is None else tree.num_drafted
-        step = DecodeStep(num_drafted, num_accepted, len(appended), tree.draft_calls if tree.tokens else 0)
-        row.trace.steps.append(step)
-        if len(logits) > tree.num_read + 1:
-            logits = logits[: tree.num_read + 1]
-        if self._on_round is not None:
-            self._on_round(Round(appended, min(num_accepted, len(appended)), tree, verdict, step, logits, row.number))
-        if row.done:
-            return None
-        count = len(read_path) + 1
-        if read_path and read_path[-1] != count - 2:
-            features = features[[0, *(node + 1 for node in read_path)]]
-        else:  # a contiguous path is a slice, which costs nothing
-            features = features[:count]
-        return Outcome(tuple(emitted), num_accepted, features, logits)
 
     def _drop_finished(self) -> None:
         """Drop finished rows. With static shapes they idle along until half of the rows are finished."""

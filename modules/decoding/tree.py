@@ -79,14 +79,7 @@ def likeliest_paths(accuracies: Sequence[Sequence[float]], count: int) -> list[t
     if no other node has an accuracy above 0. accuracies[d][r]: how often the token of rank r at depth d + 1 is the
     target's, given that all before it were. A node is worth the product along its path, a tree the sum over its nodes
     (`expected_accepted`); since no child is worth more than its parent, best first is optimal.
-
-    Raises:
-        ValueError: count below 1, or an accuracy that is no probability.
     """
-    if count < 1:
-        raise ValueError(f"count {count}: expected 1 node or more")
-    if not all(0 <= accuracy <= 1 for level in accuracies for accuracy in level):
-        raise ValueError("accuracies: expected probabilities, in [0, 1]")
     open_paths: list[tuple[float, tuple[int, ...]]] = []
 
     def offer(path: tuple[int, ...], value: float) -> None:

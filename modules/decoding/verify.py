@@ -8,13 +8,13 @@ the same order either way.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from draftsmith.modules.decoding.protocols import DraftTree, Verdict
-from draftsmith.modules.decoding.typical import Typical
 from draftsmith.modules.finite import NO_TOKEN, NonFinite
 from draftsmith.modules.sampling import (
     Source,
@@ -51,10 +51,6 @@ def verify(
     Raises:
         NonFinite: the target's numbers at a node that the walk visits; the position is the node's depth.
     """
-    for tree in trees:
-        if tree is not None and logits.shape[1] <= tree.num_read:
-            expected = f"expected {tree.num_read + 1}, one for each node and the root"
-            raise ValueError(f"logits: got {logits.shape[1]} rows, {expected}")
     ahead = logits.is_cuda if ahead is None else ahead
     numbers = _AheadNumbers(trees, logits, params, sources) if ahead else _LazyNumbers(logits, params, sources)
     verdicts: list[Verdict | None] = [None] * len(trees)
@@ -65,7 +61,12 @@ def verify(
             continue
         try:
             if tree.typical is not None and not params.greedy:
-                verdicts[row] = _accept_typical(tree, tree.typical, numbers, row, sources[row])
+                laws = partial(numbers.distribution, row)
+                path = tree.typical.path(tree.tokens, tree.parents, lambda node, laws=laws: laws(node + 1))
+                token = sources[row].draw(laws(path[-1] + 1 if path else 0))
+                if token == NO_TOKEN:
+                    raise NonFinite("probabilities", position=len(path))
+                verdicts[row] = Verdict(path, token)
             elif params.greedy or tree.draft_prob is None:
                 verdicts[row] = _walk(tree, numbers, row)
             else:
@@ -123,15 +124,6 @@ def _accept_drawn(tree: DraftTree, numbers: _LazyNumbers, row: int, source: Sour
             return place, residual(target_prob, draft_prob)
     accepted = len(tree.tokens)
     return accepted, None if tree.last_unread else numbers.distribution(row, accepted)
-
-
-def _accept_typical(tree: DraftTree, rule: Typical, numbers: _LazyNumbers, row: int, source: Source) -> Verdict:
-    """Accept the path that the rule selects, then draw the target's own token."""
-    path = rule.path(tree.tokens, tree.parents, lambda node: numbers.distribution(row, node + 1))
-    token = source.draw(numbers.distribution(row, path[-1] + 1 if path else 0))
-    if token == NO_TOKEN:
-        raise NonFinite("probabilities", position=len(path))
-    return Verdict(path, token)
 
 
 class _LazyNumbers:

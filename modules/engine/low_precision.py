@@ -58,19 +58,16 @@ class Int8Linear:
         # The maximum by a norm that keeps NaN, so that a broken row stays NaN in the result.
         top = torch.linalg.vector_norm(rows, torch.inf, -1, keepdim=True).clamp_min_(torch.finfo(torch.float32).tiny)
         scaled = rows.mul(LARGEST / top).round_().add_(ZERO)
-        product = _product(scaled.to(torch.uint8), self._weight, self._scales, self._zeros).mul_(top.div_(LARGEST))
-        product = product.to(x.dtype).view(*x.shape[:-1], -1)
+        # Unsigned bytes, in which ZERO is 0.
+        unsigned, weight, scales, zeros = scaled.to(torch.uint8), self._weight, self._scales, self._zeros
+        product = torch.ops.onednn.qlinear_pointwise.default(
+            unsigned, 1.0, ZERO, weight, scales, zeros, None, 1.0, 0, torch.float32, "none", [], ""
+        )
+        product = product.mul_(top.div_(LARGEST)).to(x.dtype).view(*x.shape[:-1], -1)
         return product if self._bias is None else product.add_(self._bias)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         return self(x).add_(residual)
-
-
-def _product(rows: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
-    """Multiply uint8 rows [N, in], in which `ZERO` is 0, with a packed weight and its scales: float32 [N, out]."""
-    return torch.ops.onednn.qlinear_pointwise.default(
-        rows, 1.0, ZERO, weight, scales, zeros, None, 1.0, 0, torch.float32, "none", [], ""
-    )
 
 
 def linear_of(weight: Tensor, bias: Tensor | None, pack: bool, precision: Precision) -> Linear:

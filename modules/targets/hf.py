@@ -68,17 +68,14 @@ class HFLM:
             raise InputError("model", self.refusals.trees, "a model that reads trees", remedy)
         config = self.model.config.get_text_config()
         window, layer_types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+        nothing = torch.zeros(visible.shape, dtype=self.dtype, device=self.device)
+        full = nothing.masked_fill(~visible, torch.finfo(self.dtype).min)[None, None]
         # A config may state a window that no layer uses: transformers 5 then sets it to 0, or has no such layer type.
         if not window or (layer_types and "sliding_attention" not in layer_types):
-            return self._additive(visible)
-        windowed = self._additive(visible & (positions[-len(visible) :, None] - positions < window))
-        if layer_types:
-            return {"full_attention": self._additive(visible), "sliding_attention": windowed}
-        return windowed
-
-    def _additive(self, visible: Tensor) -> Tensor:
-        bias = torch.zeros(visible.shape, dtype=self.dtype, device=self.device)
-        return bias.masked_fill(~visible, torch.finfo(self.dtype).min)[None, None]
+            return full
+        far = positions[-len(visible) :, None] - positions >= window
+        windowed = full.masked_fill(far, torch.finfo(self.dtype).min)
+        return {"full_attention": full, "sliding_attention": windowed} if layer_types else windowed
 
     def embed(self, input_ids: Tensor) -> Tensor:
         return self.model.get_input_embeddings()(input_ids)

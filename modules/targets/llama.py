@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -88,12 +88,13 @@ def model_from_state(config: LlamaConfig, state: Mapping[str, Tensor], dtype: to
 
 
 class LlamaLM:
-    """A `CausalLM` over frozen `LlamaModel` weights: fused layers over preallocated caches."""
+    """A `CausalLM` over frozen `LlamaModel` weights: fused layers over preallocated caches.
+
+    packed: large weights are only held in the layout of the CPU's kernels (`engine.lean`), so `model` itself cannot be
+    called any more. precision: of all products with weights; other ones than dtype hold only copies too.
+    """
 
     def __init__(self, model: LlamaModel, info: ModelInfo, packed: bool = False, precision: Precision = "dtype"):
-        """packed: hold large weights in the layout of the CPU's kernels (`engine.lean`) only: `model` itself cannot be
-        called any more, and nothing can be differentiated. precision: of all products with weights
-        (`engine.low_precision`); unless it is dtype, only these copies are held, as with `packed`."""
         self.model, self.info, self.config, self.packed = model, info, model.config, packed
         weight = model.embed_tokens.weight
         self.device, self.dtype = weight.device, weight.dtype
@@ -152,16 +153,19 @@ class LlamaSession:
     def lengths(self) -> Sequence[int]:
         return self._rows.lengths
 
+    @torch.inference_mode()
     def prefill(self, rows: Sequence[int], tokens: Rows) -> Scores:
-        return Scores(*_inferring(self._rows.prefill, rows, (tokens,)))
+        return Scores(*self._rows.prefill(rows, (tokens,)))
 
+    @torch.inference_mode()
     def extend(
         self, tokens: Rows | Tensor, parents: Sequence[Sequence[int]] | None = None, num_logits: int = 1
     ) -> Scores:
-        return Scores(*_inferring(self._rows.extend, (tokens,), parents, num_logits))
+        return Scores(*self._rows.extend((tokens,), parents, num_logits))
 
+    # Without a mode of its own, which costs 4 us: the decoder's loop has set it.
     def step(self, tokens: Rows | Tensor) -> tuple[Tensor, Tensor]:
-        return _inferring(self._rows.step, tokens)
+        return self._rows.step(tokens)
 
     @torch.inference_mode()
     def graft(self, tokens: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
@@ -193,11 +197,3 @@ def _captured(taps: Taps, final: Tensor, num_layers: int) -> Tensor:
     if num_layers in taps:
         taps[num_layers] = final.reshape(-1, final.shape[-1])
     return torch.cat([*taps.values()], -1).view(*final.shape[:-1], -1)
-
-
-def _inferring(read: Callable[..., Any], *inputs: Any) -> Any:
-    """Call `read` without gradients. The decoder's loop is in that mode already: entering it again takes time."""
-    if torch.is_inference_mode_enabled():
-        return read(*inputs)
-    with torch.inference_mode():
-        return read(*inputs)

@@ -41,7 +41,9 @@ def self_test(model: Any, lm: CausalLM) -> Refusals:
             after a cached prefix gives other ones.
     """
     name = type(model).__name__
-    ids = _spread(lm.info.vocab_size, PREFIX + len(TREE) + TAIL)
+    count, vocab_size = PREFIX + len(TREE) + TAIL, lm.info.vocab_size
+    # Spread over the vocabulary.
+    ids = [(number * vocab_size // count + 1) % vocab_size for number in range(1, count + 1)]
     prefix, nodes, tail = ids[:PREFIX], ids[PREFIX:-TAIL], ids[-TAIL:]
     texts = [[*prefix, *(nodes[node] for node in path), *tail] for path in PATHS]
     batch = torch.tensor(texts, device=lm.device)
@@ -79,49 +81,33 @@ def self_test(model: Any, lm: CausalLM) -> Refusals:
         # GPT-Neo: the window is longer than this test, and in slots.
         trees = f"{name}, which has a window over cache slots, where nodes of other branches lie"
     try:
-        in_rows = _read_rows(lm, texts)
-        rows = _differs(
-            name, "rows of different lengths", in_rows, torch.stack([whole[0, -TAIL - 1 : -1], whole[1, -TAIL:]]), lm
-        )
+        # The last tokens of the first text without its last one, and of the second text.
+        shorter, longer = texts[0][:-1], texts[1]
+        session = lm.session(2, len(longer))
+        session.extend([shorter[:-TAIL], longer[:-TAIL]])
+        in_rows = session.extend([shorter[-TAIL:], longer[-TAIL:]], num_logits=TAIL).logits  # [2, TAIL, V]
+        expected = torch.stack([whole[0, -TAIL - 1 : -1], whole[1, -TAIL:]])
+        rows = _differs(name, "rows of different lengths", in_rows, expected, lm)
     except Exception as error:
         rows = f"{name}, which cannot read rows of different lengths ({_describe(error)})"
     return Refusals(trees, rows)
 
 
-def _spread(vocab_size: int, count: int) -> list[int]:
-    """Return `count` token ids spread over the vocabulary."""
-    return [(number * vocab_size // count + 1) % vocab_size for number in range(1, count + 1)]
+def _differs(name: str, way: str, found: Tensor, expected: Tensor, lm: CausalLM) -> str:
+    """Describe a difference of logits [.., T, V] beyond rounding; empty if there is none.
 
-
-def _read_rows(lm: CausalLM, texts: list[list[int]]) -> Tensor:
-    """Return logits [2, TAIL, V] of the last tokens of the first text without its last one, and of the second text."""
-    first, second = texts[0][:-1], texts[1]
-    session = lm.session(2, len(second))
-    session.extend([first[:-TAIL], second[:-TAIL]])
-    return session.extend([first[-TAIL:], second[-TAIL:]], num_logits=TAIL).logits
-
-
-def _difference(found: Tensor, expected: Tensor) -> float:
-    """Measure the distance between logits [..., T, V], relative to their spread: the worst row's median position.
-
-    A wrong mask or position shows at every position of a row. In bf16 a near tie between two experts of a mixture may
-    flip at one of them, which is rounding: hence the median.
+    It is relative to the logits' spread: the worst row's median position. A wrong mask or position shows at every
+    position of a row. In bf16 a near tie between two experts of a mixture may flip at one of them, which is rounding.
     """
     found, expected = found.double(), expected.double()
     spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
-    ratio = ((found - expected).norm(dim=-1) / spread).median(-1).values.max().item()
-    return ratio if ratio == ratio else float("inf")
-
-
-def _differs(name: str, way: str, found: Tensor, expected: Tensor, lm: CausalLM) -> str:
-    """Describe a difference beyond rounding; empty if there is none."""
+    difference = ((found - expected).norm(dim=-1) / spread).median(-1).values.max().item()
     # Rounding grows with depth; a wrong mask changes logits by their own size. The square root of the precision is
     # between both: 3e-4 in float32, 0.09 in bfloat16.
     eps = torch.finfo(lm.dtype).eps
     if lm.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
         eps = max(eps, 2.0**-10)  # of TF32
-    difference = _difference(found, expected)
-    if difference <= eps**0.5:
+    if difference <= eps**0.5:  # NaN differs
         return ""
     return f"{name}, which gives other logits for {way} than for one whole forward ({difference:.2g} of their spread)"
 

@@ -18,7 +18,6 @@ from draftsmith.modules import flops
 from draftsmith.modules.acceptance.head import (
     AcceptanceHead,
     AcceptanceHeadConfig,
-    acceptance_forward,
     acceptance_training,
 )
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead, eagle_loss, eagle_training
@@ -114,7 +113,6 @@ def test_training_an_acceptance_head(num_blocks, shape):
     numbers = torch.randn(BATCH, LENGTH, 2) if config.features else None
     batch = AcceptanceBatch(hidden, torch.rand(BATCH, LENGTH), torch.ones(BATCH, LENGTH, dtype=torch.bool))
     rows = BATCH * LENGTH
-    assert counted(lambda: head(hidden, embeds, numbers)) == acceptance_forward(config, rows)
     trained = counted(lambda: acceptance_loss(head(hidden, embeds, numbers), batch).loss.backward())
     assert trained == acceptance_training(config, rows)
 
@@ -124,8 +122,3 @@ def test_pairs_are_those_of_the_mask(window):
     lengths = [1, 4, 5, 11]
     mask = [torch.ones(n, n).tril().triu(1 - window if window else -n) for n in lengths]
     assert flops.causal_pairs(lengths, window) == sum(int(m.sum()) for m in mask)
-
-
-def test_documents_count_one_by_one():
-    apart = sum(flops.layers_forward(GROUPED, [n]) for n in (3, 7))
-    assert flops.layers_forward(GROUPED, [3, 7]) == apart < flops.layers_forward(GROUPED, [10])

@@ -121,10 +121,3 @@ def test_weighted_calibration_error_of_two_bins_by_hand():
     # 1): gap (2 x 0.4 - 0.1) / 3.
     found = expected_calibration_error(prob, label, 2, weight=torch.tensor([1.0, 2.0, 1.0, 2.0]))
     assert float(found) == pytest.approx((0.2 + 0.7 / 3) / 2)
-
-
-def test_report_compares_the_head_with_the_drafts_own_probability():
-    logit, label = scores_and_labels(6)
-    report = acceptance_metrics(logit, label, log_q=torch.zeros_like(logit))
-    assert report["auc_q"] == 0.5 < report["auc"]
-    assert set(report) == {"kl", "brier", "ece", "auc", "auc_q"}

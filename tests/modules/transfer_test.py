@@ -15,10 +15,8 @@ from draftsmith.data.store.datasets import collate_features, pack_features
 from draftsmith.modules import diagonal, transfer
 from draftsmith.modules.drafters import head_class
 from draftsmith.modules.drafters.base import TrainStep
-from draftsmith.modules.losses import acceptance_loss
 from draftsmith.modules.targets.llama import LlamaLM
-from draftsmith.modules.transfer import to_device_together, true_places
-from draftsmith.modules.types import AcceptanceBatch
+from draftsmith.modules.transfer import to_device_together
 
 META = torch.device("meta")
 LENGTHS = (9, 2, 5)
@@ -31,12 +29,6 @@ def test_several_sets_of_numbers_travel_together(monkeypatch):
     found = to_device_together(values, META)
     assert len(sent) == 1 and [part.tolist() for part in found] == values
     assert [part.tolist() for part in to_device_together(values, torch.device("cpu"))] == values
-
-
-def test_places_by_a_count_that_is_known():
-    mask = torch.rand(5, 7, generator=torch.Generator().manual_seed(1)) < 0.4
-    assert torch.equal(true_places(mask, int(mask.sum())), true_places(mask))
-    assert true_places(mask).tolist() == [i for i, true in enumerate(mask.flatten().tolist()) if true]
 
 
 def moved(batch: Any) -> Any:
@@ -89,23 +81,3 @@ def test_a_step_of_training_asks_the_device_for_nothing(tmp_path, monkeypatch, k
     assert output.loss.is_meta and any(parameter.grad is not None for parameter in head.parameters())
     with pytest.raises((NotImplementedError, RuntimeError)):  # a count that it does not have must be asked for
         head.loss(moved(batch), target, settings, dataclasses.replace(step, logit_rows=None))
-
-
-def test_the_acceptance_loss_asks_once():
-    """For the places of its tokens."""
-    shape = (3, 4)
-    batch = AcceptanceBatch(
-        *(torch.zeros(*shape, 2), torch.rand(shape), torch.rand(shape) < 0.5), weight=torch.rand(shape)
-    )
-    asked = []
-
-    class Asked(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            by_mask = [x for x in (args[1] if "index.Tensor" in str(op) else ()) if x is not None]
-            if "nonzero" in str(op) or "scalar_dense" in str(op) or any(x.dtype == torch.bool for x in by_mask):
-                asked.append(str(op))
-            return op(*args, **(kwargs or {}))
-
-    with Asked():
-        acceptance_loss(torch.zeros(shape, requires_grad=True), batch).loss.backward()
-    assert asked == ["aten.nonzero.default"]

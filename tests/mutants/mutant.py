@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 DECODING = "tests/modules/decoding"
-EXACT, BATCH, CUBE, ROWS_ALONE, GREEDY, TREE, TRACE, LIMITS, POOL = (
-    f"{DECODING}/{name}_test.py"
-    for name in ("exactness", "batch", "batch_exact", "rows", "greedy", "tree", "trace", "limits", "pool")
+EXACT, BATCH, ROWS_ALONE, GREEDY, TREE, TRACE, LIMITS, POOL = (
+    f"{DECODING}/{name}_test.py" for name in ("exactness", "batch", "rows", "greedy", "tree", "trace", "limits", "pool")
 )
 POLICIES, NODES = (f"tests/modules/acceptance/{name}_test.py" for name in ("policies", "tree_rule"))
 REPLAY_TEST = "tests/benchmarks/papers_replay_test.py"

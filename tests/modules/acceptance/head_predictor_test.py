@@ -189,17 +189,6 @@ def test_an_online_predictor_starts_at_the_heads_prediction(views, state):
     assert say(both, views)[alone.late :] == pytest.approx([by_hand.prob(x) for x in features], abs=1e-4)
 
 
-@SOME
-def test_predictors_of_two_rows_keep_their_texts_apart(head, views):
-    others = [dataclasses.replace(view, context=CONTEXT[::-1]) for view in views]
-    first = HeadPredictor(head, embed)
-    other = first.beside()
-    first.start_round(), other.start_round()
-    told = [(first.prob(one), other.prob(two)) for one, two in zip(views, others, strict=True)]
-    for row, own in enumerate((views, others)):
-        assert [both[row] for both in told] == say(HeadPredictor(head, embed), own)
-
-
 def side_by_side(rounds: list[list[DraftView]]) -> list[list[DraftView]]:
     """Put the rounds into one batch as rows, beside rows that draft nothing."""
     rows = [0, 2, 3][: len(rounds)]

@@ -9,8 +9,7 @@ import pytest
 from sklearn.linear_model import LogisticRegression
 
 from draftsmith.modules.acceptance.online_logistic import OnlineLogistic
-from draftsmith.modules.acceptance.policies import OnlinePredictor
-from draftsmith.modules.decoding.confidence import MAX_LOGIT, log_odds, sigmoid
+from draftsmith.modules.decoding.confidence import MAX_LOGIT, log_odds
 
 
 def test_it_starts_by_predicting_the_first_feature():
@@ -65,58 +64,6 @@ def test_certain_tokens_stay_finite():
     for _ in range(1000):
         model.update([MAX_LOGIT], 0.0)
     assert math.isfinite(model.weights[0]) and 0 <= model.prob([MAX_LOGIT]) < 0.5
-
-
-def losses_of(head: str, seed: int, num_tokens: int = 5000) -> dict[str, np.ndarray]:
-    """Simulate rounds of up to 8 tokens; return the log loss [nats] of verified tokens by predictor, and their places.
-
-    Acceptance depends on three numbers; all predictors read two of them, and a right `head` knows all.
-    """
-    rng, size = np.random.default_rng(seed), num_tokens
-    q, repeat, state = rng.normal(1, 2.5, size), rng.choice([-1, 0, 4], size), rng.normal(0, 1.2, size)
-    logit = 0.6 * q + 0.5 * repeat + state + 0.3
-    accepted = rng.random(size) < 1 / (1 + np.exp(-logit))
-    wrong = rng.normal(0, 3, size)
-    heads = {"constant": np.ones(size), "of another domain": wrong}
-    heads["right for half of it"] = np.where(np.arange(size) < size // 2, logit, wrong)
-    features = np.column_stack([heads[head], q, repeat]).tolist()
-    both, online = OnlineLogistic(3, OnlinePredictor.TRUST, OnlinePredictor.MEMORY), OnlineLogistic(2)
-    losses: dict[str, list[float]] = {"head": [], "both": [], "online": [], "place": []}
-    start = 0
-    while start < size:
-        stop = min(start + 8, size)
-        num_accepted = int(np.cumprod(accepted[start:stop]).sum())
-        for n in range(start, min(start + num_accepted + 1, stop)):
-            probs = {"head": sigmoid(features[n][0]), "both": both.prob(features[n])}
-            probs["online"] = online.prob(features[n][1:])
-            for name, prob in probs.items():
-                losses[name].append(-math.log(prob if accepted[n] else 1 - prob))
-            losses["place"].append(n)
-        both.observe(features[start:stop], num_accepted)
-        online.observe([x[1:] for x in features[start:stop]], num_accepted)
-        start += min(num_accepted + 1, stop - start)
-    return {name: np.array(values) for name, values in losses.items()}
-
-
-def excess(of: str, over: str, head: str, first: int) -> tuple[float, float]:
-    """Return mean and standard error of a predictor's log loss per token beyond another's, from token `first` on."""
-    runs = [losses_of(head, seed) for seed in range(3)]
-    more = np.concatenate([(losses[of] - losses[over])[losses["place"] >= first] for losses in runs])
-    return float(more.mean()), float(more.std() / math.sqrt(len(more)))
-
-
-@pytest.mark.parametrize("head", ["constant", "of another domain"])
-def test_a_useless_head_does_not_hurt_after_2000_tokens(head):
-    mean, error = excess("both", "online", head, 2000)
-    assert mean <= 0.002 + 2 * error
-    mean, error = excess("both", "head", head, 0)
-    assert mean + 4 * error < 0
-
-
-def test_a_head_that_stops_helping_is_given_up():
-    """Without forgetting it would still be 0.02 nats behind."""
-    mean, error = excess("both", "online", "right for half of it", 3500)
-    assert mean <= 0.004 + 2 * error
 
 
 def test_forgetting_affects_the_direction_of_the_labels_only():

@@ -10,7 +10,7 @@ import torch
 
 from draftsmith.modules.acceptance.policies import CostRule, OnlinePredictor, PredictorStop, RecentRatio, ThresholdRule
 from draftsmith.modules.decoding.protocols import DraftView, StopPolicy
-from draftsmith.modules.decoding.stop import Confidence, FixedLength, RunningEntropy, SelfVerify
+from draftsmith.modules.decoding.stop import Confidence, SelfVerify
 
 NOTHING = torch.zeros(1, 2)
 
@@ -70,13 +70,6 @@ def test_a_threshold_ends_a_draft_by_survival(late, h, minimum, maximum, length)
     assert drafted(policy) == drafted(policy) == length
 
 
-@pytest.mark.parametrize(("late", "length"), [(False, 3), (True, 4)])
-def test_a_threshold_that_is_met_but_not_exceeded_does_not_stop(late, length):
-    # Survival 0.5, then still 0.5, then 0.25: 1 - survival equals h, which no rounding decides.
-    policy = PredictorStop(Says([0.5, 1.0, 0.5, 0.5], late), ThresholdRule(0.5), 1, 9)
-    assert drafted(policy) == drafted(policy) == length
-
-
 @pytest.mark.parametrize(
     ("t", "minimum", "maximum", "length"),
     [
@@ -94,11 +87,6 @@ def test_confidence_stops_at_the_first_token_below_the_threshold(t, minimum, max
         torch.tensor(distribution) for distribution in ([0.75, 0.25], [0.5, 0.5], [0.5, 0.5], [0.25, 0.75], [1.0, 0.0])
     ]
     assert drafted(Confidence(t, minimum, maximum), distributions) == length
-
-
-@pytest.mark.parametrize("k", [1, 4])
-def test_a_fixed_length_is_that_length(k):
-    assert drafted(FixedLength(k)) == k
 
 
 def test_self_verification_compares_with_the_mean_at_rejected_tokens_of_this_prompt():
@@ -121,15 +109,6 @@ def test_self_verification_compares_with_the_mean_at_rejected_tokens_of_this_pro
         policy.reset()
 
 
-def test_entropy_is_averaged_at_rejected_tokens_only():
-    rule = RunningEntropy()
-    for entropies, accepted in (([1.0, 2.0, 4.0], 3), ([1.0, 2.0, 4.0], 1), ([6.0], 0), ([], 0)):
-        rule.start_round()
-        rule.entropies += entropies
-        rule.observe(len(entropies), accepted)
-    assert rule.threshold == 4.0
-
-
 @pytest.mark.parametrize("learns", [True, False])
 def test_only_a_learning_predictor_sees_the_last_token_of_a_full_draft(learns):
     predictor = Says([0.9] * 3, learns=learns)
@@ -146,15 +125,6 @@ def test_the_cost_rule_compares_expected_tokens_with_the_pace():
     assert rule.pace == pytest.approx(1.5 / 1.2) and rule.acceptance == 0.5
     # 0.4 x 0.5 and 0.6 x 0.5 against 0.2 x 1.25; a token without a prediction stands for its mean.
     assert rule.enough(0.4, 0) and not rule.enough(0.6, 0) and rule.enough(0.6, 1) and not rule.enough(1.0, 1)
-
-
-def test_a_token_that_exactly_pays_is_drafted():
-    rule = CostRule(0.25)
-    for number in range(60):  # the pace comes to lie where a half of the acceptance is worth a quarter of it
-        rule.observe(1, number % 2)
-    worth = rule.c * rule.pace / rule.acceptance
-    assert rule.acceptance * worth == rule.c * rule.pace  # no rounding decides
-    assert not rule.enough(worth, 0) and rule.enough(math.nextafter(worth, 0) * (1 - 1e-12), 0)
 
 
 def test_pace_and_acceptance_are_means_over_rounds():
@@ -209,3 +179,19 @@ def test_an_online_predictor_learns_to_rescale_confidence():
 def test_an_online_predictor_reads_the_tokens_or_the_modes_probability(by, prob):
     distribution = torch.tensor([0.75, 0.25])
     assert OnlinePredictor(by, repeats=False).prob(view(1, 1, distribution)) == pytest.approx(prob)
+
+
+@pytest.mark.parametrize(("late", "length"), [(False, 3), (True, 4)])
+def test_a_threshold_that_is_met_but_not_exceeded_does_not_stop(late, length):
+    # Survival 0.5, then still 0.5, then 0.25: 1 - survival equals h, which no rounding decides.
+    policy = PredictorStop(Says([0.5, 1.0, 0.5, 0.5], late), ThresholdRule(0.5), 1, 9)
+    assert drafted(policy) == drafted(policy) == length
+
+
+def test_a_token_that_exactly_pays_is_drafted():
+    rule = CostRule(0.25)
+    for number in range(60):  # the pace comes to lie where a half of the acceptance is worth a quarter of it
+        rule.observe(1, number % 2)
+    worth = rule.c * rule.pace / rule.acceptance
+    assert rule.acceptance * worth == rule.c * rule.pace  # no rounding decides
+    assert not rule.enough(worth, 0) and rule.enough(math.nextafter(worth, 0) * (1 - 1e-12), 0)

@@ -18,7 +18,7 @@ from draftsmith.modules.acceptance.head import SEES_TOKEN, AcceptanceHead, Accep
 from draftsmith.modules.acceptance.predictor import HeadPredictor
 from draftsmith.modules.decoding.protocols import DraftTree, DraftView
 from draftsmith.modules.decoding.verify import verify
-from draftsmith.modules.types import InputError, SamplingParams
+from draftsmith.modules.types import SamplingParams
 
 EXACT, CAUGHT = 1e-10, 1e-3
 PARAMS, DRAWN = SamplingParams(1.0), 2
@@ -83,15 +83,6 @@ def a_head(seed: int, **settings) -> AcceptanceHead:
     return head
 
 
-def number_alone(name: Feature) -> AcceptanceHead:
-    """Return a head whose output is one of its features."""
-    head = a_head(0, state="before", features=(name,))
-    head.out.weight.zero_()
-    head.out.bias.zero_()
-    head.direct.weight.fill_(1.0)
-    return head
-
-
 def trims(head: AcceptanceHead, draft: TableLM) -> dict[str, Trim]:
     """Return ways to drop tokens by a head's predictions for all drawn ones."""
     predictor = HeadPredictor(head, draft.embed)
@@ -144,15 +135,3 @@ def test_an_undrawn_head_may_trim_its_own_place_and_others_the_next(state, featu
     assert kept == {name: {*range(name.startswith("from"), DRAWN + 1)} for name in found}
     assert {name for name, biases in found.items() if max(biases) < EXACT} == exact
     assert all(max(biases) > CAUGHT for name, biases in found.items() if name not in exact)
-
-
-@pytest.mark.parametrize("name", FEATURES)
-def test_exactly_the_features_of_the_token_bias_a_trimmer(name):
-    trimmed = []
-    for seed in (1, 2, 3):
-        draft = table(seed + 100)
-        trimmed.append(bias(trims(number_alone(name), draft)["own place"], table(seed), draft))
-    assert max(trimmed) > CAUGHT if name in SEES_TOKEN else max(trimmed) < EXACT
-    if name in SEES_TOKEN:
-        with pytest.raises(InputError, match=rf"features: found {name}, expected for state undrawn none of"):
-            AcceptanceHeadConfig(H, state="undrawn", features=(name,))

@@ -137,25 +137,6 @@ def test_drafts_end_with_the_answer_in_every_row(world, method):
     assert behind > 0
 
 
-@pytest.mark.parametrize("method", SOME)
-def test_the_limit_cuts_inside_a_round(world, method):
-    for count in (1, 2, 7):
-        made = in_groups(world, batch_drafter(world, method, 4), 4, world.prompts[:8], count)
-        for prompt, answer, one in zip(world.prompts, world.answers, made, strict=False):
-            assert one.tokens == answer[:count]
-            assert one == world.run(method, prompt, count)
-
-
-def test_a_draft_of_a_shorter_context_stops_drafting_row_by_row(world):
-    prompts = [*world.prompts[:11], (world.prompts[-1] * CONTEXT)[:45]]  # its context is 40: the last never drafts
-    stops = [FixedLength(5) for _ in range(4)]
-    made = in_groups(world, DraftModelDrafter(world.short_draft, stops, CONTEXT), 4, prompts)
-    single = DraftModelDrafter(world.short_draft, [FixedLength(5)], CONTEXT)
-    for prompt, one in zip(prompts, made, strict=True):
-        assert one == world.run("spec", prompt, NEW_TOKENS, drafter=single)
-    assert made[-1].trace.num_draft_tokens == 0 < made[0].trace.num_draft_tokens
-
-
 def test_a_head_of_a_shorter_context_stops_drafting_row_by_row(world):
     prompts = [*world.prompts[:3], (world.prompts[-1] * CONTEXT)[:45]]
     most = 40
@@ -224,3 +205,13 @@ def numbers(states: Any) -> list[float]:
     if isinstance(states, float):
         return [states]
     return [number for part in (states.values() if isinstance(states, dict) else states) for number in numbers(part)]
+
+
+def test_a_draft_of_a_shorter_context_stops_drafting_row_by_row(world):
+    prompts = [*world.prompts[:11], (world.prompts[-1] * CONTEXT)[:45]]  # its context is 40: the last never drafts
+    stops = [FixedLength(5) for _ in range(4)]
+    made = in_groups(world, DraftModelDrafter(world.short_draft, stops, CONTEXT), 4, prompts)
+    single = DraftModelDrafter(world.short_draft, [FixedLength(5)], CONTEXT)
+    for prompt, one in zip(prompts, made, strict=True):
+        assert one == world.run("spec", prompt, NEW_TOKENS, drafter=single)
+    assert made[-1].trace.num_draft_tokens == 0 < made[0].trace.num_draft_tokens

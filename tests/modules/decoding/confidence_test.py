@@ -11,8 +11,6 @@ from draftsmith.modules.decoding.confidence import (
     MAX_LOGIT,
     confidence_of,
     confidences_of,
-    draft_distribution,
-    log_max_q_of,
     log_odds,
     log_odds_of,
     log_q_of,
@@ -66,7 +64,7 @@ def test_a_tokens_confidence(name, dtype):
         fewer = {"token": (known[0], math.nan, math.nan), "mode": (*known[:2], math.nan), "entropy": known}
         for asked, expected in fewer.items():  # what is not asked for is not made up
             assert confidence_of(seen, asked) == pytest.approx(expected, rel=0, nan_ok=True)
-        assert log_q_of(seen) == known.log_q and log_max_q_of(seen) == known.log_max_q
+        assert log_q_of(seen) == known.log_q
 
 
 def test_tokens_that_a_model_rules_out():
@@ -78,29 +76,20 @@ def test_tokens_that_a_model_rules_out():
         assert confidence_of(seen).entropy == pytest.approx(entropy(distribution), abs=1e-4)
 
 
-def test_a_greedy_drafts_distribution_is_worked_out_once():
-    seen, _ = shown(SamplingParams(), some_logits(), int(some_logits().argmax()))
-    found, asked = draft_distribution(seen), confidence_of(seen)
-    assert draft_distribution(seen) is found and found.sum() == pytest.approx(1)
-    seen.logits = some_logits().flip(0)
-    assert confidence_of(seen, "mode")[:2] == asked[:2]
-
-
 @pytest.mark.parametrize("token", range(3))
 def test_the_mode_of_what_was_drawn_is_looked_for(token):
     """Of the token's own half of the mass, of less, and of a tie at half."""
     for distribution in ([0.5, 0.5, 0.0], [0.6, 0.3, 0.1], [0.3, 0.3, 0.4], [0.0, 0.1, 0.9]):
         probs = torch.tensor(distribution)
         seen = DraftView(1, token, torch.zeros(1, 4), probs.log(), probs, 1.0)
-        for found in (confidence_of(seen, "mode").log_max_q, log_max_q_of(seen)):
-            assert found == pytest.approx(math.log(max(distribution)))
+        assert confidence_of(seen, "mode").log_max_q == pytest.approx(math.log(max(distribution)))
 
 
 def test_a_distribution_of_one_token_is_certain():
     distribution = torch.zeros(V)
     distribution[7] = 1.0
     seen = DraftView(1, 7, torch.zeros(1, 4), some_logits(), distribution, 1.0)
-    assert log_odds(confidence_of(seen).log_q) == log_odds(log_max_q_of(seen)) == MAX_LOGIT
+    assert log_odds(confidence_of(seen).log_q) == log_odds(confidence_of(seen).log_max_q) == MAX_LOGIT
 
 
 def test_many_tokens_at_once_are_as_one_by_one():

@@ -14,7 +14,6 @@ from run_models import run_models
 from tiny_models import CONTEXT, tiny_llama_dir
 from transformers import AutoModelForCausalLM
 
-from draftsmith.data.engines.own import generate_all
 from draftsmith.data.models.loading import load_lm
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.decoding.loop import generate
@@ -95,15 +94,6 @@ def test_greedy_tokens_are_the_targets(world, method, rows):
         ):
             assert len(found.tokens) == NEW_TOKENS
             assert gaps(world.oracle, prompt, found.tokens).max() < GAPS[dtype]
-
-
-def test_many_answers_are_the_targets(world):
-    """By the loop of `data responses`: two rows at a time, of which one makes room for the third prompt."""
-    dtype = str(world.models.target.dtype).removeprefix("torch.")
-    for prompt, tokens in zip(
-        PROMPTS, generate_all(world.models.target, PROMPTS, GREEDY, NEW_TOKENS, 2, None, ()), strict=True
-    ):
-        assert len(tokens) == NEW_TOKENS and gaps(world.oracle, prompt, tokens).max() < GAPS[dtype]
 
 
 def test_the_bars_tell_wrong_tokens(made):

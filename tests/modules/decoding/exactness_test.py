@@ -7,7 +7,7 @@ No sampling and no tolerance for luck: 1e-10 is a thousand times what float64 su
 from __future__ import annotations
 
 import pytest
-from table_methods import CAPACITY, METHODS, TableTrees, method
+from table_methods import CAPACITY, METHODS, method
 from table_models import (
     PROMPT,
     Branches,
@@ -22,7 +22,7 @@ from table_models import (
 
 from draftsmith.modules.acceptance.policies import CostRule, OnlinePredictor, PredictorStop
 from draftsmith.modules.decoding.loop import DecodeOptions, generate_one
-from draftsmith.modules.decoding.protocols import DraftTree, EachRow
+from draftsmith.modules.decoding.protocols import DraftTree
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.sampling import TorchSource
@@ -80,14 +80,6 @@ def test_drafts_follow_the_draft_model_at_the_sampling_asked_for(name, params):
                 seen += 1
             text += done.tokens
     assert seen > 50
-
-
-@pytest.mark.parametrize("name", ["spec:k=2", "eagle:k=1", "specdec++", "tree"])
-@pytest.mark.parametrize("seed", [2, 3])
-def test_other_tables_too(name, seed):
-    target, params = TableLM(seed), SETTINGS["T=1"]
-    distribution = decoded_distribution(target, method(name, target, seed), params, length=3, max_new_tokens=8)
-    assert total_variation(distribution, target_distribution(target, params, 3)) < EXACT
 
 
 @pytest.mark.parametrize("eos_ids", [(1, 3), ()])
@@ -178,13 +170,6 @@ def test_at_temperature_zero_the_distribution_is_one_answer_the_argmax_of_every_
             target, method(name, target, seed), SamplingParams(), length=9, max_new_tokens=9
         )
         assert distribution == {tuple(answer[len(PROMPT) :]): 1.0}
-
-
-def test_trees_are_walked_to_every_depth():
-    target, params = TableLM(1, support=(V,)), SETTINGS["T=1"]
-
-    runs = [generate_one(target, EachRow([TableTrees()]), PROMPT, params, 20, TorchSource(seed)) for seed in range(40)]
-    assert {step.num_accepted for run in runs for step in run.trace.steps} == {0, 1, 2, 3}
 
 
 class DropsByValue(DraftModelDrafter):

@@ -130,19 +130,6 @@ def test_the_place_is_that_of_the_token_that_could_not_be_chosen(params, batched
         assert caught.value.position == len(PROMPT) + new + 1
 
 
-def test_the_place_of_a_drafts_nan_counts_the_tokens_drafted_before_it():
-    whole = DraftModelDrafter(small_lm(2), [FixedLength(4)], CONTEXT)
-    whole.begin(0, PROMPT, torch.empty(0), 2)
-    drafted = whole.propose([4], GREEDY, [TorchSource(0)])[0].tokens
-    place = next(i for i, token in enumerate(drafted) if token not in (2, *PROMPT, *drafted[:i]))
-    assert place < 3
-    broken = DraftModelDrafter(small_lm(2, ("embed_tokens.weight", (drafted[place], 0))), [FixedLength(4)], CONTEXT)
-    broken.begin(0, PROMPT, torch.empty(0), 2)
-    with pytest.raises(NonFinite) as caught:
-        broken.propose([4], GREEDY, [TorchSource(0)])
-    assert (caught.value.model, caught.value.position) == ("draft", place + 1)
-
-
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("label", ["ar", "spec:k=3", "eagle:k=3"])
 def test_a_prompt_that_fails_leaves_nothing_to_the_next_ones(label, static):
@@ -188,14 +175,6 @@ def test_a_row_without_a_distribution_ends_the_walk_there(logits, params):
         with pytest.raises(NonFinite) as caught:
             verify([tree], rows.flip(0)[None], params, [TorchSource(0)])
         assert caught.value.position == 0
-
-
-def test_a_draft_whose_distribution_is_none_is_not_accepted():
-    for distribution in ([math.nan] * 3, [0.0, math.nan, 1.0]):
-        with pytest.raises(NonFinite):
-            verify(
-                [DraftTree((1,), (-1,), torch.tensor([distribution]))], torch.zeros(1, 2, 3), DRAWN, [TorchSource(0)]
-            )
 
 
 def test_a_masked_vocabulary_is_decoded():

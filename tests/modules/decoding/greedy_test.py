@@ -65,15 +65,6 @@ def test_an_end_token_inside_an_accepted_draft_ends_the_answer(world, method):
     assert inside > 3 or method.startswith(("pld", "lookahead"))
 
 
-@pytest.mark.parametrize("method", OWN)
-def test_the_limit_cuts_inside_a_round(world, method):
-    for count in (1, 2, 3, 7):
-        for prompt, answer in list(zip(world.prompts, world.answers, strict=True))[:6]:
-            done = world.run(method, prompt, count)
-            assert done.tokens == answer[:count] and not done.ended
-            assert done.trace.num_tokens == count
-
-
 @pytest.mark.parametrize("length", [CONTEXT - 1, CONTEXT - 2, CONTEXT - 9])
 def test_a_full_context_ends_the_answer(world, length):
     prompt = (world.prompts[-1] * CONTEXT)[:length]

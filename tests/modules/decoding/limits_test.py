@@ -6,14 +6,12 @@ import math
 from typing import Any
 
 import pytest
-import torch
 from table_methods import CAPACITY, method, random_eagle_head
-from table_models import PROMPT, TableLM, V
+from table_models import PROMPT, TableLM
 
 from draftsmith.modules.decoding.loop import DecodeOptions, Generation, Round, RowAnswer, generate_one
 from draftsmith.modules.decoding.protocols import DraftTree, EachRow
 from draftsmith.modules.decoding.stop import FixedLength
-from draftsmith.modules.decoding.verify import verify
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.drafters.feature_heads import FeatureDrafter, FeatureTreeDrafter
 from draftsmith.modules.drafters.growth import DynamicTree
@@ -38,7 +36,7 @@ SEEDS = range(4)
     ],
 )
 def test_an_answer_is_cut_at_the_first_end_token_and_at_its_room(room, emitted, kept, ended):
-    answer = RowAnswer(frozenset([9]), room, 0, [1, 2, 3], TorchSource(0))
+    answer = RowAnswer(TableLM(1).info, [1, 2, 3], room, TorchSource(0), [9])
     assert answer.emit(emitted) == kept == answer.tokens
     assert answer.ended == ended and answer.done == (ended or len(kept) == room)
 
@@ -128,13 +126,6 @@ def test_drafters_hear_of_every_token_and_of_the_features_of_those_read(name):
             apart += path != list(range(len(path)))
             text += done.tokens
     assert (apart > 0) == (name in ("tree", "eagle2"))
-
-
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("params", [GREEDY, SAMPLING], ids=["greedy", "T=1"])
-def test_a_verdict_needs_a_row_for_every_node_and_the_root(rows, params):
-    with pytest.raises(ValueError, match=f"logits: got {rows} rows, expected 3"):
-        verify([DraftTree((1, 2), (-1, 0))], torch.zeros(1, rows, V), params, [TorchSource(0)])
 
 
 class Even(TableLM):

@@ -22,7 +22,6 @@ from draftsmith.modules.decoding.loop import (
     RowPool,
     generate,
     generate_one,
-    new_answer,
 )
 from draftsmith.modules.drafters.methods import parse_method
 from draftsmith.modules.sampling import TorchSource
@@ -60,7 +59,7 @@ def together(target: Any, drafter: Any, params: SamplingParams, arrivals: Sequen
     while waiting or pool.num_active:
         ready = [i for i, arrival in waiting if arrival <= number][: pool.num_free]
         if ready:
-            fresh = [new_answer(target.info, PROMPTS[i], COUNTS[i], TorchSource(i), (), i) for i in ready]
+            fresh = [RowAnswer(target.info, PROMPTS[i], COUNTS[i], TorchSource(i), (), i) for i in ready]
             done += pool.admit(fresh)
             waiting = [entry for entry in waiting if entry[0] not in ready]
         if pool.num_active:
@@ -111,7 +110,7 @@ def test_a_refilled_row_answers_as_transformers_does(world, name, static):
     ends = tuple(dict.fromkeys(answer[4 + 3 * i] for i, answer in enumerate(world.answers[:15])))
     drafter = parse_method(name).build(models_of(world), 4)
     session = world.target.session(4, CONTEXT, () if drafter is None else drafter.capture, static=static)
-    rows = [new_answer(world.target.info, p, NEW_TOKENS, TorchSource(0), ends, i) for i, p in enumerate(world.prompts)]
+    rows = [RowAnswer(world.target.info, p, NEW_TOKENS, TorchSource(0), ends, i) for i, p in enumerate(world.prompts)]
     pool = RowPool(world.target, drafter, GREEDY, 4, CONTEXT, DecodeOptions(session=session))
     order = [row.number for row in pool.run(rows)]
     assert order != sorted(order) and sorted(order) == list(range(len(rows)))
@@ -130,13 +129,13 @@ def test_a_session_goes_on_with_fewer_rows_than_it_had(world):
         pool = RowPool(
             world.target, drafter, GREEDY, 4, CONTEXT, DecodeOptions(session=session)
         )  # which is left half-way
-        pool.admit([new_answer(world.target.info, prompt, 12, TorchSource(0), ()) for prompt in prompts])
+        pool.admit([RowAnswer(world.target.info, prompt, 12, TorchSource(0), ()) for prompt in prompts])
 
 
 def test_only_as_much_is_admitted_as_there_is_room_for():
     target = TableLM(1)
     pool = RowPool(target, None, GREEDY, 2, 8)
-    rows = [new_answer(target.info, [1, 2, 3], count, TorchSource(0), (), i) for i, count in enumerate((5, 6, 5, 1))]
+    rows = [RowAnswer(target.info, [1, 2, 3], count, TorchSource(0), (), i) for i, count in enumerate((5, 6, 5, 1))]
     with pytest.raises(ValueError, match="prompt 1: 9 tokens with its answer, and room for 8"):
         pool.admit(rows[:2])
     assert pool.admit([rows[0], rows[3]]) == [rows[3]] and pool.num_free == 1
@@ -146,7 +145,7 @@ def test_only_as_much_is_admitted_as_there_is_room_for():
 
 
 def test_rows_that_cannot_join_wait_for_all_others(world):
-    rows = [new_answer(world.hf_target.info, p, 4 + i, TorchSource(0), (), i) for i, p in enumerate(world.prompts[:5])]
+    rows = [RowAnswer(world.hf_target.info, p, 4 + i, TorchSource(0), (), i) for i, p in enumerate(world.prompts[:5])]
     pool = RowPool(world.hf_target, None, GREEDY, 2, CONTEXT)
     free = []
     for row in pool.run(rows):

@@ -61,25 +61,6 @@ def test_reranking_keeps_the_best_and_they_are_connected(tree, count):
     assert taken == sorted(sorted(range(len(parents)), key=lambda node: (-values[node], node))[:count])
 
 
-@given(st.lists(st.tuples(st.integers(0, 100), st.integers(0, 9)), min_size=1, max_size=7), st.integers(1, 7))
-@settings(max_examples=200, deadline=None)
-def test_without_that_order_it_is_still_a_tree_and_best_first(nodes, count):
-    parents = [choice % (i + 1) - 1 for i, (choice, _) in enumerate(nodes)]
-    values = [value for _, value in nodes]
-    taken = best_connected(parents, values, count)
-    assert all(parents[node] == -1 or parents[node] in taken for node in taken)
-    # The first `n` taken contain the best child that was open when they were taken: nothing outside, whose parent is
-    # inside, is worth more than every leaf inside that could have been left out.
-    connected = [
-        set(chosen)
-        for chosen in combinations(range(len(nodes)), len(taken))
-        if all(parents[node] == -1 or parents[node] in chosen for node in chosen)
-    ]
-    assert set(taken) in connected
-    if count >= len(nodes):
-        assert taken == list(range(len(nodes)))
-
-
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), min_size=1, max_size=6), st.randoms())
 @settings(max_examples=200, deadline=None)
 def test_a_tree_of_paths_is_these_paths(leaves, random):
@@ -160,13 +141,3 @@ def test_no_tree_of_as_many_nodes_is_expected_to_have_more_accepted(accuracies, 
     assert expected_accepted(accuracies, chosen) == pytest.approx(
         max(accepted_in_all_outcomes(accuracies, tree) for tree in trees)
     )
-
-
-def test_a_tree_has_no_nodes_that_were_never_right():
-    assert likeliest_paths([[0.5, 0.0], [0.0]], 4) == [(0,)]
-
-
-@pytest.mark.parametrize(("accuracies", "count"), [([[0.5]], 0), ([[1.5]], 1), ([[-0.1]], 1)])
-def test_a_tree_is_chosen_from_probabilities_only(accuracies, count):
-    with pytest.raises(ValueError, match="expected"):
-        likeliest_paths(accuracies, count)

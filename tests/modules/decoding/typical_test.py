@@ -15,7 +15,6 @@ from draftsmith.modules.decoding.typical import Typical
 from draftsmith.modules.decoding.verify import verify
 from draftsmith.modules.drafters.medusa import MedusaTree
 from draftsmith.modules.drafters.methods import Models
-from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.types import InputError, SamplingParams
 
 # Three levels, siblings, an equal sibling, and nodes in an order of their own.
@@ -82,26 +81,6 @@ def test_the_papers_numbers_are_the_defaults_and_the_bound_itself_is_not_enough(
     even = torch.full((4,), 0.25)  # exp(-H) = 1/4
     assert not Typical(0.9, 1.0).accepts(even).any() and Typical(0.9, 0.99).accepts(even).all()
     assert not Typical(0.25, 100.0).accepts(even).any() and Typical(0.24, 100.0).accepts(even).all()
-
-
-def test_greedily_there_is_no_difference():
-    rng = torch.Generator().manual_seed(2)
-    for _ in range(20):
-        tokens = tuple(torch.randint(V, (len(PARENTS),), generator=rng).tolist())
-        logits = torch.randn(1, len(PARENTS) + 1, V, generator=rng)
-        trees = [DraftTree(tokens, PARENTS, typical=rule) for rule in (None, Typical())]
-        exact, typical = (verify([tree], logits, SamplingParams(), [Recorder()])[0] for tree in trees)
-        assert exact == typical
-
-
-@pytest.mark.parametrize(("node", "position"), [(0, 0), (2, 1)])
-def test_a_nan_is_an_error_at_its_nodes_depth(node, position):
-    logits = torch.zeros(1, 4, V)
-    logits[0, node] = float("nan")
-    tree = DraftTree((0, 1, 2), (-1, -1, 1), typical=Typical())
-    with pytest.raises(NonFinite) as caught:
-        verify([tree], logits, SamplingParams(1.0), [Recorder()])
-    assert caught.value.position == position
 
 
 def test_the_method_changes_the_distribution_and_says_so():

@@ -141,24 +141,6 @@ def test_padding_past_the_capacity_spoils_nothing(pair, kernels):
         close(logits[1], alone(oracle, prompts[1] + fed[1])[0][4:])
 
 
-def test_one_row_reads_its_chains_and_trees(pair, kernels):
-    """As they lie, behind an odd number of tokens."""
-    lm, oracle = pair
-    text, rng = tokens_of(lm, 60).tolist(), random.Random(5)
-    session, kept = lm.session(1, CONTEXT), 0
-    for size in (19, 5, 1, 9):
-        part = text[kept : kept + size]
-        parents = random_tree(rng, size)
-        logits = session.extend([part], [parents], num_logits=size).logits[0]
-        for node in range(size):
-            close(logits[node], alone(oracle, text[:kept] + [part[i] for i in path_to(node, parents)])[0][-1])
-        session.keep([kept])
-        logits = session.extend([part], num_logits=size).logits[0]
-        close(logits, alone(oracle, text[: kept + size])[0][kept:])
-        kept += size
-    assert kernels is None or kernels.masked > kernels.plain
-
-
 def test_few_shapes_serve_all_sizes(pair):
     """Of chains and trees: a few widths, each over few numbers of slots."""
     lm, _ = pair
@@ -184,15 +166,6 @@ def test_few_shapes_serve_all_sizes(pair):
     assert {bucket(size) for size in (23, 1, 5, 6, 7, 8)} == {32, 1, 8}
     spans = {SPAN_BUCKET, 2 * SPAN_BUCKET, 608}
     assert {own[-2] for own in shapes} == spans and len(shapes) <= 5 * len(spans)
-
-
-def test_spans_of_a_long_context_are_few():
-    """Each is a graph for every width: powers of two up to the end, and at most twice what is looked at."""
-    lm = load_lm("embedded:draft")
-    rows = lm.session(1, 8191, static=True)._rows
-    spans = {end: rows._span(end) for end in range(1, 8193)}
-    assert sorted(set(spans.values())) == [256, 512, 1024, 2048, 4096, 8192]
-    assert all(end <= span < 2 * max(end, SPAN_BUCKET // 2 + 1) for end, span in spans.items())
 
 
 def test_other_threads_may_pin_memory_while_a_graph_is_captured(monkeypatch):
