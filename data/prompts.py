@@ -107,7 +107,7 @@ def run(config: PromptsConfig) -> Path:
     mapping = parse_columns(config.columns)
     selected = select_rows(source, mapping, config)
     # Tokenize the selected rows, a shard at a time.
-    tokenizer = load_chat_tokenizer(config.target, config.chat_template, config.supervised)
+    tokenizer = load_chat_tokenizer(config.target, config.chat_template)
     context = config.max_length or context_length(config.target)
     plan = StagePlan(
         kind="prompts",

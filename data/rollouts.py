@@ -25,7 +25,7 @@ from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import Shard, ShardContent, row_uniforms
 from draftsmith.data.text.answers import spans
 from draftsmith.modules.acceptance.repeats import followers, mean_score, repeat_scores
-from draftsmith.modules.decoding.branches import BranchDrafter, BranchedText, Drafted, pieces, target_states
+from draftsmith.modules.decoding.branches import BranchDrafter, BranchedText, pieces, target_states
 from draftsmith.modules.decoding.confidence import confidences_of
 from draftsmith.modules.finite import NonFinite, first_broken
 from draftsmith.modules.sampling import row_probabilities
@@ -112,7 +112,17 @@ class Rollouts:
         params = [self.sampling[(number + i) % len(self.sampling)] for i in range(count)]
         greedy = all(setting.greedy for setting in self.sampling)
         draws = None if greedy else uniforms[1 : 1 + count * depth].view(count, depth)
-        drafted = self._draft(text, branches, ids[: starts[-1]], starts, params, draws)
+        opening = ids[: starts[-1]]
+        text.open(opening)
+        features = self.drafter.features(opening) if self.drafter.capture else text.features
+        branches.open(opening, features)
+        try:
+            drafted = branches.draft(starts, depth, params, draws)
+        except NonFinite as error:
+            # A head that reads broken features is not to blame for its logits.
+            if self.drafter.head and self.drafter.head.needs_features and first_broken(features) is not None:
+                error.model = "target"
+            raise
 
         # Let the target read all drafts, then label their tokens, `chunk` at a time.
         states = target_states(text, starts, drafted.tokens).flatten(0, 1)  # [S*K, H]
@@ -139,28 +149,6 @@ class Rollouts:
         labels["draft_ids"] = tokens
         drafts = {"starts": starts, "temperature": [setting.temperature for setting in params]}
         return text_columns(row) | drafts | {name: values.flatten().numpy() for name, values in labels.items()}
-
-    def _draft(
-        self,
-        text: BranchedText,
-        branches: BranchDrafter,
-        ids: Sequence[int],
-        starts: Sequence[int],
-        params: Sequence[SamplingParams],
-        uniforms: Tensor | None,
-    ) -> Drafted:
-        """Draft from all starts of a text [T], which target and drafter read first."""
-        text.open(ids)
-        features = self.drafter.features(ids) if self.drafter.capture else text.features
-        branches.open(ids, features)
-        try:
-            return branches.draft(starts, self.depth, params, uniforms)
-        except NonFinite as error:
-            # A head that reads broken features is not to blame for its logits.
-            head = self.drafter.head
-            if head is not None and head.needs_features and features is not None:
-                error.model = "target" if first_broken(features) is not None else error.model
-            raise
 
     def label_drafts(
         self,

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-from urllib.parse import urlsplit
 
 from draftsmith.data.console import Advance, log_note
 from draftsmith.data.models.checkpoint import end_tokens
@@ -91,12 +90,7 @@ class ServerConfig:
         if {"@", "?", "#"} & set(self.url):
             remedy = "Set the environment variable that --server.api-key-env names."
             raise InputError("server.url", "an address with @, ? or #", "no user, password or query", remedy)
-        try:
-            parts = urlsplit(self.url)
-            valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:
-            valid = False
-        if not valid or not self.url.isprintable() or " " in self.url:
+        if not self.url.startswith(("http://", "https://")):
             raise InputError("server.url", repr(self.url), "http://HOST:PORT/v1, or https", "Correct it.")
 
     def headers(self) -> dict[str, str]:
@@ -174,7 +168,6 @@ class ServerEngine:
             except httpx.RequestError as error:
                 problem = f"{type(error).__name__} {str(error)[:SHOWN_CHARS]}".strip()
             except (httpx.InvalidURL, UnicodeError) as error:
-                # `urlsplit` accepts such a host, but it is no name that can be looked up.
                 expected = "http://HOST:PORT/v1, or https"
                 raise InputError("server.url", f"{url} ({error})", expected, "Correct it.") from error
             else:
@@ -207,9 +200,16 @@ class ServerEngine:
             found = json.dumps(reply["choices"])[:SHOWN_CHARS]
             raise RowError(f"choices {found}, expected finish_reason stop or length")
         choice, usage = reply["choices"][0], reply.get("usage") or {}
-        num_prompt, count = usage.get("prompt_tokens"), usage.get("completion_tokens")
-        self._check_source(f"prompt {number}", row, reply.get("model"), num_prompt)
-        message, limit = choice.get("message", {}), self.limit(row)
+        model, num_prompt, expected_prompt = reply.get("model"), usage.get("prompt_tokens"), len(row["prompt_ids"])
+        if model not in (None, self.model):
+            remedy = "Serve the model of --target, and pass the name by which the server calls it."
+            raise InputError("server.model", f"a reply by {model[:SHOWN_CHARS]!r}", repr(self.model), remedy)
+        if num_prompt not in (None, expected_prompt):
+            remedy = "Serve the same model and chat template as --target, or pass --server.dialect vllm."
+            found = f"{num_prompt} tokens at the server"
+            raise InputError(f"prompt {number}", found, f"{expected_prompt}, as here", remedy)
+
+        message, limit, count = choice.get("message", {}), self.limit(row), usage.get("completion_tokens")
         if count is not None and not 0 <= count <= limit:
             raise RowError(f"completion_tokens {count:,}, expected at most {limit:,}")
         # The text must be all that was sampled.
@@ -228,22 +228,10 @@ class ServerEngine:
         hidden = retokenised or count is None or count > len(ids)
         if choice["finish_reason"] == "stop" and hidden and self.eos_ids and not (ids and ids[-1] in self.eos_ids):
             ids = [*ids, self.eos_ids[0]]
-        if not ids:
-            raise RowError("an empty response")
-        if self.context is not None and len(row["prompt_ids"]) + len(ids) > self.context:
-            raise RowError(f"{len(row['prompt_ids']) + len(ids):,} tokens with the prompt, more than the context")
+        if not ids or (self.context is not None and expected_prompt + len(ids) > self.context):
+            raise RowError(f"{len(ids):,} tokens, expected one or more within the context")
         ended = ids[-1] in self.eos_ids and not self.settings.ignore_eos
         return TargetTurn(ids, ended, text, retokenised, count)
-
-    def _check_source(self, name: str, row: dict[str, Any], model: str | None, num_prompt: int | None) -> None:
-        """Raise InputError if another model, or another prompt, was used."""
-        expected = len(row["prompt_ids"])
-        if model is not None and model != self.model:
-            remedy = "Serve the model of --target, and pass the name by which the server calls it."
-            raise InputError("server.model", f"a reply by {model[:SHOWN_CHARS]!r}", repr(self.model), remedy)
-        if num_prompt is not None and num_prompt != expected:
-            remedy = "Serve the same model and chat template as --target, or pass --server.dialect vllm."
-            raise InputError(name, f"{num_prompt} tokens at the server", f"{expected}, as here", remedy)
 
 
 def parse_reply(response: httpx.Response, url: str) -> Any:

@@ -7,19 +7,14 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
-from draftsmith.data.engines.openai import check_sampled
 from draftsmith.data.models.checkpoint import end_tokens
 from draftsmith.data.models.hub import model_directory
 from draftsmith.data.models.loading import read_config, saved_identity
 from draftsmith.data.ranks import place
 from draftsmith.data.store.reading import read_object
-from draftsmith.data.text.template import RowError
 from draftsmith.data.text.turns import AnswerSettings, PendingTurn, TargetTurn
 from draftsmith.modules.types import InputError
-
-RESERVED = ("model", "tokenizer", "skip_tokenizer_init", "dtype", "trust_remote_code", "generation_config")
 
 
 class VllmEngine(AbstractContextManager["VllmEngine"]):
@@ -44,20 +39,19 @@ class VllmEngine(AbstractContextManager["VllmEngine"]):
             found = f"vllm, which cannot be imported: {error}"
             remedy = "pip install vllm, or pass --engine transformers, or openai and a server's address."
             raise InputError("engine", found, "vLLM in this environment", remedy) from error
-        arguments = {} if args is None else read_arguments(args)
-        directory, config = model_directory(settings.target), read_config(settings.target)
+        arguments = {} if args is None else read_object(args, {}, "Correct it.")
+        directory = model_directory(settings.target)
         self.identity = saved_identity(settings.target)
         self.answered_by = {"vllm": importlib.metadata.version("vllm"), **arguments}
         # Without its tokenizer and generation config vLLM samples exactly what the request says.
-        defaults = {"tokenizer": None, "skip_tokenizer_init": True, "generation_config": "vllm"}
-        options = {**defaults, "disable_log_stats": True, **arguments}
+        fixed = {"tokenizer": None, "skip_tokenizer_init": True, "generation_config": "vllm"}
+        options = {"disable_log_stats": True, **arguments, **fixed}
         try:
             self._llm = LLM(model=str(directory), dtype=dtype, trust_remote_code=trust_remote_code, **options)
         except (TypeError, ValueError, RuntimeError) as error:
             found = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}"
             raise InputError("vllm_args", found, "what vllm.LLM takes", "Correct them, or choose an engine.") from error
-        self._eos_ids = () if settings.ignore_eos else end_tokens(directory, config)
-        self._vocab_size = int((config.get("text_config") or config)["vocab_size"])
+        self._eos_ids = () if settings.ignore_eos else end_tokens(directory, read_config(settings.target))
         self.settings, self._params = settings, SamplingParams
         self.context = int(self._llm.llm_engine.model_config.max_model_len)
 
@@ -83,24 +77,5 @@ class VllmEngine(AbstractContextManager["VllmEngine"]):
         prompts = [{"prompt_token_ids": turn.prompt_ids} for turn in turns]
         # vLLM returns outputs in the order of the prompts.
         for i, output in enumerate(self._llm.generate(prompts, sampling, use_tqdm=False)):
-            try:
-                tokens = list(output.outputs[0].token_ids)
-                check_sampled(tokens, settings.max_new_tokens, self._vocab_size)
-                if not tokens:
-                    raise RowError("an empty response")
-            except RowError as error:
-                found, remedy = f"{error} to prompt {turns[i].row}", "Omit --vllm-args, or pass --engine transformers."
-                raise InputError("engine", found, "a response of vLLM", remedy) from error
+            tokens = list(output.outputs[0].token_ids)
             yield i, TargetTurn(tokens, ended=tokens[-1] in self._eos_ids)
-
-
-def read_arguments(path: Path) -> dict[str, Any]:
-    """Read the arguments of `vllm.LLM` from a JSON file."""
-    try:
-        arguments = read_object(path, {}, "Correct it.")
-    except OSError as error:
-        raise InputError("vllm_args", f"{path} ({error.strerror})", "a JSON file", "Check the path.") from error
-    if reserved := sorted(set(RESERVED) & set(arguments)):
-        remedy = "Leave it out; --target, --dtype and --trust-remote-code set it."
-        raise InputError("vllm_args", f"{reserved[0]} in {path}", "keys that data responses does not set", remedy)
-    return arguments

@@ -223,20 +223,6 @@ def open_turns(chat: Chat, turns: Turns) -> OpenTurns:
     return OpenTurns(stretches[0], tuple(stretches[1:]))
 
 
-def user_turns(chat: Chat) -> tuple[Messages, tuple[str, ...]]:
-    """Return the opening messages (system and first user turn), and the texts of the later user turns.
-
-    Raises:
-        RowError: no user turn, or one without text.
-    """
-    first = next((i for i, message in enumerate(chat.messages) if message["role"] == "user"), None)
-    if first is None:
-        raise RowError("no user turn")
-    opening = [message for message in chat.messages[: first + 1] if message["role"] in ("system", "user")]
-    recorded = (message["content"] for message in chat.messages[first + 1 :] if message["role"] == "user")
-    return opening, (*recorded, *(_filled(text, "a later turn") for text in chat.later))
-
-
 def _role(turn: Any) -> str:
     if not isinstance(turn, Mapping):
         raise RowError(f"a turn is {turn!r:.60}, expected role and content (or from and value)")

@@ -10,7 +10,6 @@ from draftsmith.modules.types import InputError
 
 Messages = list[dict[str, str]]
 MASK_REMEDY = "Pass --chat-template FILE with {% generation %}...{% endgeneration %} around the assistant's words."
-PROBE: Messages = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Good day."}]
 
 
 class RowError(ValueError):
@@ -24,14 +23,8 @@ class RowError(ValueError):
         self.remedy, self.reason = remedy, reason
 
 
-def load_chat_tokenizer(target: str, chat_template: Path | None = None, supervised: bool = False) -> Any:
-    """Load the target's tokenizer with a chat template: its own, or the one in the file `chat_template`.
-
-    supervised: the template must mark the assistant's tokens too, which is tried out here.
-
-    Raises:
-        InputError: no template, one that fails on a plain exchange, or one that gives no mask.
-    """
+def load_chat_tokenizer(target: str, chat_template: Path | None = None) -> Any:
+    """Load the target's tokenizer with a chat template: its own, or the one in the file `chat_template`."""
     tokenizer = load_tokenizer(target)
     if chat_template is not None:
         if not Path(chat_template).is_file():
@@ -44,16 +37,6 @@ def load_chat_tokenizer(target: str, chat_template: Path | None = None, supervis
     if not tokenizer.chat_template:
         remedy = "Pass --chat-template FILE, or choose an instruction-tuned model."
         raise InputError("chat_template", f"none in {target}", "a chat template", remedy)
-    try:
-        # A template may render anything without an error: look whether the words reach the text.
-        if prompt_ids(tokenizer, PROBE[:1]) == prompt_ids(tokenizer, [{**PROBE[0], "content": "Goodbye."}]):
-            raise RowError("what the user says is not in it")
-        if supervised:
-            supervised_ids(tokenizer, PROBE)
-    except RowError as error:
-        remedy = "Pass --chat-template FILE with a template that works."
-        found = f"an error on a plain exchange ({error})"
-        raise InputError("chat_template", found, "a working template", remedy) from error
     return tokenizer
 
 

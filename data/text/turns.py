@@ -181,15 +181,14 @@ def turns_tokenizer(target: str, manifest: Manifest, chat_template: Path | None)
     Raises:
         InputError: it is another one.
     """
-    expected, recorded = manifest.identity.get("chat_template"), manifest.config.get("chat_template")
-    # The prompts recorded the path of their template, which may be gone.
-    is_lost = chat_template is None and recorded is not None and not Path(recorded).is_file()
-    path = chat_template or (Path(recorded) if recorded and not is_lost else None)
+    expected, recorded = manifest.identity["chat_template"], manifest.config.get("chat_template")
+    # The file whose path the prompts recorded may be gone.
+    path = chat_template or (Path(recorded) if recorded and Path(recorded).is_file() else None)
     tokenizer = load_chat_tokenizer(target, path)
     if (found := template_hash(tokenizer)) != expected:
         remedy = "Pass --chat-template FILE: later turns are asked as the first one was."
-        found = f"nothing at {recorded}, and {found} in {target}" if is_lost else found
-        raise InputError("chat_template", found, f"the prompts' template, {expected}", remedy)
+        found = f"{found} of {path or target}"
+        raise InputError("chat_template", found, f"the prompts' template, {expected}, of {recorded or target}", remedy)
     # Later turns that are too long are left out and counted.
     tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     return tokenizer

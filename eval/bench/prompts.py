@@ -21,13 +21,12 @@ from draftsmith.data.store.manifest import MANIFEST, STARTED, open_artefact
 from draftsmith.data.text.conversations import (
     SPEED_BENCH,
     Turns,
+    open_turns,
     read_chat,
     row_label,
-    up_to_last,
-    user_turns,
 )
 from draftsmith.data.text.sources import OPENERS, named_split, open_source, plain_stem, suffix_of
-from draftsmith.data.text.template import RowError, load_chat_tokenizer, prompt_ids
+from draftsmith.data.text.template import Messages, RowError, load_chat_tokenizer, prompt_ids
 from draftsmith.modules.types import InputError
 
 FASTCHAT = "question.jsonl"  # its name in the folder of each task
@@ -149,21 +148,21 @@ def artefact_rows(directory: Path, target: str, turns: Turns) -> Iterator[Prompt
             raise InputError("prompts", found, f"{ours}, the target's: later turns need it", "Pass --turns first.")
 
     def prompt(row: Mapping[str, Any], task: str) -> BenchPrompt:
-        later: list[str] = []
-        if turns == "all":
-            # Up to a turn that is more than a user's, such as one with a tool's result.
-            for messages in json.loads(row["later"]):
-                if [message["role"] for message in messages] != ["user"]:
-                    break
-                later.append(messages[0]["content"])
+        later = user_texts(json.loads(row["later"])) if turns == "all" else ()
         first = tuple(json.loads(row["messages"])) if later else ()
-        return BenchPrompt(str(row["id"]), list(row["prompt_ids"]), task, first, tuple(later))
+        return BenchPrompt(str(row["id"]), list(row["prompt_ids"]), task, first, later)
 
     for entry in manifest.files:
         if entry.name.endswith(".parquet"):
             for row in pq.read_table(directory / entry.name).to_pylist():
                 task = row.get("task") or ""
                 yield PromptRow(task, row.get("split") or "", functools.partial(prompt, row, task))
+
+
+def user_texts(later: Sequence[Messages]) -> tuple[str, ...]:
+    """Return the user's texts of later turns, up to a turn that is more, such as one with a tool's result."""
+    only_user = itertools.takewhile(lambda messages: [message["role"] for message in messages] == ["user"], later)
+    return tuple(messages[0]["content"] for messages in only_user)
 
 
 def chat_rows(source: str, target: str, split: str | None, turns: Turns) -> Iterator[PromptRow]:
@@ -174,12 +173,10 @@ def chat_rows(source: str, target: str, split: str | None, turns: Turns) -> Iter
 
     def prompt(raw: Mapping[str, Any], name: str, task: str, where: str) -> BenchPrompt:
         with row_errors(where):
-            chat = read_chat(raw, {})
-            messages, later = (up_to_last("user", chat.messages), ()) if turns == "last" else user_turns(chat)
-            ids = list(prompt_ids(tokenizer, messages))
-        if turns == "all" and later:
-            return BenchPrompt(name, ids, task, tuple(messages), later)
-        return BenchPrompt(name, ids, task)
+            asked = open_turns(read_chat(raw, {}), turns)
+            ids = list(prompt_ids(tokenizer, asked.opening))
+        later = user_texts(asked.later)
+        return BenchPrompt(name, ids, task, tuple(asked.opening) if later else (), later)
 
     # Only the rows that are kept apply the template, which takes most of the time.
     for number in range(len(opened)):

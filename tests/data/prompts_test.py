@@ -165,7 +165,7 @@ def test_a_template_that_gives_no_mask_is_an_error(pair, tmp_path, template, wha
     path = tmp_path / "template.jinja"
     path.write_text(template)
     with pytest.raises(InputError, match=what + ".*--chat-template FILE"):
-        load_chat_tokenizer(str(pair[0]), path, supervised=True)
+        supervised_ids(load_chat_tokenizer(str(pair[0]), path), HI)
 
 
 def test_a_tokenizer_without_template_is_an_error(pair, tmp_path):

@@ -323,11 +323,11 @@ BAD_REPLIES: list[tuple[object, str]] = [
     ({"choices": [{**GOOD, "token_ids": [-1]}]}, "token id -1"),
     ({"choices": [{**GOOD, "token_ids": [999_999]}]}, "token id 999999"),
     ({"choices": [{**GOOD, "token_ids": [5] * 10}]}, "10 token ids where at most 9"),
-    ({"choices": [{**GOOD, "token_ids": []}]}, "an empty response"),
+    ({"choices": [{**GOOD, "token_ids": []}]}, "0 tokens, expected one or more"),
     ({"choices": [{**GOOD, "text": 5}]}, "text: 5"),
     ({"choices": [{**GOOD, "text": None}]}, "neither text nor token ids"),
     ({"choices": [{**GOOD, "text": "a\ud800"}]}, "half of a surrogate pair"),
-    ({"choices": [{**GOOD, "text": "def " * 1000}]}, "more than the context"),
+    ({"choices": [{**GOOD, "text": "def " * 1000}]}, "tokens, expected one or more within the context"),
     ({"choices": [GOOD], "usage": {"completion_tokens": 10}}, "completion_tokens 10, expected at most 9"),
     (
         {"choices": [{"finish_reason": "stop", "message": {"content": "def", "reasoning_content": "hm"}}]},
