@@ -175,18 +175,11 @@ def recorded_chain(bench: Bench, label: str | None) -> tuple[str, FixedK]:
 def read_times(path: Path) -> RoundTimes:
     """Read `{"seconds": {REQUESTS: {K: seconds}}, "machine": TEXT}`; "machine" is optional."""
     remedy = f"Write it as {COSTS_EXAMPLE}: seconds of a round by requests and drafted tokens."
-    if not path.exists():
-        raise InputError("costs", f"no {path}", "a JSON file of times", "Check the path.")
     content = read_object(path, COSTS_SHAPE, remedy)
     seconds = dict[int, dict[int, float]]()
     for size, curve in content["seconds"].items():
-        numbers = all(name.isdecimal() for name in (size, *curve))
-        if (
-            not numbers
-            or not all(0 < value < math.inf for value in curve.values())
-            or "0" not in curve
-            or len(curve) < 2
-        ):
+        fits = all(name.isdecimal() for name in (size, *curve)) and "0" in curve and len(curve) > 1
+        if not fits or not all(0 < value < math.inf for value in curve.values()):
             expected = "seconds above 0, of 0 and more drafted tokens"
             raise InputError(str(path), f"{json.dumps(curve)} with {size} requests", expected, remedy)
         seconds[int(size)] = {int(k): float(curve[k]) for k in sorted(curve, key=int)}

@@ -113,10 +113,13 @@ def application(
                     raise CoercionError(argument=argument, token=fraction, target_type=int)
 
     command.__signature__ = inspect.Signature([*settings, *common])  # type: ignore[attr-defined]  # read by cyclopts
+    # Names of limited width, and the rest of the line for their meaning.
+    names = ColumnSpec(renderer=NameRenderer(NAME_WIDTH), max_width=NAME_WIDTH, style="cyclopts.name")
+    columns = names, ColumnSpec(renderer=DescriptionRenderer(), overflow="fold")
     return App(
         name=name or prog,
         help=one_line(parsed_docstring(config_class).description or ""),
-        help_formatter=DefaultFormatter(column_specs=help_columns),
+        help_formatter=DefaultFormatter(column_specs=columns),
         default_command=command,
         config=read_files,
         help_flags=(),
@@ -171,12 +174,6 @@ def common_parameters(configs: tuple[str, ...]) -> list[inspect.Parameter]:
 def keyword(name: str, kind: Any, default: Any, group: Group, **options: Any) -> inspect.Parameter:
     annotation = Annotated[kind, Parameter(group=group, **options)]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-
-
-def help_columns(console: Any, options: Any, entries: Any) -> tuple[ColumnSpec, ...]:
-    """Return the columns of help: names of limited width, and the rest of the line for their meaning."""
-    names = ColumnSpec(renderer=NameRenderer(NAME_WIDTH), max_width=NAME_WIDTH, style="cyclopts.name")
-    return names, ColumnSpec(renderer=DescriptionRenderer(), overflow="fold")
 
 
 def field_meanings(config_class: type) -> dict[str, str]:

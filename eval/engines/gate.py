@@ -75,13 +75,10 @@ class EngineCheckConfig(CheckConfig):
         check_not_negative(self, "num_drafted")
 
     @property
-    def serves(self) -> bool:
-        return self.engine == "vllm"
-
-    @property
     def loading(self) -> dict[str, Any]:
-        dtype = "float32" if self.serves and self.dtype == "auto" else self.dtype
-        return super().loading | {"dtype": dtype, "engine": "auto" if self.serves else self.engine}
+        if self.engine != "vllm":
+            return super().loading
+        return super().loading | {"dtype": "float32" if self.dtype == "auto" else self.dtype, "engine": "auto"}
 
 
 @dataclass(frozen=True)
@@ -116,7 +113,7 @@ def run(config: EngineCheckConfig) -> int:
     Raises:
         InputError: as `data.export.check`; or the engine does not start, answer or count.
     """
-    if not config.serves:
+    if config.engine != "vllm":
         for name in ("engine_python", "server", "prompts"):
             if getattr(config, name) is not None:
                 expected = "--engine vllm, which reads it"
@@ -130,7 +127,12 @@ def run(config: EngineCheckConfig) -> int:
         raise InputError("server", found, "a server that runs, or what starts one", "Pass one of them.")
     if config.server is None:
         engine_python(config.engine_python)
-    prompts = held_out_prompts(config, config.target)
+    source, split = config.prompts, config.split
+    if source is None:  # the embedded target's own test prompts
+        if not config.target.startswith(EMBEDDED):
+            raise InputError("prompts", "none", "held-out prompts of the target's", "Pass --prompts.")
+        source, split = f"{EMBEDDED}prompts", split or "test"
+    prompts = read_prompts(source, config.target, split, limit=config.limit)
     target = load_lm(config.target, **config.loading)
     facts = facts_of(config.target, target)
     ours = our_drafter(config, target, facts)
@@ -166,16 +168,6 @@ def run(config: EngineCheckConfig) -> int:
         located.append((TEMPLATE, text))
     print_comparison(str(config.directory), f"vLLM {version}", str(config.loading["dtype"]), rows, located)
     return 0 if not located and all(row.same_text and row.same_counts for row in rows) else 1
-
-
-def held_out_prompts(config: EngineCheckConfig, target: str) -> list[BenchPrompt]:
-    """Read --prompts, or the embedded target's own test prompts."""
-    source, split = config.prompts, config.split
-    if source is None:
-        if not target.startswith(EMBEDDED):
-            raise InputError("prompts", "none", "held-out prompts of the target's", "Pass --prompts.")
-        source, split = f"{EMBEDDED}prompts", split or "test"
-    return read_prompts(source, target, split, limit=config.limit)
 
 
 def our_drafter(config: EngineCheckConfig, target: CausalLM, facts: TargetFacts) -> OurDrafter:

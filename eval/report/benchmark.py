@@ -26,7 +26,7 @@ from draftsmith.eval.report.drawing import (
     x_number,
     y_number,
 )
-from draftsmith.eval.report.runs import Run, temperature_of, temperatures
+from draftsmith.eval.report.runs import Run, temperatures
 from draftsmith.modules.drafters.methods import LOSSY
 
 Row = dict[str, Any]
@@ -45,7 +45,7 @@ def bench_figures(runs: Sequence[Run]) -> list[Table | Chart]:
 
 def labelled(runs: Sequence[Run]) -> list[Row]:
     """Return the rows of all methods with `T`, `run` and `label`: the method, with its run if several have it."""
-    rows = [{**row, "T": temperature_of(run, row), "run": run.name} for run in runs for row in run.results["methods"]]
+    rows = [{**row, "T": row["temperature"], "run": run.name} for run in runs for row in run.results["methods"]]
     seen = Counter((row["method"], row["T"]) for row in rows)
     for row in rows:
         row["label"] = row["method"] + (f" ({row['run']})" if seen[row["method"], row["T"]] > 1 else "")

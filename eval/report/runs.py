@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.store.manifest import flatten
 from draftsmith.data.store.reading import read_object
 from draftsmith.eval.bench.compare import SAME_SETTINGS, SAME_SPEED
 from draftsmith.eval.bench.results import RESULTS
@@ -19,7 +18,7 @@ from draftsmith.modules.types import InputError
 MEASURE = "Measure it again."
 SHAPE: dict[str, Any] = {
     "meta": {f"{name}?": (dict, None) for name in ("settings", "hardware", "prompts", "versions", "models")},
-    "methods?": [{"method": str, "temperature?": float, "by_task?": {"*": dict}}],
+    "methods?": [{"method": str, "temperature": float, "by_task?": {"*": dict}}],
     "tables?": [{"name": str, "columns?": [{"key": str, "title": str}], "rows?": [dict]}],
 }
 
@@ -76,35 +75,23 @@ def read_results(directory: Path) -> Mapping[str, Any]:
 
 
 def comparable(runs: Iterable[Run]) -> list[list[Run]]:
-    """Group benchmarks that may share a table, in the order given; other runs stay alone."""
+    """Group benchmarks that may share a table, in the order given; other runs stay alone.
+
+    They share models, prompts, sampling and machine.
+    """
     groups: dict[str, list[Run]] = {}
     for number, run in enumerate(runs):
-        key = json.dumps(basis(run), sort_keys=True) if run.kind == "bench" else str(number)
+        key = str(number)
+        if run.kind == "bench":
+            meta, hardware = run.meta, run.meta.get("hardware", {})
+            basis = [meta.get("target"), meta.get("prompts", {}).get("sha256"), meta.get("clock"), temperatures(run)]
+            basis += [hardware.get("cpu"), hardware.get("gpu")]
+            basis += [run.settings.get(name) for name in (*SAME_SETTINGS, *SAME_SPEED)]
+            key = json.dumps(basis, sort_keys=True)
         groups.setdefault(key, []).append(run)
     return list(groups.values())
 
 
-def basis(run: Run) -> dict[str, Any]:
-    """Return what benchmarks must share to be compared, flattened: models, prompts, sampling, machine."""
-    meta = run.meta
-    machine = {key: meta.get("hardware", {}).get(key) for key in ("cpu", "gpu")}
-    return flatten(
-        {
-            "target": meta.get("target"),
-            "prompts": meta.get("prompts", {}).get("sha256"),
-            "temperatures": temperatures(run),
-            "clock": meta.get("clock"),
-            "hardware": machine,
-            "settings": {key: run.settings.get(key) for key in (*SAME_SETTINGS, *SAME_SPEED)},
-        }
-    )
-
-
 def temperatures(run: Run) -> list[float]:
     """Return the temperatures of a benchmark's rows, ascending."""
-    return sorted({temperature_of(run, row) for row in run.results.get("methods", [])})
-
-
-def temperature_of(run: Run, row: Mapping[str, Any]) -> float:
-    """Return the temperature of a row; results of one temperature have it in the settings only."""
-    return float(row.get("temperature", run.settings.get("temperature", 0.0)))
+    return sorted({row["temperature"] for row in run.results.get("methods", [])})

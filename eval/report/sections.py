@@ -132,11 +132,11 @@ def facts(run: Run, prefix: str) -> list[tuple[str, list[tuple[str, str]]]]:
 
 def failures(runs: Sequence[Run]) -> list[str]:
     """Return a line for each prompt that was not measured, at any temperature; the last one counts the rest."""
-    lines = []
-    for run in runs:
-        for failure in run.results.get("failures") or []:
-            where = ", ".join(str(failure[key]) for key in ("task", "id") if failure.get(key) not in (None, ""))
-            lines.append(f"Not measured in {run.name}: {where}: {failure.get('error', 'no reason given')}")
-    lines = list(dict.fromkeys(lines))
+    lines = dict.fromkeys(
+        f"Not measured in {run.name}: {failure['task'] or 'prompt'}, {failure['id']}: {failure['error']}"
+        for run in runs
+        for failure in run.results.get("failures") or []
+    )
     rest = len(lines) - MAX_FAILURES
-    return lines if rest <= 0 else [*lines[:MAX_FAILURES], f"{rest} more prompts were not measured: see results.json."]
+    more = [f"{rest} more prompts were not measured: see results.json."] if rest > 0 else []
+    return [*list(lines)[:MAX_FAILURES], *more]

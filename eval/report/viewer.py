@@ -25,9 +25,10 @@ NODES = ([(float, None)], None)
 LINE = {
     "method": str,
     "prompt": int,
-    "turn?": (int, None),
-    "task?": (str, None),
-    "temperature?": float,
+    "id": str,
+    "turn": int,
+    "task": (str, None),
+    "temperature": float,
     "emitted": [int],
     "drafted?": [int],
     "parents?": [int],
@@ -63,14 +64,14 @@ def viewer_data(directory: Path, max_bytes: int) -> dict[str, Any] | None:
     sizes: dict[Prompt, int] = {}
     named: dict[Prompt, dict[str, Any]] = {}
     for prompt, line in _lines(directory):
-        named[prompt] = {"id": str(line.get("id", line["prompt"])), "task": line.get("task") or "", "turn": prompt[1]}
+        named[prompt] = {"id": line["id"], "task": line["task"] or "", "turn": prompt[1]}
         sizes[prompt] = sizes.get(prompt, 0) + len(json.dumps(_round(line), separators=(",", ":"))) + 1
     chosen = shown_prompts(sizes, {prompt: entry["task"] for prompt, entry in named.items()}, max_bytes)
     answers: dict[tuple[str, float, Prompt], list[dict[str, Any]]] = {}
     used: set[int] = set()
     for prompt, line in _lines(directory):
         if prompt in chosen:
-            key = (line["method"], float(line.get("temperature", 0.0)), prompt)
+            key = (line["method"], float(line["temperature"]), prompt)
             answers.setdefault(key, []).append(_round(line))
             used |= {*line["emitted"], *line.get("drafted", ()), line.get("next_token")} - {None}
     methods = list(dict.fromkeys(method for method, _, _ in answers))
@@ -108,7 +109,7 @@ def shown_prompts(sizes: Mapping[Prompt, int], tasks: Mapping[Prompt, str], max_
 
 def _lines(directory: Path) -> Iterator[tuple[Prompt, dict[str, Any]]]:
     for line in read_lines(directory / TRACE, LINE, AGAIN):
-        yield (int(line["prompt"]), int(line.get("turn") or 0)), line
+        yield (line["prompt"], line["turn"]), line
 
 
 def _round(line: Mapping[str, Any]) -> dict[str, Any]:

@@ -139,7 +139,6 @@ RESUME = (
     "train eagle --data {features} --target {target} --max-steps 2 --batch-size 2 --resume --output {d} --track csv"
 )
 SHARD = "shard-00000"
-METHODS = [{"method": "ar", "tokens_per_s": "fast"}]
 DEEP = "[" * 100_000
 
 ROWS = [
