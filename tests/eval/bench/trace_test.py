@@ -29,24 +29,24 @@ def test_every_own_method_is_traced_below():
     assert own == {label.partition(":")[0] for label in METHODS.split(",")} - {"hf"}
 
 
-@pytest.fixture(scope="module", params=[0.0, 1.0], ids=["greedy", "sampling"])
-def traced(request, models, tmp_path_factory):
+@pytest.fixture(scope="module")
+def traced(models, tmp_path_factory):
     output = tmp_path_factory.mktemp("trace")
     heads = (str(Path(models["eagle"]).with_name(kind)) for kind in ("eagle", "eagle3", "medusa", "hydra"))
     given = {**draft_options(models), "draft": (models["draft"], *heads)}
     config = BenchConfig(
-        **given, mid=models["target"], methods=METHODS, split="test", limit=3, max_new_tokens=16, ignore_eos=True,
-        repeats=2, temperature=request.param, output=output, traces=3,
+        **given, mid=models["target"], methods=METHODS, split="test", limit=2, max_new_tokens=16, ignore_eos=True,
+        repeats=1, temperature=1.0, output=output, traces=2,
     )  # fmt: skip
     bench.run(config)
     lines = [json.loads(line) for line in (output / "trace.jsonl").read_text().splitlines()]
     rows = json.loads((output / "results.json").read_text())["methods"]
     tokens = read_rows(output)
-    return request.param, lines, rows, tokens
+    return lines, rows, tokens
 
 
 def test_lines_add_up_to_the_results(traced):
-    _, lines, rows, per_prompt = traced
+    lines, rows, per_prompt = traced
     by_method = defaultdict(list)
     for line in lines:
         by_method[line["method"]].append(line)
@@ -55,7 +55,7 @@ def test_lines_add_up_to_the_results(traced):
         if row["method"] == "hf":
             continue
         own = by_method[row["method"]]
-        assert {line["prompt"] for line in own} == {0, 1, 2}  # each once, whatever the repeats
+        assert {line["prompt"] for line in own} == {0, 1}
         drafted = sum(line.get("num_drafted", 0) for line in own)
         assert len(own) == row["num_target_calls"]  # the prefill is a line too
         assert drafted == row["num_draft_tokens"]
@@ -63,13 +63,12 @@ def test_lines_add_up_to_the_results(traced):
         assert emitted == row["tokens"]
         assert drafted + len(own) == emitted + row["num_discarded"]
         answers = [line["token_ids"] for line in per_prompt if line["method"] == row["method"]]
-        rebuilt = [[t for line in own if line["prompt"] == n for t in line["emitted"]] for n in range(3)]
+        rebuilt = [[t for line in own if line["prompt"] == n for t in line["emitted"]] for n in range(2)]
         assert rebuilt == answers
 
 
 def test_every_line_is_a_round(traced):
-    temperature, lines, _, _ = traced
-    for line in lines:
+    for line in traced[0]:
         assert line["target_s"] > 0
         if line.get("prefill"):
             assert line["round"] == 0 and len(line["emitted"]) == 1
@@ -95,5 +94,3 @@ def test_every_line_is_a_round(traced):
         if line["method"].startswith("eagle2") and line["drafted"]:
             assert len(line["value"]) == len(line["drafted"]) and max(line["value"]) <= 0
         assert ("beside" in line) == (line["method"].startswith("pearl") and bool(line["drafted"]))
-    assert temperature or all(line["next_token"] is not None for line in lines if "pearl" not in line["method"]
-                              and not line.get("prefill"))  # fmt: skip
