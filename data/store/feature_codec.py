@@ -31,29 +31,21 @@ LARGE_SCALE = 2.0**96
 def encode(features: Tensor, dtype: FeatureDtype) -> dict[str, Tensor]:
     """Return what is stored of features [T, H]: tensors by the suffix of their key.
 
-    fp8: |decoded - x| <= 2^-4 |x|, and at most 2^-10 of the token's scale for values below 2^-6 of it; the scale is at
-    most 2^-7.8 of the token's largest magnitude. A token with an infinity or a NaN becomes NaN.
+    fp8: a token's scale is the smallest power of two that brings its values into fp8's range (1 where all are 0).
+    |decoded - x| <= 2^-4 |x|, and at most 2^-10 of the token's scale for values below 2^-6 of it; the scale is at most
+    2^-7.8 of the token's largest magnitude. A token with an infinity or a NaN becomes NaN.
     """
     if dtype == "bf16":
         return {"": features.to(torch.bfloat16)}
     values = features.float()
-    scale = token_scale(values)  # [T]
-    return {"": (values / scale[:, None]).to(torch.float8_e4m3fn), SCALE: scale.to(torch.bfloat16)}
-
-
-def token_scale(features: Tensor) -> Tensor:
-    """Return the smallest power of two [T] that brings each token's values [T, H] into fp8's range.
-
-    It is 1 where all values are 0, and NaN where one is not finite.
-    """
-    # log2 would round near powers of two; frexp is exact.
-    largest = features.abs().amax(-1)  # [T]
-    # m * 2^e with m in [0.5, 1): 448 = 0.875 * 2^9.
+    largest = values.abs().amax(-1)  # [T]
+    # log2 would round near powers of two; frexp is exact: m * 2^e with m in [0.5, 1).
     mantissa, exponent = torch.frexp(largest / FP8_MAX)
     exponent = torch.where(mantissa > 0.5, exponent, exponent - 1).clamp(-126, 127)
     scale = torch.where(largest > 0, torch.exp2(exponent.float()), 1.0)
     # fp8 has no infinity: converting one would clip it at 448.
-    return torch.where(largest.isfinite(), scale, math.nan)
+    scale = torch.where(largest.isfinite(), scale, math.nan)
+    return {"": (values / scale[:, None]).to(torch.float8_e4m3fn), SCALE: scale.to(torch.bfloat16)}
 
 
 def decode(stored: Mapping[str, Tensor]) -> Tensor:
