@@ -15,7 +15,7 @@ from draftsmith.modules import flops
 from draftsmith.modules.drafters.base import HeadCard, TargetWeights, TrainingCost, TrainStep, layer_shape
 from draftsmith.modules.drafters.chains import FixedK
 from draftsmith.modules.drafters.eagle.net import Rope
-from draftsmith.modules.drafters.eagle3.loss import Distances, Kind, Objective, distances
+from draftsmith.modules.drafters.eagle3.loss import Kind, Objective, distances
 from draftsmith.modules.drafters.eagle3.net import Eagle3Config, Eagle3Net, LeanEagle3, default_layers, layer_like
 from draftsmith.modules.drafters.feature_heads import FeatureHead
 from draftsmith.modules.drafters.trees import DynamicTrees, StaticTrees
@@ -233,23 +233,10 @@ class Eagle3Head(Eagle3Net, FeatureHead, TrainingCost):
     def loss(
         self, batch: FeatureBatch, target: CausalLM, settings: Eagle3Settings, step: TrainStep | None
     ) -> LossOutput:
-        return self._compared(batch, target, settings, step)[0]
+        """Run the passes, compare their predictions with the target's, and return the weighted mean of the passes.
 
-    def validation(self, batch: FeatureBatch, target: CausalLM, settings: Eagle3Settings) -> LossOutput:
-        """Return the loss, and what drafts of `passes` tokens would come to."""
-        output, pairs, compared = self._compared(batch, target, settings, None)
-        for name, values in {"accept": compared.accepted, "agreement": compared.right.float()}.items():
-            draft_sums, draft_counts = along_drafts(pairs, values, batch.input_ids.shape)
-            names = [f"{name}_{j + 1}" for j in range(len(values))]
-            names.append("chain_length" if name == "accept" else "chain_length_greedy")
-            output.sums.update(zip(names, draft_sums, strict=True))
-            output.counts.update(zip(names, draft_counts, strict=True))
-        return output
-
-    def _compared(
-        self, batch: FeatureBatch, target: CausalLM, settings: Eagle3Settings, step: TrainStep | None
-    ) -> tuple[LossOutput, Eagle3Inputs, Distances]:
-        """Run the passes, compare their predictions with the target's, and return the weighted mean of the passes."""
+        In validation it also says what drafts of `passes` tokens would come to.
+        """
         dtype, passes, measured = self.fc.weight.dtype, settings.num_passes(step), step is None or step.logged
         rows = None if step is None else step.logit_rows
         pairs = paired(batch, settings.token_mask, self.config.llama.hidden_size, rows)
@@ -294,7 +281,14 @@ class Eagle3Head(Eagle3Net, FeatureHead, TrainingCost):
         counts = dict.fromkeys(sums, torch.full((), len(pairs.place), device=totals.device))
         count = self.loss_count(batch, settings) if step is None or step.loss_count is None else step.loss_count
         counts["loss"] = torch.full((), int(count), device=totals.device)
-        return LossOutput(total / counts["loss"].clamp_min(1), sums, counts), pairs, compared
+        if step is None:
+            for name, values in {"accept": compared.accepted, "agreement": compared.right.float()}.items():
+                draft_sums, draft_counts = along_drafts(pairs, values, batch.input_ids.shape)
+                names = [f"{name}_{j + 1}" for j in range(passes)]
+                names.append("chain_length" if name == "accept" else "chain_length_greedy")
+                sums.update(zip(names, draft_sums, strict=True))
+                counts.update(zip(names, draft_counts, strict=True))
+        return LossOutput(total / counts["loss"].clamp_min(1), sums, counts)
 
     @classmethod
     def flops(cls, config: Eagle3Config, settings: Eagle3Settings, step: TrainStep, logit_rows: int) -> float:
