@@ -13,9 +13,6 @@ from draftsmith.modules.decoding import branches
 from draftsmith.modules.decoding.branches import BranchedText, DraftModelBranches, target_states
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
-from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
-from draftsmith.modules.drafters.feature_heads import FeatureBranches, FeatureDrafter
-from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.sampling import pick
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import SamplingParams
@@ -110,20 +107,6 @@ def test_a_draft_models_drafts_and_states_are_the_decoders(lm, text, group):
         return DraftModelDrafter(lm, [stop], 64)
 
     check(DraftModelBranches(lm, DEPTH), drafter, text, None, lm.info.vocab_size)
-
-
-def test_an_eagle_heads_drafts_and_states_are_the_decoders(lm, text, group):
-    sizes = LlamaConfig(
-        vocab_size=lm.info.vocab_size, hidden_size=lm.info.hidden_size, intermediate_size=40, num_layers=2,
-        num_heads=4, num_kv_heads=2, head_dim=8, max_position=64,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    head = EagleHead(EagleConfig.for_target(sizes, 2)).double()
-    for weight in head.parameters():
-        weight.data.normal_(std=0.4)
-    features = lm.features(torch.tensor([text]))[0]
-    drafter = FeatureBranches(head, lm, DEPTH)
-    check(drafter, lambda stop: FeatureDrafter(head, lm, [stop], 64), text, features, lm.info.vocab_size)
 
 
 def test_a_head_of_captured_layers_and_fewer_tokens_drafts_as_the_decoder_does(lm, text, group):

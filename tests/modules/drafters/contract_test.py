@@ -9,22 +9,18 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from quick_heads import specdecpp
 from table_models import H, TableLM, V, captured, decoded_distribution, target_distribution, total_variation
 from torch import Tensor, nn
 
 from draftsmith.data.heads.directory import class_of, head_kinds, kind_at, load_head, save_head
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
-from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.tree import StaticTree
 from draftsmith.modules.drafters import head_class, learned
 from draftsmith.modules.drafters.base import DraftHead, TrainStep
-from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.drafters.eagle.head import EagleConfig
 from draftsmith.modules.drafters.eagle3.head import Eagle3Head
 from draftsmith.modules.drafters.eagle3.net import Eagle3Config, layer_like
@@ -105,22 +101,10 @@ def loss_of(head: Any, seed: int = 0) -> LossOutput:
     return acceptance_loss(head(hidden), AcceptanceBatch(hidden, prob, torch.rand(2, 7, generator=rng) < 0.7))
 
 
-def drafter_of(head: Any, target: TableLM) -> Any:
-    if isinstance(head, DraftHead):
-        return head.double().drafter(target, [FixedLength(2)], CAPACITY)
-    return DraftModelDrafter(TableLM(9), [specdecpp(head.float(), h=0.6, min_drafted=1, max_drafted=3)], CAPACITY)
-
-
-@pytest.fixture(params=head_kinds())
-def fresh(request) -> Callable[[], nn.Module]:
+def random_head(kind: str) -> Any:
+    """Make a head that is random everywhere: what a new one has of zeros would hide mistakes."""
     torch.manual_seed(0)
-    return lambda: make(request.param)
-
-
-@pytest.fixture
-def head(fresh) -> nn.Module:
-    """Random everywhere: what a head initialises to zero would hide mistakes."""
-    head = fresh()
+    head = make(kind)
     for weight in head.parameters():
         weight.data.normal_(std=0.5)
     if isinstance(head, Eagle3Head):
@@ -128,10 +112,14 @@ def head(fresh) -> nn.Module:
     return head
 
 
+@pytest.fixture(params=head_kinds())
+def head(request) -> nn.Module:
+    return random_head(request.param)
+
+
 @pytest.fixture(params=sorted(learned()))
 def drafter(request) -> DraftHead:
-    torch.manual_seed(0)
-    return make(request.param)
+    return random_head(request.param)
 
 
 def test_the_loss_is_finite_and_every_trainable_weight_gets_a_gradient(head):
@@ -147,19 +135,6 @@ def test_the_loss_is_finite_and_every_trainable_weight_gets_a_gradient(head):
         assert weight.grad.any(), name
 
 
-def test_a_few_steps_of_a_fresh_head_lower_its_loss(fresh):
-    head = fresh()
-    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(20):
-        loss = loss_of(head).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.95 * losses[0]
-
-
 def test_saving_and_loading_is_exact(head, tmp_path):
     directory = save_head(tmp_path / "head", head, {}, "# A head\n")
     loaded = load_head(directory)
@@ -168,15 +143,6 @@ def test_saving_and_loading_is_exact(head, tmp_path):
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     losses = [loss_of(h, 1).loss for h in (head, loaded)]
     assert torch.equal(*losses)
-
-
-def test_decoding_with_it_is_lossless(head, tmp_path):
-    loaded = load_head(save_head(tmp_path / "head", head, {}, "# A head\n"))
-    target = TableLM(1)
-    distribution = decoded_distribution(
-        target, lambda: drafter_of(loaded, target), SAMPLING, length=3, max_new_tokens=8
-    )
-    assert total_variation(distribution, target_distribution(target, SAMPLING, 3)) < 1e-10  # float64, every branch
 
 
 def test_each_of_its_methods_is_lossless(drafter):

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
-import table_models
 import torch
-from table_models import TableLM, decoded_distribution, target_distribution, total_variation
 from torch import Tensor
 
-from draftsmith.modules.decoding.loop import generate_one
-from draftsmith.modules.decoding.stop import FixedLength
-from draftsmith.modules.decoding.tree import StaticTree
 from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.drafters.eagle3.head import (
     Eagle3Head,
     Eagle3Settings,
     draft_vocabulary,
     layers_of,
-    paired,
 )
 from draftsmith.modules.drafters.eagle3.net import Eagle3Config, layer_like
-from draftsmith.modules.drafters.feature_heads import FeatureTreeDrafter
 from draftsmith.modules.layers import LlamaConfig
-from draftsmith.modules.sampling import TorchSource
-from draftsmith.modules.types import FeatureBatch, InputError, SamplingParams
+from draftsmith.modules.types import FeatureBatch, InputError
 
 H, V, PASSES = 12, 17, 3
 LLAMA = LlamaConfig(
@@ -130,36 +121,6 @@ def test_the_loss_is_that_of_every_draft_alone(dialect: dict[str, Any]) -> None:
     )
 
 
-def test_heads_of_more_states_learn_alike() -> None:
-    capture = (1, 2, 5, 6)
-    head, settings, batch = head_of(capture=capture), Eagle3Settings(passes=PASSES), batch_of(False, len(capture))
-    assert head.loss(batch, TARGET, settings, None).loss.item() == pytest.approx(
-        by_hand(head, batch, settings), rel=1e-9
-    )
-
-
-@pytest.mark.parametrize(("capture", "late"), [((0,), False), ((0, 1, 2, 3), True)], ids=["3", "3.1"])
-def test_drafts_of_any_layers_are_lossless(capture: tuple[int, ...], late: bool) -> None:
-    """Every branch of chains and of trees over a reduced vocabulary, enumerated; each layer gives other states."""
-    size, vocab = table_models.H, table_models.V
-    llama = dataclasses.replace(LLAMA, vocab_size=vocab, hidden_size=size, num_heads=3, head_dim=2)
-    head = Eagle3Head(Eagle3Config(layer_like(llama), capture, vocab - 1, fc_norm=late, norm_output=late)).double()
-    torch.manual_seed(3)
-    for weight in head.requires_grad_(False).parameters():
-        weight.normal_()
-    head.use_draft_vocabulary(torch.arange(1, vocab))
-    target, params = TableLM(1), SamplingParams(temperature=0.9, top_k=2)
-    tree = StaticTree.from_paths([[0], [1], [0, 0], [0, 1]])
-    for make in (
-        lambda: head.drafter(target, [FixedLength(2)], 32),
-        lambda: FeatureTreeDrafter(head, target, tree, 32),
-    ):
-        found = decoded_distribution(target, make, params, length=3, max_new_tokens=8)
-        assert total_variation(found, target_distribution(target, params, 3)) < 1e-10  # float64, every branch
-        drafted = generate_one(target, make(), table_models.PROMPT, params, 20, TorchSource(0), ()).trace
-        assert drafted.num_accepted and drafted.num_draft_tokens
-
-
 @pytest.mark.parametrize("dialect", [DIALECTS["ours"], DIALECTS["speculators"]], ids=str)
 def test_documents_end_to_end_have_the_loss_of_those_apart(dialect: dict[str, Any]) -> None:
     settings = Eagle3Settings(passes=PASSES, **dialect)
@@ -192,16 +153,6 @@ def test_only_what_is_to_be_trained_gets_a_gradient() -> None:
         head.loss(batch_of(), TARGET, settings, None).loss.backward()
         missing = {name for name, weight in head.named_parameters() if weight.grad is None or not weight.grad.any()}
         assert missing == (set() if trained else {"lm_head.weight"})
-
-
-def test_a_row_learns_from_what_a_server_knows_there() -> None:
-    """The first token of an answer is known when its successor is drafted, so position s = first answer token counts;
-    it is predicted by the row before it, which has read it."""
-    pairs = paired(batch_of(), "input", H)
-    assert pairs.position[pairs.sequence == 0].tolist() == [3, 4, 6, 7, 8]
-    rows, there = pairs.rows(0)
-    assert rows[pairs.sequence == 0].tolist() == [2, 3, 5, 6, 7] and there.all()
-    assert torch.equal(pairs.next_ids[0, 2], batch_of().input_ids[0, 3])
 
 
 def test_validation_foretells_drafts() -> None:

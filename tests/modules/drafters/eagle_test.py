@@ -64,35 +64,6 @@ def test_tokens_are_counted_as_the_pairing_has_them(lengths):
     assert EagleHead.loss_count(batch, None) == int(shift(batch).loss_mask.sum())
 
 
-def test_the_feature_a_row_predicts_is_the_one_that_gives_its_token():
-    # With a target whose features determine the next token, the pairing is provable: f_{t+1} -> x_{t+2}.
-    lm, ids = TableLM(0), list(PROMPT)
-    for _ in range(7):
-        ids.append(int(lm.row(tuple(ids))[0].argmax()))
-    inputs = shift(batch_of(ids, 2, lm.features(torch.tensor([ids]))))
-    for t in range(len(ids) - 2):
-        logits, feature = lm.row(tuple(ids[: t + 2]))
-        assert torch.equal(inputs.target_features[0, t], feature)
-        assert int(logits.argmax()) == inputs.predicted_ids[0, t]
-
-
-def head_rows(head: EagleHead, batch: FeatureBatch, lm: TableLM) -> torch.Tensor:
-    inputs = shift(batch)
-    return head(lm.embed(inputs.next_ids), inputs.features, inputs.position_ids)
-
-
-def test_a_row_does_not_see_the_token_it_predicts():
-    lm, head, ids = TableLM(0), make_head(), [2, 0, 1, 3, 3, 0, 1, 2]
-    before = head_rows(head, batch_of(ids, 2, lm.features(torch.tensor([ids]))), lm)
-    for t in range(len(ids) - 2):
-        changed = list(ids)
-        changed[t + 2] = (ids[t + 2] + 1) % V  # the token that row t predicts; its feature changes with it
-        after = head_rows(head, batch_of(changed, 2, lm.features(torch.tensor([changed]))), lm)
-        assert torch.equal(before[0, : t + 1], after[0, : t + 1])
-        if t + 1 < before.shape[1]:
-            assert not torch.allclose(before[0, t + 1], after[0, t + 1])  # the next row reads it
-
-
 class Spy(FixedLength):
     """Keeps the hidden state behind every drafted token."""
 
@@ -137,17 +108,6 @@ def test_starting_from_the_targets_layer_copies_it_and_passes_features_through()
         assert torch.equal(value, wanted[name])
     mixed = head.fc(torch.cat([torch.zeros(1, H), torch.eye(H)[:1]], -1))
     assert mixed[0, 0] > 0.8 and mixed[0, 1:].abs().max() < 0.2
-
-
-def test_a_head_whose_context_is_full_drafts_no_more():
-    lm = TableLM(3)
-    head = EagleHead(dataclasses.replace(make_head().config, llama=dataclasses.replace(LLAMA, max_position=8))).double()
-    done = generate_one(
-        lm, FeatureDrafter(head, lm, [FixedLength(3)], 64), PROMPT, SamplingParams(), 20, TorchSource(0)
-    )
-    assert done.tokens == generate_one(lm, None, PROMPT, SamplingParams(), 20, TorchSource(0)).tokens
-    drafted = [step.num_drafted for step in done.trace.steps]
-    assert drafted[0] == 3 and drafted[-5:] == [0] * 5
 
 
 @pytest.mark.parametrize("num_layers", [1, 2])

@@ -166,12 +166,6 @@ def tree_paths(slow: SlowHead, shape: StaticTree) -> list[tuple[int, ...]]:
     return paths
 
 
-def test_the_trees_rows_leave_the_cache_when_the_round_ends():
-    head, lm = random_head(0), TableLM(0, support=(V,))
-    _, drafter = propose(head, lm, DynamicTree(8, 3, 3), 6, [*PROMPT, 1])
-    assert drafter.cache.lengths == [len(PROMPT)]
-
-
 def test_a_static_tree_is_sent_to_its_device_once():
     """A device that waits for numbers of the host at every level is what a draft then waits for."""
     sent: list[str] = []

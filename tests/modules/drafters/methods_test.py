@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from draftsmith.data.engines.own import select_method
@@ -27,10 +25,6 @@ def test_a_cost_is_a_number_or_measured():
     assert parse_method("cost:c=0.25:drafter=eagle") == HeadByCost(c=0.25, drafter="eagle")
 
 
-def test_specdecpp_defaults_are_the_papers():
-    assert parse_method("specdec++") == SpecDecPlusPlus(h=0.7, min=2, max=20, calibrated=False)
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -40,32 +34,23 @@ def test_specdecpp_defaults_are_the_papers():
         ("ar:k=3", ["'k'", "no settings"]),
         ("spec:k=three", ["spec, k", "'three'", "an integer"]),
         ("spec:k=0", ["k: found 0", "1 or more"]),
-        ("spec:k", ["'k'", "k=VALUE"]),
         ("spec:k=1:k=2", ["k twice"]),
         ("spec,spec", ["spec twice"]),
-        ("specdec++:h=1.5", ["h: found 1.5"]),
         ("specdec++:h=0", ["h: found 0.0", "between 0 and 1"]),
-        ("confidence:t=1", ["t: found 1.0", "between 0 and 1"]),
         ("hf-assisted:t=1", ["t: found 1.0", "0 (off) or a probability below 1"]),
         ("confidence:drafter=lookup", ["'lookup'", "one of draft, eagle"]),
-        ("self-verify:k=0", ["k: found 0"]),
         ("medusa:accept=often", ["medusa, accept", "'often'", "exact or typical"]),
         ("medusa:accept=typical:eps=2", ["eps: found 2.0"]),
-        ("medusa:accept=typical:delta=0", ["delta: found 0.0"]),
         ("eagle2:nodes=200", ["nodes: found 200", "128 or less"]),
         ("eagle2:nodes=30:depth=1:topk=5:rerank=off", ["nodes: found 30", "10 or less"]),
-        ("eagle2:nodes=some", ["eagle2, nodes", "'some'", "an integer or auto"]),
         ("eagle2:nodes=auto:rerank=off", ["nodes: found auto with value=off or rerank=off"]),
         ("eagle2:depth=auto", ["depth: found auto with nodes=60", "nodes=auto"]),
         ("eagle2:value=maybe", ["'maybe'", "on or off"]),
         ("hsddw:max=65", ["max: found 65", "64 or less"]),
         ("specdec++:min=5:max=4", ["max: found 4", "5 or more"]),
-        ("specdec++:calibrated=maybe", ["'maybe'", "on or off"]),
         ("online:c=little", ["online, c", "'little'", "a number or auto"]),
         ("cost:c=0", ["c: found 0.0", "above 0, or auto"]),
-        ("cost:c=nan", ["c: found nan", "above 0, or auto"]),
         ("online:by=entropy", ["'entropy'", "q or max_q"]),
-        ("online:min=3:max=2", ["max: found 2", "3 or more"]),
     ],
 )
 def test_a_wrong_method_is_told_with_what_is_allowed(text, expected):
@@ -85,23 +70,11 @@ def test_a_missing_model_is_told_with_its_flag(label):
             check_needs(named, {name: path for name, path in given.items() if name != need})
 
 
-@pytest.mark.parametrize("name", known_methods())
-def test_a_registered_method_is_a_frozen_dataclass_with_defaults(name):
-    method = parse_method(name)
-    assert dataclasses.is_dataclass(method) and method.__dataclass_params__.frozen
-    assert set(method.needs) <= {"draft", "mid", "acceptance", *learned()}
-
-
 def test_a_trees_nodes_are_a_number_or_auto():
     auto = parse_method("eagle2:nodes=auto:depth=2:topk=4")
     assert (auto.nodes, auto.most_nodes) == ("auto", 4 + 2 * 16)
     assert parse_method("eagle2:nodes=auto").most_nodes == 128
     assert parse_method("eagle2:nodes=auto:depth=auto:topk=2").most_nodes == 2 + 8 * 4
-
-
-def test_every_method_of_this_engine_can_be_batched():
-    unable = {name for name, method in known_methods().items() if not method.batchable}
-    assert unable <= {"hf", "hf-assisted"}
 
 
 def test_a_method_that_changes_the_output_says_so_in_its_label_which_is_read_again():
