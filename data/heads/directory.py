@@ -209,7 +209,14 @@ def load_head(
     settings = _settings(directory, config)
     if target is not None:
         check_sizes("head", directory, settings, target.info.hidden_size, target.info.vocab_size)
-        _check_identity(directory, config, target.info.identity if identity is None else identity)
+        identity, recorded = identity or target.info.identity, config.get("target") or {}
+        if recorded and (differing := compare_identity({"model": identity}, {"model": recorded})):
+            # Suggest --init: a changed target is the usual reason for a mismatch.
+            names = ", ".join(key.removeprefix("model.") for key, _, _ in differing)
+            found = f"{directory} trained for another model ({names} differ)"
+            start = f"draftsmith train {config['kind']} --init {directory}, on data made with it"
+            remedy = f"Pass that one, or train this head on for the other: {start}."
+            raise InputError("head", found, "the model it was trained for", remedy)
     state = read_tensors(Path(directory) / "model.safetensors", REMEDY)
     head = build_head(config["kind"], settings, state).eval().requires_grad_(False)
     if target is None:
@@ -247,23 +254,6 @@ def check_sizes(field: str, name: str | Path, settings: Any, width: int, vocab_s
     head_vocab = getattr(settings, "vocab_size", None)
     if None not in (head_vocab, vocab_size) and head_vocab != vocab_size:
         raise InputError(field, f"{name} of vocabulary {head_vocab}", f"{vocab_size}", "Pass its own target.")
-
-
-def _check_identity(directory: str | Path, config: dict[str, Any], identity: Mapping[str, str]) -> None:
-    """Raise InputError if the head was trained for another model."""
-    recorded = config.get("target")
-    if not recorded:
-        return
-    if differing := compare_identity({"model": identity}, {"model": recorded}):
-        # Suggest --init: a changed target is the usual reason for a mismatch.
-        names = ", ".join(key.removeprefix("model.") for key, _, _ in differing)
-        reads = "--draft DRAFT"
-        if config["kind"] in drafters.learned() or drafters.learned().keys() & recorded.keys():
-            reads = "--target TARGET"
-        start = f"draftsmith train {config['kind']} --init {directory} {reads} --data DATA --output DIR"
-        found = f"{directory} trained for another model ({names} differ)"
-        remedy = f"Pass that one, or train this head on for the other, on data made with it: {start}"
-        raise InputError("head", found, "the model it was trained for", remedy)
 
 
 def another_mode(directory: str | Path, params: SamplingParams) -> str | None:

@@ -130,11 +130,13 @@ class Eagle3Format(LlamaFormat):
         raw, notes = flat(package.config), list[str]()
         llama = llama_config(raw, transformers_rope(raw))
         check_options(raw, llama, target, ("vocab_size",))
-        for name in ("norm_before_fc", "target_hidden_size"):
-            if has_flag(raw, name) and raw.get(name) != raw.get("hidden_size"):
-                raise InputError(f"config.json, {name}", raw.get(name, True), "nothing", UNSUPPORTED)
         inner = raw.get("eagle_config")
-        if isinstance(inner, Mapping) and inner.get("use_aux_hidden_state") is False:
+        inner = inner if isinstance(inner, Mapping) else {}
+        if raw.get("norm_before_fc") or inner.get("norm_before_fc"):
+            raise InputError("config.json, norm_before_fc", True, "false", UNSUPPORTED)
+        if (width := raw.get("target_hidden_size")) not in (None, raw.get("hidden_size")):
+            raise InputError("config.json, target_hidden_size", width, "the head's own width", UNSUPPORTED)
+        if inner.get("use_aux_hidden_state") is False:
             raise InputError("config.json, use_aux_hidden_state", False, "true: it is no EAGLE-3 head", UNSUPPORTED)
         problems = self.problems(raw, target)
         tensors = self.own_tensors(package, target, our_name, notes, problems)
@@ -219,12 +221,6 @@ def layer_ids(raw: Mapping[str, Any], *places: str) -> tuple[int, ...] | None:
             raise InputError(f"config.json, {IDS}", repr(ids), "a list of integers", "Correct config.json.")
         return tuple(ids)
     return None
-
-
-def has_flag(raw: Mapping[str, Any], name: str) -> bool:
-    """Return a switch at the top of `config.json` or in its `eagle_config`."""
-    inner = raw.get("eagle_config")
-    return bool(raw.get(name) or (isinstance(inner, Mapping) and inner.get(name)))
 
 
 def producer(foreign: ForeignHead) -> str:
