@@ -45,16 +45,6 @@ def has_wandb_key() -> bool:
         return False
 
 
-def configured() -> bool:
-    """Return whether the client has a key, or a mode in its own environment variable."""
-    return has_wandb_key() or bool(os.environ.get("WANDB_MODE"))
-
-
-def switched_off(choice: Choice) -> bool:
-    """Return whether tracking is off by the option or by the client's own environment variable."""
-    return choice == "off" or os.environ.get("WANDB_MODE") == "disabled"
-
-
 def start_wandb(wandb: Any, choice: Choice, options: dict[str, Any], log: Callable[[str], None]) -> Any:
     """Start a run: online with a key, else offline; fall back to offline if online does not start.
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import importlib.util
 import io
+import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -20,12 +21,11 @@ from draftsmith.data.store.files import append, make_directory, write_text
 from draftsmith.data.store.manifest import MANIFEST, resolved
 from draftsmith.data.store.reading import metric_rows
 from draftsmith.data.tracking import (
-    configured,
     data_artifact,
     finish_wandb,
+    has_wandb_key,
     head_artifact,
     start_wandb,
-    switched_off,
     use_artifact,
 )
 from draftsmith.modules.types import InputError
@@ -135,9 +135,11 @@ def start_run(
     the server does not bring back what was logged before, `table` is logged again: uploading a second offline directory
     of one run replaces the first, so the last one has to hold everything.
     """
-    if "wandb" not in config.track or switched_off(config.wandb):
+    # The client's own variable may switch it off, or choose how it logs.
+    mode = os.environ.get("WANDB_MODE")
+    if "wandb" not in config.track or config.wandb == "off" or mode == "disabled":
         return None
-    if config.wandb == "auto" and not configured():
+    if config.wandb == "auto" and not (mode or has_wandb_key()):
         log("Weights & Biases: off, no key was found (`wandb login` logs online, --wandb offline into files)")
         return None
     import wandb
