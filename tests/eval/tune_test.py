@@ -18,6 +18,7 @@ from draftsmith.launch.commands import configure
 from draftsmith.modules.drafters.chains import Bounded
 from draftsmith.modules.drafters.methods import parse_methods
 from draftsmith.modules.engine.low_precision import can_int8
+from draftsmith.modules.types import InputError
 
 SMALL = ["--depth", "3", "--tree-depth", "1", "--finalists", "2", "--repeats", "1",
          "--limit", "2", "--max-new-tokens", "10", "--ignore-eos"]  # fmt: skip
@@ -84,20 +85,11 @@ def test_decode_and_bench_take_the_file(tuned, models, capsys, tmp_path):
     assert config.method == method and config.ignore_eos
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ([], "--draft"),
-        (["--draft", "eagle", "--acceptance", "acceptance"], "a head for what draft drafts, which is not given"),
-    ],
-)
-def test_bad_options_are_one_line(models, capsys, tmp_path, flags, expected):
-    flags = [models.get(word, word) for word in flags]
-    words = ["--target", models["target"], "--prompts", models["prompts"], *flags, "--output", str(tmp_path / "out")]
-    assert main(["eval", "tune", *words]) == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1 and expected in err
-    assert not (tmp_path / "out").exists()
+def test_an_acceptance_head_needs_its_drafter(models, tmp_path):
+    given = {"acceptance": models["acceptance"], "output": tmp_path}
+    config = dataclasses.replace(config_of(models, drafts=("eagle",)), **given)
+    with pytest.raises(InputError, match="a head for what draft drafts, which is not given"):
+        tune.run(config)
 
 
 @pytest.mark.parametrize("num_prompts", [1, 5, 16])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from tiny_world import draft_options, draft_words
+from tiny_world import draft_options
 
 from draftsmith.data.heads.card import measured_of
 from draftsmith.data.heads.directory import load_head
@@ -141,24 +141,6 @@ def test_a_prompts_artefact_gives_the_same_prompts_as_its_file(models, tmp_path)
     assert only_a == [prompt for prompt in from_file if prompt.task == "a"][:2]
     with pytest.raises(InputError, match="splits test, train"):
         read_prompts(models["prompts"], models["target"], split="dev")
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        ({"prompts": "absent.jsonl"}, "absent.jsonl"),
-        ({"eagle": "ACCEPTANCE", "methods": "eagle"}, "acceptance head"),
-        ({"tasks": "absent.jsonl"}, "exactly one of them"),
-        ({"temperatures": "0,hot"}, "temperatures: found '0,hot'"),
-    ],
-)
-def test_wrong_input_ends_with_code_2_and_one_line(models, tmp_path, capsys, change, expected):
-    arguments = {**models, "output": str(tmp_path), **change}
-    arguments = {k: models["acceptance"] if v == "ACCEPTANCE" else v for k, v in arguments.items()}
-    assert main(["eval", "bench", *draft_words(arguments)]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("draftsmith: error: ") and err.count("\n") == 1 and expected in err
-    assert not (tmp_path / "results.json").exists()
 
 
 BATCHED = "spec:k=3,specdec++:h=0.7:min=1:max=6,eagle:k=2,confidence:t=0.2:max=6:drafter=eagle,self-verify:k=5"

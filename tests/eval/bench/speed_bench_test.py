@@ -10,13 +10,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts, read_questions
-from draftsmith.launch.cli import main
 
 SCHEMA = pa.schema([
     *((name, pa.string()) for name in ("question_id", "category", "sub_category")), ("turns", pa.list_(pa.string())),
     *((name, pa.string()) for name in ("source", "src_id", "difficulty")), ("multiturn", pa.bool_()),
 ])  # fmt: skip
-PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
 # Categories are not in one piece, so that a group of two consecutive rows would mix them.
 ASKED = [
     ("coding", ["Rename a to b", "Now to c"]), ("writing", ["Say hello"]), ("coding", ["Sort these imports"]),
@@ -68,13 +66,3 @@ def test_the_limit_counts_in_each_category_and_in_a_task_of_another_name_for_all
         assert asked_ids(found) == [["q0", "q2"], ["q1", "q3"]]
         (named,) = read_questions([("speed", str(file))], models["target"], None, None, 2, "all")
         assert [(prompt.id, prompt.task) for prompt in named] == [("q0", "speed"), ("q1", "speed")]
-
-
-def test_a_placeholder_is_refused_with_the_script_that_fetches_it(models, tmp_path, capsys):
-    for file in write(tmp_path, [("coding", ["Hi"]), ("writing", [f"{PLACEHOLDER}\n\nDescribe {{question}}"])]):
-        words = ["--target", models["target"], "--prompts", str(file), "--output", str(tmp_path / "out")]
-        assert main(["eval", "bench", *words]) == 2
-        err = capsys.readouterr().err
-        assert file.name in err and "is a placeholder (FULL BENCHMARK DATA" in err and "prepare_data.py" in err
-        assert not (tmp_path / "out" / "results.json").exists()
-        assert len(read_prompts(str(file), models["target"], keep_tasks="coding")) == 1

@@ -17,6 +17,7 @@ from draftsmith.eval.bench.prompts import BenchPrompt, task_sources
 from draftsmith.eval.bench.results import BASELINE, failures_of, read_rows
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import DecodeTrace
+from draftsmith.modules.types import InputError
 
 NEW_TOKENS = 6
 FILES = {
@@ -149,6 +150,8 @@ def test_a_set_in_the_layout_of_fastchat_is_named_by_its_folders(tmp_path):
     names = [name for name, _ in task_sources(None, str(tmp_path))]
     assert names == ["gsm8k", "qa", "sum"]
     assert task_sources(None, f"{tmp_path}/qa/question.jsonl") == [("qa", f"{tmp_path}/qa/question.jsonl")]
+    with pytest.raises(InputError, match="exactly one of them"):
+        task_sources("prompts.jsonl", str(tmp_path))
 
 
 def prompt_runner(runner, **changes) -> PromptRunner:
