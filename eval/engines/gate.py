@@ -127,12 +127,7 @@ def run(config: EngineCheckConfig) -> int:
         raise InputError("server", found, "a server that runs, or what starts one", "Pass one of them.")
     if config.server is None:
         engine_python(config.engine_python)
-    source, split = config.prompts, config.split
-    if source is None:  # the embedded target's own test prompts
-        if not config.target.startswith(EMBEDDED):
-            raise InputError("prompts", "none", "held-out prompts of the target's", "Pass --prompts.")
-        source, split = f"{EMBEDDED}prompts", split or "test"
-    prompts = read_prompts(source, config.target, split, limit=config.limit)
+    prompts = held_out_prompts(config, config.target)
     target = load_lm(config.target, **config.loading)
     facts = facts_of(config.target, target)
     ours = our_drafter(config, target, facts)
@@ -168,6 +163,16 @@ def run(config: EngineCheckConfig) -> int:
         located.append((TEMPLATE, text))
     print_comparison(str(config.directory), f"vLLM {version}", str(config.loading["dtype"]), rows, located)
     return 0 if not located and all(row.same_text and row.same_counts for row in rows) else 1
+
+
+def held_out_prompts(config: EngineCheckConfig, target: str) -> list[BenchPrompt]:
+    """Read --prompts, or the embedded target's own test prompts."""
+    source, split = config.prompts, config.split
+    if source is None:
+        if not target.startswith(EMBEDDED):
+            raise InputError("prompts", "none", "held-out prompts of the target's", "Pass --prompts.")
+        source, split = f"{EMBEDDED}prompts", split or "test"
+    return read_prompts(source, target, split, limit=config.limit)
 
 
 def our_drafter(config: EngineCheckConfig, target: CausalLM, facts: TargetFacts) -> OurDrafter:
