@@ -14,7 +14,6 @@ from draftsmith.modules.types import InputError
 
 NAME = "hf-assisted"  # of the format on the command line
 FIELDS = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
-TRANSFORMERS, OURS = (NAME,), ("spec", "confidence")
 
 
 @dataclass(frozen=True)
@@ -43,39 +42,27 @@ def generation_config(fields: Mapping[str, Any], tuning: Tuning) -> dict[str, An
 
 
 def choose_tuning(results: Mapping[str, Any], draft: Mapping[str, str]) -> Tuning:
-    """Choose the fastest setting that was measured for this draft.
-
-    Rows of transformers itself (`hf-assisted`) count before those of this project's decoder (`spec`, `confidence`),
-    whose rounds are the same but cheaper.
+    """Choose the fastest setting that was measured for this draft, in transformers itself (method `hf-assisted`).
 
     results: `results.json` of `eval bench`. draft: identity of the draft model.
 
     Raises:
-        InputError: results of another draft, or without a method that transformers could follow.
+        InputError: results of another draft, or without such a method.
     """
     meta, rows = results["meta"], results["methods"]
     measured = meta.get("models", {}).get("draft")
     if measured != dict(draft):
         found = f"measurements with the draft {measured}"
         raise InputError("results", found, f"the draft {dict(draft)}", "Measure with the draft that is exported.")
-    for names in (TRANSFORMERS, OURS):
-        fitting = [row for row in rows if row["method"].partition(":")[0] in names]
-        # transformers drafts with a model, and its threshold counts from the first token on.
-        fitting = [
-            row
-            for row in fitting
-            if (settings := meta["methods"][row["method"]]).get("drafter", "draft") == "draft"
-            and settings.get("min", 1) == 1
-        ]
-        if fitting:
-            best = max(fitting, key=lambda row: row["tokens_per_s"])
-            settings, prompts = meta["methods"][best["method"]], meta.get("prompts") or {}
-            where = f"{prompts.get('count')} prompts of {prompts.get('source')} ({meta.get('date')})"
-            source = f"{best['method']}, {best['tokens_per_s']:.1f} tokens/s, the fastest measured on {where}"
-            return Tuning(settings.get("k", settings.get("max")), settings.get("t", 0.0), source)
-    labels = ", ".join(row["method"] for row in rows)
-    remedy = "Run eval bench with --methods hf-assisted:k=5,hf-assisted:k=20:t=0.4"
-    raise InputError("results", labels, f"a row of {', '.join(TRANSFORMERS + OURS)} with the draft", f"{remedy}.")
+    fitting = [row for row in rows if row["method"].partition(":")[0] == NAME]
+    if not fitting:
+        remedy = f"Run eval bench with --methods {NAME}:k=5,{NAME}:k=20:t=0.4."
+        raise InputError("results", ", ".join(row["method"] for row in rows), f"a row of {NAME}", remedy)
+    best = max(fitting, key=lambda row: row["tokens_per_s"])
+    settings, prompts = meta["methods"][best["method"]], meta.get("prompts") or {}
+    where = f"{prompts.get('count')} prompts of {prompts.get('source')} ({meta.get('date')})"
+    source = f"{best['method']}, {best['tokens_per_s']:.1f} tokens/s, the fastest measured on {where}"
+    return Tuning(settings["k"], settings.get("t", 0.0), source)
 
 
 def serve(target: str, directory: str) -> str:
