@@ -46,9 +46,15 @@ class BadSteps:
 
     def watch(self, module: nn.Module) -> None:
         """Look at every gradient as this rank computes it, before other ranks' and micro-batches' are added."""
+
+        def mark(gradient: Tensor) -> None:
+            if self._parts:
+                part = self._parts[-1]
+                part.mark = part.mark + gradient.sum().float() * 0
+
         for param in module.parameters():
             if param.requires_grad:
-                param.register_hook(self._see)
+                param.register_hook(mark)
 
     def add(
         self, loss: Tensor, keys: Sequence[SampleKey], frozen_states: Tensor | None, begins_step: bool = True
@@ -62,11 +68,6 @@ class BadSteps:
         if begins_step:
             self._parts = []
         self._parts.append(_Marks(keys, loss.detach().float() * 0, states))
-
-    def _see(self, gradient: Tensor) -> None:
-        if self._parts:
-            part = self._parts[-1]
-            part.mark = part.mark + gradient.sum().float() * 0
 
     def agree(self, norm: Tensor | None, name: Callable[[int], str]) -> tuple[bool, float]:
         """Return whether the step is bad on any rank, and the norm as a number. All ranks call it.

@@ -153,17 +153,6 @@ def test_training_starts_from_a_given_head(artefacts, tmp_path):
     assert all(0 < float(distance) < 2e-5 for distance in moved)
 
 
-def test_another_start_is_another_run(artefacts, tmp_path):
-    first, second = (saved_head(tmp_path / f"start{seed}", seed=seed) for seed in (3, 4))
-    run(config(artefacts, tmp_path / "run", init=first))
-    (tmp_path / "run" / "training.json").unlink()
-    for init in (second, None):
-        with pytest.raises(InputError, match=r"resume: found another inputs\.init"):
-            run(config(artefacts, tmp_path / "run", init=init, resume=True))
-    moved = shutil.copytree(first, tmp_path / "moved")
-    assert run(config(artefacts, tmp_path / "run", init=moved, resume=True)) == tmp_path / "run" / "best"
-
-
 @pytest.mark.parametrize(
     ("settings", "changes", "found"),
     [

@@ -37,14 +37,6 @@ def part_of(batch: FeatureBatch) -> MicroBatch:
     return micro_batch(batch, EagleHead.loss_count(batch, None))
 
 
-def test_a_text_is_the_features_artefacts_row_without_features(artefacts):
-    online, stored = texts(artefacts), open_dataset(artefacts.features)
-    assert online.lengths.tolist() == stored.lengths.tolist() and len(online) == len(stored)
-    for text, row in zip((online[i] for i in range(len(online))), stored, strict=True):
-        assert set(text) == set(row) - {"features"}
-        assert all(torch.equal(value, row[name]) for name, value in text.items())
-
-
 def test_supervised_prompts_are_texts_with_masks_of_their_own(artefacts, tmp_path):
     source = tmp_path / "rows.jsonl"
     source.write_text('{"prompt": "def add(first, second):", "answer": "return first + second"}\n' * 3)

@@ -26,13 +26,12 @@ STOPPED_AT, STEPS = 23, 50
 
 @dataclass(frozen=True)
 class Tracked:
-    """Output directory of a run, its two sessions in Weights & Biases, its CSV rows, and its log lines."""
+    """Output directory of a run, its two sessions in Weights & Biases, and its CSV rows."""
 
     output: Path
     config: TrainDrafterConfig
     sessions: list[OfflineRun]
     table: list[dict[str, float]]
-    said: list[str]
 
 
 def table(output: Path) -> list[dict[str, float]]:
@@ -43,7 +42,6 @@ def table(output: Path) -> list[dict[str, float]]:
 @pytest.fixture(scope="module")
 def tracked(artefacts, tmp_path_factory) -> Tracked:
     output = tmp_path_factory.mktemp("tracking") / "run 1"
-    said: list[str] = []
     shared = {"data": artefacts.features, "target": str(artefacts.target), "output": output, "accelerator": "cpu"}
     shared |= {"max_steps": STEPS, "batch_size": 8, "val_share": 0.25, "val_every": 10, "log_every": 5, "lr": 3e-3}
     shared |= {"tau_prompts": 2, "tau_max_new_tokens": 6, "tau_every": 50, "token_weight": 1.0, "num_threads": 1}
@@ -59,15 +57,13 @@ def tracked(artefacts, tmp_path_factory) -> Tracked:
         for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
             patch.delenv(name, raising=False)
         patch.setenv("NETRC", str(output.parent / "no netrc"))
-        patch.setattr("draftsmith.train.metrics.log_note", said.append)
         with patch.context() as stopping:
             stopping.setattr(LitHead, "training_step", interrupted)
             with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
                 run(drafter_config("eagle")(**shared))
-        said.append("resumed")
         config = drafter_config("eagle")(**shared, resume=True)
         run(config)
-    return Tracked(output, config, offline_runs(output), table(output), said)
+    return Tracked(output, config, offline_runs(output), table(output))
 
 
 def test_a_resumed_run_keeps_its_id_and_logs_all_rows_again(tracked):
@@ -141,13 +137,6 @@ def test_machine_and_process_are_not_logged(tracked):
         content = next(session.directory.glob("run-*.wandb")).read_bytes()
         assert sys.executable.encode() not in content and platform.platform().encode() not in content
         assert not [path for path in (session.directory / "files").rglob("*") if path.is_file()]
-
-
-def test_the_upload_command_is_printed_at_each_end(tracked):
-    until, after = tracked.said[: tracked.said.index("resumed")], tracked.said[tracked.said.index("resumed") :]
-    for lines, session in ((until, tracked.sessions[0]), (after, tracked.sessions[1])):
-        (line,) = [line for line in lines if "wandb sync" in line]
-        assert line.endswith(f"wandb sync '{session.directory}'")
 
 
 def test_tensorboard_has_the_numbers_of_the_csv_file(tracked):
