@@ -105,7 +105,12 @@ def draft_chains(
         rows = drafting
         if rows:
             logits, states = step([own[-1:] if row in rows else [] for row, own in enumerate(tokens)])
-    return [_chain(own, torch.stack(q) if q else None) for own, q in zip(tokens, drawn_from, strict=True)]
+    return [
+        DraftTree(tuple(own), chain_parents(len(own)), torch.stack(q) if q else None, draft_calls=len(own))
+        if own
+        else NO_DRAFT
+        for own, q in zip(tokens, drawn_from, strict=True)
+    ]
 
 
 def draft_fixed_length(
@@ -141,12 +146,9 @@ def draft_fixed_length(
         if NO_TOKEN in tokens[row][:length]:
             what = "logits" if q is None else "probabilities"
             raise NonFinite(what, position=tokens[row].index(NO_TOKEN), row=row)
-    return [
-        _chain(own[:length], None if q is None else q[row, :length])
-        for row, (own, length) in enumerate(zip(tokens, lengths, strict=True))
-    ]
-
-
-def _chain(tokens: Sequence[int], draft_prob: Tensor | None) -> DraftTree:
-    count = len(tokens)
-    return DraftTree(tuple(tokens), chain_parents(count), draft_prob, draft_calls=count) if count else NO_DRAFT
+    trees = []
+    for row, count in enumerate(lengths):
+        own_q = None if q is None else q[row, :count]
+        chain = DraftTree(tuple(tokens[row][:count]), chain_parents(count), own_q, draft_calls=count)
+        trees.append(chain if count else NO_DRAFT)
+    return trees

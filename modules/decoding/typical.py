@@ -39,7 +39,7 @@ class Typical:
     ) -> tuple[int, ...]:
         """Return the longest path from the root whose tokens are all accepted; of equally long ones the most probable.
 
-        tokens, parents: of N nodes, as in `DraftTree`. distribution: [V] behind a node, -1 is the root.
+        tokens, parents: of N nodes, as in `DraftTree`. distribution: [V] behind node i by i + 1, 0 is the root.
 
         Raises:
             NonFinite: a distribution; the position is the node's depth.
@@ -53,7 +53,7 @@ class Typical:
             if parent not in paths:
                 continue
             if parent not in laws:
-                prob = distribution(parent)
+                prob = distribution(parent + 1)
                 if prob.sum().isnan():
                     raise NonFinite("probabilities", position=len(paths[parent]))
                 laws[parent] = prob, self.accepts(prob)

@@ -62,7 +62,7 @@ def verify(
         try:
             if tree.typical is not None and not params.greedy:
                 laws = partial(numbers.distribution, row)
-                path = tree.typical.path(tree.tokens, tree.parents, lambda node, laws=laws: laws(node + 1))
+                path = tree.typical.path(tree.tokens, tree.parents, laws)
                 token = sources[row].draw(laws(path[-1] + 1 if path else 0))
                 if token == NO_TOKEN:
                     raise NonFinite("probabilities", position=len(path))

@@ -301,7 +301,16 @@ class LeanStack:
             positions = torch.arange(end, device=self.device)
             mask = self._windowed(positions[start:, None] >= positions, positions)
             return self.run(x, cos, sin, cache, mask, False, taps)
-        bias = None if length == 1 or start == 0 else self._chain_bias(start, length)
+        bias = None
+        if length > 1 and start > 0:
+            # Input i sees the first start + i + 1 slots. The strip's row i is 0 up to column `kept` + i: shifted left
+            # by kept - start columns it fits.
+            rows, kept = self._strip.shape[0], self._strip.shape[1] - self._strip.shape[0]
+            if length > rows or start > kept:
+                rows, kept = max(16, length), max(1024, 2 * start)
+                visible = torch.ones(rows, kept + rows, dtype=torch.bool, device=self.device).tril(kept)
+                self._strip = as_bias(visible, self.dtype)
+            bias = self._strip[:length, kept - start : kept + length]  # [T, start + T]
         return self.run(x, cos, sin, cache, bias, start == 0 and length > 1, taps)
 
     def tree(self, x: Tensor, parents: Sequence[int], cache: KVCache, taps: Taps | None = None) -> Tensor:
@@ -319,18 +328,6 @@ class LeanStack:
             visible = self._windowed(visible, positions)
         own = positions[-len(x) :]
         return self.run(x, self.cos[own], self.sin[own], cache, visible, False, taps)
-
-    def _chain_bias(self, start: int, length: int) -> Tensor:
-        """Return the bias [T, start + T] of a chain: input i sees the first start + i + 1 slots.
-
-        It is a slice of a strip whose row i is 0 up to column `kept` + i: shifted left by kept - start columns it fits.
-        """
-        rows, kept = self._strip.shape[0], self._strip.shape[1] - self._strip.shape[0]
-        if length > rows or start > kept:
-            rows, kept = max(16, length), max(1024, 2 * start)
-            visible = torch.ones(rows, kept + rows, dtype=torch.bool, device=self.device).tril(kept)
-            self._strip = as_bias(visible, self.dtype)
-        return self._strip[:length, kept - start : kept + length]
 
     def _windowed(self, mask: Tensor, positions: Tensor) -> Tensor:
         """Add the sliding window (Mistral 7B, section 2) to mask [T, S]; positions [S] of all slots, the last T fed."""

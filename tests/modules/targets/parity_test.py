@@ -39,12 +39,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "llama-theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "rms_norm_eps": 1e-3},
     "llama-rope-linear": {"rope_parameters": LINEAR},
     "llama-rope-llama3": {"rope_parameters": LLAMA3},
-    "llama-old-rope-linear": {"rope_parameters": LINEAR},
     "llama-old-rope-llama3": {"rope_parameters": LLAMA3},
-    "mistral": {"sliding_window": None},
     "mistral-window": {"sliding_window": 7},
     "qwen2": {},
-    "qwen2-tied": {"tie_word_embeddings": True},
     "qwen3": {},
     "qwen3-attention-bias": {"attention_bias": True, "tie_word_embeddings": True},
 }
