@@ -79,6 +79,11 @@ def test_zero_stages_by_name(tmp_path, name, stage, offload):
     assert not any(kind in strategy.config for kind in ("bf16", "fp16"))
 
 
+def test_muon_needs_whole_matrices(tmp_path):
+    with pytest.raises(InputError, match=r"muon with deepspeed_stage_1.*Muon needs whole matrices"):
+        trainer_arguments(config(tmp_path, strategy="deepspeed_stage_1", optimizer="muon"))
+
+
 def test_without_deepspeed_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(InputError, match=r'pip install "draftsmith\[deepspeed\]"'):
