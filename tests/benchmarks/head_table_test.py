@@ -53,7 +53,7 @@ def test_it_trains_every_kind_and_measures_all_methods_with_the_heads_of_a_seed(
         benched.append(config)
         make_directory(config.output)
         methods = [named.label for named in parse_methods(config.methods)]
-        temperatures = config.all_temperatures
+        temperatures = [params.temperature for params in config.modes]
         rows = [answered(m, p, 6, 6 if m == "ar" else 3, 1.0, t) for t in temperatures for m in methods for p in (0, 1)]
         write_rows(config.output / PER_PROMPT, rows)
         write_json(config.output / RESULTS, {"meta": {"settings": resolved(config)}})
