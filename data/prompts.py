@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from draftsmith.data.console import Advance
 from draftsmith.data.models.identity import template_hash
@@ -92,13 +92,6 @@ class PromptsConfig(RemoteCode):
             raise InputError("turns", self.turns, expected, "Leave --turns or --supervised out.")
 
 
-class SelectedRow(NamedTuple):
-    """Number of a row that passes the filters. error: it cannot be used, and will be dropped and counted."""
-
-    number: int
-    error: RowError | None = None
-
-
 @sole_writer(shared=True)
 def run(config: PromptsConfig) -> Path:
     """Write the artefact `prompts` and return its directory."""
@@ -139,8 +132,10 @@ def run(config: PromptsConfig) -> Path:
     return config.output
 
 
-def select_rows(source: RowSource, mapping: Mapping[str, str], config: PromptsConfig) -> list[SelectedRow]:
-    """Select the rows that pass split, task and limit.
+def select_rows(
+    source: RowSource, mapping: Mapping[str, str], config: PromptsConfig
+) -> list[tuple[int, RowError | None]]:
+    """Return the numbers of the rows that pass split, task and limit, each with the error for which it is dropped.
 
     Raises:
         InputError: a mapping of, or a filter on, a column that no row has; nothing left; or an invalid row that may not
@@ -151,7 +146,7 @@ def select_rows(source: RowSource, mapping: Mapping[str, str], config: PromptsCo
     allowed = {
         name: {part.strip() for part in value.split(",")} for name, value in filters.items() if value is not None
     }
-    selected: list[SelectedRow] = []
+    selected: list[tuple[int, RowError | None]] = []
     first_index: dict[str, int] = {}
     labelled: set[str] = set()
     absent = set(mapping.values())
@@ -167,11 +162,11 @@ def select_rows(source: RowSource, mapping: Mapping[str, str], config: PromptsCo
                 found = f"the id {row_id[:80]!r}, which {source.where(first_index[row_id])} has too"
                 remedy = "Map another column (--columns id=NAME), or pass --invalid drop, which keeps the first."
                 raise RowError(found, remedy, "duplicate")
-            selected.append(SelectedRow(index))
+            selected.append((index, None))
         except RowError as error:
             drop_row(source.where(index), error, config, Counter())
             # A copy, without the frames that a traceback would keep in memory.
-            selected.append(SelectedRow(index, RowError(str(error), error.remedy, error.reason)))
+            selected.append((index, RowError(str(error), error.remedy, error.reason)))
         if len(selected) == config.limit:
             break
 

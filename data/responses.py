@@ -6,6 +6,7 @@ Responses are stored as the token ids that it sampled, not as text.
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -121,11 +122,8 @@ class ResponsesConfig(Sampling, RemoteCode):
             raise InputError("draft", found, "one with --engine transformers", f"{remedy}, and no --draft or --method.")
         if self.engine != "vllm" and self.vllm_args is not None:
             raise InputError("vllm_args", f"with --engine {self.engine}", "--engine vllm", "Leave them out.")
-        _ = self.answering
-
-    @property
-    def answering(self) -> AnswerSettings:
-        return AnswerSettings(self.target, self.sampling, self.max_new_tokens, self.ignore_eos, self.seed)
+        # Check the sampling settings before anything is loaded.
+        _ = self.sampling
 
 
 # Turns -> (number in them, answer) of each, in the order of completion.
@@ -183,13 +181,14 @@ def open_engine(
     def in_process(generate: GenerateTurns, context: int) -> MakeShard:
         return functools.partial(answer_shard, generate, prompts, conversations(context), context)
 
+    settings = AnswerSettings(config.target, config.sampling, config.max_new_tokens, config.ignore_eos, config.seed)
     if config.engine == "openai":
-        server = ServerEngine(config.server, config.answering, manifest.identity["chat_template"])
+        server = ServerEngine(config.server, settings, manifest.identity["chat_template"])
         begin = conversations(server.context)
         with ServerShards(server, prompts, begin, config.output, config.rows_per_shard) as shards:
             yield shards.make, {"target": server.identity}
     elif config.engine == "vllm":
-        with VllmEngine(config.answering, config.dtype, config.vllm_args, config.trust_remote_code) as vllm:
+        with VllmEngine(settings, config.dtype, config.vllm_args, config.trust_remote_code) as vllm:
             identity = {"target": vllm.identity, "answered_by": vllm.answered_by}
             yield in_process(vllm.answers, vllm.context), identity
     else:
@@ -230,11 +229,12 @@ def answer_shard(
     # Batches hold rows of one shard only, and the drafter begins anew with each shard: the rows that share a batch, and
     # with them the last bits of the logits, do not depend on earlier shards or on the number of ranks.
     rows = prompts.read(shard.start, shard.stop)
-    conversations = [(number, begin(row)) for number, row in enumerate(rows, shard.start)]
-    # Progress counts rows: a turn is a part of its row.
-    shares = {number: 1 / conversation.num_turns for number, conversation in conversations}
+    conversations, shares = [], {}
     for number, row in enumerate(rows, shard.start):
         check_context(number, len(row["prompt_ids"]), context)
+        conversations.append((number, begin(row)))
+        # Progress counts rows: a turn is a part of its row.
+        shares[number] = 1 / (1 + len(json.loads(row["later"])))
     # A round asks every conversation that has a turn left.
     while waiting := [entry for entry in conversations if entry[1].prompt is not None]:
         turns = []

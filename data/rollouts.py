@@ -120,8 +120,9 @@ class Rollouts:
             drafted = branches.draft(starts, depth, params, draws)
         except NonFinite as error:
             # A head that reads broken features is not to blame for its logits.
-            if self.drafter.head and self.drafter.head.needs_features and first_broken(features) is not None:
-                error.model = "target"
+            head = self.drafter.head
+            if head is not None and head.needs_features and features is not None:
+                error.model = "target" if first_broken(features) is not None else error.model
             raise
 
         # Let the target read all drafts, then label their tokens, `chunk` at a time.

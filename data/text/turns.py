@@ -83,11 +83,6 @@ class Conversation:
         self.turn = 1
         self.counts: Counter[str] = Counter()
 
-    @property
-    def num_turns(self) -> int:
-        """Number of turns up to the last one to ask."""
-        return self.turn + len(self._later)
-
     def to_prompt_row(self) -> dict[str, Any]:
         """Return the waiting turn as a row of prompts."""
         messages = json.dumps(self.messages, ensure_ascii=False) if self.turn > 1 else self._prompt_row["messages"]

@@ -241,8 +241,9 @@ def test_a_refused_prompt_is_named_and_the_same_command_continues_with_its_shard
     server.misbehave = None
     server.asked.clear()
     assert tokens(ask(server.url)[1]) == tokens(expected)
-    asked_again = [request["prompt"] for request in server.asked]
-    assert all(prompt_of(expected, n) not in asked_again for n in range(3)) and len(asked_again) == 8
+    # Of the first run, requests that were cancelled may still arrive.
+    asked_again = {tuple(request["prompt"]) for request in server.asked}
+    assert asked_again == {tuple(prompt_of(expected, number)) for number in range(3, 11)}
 
 
 def test_prompts_without_an_answer_are_dropped_and_counted_where_that_is_allowed(
