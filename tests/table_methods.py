@@ -170,8 +170,6 @@ def sequence_drafter(name: str, target: TableLM, draft: TableLM, seed: int):
 EAGLE_TREES = {
     "eagle-tree": StaticTree.from_paths([[0], [1], [0, 0], [0, 2], [1, 0], [0, 0, 1]]),
     "eagle2": DynamicTree(nodes=6, depth=2, topk=3),
-    "eagle2:value=off": DynamicTree(nodes=5, depth=2, topk=2, value=False),
-    "eagle2:rerank=off": DynamicTree(nodes=5, depth=2, topk=2, rerank=False),
     "eagle2:nodes=auto": DynamicTree(nodes=9, depth=2, topk=2),
     "eagle2:nodes=auto:depth=auto": DynamicTree(nodes=9, depth=2, topk=2),
 }

@@ -3,9 +3,9 @@
     draftsmith demo
     python benchmarks/papers/eagle2.py --draft runs/demo/quick/eagle-head/best --output runs/eagle2
 
-Acceptance by position in a static tree (figure 5) and by confidence (figure 6), the effect of values and reranking
-(table 3), and the speed-up by nodes and depth: measured for some sizes, and predicted for all of them from replayed
-counts at costs that are fitted to the measured ones.
+Acceptance by position in a static tree (figure 5) and by confidence (figure 6), and the speed-up by nodes and depth:
+measured for some sizes, and predicted for all of them from replayed counts at costs that are fitted to the measured
+ones.
 """
 
 from __future__ import annotations
@@ -39,15 +39,12 @@ from draftsmith.modules.drafters.eagle.head import Eagle2
 from draftsmith.modules.sampling import probabilities
 from draftsmith.modules.types import InputError, SamplingParams, at_least
 
-REFERENCES = ("eagle:k=5", "eagle-tree")  # EAGLE-1's chain and static tree
-# EAGLE-2, table 3: speed-up on MT-bench at T=0, Vicuna 7B, 60/6/10 on a GPU.
-PAPER = {"neither": 2.81, "no value": 3.21, "no reranking": 3.48, "full": 3.62}
 COUNTS = ["num_target_calls", "num_draft_tokens", "draft_calls"]  # the counts that cost time
 NODE_COLUMNS = ["mode", "prompt", "task", "node", "confidence", "accepted"]
 NUM_BINS = 10
 MIN_REACHED = 5  # nodes of a cell: fewer say nothing
 QUICK: dict[str, Any] = {
-    "limit": 6, "repeats": 1, "ablations": "60:6:10", "nodes": "4,8,16,32,60", "depths": "2,4,6",
+    "limit": 6, "repeats": 1, "nodes": "4,8,16,32,60", "depths": "2,4,6",
     "measured_nodes": "8,60", "measured_depths": "2,6",
 }  # fmt: skip
 
@@ -64,16 +61,6 @@ class TreeSize:
     def label(self) -> str:
         return f"eagle2:nodes={self.nodes}:depth={self.depth}:topk={self.topk}"
 
-    @property
-    def ablations(self) -> dict[str, str]:
-        """Methods by their names in table 3."""
-        return {
-            "neither": f"{self.label}:value=off:rerank=off",
-            "no value": f"{self.label}:value=off",
-            "no reranking": f"{self.label}:rerank=off",
-            "full": self.label,
-        }
-
     def __str__(self) -> str:
         return f"{self.nodes}/{self.depth}/{self.topk}"
 
@@ -85,16 +72,15 @@ class Eagle2Config(common.PaperConfig):
     Attributes:
         draft: Directory of the EAGLE head.
         tree: Static tree whose positions are shown: a shipped name, or a YAML list of paths of ranks.
-        ablations: Sizes nodes:depth:topk of the ablations; the first one also shows confidence.
-        topk: Children per node, and nodes expanded at once, of all other trees.
+        topk: Children per node, and nodes expanded at once.
         nodes: Numbers of nodes to replay, separated by commas.
         depths: Depths to replay.
-        measured_nodes: Those of `nodes` to measure, each with every one of `measured_depths`.
+        measured_nodes: Those of `nodes` to measure, each with every one of `measured_depths`. The largest size shows
+            confidence.
         measured_depths: Those of `depths` to measure.
     """
 
     tree: str = "eagle-1"
-    ablations: str = "60:6:10,16:4:4"
     topk: int = 10
     nodes: str = "2,4,6,8,12,16,24,32,48,60"
     depths: str = "1,2,3,4,5,6,8"
@@ -105,16 +91,6 @@ class Eagle2Config(common.PaperConfig):
         """Return every combination of two settings that hold numbers."""
         counts, levels = (comma_numbers(name, getattr(self, name), int) for name in (nodes, depths))
         return [TreeSize(count, depth, self.topk) for depth in levels for count in counts]
-
-    @property
-    def ablated_sizes(self) -> list[TreeSize]:
-        sizes = []
-        for text in self.ablations.split(","):
-            parts = text.strip().split(":")
-            if len(parts) != 3 or not all(part.isdecimal() for part in parts):
-                raise InputError("ablations", repr(text), "nodes:depth:topk, such as 60:6:10", "Correct it.")
-            sizes.append(TreeSize(*map(int, parts)))
-        return sizes
 
 
 @sole_writer()
@@ -129,12 +105,11 @@ def run(config: Eagle2Config) -> Path:
     if missing := [size for size in timed if size not in replayed]:
         expected = "nodes and depths that are also replayed"
         raise InputError("measured_nodes", missing[0].label, expected, "Add them to --nodes and --depths.")
-    ablated, static = config.ablated_sizes, f"eagle-tree:tree={config.tree}"
-    ablations = [label for size in ablated for label in size.ablations.values()]
-    labels = list(dict.fromkeys([*REFERENCES, *ablations, *(size.label for size in timed)]))
+    static, largest = f"eagle-tree:tree={config.tree}", max(timed, key=lambda size: size.nodes * size.depth).label
+    labels = [size.label for size in timed]
     loaded = common.load(config, [*labels, static, *(size.label for size in replayed)])
 
-    nodes = {label: watch_nodes(config, loaded, label) for label in (static, ablated[0].label)}
+    nodes = {label: watch_nodes(config, loaded, label) for label in (static, largest)}
     counts = pd.DataFrame([row for params in config.sampling for row in replay_sizes(config, loaded, replayed, params)])
     speeds = pd.DataFrame(
         {"mode": common.mode_name(params), **row}
@@ -142,8 +117,7 @@ def run(config: Eagle2Config) -> Path:
         for row in common.measure(config, labels, params).values()
     )
     tables = [
-        ablation_table(ablated, speeds),
-        *node_tables(nodes[static], nodes[ablated[0].label], read_tree(config.tree), config.seed),
+        *node_tables(nodes[static], nodes[largest], read_tree(config.tree), config.seed),
         *size_tables(timed, counts, speeds),
     ]
     return common.write_results("eagle2", config, loaded, tables, summary_of(tables))
@@ -199,29 +173,6 @@ def replay_sizes(
         totals = pool(replay_tree(rollouts, size.nodes, size.depth))
         row = {"mode": common.mode_name(params), "size": str(size), "nodes": size.nodes, "depth": size.depth}
         yield row | {"tau": totals.tau, "tokens": totals.num_tokens} | {name: getattr(totals, name) for name in COUNTS}
-
-
-def ablation_table(sizes: Sequence[TreeSize], speeds: pd.DataFrame) -> Table:
-    """Build table 3 at every size, with EAGLE's chain and static tree below it."""
-    named = [(str(size), name, label) for size in sizes for name, label in size.ablations.items()]
-    named += [("", label, label) for label in REFERENCES]
-    rows = []
-    for mode, of_mode in speeds.groupby("mode", sort=False):
-        by_method = of_mode.set_index("method")
-        for size, name, label in named:
-            paper = PAPER.get(name) if mode == "T=0" else None
-            speed = common.speed_columns(by_method.loc[label])
-            rows.append({**speed, "size": size, "variant": name, "paper": paper})
-    columns = [
-        Column("mode", "mode"), Column("size", "nodes/ depth/ top-k"), Column("variant", "variant"),
-        Column("speedup", "speed-up", ".2fx"), Column("ci", "95 % CI"), Column("tau", "tau", ".2f"),
-        Column("paper", "paper (MT-bench)", ".2fx"),
-    ]  # fmt: skip
-    note = (
-        "Speed-up over autoregressive decoding, all methods of one mode interleaved on the same prompts. No value: "
-        "candidates are ranked by their own confidence. No reranking: the expanded nodes are kept."
-    )
-    return Table("eagle2-ablation", "EAGLE-2: values and reranking", columns, json_values(rows), note)
 
 
 def node_tables(static: pd.DataFrame, dynamic: pd.DataFrame, shape: StaticTree, seed: int) -> list[Table]:
@@ -313,9 +264,7 @@ def predict_speedup(counts: Any, fitted: pd.DataFrame, runs: pd.DataFrame) -> An
 def summary_of(tables: Sequence[Table]) -> dict[str, Any]:
     """Return flat numbers for texts to quote."""
     rows = {table.name: table.rows for table in tables}
-    ablated = [row for row in rows["eagle2-ablation"] if row["size"]]
-    flat = common.summarise(ablated, ("speedup", "tau"), ("size", "variant", "mode"))
-    flat |= common.summarise(rows["eagle2-confidence"], ("correlation",), ("mode",))
+    flat = common.summarise(rows["eagle2-confidence"], ("correlation",), ("mode",))
     for how, name in (("measured", "eagle2-speed-by-size"), ("predicted", "eagle2-predicted-speed")):
         for mode in dict.fromkeys(row["mode"] for row in rows[name]):
             best = max((row for row in rows[name] if row["mode"] == mode), key=lambda row: row["speedup"])

@@ -488,7 +488,7 @@ class TreeRecorder:
 
     def __init__(self, models: Models, method: DynamicTrees, how: Recording, answers: TargetAnswers | None = None):
         """method: gives topk and values; trees of any size are replayed from one recording."""
-        assert method.topk <= models.target.info.vocab_size and method.value and method.rerank
+        assert method.topk <= models.target.info.vocab_size
         self._answers, self._how, self._topk = answers or TargetAnswers(models.target, how), how, method.topk
         self._drafter = method.fixed(models, num_candidates(method.topk, how.depth + 1), how.depth)
 

@@ -51,26 +51,6 @@ def num_candidates(topk: int, levels: int) -> int:
     return topk * (1 + (levels - 1) * topk) if levels else 0
 
 
-def best_connected(parents: Sequence[int], values: Sequence[float], count: int) -> list[int]:
-    """Return the `count` candidates of highest value that form a tree with the root, ascending (EAGLE-2, section 4.2).
-
-    parents[i] < i; -1 is the root. Takes the best candidate whose parent is taken, of equal values the lowest index. If
-    no child is worth more than its parent this is the top `count`, with parents before children on ties.
-    """
-    children: dict[int, list[int]] = {}
-    for node, parent in enumerate(parents):
-        children.setdefault(parent, []).append(node)
-    open_nodes = [(-values[node], node) for node in children.get(-1, [])]
-    heapq.heapify(open_nodes)
-    taken: list[int] = []
-    while open_nodes and len(taken) < count:
-        _, node = heapq.heappop(open_nodes)
-        taken.append(node)
-        for child in children.get(node, []):
-            heapq.heappush(open_nodes, (-values[child], child))
-    return sorted(taken)
-
-
 def likeliest_paths(accuracies: Sequence[Sequence[float]], count: int) -> list[tuple[int, ...]]:
     """Return the tree of `count` nodes with the most expected accepted tokens, as paths of ranks (Medusa, section
     2.3.3).

@@ -178,7 +178,6 @@ class FeatureTreeDrafter(FeatureDrafter):
         rules: Sequence[TreeRule] | None = None,
     ):
         """rules: for each row, how far its dynamic tree grows and how many of its nodes are verified."""
-        assert rules is None or (isinstance(shape, DynamicTree) and shape.value and shape.rerank)
         self.shape, self.rules = shape, rules
         if isinstance(shape, DynamicTree):
             self._beside, width = shape.depth * shape.topk, shape.topk

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from draftsmith.modules.acceptance.tree_rule import TreeRule
 from draftsmith.modules.decoding.protocols import NO_DRAFT, DraftTree
-from draftsmith.modules.decoding.tree import StaticTree, best_connected
+from draftsmith.modules.decoding.tree import StaticTree
 from draftsmith.modules.finite import NO_TOKEN, NonFinite
 from draftsmith.modules.sampling import top_values
 from draftsmith.modules.transfer import to_device_together
@@ -30,16 +30,12 @@ class DynamicTree:
     """Shape of EAGLE-2's trees (section 4).
 
     The `topk` best nodes of a level are expanded, `depth` times; the target scores the `nodes` best of all candidates.
-
-    value: rank by the product of confidences along the path; else by a node's own confidence (the paper's ablation).
-    rerank: choose among all candidates; else keep the nodes that were expanded or would be next, level by level.
+    A node is worth the product of the confidences along its path.
     """
 
     nodes: int = 60
     depth: int = 6
     topk: int = 10
-    value: bool = True
-    rerank: bool = True
 
 
 @dataclass(frozen=True)
@@ -130,7 +126,6 @@ def grow_dynamic(
     candidates = [(tokens, torch.full_like(tokens, -1), log_prob)]
     # Numbers of the candidates to expand, best first.
     frontier = _best(log_prob, shape.topk)
-    kept = [frontier]
     above, count = torch.zeros_like(frontier), tokens.shape[1]
     frontier_tokens, values = tokens.gather(1, frontier), log_prob.gather(1, frontier)
     calls = [1] * len(depths)
@@ -145,16 +140,15 @@ def grow_dynamic(
         for row in growing:
             calls[row] += 1
         log_prob, tokens = _children(level, shape.topk)  # [B, n, k]
-        grown = (log_prob + values[..., None] if shape.value else log_prob).flatten(1)
+        grown = (log_prob + values[..., None]).flatten(1)
         width = tokens.shape[2]
         tokens = tokens.flatten(1)  # [B, n * k]
         candidates.append((tokens, frontier.repeat_interleave(width, 1), grown))
         chosen = _best(grown, shape.topk)
         above, frontier = chosen // width, chosen + count
         frontier_tokens, values = tokens.gather(1, chosen), grown.gather(1, chosen)
-        kept.append(frontier)
         count += tokens.shape[1]
-    return _trees(shape, candidates, kept, calls, depths, rules)
+    return _trees(shape, candidates, calls, depths, rules)
 
 
 def _children(level: Level, count: int) -> tuple[Tensor, Tensor]:
@@ -174,30 +168,24 @@ def _best(values: Tensor, count: int) -> Tensor:
 def _trees(
     shape: DynamicTree,
     candidates: Sequence[tuple[Tensor, Tensor, Tensor]],
-    kept: Sequence[Tensor],
     levels: Sequence[int],
     depths: Sequence[int],
     rules: Sequence[TreeRule] | None,
 ) -> list[DraftTree]:
     """Build each row's tree from its best candidates, in one transfer.
 
-    kept: numbers of the nodes of each level that were expanded or would be next. levels: that each row has grown.
+    levels: that each row has grown.
     """
     tokens, parents, values = (torch.cat(parts, 1) for parts in zip(*candidates, strict=True))
     # Candidates down to each level.
     ends = list(itertools.accumulate(part.shape[1] for part, _, _ in candidates))
-    numbers = torch.arange(values.shape[1], device=values.device)
-    if not shape.rerank:
-        order = torch.cat(list(kept), 1)
-    elif shape.value:
-        # What stands behind a row's own levels is padding, and comes last.
-        if min(levels) < len(ends):
-            own_ends = torch.tensor([ends[own - 1] for own in levels], device=values.device)
-            values = values.masked_fill(numbers >= own_ends[:, None], -torch.inf)
-        # A path's product never grows, so the best form a tree; of equal ones the parent comes first.
-        order = _best(values, shape.nodes)
-    else:
-        order = numbers.expand_as(values)
+    # What stands behind a row's own levels is padding, and comes last.
+    if min(levels) < len(ends):
+        own_ends = torch.tensor([ends[own - 1] for own in levels], device=values.device)
+        numbers = torch.arange(values.shape[1], device=values.device)
+        values = values.masked_fill(numbers >= own_ends[:, None], -torch.inf)
+    # A path's product never grows, so the best form a tree; of equal ones the parent comes first.
+    order = _best(values, shape.nodes)
     picked = [order, *(part.gather(1, order) for part in (tokens, parents, values))]
     # All are exact in float64.
     rows = torch.stack([part.double() for part in picked], 1).tolist()
@@ -215,14 +203,10 @@ def _trees(
         # NaN is sorted before all numbers.
         if any([value != value for _, _, value in nodes.values()]):
             raise NonFinite(row=row)
-        if shape.rerank and not shape.value:
-            order_of = sorted(nodes)
-            taken = best_connected([nodes[i][1] for i in order_of], [nodes[i][2] for i in order_of], shape.nodes)
-        else:
-            taken = list(nodes)[: shape.nodes]
-            if rules is not None:
-                taken = taken[: rules[row].choose([nodes[number][2] for number in taken])]
-            taken.sort()
+        taken = list(nodes)
+        if rules is not None:
+            taken = taken[: rules[row].choose([nodes[number][2] for number in taken])]
+        taken.sort()
         places = {-1: -1} | {number: place for place, number in enumerate(taken)}
         own_tokens, own_parents, own_values = zip(*[nodes[number] for number in taken], strict=True)
         above = tuple([places[parent] for parent in own_parents])

@@ -40,15 +40,11 @@ class DynamicTrees(Method, ABC):
 
     nodes: auto takes as many in every round as are worth their time on this machine, which is measured once.
     depth: auto, with nodes=auto, expands as often in every round as is worth its time.
-    value: rank nodes by the product of confidences along the path; off, by a node's own confidence.
-    rerank: off keeps the expanded nodes, level by level.
     """
 
     nodes: int | Literal["auto"] = 60
     depth: int | Literal["auto"] = 6
     topk: int = 10
-    value: bool = True
-    rerank: bool = True
 
     def __post_init__(self) -> None:
         at_least("depth", self.most_depth, 1)
@@ -58,9 +54,6 @@ class DynamicTrees(Method, ABC):
         if self.nodes != "auto":
             at_least("nodes", self.nodes, 1)
             at_most("nodes", self.nodes, self.most_nodes)
-        elif not (self.value and self.rerank):
-            # A rule takes the best of the nodes by values that are probabilities.
-            raise InputError("nodes", "auto with value=off or rerank=off", "both on", "Give a number of nodes.")
 
     @property
     def most_depth(self) -> int:
@@ -70,8 +63,7 @@ class DynamicTrees(Method, ABC):
     @property
     def most_nodes(self) -> int:
         """Number of nodes that a tree is chosen from, or the most that the target scores."""
-        levels = self.most_depth + 1
-        return min(MAX_NODES, num_candidates(self.topk, levels) if self.rerank else self.topk * levels)
+        return min(MAX_NODES, num_candidates(self.topk, self.most_depth + 1))
 
     def build(self, models: Models, rows: int = 1) -> Drafter:
         if self.nodes != "auto":
@@ -86,7 +78,7 @@ class DynamicTrees(Method, ABC):
     ) -> Drafter:
         """Build the drafter of trees of at most this size, whatever `nodes` and `depth` are."""
         at_most("topk", self.topk, models.target.info.vocab_size)
-        shape = DynamicTree(nodes, depth, self.topk, self.value, self.rerank)
+        shape = DynamicTree(nodes, depth, self.topk)
         head = models.heads[self.uses[0]]
         return head.tree_drafter(models.target, shape, models.capacity, rows, rules)
 

@@ -51,7 +51,7 @@ OWN = [CHEAP.get(name, name) for name in known_methods()]
 # Other settings of these, each made of parts that are shown above.
 VARIANTS = [
     "online:c=0.2:max=6:drafter=eagle", "specdec++:max=6:drafter=eagle", "self-verify:k=6:drafter=eagle",
-    "eagle2:nodes=9:depth=2:topk=3:rerank=off", "hsddw:k=3:max=9:drafter=eagle",
+    "hsddw:k=3:max=9:drafter=eagle",
 ]  # fmt: skip
 NUM_VARIANT_PROMPTS = 4
 # Where two tokens are this close the argmax is a matter of rounding, and another number of rows rounds differently.

@@ -40,8 +40,6 @@ BROKEN = {
     "eagle:k=3": ("eagle",),
     "eagle-tree": ("eagle",),
     "eagle2:nodes=6:depth=2:topk=3": ("eagle",),
-    "eagle2:nodes=6:depth=2:topk=3:value=off": ("eagle",),
-    "eagle2:nodes=6:depth=2:topk=3:rerank=off": ("eagle",),
     "eagle3:k=3": ("eagle3",),
     "eagle3-tree:nodes=6:depth=2:topk=3": ("eagle3",),
     "eagle3-static": ("eagle3",),

@@ -25,7 +25,7 @@ METHODS = [
     "online:head=on:c=0.02:max=6",
     "specdec++:h=0.5:min=1:max=5:drafter=eagle", "confidence:t=0.2:max=6:drafter=eagle",
     "self-verify:k=5:drafter=eagle", "eagle-tree", "eagle2:nodes=12:depth=3:topk=4",
-    "eagle2:nodes=9:depth=2:topk=3:value=off", "eagle2:nodes=10:depth=4:topk=3:rerank=off", "pre-verify:k=4",
+    "pre-verify:k=4",
     "pre+self-verify:k=5", "hsddw:k=3:max=9", "pre-verify:k=3:drafter=eagle", "hsddw:k=3:max=9:drafter=eagle",
     "pld:k=6", "lookahead:w=6:n=4:g=6", "pearl:k=3", "hf-target", "hf-draft",
 ]  # fmt: skip

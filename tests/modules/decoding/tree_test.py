@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from draftsmith.eval.bench.runner import read_tree
 from draftsmith.modules.decoding.protocols import DraftTree
-from draftsmith.modules.decoding.tree import StaticTree, best_connected, expected_accepted, likeliest_paths
+from draftsmith.modules.decoding.tree import StaticTree, expected_accepted, likeliest_paths
 from draftsmith.modules.decoding.verify import verify
 from draftsmith.modules.types import SamplingParams
 
@@ -36,29 +36,6 @@ def test_paths_become_parents_in_level_order():
 def test_what_is_no_tree_is_refused(paths, message):
     with pytest.raises(ValueError, match=message):
         StaticTree.from_paths(paths)
-
-
-@st.composite
-def valued_trees(draw):
-    """Parents, and values that never grow from parent to child; few of them, so that ties are frequent."""
-    size = draw(st.integers(1, 9))
-    parents = [draw(st.integers(-1, i - 1)) for i in range(size)]
-    values: list[int] = []
-    for parent in parents:
-        values.append(draw(st.integers(0, 3 if parent < 0 else values[parent])))
-    return parents, values
-
-
-@given(valued_trees(), st.integers(1, 9))
-@settings(max_examples=300, deadline=None)
-def test_reranking_keeps_the_best_and_they_are_connected(tree, count):
-    parents, values = tree
-    taken = best_connected(parents, values, count)
-    assert len(taken) == min(count, len(parents)) and taken == sorted(set(taken))
-    assert all(parents[node] == -1 or parents[node] in taken for node in taken)
-    # Where children are worth no more than their parents it is a stable sort, of equals the first: parents before
-    # children.
-    assert taken == sorted(sorted(range(len(parents)), key=lambda node: (-values[node], node))[:count])
 
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), min_size=1, max_size=6), st.randoms())
