@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import docstring_parser
 import yaml
@@ -73,7 +73,6 @@ def application(
     positional: tuple[str, ...] = (),
     printing: bool = False,
     values: Mapping[str, Any] | None = None,
-    name: str | None = None,
 ) -> App:
     """Build the cyclopts app of a command; called with words, it returns the config.
 
@@ -81,9 +80,8 @@ def application(
         positional: options that may also be given without their names, in this order.
         printing: print the options as YAML instead; required ones may be missing.
         values: options set beside the words; words have precedence.
-        name: name of the app, if it is not `prog`.
     """
-    common = common_parameters(tuple(shipped_configs(prog)))
+    common = common_parameters()
     settings = setting_parameters(config_class, positional, printing)
 
     def command(*unnamed: Any, **named: Any) -> Any | None:
@@ -93,8 +91,7 @@ def application(
         if printing:
             print(as_yaml(defaults_of(config_class) | options), end="")
             return None
-        config = config_class(**options)
-        return config
+        return config_class(**options)
 
     def read_files(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
         names = {f"--{dashed(parameter.name)}" for parameter in common}  # not allowed in a file
@@ -117,7 +114,7 @@ def application(
     names = ColumnSpec(renderer=NameRenderer(NAME_WIDTH), max_width=NAME_WIDTH, style="cyclopts.name")
     columns = names, ColumnSpec(renderer=DescriptionRenderer(), overflow="fold")
     return App(
-        name=name or prog,
+        name=prog,
         help=one_line(parsed_docstring(config_class).description or ""),
         help_formatter=DefaultFormatter(column_specs=columns),
         default_command=command,
@@ -155,18 +152,14 @@ def setting_parameters(config_class: type, positional: tuple[str, ...], printing
     return [*(p.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) for p in first), *parameters.values()]
 
 
-def common_parameters(configs: tuple[str, ...]) -> list[inspect.Parameter]:
+def common_parameters() -> list[inspect.Parameter]:
     """Describe the options of every command.
 
-    --help and OUTPUT_OPTIONS are handled before cyclopts is called; it only lists and completes them.
-
-    Args:
-        configs: names of the YAML files that ship for the command.
+    --help and OUTPUT_OPTIONS are handled before cyclopts is called; it only lists them.
     """
     flags = {"print_config": "print the settings as YAML and stop", "help": "print this and stop", **OUTPUT_OPTIONS}
-    kind: Any = Path | Literal[configs] if configs else Path
-    meaning = "settings: YAML, or a shipped name" if configs else "settings: YAML"
-    files = keyword("config", list[kind] | None, None, ALWAYS, metavar="FILE", help=meaning)
+    meaning = "settings: a YAML file, or the name of a shipped one"
+    files = keyword("config", list[Path] | None, None, ALWAYS, metavar="FILE", help=meaning)
     plain: dict[str, Any] = {"negative": (), "show_default": False}
     return [files, *(keyword(name, bool, False, ALWAYS, help=text, **plain) for name, text in flags.items())]
 

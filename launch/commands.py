@@ -137,11 +137,8 @@ SECTIONS: dict[str, dict[str, Command]] = {
             "eval.lossless.command:LosslessConfig", "Certify that methods leave the output as it is"
         ),
     },
-    "Your shell and machine": {
+    "Your machine": {
         "doctor": Command("launch.doctor:DoctorConfig", "What is installed here and what of it can be used"),
-        "completion": Command(
-            "launch.completion:CompletionConfig", "What completes these commands in bash, zsh or fish", ("shell",)
-        ),
     },
 }
 COMMANDS = {name: command for section in SECTIONS.values() for name, command in section.items()}

@@ -23,8 +23,10 @@ from draftsmith.launch.launchers import LaunchConfig, check_command, with_resume
 from draftsmith.modules.types import InputError, at_least
 
 POLL_S = 2.0
-FINAL_STATES = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "REVOKED")
-FINAL_STATES += ("TIMEOUT", "UNKNOWN")  # the latter is `job_state`'s
+FINAL_STATES = (
+    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "REVOKED", "TIMEOUT"),
+    "UNKNOWN",  # `job_state`'s
+)
 NAME, PATH = r"[\w.+:,@-]+", r"[\w@+=:,./-]+"
 TIME = r"(\d+-)?\d+(:\d+){0,2}"  # M, M:S, H:M:S, D-H, D-H:M or D-H:M:S
 # A word of an #SBATCH line, without what sbatch would take for quotes, escapes or a comment.

@@ -23,7 +23,6 @@ ROWS = [
     # The demo.
     Row("demo: output is a file", "demo --output {chats}", ("prompts.jsonl", "File exists")),
     Row("doctor: a flag that is none", "doctor --json maybe", ("maybe",)),
-    Row("completion: no such shell", "completion csh", ("csh", "zsh")),
     # decode.
     Row("decode: no such method", f"decode Hi {TARGET}--method nosuch", ("nosuch",)),
     Row("decode: k is no number", f"decode Hi {TARGET}--draft {{draft}} --method spec:k=abc", ("k", "abc")),

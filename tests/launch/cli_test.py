@@ -282,28 +282,6 @@ def test_a_script_of_one_command_has_the_same_help_settings_and_errors(capsys):
     assert cli.main_of(ProbeConfig, seen.append, ["--help"]) == 0 and len(seen) == 1
 
 
-def test_a_shell_completes_commands_options_and_choices(tmp_path):
-    """In a real bash, as it is called when Tab is pressed."""
-    script = tmp_path / "draftsmith.bash"
-    command = [sys.executable, "-m", "draftsmith", "completion"]
-    script.write_text(subprocess.run([*command, "bash"], capture_output=True, text=True, check=True).stdout)
-    test = f"source {script}\n"
-    lines = [
-        "draftsmith ev",
-        "draftsmith eval ben",
-        "draftsmith eval bench --keep",
-        "draftsmith eval bench --engine le",
-        "draftsmith train eagle --config eagle3-sm",
-    ]
-    for line in lines:
-        test += (
-            f"COMP_WORDS=({line}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); COMP_LINE={line!r}; COMPREPLY=()\n"
-            '_draftsmith draftsmith "${COMP_WORDS[-1]}" "${COMP_WORDS[-2]}"; echo "${COMPREPLY[@]}"\n'
-        )
-    result = subprocess.run(["bash", "-c", test], capture_output=True, text=True, check=True)
-    assert result.stdout.split() == ["eval", "bench", "--keep-tasks", "lean", "eagle3-small"]
-
-
 def test_openmp_threads_soon_sleep():
     """OpenMP itself shows what it read when torch loaded it."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}

@@ -1,4 +1,4 @@
-"""Output options of every command: --json, --quiet and --verbose; completion and help."""
+"""Output options of every command: --json, --quiet and --verbose."""
 
 import json
 import logging
