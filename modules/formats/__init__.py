@@ -18,8 +18,7 @@ def formats() -> dict[tuple[str, str], HeadFormat]:
 
     Imported here: the command line asks for names only. The order is that in which `detect` asks them.
     """
-    from draftsmith.modules.formats.acceptance import Acceptance
-    from draftsmith.modules.formats.read_only import Hydra, Medusa
+    from draftsmith.modules.formats.medusa import Medusa
     from draftsmith.modules.formats.safeailab import SafeAILabEagle, SafeAILabEagle3
     from draftsmith.modules.formats.sglang import SGLangEagle, SGLangEagle3
     from draftsmith.modules.formats.specdec_pp import SpecDecPP
@@ -27,7 +26,6 @@ def formats() -> dict[tuple[str, str], HeadFormat]:
     from draftsmith.modules.formats.vllm import VLLMEagle, VLLMEagle3
 
     known: tuple[HeadFormat, ...] = (
-        Acceptance(),
         SpecDecPP(),
         SafeAILabEagle(),
         VLLMEagle(),
@@ -37,7 +35,6 @@ def formats() -> dict[tuple[str, str], HeadFormat]:
         SGLangEagle3(),
         SpeculatorsEagle3(),
         Medusa(),
-        Hydra(),
     )
     return {(format.name, format.kind): format for format in known}
 

@@ -17,7 +17,7 @@ from draftsmith.modules.types import InputError
 # Types of weights that layers compute with; integers and float8 are quantised weights, whose scales are elsewhere.
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-CAN_READ = "an EAGLE-1, EAGLE-3, Medusa or Hydra head, or an acceptance head of SpecDec_pp"
+CAN_READ = "an EAGLE-1, EAGLE-3 or Medusa head, or an acceptance head of SpecDec_pp"
 NOT_YET = "Importing it is not supported yet."
 
 

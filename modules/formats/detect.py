@@ -56,9 +56,8 @@ def unsupported(foreign: ForeignHead) -> Iterator[tuple[str, bool, str]]:
     speculators = config.get("speculators_model_type", "eagle3" if "speculators_config" not in config else None)
     yield "a head of speculators that is no EAGLE-3 head", speculators != "eagle3", NOT_YET
     yield "Medusa heads with the whole model around them", foreign.has(r"medusa_head\."), NOT_YET
-    hydra = config.get("hydra_head_arch", "mlp") not in ("mlp", "prefix-mlp")
-    hydra = hydra or (foreign.has(r"input_embed_fn\.") and not foreign.has(r"hydra_mlp\."))
-    yield "Hydra heads of another make than its grounded MLPs", hydra, NOT_YET
+    hydra = "hydra_head_arch" in config or foreign.has(r"hydra_mlp\.|input_embed_fn\.")
+    yield "Hydra heads", hydra, "Train one for this target: draftsmith train hydra."
     # One norm of all features, beside the layers; EAGLE-3 has it inside its first layer.
     parallel = "hidden_norm.weight" in foreign.bare or any(word in name for word in ("dflash", "dspark", "peagle"))
     yield "a head that drafts several tokens at once (DFlash, P-EAGLE)", parallel, NOT_YET

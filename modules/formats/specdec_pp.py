@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
-from draftsmith.modules.formats.acceptance import AcceptanceFormat, check_width
 from draftsmith.modules.formats.base import (
     ForeignHead,
+    HeadFormat,
+    HeadTrial,
     ImportedHead,
     Package,
     Served,
@@ -35,11 +36,15 @@ UNCORRECTED = (
 )
 
 
-class SpecDecPP(AcceptanceFormat):
+class SpecDecPP(HeadFormat):
     """A head that reads the state after the token alone, with tied blocks or at most one."""
 
     name = "specdec_pp"
     system = "SpecDec_pp"
+    kind = "acceptance"
+    predicts = True
+    float32 = True
+    num_drafted = 20
     weights_files = ("model.safetensors", "pytorch_model.bin")
     w_rej = True
 
@@ -57,8 +62,7 @@ class SpecDecPP(AcceptanceFormat):
             extra = [f"the state {config.state} the token"] * (config.state != "after") + list(config.features)
             found = f"a head that predicts by {', '.join(extra)}"
             expected = "one that predicts by the state after the token alone, all that SpecDec_pp's class is fed"
-            remedy = "Write it with its inputs: draftsmith export --format acceptance."
-            raise InputError("head", found, expected, remedy)
+            raise InputError("head", found, expected, "Train one for it: draftsmith data acceptance --labels mix.")
         if config.joins:
             found, expected = f"hidden layers of width {config.width}", f"{config.hidden_size}, the state's"
             raise InputError("head", found, expected, "Train one for it: draftsmith train acceptance --width 0.")
@@ -95,7 +99,9 @@ class SpecDecPP(AcceptanceFormat):
         if not isinstance(n, int) or n < 0:
             raise InputError("config.json, num_layers", n, "a number of residual blocks", "Correct config.json.")
         config = AcceptanceHeadConfig(width, num_blocks=n, w_acc=1.0, w_rej=1.0, tied=True)
-        check_width(config, target)
+        if target is not None and target.hidden_size not in (None, width):
+            expected = f"{target.hidden_size}, the width of the model's hidden states"
+            raise InputError("config.json, hidden_size", width, expected, "Pass the head's own draft.")
         tensors, state = dict(package.tensors), dict[str, Tensor]()
         for part in PARTS:
             # One block object has a name for each of its places: `load_state_dict` fills it in turn, the last counts.
@@ -115,8 +121,8 @@ class SpecDecPP(AcceptanceFormat):
             check_tensors(AcceptanceHead(config), {**state, **tensors}, disk_name)
         return ImportedHead(config, {name: value.detach().float() for name, value in state.items()}, (UNCORRECTED,))
 
-    def logit(self, head: Any, states: Tensor, embeds: Tensor | None, numbers: Tensor | None) -> Tensor:
-        return head(states)
+    def forward(self, head: Any, trial: HeadTrial) -> list[list[Tensor]]:
+        return [[torch.sigmoid(head(trial.inputs["state_after"]))]]
 
     def serve(self, served: Served) -> str:
         # SpecDec_pp's own benchmark, to be run in a clone of it. The model that the head reads is their `assistant`;

@@ -9,9 +9,8 @@ LOSSES, METRICS = "modules/losses.py", "modules/metrics.py"
 EAGLE, MEDUSA, MEDUSA_TEST = (
     "modules/drafters/eagle/head.py", "modules/drafters/medusa.py", "tests/modules/drafters/medusa_test.py"
 )  # fmt: skip
-HYDRA_FORMAT, HYDRA_READ = "modules/formats/read_only.py", "tests/modules/formats/read_only_test.py"
 HYDRA, HYDRA_TEST = "modules/drafters/hydra.py", "tests/modules/drafters/hydra_test.py"
-MEDUSA_FORMAT, MEDUSA_READ = HYDRA_FORMAT, HYDRA_READ
+MEDUSA_FORMAT, MEDUSA_READ = "modules/formats/medusa.py", "tests/modules/formats/medusa_test.py"
 LOSS_TEST, METRIC_TEST = "tests/modules/losses_test.py", "tests/modules/metrics_test.py"
 LABELS, ROLLOUTS, DATASETS = ("data/acceptance.py", "data/rollouts.py", "data/store/datasets.py")
 LABEL_TEST, ROLLOUT_TEST, DATASET_TEST = (
@@ -56,12 +55,6 @@ MUTANTS = [
            (HYDRA_TEST,)),
     Mutant("hydra-branches-behind-the-token-before", HYDRA, "self._ids[starts.to(self.device) - 1]",
            "self._ids[starts.to(self.device) - 2]", (HYDRA_TEST,)),
-    Mutant("hydra-format-of-the-other-architecture", HYDRA_FORMAT, "(1, 2) if config.prefix_attention else (0, 1)",
-           "(0, 1)", (HYDRA_READ,)),
-    Mutant("hydra-format-mixes-the-way-around-up", HYDRA_FORMAT, "if module == 'linear' else 'res_connection'",
-           "if module == 'skip' else 'res_connection'", (HYDRA_READ,)),
-    Mutant("hydra-ungrounded-heads-unnoticed", HYDRA_FORMAT, '"" if raw.get("grounded_heads") else "true"', '""',
-           (HYDRA_READ,)),
     # -- repetitions
     Mutant("repetition-of-a-token-less", REPETITION, "ids[at - size + 1 : at + 1]", "ids[at - size + 2 : at + 1]",
            (REPETITION_TEST,)),

@@ -14,7 +14,6 @@ ONLINE_TEST, REPEATS_TEST, PREDICTOR_TEST, HEAD_TEST = (
     f"tests/modules/acceptance/{name}_test.py" for name in ("online_logistic", "repeats", "head_predictor", "head")
 )
 TRIMMING_TEST = "tests/modules/acceptance/trimming_test.py"
-EXPORT = "modules/formats/acceptance.py"
 HIERARCHY = f"{LIMITS}::test_a_hierarchy_goes_on_while_no_entropy_of_the_last_round_is_above_the_mean"
 
 MUTANTS = [
@@ -111,8 +110,6 @@ MUTANTS = [
            (TRIMMING_TEST, PREDICTOR_TEST)),
     Mutant("undrawn-heads-learn-of-the-token", "train/acceptance_data.py", 'data.overlap if head.state == "undrawn"',
            'data.accept_prob if head.state == "undrawn"', ("tests/train/rollouts_test.py",)),
-    Mutant("undrawn-imports-as-before", EXPORT, 'state = "before" if "embedding" in names else "undrawn"',
-           'state = "before"', ("tests/modules/formats/acceptance_test.py",)),
     Mutant("repeats-shortest-suffix-first", REPEATS, "SIZES = (8, 4, 2)", "SIZES = (2, 4, 8)", (REPEATS_TEST,)),
     Mutant("repeats-miss-the-texts-beginning", REPEATS, "if end >= size:", "if end > size:", (REPEATS_TEST,)),
     Mutant("repeats-outlive-a-prompt", REPEATS, "        self._repeats.clear()\n", "        pass\n", (REPEATS_TEST,)),

@@ -93,54 +93,18 @@ def test_what_specdec_pp_cannot_hold_is_refused_with_the_remedy(tied, draft, tmp
     assert {path.name for path in tmp_path.iterdir()} == {"own"}
 
 
-GREEDY = {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
-
-
-def opinionated(directory, identity, sampling=GREEDY, **settings):
-    """A head of a new kind, as a training saves it."""
-    torch.manual_seed(5)
-    config = AcceptanceHeadConfig(32, num_blocks=1, w_rej=1.0, **{"state": "before", **settings})
-    head = AcceptanceHead(config).requires_grad_(False)
-    for weight in head.parameters():
-        torch.nn.init.normal_(weight, std=0.2)
-    return save_head(directory, head, {"target": identity, "sampling": sampling, "drafter": "draft"}, "card")
-
-
-def test_an_acceptance_head_is_exported_with_a_statement_of_its_inputs(draft, tmp_path, capsys):
-    identity = load_lm(draft).info.identity
-    made = opinionated(tmp_path / "head", identity, features=("log_q", "depth"), calibration=(1.3, 0.5))
-    there, back = tmp_path / "there", tmp_path / "back"
-    assert export(ExportConfig(format="acceptance", head=made, draft=draft, output=there)) == 0
-    said = capsys.readouterr().out
-    assert "P(accept) from" in said and f"draftsmith check {there} --format acceptance --draft" in said
-    config = json.loads((there / "config.json").read_text())
-    assert [part["name"] for part in config["inputs"]] == ["state_before", "embedding", "log_q", "depth"]
-    assert config["sampling"]["temperature"] == 0.0 and config["drafter"] == "draft"
-    card = (there / "README.md").read_text()
-    assert "- features: log_q, depth" in card
-
-    import_head(ImportConfig(directory=str(there), output=back, draft=draft))
-    assert load_head(back).config == load_head(made).config
-    assert check(CheckConfig(directory=there, format="acceptance", draft=draft)) == 0
-    (there / "config.json").write_text(json.dumps({**config, "calibration": [1.0, 0.0]}))
-    assert check(CheckConfig(directory=there, format="acceptance", draft=draft, head=made)) == 1
-    with pytest.raises(InputError, match="head: found a head that predicts by the state before the token, log_q"):
-        export(ExportConfig(format="specdec_pp", head=made, draft=draft, output=tmp_path / "out"))
-
-
-def test_a_head_that_reads_an_eagle_heads_states_is_checked_on_them(draft, tmp_path, capsys):
+def test_a_head_that_reads_an_eagle_heads_states_is_checked_on_them(tmp_path, draft):
     target = load_lm(draft)
     eagle = save_head(tmp_path / "eagle", EagleHead(EagleConfig.for_target(target.config)), {}, "card")
-    identity = drafter_identity(eagle, target)
-    made = opinionated(tmp_path / "head", identity, features=("logit_max_q",))
+    manifest = {"target": drafter_identity(eagle, target), "drafter": "eagle"}
+    head = save_head(tmp_path / "head", varied_acceptance_head(32, tied=True), manifest, "card")
     there, models = tmp_path / "there", {"target": draft, "draft": str(eagle)}
     with pytest.raises(InputError, match="draft: found none"):
-        export(ExportConfig(format="acceptance", head=made, output=there))
-    assert export(ExportConfig(format="acceptance", head=made, output=there, **models)) == 0
-    assert f"--target {draft} --draft {eagle}" in capsys.readouterr().out
-    assert check(CheckConfig(directory=there, format="acceptance", **models)) == 0
+        export(ExportConfig(format="specdec_pp", head=head, output=there))
+    assert export(ExportConfig(format="specdec_pp", head=head, output=there, **models)) == 0
+    assert check(CheckConfig(directory=there, format="specdec_pp", **models)) == 0
     with pytest.raises(InputError, match=r"head: found .* an acceptance head, expected a drafter"):
-        check(CheckConfig(directory=there, format="acceptance", target=draft, draft=str(made)))
+        check(CheckConfig(directory=there, format="specdec_pp", target=draft, draft=str(head)))
 
 
 def test_a_draft_is_exported_with_the_fastest_settings_that_were_measured(tmp_path, capsys):

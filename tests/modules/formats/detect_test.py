@@ -46,13 +46,6 @@ def specdec(blocks: int, stored: int | None = None) -> dict:
 
 
 SPECDEC = {"hidden_size": H, "num_layers": 3}
-HYDRA = {"hydra_num_heads": 4, "hydra_num_layers": 2, "hydra_head_arch": "mlp", "grounded_heads": True}
-HYDRA_MLP = {
-    f"hydra_mlp.{i}.0.{name}.{part}": shape
-    for i in range(4)
-    for name in ("linear", "res_connection")
-    for part, shape in (("weight", (H, (i + 2) * H)), ("bias", (H,)))
-} | {f"hydra_lm_head.{i}.{part}": shape for i in range(4) for part, shape in (("weight", (V, H)), ("bias", (V,)))}
 
 # Name of the case -> (format, config.json, tensors).
 READ = {
@@ -80,8 +73,6 @@ READ = {
     ),
     "SpecDec_pp, safetensors": ("specdec_pp", SPECDEC, specdec(3, stored=1)),
     "SpecDec_pp, .bin": ("specdec_pp", SPECDEC, specdec(3)),
-    "Hydra": ("hydra", HYDRA, HYDRA_MLP),
-    "Hydra, its embedding stored": ("hydra", HYDRA, HYDRA_MLP | {"input_embed_fn.weight": (V, H)}),
     "Medusa": ("medusa", {"medusa_num_heads": 1}, {"0.0.linear.weight": (H, H), "0.0.linear.bias": (H,)}),
     "ModelOpt": ("medusa", {}, {"model.embed_tokens.weight": (V, H), "medusa_heads.0.1.weight": (V, H)}),
 }  # fmt: skip
@@ -126,8 +117,8 @@ REFUSED = [
     ("Medusa heads with the whole model",
         of("MistralForCausalLM") | MEDUSA, LM | {f"medusa_head.{name}": shape for name, shape in MEDUSA_1.items()},
     ),
-    ("Hydra heads of another make", HYDRA | {"hydra_head_arch": "cross-attn"}, HYDRA_MLP),
-    ("Hydra heads of another make", HYDRA, HYDRA_EAGLE | layer("attn", norms=PLAIN)),  # hydra_head_arch eagle-attn
+    ("Hydra heads", {}, {"hydra_mlp.0.0.linear.weight": (H, 2 * H), "hydra_lm_head.0.weight": (V, H)}),
+    ("Hydra heads", {"hydra_head_arch": "eagle-attn"}, HYDRA_EAGLE | layer("attn", norms=PLAIN)),
     ("of the architecture Qwen2ForCausalLMEagle", of("Qwen2ForCausalLMEagle"), EAGLE | QKV_BIAS),
     ("a causal language model, LlamaForCausalLM", of("LlamaForCausalLM"), LM),
     ("a causal language model", {}, {"wte.weight": (V, H), "h.0.attn.c_attn.weight": (H, 3 * H)}),
