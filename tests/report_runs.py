@@ -105,23 +105,13 @@ def rows_to_draw() -> list[dict[str, Any]]:
     for panel in ("one", HOSTILE):
         for i in range(3):
             row: dict[str, Any] = dict.fromkeys(NAMED, panel) | dict.fromkeys(SERIES, "a.b[0]")
-            row |= {key: (i + 1) / 4 for key in NUMBERS} | {
-                "position": i,
-                "drafter": f"drafter {i}",
-                "setting": f"K={i}",
-            }
-            rows.append(row)
+            rows.append(row | {key: (i + 1) / 4 for key in NUMBERS})
     return rows
 
 
-NAMED = ("mode", "temperature", "scene", "panel", "task")
-SERIES = ("method", "predictor", "policy", "family", "series", "verdict", "kind", "step", "head", "id")
-NUMBERS = (
-    "k", "c", "x", "depth", "nodes", "rows", "length", "round", "start", "count", "tokens", "reached", "rounds", "low",
-    "high", "speedup", "tau", "tokens_per_s", "gain", "entropy", "share", "drafted", "accepted", "threshold",
-    "confidence", "predicted", "observed", "measured", "auc", "ece", "kl", "milliseconds", "discard_rate",
-    "verification_rate", "theory", "prompts", "users", "user_tokens_per_s", "at_step", "value",
-)  # fmt: skip
+NAMED = ("temperature", "task")
+SERIES = ("method", "series")
+NUMBERS = ("low", "high", "speedup", "tau", "tokens_per_s", "at_step", "value", "prompts")
 
 
 def wide_rows() -> list[dict[str, Any]]:
@@ -131,8 +121,7 @@ def wide_rows() -> list[dict[str, Any]]:
         for i in range(24):
             series = f"specdecpp:h=0.{i % 6}:calibrated=on"
             row: dict[str, Any] = dict.fromkeys(NAMED, panel) | dict.fromkeys(SERIES, series)
-            row |= {key: (i + 1) / 24 for key in NUMBERS} | {"position": i, "depth": i, "nodes": i + 1}
-            rows.append(row | {"drafter": f"drafter {i}", "setting": f"K={i}", "task": f"task number {i}"})
+            rows.append(row | {key: (i + 1) / 24 for key in NUMBERS})
     return rows
 
 

@@ -1,4 +1,4 @@
-"""Tables and charts of benchmarks: speed-up and tau by task (as EAGLE-2, table 1), counts, and four charts."""
+"""Tables and charts of benchmarks: speed-up and tau by task (as EAGLE-2, table 1), counts, and two charts."""
 
 from __future__ import annotations
 
@@ -14,14 +14,10 @@ from draftsmith.eval.report.drawing import (
     Chart,
     Drawing,
     Rows,
-    cell_sizes,
     chart,
+    colour,
     count,
     drawn,
-    heatmap,
-    interval_marks,
-    names,
-    points,
     tips,
     x_number,
     y_number,
@@ -113,51 +109,39 @@ def counts(rows: Sequence[Row]) -> Table:
 
 
 def charts(rows: Sequence[Row]) -> list[Chart]:
-    """Return the charts of all methods, with the tasks if there are any."""
-    overall, by_task = [], []
+    """Return the charts of all methods."""
+    data = []
     for row in rows:
-        named = {"method": row["label"], "temperature": temperature_text(row["T"])}
         low, high = row.get("speedup_ci95") or (None, None)
-        shown = (*RATES, "tokens_per_s", "prompts")
-        overall.append(json_values({**named, **{key: row.get(key) for key in shown}, "low": low, "high": high}))
-        for task, part in (row.get("by_task") or {}).items():
-            by_task.append(json_values({**named, "task": task, **{key: part.get(key) for key in shown}}))
-    data = {"speedup": overall, "tau-and-speedup": overall, "speedup-by-task": by_task, "tau-by-task": by_task}
-    return [chart(name, DRAWINGS[name], chart_rows) for name, chart_rows in data.items() if chart_rows]
-
-
-def panelled(layers: Sequence[Any], rows: Rows, **sizes: Any) -> Any:
-    """Draw a panel for each temperature, if there are several."""
-    return drawn(layers, rows, "temperature" if count(rows, "temperature") > 1 else None, **sizes)
+        cells = {key: row.get(key) for key in (*RATES, "tokens_per_s")}
+        named = {"method": row["label"], "temperature": temperature_text(row["T"])}
+        data.append(json_values({**named, **cells, "low": low, "high": high}))
+    return [chart(name, drawing, data) for name, drawing in DRAWINGS.items()]
 
 
 def draw_speedup(rows: Rows) -> Any:
+    """Draw a bar for each method, with its interval."""
     x = x_number("speedup", "speed-up", ".2f", zero=True)
-    y = names("method", scale=alt.Scale(paddingInner=0.3, paddingOuter=0.15))
+    scale = alt.Scale(paddingInner=0.3, paddingOuter=0.15)
+    y = alt.Y("method:N", title=None, sort=None, axis=alt.Axis(grid=False, labelOverlap=False), scale=scale)
     numbers = {"speedup": ".2f", "low": ".2f", "high": ".2f", "tau": ".2f", "tokens_per_s": ".1f"}
     bars = alt.Chart().mark_bar(cornerRadiusEnd=2).encode(x, y, tooltip=tips("method", "temperature", **numbers))
     # The interval is drawn over the bar, which would hide half of it.
-    layers = [bars, interval_marks(alt.Chart().encode(y), x, along="x")]
-    return panelled(layers, rows, height=BAR_HEIGHT * count(rows, "method"))
+    known = alt.Chart().transform_filter("isValid(datum.low) && isValid(datum.high)")
+    low = alt.X("low:Q", **{key: x[key] for key in ("title", "scale", "axis")})
+    intervals = known.mark_rule(style="interval").encode(y, x=low, x2=alt.X2("high:Q"))
+    return drawn([bars, intervals], rows, height=BAR_HEIGHT * count(rows, "method"))
 
 
 def draw_tau_and_speedup(rows: Rows) -> Any:
+    """Draw a point for each method, with a colour and a shape."""
     x = x_number("tau", "τ, emitted tokens per target call", ".2f")
     y = y_number("speedup", "speed-up", ".2f")
+    marks = colour("method"), colour("method", channel=alt.Shape)
     texts = tips("method", "temperature", tau=".2f", speedup=".2f", tokens_per_s=".1f")
-    return panelled([points(x, y, "method", texts)], rows)
+    return drawn([alt.Chart().mark_point().encode(x, y, *marks, tooltip=texts)], rows)
 
 
-def draw_by_task(rows: Rows, key: str, title: str) -> Any:
-    x = alt.X("task:N", title="task", sort=None, axis=alt.Axis(labelAngle=-35, grid=False, labelOverlap=False))
-    texts = tips("method", "task", "temperature", "prompts", **{key: ".2f"})
-    sizes = cell_sizes(rows, "task", "method")
-    if count(rows, "temperature") == 1:  # a single panel takes the page's width
-        del sizes["width"]
-    return panelled(heatmap(rows, x, names("method"), (key, title, ".2f"), texts), rows, **sizes)
-
-
-BY_TASK = "A cell is a ratio of sums over the prompts of one task; bright is better."
 DRAWINGS = {
     "speedup": Drawing(
         "Speed-up by method", draw_speedup,
@@ -167,6 +151,4 @@ DRAWINGS = {
         "Speed-up against τ", draw_tau_and_speedup,
         "A method far to the right and low emits many tokens per call, and pays for them with its drafts.",
     ),
-    "speedup-by-task": Drawing("Speed-up by task", lambda rows: draw_by_task(rows, "speedup", "speed-up"), BY_TASK),
-    "tau-by-task": Drawing("τ by task", lambda rows: draw_by_task(rows, "tau", "τ"), BY_TASK),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""`draftsmith eval report`: show runs as one HTML file, and write their charts and tables as files."""
+"""`draftsmith eval report`: show runs as one HTML file."""
 
 from __future__ import annotations
 
@@ -24,12 +24,10 @@ class ReportConfig:
             Benchmarks with the same target, prompts, sampling and machine share their tables; others get sections of
             their own.
         output: the HTML file; by default report.html in the first run's directory.
-        figures: directory that receives charts as PNG and SVG and tables as Markdown and CSV.
     """
 
     runs: tuple[Path, ...]
     output: Path | None = field(default=None, kw_only=True)
-    figures: Path | None = None
 
     def __post_init__(self) -> None:
         if not self.runs:
@@ -37,7 +35,7 @@ class ReportConfig:
 
 
 def run(config: ReportConfig) -> Path:
-    """Write the page and the files, and return the page's path.
+    """Write the page and return its path.
 
     Raises:
         InputError: the extra is not installed, or a directory is not a run.
@@ -45,7 +43,6 @@ def run(config: ReportConfig) -> Path:
     if missing := missing_packages():
         found = f"{', '.join(missing)} not installed"
         raise InputError("report", found, "the packages of reports", "Run: pip install 'draftsmith[report]'")
-    from draftsmith.eval.report.files import write_figures
     from draftsmith.eval.report.page import render
     from draftsmith.eval.report.runs import comparable, read_runs
     from draftsmith.eval.report.sections import make_sections
@@ -56,9 +53,6 @@ def run(config: ReportConfig) -> Path:
     make_directory(output.parent)
     write_text(output, render("Draftsmith report", date, sections))
     print_text(f"Written to {output} ({output.stat().st_size / 1e6:.1f} MB)")
-    if config.figures is not None:
-        written = write_figures(sections, config.figures)
-        print_text(f"{len(written)} files of charts and tables in {config.figures}")
     return output
 
 

@@ -56,7 +56,7 @@ def table_section(title: str, run: Run, drawings: Mapping[str, Drawing]) -> Sect
         if table.columns:
             figures.append(table)
         elif table.name in drawings:
-            figures.append(chart(table.name, drawings[table.name], table.rows, run.settings))
+            figures.append(chart(table.name, drawings[table.name], table.rows))
         else:
             columns = [Column(key, key) for key in dict.fromkeys(key for row in table.rows for key in row)]
             figures.append(dataclasses.replace(table, title=table.title or table.name, columns=columns))

@@ -1,10 +1,8 @@
-"""Tables of a run: as results.json keeps them, and as Markdown and CSV show them."""
+"""Tables of a run: as results.json keeps them, and as Markdown shows them."""
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -38,16 +36,6 @@ def markdown(table: Table) -> str:
     rows = [[cell.replace("\n", " ") for cell in row] for row in text_cells(table)]
     lines = [f"**{table.title}**", "", *markdown_lines(headings, rows)]
     return "\n".join([*lines, *(["", table.note] if table.note else [])]) + "\n"
-
-
-def comma_separated(table: Table) -> str:
-    """The values as they are, unrounded, under the keys."""
-    out = io.StringIO()
-    keys = [column.key for column in table.columns]
-    writer = csv.DictWriter(out, keys, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(table.rows)
-    return out.getvalue()
 
 
 def text_cells(table: Table) -> list[list[str]]:

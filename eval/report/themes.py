@@ -37,11 +37,8 @@ FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Liberation Sans', sans-se
 
 def chart_config(theme: Theme) -> dict[str, Any]:
     """Return Vega-Lite's `config`: everything about a chart except its data."""
-    found = colours(theme)
-    ink, quiet, line, paper, first = (found[name] for name in ("ink", "quiet", "line", "paper", "accent"))
+    ink, quiet, line, first = (colours(theme)[name] for name in ("ink", "quiet", "line", "accent"))
     words = {"labelColor": ink, "titleColor": ink, "labelFontSize": 12, "titleFontSize": 12}
-    # The ends of viridis that would vanish on the paper are left out.
-    ramp = {"scheme": "viridis", "extent": [0.0, 0.88] if theme == "light" else [0.25, 1.0]}
     return {
         "background": None,
         "font": FONT,
@@ -74,16 +71,13 @@ def chart_config(theme: Theme) -> dict[str, Any]:
         "facet": {"spacing": 26},
         "header": {"labelColor": ink, "titleColor": ink, "labelFontSize": 13, "labelFontWeight": 600},
         "title": {"color": ink, "fontSize": 13, "anchor": "start"},
-        "range": {"category": SERIES[theme], "ordinal": ramp, "heatmap": {"scheme": "viridis"}, "ramp": ramp},
+        "range": {"category": SERIES[theme]},
         "bar": {"color": first},
         "line": {"color": first, "strokeWidth": 2},
         "point": {"color": first, "filled": True, "size": 55, "opacity": 0.9},
-        "rect": {"stroke": paper, "strokeWidth": 1},
-        "text": {"color": ink, "fontSize": 12},
         "style": {
             "reference": {"color": quiet, "stroke": quiet, "strokeDash": [5, 4], "strokeWidth": 1.2, "opacity": 0.9},
             "interval": {"color": ink, "stroke": ink, "strokeWidth": 1.6},
-            "band": {"opacity": 0.18},
             "guide-label": {"font": FONT},
         },
     }

@@ -9,12 +9,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import altair as alt
 import yaml
 
 from draftsmith.data.console import Column, Table
 from draftsmith.data.store.reading import REMEDY, check_shape, metric_rows, read_text
 from draftsmith.eval.bench.results import Row
-from draftsmith.eval.report.drawing import Drawing, colour, lines, tips, x_number, y_number
+from draftsmith.eval.report.drawing import Drawing, Rows, colour, drawn, tips, x_number, y_number
 from draftsmith.eval.report.tables import drawn_data, to_json
 from draftsmith.modules.types import InputError
 
@@ -27,8 +28,13 @@ TIPS = tips("series", at_step=",.0f", value=".4g")
 
 def line_of(title: str, what: str, form: str = "", note: str = "") -> Drawing:
     """Return a drawing with a line for each series over the steps."""
-    y = y_number("value", what, form)
-    return Drawing(title, lambda rows: lines(STEP, y, colour("series", " "), TIPS, many=len(rows) > MANY)(rows), note)
+
+    def draw(rows: Rows) -> Any:
+        point: Any = "transparent" if len(rows) > MANY else alt.OverlayMarkDef(filled=True, size=38)
+        line = alt.Chart().mark_line(point=point)
+        return drawn([line.encode(STEP, colour("series", " "), y_number("value", what, form), tooltip=TIPS)], rows)
+
+    return Drawing(title, draw, note)
 
 
 DRAWINGS = {

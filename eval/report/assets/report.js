@@ -41,39 +41,24 @@ function labelLimit(width) {
 
 const NARROW = 600; // legends stand below each other
 const LEAST_PANEL = 110;
-const LEAST_CELL = 5;
-const CELL_OF_TEXT = 30; // narrower than that a cell says its number under the pointer only
 
 function sized(specification, width) {
   const copy = structuredClone(specification);
-  const { panels = 1, names = 6, cells = 1 } = copy.usermeta ?? {};
-  const beside = Math.min(labelLimit(width), 6.8 * names) + 50; // the axis and its title
+  const { panels = 1 } = copy.usermeta ?? {};
+  const beside = Math.min(labelLimit(width), 6.8 * (copy.usermeta?.names ?? 6)) + 50; // the axis and its title
   if (copy.facet) {
-    const stepped = typeof copy.spec.width !== "number"; // cells of a heatmap have their own width
-    const wanted = stepped ? cells * copy.spec.width.step + beside : 270;
-    const most = Math.max(1, Math.min(copy.columns ?? 3, Math.floor(width / wanted)));
+    const most = Math.max(1, Math.min(copy.columns ?? 3, Math.floor(width / 270)));
     copy.columns = Math.ceil(panels / Math.ceil(panels / most));
-    if (stepped) {
-      const room = Math.floor((width - beside) / cells);
-      copy.spec.width.step = Math.max(LEAST_CELL, Math.min(copy.spec.width.step, room));
-      if (copy.spec.width.step < CELL_OF_TEXT) copy.spec.layer = withoutText(copy.spec.layer);
-    } else {
-      const room = Math.floor((width - beside) / copy.columns) - 26;
-      copy.spec.width = Math.min(380, Math.max(LEAST_PANEL, room));
-    }
-    copy.facet.header.labelLimit = Math.max(LEAST_PANEL, stepped ? cells * copy.spec.width.step : copy.spec.width);
+    const room = Math.floor((width - beside) / copy.columns) - 26;
+    copy.spec.width = Math.min(380, Math.max(LEAST_PANEL, room));
+    copy.facet.header.labelLimit = copy.spec.width;
   } else if (copy.width) {
     copy.width = Math.min(copy.width, width - 120);
   } else {
-    if (cells > 1 && (width - beside) / cells < CELL_OF_TEXT) copy.layer = withoutText(copy.layer);
     copy.width = "container";
     copy.autosize = { type: "fit-x", contains: "padding" };
   }
   return copy;
-}
-
-function withoutText(layers) {
-  return layers.filter((layer) => layer.mark.type !== "text");
 }
 
 // As many entries of a legend beside each other as fit.

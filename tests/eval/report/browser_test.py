@@ -76,7 +76,7 @@ def choose_method(page, method):
 
 def test_every_chart_is_drawn_and_every_table_filled(seen):
     charts = seen.page.locator("[data-chart]")
-    assert charts.count() == 4 + 3  # four of the benchmark, three of the training
+    assert charts.count() == 2 + 3  # two of the benchmark, three of the training
     for index in range(charts.count()):
         box = charts.nth(index).locator("svg.marks").bounding_box()
         assert box["width"] > 100 and box["height"] > 40
@@ -95,7 +95,7 @@ def test_nothing_is_wider_than_its_page(seen):
 def every_chart(seen, tmp_path_factory):
     """A page of every drawing that a report has, of wide rows."""
     drawings = [item for own in (OF_A_BENCH, *(own for _, own in TABLE_RUNS.values())) for item in own.items()]
-    charts = [chart(name, drawing, wide_rows(), {"tree": "eagle-1"}) for name, drawing in drawings]
+    charts = [chart(name, drawing, wide_rows()) for name, drawing in drawings]
     path = tmp_path_factory.mktemp("charts") / "report.html"
     path.write_text(render("Charts", "today", [Section("all", "All", "", charts)]))
     page = seen.page.context.browser.new_page()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import re
 import xml.etree.ElementTree as ET
@@ -21,7 +19,6 @@ from report_runs import (
     bench_run,
     rows_to_draw,
     study_run,
-    study_tables,
 )
 
 from draftsmith.eval.report import tables
@@ -29,7 +26,6 @@ from draftsmith.eval.report.benchmark import DRAWINGS as OF_A_BENCH
 from draftsmith.eval.report.benchmark import counts, headline, labelled
 from draftsmith.eval.report.command import ReportConfig, run
 from draftsmith.eval.report.drawing import chart
-from draftsmith.eval.report.files import contents
 from draftsmith.eval.report.page import VEGA_LITE, json_text
 from draftsmith.eval.report.runs import comparable, read_runs
 from draftsmith.eval.report.sections import TABLE_RUNS, make_sections
@@ -130,40 +126,12 @@ DRAWN = [(name, drawing) for drawings in (OF_A_BENCH, *(own for _, own in TABLE_
 
 @pytest.mark.parametrize(("name", "drawing"), DRAWN, ids=[name for name, _ in DRAWN])
 def test_vega_draws_a_mark_for_every_row(name, drawing):
-    drawn = chart(name, drawing, rows_to_draw(), {"tree": "eagle-1"})
+    drawn = chart(name, drawing, rows_to_draw())
     svg = vl_convert.vegalite_to_svg(drawn.specification, vl_version=VEGA_LITE, show_warnings=True)
     described = [element.get("aria-roledescription") for element in ET.fromstring(svg).iter()]
-    found = {kind: described.count(kind) for kind in ("point", "bar", "rect mark")}
+    found = {kind: described.count(kind) for kind in ("point", "bar")}
     assert [count for count in found.values() if count] == [len(rows_to_draw())]
     assert "undefined" not in svg and "{" not in drawn.title
-
-
-def test_files_for_papers(tmp_path):
-    output = run(
-        ReportConfig(runs=(study_run(tmp_path / "study"),), output=tmp_path / "r.html", figures=tmp_path / "out")
-    )
-    assert output == tmp_path / "r.html"
-    names = {path.name.removeprefix("training-study-") for path in (tmp_path / "out").iterdir()}
-    drawn = [table.name for table in study_tables() if not table.columns and table.rows]
-    listed = [table.name for table in study_tables() if table.columns]
-    assert names == {f"{n}.{f}" for n in drawn for f in ("png", "svg")} | {
-        f"{n}.{f}" for n in listed for f in ("md", "csv")
-    }
-    for name in drawn:
-        assert (tmp_path / "out" / f"training-study-{name}.png").read_bytes().startswith(b"\x89PNG")
-        ET.parse(tmp_path / "out" / f"training-study-{name}.svg")
-
-
-def test_tables_as_markdown_and_csv():
-    best = study_tables()[0]
-    found = {form: content.decode() for form, content in contents(best).items()}
-    assert set(found) == {"md", "csv"}
-    assert "| a_b & c | 1.50x | 1,200 |" in found["md"]
-    assert list(csv.reader(io.StringIO(found["csv"]))) == [
-        ["m", "n", "c"],
-        ["a_b & c", "1.5", "1200"],
-        [HOSTILE, "", "7"],
-    ]
 
 
 def test_json_in_the_page_cannot_end_its_element():
