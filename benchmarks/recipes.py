@@ -125,8 +125,6 @@ RECIPES = {
     "train-lm-head": Recipe({"train_lm_head": True}),
     "decay-0.9": Recipe({"pass_decay": 0.9}),
     "decay-1.0": Recipe({"pass_decay": 1.0}),
-    "lk-hybrid": Recipe({"loss": "lk-hybrid"}),
-    "lk": Recipe({"loss": "lk"}),
     "adamw": Recipe({"optimizer": "adamw", "lr": 2e-3}),
     "version-3": Recipe({"version": "3"}),
     "late-layers": Recipe(late=True),

@@ -53,7 +53,7 @@ def causal(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         ("eagle", {"noise": 0.0}),
         ("eagle", {"noise": 0.0, "unroll": 3}),
         ("eagle3", {}),
-        ("eagle3", {"normalizer": "tokens", "draft_vocab": 64, "loss": "lk-hybrid"}),
+        ("eagle3", {"normalizer": "tokens", "draft_vocab": 64}),
     ],
 )
 def test_a_step_of_training_asks_the_device_for_nothing(tmp_path, monkeypatch, kind, changes, collate):

@@ -46,10 +46,8 @@ MUTANTS = [
            "states[part]", (LOSS_TEST,)),
     Mutant("eagle3-measures-in-every-step", HEAD, "step is None or step.logged\n", "True\n",
            (TRAINING,)),
-    Mutant("eagle3-unknown-tokens-count", LOSS, "weights[:, part] * known[part] if objective.drop_unknown else",
-           "weights[:, part] if objective.drop_unknown else", (LOSS_TEST,)),
-    Mutant("eagle3-lam-grows-with-acceptance", LOSS, "lam = (-objective.eta * accepted).exp()",
-           "lam = 1 - (-objective.eta * accepted).exp()", (LOSS_TEST,)),
+    Mutant("eagle3-unknown-tokens-count", LOSS, "weights[:, part] * known[part] if drop_unknown else",
+           "weights[:, part] if drop_unknown else", (LOSS_TEST,)),
 
               Mutant("diagonal-own-entries-in-a-softmax-of-their-own", DIAGONAL,
            "            total = torch.logaddexp(norm, scores.logsumexp(-1))\n",

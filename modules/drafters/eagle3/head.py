@@ -15,7 +15,7 @@ from draftsmith.modules import flops
 from draftsmith.modules.drafters.base import HeadCard, TargetWeights, TrainingCost, TrainStep, layer_shape
 from draftsmith.modules.drafters.chains import FixedK
 from draftsmith.modules.drafters.eagle.net import Rope
-from draftsmith.modules.drafters.eagle3.loss import Kind, Objective, distances
+from draftsmith.modules.drafters.eagle3.loss import distances
 from draftsmith.modules.drafters.eagle3.net import Eagle3Config, Eagle3Net, LeanEagle3, default_layers, layer_like
 from draftsmith.modules.drafters.feature_heads import FeatureHead
 from draftsmith.modules.drafters.trees import DynamicTrees, StaticTrees
@@ -57,9 +57,6 @@ class Eagle3Settings:
         normalizer: The loss is a mean over sequences, each of its own tokens' mean; over tokens; or over all tokens,
             those that do not count and padding too.
         unknown: Tokens where the target's first choice cannot be drafted: drop them from the loss, or keep them.
-        loss: ce, soft cross-entropy; lk, -log of the acceptance; lk-hybrid, from one to the other as acceptance grows
-            (arXiv 2602.23881).
-        lk_eta: Of lk-hybrid, how early acceptance takes over.
     """
 
     layers: tuple[int, ...] = ()
@@ -76,8 +73,6 @@ class Eagle3Settings:
     token_mask: Mask = "input"
     normalizer: Normalizer = "sequence"
     unknown: Literal["drop", "keep"] = "drop"
-    loss: Kind = "ce"
-    lk_eta: float = 3.0
 
     def __post_init__(self) -> None:
         at_least("passes", self.passes, 1)
@@ -86,8 +81,6 @@ class Eagle3Settings:
             raise InputError("passes_after", self.passes_after, "a share in [0, 1)", "Change it.")
         if not 0 < self.pass_decay <= 1:
             raise InputError("pass_decay", self.pass_decay, "a weight in (0, 1]", "Change it.")
-        if not self.lk_eta >= 0:
-            raise InputError("lk_eta", self.lk_eta, "0 or more", "Change it.")
         if self.rope_theta is not None and not self.rope_theta > 0:
             raise InputError("rope_theta", self.rope_theta, "a rotary base above 0", "Change it.")
 
@@ -257,13 +250,13 @@ class Eagle3Head(Eagle3Net, FeatureHead, TrainingCost):
             sizes = weights.new_zeros(len(batch.input_ids if batch.lengths is None else batch.lengths))
             weights = weights / sizes.index_add_(0, pairs.owner, torch.ones_like(weights[0]))[pairs.owner]
         compared = distances(
-            Objective(settings.loss, settings.lk_eta, settings.unknown == "drop"),
             target.lm_head,
             pairs.wanted.to(target.dtype),
             self.lm_head.weight,
             self.d2t if self.config.reduced else None,
             predictions,
             weights,
+            settings.unknown == "drop",
             measured,
         )
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,34 +12,14 @@ from torch.autograd.function import once_differentiable
 
 from draftsmith.modules import losses
 
-Kind = Literal["ce", "lk", "lk-hybrid"]
-# Below this acceptance the gradient of its -log is too large to be useful (Nebius, arXiv 2602.23881).
-LEAST_ACCEPTED = 1e-5
-
-
-@dataclass(frozen=True)
-class Objective:
-    """Distance of q from p.
-
-    ce is against p renormalised over the draft vocabulary. Acceptance is that of the whole p: tokens that cannot be
-    drafted are rejected.
-
-    kind: ce, the cross-entropy of q with p; lk, -log of the acceptance sum_v min(p, q); lk-hybrid, lam * ce +
-        (1 - lam) * (1 - acceptance), lam = exp(-eta * acceptance) without a gradient (arXiv 2602.23881).
-    drop_unknown: ignore tokens where the target's first choice cannot be drafted: greedily none is accepted there.
-    """
-
-    kind: Kind = "ce"
-    eta: float = 3.0
-    drop_unknown: bool = True
-
 
 class Distances(NamedTuple):
     """Comparison of P predictions of N tokens each with the target.
 
-    totals: [P] weighted sums of the objective, with a gradient. accepted: [P, N] sum_v min(p_v, q_v), the probability
-    that a drawn token is accepted at temperature 1. right: [P, N] bool, q's first choice is p's. known: [N] bool, p's
-    first choice can be drafted. `accepted` and `right` are arbitrary if they are not measured.
+    totals: [P] weighted sums of the cross-entropy of q with p renormalised over the draft vocabulary, with a gradient.
+    accepted: [P, N] sum_v min(p_v, q_v) of the whole p, the probability that a drawn token is accepted at temperature
+    1. right: [P, N] bool, q's first choice is p's. known: [N] bool, p's first choice can be drafted. `accepted` and
+    `right` are zeros if they are not measured.
     """
 
     totals: Tensor
@@ -50,23 +29,24 @@ class Distances(NamedTuple):
 
 
 def distances(
-    objective: Objective,
     target_lm_head: losses.LmHead,
     wanted: Tensor,
     lm_head: Tensor,
     d2t: Tensor | None,
     hidden: Sequence[Tensor],
     weights: Tensor,
+    drop_unknown: bool = True,
     measured: bool = True,
 ) -> Distances:
     """Compare P predictions of N tokens with the target, chunk by chunk (`losses.row_chunks`).
 
     target_lm_head: of the states `wanted` [N, H] gives the target's logits [N, V]; neither gets a gradient. lm_head:
     [draft vocabulary, H], with a gradient if it requires one. d2t: [draft vocabulary], the target's ids; None if the
-    vocabulary is whole. hidden: [N, H] of each prediction, normed. weights: [P, N]. measured: compute `accepted` and
-    `right` even if the objective does not need them, which takes as long as half of the rest beside the products.
+    vocabulary is whole. hidden: [N, H] of each prediction, normed. weights: [P, N]. drop_unknown: ignore tokens where
+    the target's first choice cannot be drafted: greedily none is accepted there. measured: compute `accepted` and
+    `right`, which takes as long as half of the rest beside the products.
     """
-    return Distances(*_Distances.apply(objective, target_lm_head, wanted, d2t, weights, measured, lm_head, *hidden))
+    return Distances(*_Distances.apply(target_lm_head, wanted, d2t, weights, drop_unknown, measured, lm_head, *hidden))
 
 
 class _Distances(torch.autograd.Function):
@@ -75,11 +55,11 @@ class _Distances(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        objective: Objective,
         target_lm_head: losses.LmHead,
         wanted: Tensor,
         d2t: Tensor | None,
         weights: Tensor,
+        drop_unknown: bool,
         measured: bool,
         lm_head: Tensor,
         *hidden: Tensor,
@@ -103,16 +83,21 @@ class _Distances(torch.autograd.Function):
                 # A look-up, because `isin` waits for the device.
                 known[part] = known.new_zeros(target_logits.shape[-1]).index_fill_(0, d2t, True)[first]
             p = drafted.softmax(-1)
-            counted = weights[:, part] * known[part] if objective.drop_unknown else weights[:, part]
+            counted = weights[:, part] * known[part] if drop_unknown else weights[:, part]
             for i, states in enumerate(hidden):
                 logits = F.linear(states[part], lm_head).to(wide)
                 if measured:
                     chosen = logits.argmax(-1)
                     right[i, part] = known[part] & ((chosen if d2t is None else d2t[chosen]) == first)
-                value, grad, acceptance = _compare_(objective, logits, p, share, measured)
-                if acceptance is not None:
-                    accepted[i, part] = acceptance
-                totals[i] += (value * counted[i]).sum()
+                # Logits are overwritten; each is exponentiated once.
+                logits -= logits.amax(-1, keepdim=True)
+                expected = torch.linalg.vecdot(p, logits)
+                norm = logits.exp_().sum(-1, keepdim=True)
+                q, entropy = logits.div_(norm), norm[:, 0].log() - expected
+                if measured:
+                    accepted[i, part] = torch.minimum(p if share is None else p * share, q).sum(-1)
+                grad = q.sub_(p)  # [C, draft vocabulary], of the logits
+                totals[i] += (entropy * counted[i]).sum()
                 # The tokens' weights are multiplied into the smaller factors, [C, H] each.
                 if to_head:
                     left, weighted = grad.to(states.dtype).T, states[part] * counted[i][:, None].to(states.dtype)
@@ -135,30 +120,3 @@ class _Distances(torch.autograd.Function):
             head = sum(outer[i] * grad for i, grad in enumerate(ctx.to_head)).to(ctx.head_dtype)
         hidden = [None if grad is None else grad * outer[i].to(grad.dtype) for i, grad in enumerate(ctx.to_hidden)]
         return None, None, None, None, None, None, head, *hidden
-
-
-def _compare_(
-    objective: Objective, logits: Tensor, p: Tensor, share: Tensor | None, measured: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return value [C], gradient [C, draft vocabulary] with respect to logits, and acceptance [C] if it is needed.
-
-    Logits are overwritten; each is exponentiated once. p is renormalised; share [C, 1] of the whole one, None for all.
-    """
-    logits -= logits.amax(-1, keepdim=True)
-    expected = torch.linalg.vecdot(p, logits)
-    norm = logits.exp_().sum(-1, keepdim=True)
-    q, entropy = logits.div_(norm), norm[:, 0].log() - expected
-    if objective.kind == "ce" and not measured:
-        return entropy, q.sub_(p), None
-    whole = p if share is None else p * share
-    accepted = torch.minimum(whole, q).sum(-1)
-    if objective.kind == "ce":
-        return entropy, q.sub_(p), accepted
-    # d(acceptance)/d(logits): only tokens with q below p contribute.
-    inside = torch.where(q < whole, q, 0)
-    pull = inside - q * inside.sum(-1, keepdim=True)
-    if objective.kind == "lk":
-        bounded = accepted.clamp_min(LEAST_ACCEPTED)
-        return -bounded.log(), -pull / bounded[:, None], accepted
-    lam = (-objective.eta * accepted).exp()
-    return lam * entropy + (1 - lam) * (1 - accepted), lam[:, None] * (q - p) - (1 - lam)[:, None] * pull, accepted
