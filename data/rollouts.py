@@ -24,7 +24,7 @@ from draftsmith.data.store.manifest import Field
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import Shard, ShardContent, row_uniforms
 from draftsmith.data.text.answers import spans
-from draftsmith.modules.acceptance.repeats import followers, mean_score, repeat_scores
+from draftsmith.modules.acceptance.repeats import followers, repeat_scores
 from draftsmith.modules.decoding.branches import BranchDrafter, BranchedText, pieces, target_states
 from draftsmith.modules.decoding.confidence import confidences_of
 from draftsmith.modules.finite import NonFinite, first_broken
@@ -134,8 +134,7 @@ class Rollouts:
         for piece in pieces(len(tokens), self.chunk):
             p_logits = target.lm_head(states[piece])  # [chunk, V]
             q_logits = branches.lm_head(hidden[piece], levels[piece]).to(states.device)
-            part_tokens, followed = (t.flatten()[piece].to(states.device) for t in (tokens, expected))
-            parts.append(self.label_drafts(p_logits, q_logits, part_tokens, token_params[piece], followed))
+            parts.append(self.label_drafts(p_logits, q_logits, tokens[piece].to(states.device), token_params[piece]))
         labels = {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]}
         broken = labels["log_p"].isnan().nonzero()
         if len(broken):
@@ -145,7 +144,6 @@ class Rollouts:
         tokens, accept_prob = drafted.tokens.cpu(), labels["accept_prob"].view(count, depth)
         # Labels that depend on the whole text or draft.
         labels["repeat"] = repeat_scores(halves, expected, tokens)
-        labels["repeat_mean"] = mean_score(halves, labels.pop("q_followed").view(count, depth))
         labels["reached"] = reached(accept_prob, tokens, target.info.eos_ids)
         labels["draft_ids"] = tokens
         drafts = {"starts": starts, "temperature": [setting.temperature for setting in params]}
@@ -157,12 +155,10 @@ class Rollouts:
         draft_logits: Tensor,
         tokens: Tensor,
         params: Sequence[SamplingParams],
-        followed: Tensor,
     ) -> dict[str, Tensor]:
         """Label N drafted tokens [N] by logits [N, V]: DRAFT_COLUMNS except `reached` and repetitions, float32 [N].
 
-        Also returns q_followed, q of the tokens `followed` [N] (negative for none). At temperature 0, log_q, log_max_q,
-        entropy and log_p are those at temperature 1; overlap and accept_prob are agreement.
+        At temperature 0, log_q, log_max_q, entropy and log_p are those at temperature 1; accept_prob is agreement.
         """
         # Greedy distributions are one-hot, and say nothing about confidence.
         drawn = [SamplingParams(1.0) if setting.greedy else setting for setting in params]
@@ -171,11 +167,9 @@ class Rollouts:
         p_drafted = p.gather(-1, tokens[:, None])[:, 0]
         greedy = torch.tensor([setting.greedy for setting in params], device=p.device)
         agreed = (target_logits.argmax(-1) == tokens).to(p.dtype)
-        overlap = torch.where(greedy, agreed, torch.minimum(p, q).sum(-1).clamp(max=1.0))
         accept_prob = torch.where(greedy, agreed, (p_drafted / confidences.log_q.exp()).clamp(max=1.0))
         labels = {"log_q": confidences.log_q, "log_max_q": confidences.log_max_q, "entropy": confidences.entropy}
-        labels["q_followed"] = q.gather(-1, followed.clamp_min(0)[:, None])[:, 0]
-        labels |= {"log_p": p_drafted.log(), "accept_prob": accept_prob, "overlap": overlap}
+        labels |= {"log_p": p_drafted.log(), "accept_prob": accept_prob}
         return {name: values.float() for name, values in labels.items()}
 
 

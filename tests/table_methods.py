@@ -98,7 +98,7 @@ def stop_policy(name: str, seed: int, reader: TableLM):
         early = name.startswith("cost:early")
         by = "max_q" if "max_q" in name else "q"
         on_top = name.startswith("online:head")
-        shape = UNDRAWN if name.startswith("cost:undrawn") else EARLY if early or on_top else {}
+        shape = EARLY if early or on_top else {}
         head = random_acceptance_head(seed, **shape)
         trained = HeadPredictor(head, reader.embed) if "cost" in name or on_top else None
         predictor = trained if "cost" in name else OnlinePredictor(by, head=trained)
@@ -175,11 +175,10 @@ EAGLE_TREES = {
 }
 FEATURES = ("log_q", "logit_q", "logit_max_q", "entropy", "depth", "temperature")
 EARLY = {"state": "before", "features": FEATURES}
-UNDRAWN = {"state": "undrawn", "features": ("logit_max_q", "entropy", "depth", "temperature", "repeat_mean")}
 # A node costs enough for few to be taken at a good pace, and many at a bad one.
 TREE_TIMES = TreeTimes(0.2, 0.2, tuple(1 + 0.2 * nodes for nodes in range(10)))
 METHODS = ["ar", "spec:k=1", "spec:k=2", "spec:k=3", "specdec++", "specdec++calibrated", "confidence", "self-verify",
-           "specdec++early", "cost", "cost:undrawn", "online", "online:max_q", "online:head",
+           "specdec++early", "cost", "online", "online:max_q", "online:head",
            "cost:eagle", "online:eagle", "eagle:k=2", "specdec++:eagle", "confidence:eagle", "tree",
            *EAGLE_TREES, "pre-verify", "pre+self-verify", "hsddw", "hsddw:eagle", "medusa",
            "medusa-chain:k=2", "medusa:own",

@@ -51,8 +51,6 @@ ROLLOUTS: dict[str, Any] = {
     "features": ("log_q", "logit_q", "depth", "repeat"),
     "w_rej": 1.0,
 }
-# Features that exist before a token is drawn; max q and entropy say most together.
-UNDRAWN: tuple[Feature, ...] = ("logit_max_q", "entropy", "depth", "repeat_mean")
 # Width of a head for real rounds, without the sweep.
 WIDTH = 128
 SWEEP = "sweep.json"
@@ -75,12 +73,10 @@ class TrainAcceptanceConfig(TrainConfig):
             the loss weights are those given here.
         num_blocks: Residual blocks of the head. Default: 3, for rollouts 0, or those of init.
         tied: Apply one block num_blocks times, as the paper's published code does. Default: off, or as in init.
-        state: Hidden state that the head reads: after the token (SpecDec++); before it, with the token's embedding; or
-            undrawn, before it without the token, for servers that drop drawn tokens: it learns the overlap of p and q,
-            the probability that whatever is drawn is accepted. Default: after, for rollouts before.
+        state: Hidden state that the head reads: after the token (SpecDec++); or before it, with the token's embedding.
+            Default: after, for rollouts before.
         features: Numbers of the draft's distribution and of repetitions that it reads too; [] for none. Default: none,
-            for rollouts log_q, logit_q, depth and repeat (undrawn: logit_max_q, entropy, depth and repeat_mean), and
-            temperature if the labels have several.
+            for rollouts log_q, logit_q, depth and repeat, and temperature if the labels have several.
         width: Width of the hidden layers, 0 for the drafter's. Default: 0, for rollouts the sweep's, or 128.
         sweep: For rollouts, first train heads of three widths for few and for more epochs, and take the best size.
             Only in one process, for a new head, without width and max_steps.
@@ -158,8 +154,6 @@ def with_defaults(config: TrainAcceptanceConfig) -> TrainAcceptanceConfig:
         expected = "0: the drafts of a response follow all of it"
         raise InputError("max_length", config.max_length, expected, "Leave it out, or label shorter responses.")
     defaults = dict(ROLLOUTS if labels == "rollouts" else MIXED)
-    if config.state == "undrawn":
-        defaults["features"] = UNDRAWN
     if labels == "rollouts" and manifest is not None and isinstance((manifest.sampling or {}).get("temperature"), list):
         defaults["features"] = (*defaults["features"], "temperature")
     if config.init is not None:

@@ -137,7 +137,7 @@ class RolloutReader:
             hidden=self.states(data)[mask],
             features=torch.stack(read, -1) if read else torch.empty(len(ids), 0),
             log_q=known.log_q,
-            accept_prob=(data.overlap if head.state == "undrawn" else data.accept_prob)[mask],
+            accept_prob=data.accept_prob[mask],
             weight=data.weight[mask],
             owner=data.owner[:, None].expand(mask.shape)[mask],
             loss_mask=mask[mask],

@@ -24,8 +24,8 @@ from torch import Tensor
 from draftsmith.data.models.loading import name_nonfinite
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.modules.acceptance.head import AcceptanceHead
-from draftsmith.modules.acceptance.repeats import followers, mean_score, repeat_scores
-from draftsmith.modules.decoding.branches import BranchedText, DraftModelBranches, pieces, target_states
+from draftsmith.modules.acceptance.repeats import followers, repeat_scores
+from draftsmith.modules.decoding.branches import BranchedText, pieces, target_states
 from draftsmith.modules.decoding.confidence import TokenConfidences, draft_distribution, entropies
 from draftsmith.modules.decoding.loop import Generation, generate_one, room_for
 from draftsmith.modules.decoding.protocols import Drafter, DraftTree, DraftView, Outcome
@@ -341,9 +341,8 @@ class ChainRecorder:
             halves, expected = followers(text, starts, torch.from_numpy(token))
             repeat = repeat_scores(halves, expected, torch.from_numpy(token)).double().numpy()
             rollouts = replace(rollouts, repeat=repeat)
-            means = self._repeat_means(before, token, halves, expected)
             logits = {
-                name: self._head_logits(head, after if head.config.late else before, read, rollouts, means)
+                name: self._head_logits(head, after if head.config.late else before, read, rollouts)
                 for name, head in self._heads.items()
             }
             rollouts = replace(rollouts, heads=logits)
@@ -352,30 +351,12 @@ class ChainRecorder:
             along = accept_along(self._along, self._models.target, prompt.prompt_ids, self._how.params, rollouts)
             return replace(rollouts, accept_along=along)
 
-    def _repeat_means(self, states: list[Tensor], token: Ints, halves: Tensor, expected: Tensor) -> Floats | None:
-        """Return `RepeatScores.mean` [S, K], or None if no head reads it. states: that predicted the tokens."""
-        if not states or not any("repeat_mean" in head.config.features for head in self._heads.values()):
-            return None
-        models, params, mask = self._models, self._how.params, torch.from_numpy(token >= 0)
-        if self._name == "draft":
-            assert models.draft is not None
-            branches: Any = DraftModelBranches(models.draft, 1)
-        else:
-            branches = models.heads[self._name].branches(models.target, 1)
-        logits = branches.lm_head(torch.stack(states), mask.nonzero()[:, 1])  # [N, V]
-        q = logits.float().softmax(-1) if params.greedy else probabilities(logits, params)
-        followed = q.gather(-1, expected[mask].clamp_min(0)[:, None].to(q.device))[:, 0]
-        means = torch.zeros_like(halves, dtype=torch.float64)
-        means[mask] = mean_score(halves[mask].double(), followed.double().cpu())
-        return means.numpy()
-
     def _head_logits(
         self,
         head: AcceptanceHead,
         states: list[Tensor],
         read: NDArray[np.bool_],
         rollouts: ChainRollouts,
-        means: Floats | None,
     ) -> Floats:
         """Return raw logits [S, K]; NaN where there is no token, or none that the head can predict for."""
         config = head.config
@@ -401,7 +382,6 @@ class ChainRecorder:
                 depth,
                 torch.full_like(depth, self._how.params.temperature),
                 of_tokens(rollouts.repeat),
-                None if means is None else of_tokens(means),
             )
             features = head.feature_values(confidences)
         logits[mask] = head(hidden, embeds, features).double().cpu().numpy()

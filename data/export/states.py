@@ -120,7 +120,7 @@ def acceptance_inputs(probes: Sequence[Probe], source: StateSource) -> dict[str,
     depth = torch.arange(len(ids), device=lm.device) % DEPTHS + 1
     confidences = confidences_of(branches.lm_head(before).float().softmax(-1), ids, depth, torch.ones_like(depth))
     # Any numbers will do for repeats that a head may meet.
-    confidences = dataclasses.replace(confidences, repeat=(ids % 5 - 2).float(), repeat_mean=(ids % 7 - 3).float())
+    confidences = dataclasses.replace(confidences, repeat=(ids % 5 - 2).float())
     states = {"state_before": before, "state_after": after, "embedding": branches.embed(ids)}
     numbers = {name: feature_value(name, confidences)[:, None] for name in get_args(Feature)}
     return {name: values.float().cpu() for name, values in (states | numbers).items()}

@@ -29,8 +29,8 @@ from draftsmith.modules.types import FeatureBatch, InputError
 Item = dict[str, Tensor]
 # Columns that the samples of a kind of artefact are made of.
 TEXT_COLUMNS = ("input_ids", "loss_mask")
-LABEL_COLUMNS = ("accept_prob", "log_q", "overlap")
-DRAFT_COLUMNS = ("log_q", "log_max_q", "entropy", "repeat", "repeat_mean", "log_p", "accept_prob", "overlap", "reached")
+LABEL_COLUMNS = ("accept_prob", "log_q")
+DRAFT_COLUMNS = ("log_q", "log_max_q", "entropy", "repeat", "log_p", "accept_prob", "reached")
 COLUMNS = {
     "prompts": TEXT_COLUMNS,
     "responses": TEXT_COLUMNS,
@@ -44,15 +44,13 @@ COLUMNS = {
 class AcceptanceTokens:
     """A batch of text with drafted tokens mixed in, before the draft has read it. Position t of a row holds z_t.
 
-    Where loss_mask is true, z_t is a drafted token and accept_prob, log_q and overlap are its labels; elsewhere they
-    are 0.
+    Where loss_mask is true, z_t is a drafted token and accept_prob and log_q are its labels; elsewhere they are 0.
     """
 
     z_ids: Tensor  # [B, T] int64
     loss_mask: Tensor  # [B, T] bool
     accept_prob: Tensor  # [B, T] float32
     log_q: Tensor  # [B, T] float32
-    overlap: Tensor  # [B, T] float32
     attention_mask: Tensor  # [B, T] bool, false on padding
 
 
@@ -73,10 +71,8 @@ class RolloutTokens:
     log_max_q: Tensor
     entropy: Tensor
     repeat: Tensor
-    repeat_mean: Tensor
     log_p: Tensor
     accept_prob: Tensor
-    overlap: Tensor
     weight: Tensor
     loss_mask: Tensor  # [N, K] bool
 
@@ -86,7 +82,7 @@ class RolloutTokens:
         log_q = self.log_q
         depth = torch.arange(1, log_q.shape[1] + 1, device=log_q.device, dtype=log_q.dtype)
         depth, temperature = depth.expand(log_q.shape), self.temperature[:, None].expand(log_q.shape)
-        return TokenConfidences(log_q, self.log_max_q, self.entropy, depth, temperature, self.repeat, self.repeat_mean)
+        return TokenConfidences(log_q, self.log_max_q, self.entropy, depth, temperature, self.repeat)
 
 
 class ArtefactDataset(Dataset):
@@ -166,7 +162,7 @@ class ArtefactDataset(Dataset):
         """Mix drafted tokens into a labelled text, anew in every epoch (SpecDec++, section 3.3).
 
         z_t is the target's token x_t with probability `mix`, else the drafted y_t; the loss counts the latter only.
-        Returns z_ids [T] int64, loss_mask [T] bool, and accept_prob, log_q and overlap [T] float32.
+        Returns z_ids [T] int64, loss_mask [T] bool, and accept_prob and log_q [T] float32.
         """
         ids = self._values("input_ids", row).astype(np.int64)
         # Labels belong to the answers' positions, in order.

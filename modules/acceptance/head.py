@@ -16,11 +16,9 @@ from draftsmith.modules.decoding.confidence import MAX_LOGIT, TokenConfidences, 
 from draftsmith.modules.layers import MOST_LAYERS, MOST_SIZE
 from draftsmith.modules.types import InputError, check_config
 
-State = Literal["after", "before", "undrawn"]
+State = Literal["after", "before"]
 Number = TypeVar("Number", float, Tensor)
-Feature = Literal["log_q", "logit_q", "logit_max_q", "entropy", "depth", "temperature", "repeat", "repeat_mean"]
-# Features of the token itself; the others exist before it is drawn.
-SEES_TOKEN: frozenset[Feature] = frozenset(("log_q", "logit_q", "repeat"))
+Feature = Literal["log_q", "logit_q", "logit_max_q", "entropy", "depth", "temperature", "repeat"]
 
 
 @dataclass(frozen=True)
@@ -34,8 +32,7 @@ class AcceptanceHeadConfig:
     tied: one block applied num_blocks times, as SpecDec++'s published code does.
     calibration: scale and shift of the logit fitted on held-out tokens, after the correction for the loss weights.
     state: `after`, the drafter's state once it has read the token, as published; `before`, the state that predicted it
-        and the token's embedding, which needs no further forward; `undrawn`, the state that predicted it without the
-        token: P(whatever is drawn there is accepted), for servers that drop drawn tokens.
+        and the token's embedding, which needs no further forward.
     features: numbers of the distribution that the token was drawn from, and of its place (`FEATURE_VALUES`).
     width: of the hidden layers; 0 is hidden_size.
     activation: after the join layer. With `relu` features go to the logit only, which predicts as well and costs less.
@@ -69,9 +66,6 @@ class AcceptanceHeadConfig:
         if not self.joins and (self.activation != "none" or self.standardize):
             found = f"activation {self.activation}, standardize {self.standardize} of a head of the state alone"
             raise InputError("head", found, "neither without a first layer", "Leave them out, or choose a width.")
-        if self.state == "undrawn" and (seen := [name for name in self.features if name in SEES_TOKEN]):
-            expected = f"for state undrawn none of {', '.join(sorted(SEES_TOKEN))}, which look at the token"
-            raise InputError("features", ", ".join(seen), expected, "Leave them out, or choose state before.")
 
     @property
     def late(self) -> bool:
@@ -96,8 +90,7 @@ class AcceptanceHeadConfig:
     @property
     def joins(self) -> bool:
         """True if a join layer brings the inputs to the width of the hidden layers."""
-        wider = self.joined_size > self.hidden_size or self.inner_size != self.hidden_size
-        return wider or self.state == "undrawn"
+        return self.joined_size > self.hidden_size or self.inner_size != self.hidden_size
 
     @property
     def joined_size(self) -> int:
@@ -209,7 +202,7 @@ class AcceptanceHead(nn.Module):
 
 # Of tokens [..]: log q(y), at least -MAX_LOGIT; the log-odds of q(y) and max q within MAX_LOGIT; the entropy in nats;
 # the logarithm of the place in the round, from 1; the temperature; and, for heads that read repetitions, whether the
-# token continues one (`repeats.RepeatScores.score`) and the mean of that over the distribution (`RepeatScores.mean`).
+# token continues one (`repeats.RepeatScores.score`).
 FEATURE_VALUES: dict[Feature, Callable[[TokenConfidences], Tensor | None]] = {
     "log_q": lambda known: known.log_q.clamp_min(-MAX_LOGIT),
     "logit_q": lambda known: log_odds_of(known.log_q),
@@ -218,7 +211,6 @@ FEATURE_VALUES: dict[Feature, Callable[[TokenConfidences], Tensor | None]] = {
     "depth": lambda known: known.depth.log(),
     "temperature": lambda known: known.temperature,
     "repeat": lambda known: known.repeat,
-    "repeat_mean": lambda known: known.repeat_mean,
 }
 
 

@@ -31,7 +31,6 @@ READ: dict[Feature, Callable[[DraftView, TokenConfidence, Any], float]] = {
     "depth": lambda view, confidence, repeats: math.log(view.num_drafted),
     "temperature": lambda view, confidence, repeats: view.temperature,
     "repeat": lambda view, confidence, repeats: repeats.score(view),
-    "repeat_mean": lambda view, confidence, repeats: repeats.mean(view),
 }
 OF_DISTRIBUTION: frozenset[Feature] = frozenset(("log_q", "logit_q", "logit_max_q", "entropy"))
 UNREAD = TokenConfidence(math.nan, math.nan, math.nan)
@@ -80,7 +79,7 @@ class HeadPredictor(TrainedPredictor):
         self._shared: dict[str, Tensor] = {}
         # Of a late head: features of the token that it predicts next.
         self._before: list[float] = []
-        self.repeats = RepeatScores() if {"repeat", "repeat_mean"} & {*names} else None
+        self.repeats = RepeatScores() if "repeat" in names else None
 
     def beside(self) -> HeadPredictor:
         """Return a predictor for another row, which shares the weights and the table."""

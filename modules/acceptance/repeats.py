@@ -7,15 +7,12 @@ the longest suffix that occurred before is searched, and the drafted token is co
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from draftsmith.modules.decoding.confidence import draft_distribution
 from draftsmith.modules.decoding.protocols import DraftView
 
-Number = TypeVar("Number", float, Tensor)
 # Placeholder for a token: no suffix is repeated.
 NONE = -1
 
@@ -61,7 +58,7 @@ class RepeatScores:
 
     def __init__(self) -> None:
         self._repeats, self._before = Repeats(), tuple[int, ...]()
-        self._last: tuple[DraftView | None, float, int] = None, 0.0, NONE
+        self._last: tuple[DraftView | None, float] = None, 0.0
 
     def reset(self) -> None:
         """Start a new prompt."""
@@ -70,29 +67,16 @@ class RepeatScores:
     def score(self, view: DraftView) -> float:
         """Return half the length of the longest repeated suffix before the token, negated if another token followed it
         in the text; 0 if none is repeated."""
-        half, expected = self._follower(view)
-        return half if expected == view.token else -half
-
-    def mean(self, view: DraftView) -> float:
-        """Return the mean of the score over the draft's distribution, whichever token was drawn."""
-        half, expected = self._follower(view)
-        return mean_score(half, draft_distribution(view)[expected].item()) if half else 0.0
-
-    def _follower(self, view: DraftView) -> tuple[float, int]:
         # Several predictors may ask about one view: it is looked up once.
         if view is not self._last[0]:
             if view.num_drafted == 1:
                 self._repeats.read(view.context)
                 self._before = tuple(view.context[-Repeats.SIZES[0] :])
-            self._last = view, *self._repeats.follower(self._before)
+            half, expected = self._repeats.follower(self._before)
+            self._last = view, half if expected == view.token else -half
             # The next token follows this one.
             self._before = (*self._before[1 - Repeats.SIZES[0] :], view.token)
-        return self._last[1:]
-
-
-def mean_score(half: Number, q: Number) -> Number:
-    """Return the mean of a score that is `half` with probability q, else -half."""
-    return half * (2 * q - 1)
+        return self._last[1]
 
 
 def followers(text: Sequence[int], starts: Sequence[int], drafted: Tensor) -> tuple[Tensor, Tensor]:

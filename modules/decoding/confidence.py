@@ -33,8 +33,8 @@ class TokenConfidence(NamedTuple):
 class TokenConfidences:
     """The same numbers of many tokens, float32 [..].
 
-    depth: place in the round, from 1. temperature: of the distribution. repeat, repeat_mean: if computed, whether the
-    token continues a repetition of the text, and the mean of that over the distribution (`repeats.RepeatScores`).
+    depth: place in the round, from 1. temperature: of the distribution. repeat: if computed, whether the token
+    continues a repetition of the text (`repeats.RepeatScores`).
     """
 
     log_q: Tensor
@@ -43,7 +43,6 @@ class TokenConfidences:
     depth: Tensor
     temperature: Tensor
     repeat: Tensor | None = None
-    repeat_mean: Tensor | None = None
 
 
 def draft_distribution(view: DraftView) -> Tensor:

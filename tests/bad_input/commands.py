@@ -81,8 +81,6 @@ ROWS = [
     Row("train acceptance: features", f"train acceptance --data {{features}} --draft {{draft}} {OUT}", ("features",)),
     Row("train acceptance: a head without its target", f"train acceptance --data {{labels}} --draft {{eagle}} {OUT}",
         ("target", "eagle")),
-    Row("train acceptance: features that see the token", "train acceptance --data {labels} --draft {draft} "
-        f"{OUT}--state undrawn --features entropy log_q", ("features", "log_q", "state before")),
     Row("train eagle3: layers that the target has not", f"train eagle3 --data {{features}} {TARGET}{OUT}--layers 0 1 2",
         ("layers",)),
     Row("train eagle3: layers that collapse", f"train eagle3 --data {{features}} {TARGET}{OUT}",

@@ -80,9 +80,6 @@ def world(tmp_path_factory) -> World:
     for head in heads.values():
         torch.nn.init.normal_(head.out.weight, std=1.0)
         head.requires_grad_(False)
-    undrawn = dataclasses.replace(before, state="undrawn", features=("logit_max_q", "repeat_mean"))
-    heads["undrawn"] = AcceptanceHead(undrawn).requires_grad_(False)
-    heads["undrawn"].direct.weight.fill_(1.0)
 
     # An end token in the middle of a response, around which the draft agrees with the target.
     eos_ids = []
@@ -106,9 +103,9 @@ def world(tmp_path_factory) -> World:
     [
         Policy("k", 1), Policy("k", 4), Policy("k", 9), Policy("t", 0.5, maximum=9), Policy("t", 0.9, "", 3, 6),
         Policy("entropy", maximum=9), Policy("h", 0.6, "late" + RAW, 2, 9), Policy("h", 0.3, "before", 1, 7),
-        Policy("h", 0.4, "undrawn", 1, 9), Policy("cost", 0.0, "late", 1, 7), Policy("cost", 0.0, "before", 1, 9),
+        Policy("cost", 0.0, "late", 1, 7), Policy("cost", 0.0, "before", 1, 9),
         Policy("cost", 0.0, ONLINE_REPEATS, 1, 9), Policy("cost", 0.0, ONLINE_MAX_Q, 1, 6),
-        Policy("cost", 0.0, "undrawn" + ON_TOP, 1, 9), Policy("cost", 0.0, "late" + ON_TOP, 1, 9),
+        Policy("cost", 0.0, "late" + ON_TOP, 1, 9),
     ],
     ids=lambda policy: f"{policy.label} {policy.predictor}",
 )  # fmt: skip
@@ -164,19 +161,17 @@ def test_probabilities_along_the_draft_are_those_of_the_target_read_token_by_tok
 @pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "sampling"])
 def test_heads_read_the_repetitions_that_the_text_offers(world, params, monkeypatch):
     monkeypatch.setattr(Repeats, "SIZES", (2, 1))  # such models repeat little more than a token
-    draft, prompt = world.models.draft, BenchPrompt("all tokens", list(range(5, 205)))
-    head = AcceptanceHead(AcceptanceHeadConfig(32, num_blocks=0, state="undrawn", features=("repeat_mean",)))
+    prompt = BenchPrompt("all tokens", list(range(5, 205)))
+    head = AcceptanceHead(AcceptanceHeadConfig(32, num_blocks=0, state="before", features=("repeat",)))
     for weight in head.requires_grad_(False).parameters():
         weight.fill_(1.0 if weight is head.direct.weight else 0.0)
-    recorder = ChainRecorder(world.models, "draft", Recording(params, 5, 8, 0, ()), {"mean": head})
+    recorder = ChainRecorder(world.models, "draft", Recording(params, 5, 8, 0, ()), {"repeat": head})
     rollouts, expected = record_all(recorder, [prompt]), []
     for row, tokens in enumerate(torch.from_numpy(rollouts.token)):
         text = [*prompt.prompt_ids, *rollouts.answers[0].tokens[: rollouts.start[row]]]
         (halves,), (wanted,) = followers(text, [len(text)], tokens[None])
-        logits = draft.lm_head(draft.features(torch.tensor([[*text, *tokens.tolist()]]))[0, -6:-1])
-        q = logits.softmax(-1) if params.greedy else probabilities(logits, params)
-        expected += [float(half * (2 * q[place, wanted[place]] - 1)) for place, half in enumerate(halves)]
-    assert rollouts.heads["mean"].flatten().tolist() == pytest.approx(expected, abs=1e-4)
+        expected += torch.where(wanted == tokens, halves, -halves).tolist()
+    assert rollouts.heads["repeat"].flatten().tolist() == pytest.approx(expected, abs=1e-4)
     assert sum(value != 0 for value in expected) > 3
 
 

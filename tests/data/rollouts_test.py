@@ -84,8 +84,6 @@ def check_drafts(row, oracles, expected):
             at, place = number * DEPTH + depth, start + depth
             labels = expected(*(logits[place - 1] for logits in distributions), ids[place], number, depth)
             half, followed = repeated(ids[:start], ids[:place])
-            q = labels.pop("q")
-            labels["repeat_mean"] = half * (2 * q[followed] - 1) if half else 0.0
             for name, value in labels.items():
                 assert row[name][at] == pytest.approx(value, **TOLERANCE), (name, number, depth)
             assert row["reached"][at] == pytest.approx(reach, **TOLERANCE)
@@ -112,13 +110,11 @@ def test_sampled_labels_are_those_of_rounds_drafted_one_token_at_a_time(remake, 
             assert token == np.searchsorted(np.cumsum(q), uniforms[1 + draft * DEPTH + depth], side="right")
             with np.errstate(divide="ignore"):
                 return {
-                    "q": q,
                     "log_q": np.log(q[token]),
                     "log_max_q": np.log(q.max()),
                     "entropy": -sum(x * np.log(x) for x in q if x),
                     "log_p": np.log(p[token]),
                     "accept_prob": min(1.0, p[token] / q[token]),
-                    "overlap": np.minimum(p, q).sum(),
                 }
 
         check_drafts(row, oracles, expected)
@@ -134,13 +130,11 @@ def test_greedy_labels_are_agreement(chain, remake, oracles):
         assert token == assured
         log_p, log_q = p.log_softmax(-1), q.log_softmax(-1)
         return {
-            "q": log_q.exp(),
             "log_q": float(log_q[token]),
             "log_max_q": float(log_q[token]),
             "entropy": -float(log_q.exp() @ log_q),
             "log_p": float(log_p[token]),
             "accept_prob": float(token == best),
-            "overlap": float(token == best),
         }
 
     for row in rows_of(directory):
@@ -196,9 +190,7 @@ def test_labels_give_the_distribution_of_how_many_tokens_the_decoder_accepts(par
         branched = BranchedText(target, 2)
         branched.open(text)
         states = target_states(branched, starts, drafts).flatten(0, 1)
-        labels = settings(sampling=(params,)).label_drafts(
-            states, own, drafts.flatten(), [params] * count, drafts.flatten()
-        )
+        labels = settings(sampling=(params,)).label_drafts(states, own, drafts.flatten(), [params] * count)
         q, kept = labels["log_q"].exp().view(-1, 2), labels["accept_prob"].view(-1, 2)
         possible = q[:, 0] * q[:, 1] > 0
         weights = q.prod(1)[possible]
@@ -208,7 +200,7 @@ def test_labels_give_the_distribution_of_how_many_tokens_the_decoder_accepts(par
         assert float((weights * kept[possible].prod(1)).sum()) == pytest.approx(counts[2] / total, abs=1e-6)
 
 
-def test_labels_say_how_a_token_goes_on_with_a_repetition_and_how_it_might_have():
+def test_labels_say_how_a_token_goes_on_with_a_repetition():
     ids, params, draft = [2, 0, 1, 3, 2, 0, 3, 1, 2, 0, 1, 3, 2, 0, 3, 3, 1, 2, 0], SamplingParams(0.7), LogitTable(1)
     rollouts = settings(target=LogitTable(0), drafter=FrozenDrafter(draft, {}), sampling=(params,), chunk=5)
     made = rollouts.label_response(BranchedText(rollouts.target, 2), DraftModelBranches(draft, 2), text_row(ids, 3), 0)
@@ -218,10 +210,8 @@ def test_labels_say_how_a_token_goes_on_with_a_repetition_and_how_it_might_have(
             at = 2 * number + depth
             before = [*ids[:start], *made["draft_ids"][2 * number : at].tolist()]
             half, followed = repeated(ids[:start], before)
-            q = warped(draft.row(tuple(before))[0], params)
             assert made["repeat"][at] == (half if made["draft_ids"][at] == followed else -half)
-            assert made["repeat_mean"][at] == pytest.approx(half * (2 * q[followed] - 1) if half else 0, abs=1e-6)
-            seen.add((half, 0 < q[followed or 0] < 1))
+            seen.add(made["repeat"][at])
     assert len(seen) > 3
 
 
@@ -311,7 +301,7 @@ def test_a_sample_is_a_response_with_its_drafts(chain, remake):
     known = batch.confidences
     assert known.depth[0].tolist() == [1, 2, 3] and torch.equal(known.log_q, batch.log_q)
     assert known.temperature[:, 2].tolist() == batch.temperature.tolist()
-    assert all(getattr(known, name) is getattr(batch, name) for name in ("log_max_q", "repeat", "repeat_mean"))
+    assert all(getattr(known, name) is getattr(batch, name) for name in ("log_max_q", "repeat"))
 
 
 def test_drafts_are_shown(remake, capsys):

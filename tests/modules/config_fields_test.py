@@ -70,10 +70,6 @@ def test_a_field_refuses_what_it_cannot_be(config):
         (lambda: Eagle3Config(LLAMA, (), 60), "some layers"),
         (lambda: Eagle3Config(LLAMA, (0,), 61), "draft_vocab_size: found 61, expected a whole number from 1 to 60"),
         (lambda: AcceptanceHeadConfig(8, features=("log_q", "log_q")), "each once"),
-        (
-            lambda: AcceptanceHeadConfig(8, state="undrawn", features=("log_q",)),
-            "for state undrawn none",
-        ),
     ],
 )
 def test_fields_fit_each_other(make, says):

@@ -86,8 +86,6 @@ MUTANTS = [
            "* probs[token].item() < distribution[token].item()", (REPLAY_TEST,)),
     Mutant("rollouts-accepted-past-the-answer", RECORDING, "accepted = np.minimum(equal, left)", "accepted = equal",
            (REPLAY_TEST,)),
-    Mutant("replay-undrawn-heads-miss-the-mean", RECORDING,
-           "mean_score(halves[mask].double(), followed.double().cpu())", "halves[mask].double()", (REPLAY_TEST,)),
     # -- labels
     Mutant("labels-one-position-late", LABELS, "torch.tensor(mask).nonzero()[:, 0] - 1 for",
            "torch.tensor(mask).nonzero()[:, 0] for",
@@ -115,8 +113,6 @@ MUTANTS = [
     Mutant("mixing-keeps-the-targets-tokens", DATASETS,
            '        ids[drafted] = self._values("draft_ids", row)[kept]\n',
            "", (DATASET_TEST,)),
-    Mutant("rollouts-repetitions-of-the-drawn-token", ROLLOUTS, "q.gather(-1, followed.clamp_min(0)[:, None])",
-           "q.gather(-1, tokens[:, None])", (ROLLOUT_TEST,)),
     Mutant("rollouts-reached-not-shifted", ROLLOUTS, "torch.cat([torch.ones_like(passed[:, :1]), passed[:, :-1]], -1)",
            "passed", (ROLLOUT_TEST,)),
     Mutant("rollouts-go-on-behind-an-end-token", ROLLOUTS, "(accept_prob * ~ends).cumprod(-1)",

@@ -13,7 +13,6 @@ SURE_TEST = "tests/modules/decoding/confidence_test.py"
 ONLINE_TEST, REPEATS_TEST, PREDICTOR_TEST, HEAD_TEST = (
     f"tests/modules/acceptance/{name}_test.py" for name in ("online_logistic", "repeats", "head_predictor", "head")
 )
-TRIMMING_TEST = "tests/modules/acceptance/trimming_test.py"
 HIERARCHY = f"{LIMITS}::test_a_hierarchy_goes_on_while_no_entropy_of_the_last_round_is_above_the_mean"
 
 MUTANTS = [
@@ -96,20 +95,6 @@ MUTANTS = [
            (ONLINE_TEST,)),
     Mutant("repeats-of-another-token-say-nothing", REPEATS, "half if expected == view.token else -half",
            "half if expected == view.token else 0.0", (REPEATS_TEST,)),
-    Mutant("repeats-mean-looks-at-the-token", REPEATS,
-           "mean_score(half, draft_distribution(view)[expected].item()) if half else 0.0", "self.score(view)",
-           (REPEATS_TEST, TRIMMING_TEST)),
-    Mutant("repeats-mean-without-what-is-not-followed", REPEATS, "half * (2 * q - 1)", "half * q", (REPEATS_TEST,)),
-    Mutant("undrawn-heads-may-look-for-the-tokens-repetition", HEAD, '("log_q", "logit_q", "repeat"))',
-           '("log_q", "logit_q"))', (TRIMMING_TEST,)),
-    Mutant("undrawn-heads-may-not-know-the-mode", HEAD, '("log_q", "logit_q", "repeat"))',
-           '("log_q", "logit_q", "repeat", "logit_max_q"))', (TRIMMING_TEST, PREDICTOR_TEST)),
-    Mutant("undrawn-features-are-not-looked-at", HEAD, 'if self.state == "undrawn" and (seen', 'if False and (seen',
-           ("tests/modules/config_fields_test.py",)),
-    Mutant("undrawn-heads-read-the-token", HEAD, 'return self.state == "before"', 'return self.state != "after"',
-           (TRIMMING_TEST, PREDICTOR_TEST)),
-    Mutant("undrawn-heads-learn-of-the-token", "train/acceptance_data.py", 'data.overlap if head.state == "undrawn"',
-           'data.accept_prob if head.state == "undrawn"', ("tests/train/rollouts_test.py",)),
     Mutant("repeats-shortest-suffix-first", REPEATS, "SIZES = (8, 4, 2)", "SIZES = (2, 4, 8)", (REPEATS_TEST,)),
     Mutant("repeats-miss-the-texts-beginning", REPEATS, "if end >= size:", "if end > size:", (REPEATS_TEST,)),
     Mutant("repeats-outlive-a-prompt", REPEATS, "        self._repeats.clear()\n", "        pass\n", (REPEATS_TEST,)),

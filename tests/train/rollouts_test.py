@@ -64,11 +64,10 @@ def drafts_of(batch):
             number += 1
 
 
-@pytest.mark.parametrize("state", ["before", "after", "undrawn"])
+@pytest.mark.parametrize("state", ["before", "after"])
 def test_states_equal_those_of_each_draft_read_alone(artefacts, rollouts, state):
     draft = load_lm(str(artefacts.draft))
-    known = ("repeat_mean" if state == "undrawn" else "log_q", "depth", "temperature", "entropy")
-    head = AcceptanceHeadConfig(32, state=state, features=known)
+    head = AcceptanceHeadConfig(32, state=state, features=("log_q", "depth", "temperature", "entropy"))
     batch = a_batch(rollouts)
     reader = RolloutReader(FrozenDrafter(draft, {}), head, DEPTH)
     found = reader.read_rollouts(batch)
@@ -85,17 +84,17 @@ def test_states_equal_those_of_each_draft_read_alone(artefacts, rollouts, state)
             distribution = (draft.lm_head(hidden[at - 1]) / batch.temperature[number]).softmax(-1)
             token = batch.draft_ids[number, place]
             entropy = -(distribution * distribution.log()).sum()
-            first = batch.repeat_mean[number, place] if state == "undrawn" else distribution[token].log()
-            numbers.append([first, torch.tensor(place + 1.0).log(), batch.temperature[number], entropy])
+            log_q = distribution[token].log()
+            numbers.append([log_q, torch.tensor(place + 1.0).log(), batch.temperature[number], entropy])
             weights.append(reach)
-            accept.append(float(batch.overlap[number, place]) if state == "undrawn" else prob)
+            accept.append(prob)
             reach *= prob * (int(token) not in draft.info.eos_ids)
     kept = torch.tensor(weights) > 0
     assert torch.allclose(found.hidden, torch.stack(states)[kept], atol=1e-5)
     assert torch.allclose(found.features, torch.tensor(numbers)[kept], atol=1e-4)
     assert torch.allclose(found.weight, torch.tensor(weights)[kept], atol=1e-6)
     assert torch.equal(found.accept_prob, torch.tensor(accept)[kept])
-    assert state == "undrawn" or torch.equal(found.log_q, found.features[:, 0])
+    assert torch.equal(found.log_q, found.features[:, 0])
     if state == "before":
         assert torch.equal(embeds, draft.embed(batch.draft_ids[batch.loss_mask]))
     else:
@@ -202,17 +201,6 @@ def test_config_and_card_name_the_heads_inputs_and_labels(artefacts, trained):
     assert f"scale {head.config.calibration[0]:.4g}, shift" in card
     assert "ece_platt" in card and "--method online:head=on" in card
     assert "tokens of labelled drafts" in card and "a rectified layer, 0 residual" in card
-
-
-def test_an_undrawn_head_is_trained(artefacts, rollouts, tmp_path):
-    settings = config(artefacts, rollouts, tmp_path / "run", state="undrawn", width=32, max_steps=2)
-    head = load_head(run(settings), load_lm(str(artefacts.draft)), kind="acceptance")
-    assert head.config.features == ("logit_max_q", "entropy", "depth", "repeat_mean", "temperature")
-    # As wide as the draft's states, and rectified all the same.
-    assert (head.config.state, head.config.activation, head.join.weight.shape) == ("undrawn", "relu", (32, 32))
-    card = (tmp_path / "run" / "best" / "README.md").read_text()
-    assert "a rectified layer, 0 residual" in card
-    assert "--method online:head=on" in card
 
 
 def test_heads_of_eagle_chains_are_trained(artefacts, eagle, tmp_path):

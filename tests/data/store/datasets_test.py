@@ -29,7 +29,7 @@ def test_only_drafted_tokens_count_and_carry_labels(chain, labels, mix):
             counted = bool(item["loss_mask"][t])
             seen.add((j >= 0, counted))
             assert token == (row["draft_ids"][j] if counted else row["input_ids"][t])
-            for name in ("accept_prob", "log_q", "overlap"):
+            for name in ("accept_prob", "log_q"):
                 assert item[name][t] == pytest.approx(row[name][j] if counted else 0.0)
     assert seen == {(False, False), (True, True)} | ({(True, False)} if mix else set())
 

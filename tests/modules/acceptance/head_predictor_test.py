@@ -21,9 +21,7 @@ from draftsmith.modules.sampling import probabilities
 from draftsmith.modules.types import SamplingParams
 
 H, V, DEPTH = 8, 30, 4
-ALL = ("log_q", "logit_q", "logit_max_q", "entropy", "depth", "temperature", "repeat", "repeat_mean")
-# Features that exist before the token is drawn.
-BLIND = ("logit_max_q", "entropy", "depth", "temperature", "repeat_mean")
+ALL = ("log_q", "logit_q", "logit_max_q", "entropy", "depth", "temperature", "repeat")
 CONTEXT = [3, 1, 4, 1, 5, 9, 3, 1, 4, 2, 6, 3, 1, 4, 1, 5, 3, 1]
 # Every pair of two values of (blocks, state, features, activation, standardize) is in one of these.
 CASES = {
@@ -38,8 +36,6 @@ CASES = {
     "before, mode": {"state": "before", "features": ("logit_max_q", "log_q"), "num_blocks": 0},
     "before, rectified": {"state": "before", "features": ALL, "num_blocks": 3, "tied": True, "width": 5,
                           "activation": "relu", "standardize": True},
-    "undrawn, bare": {"state": "undrawn", "num_blocks": 1, "standardize": True},
-    "undrawn, rectified": {"state": "undrawn", "num_blocks": 0, "features": BLIND, "width": 5, "activation": "relu"},
     "narrow": {"num_blocks": 0, "width": 3},
 }  # fmt: skip
 
@@ -85,15 +81,13 @@ def embed(ids: torch.Tensor) -> torch.Tensor:
     return EMBEDDING[ids]
 
 
-def repeat(views: list[DraftView], number: int, token: int | None = None) -> float:
-    """Search the text for the last occurrence of the longest suffix of 8, 4 or 2 tokens, and compare what followed it.
-    token: drawn in place of the view's own."""
+def repeat(views: list[DraftView], number: int) -> float:
+    """Search the text for the last occurrence of the longest suffix of 8, 4 or 2 tokens; compare what followed it."""
     before = [*CONTEXT, *(view.token for view in views[:number])]
-    token = views[number].token if token is None else token
     for size in (8, 4, 2):
         for end in range(len(CONTEXT) - 1, size - 1, -1):
             if CONTEXT[end - size : end] == before[-size:]:
-                return size / 2 if CONTEXT[end] == token else -size / 2
+                return size / 2 if CONTEXT[end] == views[number].token else -size / 2
     return 0.0
 
 
@@ -105,8 +99,7 @@ def numbers(views: list[DraftView], number: int, names: tuple[str, ...]) -> list
     entropy = -(distribution[distribution > 0] * np.log(distribution[distribution > 0])).sum()
     found = {"log_q": np.log(q), "logit_q": np.log(q / (1 - q)), "logit_max_q": np.log(most / (1 - most)),
              "entropy": entropy, "depth": math.log(view.num_drafted), "temperature": view.temperature,
-             "repeat": repeat(views, number),
-             "repeat_mean": sum(q * repeat(views, number, x) for x, q in enumerate(distribution))}  # fmt: skip
+             "repeat": repeat(views, number)}  # fmt: skip
     return [float(found[name]) for name in names]
 
 
@@ -256,8 +249,6 @@ def test_one_token_is_predicted_as_in_training(head, views):
     heats = torch.tensor([view.temperature for view in predicted])
     known = confidences_of(distributions, tokens, places, heats)
     known = dataclasses.replace(known, repeat=torch.tensor([repeat(views, n) for n in range(len(predicted))]))
-    means = torch.tensor([numbers(views, n, ("repeat_mean",)) for n in range(len(predicted))])
-    known = dataclasses.replace(known, repeat_mean=means[:, 0])
     features = head.feature_values(known) if head.config.features else None
     embeds = embed(tokens) if head.config.state == "before" else None
     many = torch.sigmoid(head.calibrated(head(states, embeds, features))).tolist()
