@@ -91,11 +91,6 @@ SECTIONS: dict[str, dict[str, Command]] = {
             "train.plan",
             "What `train {kind}` takes: memory, disk, time",
         ),
-        "plan acceptance": Command(
-            "train.plan:PlanAcceptanceConfig",
-            "The same for `train acceptance`",
-            runner="train.plan",
-        ),
     },
     "Run data and train commands on many devices": {
         "launch torchrun": Command(

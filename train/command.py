@@ -48,7 +48,8 @@ def run(config: TrainedConfig, module_class: type[LitDrafter] | None = None) -> 
     done = finished(config)
     if done is not None:
         return done
-    announce(config)
+    if isinstance(config, TrainDrafterConfig):
+        announce(config)
     training = prepare(config, module_class)
     best = fit(training)
     if isinstance(config, TrainDrafterConfig) and is_first_process():

@@ -1,4 +1,4 @@
-"""`draftsmith plan`: memory, disk, steps and FLOPs of a training before it runs.
+"""`draftsmith plan`: memory, disk, steps and FLOPs of a drafter's training before it runs.
 
 Parameters come from config.json: modules are built on torch's meta device and no weights are read. Documents come from
 the artefact's index, or from an assumption. ZeRO's formulas (Rajbhandari et al. 2020, section 5) share weights,
@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import resource
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +22,6 @@ from torch import nn
 from draftsmith.data.console import Column, Table, add_result, print_facts, print_table
 from draftsmith.data.engines.own import set_threads
 from draftsmith.data.features import INDEX_BYTES_PER_TOKEN
-from draftsmith.data.heads.directory import class_of, head_settings, kind_at
-from draftsmith.data.models.hub import model_directory
 from draftsmith.data.models.loading import DTYPES, read_config, target_shape
 from draftsmith.data.store import feature_codec
 from draftsmith.data.store.datasets import cut_lengths, open_dataset
@@ -32,19 +29,9 @@ from draftsmith.data.store.feature_codec import FeatureDtype
 from draftsmith.data.store.files import check_disk
 from draftsmith.data.store.manifest import MANIFEST, Manifest, volatile
 from draftsmith.modules import flops
-from draftsmith.modules.acceptance.head import AcceptanceHead, acceptance_training
-from draftsmith.modules.drafters.base import TrainingCost, TrainStep
+from draftsmith.modules.drafters.base import DraftHead, TrainingCost, TrainStep
 from draftsmith.modules.layers import LlamaConfig, LlamaModel
 from draftsmith.modules.losses import CHUNK_ELEMENTS
-from draftsmith.modules.targets.llama import SUPPORTED, llama_config
-from draftsmith.modules.types import InputError
-from draftsmith.train.acceptance import (
-    TrainAcceptanceConfig,
-    acceptance_settings,
-    check_labels,
-    labels_of,
-    with_defaults,
-)
 from draftsmith.train.config import MOST, TrainConfig, TrainDrafterConfig, drafter_config
 from draftsmith.train.prepare import head_config
 from draftsmith.train.strategies import device_kind, model_dtype, settled, world_size
@@ -114,146 +101,6 @@ def plan_config(kind: str) -> type[TrainDrafterConfig]:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanAcceptanceConfig(PlanOptions, TrainAcceptanceConfig):
-    """Plan `train acceptance`: memory by part and strategy, disk, steps, FLOPs."""
-
-
-@dataclass(frozen=True)
-class FrozenSizes:
-    """Sizes of a frozen model, from its config.json.
-
-    llama: None for a family that only transformers runs. params: tied weights count once. tables: bytes of buffers.
-    """
-
-    llama: LlamaConfig | None
-    params: int
-    tables: int
-    hidden_size: int
-    vocab_size: int
-    num_layers: int
-    intermediate_size: int
-    max_position: int
-    dtype: torch.dtype
-
-
-def frozen_sizes(path: str, dtype: str) -> FrozenSizes:
-    """Read a model's sizes from its config.json.
-
-    dtype: float32, bfloat16, or auto for the checkpoint's own.
-
-    Raises:
-        InputError: no such model, or a config that neither we nor transformers can build a model from.
-    """
-    raw = read_config(path)
-    stored = str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
-    width = DTYPES.get(stored, torch.float32) if dtype == "auto" else DTYPES[dtype]
-    llama: LlamaConfig | None = None
-    if raw.get("model_type") in SUPPORTED:
-        llama = config = llama_config(raw)
-        with torch.device("meta"):
-            model: nn.Module = LlamaModel(llama)
-        num_layers, context = llama.num_layers, llama.max_position
-    else:
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        try:
-            whole = AutoConfig.from_pretrained(str(model_directory(path)))
-            with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(whole, dtype=width)
-        except (ValueError, KeyError, OSError) as error:
-            found = f"{path} ({raw.get('model_type')}: {str(error).splitlines()[0]})"
-            remedy = "Only models that transformers knows by their config.json can be planned."
-            raise InputError("model", found, "a causal language model", remedy) from error
-        config = whole.get_text_config()
-        num_layers, context = config.num_hidden_layers, getattr(config, "max_position_embeddings", None) or 2048
-    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    # `parameters` yields tied weights once.
-    params, tables = sum(p.numel() for p in model.parameters()), sum(b.nbytes for b in model.buffers())
-    sizes = (config.hidden_size, config.vocab_size, num_layers, inner, context)
-    return FrozenSizes(llama, params, tables, *sizes, width)
-
-
-@dataclass(frozen=True)
-class PlannedHead:
-    """A head on the meta device, and the way its training reads documents.
-
-    context: longer documents are split into pieces that share `lookahead` tokens. packed: without padding. passes:
-    reads of a batch that one graph holds. counted: share of the answers' tokens that the loss counts. feature_size:
-    elements of a token's features, 0 without. stored: features come with the data. reads: the frozen model runs in
-    every step. frozen_extra: parameters of a frozen head that drafts. stored_token: bytes of a drafted token in memory.
-    """
-
-    job: str
-    path: str
-    head: nn.Module
-    frozen: FrozenSizes
-    context: int
-    lookahead: int = 0
-    packed: bool = False
-    passes: int = 1
-    counted: float = 1.0
-    feature_size: int = 0
-    stored: bool = False
-    reads: bool = True
-    frozen_extra: int = 0
-    stored_token: int = 0
-
-
-def planned_head(config: TrainConfig) -> PlannedHead:
-    """Build the head of a training on the meta device.
-
-    Raises:
-        InputError: no such model, or one of a family that the head cannot take its layer from.
-    """
-    if isinstance(config, TrainDrafterConfig):
-        drafter, frozen = config.drafter, frozen_sizes(config.target, model_dtype(config))
-        shape = head_config(config, frozen.llama or target_shape(config.target))
-        with torch.device("meta"):
-            head: nn.Module = drafter(shape)
-        head.freeze(config)  # type: ignore[operator]  # a DraftHead
-        # Layers whose states are the features.
-        captured = drafter.learns_from(shape, frozen.num_layers)
-        stored = (config.data / MANIFEST).exists() and Manifest.read(config.data).kind == "features"
-        return PlannedHead(
-            job=config.kind,
-            path=config.target,
-            head=head,
-            frozen=frozen,
-            # A head to fine-tune may reach less far than its target.
-            context=min(frozen.max_position, shape.max_position),
-            lookahead=drafter.lookahead,
-            packed=bool(config.tokens_per_batch),
-            passes=getattr(config, "unroll", getattr(config, "passes", 1)),
-            feature_size=frozen.hidden_size * max(1, len(captured)) if drafter.needs_features else 0,
-            stored=stored,
-            reads=drafter.needs_features and not stored,
-        )
-    assert isinstance(config, TrainAcceptanceConfig)
-    # An acceptance head reads the states of a frozen drafter.
-    config, frozen = with_defaults(config), frozen_sizes(config.read_model, model_dtype(config))
-    labels, manifest = labels_of(config)
-    settings, rollouts = acceptance_settings(config, frozen.hidden_size), labels == "rollouts"
-    if manifest is not None:
-        check_labels(settings, manifest)
-    with torch.device("meta"):
-        head, kind = AcceptanceHead(settings), kind_at(config.draft)
-        drafting = None if kind is None else class_of(kind)(head_settings(config.draft, kind))
-    return PlannedHead(
-        job="acceptance",
-        path=config.read_model,
-        head=head,
-        frozen=frozen,
-        # Rollouts are not split: their drafts follow all of a text. They are read before the first step.
-        context=sys.maxsize if rollouts else frozen.max_position,
-        packed=rollouts,
-        counted=1 - (config.mix or 0),
-        reads=not rollouts,
-        frozen_extra=0 if drafting is None else sum(p.numel() for p in drafting.parameters()),
-        stored_token=frozen.hidden_size * frozen.dtype.itemsize + 64 if rollouts else 0,
-    )
-
-
 @dataclass(frozen=True)
 class TrainingDocuments:
     """Tokens of each training sample, the share of them that the loss counts, and where these numbers come from."""
@@ -270,7 +117,6 @@ def training_documents(
 
     samples, length: assumed if the artefact does not exist.
     """
-    from draftsmith.train.acceptance_data import BLOCK, LEAST_WEIGHT
     from draftsmith.train.data_module import held_out, train_and_val
 
     if not (config.data / MANIFEST).exists():
@@ -280,97 +126,192 @@ def training_documents(
         source = f"assumed: {samples:,} samples of {length} tokens, as {config.data} does not exist"
         return TrainingDocuments(lengths.tolist(), ASSUMED_LOSS_SHARE, source)
 
-    manifest, texts = Manifest.read(config.data), open_dataset(config.data, check="size")
-    val = None if config.val is None else texts
-    train, _ = train_and_val(config, texts, val, context, lookahead, log=False)
-    if manifest.kind == "rollouts":
-        # Samples are blocks of drafted tokens, from all answers.
-        weights = (texts.item(int(row), 0)["weight"] for row in train.indices)
-        blocks, left = divmod(sum(int((weight >= LEAST_WEIGHT).sum()) for weight in weights), BLOCK)
-        return TrainingDocuments([BLOCK] * blocks + [left] * (left > 0), 1.0, str(config.data))
+    counts, texts = Manifest.read(config.data).counts, open_dataset(config.data, check="size")
+    train, _ = train_and_val(config, texts, None if config.val is None else texts, context, lookahead, log=False)
     total = int(texts.lengths.sum())
-    named = (name for name in ("loss_tokens", "response_tokens", "drafted_tokens") if name in manifest.counts)
-    share = manifest.counts.get(next(named, ""), total) / max(1, total)
+    share = counts.get("loss_tokens", counts.get("response_tokens", total)) / max(1, total)
     return TrainingDocuments(train.lengths.tolist(), share, str(config.data))
 
 
-def epoch_flops(config: TrainConfig, planned: PlannedHead, documents: TrainingDocuments, epochs: float) -> float:
-    """Return the FLOPs of an epoch at the end of the training, when all passes run."""
+@dataclass(frozen=True)
+class TrainingPlan:
+    """Costs of a training, in bytes, elements, tokens and model FLOPs.
+
+    part_tokens: most that a rank computes at once, padding included. memories: `rank_memory` by strategy. disk_bytes:
+    most on the disk at a time. feature_bytes: dtype -> bytes on disk, None for heads that read no features.
+    features_stored: the data has them.
+    """
+
+    trained: int
+    frozen: int
+    documents: TrainingDocuments
+    world: int
+    steps_per_epoch: int
+    steps: int
+    step_flops: float
+    part_tokens: int
+    strategy: str
+    memories: dict[str, dict[str, int]]
+    checkpoint_bytes: int
+    disk_bytes: int
+    feature_bytes: dict[str, int] | None
+    features_stored: bool
+
+    @property
+    def peak(self) -> int:
+        """Memory of a rank under the configured strategy."""
+        return self.memories[self.strategy]["peak"]
+
+
+def plan_of(config: TrainDrafterConfig, world: int = 0, samples: int = 60_000, length: int = 512) -> TrainingPlan:
+    """Plan a training.
+
+    world: ranks; 0 takes what a launcher has set, or the config's. samples, length: as in `training_documents`.
+
+    Raises:
+        InputError: no such model, or one of a family that the head cannot take its layer from; or data that the
+            training itself would refuse.
+    """
+    from draftsmith.train.data_module import order_of
+
+    drafter, world = config.drafter, world or world_size(config)
+    # Target and head, without weights.
+    shape = target_shape(config.target)
+    head_shape = head_config(config, shape)
+    with torch.device("meta"):
+        target, head = LlamaModel(shape), drafter(head_shape)
+    head.freeze(config)
+    # Layers whose states are the features.
+    captured = drafter.learns_from(head_shape, shape.num_layers)
+    feature_size = shape.hidden_size * max(1, len(captured)) if drafter.needs_features else 0
+    stored = (config.data / MANIFEST).exists() and Manifest.read(config.data).kind == "features"
+
+    # Steps, as the training's own order makes them. A head to fine-tune may reach less far than its target.
+    context = min(shape.max_position, head_shape.max_position)
+    documents = training_documents(config, context, drafter.lookahead, samples, length)
+    order = order_of(config, documents.lengths)
+    steps = config.max_steps or config.epochs * order.steps_per_epoch
+
+    # The largest part of a rank: samples of a step are dealt out in turn to ranks and accumulated parts.
+    part_tokens, shares = 0, world * config.accumulate
+    for step in range(min(order.steps_per_epoch, STEPS_LOOKED_AT)):
+        _, batch = order.step(step)
+        for share in range(min(shares, len(batch))):
+            part = [documents.lengths[i] for i in batch[share::shares]]
+            # Packed end to end, or padded to the longest.
+            part_tokens = max(part_tokens, sum(part) if config.tokens_per_batch else max(part) * len(part))
+
+    # Memory of a rank under each strategy.
+    read_in_step = feature_size > 0 and not stored
+    process = process_bytes(config, target, head, documents, part_tokens, feature_size, read_in_step)
+    strategy = str(config.strategy)
+    if strategy == "auto":
+        strategy = "ddp" if world > 1 else "one process"
+    if config.target_parallel == "tensor":
+        process["frozen"] //= world
+    shown = {key for key in LAYOUTS if key != "one process" or world == 1} | {strategy}
+
+    # Bytes on disk.
+    checkpoint, tokens = process["weights"] + process["optimizer"], sum(documents.lengths)
+    dtypes: tuple[FeatureDtype, ...] = ("bf16", "fp8") if feature_size else ()
+    features = {d: feature_codec.token_bytes(feature_size, d) + INDEX_BYTES_PER_TOKEN for d in dtypes}
+    # A feature cache is filled in the first epoch and read in the others.
+    reads = min(1.0, order.steps_per_epoch / steps) if config.features == "cache" else 1.0
+    epoch = epoch_flops(config, head, shape if read_in_step else None, reads, documents)
+    return TrainingPlan(
+        trained=process["weights"] // FLOAT32,
+        frozen=sum(p.numel() for p in target.parameters()),
+        documents=documents,
+        world=world,
+        steps_per_epoch=order.steps_per_epoch,
+        steps=steps,
+        step_flops=epoch / order.steps_per_epoch,
+        part_tokens=part_tokens,
+        strategy=strategy,
+        memories={key: rank_memory(process, key, world) for key in LAYOUTS if key in shown},
+        checkpoint_bytes=checkpoint,
+        # `keep` checkpoints and the one being written; best/, last/ and the one that replaces either.
+        disk_bytes=(config.keep + 1) * checkpoint + 3 * process["weights"],
+        feature_bytes={dtype: tokens * size for dtype, size in features.items()} or None,
+        features_stored=stored,
+    )
+
+
+def epoch_flops(
+    config: TrainDrafterConfig, head: DraftHead, target: LlamaConfig | None, reads: float, documents: TrainingDocuments
+) -> float:
+    """Return the FLOPs of an epoch at the end of the training, when all passes run.
+
+    target: if it runs in the steps. reads: share of the epochs in which it does.
+    """
     apart = -(-len(documents.lengths) // COUNTED_DOCUMENTS)
     lengths = sorted(documents.lengths)[apart // 2 :: apart]
-    count = sum(round(length * documents.loss_share * planned.counted) for length in lengths)
-    head: Any = planned.head
-    if isinstance(config, TrainDrafterConfig):
-        step = TrainStep(MOST, MOST, lengths, ())
-        total = head.flops(head.config, config, step, count) if issubclass(config.drafter, TrainingCost) else 0.0
-    else:
-        total = acceptance_training(head.config, count)
-    if planned.reads:
-        frozen, tokens = planned.frozen, sum(lengths)
-        others = frozen.params - frozen.vocab_size * frozen.hidden_size
-        # Two FLOPs per parameter and token, for a family without a formula.
-        forward = flops.layers_forward(frozen.llama, lengths) if frozen.llama else 2.0 * others * tokens
-        # A feature cache is filled in the first epoch and read in the others.
-        cached = getattr(config, "features", "online") == "cache"
-        total += forward * (min(1.0, 1 / epochs) if cached else 1.0)
+    total = 0.0
+    if isinstance(head, TrainingCost):
+        count = sum(round(length * documents.loss_share) for length in lengths)
+        total = head.flops(head.config, config, TrainStep(MOST, MOST, lengths, ()), count)
+    if target is not None:
+        total += reads * flops.layers_forward(target, lengths)
     return total * sum(documents.lengths) / sum(lengths)
 
 
 def process_bytes(
-    config: TrainConfig, planned: PlannedHead, documents: TrainingDocuments, part_tokens: int
+    config: TrainDrafterConfig,
+    target: LlamaModel,
+    head: DraftHead,
+    documents: TrainingDocuments,
+    part_tokens: int,
+    feature_size: int,
+    read_in_step: bool,
 ) -> dict[str, int]:
-    """Return the bytes of a training by part, in one process without a strategy. part_tokens: most computed at once."""
-    head, frozen, on_gpu = planned.head, planned.frozen, device_kind(config) == "gpu"
+    """Return the bytes of a training by part, in one process without a strategy.
+
+    part_tokens: most computed at once. feature_size: elements of a token's features. read_in_step: by the target.
+    """
+    on_gpu, shape, dtype = device_kind(config) == "gpu", target.config, model_dtype(config)
+    raw = read_config(config.target)
+    checkpoint_dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
+    width = (DTYPES.get(checkpoint_dtype, torch.float32) if dtype == "auto" else DTYPES[dtype]).itemsize
     trained = [p for p in head.parameters() if p.requires_grad]
     weights = FLOAT32 * sum(p.numel() for p in trained)
     # Muon keeps one average of a matrix, AdamW two of everything.
     saved = FLOAT32 * sum(p.numel() for p in trained if p.ndim >= 2) if config.optimizer == "muon" else 0
-    stored = part_tokens * planned.feature_size * 2 if planned.stored else 0
-    resident = int(Path("/proc/self/statm").read_text().split()[1])
-    return {
-        # Interpreter and libraries, which on a CPU are most of a small training.
-        "libraries": 0 if on_gpu else resident * resource.getpagesize(),
-        "frozen": (frozen.params + planned.frozen_extra) * frozen.dtype.itemsize
-        + frozen.tables
-        + sum(buffer.nbytes for buffer in head.buffers())
-        + sum(p.nbytes for p in head.parameters() if not p.requires_grad)
-        + planned.stored_token * sum(documents.lengths),
-        "weights": weights,
-        "gradients": weights,
-        "optimizer": 2 * weights - saved,
-        # All parts of a step are in memory together, and the samples that the next one is made of.
-        "batch": (config.accumulate + 1) * (part_tokens * BATCH_BYTES + stored),
-        # Activations are gone before the optimizer steps. On a GPU it steps all tensors at once, with temporaries.
-        "activations": max(
-            weights if on_gpu else 0, activation_bytes(config, planned, part_tokens, documents.loss_share)
-        ),
-    }
 
-
-def activation_bytes(config: TrainConfig, planned: PlannedHead, tokens: int, loss_share: float) -> int:
-    """Estimate what forward and backward over so many tokens hold beside weights and gradients.
-
-    Autograd keeps the input of every linear layer and what the next operator reads of its output; norms keep their
-    input and normalised output in float32. Logits are made and freed in chunks, so an lm_head of the head's own counts
-    as chunks. The frozen model keeps nothing but its features.
-    """
-    frozen, width = planned.frozen, 2 if config.precision == "bf16" else FLOAT32
-    kept, vocab = 0, frozen.vocab_size
-    for module in planned.head.modules():
+    # Autograd keeps the input of every linear layer and what the next operator reads of its output; norms keep their
+    # input and normalised output in float32. Logits are made and freed in chunks, so an lm_head of the head's own
+    # counts as chunks.
+    head_width = 2 if config.precision == "bf16" else FLOAT32
+    kept, vocab = 0, shape.vocab_size
+    for module in head.modules():
         weight = getattr(module, "weight", None)
         if isinstance(module, nn.Linear) and module.out_features > 8 * module.in_features:
             vocab = module.out_features
         elif isinstance(module, nn.Linear):
-            kept += width * (module.in_features + module.out_features)
+            kept += head_width * (module.in_features + module.out_features)
         elif isinstance(weight, nn.Parameter) and weight.ndim == 1:
             kept += 2 * FLOAT32 * weight.numel()
-    total = planned.passes * tokens * kept
-    if isinstance(config, TrainDrafterConfig):
-        total += CHUNK_TENSORS * FLOAT32 * min(CHUNK_ELEMENTS, round(tokens * loss_share) * vocab)
-        # Features as they came, and in the head's type.
-        total += tokens * planned.feature_size * (frozen.dtype.itemsize + width)
-    working = tokens * frozen.dtype.itemsize * (FROZEN_WIDTHS * frozen.hidden_size + 3 * frozen.intermediate_size)
-    return max(total, working if planned.reads else 0)
+    passes = getattr(config, "unroll", getattr(config, "passes", 1))
+    logits = CHUNK_TENSORS * FLOAT32 * min(CHUNK_ELEMENTS, round(part_tokens * documents.loss_share) * vocab)
+    # Features as they came, and in the head's type.
+    activations = part_tokens * (passes * kept + feature_size * (width + head_width)) + logits
+    # The target keeps nothing but its features.
+    target_token = width * (FROZEN_WIDTHS * shape.hidden_size + 3 * shape.intermediate_size)
+    stored = 0 if read_in_step else 2 * feature_size
+    resident = int(Path("/proc/self/statm").read_text().split()[1])
+    return {
+        # Interpreter and libraries, which on a CPU are most of a small training.
+        "libraries": 0 if on_gpu else resident * resource.getpagesize(),
+        "frozen": width * sum(p.numel() for p in target.parameters())
+        + sum(buffer.nbytes for model in (target, head) for buffer in model.buffers())
+        + sum(p.nbytes for p in head.parameters() if not p.requires_grad),
+        "weights": weights,
+        "gradients": weights,
+        "optimizer": 2 * weights - saved,
+        # All parts of a step are in memory together, and the samples that the next one is made of.
+        "batch": (config.accumulate + 1) * part_tokens * (BATCH_BYTES + stored),
+        # Activations are gone before the optimizer steps. On a GPU it steps all tensors at once, with temporaries.
+        "activations": max(weights if on_gpu else 0, activations, part_tokens * target_token if read_in_step else 0),
+    }
 
 
 def rank_memory(process: dict[str, int], strategy: str, world: int) -> dict[str, int]:
@@ -396,99 +337,6 @@ def rank_memory(process: dict[str, int], strategy: str, world: int) -> dict[str,
     return {**memory, "peak": sum(memory.values()), "host memory": host}
 
 
-@dataclass(frozen=True)
-class TrainingPlan:
-    """Costs of a training, in bytes, elements, tokens and model FLOPs.
-
-    part_tokens: most that a rank computes at once, padding included. memories: `rank_memory` by strategy. disk_bytes:
-    most on the disk at a time. feature_bytes: dtype -> bytes on disk, None for heads that read no features.
-    features_stored: the data has them.
-    """
-
-    job: str
-    model: str
-    trained: int
-    frozen: int
-    documents: TrainingDocuments
-    world: int
-    steps_per_epoch: int
-    steps: int
-    step_flops: float
-    part_tokens: int
-    strategy: str
-    memories: dict[str, dict[str, int]]
-    checkpoint_bytes: int
-    disk_bytes: int
-    feature_bytes: dict[str, int] | None
-    features_stored: bool
-
-    @property
-    def peak(self) -> int:
-        """Memory of a rank under the configured strategy."""
-        return self.memories[self.strategy]["peak"]
-
-
-def plan_of(config: TrainConfig, world: int = 0, samples: int = 60_000, length: int = 512) -> TrainingPlan:
-    """Plan a training.
-
-    world: ranks; 0 takes what a launcher has set, or the config's. samples, length: as in `training_documents`.
-
-    Raises:
-        InputError: no such model, or one of a family that the head cannot take its layer from; or data that the
-            training itself would refuse.
-    """
-    from draftsmith.train.data_module import order_of
-
-    planned = planned_head(config)
-    documents = training_documents(config, planned.context, planned.lookahead, samples, length)
-    world = world or world_size(config)
-    # Steps, as the training's own order makes them.
-    order = order_of(config, documents.lengths)
-    steps = config.max_steps or config.epochs * order.steps_per_epoch
-
-    # The largest part of a rank: samples of a step are dealt out in turn to ranks and accumulated parts.
-    part_tokens, shares = 0, world * config.accumulate
-    for step in range(min(order.steps_per_epoch, STEPS_LOOKED_AT)):
-        _, batch = order.step(step)
-        for share in range(min(shares, len(batch))):
-            part = [documents.lengths[i] for i in batch[share::shares]]
-            part_tokens = max(part_tokens, sum(part) if planned.packed else max(part) * len(part))
-
-    # Memory of a rank under each strategy.
-    process = process_bytes(config, planned, documents, part_tokens)
-    if getattr(config, "target_parallel", "none") == "tensor":
-        process["frozen"] //= world
-    strategy = str(config.strategy)
-    if strategy == "auto":
-        strategy = "ddp" if world > 1 else "one process"
-    shown = {key for key in LAYOUTS if key != "one process" or world == 1} | {strategy}
-
-    # Bytes on disk.
-    checkpoint, tokens = process["weights"] + process["optimizer"], sum(documents.lengths)
-    dtypes: tuple[FeatureDtype, ...] = ("bf16", "fp8") if planned.feature_size else ()
-    features = {d: feature_codec.token_bytes(planned.feature_size, d) + INDEX_BYTES_PER_TOKEN for d in dtypes}
-    epoch = epoch_flops(config, planned, documents, steps / order.steps_per_epoch)
-    return TrainingPlan(
-        job=planned.job,
-        model=planned.path,
-        trained=process["weights"] // FLOAT32,
-        frozen=planned.frozen.params,
-        documents=documents,
-        world=world,
-        steps_per_epoch=order.steps_per_epoch,
-        steps=steps,
-        step_flops=epoch / order.steps_per_epoch,
-        part_tokens=part_tokens,
-        strategy=strategy,
-        memories={key: rank_memory(process, key, world) for key in LAYOUTS if key in shown},
-        checkpoint_bytes=checkpoint,
-        # `keep` checkpoints and the one being written; best/, last/ and the one that replaces either.
-        disk_bytes=(config.keep + 1) * checkpoint + 3 * process["weights"],
-        feature_bytes={dtype: tokens * size for dtype, size in features.items()} or None,
-        features_stored=planned.stored,
-    )
-
-
 def run(config: Any) -> None:
     """Print the plan: facts, and a table of a rank's memory with a row per part and a column per strategy."""
     set_threads(config.num_threads)
@@ -510,7 +358,7 @@ def run(config: Any) -> None:
     if plan.feature_bytes:
         there = "on disk" if plan.features_stored else "if stored"
         facts[f"features {there}"] = ", ".join(f"{short(v)}B in {k}" for k, v in plan.feature_bytes.items())
-    print_facts(facts, f"{plan.job} head for {plan.model}, planned from its config.json")
+    print_facts(facts, f"{config.kind} head for {config.target}, planned from its config.json")
 
     unit, divisor, digits = ("GB", 1e9, 2) if plan.peak >= 1e10 else ("MB", 1e6, 0)
     titles = {key: LAYOUTS[key] + ("*" if key == plan.strategy else "") for key in plan.memories}
@@ -532,7 +380,7 @@ def run(config: Any) -> None:
     )
 
 
-def announce(config: TrainConfig) -> None:
+def announce(config: TrainDrafterConfig) -> None:
     """Print the short form at the start of a training, before any weights are read.
 
     Data that is missing, or that a training does not read, is left for the training to report.

@@ -96,7 +96,6 @@ ROWS = [
     Row("plan medusa: no such target", "plan medusa --target ./nosuch", ("./nosuch",)),
     Row("plan hydra: no such target", "plan hydra --target ./nosuch", ("./nosuch",)),
     Row("plan eagle: no such target", "plan eagle --target ./nosuch", ("./nosuch",)),
-    Row("plan acceptance: a head alone", "plan acceptance --draft {eagle}", ("target", "--target")),
     # Launchers check the command before anything starts.
     Row("torchrun: nothing to run", "launch torchrun", ("command",)),
     Row("torchrun: no such command", "launch torchrun -- nosuch", ("nosuch",)),

@@ -9,19 +9,17 @@ from pathlib import Path
 
 import pytest
 from tiny_models import tiny_llama_dir
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from draftsmith.data.heads.directory import save_head
 from draftsmith.data.models.loading import load_lm
 from draftsmith.launch.cli import main
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.types import InputError
-from draftsmith.train import acceptance, prepare
-from draftsmith.train.acceptance import TrainAcceptanceConfig
+from draftsmith.train import prepare
 from draftsmith.train.command import run
 from draftsmith.train.config import TrainDrafterConfig, drafter_config
 from draftsmith.train.data_module import held_out
-from draftsmith.train.plan import FLOAT32, LAYOUTS, frozen_sizes, plan_of, rank_memory, short
+from draftsmith.train.plan import FLOAT32, LAYOUTS, plan_of, rank_memory, short
 
 
 def eagle_config(artefacts, output: Path, **changes) -> TrainDrafterConfig:
@@ -65,39 +63,12 @@ class Trainer:
         self.datamodule = datamodule
 
 
-def test_an_acceptance_plan_counts_what_the_training_does(artefacts, tmp_path):
-    config = TrainAcceptanceConfig(
-        data=artefacts.acceptance, draft=str(artefacts.draft), output=tmp_path / "run", batch_size=6, wandb="off"
-    )
-    plan = plan_of(config)
-    training = acceptance.prepare(config)
-    module, data = training.module, training.data
-    assert plan.trained == sum(p.numel() for p in module.head.parameters())
-    assert (plan.steps, plan.steps_per_epoch) == (data.total_steps, data.order.steps_per_epoch)
-    module.trainer = data.trainer = Trainer(data)
-    parts = list(data.train_dataloader())[: plan.steps_per_epoch]
-    epoch = sum(module.flops(part) for part in parts)
-    # Which tokens are mixed in is drawn: of about 900 drafted ones the share of 0.85 has a deviation of 1.2 %.
-    assert plan.step_flops * plan.steps_per_epoch == pytest.approx(epoch, rel=0.05)
-
-
-@pytest.mark.parametrize(("family", "extra"), [("llama", {"tie_word_embeddings": True}), ("qwen2", {}), ("qwen3", {})])
+@pytest.mark.parametrize(("family", "extra"), [("llama", {"tie_word_embeddings": True}), ("qwen3", {})])
 def test_frozen_parameters_equal_the_loaded_models(tmp_path, family, extra):
     directory = tiny_llama_dir(tmp_path / "model", family=family, **extra)
-    planned = frozen_sizes(str(directory), "auto")
+    config = drafter_config("eagle")(target=str(directory), data=tmp_path / "none", output=tmp_path / "run")
     loaded = load_lm(str(directory), engine="hf").model
-    assert planned.params == sum(p.numel() for p in loaded.parameters())
-    assert (planned.hidden_size, planned.max_position) == (32, 256)
-
-
-def test_a_family_that_only_transformers_runs_is_counted_by_it(tmp_path):
-    model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=300, n_positions=64))
-    model.save_pretrained(tmp_path)
-    planned = frozen_sizes(str(tmp_path), "auto")
-    assert planned.llama is None and planned.params == sum(p.numel() for p in model.parameters())
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no-such-family"}))
-    with pytest.raises(InputError, match="no-such-family"):
-        frozen_sizes(str(tmp_path), "auto")
+    assert plan_of(config, samples=4, length=8).frozen == sum(p.numel() for p in loaded.parameters())
 
 
 def test_planned_checkpoints_are_as_large_as_written_ones(artefacts, tmp_path, capsys):

@@ -20,11 +20,10 @@ from draftsmith.modules.acceptance.fitting import predicted
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.types import InputError
-from draftsmith.train.acceptance import TrainAcceptanceConfig, make_head, num_loss_tokens, prepare
+from draftsmith.train.acceptance import TrainAcceptanceConfig, make_head, num_loss_tokens
 from draftsmith.train.acceptance_data import LitAcceptance, RolloutReader, StoredDataset, collate_stored
 from draftsmith.train.command import run
 from draftsmith.train.data_module import MicroBatch, SampleKey, Samples
-from draftsmith.train.plan import plan_of
 
 # Of the labels: conftest.py.
 DEPTH = 4
@@ -232,21 +231,6 @@ def test_heads_of_eagle_chains_are_trained(artefacts, eagle, tmp_path):
         chain = EagleHead(EagleConfig.for_target(load_lm(str(artefacts.target)).config))
         other = save_head(tmp_path / "other-eagle", chain, {}, "card")
         run(dataclasses.replace(settings, draft=str(other), output=tmp_path / "other"))
-
-
-def test_a_plan_counts_what_the_training_does(artefacts, rollouts, tmp_path):
-    settings = config(artefacts, rollouts, tmp_path / "run", max_steps=0, sweep=False)
-    plan = plan_of(settings)
-    training = prepare(settings)
-    module, data = training.module, training.data
-    assert plan.trained == sum(p.numel() for p in module.head.parameters())
-    assert (plan.steps, plan.steps_per_epoch) == (data.total_steps, data.order.steps_per_epoch)
-    module.trainer = data.trainer = type(
-        "Trainer", (), {"datamodule": data, "global_rank": 0, "world_size": 1, "global_step": 0}
-    )
-    parts = list(data.train_dataloader())[: plan.steps_per_epoch]
-    # The plan takes drafts to begin at the ends of their texts, which are read only up to the last of them.
-    assert plan.step_flops * plan.steps_per_epoch == pytest.approx(sum(map(module.flops, parts)), rel=0.15)
 
 
 def test_training_starts_from_a_head_of_its_shape(artefacts, rollouts, trained, tmp_path):
