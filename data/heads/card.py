@@ -8,7 +8,6 @@ anew.
 from __future__ import annotations
 
 import json
-import math
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -269,13 +268,6 @@ def _calibration_section(head: Mapping[str, Any], metrics: Mapping[str, float], 
     lines = [unknown]
     if sampling:
         lines = [f"Labels and calibration hold for this sampling only: {_code(sampling)}."]
-    if head:
-        w_acc, w_rej, (scale, shift) = head["w_acc"], head["w_rej"], head.get("calibration", (1.0, 0.0))
-        lines.append(
-            f"The loss weighs accepted tokens by {w_acc:g} and rejected ones by {w_rej:g}. The calibrated logit is "
-            f"scale * (logit + log(w_rej / w_acc)) + shift; the logarithm is {math.log(w_rej / w_acc):.4g}, scale "
-            f"{scale:.4g}, shift {shift:.4g}."
-        )
     if "ece_platt" in metrics:
         lines.append(f"Calibration error on held-out tokens: {metrics['ece_platt']:.4g}.")
     return "\n\n".join(lines)

@@ -22,7 +22,7 @@ from draftsmith.data.engines.own import RowUniforms, generate_all
 from draftsmith.data.heads.directory import build_head, load_draft_head, stored_tensors
 from draftsmith.data.models.loading import llama_shape, tokenizer_identity
 from draftsmith.data.store.manifest import Manifest
-from draftsmith.data.store.reading import metric_rows, read_object
+from draftsmith.data.store.reading import read_object
 from draftsmith.data.text.answers import Supervision, spans
 from draftsmith.data.text.template import load_chat_tokenizer, prompt_ids
 from draftsmith.modules.drafters.base import DraftHead
@@ -47,8 +47,6 @@ OWN_PROMPTS, OWN_TOKENS = 32, 64
 MISPLACED = 0.05
 # Chosen, not measured: every twentieth token then ends its draft, whatever the head has learned.
 UNKNOWN = 0.05
-# top1 of training above validation's, validation loss above its lowest, a last rise of top1: twice a sound run's.
-OVERFIT, RISEN, RISING = 0.1, 1.1, 0.02
 # Loss of defects whose cost is unknown: they rank after those that are measured.
 UNMEASURED = 0.01
 MOST_TOKENS = 2048  # of a text, whose logits are computed at once
@@ -129,7 +127,7 @@ def bad_numbers(metrics: Mapping[str, float]) -> str:
 def diagnose(directory: Path, target: CausalLM, name: str, rows: Rows, data: Manifest) -> str:
     """Return all findings in the order of the pipeline, then the causes, the likeliest first, as lines for the user.
 
-    directory: of the head; metrics.csv of a training around it is read too. name: of the target, for its tokenizer.
+    directory: of the head. name: of the target, for its tokenizer.
     rows: input_ids and loss_mask of texts. data: the manifest of their artefact.
 
     Raises:
@@ -153,7 +151,6 @@ def diagnose(directory: Path, target: CausalLM, name: str, rows: Rows, data: Man
         template(name, rows, data, (manifest.get("models") or {}).get("chat_template")),
         *head_findings(head, manifest, measures),
         *misread(variants, lengths, better),
-        *trained(directory.parent / "metrics.csv"),
     ]
 
     lines = [f"{'BAD ' if finding.lost else 'ok  '} {finding.name}: {finding.measured}" for finding in findings]
@@ -428,22 +425,3 @@ def head_findings(head: DraftHead, manifest: Mapping[str, Any], measures: TextMe
     value = "" if passes is None else f" ({head.passes} was {passes})"
     advice = f"it has not learned to read its own states{value}. Train on more, --{head.passes} 3 or 7, or longer."
     yield Finding("depth", text, lost if unsound(agreement) else 0.0, advice, generic=True)
-
-
-def trained(file: Path) -> Iterator[Finding]:
-    """Compare validation with training in a training's metrics.csv, if there is one."""
-    curve = metric_rows(file) if file.is_file() else []
-    names = ("val/loss", "val/top1", "train/top1")
-    loss, top1, learned = ([float(row[name]) for row in curve if row.get(name)] for name in names)
-    if min(len(loss), len(top1)) < 2 or not learned:
-        return
-    gap, risen, rise = learned[-1] - top1[-1], loss[-1] / min(loss), top1[-1] - top1[-2]
-    text = f"top1 of training {learned[-1]:.3f}, of validation {top1[-1]:.3f}, {rise:+.3f} since the one before; "
-    text += f"validation loss {risen - 1:.0%} above its lowest, validation {loss.index(min(loss)) + 1} of {len(loss)}"
-    if gap > OVERFIT or risen > RISEN:
-        advice = "it overfits. Train for fewer --epochs, or on more answers."
-        yield Finding("training", text, max(gap, UNMEASURED), advice, generic=True)
-    else:
-        lost = rise if rise > RISING else 0.0
-        advice = "it ended while the head still learned. Train for more --epochs."
-        yield Finding("training", text, lost, advice, generic=True)

@@ -262,24 +262,17 @@ def another_mode(directory: str | Path, params: SamplingParams) -> str | None:
     A head of several temperatures covers all between them. None if the mode is the same, or not recorded.
     """
     config = head_config(directory)
-    sampling = config.get("sampling")
-    if not sampling:
+    if not (sampling := config.get("sampling")):
         return None
-    recorded = sampling.get("temperature")
+    recorded, cuts = sampling["temperature"], [sampling.get(name) for name in ("top_k", "top_p")]
     temperatures = recorded if isinstance(recorded, list) else [recorded]
-    if params.greedy and temperatures == [0]:
+    # Greedy decoding has no top-k and top-p.
+    same_cuts = params.greedy or cuts == [params.top_k, params.top_p]
+    if same_cuts and min(temperatures) <= params.temperature <= max(temperatures):
         return None
-    covered = None not in temperatures and min(temperatures) <= params.temperature <= max(temperatures)
-    pairs = [] if covered else [("temperature", recorded, params.temperature)]
-    pairs += [(name, sampling.get(name), getattr(params, name)) for name in ("top_k", "top_p")]
-    differing = [f"{name} {theirs} there, {ours} here" for name, theirs, ours in pairs if theirs != ours]
-    if not differing:
-        return None
-    options = f"--temperature {params.temperature:g}"
-    if not params.greedy:
-        options += f" --top-k {params.top_k} --top-p {params.top_p:g}"
+    options = f"--temperature {params.temperature:g} --top-k {params.top_k} --top-p {params.top_p:g}"
     return (
-        f"{directory} was trained on labels of another mode ({'; '.join(differing)}): it may stop at the wrong places. "
+        f"{directory} was trained on labels of another mode ({sampling}): it may stop at the wrong places. "
         f"Make labels of this mode: draftsmith data acceptance --labels {config.get('labels', 'rollout')} {options}"
     )
 

@@ -1,18 +1,16 @@
 """Rows of a JSONL, JSON or Parquet file, or of a `datasets` directory or hub id, by number.
 
-JSON files are UTF-8, with or without a byte-order mark, and may be compressed (.gz, .zst).
+JSON files are UTF-8, with or without a byte-order mark.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import shutil
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from draftsmith.data.models.hub import EMBEDDED, resolve_model
 from draftsmith.data.store.manifest import MANIFEST, file_sha256
@@ -21,7 +19,6 @@ from draftsmith.modules.types import InputError
 
 Row = Mapping[str, Any]
 BOM = b"\xef\xbb\xbf"
-COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 # The value of --split that turns its filter off.
 NO_FILTER = "none"
 A_SOURCE = "a .jsonl, .json or .parquet file, a directory or a hub id of `datasets`"
@@ -71,15 +68,15 @@ def open_source(
     resolved = resolve_model(path) if path.startswith(EMBEDDED) else path
     file = Path(resolved)
     if file.is_file():
-        opener = OPENERS.get(suffix_of(file))
+        opener = OPENERS.get(file.suffix.lower())
         if opener is None:
-            raise InputError("source", path, A_SOURCE, "Convert the file.")
+            raise InputError("source", path, A_SOURCE, "Convert or unpack it.")
         try:
             source = opener(file)
         except OSError as error:
             raise InputError(str(file), f"unreadable ({error})", "a whole file", "Fetch it again.") from error
     # A hub id has one slash at most; anything else is a path.
-    elif suffix_of(file) in OPENERS or (not file.is_dir() and resolved.count("/") > 1):
+    elif file.suffix.lower() in OPENERS or (not file.is_dir() and resolved.count("/") > 1):
         raise InputError("source", f"{path}, which does not exist", A_SOURCE, "Check the path.")
     elif (file / MANIFEST).exists():
         remedy = "Pass the data that it was made from."
@@ -94,19 +91,6 @@ def open_source(
 def named_split(split: str | None) -> str | None:
     """Return the split to keep; None for `none` or an empty name, which keep all rows."""
     return None if split is None or split.strip().lower() in ("", NO_FILTER) else split
-
-
-def suffix_of(file: Path) -> str:
-    """Return `.jsonl` of rows.jsonl and of rows.jsonl.gz."""
-    suffixes = [suffix.lower() for suffix in file.suffixes]
-    if len(suffixes) > 1 and suffixes[-1] in COMPRESSED and suffixes[-2] != ".parquet":
-        return suffixes[-2]
-    return suffixes[-1] if suffixes else ""
-
-
-def plain_stem(file: Path) -> str:
-    """Return `rows` of rows.jsonl and of rows.jsonl.gz."""
-    return Path(file.stem).stem if file.suffix.lower() in COMPRESSED else file.stem
 
 
 def parse_json(text: bytes) -> Any:
@@ -125,28 +109,9 @@ def parse_json(text: bytes) -> Any:
         raise RowError(f"not JSON ({error})") from error
 
 
-def _unpacked(path: Path) -> IO[bytes]:
-    """Open a file, or its unpacked content in a temporary file if it is compressed."""
-    codec = COMPRESSED.get(path.suffix.lower())
-    if codec is None:
-        return path.open("rb")
-    import pyarrow as pa
-
-    content = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as rows are read
-    try:
-        with pa.input_stream(str(path), compression=codec) as compressed:
-            shutil.copyfileobj(compressed, content)
-    except (pa.ArrowException, OSError) as error:
-        # Another kind of file, a truncated one, no room.
-        content.close()
-        raise InputError(str(path), f"unreadable ({error})", "a whole file", "Fetch it again.") from error
-    content.seek(0)
-    return content
-
-
 def _open_lines(path: Path) -> RowSource:
     """Open a file with one JSON object per line; blank lines are skipped."""
-    file = _unpacked(path)
+    file = path.open("rb")
     # Only the offsets are in memory: files of prompts may be larger than it.
     offsets: list[int] = []
     numbers: list[int] = []
@@ -167,8 +132,7 @@ def _open_lines(path: Path) -> RowSource:
 
 def _open_json(path: Path) -> RowSource:
     """Open a .json file: a list of objects, an object that holds one such list, or JSON lines under this name."""
-    with _unpacked(path) as file:
-        raw = file.read().removeprefix(BOM)
+    raw = path.read_bytes().removeprefix(BOM)
     try:
         rows = parse_json(raw) if raw.strip() else []
     except RowError as error:

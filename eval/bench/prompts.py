@@ -25,7 +25,7 @@ from draftsmith.data.text.conversations import (
     read_chat,
     row_label,
 )
-from draftsmith.data.text.sources import OPENERS, named_split, open_source, plain_stem, suffix_of
+from draftsmith.data.text.sources import OPENERS, named_split, open_source
 from draftsmith.data.text.template import Messages, RowError, load_chat_tokenizer, prompt_ids
 from draftsmith.modules.types import InputError
 
@@ -224,13 +224,13 @@ def task_sources(prompts: str | None, tasks: str | None) -> list[tuple[str, str]
             raise InputError("tasks", f"{part}, which does not exist", "files or a directory", "Check the path.")
         files = [path]
         if path.is_dir():
-            files = sorted(file for file in path.iterdir() if suffix_of(file) in OPENERS and file.is_file())
+            files = sorted(file for file in path.iterdir() if file.suffix.lower() in OPENERS and file.is_file())
             files += sorted(path.glob(f"*/{FASTCHAT}"))
             if not files:
                 expected = f"a directory with files of {', '.join(OPENERS)}"
                 raise InputError("tasks", f"{part} without one", expected, "Check the path.")
         for file in files:
-            name = file.absolute().parent.name if file.name == FASTCHAT else plain_stem(file)
+            name = file.absolute().parent.name if file.name == FASTCHAT else file.stem
             sources.append((name, str(file)))
     names = [name for name, _ in sources]
     if twice := [name for name in names if names.count(name) > 1]:

@@ -38,7 +38,6 @@ ROWS = [
         file(b'{"messages": [{"role": "system", "content": "a"}]}')),
     Row("bench: a placeholder of SPEED-Bench", BENCH + "--prompts {file}", FETCH, file(PLACEHOLDER)),
     Row("a .json cut off", PROMPTS, ("x.json", "not JSON"), file(b'[{"prompt": "a"}, {', "x.json")),
-    Row("a .gz that is none", PROMPTS, ("x.jsonl.gz", "unreadable"), file(GOOD, "x.jsonl.gz")),
     Row("an empty file", PROMPTS, ("x.jsonl", "empty"), file(b"\n")),
     Row("a file of nothing usable", PROMPTS + "--invalid drop", ("dropped 2: invalid 2",), file(b'{"prompt": 1}\n{')),
     Row("columns that nobody knows", PROMPTS, ("question", "--columns"), file(b'{"question": "a"}')),

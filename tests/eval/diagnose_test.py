@@ -13,7 +13,7 @@ import transformers
 from tiny_models import tiny_llama_dir
 
 from draftsmith.data import prompts, responses
-from draftsmith.data.heads.diagnosis import agreed, other_weights, template, trained
+from draftsmith.data.heads.diagnosis import agreed, other_weights, template
 from draftsmith.data.heads.directory import build_head, load_draft_head, save_head, stored_tensors
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.manifest import Manifest
@@ -196,24 +196,6 @@ def test_a_mask_that_does_not_begin_behind_the_served_prompt(world, by):
     own = data.identity["chat_template"]
     assert not template(str(world.target), rows, data, own).lost
     assert "trained on another template" in template(str(world.target), rows, data, "0123").advice
-
-
-@pytest.mark.parametrize(
-    ("val_loss", "val_top1", "train_top1", "cause"),
-    [
-        ("1.0 0.8 0.7", "0.6 0.7 0.71", "0.6 0.7 0.72", ""),
-        ("1.0 0.8 0.9", "0.6 0.7 0.69", "0.6 0.7 0.75", "overfits"),
-        ("1.0 0.8 0.6", "0.5 0.6 0.70", "0.5 0.6 0.70", "still learned"),
-    ],
-)
-def test_validation_against_training(tmp_path, val_loss, val_top1, train_top1, cause):
-    columns = list(zip(val_loss.split(), val_top1.split(), train_top1.split(), strict=True))
-    file, head = tmp_path / "metrics.csv", "step,val/loss,val/top1,train/top1\n"
-    file.write_text(head + "".join(f"{i},,,{row[2]}\n{i},{row[0]},{row[1]},\n" for i, row in enumerate(columns)))
-    (finding,) = trained(file)
-    assert (finding.lost and cause in finding.advice) if cause else not finding.lost
-    file.write_text(head + "0,1.0,0.5,0.5\n")  # a single validation says nothing
-    assert not list(trained(file)) and not list(trained(tmp_path / "none.csv"))
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "medusa"])

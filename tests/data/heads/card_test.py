@@ -99,7 +99,7 @@ def test_the_calibration_of_an_acceptance_head_is_on_its_card():
     manifest |= {"sampling": {"temperature": 0.5}, "metrics": {"ece": 0.2, "ece_platt": 0.05}}
     _, sections = parts(model_card("acceptance", manifest))
     text = sections["Calibration"]
-    assert '"temperature": 0.5' in text and "1.792, scale 0.8, shift -0.1" in text  # ln 6
+    assert '"temperature": 0.5' in text
     assert "held-out tokens: 0.05" in text
     assert "--target TARGET --draft 'a draft' --acceptance DIR" in sections["How to use it"]
     assert "--format specdec_pp" in sections["How to use it"]

@@ -236,8 +236,8 @@ def test_a_head_that_cannot_be_trained_on_is_refused(saved, directory, kind, wid
     [
         ({"temperature": 0.0}, SamplingParams(0.0, top_k=5), None),
         ({"temperature": [0.5, 1.0]}, SamplingParams(0.7), None),
-        ({"temperature": 1.0}, SamplingParams(), r"temperature 1.0 there, 0.0 here.*--labels mix --temperature 0$"),
-        ({"temperature": 1.0}, SamplingParams(1.0, top_k=9), r"top_k 0 there, 9 here.* --temperature 1 --top-k 9 "),
+        ({"temperature": 1.0}, SamplingParams(), r"'temperature': 1.0.*--labels mix --temperature 0 "),
+        ({"temperature": 1.0}, SamplingParams(1.0, top_k=9), r"'top_k': 0.* --temperature 1 --top-k 9 "),
     ],
 )
 def test_another_mode_than_the_labels_is_a_warning_with_a_command(tmp_path, sampling, params, expected):
