@@ -98,7 +98,7 @@ def prepare(config: TrainedConfig, module_class: type[LitDrafter] | None = None)
     every = config.tau_every or config.val_every or data.order.steps_per_epoch
     probe = TauProbe(module, target, prompts, config, every) if prompts else None
     inputs = {name: part.manifest.digest for name, part in (("data", train), ("val", val)) if part is not None}
-    inputs |= {} if config.init in drafter.starts else starting_weights(config.init)
+    inputs |= {} if config.init == "random" else starting_weights(config.init)
     if module_class is not LitDrafter:
         inputs["loss"] = f"{module_class.__module__}.{module_class.__qualname__}"
     identity = target.info.identity
@@ -171,13 +171,13 @@ def make_head(config: TrainDrafterConfig, target: CausalLM, counts: Callable[[],
     counts: returns how often each token occurs in the training answers, [V], for heads that ask.
 
     Raises:
-        InputError: the target is of a family whose layers the head cannot copy, or `init` is no head, does not fit the
+        InputError: the target is of a family whose layers the head cannot have, or `init` is no head, does not fit the
             target or contradicts the options.
     """
     drafter = config.drafter
     head_config = config_for(config, target)
-    weights = FrozenWeights(target, config.init, config.target_parallel == "tensor", counts)
-    if config.init not in drafter.starts:
+    weights = FrozenWeights(target, counts)
+    if config.init != "random":
         head = starting_head(config.init, config.kind, target.info.hidden_size, target.info.vocab_size)
         assert isinstance(head, DraftHead)
         head.retarget(weights)
@@ -185,7 +185,7 @@ def make_head(config: TrainDrafterConfig, target: CausalLM, counts: Callable[[],
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
             head = drafter(head_config)
-        head.start(config.init, weights)
+        head.start(weights)
     head.freeze(config)
     return head
 
@@ -201,7 +201,7 @@ def head_config(config: TrainDrafterConfig, target: LlamaConfig) -> Any:
     Raises:
         InputError: `init` is no head, or one that the options contradict.
     """
-    if config.init in config.drafter.starts:
+    if config.init == "random":
         return config.drafter.new_config(config, target)
     found = starting_settings(config.init, config.kind, target.hidden_size, target.vocab_size)
     config.drafter.check_init(config, found)
@@ -211,17 +211,9 @@ def head_config(config: TrainDrafterConfig, target: LlamaConfig) -> Any:
 class FrozenWeights:
     """Weights of a loaded target that a head may start from (`base.TargetWeights`)."""
 
-    def __init__(self, target: CausalLM, start: str, in_parts: bool, counts: Callable[[], Tensor] | None):
-        """start: value of `init`. in_parts: the target's layers are split over processes. counts: see `make_head`."""
-        self._target, self._start, self._in_parts, self._counts = target, start, in_parts, counts
-
-    def last_layer(self) -> dict[str, Tensor]:
-        """Return the last layer's state dict. Raises InputError if no process has all of it."""
-        if self._in_parts:
-            raise InputError("init", f"{self._start} of a target in parts", "whole layers", "Pass --init random.")
-        target: Any = self._target
-        layers = target.model.layers if isinstance(target, LlamaLM) else target.model.base_model.layers
-        return {name: weight.cpu() for name, weight in layers[-1].state_dict().items()}
+    def __init__(self, target: CausalLM, counts: Callable[[], Tensor] | None):
+        """counts: see `make_head`."""
+        self._target, self._counts = target, counts
 
     def lm_head(self) -> Tensor:
         """Return the output embedding, which every rank has whole."""

@@ -56,9 +56,6 @@ class TrainStep:
 class TargetWeights(Protocol):
     """Weights and statistics of the target that a head may start from, on the CPU."""
 
-    def last_layer(self) -> dict[str, Tensor]:
-        """Return the state dict of its last decoder layer, named as in `modules.layers.DecoderLayer`."""
-
     def lm_head(self) -> Tensor:
         """Return its output embedding [V, H]."""
 
@@ -99,7 +96,6 @@ class DraftHead(nn.Module, ABC):
         of keyword fields with defaults. `Attributes` of its docstring become help; `__post_init__` checks values; a
         field with metadata {"volatile": True} has no effect on the weights.
     defaults: values of the common options in place of their own defaults.
-    starts: values of --init beside the directory of a head; `random` keeps the weights of `__init__`.
     lookahead: rows fewer than tokens that the alignment leaves of a sequence; pieces of a long one overlap by so many.
     needs_features: the head reads hidden states of the target.
     whole_weights: the loss reads weights outside of their modules, so that ZeRO-3 cannot split them.
@@ -113,7 +109,6 @@ class DraftHead(nn.Module, ABC):
     Config: ClassVar[type]
     Settings: ClassVar[type]
     defaults: ClassVar[dict[str, Any]] = {}
-    starts: ClassVar[tuple[str, ...]] = ("random",)
     lookahead: ClassVar[int] = 1
     needs_features: ClassVar[bool] = True
     whole_weights: ClassVar[bool] = False
@@ -144,10 +139,8 @@ class DraftHead(nn.Module, ABC):
             remedy = f"Leave --{name.replace('_', '-')} out, or start from another head."
             raise InputError(name, value, f"{kept}, as the head of --init has", remedy)
 
-    def start(self, name: str, weights: TargetWeights) -> None:
-        """Initialize the weights as the start of this name; they are random before."""
-        if name != "random":
-            raise NotImplementedError(f"{self.kind} has no start {name}")
+    def start(self, weights: TargetWeights) -> None:
+        """Initialize the weights of a new head that come from the target; all are random before."""
 
     def retarget(self, weights: TargetWeights) -> None:
         """Copy the weights named in `of_target` from the target that a fine-tuned head is trained for now."""

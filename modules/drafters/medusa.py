@@ -79,7 +79,6 @@ class MedusaSettings:
         num_layers: Residual blocks of each head. Default: 1, or those of the heads to train on.
         lm_head: own, one for each head, which begins as the target's and is trained, as published; or target, whose
             lm_head all heads share. Default: target, or what the heads to train on have.
-        init: random, where every head begins by repeating the token before; or a directory of heads to train on.
         head_decay: Loss weight of a head, relative to the one before.
         loss: What the heads learn from: hard, the tokens of the text; or soft, the target's own distributions there,
             at temperature 1 (Hydra++'s teacher loss).
@@ -88,7 +87,6 @@ class MedusaSettings:
     num_heads: int | None = None
     num_layers: int | None = None
     lm_head: Literal["own", "target"] | None = None
-    init: str = "random"
     head_decay: float = 0.8
     loss: Literal["hard", "soft"] = "hard"
 
@@ -145,8 +143,7 @@ class MedusaHead(DraftHead, TrainingCost):
         cls.check_kept("num_layers", settings.num_layers, config.num_layers)
         cls.check_kept("lm_head", settings.lm_head, "own" if config.own_lm_head else "target")
 
-    def start(self, name: str, weights: TargetWeights) -> None:
-        super().start(name, weights)
+    def start(self, weights: TargetWeights) -> None:
         if self.config.own_lm_head:
             self.copy_lm_head(weights.lm_head())
 

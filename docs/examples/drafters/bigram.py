@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftsmith.modules.drafters.base import TargetWeights, TrainStep
+from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.drafters.chains import FixedK
 from draftsmith.modules.drafters.eagle.net import OfLlama
 from draftsmith.modules.drafters.feature_heads import FeatureHead
@@ -44,7 +44,6 @@ class BigramHead(FeatureHead):
     kind = "bigram"
     Config, Settings = OfLlama, BigramSettings
     defaults = {"lr": 1e-2}
-    starts = ("random", "zero")
     lookahead = 2
 
     def __init__(self, config: OfLlama):
@@ -55,10 +54,6 @@ class BigramHead(FeatureHead):
     @classmethod
     def new_config(cls, settings: BigramSettings, target: LlamaConfig) -> OfLlama:
         return OfLlama(dataclasses.replace(target, num_layers=0))
-
-    def start(self, name: str, weights: TargetWeights) -> None:
-        if name == "zero":
-            self.mix.weight.data.zero_()
 
     # Alignment: row t reads token x_{t+1} and state f_t, and predicts x_{t+2} by the target's distribution at f_{t+1}.
     #

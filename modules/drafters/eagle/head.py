@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.modules import flops
-from draftsmith.modules.drafters.base import HeadCard, TargetWeights, TrainingCost, TrainStep, layer_shape
+from draftsmith.modules.drafters.base import HeadCard, TrainingCost, TrainStep, layer_shape
 from draftsmith.modules.drafters.chains import FixedK
 from draftsmith.modules.drafters.eagle.net import EagleConfig, EagleNet, LeanEagle, Rope
 from draftsmith.modules.drafters.feature_heads import FeatureHead
@@ -39,10 +39,6 @@ class EagleSettings:
         num_layers: Decoder layers of the head. Default: 1, or those of the head it starts from.
         rope: Rotary positions of the head: the target's, or plain, without the target's scaling: SafeAILab's code knows
             none but linear and dynamic. vLLM and SGLang hold both.
-        init: random; target-last-layer, where the head's last layer starts as the target's last one; or the directory
-            of a head to fine-tune, ours or an imported one, whose shape it keeps. Only its width and vocabulary have to
-            be this target's: a head of the model before its own fine-tuning, merging or quantising is a good start. At
-            random learns faster than target-last-layer on the embedded target: top-1 of 0.22 after 42 steps to 0.02.
         feature_weight: Loss weight of the smooth-L1 distance between features.
         token_weight: Loss weight of the soft cross-entropy against the target's distribution.
         noise: Uniform noise on the features that the head reads, up to this share of their standard deviation.
@@ -57,7 +53,6 @@ class EagleSettings:
 
     num_layers: int | None = None
     rope: Rope = "target"
-    init: str = "random"
     feature_weight: float = 1.0
     token_weight: float = 0.1
     noise: float = 0.1
@@ -191,7 +186,6 @@ class EagleHead(EagleNet, FeatureHead, TrainingCost):
     Config, Settings = EagleConfig, EagleSettings
     # The paper's, for 7B targets.
     defaults: ClassVar[dict[str, Any]] = {"epochs": 10, "lr": 3e-5, "betas": (0.9, 0.95), "clip": 0.5}
-    starts = ("random", "target-last-layer")
     lookahead = LOOKAHEAD
     passes = "unroll"
 
@@ -206,10 +200,6 @@ class EagleHead(EagleNet, FeatureHead, TrainingCost):
         cls.check_kept("num_layers", settings.num_layers, config.llama.num_layers)
         if config.llama.rope_scaling.kind != "default":
             cls.check_kept("rope", settings.rope, "target")
-
-    def start(self, name: str, weights: TargetWeights) -> None:
-        if name == "target-last-layer":
-            self.init_from_target(weights.last_layer())
 
     # -- loss
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -139,19 +139,6 @@ class EagleNet(nn.Module):
                 hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
             passes.append(F.pad(hidden, (0, 0, j, 0))[:, :rows])  # [B, T, H], row t of the draft at its last token
         return passes
-
-    def init_from_target(self, layer_state: Mapping[str, Tensor]) -> None:
-        """Initialize from the target's last layer (its state dict), and with fc = [0 | I]: the feature passes through.
-
-        A layer that already maps residual states to what the final norm reads needs less data than a random one.
-        """
-        # Not strict: the head has no input norm in its first layer, no q/k norms, and biases of q, k and v only. What
-        # the target's layer computes with the others is learned anew.
-        self.layers[-1].load_state_dict({k: v.float() for k, v in layer_state.items()}, strict=False)
-        size = self.fc.out_features
-        with torch.no_grad():
-            self.fc.weight.mul_(0.1)
-            self.fc.weight[:, size:] += torch.eye(size)
 
 
 class LeanEagle:

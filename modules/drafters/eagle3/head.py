@@ -43,8 +43,6 @@ class Eagle3Settings:
         rope_theta: Rotary base of the head. Default: the target's.
         version: 3.1: every state is normed before they are joined, and so is what the head reads of itself; or 3, as in
             the paper. vLLM, SGLang and speculators serve both, SafeAILab's code 3 only.
-        init: random; target-last-layer, where its layer starts as the target's last one; or the directory of a head to
-            fine-tune, whose shape it keeps.
         train_lm_head: Train the lm_head too, which begins as the target's. That of a head to fine-tune is the new
             target's where it was never trained, and else the head's own.
         passes: Tokens of the drafts that it is trained on, each read behind its own states (training-time test).
@@ -64,7 +62,6 @@ class Eagle3Settings:
     rope: Rope = "target"
     rope_theta: float | None = None
     version: Literal["3", "3.1"] = "3.1"
-    init: str = "random"
     train_lm_head: bool = False
     passes: int = 7
     passes_after: float = 0.0
@@ -165,7 +162,6 @@ class Eagle3Head(Eagle3Net, FeatureHead, TrainingCost):
     Config, Settings = Eagle3Config, Eagle3Settings
     # SafeAILab/EAGLE eagle/traineagle3, but for the learning rate, SpecForge's and TorchSpec's.
     defaults: ClassVar[dict[str, Any]] = {"epochs": 10, "lr": 1e-4, "betas": (0.9, 0.95), "clip": 0.5}
-    starts = ("random", "target-last-layer")
     passes = "passes"
     monitor = "chain_length"
     whole_weights = True  # of its lm_head
@@ -187,14 +183,12 @@ class Eagle3Head(Eagle3Net, FeatureHead, TrainingCost):
     def check_init(cls, settings: Eagle3Settings, config: Eagle3Config) -> None:
         cls.check_kept("layers", settings.layers or None, config.capture)
 
-    def start(self, name: str, weights: TargetWeights) -> None:
+    def start(self, weights: TargetWeights) -> None:
         tokens = self.d2t
         if self.config.reduced:
             tokens = draft_vocabulary(weights.token_counts(), self.config.draft_vocab_size, weights.end_ids)
         self.use_draft_vocabulary(tokens, weights.lm_head())
         self.of_target = ("lm_head.weight",)
-        if name == "target-last-layer":
-            self.init_from_target(weights.last_layer())
 
     def retarget(self, weights: TargetWeights) -> None:
         if self.of_target:

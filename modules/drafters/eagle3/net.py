@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -177,26 +176,6 @@ class Eagle3Net(nn.Module):
         if lm_head is not None:
             with torch.no_grad():
                 self.lm_head.weight.copy_(lm_head[tokens.to(lm_head.device)])
-
-    def init_from_target(self, layer_state: Mapping[str, Any]) -> None:
-        """Initialize from the target's last layer, whose weights read the state.
-
-        Weights that read the embedding start small, and fc passes the last of the states through.
-        """
-        size = self.config.hidden_size
-        with torch.no_grad():
-            attention = self.layer.self_attn
-            for name in ("q_proj", "k_proj", "v_proj"):
-                weight = getattr(attention, name).weight
-                weight.mul_(0.1)
-                weight[:, size:] = layer_state[f"self_attn.{name}.weight"].float()
-            attention.o_proj.weight.copy_(layer_state["self_attn.o_proj.weight"])
-            for name in ("gate_proj", "up_proj", "down_proj"):
-                getattr(self.layer.mlp, name).weight.copy_(layer_state[f"mlp.{name}.weight"])
-            self.layer.hidden_norm.weight.copy_(layer_state["input_layernorm.weight"])
-            self.layer.post_attention_layernorm.weight.copy_(layer_state["post_attention_layernorm.weight"])
-            self.fc.weight.mul_(0.1)
-            self.fc.weight[:, -size:] += torch.eye(size)
 
 
 def _check_d2t(net: Eagle3Net, _: Any) -> None:

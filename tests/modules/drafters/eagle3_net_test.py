@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from torch import Tensor
@@ -104,16 +102,3 @@ def test_documents_end_to_end_are_those_apart() -> None:
             inside = length - j  # drafts that have not run out of the document
             assert (packed[j][0, first : first + inside] - apart[j][0, :inside]).abs().max() < 1e-10
         first += length
-
-
-def test_it_starts_as_the_targets_last_layer() -> None:
-    """fc passes the last state through, and what attention reads of the state is what the target's layer reads."""
-    net = net_of()
-    from draftsmith.modules.layers import DecoderLayer
-
-    layer = DecoderLayer(dataclasses.replace(LLAMA, num_layers=1)).double()
-    net.init_from_target(layer.state_dict())
-    assert torch.equal(net.layer.self_attn.q_proj.weight[:, 12:], layer.self_attn.q_proj.weight)
-    assert torch.equal(net.layer.hidden_norm.weight, layer.input_layernorm.weight)
-    state = torch.randn(36).double()
-    assert (net.read(state) - state[24:]).abs().max() < 0.5 * state.abs().max()

@@ -68,7 +68,7 @@ class Weights:
 def test_lm_heads_of_their_own_begin_as_the_targets() -> None:
     """So that a new head repeats the target's own choice, as one that reads the target's does."""
     head = MedusaHead(MedusaConfig(H, V, 32, num_heads=2, own_lm_head=True))
-    head.start("random", Weights())
+    head.start(Weights())
     assert [torch.equal(layer.weight, Weights().lm_head()) for layer in head.lm_heads] == [True, True]
     assert len({layer.weight.data_ptr() for layer in head.lm_heads}) == 2  # each its own
 
