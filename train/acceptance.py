@@ -20,7 +20,7 @@ from draftsmith.data.heads.directory import (
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.datasets import collate_acceptance, open_dataset
 from draftsmith.data.store.files import make_directory, write_json
-from draftsmith.data.store.manifest import MANIFEST, Manifest, volatile
+from draftsmith.data.store.manifest import Manifest, volatile
 from draftsmith.data.store.reading import read_object
 from draftsmith.modules.acceptance.fitting import begin
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, Feature, State
@@ -56,7 +56,6 @@ WIDTH = 128
 SWEEP = "sweep.json"
 # Settings that a head given as --init brings along.
 SHAPE = ("num_blocks", "tied", "state", "features", "width")
-LabelKind = Literal["acceptance", "rollouts"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +82,6 @@ class TrainAcceptanceConfig(TrainConfig):
         w_acc: Loss weight of accepted tokens.
         w_rej: Loss weight of rejected tokens. Default: 6, for rollouts 1.
         mix: Labels of mixed text: probability that the draft reads the target's token instead of its own. Default 0.15.
-        calibrate: Fit scale and shift of the logit to the validation tokens (platt), or not at all. Decoding by
-            threshold on the raw output does not use it.
     """
 
     draft: str
@@ -99,7 +96,6 @@ class TrainAcceptanceConfig(TrainConfig):
     w_acc: float = 1.0
     w_rej: float | None = None
     mix: float | None = None
-    calibrate: Literal["platt", "none"] = "platt"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -129,36 +125,33 @@ class TrainAcceptanceConfig(TrainConfig):
         return self.target
 
 
-def labels_of(config: TrainAcceptanceConfig) -> tuple[LabelKind, Manifest | None]:
-    """Return the kind of the labels and their manifest. Without an artefact, return the kind that the options imply."""
-    if (config.data / MANIFEST).exists():
-        manifest = Manifest.read(config.data)
-        return ("rollouts" if manifest.kind == "rollouts" else "acceptance"), manifest
-    by_head = config.read_model != config.draft
-    rollouts = by_head or config.state not in (None, "after") or config.features
-    return ("rollouts" if rollouts else "acceptance"), None
-
-
 def with_defaults(config: TrainAcceptanceConfig) -> TrainAcceptanceConfig:
     """Fill in the defaults that depend on the labels, and the shape of the head given as --init.
 
     Raises:
-        InputError: an option that has no meaning for these labels, no drafter, or no head at --init.
+        InputError: an option that has no meaning for these labels, no drafter, or no head of this shape at --init.
     """
     # Check the drafter first: its error is the one to read.
     _ = config.read_model
-    labels, manifest = labels_of(config)
-    if labels == "rollouts" and config.mix is not None:
-        raise InputError("mix", config.mix, "labels of mixed text: rounds are not mixed", "Leave it out.")
-    if labels == "rollouts" and config.max_length:
-        expected = "0: the drafts of a response follow all of it"
-        raise InputError("max_length", config.max_length, expected, "Leave it out, or label shorter responses.")
-    defaults = dict(ROLLOUTS if labels == "rollouts" else MIXED)
-    if labels == "rollouts" and manifest is not None and isinstance((manifest.sampling or {}).get("temperature"), list):
-        defaults["features"] = (*defaults["features"], "temperature")
+    manifest = Manifest.read(config.data)
+    defaults = dict(MIXED)
+    if manifest.kind == "rollouts":
+        defaults = dict(ROLLOUTS)
+        if config.mix is not None:
+            raise InputError("mix", config.mix, "labels of mixed text: rounds are not mixed", "Leave it out.")
+        if config.max_length:
+            expected = "0: the drafts of a response follow all of it"
+            raise InputError("max_length", config.max_length, expected, "Leave it out, or label shorter responses.")
+        if isinstance((manifest.sampling or {}).get("temperature"), list):
+            defaults["features"] = (*defaults["features"], "temperature")
     if config.init is not None:
         settings = starting_settings(config.init, "acceptance")
-        defaults |= {name: getattr(settings, name) for name in SHAPE}
+        for name in SHAPE:
+            asked, value = getattr(config, name), getattr(settings, name)
+            if asked not in (None, value):
+                found, expected = f"{name} {asked} asked of {config.init}", f"{name} {value}, as that head has"
+                raise InputError("init", found, expected, "Leave the setting out, or train without --init.")
+            defaults[name] = value
     return dataclasses.replace(
         config, **{name: value for name, value in defaults.items() if getattr(config, name) is None}
     )
@@ -176,8 +169,7 @@ def prepare(config: TrainAcceptanceConfig) -> PreparedTraining:
     from draftsmith.train.fit import PreparedTraining, Provenance
 
     config = with_defaults(config)
-    kind, _ = labels_of(config)
-    rollouts = kind == "rollouts"
+    rollouts = Manifest.read(config.data).kind == "rollouts"
     # The drafter, and labels of its drafts.
     load = functools.partial(
         load_lm,
@@ -190,8 +182,8 @@ def prepare(config: TrainAcceptanceConfig) -> PreparedTraining:
 
     def open_labels(path: Path) -> Any:
         identity, vocab_size = {"draft": drafter.identity}, drafter.lm.info.vocab_size
-        mix = 0.0 if config.mix is None else config.mix
-        return open_dataset(path, kind, identity, vocab_size=vocab_size, mix=mix, seed=config.seed)
+        kind: Literal["acceptance", "rollouts"] = "rollouts" if rollouts else "acceptance"
+        return open_dataset(path, kind, identity, vocab_size=vocab_size, mix=config.mix or 0.0, seed=config.seed)
 
     train = open_labels(config.data)
     val = open_labels(config.val) if config.val is not None else None
@@ -202,7 +194,10 @@ def prepare(config: TrainAcceptanceConfig) -> PreparedTraining:
 
     # The head, and what it reads of the labels.
     head = make_head(config, drafter.lm.info.hidden_size)
-    check_labels(head.config, manifest)
+    if not rollouts and not head.config.as_published:
+        found = f"{manifest.kind} labels of mixed text, for a head that reads more than the state after the token"
+        remedy = "Make them: draftsmith data acceptance --labels rollout"
+        raise InputError("data", found, "labels of real rounds", remedy)
     context = drafter.lm.info.max_position
     # Not split: drafts follow all of a text, and were made within the context.
     if rollouts:
@@ -217,7 +212,7 @@ def prepare(config: TrainAcceptanceConfig) -> PreparedTraining:
     # Batches, and the module that trains on them.
     collate: Any = collate_stored if rollouts else collate_acceptance
     data = HeadDataModule(train_samples, val_samples, collate, num_loss_tokens, config)
-    module = LitAcceptance(head, reader, config, data.total_steps, config.calibrate)
+    module = LitAcceptance(head, reader, config, data.total_steps)
 
     # Recorded in the head's manifest, and compared when a run is resumed.
     inputs = {name: part.manifest.digest for name, part in (("data", train), ("val", val)) if part is not None}
@@ -269,53 +264,27 @@ def with_size(config: TrainAcceptanceConfig) -> TrainAcceptanceConfig:
     return dataclasses.replace(config, width=best["width"], epochs=best["epochs"])
 
 
-def check_labels(head: AcceptanceHeadConfig, manifest: Manifest) -> None:
-    """Raise InputError if the labels lack what the head reads."""
-    if manifest.kind != "rollouts" and not head.as_published:
-        found = f"{manifest.kind} labels of mixed text, for a head that reads more than the state after the token"
-        remedy = "Make them: draftsmith data acceptance --labels rollout"
-        raise InputError("data", found, "labels of real rounds", remedy)
-
-
-def acceptance_settings(config: TrainAcceptanceConfig, hidden_size: int) -> AcceptanceHeadConfig:
-    """Return the settings of the head to train: uncalibrated, and with the shape of --init if there is one.
+def make_head(config: TrainAcceptanceConfig, hidden_size: int) -> AcceptanceHead:
+    """Return the head of --init, uncalibrated, or one with random weights. These depend on the seed alone and leave
+    torch's global generator unchanged.
 
     Raises:
         InputError: --init is no acceptance head, or an option contradicts its shape.
     """
     config = with_defaults(config)
+    assert config.w_rej is not None
+    if config.init is not None:
+        head = starting_head(config.init, "acceptance", hidden_size)
+        assert isinstance(head, AcceptanceHead)
+        head.config = dataclasses.replace(head.config, w_acc=config.w_acc, w_rej=config.w_rej, calibration=(1.0, 0.0))
+        return head
     shape = {name: getattr(config, name) for name in SHAPE}
     if shape["width"] is None:
         shape["width"] = WIDTH
     # The rectified form costs a drafted token least; it needs what is there before the token is read.
-    lean = labels_of(config)[0] == "rollouts" and shape["state"] != "after"
-    form: dict[str, Any] = {"activation": "relu" if lean else "none", "standardize": lean}
-    if config.init is not None:
-        settings = starting_settings(config.init, "acceptance", hidden_size)
-        form = {name: getattr(settings, name) for name in form}
-        differing = [name for name in SHAPE if shape[name] != getattr(settings, name)]
-        if differing:
-            found = ", ".join(f"{name} {shape[name]}" for name in differing)
-            expected = ", ".join(f"{name} {getattr(settings, name)}" for name in differing)
-            remedy = "Leave the setting out, or train without --init."
-            raise InputError("init", f"{found} asked of {config.init}", f"{expected}, as that head has", remedy)
-    assert config.w_rej is not None
-    return AcceptanceHeadConfig(hidden_size, w_acc=config.w_acc, w_rej=config.w_rej, **shape, **form)
-
-
-def make_head(config: TrainAcceptanceConfig, hidden_size: int) -> AcceptanceHead:
-    """Return the head of --init, or one with random weights. These depend on the seed alone and leave torch's global
-    generator unchanged.
-
-    Raises:
-        InputError: as in `acceptance_settings`.
-    """
-    settings = acceptance_settings(config, hidden_size)
-    if config.init is not None:
-        head = starting_head(config.init, "acceptance", hidden_size)
-        assert isinstance(head, AcceptanceHead)
-        head.config = settings
-        return head
+    lean = Manifest.read(config.data).kind == "rollouts" and config.state != "after"
+    shape |= {"activation": "relu" if lean else "none", "standardize": lean}
+    settings = AcceptanceHeadConfig(hidden_size, w_acc=config.w_acc, w_rej=config.w_rej, **shape)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         return AcceptanceHead(settings)

@@ -11,7 +11,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -276,17 +276,9 @@ class LitAcceptance(LitHead):
     head: AcceptanceHead
     monitor, larger_is_better = "kl", False
 
-    def __init__(
-        self,
-        head: AcceptanceHead,
-        reader: MixedText | RolloutReader,
-        config: TrainConfig,
-        total_steps: int,
-        calibrate: Literal["platt", "none"],
-    ):
-        """calibrate: fit scale and shift to the validation tokens at every validation, or not."""
+    def __init__(self, head: AcceptanceHead, reader: MixedText | RolloutReader, config: TrainConfig, total_steps: int):
         super().__init__(head, config, total_steps, frozen=reader.model)
-        self.reader, self.calibrate = reader, calibrate
+        self.reader = reader
         # A head for real rounds starts as a logistic, which may stay the best.
         self.validates_first = reader.weighted
 
@@ -318,8 +310,8 @@ class LitAcceptance(LitHead):
     def validate(self, batches: Iterable[MicroBatch]) -> dict[str, float]:
         """Return kl, brier, ece, auc and auc_q over the drafted tokens, by the probability that the loss weights imply.
 
-        loss is the weighted loss. Tokens of rollouts count by their weights. With `calibrate` also ece_platt, by 2-fold
-        cross-fitting over samples; the head keeps the fit to all of them.
+        loss is the weighted loss. Tokens of rollouts count by their weights. ece_platt is that of a
+        calibration by 2-fold cross-fitting over samples; the head keeps the fit to all of them.
         """
         # [N, 4] of all ranks: raw logit, accept_prob, log_q, sample; and weight for readers with weights.
         head = self.head
@@ -346,9 +338,8 @@ class LitAcceptance(LitHead):
         # Every gathered token counts.
         everything = AcceptanceBatch(raw, accept_prob, torch.ones_like(raw, dtype=torch.bool), weight)
         metrics["loss"] = float(acceptance_loss(raw, everything, plain.w_acc, plain.w_rej).loss)
-        if self.calibrate != "none":
-            metrics[f"ece_{self.calibrate}"] = cross_fitted_ece(head, raw, accept_prob, sample, weight)
-            head.config = dataclasses.replace(plain, calibration=fit_platt(logit, accept_prob, weight=weight))
+        metrics["ece_platt"] = cross_fitted_ece(head, raw, accept_prob, sample, weight)
+        head.config = dataclasses.replace(plain, calibration=fit_platt(logit, accept_prob, weight=weight))
         return metrics
 
 

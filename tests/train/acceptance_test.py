@@ -63,7 +63,7 @@ def a_part(artefacts, count: int = 6) -> MicroBatch:
 def a_module(artefacts, tmp_path, greedy: bool = False) -> LitAcceptance:
     settings = config(artefacts, tmp_path)
     reader = MixedText(FrozenDrafter(load_lm(str(artefacts.draft)), {}), greedy)
-    module = LitAcceptance(make_head(settings, 32), reader, settings, 12, settings.calibrate)
+    module = LitAcceptance(make_head(settings, 32), reader, settings, 12)
     module.trainer = fake_trainer(open_dataset(artefacts.acceptance))
     return module
 
@@ -146,7 +146,7 @@ def test_training_starts_from_a_given_head(artefacts, tmp_path):
     # Its blocks; the loss weights of this training; no calibration, which was fitted to other outputs.
     assert head.config == AcceptanceHeadConfig(32, num_blocks=2, tied=True, w_rej=6.0)
 
-    run(config(artefacts, tmp_path / "run", init=start, lr=1e-6, calibrate="none"))
+    run(config(artefacts, tmp_path / "run", init=start, lr=1e-6))
     trained = load_file(tmp_path / "run" / "last" / "model.safetensors")
     moved = [(trained[name] - weight).abs().max() for name, weight in load_file(start / "model.safetensors").items()]
     # 12 steps of AdamW move a weight by at most 12 lr, up to rounding of weights of about 0.1: it started there.

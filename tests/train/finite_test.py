@@ -34,7 +34,7 @@ def acceptance_module(artefacts, tmp_path) -> LitAcceptance:
         acceptance.TrainAcceptanceConfig(data=artefacts.acceptance, draft=str(artefacts.draft), output=tmp_path)
     )
     reader = MixedText(FrozenDrafter(load_lm(str(artefacts.draft)), {}), False)
-    module = LitAcceptance(acceptance.make_head(settings, 32), reader, settings, 12, settings.calibrate)
+    module = LitAcceptance(acceptance.make_head(settings, 32), reader, settings, 12)
     module.trainer = fake_trainer(open_dataset(artefacts.acceptance))
     return module
 

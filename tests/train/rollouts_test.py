@@ -130,7 +130,7 @@ def a_module(artefacts, rollouts, tmp_path) -> LitAcceptance:
     settings = config(artefacts, rollouts, tmp_path)
     head = make_head(settings, 32)
     reader = RolloutReader(FrozenDrafter(load_lm(str(artefacts.draft)), {}), head.config, DEPTH)
-    module = LitAcceptance(head, reader, settings, 8, settings.calibrate)
+    module = LitAcceptance(head, reader, settings, 8)
     module.trainer = fake_trainer(open_dataset(rollouts))
     return module
 
