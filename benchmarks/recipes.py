@@ -37,7 +37,6 @@ from draftsmith.eval.bench.results import (
     PER_PROMPT,
     MeasuredResamples,
     Row,
-    copying,
     hardware,
     of_methods,
     read_rows,
@@ -508,8 +507,7 @@ def compared(runs: SeedRows, base: SeedRows) -> dict[str, Any]:
     resampled = {"tau": own_drawn, "difference": own_drawn - base_drawn, "ratio": own_drawn / base_drawn}
     for name, values in resampled.items():
         found[f"{name}_ci95"] = drawn.prompts.interval(functools.partial(np.asarray, values))
-    rows = [row for own in runs for row in own]
-    return {**found, **copying(rows, rows), "seeds": taus[0], "acceptance": acceptance(runs)}
+    return {**found, "seeds": taus[0], "acceptance": acceptance(runs)}
 
 
 def tables(found: Sequence[Mapping[str, Any]], title: str) -> list[Table]:
@@ -521,24 +519,15 @@ def tables(found: Sequence[Mapping[str, Any]], title: str) -> list[Table]:
         for key, heading, form in (("tau", "tau", ".2f"), ("ratio", "to base", ".2fx")):
             taus += [Column(f"{mode} {key}", heading, form, mode), Column(f"{mode} {key}_ci95", "95 %", "", mode)]
         depths += [Column(f"{mode} {d + 1}", str(d + 1), ".2f", mode) for d in range(K)]
-        places = {"tau_copying": "tau, copying", "tau_new": "tau, new"}
-        depths += [Column(f"{mode} {key}", heading, ".2f", mode) for key, heading in places.items()]
         for row, part in zip(rows, (own[mode] for own in found), strict=True):
-            row |= {f"{mode} {name}": part[name] for name in ("tau", "ratio", *places)}
+            row |= {f"{mode} {name}": part[name] for name in ("tau", "ratio")}
             row |= {f"{mode} {name}_ci95": format_interval(part[f"{name}_ci95"]) for name in ("tau", "ratio")}
             row |= {f"{mode} {d + 1}": value for d, value in enumerate(part["acceptance"])}
     note = "CPU s: of the whole training, its start and one validation included."
-    shares = [
-        f"{own['copied_prompt'] + own['copied_answer']:.0%} ({mode})"
-        for mode in TEMPERATURES
-        for own in [found[0][mode]]
-    ]
-    copied = f"{' and '.join(shares)} of the answers' tokens go on with a repetition. "
-    copied += "Tau, copying and new: of the rounds whose first token does, and of the others."
     accepted = f"{title}: how often a draft's token is accepted where those before it were"
     return [
         Table("tau", f"{title}: tokens a target call", taus, rows, note),
-        Table("depth", accepted, depths, rows, copied),
+        Table("depth", accepted, depths, rows),
     ]
 
 

@@ -6,6 +6,7 @@ from a file of measurements of the server (`--costs`).
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from draftsmith.data.console import Column, Table, format_interval, json_values, log_note, print_table
-from draftsmith.data.store.files import make_directory, write_json, write_text
+from draftsmith.data.store.files import make_directory, write_json
 from draftsmith.data.store.manifest import command_line, resolved
 from draftsmith.data.store.reading import read_object
 from draftsmith.data.store.writer import sole_writer
@@ -132,9 +133,16 @@ def run(config: ScheduleConfig) -> None:
     for schedule in schedules:
         if any(schedule.lengths):
             vllm, sglang = (config.output / name.format(f"{schedule.temperature:g}") for name in FILES)
-            # A vLLM server whose schedule went to K = 0 fell from 232 to 24-157 tokens/s (vllm#49548).
-            write_text(vllm, json.dumps(vllm_config(ranges(schedule.drafting))) + "\n")
-            write_text(sglang, json.dumps(sglang_config(ranges(schedule.lengths))) + "\n")
+            # A part of vLLM's --speculative-config (0.32, 0.33); above the last range its K holds. A server whose
+            # schedule went to K = 0 fell from 232 to 24-157 tokens/s (vllm#49548).
+            by_batch = ranges(schedule.drafting)
+            longest = {"num_speculative_tokens": max(schedule.drafting)}
+            write_json(vllm, longest | {"num_speculative_tokens_per_batch_size": by_batch}, indent=None)
+            # SGLang's --speculative-adaptive-config (0.5.23): smallest batch size -> allowed steps. With a single
+            # candidate its acceptance rates change nothing.
+            write_json(
+                sglang, {first: {"candidate_steps": [k]} for first, _, k in ranges(schedule.lengths)}, indent=None
+            )
             written += [vllm.name, sglang.name]
 
     tables = [schedule_table(schedule, label, times.source) for schedule in schedules]
@@ -265,9 +273,9 @@ def choose(temperature: float, counts: RoundCounts, times: RoundTimes) -> Schedu
         k = lengths[size - 1]
         row: dict[str, Any] = {"requests": size, "k": k, "tokens_per_round": float(tau[k])}
         for name, base in (("over_none", 0), ("over_single", single)):
-            paired, cheaper = tau_resampled[:, k] / tau_resampled[:, base], times.at(size, base) / times.at(size, k)
+            gains = tau_resampled[:, k] / tau_resampled[:, base] * times.at(size, base) / times.at(size, k) - 1
             row[name] = float(rate[size - 1, k] / rate[size - 1, base] - 1)
-            row[f"{name}_ci95"] = resamples.interval(lambda paired=paired, cheaper=cheaper: paired * cheaper - 1)
+            row[f"{name}_ci95"] = resamples.interval(functools.partial(np.asarray, gains))
         rows.append(row)
 
     last = max((size for size, k in enumerate(lengths, start=1) if k), default=0)
@@ -290,21 +298,6 @@ def ranges(lengths: Sequence[int]) -> list[KRange]:
         else:
             merged.append((size, size, k))
     return merged
-
-
-def vllm_config(k_ranges: Sequence[KRange]) -> dict[str, Any]:
-    """Return a part of vLLM's --speculative-config (0.32, 0.33); above the last range its K holds."""
-    longest = max(k for _, _, k in k_ranges)
-    by_batch = [list(each) for each in k_ranges]
-    return {"num_speculative_tokens": longest, "num_speculative_tokens_per_batch_size": by_batch}
-
-
-def sglang_config(k_ranges: Sequence[KRange]) -> dict[str, Any]:
-    """Return SGLang's --speculative-adaptive-config (0.5.23): the smallest batch size -> the allowed steps.
-
-    With a single candidate SGLang's acceptance rates change nothing.
-    """
-    return {str(first): {"candidate_steps": [k]} for first, _, k in k_ranges}
 
 
 def schedule_table(schedule: Schedule, label: str, source: str) -> Table:

@@ -25,7 +25,7 @@ from draftsmith.eval.bench.measuring import measure_group
 from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence, read_prompts
 from draftsmith.eval.bench.results import BASELINE, RESULTS, Row, describe, of_methods, summarise, tokens_per_s
 from draftsmith.eval.bench.runner import Runner, load_models, load_run, make_runners, trained_for
-from draftsmith.eval.report.tables import drawn_data, to_json
+from draftsmith.eval.report.tables import to_json
 from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
 from draftsmith.modules.decoding.learner import snapshot_learned_state
 from draftsmith.modules.decoding.tree import MAX_NODES, num_candidates
@@ -125,7 +125,7 @@ def run(config: TuneConfig) -> Path:
     runners = make_runners(settings, models, [config.sampling])[config.temperature]
     unlearn = [snapshot_learned_state(runner) for runner in runners.values()]
     measure_rows(config, prompts[:1], runners, 1, WARM_UP_TOKENS)
-    finalists, tried = halve(config, prompts, runners)
+    finalists = halve(config, prompts, runners)
 
     # Measure the finalists anew. What they have learned from these prompts must not help them on the same ones.
     for restore in unlearn:
@@ -174,8 +174,7 @@ def run(config: TuneConfig) -> Path:
         "settings": len(settings),
         "seconds": time.perf_counter() - started,
     }
-    tables = [table, drawn_data("tried", tried)]
-    write_json(config.output / RESULTS, {"meta": meta, "tables": to_json(tables), "summary": json_values(summary)})
+    write_json(config.output / RESULTS, {"meta": meta, "tables": to_json([table]), "summary": json_values(summary)})
     print_text(f"{chosen.label}: written to {config.output / DECODE}. Use it: draftsmith decode --config FILE '...'")
     return config.output
 
@@ -234,14 +233,8 @@ def measure_rows(
     return rows
 
 
-def halve(
-    config: TuneConfig, prompts: Sequence[BenchPrompt], runners: Mapping[str, Runner]
-) -> tuple[list[str], list[dict[str, Any]]]:
-    """Drop the slower half of the settings again and again, on ever more prompts.
-
-    Returns the labels of `ar` and of the finalists, and a row for every setting: the prompts it was measured on, its
-    tau and its speed there.
-    """
+def halve(config: TuneConfig, prompts: Sequence[BenchPrompt], runners: Mapping[str, Runner]) -> list[str]:
+    """Drop the slower half of the settings again and again, on ever more prompts. Return `ar` and the finalists."""
     measured: dict[str, list[Row]] = {label: [] for label in runners}
     going = [label for label in runners if label != BASELINE]
     # `ar` is measured with the finalists only: nothing is eliminated against it.
@@ -255,17 +248,7 @@ def halve(
         going = going[: config.finalists if count >= len(prompts) else max(half, config.finalists)]
         log_note(f"{len(going)} settings left after {min(count, len(prompts))} prompts, {going[0]} the fastest")
         first, count = count, 2 * count
-    tried = [
-        {
-            "setting": label,
-            "prompts": len(rows),
-            "tau": sum(row["tokens"] for row in rows) / sum(row["num_target_calls"] for row in rows),
-            "tokens_per_s": tokens_per_s(rows, config.clock),
-        }
-        for label, rows in measured.items()
-        if rows
-    ]
-    return [BASELINE, *going], tried
+    return [BASELINE, *going]
 
 
 def precision_speeds(

@@ -126,7 +126,7 @@ def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode("utf-8", errors="replace"))
 
 
-def write_json(path: Path, content: object, indent: int = 1) -> None:
+def write_json(path: Path, content: object, indent: int | None = 1) -> None:
     """Write a JSON file."""
     # UTF-8 cannot hold half of a surrogate pair; only JSON escapes can.
     text = json.dumps(content, indent=indent, ensure_ascii=False)

@@ -32,9 +32,7 @@ LABEL_COLUMNS = {
 MAPPABLE = (*LABEL_COLUMNS, "prompt", "answer", "messages")
 CHAT_COLUMNS = ("messages", "conversations", "conversation")
 KNOWN_COLUMNS = "messages, conversations, turns, instruction (Alpaca) or prompt"
-# Columns of NVIDIA's SPEED-Bench, beside `turns` (Parquet) or `messages` (JSONL). Where its licence forbids a copy of a
-# text, a placeholder stands for it until a script fetches it.
-SPEED_BENCH = {"question_id", "category", "sub_category", "source", "src_id", "difficulty", "multiturn"}
+# Where the licence of NVIDIA's SPEED-Bench forbids a copy of a text, this stands for it until a script fetches it.
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 FETCH = (
     "Fetch the texts with SPEED-Bench's prepare_data.py (NVIDIA/Model-Optimizer, examples/specdec_bench) or prepare.py "

@@ -65,8 +65,7 @@ class BenchConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running):
         turns: which user turns of a conversation are asked. all: one after the other; every method is asked a later
             turn after the answers that ar gave to the earlier ones. first: the first. last: the last, after recorded
             answers.
-        limit: measure the first so many prompts, of each file where --tasks names several, and of each category where
-            --prompts is a file of SPEED-Bench; 0 takes all.
+        limit: measure the first so many prompts, of each file where --tasks names several; 0 takes all.
         temperatures: several, separated by commas (0,1), in place of temperature. Speed-ups are over ar at the same
             one. Equality with ar is checked in float32 only.
         batch_size: prompts that are answered and timed together, by ar and the methods that draft chains; speed-ups are

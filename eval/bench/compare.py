@@ -31,6 +31,7 @@ SAME_SETTINGS = ("top_k", "top_p", "dtype", "target_precision", "max_new_tokens"
 # Settings that change how fast the same work is done.
 SAME_SPEED = ("device", "num_threads", "engine", "packed", "draft_precision")
 AGAIN = "Measure it again."
+SEED = 0  # of the bootstrap
 META = {
     "settings": {name: object for name in (*SAME_SETTINGS, *SAME_SPEED)},
     "prompts": {"sha256": str},
@@ -48,11 +49,9 @@ class CompareConfig:
 
     Attributes:
         runs: directories of the two runs; ratios and differences are those of the second over the first.
-        seed: of the bootstrap.
     """
 
     runs: list[str]
-    seed: int = 0
 
     def __post_init__(self) -> None:
         if len(self.runs) != 2:
@@ -85,7 +84,7 @@ def run(config: CompareConfig) -> None:
     check_comparable(first, second)
     about = f"A: {first.name}. B: {second.name}. Ratios are B / A, differences B - A."
     notes = [about, *notes_of(first, second)]
-    tables = compare_runs(first, second, config.seed)
+    tables = compare_runs(first, second)
     for line in notes:
         print_text(line)
     for table in tables:
@@ -165,7 +164,7 @@ def notes_of(first: Bench, second: Bench) -> list[str]:
     return notes
 
 
-def compare_runs(first: Bench, second: Bench, seed: int) -> list[Table]:
+def compare_runs(first: Bench, second: Bench) -> list[Table]:
     """Build a table for each temperature that both runs have."""
     same_machine = machine(first.meta) == machine(second.meta)
     clock: ClockName = first.meta["clock"]
@@ -174,7 +173,7 @@ def compare_runs(first: Bench, second: Bench, seed: int) -> list[Table]:
         ours, theirs = first.methods[temperature], second.methods[temperature]
         base = pair(ours[BASELINE], theirs[BASELINE])
         rows = [
-            {"method": label, **compare_method(pair(ours[label], theirs[label]), base, clock, seed, same_machine)}
+            {"method": label, **compare_method(pair(ours[label], theirs[label]), base, clock, same_machine)}
             for label in ours
             if label in theirs
         ]
@@ -216,12 +215,11 @@ def compare_method(
     pairs: tuple[list[Row], list[Row]],
     base: tuple[list[Row], list[Row]],
     clock: ClockName,
-    seed: int,
     same_machine: bool,
 ) -> Row:
     """Compare one method, B over A. The bootstrap draws the same prompts for both runs and for their baselines."""
     first, second = pairs
-    resamples = MeasuredResamples(first, seed)
+    resamples = MeasuredResamples(first, SEED)
     equal = sum(a["token_ids"] == b["token_ids"] for a, b in zip(first, second, strict=True))
     row: Row = {"equal": f"{equal} of {len(first)}"}
 

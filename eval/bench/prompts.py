@@ -19,7 +19,6 @@ from draftsmith.data.models.identity import template_hash
 from draftsmith.data.models.loading import text_identity
 from draftsmith.data.store.manifest import MANIFEST, STARTED, open_artefact
 from draftsmith.data.text.conversations import (
-    SPEED_BENCH,
     Turns,
     open_turns,
     read_chat,
@@ -55,13 +54,12 @@ class BenchPrompt:
 class PromptRow:
     """Row of a source before it is selected.
 
-    prompt: applies the chat template. speed_bench: the row has SPEED-Bench's columns, and its category is its task.
+    prompt: applies the chat template.
     """
 
     task: str
     split: str
     prompt: Callable[[], BenchPrompt]
-    speed_bench: bool = False
 
 
 def read_prompts(
@@ -90,8 +88,7 @@ def read_questions(
 ) -> list[list[BenchPrompt]]:
     """Read the first `limit` prompts (0: all) of each (name, source), numbered through all of them.
 
-    A name becomes the task of its prompts; an empty one leaves them their own. SPEED-Bench without a name is read as
-    one source for each category.
+    A name becomes the task of its prompts; an empty one leaves them their own.
 
     Raises:
         InputError: as `read_prompts`.
@@ -99,17 +96,11 @@ def read_questions(
     number = itertools.count()
     questions: list[list[BenchPrompt]] = []
     for name, source in sources:
-        parts: dict[str, list[BenchPrompt]] = {}
-        for row in kept_rows(source, target, split, keep_tasks, turns):
-            category = row.task if row.speed_bench and not name else ""
-            part = parts.setdefault(category, [])
-            if not limit or len(part) < limit:
-                part.append(dataclasses.replace(row.prompt(), task=name or row.task))
-            # Categories are interleaved in a file, so that only a single part ends the reading.
-            if not category and len(part) == limit:
-                break
-        questions += parts.values()
-    return [[dataclasses.replace(prompt, number=next(number)) for prompt in part] for part in questions]
+        rows = itertools.islice(kept_rows(source, target, split, keep_tasks, turns), limit or None)
+        questions.append(
+            [dataclasses.replace(row.prompt(), task=name or row.task, number=next(number)) for row in rows]
+        )
+    return questions
 
 
 def kept_rows(source: str, target: str, split: str | None, keep_tasks: str | None, turns: Turns) -> Iterator[PromptRow]:
@@ -187,7 +178,7 @@ def chat_rows(source: str, target: str, split: str | None, turns: Turns) -> Iter
         if opened.split_taken:
             row_split = split or ""
         make = functools.partial(prompt, raw, row_id or str(number), task, where)
-        yield PromptRow(task, row_split, make, raw.keys() >= SPEED_BENCH)
+        yield PromptRow(task, row_split, make)
 
 
 @contextmanager

@@ -38,7 +38,7 @@ from draftsmith.data.console import Column, Table, format_interval
 from draftsmith.data.models.loading import tokenizer_identity
 from draftsmith.data.store.files import write_table
 from draftsmith.data.store.manifest import command_line, git_commit, package_versions, resolved
-from draftsmith.data.text.repetition import NEW, Repetition, distinct_4grams, origins
+from draftsmith.data.text.repetition import Repetition, distinct_4grams
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bootstrap import Floats, Resamples
 from draftsmith.eval.clock import ClockName
@@ -300,7 +300,13 @@ def summary_row(
 ) -> dict[str, Any]:
     """Summarise one method over some prompts. compare: as of `summarise`."""
     totals, resamples = totals_of(rows), MeasuredResamples(rows, seed)
-    differing = sum(row["token_ids"] != other["token_ids"] for row, other in zip(rows, baseline, strict=True))
+    pairs = list(zip(rows, baseline, strict=True))
+    differing = sum(row["token_ids"] != other["token_ids"] for row, other in pairs)
+    # Only rows of ar hold the prompt.
+    texts = [(other["prompt_ids"], row["token_ids"]) for row, other in pairs]
+    copied = Repetition.of(
+        ([*prompt, *answer], [False] * len(prompt) + [True] * len(answer)) for prompt, answer in texts
+    )
     return {
         "prompts": totals.prompts,
         "tokens": totals.num_tokens,
@@ -320,36 +326,9 @@ def summary_row(
         "num_differing": differing if compare else None,
         "ended": sum(row["ended"] for row in rows),
         "distinct_4grams": distinct_4grams(row["token_ids"] for row in rows),
-        **copying(rows, baseline),
-    }
-
-
-def copying(rows: Sequence[Row], baseline: Sequence[Row]) -> dict[str, float | None]:
-    """Measure how much of the text repeats, and tau apart for rounds that begin within a repetition and for others.
-
-    Shares of the tokens that continue a repetition of their prompt or of the answer itself. The two taus are without
-    prefills, and None where there are no such rounds.
-
-    baseline: the rows with the prompts, in the same order.
-    """
-    sequences = []
-    steps: dict[bool, list[DecodeStep]] = {True: [], False: []}
-    for row, other in zip(rows, baseline, strict=True):
-        prompt, answer = other["prompt_ids"], row["token_ids"]
-        sequences.append(([*prompt, *answer], [False] * len(prompt) + [True] * len(answer)))
-        # Assign each round by its first token; `at` is that token's place in the answer.
-        token_origins, at = origins(*sequences[-1])[len(prompt) :], row["prefill_emitted"]
-        for step in (DecodeStep(**counts) for counts in row["rounds"]):
-            if step.num_emitted:
-                steps[token_origins[at] != NEW].append(step)
-            at += step.num_emitted
-    shares = Repetition.of(sequences)
-    taus = {key: pool([DecodeTrace(own, prefill_calls=0)]).tau if own else None for key, own in steps.items()}
-    return {
-        "copied_prompt": shares.from_prompt,
-        "copied_answer": shares.from_answer,
-        "tau_copying": taus[True],
-        "tau_new": taus[False],
+        # Shares of the tokens that continue a repetition of their prompt or of the answer itself.
+        "copied_prompt": copied.from_prompt,
+        "copied_answer": copied.from_answer,
     }
 
 

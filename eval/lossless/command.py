@@ -36,6 +36,7 @@ from draftsmith.modules.types import InputError, SamplingParams, at_least, betwe
 
 RESULTS = "lossless.json"
 SAMPLED_PROMPTS = 4  # fewer than a batch, so that rows which share their random numbers repeat an answer
+MAX_GAP = 0.5  # of an answer's logits to the best ones, in bfloat16 and float16
 CELLS = 2**21  # entries of [N, V] that are tested at once
 
 
@@ -56,7 +57,6 @@ class LosslessConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Runnin
         alpha: highest probability that the sampling tests, all together, fail lossless methods.
         temperature: temperature of the sampling test.
         batch_size: prompts that are answered together, in rows.
-        max_gap: largest allowed logit gap to the best token in the greedy test, if the dtype is not float32.
         dtype: float32, bfloat16 or float16. engine: lean (Llama family), hf (any transformers model, one prompt
             at a time), or auto.
     """
@@ -73,7 +73,6 @@ class LosslessConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Runnin
     alpha: float = 1e-3
     temperature: float = field(default=1.0, kw_only=True)
     batch_size: int = 8
-    max_gap: float = 0.5
     dtype: Literal["float32", "bfloat16", "float16"] = field(default="float32", kw_only=True)
 
     def __post_init__(self) -> None:
@@ -82,8 +81,6 @@ class LosslessConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Runnin
         check_not_negative(self, "sampled_tokens")
         at_least("max_new_tokens", self.max_new_tokens, 2)  # the first one is the prefill's
         between("alpha", self.alpha, 0, 1)
-        if not self.max_gap >= 0:
-            raise InputError("max_gap", self.max_gap, "0 or more", "Correct it.")
         if self.sampling.greedy:
             raise InputError("temperature", self.temperature, "more than 0", "The greedy test is always made.")
 
@@ -168,7 +165,7 @@ def greedy_test(
     """Compare greedy answers with autoregressive ones.
 
     In float32 the tokens must be equal. In other dtypes another number of rows rounds differently and may change a
-    token, so there each token must be within `max_gap` of the best logit of a float32 `reference`. In every dtype an
+    token, so there each token must be within MAX_GAP of the best logit of a float32 `reference`. In every dtype an
     answer must end with an end token or at its limit, so a truncated answer fails.
     """
     first_difference, gaps, all_end = None, [0.0], True
@@ -188,7 +185,7 @@ def greedy_test(
             gaps.append(float(gap.max()))
 
     identical = sum(answer == wanted for answer, wanted in zip(answers, expected, strict=True))
-    close = all(gap <= config.max_gap for gap in gaps)  # false for NaN
+    close = all(gap <= MAX_GAP for gap in gaps)  # false for NaN
     row: dict[str, Any] = {
         "prompts": len(prompts),
         "tokens": sum(map(len, answers)),
@@ -227,7 +224,7 @@ def sampling_test(
             if not tokens:
                 continue
             decided, impossible = decided_tokens(
-                runner.target, prompt, tokens, places, previous.get(each, []), config.sampling, config.max_gap
+                runner.target, prompt, tokens, places, previous.get(each, []), config.sampling, MAX_GAP
             )
             evidence.impossible += impossible
             rows = max(1, CELLS // decided.target.shape[1])

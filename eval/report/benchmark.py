@@ -92,7 +92,6 @@ def counts(rows: Sequence[Row]) -> Table:
     columns += [Column("verification_rate", "verified", ".2f"), Column("equal", "= ar")]
     columns += [Column("copied_prompt", "of the prompt", ".0%", "copied")]
     columns += [Column("copied_answer", "of an answer", ".0%", "copied")]
-    columns += [Column("tau_copying", "τ, copying", ".2f"), Column("tau_new", "τ, other text", ".2f")]
     table_rows = []
     for row in rows:
         equal = "–"
@@ -102,8 +101,7 @@ def counts(rows: Sequence[Row]) -> Table:
     note = (
         "discarded: drafted tokens that were not emitted, per emitted token. verified: target calls per emitted token. "
         "= ar: in greedy float32 decoding, whether every answer equals the autoregressive one. copied: tokens that "
-        "continue a repetition (they and the three before them occurred earlier in the prompt or the answer); τ of the "
-        "rounds that begin with such a token, and of the others, without prefills."
+        "continue a repetition (they and the three before them occurred earlier in the prompt or the answer)."
     )
     return Table("counts", "Counts", columns, table_rows, note)
 

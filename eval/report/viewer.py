@@ -21,22 +21,6 @@ from draftsmith.eval.bench.trace import TEXTS, TRACE
 # Numbers per drafted token in a trace line; the page rounds them.
 PER_NODE = ("q", "entropy", "head", "value", "accept_prob")
 AGAIN = "Delete it, and measure again with --traces."
-NODES = ([(float, None)], None)
-LINE = {
-    "method": str,
-    "prompt": int,
-    "id": str,
-    "turn": int,
-    "task": (str, None),
-    "temperature": float,
-    "emitted": [int],
-    "drafted?": [int],
-    "parents?": [int],
-    "accepted?": [int],
-    "next_token?": (int, None),
-    **{f"{name}?": (float, None) for name in ("target_s", "draft_s", "draft_calls")},
-    **{f"{name}?": NODES for name in PER_NODE},
-}
 Prompt = tuple[int, int]  # number in the run, and turn; ids of several files may be equal
 
 
@@ -75,7 +59,7 @@ def viewer_data(directory: Path, max_bytes: int) -> dict[str, Any] | None:
             answers.setdefault(key, []).append(_round(line))
             used |= {*line["emitted"], *line.get("drafted", ()), line.get("next_token")} - {None}
     methods = list(dict.fromkeys(method for method, _, _ in answers))
-    texts = read_object(directory / TEXTS, {"prompts": {"*": str}, "tokens": {"*": str}}, AGAIN)
+    texts = read_object(directory / TEXTS, {"prompts": dict, "tokens": dict}, AGAIN)
     asked = texts["prompts"]
     return {
         "methods": methods,
@@ -108,7 +92,7 @@ def shown_prompts(sizes: Mapping[Prompt, int], tasks: Mapping[Prompt, str], max_
 
 
 def _lines(directory: Path) -> Iterator[tuple[Prompt, dict[str, Any]]]:
-    for line in read_lines(directory / TRACE, LINE, AGAIN):
+    for line in read_lines(directory / TRACE, {}, AGAIN):
         yield (line["prompt"], line["turn"]), line
 
 

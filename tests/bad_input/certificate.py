@@ -9,7 +9,7 @@ LOSSLESS = "eval lossless --target {target} --draft {draft} --prompts {chats} --
 ROWS = [
     Row(f"{name} {value}", LOSSLESS + f"--{name} {value}", (name.replace("-", "_"), value))
     for name, value in [
-        ("alpha", "2"), ("batch-size", "0"), ("sampled-tokens", "-1"), ("max-gap", "-1"), ("temperature", "0"),
+        ("alpha", "2"), ("batch-size", "0"), ("sampled-tokens", "-1"), ("temperature", "0"),
         ("limit", "0"), ("max-new-tokens", "1"),
     ]
 ]  # fmt: skip

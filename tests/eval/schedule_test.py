@@ -20,8 +20,6 @@ from draftsmith.eval.schedule import (
     expected_rounds,
     ranges,
     read_times,
-    sglang_config,
-    vllm_config,
 )
 from draftsmith.launch.cli import main
 from draftsmith.modules.decoding.loop import generate_one
@@ -202,8 +200,12 @@ def test_files_hold_the_printed_schedule(bench, costs, tmp_path, capsys):
         assert schedule.advice in printed and results["schedules"][number]["advice"] == schedule.advice
         written = {name: json.loads((out / f"{name}-T{temperature:g}.json").read_text()) for name in ("vllm", "sglang")}
         assert 0 in schedule.lengths and "(vllm#49548)" in printed
-        assert written["vllm"] == vllm_config(ranges(schedule.drafting))
-        assert written["sglang"] == sglang_config(ranges(schedule.lengths))
+        assert written["vllm"] == {
+            "num_speculative_tokens": max(schedule.drafting),
+            "num_speculative_tokens_per_batch_size": [list(part) for part in ranges(schedule.drafting)],
+        }
+        steps = {str(first): {"candidate_steps": [k]} for first, _, k in ranges(schedule.lengths)}
+        assert written["sglang"] == steps
 
 
 def test_no_server_files_where_drafting_never_pays(bench, tmp_path, capsys):

@@ -42,8 +42,7 @@ def tuned(models, tmp_path_factory):
 def test_the_choice_is_the_fastest_finalist(tuned):
     results = json.loads((tuned / "results.json").read_text())
     assert results["meta"]["kind"] == "tune" and results["meta"]["settings"]["depth"] == 3
-    table, tried = from_json(results)
-    assert table.columns and not tried.columns
+    (table,) = from_json(results)
     (chosen,) = [row for row in table.rows if row["chosen"]]
     assert chosen["setting"] == results["summary"]["chosen"]
     speeds = [row["tokens_per_s"] for row in table.rows]
@@ -51,10 +50,6 @@ def test_the_choice_is_the_fastest_finalist(tuned):
     for row in table.rows:
         low, high = row["speedup_ci95"]
         assert low <= row["speedup"] <= high
-    # Half of the settings were measured on the second prompt, and the finalists are among these.
-    second = {row["setting"] for row in tried.rows if row["prompts"] == 2}
-    assert len(tried.rows) == results["summary"]["settings"] - 1 and len(second) == -(-len(tried.rows) // 2)
-    assert {row["setting"] for row in table.rows} - second == {"ar"}
 
 
 def test_the_precision_of_drafts_is_the_fastest_that_was_measured(tuned):
@@ -110,10 +105,8 @@ def test_halving_keeps_the_fastest(models, monkeypatch, num_prompts):
 
     monkeypatch.setattr(tune, "measure_rows", measured)
     prompts = [BenchPrompt(str(n), [1, 2], number=n) for n in range(num_prompts)]
-    finalists, tried = halve(config, prompts, dict.fromkeys(labels))
-    assert finalists == ["ar", "setting-0", "setting-1", "setting-2"]
+    assert halve(config, prompts, dict.fromkeys(labels)) == ["ar", "setting-0", "setting-1", "setting-2"]
     assert asked == [(1, 12), (1, 6), (2, 3)][: {1: 1, 5: 2, 16: 2}[num_prompts]]
-    assert {row["setting"]: row["prompts"] for row in tried}["setting-0"] == sum(count for count, _ in asked)
 
 
 def test_settings_follow_from_the_models(models):

@@ -20,8 +20,8 @@ STORED = "train/acceptance_data.py"
 FITTING = "modules/acceptance/fitting.py"
 GAIN, GAIN_TEST = "eval/diagnose.py", "tests/eval/stop_gain_test.py"
 START_TEST = "tests/train/acceptance_data_test.py"
-REPETITION, SUMMARY = "data/text/repetition.py", "eval/bench/results.py"
-REPETITION_TEST, SUMMARY_TEST = "tests/data/text/repetition_test.py", "tests/eval/bench/results_test.py"
+REPETITION = "data/text/repetition.py"
+REPETITION_TEST = "tests/data/text/repetition_test.py"
 
 MUTANTS = [
     # -- Medusa's heads
@@ -63,8 +63,6 @@ MUTANTS = [
            "first[gram] = FROM_ANSWER if mask[at] else FROM_PROMPT", (REPETITION_TEST,)),
     Mutant("repetition-of-prompts-counted", REPETITION, "counts[origin] += bool(answered)", "counts[origin] += 1",
            (REPETITION_TEST,)),
-    Mutant("repetition-rounds-begin-with-the-prefill", SUMMARY, '[len(prompt) :], row["prefill_emitted"]',
-           "[len(prompt) :], 0", (SUMMARY_TEST,)),
     # -- replays
     Mutant("replay-confidence-stops-at-its-threshold", REPLAY,
            "minimum - 1 : maximum]) < t", "minimum - 1 : maximum]) <= t", (REPLAY_TEST,)),

@@ -14,7 +14,7 @@ MUTANTS = [
     Mutant("schedule-drafts-that-were-never-timed", FILE, "min(len(tau) - 1, timed)", "len(tau) - 1", TESTS),
     Mutant("schedule-the-longest-of-equal-ones", FILE, "[int(k) for k in rate.argmax(1)]",
            "[rate.shape[1] - 1 - int(k) for k in rate[:, ::-1].argmax(1)]", TESTS),
-    Mutant("schedule-intervals-without-times", FILE, "paired * cheaper - 1", "paired - 1", TESTS),
-    Mutant("schedule-zero-for-vllm-unasked", FILE, "vllm_config(ranges(schedule.drafting))",
-           "vllm_config(ranges(schedule.lengths))", TESTS),
+    Mutant("schedule-intervals-without-times", FILE, " * times.at(size, base) / times.at(size, k) - 1", " - 1", TESTS),
+    Mutant("schedule-zero-for-vllm-unasked", FILE, "by_batch = ranges(schedule.drafting)",
+           "by_batch = ranges(schedule.lengths)", TESTS),
 ]  # fmt: skip

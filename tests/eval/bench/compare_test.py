@@ -61,7 +61,7 @@ def runs(tmp_path) -> tuple[str, str]:
 
 
 def test_ratios_differences_and_intervals_by_hand(runs):
-    (table,) = compare_runs(*(open_bench(path) for path in runs), seed=0)
+    (table,) = compare_runs(*(open_bench(path) for path in runs))
     rows = {row["method"]: row for row in table.rows}
     assert list(rows) == ["ar", "eagle:k=5"]
     row = rows["eagle:k=5"]
@@ -84,7 +84,7 @@ def test_tokens_per_second_of_different_machines_are_left_out(tmp_path):
         ("threads", {"settings": {**META["settings"], "num_threads": 4}}),
     ):
         second = write(tmp_path / name, {"ar": AR, "spec": FAST}, **changes)
-        (table,) = compare_runs(open_bench(first), open_bench(second), seed=0)
+        (table,) = compare_runs(open_bench(first), open_bench(second))
         titles = [column.title for column in table.columns]
         assert "tokens/s B/A" not in titles and {"speed-up A", "tau B"} <= set(titles)
         assert table.rows[1]["gain"] == pytest.approx(5 / 4) and "speed" not in table.rows[1]
@@ -95,7 +95,7 @@ def test_prompts_that_one_run_failed_on_are_left_out_of_both(tmp_path):
     prompt = BenchPrompt("1", [1, 2], "task", number=1)
     failed = tuple(row_of(prompt, 1, method, 0.0, error="too long") for method in ("ar", "spec"))
     second = write(tmp_path / "b", {"ar": AR[:1], "spec": FAST[:1]}, failed)
-    (table,) = compare_runs(open_bench(first), open_bench(second), seed=0)
+    (table,) = compare_runs(open_bench(first), open_bench(second))
     assert table.rows[1]["speed"] == 2.0 and table.rows[1]["speed_ci"] == "" and table.rows[1]["equal"] == "1 of 1"
 
 

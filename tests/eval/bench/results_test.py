@@ -94,21 +94,12 @@ def test_different_output_is_reported_and_unfair_comparison_is_not_made():
     assert summarise({"ar": AR, "spec": other}, "cpu", seed=0, compare=False)[1]["matches_ar"] is None
 
 
-def test_tau_is_apart_for_rounds_that_begin_within_a_repetition():
-    # Prompt 1 2 3 4 5. Emitted: 9 (prefill) | 1 2 3 | 4 5 | 8 9 1 2 | 3: in 4, 5 and the last 3 a 4-gram of prompt or
-    # answer goes on (1234, 2345, 9123). Rounds begin with 1, 4, 8 and 3: two of 2 and 1 tokens copy, two of 3 and 4.
-    prompt, answer = [1, 2, 3, 4, 5], [9, 1, 2, 3, 4, 5, 8, 9, 1, 2, 3]
-    steps = [DecodeStep(3, emitted - 1, emitted, 3) for emitted in (3, 2, 4, 1)]
-    made = Generation(answer, DecodeTrace(steps, prefill_emitted=1), False)
-    alone = Generation(answer, DecodeTrace([DecodeStep(0, 0, 1, 0)] * 10, prefill_emitted=1), False)
-    ar = row_of(BenchPrompt("id", prompt), 0, "ar", 0.0, alone, [1.0], [1.0])
-    spec = row_of(BenchPrompt("id", prompt), 0, "spec", 0.0, made, [1.0], [1.0])
-    first, row = summarise({"ar": [ar], "spec": [spec]}, "cpu", seed=0, compare=True)
-    assert (row["tau_copying"], row["tau_new"]) == (3 / 2, 7 / 2)
-    assert (first["tau_copying"], first["tau_new"]) == (1, 1)
-    assert summarise({"ar": AR, "spec": SPEC}, "cpu", 0, True)[1]["tau_copying"] is None  # nothing repeats there
-    for one in (first, row):
-        assert (one["copied_prompt"], one["copied_answer"]) == (2 / 11, 1 / 11)
+def test_shares_that_continue_a_repetition():
+    # Prompt 1 2 3 4 5, answer 9 1 2 3 4 5 8 9 1 2 3: in 4, 5 and the last 3 a 4-gram goes on (1234, 2345, 9123).
+    made = Generation([9, 1, 2, 3, 4, 5, 8, 9, 1, 2, 3], DecodeTrace(prefill_emitted=11), False)
+    rows = [row_of(BenchPrompt("id", [1, 2, 3, 4, 5]), 0, method, 0.0, made, [1.0], [1.0]) for method in ("ar", "spec")]
+    for row in summarise({"ar": rows[:1], "spec": rows[1:]}, "cpu", seed=0, compare=True):
+        assert (row["copied_prompt"], row["copied_answer"]) == (2 / 11, 1 / 11)
 
 
 def test_medians_over_repeats_are_taken_for_each_clock():
