@@ -133,7 +133,7 @@ def fit(training: PreparedTraining) -> Path:
     )
     val_every = config.val_every or data.order.steps_per_epoch
     versions = made_with()
-    save_head = _head_saver(config, provenance, data, supervision.numbers(), versions)
+    save_head = _head_saver(config, provenance, data, dataclasses.asdict(supervision), versions)
     between = BetweenSteps(config, val_every, save_head, checkpoints, training.probe)
     made_from = {name: value for name, value in dataclasses.asdict(provenance).items() if name != "job"}
     loggers = make_loggers(config, provenance.job, step, say_on_rank_zero, made_from | versions)

@@ -43,7 +43,7 @@ MANIFEST_SHAPE: dict[str, Any] = {
     "files": [FILE_SHAPE],
     "seed": (int, None),
     "command": str,
-    "packages": {"*": (str, None)},
+    "packages": {"*": str},
     "git_commit": (str, None),
 }
 
@@ -88,7 +88,7 @@ class Manifest:
     files: tuple[FileEntry, ...] = ()
     seed: int | None = None
     command: str = ""
-    packages: dict[str, str | None] = field(default_factory=dict)
+    packages: dict[str, str] = field(default_factory=dict)
     git_commit: str | None = None
     schema_version: int = SCHEMA_VERSION
 
@@ -224,15 +224,9 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def package_versions() -> dict[str, str | None]:
-    """Return the versions of the packages that an artefact's content may depend on; None if one is not installed."""
-    versions: dict[str, str | None] = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
-    return versions
+def package_versions() -> dict[str, str]:
+    """Return the versions of the packages that an artefact's content may depend on."""
+    return {name: importlib.metadata.version(name) for name in PACKAGES}
 
 
 def git_commit() -> str | None:

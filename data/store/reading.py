@@ -113,11 +113,8 @@ def misfits(content: Any, shape: Shape, place: str = "") -> Iterator[tuple[str, 
         kind is bool
     )
     if isinstance(shape, tuple):
-        faults = [next(misfits(content, option, place), None) for option in shape]
-        # An object that fits no alternative is explained best by the fault inside of it.
-        inside = [fault for fault, option in zip(faults, shape, strict=True) if isinstance(option, type(content))]
-        if None not in faults:
-            yield next(filter(None, inside), (_shown(content, place), _shape_name(shape)))
+        if all(any(misfits(content, option, place)) for option in shape):
+            yield _shown(content, place), _shape_name(shape)
     elif shape is not object and not is_kind:
         yield _shown(content, place), _shape_name(shape)
     elif isinstance(shape, list):

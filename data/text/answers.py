@@ -6,7 +6,7 @@ A row is one sequence with any number of answers; `loss_mask` [T] is true on eac
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,8 +14,6 @@ import numpy as np
 # shorter median knows how answers begin, and little else (docs/training.md has the curve).
 FEWEST_ANSWER_TOKENS = 60_000
 SHORTEST_MEDIAN = 16
-# Positions that count as the beginning of an answer.
-EARLY = 5
 
 
 def spans(mask: Sequence[bool] | np.ndarray) -> list[tuple[int, int]]:
@@ -27,37 +25,19 @@ def spans(mask: Sequence[bool] | np.ndarray) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Supervision:
-    """Size of a training set.
-
-    answers, answer_tokens: how many. tokens_p5, tokens_p50, tokens_p95: percentiles of tokens per answer. early_share:
-    share of answer tokens that are among the first EARLY of their answer.
-    """
+    """Size of a training set: how many answers, their tokens, and the median of tokens per answer."""
 
     answers: int
     answer_tokens: int
-    tokens_p5: float
     tokens_p50: float
-    tokens_p95: float
-    early_share: float
 
     @classmethod
     def of(cls, lengths: np.ndarray) -> Supervision:
         """Summarize answers of these lengths in tokens."""
-        total = int(lengths.sum())
-        low, middle, high = np.percentile(lengths, [5, 50, 95]).tolist() if len(lengths) else (0.0, 0.0, 0.0)
-        early = int(np.minimum(lengths, EARLY).sum())
-        return cls(len(lengths), total, low, middle, high, early / max(1, total))
-
-    def numbers(self) -> dict[str, float]:
-        """Return the fields for a manifest."""
-        return {name: round(value, 4) for name, value in asdict(self).items()}
+        return cls(len(lengths), int(lengths.sum()), float(np.median(lengths)) if len(lengths) else 0.0)
 
     def text(self) -> str:
-        return (
-            f"{self.answers:,} answers with {self.answer_tokens:,} tokens to learn from; tokens an answer: "
-            f"{self.tokens_p5:,.0f} (p5), {self.tokens_p50:,.0f} (median), {self.tokens_p95:,.0f} (p95); "
-            f"{self.early_share:.0%} of them are among the first {EARLY} of an answer"
-        )
+        return f"{self.answers:,} answers with {self.answer_tokens:,} tokens, a median of {self.tokens_p50:,.0f}"
 
     def warning(self, tokens_needed: int = FEWEST_ANSWER_TOKENS) -> str | None:
         """Return a warning if there is too little, or too short, to learn from; else None."""

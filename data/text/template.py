@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data.models.loading import load_tokenizer, read_config
+from draftsmith.data.store.reading import read_text
 from draftsmith.modules.types import InputError
 
 Messages = list[dict[str, str]]
@@ -29,11 +30,7 @@ def load_chat_tokenizer(target: str, chat_template: Path | None = None) -> Any:
     if chat_template is not None:
         if not Path(chat_template).is_file():
             raise InputError("chat_template", chat_template, "a file with a Jinja template", "Check the path.")
-        try:
-            tokenizer.chat_template = Path(chat_template).read_text("utf-8")
-        except UnicodeDecodeError as error:
-            found = f"{chat_template}, not UTF-8"
-            raise InputError("chat_template", found, "a text file", "Check the path.") from error
+        tokenizer.chat_template = read_text(chat_template, "a Jinja template", "Check the path.")
     if not tokenizer.chat_template:
         remedy = "Pass --chat-template FILE, or choose an instruction-tuned model."
         raise InputError("chat_template", f"none in {target}", "a chat template", remedy)

@@ -163,7 +163,7 @@ def test_the_amount_of_supervision_is_logged_and_recorded(artefacts, eagle_run, 
     assert recorded["tokens_p50"] == pytest.approx(float(np.median(lengths)))
     run(config(artefacts, tmp_path / "run", max_steps=1, val_every=1))
     shown = capsys.readouterr().err
-    assert f"data: {len(lengths)} answers with {sum(lengths)} tokens to learn from" in shown
+    assert f"data: {len(lengths)} answers with {sum(lengths)} tokens, a median of" in shown
     assert shown.partition("step 1/1")[0].count("fewer than 60,000") == 1
 
 

@@ -96,7 +96,6 @@ def test_what_will_be_learned_is_counted_by_answers():
     assert [spans(mask) for mask in masks] == [[(2, 5), (6, 7)], [(0, 2)], [], [], [(1, 8)]]
     learned = Supervision.of(lengths)
     assert (learned.answers, learned.answer_tokens, learned.tokens_p50) == (4, 13, 2.5)
-    assert learned.early_share == 11 / 13
     assert learned.warning() == (
         "warning: 13 answer tokens (fewer than 60,000) and a median answer of 2 tokens (fewer than 16): a head that "
         "learns from this may slow decoding down, whatever its own validation says. Use more prompts, prompts with "
