@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from draftsmith.data.store.feature_codec import decoded
-from draftsmith.modules.drafters.base import DraftHead, TrainingCost, TrainStep
+from draftsmith.modules.drafters.base import DraftHead, TrainStep
 from draftsmith.modules.packing import Documents
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import FeatureBatch, InputError, LossOutput
@@ -120,13 +120,12 @@ class LitDrafter(LitHead):
 
     def flops(self, batch: MicroBatch) -> float:
         head = self.head
-        if not isinstance(head, TrainingCost):
-            return 0.0
         step = dataclasses.replace(self.train_step(batch), lengths=batch.real_lengths)
         computed = head.needs_features and batch.data.features is None
         target_flops = features_flops(self.target, step.lengths) if computed else 0.0
         rows = head.logit_rows(batch.data, self.settings) if batch.logit_rows is None else batch.logit_rows
-        return target_flops + head.flops(head.config, self.settings, step, rows)
+        own = head.flops(head.config, self.settings, step, rows)
+        return own and target_flops + own
 
     def setup(self, stage: str) -> None:
         """Check the Trainer and take the number of steps from it."""

@@ -29,7 +29,7 @@ from draftsmith.data.store.feature_codec import FeatureDtype
 from draftsmith.data.store.files import check_disk
 from draftsmith.data.store.manifest import MANIFEST, Manifest, volatile
 from draftsmith.modules import flops
-from draftsmith.modules.drafters.base import DraftHead, TrainingCost, TrainStep
+from draftsmith.modules.drafters.base import DraftHead, TrainStep
 from draftsmith.modules.layers import LlamaConfig, LlamaModel
 from draftsmith.modules.losses import CHUNK_ELEMENTS
 from draftsmith.train.config import MOST, TrainConfig, TrainDrafterConfig, drafter_config
@@ -246,10 +246,8 @@ def epoch_flops(
     """
     apart = -(-len(documents.lengths) // COUNTED_DOCUMENTS)
     lengths = sorted(documents.lengths)[apart // 2 :: apart]
-    total = 0.0
-    if isinstance(head, TrainingCost):
-        count = sum(round(length * documents.loss_share) for length in lengths)
-        total = head.flops(head.config, config, TrainStep(MOST, MOST, lengths, ()), count)
+    count = sum(round(length * documents.loss_share) for length in lengths)
+    total = head.flops(head.config, config, TrainStep(MOST, MOST, lengths, ()), count)
     if target is not None:
         total += reads * flops.layers_forward(target, lengths)
     return total * sum(documents.lengths) / sum(lengths)

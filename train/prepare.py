@@ -19,7 +19,7 @@ from draftsmith.data.store.datasets import ArtefactDataset, collate_features, op
 from draftsmith.data.store.feature_codec import FeatureDtype, decoded, rounded, token_bytes
 from draftsmith.data.store.files import check_disk
 from draftsmith.data.store.manifest import Manifest, open_artefact
-from draftsmith.modules.drafters.base import DraftHead, TrainingCost
+from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.finite import NonFinite, first_broken
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.targets.base import CausalLM
@@ -77,14 +77,13 @@ def prepare(config: TrainedConfig, module_class: type[LitDrafter] | None = None)
 
     head = make_head(config, target, token_counts)
     cache = open_cache(config, target, layers, (train_samples, val_samples))
-    logit_rows = functools.partial(drafter.logit_rows, settings=config) if issubclass(drafter, TrainingCost) else None
     data = HeadDataModule(
         train_samples,
         val_samples,
         pack_features if config.tokens_per_batch else collate_features,
         functools.partial(drafter.loss_count, settings=config),
         config,
-        logit_rows,
+        functools.partial(drafter.logit_rows, settings=config),
     )
     std = 1.0
     if drafter.needs_features:

@@ -86,8 +86,8 @@ class HeadCard:
 class DraftHead(nn.Module, ABC):
     """A trained drafter: its network, its loss, and how it drafts. `__init__` takes its config and random weights.
 
-    A new head defines `kind`, `Config`, `Settings`, `new_config`, `loss_count`, `loss` and `drafter`; `TrainingCost`
-    adds its FLOPs to the telemetry and the plan.
+    A new head defines `kind`, `Config`, `Settings`, `new_config`, `loss_count`, `loss` and `drafter`; `flops` adds its
+    cost to the telemetry and the plan.
 
     kind: name of its file or folder, in config.json and on the command line.
     Config: class of `config`, a frozen dataclass of JSON values. It has the target's hidden_size and vocab_size, and
@@ -172,6 +172,19 @@ class DraftHead(nn.Module, ABC):
         """Return the loss without a step, and what else validation reports."""
         return self.loss(batch, target, settings, None)
 
+    @classmethod
+    def logit_rows(cls, batch: FeatureBatch, settings: Any) -> int:
+        """Return the number of positions that `loss` makes logits for."""
+        return int(cls.loss_count(batch, settings))
+
+    @classmethod
+    def flops(cls, config: Any, settings: Any, step: TrainStep, logit_rows: int) -> float:
+        """Return the model FLOPs (modules/flops.py) of loss and gradient, from features that are there; 0 if unknown.
+
+        step: with the lengths of the sequences.
+        """
+        return 0.0
+
     # -- drafter
 
     @property
@@ -224,20 +237,3 @@ def layer_shape(llama: Mapping[str, Any]) -> str:
     heads = f"{llama['num_heads']} heads of {llama['head_dim']} ({llama['num_kv_heads']} of keys and values)"
     rope = f"rotary base {llama['rope_theta']:g}, scaling {llama['rope_scaling']['kind']}"
     return f"width {llama['hidden_size']}, {heads}, MLP of {llama['intermediate_size']}; {rope}"
-
-
-class TrainingCost:
-    """Mix-in of a `DraftHead` that knows what its training costs."""
-
-    @classmethod
-    def logit_rows(cls, batch: FeatureBatch, settings: Any) -> int:
-        """Return the number of positions that `loss` makes logits for."""
-        return int(cls.loss_count(batch, settings))  # type: ignore[attr-defined]  # of the DraftHead it is mixed into
-
-    @classmethod
-    @abstractmethod
-    def flops(cls, config: Any, settings: Any, step: TrainStep, logit_rows: int) -> float:
-        """Return the model FLOPs (modules/flops.py) of loss and gradient, from features that are there.
-
-        step: with the lengths of the sequences.
-        """

@@ -17,7 +17,7 @@ from draftsmith.modules.decoding.protocols import Drafter, DraftTree, StopPolicy
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.tree import MAX_NODES, StaticTree
 from draftsmith.modules.decoding.typical import Typical
-from draftsmith.modules.drafters.base import DraftHead, HeadCard, TargetWeights, TrainingCost, TrainStep
+from draftsmith.modules.drafters.base import DraftHead, HeadCard, TargetWeights, TrainStep
 from draftsmith.modules.drafters.chains import FixedK
 from draftsmith.modules.drafters.growth import Level, grow_static
 from draftsmith.modules.drafters.methods import Models
@@ -101,7 +101,7 @@ class MedusaSettings:
 Head = TypeVar("Head", bound="MedusaHead")
 
 
-class MedusaHead(DraftHead, TrainingCost):
+class MedusaHead(DraftHead):
     """Guesses each of the next tokens from the target's last state alone, by a head for each (Medusa-1, Cai et al.
     2024). They have an lm_head each, or read the target's, which is not in this directory."""
 

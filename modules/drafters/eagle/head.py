@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.modules import flops
-from draftsmith.modules.drafters.base import HeadCard, TrainingCost, TrainStep, layer_shape
+from draftsmith.modules.drafters.base import HeadCard, TrainStep, layer_shape
 from draftsmith.modules.drafters.chains import FixedK
 from draftsmith.modules.drafters.eagle.net import EagleConfig, EagleNet, LeanEagle, Rope
 from draftsmith.modules.drafters.feature_heads import FeatureHead
@@ -178,7 +178,7 @@ def eagle_loss(
     return LossOutput(loss, sums, dict.fromkeys(sums, number))
 
 
-class EagleHead(EagleNet, FeatureHead, TrainingCost):
+class EagleHead(EagleNet, FeatureHead):
     """Drafts tokens from the target's state after the final norm, and from its own states behind the text (EAGLE, Li
     et al. 2024). Embedding and lm_head are the target's and not in this directory."""
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.modules import flops
-from draftsmith.modules.drafters.base import HeadCard, TargetWeights, TrainingCost, TrainStep, layer_shape
+from draftsmith.modules.drafters.base import HeadCard, TargetWeights, TrainStep, layer_shape
 from draftsmith.modules.drafters.chains import FixedK
 from draftsmith.modules.drafters.eagle.net import Rope
 from draftsmith.modules.drafters.eagle3.loss import distances
@@ -153,7 +153,7 @@ def paired(batch: FeatureBatch, mask: Mask, size: int, count: int | None = None)
     )
 
 
-class Eagle3Head(Eagle3Net, FeatureHead, TrainingCost):
+class Eagle3Head(Eagle3Net, FeatureHead):
     """EAGLE-3: it reads the inputs of some of the target's layers, and its own state in the place of the next ones. It
     has an lm_head of its own, often over fewer tokens than the target's; the embedding is the target's and not in this
     directory."""
