@@ -195,7 +195,7 @@ def settings_to_try(config: TuneConfig, reader: str | None) -> list[Named]:
         labels += [f"{fixed}:k={k}" for k in lengths]
         labels += [f"confidence:t={t}:max={depth}{own}" for t in CONFIDENCES]
         labels += [f"self-verify:k={k}{own}" for k in sorted({depth, max(depth // 2, 1)})]
-        labels += [f"online:max={depth}:by={by}{own}" for by in ("q", "max_q")]
+        labels.append(f"online:max={depth}{own}")
         if drafter == reader:
             least = min(2, depth)
             labels += [

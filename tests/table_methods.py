@@ -96,12 +96,11 @@ def stop_policy(name: str, seed: int, reader: TableLM):
     model whose embeddings the drafter uses."""
     if name.startswith(("cost", "online")):
         early = name.startswith("cost:early")
-        by = "max_q" if "max_q" in name else "q"
         on_top = name.startswith("online:head")
         shape = EARLY if early or on_top else {}
         head = random_acceptance_head(seed, **shape)
         trained = HeadPredictor(head, reader.embed) if "cost" in name or on_top else None
-        predictor = trained if "cost" in name else OnlinePredictor(by, head=trained)
+        predictor = trained if "cost" in name else OnlinePredictor(trained)
         # Such heads say little that is right, and such drafts are seldom accepted: drafting has to be cheap.
         return PredictorStop(predictor, CostRule(0.15 if early or on_top else 0.1), min_drafted=1, max_drafted=3)
     if name.startswith("specdec++early"):
@@ -178,7 +177,7 @@ EARLY = {"state": "before", "features": FEATURES}
 # A node costs enough for few to be taken at a good pace, and many at a bad one.
 TREE_TIMES = TreeTimes(0.2, 0.2, tuple(1 + 0.2 * nodes for nodes in range(10)))
 METHODS = ["ar", "spec:k=1", "spec:k=2", "spec:k=3", "specdec++", "specdec++calibrated", "confidence", "self-verify",
-           "specdec++early", "cost", "online", "online:max_q", "online:head",
+           "specdec++early", "cost", "online", "online:head",
            "cost:eagle", "online:eagle", "eagle:k=2", "specdec++:eagle", "confidence:eagle", "tree",
            *EAGLE_TREES, "pre-verify", "pre+self-verify", "hsddw", "hsddw:eagle", "medusa",
            "medusa-chain:k=2", "medusa:own",

@@ -17,7 +17,6 @@ import torch
 from draftsmith.benchmarks.papers.rollouts import ChainRollouts, Floats, Ints, TargetAnswer, TreeRollouts
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.acceptance.policies import (
-    ConfidenceName,
     CostRule,
     OnlinePredictor,
     PredictionRule,
@@ -36,13 +35,7 @@ from draftsmith.modules.drafters.chains import by_drafter, chain_methods
 # Row of a round and the most tokens it may draft -> drafted, accepted, forwards of the drafter.
 PlayRound = Callable[[int, int], tuple[int, int, int]]
 RuleName = Literal["k", "t", "entropy", "h", "cost", "oracle"]
-ONLINE_REPEATS, ONLINE_Q, ONLINE_MAX_Q = "online, q(y) and repeats", "online, q(y)", "online, max q"
-# Confidence that the online fit reads, and whether it reads repetitions of the text too.
-ONLINE: dict[str, tuple[ConfidenceName, bool]] = {
-    ONLINE_REPEATS: ("q", True),
-    ONLINE_Q: ("q", False),
-    ONLINE_MAX_Q: ("max_q", False),
-}
+ONLINE = "online, q(y) and repeats"
 FITTED, TRUE_PROBS = "q(y) fitted on dev", "true p/q"
 RAW = ", raw"  # suffix of a head's name: its output without calibration
 ON_TOP = ", online on top"  # suffix of a head's name: an online fit corrects it
@@ -87,9 +80,8 @@ class Policy:
             return f"self-verify:k={self.maximum}{by}"
         if self.rule == "t":
             return f"confidence:t={self.value:g}:{limits}"
-        if self.predictor in ONLINE:
-            confidence, repeats = ONLINE[self.predictor]
-            return f"online:by={confidence}:repeats={'on' if repeats else 'off'}:c={c:.3g}:{limits}"
+        if self.predictor == ONLINE:
+            return f"online:c={c:.3g}:{limits}"
         if self.predictor.endswith(ON_TOP):
             return f"online:head=on:c={c:.3g}:{limits}"
         if self.predictor in (FITTED, TRUE_PROBS, ""):
@@ -145,8 +137,8 @@ class PolicyReplay:
         predictor: RecordedPredictor
         if policy.predictor.endswith(ON_TOP):
             predictor = RecordedOnline(rollouts, head=self.predictors[policy.head])
-        elif policy.predictor in ONLINE:
-            predictor = RecordedOnline(rollouts, *ONLINE[policy.predictor])
+        elif policy.predictor == ONLINE:
+            predictor = RecordedOnline(rollouts)
         else:
             predictor = self.predictors[policy.predictor]
         rule = ThresholdRule(policy.value) if policy.rule == "h" else CostRule(c)
@@ -243,15 +235,9 @@ class KnownPredictor(TrainedPredictor):
 class RecordedOnline(OnlinePredictor):
     """`OnlinePredictor` on recorded confidences, with an optional head whose probabilities it corrects."""
 
-    def __init__(
-        self,
-        rollouts: ChainRollouts,
-        confidence: ConfidenceName = "q",
-        repeats: bool = True,
-        head: KnownPredictor | None = None,
-    ):
-        super().__init__(confidence, repeats, head)
-        self._recorded_features: list[list[list[float]]] = online_features(rollouts, confidence, repeats).tolist()
+    def __init__(self, rollouts: ChainRollouts, head: KnownPredictor | None = None):
+        super().__init__(head)
+        self._recorded_features: list[list[list[float]]] = online_features(rollouts).tolist()
         self._recorded, self.row = head, 0
 
     def prob(self, view: DraftView) -> float:
@@ -263,14 +249,10 @@ class RecordedOnline(OnlinePredictor):
         return tuple(self._recorded_features[self.row][view.num_drafted - 1])
 
 
-def online_features(rollouts: ChainRollouts, confidence: ConfidenceName, repeats: bool) -> Floats:
+def online_features(rollouts: ChainRollouts) -> Floats:
     """Return the inputs [S, K, F] of `OnlinePredictor`."""
-    log_prob = rollouts.log_q if confidence == "q" else rollouts.log_max_q
-    features = [log_odds_of(torch.from_numpy(log_prob)).numpy()]
-    if repeats:
-        assert rollouts.repeat is not None
-        features.append(rollouts.repeat)
-    return np.stack(features, -1)
+    assert rollouts.repeat is not None
+    return np.stack([log_odds_of(torch.from_numpy(rollouts.log_q)).numpy(), rollouts.repeat], -1)
 
 
 def replay_by_prediction(

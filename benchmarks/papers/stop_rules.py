@@ -153,8 +153,7 @@ class StopRulesConfig(common.PaperConfig):
             Family("q(y) < t", "free", [Policy("t", t, maximum=most) for most in maxima for t in ts]),
             Family("self-verify (HSDDW)", "free", [Policy("entropy", maximum=most) for most in maxima]),
         ]
-        for name, (_, repeats) in ONLINE.items():
-            families.append(Family(f"{name}, cost rule", "looking" if repeats else "free", by_cost(name)))
+        families.append(Family(f"{ONLINE}, cost rule", "looking", by_cost(ONLINE)))
         families.append(Family(f"{FITTED}, threshold", "fitted", by_threshold(FITTED)))
         families.append(Family(f"{FITTED}, cost rule", "fitted", by_cost(FITTED)))
         for name, head in heads.items():
@@ -426,9 +425,9 @@ def bench_table(rows: Sequence[Row]) -> Table:
     return Table("stop-rules-bench", "Decoded with the settings of this machine's c", columns, rows, INTERVALS)
 
 
-def online_probs(rollouts: ChainRollouts, confidence: Any, repeats: bool) -> Floats:
+def online_probs(rollouts: ChainRollouts) -> Floats:
     """Return probabilities [S, K] of the online fit, which learns from the rounds of decoding with K drafted tokens."""
-    model, features = OnlineLogistic(1 + repeats), online_features(rollouts, confidence, repeats)
+    model, features = OnlineLogistic(2), online_features(rollouts)
     labelled = rollouts.verified()
     probs = np.full(labelled.shape, np.nan)
     answer, next_start = -1, 1
@@ -478,7 +477,7 @@ def quality_tables(scenes: Sequence[Scene]) -> list[Table]:
         label = torch.from_numpy(rollouts.accept_prob[mask])  # [N]
         depth = np.broadcast_to(np.arange(1, rollouts.depth + 1), mask.shape)[mask]
         probs = {"q(y)": np.exp(rollouts.log_q), "max q": np.exp(rollouts.log_max_q), FITTED: scene.fitted["test"]}
-        probs |= {name: online_probs(rollouts, *how) for name, how in ONLINE.items()}
+        probs[ONLINE] = online_probs(rollouts)
         for name, head in scene.heads.items():
             probs |= {name + RAW: head_probs(rollouts.heads[name], head, False)}
             probs |= {name: head_probs(rollouts.heads[name], head, True)}

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from draftsmith.modules.acceptance.online_logistic import OnlineLogistic
 from draftsmith.modules.acceptance.repeats import RepeatScores
-from draftsmith.modules.decoding.confidence import MAX_LOGIT, confidence_of, log_odds, log_q_of
+from draftsmith.modules.decoding.confidence import MAX_LOGIT, log_odds, log_q_of
 from draftsmith.modules.decoding.learner import Learner
 from draftsmith.modules.decoding.protocols import DraftView, StopPolicy
-
-ConfidenceName = Literal["q", "max_q"]
 
 
 class Predictor(Protocol):
@@ -200,22 +198,20 @@ class OnlinePredictor(Predictor):
     # or wrong; and in another text the trust has to be learned again.
     TRUST, MEMORY = 10.0, 500.0
 
-    def __init__(self, confidence: ConfidenceName = "q", repeats: bool = True, head: TrainedPredictor | None = None):
-        """confidence: of the drafted token, or of the most probable one. repeats: read `RepeatScores.score` too."""
+    def __init__(self, head: TrainedPredictor | None = None):
         self.late, self._head = head is not None and head.late, head
-        self._best = confidence == "max_q"
-        self._repeats = ((head and head.repeats) or RepeatScores()) if repeats else None
+        self._repeats = (head and head.repeats) or RepeatScores()
         more = {} if head is None else {"prior": self.TRUST, "memory": self.MEMORY}
-        self.model = OnlineLogistic((head is not None) + 1 + repeats, **more)
+        self.model = OnlineLogistic((head is not None) + 2, **more)
         self.learners = (self.model,)
         self._seen: list[tuple[float, ...]] = []
         # Of a late head: features of the token that it predicts next.
         self._before: tuple[float, ...] = ()
 
     def reset(self) -> None:
-        for part in (self._head, self._repeats):
-            if part is not None:
-                part.reset()
+        if self._head is not None:
+            self._head.reset()
+        self._repeats.reset()
 
     def start_round(self) -> None:
         self._seen = []
@@ -237,8 +233,7 @@ class OnlinePredictor(Predictor):
 
     def features(self, view: DraftView) -> tuple[float, ...]:
         """Return the features of the token shown, without the head."""
-        logit = log_odds(confidence_of(view, "mode").log_max_q if self._best else log_q_of(view))
-        return (logit,) if self._repeats is None else (logit, self._repeats.score(view))
+        return log_odds(log_q_of(view)), self._repeats.score(view)
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         # Tokens behind the first rejected one were never verified.

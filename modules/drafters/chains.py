@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from draftsmith.modules.acceptance.policies import (
-    ConfidenceName,
     CostRule,
     OnlinePredictor,
     Predictor,
@@ -188,13 +187,10 @@ class HeadByCost(CostAware):
 class Online(CostAware):
     """The same without a head: a logistic regression of the draft's own confidence, which learns from every verdict.
 
-    by: q, the probability of the drafted token; max_q, of the most probable one. repeats: whether the token continues a
-        repetition of the text counts too. head: the acceptance head's output counts too, and alone until enough
-        verdicts say otherwise.
+    Whether the token continues a repetition of the text counts too. head: the acceptance head's output counts too, and
+        alone until enough verdicts say otherwise.
     """
 
-    by: ConfidenceName = "q"
-    repeats: bool = True
     head: bool = False
 
     @property
@@ -203,7 +199,7 @@ class Online(CostAware):
 
     def predictors(self, models: Models, count: int) -> Sequence[Predictor]:
         heads = head_predictors(models, self.drafter, count, calibrated=True) if self.head else [None] * count
-        return [OnlinePredictor(self.by, self.repeats, head) for head in heads]
+        return [OnlinePredictor(head) for head in heads]
 
 
 @dataclass(frozen=True)

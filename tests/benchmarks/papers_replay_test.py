@@ -15,7 +15,7 @@ from run_models import run_models
 from tiny_models import CONTEXT, tiny_llama_dir
 
 from draftsmith.benchmarks.papers import replay
-from draftsmith.benchmarks.papers.replay import ON_TOP, ONLINE_MAX_Q, ONLINE_REPEATS, RAW, Policy, PolicyReplay
+from draftsmith.benchmarks.papers.replay import ON_TOP, ONLINE, RAW, Policy, PolicyReplay
 from draftsmith.benchmarks.papers.rollouts import (
     ChainRecorder,
     ChainRollouts,
@@ -104,7 +104,7 @@ def world(tmp_path_factory) -> World:
         Policy("k", 1), Policy("k", 4), Policy("k", 9), Policy("t", 0.5, maximum=9), Policy("t", 0.9, "", 3, 6),
         Policy("entropy", maximum=9), Policy("h", 0.6, "late" + RAW, 2, 9), Policy("h", 0.3, "before", 1, 7),
         Policy("cost", 0.0, "late", 1, 7), Policy("cost", 0.0, "before", 1, 9),
-        Policy("cost", 0.0, ONLINE_REPEATS, 1, 9), Policy("cost", 0.0, ONLINE_MAX_Q, 1, 6),
+        Policy("cost", 0.0, ONLINE, 1, 9),
         Policy("cost", 0.0, "late" + ON_TOP, 1, 9),
     ],
     ids=lambda policy: f"{policy.label} {policy.predictor}",
@@ -137,7 +137,7 @@ def test_drafts_that_end_with_an_end_token_are_replayed_too(world, drafter):
     how = Recording(GREEDY, DEPTH, NEW_TOKENS, 0, world.eos_ids)
     rollouts = record_all(ChainRecorder(models, drafter, how, {}), world.prompts)
     ending = dataclasses.replace(world, models=models)
-    for policy in (Policy("k", DEPTH), Policy("t", 0.2, maximum=DEPTH), Policy("cost", 0.0, ONLINE_REPEATS, 1, DEPTH)):
+    for policy in (Policy("k", DEPTH), Policy("t", 0.2, maximum=DEPTH), Policy("cost", 0.0, ONLINE, 1, DEPTH)):
         decoded = ending.decoded(str(policy.method(drafter, 0.2)))
         assert PolicyReplay(rollouts, {}).traces(policy, 0.2) == decoded
 

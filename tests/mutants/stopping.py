@@ -67,8 +67,6 @@ MUTANTS = [
            "self._acceptance.add(num_accepted, min(num_accepted + 1, num_drafted))",
            "self._acceptance.add(num_accepted, num_drafted)", (POLICIES,)),
     Mutant("cost-never-forgets", RULES, "kept = 1 - 1 / self.MEMORY", "kept = 1.0", (POLICIES,)),
-    Mutant("online-of-the-other-token", RULES, ".log_max_q if self._best else",
-           ".log_max_q if not self._best else", (POLICIES,)),
     Mutant("online-on-a-late-head-of-the-next-tokens-numbers", RULES, "features, self._before = self._before, features",
            "self._before = features", (PREDICTOR_TEST,)),
     Mutant("online-on-a-head-never-believes-it", RULES, "min(max(head_logit, -MAX_LOGIT), MAX_LOGIT), *features)",

@@ -166,7 +166,7 @@ def test_an_online_predictor_starts_at_the_heads_prediction(views, state):
     torch.manual_seed(4)
     head = AcceptanceHead(AcceptanceHeadConfig(H, state=state, features=ALL, num_blocks=1)).requires_grad_(False)
     torch.nn.init.normal_(head.out.weight)
-    both, alone = OnlinePredictor("q", head=HeadPredictor(head, embed)), HeadPredictor(head, embed)
+    both, alone = OnlinePredictor(head=HeadPredictor(head, embed)), HeadPredictor(head, embed)
     both.reset()
     assert both.learns and both.late == alone.late
     said = say(alone, views)

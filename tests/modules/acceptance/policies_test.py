@@ -162,7 +162,7 @@ def test_the_cost_rule_finds_the_best_fixed_length(a, c, late):
 
 def test_an_online_predictor_learns_to_rescale_confidence():
     """Tokens of q = 0.9 are accepted, tokens of q = 0.6 are not."""
-    predictor = OnlinePredictor("q", repeats=False)
+    predictor = OnlinePredictor()
     distributions = [torch.tensor([0.9, 0.1]), torch.tensor([0.6, 0.4])]
     first = [predictor.prob(view(1, 0, distribution)) for distribution in distributions]
     assert first == pytest.approx([0.9, 0.6])  # at its word
@@ -173,12 +173,6 @@ def test_an_online_predictor_learns_to_rescale_confidence():
         predictor.observe(2, 1)
     certain, doubtful = (predictor.prob(view(1, 0, distribution)) for distribution in distributions)
     assert certain > 0.95 and doubtful < 0.1
-
-
-@pytest.mark.parametrize(("by", "prob"), [("q", 0.25), ("max_q", 0.75)])
-def test_an_online_predictor_reads_the_tokens_or_the_modes_probability(by, prob):
-    distribution = torch.tensor([0.75, 0.25])
-    assert OnlinePredictor(by, repeats=False).prob(view(1, 1, distribution)) == pytest.approx(prob)
 
 
 @pytest.mark.parametrize(("late", "length"), [(False, 3), (True, 4)])

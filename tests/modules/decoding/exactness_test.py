@@ -84,7 +84,7 @@ def test_drafts_follow_the_draft_model_at_the_sampling_asked_for(name, params):
 
 @pytest.mark.parametrize("eos_ids", [(1, 3), ()])
 @pytest.mark.parametrize(
-    "policy", [lambda: FixedLength(3), lambda: PredictorStop(OnlinePredictor("q"), CostRule(0.1), 1, 3)]
+    "policy", [lambda: FixedLength(3), lambda: PredictorStop(OnlinePredictor(), CostRule(0.1), 1, 3)]
 )
 def test_a_draft_that_ends_with_an_end_token_leaves_the_distribution(policy, eos_ids):
     """Whether the answer ends there or not: the token stays in the draft."""
@@ -140,7 +140,7 @@ def test_a_draft_equal_to_the_target_is_never_rejected():
         ("self-verify:eagle", {1, 2, 3}),
         ("specdec++early", {1, 2, 3}), ("specdec++early:eagle", {1, 2, 3}), ("cost", {1, 2, 3}),
         ("cost:early", {1, 2, 3}), ("cost:eagle", {1, 2, 3}), ("cost:early:eagle", {1, 2, 3}),
-        ("online", {1, 2, 3}), ("online:max_q", {1, 2, 3}), ("online:eagle", {1, 2, 3}),
+        ("online", {1, 2, 3}), ("online:eagle", {1, 2, 3}),
         ("online:head", {1, 2, 3}), ("online:head:eagle", {1, 2, 3}),
     ],
 )  # fmt: skip

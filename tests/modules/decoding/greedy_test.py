@@ -21,7 +21,7 @@ from draftsmith.modules.sampling import TorchSource
 
 METHODS = [
     "spec:k=1", "spec:k=5", "specdec++:h=0.5:min=1:max=8", "confidence:t=0.2:max=8", "self-verify:k=6", "eagle:k=4",
-    "cost:c=0.1:max=6", "online:c=0.02:max=6", "online:c=0.01:by=max_q:max=5:drafter=eagle",
+    "cost:c=0.1:max=6", "online:c=0.02:max=6", "online:c=0.01:max=5:drafter=eagle",
     "online:head=on:c=0.02:max=6",
     "specdec++:h=0.5:min=1:max=5:drafter=eagle", "confidence:t=0.2:max=6:drafter=eagle",
     "self-verify:k=5:drafter=eagle", "eagle-tree", "eagle2:nodes=12:depth=3:topk=4",

@@ -21,7 +21,7 @@ def test_methods_and_settings_are_read_in_order():
 
 
 def test_a_cost_is_a_number_or_measured():
-    assert parse_method("online") == Online(c="auto", min=1, max=16, by="q", drafter="draft")
+    assert parse_method("online") == Online(c="auto", min=1, max=16, drafter="draft")
     assert parse_method("cost:c=0.25:drafter=eagle") == HeadByCost(c=0.25, drafter="eagle")
 
 
@@ -48,7 +48,6 @@ def test_a_cost_is_a_number_or_measured():
         ("specdec++:min=5:max=4", ["max: found 4", "5 or more"]),
         ("online:c=little", ["online, c", "'little'", "a number or auto"]),
         ("cost:c=0", ["c: found 0.0", "above 0, or auto"]),
-        ("online:by=entropy", ["'entropy'", "q or max_q"]),
     ],
 )
 def test_a_wrong_method_is_told_with_what_is_allowed(text, expected):
