@@ -49,7 +49,7 @@ ROWS = [
     Row("an id twice", PROMPTS, ("x.jsonl, line 2", "x.jsonl, line 1", "'a'"), file(GOOD + GOOD)),
     Row("a template that fails", PROMPTS + "--chat-template {tmp}/t", ("line 1", "chat template", "TypeError"),
         lambda ground, folder: {**file(b"{{ 1 + messages }}", "t")(ground, folder), **file(GOOD)(ground, folder)}),
-    Row("a template that is no text", PROMPTS + "--chat-template {tmp}/t", ("chat_template", "UTF-8"),
+    Row("a template that is no text", PROMPTS + "--chat-template {tmp}/t", ("t: found", "UTF-8"),
         lambda ground, folder: {**file(b"\xff", "t")(ground, folder), **file(GOOD)(ground, folder)}),
     Row("server: no server", SERVER + "--server.url http://127.0.0.1:9/v1", ("(id row-", "ConnectError")),
     Row("server: a password in the address", SERVER + "--server.url http://me:secret@127.0.0.1:9/v1",
