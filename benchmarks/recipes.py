@@ -47,7 +47,7 @@ from draftsmith.eval.bench.results import (
 from draftsmith.eval.bench.runner import load_models, make_runners
 from draftsmith.eval.bootstrap import NUM_RESAMPLES, Floats
 from draftsmith.eval.clock import Clock, medians
-from draftsmith.eval.report.tables import comma_separated, markdown
+from draftsmith.eval.report.tables import markdown
 from draftsmith.launch.cli import main_of
 from draftsmith.launch.commands import configure
 from draftsmith.modules.drafters.base import TrainStep
@@ -149,7 +149,7 @@ class RecipesConfig:
     command that was interrupted goes on when it is given again.
 
     Attributes:
-        output: Directory that receives data/, runs/, steps.json, and recipes.md, .csv and .json.
+        output: Directory that receives data/, runs/, steps.json, and recipes.md and .json.
         domain: edits, whose answers copy from their prompts, or prose.
         target: Another target than the domain's.
         prompts: Other prompts, with splits train and test. All of their tasks are taken unless --tasks is given.
@@ -535,8 +535,6 @@ def write_report(config: RecipesConfig, steps: Mapping[str, int]) -> Path:
     found, path = results(config, steps), config.output / "recipes.json"
     drafts = f"{config.limit} test prompts, answers of up to {config.max_new_tokens} tokens, chains of {K}"
     shown = tables(found, f"{config.domain}, {config.cpu_seconds:g} CPU seconds, {config.seeds} seeds, {drafts}")
-    for table in shown:
-        write_text(path.with_name(f"recipes-{table.name}.csv"), comma_separated(table))
     text = "\n".join(markdown(table) for table in shown)
     write_text(path.with_suffix(".md"), text)
     meta: dict[str, Any] = {"settings": resolved(config), "hardware": hardware("cpu"), "packages": package_versions()}

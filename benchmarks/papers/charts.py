@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +13,89 @@ import altair as alt
 from draftsmith.data.store.files import write_text
 from draftsmith.eval.report.drawing import (
     BAR_HEIGHT,
+    PANEL,
+    PANEL_WIDTH,
+    Draw,
     Drawing,
     Rows,
-    cell_sizes,
     colour,
     count,
     drawn,
-    heatmap,
-    interval_marks,
-    lines,
-    names,
-    points,
     tips,
-    x_number,
-    y_number,
 )
 from draftsmith.eval.report.page import render
 from draftsmith.eval.report.runs import read_runs
 from draftsmith.eval.report.sections import table_section
+
+MAX_CELL_LABELS = 260  # numbers in a heatmap, above which they are left out
+
+
+def number(
+    channel: Any, key: str, title: str, form: str = "", zero: bool = False, log: bool = False, unit: bool = False
+) -> Any:
+    """Return a quantitative x or y. zero: begin at 0. unit: from 0 to 1."""
+    scale = alt.Scale(zero=True) if zero else alt.Scale(zero=False, padding=10)
+    scale = alt.Scale(type="log", padding=10) if log else alt.Scale(domain=[0, 1]) if unit else scale
+    axis = alt.Axis(tickCount=6, format=form) if form else alt.Axis(tickCount=6)
+    return channel(f"{key}:Q", title=title, scale=scale, axis=axis)
+
+
+x_number, y_number = partial(number, alt.X), partial(number, alt.Y)
+
+
+def names(key: str) -> Any:
+    """Return names along y, in the order of the rows, all of them and without a title."""
+    return alt.Y(f"{key}:N", title=None, sort=None, axis=alt.Axis(grid=False, labelOverlap=False))
+
+
+def interval_marks(base: Any, across: Any, band: bool = False, along: str = "y") -> Any:
+    """Mark intervals from `low` to `high` on the channel `across`: a band around a line, or a rule."""
+    both = base.transform_filter("isValid(datum.low) && isValid(datum.high)")
+    marked = both.mark_area(opacity=0.18) if band else both.mark_rule(style="interval")
+    start, end = (alt.Y, alt.Y2) if along == "y" else (alt.X, alt.X2)
+    low = start("low:Q", **{key: across[key] for key in ("title", "scale", "axis")})
+    return marked.encode(**{along: low, f"{along}2": end("high:Q")})
+
+
+def lines(
+    x: Any, y: Any, series: Any, tooltip: Sequence[alt.Tooltip], panel: str = PANEL, *, band: bool = False,
+    many: bool = False,
+) -> Draw:  # fmt: skip
+    """Return a drawing of a line for each of the series. band: draw intervals. many: points for the pointer only."""
+    base = alt.Chart().encode(x, series)
+    point: Any = "transparent" if many else alt.OverlayMarkDef(filled=True, size=38)
+    line = base.mark_line(point=point).encode(y, tooltip=list(tooltip))
+    layers = [*([interval_marks(base, y, band=True)] if band else []), line]
+    key = str(y.shorthand).partition(":")[0]
+    return lambda rows: drawn(layers, [row for row in rows if row.get(key) is not None], panel)
+
+
+def points(x: Any, y: Any, series: str, tooltip: Sequence[alt.Tooltip]) -> Any:
+    """Draw one point per row, with a colour and a shape for each of the series."""
+    marks = colour(series), colour(series, channel=alt.Shape)
+    return alt.Chart().mark_point().encode(x, y, *marks, tooltip=list(tooltip))
+
+
+def heatmap(rows: Rows, x: Any, y: Any, value: tuple[str, str, str], tooltip: Sequence[alt.Tooltip]) -> list[Any]:
+    """Draw cells coloured by a value (key, title, format), with their numbers if there is room."""
+    key, title, form = value
+    scale = alt.Scale(scheme="viridis", zero=False, nice=False)
+    fill = alt.Color(f"{key}:Q", title=title, scale=scale, legend=alt.Legend(format=form))
+    cells = alt.Chart().mark_rect().encode(x, y, fill, tooltip=list(tooltip))
+    found = [row[key] for row in rows if row.get(key) is not None]
+    if not found or len(rows) > MAX_CELL_LABELS:
+        return [cells]
+    # Viridis is dark below and bright above: the ink changes at the middle.
+    middle = (min(found) + max(found)) / 2
+    ink = alt.condition(f"datum[{key!r}] > {middle}", alt.value("#10141a"), alt.value("#ffffff"))
+    return [cells, alt.Chart().mark_text(fontSize=11).encode(x, y, text=alt.Text(f"{key}:Q", format=form), color=ink)]
+
+
+def cell_sizes(rows: Rows, x: str, y: str, width: int = 30) -> dict[str, Any]:
+    """Return the sizes of a heatmap's panel, with cells of at least `width` pixels."""
+    cell = max(width, min(48, (PANEL_WIDTH + 60) // count(rows, x)))
+    return {"width": cell * count(rows, x), "height": BAR_HEIGHT * count(rows, y)}
+
 
 DISCARDED = x_number("discard_rate", "discarded tokens per token", ".2f", zero=True)
 VERIFIED = y_number("verification_rate", "target calls per token", ".2f")

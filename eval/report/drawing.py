@@ -52,6 +52,7 @@ def chart(name: str, drawing: Drawing, rows: Rows) -> Chart:
     about = f"{drawing.title}. {drawing.note}".strip()
     specification = drawing.draw(rows).properties(description=about).to_dict()
     layers = specification.get("spec", specification).get("layer", ())
+    panel = specification.get("facet", {}).get("field", PANEL)
 
     def longest(channel: str, least: int) -> int:
         channels = [layer["encoding"].get(channel, {}) for layer in layers]
@@ -59,7 +60,7 @@ def chart(name: str, drawing: Drawing, rows: Rows) -> Chart:
         return max((len(str(row.get(key))) for row in rows for key in keys), default=least)
 
     # Characters of the longest entry of the legend, and of the longest name along y.
-    sizes = {"panels": count(rows, PANEL), "entry": longest("color", 0), "names": longest("y", 6)}
+    sizes = {"panels": count(rows, panel), "entry": longest("color", 0), "names": longest("y", 6)}
     return Chart(name, drawing.title, drawing.note, {**specification, "usermeta": sizes})
 
 
@@ -68,13 +69,13 @@ def count(rows: Rows, key: str) -> int:
     return len({row.get(key) for row in rows})
 
 
-def drawn(layers: Sequence[Any], rows: Rows, **sizes: Any) -> Any:
-    """Stack layers in one panel of the page's width, or in a panel for each of several temperatures."""
+def drawn(layers: Sequence[Any], rows: Rows, panel: str = PANEL, **sizes: Any) -> Any:
+    """Stack layers in one panel of the page's width, or in one for each of several values of `panel`."""
     data = alt.Data(values=[dict(row) for row in rows])
-    num_panels = count(rows, PANEL)
+    num_panels = count(rows, panel)
     if num_panels == 1:
         return alt.layer(*layers, data=data).properties(**{"height": HEIGHT, **sizes})
-    facet = alt.Facet(f"{PANEL}:N", header=alt.Header(title=None, labelLimit=PANEL_WIDTH), sort=None)
+    facet = alt.Facet(f"{panel}:N", header=alt.Header(title=None, labelLimit=PANEL_WIDTH), sort=None)
     one = alt.layer(*layers).properties(**{"width": PANEL_WIDTH, "height": PANEL_HEIGHT, **sizes})
     return one.facet(facet=facet, data=data, columns=2 if num_panels in (2, 4) else PANEL_COLUMNS)
 
