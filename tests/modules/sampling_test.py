@@ -296,3 +296,13 @@ def test_blocks_and_rows_draw_alike(size):
     ends = torch.tensor([0.3, 0.6]).double().tolist()
     for uniform in [*ends, *(math.nextafter(end, 0) for end in ends), *(math.nextafter(end, 1) for end in ends)]:
         assert drawn_by(lumps, uniform) in (5, 4000, size - 1)
+
+
+@pytest.mark.parametrize(
+    ("uniform", "prob", "accepted"),
+    [(0.0, 0.0, False), (0.0, 2**-1074, True), (0.5, 0.5, False), (LARGEST_UNIFORM, 1.0, True)],
+)
+def test_a_token_is_accepted_where_the_uniform_lies_below_its_odds(monkeypatch, uniform, prob, accepted):
+    source = TorchSource(0)
+    monkeypatch.setattr(source, "uniform", lambda: uniform)
+    assert source.accept(prob) == accepted

@@ -220,6 +220,8 @@ MUTANTS = [
            "(MODEL, {})", (QUANTIZED_TEST,)),
     Mutant("tune-takes-the-slowest-precision", "eval/tune.py", "key=lambda bits: precisions[bits]",
            "key=lambda bits: -precisions[bits]", ("tests/eval/tune_test.py",)),
+    Mutant("packed-small-weights-share-nothing", "modules/engine/lean.py", "fused.weight.split(", "weight.split(",
+           (PACKED_TEST,)),
     Mutant("cache-forgets-the-path", CACHE, "        self.length = end\n", "        self.length = length\n",
            (CACHE_TEST,)),
     Mutant("cache-rows-move-to-the-wrong-place", CACHE, "self.data[:, :, new].copy_(self.data[:, :, old])",

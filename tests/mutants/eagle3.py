@@ -17,6 +17,7 @@ MUTANTS = [
     Mutant("eagle3-predicts-a-row-late", HEAD, "self.position - 1 - number", "self.position - number", (TRAINING,)),
     Mutant("eagle3-drafts-begin-before-the-text", HEAD, "self.place > number", "self.place >= number", (TRAINING,)),
     Mutant("eagle3-mask-one-token-early", HEAD, 'if mask == "previous":', "if mask:", (TRAINING,)),
+    Mutant("eagle3-predicts-the-next-documents-first-token", HEAD, "chosen = chosen & ~first\n", "pass\n", (TRAINING,)),
     Mutant("eagle3-sequences-weigh-by-their-tokens", HEAD, 'if settings.normalizer == "sequence":',
            'if settings.normalizer == "none":', (TRAINING,)),
     Mutant("eagle3-passes-weigh-alike", HEAD, "[settings.pass_decay**i", "[1.0**i", (TRAINING,)),

@@ -35,6 +35,7 @@ MUTANTS = [
            "excess / total", (TEST,)),
     Mutant("draws-of-rows-search-left", SAMPLING, "(total * uniforms.double())[:, None], right=True)",
            "(total * uniforms.double())[:, None], right=False)", (TEST,)),
+    Mutant("accepts-at-zero-odds", SAMPLING, "return self.uniform() < prob", "return self.uniform() <= prob", (TEST,)),
     Mutant("the-same-uniform-twice", SAMPLING, "return self._uniforms.pop()", "return self._uniforms[-1]",
            (TEST,)),
     Mutant("draws-by-a-float32-sum", SAMPLING, "cumulative = probs.cumsum(-1, dtype=torch.float64).numpy()",

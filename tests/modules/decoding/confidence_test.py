@@ -11,6 +11,7 @@ from draftsmith.modules.decoding.confidence import (
     MAX_LOGIT,
     confidence_of,
     confidences_of,
+    draft_distribution,
     log_odds,
     log_odds_of,
     log_q_of,
@@ -111,3 +112,8 @@ def test_log_odds_and_their_inverse():
     log_probs = torch.tensor([-200.0, -5.0, -0.1, -1e-9, 0.0], dtype=torch.float64)
     assert log_odds_of(log_probs).tolist() == pytest.approx([log_odds(x) for x in log_probs.tolist()])
     assert (sigmoid(-1e4), sigmoid(1e4)) == (0.0, 1.0)
+
+
+def test_a_greedy_drafts_distribution_is_computed_once():
+    seen, _ = shown(SamplingParams(), some_logits(), int(some_logits().argmax()))
+    assert draft_distribution(seen) is draft_distribution(seen)
