@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -61,14 +60,17 @@ class LlamaFormat(HeadFormat):
 
     # Values of `architectures` by which the system builds this kind of head; empty if it does not read them.
     classes: ClassVar[tuple[str, ...]] = ()
+    # Fields of `config.json`, any of which makes the system create these linear layers with a bias (parts of `Biases`).
+    bias_fields: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     # It also reads names that begin with `model.`.
     prefix: ClassVar[bool] = False
     # It fills attention biases with zeros before it loads.
     zero_bias: ClassVar[bool] = False
 
-    @abstractmethod
     def biases(self, raw: Mapping[str, Any]) -> Biases:
         """Return which linear layers the system creates with a bias, by `config.json`."""
+        fields = self.bias_fields
+        return Biases(*(any(raw.get(name) for name in fields.get(part, ())) for part in Biases._fields))
 
     def problems(self, raw: Mapping[str, Any], target: TargetFacts | None) -> list[Problem]:
         """Return the fields by which this system refuses the directory or computes something else."""

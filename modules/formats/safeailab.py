@@ -109,9 +109,6 @@ class SafeAILabEagle3(SafeAILab, Eagle3Format):
     def ids(self, raw: Mapping[str, Any]) -> tuple[int, ...] | None:
         return None
 
-    def biases(self, raw: Mapping[str, Any]) -> Biases:
-        return Biases(fc=False, qkv=False, o=False, mlp=False)
-
     def problems(self, raw: Mapping[str, Any], target: TargetFacts | None) -> list[Problem]:
         ids = layer_ids(raw, "", "eagle_config")
         model_type = "llama" if target is None else target.raw.get("model_type", "llama")

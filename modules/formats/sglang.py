@@ -55,6 +55,8 @@ class SGLangEagle(SGLang, Eagle1Format):
 
     zero_bias = True
     classes = (SGLANG_CLASS,)
+    # models/llama.py. The MLP never has one.
+    bias_fields = {"qkv": ("attention_bias", "bias"), "o": ("attention_bias", "bias")}
 
     def fields(self, config: EagleConfig) -> dict[str, Any]:
         return {"architectures": [SGLANG_CLASS], "bias": False, "attention_bias": config.llama.qkv_bias}
@@ -71,9 +73,7 @@ class SGLangEagle(SGLang, Eagle1Format):
         return Package(package.config, {**package.tensors, **zeros}, package.metadata)
 
     def biases(self, raw: Mapping[str, Any]) -> Biases:
-        # `attention_bias` or `bias` give q, k, v and o one; the MLP never has any, fc always (models/llama.py).
-        attention = bool(raw.get("attention_bias") or raw.get("bias"))
-        return Biases(fc=True, qkv=attention, o=attention, mlp=False)
+        return super().biases(raw)._replace(fc=True)
 
 
 class SGLangEagle3(SGLang, Eagle3Format):
@@ -81,6 +81,8 @@ class SGLangEagle3(SGLang, Eagle3Format):
 
     prefix = True
     classes = (CLASS,)
+    # q, k and v never have one (models/llama_eagle3.py), o has as any Llama's (models/llama.py).
+    bias_fields = {"fc": ("bias",), "o": ("attention_bias", "bias")}
 
     def check_system(self, config: Eagle3Config) -> None:
         remedy = "Export it with --format vllm or --format speculators."
@@ -102,11 +104,6 @@ class SGLangEagle3(SGLang, Eagle3Format):
         # States come in the order of the layers, whatever the list's (models/llama.py, layers_to_capture).
         ids = layer_ids(raw, "eagle_config")
         return None if ids is None else tuple(sorted({number + 1 for number in ids}))
-
-    def biases(self, raw: Mapping[str, Any]) -> Biases:
-        # q, k and v never have one (models/llama_eagle3.py), o has as any Llama's (models/llama.py).
-        o = bool(raw.get("attention_bias") or raw.get("bias"))
-        return Biases(fc=bool(raw.get("bias")), qkv=False, o=o, mlp=False)
 
     def problems(self, raw: Mapping[str, Any], target: TargetFacts | None) -> list[Problem]:
         above = layer_ids(raw, "")

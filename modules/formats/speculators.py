@@ -15,7 +15,7 @@ from torch import Tensor
 from draftsmith.modules.drafters.eagle3.net import Eagle3Config
 from draftsmith.modules.formats.base import ImportedHead, Package, Problem, Served, TargetFacts
 from draftsmith.modules.formats.eagle3 import IDS, Eagle3Format, Flags, count_field, layer_ids
-from draftsmith.modules.formats.llama import Biases, llama_fields
+from draftsmith.modules.formats.llama import llama_fields
 from draftsmith.modules.formats.vllm import command
 from draftsmith.modules.types import InputError
 
@@ -29,6 +29,7 @@ class SpeculatorsEagle3(Eagle3Format):
     name = system = "speculators"
     layer = "layers.0"
     accepted = ("layers.0",)
+    bias_fields = {"qkv": ("attention_bias",), "o": ("attention_bias",), "mlp": ("mlp_bias",)}
 
     def write(
         self, config: Eagle3Config, state: Mapping[str, Tensor], dtype: torch.dtype, target: TargetFacts | None = None
@@ -75,10 +76,6 @@ class SpeculatorsEagle3(Eagle3Format):
 
     def ids(self, raw: Mapping[str, Any]) -> tuple[int, ...] | None:
         return layer_ids(raw, "")
-
-    def biases(self, raw: Mapping[str, Any]) -> Biases:
-        attention = bool(raw.get("attention_bias"))
-        return Biases(fc=False, qkv=attention, o=attention, mlp=bool(raw.get("mlp_bias")))
 
     def problems(self, raw: Mapping[str, Any], target: TargetFacts | None) -> list[Problem]:
         layer = isinstance(raw.get("transformer_layer_config"), Mapping)

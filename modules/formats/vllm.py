@@ -30,13 +30,13 @@ class VLLMEagle(VLLM, Eagle1Format):
 
     strict = True
     classes = ("LlamaForCausalLM", "EagleLlamaForCausalLM")
+    # models/llama.py, LlamaDecoderLayer. fc never has one.
+    bias_fields = {"qkv": ("attention_bias", "bias"), "o": ("attention_bias", "bias"), "mlp": ("mlp_bias",)}
 
     def biases(self, raw: Mapping[str, Any]) -> Biases:
-        # `attention_bias` or `bias` give q, k, v and o one; `qkv_bias`, if present, decides for q, k and v
-        # (models/llama.py, LlamaDecoderLayer). fc never has one.
-        attention = bool(raw.get("attention_bias") or raw.get("bias"))
-        qkv = bool(raw["qkv_bias"]) if "qkv_bias" in raw else attention
-        return Biases(fc=False, qkv=qkv, o=attention, mlp=bool(raw.get("mlp_bias")))
+        # `qkv_bias`, if present, decides for q, k and v.
+        biases = super().biases(raw)
+        return biases._replace(qkv=bool(raw["qkv_bias"])) if "qkv_bias" in raw else biases
 
     def problems(self, raw: Mapping[str, Any], target: TargetFacts | None) -> list[Problem]:
         # The head's layers count on from the target's, its `layer_types` do not (models/llama.py, LlamaAttention).
@@ -50,6 +50,7 @@ class VLLMEagle3(VLLM, Eagle3Format):
     """EAGLE-3 head of any layers and switches."""
 
     classes = (CLASS, "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
+    bias_fields = {"qkv": ("attention_bias",), "o": ("attention_bias", "bias"), "mlp": ("mlp_bias",)}
 
     def flags(self, raw: Mapping[str, Any]) -> Flags:
         # norm_before_residual is on by default in directories of speculators, which themselves have it off
@@ -61,10 +62,6 @@ class VLLMEagle3(VLLM, Eagle3Format):
         # Number k is the state after k layers; vLLM sorts them and drops duplicates (models/interfaces.py).
         ids = layer_ids(raw, "", "eagle_config")
         return None if ids is None else tuple(sorted(set(ids)))
-
-    def biases(self, raw: Mapping[str, Any]) -> Biases:
-        o = bool(raw.get("attention_bias") or raw.get("bias"))
-        return Biases(fc=False, qkv=bool(raw.get("attention_bias")), o=o, mlp=bool(raw.get("mlp_bias")))
 
     def problems(self, raw: Mapping[str, Any], target: TargetFacts | None) -> list[Problem]:
         # It does not read the architectures of a directory of speculators.
