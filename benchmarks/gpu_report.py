@@ -12,7 +12,8 @@ import gc
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,7 @@ from draftsmith.eval.bench.results import hardware
 from draftsmith.eval.bench.runner import EngineRunner
 from draftsmith.eval.clock import clock_of
 from draftsmith.launch.cli import main_of
+from draftsmith.modules import flops
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.drafters import head_class
 from draftsmith.modules.drafters.base import DraftHead
@@ -43,7 +45,7 @@ from draftsmith.train.fit import timed_steps
 from draftsmith.train.lit_drafter import LitDrafter
 from draftsmith.train.plan import plan_of
 from draftsmith.train.strategies import settled
-from draftsmith.train.telemetry import measured_peak, peak_flops
+from draftsmith.train.telemetry import listed_peak
 
 HEADINGS = ("what", "value", "aim")
 METHODS = ("ar", "spec:k=5", "eagle:k=5", "eagle3:k=5")
@@ -111,6 +113,29 @@ class Measured:
     @property
     def cells(self) -> tuple[str, str, str]:
         return self.what, f"{self.value:,.4g} {self.unit}".strip(), self.aim
+
+
+def measured_peak(
+    device: torch.device,
+    dtype: torch.dtype,
+    clock: Callable[[], float] = time.perf_counter,
+    budget_s: float = 0.2,
+) -> float:
+    """Return the FLOP/s of the fastest square product that fits the time budget."""
+    begin, size, best = clock(), 128, 0.0
+    while True:
+        left, right = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
+        for _ in range(3):
+            start = clock()
+            left @ right
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            taken = clock() - start
+            best = max(best, flops.linear(size, size, size) / max(taken, 1e-9))
+        # The next size takes eight times as long, three times over.
+        if clock() - begin + 24 * taken > budget_s or size >= 8192:
+            return best
+        size *= 2
 
 
 @dataclass(frozen=True)
@@ -251,10 +276,15 @@ def training(config: GpuReportConfig, raw: dict[str, Any], target: LlamaLM) -> I
             torch.cuda.reset_peak_memory_stats(device)
         module, data = training_objects(config, settings, target, steps)
         numbers = timed_steps(module, data, settings, Path(folder), WARM_UP)
-        peak = peak_flops(device, settings.precision, measure=True)
+        dtype = torch.bfloat16 if settings.precision == "bf16" else torch.float32
+        listed = (
+            listed_peak(torch.cuda.get_device_name(device), settings.precision, True)
+            if config.device != "cpu"
+            else None
+        )
+        peak = listed or measured_peak(device, dtype)
         planned = plan_of(settings, 1, 2 * steps * (config.tokens // config.document), config.document).peak
     what = f"eagle3, {config.passes} passes, {settings.precision}"
-    assert peak is not None
     yield Measured(f"{what}: tokens a second", numbers["tokens_per_s"], "tokens/s")
     yield Measured(f"{what}: model FLOPs of what the device could do", 100 * numbers["mfu"] / peak, "%", ">= 50")
     yield Measured(f"{what}: waiting for data", 100 * numbers["data_wait"], "%", "< 2")

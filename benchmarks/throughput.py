@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from draftsmith.benchmarks.gpu_report import measured_peak
 from draftsmith.benchmarks.synthetic import Weights, random_weights
 from draftsmith.data.console import markdown_lines, print_table, print_text, table_from_cells
 from draftsmith.data.store.datasets import Item, pack_features
@@ -47,7 +48,6 @@ from draftsmith.train.data_module import HeadDataModule, MicroBatch, Order, Samp
 from draftsmith.train.fit import PreparedTraining, Provenance, fit
 from draftsmith.train.lit_drafter import LitDrafter
 from draftsmith.train.optimizers import lr_schedule
-from draftsmith.train.telemetry import measured_peak
 
 HEADINGS = ("what", "value", "aim")
 WARM_UP = 2  # steps that are not counted

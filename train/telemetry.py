@@ -49,9 +49,6 @@ PEAK_TFLOPS = {
     "RTX 4090": (165.2, 82.6, 82.6),
     "RTX 3090": (71.0, 35.6, 35.6),
 }
-# A device that is not in the table is measured, unless the run is too short for that to pay.
-MEASURED_FROM_STEPS = 50
-MEASURED_FOR_S = 0.2
 
 
 def features_flops(model: CausalLM, lengths: Sequence[int]) -> float:
@@ -66,49 +63,15 @@ def features_flops(model: CausalLM, lengths: Sequence[int]) -> float:
     return 2.0 * (sum(p.numel() for p in base.parameters()) - embeddings) * sum(lengths)
 
 
-def listed_peak(name: str, bf16: bool, tf32: bool) -> float | None:
+def listed_peak(name: str, precision: str, tf32: bool) -> float | None:
     """Return the peak FLOP/s of a GPU by its name; None if it is unlisted, a slice (MIG) or a laptop form."""
     # Their peak is below that of the full card.
     if {"MIG", "Laptop"} & set(name.split()):
         return None
     for known, (in_bf16, in_tf32, in_float32) in PEAK_TFLOPS.items():
         if re.search(rf"\b{re.escape(known)}\b", name):
-            return 1e12 * (in_bf16 if bf16 else in_tf32 if tf32 else in_float32)
+            return 1e12 * (in_bf16 if precision == "bf16" else in_tf32 if tf32 else in_float32)
     return None
-
-
-def measured_peak(
-    device: torch.device,
-    dtype: torch.dtype,
-    clock: Callable[[], float] = time.perf_counter,
-    budget_s: float = MEASURED_FOR_S,
-) -> float:
-    """Return the FLOP/s of the fastest square product that fits the time budget."""
-    begin, size, best = clock(), 128, 0.0
-    while True:
-        left, right = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
-        for _ in range(3):
-            start = clock()
-            left @ right
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            taken = clock() - start
-            best = max(best, flops.linear(size, size, size) / max(taken, 1e-9))
-        # The next size takes eight times as long, three times over.
-        if clock() - begin + 24 * taken > budget_s or size >= 8192:
-            return best
-        size *= 2
-
-
-def peak_flops(device: torch.device, precision: str, measure: bool) -> float | None:
-    """Return the device's peak FLOP/s in a training of this precision; None if neither listed nor measured."""
-    bf16 = precision == "bf16"
-    if device.type == "cuda":
-        tf32 = torch.get_float32_matmul_precision() != "highest"
-        listed = listed_peak(torch.cuda.get_device_name(device), bf16, tf32)
-        if listed is not None:
-            return listed
-    return measured_peak(device, torch.bfloat16 if bf16 else torch.float32) if measure else None
 
 
 def peak_memory_gb(device: torch.device) -> float:
@@ -135,7 +98,7 @@ class StepWindow:
 class Telemetry(pl.Callback):
     """Callback that counts a rank's work and time, without validation and saving: it stands before `BetweenSteps`.
 
-    peak: FLOP/s of the device; None looks it up or measures it.
+    peak: FLOP/s of the device; None looks it up, and an unlisted one has no utilisation.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, peak: float | None = None):
@@ -143,9 +106,10 @@ class Telemetry(pl.Callback):
         self._window, self._mark = StepWindow(), 0.0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        if self._peak is None:
-            enough = pl_module.total_steps >= MEASURED_FROM_STEPS
-            self._peak = peak_flops(pl_module.device, pl_module.config.precision, enough)
+        if self._peak is None and pl_module.device.type == "cuda":
+            tf32 = torch.get_float32_matmul_precision() != "highest"
+            name = torch.cuda.get_device_name(pl_module.device)
+            self._peak = listed_peak(name, pl_module.config.precision, tf32)
         self._mark = self._clock()
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: MicroBatch, batch_idx: int) -> None:
