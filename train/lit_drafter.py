@@ -77,7 +77,7 @@ class LitDrafter(LitHead):
 
     def validation(self, inputs: FeatureBatch) -> LossOutput:
         """Return the sums and counts of what validation reports."""
-        return self.head.validation(inputs, self.target, self.settings)
+        return self.head.loss(inputs, self.target, self.settings, None)
 
     def read(self, batch: MicroBatch, validating: bool = False) -> tuple[FeatureBatch, Tensor | None]:
         """Return the batch with its features: stored ones decoded, or the target's, in the target's dtype."""

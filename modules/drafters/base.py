@@ -165,12 +165,8 @@ class DraftHead(nn.Module, ABC):
         """Return the mean over `loss_count`, with sums and counts to log.
 
         batch: with features [B, T, L*H] if the head needs any. target: frozen; gradients flow through its `embed` and
-        `lm_head`. step: None in validation, which has no noise and no schedule.
+        `lm_head`. step: None in validation, which has no noise and no schedule, and may report more.
         """
-
-    def validation(self, batch: FeatureBatch, target: CausalLM, settings: Any) -> LossOutput:
-        """Return the loss without a step, and what else validation reports."""
-        return self.loss(batch, target, settings, None)
 
     @classmethod
     def logit_rows(cls, batch: FeatureBatch, settings: Any) -> int:

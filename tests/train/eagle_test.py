@@ -27,7 +27,7 @@ from draftsmith.train.command import run
 from draftsmith.train.data_module import MicroBatch, held_out
 
 
-def test_training_reports_both_losses_agreement_and_tau(eagle_run):
+def test_training_reports_both_losses_and_tau(eagle_run):
     with (eagle_run / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     reported = [row for row in rows if row["val/loss"]]

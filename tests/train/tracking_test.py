@@ -45,7 +45,7 @@ def tracked(artefacts, tmp_path_factory) -> Tracked:
     shared = {"data": artefacts.features, "target": str(artefacts.target), "output": output, "accelerator": "cpu"}
     shared |= {"max_steps": STEPS, "batch_size": 8, "val_share": 0.25, "val_every": 10, "log_every": 5, "lr": 3e-3}
     shared |= {"tau_prompts": 2, "tau_max_new_tokens": 6, "tau_every": 50, "token_weight": 1.0, "num_threads": 1}
-    shared |= {"track": ("wandb", "tensorboard"), "agreement_steps": 2, "group": "study 1", "wandb": "offline"}
+    shared |= {"track": ("wandb", "tensorboard"), "group": "study 1", "wandb": "offline"}
     learn = LitHead.training_step
 
     def interrupted(module: LitHead, batch, batch_idx):
@@ -82,7 +82,6 @@ def test_all_documented_metrics_are_logged(tracked):
     names = {name for row in tracked.table for name in row} - {"step"}
     training = {f"train/{name}" for name in ("loss", "feature_loss", "token_loss", "top1", "top3")}
     validation = {f"val/{name}" for name in ("loss", "feature_loss", "token_loss", "top1", "top3", "tau")}
-    validation |= {"val/agreement_1", "val/agreement_2"}
     cost = {"steps_per_s", "tokens_per_s", "memory_gb", "data_wait", "real_tokens"}
     assert names >= training | validation | {"lr"} | {f"cost/{name}" for name in cost}
     for row in tracked.table:

@@ -26,8 +26,6 @@ from draftsmith.modules.types import FeatureBatch, InputError, LossOutput, at_le
 
 # Row t pairs tokens up to t + 2, so a sequence has this many rows fewer than tokens.
 LOOKAHEAD = 2
-# Logits held at once where only the best token is asked for: 256 MB in bf16 for a vocabulary of 128k.
-CHOICE_ROWS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +45,6 @@ class EagleSettings:
             later tokens of a chain good.
         unroll_after: Share of the steps after which this begins.
         unroll_decay: Loss weight of a draft step, relative to the one before.
-        agreement_steps: Draft steps whose agreement with the target is measured at validations, each where the steps
-            before it were right; 0 measures none.
     """
 
     num_layers: int | None = None
@@ -59,7 +55,6 @@ class EagleSettings:
     unroll: int = 1
     unroll_after: float = 0.0
     unroll_decay: float = 1.0
-    agreement_steps: int = dataclasses.field(default=3, metadata={"volatile": True})
 
     def __post_init__(self) -> None:
         if self.feature_weight < 0 or self.token_weight < 0 or self.feature_weight + self.token_weight == 0:
@@ -71,9 +66,9 @@ class EagleSettings:
             raise InputError("unroll_decay", self.unroll_decay, "a weight in (0, 1]", "Change it.")
         if not self.noise >= 0:
             raise InputError("noise", self.noise, "0 or more", "Change it.")
-        for name, least in {"num_layers": 1, "agreement_steps": 0, "unroll": 1}.items():
-            if (value := getattr(self, name)) is not None:
-                at_least(name, value, least)
+        at_least("unroll", self.unroll, 1)
+        if self.num_layers is not None:
+            at_least("num_layers", self.num_layers, 1)
 
     def num_passes(self, step: TrainStep) -> int:
         """Return the draft steps that a training step learns from."""
@@ -86,7 +81,7 @@ class EagleSettings:
 #   next_ids           x1    x2    x3    ...   x_{T-2}
 #   features           f0    f1    f2    ...   f_{T-3}
 #   target_features    f1    f2    f3    ...   f_{T-2}
-#   predicted_ids      x2    x3    x4    ...   x_{T-1}     loss_mask: which of these are response tokens
+#   predicted          x2    x3    x4    ...   x_{T-1}     loss_mask: which of these are response tokens
 @dataclass(frozen=True)
 class EagleInputs:
     """A `FeatureBatch` paired for the head, all [B, T-2, ...].
@@ -98,7 +93,6 @@ class EagleInputs:
     next_ids: Tensor
     features: Tensor
     target_features: Tensor
-    predicted_ids: Tensor
     loss_mask: Tensor
     position_ids: Tensor
     documents: Documents | None = None
@@ -128,7 +122,6 @@ def shift(batch: FeatureBatch) -> EagleInputs:
         next_ids=ids[:, ahead(1)],
         features=features[:, ahead(0)],
         target_features=features[:, ahead(1)],
-        predicted_ids=ids[:, ahead(2)],
         loss_mask=batch.loss_mask[:, ahead(2)],
         position_ids=batch.position_ids[:, ahead(0)],
         documents=documents,
@@ -224,8 +217,9 @@ class EagleHead(EagleNet, FeatureHead):
             # The head learns to draft from its own imprecise features.
             if size := settings.noise * step.feature_std:
                 features = features + noise_like(features, step, size, flat=batch.lengths is not None)
+        embeds = target.embed(pairs.next_ids).to(features.dtype)  # [B, T-2, H]
         return eagle_loss(
-            self._unrolled(pairs, target, features, num_passes),
+            self.unroll(embeds, features, num_passes, pairs.position_ids, pairs.documents),
             pairs.target_features,
             # No draft reaches a later step at a document's first rows.
             [pairs.loss_mask & (pairs.position_ids >= number) for number in range(num_passes)],
@@ -235,43 +229,6 @@ class EagleHead(EagleNet, FeatureHead):
             settings.unroll_decay,
             step,
         )
-
-    def _unrolled(self, pairs: EagleInputs, target: CausalLM, features: Tensor, num_passes: int) -> list[Tensor]:
-        embeds = target.embed(pairs.next_ids).to(features.dtype)  # [B, T-2, H]
-        return self.unroll(embeds, features, num_passes, pairs.position_ids, pairs.documents)
-
-    def validation(self, batch: FeatureBatch, target: CausalLM, settings: EagleSettings) -> LossOutput:
-        """Return the loss and the agreement of drafts."""
-        output = self.loss(batch, target, settings, None)
-        if not settings.agreement_steps:
-            return output
-        agreement = self.agreement(batch, target, settings.agreement_steps)
-        return LossOutput(output.loss, output.sums | agreement.sums, output.counts | agreement.counts)
-
-    def agreement(self, batch: FeatureBatch, target: CausalLM, steps: int) -> LossOutput:
-        """Return sums and counts of agreement_1, agreement_2, ..., and no loss.
-
-        They count how often a draft's first, second, ... token is the target's choice, of the drafts whose tokens
-        before were all right. A draft begins at every response row; from its second step on it reads the head's own
-        features, and the tokens of the data. So it is followed only as long as it chose these: on text that the target
-        wrote greedily, the numbers are those of greedy drafting.
-        """
-        pairs = shift(batch)
-        dtype = self.fc.weight.dtype
-        passes = self._unrolled(pairs, target, pairs.features.to(dtype), steps)  # [B, T-2, H] each
-        wanted = choices(target, pairs.target_features.to(dtype), pairs.loss_mask)  # [B, T-2]
-        # Rows whose predecessor lies in the same document, before a response token.
-        follows = pairs.loss_mask[:, 1:] & (pairs.position_ids[:, 1:] == pairs.position_ids[:, :-1] + 1)
-        # Rows that step j of a draft, begun j rows before, has reached.
-        drafted = pairs.loss_mask.clone()
-        output = LossOutput(torch.zeros(()))
-        for j, hidden in enumerate(passes, start=1):
-            chosen = choices(target, hidden, drafted)
-            right = drafted & (chosen == wanted)
-            output.sums[f"agreement_{j}"], output.counts[f"agreement_{j}"] = right.sum(), drafted.sum()
-            drafted = torch.zeros_like(drafted)
-            drafted[:, 1:] = (right & (chosen == pairs.predicted_ids))[:, :-1] & follows
-        return output
 
     @classmethod
     def flops(cls, config: EagleConfig, settings: EagleSettings, step: TrainStep, logit_rows: int) -> float:
@@ -301,14 +258,6 @@ def noise_like(features: Tensor, step: TrainStep, size: float, flat: bool) -> Te
         generator.manual_seed(seed)
         row.uniform_(-size, size, generator=generator)
     return noise
-
-
-def choices(target: CausalLM, hidden: Tensor, rows: Tensor) -> Tensor:
-    """Return the greedy tokens [B, T] of `hidden` [B, T, H] at `rows` [B, T] (bool), -1 elsewhere."""
-    tokens = torch.full(rows.shape, -1, device=rows.device)
-    chosen = [target.lm_head(some.to(target.dtype)).argmax(-1) for some in hidden[rows].split(CHOICE_ROWS)]
-    tokens[rows] = torch.cat(chosen) if chosen else tokens[rows]
-    return tokens
 
 
 def eagle_training(config: LlamaConfig, rows: Sequence[int], logit_rows: int, passes: int = 1) -> float:

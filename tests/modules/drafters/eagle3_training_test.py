@@ -158,7 +158,7 @@ def test_only_what_is_to_be_trained_gets_a_gradient() -> None:
 def test_validation_foretells_drafts() -> None:
     """accept_j, agreement_j and the lengths, draft by draft."""
     head, batch = head_of(), batch_of()
-    found = head.validation(batch, TARGET, Eagle3Settings(passes=PASSES))
+    found = head.loss(batch, TARGET, Eagle3Settings(passes=PASSES), None)
     reach = {name: [[0.0, 0.0] for _ in range(PASSES)] for name in ("accept", "agreement")}
     lengths: dict[str, list[float]] = {"accept": [], "agreement": []}
     for b, length in enumerate(LENGTHS):

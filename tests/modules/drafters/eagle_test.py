@@ -49,7 +49,6 @@ def test_the_shift_on_a_sequence_by_hand():
     assert inputs.next_ids.tolist() == [[71, 72, 73, 74]]  # row t reads x_{t+1} ...
     assert (inputs.features[0, :, 0] * 10).round().int().tolist() == [0, 1, 2, 3]  # ... and f_t,
     assert (inputs.target_features[0, :, 0] * 10).round().int().tolist() == [1, 2, 3, 4]  # is to give f_{t+1},
-    assert inputs.predicted_ids.tolist() == [[72, 73, 74, 75]]  # and by it x_{t+2}, at position t;
     assert inputs.position_ids.tolist() == [[0, 1, 2, 3]]
     # it counts where x_{t+2} is a response token: x3 is the first, predicted by row 1.
     assert inputs.loss_mask.tolist() == [[False, True, True, True]]
@@ -133,7 +132,7 @@ def test_documents_laid_end_to_end_are_read_as_each_alone():
         )
     )
     assert flat.documents is not None and flat.documents.lengths == (5, 1, 10, 7)  # one of two tokens leaves nothing
-    for name in ("next_ids", "features", "target_features", "predicted_ids", "loss_mask", "position_ids"):
+    for name in ("next_ids", "features", "target_features", "loss_mask", "position_ids"):
         assert torch.equal(getattr(flat, name), torch.cat([getattr(one, name) for one in alone], dim=1)), name
     passes = head.unroll(table[flat.next_ids], flat.features, num_passes, flat.position_ids, flat.documents)
     for step, hidden in enumerate(passes):
