@@ -124,7 +124,9 @@ def run(config: TuneConfig) -> Path:
     log_note(f"{len(settings)} settings on {len(prompts)} prompts")
     runners = make_runners(settings, models, [config.sampling])[config.temperature]
     unlearn = [snapshot_learned_state(runner) for runner in runners.values()]
-    measure_rows(config, prompts[:1], runners, 1, WARM_UP_TOKENS)
+    # The first run of a method pays for its set-up.
+    warm_up = dataclasses.replace(config, max_new_tokens=min(config.max_new_tokens, WARM_UP_TOKENS))
+    measure_rows(warm_up, prompts[:1], runners, 1)
     finalists = halve(config, prompts, runners)
 
     # Measure the finalists anew. What they have learned from these prompts must not help them on the same ones.
@@ -215,21 +217,13 @@ def settings_to_try(config: TuneConfig, reader: str | None) -> list[Named]:
 
 
 def measure_rows(
-    config: TuneConfig,
-    prompts: Sequence[BenchPrompt],
-    runners: Mapping[str, Runner],
-    repeats: int,
-    most_tokens: int | None = None,
+    config: TuneConfig, prompts: Sequence[BenchPrompt], runners: Mapping[str, Runner], repeats: int
 ) -> list[Row]:
-    """Measure all runners on all prompts, interleaved. A prompt's seed depends on its number only.
-
-    most_tokens: of an answer, to warm up: the first run of a method pays for its set-up.
-    """
+    """Measure all runners on all prompts, interleaved. A prompt's seed depends on its number only."""
     rows: list[Row] = []
     for prompt in prompts:
-        seeds = [config.seed + prompt.number]
-        num_tokens = min(config.max_new_tokens, most_tokens or config.max_new_tokens)
-        rows += measure_group(runners, [prompt], prompt.number, config.temperature, num_tokens, repeats, seeds)
+        about = prompt.number, config.temperature, config.max_new_tokens, repeats, [config.seed + prompt.number]
+        rows += measure_group(runners, [prompt], *about)
     return rows
 
 
@@ -269,7 +263,9 @@ def precision_speeds(
         loaded = load_models([chosen], config.paths, longest, config.sampling, models.target, bits, **config.loading)
         loaded = dataclasses.replace(loaded, ends=models.ends, times=models.times)
         runners[bits] = make_runners([chosen], loaded, [config.sampling])[config.temperature][chosen.label]
-    measure_rows(config, prompts[:1], runners, 1, WARM_UP_TOKENS)
+    # The first run of a method pays for its set-up.
+    warm_up = dataclasses.replace(config, max_new_tokens=min(config.max_new_tokens, WARM_UP_TOKENS))
+    measure_rows(warm_up, prompts[:1], runners, 1)
     measured = of_methods(measure_rows(config, prompts, runners, config.repeats), config.temperature)
     return {bits: tokens_per_s(rows, config.clock) for bits, rows in measured.items()}
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from os import PathLike
 from typing import Any
 
+import draftsmith
 from draftsmith.launch import MAX_WIDTH, OUTPUT_OPTIONS
 from draftsmith.launch.commands import (
     COMMANDS,
@@ -24,7 +25,7 @@ from draftsmith.launch.commands import (
     leading_words,
     unknown_command,
 )
-from draftsmith.launch.errors import UsageError, name_model, user_message
+from draftsmith.launch.errors import UsageError, user_message
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -118,7 +119,7 @@ def output_options(options: Set[str]) -> Iterator[Callable[..., str]]:
 def dispatch(args: list[str]) -> int:
     """Run the command at the beginning of `args`, or print the version or the overview."""
     if args and args[0] in {"--version", "-V"}:
-        print(f"draftsmith {version()}")
+        print(f"draftsmith {draftsmith.__version__}")
         return 0
     name = command_name(args)
     if name is not None:
@@ -152,11 +153,7 @@ def run_config(run: Callable[[Any], Any], config: Any) -> int:
         from draftsmith.data.models.loading import trust_code
 
         trust_code()  # tokenizers need it too, wherever they are loaded
-    try:
-        result = run(config)
-    except Exception as error:
-        name_model(error, config)
-        raise
+    result = run(config)
     if isinstance(result, PathLike):
         add_result(output=str(result))
     return result if isinstance(result, int) else 0
@@ -168,7 +165,7 @@ def overview(group: str | None) -> str:
     width, columns = max(map(len, COMMANDS)), min(shutil.get_terminal_size().columns, MAX_WIDTH)
     lines = []
     if group is None:
-        lines += [f"{bold.format('draftsmith')} {version()}"]
+        lines += [f"{bold.format('draftsmith')} {draftsmith.__version__}"]
         lines += ["Trains the learned parts of speculative decoding and measures their gain", ""]
     prefix = "draftsmith" if group is None else f"draftsmith {group}"
     lines += [bold.format("Usage:") + f" {prefix} <command> [--config FILE] [--name value ...]", ""]
@@ -186,14 +183,3 @@ def overview(group: str | None) -> str:
         "--debug shows the traceback of an error; --version prints the version.",
     ]
     return "\n".join(lines)
-
-
-def version() -> str:
-    from importlib.metadata import PackageNotFoundError
-
-    import draftsmith
-
-    try:
-        return draftsmith.__version__
-    except PackageNotFoundError:  # a source tree that was never installed
-        return "(not installed)"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import difflib
 import errno
-import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import yaml
 
@@ -47,19 +46,6 @@ def user_message(error: BaseException) -> str | None:
             place += f", line {mark.line + 1}, column {mark.column + 1}"
         message = f"{place}: found invalid YAML ({problem}), expected `key: value` lines. Correct the file."
     return None if message is None else without_passwords(one_line(message))
-
-
-def name_model(error: BaseException, config: object) -> None:
-    """Add the path of the model, as the user passed it, to a NonFinite error."""
-    # Importing modules.finite would import torch; if the error is one of its own, it is imported already.
-    finite = sys.modules.get("draftsmith.modules.finite")
-    if finite is not None and isinstance(error, finite.NonFinite) and error.path is None:
-        paths = getattr(config, "paths", None)  # of a command that uses drafters
-        name = error.model or ""
-        # The error names a head by its kind; it was passed as --draft.
-        passed = getattr(config, name, getattr(config, "draft", None))
-        path = paths.get(name) if isinstance(paths, Mapping) else passed
-        error.path = None if path is None else str(path)
 
 
 def one_line(text: str) -> str:

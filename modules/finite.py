@@ -27,7 +27,7 @@ class NonFinite(InputError):
     the
         decoder's loop, from 0 at the first token that the round emits. None if unknown.
     row: number of the prompt; before it reaches the loop, of the row in its batch.
-    prompt, path: the prompt's id, and what the user passed the model as.
+    prompt: its id.
     """
 
     def __init__(
@@ -36,7 +36,6 @@ class NonFinite(InputError):
         super().__init__(what, "NaN or infinity", "finite numbers", "")
         self.what, self.model, self.position, self.row = what, model, position, row
         self.prompt: str | None = None
-        self.path: str | None = None
 
     def of(self, prompts: Sequence[str]) -> NonFinite:
         """Add the ids of the prompts among which the broken one is. Returns the error."""
@@ -45,12 +44,10 @@ class NonFinite(InputError):
         return self
 
     def __str__(self) -> str:
-        model = self.model or "model"
-        path = f" ({self.path})" if self.path else ""
         place = "" if self.position is None else f" at position {self.position}"
         prompt = f" of prompt {self.prompt}" if self.prompt else ""
         return (
-            f"{model}{path}: found NaN or infinite {self.what}{place}{prompt}, expected finite numbers. "
+            f"{self.model or 'model'}: found NaN or infinite {self.what}{place}{prompt}, expected finite numbers. "
             "Its weights are damaged, or its dtype overflows: check its files, or pass --dtype float32."
         )
 

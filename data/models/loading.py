@@ -7,7 +7,7 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -343,19 +343,12 @@ def check_same_tokenizer(target: str, draft: str, flag: str = "draft") -> None:
 
 
 @contextlib.contextmanager
-def name_nonfinite(prompts: Sequence[str] = (), paths: Mapping[str, str | None] | None = None) -> Iterator[None]:
-    """Add the prompt's id and the model's path to a NonFinite that leaves the block.
-
-    prompts: ids by their place in the batch. paths: option -> path; needed only where the error does not reach the
-    command line, which adds its own (`launch/errors.py`).
-    """
+def name_nonfinite(prompts: Sequence[str]) -> Iterator[None]:
+    """Add the prompt's id to a NonFinite that leaves the block. prompts: ids by their place in the batch."""
     try:
         yield
     except NonFinite as error:
-        if prompts:
-            error.prompt = error.prompt or prompts[error.row or 0]
-        if paths:
-            error.path = error.path or paths.get(error.model or "")
+        error.prompt = error.prompt or prompts[error.row or 0]
         raise
 
 

@@ -36,7 +36,7 @@ META = {
     "settings": {name: object for name in (*SAME_SETTINGS, *SAME_SPEED)},
     "prompts": {"sha256": str},
     "clock": str,
-    **{name: dict for name in ("target", "hardware", "versions", "models", "heads", "step_costs", "tree_times")},
+    **{name: dict for name in ("target", "hardware", "versions", "models", "heads")},
 }
 
 
@@ -147,17 +147,6 @@ def notes_of(first: Bench, second: Bench) -> list[str]:
     if differing := differences(*drafters):
         notes.append(f"They draft with different models or heads ({list_differences(differing)}).")
 
-    # Each run measured its own costs for auto, and other costs make drafts of other lengths.
-    ours, theirs = (meta["step_costs"] | meta["tree_times"] for meta in metas)
-    if costs := [key for key in ours if key in theirs and ours[key] != theirs[key]]:
-        notes.append(f"They measured other costs for auto ({'; '.join(costs)}): its drafts differ for that alone.")
-
-    for temperature in dict.fromkeys([*first.methods, *second.methods]):
-        for letter, own, other in (("A", first, second), ("B", second, first)):
-            others = other.methods.get(temperature, {})
-            alone = [label for label in own.methods.get(temperature, {}) if label not in others]
-            if alone:
-                notes.append(f"Only in {letter}, {mode(temperature)}: {', '.join(alone)}.")
     failed = [sum(row["error"] is not None for row in bench.rows) for bench in (first, second)]
     if any(failed):
         notes.append(f"Prompts that failed in either run are left out (rows: {failed[0]} and {failed[1]}).")

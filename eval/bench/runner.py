@@ -6,7 +6,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,7 +24,6 @@ from draftsmith.data.models.loading import (
     check_same_tokenizer,
     load_lm,
     load_transformers,
-    name_nonfinite,
 )
 from draftsmith.data.settings import MODEL, ROLES
 from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence
@@ -60,8 +59,7 @@ class EngineRunner:
     """Runner of this project's decoder with one drafter, or none.
 
     drafter: built for as many rows as a group has prompts. on_round: is called after every round. session: the
-    target's, used for every group, with the features that the drafter reads; None makes one for each. paths: option ->
-    what the user passed, for errors.
+    target's, used for every group, with the features that the drafter reads; None makes one for each.
     """
 
     target: CausalLM
@@ -70,7 +68,6 @@ class EngineRunner:
     eos_ids: tuple[int, ...]
     on_round: Callable[[Round], None] | None = None
     session: Session | None = None
-    paths: Mapping[str, str | None] = field(default_factory=dict)
 
     @property
     def learners(self) -> Sequence[Learner]:
@@ -79,10 +76,7 @@ class EngineRunner:
     def __call__(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seeds: Sequence[int]) -> list[Generation]:
         sources = [TorchSource(seed) for seed in seeds]
         options = DecodeOptions(self.on_round, self.session)
-        with name_nonfinite(paths=self.paths):
-            return generate(
-                self.target, self.drafter, prompts, self.params, max_new_tokens, sources, self.eos_ids, options
-            )
+        return generate(self.target, self.drafter, prompts, self.params, max_new_tokens, sources, self.eos_ids, options)
 
 
 @dataclass(frozen=True)
@@ -253,7 +247,7 @@ def make_runners(
             if number and learners_of(drafter):
                 drafter = method.build(models, rows)
             runners[params.temperature][label] = EngineRunner(
-                models.target, drafter, params, models.ends, session=sessions[capture], paths=models.paths
+                models.target, drafter, params, models.ends, session=sessions[capture]
             )
     return runners
 

@@ -7,7 +7,6 @@ prompt stays text even if an escape were forgotten.
 from __future__ import annotations
 
 import base64
-import functools
 import hashlib
 import json
 import re
@@ -60,13 +59,20 @@ def render(title: str, date: str, sections: Sequence[Section]) -> str:
         for figure in section.figures
         if isinstance(figure, Chart) and figure.specification is not None
     }
-    scripts = [bundle(), asset("report.js")]
+    # Vega, Vega-Lite and vega-embed as one script.
+    vega = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vl_version=VEGA_LITE)
+    assert "</script" not in vega.lower() and "<!--" not in vega, "would end its element"
+    scripts = [vega, asset("report.js")]
+    # The policy allows these scripts, inline styles and inline images; Vega needs unsafe-eval.
+    hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
+    allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
+    rest = "style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     return environment.from_string(asset("template.html.jinja")).render(
         title=title,
         date=date,
         sections=sections,
-        policy=policy(scripts),
+        policy=f"default-src 'none'; script-src 'unsafe-eval' {allowed}; {rest}",
         css=Markup(f"{css_variables()}\n{asset('report.css')}"),
         scripts=[Markup(script) for script in scripts],
         charts=json_text(charts),
@@ -76,14 +82,6 @@ def render(title: str, date: str, sections: Sequence[Section]) -> str:
         json_text=json_text,
         breakable=breakable,
     )
-
-
-@functools.cache
-def bundle() -> str:
-    """Return Vega, Vega-Lite and vega-embed as one script."""
-    script = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vl_version=VEGA_LITE)
-    assert "</script" not in script.lower() and "<!--" not in script, "would end its element"
-    return script
 
 
 def asset(name: str) -> str:
@@ -101,11 +99,3 @@ def json_text(content: Any) -> Markup:
 def breakable(name: str) -> Markup:
     """Return a name that may be wrapped after its own separators, if more than two characters follow."""
     return Markup("<wbr>").join(re.split(r"(?<=[:/_,=+])(?=\w{3})", name))
-
-
-def policy(scripts: Sequence[str]) -> str:
-    """Return a policy that allows these scripts, inline styles and inline images; Vega needs unsafe-eval."""
-    hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
-    allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
-    rest = "style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
-    return f"default-src 'none'; script-src 'unsafe-eval' {allowed}; {rest}"

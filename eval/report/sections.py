@@ -87,13 +87,9 @@ def about(run: Run) -> str:
         parts.append(f"{prompts.get('count', '?')} prompts of {prompts.get('source', 'an unnamed source')}")
     if run.kind == "bench":
         parts.append(" and ".join(temperature_text(value) for value in temperatures(run)))
-    for key in ("top_k", "top_p"):
-        if settings.get(key) not in (None, 0, 1, 1.0):
-            parts.append(f"{key.replace('_', '-')} {settings[key]:g}")
     if settings.get("dtype"):
         parts.append(f"{settings['dtype']} on {settings.get('device', 'cpu')}")
-    machine = hardware.get("gpu") or hardware.get("cpu")
-    if machine:
+    if machine := hardware.get("gpu") or hardware.get("cpu"):
         parts.append(f"{machine}, {hardware.get('torch_threads', '?')} CPU thread(s)")
     if meta.get("clock"):
         parts.append("CPU time" if meta["clock"] == "cpu" else "wall time")

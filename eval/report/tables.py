@@ -48,14 +48,3 @@ def heading_groups(columns: Sequence[Column]) -> list[tuple[str, int]]:
     if not any(column.group for column in columns):
         return []
     return [(name, len(list(members))) for name, members in itertools.groupby(columns, lambda column: column.group)]
-
-
-def numeric_columns(table: Table) -> list[bool]:
-    """Return for each column whether all its values are numbers, or texts that begin with a digit."""
-
-    def is_number(value: Any) -> bool:
-        return isinstance(value, int | float) or (isinstance(value, str) and value[:1].isdigit())
-
-    columns = ([row.get(column.key) for row in table.rows] for column in table.columns)
-    present = ([value for value in column if value not in (None, "")] for column in columns)
-    return [bool(column) and all(map(is_number, column)) for column in present]
