@@ -26,7 +26,6 @@ from draftsmith.modules.formats.base import (
     TargetFacts,
     as_stored,
     check_tensors,
-    dtype_name,
 )
 from draftsmith.modules.formats.llama import (
     UNSUPPORTED,
@@ -238,17 +237,13 @@ def producer(foreign: ForeignHead) -> str:
     return "eagle" if foreign.has(r"midlayer\.") or name in ("", "LlamaForCausalLM") else "vllm"
 
 
-def table_fault(ids: Tensor, marks: Tensor | None, vocab: int) -> str:
-    """Return what is wrong with the target's ids [N] of a draft vocabulary, beside its marks; or an empty string."""
-    if not len(ids):
-        return "no tokens"
-    if int(ids.min()) < 0 or int(ids.max()) >= vocab:
-        return f"tokens beyond the target's {vocab}"
-    if len(ids.unique()) != len(ids):
-        return "the same token twice"
-    if marks is not None and not torch.equal(marks.nonzero()[:, 0], ids.sort().values):
-        return "other tokens than t2d marks"
-    return ""
+def valid_table(ids: Tensor, marks: Tensor | None, vocab: int) -> bool:
+    """Return whether ids [N] are different ones of the target's, those that t2d marks."""
+    marked = torch.zeros(vocab, dtype=torch.bool)
+    if not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= vocab:
+        return False
+    marked[ids] = True
+    return int(marked.sum()) == len(ids) and (marks is None or torch.equal(marked, marks.bool()))
 
 
 def take_vocabulary(
@@ -268,8 +263,6 @@ def take_vocabulary(
     for name, tensor, dims in (("d2t", offsets, 1), ("t2d", marks, 1), ("lm_head.weight", lm_head, 2)):
         if tensor is not None and tensor.ndim != dims:
             raise InputError(name, f"a tensor {list(tensor.shape)}", f"{dims} dimension(s)", "Fetch the head again.")
-    if offsets is not None and (offsets.is_floating_point() or offsets.dtype == torch.bool):
-        raise InputError("d2t", f"a tensor of {dtype_name(offsets.dtype)}", "whole numbers", "Fetch the head again.")
     drafted = raw.get("draft_vocab_size") or (vocab if lm_head is None else len(lm_head))
     if lm_head is not None and len(lm_head) != drafted:
         remedy = "Correct config.json."
@@ -277,9 +270,9 @@ def take_vocabulary(
     if drafted != vocab and not raw.get("draft_vocab_size"):
         problems.append(Problem("draft_vocab_size", f"is missing, and lm_head has {drafted} rows"))
     ids = drafted_ids(offsets, marks, vocab, drafted, problems)
-    if fault := f"{len(ids)} tokens" if len(ids) != drafted else table_fault(ids, marks, vocab):
+    if len(ids) != drafted or not valid_table(ids, marks, vocab):
         expected = f"{drafted} different ones of the target's {vocab}, those that t2d marks"
-        raise InputError("d2t", fault, expected, "Fetch the head again.")
+        raise InputError("d2t", f"ids of {len(ids)} tokens", expected, "Fetch the head again.")
     if lm_head is None:
         if target is None or target.lm_head is None:
             raise InputError("lm_head.weight", "none", "one, or the target whose own it is", "Pass --target.")
@@ -304,7 +297,7 @@ def drafted_ids(
     if offsets is not None and offsets.numel():
         ids = offsets.long() + torch.arange(len(offsets))  # [draft_vocab_size]
         # Some trainers store ids where all servers add the entry to the place.
-        if table_fault(ids, marks, vocab) and not table_fault(offsets.long(), marks, vocab):
+        if not valid_table(ids, marks, vocab) and valid_table(offsets.long(), marks, vocab):
             problems.append(Problem("d2t", "has ids where every server wants offsets (d2t[i] = id - i)"))
             return offsets.long()
         return ids
