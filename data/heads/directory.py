@@ -27,7 +27,6 @@ from draftsmith.modules.types import InputError, SamplingParams
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-SCHEMA_VERSION = 1
 REMEDY = "Copy or train the head again."
 # What an acceptance head records of its labels: mix or rollout, sampling or greedy, kind of the drafter.
 LABELS = ("labels", "mode", "drafter")
@@ -94,7 +93,6 @@ def save_head(directory: str | Path, head: Any, manifest: Mapping[str, Any], car
     directory = Path(directory)
     config = {
         "kind": head.kind,
-        "schema_version": SCHEMA_VERSION,
         "head": head_fields(head),
         "target": manifest.get("target"),
         "sampling": manifest.get("sampling"),
@@ -125,12 +123,8 @@ def head_config(directory: str | Path, kind: str | None = None) -> dict[str, Any
         file = directory / name
         if not file.exists() or file_sha256(file) != sha256:
             raise InputError(str(file), "missing or changed content", f"sha256 {sha256[:12]}", REMEDY)
-    shape = {"kind": object, "head": dict, "target?": (dict, None), "sampling?": (dict, None), "schema_version?": int}
+    shape = {"kind": object, "head": dict, "target?": (dict, None), "sampling?": (dict, None)}
     config = read_object(directory / "config.json", shape, REMEDY)
-    version = config.get("schema_version", SCHEMA_VERSION)
-    if version != SCHEMA_VERSION:
-        found, remedy = f"schema version {version}", "Use the version of draftsmith that wrote it, or train it again."
-        raise InputError(str(directory / "config.json"), found, f"version {SCHEMA_VERSION}", remedy)
     if config["kind"] not in head_kinds():
         raise InputError("kind", config["kind"], " or ".join(head_kinds()), f"{directory} is no head of this version.")
     if kind not in (None, config["kind"]):
@@ -160,12 +154,8 @@ def _as_tuple(value: Any) -> Any:
     return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
 
 
-def head_settings(directory: str | Path, kind: str) -> Any:
-    """Return the config dataclass of a head without reading its weights."""
-    return _settings(directory, head_config(directory, kind))
-
-
-def _settings(directory: str | Path, config: dict[str, Any]) -> Any:
+def head_settings(directory: str | Path, config: dict[str, Any]) -> Any:
+    """Return the config dataclass of a head by its config.json, as of `head_config`."""
     try:
         return config_from_json(class_of(config["kind"]).Config, config["head"])
     except InputError as error:
@@ -206,7 +196,7 @@ def load_head(
     """
     config = head_config(directory, kind)
     # Compare sizes and identity before the weights are read.
-    settings = _settings(directory, config)
+    settings = head_settings(directory, config)
     if target is not None:
         check_sizes("head", directory, settings, target.info.hidden_size, target.info.vocab_size)
         identity, recorded = identity or target.info.identity, config.get("target") or {}
@@ -285,7 +275,7 @@ def starting_settings(directory: str | Path, kind: str, width: int | None = None
     """
     if not Path(directory).is_dir():
         raise InputError("init", directory, "one of the names in --help, or a head directory", "Check the path.")
-    settings = head_settings(directory, kind)
+    settings = head_settings(directory, head_config(directory, kind))
     if width is not None:
         check_sizes("init", directory, settings, width, vocab_size)
     return settings

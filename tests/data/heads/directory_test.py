@@ -15,7 +15,6 @@ from draftsmith.data.heads.directory import (
     another_mode,
     build_head,
     head_config,
-    head_settings,
     kind_at,
     load_draft_head,
     load_head,
@@ -107,10 +106,9 @@ def test_what_a_head_standardises_by_comes_back(tmp_path):
 def edited(directory: Path, **changes) -> Path:
     """Change settings of a head directory, with their hash in its manifest."""
     config, manifest = (json.loads((directory / name).read_text()) for name in ("config.json", "manifest.json"))
-    top = {name: changes.pop(name) for name in ("schema_version",) if name in changes}
     inner = config["head"]["llama"] if changes.keys() & config["head"].get("llama", {}).keys() else config["head"]
     inner.update(changes)
-    (directory / "config.json").write_text(json.dumps(config | top))
+    (directory / "config.json").write_text(json.dumps(config))
     manifest["sha256"]["config.json"] = heads.file_sha256(directory / "config.json")
     (directory / "manifest.json").write_text(json.dumps(manifest))
     return directory
@@ -124,7 +122,6 @@ def edited(directory: Path, **changes) -> Path:
         {"head_dim": 1, "num_heads": 32, "num_kv_heads": 16},  # fits the tensors
         {"fc_bias": 1},
         {"rope_scaling": {"kind": "yarn"}},
-        {"schema_version": 99},
     ],
     ids=str,
 )
@@ -138,7 +135,11 @@ def test_an_edited_config_is_one_line_before_anything_is_allocated(saved, target
 def test_weights_that_no_layer_computes_with_are_refused(saved, dtype):
     state = read_tensors(saved / "model.safetensors")
     with pytest.raises(InputError, match=f"fc.weight is {str(dtype).removeprefix('torch.')} in place of float32"):
-        build_head("eagle", head_settings(saved, "eagle"), state | {"fc.weight": state["fc.weight"].to(dtype)})
+        build_head(
+            "eagle",
+            starting_settings(saved, "eagle"),
+            state | {"fc.weight": state["fc.weight"].to(dtype)},
+        )
 
 
 def test_an_eagle3_head_fits_its_targets_layers_and_ids(tmp_path, target):
