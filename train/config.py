@@ -169,8 +169,7 @@ class TrainDrafterConfig(TrainConfig):
         tau_data: Output of `data prompts`, of prompts like those that will be served. Default: held-out samples, each
             up to one of its answers.
         tau_k: Drafted tokens a round for it.
-        tau_max_new_tokens: Longest answer for it.
-        tau_ignore_eos: Decode past end tokens, so that every answer has this length; short answers say little.
+        tau_max_new_tokens: Tokens of each answer for it. It goes past end tokens, as short answers say little.
     """
 
     kind: ClassVar[str]
@@ -186,7 +185,6 @@ class TrainDrafterConfig(TrainConfig):
     tau_data: Path | None = volatile(None)
     tau_k: int = volatile(5)
     tau_max_new_tokens: int = volatile(64)
-    tau_ignore_eos: bool = volatile(True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,9 +26,6 @@ from draftsmith.data.store.manifest import changes
 from draftsmith.data.store.reading import read_object
 from draftsmith.modules.finite import first_broken
 from draftsmith.modules.types import InputError
-
-if TYPE_CHECKING:
-    pass
 
 ABOUT = "cache.json"
 # In memory twice at most, while one shard is written and the next collected. A killed run computes one again.

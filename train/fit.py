@@ -42,7 +42,6 @@ from draftsmith.train.strategies import tensor_cores, trainer_arguments, world_s
 from draftsmith.train.tau import TauProbe
 from draftsmith.train.telemetry import Telemetry
 
-READ_MODEL = "read_model"
 STARTED, FINISHED, RESOLVED = "started.json", "training.json", "config.yaml"
 
 
@@ -83,12 +82,7 @@ def finished(config: TrainConfig) -> Path | None:
     """
     done = config.output / FINISHED
     if config.resume and done.exists():
-        begun = read_object(config.output / STARTED, {}, "Choose another output.")
-        now = flatten({"config": decisive(config)})
-        if differing := differences(now, {key: begun.get(key) for key in now}):
-            found = "another " + "; ".join(f"{key}: {new}, trained with {was}" for key, new, was in differing)
-            remedy = f"Leave them out, or train anew in another output: {config.output} is finished."
-            raise InputError("resume", found, "the settings of the finished training", remedy)
+        _check_begun(config, {"config": decisive(config)})
         say_on_rank_zero(f"{config.output} holds a finished training: nothing is left to do, and nothing is changed")
     if config.resume:
         return config.output / "best" if done.exists() else None
@@ -107,15 +101,17 @@ def fit(training: PreparedTraining) -> Path:
             SIGUSR1 0 if SLURM starts the job again (train/signals.py), else 138.
     """
     module, data, config, provenance = training.module, training.data, training.config, training.provenance
-    state = flatten(
-        {
-            "config": decisive(config),
-            "inputs": provenance.inputs,
-            "models": provenance.models,
-            READ_MODEL: provenance.read_model,
-        }
-    )
-    checkpoint = _checkpoint(config, state)
+    state = {
+        "config": decisive(config),
+        "inputs": provenance.inputs,
+        "models": provenance.models,
+        "read_model": provenance.read_model,
+    }
+    checkpoint = None
+    if config.resume:
+        if (config.output / STARTED).exists():
+            _check_begun(config, state)
+        checkpoint = newest_intact(config.output / FOLDER, say_on_rank_zero)
     step = step_of(checkpoint)
     supervision = Supervision.of(data.train.dataset.answer_lengths(data.train.indices))
     say_on_rank_zero(f"data: {supervision.text()}")
@@ -125,7 +121,7 @@ def fit(training: PreparedTraining) -> Path:
     if is_first_process() and not (config.resume and (config.output / STARTED).exists()):
         text = yaml.safe_dump(resolved(dataclasses.replace(config, resume=False)), sort_keys=False)
         write_text(config.output / RESOLVED, f"# draftsmith train {provenance.job} --config THIS_FILE\n{text}")
-        write_json(config.output / STARTED, state)
+        write_json(config.output / STARTED, flatten(state))
 
     # Callbacks and loggers.
     checkpoints = Checkpoints(
@@ -194,23 +190,15 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def _checkpoint(config: TrainConfig, state: Mapping[str, Any]) -> Path | None:
-    """Return the checkpoint to resume from; None begins anew.
-
-    Raises:
-        InputError: lists every setting and input that differs from those the run was begun with; or every checkpoint is
-            damaged.
-    """
-    if not config.resume:
-        return None
-    started = config.output / STARTED
-    if started.exists():
-        differing = differences(state, read_object(started, {}, "Restore it, or choose another output."))
-        if differing:
-            found = "another " + "; ".join(f"{key}: {now}, begun with {was}" for key, now, was in differing)
-            remedy = f"Restore it (see {config.output / RESOLVED}), or choose another output."
-            raise InputError("resume", found, "the settings and data that the run was begun with", remedy)
-    return newest_intact(config.output / FOLDER, say_on_rank_zero)
+def _check_begun(config: TrainConfig, state: Mapping[str, Any]) -> None:
+    """Raise InputError with every entry of these parts of started.json that differs from those of the run to resume."""
+    remedy = "Restore it, or choose another output."
+    begun = read_object(config.output / STARTED, {}, remedy)
+    flat = flatten(state)
+    if differing := differences(flat, {key: value for key, value in begun.items() if key.split(".")[0] in state}):
+        found = "another " + "; ".join(f"{key}: {now}, begun with {was}" for key, now, was in differing)
+        remedy = f"Restore it (see {config.output / RESOLVED}), or choose another output."
+        raise InputError("resume", found, "the settings and data that the run was begun with", remedy)
 
 
 def _head_saver(

@@ -45,18 +45,14 @@ class TauProbe:
         target is split over the ranks. every: steps between measurements."""
         self.module, self.target, self.prompts, self.every = module, target, prompts, every
         self.shared = config.target_parallel == "tensor"
-        self.k, self.max_new_tokens, self.ignore_eos = config.tau_k, config.tau_max_new_tokens, config.tau_ignore_eos
+        self.k, self.max_new_tokens = config.tau_k, config.tau_max_new_tokens
         lengths = sorted(map(len, prompts))
         sizes = f"{lengths[0]:,}" if lengths[0] == lengths[-1] else f"{lengths[0]:,} to {lengths[-1]:,}"
-        until = "each, end tokens ignored" if self.ignore_eos else "at most"
-        answers = f"{self.max_new_tokens} {until}, chains of {self.k}"
+        answers = f"{self.max_new_tokens} each, end tokens ignored, chains of {self.k}"
         self.measured = f"tau on {len(prompts)} prompt(s) of {sizes} tokens, {answers}"
 
     def __call__(self) -> dict[str, float]:
-        """Return tau over all prompts of all ranks.
-
-        If end tokens are ignored, also tau_behind_end, the share of the emitted tokens behind the first one.
-        """
+        """Return tau over all prompts of all ranks, and the share of the emitted tokens behind an end token."""
         target, head = self.target, self.module.head
         assert isinstance(head, DraftHead)
         # Decode in the target's dtype with a copy; training continues in the head's own.
@@ -69,9 +65,10 @@ class TauProbe:
             capacity = max(map(len, own), default=0) + self.max_new_tokens + self.k + 2
             drafter = head.drafter(target, [FixedLength(self.k)], capacity)
             setup = DecodeOptions(session=target.session(1, capacity, head.capture), max_nodes=self.k)
-            params, ends = SamplingParams(), () if self.ignore_eos else None
             for prompt in own:
-                done = generate_one(target, drafter, prompt, params, self.max_new_tokens, TorchSource(0), ends, setup)
+                done = generate_one(
+                    target, drafter, prompt, SamplingParams(), self.max_new_tokens, TorchSource(0), (), setup
+                )
                 tokens, trace = done.tokens, done.trace
                 first_end = next((i for i, token in enumerate(tokens) if token in target.info.eos_ids), len(tokens) - 1)
                 behind = len(tokens) - 1 - first_end
@@ -79,7 +76,7 @@ class TauProbe:
         emitted, calls, behind = sum_over_ranks(counts.to(self.module.device)).tolist()
         if not calls:
             return {}
-        return {"tau": emitted / calls} | ({"tau_behind_end": behind / emitted} if self.ignore_eos else {})
+        return {"tau": emitted / calls, "tau_behind_end": behind / emitted}
 
 
 def probe_prompts(config: TrainDrafterConfig, val: Samples, context: int) -> list[list[int]]:

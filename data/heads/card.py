@@ -49,7 +49,7 @@ METRICS = {
     "token_loss": "soft cross-entropy against the target's distribution, nats a token",
     "top1": "share of response tokens where the head's first choice is the target's, teacher-forced",
     "top3": "share where the target's choice is among the head's first three",
-    "tau": "emitted tokens per target call, greedy chains; end tokens are ignored where tau_behind_end is there",
+    "tau": "emitted tokens per target call, greedy chains, end tokens ignored",
     "tau_behind_end": "share of those tokens that come behind an end token: the target serves no such text",
 }
 AGREEMENT = "share of drafts whose token {} is the target's choice, of those that were right until then"

@@ -213,7 +213,7 @@ ROWS = [
     # A training that is to go on.
     Row("training: started.json cut", RESUME, ("started.json", "damaged"), spoilt("interrupted", "started.json", cut)),
     Row("training: finished, with another rate", RESUME + " --val-share 0.3 --tau-prompts 0 --lr 0.1",
-        ("resume", "config.lr: 0.1, trained with", "is finished"), spoilt("eagle_run", "best/README.md", text("card"))),
+        ("resume", "config.lr: 0.1, begun with"), spoilt("eagle_run", "best/README.md", text("card"))),
     *(
         Row(f"training: {words}", f"train eagle --data {{features}} --target {{target}} --output {{out}} --{words}",
             says)

@@ -95,7 +95,7 @@ def test_a_finished_training_says_so_and_nothing_changes(artefacts, unbroken, ca
     options = settings(artefacts, unbroken)
     assert in_process(options) == unbroken / "best"
     assert "holds a finished training" in capsys.readouterr().err
-    with pytest.raises(InputError, match=r"config.lr: 0.1, trained with .* is finished"):
+    with pytest.raises(InputError, match=r"config.lr: 0.1, begun with .* choose another output"):
         in_process({**options, "lr": "0.1"})
     assert (unbroken / "training.json").stat().st_mtime_ns == before
 
