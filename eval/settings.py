@@ -23,7 +23,7 @@ class Running(Loading):
     """
 
     packed: bool = True
-    draft_precision: Literal["dtype", "bf16", "int8"] = "dtype"
+    draft_precision: Literal["dtype", "int8"] = "dtype"
     target_precision: Literal["dtype", "int8"] = "dtype"
     num_threads: int = 1
     seed: int = 0

@@ -38,7 +38,7 @@ from draftsmith.modules.types import InputError
 
 DECODE = "decode.yaml"
 WARM_UP_TOKENS = 8
-PRECISIONS: tuple[Precision, ...] = ("dtype", "bf16", "int8")
+PRECISIONS: tuple[Precision, ...] = ("dtype", "int8")
 
 # The settings that are tried, as far as --depth, --tree-depth and the models allow them. WIDTHS: children of a node.
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)

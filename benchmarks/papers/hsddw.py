@@ -228,11 +228,15 @@ def watch(config: HsddwConfig, loaded: common.Loaded, name: str, params: Samplin
         window["length"] = lengths[window["prompt"]]
     totals, inner = pool(answer.trace for answer in generations), pool([watcher.inner])
     count = max(watcher.origin.total(), 1)
+    # sigma = 1 - accepted / drafted.
+    outer_sigma, inner_sigma = (
+        1 - part.num_accepted / part.num_draft_tokens if part.num_draft_tokens else None for part in (totals, inner)
+    )
     row = {
         "drafted": totals.num_draft_tokens,
         "accepted": totals.num_accepted,
-        "redundancy": totals.redundancy,
-        "inner": inner.redundancy if inner.num_draft_tokens else None,
+        "redundancy": outer_sigma or 0.0,
+        "inner": inner_sigma,
         "utilisation": totals.verification_rate,
         **{model: watcher.origin[model] / count for model in ("M1", "M2", "target")},
     }

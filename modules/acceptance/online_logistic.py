@@ -34,10 +34,7 @@ class OnlineLogistic(Learner):
 
     def prob(self, x: Sequence[float]) -> float:
         """Return the probability for features x [F]."""
-        return sigmoid(self._logit(x))
-
-    def _logit(self, x: Sequence[float]) -> float:
-        return sum(map(mul, self.weights, x)) + self.weights[-1]
+        return sigmoid(sum(map(mul, self.weights, x)) + self.weights[-1])
 
     def update(self, x: Sequence[float], accepted: float) -> None:
         """Learn one label in [0, 1]."""

@@ -91,11 +91,6 @@ class Totals:
         """N_target / N = 1 / tau: SpecDec++'s verification rate, and HSDDW's utilisation eta."""
         return self.num_target_calls / max(self.num_tokens, 1)
 
-    @property
-    def redundancy(self) -> float:
-        """sigma = 1 - accepted / N_draft (HSDDW); 0 where nothing is drafted."""
-        return 1 - self.num_accepted / self.num_draft_tokens if self.num_draft_tokens else 0.0
-
 
 def pool(traces: Iterable[DecodeTrace]) -> Totals:
     """Sum traces over prompts."""

@@ -1,5 +1,5 @@
-"""Linear layers with fewer bits than their model, on a CPU: bfloat16, or int8 as in LLM.int8() (Dettmers et al. 2022,
-section 2.1: one scale for each output of the weight and for each input row).
+"""Linear layers in int8 on a CPU, as in LLM.int8() (Dettmers et al. 2022, section 2.1): one scale for each output of
+the weight and for each input row.
 
 Rows are scaled one by one and products are summed as integers, so a row's result does not depend on the rows read
 together with it: verifying a draft gives the logits that reading token by token gives.
@@ -17,27 +17,10 @@ from torch import Tensor
 from draftsmith.modules.engine.lean import LeanLinear, Linear
 from draftsmith.modules.types import InputError
 
-Precision = Literal["dtype", "bf16", "int8"]
+Precision = Literal["dtype", "int8"]
 LARGEST = 127  # of int8, both ways
 # Stands for 0 in the unsigned bytes of input rows.
 ZERO = 128
-
-
-class Bf16Linear:
-    """`LeanLinear` over a copy of the weight in bfloat16, for rows of any type."""
-
-    packed = True
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None):
-        self._linear = LeanLinear(weight.bfloat16(), None, pack=True)
-        self._bias = None if bias is None else bias.detach()
-
-    def __call__(self, x: Tensor) -> Tensor:
-        product = self._linear(x.bfloat16()).to(x.dtype)
-        return product if self._bias is None else product.add_(self._bias)
-
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        return self(x).add_(residual)
 
 
 class Int8Linear:
@@ -72,9 +55,7 @@ class Int8Linear:
 
 def linear_of(weight: Tensor, bias: Tensor | None, pack: bool, precision: Precision) -> Linear:
     """Build a linear layer of frozen weights [out, in] in this precision. pack: see `LeanLinear`."""
-    if precision == "int8":
-        return Int8Linear(weight, bias)
-    return Bf16Linear(weight, bias) if precision == "bf16" else LeanLinear(weight, bias, pack)
+    return Int8Linear(weight, bias) if precision == "int8" else LeanLinear(weight, bias, pack)
 
 
 def copy_of(linear: Callable[[Tensor], Tensor], like: Tensor, precision: Precision) -> Linear:
@@ -95,9 +76,9 @@ def check_precision(field: str, precision: str, device: str) -> None:
         return
     if torch.device(device).type != "cpu":
         raise InputError(field, f"{precision} on {device}", "dtype where the device is no CPU", "Leave it out.")
-    if precision == "int8" and not can_int8():
+    if not can_int8():
         found = "int8 without oneDNN's integer products, which this torch or CPU lacks"
-        raise InputError(field, found, "dtype or bf16", "Pass one of these.")
+        raise InputError(field, found, "dtype", "Leave it out.")
 
 
 @functools.cache

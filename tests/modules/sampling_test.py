@@ -306,3 +306,12 @@ def test_a_token_is_accepted_where_the_uniform_lies_below_its_odds(monkeypatch, 
     source = TorchSource(0)
     monkeypatch.setattr(source, "uniform", lambda: uniform)
     assert source.accept(prob) == accepted
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 9e-4, 1e-3, 0.02])
+def test_a_low_temperature_is_the_softmax_in_float64(temperature):
+    """On both sides of where the largest logit is taken off first."""
+    logits = 20 + 3 * temperature * torch.randn(4, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    expected = ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)
+    found = probabilities(logits, SamplingParams(temperature))
+    torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)  # 20 / 1e-6 keeps 1e-9 of a unit

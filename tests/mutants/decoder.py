@@ -190,8 +190,6 @@ MUTANTS = [
            "sum(step.num_accepted for", (TRACE,)),
     Mutant("trace-the-prefill-is-free", TRACE_PY, "return self.prefill_calls + len(self.steps)",
            "return len(self.steps)", (TRACE,)),
-    Mutant("trace-redundancy-upside-down", TRACE_PY, "1 - self.num_accepted / self.num_draft_tokens",
-           "self.num_accepted / self.num_draft_tokens", (TRACE,)),
     Mutant("trace-verification-rate-upside-down", TRACE_PY, "self.num_target_calls / max(self.num_tokens, 1)",
            "self.num_tokens / max(self.num_target_calls, 1)", (TRACE,)),
     Mutant("trace-discard-rate-of-drafted-tokens", TRACE_PY, "self.num_discarded / max(self.num_tokens, 1)",

@@ -10,7 +10,7 @@ import torch
 
 from draftsmith.modules.acceptance.policies import CostRule, OnlinePredictor, PredictorStop, RecentRatio, ThresholdRule
 from draftsmith.modules.decoding.protocols import DraftView, StopPolicy
-from draftsmith.modules.decoding.stop import Confidence, SelfVerify
+from draftsmith.modules.decoding.stop import Confidence, FixedLength, SelfVerify
 
 NOTHING = torch.zeros(1, 2)
 
@@ -87,6 +87,10 @@ def test_confidence_stops_at_the_first_token_below_the_threshold(t, minimum, max
         torch.tensor(distribution) for distribution in ([0.75, 0.25], [0.5, 0.5], [0.5, 0.5], [0.25, 0.75], [1.0, 0.0])
     ]
     assert drafted(Confidence(t, minimum, maximum), distributions) == length
+
+
+def test_a_fixed_length_is_that_length():
+    assert drafted(FixedLength(4)) == 4
 
 
 def test_self_verification_compares_with_the_mean_at_rejected_tokens_of_this_prompt():

@@ -38,7 +38,6 @@ def test_rates_are_ratios_of_sums():
     assert totals.tau == 9 / 5  # the mean of 3 and 1 would be 2
     assert totals.discard_rate == 8 / 9
     assert totals.verification_rate == 5 / 9
-    assert totals.redundancy == 1 - 4 / 12
 
 
 class CountingLM(TableLM):
