@@ -133,16 +133,9 @@ def run(config: ScheduleConfig) -> None:
     for schedule in schedules:
         if any(schedule.lengths):
             vllm, sglang = (config.output / name.format(f"{schedule.temperature:g}") for name in FILES)
-            # A part of vLLM's --speculative-config (0.32, 0.33); above the last range its K holds. A server whose
-            # schedule went to K = 0 fell from 232 to 24-157 tokens/s (vllm#49548).
-            by_batch = ranges(schedule.drafting)
-            longest = {"num_speculative_tokens": max(schedule.drafting)}
-            write_json(vllm, longest | {"num_speculative_tokens_per_batch_size": by_batch}, indent=None)
-            # SGLang's --speculative-adaptive-config (0.5.23): smallest batch size -> allowed steps. With a single
-            # candidate its acceptance rates change nothing.
-            write_json(
-                sglang, {first: {"candidate_steps": [k]} for first, _, k in ranges(schedule.lengths)}, indent=None
-            )
+            # A vLLM server whose schedule went to K = 0 fell from 232 to 24-157 tokens/s (vllm#49548).
+            write_json(vllm, vllm_config(ranges(schedule.drafting)), indent=None)
+            write_json(sglang, sglang_config(ranges(schedule.lengths)), indent=None)
             written += [vllm.name, sglang.name]
 
     tables = [schedule_table(schedule, label, times.source) for schedule in schedules]
@@ -298,6 +291,21 @@ def ranges(lengths: Sequence[int]) -> list[KRange]:
         else:
             merged.append((size, size, k))
     return merged
+
+
+def vllm_config(k_ranges: Sequence[KRange]) -> dict[str, Any]:
+    """Return a part of vLLM's --speculative-config (0.32, 0.33); above the last range its K holds."""
+    longest = max(k for _, _, k in k_ranges)
+    by_batch = [list(each) for each in k_ranges]
+    return {"num_speculative_tokens": longest, "num_speculative_tokens_per_batch_size": by_batch}
+
+
+def sglang_config(k_ranges: Sequence[KRange]) -> dict[str, Any]:
+    """Return SGLang's --speculative-adaptive-config (0.5.23): the smallest batch size -> the allowed steps.
+
+    With a single candidate SGLang's acceptance rates change nothing.
+    """
+    return {str(first): {"candidate_steps": [k]} for first, _, k in k_ranges}
 
 
 def schedule_table(schedule: Schedule, label: str, source: str) -> Table:

@@ -35,6 +35,7 @@ from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import InputError, SamplingParams, at_most
 
 TREE = "tree.yaml"
+RANKS = 10  # children of a node that are considered
 GREEDY = SamplingParams()
 
 
@@ -49,7 +50,6 @@ class TreeConfig(DraftSettings, PromptChoice, AnswerLength, Running):
         limit: Use the first so many prompts; 0 takes all.
         nodes: Drafted tokens of the tree.
         depth: Most levels of the tree; heads that draft fewer tokens have fewer.
-        ranks: Children of a node that are considered.
         output: Directory that receives tree.yaml and results.json.
     """
 
@@ -58,7 +58,6 @@ class TreeConfig(DraftSettings, PromptChoice, AnswerLength, Running):
     limit: int = 40
     nodes: int = 63
     depth: int = 6
-    ranks: int = 10
     output: Path = dataclasses.field(kw_only=True)
 
 
@@ -69,7 +68,7 @@ def run(config: TreeConfig) -> Path:
     Raises:
         InputError: no head, several, or one that drafts no static trees; a head that is never right.
     """
-    check_positive(config, "nodes", "depth", "ranks", "max_new_tokens", "num_threads")
+    check_positive(config, "nodes", "depth", "max_new_tokens", "num_threads")
     check_not_negative(config, "limit")
     at_most("nodes", config.nodes, MAX_NODES)
     # One head, which drafts static trees.
@@ -83,14 +82,14 @@ def run(config: TreeConfig) -> Path:
     method = methods[kind]
     prompts = read_prompts(config.prompts, config.target, config.split, config.keep_tasks, config.limit)
     models = load_run(config, [Named(method, parse_method(method))], prompts, config.max_new_tokens, GREEDY)
-    at_most("ranks", config.ranks, models.target.info.vocab_size)
 
     # Grow the tree with the most expected tokens.
     depth = min(config.depth, getattr(models.heads[kind].config, "num_heads", config.depth))
-    accuracies = rank_accuracies(models, kind, prompts, config.max_new_tokens, depth, config.ranks)
+    ranks = min(RANKS, models.target.info.vocab_size)
+    accuracies = rank_accuracies(models, kind, prompts, config.max_new_tokens, depth, ranks)
     paths = likeliest_paths(accuracies, config.nodes)
     if not paths:
-        found = f"a head that is never right by its {config.ranks} first tokens"
+        found = f"a head that is never right by its {ranks} first tokens"
         raise InputError("draft", found, "one that is, on these prompts", "Train it.")
     expected_tau = 1 + expected_accepted(accuracies, paths)
     make_directory(config.output)

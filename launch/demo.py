@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 from rich.text import Text
@@ -25,15 +25,11 @@ class DemoConfig:
         output: Directory of everything it makes; finished steps are not run again.
         full: Train longer and measure on more prompts.
         num_threads: CPU threads of data stages and trainings; the bench uses one.
-        seed: Seed of the trainings and of the order of samples.
-        wandb: Weights & Biases for the trainings; off by default, even if you are logged in.
     """
 
     output: Path = Path("runs/demo")
     full: bool = False
     num_threads: int = 2
-    seed: int = 0
-    wandb: Literal["offline", "online", "off"] = "off"
 
     @property
     def directory(self) -> Path:
@@ -146,15 +142,4 @@ def print_summary(directory: Path, chosen: Mapping[str, str]) -> None:
     for line in lines:
         print_text(line)
     write_text(directory / "REPORT.md", "\n".join([markdown(table), "", *(f"- {line}" for line in lines), ""]))
-    places = {
-        "table": directory / "REPORT.md",
-        "report": directory / "report.html",
-        "results": directory / "test" / "results.json",
-        "EAGLE head": directory / "eagle-head" / "best",
-        "EAGLE-3 head": directory / "eagle3-head" / "best",
-        "acceptance head": directory / "acceptance-head" / "best",
-        "EAGLE head for vLLM": directory / "vllm",
-    }
-    for name, path in places.items():
-        if path.exists():  # the page needs packages that may be missing
-            print_text(f"{name}: {path}")
+    print_text(f"Written to {directory}: REPORT.md, report.html, test/results.json, *-head/best, vllm")

@@ -113,18 +113,13 @@ def kept_rows(source: str, target: str, split: str | None, keep_tasks: str | Non
         rows = artefact_rows(path, target, turns)
     else:
         rows = chat_rows(source, target, split, turns)
-    seen: dict[str, set[str]] = {"tasks": set(), "splits": set()}
     empty = True
     for row in rows:
-        seen["tasks"].add(row.task)
-        seen["splits"].add(row.split)
         if (not split or row.split == split) and (wanted is None or row.task in wanted):
             empty = False
             yield row
-    # An empty selection is mostly a misspelt name: list those that there are.
     if empty:
-        there = "; ".join(f"{name} {', '.join(sorted(filter(None, own))) or 'none'}" for name, own in seen.items())
-        found = f"no row of split {split or 'any'} and tasks {keep_tasks or 'any'} in {source} ({there})"
+        found = f"no row of split {split or 'any'} and tasks {keep_tasks or 'any'} in {source}"
         remedy = "Check --split and --keep-tasks; --split none takes all splits."
         raise InputError("prompts", found, "at least one", remedy)
 

@@ -11,6 +11,7 @@ import torch
 from table_methods import random_eagle_head, random_hydra_heads, random_medusa_heads
 from table_models import PROMPT, TableLM
 
+from draftsmith.eval import static_tree
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.runner import read_tree
 from draftsmith.eval.static_tree import rank_accuracies
@@ -55,10 +56,11 @@ def test_accuracies_are_those_of_trees_drafted_at_every_place(kind):
 
 
 @pytest.mark.parametrize("kind", ["eagle", "hydra"])
-def test_the_tree_is_written_and_decoded_with(models, tmp_path, capsys, kind):
+def test_the_tree_is_written_and_decoded_with(models, tmp_path, capsys, monkeypatch, kind):
+    monkeypatch.setattr(static_tree, "RANKS", 40)
     head = str(Path(models["eagle"]).with_name(kind))
     words = ["--target", models["target"], "--prompts", models["prompts"], "--draft", head, "--ignore-eos"]
-    flags = ["--nodes", "7", "--depth", "2", "--ranks", "40", "--max-new-tokens", "12", "--limit", "2"]
+    flags = ["--nodes", "7", "--depth", "2", "--max-new-tokens", "12", "--limit", "2"]
     assert main(["eval", "tree", *words, *flags, "--output", str(tmp_path)]) == 0
     results = json.loads((tmp_path / "results.json").read_text())
     summary, shape = results["summary"], read_tree(str(tmp_path / "tree.yaml"))

@@ -15,6 +15,6 @@ MUTANTS = [
     Mutant("schedule-the-longest-of-equal-ones", FILE, "[int(k) for k in rate.argmax(1)]",
            "[rate.shape[1] - 1 - int(k) for k in rate[:, ::-1].argmax(1)]", TESTS),
     Mutant("schedule-intervals-without-times", FILE, " * times.at(size, base) / times.at(size, k) - 1", " - 1", TESTS),
-    Mutant("schedule-zero-for-vllm-unasked", FILE, "by_batch = ranges(schedule.drafting)",
-           "by_batch = ranges(schedule.lengths)", TESTS),
+    Mutant("schedule-zero-for-vllm-unasked", FILE, "vllm_config(ranges(schedule.drafting))",
+           "vllm_config(ranges(schedule.lengths))", TESTS),
 ]  # fmt: skip

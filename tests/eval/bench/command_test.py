@@ -139,7 +139,7 @@ def test_a_prompts_artefact_gives_the_same_prompts_as_its_file(models, tmp_path)
     assert read_prompts(str(tmp_path / "prompts"), models["target"]) == from_file
     only_a = read_prompts(models["prompts"], models["target"], split="test", keep_tasks="a", limit=2)
     assert only_a == [prompt for prompt in from_file if prompt.task == "a"][:2]
-    with pytest.raises(InputError, match="splits test, train"):
+    with pytest.raises(InputError, match="no row of split dev"):
         read_prompts(models["prompts"], models["target"], split="dev")
 
 
