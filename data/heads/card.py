@@ -198,14 +198,7 @@ def _page(
 
 def _acceptance_card(head: Mapping[str, Any], drafter: str | None) -> HeadCard:
     """Describe an acceptance head as drafters describe themselves in `DraftHead.card`."""
-    shape: tuple[str, ...] = ()
-    state = head.get("state", "after")
-    if head:
-        blocks = f"{head['num_blocks']} {'tied ' if head.get('tied') else ''}residual block(s)"
-        layers = f"{blocks} of width {head.get('width') or head['hidden_size']}, then one logit"
-        if head.get("activation") == "relu":
-            layers = f"a rectified layer, {layers}; the features go straight to it"
-        shape = (f"- {layers}", f"- features: {', '.join(head.get('features') or ('none',))}")
+    state, shape = head.get("state", "after"), tuple(f"- {name}: {_code(value)}" for name, value in head.items())
     option = f":drafter={drafter}" if drafter else ""
     method = f"specdec++:h=0.7{option}" if state == "after" else f"online:head=on{option}"
     return HeadCard("Acceptance head", ACCEPTANCE_HEAD, ("specdec++",), method, shape=shape)

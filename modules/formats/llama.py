@@ -248,10 +248,10 @@ def check_options(
 
     vocabularies: fields that must be the target's whole vocabulary.
     """
-    if lacking := missing_keys(raw):
-        raise InputError("rope_scaling", f"no {', '.join(lacking)}", "all that its kind needs", "Complete config.json.")
     if llama.rope_scaling.kind not in KNOWN:
         raise InputError("rope_type", llama.rope_scaling.kind, " or ".join(KNOWN), UNSUPPORTED)
+    if lacking := missing_keys(raw):
+        raise InputError("rope_scaling", f"no {', '.join(lacking)}", "all that its kind needs", "Complete config.json.")
     for field, plain in PLAIN_VALUES.items():
         if raw.get(field) not in (None, plain):
             expected = "nothing" if plain is None else f"{plain} or nothing"

@@ -21,14 +21,7 @@ from draftsmith.modules.types import InputError
 BASE = 10000.0  # the default of all systems
 PARTIAL = "partial_rotary_factor"
 # Keys that a kind of scaling needs (transformers' modeling_rope_utils.py).
-REQUIRED = {
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "yarn": ("factor",),
-    "longrope": ("short_factor", "long_factor"),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-}
-ROPE_NUMBERS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", PARTIAL)
+REQUIRED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
 
 
 @dataclass(frozen=True)
