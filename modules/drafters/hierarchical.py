@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -41,7 +42,7 @@ class HierarchicalDrafter:
 
         dynamic: continue while M2's entropy stays below the threshold (HSDDW); else hand over after one M2 round.
         """
-        self._lm, self.inner, self.max_drafted, self._dynamic = middle, inner, max_drafted, dynamic
+        self._lm, self.inner, self.max_drafted, self.dynamic = middle, inner, max_drafted, dynamic
         # Not static: features are read after later calls.
         self._session = middle.session(1, min(capacity, middle.info.max_position), inner.capture, static=False)
         self.rule = RunningEntropy()
@@ -79,7 +80,7 @@ class HierarchicalDrafter:
                 error.model, error.position = error.model or "mid", (error.position or 0) + len(self._tokens) - start
                 raise
             distributions += rows
-            if not self._dynamic or max(self.rule.entropies[-len(rows) :]) > self.rule.threshold:
+            if not self.dynamic or max(self.rule.entropies[-len(rows) :]) > self.rule.threshold:
                 break
         drafted = self._tokens[start:]
         del self._tokens[start:]
@@ -170,6 +171,7 @@ class PreVerification(Method):
     k: int = 10
     drafter: str = "draft"
     drafts_for = "mid"
+    stop: ClassVar[Callable[[int], StopPolicy]] = FixedLength
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -180,27 +182,21 @@ class PreVerification(Method):
         at_least("k", self.k, 1)
         at_most("k", self.k, MAX_HANDED_OVER - 1)
 
-    def policy(self) -> StopPolicy:
-        return FixedLength(self.k)
-
-    @property
-    def handed_over(self) -> tuple[int, bool]:
-        """Most tokens handed to the target at once, and whether M1 and M2 take turns until then."""
-        return self.k + 1, False
+    def drafter_of(self, models: Models) -> HierarchicalDrafter:
+        """Build the drafter of one row."""
+        assert models.mid is not None
+        inner = build_chains(models, self.drafter, [self.stop(self.k)], models.mid)
+        return HierarchicalDrafter(models.mid, inner, self.k + 1, False, models.capacity)
 
     def build(self, models: Models, rows: int = 1) -> Drafter:
-        middle = models.mid
-        assert middle is not None
-        inner = [build_chains(models, self.drafter, [self.policy()], middle) for _ in range(rows)]
-        return EachRow([HierarchicalDrafter(middle, own, *self.handed_over, models.capacity) for own in inner])
+        return EachRow([self.drafter_of(models) for _ in range(rows)])
 
 
 @dataclass(frozen=True)
 class PreAndSelfVerification(PreVerification):
     """The method pre-verify, where M1 stops by its own entropy (HSDDW, figure 5b)."""
 
-    def policy(self) -> StopPolicy:
-        return SelfVerify(self.k)
+    stop = SelfVerify
 
 
 @dataclass(frozen=True)
@@ -220,9 +216,10 @@ class Hsddw(PreAndSelfVerification):
         at_least("max", self.max, 1)
         at_most("max", self.max, MAX_HANDED_OVER)
 
-    @property
-    def handed_over(self) -> tuple[int, bool]:
-        return self.max, True
+    def drafter_of(self, models: Models) -> HierarchicalDrafter:
+        drafter = super().drafter_of(models)
+        drafter.max_drafted, drafter.dynamic = self.max, True
+        return drafter
 
 
 METHODS = {"pre-verify": PreVerification, "pre+self-verify": PreAndSelfVerification, "hsddw": Hsddw}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -18,7 +18,7 @@ from draftsmith.modules.decoding.branches import as_decoding
 from draftsmith.modules.decoding.protocols import DraftTree, StopPolicy
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.tree import MAX_NODES, StaticTree
-from draftsmith.modules.drafters.base import HeadCard, TrainStep
+from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.drafters.eagle.net import EagleConfig, OfLlama
 from draftsmith.modules.drafters.feature_heads import FeatureDrafter, FeatureHead
 from draftsmith.modules.drafters.growth import Level, grow_static
@@ -143,11 +143,6 @@ class HydraHead(MedusaHead, FeatureHead):
         super().check_init(settings, config)
         cls.check_kept("prefix_attention", settings.prefix_attention, config.prefix_attention)
 
-    def copy_lm_head(self, wanted: Tensor) -> None:
-        super().copy_lm_head(wanted)
-        for layer in self.lm_heads:
-            layer.get_parameter("bias").data.zero_()
-
     # -- loss
 
     def read(self, batch: FeatureBatch) -> Tensor:
@@ -194,16 +189,6 @@ class HydraHead(MedusaHead, FeatureHead):
     def branches(self, target: CausalLM, depth: int) -> HydraBranches:
         at_most("depth", depth, self.config.num_heads)
         return HydraBranches(self, target, depth)
-
-    @classmethod
-    def card(cls, head: Mapping[str, Any]) -> HeadCard:
-        card = super().card(head)
-        shape = card.shape
-        if head:
-            prefix = ", behind a decoder layer over the target's states" if head["llama"]["num_layers"] else ""
-            whose = "lm_heads of their own" if head.get("own_lm_head") else "the target's lm_head"
-            shape = (f"- {head['num_heads']} heads, each an MLP of {head['num_layers']} layer(s), {whose}{prefix}",)
-        return HeadCard("Hydra heads", card.what, card.tags, "hydra", shape, card.metrics)
 
 
 class LeanHydra:
@@ -343,8 +328,10 @@ class HydraBranches(MedusaBranches):
             self._text = self._net.prefix(stack.chain(features, stack.new_cache(1, len(tokens))))
         self._ids = torch.tensor(tokens, device=self.device)
 
-    def _begin(self, starts: Tensor) -> Tensor:
-        return self._net.next_input(super()._begin(starts), self._ids[starts.to(self.device) - 1])
+    def _before(self, starts: Tensor) -> Tensor:
+        read = self._text[starts.to(self.device) - self.min_start]  # [S, H]
+        self._read = self._net.next_input(read, self._ids[starts.to(self.device) - 1])
+        return self._state(0)
 
     def _step(self, starts: Tensor, level: int, tokens: Tensor, hidden: Tensor) -> Tensor:
         self._read = self._net.next_input(self._read, tokens.to(self.device))

@@ -144,13 +144,10 @@ class MedusaHead(DraftHead):
         cls.check_kept("lm_head", settings.lm_head, "own" if config.own_lm_head else "target")
 
     def start(self, weights: TargetWeights) -> None:
-        if self.config.own_lm_head:
-            self.copy_lm_head(weights.lm_head())
-
-    def copy_lm_head(self, wanted: Tensor) -> None:
-        """Copy an lm_head [V, H] into that of every head."""
         for layer in self.lm_heads:
-            layer.get_parameter("weight").data.copy_(wanted)
+            layer.get_parameter("weight").data.copy_(weights.lm_head())
+            if self.lm_head_bias:
+                layer.get_parameter("bias").data.zero_()
 
     # -- loss
 
@@ -226,11 +223,15 @@ class MedusaHead(DraftHead):
 
     @classmethod
     def card(cls, head: Mapping[str, Any]) -> HeadCard:
-        whose = "an lm_head of its own" if head.get("own_lm_head") else "the target's lm_head"
-        shape = (f"- {head['num_heads']} heads of {head['num_layers']} residual block(s) and {whose}",) if head else ()
+        shape = []
+        if head:
+            whose = "an lm_head of its own" if head.get("own_lm_head") else "the target's lm_head"
+            shape = [f"- {head['num_heads']} heads of {head['num_layers']} layer(s) and {whose}"]
+            if head.get("llama", {}).get("num_layers"):
+                shape.append("- a decoder layer over the target's states, whose outputs the heads read")
         metrics = {f"top1_{i}": f"the same of the head for the {i}. token" for i in range(2, 10)}
-        card = super().card(head)
-        return replace(card, title="Medusa heads", method="medusa", shape=shape, metrics=metrics)
+        title, card = f"{cls.kind.title()} heads", super().card(head)
+        return replace(card, title=title, method=cls.kind, shape=tuple(shape), metrics=metrics)
 
 
 def lm_head_passes(config: Any, settings: MedusaSettings) -> int:
@@ -315,23 +316,14 @@ class MedusaBranches(BranchDrafter):
         assert features is not None and len(features) == len(tokens)
         self._text = features
 
-    def _level(self, level: int) -> Tensor:
-        if level == len(self._head.heads):
-            expected = f"at most {level - 1} for a head that reads the state after a token"
-            raise InputError("depth", level, expected, "Make labels of shorter drafts, or pass --state before.")
-        return self._state(level)
-
-    def _state(self, level: int) -> Tensor:
-        return self._head.heads[level](self._read)
-
-    def _begin(self, starts: Tensor) -> Tensor:
-        """Return the inputs of the first head."""
-        return super()._before(starts)
-
     def _before(self, starts: Tensor) -> Tensor:
         # Kept for the later tokens of these drafts.
-        self._read = self._begin(starts)
-        return self._level(0)
+        self._read = super()._before(starts)
+        return self._state(0)
+
+    def _state(self, level: int) -> Tensor:
+        """Return the states [S, H] of the head of this level."""
+        return self._head.heads[level](self._read)
 
     def lm_head(self, hidden: Tensor, level: int | Tensor = 0) -> Tensor:
         if isinstance(level, int):
@@ -343,7 +335,10 @@ class MedusaBranches(BranchDrafter):
         return logits
 
     def _step(self, starts: Tensor, level: int, tokens: Tensor, hidden: Tensor) -> Tensor:
-        return self._level(level + 1)
+        if level + 1 == len(self._head.heads):
+            expected = f"at most {level} for a head that reads the state after a token"
+            raise InputError("depth", level + 1, expected, "Make labels of shorter drafts, or pass --state before.")
+        return self._state(level + 1)
 
 
 def in_type_of(head: Head, target: CausalLM) -> Head:
