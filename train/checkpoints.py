@@ -25,8 +25,7 @@ from draftsmith.data.store.reading import read_object
 from draftsmith.modules.types import InputError
 
 FOLDER, STATE, MANIFEST = "checkpoints", "state.pt", "manifest.json"
-SCHEMA_VERSION = 1
-SHAPE = {"schema_version": int, "files": {"*": {"bytes": int, "sha256": str}}}
+SHAPE = {"files": {"*": {"sha256": str}}}
 NAME = re.compile(r"step-(\d{8,})")
 # Exceptions that reading a damaged file or manifest may raise.
 DAMAGE = (OSError, ValueError, KeyError, TypeError)
@@ -56,7 +55,7 @@ class Checkpoints(CheckpointIO):
             # Write everything under a temporary name, then rename.
             partial.mkdir()
             entry = _write(checkpoint, partial / STATE)
-            manifest = {"kind": "checkpoint", "schema_version": SCHEMA_VERSION, "step": checkpoint["global_step"]}
+            manifest = {"kind": "checkpoint", "step": checkpoint["global_step"]}
             write_json(partial / MANIFEST, {**manifest, **self.about, "files": {STATE: entry}})
             # Damaged, or the run would have resumed from it.
             if path.exists():
@@ -105,31 +104,18 @@ def newest_intact(folder: Path, warn: Callable[[str], None]) -> Path | None:
     """
     saved = all_in(folder)
     for path in reversed(saved):
-        reason = damage(path)
+        try:
+            files = read_object(path / MANIFEST, SHAPE)["files"]
+            changed = [name for name, entry in files.items() if file_sha256(path / name) != entry["sha256"]]
+            reason = f"{', '.join(changed)} has other content than was written" if changed else ""
+        except DAMAGE as error:
+            reason = f"{type(error).__name__}: {error}"
         if not reason:
             return path
         warn(f"warning: checkpoint {path} is damaged ({reason}): skipped")
     if saved:
         raise InputError(str(folder), "only damaged checkpoints", "an intact one", "Choose another output.")
     return None
-
-
-def damage(path: Path) -> str:
-    """Return the reason why a checkpoint is damaged, or an empty string."""
-    try:
-        # Sizes first: hashing takes longer.
-        manifest = read_object(path / MANIFEST, SHAPE)
-        if manifest["schema_version"] != SCHEMA_VERSION:
-            return f"schema version {manifest['schema_version']}, not {SCHEMA_VERSION}"
-        for name, entry in manifest["files"].items():
-            size = (path / name).stat().st_size
-            if size != entry["bytes"]:
-                return f"{name} has {size} bytes, not {entry['bytes']}"
-            if file_sha256(path / name) != entry["sha256"]:
-                return f"{name} has other content than was written"
-    except DAMAGE as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def step_of(path: Path | None) -> int:
@@ -181,4 +167,4 @@ def _write(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
         # On disk before the rename makes it visible.
         file.flush()
         os.fsync(file.fileno())
-    return {"bytes": path.stat().st_size, "sha256": hashed.sha256.hexdigest()}
+    return {"sha256": hashed.sha256.hexdigest()}

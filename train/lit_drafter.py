@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,10 +36,10 @@ class LitDrafter(LitHead):
     `fit` trains with it as `draftsmith train` does: exact resumption, checkpoints, best/, tau. To learn something else,
     override `loss`, and `validation` for the metrics.
 
-    It also runs in a plain `lightning.Trainer` with any DataLoader, on batches that are a `FeatureBatch`
-    (`draftsmith.collate`) or a dictionary of its fields. They are turned into micro-batches when they are moved to the
-    device: every token of an accumulated step counts the same, in whichever batch it is. Lightning's own hooks log
-    losses as train/..., with lr and grad_norm, and validation as val/....
+    It also runs in a plain `lightning.Trainer` with any DataLoader, whose batches `draftsmith.collate` makes. They
+    become micro-batches when they are moved to the device: every token of an accumulated step counts the same, in
+    whichever batch it is. Lightning's own hooks log losses as train/..., with lr and grad_norm, and validation as
+    val/....
     """
 
     head: DraftHead
@@ -147,8 +147,10 @@ class LitDrafter(LitHead):
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> MicroBatch:
         """Move a batch to the device, as a micro-batch."""
         if not isinstance(batch, MicroBatch):
-            data = as_batch(batch)
-            mask = data.attention_mask
+            if not isinstance(batch, FeatureBatch):
+                remedy = "Pass collate_fn=draftsmith.collate to the DataLoader."
+                raise InputError("batch", type(batch).__name__, "a FeatureBatch", remedy)
+            data, mask = batch, batch.attention_mask
             rows = [data.input_ids.shape[1]] * len(data.input_ids) if mask is None else mask.sum(-1).tolist()
             lengths = data.lengths or tuple(rows)
             keys = tuple(SampleKey(0, self._num_batches * ROWS + row) for row in range(len(lengths)))
@@ -258,30 +260,3 @@ class FeatureSource:
         features = self._target.features(everything.to(self._target.device), capture=self._capture).to(ids.device)
         start = sum(rows[: rank()])
         return features[start : start + ids.shape[0], : ids.shape[1]]
-
-
-def as_batch(batch: Any) -> FeatureBatch:
-    """Check a batch of any DataLoader: a `FeatureBatch`, or its fields by name, right-padded.
-
-    Raises:
-        InputError: another type, or fields that are missing, unknown or of another shape.
-    """
-    if isinstance(batch, FeatureBatch):
-        return batch
-    names = {field.name for field in dataclasses.fields(FeatureBatch)}
-    if not isinstance(batch, Mapping):
-        remedy = "Pass collate_fn=draftsmith.collate to the DataLoader."
-        raise InputError("batch", type(batch).__name__, f"a FeatureBatch or a dictionary of {sorted(names)}", remedy)
-    wrong = sorted(set(batch) - names) + sorted({"input_ids", "loss_mask"} - set(batch))
-    if wrong:
-        expected = f"input_ids and loss_mask, and no other than {', '.join(sorted(names))}"
-        raise InputError("batch", f"the fields {', '.join(map(str, batch))}", expected, f"Look at {', '.join(wrong)}.")
-    ids, mask = batch["input_ids"], batch["loss_mask"].bool()
-    if ids.ndim != 2 or ids.shape != mask.shape:
-        shapes = f"input_ids {list(ids.shape)} and loss_mask {list(mask.shape)}"
-        raise InputError("batch", shapes, "both [B, T], padded at the right", "Pass collate_fn=draftsmith.collate.")
-    attended = batch.get("attention_mask")
-    attended = torch.ones_like(mask) if attended is None else attended.bool()  # [B, T]
-    positions = torch.arange(ids.shape[1], device=ids.device) * attended  # [B, T]
-    defaults = {"features": None, "position_ids": positions}
-    return FeatureBatch(**{**defaults, **batch, "loss_mask": mask, "attention_mask": attended})

@@ -63,13 +63,13 @@ def prepare(config: TrainedConfig, module_class: type[LitDrafter] | None = None)
     target = load_lm(
         config.target, dtype, device, config.engine, config.trust_remote_code, parallel=config.target_parallel
     )
-    head_config = config_for(config, target)
-    layers = drafter.learns_from(head_config, target.info.num_layers)
+    head_shape = head_config(config, llama_shape(target, target.info.path or config.target))
+    layers = drafter.learns_from(head_shape, target.info.num_layers)
 
     # Data: a head to fine-tune may have a shorter context than its target.
     train = open_data(config.data, config, target, layers)
     val = open_data(config.val, config, target, layers) if config.val is not None else None
-    context = min(target.info.max_position, head_config.max_position)
+    context = min(target.info.max_position, head_shape.max_position)
     train_samples, val_samples = train_and_val(config, train, val, context, drafter.lookahead)
 
     def token_counts() -> Tensor:
@@ -174,7 +174,7 @@ def make_head(config: TrainDrafterConfig, target: CausalLM, counts: Callable[[],
             target or contradicts the options.
     """
     drafter = config.drafter
-    head_config = config_for(config, target)
+    head_shape = head_config(config, llama_shape(target, target.info.path or config.target))
     weights = FrozenWeights(target, counts)
     if config.init != "random":
         head = starting_head(config.init, config.kind, target.info.hidden_size, target.info.vocab_size)
@@ -183,15 +183,10 @@ def make_head(config: TrainDrafterConfig, target: CausalLM, counts: Callable[[],
     else:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
-            head = drafter(head_config)
+            head = drafter(head_shape)
         head.start(weights)
     head.freeze(config)
     return head
-
-
-def config_for(config: TrainDrafterConfig, target: CausalLM) -> Any:
-    """Return `head_config` for a loaded target."""
-    return head_config(config, llama_shape(target, target.info.path or config.target))
 
 
 def head_config(config: TrainDrafterConfig, target: LlamaConfig) -> Any:

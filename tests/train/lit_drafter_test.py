@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 import draftsmith
 from draftsmith.modules.types import InputError
-from draftsmith.train.lit_drafter import LitDrafter, as_batch
+from draftsmith.train.lit_drafter import LitDrafter
 
 WIDTHS = (5, 9, 12, 7, 3, 11, 8, 6)
 
@@ -113,26 +113,10 @@ def test_noise_is_scaled_by_the_features_of_the_first_batch(target, rows, tmp_pa
     assert module.feature_std == pytest.approx(float(torch.cat(read).std(correction=0)), rel=1e-6)
 
 
-def test_dictionaries_are_batches_too(target, rows, tmp_path):
+def test_another_batch_is_refused_in_a_line(target, rows, tmp_path):
     plain = [{name: own[None] for name, own in row.items()} for row in rows]
-    module = module_of(target)
-    trainer_of(tmp_path).fit(module, DataLoader(plain, batch_size=None))
-    assert len(logged(tmp_path, "train/loss")) == 2
-
-
-@pytest.mark.parametrize(
-    ("batch", "told"),
-    [
-        ([torch.zeros(2, 3)], "collate_fn"),
-        ({"input_ids": torch.zeros(2, 3)}, "loss_mask"),
-        ({"input_ids": torch.zeros(2, 3), "loss_mask": torch.zeros(2, 3), "labels": 0}, "labels"),
-        ({"input_ids": torch.zeros(2, 3), "loss_mask": torch.zeros(2, 4)}, r"\[2, 4\]"),
-        ({"input_ids": torch.zeros(3), "loss_mask": torch.zeros(3)}, r"\[B, T\]"),
-    ],
-)
-def test_other_batches_are_refused_in_a_line(batch, told):
-    with pytest.raises(InputError, match=told):
-        as_batch(batch)
+    with pytest.raises(InputError, match="collate_fn"):
+        trainer_of(tmp_path).fit(module_of(target), DataLoader(plain, batch_size=None))
 
 
 def test_a_trainer_without_an_end_is_refused(target, rows, tmp_path):
