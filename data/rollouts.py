@@ -120,8 +120,7 @@ class Rollouts:
             drafted = branches.draft(starts, depth, params, draws)
         except NonFinite as error:
             # A head that reads broken features is not to blame for its logits.
-            head = self.drafter.head
-            if head is not None and head.needs_features and features is not None:
+            if self.drafter.head is not None and features is not None:
                 error.model = "target" if first_broken(features) is not None else error.model
             raise
 

@@ -66,12 +66,12 @@ class LitDrafter(LitHead):
         super().__init__(head, config, total_steps, frozen="target")
         self.target, self.settings, self.feature_std = target, config, feature_std
         self.source = source or FeatureSource(target, head.learns_from(head.config, target.info.num_layers))
-        self.monitor, self.larger_is_better = head.monitor, head.larger_is_better
+        self.monitor, self.larger_is_better = head.monitor, True
 
     def loss(self, inputs: FeatureBatch, step: TrainStep | None) -> LossOutput:
         """Return the mean over `DraftHead.loss_count`, with sums and counts to log.
 
-        inputs: with features [B, T, L*H] of the target if the head reads any. step: None in validation.
+        inputs: with features [B, T, L*H] of the target. step: None in validation.
         """
         return self.head.loss(inputs, self.target, self.settings, step)
 
@@ -82,10 +82,10 @@ class LitDrafter(LitHead):
     def read(self, batch: MicroBatch, validating: bool = False) -> tuple[FeatureBatch, Tensor | None]:
         """Return the batch with its features: stored ones decoded, or the target's, in the target's dtype."""
         data: FeatureBatch = batch.data
-        if data.features is not None or not self.head.needs_features:
+        if data.features is not None:
             # Stored features were checked when they were written.
             self.source.join()
-            if data.features is not None and data.scale is not None:
+            if data.scale is not None:
                 data = dataclasses.replace(data, features=decoded(data.features, data.scale), scale=None)
             states = None
         elif data.lengths is None:
@@ -100,7 +100,7 @@ class LitDrafter(LitHead):
             states = self.source(documents.side_by_side(data.input_ids), documents.lengths)  # [D, L, L*H]
             states = documents.end_to_end(states)  # [1, N, L*H]
             data = dataclasses.replace(data, features=states)
-        if self.feature_std is None and self.head.needs_features:
+        if self.feature_std is None:
             # The first batch of a plain Trainer.
             features = data.features
             assert features is not None
@@ -121,8 +121,7 @@ class LitDrafter(LitHead):
     def flops(self, batch: MicroBatch) -> float:
         head = self.head
         step = dataclasses.replace(self.train_step(batch), lengths=batch.real_lengths)
-        computed = head.needs_features and batch.data.features is None
-        target_flops = features_flops(self.target, step.lengths) if computed else 0.0
+        target_flops = features_flops(self.target, step.lengths) if batch.data.features is None else 0.0
         rows = head.logit_rows(batch.data, self.settings) if batch.logit_rows is None else batch.logit_rows
         own = head.flops(head.config, self.settings, step, rows)
         return own and target_flops + own

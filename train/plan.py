@@ -183,7 +183,7 @@ def plan_of(config: TrainDrafterConfig, world: int = 0, samples: int = 60_000, l
     head.freeze(config)
     # Layers whose states are the features.
     captured = drafter.learns_from(head_shape, shape.num_layers)
-    feature_size = shape.hidden_size * max(1, len(captured)) if drafter.needs_features else 0
+    feature_size = shape.hidden_size * max(1, len(captured))
     stored = (config.data / MANIFEST).exists() and Manifest.read(config.data).kind == "features"
 
     # Steps, as the training's own order makes them. A head to fine-tune may reach less far than its target.

@@ -85,9 +85,7 @@ def prepare(config: TrainedConfig, module_class: type[LitDrafter] | None = None)
         config,
         functools.partial(drafter.logit_rows, settings=config),
     )
-    std = 1.0
-    if drafter.needs_features:
-        std = feature_std(train_samples, target, layers, config.feature_dtype if cache is not None else None)
+    std = feature_std(train_samples, target, layers, config.feature_dtype if cache is not None else None)
 
     # The module, and what measures it.
     module_class = module_class or LitDrafter

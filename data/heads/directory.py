@@ -341,7 +341,7 @@ class FrozenDrafter:
     @torch.no_grad()
     def features(self, text: Sequence[int]) -> Tensor | None:
         """Return the target's states [T, L*H] that the head reads along a text; None for a language model."""
-        if self.head is None or not self.head.needs_features:
+        if self.head is None:
             return None
         return self.lm.features(torch.tensor([text], device=self.lm.device), capture=self.capture)[0]
 

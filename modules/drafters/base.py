@@ -97,10 +97,9 @@ class DraftHead(nn.Module, ABC):
         field with metadata {"volatile": True} has no effect on the weights.
     defaults: values of the common options in place of their own defaults.
     lookahead: rows fewer than tokens that the alignment leaves of a sequence; pieces of a long one overlap by so many.
-    needs_features: the head reads hidden states of the target.
     whole_weights: the loss reads weights outside of their modules, so that ZeRO-3 cannot split them.
     passes: option with the number of its own draft tokens that it is trained on, if there is one.
-    monitor, larger_is_better: validation metric that picks best/, and its direction.
+    monitor: validation metric that picks best/, its largest value.
     precision, output: type of the weights that it drafts with, and its copy of the target's lm_head in that type.
     of_target: names of weights that are the target's and never trained; the manifest records them.
     """
@@ -110,11 +109,9 @@ class DraftHead(nn.Module, ABC):
     Settings: ClassVar[type]
     defaults: ClassVar[dict[str, Any]] = {}
     lookahead: ClassVar[int] = 1
-    needs_features: ClassVar[bool] = True
     whole_weights: ClassVar[bool] = False
     passes: ClassVar[str] = ""
     monitor: ClassVar[str] = "top1"
-    larger_is_better: ClassVar[bool] = True
 
     config: Any
     of_target: tuple[str, ...] = ()
@@ -164,7 +161,7 @@ class DraftHead(nn.Module, ABC):
     def loss(self, batch: FeatureBatch, target: CausalLM, settings: Any, step: TrainStep | None) -> LossOutput:
         """Return the mean over `loss_count`, with sums and counts to log.
 
-        batch: with features [B, T, L*H] if the head needs any. target: frozen; gradients flow through its `embed` and
+        batch: with features [B, T, L*H]. target: frozen; gradients flow through its `embed` and
         `lm_head`. step: None in validation, which has no noise and no schedule, and may report more.
         """
 

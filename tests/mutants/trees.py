@@ -55,8 +55,6 @@ MUTANTS = [
            "outcome is not None:", (EAGLE_TREES,)),
     Mutant("static-tree-takes-the-next-rank", GROWN, "[shape.ranks[node] for node in nodes]",
            "[max(shape.ranks[node] - 1, 0) for node in nodes]", (EAGLE_TREES,)),
-    Mutant("static-tree-sent-for-every-draft", GROWN, "@functools.lru_cache(maxsize=16)\n", "",
-           ("tests/modules/drafters/eagle_tree_test.py",)),
     Mutant("static-tree-reads-behind-other-parents", GROWN, "[above[i] for i in inner]", "inner",
            ("tests/modules/drafters/eagle_tree_test.py",)),
     Mutant("static-tree-all-from-the-first-parent", GROWN, "[places[shape.parents[node]] for node in nodes]",

@@ -14,7 +14,7 @@ from draftsmith.modules.decoding.protocols import Outcome
 from draftsmith.modules.decoding.tree import StaticTree
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.drafters.feature_heads import FeatureTreeDrafter
-from draftsmith.modules.drafters.growth import DynamicTree, Level, grow_static
+from draftsmith.modules.drafters.growth import DynamicTree
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
@@ -157,31 +157,3 @@ def tree_paths(slow: SlowHead, shape: StaticTree) -> list[tuple[int, ...]]:
         above = () if parent < 0 else paths[parent]
         paths.append((*above, int(slow.log_prob(above).argsort(descending=True)[rank])))
     return paths
-
-
-def test_a_static_tree_is_sent_to_its_device_once():
-    """A device that waits for numbers of the host at every level is what a draft then waits for."""
-    sent: list[str] = []
-
-    class Sent(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-            sent.extend([str(op)] * ("lift_fresh" in str(op) or "_to_copy" in str(op)))
-            return op(*args, **(kwargs or {}))
-
-    shape = StaticTree.from_paths([[0], [1], [0, 0], [0, 1], [1, 0], [1, 0, 0]])
-    scores = torch.randn(2, 3, V, generator=torch.Generator().manual_seed(0))
-    counts, trees = [], []
-    for _ in range(2):
-        with Sent():
-            trees.append(
-                grow_static(
-                    shape,
-                    Level(scores[:, :1], scores[:, :1]),
-                    lambda tokens, above, depth: Level(scores[:, : tokens.shape[1]], scores[:, : tokens.shape[1]]),
-                    [3, 2],
-                )
-            )
-        counts.append(len(sent))
-        sent.clear()
-    assert counts[0] > 0 == counts[1] and trees[0] == trees[1]
-    assert [len(tree.tokens) for tree in trees[0]] == [6, 5]

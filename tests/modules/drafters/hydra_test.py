@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.tree import StaticTree
-from draftsmith.modules.drafters.hydra import HydraDrafter, HydraHead, HydraSettings
+from draftsmith.modules.drafters.hydra import HydraHead, HydraSettings
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import FeatureBatch, SamplingParams
@@ -171,26 +171,6 @@ def test_a_chain_reads_what_it_has_drafted(plus: bool) -> None:
         own = torch.randn(len(emitted), H, generator=rng, dtype=torch.float64)
         drafter.commit(0, emitted, own)
         features, text = torch.cat([features, own]), text + emitted
-
-
-@PLUS
-@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
-def test_shapes_that_recur_draft_the_same(plus: bool, tree: bool) -> None:
-    """As on a GPU, where rows are read by graphs: without prefix attention they run over no layer at all."""
-    target, head, rng = TableLM(1), random_hydra_heads(2, plus), torch.Generator().manual_seed(0)
-    shape = StaticTree.from_paths([[0], [1], [0, 1], [1, 0]]) if tree else None
-    features, texts = [torch.randn(n, H, generator=rng, dtype=torch.float64) for n in (2, 5)], [[1, 3], [2, 2, 0, 1, 3]]
-    found = []
-    for static in (False, True):
-        drafter = HydraDrafter(head, target, [FixedLength(3), FixedLength(3)], 32, static, shape)
-        for row, (text, own) in enumerate(zip(texts, features, strict=True)):
-            drafter.begin(row, text, own, 2)
-        rounds = [drafter.propose([8, 8], SamplingParams(), [TorchSource(0)] * 2)]
-        for row in range(2):
-            drafter.commit(row, [3, 1], features[1][:2])
-        rounds.append(drafter.propose([8, 8], SamplingParams(), [TorchSource(0)] * 2))
-        found.append([[one.tokens for one in made] for made in rounds])
-    assert found[0] == found[1]
 
 
 @PLUS
