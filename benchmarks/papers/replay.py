@@ -216,7 +216,7 @@ class RecordedPredictor(Predictor, Protocol):
 class KnownPredictor(TrainedPredictor):
     """Predictor with recorded probabilities."""
 
-    learns, repeats = False, None
+    learns = False
 
     def __init__(self, probs: Floats, late: bool):
         """probs [S, K]: of every drafted token. late: the probability of a token is known one token later."""

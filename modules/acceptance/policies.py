@@ -175,12 +175,7 @@ class PredictorStop(StopPolicy):
 
 
 class TrainedPredictor(Predictor, Protocol):
-    """Predictor by a trained head, which `OnlinePredictor` can build on.
-
-    repeats: its scores of repetitions, if it reads them; they are shared, so that every token is looked up once.
-    """
-
-    repeats: RepeatScores | None
+    """Predictor by a trained head, which `OnlinePredictor` can build on."""
 
     def logit(self, view: DraftView) -> float:
         """Return the log-odds of `prob`; infinite if there is no token to predict yet."""
@@ -200,7 +195,7 @@ class OnlinePredictor(Predictor):
 
     def __init__(self, head: TrainedPredictor | None = None):
         self.late, self._head = head is not None and head.late, head
-        self._repeats = (head and head.repeats) or RepeatScores()
+        self._repeats = RepeatScores()
         more = {} if head is None else {"prior": self.TRUST, "memory": self.MEMORY}
         self.model = OnlineLogistic((head is not None) + 2, **more)
         self.learners = (self.model,)

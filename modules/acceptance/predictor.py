@@ -79,17 +79,17 @@ class HeadPredictor(TrainedPredictor):
         self._shared: dict[str, Tensor] = {}
         # Of a late head: features of the token that it predicts next.
         self._before: list[float] = []
-        self.repeats = RepeatScores() if "repeat" in names else None
+        self._repeats = RepeatScores() if "repeat" in names else None
 
     def beside(self) -> HeadPredictor:
         """Return a predictor for another row, which shares the weights and the table."""
         other = copy(self)
-        other._before, other.repeats = [], RepeatScores() if self.repeats is not None else None
+        other._before, other._repeats = [], RepeatScores() if self._repeats is not None else None
         return other
 
     def reset(self) -> None:
-        if self.repeats is not None:
-            self.repeats.reset()
+        if self._repeats is not None:
+            self._repeats.reset()
 
     def start_round(self) -> None:
         self._before = []
@@ -107,7 +107,7 @@ class HeadPredictor(TrainedPredictor):
         features: list[float] = []
         if self._read:
             confidence = confidence_of(view, self._asked) if self._reads_distribution else UNREAD
-            features = [read(view, confidence, self.repeats) for read in self._read]
+            features = [read(view, confidence, self._repeats) for read in self._read]
         if self.late:
             # This state has read the token before: predict that one.
             features, self._before = self._before, features

@@ -58,7 +58,6 @@ class RepeatScores:
 
     def __init__(self) -> None:
         self._repeats, self._before = Repeats(), tuple[int, ...]()
-        self._last: tuple[DraftView | None, float] = None, 0.0
 
     def reset(self) -> None:
         """Start a new prompt."""
@@ -67,16 +66,13 @@ class RepeatScores:
     def score(self, view: DraftView) -> float:
         """Return half the length of the longest repeated suffix before the token, negated if another token followed it
         in the text; 0 if none is repeated."""
-        # Several predictors may ask about one view: it is looked up once.
-        if view is not self._last[0]:
-            if view.num_drafted == 1:
-                self._repeats.read(view.context)
-                self._before = tuple(view.context[-Repeats.SIZES[0] :])
-            half, expected = self._repeats.follower(self._before)
-            self._last = view, half if expected == view.token else -half
-            # The next token follows this one.
-            self._before = (*self._before[1 - Repeats.SIZES[0] :], view.token)
-        return self._last[1]
+        if view.num_drafted == 1:
+            self._repeats.read(view.context)
+            self._before = tuple(view.context[-Repeats.SIZES[0] :])
+        half, expected = self._repeats.follower(self._before)
+        # The next token follows this one.
+        self._before = (*self._before[1 - Repeats.SIZES[0] :], view.token)
+        return half if expected == view.token else -half
 
 
 def followers(text: Sequence[int], starts: Sequence[int], drafted: Tensor) -> tuple[Tensor, Tensor]:

@@ -76,14 +76,3 @@ def test_scores_follow_a_growing_text_and_reset_with_the_prompt():
         drafted = [other[start], *text[start + 1 : start + 4]]
         expected = [by_search(other[:start], drafted[:j], token) for j, token in enumerate(drafted)]
         assert shown(other[:start], drafted) == expected
-
-
-def test_a_view_that_is_scored_twice_has_one_score():
-    text, nothing = copying_text(7, 60), torch.empty(0, 0)
-    for start in (20, 40, 42, 50):
-        seen, drafted = RepeatScores(), text[start : start + 6]
-        views = [
-            DraftView(n + 1, token, nothing, nothing, None, context=text[:start]) for n, token in enumerate(drafted)
-        ]
-        expected = [by_search(text[:start], drafted[:j], token) for j, token in enumerate(drafted)]
-        assert [(seen.score(view), seen.score(view)) for view in views] == [(value, value) for value in expected]

@@ -52,6 +52,15 @@ def test_a_node_that_exactly_pays_is_left_out():
     assert rule.deeper(lambda: [math.log(0.51), math.log(0.5)])
 
 
+def test_only_chosen_nodes_count_as_expected():
+    rule = TreeRule(TIMES)
+    taken = rule.choose([math.log(p) for p in (0.9, 0.5, 0.08, 0.05, 0.04)])
+    rule.observe(taken, draft_calls=2, num_accepted=1)
+    kept = 1 - 1 / 500
+    assert taken == 3
+    assert rule.trust == pytest.approx((3 * kept + 1) / (3 * kept + 0.9 + 0.5 + 0.08))
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_the_best_number_of_nodes_is_chosen_on_a_stepped_curve(seed):
     draws = random.Random(seed)
