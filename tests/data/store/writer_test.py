@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -41,9 +42,14 @@ def holder(tmp_path):
     process.communicate()
 
 
-def test_a_second_writer_is_refused_until_the_first_is_killed(holder, tmp_path):
+def test_a_second_writer_is_refused_until_the_first_is_killed(holder, tmp_path, monkeypatch):
     with pytest.raises(InputError, match="where another process writes"), writing_alone(tmp_path / "out"):
         pytest.fail("two writers")
+    with monkeypatch.context() as rank_1:  # writes beside rank 0
+        rank_1.setenv("RANK", "1")
+        rank_1.setenv("WORLD_SIZE", "2")
+        config = types.SimpleNamespace(output=tmp_path / "out")
+        assert sole_writer(shared=True)(lambda config: "written")(config) == "written"
     os.kill(holder.pid, signal.SIGKILL)
     holder.wait()
     # Its child holds the lock for a moment longer.
@@ -70,16 +76,3 @@ def test_a_process_may_hold_a_directory_twice_and_leaves_nothing(tmp_path):
     with writing_alone(tmp_path / "out"), writing_alone(tmp_path / "out"):
         assert not occupied(tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_ranks_above_0_write_beside_rank_0(holder, tmp_path, monkeypatch):
-    @sole_writer(shared=True)
-    def run(config):
-        return "written"
-
-    class Config:
-        output = tmp_path / "out"
-
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    assert run(Config) == "written"
