@@ -76,9 +76,9 @@ class TrainAcceptanceConfig(TrainConfig):
             Default: after, for rollouts before.
         features: Numbers of the draft's distribution and of repetitions that it reads too; [] for none. Default: none,
             for rollouts log_q, logit_q, depth and repeat, and temperature if the labels have several.
-        width: Width of the hidden layers, 0 for the drafter's. Default: 0, for rollouts the sweep's, or 128.
-        sweep: For rollouts, first train heads of three widths for few and for more epochs, and take the best size.
-            Only in one process, for a new head, without width and max_steps.
+        width: Width of the hidden layers, 0 for the drafter's. Default: 0. For rollouts, heads of three widths are
+            first trained for few and for more epochs, and the best size is taken; with several processes, max_steps or
+            init it is 128.
         w_acc: Loss weight of accepted tokens.
         w_rej: Loss weight of rejected tokens. Default: 6, for rollouts 1.
         mix: Labels of mixed text: probability that the draft reads the target's token instead of its own. Default 0.15.
@@ -92,7 +92,6 @@ class TrainAcceptanceConfig(TrainConfig):
     state: State | None = None
     features: tuple[Feature, ...] | None = None
     width: int | None = None
-    sweep: bool = True
     w_acc: float = 1.0
     w_rej: float | None = None
     mix: float | None = None
@@ -108,8 +107,7 @@ class TrainAcceptanceConfig(TrainConfig):
     @property
     def sweeps(self) -> bool:
         """True if sizes are tried first. Several ranks could choose different ones, so only one process tries."""
-        free = self.width is None and self.max_steps == 0 and self.init is None
-        return self.sweep and free and world_size(self) == 1
+        return self.width is None and self.max_steps == 0 and self.init is None and world_size(self) == 1
 
     @property
     def read_model(self) -> str:

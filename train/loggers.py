@@ -8,7 +8,7 @@ import importlib.util
 import io
 import os
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -108,17 +108,6 @@ class TrackedRun(WandbLogger):
         artifact = head_artifact(wandb, self.run.name, directory, card)
         self.run.log_artifact(artifact, aliases=["best", f"step-{artifact.metadata['step']}"])
 
-    def log_inputs(self, directories: Iterable[Path]) -> None:
-        """Record data artefacts as inputs of the run, in the lineage of its head."""
-        import wandb
-
-        for directory in directories:
-            try:
-                use_artifact(self.run, data_artifact(wandb, directory))
-            except Exception as error:
-                # An error of the network or the server: the training does not need it.
-                self._log(f"Weights & Biases: {directory} is not in the head's lineage ({type(error).__name__})")
-
     def finalize(self, status: str) -> None:
         if self._open:
             self._open = False
@@ -160,7 +149,14 @@ def start_run(
     }
     run = start_wandb(wandb, config.wandb, options, log)
     logger = TrackedRun(run, log)
-    logger.log_inputs(path for path in (config.data, config.val) if path is not None and (path / MANIFEST).is_file())
+    # Data artefacts are inputs of the run, in the lineage of its head.
+    for path in (config.data, config.val):
+        if path is not None and (path / MANIFEST).is_file():
+            try:
+                use_artifact(run, data_artifact(wandb, path))
+            except Exception as error:
+                # An error of the network or the server: the training does not need it.
+                log(f"Weights & Biases: {path} is not in the head's lineage ({type(error).__name__})")
     # An offline run starts empty.
     if resumed and not run.resumed:
         for step, metrics in table.logged():

@@ -134,7 +134,7 @@ def test_the_size_with_the_lowest_held_out_kl_is_taken(artefacts, rollouts, tmp_
 
 
 def test_no_size_is_tried_if_one_is_given(artefacts, rollouts, tmp_path):
-    asked = ({"width": 4}, {"max_steps": 3}, {"sweep": False})
+    asked = ({"width": 4}, {"max_steps": 3})
     for number, changes in enumerate(asked):
         config = a_config(artefacts, rollouts, tmp_path / str(number), **changes)
         assert prepare(config).module.head.config.width == changes.get("width", 128)
