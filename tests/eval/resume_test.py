@@ -81,20 +81,6 @@ def test_the_same_command_goes_on_behind_what_was_measured(config, unbroken, tmp
     assert (tmp_path / "results.json").read_text() == before and counts(broken) == unbroken
 
 
-def test_another_setting_in_an_unfinished_directory_is_one_error_that_names_it(config, tmp_path, monkeypatch):
-    broken = dataclasses.replace(config, output=tmp_path)
-    with monkeypatch.context() as patch:
-        interrupt_after(patch, 1)
-        with pytest.raises(KeyboardInterrupt):
-            bench.run(broken)
-    other = dataclasses.replace(broken, max_new_tokens=9, top_k=5)
-    with pytest.raises(InputError) as error:
-        bench.run(other)
-    message = str(error.value)
-    assert "settings.max_new_tokens 8 there, 9 here; settings.top_k 0 there, 5 here" in message
-    assert "another --output, or delete" in message and "\n" not in message
-
-
 def test_a_killed_process_is_continued(config, models, tmp_path):
     """SIGKILL in the middle: no handler runs, nothing is written behind it."""
     many = tmp_path / "many.jsonl"

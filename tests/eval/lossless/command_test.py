@@ -178,14 +178,6 @@ def test_answers_end_with_the_first_end_token_or_at_the_limit():
     assert ends_as_asked([4, 4, 4], (), 3)
 
 
-def test_results_repeat_by_the_seed(models, tmp_path):
-    found = []
-    for name, seed in (("first", 3), ("second", 3), ("other", 4)):
-        run(config(models, tmp_path / name, methods="spec:k=3", seed=seed, limit=1, sampled_tokens=100))
-        found.append(rows(tmp_path / name)["spec:k=3, batched"]["sampling"])
-    assert found[0] == found[1] and found[0] != found[2]
-
-
 def test_models_that_only_transformers_runs_have_the_single_loop(models, tmp_path):
     assert run(config(models, tmp_path, methods="spec:k=3", engine="hf", sampled_tokens=0, limit=1)) == 0
     assert set(rows(tmp_path)) == {"spec:k=3, single"}
