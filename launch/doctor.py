@@ -9,7 +9,6 @@ import platform
 import re
 import shutil
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,10 +93,7 @@ def kernels() -> dict[str, Any]:
     facts["int8 products"] = yes(can_int8())
     if torch.cuda.is_available():
         facts["bfloat16 on the GPU"] = yes(torch.cuda.is_bf16_supported(including_emulation=False))
-        facts["flash attention"] = yes(torch.backends.cuda.flash_sdp_enabled())
-        facts["memory-efficient attention"] = yes(torch.backends.cuda.mem_efficient_sdp_enabled())
-    facts["NCCL"] = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None
-    facts["gloo"] = yes(torch.distributed.is_available() and torch.distributed.is_gloo_available())
+        facts["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     return facts
 
 
@@ -112,6 +108,5 @@ def surroundings() -> dict[str, Any]:
     facts: dict[str, Any] = {"free here": f"{shutil.disk_usage(Path.cwd()).free / GIB:.1f} GiB"}
     facts["Weights & Biases key"] = "found" if has_wandb_key() else "none: runs stay offline"
     facts["SLURM"] = yes(shutil.which("sbatch") is not None)
-    facts["terminal"] = f"{shutil.get_terminal_size().columns} columns, {sys.stdout.encoding}"
     facts |= {name: os.environ[name] for name in VARIABLES if name in os.environ}
     return facts
