@@ -151,11 +151,8 @@ def sequence_drafter(name: str, target: TableLM, draft: TableLM, seed: int):
     """A drafter of one sequence."""
     if name.startswith(("pre-verify", "pre+self-verify", "hsddw")):
         middle, dynamic = TableLM(seed + 200), name.startswith("hsddw")
-        k = 1 if name.startswith("pre-verify") or name.endswith("eagle") else 2
-        head = random_eagle_head(seed) if name.endswith("eagle") else None
-        stops = [FixedLength(k) if name.startswith("pre-verify") else SelfVerify(k)]
-        inner = FeatureDrafter(head, middle, stops, CAPACITY) if head else DraftModelDrafter(draft, stops, CAPACITY)
-        return HierarchicalDrafter(middle, inner, 2 if head else 3, dynamic, CAPACITY)
+        stop = FixedLength(1) if name.startswith("pre-verify") else SelfVerify(2)
+        return HierarchicalDrafter(middle, DraftModelDrafter(draft, [stop], CAPACITY), 3, dynamic, CAPACITY)
     if name.startswith("pld"):
         return PromptLookupDrafter(3, 2)
     if name.startswith("lookahead"):
@@ -179,7 +176,7 @@ TREE_TIMES = TreeTimes(0.2, 0.2, tuple(1 + 0.2 * nodes for nodes in range(10)))
 METHODS = ["ar", "spec:k=1", "spec:k=2", "spec:k=3", "specdec++", "specdec++calibrated", "confidence", "self-verify",
            "specdec++early", "cost", "online", "online:head",
            "cost:eagle", "online:eagle", "eagle:k=2", "specdec++:eagle", "confidence:eagle", "tree",
-           *EAGLE_TREES, "pre-verify", "pre+self-verify", "hsddw", "hsddw:eagle", "medusa",
+           *EAGLE_TREES, "pre-verify", "pre+self-verify", "hsddw", "medusa",
            "medusa-chain:k=2", "medusa:own",
            "hydra", "hydra-chain:k=2", "hydra++",
            "pld", "lookahead", "pearl:k=1", "pearl:k=2"]  # fmt: skip

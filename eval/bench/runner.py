@@ -301,17 +301,12 @@ def load_models(
             lms[role] = load_smaller_lm(role, paths, target, longest, **loading | changes)
     draft, mid = lms.get(MODEL), lms.get("mid")
 
-    # Heads, each for the one model whose features it reads.
+    # Heads, which read the target's features.
     heads: dict[str, Any] = {}
     for kind in (need for need in needs if need not in (MODEL, *ROLES)):
-        owners = {item.method.drafts_for for item in named if kind in item.method.needs}
-        if len(owners) > 1:
-            found = f"methods whose {kind} head drafts for the target, and methods whose head drafts for --mid"
-            raise InputError("methods", found, f"one owner of the {kind} head", "Run them one after the other.")
-        owner = target if owners == {"target"} else mid
         check_precision("draft_precision", draft_precision, str(target.device))
-        heads[kind] = load_head(paths[kind], owner, kind=kind)
-        heads[kind].draft_in(draft_precision, owner)
+        heads[kind] = load_head(paths[kind], target, kind=kind)
+        heads[kind].draft_in(draft_precision, target)
 
     # The acceptance head.
     acceptance: AcceptanceHead | None = None

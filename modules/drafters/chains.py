@@ -20,25 +20,20 @@ from draftsmith.modules.decoding.stop import Confidence, FixedLength, SelfVerify
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.drafters.methods import Method, Models, known_methods
 from draftsmith.modules.drafters.row_drafter import RowDrafter
-from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, at_least, between
 
 
-def build_chains(
-    models: Models, drafter: str, stops: Sequence[StopPolicy], target: CausalLM | None = None
-) -> RowDrafter:
+def build_chains(models: Models, drafter: str, stops: Sequence[StopPolicy]) -> RowDrafter:
     """Build a drafter of chains for as many rows as there are policies.
 
-    drafter: `draft`, or the kind of a trained drafter. target: another model to draft for (HSDDW's middle one); drafts
-    for the target end with an end token.
+    drafter: `draft`, or the kind of a trained drafter.
     """
     if drafter == "draft":
         assert models.draft is not None
         chains: RowDrafter = DraftModelDrafter(models.draft, stops, models.capacity)
     else:
-        chains = models.heads[drafter].drafter(target or models.target, stops, models.capacity)
-    if target is None:
-        chains.end_ids = frozenset(models.ends)
+        chains = models.heads[drafter].drafter(models.target, stops, models.capacity)
+    chains.end_ids = frozenset(models.ends)
     return chains
 
 

@@ -64,6 +64,7 @@ class DraftModelDrafter(RowDrafter):
         self._session.select(rows)
 
     def rewind(self, row: int, length: int) -> None:
-        super().rewind(row, length)
+        """Truncate a row to its first `length` tokens."""
+        del self._rows[row].tokens[length:]
         self._rows[row].read = min(self._rows[row].read, length)
         self._session.keep([own.read for own in self._rows])

@@ -156,13 +156,6 @@ class FeatureDrafter(RowDrafter):
         super().select(rows)
         self.cache.select(rows)
 
-    def rewind(self, row: int, length: int) -> None:
-        super().rewind(row, length)
-        lengths = list(self.cache.lengths)
-        lengths[row] = min(lengths[row], length - 1)
-        self._rows[row].features = self._rows[row].features[: length - 1 - lengths[row]]
-        self.cache.keep(lengths)
-
 
 class FeatureTreeDrafter(FeatureDrafter):
     """Drafts trees, level by level with one forward of the head each. Nodes are chosen, not sampled."""

@@ -20,12 +20,11 @@ from draftsmith.modules.decoding.protocols import (
 )
 from draftsmith.modules.decoding.stop import FixedLength, RunningEntropy, SelfVerify, entropy
 from draftsmith.modules.decoding.verify import verify
-from draftsmith.modules.drafters.chains import build_chains, check_drafter
+from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.drafters.methods import Method, Models
-from draftsmith.modules.drafters.row_drafter import RowDrafter
 from draftsmith.modules.finite import NO_TOKEN, NonFinite
 from draftsmith.modules.sampling import Source, best_token, probabilities
-from draftsmith.modules.targets.base import CausalLM, Scores
+from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams, at_least, at_most
 
 
@@ -37,31 +36,28 @@ class HierarchicalDrafter:
     inner: M1. rule: entropies of M2's distributions in this round, and their threshold.
     """
 
-    def __init__(self, middle: CausalLM, inner: RowDrafter, max_drafted: int, dynamic: bool, capacity: int):
-        """inner: M1 for a single row, with M2 as its target. max_drafted: most tokens handed to the target.
+    def __init__(self, middle: CausalLM, inner: DraftModelDrafter, max_drafted: int, dynamic: bool, capacity: int):
+        """inner: M1, for a single row. max_drafted: most tokens handed to the target.
 
         dynamic: continue while M2's entropy stays below the threshold (HSDDW); else hand over after one M2 round.
         """
         self._lm, self.inner, self.max_drafted, self.dynamic = middle, inner, max_drafted, dynamic
-        # Not static: features are read after later calls.
-        self._session = middle.session(1, min(capacity, middle.info.max_position), inner.capture, static=False)
+        self._session = middle.session(1, min(capacity, middle.info.max_position), static=False)
         self.rule = RunningEntropy()
         # Committed ones, then this round's draft; M2 has read the first `_read`.
         self._tokens: list[int] = []
         self._read = 0
-        # Position -> M2's feature there [H], while M1 may need it.
-        self._features: dict[int, Tensor] = {}
         self._num_drafted = self._calls = 0
 
     def start(self, prompt: Sequence[int], features: Tensor, first_token: int) -> None:
         self._session.reset(1)
         self.rule.reset()
-        scores = self._session.extend([prompt])
-        self._check(scores)
+        # M2 may not draft on a text that it has read wrong, even if the target's first token comes next.
+        if best_token(self._session.extend([prompt]).logits[0, -1]) == NO_TOKEN:
+            raise NonFinite(model="mid", position=-1)
         self._tokens, self._read = [*prompt, first_token], len(prompt)
-        self.inner.begin(0, prompt, scores.features[0], first_token)
+        self.inner.begin(0, prompt, features, first_token)
         self._inner_length = len(self._tokens)
-        self._features = {}
 
     def propose(self, max_drafted: int, params: SamplingParams, source: Source) -> DraftTree:
         # M2's context may be shorter than the target's; one of its positions goes to the last token that it reads.
@@ -90,57 +86,30 @@ class HierarchicalDrafter:
 
     def _round(self, room: int, params: SamplingParams, source: Source) -> list[Tensor]:
         """Let M1 draft and M2 verify. Appends at most `room` tokens and returns M2's distributions of them."""
-        self._catch_up()
+        # The target's own tokens are new to M1.
+        self.inner.commit(0, self._tokens[self._inner_length :], None)
         tree = self.inner.propose([room - 1], params, [source])[0] if room > 1 else NO_DRAFT
         assert tree.is_chain, "M1 drafts chains"
         self._calls += tree.draft_calls
-        scores = self._extend([*self._tokens[self._read :], *tree.tokens], len(tree.tokens) + 1)
+        unread = [*self._tokens[self._read :], *tree.tokens]
+        scores = self._session.extend([unread], num_logits=len(tree.tokens) + 1)
+        self._calls += 1
+        self._read += len(unread)
         (verdict,) = verify([tree], scores.logits, params, [source])
         assert verdict is not None and verdict.next_token is not None
         emitted = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
         self._keep(len(self._tokens) + len(verdict.path))
-        logits, features = scores.logits[0], scores.features[0]
-        first = len(features) - len(tree.tokens) - 1
-        features = features[first : first + len(emitted)]
+        logits = scores.logits[0]
         if tree.tokens:
-            self.inner.advance([Outcome(tuple(emitted), len(verdict.path), features, logits)])
+            self.inner.advance([Outcome(tuple(emitted), len(verdict.path), scores.features[0], logits)])
         else:
-            self.inner.commit(0, emitted, features)
+            self.inner.commit(0, emitted, None)
         self._tokens += emitted
         self._inner_length = len(self._tokens)
         drawn_from = SamplingParams(1.0) if params.greedy else params
         distributions = [probabilities(row, drawn_from) for row in logits[: len(emitted)]]
         self.rule.entropies += [entropy(distribution) for distribution in distributions]
         return distributions
-
-    @staticmethod
-    def _check(scores: Scores) -> None:
-        """Raise NonFinite if M2 is broken there: M1 may read its features before M2 has to choose a token."""
-        if best_token(scores.logits[0, -1]) == NO_TOKEN:
-            raise NonFinite(model="mid", position=-1)
-
-    def _catch_up(self) -> None:
-        """Commit the target's own tokens to M1. If M1 reads features, M2 first reads what precedes them."""
-        first, end = self._inner_length, len(self._tokens)
-        if first == end:
-            return
-        features = None
-        if self.inner.needs_features:
-            # The draft was accepted whole: M2 has not read its own last token.
-            if self._read < end - 1:
-                self._check(self._extend(self._tokens[self._read : -1], num_logits=1))
-            features = torch.stack([self._features[i] for i in range(first - 1, end - 1)])
-        self.inner.commit(0, self._tokens[first:], features)
-        self._inner_length = end
-
-    def _extend(self, unread: Sequence[int], num_logits: int) -> Scores:
-        """Let M2 read the next tokens."""
-        self._calls += 1
-        scores = self._session.extend([unread], num_logits=num_logits)
-        if self.inner.needs_features:
-            self._features |= dict(enumerate(scores.features[0], start=self._read))
-        self._read += len(unread)
-        return scores
 
     def _keep(self, length: int) -> None:
         """Drop all that M2 has read behind the first `length` tokens."""
@@ -153,8 +122,6 @@ class HierarchicalDrafter:
         self._keep(length)
         self.inner.rewind(0, length)
         self._inner_length = min(self._inner_length, length)
-        # M1 will need the features from the token before its next one on.
-        self._features = {i: row for i, row in self._features.items() if self._inner_length - 1 <= i < length}
         self.rule.observe(self._num_drafted, outcome.num_accepted)
 
 
@@ -163,29 +130,20 @@ MAX_HANDED_OVER = 64
 
 @dataclass(frozen=True)
 class PreVerification(Method):
-    """M1 drafts k tokens, M2 verifies them once, and what M2 emits is the draft for the target.
-
-    drafter: draft for a draft model, or the kind of a trained drafter, whose head was trained for M2.
-    """
+    """M1 drafts k tokens, M2 verifies them once, and what M2 emits is the draft for the target."""
 
     k: int = 10
-    drafter: str = "draft"
-    drafts_for = "mid"
+    uses = ("mid", "draft")
     stop: ClassVar[Callable[[int], StopPolicy]] = FixedLength
 
-    @property
-    def needs(self) -> tuple[str, ...]:
-        return ("mid", self.drafter)
-
     def __post_init__(self) -> None:
-        check_drafter(self.drafter)
         at_least("k", self.k, 1)
         at_most("k", self.k, MAX_HANDED_OVER - 1)
 
     def drafter_of(self, models: Models) -> HierarchicalDrafter:
         """Build the drafter of one row."""
-        assert models.mid is not None
-        inner = build_chains(models, self.drafter, [self.stop(self.k)], models.mid)
+        assert models.mid is not None and models.draft is not None
+        inner = DraftModelDrafter(models.draft, [self.stop(self.k)], models.capacity)
         return HierarchicalDrafter(models.mid, inner, self.k + 1, False, models.capacity)
 
     def build(self, models: Models, rows: int = 1) -> Drafter:

@@ -96,13 +96,11 @@ class Method:
     """A way to decode.
 
     uses: models that it needs whatever its settings: `draft`, `mid`, the kind of a head, or `acceptance`.
-    drafts_for: the model whose features its head reads, if it uses one.
     batchable: several prompts can be decoded together.
     """
 
     batchable: ClassVar[bool] = True
     uses: ClassVar[tuple[str, ...]] = ()
-    drafts_for: ClassVar[Literal["target", "mid"]] = "target"
 
     @property
     def needs(self) -> tuple[str, ...]:

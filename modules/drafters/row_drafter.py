@@ -36,7 +36,7 @@ class DraftedRow:
 
 
 class RowDrafter(ABC):
-    """A `Drafter` apart from its model. In HSDDW it also serves a model that itself drafts: see `commit`, `rewind`.
+    """A `Drafter` apart from its model.
 
     needs_features: it reads features of the model it drafts for. model: its name in errors. end_ids: tokens that end a
     chain.
@@ -123,7 +123,3 @@ class RowDrafter(ABC):
         if self.needs_features:
             assert features is not None and len(features) == len(tokens)
             own.features = torch.cat([own.features, features]) if len(own.features) else features
-
-    def rewind(self, row: int, length: int) -> None:
-        """Truncate a row to its first `length` tokens."""
-        del self._rows[row].tokens[length:]

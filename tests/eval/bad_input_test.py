@@ -64,7 +64,6 @@ WRONG = [
     ("spec", {"draft": "foreign"}, "draft: found .*foreign with tokenizer"),
     # Heads of other models.
     ("eagle", {"target": "narrow", **EAGLE}, "width 32, expected width 16"),
-    ("hsddw:drafter=eagle", {"mid": "draft", **EAGLE}, "trained for another model"),
     ("eagle", {"eagle": "acceptance"}, "an acceptance head, expected a model or head that drafts"),
     ("specdec++", {"draft": "other", "acceptance": "acceptance"}, "trained for another model"),
     # The head reads the EAGLE head's states: one for a draft model, for the target itself or for another EAGLE head

@@ -51,7 +51,6 @@ BROKEN = {
     "pre-verify:k=2": ("draft", "mid"),
     "pre+self-verify:k=2": ("draft", "mid"),
     "hsddw:k=2:max=4": ("draft", "mid"),
-    "hsddw:k=2:max=4:drafter=eagle": ("eagle", "mid"),
     "pld:k=3:ngram=1": (),
     "lookahead:w=3:n=3:g=3": (),
     "pearl:k=2": ("draft",),

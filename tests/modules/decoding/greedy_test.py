@@ -26,7 +26,7 @@ METHODS = [
     "specdec++:h=0.5:min=1:max=5:drafter=eagle", "confidence:t=0.2:max=6:drafter=eagle",
     "self-verify:k=5:drafter=eagle", "eagle-tree", "eagle2:nodes=12:depth=3:topk=4",
     "pre-verify:k=4",
-    "pre+self-verify:k=5", "hsddw:k=3:max=9", "pre-verify:k=3:drafter=eagle", "hsddw:k=3:max=9:drafter=eagle",
+    "pre+self-verify:k=5", "hsddw:k=3:max=9",
     "pld:k=6", "lookahead:w=6:n=4:g=6", "pearl:k=3", "hf-target", "hf-draft",
 ]  # fmt: skip
 OWN = [method for method in METHODS if not method.startswith("hf")]
