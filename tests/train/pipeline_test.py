@@ -21,7 +21,7 @@ from draftsmith.train.acceptance import TrainAcceptanceConfig
 from draftsmith.train.checkpoints import FOLDER, all_in, step_of
 from draftsmith.train.command import run
 
-STEPS = 250
+STEPS = 150
 # What time and memory show in is not compared.
 COST = "cost/"
 
