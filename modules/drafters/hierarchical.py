@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,7 +15,6 @@ from draftsmith.modules.decoding.protocols import (
     DraftTree,
     EachRow,
     Outcome,
-    StopPolicy,
     chain_parents,
 )
 from draftsmith.modules.decoding.stop import FixedLength, RunningEntropy, SelfVerify, entropy
@@ -134,7 +133,7 @@ class PreVerification(Method):
 
     k: int = 10
     uses = ("mid", "draft")
-    stop: ClassVar[Callable[[int], StopPolicy]] = FixedLength
+    stop: ClassVar[type[FixedLength] | type[SelfVerify]] = FixedLength
 
     def __post_init__(self) -> None:
         at_least("k", self.k, 1)
