@@ -36,6 +36,8 @@ class PlainEagle3:
         if self.raw.get("fc_norm"):
             parts = [self._norm(f"fc_norm.{i}", part) for i, part in enumerate(states.split(size, -1))]
             states = torch.cat(parts, -1)
+        if self.raw.get("norm_before_fc"):
+            states = self._norm("input_norm", states)
         fed, found = states @ self.tensors["fc.weight"].T, []
         for _ in range(steps):
             out = self._layer(embedding[ids], fed)[-1:]

@@ -63,6 +63,7 @@ class Flags(NamedTuple):
     """Switches of EAGLE-3 heads, as of `Eagle3Config`."""
 
     fc_norm: bool = False
+    norm_before_fc: bool = False
     norm_output: bool = False
     norm_before_residual: bool = False
 
@@ -79,7 +80,10 @@ class Eagle3Format(LlamaFormat):
 
     def flags(self, raw: Mapping[str, Any]) -> Flags:
         """Read the switches."""
-        return Flags(*(bool(raw.get(name)) for name in Flags._fields))
+        inner = raw.get("eagle_config")
+        inner = inner if isinstance(inner, Mapping) else {}
+        before = bool(raw.get("norm_before_fc") or inner.get("norm_before_fc"))
+        return Flags(*(bool(raw.get(name)) for name in Flags._fields))._replace(norm_before_fc=before)
 
     @abstractmethod
     def ids(self, raw: Mapping[str, Any]) -> tuple[int, ...] | None:
@@ -131,8 +135,6 @@ class Eagle3Format(LlamaFormat):
         check_options(raw, llama, target, ("vocab_size",))
         inner = raw.get("eagle_config")
         inner = inner if isinstance(inner, Mapping) else {}
-        if raw.get("norm_before_fc") or inner.get("norm_before_fc"):
-            raise InputError("config.json, norm_before_fc", True, "false", UNSUPPORTED)
         if (width := raw.get("target_hidden_size")) not in (None, raw.get("hidden_size")):
             raise InputError("config.json, target_hidden_size", width, "the head's own width", UNSUPPORTED)
         if inner.get("use_aux_hidden_state") is False:

@@ -55,7 +55,6 @@ class SpeculatorsEagle3(Eagle3Format):
             "draft_vocab_size": config.draft_vocab_size,
             # Always explicit: vLLM and speculators have different defaults.
             **{name: getattr(config, name) for name in Flags._fields},
-            "norm_before_fc": False,
             "target_hidden_size": None,
             IDS: None if ids is None else list(ids),
             "embed_requires_grad": False,

@@ -27,6 +27,7 @@ class Eagle3Config(OfLlama):
     capture: layers of the target whose inputs it reads, ascending; number k is the residual state after k layers.
     draft_vocab_size: tokens that it can draft, the rows of its lm_head; the target's vocabulary if that is whole.
     fc_norm: each of these states is normed before they are joined (EAGLE-3.1).
+    norm_before_fc: they are normed side by side, as one vector of n H, before they are joined.
     norm_output: its own states are normed before it reads them again (EAGLE-3.1).
     norm_before_residual: the residual of its layer is the normed state; only heads of other trainers have it.
     """
@@ -34,6 +35,7 @@ class Eagle3Config(OfLlama):
     capture: tuple[int, ...]
     draft_vocab_size: int
     fc_norm: bool = False
+    norm_before_fc: bool = False
     norm_output: bool = False
     norm_before_residual: bool = False
 
@@ -47,6 +49,8 @@ class Eagle3Config(OfLlama):
         if not self.capture or list(self.capture) != sorted(set(self.capture)):
             expected = "some layers of the target, each once, ascending"
             raise InputError("capture", list(self.capture), expected, "Correct it.")
+        if self.fc_norm and self.norm_before_fc:
+            raise InputError("norm_before_fc", "true with fc_norm", "one norm of the states", "Correct it.")
 
     @property
     def reduced(self) -> bool:
@@ -111,6 +115,7 @@ class Eagle3Net(nn.Module):
         self.fc = nn.Linear(len(config.capture) * size, size, bias=False)
         norms = len(config.capture) if config.fc_norm else 0
         self.fc_norm = nn.ModuleList(RMSNorm(size, eps) for _ in range(norms))
+        self.input_norm = RMSNorm(len(config.capture) * size, eps) if config.norm_before_fc else None
         self.layer = PairLayer(config.llama)
         self.norm = RMSNorm(size, eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False).requires_grad_(False)
@@ -125,6 +130,8 @@ class Eagle3Net(nn.Module):
         if len(self.fc_norm):
             parts = states.chunk(len(self.fc_norm), -1)
             states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+        if self.input_norm is not None:
+            states = self.input_norm(states)
         return self.fc(states)
 
     def logits_input(self, hidden: Tensor) -> Tensor:
@@ -192,7 +199,9 @@ class LeanEagle3:
 
     def __init__(self, net: Eagle3Net, target: CausalLM, precision: Precision = "dtype"):
         """precision: of products with its weights."""
-        config, norms = net.config, list[Any](net.fc_norm)
+        config: Eagle3Config = net.config
+        # The norm of all states is that of one part.
+        norms: list[Any] = [net.input_norm] if config.norm_before_fc else list(net.fc_norm)
         pair: Any = net.layer
         make_linear = partial(linear_of, pack=target.packed, precision=precision)
         self._embed, self._num_tokens = target.embed, config.vocab_size

@@ -18,6 +18,7 @@ PASSES = 4
 SHAPES = [
     {},
     {"fc_norm": True, "norm_output": True},
+    {"norm_before_fc": True},
     {"norm_before_residual": True},
 ]
 

@@ -223,7 +223,12 @@ class Linear(Target):
 
 @pytest.mark.parametrize(
     ("late", "reduced"),
-    [({}, True), ({"fc_norm": True, "norm_output": True}, True), ({"norm_before_residual": True}, False)],
+    [
+        ({}, True),
+        ({"fc_norm": True, "norm_output": True}, True),
+        ({"norm_before_fc": True}, True),
+        ({"norm_before_residual": True}, False),
+    ],
     ids=str,
 )
 def test_decoding_computes_what_training_computed(late: dict[str, bool], reduced: bool) -> None:

@@ -37,6 +37,7 @@ from draftsmith.modules.types import InputError
 HELD = {
     "plain": ({}, tuple(EAGLE3)),
     "3.1": ({"fc_norm": True, "norm_output": True}, ("vllm", "sglang", "speculators")),
+    "norm before fc": ({"norm_before_fc": True}, ("vllm", "sglang", "speculators")),
     "other layers": ({"capture": (1, 4, 11)}, ("vllm", "sglang", "speculators")),
     "two layers": ({"capture": (1, 4), "fc_norm": True}, ("vllm", "sglang", "speculators")),
     "norm before the residual": ({"norm_before_residual": True}, ("vllm", "speculators")),
@@ -84,7 +85,8 @@ def test_a_written_head_drafts_as_a_plain_implementation_and_as_ours(case, name)
 
 
 def test_a_draft_of_several_tokens_is_that_of_a_plain_implementation():
-    for settings in ({}, {"fc_norm": True, "norm_output": True}, {"norm_before_residual": True}):
+    switches = ({}, {"fc_norm": True, "norm_output": True}, {"norm_before_fc": True}, {"norm_before_residual": True})
+    for settings in switches:
         head, package = random_eagle3(**settings), written("vllm", **settings)
         torch.manual_seed(7)
         ids, states = torch.randint(V, (6,)), torch.randn(6, 3 * H)
@@ -266,7 +268,7 @@ UNREADABLE = [
     ({IDS: [2, 6, 14]}, {}, r"layers: found \[2, 6, 14\], expected 3 distinct ones.*below 12"),
     ({IDS: "2,6,9"}, {}, "expected a list of integers"),
     ({"fc_norm": True}, {}, "fc_norm: found no norm of the target's states in the file"),
-    ({"norm_before_fc": True}, {}, "norm_before_fc: found True"),
+    ({"norm_before_fc": True}, {}, "input_norm.weight is missing"),
     ({"target_hidden_size": 99}, {}, "target_hidden_size: found 99"),
     ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "it is no EAGLE-3 head"),
 ]  # fmt: skip
