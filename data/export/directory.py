@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.data.export.gguf import read_gguf_head
 from draftsmith.data.models.checkpoint import read_model_json, weight_map
 from draftsmith.data.models.hub import model_directory
 from draftsmith.data.store.reading import open_tensors
@@ -27,7 +28,17 @@ STORED = "tensors by their names, nothing else"
 
 def package_directory(path: str) -> Path:
     """Return the local directory of a foreign head: a path, or a hub id, which is downloaded or cached."""
+    if (gguf := gguf_file(Path(path))) is not None:
+        return gguf.parent
     return model_directory(path, ("*.bin", "*.pt"))
+
+
+def gguf_file(path: Path) -> Path | None:
+    """Return a head's GGUF file: the path itself, or the only such file of a directory without config.json."""
+    if path.suffix == ".gguf" and path.is_file():
+        return path
+    files = [] if (path / "config.json").exists() else sorted(path.glob("*.gguf"))
+    return files[0] if len(files) == 1 else None
 
 
 def read_package(path: str) -> Package:
@@ -36,6 +47,8 @@ def read_package(path: str) -> Package:
     Raises:
         InputError: a file is absent, damaged, outside the directory, or holds more than tensors; weights are ambiguous.
     """
+    if (gguf := gguf_file(Path(path))) is not None:
+        return read_gguf_head(gguf)
     directory = package_directory(path)
     config = read_model_json(member(directory, "config.json", "the directory"))
     tensors: dict[str, Tensor] = {}
@@ -59,6 +72,8 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
     Raises:
         InputError: there are none, several and no index, or an index that names another place.
     """
+    if (gguf := gguf_file(directory)) is not None:
+        return (gguf,)
     names = sorted({entry.name for entry in directory.iterdir()} - NOT_WEIGHTS)
     for kind in KINDS:
         files = [name for name in names if name.endswith(kind)]

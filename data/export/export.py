@@ -3,29 +3,46 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+
 from draftsmith.data.console import print_text
 from draftsmith.data.export.assistant import check_assistant, write_assistant
 from draftsmith.data.export.check import RECORD, check_head, hashes_of, original
 from draftsmith.data.export.directory import read_package
-from draftsmith.data.export.report import CheckReport, print_report
+from draftsmith.data.export.gguf import (
+    copied_tokenizer,
+    rounded_to_q8,
+    tokenizer_metadata,
+    write_gguf,
+    write_gguf_model,
+)
+from draftsmith.data.export.report import CheckReport, Measure, print_report
 from draftsmith.data.export.states import state_source
 from draftsmith.data.heads.card import draft_model_card, measured_of, model_card
 from draftsmith.data.heads.directory import build_head, head_config, head_fields, made_with, named_kind, stored_tensors
 from draftsmith.data.models.checkpoint import INDEX
 from draftsmith.data.models.hub import loadable, model_directory
-from draftsmith.data.models.loading import DTYPES, load_lm, tokenizer_identity
+from draftsmith.data.models.loading import (
+    DTYPES,
+    check_same_tokenizer,
+    load_lm,
+    read_config,
+    tokenizer_identity,
+    vocabulary_size,
+)
 from draftsmith.data.settings import Dtype, Loading
 from draftsmith.data.store.files import whole_directory, write_json, write_tensors, write_text, write_torch
 from draftsmith.data.store.reading import open_tensors, read_object
 from draftsmith.data.store.writer import occupied, sole_writer
 from draftsmith.modules.decoding.tree import MAX_NODES
-from draftsmith.modules.formats import format_names, formats, formats_of, hf_assisted
-from draftsmith.modules.formats.base import HeadFormat, Package, Served
+from draftsmith.modules.formats import format_names, formats, formats_of, hf_assisted, llamacpp
+from draftsmith.modules.formats.base import HeadFormat, Package, Served, largest
 from draftsmith.modules.types import InputError, whole_number
 
 if TYPE_CHECKING:
@@ -38,6 +55,9 @@ RESULTS = {
     "meta": {"methods": {"*": dict}, "models?": dict, "prompts?": (dict, None)},
     "methods": [{"method": str, "tokens_per_s": float}],
 }
+GGUF_HEAD, GGUF_DRAFT = "head.gguf", "draft.gguf"
+# Largest difference of logits, as a share of the largest, that rounding to a type explains.
+GGUF_ERROR = {"float32": 1e-5, "float16": 0.01, "bfloat16": 0.05, "q8_0": 0.1}
 TARGET_INDEX = "target-index.json"
 
 
@@ -48,16 +68,19 @@ class ExportConfig(Loading):
     Attributes:
         format: eagle (SafeAILab/EAGLE), vllm and sglang take EAGLE-1 and EAGLE-3 heads, speculators EAGLE-3; specdec_pp
             an acceptance head with tied blocks; acceptance any acceptance head, with a statement of what a server must
-            feed it; hf-assisted a draft model, for transformers' assisted generation.
+            feed it; llamacpp an EAGLE-3 head of version 3, or a draft model, as one GGUF file; hf-assisted a draft
+            model, for transformers' assisted generation.
         output: The directory to write; new or empty.
         head: The head's directory, such as runs/eagle-head/best.
         target: The target model. Default: the one named in the head's manifest.
-        draft: The draft model to be exported as hf-assisted; or the draft whose hidden states an acceptance head reads:
-            a model, or the directory of a drafting head (default: the one named in its manifest).
+        target_gguf: The target's GGUF file, whose tokenizer a file for llama.cpp carries. Default: --target if it is
+            one, else it is made of the target's tokenizer.
+        draft: The draft model to be exported as hf-assisted or llamacpp; or the draft whose hidden states an acceptance
+            head reads: a model, or the directory of a drafting head (default: the one named in its manifest).
         results: Directory of an `eval bench` with this draft, for hf-assisted: the fastest settings are taken from it.
         num_drafted: Drafted tokens a round in the printed command; 0 takes the fastest chain of `eval bench --card`,
             else 5 (20 with a stop rule).
-        weights: Type of the exported weights; auto keeps the head's.
+        weights: Type of the exported weights; auto keeps the head's. q8_0 is llama.cpp's.
         license: Licence of the head, for the card.
         dtype: Type of the model that gives hidden states for the check; auto takes what its checkpoint holds.
     """
@@ -66,15 +89,19 @@ class ExportConfig(Loading):
     output: Path
     head: Path | None = None
     target: str | None = None
+    target_gguf: Path | None = None
     draft: str | None = None
     results: Path | None = None
     num_drafted: int = 0
-    weights: Dtype = "auto"
+    weights: Literal["auto", "float32", "bfloat16", "float16", "q8_0"] = "auto"
     license: str = ""
     dtype: Dtype = "auto"
 
     def __post_init__(self) -> None:
         whole_number("num_drafted", self.num_drafted, 0, MAX_NODES)
+        if self.format != llamacpp.NAME and (self.weights == "q8_0" or self.target_gguf is not None):
+            found, remedy = f"--format {self.format}", "Pass it, or leave out --weights q8_0 and --target-gguf."
+            raise InputError("format", found, f"{llamacpp.NAME}, which writes GGUF", remedy)
 
 
 class ExportDiffers(Exception):
@@ -91,6 +118,8 @@ def run(config: ExportConfig) -> int:
     if occupied(config.output):
         raise InputError("output", f"{config.output}, which exists", "a new directory", "Choose another.")
     write = export_assistant if config.format == hf_assisted.NAME else export_head
+    if config.format == llamacpp.NAME and config.head is None:
+        write = export_gguf_draft
     try:
         with whole_directory(config.output) as partial:
             report, command = write(config, partial)
@@ -116,12 +145,24 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[CheckReport, str
     head: Any = original(path, format.kind, source)
 
     # Convert and write, by default in the type of the head's file.
-    dtype = next(head.parameters()).dtype if config.weights == "auto" else DTYPES[config.weights]
+    weights = config.weights
+    if weights == "auto":
+        weights = str(next(head.parameters()).dtype).removeprefix("torch.")
+    dtype = DTYPES.get(weights, torch.float32)
     state = {name: stored.detach().cpu() for name, stored in stored_tensors(head).items()}
     state = {name: stored.to(dtype) if stored.is_floating_point() else stored for name, stored in state.items()}
+    if weights == "q8_0":
+        state = {name: rounded_to_q8(stored) for name, stored in state.items()}
     package = format.write(head.config, state, dtype, source.facts)
-    fields = {**package.config, **format.extra_fields(source.facts.raw, manifest, loadable(source.path))}
-    write_package(directory, Package(fields, package.tensors, package.metadata), format.weights_files)
+    model, written = loadable(source.path), str(config.output)
+    if format.name == llamacpp.NAME:
+        metadata, tensors = llamacpp.to_gguf(package)
+        metadata |= {"general.name": f"EAGLE-3 head of {Path(model).stem}", **target_tokenizer(config, source.path)}
+        write_gguf(directory / GGUF_HEAD, llamacpp.ARCHITECTURE, metadata, tensors, weights)
+        model, written = str(target_file(config, source.path) or "TARGET.gguf"), str(config.output / GGUF_HEAD)
+    else:
+        fields = {**package.config, **format.extra_fields(source.facts.raw, manifest, model)}
+        write_package(directory, Package(fields, package.tensors, package.metadata), format.weights_files)
 
     # Read back and compare with the head in the type of the export: rounding to that type is no difference.
     origin = {"path": str(path), "sha256": manifest["sha256"]["model.safetensors"], "target": manifest.get("target")}
@@ -134,7 +175,7 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[CheckReport, str
     measured = measured_of(path)
     verifier = loadable(config.target) if format.predicts and source.head_path is None and config.target else None
     count = config.num_drafted or num_drafted(measured, format)
-    command = format.serve(Served(loadable(source.path), str(config.output), count, source.head_path, verifier))
+    command = format.serve(Served(model, written, count, source.head_path, verifier))
     notes = list(format.notes)
     if format.target_index and (note := index_for_target(source.path, directory)):
         notes.append(note)
@@ -143,12 +184,51 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[CheckReport, str
         "command": command,
         "checks": report.passed,
         "head": origin,
-        "weights": str(dtype).removeprefix("torch."),
+        "weights": weights,
         "notes": notes,
     }
     facts = {**manifest, "head": head_fields(head), "license": config.license}
     write_text(directory / "README.md", model_card(format.kind, facts, measured=measured, export=export))
     return report, "\n\n".join([command, *notes])
+
+
+def target_file(config: ExportConfig, target: str) -> Path | None:
+    """Return the target's GGUF file, if there is one."""
+    return config.target_gguf or (Path(target) if target.endswith(".gguf") else None)
+
+
+def target_tokenizer(config: ExportConfig, target: str) -> dict[str, Any]:
+    """Return the metadata of the target's tokenizer: its GGUF file's, or made of its transformers files."""
+    file = target_file(config, target)
+    if file is None:
+        return tokenizer_metadata(target, read_config(target))
+    fields, size = copied_tokenizer(file), vocabulary_size(target)
+    count = len(fields["tokenizer.ggml.tokens"][0])
+    if count != size:
+        raise InputError("target_gguf", f"{file} with {count} tokens", f"{size}, as {target} has", "Pass its own file.")
+    return fields
+
+
+def export_gguf_draft(config: ExportConfig, directory: Path) -> tuple[CheckReport, str]:
+    """Write a draft model for llama.cpp and compare its logits with the model's. Returns the report and the command."""
+    draft, target = _given(config, "draft", "the draft model, or --head"), _given(config, "target", "its target")
+    check_same_tokenizer(target, draft)
+    weights = "float32" if config.weights == "auto" else config.weights
+    write_gguf_model(directory / GGUF_DRAFT, draft, weights, target_tokenizer(config, target))
+    report, ids = CheckReport(), torch.arange(256)[None] % (vocabulary_size(draft) or 256)
+    ours, theirs = (
+        lm.lm_head(lm.features(ids))[0].float() for lm in (load_lm(draft), load_lm(str(directory / GGUF_DRAFT)))
+    )
+    difference, bar = largest(ours - theirs) / largest(ours), GGUF_ERROR[weights]
+    report.measures.append(
+        Measure("logits of 256 tokens", f"{difference:.1e} of the largest", f"at most {bar:g}", difference <= bar)
+    )
+    shutil.rmtree(directory / f"{GGUF_DRAFT}.dequantised")
+    (directory / f"{GGUF_DRAFT}.dequantised.lock").unlink(missing_ok=True)
+    model = str(target_file(config, target) or "TARGET.gguf")
+    return report, llamacpp.command(
+        Served(model, str(config.output / GGUF_DRAFT), config.num_drafted or 5), "draft-simple"
+    )
 
 
 def _given(config: ExportConfig, flag: str, what: str) -> str:

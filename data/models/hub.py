@@ -10,6 +10,7 @@ import os
 import re
 from pathlib import Path
 
+from draftsmith.data.models.gguf import dequantised_directory
 from draftsmith.modules.types import InputError
 
 EMBEDDED = "embedded:"
@@ -17,7 +18,7 @@ REPOSITORY = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?)(@(?P<
 PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.bpe", "*.py")
 # The same weights in other formats, and weights that the model itself does not read.
 IGNORED = ("consolidated*", "original/*", "*.pth", "*/*.safetensors", "onnx/*", "checkpoint-*/*")
-KINDS = "a transformers model directory, a hub id or embedded:target"
+KINDS = "a transformers model directory, a GGUF file, a hub id or embedded:target"
 CHECK_PATH = "Check the path."
 
 
@@ -53,6 +54,8 @@ def model_directory(path: str, more: tuple[str, ...] = ()) -> Path:
     """
     resolved = resolve_model(path)
     directory = Path(resolved)
+    if resolved.endswith(".gguf") and os.path.isfile(resolved):
+        return dequantised_directory(directory)
     # What is here counts before the hub, as with `from_pretrained`.
     if not os.path.isdir(resolved):
         hub = repository(resolved)

@@ -20,6 +20,7 @@ from draftsmith.data.models.checkpoint import (
     end_tokens,
     read_model_json,
 )
+from draftsmith.data.models.gguf import quantisation
 from draftsmith.data.models.hub import model_directory
 from draftsmith.data.models.identity import (
     encoding_hash,
@@ -266,6 +267,8 @@ def saved_identity(path: str) -> dict[str, str]:
 
 def _identity(directory: Path, config: dict[str, Any], outputs: Iterable[str]) -> dict[str, str]:
     identity = model_identity(directory, config, outputs)
+    if (quantised := quantisation(directory)) is not None:
+        identity["gguf"] = quantised
     if _has_tokenizer(directory):
         identity["tokenizer"] = tokenizer_identity(str(directory))["tokenizer"]
     return identity

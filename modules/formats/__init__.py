@@ -18,6 +18,7 @@ def formats() -> dict[tuple[str, str], HeadFormat]:
 
     Imported here: the command line asks for names only. The order is that in which `detect` asks them.
     """
+    from draftsmith.modules.formats.llamacpp import LlamaCppEagle3
     from draftsmith.modules.formats.medusa import Medusa
     from draftsmith.modules.formats.safeailab import SafeAILabEagle, SafeAILabEagle3
     from draftsmith.modules.formats.sglang import SGLangEagle, SGLangEagle3
@@ -27,6 +28,7 @@ def formats() -> dict[tuple[str, str], HeadFormat]:
 
     known: tuple[HeadFormat, ...] = (
         SpecDecPP(),
+        LlamaCppEagle3(),
         SafeAILabEagle(),
         VLLMEagle(),
         SGLangEagle(),

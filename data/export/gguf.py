@@ -1,0 +1,205 @@
+"""GGUF files of heads and of Llama-family models, written and read with the package `gguf`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.data.models.checkpoint import checkpoint_files, end_tokens
+from draftsmith.data.models.gguf import CLASSES, gguf_package, open_gguf
+from draftsmith.data.models.hub import model_directory
+from draftsmith.data.models.loading import load_tokenizer, read_config
+from draftsmith.data.store.files import whole
+from draftsmith.data.store.reading import read_tensors
+from draftsmith.modules.formats.base import Package
+from draftsmith.modules.formats.gguf import ADJACENT_ROPE, llama_metadata, rope_divisors, to_adjacent, to_gguf_name
+from draftsmith.modules.formats.llamacpp import from_gguf
+from draftsmith.modules.targets.llama import llama_config
+from draftsmith.modules.types import InputError
+
+# Type of weights -> GGUF's, and its number in general.file_type.
+TYPES = {"float32": ("F32", 0), "float16": ("F16", 1), "bfloat16": ("BF16", 32), "q8_0": ("Q8_0", 7)}
+# Patterns by which tokenizers split text, and llama.cpp's names for them. Splitting of digits, then GPT-2's: smollm.
+SPLITS = {
+    r"\p{N}{1,3}": "llama-bpe",
+    r"\p{N}": "qwen2",
+}
+STORED = {"F16": torch.float16, "BF16": torch.bfloat16}
+INTEGERS = ("I8", "I16", "I32", "I64")
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # types of tokens
+
+
+def write_gguf(
+    path: Path, kind: str, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor], weights: str = "float32"
+) -> None:
+    """Write a GGUF file. metadata: values, or (value, GGUF type, GGUF type of an array's items) as they were read.
+
+    weights: type of all matrices, of TYPES; vectors stay float32, and rows that q8_0 cannot divide become float16.
+    """
+    gguf = gguf_package()
+    name, file_type = TYPES[weights]
+    with whole(path) as temporary:
+        writer = gguf.GGUFWriter(temporary, kind)
+        writer.add_file_type(file_type)
+        for key, value in metadata.items():
+            add_metadata(writer, key, value)
+        for key, tensor in tensors.items():
+            if not tensor.is_floating_point():
+                writer.add_tensor(key, tensor.contiguous().numpy())
+                continue
+            type_name = "F32" if tensor.ndim == 1 else name
+            if type_name == "Q8_0" and tensor.shape[-1] % 32:
+                type_name = "F16"
+            stored = getattr(gguf.GGMLQuantizationType, type_name)
+            array = gguf.quants.quantize(tensor.detach().float().contiguous().numpy(), stored)
+            writer.add_tensor(key, array, raw_dtype=stored)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
+
+def rounded_to_q8(tensor: Tensor) -> Tensor:
+    """Return a tensor with the values that q8_0 stores of it; vectors and integers are stored as they are."""
+    if tensor.ndim == 1 or not tensor.is_floating_point():
+        return tensor
+    gguf = gguf_package()
+    stored = gguf.GGMLQuantizationType.F16 if tensor.shape[-1] % 32 else gguf.GGMLQuantizationType.Q8_0
+    return torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(tensor.float().numpy(), stored), stored).copy())
+
+
+def add_metadata(writer: Any, key: str, value: Any) -> None:
+    """Add one value with the GGUF type of its Python type."""
+    if isinstance(value, tuple):
+        writer.add_key_value(key, *value)
+    elif isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
+
+
+def read_gguf_head(file: Path) -> Package:
+    """Read a head's GGUF file as a directory in vLLM's layout; quantised weights become float32."""
+    gguf = gguf_package()
+    metadata, found = open_gguf(file)
+    tensors = {}
+    for name, tensor in found.items():
+        kind = tensor.tensor_type.name
+        values = read_tensor(gguf, tensor)
+        tensors[name] = values if kind in INTEGERS else values.to(STORED.get(kind, torch.float32))
+    return from_gguf(metadata, tensors)
+
+
+def is_gguf_model(file: Path) -> bool:
+    """Return whether a GGUF file is a whole model of the Llama family, and no head."""
+    return open_gguf(file)[0].get("general.architecture") in CLASSES
+
+
+def write_gguf_model(
+    path: Path, model: str, weights: str = "float32", tokenizer: Mapping[str, Any] | None = None
+) -> None:
+    """Write a Llama-family model as a GGUF file. tokenizer: metadata of its target's file; default: its own."""
+    directory = model_directory(model)
+    raw = read_config(model)
+    llama = llama_config(raw)
+    kind = "llama" if raw["model_type"] == "mistral" else raw["model_type"]
+    if llama.sliding_window is not None:
+        raise InputError(
+            "sliding_window", llama.sliding_window, "none: llama.cpp's Llama has none", "Use another model."
+        )
+    heads = {"q_proj": llama.num_heads, "k_proj": llama.num_kv_heads}
+    tensors = rope_divisors(llama)
+    state = {name: tensor for file in checkpoint_files(directory) for name, tensor in read_tensors(file).items()}
+    for name, tensor in state.items():
+        theirs = to_gguf_name(name)
+        if theirs is None or (name == "lm_head.weight" and llama.tie_embeddings):
+            continue
+        part = name.split(".")[-2]
+        adjacent = kind in ADJACENT_ROPE and part in heads
+        tensors[theirs] = to_adjacent(tensor, heads[part]) if adjacent else tensor
+    fields = tokenizer_metadata(model, raw) if tokenizer is None else tokenizer
+    write_gguf(path, kind, {"general.name": directory.name, **llama_metadata(kind, llama), **fields}, tensors, weights)
+
+
+def widen_gguf(file: Path, path: Path) -> None:
+    """Write a copy of a GGUF file with all weights in float32, and nothing else changed."""
+    gguf = gguf_package()
+    fields, found = open_gguf(file)
+    tensors = {name: read_tensor(gguf, tensor) for name, tensor in found.items()}
+    skipped = ("GGUF.", "general.architecture", "general.file_type", "general.quantization_version")
+    metadata = {name: value for name, value in copied_metadata(file).items() if not name.startswith(skipped)}
+    write_gguf(path, fields["general.architecture"], metadata, tensors)
+
+
+def read_tensor(gguf: Any, tensor: Any) -> Tensor:
+    """Return a tensor of a GGUF file in float32, or its integers."""
+    if tensor.tensor_type.name in INTEGERS:
+        return torch.from_numpy(tensor.data.copy())
+    return torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
+
+
+def copied_tokenizer(file: Path) -> dict[str, Any]:
+    """Return the tokenizer's metadata of a target's GGUF file, to be written into a head's or a draft model's."""
+    return {name: value for name, value in copied_metadata(file).items() if name.startswith("tokenizer.")}
+
+
+def copied_metadata(file: Path) -> dict[str, tuple[Any, ...]]:
+    """Return all metadata of a GGUF file as `write_gguf` takes them, with their types."""
+    fields = gguf_package().GGUFReader(file).fields
+    return {
+        name: (field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None)
+        for name, field in fields.items()
+    }
+
+
+def tokenizer_metadata(model: str, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metadata of a model's byte-level BPE tokenizer.
+
+    Raises:
+        InputError: another kind, or one that splits text in a way whose name in llama.cpp is not known here.
+    """
+    directory = model_directory(model)
+    remedy = "Convert the target with llama.cpp's convert_hf_to_gguf.py, and pass the file as --target-gguf."
+    content = json.loads((directory / "tokenizer.json").read_text("utf-8"))
+    steps = content.get("pre_tokenizer") or {}
+    steps = steps.get("pretokenizers") or [steps]
+    digits = any(step.get("type") == "Digits" and step.get("individual_digits") for step in steps)
+    patterns = [str(step["pattern"].get("Regex")) for step in steps if step.get("type") == "Split"]
+    split = next((name for mark, name in SPLITS.items() if any(f"|{mark}|" in pattern for pattern in patterns)), None)
+    pre = "smollm" if digits and not patterns else split
+    if content["model"].get("type") != "BPE" or pre is None:
+        raise InputError("tokenizer", f"one of {model}", "byte-level BPE of SmolLM, Llama 3 or Qwen", remedy)
+    tokenizer = load_tokenizer(model)
+    size = int(raw["vocab_size"])
+    names = {number: token for token, number in tokenizer.get_vocab().items()}
+    special = {token["id"] for token in content["added_tokens"] if token["special"]}
+    added = {token["id"] for token in content["added_tokens"]}
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in content["model"]["merges"]]
+    fields: dict[str, Any] = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": [names.get(number, f"[PAD{number}]") for number in range(size)],
+        "tokenizer.ggml.token_type": [
+            CONTROL if number in special else USER_DEFINED if number in added or number not in names else NORMAL
+            for number in range(size)
+        ],
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.add_bos_token": False,
+    }
+    ends = end_tokens(directory, raw)
+    ids = {"bos": tokenizer.bos_token_id, "eos": ends[0] if ends else None, "padding": tokenizer.pad_token_id}
+    fields |= {f"tokenizer.ggml.{name}_token_id": number for name, number in ids.items() if number is not None}
+    if tokenizer.chat_template:
+        fields["tokenizer.chat_template"] = tokenizer.chat_template
+    return fields

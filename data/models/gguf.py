@@ -1,0 +1,239 @@
+"""Targets in GGUF: dequantised once into a directory of transformers' files beside the file.
+
+The file's own weights are used, quantisation error included: a head then learns from the states of the model that
+llama.cpp serves. Quantised tensors are stored as float32, which holds their values exactly.
+"""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+from torch import Tensor
+
+from draftsmith.data.console import log_note
+from draftsmith.data.store.files import make_directory, whole_directory, write_json, write_tensors
+from draftsmith.data.store.reading import read_object
+from draftsmith.modules.formats.gguf import ADJACENT_ROPE, from_gguf_name, read_rope, shortest, to_halves
+from draftsmith.modules.targets.llama import llama_config
+from draftsmith.modules.types import InputError
+
+RECORD = "gguf.json"  # in the directory: the file's hash and how many of its tensors have each type
+SHARD_BYTES = 4 << 30
+CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+# Texts of tokens at which llama.cpp ends an answer, whatever the file's metadata say (src/llama-vocab.cpp).
+END_TEXTS = (
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "<|end_of_text|>",
+    "<end_of_turn>", "<end_of_utterance>", "<eos>",
+)  # fmt: skip
+END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+REMEDY = "Use a GGUF file of Llama, Mistral, Qwen2 or Qwen3, or the model's transformers directory."
+
+
+def gguf_package() -> Any:
+    """Import the package `gguf`; raise InputError naming the extra that installs it."""
+    try:
+        import gguf
+    except ImportError as error:
+        remedy = 'pip install "draftsmith[llamacpp]"'
+        raise InputError("gguf", "the package is not installed", "it, to read and write GGUF", remedy) from error
+    return gguf
+
+
+def dequantised_directory(file: Path) -> Path:
+    """Return a directory with transformers' files of a GGUF model; write it at first, and when the file changes.
+
+    It lies beside the file, or in the user's cache if nothing can be written there.
+
+    Raises:
+        InputError: no GGUF file, or an architecture or a setting that the lean engine does not compute.
+    """
+    stat = file.stat()
+    stamp = {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+    directory = file.with_name(f"{file.name}.dequantised")
+    if read_record(directory).get("stamp") == stamp:
+        return directory
+    try:
+        lock = FileLock(f"{directory}.lock")
+        lock.acquire()
+    except OSError:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "draftsmith", "gguf")
+        directory = make_directory(cache) / hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:32]
+        lock = FileLock(f"{directory}.lock")
+        lock.acquire()
+    # All ranks of a job arrive here: one writes, the others wait for it.
+    try:
+        record = read_record(directory)
+        if record.get("stamp") == stamp:
+            return directory
+        with file.open("rb") as opened:
+            sha256 = hashlib.file_digest(opened, "sha256").hexdigest()
+        if record.get("sha256") == sha256:
+            write_json(directory / RECORD, record | {"stamp": stamp})
+            return directory
+        log_note(f"draftsmith: dequantising {file.name} into {directory}, once")
+        with whole_directory(directory) as partial:
+            types = _write_model(file, partial)
+            write_json(partial / RECORD, {"file": file.name, "sha256": sha256, "types": types, "stamp": stamp})
+    finally:
+        lock.release()
+    return directory
+
+
+def read_record(directory: Path) -> dict[str, Any]:
+    """Return the record in a directory that `dequantised_directory` wrote; {} in any other."""
+    try:
+        record = json.loads((directory / RECORD).read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def quantisation(directory: Path) -> str | None:
+    """Return the hash and tensor types of the GGUF file behind a directory, None for other models."""
+    record = read_record(directory)
+    if not record:
+        return None
+    return f"{record['sha256'][:16]}: {', '.join(f'{count} {name}' for name, count in record['types'].items())}"
+
+
+def open_gguf(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the metadata of a GGUF file, and its tensors as the package `gguf` maps them, by name."""
+    gguf = gguf_package()
+    try:
+        reader = gguf.GGUFReader(file)
+        fields = {name: field.contents() for name, field in reader.fields.items()}
+        return fields, {tensor.name: tensor for tensor in reader.tensors}
+    except Exception as error:
+        # The reader trusts the file's numbers: damage shows as an index, a value or a type.
+        found = f"{file} ({type(error).__name__}: {' '.join(str(error).split())[:160]})"
+        raise InputError("model", found, "a whole GGUF file", "Fetch it again.") from error
+
+
+def _write_model(file: Path, directory: Path) -> dict[str, int]:
+    """Write config, weights and tokenizer of a GGUF file; return how many of its tensors have each type."""
+    fields, tensors = open_gguf(file)
+    config = _read_config(file, fields, tensors)
+    weight_map: dict[str, str] = {}
+    shard: dict[str, Tensor] = {}
+    for name, weight in _read_weights(file, config, tensors):
+        # A shard at a time: a model of 8B is 32 GB in float32.
+        if shard and sum(tensor.nbytes for tensor in shard.values()) + weight.nbytes > SHARD_BYTES:
+            weight_map |= _write_shard(directory, len(set(weight_map.values())), shard)
+            shard = {}
+        shard[name] = weight
+    weight_map |= _write_shard(directory, len(set(weight_map.values())), shard)
+    write_json(directory / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
+    write_json(directory / "config.json", config)
+    write_json(directory / "generation_config.json", {"eos_token_id": _end_tokens(fields)})
+    _write_tokenizer(file, directory, fields)
+    return dict(collections.Counter(tensor.tensor_type.name for tensor in tensors.values()))
+
+
+def _write_shard(directory: Path, number: int, shard: Mapping[str, Tensor]) -> dict[str, str]:
+    name = f"model-{number + 1:05d}.safetensors"
+    write_tensors(directory / name, shard, {"format": "pt"})
+    return dict.fromkeys(shard, name)
+
+
+def _read_config(file: Path, fields: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Return transformers' `config.json` of a GGUF model."""
+    kind = fields.get("general.architecture")
+    if kind not in CLASSES:
+        raise InputError("model", f"{file} of architecture {kind}", f"one of {', '.join(CLASSES)}", REMEDY)
+
+    def setting(name: str, default: Any = None) -> Any:
+        value = fields.get(f"{kind}.{name}", default)
+        if value is None:
+            raise InputError("model", f"{file} without {kind}.{name}", "it in the metadata", REMEDY)
+        return value
+
+    if unknown := sorted(name for name in tensors if name != "rope_freqs.weight" and from_gguf_name(name) is None):
+        found = f"{file} with {len(unknown)} tensors of another design ({', '.join(unknown[:3])})"
+        raise InputError("model", found, "the tensors of a Llama-family model", REMEDY)
+    hidden, heads = setting("embedding_length"), setting("attention.head_count")
+    config = {
+        "architectures": [CLASSES[kind]],
+        "model_type": kind,
+        "hidden_act": "silu",
+        "vocab_size": int(tensors["token_embd.weight"].shape[1]),
+        "hidden_size": hidden,
+        "intermediate_size": setting("feed_forward_length"),
+        "num_hidden_layers": setting("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": setting("attention.head_count_kv", heads),
+        "head_dim": setting("attention.key_length", hidden // heads),
+        "max_position_embeddings": setting("context_length"),
+        "rms_norm_eps": shortest(setting("attention.layer_norm_rms_epsilon")),
+        "rope_parameters": {"rope_type": "default", "rope_theta": shortest(setting("rope.freq_base", 10000.0))},
+        "attention_bias": kind == "llama" and "blk.0.attn_q.bias" in tensors,
+        "tie_word_embeddings": "output.weight" not in tensors,
+        # LlamaConfig's own default for an absent id is 1.
+        "bos_token_id": fields.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": _end_tokens(fields),
+        "dtype": "float32",
+    }
+    divisors = tensors.get("rope_freqs.weight")
+    stored = None if divisors is None else torch.from_numpy(divisors.data.copy())
+    config["rope_parameters"] = read_rope(llama_config(config), fields, kind, stored)
+    return config
+
+
+def _read_weights(file: Path, config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Dequantise one tensor after the other, under transformers' names."""
+    gguf = gguf_package()
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    for name, tensor in tensors.items():
+        ours = from_gguf_name(name)
+        if ours is None:
+            continue
+        try:
+            weight = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
+        except NotImplementedError as error:
+            found = f"{file} with {name} in {tensor.tensor_type.name}"
+            raise InputError("model", found, "a type that the package gguf dequantises", REMEDY) from error
+        part = ours.split(".")[-2]
+        if config["model_type"] in ADJACENT_ROPE and part in heads:
+            weight = to_halves(weight, heads[part])
+        yield ours, weight.contiguous()
+
+
+def _end_tokens(fields: Mapping[str, Any]) -> list[int]:
+    """Return the ids at which llama.cpp ends an answer: those of the metadata, and those of known texts."""
+    ids = [fields[key] for name in END_KEYS if (key := f"tokenizer.ggml.{name}") in fields]
+    tokens = fields.get("tokenizer.ggml.tokens") or []
+    known = set(END_TEXTS)
+    return list(dict.fromkeys([*ids, *(number for number, text in enumerate(tokens) if text in known)]))
+
+
+def _write_tokenizer(file: Path, directory: Path, fields: Mapping[str, Any]) -> None:
+    """Write the file's tokenizer and chat template as transformers rebuilds them, and compare the vocabulary."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
+    except Exception as error:
+        found = f"{file} ({type(error).__name__}: {' '.join(str(error).split())[:160]})"
+        raise InputError("tokenizer", found, "one that transformers reads from GGUF", REMEDY) from error
+    tokens = fields["tokenizer.ggml.tokens"]
+    wrong = [number for number, text in enumerate(tokens) if tokenizer.convert_tokens_to_ids(text) != number]
+    if wrong:
+        found = f"{file}, of whose tokens transformers numbers {len(wrong)} otherwise ({tokens[wrong[0]]!r})"
+        raise InputError("tokenizer", found, "the file's own numbers", REMEDY)
+    tokenizer.save_pretrained(str(directory))
+    # A tokenizer's class adds its default special tokens, with ids behind the vocabulary: this one adds none.
+    settings, content = directory / "tokenizer_config.json", directory / "tokenizer.json"
+    kept = read_object(settings, {})
+    known = set(tokens)
+    kept = {name: value for name, value in kept.items() if not (name.endswith("_token") and value not in known)}
+    write_json(settings, kept | {"tokenizer_class": "PreTrainedTokenizerFast"})
+    fast = read_object(content, {"added_tokens": [{"id": int}]})
+    fast["added_tokens"] = [token for token in fast["added_tokens"] if token["id"] < len(tokens)]
+    write_json(content, fast)

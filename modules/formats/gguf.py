@@ -1,0 +1,132 @@
+"""Tensor names and rotary layout of GGUF files, for models of the Llama family (llama.cpp's src/llama-arch.cpp)."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.modules.layers import LlamaConfig, RopeScaling, rope_frequencies
+from draftsmith.modules.types import InputError
+
+# transformers' names -> GGUF's. A tied model has no output.weight.
+MODEL_NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+# The same inside a layer: model.layers.I.NAME -> blk.I.NAME, each with .weight or .bias.
+LAYER_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+# Architectures whose rotary pairs are neighbours (0, 1) in GGUF, and halves (0, d/2) in transformers' files.
+ADJACENT_ROPE = ("llama", "eagle3")
+
+
+def llama_metadata(kind: str, llama: LlamaConfig) -> dict[str, Any]:
+    """Return the metadata of a model or head of architecture `kind` with Llama's layers.
+
+    Llama 3's rotary scaling is no metadata: it is the tensor `rope_freqs.weight` (`rope_divisors`).
+    """
+    metadata = {
+        "block_count": llama.num_layers,
+        "context_length": llama.max_position,
+        "embedding_length": llama.hidden_size,
+        "feed_forward_length": llama.intermediate_size,
+        "attention.head_count": llama.num_heads,
+        "attention.head_count_kv": llama.num_kv_heads,
+        "attention.key_length": llama.head_dim,
+        "attention.value_length": llama.head_dim,
+        "attention.layer_norm_rms_epsilon": llama.rms_eps,
+        "rope.freq_base": llama.rope_theta,
+        "rope.dimension_count": llama.head_dim,
+        "vocab_size": llama.vocab_size,
+    }
+    if llama.rope_scaling.kind == "linear":
+        metadata |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(llama.rope_scaling.factor)}
+    return {f"{kind}.{name}": value for name, value in metadata.items()}
+
+
+def rope_divisors(llama: LlamaConfig) -> dict[str, Tensor]:
+    """Return `rope_freqs.weight` [head_dim / 2], which divides the rotary frequencies, if the scaling is Llama 3's."""
+    if llama.rope_scaling.kind != "llama3":
+        return {}
+    plain = dataclasses.replace(llama, rope_scaling=RopeScaling())
+    return {"rope_freqs.weight": rope_frequencies(plain) / rope_frequencies(llama)}
+
+
+def read_rope(plain: LlamaConfig, metadata: Mapping[str, Any], kind: str, divisors: Tensor | None) -> dict[str, Any]:
+    """Return transformers' `rope_parameters` of a GGUF file.
+
+    plain: sizes and rotary base. divisors: the file's `rope_freqs.weight` [head_dim / 2], of Llama 3's scaling.
+
+    Raises:
+        InputError: a scaling that our layers do not compute.
+    """
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": plain.rope_theta}
+    scaling = metadata.get(f"{kind}.rope.scaling.type", "none")
+    if scaling == "linear":
+        return rope | {"rope_type": "linear", "factor": shortest(metadata[f"{kind}.rope.scaling.factor"])}
+    if scaling != "none":
+        raise InputError(f"{kind}.rope.scaling.type", scaling, "none or linear", "Use another model.")
+    if divisors is None:
+        return rope
+    # Only the effect on each frequency is stored. All published models have Llama 3's own numbers but for the factor.
+    llama3 = RopeScaling("llama3", shortest(float(divisors.max())))
+    scaled = rope_frequencies(dataclasses.replace(plain, rope_scaling=llama3))
+    if not torch.allclose(rope_frequencies(plain) / divisors.float(), scaled, rtol=1e-4, atol=0):
+        raise InputError("rope_freqs.weight", "another scaling", "Llama 3's of 8,192 positions", "Use another model.")
+    return rope | {
+        "rope_type": "llama3",
+        "factor": llama3.factor,
+        "low_freq_factor": llama3.low_freq_factor,
+        "high_freq_factor": llama3.high_freq_factor,
+        "original_max_position_embeddings": llama3.original_max_position,
+    }
+
+
+def shortest(value: float) -> float:
+    """Return the shortest decimal number of a float32: GGUF stores 1e-5 as 9.999999747e-06."""
+    return float(format(value, ".7g"))
+
+
+def from_gguf_name(name: str) -> str | None:
+    """Return transformers' name of a tensor in a GGUF file, or None for a tensor that the Llama family lacks."""
+    for ours, theirs in MODEL_NAMES.items():
+        if name == theirs:
+            return ours
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
+    part = match and next((ours for ours, theirs in LAYER_NAMES.items() if theirs == match[2]), None)
+    return f"model.layers.{match[1]}.{part}.{match[3]}" if match and part else None
+
+
+def to_gguf_name(name: str) -> str | None:
+    """Return the GGUF name of a tensor by transformers' name, or None for a tensor that GGUF does not hold."""
+    if name in MODEL_NAMES:
+        return MODEL_NAMES[name]
+    match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)", name)
+    return f"blk.{match[1]}.{LAYER_NAMES[match[2]]}.{match[3]}" if match and match[2] in LAYER_NAMES else None
+
+
+def to_adjacent(rows: Tensor, heads: int) -> Tensor:
+    """Reorder the output rows [heads * D, ...] of q or k from rotary halves to adjacent pairs."""
+    return rows.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(rows.shape)
+
+
+def to_halves(rows: Tensor, heads: int) -> Tensor:
+    """Reorder the output rows [heads * D, ...] of q or k from adjacent rotary pairs to halves."""
+    return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(rows.shape)

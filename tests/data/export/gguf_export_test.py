@@ -1,0 +1,75 @@
+"""Heads and draft models for llama.cpp, from the command's settings to the file and back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_models import tiny_llama_dir
+
+from draftsmith.data.export.check import CheckConfig
+from draftsmith.data.export.check import run as check
+from draftsmith.data.export.export import ExportConfig
+from draftsmith.data.export.export import run as export
+from draftsmith.data.export.gguf import write_gguf_model
+from draftsmith.data.export.import_head import ImportConfig
+from draftsmith.data.export.import_head import run as import_head
+from draftsmith.data.heads.directory import load_head, save_head
+from draftsmith.data.models.gguf import open_gguf
+from draftsmith.data.models.loading import load_lm
+from draftsmith.modules.drafters.eagle3.head import Eagle3Head
+from draftsmith.modules.drafters.eagle3.net import Eagle3Config, layer_like
+from draftsmith.modules.types import InputError
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> str:
+    return str(tiny_llama_dir(tmp_path_factory.mktemp("target"), layers=8))
+
+
+@pytest.fixture(scope="module")
+def head(target, tmp_path_factory):
+    lm = load_lm(target)
+    torch.manual_seed(2)
+    net = Eagle3Head(Eagle3Config(layer_like(lm.config), (1, 4, 6), 64, norm_before_fc=True)).requires_grad_(False)
+    net.use_draft_vocabulary(torch.arange(64) * 2, lm.model.lm_head.weight)
+    return save_head(tmp_path_factory.mktemp("saved") / "head", net, {"target": lm.info.identity}, "card")
+
+
+@pytest.mark.parametrize("weights", ["auto", "bfloat16", "q8_0"])
+def test_a_head_comes_back_from_its_file(head, target, tmp_path, weights, capsys):
+    there, back = tmp_path / "there", tmp_path / "back"
+    write_gguf_model(tmp_path / "target.gguf", target)
+    given = {"target": target, "target_gguf": tmp_path / "target.gguf", "weights": weights}
+    assert export(ExportConfig(format="llamacpp", head=head, output=there, **given)) == 0
+    assert f"llama-server -m {tmp_path}/target.gguf -md {there}/head.gguf" in " ".join(capsys.readouterr().out.split())
+    metadata, served = open_gguf(there / "head.gguf")[0], open_gguf(tmp_path / "target.gguf")[0]
+    assert metadata["eagle3.target_layers"] == [1, 4, 6] and metadata["eagle3.norm_before_fc"]
+    names = [name for name in served if name.startswith("tokenizer.")]
+    assert names and all(metadata[name] == served[name] for name in names)
+    assert check(CheckConfig(directory=there, target=target)) == 0
+    import_head(ImportConfig(directory=str(there), output=back, target=target))
+    ours, again = load_head(head).state_dict(), load_head(back).state_dict()
+    tolerance = {"auto": 0.0, "bfloat16": 0.005, "q8_0": 0.02}[weights]
+    assert ours.keys() == again.keys()
+    assert all((ours[name].float() - again[name].float()).abs().max() <= tolerance for name in ours)
+
+
+def test_a_draft_model_is_written_with_its_targets_tokenizer(target, tmp_path):
+    draft, there = tiny_llama_dir(tmp_path / "draft", seed=5), tmp_path / "there"
+    assert export(ExportConfig(format="llamacpp", draft=str(draft), target=target, output=there)) == 0
+    assert sorted(path.name for path in there.iterdir()) == ["draft.gguf"]
+    ids = torch.arange(5, 60)[None]
+    assert torch.equal(load_lm(str(there / "draft.gguf")).features(ids), load_lm(str(draft)).features(ids))
+
+
+def test_what_gguf_cannot_hold_is_refused(head, target, tmp_path):
+    with pytest.raises(InputError, match="format: found --format vllm"):
+        ExportConfig(format="vllm", head=head, output=tmp_path / "there", weights="q8_0")
+    other = tiny_llama_dir(tmp_path / "other", vocab=400)
+    write_gguf_model(tmp_path / "other.gguf", str(other))
+    config = ExportConfig(
+        format="llamacpp", head=head, target=target, target_gguf=tmp_path / "other.gguf", output=tmp_path / "there"
+    )
+    with pytest.raises(InputError, match=r"target_gguf: found .*other.gguf with 400 tokens"):
+        export(config)
+    assert not (tmp_path / "there").exists()

@@ -1,0 +1,113 @@
+"""Targets in GGUF, beside transformers' own reading of the same files, and files that no target can be read from."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from tiny_models import tiny_llama_dir
+
+from draftsmith.data.export.gguf import write_gguf, write_gguf_model
+from draftsmith.data.models.gguf import dequantised_directory
+from draftsmith.data.models.loading import load_lm, load_tokenizer
+from draftsmith.modules.types import InputError
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 8192, "rope_theta": 500000.0}  # fmt: skip
+TEXT = "Change 17 to 4242, then: print('hello')\n\n  x = é ü 日本<|end|>"
+
+
+def logits(lm, ids):
+    return lm.lm_head(lm.features(ids))
+
+
+@pytest.mark.parametrize(
+    ("family", "extra"),
+    [
+        ("llama", {}),
+        ("llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3, "max_position_embeddings": 9000}),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}}),
+        ("mistral", {"sliding_window": None}),
+        ("qwen2", {}),
+        ("qwen3", {}),
+    ],
+)
+def test_a_float32_file_is_the_model_it_was_written_from(tmp_path, family, extra):
+    directory = tiny_llama_dir(tmp_path / "model", family=family, **extra)
+    write_gguf_model(tmp_path / "model.gguf", str(directory))
+    ours, original = load_lm(str(tmp_path / "model.gguf")), load_lm(str(directory))
+    ids = torch.randint(5, ours.info.vocab_size, (2, 40))
+    assert torch.equal(logits(ours, ids), logits(original, ids))
+    assert ours.info.eos_ids == original.info.eos_ids and ours.info.max_position == original.info.max_position
+    tokenizer, known = load_tokenizer(str(tmp_path / "model.gguf")), load_tokenizer(str(directory))
+    assert tokenizer(TEXT).input_ids == known(TEXT).input_ids
+    assert tokenizer.get_vocab() == known.get_vocab() and tokenizer.chat_template == known.chat_template
+    config = json.loads((tmp_path / "model.gguf.dequantised" / "config.json").read_text())
+    assert config["bos_token_id"] is None, "the file has none, and LlamaConfig's default is 1"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_quantised_file_has_the_logits_that_transformers_reads_from_it(tmp_path, family):
+    directory = tiny_llama_dir(tmp_path / "model", family=family, hidden=64, head_dim=128)  # Qwen3's in transformers
+    write_gguf_model(tmp_path / "model.gguf", str(directory), "q8_0")
+    ours = load_lm(str(tmp_path / "model.gguf"))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)
+    ids = torch.randint(5, ours.info.vocab_size, (2, 40))
+    with torch.no_grad():
+        torch.testing.assert_close(logits(ours, ids), theirs(ids).logits, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(logits(ours, ids), logits(load_lm(str(directory)), ids), atol=1e-3)
+    assert "Q8_0" in ours.info.identity["gguf"]
+
+
+def test_it_is_dequantised_once_until_the_file_changes(tmp_path):
+    file = tmp_path / "model.gguf"
+    write_gguf_model(file, str(tiny_llama_dir(tmp_path / "one")))
+    weights = dequantised_directory(file) / "model-00001.safetensors"
+    first = weights.stat().st_mtime_ns, weights.stat().st_ino
+    os.utime(file)  # another time and the same content
+    dequantised_directory(file)
+    assert (weights.stat().st_mtime_ns, weights.stat().st_ino) == first
+    write_gguf_model(file, str(tiny_llama_dir(tmp_path / "two", seed=1)))
+    changed = load_lm(str(file))
+    ids = torch.randint(5, changed.info.vocab_size, (1, 20))
+    assert torch.equal(logits(changed, ids), logits(load_lm(str(tmp_path / "two")), ids))
+
+
+def test_other_files_are_refused_in_one_line_and_leave_nothing(tmp_path, monkeypatch):
+    file = tmp_path / "model.gguf"
+    write_gguf_model(file, str(tiny_llama_dir(tmp_path / "model")))
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(InputError, match="a whole GGUF file"):
+        load_lm(str(file))
+    write_gguf(file, "gemma3", {}, {"token_embd.weight": torch.zeros(4, 4)})
+    with pytest.raises(InputError, match="architecture gemma3"):
+        load_lm(str(file))
+    write_gguf(file, "llama", {}, {"blk.0.ffn_gate_exps.weight": torch.zeros(4, 4)})
+    with pytest.raises(InputError, match="tensors of another design"):
+        load_lm(str(file))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "model.gguf", "model.gguf.dequantised.lock"]
+    file.write_bytes(whole)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(InputError, match=r"draftsmith\[llamacpp\]"):
+        load_lm(str(file))
+
+
+def test_a_place_that_cannot_be_written_uses_the_cache(tmp_path, monkeypatch):
+    folder: Path = tmp_path / "models"
+    folder.mkdir()
+    write_gguf_model(folder / "model.gguf", str(tiny_llama_dir(tmp_path / "tiny")))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    # Root may write anywhere: a file where the lock would be stands for a disk that refuses.
+    (folder / "model.gguf.dequantised.lock").mkdir()
+    directory = dequantised_directory(folder / "model.gguf")
+    assert directory.is_relative_to(tmp_path / "cache")
+    shutil.rmtree(tmp_path / "tiny")
+    assert dequantised_directory(folder / "model.gguf") == directory
+    load_lm(str(folder / "model.gguf"))
