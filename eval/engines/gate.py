@@ -1,9 +1,10 @@
-"""`draftsmith check --engine vllm`: serve a directory with the real engine and compare it with our own chain."""
+"""`draftsmith check --engine`: serve a head with vLLM or llama.cpp and compare it with our own chain."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,10 +16,13 @@ from rich.text import Text
 from torch import Tensor
 
 from draftsmith.data.console import log_note, print_table, print_text, table_from_cells
+from draftsmith.data.engines.llamacpp import server_binary
+from draftsmith.data.engines.process import running
 from draftsmith.data.export import check
 from draftsmith.data.export.check import CheckConfig, foreign_package, hashes_of
 from draftsmith.data.export.check import differences as head_differences
-from draftsmith.data.export.directory import package_directory
+from draftsmith.data.export.directory import gguf_file, package_directory
+from draftsmith.data.export.gguf import is_gguf_model, widen_gguf, write_gguf_model
 from draftsmith.data.export.states import facts_of
 from draftsmith.data.heads.directory import build_head, load_head, stored_tensors
 from draftsmith.data.models.hub import EMBEDDED, model_directory
@@ -27,7 +31,9 @@ from draftsmith.data.settings import MODEL, check_not_negative, check_positive
 from draftsmith.data.text.template import load_chat_tokenizer, prompt_ids
 from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
 from draftsmith.eval.engines.chain import EngineAnswer, OurChain, misreadings, tokens_per_round
-from draftsmith.eval.engines.vllm import ANSWER_S, ENVIRONMENT, VllmClient, engine_python, running, server_words
+from draftsmith.eval.engines.llamacpp import LlamaCppClient, ServedModels
+from draftsmith.eval.engines.llamacpp import server_words as llamacpp_words
+from draftsmith.eval.engines.vllm import ANSWER_S, ENVIRONMENT, VllmClient, engine_python, server_words
 from draftsmith.modules.formats import formats
 from draftsmith.modules.formats.base import ForeignHead, Package, Served, TargetFacts
 from draftsmith.modules.formats.detect import causal_lm, detect, named_format
@@ -36,6 +42,8 @@ from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
 
 NUM_DRAFTED = 5
+# Value of --engine that serves the directory -> the engine's name. The values are those of its format, too.
+SYSTEMS = {"vllm": "vLLM", "llamacpp": "llama.cpp"}
 QUESTION = "What is two and two?"
 MISREAD_PROMPTS = 6  # prompts on which misreadings of the head are tried
 TEMPLATE, DIRECTORY = "the server's chat template", "the directory"
@@ -45,24 +53,25 @@ Located = tuple[str, str]  # what differs, and where or why
 @dataclass(frozen=True, kw_only=True)
 class EngineCheckConfig(CheckConfig):
     """Read a directory as another system would and compare its names, settings and logits with ours; with --engine
-    vllm, serve it and compare answers, drafts and accepted tokens with our own chain. Exits with 1 on any difference.
+    vllm or llamacpp, serve it and compare answers, drafts and accepted tokens with our own chain. Exits with 1 on any
+    difference.
 
     Attributes:
         engine: How models run here: lean for Llama-family weights, hf for any transformers model; auto takes lean where
-            it can. vllm serves the directory (a head, or a draft model) with the target, greedily.
-        dtype: Type of the weights; auto takes the checkpoint's, and with --engine vllm float32.
-        engine_python: Python of an environment with vLLM, which is started. Default: that of `make engines` in this
-            directory, or this one.
-        server: Address of a running vLLM server with this target and drafter, instead of starting one.
+            it can. vllm and llamacpp serve the directory (a head, or a draft model) with the target, greedily.
+        dtype: Type of the weights; auto takes the checkpoint's, and for a served directory float32.
+        engine_path: Python of an environment with vLLM, or llama-server of llama.cpp, which is started. Default: that
+            of `make engines` in this directory, else this Python, or llama-server on the PATH.
+        server: Address of a running server with this target and drafter, instead of starting one.
         prompts: Held-out prompts, as for `eval bench`. Default for the embedded target: its own, of the test split.
         split: Keep prompts of this split.
         limit: Number of prompts, from the start.
         max_new_tokens: Longest answer.
-        num_drafted: Drafted tokens per round; 0 means 5, or what the server drafts.
+        num_drafted: Drafted tokens per round; 0 means 5, or what a vLLM server drafts.
     """
 
-    engine: Literal["auto", "lean", "hf", "vllm"] = "auto"  # type: ignore[assignment]  # one more than Loading has
-    engine_python: Path | None = None
+    engine: Literal["auto", "lean", "hf", "vllm", "llamacpp"] = "auto"  # type: ignore[assignment]  # more than Loading
+    engine_path: Path | None = None
     server: str | None = None
     prompts: str | None = None
     split: str | None = None
@@ -76,7 +85,7 @@ class EngineCheckConfig(CheckConfig):
 
     @property
     def loading(self) -> dict[str, Any]:
-        if self.engine != "vllm":
+        if self.engine not in SYSTEMS:
             return super().loading
         return super().loading | {"dtype": "float32" if self.dtype == "auto" else self.dtype, "engine": "auto"}
 
@@ -113,29 +122,29 @@ def run(config: EngineCheckConfig) -> int:
     Raises:
         InputError: as `data.export.check`; or the engine does not start, answer or count.
     """
-    if config.engine != "vllm":
-        for name in ("engine_python", "server", "prompts"):
+    if config.engine not in SYSTEMS:
+        for name in ("engine_path", "server", "prompts"):
             if getattr(config, name) is not None:
-                expected = "--engine vllm, which reads it"
+                expected = "--engine vllm or llamacpp, which read it"
                 raise InputError(name, getattr(config, name), expected, "Add it, or leave this out.")
         return check.run(config)
 
     if config.target is None:
         raise InputError("target", "none", "the target", "Pass --target.")
-    if config.server is not None and config.engine_python is not None:
-        found = "--server and --engine-python"
+    if config.server is not None and config.engine_path is not None:
+        found = "--server and --engine-path"
         raise InputError("server", found, "a server that runs, or what starts one", "Pass one of them.")
     if config.server is None:
-        engine_python(config.engine_python)
+        (engine_python if config.engine == "vllm" else server_binary)(config.engine_path)
     prompts = held_out_prompts(config, config.target)
     target = load_lm(config.target, **config.loading)
     facts = facts_of(config.target, target)
     ours = our_drafter(config, target, facts)
 
     # The engine first: our chain has the length that the server drafts.
-    with vllm_client(config, target, ours, prompts) as client:
-        (_, *by_place), _ = client.counts()
-        chain = OurChain(target, len(by_place), config.max_new_tokens)
+    connect = vllm_client if config.engine == "vllm" else llamacpp_client
+    with connect(config, target, ours, prompts) as client:
+        chain = our_chain(config, target, client.num_drafted)
         check_room(config, chain, prompts, min(target.info.max_position, client.length or 2**62))
         log_note(f"{client.url}: asking {len(prompts)} prompts, each for at most {ANSWER_S:g} s")
         theirs = [client.answer(number, prompt.prompt_ids) for number, prompt in enumerate(prompts)]
@@ -149,10 +158,10 @@ def run(config: EngineCheckConfig) -> int:
 
     located: list[Located] = []
     if any(not row.same_counts for row in rows):
-        located.append(("drafts", locate_drafts(ours, chain, prompts, rows, facts)))
-    elif config.head is not None and (found := directory_differences(ours, facts)):
+        located.append(("drafts", locate_drafts(config.engine, ours, chain, prompts, rows, facts)))
+    elif config.head is not None and (found := directory_differences(config.engine, ours, facts)):
         # A weak head drafts as well with other layers as with its own, so equal counts do not prove it.
-        located.append((DIRECTORY, f"is another head for vLLM than --head: {found}"))
+        located.append((DIRECTORY, f"is another head for {SYSTEMS[config.engine]} than --head: {found}"))
     for prompt, row in zip(prompts, rows, strict=True):
         if not row.same_text:
             located.append((f"text of {row.id}", locate_text(target, prompt, row)))
@@ -161,7 +170,9 @@ def run(config: EngineCheckConfig) -> int:
         some = slice(place, place + 4)
         text = f"makes other tokens of a question from place {place} on: {templated[some]}, here {question[some]}"
         located.append((TEMPLATE, text))
-    print_comparison(str(config.directory), f"vLLM {version}", str(config.loading["dtype"]), rows, located)
+    print_comparison(
+        str(config.directory), f"{SYSTEMS[config.engine]} {version}", str(config.loading["dtype"]), rows, located
+    )
     return 0 if not located and all(row.same_text and row.same_counts for row in rows) else 1
 
 
@@ -179,10 +190,12 @@ def our_drafter(config: EngineCheckConfig, target: CausalLM, facts: TargetFacts)
     """Load --head, else the directory as its own system reads it; or a draft model.
 
     Raises:
-        InputError: neither a head that vLLM serves nor a model.
+        InputError: neither a head that the engine serves nor a model.
     """
     assert config.target is not None
     path = str(config.directory)
+    if config.engine == "llamacpp" and (file := gguf_file(config.directory)) is not None and is_gguf_model(file):
+        return OurDrafter(MODEL, load_lm(str(file), **config.loading))
     package = foreign_package(config.directory)
     foreign = ForeignHead.of(package)
     if causal_lm(foreign):
@@ -190,11 +203,14 @@ def our_drafter(config: EngineCheckConfig, target: CausalLM, facts: TargetFacts)
         return OurDrafter(MODEL, load_lm(path, **config.loading))
     named = config.format in {name for name, _ in formats()}
     format = named_format(config.format, foreign) if named else detect(foreign)
-    if ("vllm", format.kind) not in formats():
+    if (config.engine, format.kind) not in formats():
         found = f"a head of kind {format.kind}"
-        raise InputError("directory", found, "one that vLLM serves", "Check it with --format.")
+        raise InputError("directory", found, f"one that {SYSTEMS[config.engine]} serves", "Check it with --format.")
     if config.head is not None:
-        return OurDrafter(format.kind, load_head(config.head, target, kind=format.kind), package)
+        head = load_head(config.head, target, kind=format.kind)
+        # Rounded as the directory's weights are.
+        dtype = next(tensor.dtype for tensor in package.tensors.values() if tensor.ndim == 2)
+        return OurDrafter(format.kind, head.to(dtype).to(target.dtype), package)
     parsed = format.read(package, facts)
     return OurDrafter(format.kind, head_for(target, format.kind, parsed.config, parsed.state), package)
 
@@ -212,21 +228,79 @@ def vllm_client(
     assert config.target is not None
     if config.server is not None:
         client = VllmClient(config.server, config.target, config.max_new_tokens)
-        length = len(client.counts()[0]) - 1
-        if config.num_drafted not in (0, length):
+        if config.num_drafted not in (0, client.num_drafted):
             found = f"{config.num_drafted} tokens a round"
-            raise InputError("num_drafted", found, f"{length}, as the server drafts", "Leave it out.")
+            raise InputError("num_drafted", found, f"{client.num_drafted}, as the server drafts", "Leave it out.")
         yield client
         return
-    chain = OurChain(target, config.num_drafted or NUM_DRAFTED, config.max_new_tokens)
+    chain = our_chain(config, target)
     check_room(config, chain, prompts, target.info.max_position)
     directory = package_directory(str(config.directory)).absolute()
     served = Served(str(model_directory(config.target).absolute()), str(directory), chain.length)
     printed = command(served, "draft_model") if ours.kind == MODEL else formats()["vllm", ours.kind].serve(served)
     longest = min(max(chain.room(prompt.prompt_ids) for prompt in prompts) + chain.length, target.info.max_position)
-    words = server_words(engine_python(config.engine_python), printed, config.loading["dtype"], longest)
+    words = server_words(engine_python(config.engine_path), printed, config.loading["dtype"], longest)
     with running(words, ENVIRONMENT) as url:
         yield VllmClient(url, config.target, config.max_new_tokens)
+
+
+@contextmanager
+def llamacpp_client(
+    config: EngineCheckConfig, target: CausalLM, ours: OurDrafter, prompts: Sequence[BenchPrompt]
+) -> Iterator[GateClient]:
+    """Yield a client of --server, or of a llama.cpp server that is started, and ended.
+
+    The server that is started reads copies of target and drafter in float32, in which both sides compute the same.
+    """
+    assert config.target is not None
+    chain = our_chain(config, target)
+    if config.server is not None:
+        yield GateClient(config.server, config.max_new_tokens, chain.length)
+        return
+    check_room(config, chain, prompts, target.info.max_position)
+    drafter = gguf_file(config.directory)
+    with tempfile.TemporaryDirectory(prefix="draftsmith-engine-") as folder:
+        models = ServedModels(Path(folder, "target.gguf"), Path(folder, "drafter.gguf"))
+        if drafter is None:
+            found, remedy = f"{config.directory} without a .gguf file", "Export the head with --format llamacpp."
+            raise InputError("directory", found, "one that llama.cpp serves", remedy)
+        if config.target.endswith(".gguf"):
+            widen_gguf(Path(config.target), models.target)
+        else:
+            write_gguf_model(models.target, config.target)
+        widen_gguf(drafter, models.drafter)
+        models = dataclasses.replace(models, kind="draft-simple" if ours.kind == MODEL else "draft-eagle3")
+        longest = max(chain.room(prompt.prompt_ids) for prompt in prompts) + chain.length
+        words = llamacpp_words(server_binary(config.engine_path), models, longest, chain.length, exact=True)
+        with running(words, {}) as url:
+            yield GateClient(url, config.max_new_tokens, chain.length)
+
+
+class GateClient(LlamaCppClient):
+    """Client that reads the counts of its answers. length: the longest sequence; 0 if unknown."""
+
+    length = 0
+
+    def __init__(self, url: str, max_new_tokens: int, num_drafted: int):
+        super().__init__(url, max_new_tokens)
+        self.num_drafted, self.version = num_drafted, self.build()
+
+    def answer(self, number: int, prompt: Sequence[int]) -> EngineAnswer:  # type: ignore[override]
+        """Ask for the greedy answer to a prompt; its rounds are counted by place."""
+        reply = self.complete(prompt)
+        accepted = [one.accepted for one in reply.rounds]
+        by_place = (sum(count > place for count in accepted) for place in range(self.num_drafted))
+        return EngineAnswer(reply.tokens, (len(accepted), *by_place))
+
+    def templated(self, question: str) -> list[int]:
+        """Return the token ids of a question by the server's own chat template and tokenizer."""
+        return self.tokenize(self.apply_template(question))
+
+
+def our_chain(config: EngineCheckConfig, target: CausalLM, num_drafted: int = 0) -> OurChain:
+    """Return our chain of the length that the engine drafts, with the engine's last draft."""
+    length = num_drafted or config.num_drafted or NUM_DRAFTED
+    return OurChain(target, length, config.max_new_tokens, whole=config.engine == "vllm")
 
 
 def check_room(config: EngineCheckConfig, chain: OurChain, prompts: Sequence[BenchPrompt], context: int) -> None:
@@ -257,6 +331,7 @@ def locate_text(target: CausalLM, prompt: BenchPrompt, row: ComparedPrompt) -> s
 
 
 def locate_drafts(
+    engine: str,
     ours: OurDrafter,
     chain: OurChain,
     prompts: Sequence[BenchPrompt],
@@ -274,11 +349,11 @@ def locate_drafts(
     candidates = list(misreadings(head.config, state, facts.raw, target.info.num_layers))
     assert ours.package is not None
     try:
-        parsed = formats()["vllm", ours.kind].read(ours.package, facts)
+        parsed = formats()[engine, ours.kind].read(ours.package, facts)
         llama = dataclasses.replace(parsed.config.llama, max_position=head.config.max_position)
         config = dataclasses.replace(parsed.config, llama=llama)
-        candidates.append(("the head of the directory by vLLM's rules", config, dict(parsed.state)))
-    except InputError:  # vLLM would not have served it
+        candidates.append((f"the head of the directory by {SYSTEMS[engine]}'s rules", config, dict(parsed.state)))
+    except InputError:  # the engine would not have served it
         pass
 
     explained, tried = list[str](), list[str]()
@@ -286,19 +361,19 @@ def locate_drafts(
         misread = head_for(target, ours.kind, config, tensors)
         counts = [chain.answer(prompt.prompt_ids, ours.kind, misread).counts for prompt, _ in used]
         (explained if used and counts == [row.theirs.counts for _, row in used] else tried).append(name)
-    differ = directory_differences(ours, facts)
-    directory = f" The directory is another head for vLLM than ours: {differ}." if differ else ""
+    differ = directory_differences(engine, ours, facts)
+    directory = f" The directory is another head for {SYSTEMS[engine]} than ours: {differ}." if differ else ""
     if explained:
         return f"are exactly what our chain gives with {' or with '.join(explained)}.{directory}"
     return f"are not explained by any of: {'; '.join(tried) or 'nothing to try'}.{directory}"
 
 
-def directory_differences(ours: OurDrafter, facts: TargetFacts) -> str:
-    """Return some of what vLLM reads from the directory that our head does not have; empty for a model."""
+def directory_differences(engine: str, ours: OurDrafter, facts: TargetFacts) -> str:
+    """Return some of what the engine reads from the directory that our head does not have; empty for a model."""
     if ours.package is None:
         return ""
     try:
-        theirs = formats()["vllm", ours.kind].read(ours.package, facts)
+        theirs = formats()[engine, ours.kind].read(ours.package, facts)
     except InputError as error:
         return str(error)
     config, hashes = dataclasses.asdict(ours.drafter.config), hashes_of(stored_tensors(ours.drafter))

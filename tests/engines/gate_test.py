@@ -31,7 +31,7 @@ TARGET, PROMPTS = "embedded:target", 4
 @pytest.fixture
 def gate(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
     def call(directory: Path | str, **settings: Any) -> tuple[int, str]:
-        given = {"target": TARGET, "engine": "vllm", "engine_python": PYTHON, "limit": PROMPTS, **settings}
+        given = {"target": TARGET, "engine": "vllm", "engine_path": PYTHON, "limit": PROMPTS, **settings}
         code = run(EngineCheckConfig(directory=Path(directory), **given))
         shown = capsys.readouterr().out
         with capsys.disabled():

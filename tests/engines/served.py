@@ -64,10 +64,12 @@ OTHER = {"capture": (1, 4, 11), "fc_norm": True, "norm_output": True}
 CASES = {
     "eagle": Case(("vllm",), shape=None),
     "biased": Case((), shape=None, fc_bias=1.0, first=4),
-    "whole": Case(("vllm",)),
+    "whole": Case(("vllm", "llamacpp")),
     "reduced": Case(("vllm", "speculators"), draft_vocab=512),
     "other": Case(("vllm",), OTHER, draft_vocab=512, rope_theta=300.0),
     "taught": Case(("vllm",), OTHER, draft_vocab=512, rope_theta=300.0, first=4),
+    # As llama.cpp serves them: three layers, version 3.
+    "three": Case(("llamacpp",), {"capture": (1, 4, 11), "norm_before_fc": True}, 512, rope_theta=300.0, first=4),
     "residual": Case(("speculators",), {"norm_before_residual": True}),
 }
 

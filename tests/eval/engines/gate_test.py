@@ -19,13 +19,14 @@ import torch
 from engine_like import EngineLike
 from quick_heads import quick_eagle3_head, quick_eagle_head
 
+from draftsmith.data.engines.process import running
 from draftsmith.data.export.export import ExportConfig
 from draftsmith.data.export.export import run as export
 from draftsmith.data.export.states import PROMPTS, make_probes
 from draftsmith.data.heads.directory import build_head, load_head, save_head, stored_tensors
 from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.engines.gate import EngineCheckConfig, run
-from draftsmith.eval.engines.vllm import running, server_words
+from draftsmith.eval.engines.vllm import server_words
 from draftsmith.modules.formats.base import Served
 from draftsmith.modules.formats.vllm import command
 from draftsmith.modules.types import InputError
@@ -222,7 +223,7 @@ def test_an_engine_ends_with_all_its_processes_also_after_an_error():
 def test_an_engine_ends_when_the_check_is_stopped():
     code = (
         "import sys, time\n"
-        "from draftsmith.eval.engines.vllm import running\n"
+        "from draftsmith.data.engines.process import running\n"
         f"with running([sys.executable, '-c', {SERVER!r}], {{}}) as url:\n"
         "    print(url, flush=True)\n"
         "    time.sleep(600)\n"

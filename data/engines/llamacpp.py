@@ -1,0 +1,98 @@
+"""Responses from a llama.cpp server that is started with the target's GGUF file, many prompts at a time."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from draftsmith.data.engines.openai import ServerConfig, ServerEngine, check_sampled
+from draftsmith.data.engines.process import running
+from draftsmith.data.models.loading import saved_identity
+from draftsmith.data.store.reading import misfits
+from draftsmith.data.text.template import RowError
+from draftsmith.data.text.turns import AnswerSettings, TargetTurn
+from draftsmith.modules.types import InputError
+
+DEFAULT_BINARY = Path(".engines/llamacpp/bin/llama-server")  # made by `make engines ENGINES=llamacpp`
+REPLY = {"tokens": [int], "stop_type": str, "tokens_evaluated": int, "truncated": bool}
+
+
+def server_binary(path: Path | None = None) -> Path:
+    """Return llama-server: `path`, or that of `make engines` in this directory, or one on the PATH.
+
+    Raises:
+        InputError: there is none.
+    """
+    on_path = shutil.which("llama-server")
+    binary = path or (DEFAULT_BINARY if DEFAULT_BINARY.is_file() else Path(on_path) if on_path else None)
+    if binary is None or not binary.is_file():
+        remedy = "Run `make engines ENGINES=llamacpp`, or pass --engine-path."
+        raise InputError("engine_path", path or "none", "llama-server of llama.cpp", remedy)
+    return binary.absolute()
+
+
+class LlamaCppEngine(ServerEngine):
+    """Requests to llama.cpp's own endpoint, which takes and returns token ids."""
+
+    def __init__(self, server: ServerConfig, settings: AnswerSettings):
+        super().__init__(server, settings, "")
+        self.identity = saved_identity(settings.target)
+        self.build = self._build()
+
+    def _build(self) -> str:
+        """Return the server's version."""
+        import httpx
+
+        return str(httpx.get(f"{self.server.url}/props", timeout=30.0).raise_for_status().json()["build_info"])[:80]
+
+    def request(self, number: int, row: dict[str, Any], turn: int = 1) -> tuple[str, dict[str, Any]]:
+        params = self.params
+        return "completion", {
+            "prompt": row["prompt_ids"],
+            "n_predict": self.limit(row),
+            "temperature": params.temperature,
+            "top_k": params.top_k,
+            "top_p": params.top_p,
+            # In the order in which we apply them; by default there are others too.
+            "samplers": ["temperature", "top_k", "top_p"],
+            "seed": self.settings.row_seed(number, turn),
+            "ignore_eos": self.settings.ignore_eos,
+            "cache_prompt": False,
+            "return_tokens": True,
+        }
+
+    def read(self, number: int, row: dict[str, Any], reply: Any) -> TargetTurn:
+        for wrong, expected in misfits(reply, REPLY):
+            raise RowError(f"a reply with {wrong}, expected {expected}")
+        if reply["truncated"] or reply["tokens_evaluated"] != len(row["prompt_ids"]):
+            raise RowError(f"{reply['tokens_evaluated']} tokens of the prompt read, expected {len(row['prompt_ids'])}")
+        ids = reply["tokens"]
+        check_sampled(ids, self.limit(row), self.vocab_size)
+        if not ids:
+            raise RowError("an empty response")
+        return TargetTurn(ids, reply["stop_type"] == "eos", server_tokens=len(ids))
+
+
+@contextmanager
+def llamacpp_server(
+    settings: AnswerSettings, binary: Path | None, slots: int, context: int, threads: int
+) -> Iterator[LlamaCppEngine]:
+    """Start a server with the target's GGUF file, and yield what asks it; it ends with the context.
+
+    slots: prompts answered at a time. context: most tokens of a prompt with its answer. threads: 0 is llama.cpp's own.
+
+    Raises:
+        InputError: the target is no GGUF file, or the server does not start.
+    """
+    if not settings.target.endswith(".gguf"):
+        remedy = "Pass the file that is served."
+        raise InputError("target", settings.target, "a GGUF file, for --engine llamacpp", remedy)
+    words = [str(server_binary(binary)), "--model", settings.target, "--parallel", str(slots)]
+    words += ["--ctx-size", str(slots * context), "--fit", "off", "--no-cache-prompt", "--cache-ram", "0"]
+    if threads:
+        words += ["--threads", str(threads), "--threads-batch", str(threads)]
+    with running(words, {}) as url:
+        yield LlamaCppEngine(ServerConfig(url=url, concurrency=slots), settings)

@@ -1,0 +1,153 @@
+"""A llama.cpp server: how it is started, what it answers, and the rounds of its drafts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draftsmith.modules.types import InputError
+
+ANSWER_S = 600.0  # longest wait for an answer
+
+
+@dataclass(frozen=True)
+class ServedModels:
+    """GGUF files that a server loads. kind: llama.cpp's name of the drafter's method, such as draft-eagle3."""
+
+    target: Path
+    drafter: Path | None = None
+    kind: str = ""
+
+
+@dataclass(frozen=True)
+class Round:
+    """Drafted and accepted tokens of one call of the target after a draft."""
+
+    drafted: int
+    accepted: int
+
+
+@dataclass(frozen=True)
+class ServerAnswer:
+    """Answer to one prompt: its tokens, its rounds, and the seconds of reading the prompt and of generating."""
+
+    tokens: tuple[int, ...]
+    rounds: tuple[Round, ...]
+    prompt_s: float
+    generation_s: float
+
+
+def server_words(
+    binary: Path,
+    models: ServedModels,
+    context: int,
+    num_drafted: int = 0,
+    p_min: float = 0.0,
+    slots: int = 1,
+    threads: int = 1,
+    exact: bool = False,
+) -> list[str]:
+    """Return the command of a server for measurements: no reuse of prompts, nothing fitted to free memory.
+
+    context: longest sequence of a slot. exact: keys and values in float32 and no flash attention, for answers that
+    float32 weights give elsewhere too; otherwise llama.cpp's defaults.
+    """
+    words = [str(binary), "--model", str(models.target), "--ctx-size", str(context * slots), "--parallel", str(slots)]
+    words += ["--threads", str(threads), "--threads-batch", str(threads), "--fit", "off", "--no-warmup"]
+    words += ["--no-cache-prompt", "--cache-ram", "0", "--metrics"]
+    if exact:
+        words += ["--flash-attn", "off", "--cache-type-k", "f32", "--cache-type-v", "f32", "--no-repack"]
+    if models.drafter is not None:
+        # Without --spec-type the drafter is loaded and never used, and no message says so.
+        words += ["--model-draft", str(models.drafter), "--spec-type", models.kind]
+        words += ["--spec-draft-n-max", str(num_drafted), "--spec-draft-p-min", str(p_min)]
+        if exact:
+            words += ["--cache-type-k-draft", "f32", "--cache-type-v-draft", "f32"]
+    return words
+
+
+class LlamaCppClient:
+    """Client of a running server that sends token ids and receives token ids. url: such as http://127.0.0.1:8080."""
+
+    def __init__(self, url: str, max_new_tokens: int, temperature: float = 0.0):
+        self.url, self.max_new_tokens, self.temperature = url.rstrip("/"), max_new_tokens, temperature
+
+    def complete(self, prompt: Sequence[int], seed: int = 0) -> ServerAnswer:
+        """Ask for the answer to a prompt, with nothing but the temperature in the sampler.
+
+        Raises:
+            InputError: no whole answer, or counts that fit no rounds.
+        """
+        body = {
+            "prompt": list(prompt),
+            "n_predict": self.max_new_tokens,
+            "temperature": self.temperature,
+            # Without this list: top-k, top-p and min-p too.
+            "samplers": ["temperature"],
+            "seed": seed,
+            "cache_prompt": False,
+            "return_tokens": True,
+            "stream": True,
+            "timings_per_token": True,
+        }
+        tokens: list[int] = []
+        rounds: list[Round] = []
+        drafted = accepted = 0
+        timings: dict[str, Any] = {}
+        for event in self._events(body):
+            tokens += event.get("tokens") or []
+            timings = event.get("timings") or timings
+            # The counts of a round are raised before its first token is sent.
+            step = Round(timings.get("draft_n", 0) - drafted, timings.get("draft_n_accepted", 0) - accepted)
+            if step.drafted:
+                rounds.append(step)
+                drafted, accepted = drafted + step.drafted, accepted + step.accepted
+        if not timings or not all(0 <= one.accepted <= one.drafted for one in rounds):
+            raise InputError("server", f"{self.url}: counts {timings}", "those of a whole answer", "Read its log.")
+        return ServerAnswer(
+            tuple(tokens), tuple(rounds), timings["prompt_ms"] / 1e3, timings.get("predicted_ms", 0.0) / 1e3
+        )
+
+    def tokenize(self, text: str) -> list[int]:
+        """Return the server's token ids of a text, special tokens in it included."""
+        body = {"content": text, "add_special": False, "parse_special": True}
+        return list(self._post("tokenize", body)["tokens"])
+
+    def build(self) -> str:
+        """Return the server's version."""
+        return str(self._post("props").get("build_info", "?"))[:80]
+
+    def apply_template(self, text: str) -> str:
+        """Return a question as the server's chat template writes it."""
+        return str(self._post("apply-template", {"messages": [{"role": "user", "content": text}]})["prompt"])
+
+    def _events(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield the events of a streamed answer."""
+        import httpx
+
+        try:
+            with httpx.stream("POST", f"{self.url}/completion", json=body, timeout=ANSWER_S) as reply:
+                if not reply.is_success:
+                    found = f"{self.url}: status {reply.status_code}, {reply.read()[:200].decode('utf-8', 'replace')!r}"
+                    raise InputError("server", found, "an answer", "Read its log.")
+                for line in reply.iter_lines():
+                    if line.startswith("data: "):
+                        yield json.loads(line.removeprefix("data: "))
+        except (httpx.HTTPError, ValueError) as error:
+            found = f"{self.url}: {type(error).__name__} {str(error)[:200]}".strip()
+            raise InputError("server", found, "a llama.cpp server that answers", "Read its log.") from error
+
+    def _post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Post a body to a page, or get it, and return its JSON."""
+        import httpx
+
+        method = "GET" if body is None else "POST"
+        try:
+            reply = httpx.request(method, f"{self.url}/{path}", json=body, timeout=ANSWER_S).raise_for_status().json()
+        except (httpx.HTTPError, ValueError) as error:
+            found = f"{self.url}/{path}: {type(error).__name__} {str(error)[:200]}".strip()
+            raise InputError("server", found, "a llama.cpp server that answers", "Read its log.") from error
+        return dict(reply)

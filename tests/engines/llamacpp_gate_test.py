@@ -1,0 +1,115 @@
+"""`draftsmith check --engine llamacpp` on exports of heads that know something (`served.py`), on a draft model, and on
+files with one defect each: llama.cpp's server is started on each. Run by `make test-engines`, by our own python."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from torch import Tensor
+
+from draftsmith.data.export.export import ExportConfig
+from draftsmith.data.export.export import run as export
+from draftsmith.data.export.gguf import copied_metadata, read_tensor, write_gguf
+from draftsmith.data.models.gguf import open_gguf
+from draftsmith.eval.engines.gate import EngineCheckConfig, run
+from draftsmith.modules.formats.gguf import to_halves
+
+torch.set_num_threads(1)
+SERVED = Path(os.environ["DRAFTSMITH_ENGINES"]) / "served"
+SERVER = Path(os.environ["DRAFTSMITH_LLAMA_SERVER"])
+# The first four prompts are those that the head `three` learned by heart.
+TARGET, PROMPTS = "embedded:target", 4
+Edit = Callable[[dict[str, Any], dict[str, Tensor]], None]
+
+
+@pytest.fixture
+def gate(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    def call(directory: Path, **settings: Any) -> tuple[int, str]:
+        given = {"target": TARGET, "engine": "llamacpp", "engine_path": SERVER, "limit": PROMPTS, **settings}
+        code = run(EngineCheckConfig(directory=directory, **given))
+        shown = capsys.readouterr().out
+        with capsys.disabled():
+            print(f"\n{shown}")
+        return code, " ".join(shown.split())
+
+    return call
+
+
+def edited(to: Path, edit: Edit) -> Path:
+    """A copy of the export of `three` whose metadata and tensors `edit` changed."""
+    shutil.copytree(SERVED / "three/llamacpp", to)
+    (to / "draftsmith.json").unlink()
+    metadata = {name: value for name, value in copied_metadata(to / "head.gguf").items() if not name.startswith("GGUF")}
+    kind = metadata.pop("general.architecture")[0]
+    del metadata["general.file_type"]
+    tensors = {name: read_tensor(gguf, tensor) for name, tensor in open_gguf(to / "head.gguf")[1].items()}
+    edit(metadata, tensors)
+    write_gguf(to / "head.gguf", kind, metadata, tensors)
+    return to
+
+
+@pytest.mark.parametrize("case", ["three", "whole"])
+def test_an_export_is_served_as_it_drafts_here(gate, case: str):
+    code, shown = gate(SERVED / case / "llamacpp", head=SERVED / case / "head")
+    assert code == 0 and f"equal: text, drafts and accepted tokens of all {PROMPTS} prompts" in shown
+
+
+def test_a_draft_model_is_served_as_it_drafts_here(gate, tmp_path: Path):
+    draft = ExportConfig(format="llamacpp", draft="embedded:draft", target=TARGET, output=tmp_path / "draft")
+    assert export(draft) == 0
+    code, shown = gate(tmp_path / "draft", num_drafted=3)
+    assert code == 0 and "beside our chain of 3" in shown
+    assert float(re.findall(r"up to place 3 ([\d.]+)%", shown)[0]) > 20
+
+
+def layers(numbers: list[int]) -> Edit:
+    def edit(metadata: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        metadata["eagle3.target_layers"] = numbers
+
+    return edit
+
+
+def unpermuted(metadata: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    for name, heads in (("attn_q", 4), ("attn_k", metadata["eagle3.attention.head_count_kv"][0])):
+        tensors[f"blk.0.{name}.weight"] = to_halves(tensors[f"blk.0.{name}.weight"], heads)
+
+
+def no_norm(metadata: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    metadata["eagle3.norm_before_fc"] = False
+    del tensors["enc.output_norm.weight"]
+
+
+def another_rope(metadata: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    metadata["eagle3.rope.freq_base"] = 10000.0
+
+
+def offsets(metadata: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    tensors["d2t"] = torch.arange(len(tensors["d2t"]))
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (layers([2, 6, 9]), "layers 2, 6, 9 in place of 1, 4, 11"),
+        (layers([0, 3, 10]), "layers 0, 3, 10 in place of 1, 4, 11"),
+        (no_norm, "the target's states without their norm"),
+        (another_rope, "rope of base 10000"),
+        (offsets, r"drafted ids as the target's own \(no d2t\)"),
+        (unpermuted, "the head of the directory by llama.cpp's rules"),
+    ],
+    ids=["default layers", "layers one off", "no norm", "rope", "no d2t", "rotary halves"],
+)
+def test_a_defect_is_named(gate, tmp_path: Path, edit: Edit, words: str):
+    code, shown = gate(edited(tmp_path / "edited", edit), head=SERVED / "three/head")
+    assert code == 1
+    assert re.search(f"exactly what our chain gives with[^.]*{words}", shown)
+    (theirs, ours), *_ = re.findall(r"tokens a round ([\d.]+) ([\d.]+)", shown)
+    assert float(theirs) < float(ours)
