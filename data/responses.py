@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from draftsmith.data.console import Advance, log_note, print_text
+from draftsmith.data.engines.llamacpp import llamacpp_server
 from draftsmith.data.engines.openai import ServerConfig, ServerEngine, ServerShards
 from draftsmith.data.engines.own import ResponseDrafter, RowUniforms, generate_rows, set_threads
 from draftsmith.data.engines.vllm import VllmEngine
@@ -26,7 +27,7 @@ from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import Shard, ShardContent, StagePlan, run_stage
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.data.text.answers import Supervision
-from draftsmith.data.text.template import check_context
+from draftsmith.data.text.template import check_context, context_length
 from draftsmith.data.text.turns import (
     AnswerSettings,
     BeginConversation,
@@ -64,8 +65,9 @@ class ResponsesConfig(Sampling, RemoteCode):
         prompts: Directory that `data prompts` wrote.
         target: Directory or hub id of the target model, or embedded:target.
         output: Directory to write.
-        engine: transformers: in process, with our own batching. vllm: in process, with vLLM's. openai: through an
-            OpenAI-compatible server.
+        engine: transformers: in process, with our own batching. vllm: in process, with vLLM's. llamacpp: by
+            llama.cpp's server, which is started with the target's GGUF file and answers `batch_size` prompts at a time.
+            openai: through an OpenAI-compatible server.
         max_new_tokens: Longest answer, in tokens. A cut answer is the last of its conversation.
         ignore_eos: Continue behind end tokens up to max_new_tokens, for prompts whose answers are too short to learn
             from. Then only the first turn of a conversation is answered.
@@ -87,12 +89,14 @@ class ResponsesConfig(Sampling, RemoteCode):
         vllm_args: JSON file of further arguments of vllm.LLM, for engine vllm: {"tensor_parallel_size": 8,
             "speculative_config": {...}}.
         server: Where and how to ask, for engine openai.
+        engine_path: llama-server, for engine llamacpp. Default: that of `make engines` in this directory, or one on the
+            PATH.
     """
 
     prompts: Path = volatile()
     target: str = volatile()
     output: Path = volatile()
-    engine: Literal["transformers", "vllm", "openai"] = "transformers"
+    engine: Literal["transformers", "vllm", "llamacpp", "openai"] = "transformers"
     temperature: float = field(default=1.0, kw_only=True)
     max_new_tokens: int = 256
     ignore_eos: bool = False
@@ -112,12 +116,14 @@ class ResponsesConfig(Sampling, RemoteCode):
     # Its content is compared.
     vllm_args: Path | None = volatile(None)
     server: ServerConfig = field(default_factory=ServerConfig)
+    engine_path: Path | None = volatile(None)
 
     def __post_init__(self) -> None:
         check_positive(self, "max_new_tokens", "batch_size", "rows_per_shard")
         check_not_negative(self, "limit", "num_threads")
         if self.engine != "transformers" and (self.draft or self.method):
-            remedy = {"openai": "Let the server draft", "vllm": "Pass a speculative_config in --vllm-args"}[self.engine]
+            vllm = "Pass a speculative_config in --vllm-args"
+            remedy = {"openai": "Let the server draft", "vllm": vllm}.get(self.engine, "Choose one")
             found = f"a drafter with --engine {self.engine}"
             raise InputError("draft", found, "one with --engine transformers", f"{remedy}, and no --draft or --method.")
         if self.engine != "vllm" and self.vllm_args is not None:
@@ -187,6 +193,17 @@ def open_engine(
         begin = conversations(server.context)
         with ServerShards(server, prompts, begin, config.output, config.rows_per_shard) as shards:
             yield shards.make, {"target": server.identity}
+    elif config.engine == "llamacpp":
+        # Every slot has room for the longest conversation.
+        room = max(len(row["prompt_ids"]) for row in prompts.iterate()) + config.max_new_tokens + 1
+        if manifest.counts.get("later_turns"):
+            room = manifest.config.get("max_length") or context_length(config.target) or room
+        slots, begin = min(config.batch_size, len(prompts)), conversations(room)
+        with (
+            llamacpp_server(settings, config.engine_path, slots, room, config.num_threads) as llamacpp,
+            ServerShards(llamacpp, prompts, begin, config.output, config.rows_per_shard) as shards,
+        ):
+            yield shards.make, {"target": llamacpp.identity, "answered_by": {"llamacpp": llamacpp.build}}
     elif config.engine == "vllm":
         with VllmEngine(settings, config.dtype, config.vllm_args, config.trust_remote_code) as vllm:
             identity = {"target": vllm.identity, "answered_by": vllm.answered_by}
