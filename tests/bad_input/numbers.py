@@ -73,13 +73,13 @@ BENCH = "eval bench " + PAIR + "--prompts {chats} --methods spec:k=2 --repeats 1
 LABELS = "data acceptance " + PAIR + "--responses {responses} "
 ASK = "data responses --prompts {prompts} --target {broken} --output {out} "
 TRAIN = "train eagle --target {target} --output {out} --max-steps 2 --tau-prompts 0 "
-DRAFT, HEAD, TARGET = ("draft (", "/draft)", "position"), ("eagle (", "position"), ("target (", "/target)")
+DRAFT, HEAD, TARGET = ("draft: found", "position"), ("eagle: found", "position"), ("target: found",)
 HERE = "prompt on the command line"
 ROWS = [
     Row("draft, sampled", DECODE + "spec:k=3 --draft {broken} --temperature 1", (*DRAFT, HERE), of("draft")),
-    Row("M2", DECODE + "hsddw --draft {draft} --mid {broken}", ("mid (", "/draft)", HERE), of("draft")),
+    Row("M2", DECODE + "hsddw --draft {draft} --mid {broken}", ("mid: found", HERE), of("draft")),
     Row("EAGLE head", DECODE + "eagle --draft {broken}", HEAD, of("eagle")),
-    Row("acceptance head", DECODE + "specdec++ --draft {draft} --acceptance {broken}", ("acceptance (", HERE),
+    Row("acceptance head", DECODE + "specdec++ --draft {draft} --acceptance {broken}", ("acceptance: found", HERE),
         of("acceptance", "out.weight")),
     Row("target", "decode Hi --target {broken}", (*TARGET, HERE, "position"), of("target")),
     Row("infinity", "decode Hi --target {broken} --temperature 1", TARGET, of("target", "lm_head.weight", math.inf)),

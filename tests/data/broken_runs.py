@@ -41,7 +41,7 @@ def die_at(file_name: str, moment: str) -> None:
 def warm_up(target: str) -> None:
     """Let transformers import what it imports late, once and not in every child."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would not survive the fork
-    template.prompt_ids(template.load_chat_tokenizer(target), template.PROBE[:1])
+    template.prompt_ids(template.load_chat_tokenizer(target), [{"role": "user", "content": "a"}])
     models.load_lm(target)
 
 

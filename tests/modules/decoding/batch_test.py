@@ -215,3 +215,6 @@ def test_a_draft_of_a_shorter_context_stops_drafting_row_by_row(world):
     for prompt, one in zip(prompts, made, strict=True):
         assert one == world.run("spec", prompt, NEW_TOKENS, drafter=single)
     assert made[-1].trace.num_draft_tokens == 0 < made[0].trace.num_draft_tokens
+    # Behind 39 tokens it drafts two: it reads the first at its last position, and not the second.
+    near = world.run("spec", (world.prompts[-1] * CONTEXT)[:38], NEW_TOKENS, drafter=single)
+    assert near.trace.steps[0].num_drafted == 2

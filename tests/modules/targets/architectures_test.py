@@ -43,24 +43,6 @@ def test_a_refused_tree_is_an_error_when_it_is_read(tmp_path):
             session.extend([[6, 7]], [[-1, -1]])
 
 
-def test_a_config_is_tested_once(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    build("Gemma", tmp_path / "model")
-    tested = []
-
-    def self_test(model, lm):
-        tested.append(type(model).__name__)
-        return Refusals(trees="seen")
-
-    monkeypatch.setattr("draftsmith.data.models.loading.self_test", self_test)
-    refusals = [load_lm(str(tmp_path / "model")).refusals for _ in range(2)]
-    assert tested == ["GemmaForCausalLM"] and refusals == [Refusals(trees="seen")] * 2
-    (entry,) = (tmp_path / "cache").rglob("*.json")
-    entry.write_text("{")
-    load_lm(str(tmp_path / "model"))
-    assert len(tested) == 2
-
-
 def test_a_qwen2_moe_whose_window_is_off_decodes_as_the_hub_has_it(tmp_path):
     """The hub's config states a window and switches it off; transformers 5 saves the same model with a window of 0."""
     model = build("Qwen2-MoE", tmp_path)
