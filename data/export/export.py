@@ -145,7 +145,7 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[CheckReport, str
     head: Any = original(path, format.kind, source)
 
     # Convert and write, by default in the type of the head's file.
-    weights = config.weights
+    weights: str = config.weights
     if weights == "auto":
         weights = str(next(head.parameters()).dtype).removeprefix("torch.")
     dtype = DTYPES.get(weights, torch.float32)

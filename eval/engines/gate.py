@@ -260,16 +260,17 @@ def llamacpp_client(
     check_room(config, chain, prompts, target.info.max_position)
     drafter = gguf_file(config.directory)
     with tempfile.TemporaryDirectory(prefix="draftsmith-engine-") as folder:
-        models = ServedModels(Path(folder, "target.gguf"), Path(folder, "drafter.gguf"))
+        target_file, drafter_file = Path(folder, "target.gguf"), Path(folder, "drafter.gguf")
         if drafter is None:
             found, remedy = f"{config.directory} without a .gguf file", "Export the head with --format llamacpp."
             raise InputError("directory", found, "one that llama.cpp serves", remedy)
         if config.target.endswith(".gguf"):
-            widen_gguf(Path(config.target), models.target)
+            widen_gguf(Path(config.target), target_file)
         else:
-            write_gguf_model(models.target, config.target)
-        widen_gguf(drafter, models.drafter)
-        models = dataclasses.replace(models, kind="draft-simple" if ours.kind == MODEL else "draft-eagle3")
+            write_gguf_model(target_file, config.target)
+        widen_gguf(drafter, drafter_file)
+        kind = "draft-simple" if ours.kind == MODEL else "draft-eagle3"
+        models = ServedModels(target_file, drafter_file, kind)
         longest = max(chain.room(prompt.prompt_ids) for prompt in prompts) + chain.length
         words = llamacpp_words(server_binary(config.engine_path), models, longest, chain.length, exact=True)
         with running(words, {}) as url:

@@ -42,7 +42,7 @@ def llama_metadata(kind: str, llama: LlamaConfig) -> dict[str, Any]:
 
     Llama 3's rotary scaling is no metadata: it is the tensor `rope_freqs.weight` (`rope_divisors`).
     """
-    metadata = {
+    metadata: dict[str, Any] = {
         "block_count": llama.num_layers,
         "context_length": llama.max_position,
         "embedding_length": llama.hidden_size,
