@@ -161,7 +161,7 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[CheckReport, str
         write_gguf(directory / GGUF_HEAD, llamacpp.ARCHITECTURE, metadata, tensors, weights)
         model, written = str(target_file(config, source.path) or "TARGET.gguf"), str(config.output / GGUF_HEAD)
     else:
-        fields = {**package.config, **format.extra_fields(source.facts.raw, manifest, model)}
+        fields = {**package.config, **format.extra_fields(source.facts.raw, model)}
         write_package(directory, Package(fields, package.tensors, package.metadata), format.weights_files)
 
     # Read back and compare with the head in the type of the export: rounding to that type is no difference.
@@ -175,7 +175,7 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[CheckReport, str
     measured = measured_of(path)
     verifier = loadable(config.target) if format.predicts and source.head_path is None and config.target else None
     count = config.num_drafted or num_drafted(measured, format)
-    command = format.serve(Served(model, written, count, source.head_path, verifier))
+    command = format.serve(Served(model, written, count, verifier))
     notes = list(format.notes)
     if format.target_index and (note := index_for_target(source.path, directory)):
         notes.append(note)

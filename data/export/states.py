@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,8 +14,6 @@ from draftsmith.data.engines.own import generate_all
 from draftsmith.data.heads.directory import FrozenDrafter, load_drafter
 from draftsmith.data.models.loading import load_lm, load_tokenizer, read_config
 from draftsmith.data.text.template import RowError, prompt_ids
-from draftsmith.modules.acceptance.head import Feature, feature_value
-from draftsmith.modules.decoding.confidence import confidences_of
 from draftsmith.modules.formats.base import HeadFormat, Probe, TargetFacts
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
@@ -104,26 +101,17 @@ def facts_of(path: str, lm: CausalLM) -> TargetFacts:
 
 
 def acceptance_inputs(probes: Sequence[Probe], source: StateSource) -> dict[str, Tensor]:
-    """Return everything that an acceptance head may read of N answer tokens, each as the first token of a draft.
+    """Return what an acceptance head reads of N answer tokens, each as the first token of a draft.
 
-    Returns: name -> [N, size] in float32, by the names of `formats.acceptance.inputs_of`.
+    Returns: `state_after`, the draft's states [N, H] behind the tokens, in float32.
     """
-    lm, branches, parts = source.drafter.lm, source.drafter.branches(1), list[tuple[Tensor, Tensor, Tensor]]()
+    lm, branches, states = source.drafter.lm, source.drafter.branches(1), list[Tensor]()
     for probe in probes:
         ids = probe.ids.to(lm.device)
         starts = list(range(max(probe.start, branches.min_start), len(ids)))
         branches.open(ids.tolist(), source.drafter.features(ids.tolist()))
-        before, after = branches.states(starts, ids[starts, None]).unbind(1)
-        parts.append((before, after, ids[starts]))
-    before, after, ids = (torch.cat(part) for part in zip(*parts, strict=True))
-    # No draft was made: places are counted from 1 to DEPTHS and again.
-    depth = torch.arange(len(ids), device=lm.device) % DEPTHS + 1
-    confidences = confidences_of(branches.lm_head(before).float().softmax(-1), ids, depth, torch.ones_like(depth))
-    # Any numbers will do for repeats that a head may meet.
-    confidences = dataclasses.replace(confidences, repeat=(ids % 5 - 2).float())
-    states = {"state_before": before, "state_after": after, "embedding": branches.embed(ids)}
-    numbers = {name: feature_value(name, confidences)[:, None] for name in get_args(Feature)}
-    return {name: values.float().cpu() for name, values in (states | numbers).items()}
+        states.append(branches.states(starts, ids[starts, None])[:, 1])
+    return {"state_after": torch.cat(states).float().cpu()}
 
 
 @torch.inference_mode()

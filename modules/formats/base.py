@@ -117,14 +117,13 @@ class HeadTrial:
 class Served:
     """Paths and numbers in the command that serves a head.
 
-    model: whose hidden states the head reads. drafter: the drafting head whose states an acceptance head reads.
+    model: whose hidden states the head reads.
     verifier: the target of an acceptance head's draft model.
     """
 
     model: str
     directory: str
     num_drafted: int
-    drafter: str | None = None
     verifier: str | None = None
 
 
@@ -248,8 +247,8 @@ class HeadFormat(ABC):
         """Return the command that serves the head."""
         raise NotImplementedError(f"{self.name} is read only")
 
-    def extra_fields(self, target: Mapping[str, Any], manifest: Mapping[str, Any], path: str) -> dict[str, Any]:
-        """Return fields of `config.json` that depend on the target's config and path, or the head's manifest."""
+    def extra_fields(self, target: Mapping[str, Any], path: str) -> dict[str, Any]:
+        """Return fields of `config.json` that depend on the target's config and path."""
         return {}
 
     def holds(self, config: Any) -> bool:

@@ -99,7 +99,7 @@ class LlamaFormat(HeadFormat):
             return [Problem(error.field, f"is {error.found}, where {self.system} has {error.expected}")]
         return []
 
-    def extra_fields(self, target: Mapping[str, Any], manifest: Mapping[str, Any], path: str) -> dict[str, Any]:
+    def extra_fields(self, target: Mapping[str, Any], path: str) -> dict[str, Any]:
         """Return the type to run in: the target's, whatever type the weights are stored in.
 
         SGLang would otherwise run a head in another type than its target.

@@ -61,9 +61,9 @@ class SpeculatorsEagle3(Eagle3Format):
             "tie_word_embeddings": False,
         }
 
-    def extra_fields(self, target: Mapping[str, Any], manifest: Mapping[str, Any], path: str) -> dict[str, Any]:
+    def extra_fields(self, target: Mapping[str, Any], path: str) -> dict[str, Any]:
         config = speculators_config(path, target.get("architectures"))
-        return {**super().extra_fields(target, manifest, path), "speculators_config": config}
+        return {**super().extra_fields(target, path), "speculators_config": config}
 
     def read(self, package: Package, target: TargetFacts | None = None) -> ImportedHead:
         head, tensors = super().read(package, target), {name.removeprefix("model.") for name in package.tensors}
