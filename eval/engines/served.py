@@ -18,7 +18,8 @@ from draftsmith.data.export.directory import gguf_file
 from draftsmith.data.export.gguf import is_gguf_model
 from draftsmith.data.models.gguf import open_gguf
 from draftsmith.data.settings import check_not_negative, check_positive, comma_numbers
-from draftsmith.data.store.files import make_directory, write_json
+from draftsmith.data.store.files import write_json
+from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.prompts import BenchPrompt, read_questions, task_sources
 from draftsmith.eval.bootstrap import Resamples
 from draftsmith.eval.engines.llamacpp import LlamaCppClient, ServedModels, ServerAnswer, server_words
@@ -88,6 +89,7 @@ class ServedConfig(PromptChoice):
         return comma_numbers("p_min", self.p_min, float)
 
 
+@sole_writer()
 def run(config: ServedConfig) -> int:
     """Measure, print the tables and write served.json.
 
@@ -131,7 +133,6 @@ def run(config: ServedConfig) -> int:
     rows = [summary(label, given, answers[PLAIN], prompts, config.temperature) for label, given in answers.items()]
     best = max(rows[1:], key=lambda row: row["speedup"])
     results = {"target": str(config.target), "types": tensor_types(config.target), "draft": str(drafter), "rows": rows}
-    make_directory(config.output)
     write_json(config.output / "served.json", results | {"config": _json(config)})
     title = f"{config.target.name} in llama.cpp, {len(prompts)} prompts, threads: {config.threads}"
     cells = [{**row, "speedup_ci": format_interval(row["speedup_ci95"])} for row in rows]

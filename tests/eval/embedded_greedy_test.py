@@ -1,6 +1,6 @@
-"""Every method on the shipped pair: greedy answers of 128 tokens are the target's own, token by token.
+"""Every method on the shipped pair: greedy answers of 96 tokens are the target's own, token by token.
 
-64 prompts are dealt to the methods: each takes every fourth or eighth, beginning at another, and two processes share
+32 prompts are dealt to the methods: each takes every fourth or eighth, beginning at another, and two processes share
 them, as a machine that runs these tests has two cores. `draftsmith eval lossless` compares on as many as one likes.
 """
 
@@ -26,7 +26,7 @@ from draftsmith.modules.drafters.methods import known_methods, parse_method
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
 
-NUM_PROMPTS, NEW_TOKENS, CAPACITY, PROCESSES = 64, 128, 1024, min(2, os.cpu_count() or 1)
+NUM_PROMPTS, NEW_TOKENS, CAPACITY, PROCESSES = 32, 96, 1024, min(2, os.cpu_count() or 1)
 GREEDY = SamplingParams()
 EVERY = 4  # a method takes one prompt in so many
 TREES = ("eagle-tree", "eagle3-static", "medusa", "hydra")  # of 25 nodes: one in twice as many
