@@ -3,6 +3,7 @@ files with one defect each: llama.cpp's server is started on each. Run by `make 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -17,9 +18,11 @@ from torch import Tensor
 
 from draftsmith.data.export.export import ExportConfig
 from draftsmith.data.export.export import run as export
-from draftsmith.data.export.gguf import copied_metadata, read_tensor, write_gguf
+from draftsmith.data.export.gguf import copied_metadata, read_tensor, write_gguf, write_gguf_model
 from draftsmith.data.models.gguf import open_gguf
 from draftsmith.eval.engines.gate import EngineCheckConfig, run
+from draftsmith.eval.engines.served import ServedConfig
+from draftsmith.eval.engines.served import run as serve
 from draftsmith.modules.formats.gguf import to_halves
 
 torch.set_num_threads(1)
@@ -68,6 +71,17 @@ def test_a_draft_model_is_served_as_it_drafts_here(gate, tmp_path: Path):
     code, shown = gate(tmp_path / "draft", num_drafted=3)
     assert code == 0 and "beside our chain of 3" in shown
     assert float(re.findall(r"up to place 3 ([\d.]+)%", shown)[0]) > 20
+
+
+def test_a_head_is_measured_beside_the_plain_server(tmp_path: Path):
+    write_gguf_model(tmp_path / "target.gguf", TARGET)
+    config = ServedConfig(
+        target=tmp_path / "target.gguf", draft=SERVED / "three/llamacpp", prompts="embedded:prompts", split="test",
+        limit=PROMPTS, num_drafted="3", max_new_tokens=48, engine_path=SERVER, output=tmp_path / "served",
+    )  # fmt: skip
+    assert serve(config) == 0
+    plain, drafted = json.loads((tmp_path / "served/served.json").read_text())["rows"]
+    assert plain["tau"] == 1 and drafted["tau"] > 1.5 and drafted["equal"] == "yes"
 
 
 def layers(numbers: list[int]) -> Edit:

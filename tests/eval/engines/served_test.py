@@ -1,0 +1,37 @@
+"""Rows of `eval served`, from answers with known times and rounds."""
+
+from __future__ import annotations
+
+import pytest
+
+from draftsmith.eval.bench.prompts import BenchPrompt
+from draftsmith.eval.engines.llamacpp import Round, ServerAnswer
+from draftsmith.eval.engines.served import PLAIN, summary
+
+
+def prompt(number: int, task: str) -> BenchPrompt:
+    return BenchPrompt(id=f"p{number}", task=task, prompt_ids=[1, 2], number=number)
+
+
+def answer(count: int, seconds: float, *rounds: tuple[int, int]) -> ServerAnswer:
+    return ServerAnswer(tuple(range(count)), tuple(Round(*one) for one in rounds), 0.1, seconds)
+
+
+def test_tau_counts_target_calls_and_speed_leaves_out_the_prompt():
+    prompts = [prompt(0, "code"), prompt(1, "chat")]
+    plain = [answer(9, 4.0), answer(5, 2.0)]  # 12 tokens behind the prompts' own in 6 s
+    # Three rounds of 2, 1 and 2 accepted give 8 tokens; two of 1 and 0, with one plain step, give 4.
+    drafted = [answer(9, 2.0, (3, 2), (3, 1), (3, 2)), answer(5, 2.0, (3, 1), (3, 0))]
+    row = summary("n-max=3", drafted, plain, prompts, 0.0)
+    assert row["tokens_per_s"] == pytest.approx(12 / 4) and row["speedup"] == pytest.approx(1.5)
+    assert row["speedup_ci95"] == pytest.approx([1.0, 2.0])
+    assert row["tau_by_task"] == {"chat": pytest.approx(4 / 3), "code": pytest.approx(8 / 3)}
+    assert row["tau"] == pytest.approx(12 / 6) and row["first"] == pytest.approx(4 / 5) and row["equal"] == "yes"
+    base = summary(PLAIN, plain, plain, prompts, 0.0)
+    assert (base["speedup"], base["tau"], base["first"], base["speedup_ci95"]) == (1.0, 1.0, None, None)
+
+
+def test_a_last_draft_that_ends_the_answer_is_a_call():
+    # The drafted end token is accepted, and the target's own token behind it is not emitted.
+    row = summary("n-max=2", [answer(6, 1.0, (2, 1), (2, 2))], [answer(6, 1.0)], [prompt(0, "")], 1.0)
+    assert row["tau"] == pytest.approx(5 / 2) and row["equal"] == "-"
