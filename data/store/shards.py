@@ -142,6 +142,8 @@ def run_stage(plan: StagePlan, make_shard: Callable[[Shard, Advance], ShardConte
     rank_shards = plan.shards[rank::world]
     missing = [shard for shard in rank_shards if read_done(directory, shard) is None]
     total, left = (sum(s.stop - s.start for s in shards) for shards in (rank_shards, missing))
+    if rank == 0 and world > 1:
+        log_note(f"{plan.kind}: {total:,} of {plan.num_rows:,} rows here, the others by {world - 1} more")
     progress = progress_bar(plan.kind, total, "rows", total - left, enabled=rank == 0)
     with progress as advance, ThreadPoolExecutor(1, "shards") as writer:
         # A thread writes a shard while the next one is made: two are in memory at a time, and a failed

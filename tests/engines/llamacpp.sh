@@ -1,6 +1,6 @@
 #!/bin/sh
 # Build llama.cpp's server, quantizer and benchmark into $1/bin, from the sources in the sdist of llama-cpp-python, which is
-# pinned by its hash in llamacpp.source.txt. Usage: llamacpp.sh DIRECTORY, an environment with cmake and ninja.
+# pinned by its hash in llamacpp.source.txt. Usage: llamacpp.sh DIRECTORY, an environment with cmake.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 environment=$(cd "$1" && pwd)
@@ -13,9 +13,9 @@ mkdir -p "$work"
     --require-hashes -r "$here/llamacpp.source.txt" --dest "$work"
 tar -xzf "$work"/llama_cpp_python-*.tar.gz -C "$work"
 # A server without TLS and web page; ccache is used where it is installed.
-"$environment/bin/cmake" -S "$work"/llama_cpp_python-*/vendor/llama.cpp -B "$work/build" -G Ninja \
-    -DCMAKE_MAKE_PROGRAM="$environment/bin/ninja" -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF \
+"$environment/bin/cmake" -S "$work"/llama_cpp_python-*/vendor/llama.cpp -B "$work/build" -G "Unix Makefiles" \
+    -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF \
     -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF > "$work/cmake.log"
-"$environment/bin/cmake" --build "$work/build" --target llama-server llama-quantize llama-bench
+"$environment/bin/cmake" --build "$work/build" --parallel "$cores" --target llama-server llama-quantize llama-bench
 cp "$work"/build/bin/llama-server "$work"/build/bin/llama-quantize "$work"/build/bin/llama-bench "$environment/bin/"
 rm -rf "$work"
