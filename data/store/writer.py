@@ -64,7 +64,7 @@ def writing_alone(directory: Path, shared: bool = False) -> Iterator[None]:
             lock.acquire(timeout=GRACE_S)
         except Timeout as error:
             found, remedy = f"{directory}, where another process writes", "Wait for its end, or choose another output."
-            raise InputError("output", found, "a directory that nobody else writes to", remedy) from error
+            raise InputError("output", found, "a directory that no other process writes to", remedy) from error
     _held.add(key)
     try:
         yield

@@ -286,7 +286,7 @@ class GateClient(LlamaCppClient):
         super().__init__(url, max_new_tokens)
         self.num_drafted, self.version = num_drafted, self.build()
 
-    def answer(self, number: int, prompt: Sequence[int]) -> EngineAnswer:  # type: ignore[override]
+    def answer(self, number: int, prompt: Sequence[int]) -> EngineAnswer:
         """Ask for the greedy answer to a prompt; its rounds are counted by place."""
         reply = self.complete(prompt)
         accepted = [one.accepted for one in reply.rounds]

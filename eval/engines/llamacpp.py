@@ -1,4 +1,4 @@
-"""A llama.cpp server: how it is started, what it answers, and the rounds of its drafts."""
+"""Client and command line of a llama.cpp server, with the rounds of its drafts."""
 
 from __future__ import annotations
 
