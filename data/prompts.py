@@ -13,7 +13,7 @@ from draftsmith.data.console import Advance
 from draftsmith.data.models.identity import template_hash
 from draftsmith.data.models.loading import text_identity
 from draftsmith.data.settings import RemoteCode, check_not_negative, check_positive
-from draftsmith.data.store.manifest import Field, volatile
+from draftsmith.data.store.manifest import MANIFEST, Field, volatile
 from draftsmith.data.store.shards import Shard, ShardContent, StagePlan, run_stage
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.data.text.conversations import (
@@ -25,6 +25,7 @@ from draftsmith.data.text.conversations import (
     row_label,
     up_to_last,
 )
+from draftsmith.data.text.self_prompts import SELF, open_prompt, opening_rows, written_turns
 from draftsmith.data.text.sources import Row, RowSource, named_split, open_source
 from draftsmith.data.text.template import RowError, context_length, load_chat_tokenizer, prompt_ids, supervised_ids
 from draftsmith.modules.types import InputError
@@ -45,7 +46,9 @@ class PromptsConfig(RemoteCode):
 
     Attributes:
         source: A .jsonl, .json or .parquet file, a directory or hub id of `datasets`, or embedded:prompts. Rows are
-            ShareGPT conversations, OpenAI messages, FastChat turns, Alpaca columns, or prompt (and answer).
+            ShareGPT conversations, OpenAI messages, FastChat turns, Alpaca columns, or prompt (and answer). Without
+            prompts: self gives beginnings of user turns, for `data responses` to finish, and the output of that gives
+            the prompts.
         target: Directory or hub id of the target model, or embedded:target; its tokenizer and context length are used.
         output: Directory to write.
         columns: Names of the source's columns if they are not the usual ones: prompt=question,answer=reply,id=key.
@@ -90,17 +93,24 @@ class PromptsConfig(RemoteCode):
         if self.supervised and self.turns != "all":
             expected = "all with --supervised: the mask is on every answer"
             raise InputError("turns", self.turns, expected, "Leave --turns or --supervised out.")
+        if self.supervised and self.source == SELF:
+            raise InputError("source", f"{SELF} with --supervised", "prompts with answers", "Leave --supervised out.")
 
 
 @sole_writer(shared=True)
 def run(config: PromptsConfig) -> Path:
     """Write the artefact `prompts` and return its directory."""
+    tokenizer = load_chat_tokenizer(config.target, config.chat_template)
     # Open the source, and select rows by split, task and limit.
-    source = open_source(config.source, config.split, config.subset, config.revision)
+    if config.source == SELF:
+        source = opening_rows(config.limit)
+    elif (Path(config.source) / MANIFEST).exists():
+        source = written_turns(Path(config.source), config.target, tokenizer)
+    else:
+        source = open_source(config.source, config.split, config.subset, config.revision)
     mapping = parse_columns(config.columns)
     selected = select_rows(source, mapping, config)
     # Tokenize the selected rows, a shard at a time.
-    tokenizer = load_chat_tokenizer(config.target, config.chat_template)
     context = config.max_length or context_length(config.target)
     plan = StagePlan(
         kind="prompts",
@@ -204,6 +214,8 @@ def prompt_row(
     Raises:
         RowError: the row cannot be used.
     """
+    if config.source == SELF:
+        return open_prompt(row, tokenizer)
     chat = read_chat(row, mapping)
     # The recorded answers to these turns are left out: the target's own take their place.
     asked = open_turns(chat, config.turns)

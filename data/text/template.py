@@ -56,6 +56,23 @@ def prompt_ids(tokenizer: Any, messages: Messages) -> list[int]:
     return _apply_template(tokenizer, messages, add_generation_prompt=True)["input_ids"]
 
 
+def user_turn(tokenizer: Any) -> tuple[list[int], str]:
+    """Return the token ids in front of a first user message, and the first word that the template writes behind it.
+
+    Raises:
+        InputError: a template that shows the user's words otherwise.
+    """
+    words = "WORDS"
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": words}], tokenize=False, add_generation_prompt=True
+    )
+    before, found, behind = text.partition(words)
+    if not found or not behind.split():
+        expected = "a template that shows a user's words, and where they end"
+        raise InputError("chat_template", repr(text[-80:]), expected, "Use prompts of your own.")
+    return tokenizer(before, add_special_tokens=False)["input_ids"], behind.split()[0]
+
+
 def supervised_ids(tokenizer: Any, messages: Messages) -> tuple[list[int], list[bool]]:
     """Tokenize a whole conversation; return ids and a mask that is true on the assistant's tokens.
 
