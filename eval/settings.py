@@ -17,14 +17,14 @@ class Running(Loading):
         packed: Hold weights in the layout of the CPU's kernels (lean engine).
         draft_precision: Precision of the drafts' weights on a CPU, with the head's copy of lm_head; dtype leaves them
             as --dtype says. Answers stay the target's.
-        target_precision: Precision of the target's weights on a CPU with the lean engine. In int8 it is another model.
+        target_precision: Precision of the target's weights on a CPU with the lean engine. Fewer bits are another model.
         num_threads: CPU threads. With one, speed is measured in CPU time, which does not see other programs.
         seed: Seed of sampling, and of the bootstrap.
     """
 
     packed: bool = True
-    draft_precision: Literal["dtype", "int8"] = "dtype"
-    target_precision: Literal["dtype", "int8"] = "dtype"
+    draft_precision: Literal["dtype", "int8", "int4"] = "dtype"
+    target_precision: Literal["dtype", "int8", "int4"] = "dtype"
     num_threads: int = 1
     seed: int = 0
 

@@ -32,13 +32,13 @@ from draftsmith.modules.decoding.tree import MAX_NODES, num_candidates
 from draftsmith.modules.drafters.chains import FixedK, by_drafter, chain_methods
 from draftsmith.modules.drafters.methods import Models, Named, parse_method, parse_methods
 from draftsmith.modules.drafters.trees import tree_methods
-from draftsmith.modules.engine.low_precision import Precision, can_int8
+from draftsmith.modules.engine.low_precision import Precision, can_multiply
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import InputError
 
 DECODE = "decode.yaml"
 WARM_UP_TOKENS = 8
-PRECISIONS: tuple[Precision, ...] = ("dtype", "int8")
+PRECISIONS: tuple[Precision, ...] = ("dtype", "int8", "int4")
 
 # The settings that are tried, as far as --depth, --tree-depth and the models allow them. WIDTHS: children of a node.
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
@@ -259,7 +259,7 @@ def precision_speeds(
         return {}
     longest = longest_sequence(prompts, config.max_new_tokens, models.target.info.max_position)
     runners: dict[str, Runner] = {}
-    for bits in (bits for bits in PRECISIONS if bits != "int8" or can_int8()):
+    for bits in filter(can_multiply, PRECISIONS):
         loaded = load_models([chosen], config.paths, longest, config.sampling, models.target, bits, **config.loading)
         loaded = dataclasses.replace(loaded, ends=models.ends, times=models.times)
         runners[bits] = make_runners([chosen], loaded, [config.sampling])[config.temperature][chosen.label]

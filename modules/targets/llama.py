@@ -91,7 +91,8 @@ class LlamaLM:
     """A `CausalLM` over frozen `LlamaModel` weights: fused layers over preallocated caches.
 
     packed: large weights are only held in the layout of the CPU's kernels (`engine.lean`), so `model` itself cannot be
-    called any more. precision: of all products with weights; other ones than dtype hold only copies too.
+    called any more. precision: of all products with weights; other ones than dtype hold only copies too,
+    and int4 leaves lm_head in the dtype.
     """
 
     def __init__(self, model: LlamaModel, info: ModelInfo, packed: bool = False, precision: Precision = "dtype"):
@@ -106,7 +107,9 @@ class LlamaLM:
         # A tied embedding is needed in the plain layout anyway, so a packed lm_head would be a second copy of it; only
         # a small one is worth that.
         single = not model.config.tie_embeddings or weight.numel() < MIN_WEIGHTS
-        self._head = linear_of(model.lm_head.weight, None, packed and single, precision)
+        # As in GGUF files of 4 bits, lm_head keeps more: in int4 it alone changed 7 % of SmolLM2's first choices.
+        bits: Precision = "dtype" if precision == "int4" else precision
+        self._head = linear_of(model.lm_head.weight, None, packed and single, bits)
         if self._head.packed and not model.config.tie_embeddings:
             model.lm_head.weight.data = weight.new_empty(0)
 

@@ -17,7 +17,7 @@ from draftsmith.launch.cli import main
 from draftsmith.launch.commands import configure
 from draftsmith.modules.drafters.chains import Bounded
 from draftsmith.modules.drafters.methods import parse_methods
-from draftsmith.modules.engine.low_precision import can_int8
+from draftsmith.modules.engine.low_precision import can_multiply
 from draftsmith.modules.types import InputError
 
 SMALL = ["--depth", "3", "--tree-depth", "1", "--finalists", "2", "--repeats", "1",
@@ -34,7 +34,7 @@ def tuned(models, tmp_path_factory):
     """A run on tiny models, with speeds of precisions that no clock took: its directory."""
     output = tmp_path_factory.mktemp("tune")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tune, "precision_speeds", lambda *_: {"dtype": 5.0, "int8": 9.0})
+        patch.setattr(tune, "precision_speeds", lambda *_: {"dtype": 5.0, "int8": 9.0, "int4": 7.0})
         assert main(["eval", "tune", *draft_words(models), *SMALL, "--output", str(output)]) == 0
     return output
 
@@ -56,7 +56,7 @@ def test_the_precision_of_drafts_is_the_fastest_that_was_measured(tuned):
     summary = json.loads((tuned / "results.json").read_text())["summary"]
     content = yaml.safe_load((tuned / "decode.yaml").read_text())
     assert summary["draft_precision"] == content["draft_precision"] == "int8"
-    assert [summary[f"{bits}_tokens_per_s"] for bits in PRECISIONS] == [5, 9]
+    assert [summary[f"{bits}_tokens_per_s"] for bits in PRECISIONS] == [5, 9, 7]
 
 
 def test_precisions_are_measured_with_the_chosen_setting(models):
@@ -65,7 +65,7 @@ def test_precisions_are_measured_with_the_chosen_setting(models):
     loaded = tune.load_run(config, parse_methods("spec:k=2"), prompts, config.max_new_tokens, config.sampling)
     chosen = parse_methods("spec:k=2")[0]
     speeds = precision_speeds(config, prompts, loaded, chosen)
-    assert set(speeds) == {bits for bits in PRECISIONS if bits != "int8" or can_int8()} and min(speeds.values()) > 0
+    assert set(speeds) == set(filter(can_multiply, PRECISIONS)) and min(speeds.values()) > 0
     given = dataclasses.replace(config, draft_precision="int8")
     assert precision_speeds(given, prompts, loaded, chosen) == {}
     assert precision_speeds(config, prompts, loaded, parse_methods("pld:k=2")[0]) == {}
