@@ -11,14 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from draftsmith.data.heads.directory import kind_at
+from draftsmith.data.heads.directory import MODEL, kind_at
 from draftsmith.data.models.loading import pick_device
 from draftsmith.data.store.manifest import volatile
 from draftsmith.modules.types import InputError, SamplingParams
 
 Dtype = Literal["float32", "bfloat16", "float16", "auto"]
 Engine = Literal["auto", "lean", "hf"]
-MODEL = "draft"  # name of a draft model where heads are named by their kinds
 ROLES = ("target", "mid", "acceptance")  # other models, named by their options
 
 

@@ -37,7 +37,7 @@ ALLOWED_LAYERS = {
     "decoding": {"types", "core", "targets.base", "decoding"},
     "targets": {"types", "core", "targets.base", "decoding", "targets"},
     "acceptance": {"types", "core", "targets.base", "decoding", "acceptance"},
-    "drafters": {"types", "core", "targets.base", "decoding", "acceptance", "drafters"},
+    "drafters": {"types", "core", "targets.base", "targets", "decoding", "acceptance", "drafters"},
     "formats": {"types", "core", "acceptance", "drafters", "formats"},
 }
 CORE_FILES = {"engine", "layers", "packing", "diagonal", "transfer", "finite", "sampling", "losses", "metrics", "flops"}

@@ -52,7 +52,7 @@ def run(config: TrainedConfig, module_class: type[LitDrafter] | None = None) -> 
         announce(config)
     training = prepare(config, module_class)
     best = fit(training)
-    if isinstance(config, TrainDrafterConfig) and is_first_process():
+    if isinstance(config, TrainDrafterConfig) and not config.drafter.is_model and is_first_process():
         explain(best, config, training)
     return best
 

@@ -162,7 +162,7 @@ class TrainDrafterConfig(TrainConfig):
         target_parallel: A target larger than a device: device_map spreads its layers over the GPUs of this one process;
             tensor splits each layer over the processes of this machine, under torchrun. Both run it by transformers.
         init: random, or the directory of a head to fine-tune, ours or an imported one, whose shape it keeps. Only its
-            width and vocabulary have to be this target's.
+            width and vocabulary have to be this target's. For a draft model: any model of the target's tokenizer.
         tau_every: Steps between measurements of tau by real decoding; 0 measures with every validation. It is measured
             at validations, so it counts in multiples of val_every.
         tau_prompts: Prompts to decode for it; 0 switches it off.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,12 +14,15 @@ from torch import Tensor
 from draftsmith.data.console import log_note
 from draftsmith.data.features import text_dataset
 from draftsmith.data.heads.directory import starting_head, starting_settings, starting_weights
+from draftsmith.data.models.checkpoint import checkpoint_files
+from draftsmith.data.models.hub import model_directory
 from draftsmith.data.models.identity import captured
-from draftsmith.data.models.loading import llama_shape, load_lm
+from draftsmith.data.models.loading import check_same_tokenizer, llama_shape, load_lm, saved_identity, target_shape
 from draftsmith.data.store.datasets import ArtefactDataset, collate_features, open_dataset, pack_features
 from draftsmith.data.store.feature_codec import FeatureDtype, decoded, rounded, token_bytes
 from draftsmith.data.store.files import check_disk
 from draftsmith.data.store.manifest import Manifest, open_artefact
+from draftsmith.data.store.reading import open_tensors
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.finite import NonFinite, first_broken
 from draftsmith.modules.layers import LlamaConfig
@@ -95,7 +99,9 @@ def prepare(config: TrainedConfig, module_class: type[LitDrafter] | None = None)
     every = config.tau_every or config.val_every or data.order.steps_per_epoch
     probe = TauProbe(module, target, prompts, config, every) if prompts else None
     inputs = {name: part.manifest.digest for name, part in (("data", train), ("val", val)) if part is not None}
-    inputs |= {} if config.init == "random" else starting_weights(config.init)
+    if config.init != "random":
+        is_model = config.drafter.is_model
+        inputs |= {"init": saved_identity(config.init)["weights"]} if is_model else starting_weights(config.init)
     if module_class is not LitDrafter:
         inputs["loss"] = f"{module_class.__module__}.{module_class.__qualname__}"
     identity = target.info.identity
@@ -174,7 +180,9 @@ def make_head(config: TrainDrafterConfig, target: CausalLM, counts: Callable[[],
     drafter = config.drafter
     head_shape = head_config(config, llama_shape(target, target.info.path or config.target))
     weights = FrozenWeights(target, counts)
-    if config.init != "random":
+    if config.init != "random" and drafter.is_model:
+        weights.path = str(model_directory(config.init))
+    if config.init != "random" and not drafter.is_model:
         head = starting_head(config.init, config.kind, target.info.hidden_size, target.info.vocab_size)
         assert isinstance(head, DraftHead)
         head.retarget(weights)
@@ -195,6 +203,15 @@ def head_config(config: TrainDrafterConfig, target: LlamaConfig) -> Any:
     """
     if config.init == "random":
         return config.drafter.new_config(config, target)
+    if config.drafter.is_model:
+        shape = target_shape(config.init)
+        check_same_tokenizer(config.target, config.init, "init")
+        if shape.vocab_size != target.vocab_size:
+            found = f"{config.init} of vocabulary {shape.vocab_size}"
+            raise InputError("init", found, f"the target's {target.vocab_size}", "Start from another model.")
+        options: Any = config
+        kept = options.keep_layers or tuple(range(shape.num_layers))
+        return config.drafter.new_config(dataclasses.replace(options, keep_layers=kept), shape)
     found = starting_settings(config.init, config.kind, target.hidden_size, target.vocab_size)
     config.drafter.check_init(config, found)
     return found
@@ -205,7 +222,17 @@ class FrozenWeights:
 
     def __init__(self, target: CausalLM, counts: Callable[[], Tensor] | None):
         """counts: see `make_head`."""
-        self._target, self._counts = target, counts
+        self._target, self._counts, self.path = target, counts, target.info.path
+
+    def tensors(self, prefixes: tuple[str, ...]) -> dict[str, Tensor]:
+        """Read tensors from the files: a loaded model may be rounded, packed, or split over ranks."""
+        tensors = {}
+        for file in checkpoint_files(model_directory(self.path)):
+            with open_tensors(file) as opened:
+                for name in opened.keys():  # noqa: SIM118 (it is no mapping)
+                    if (bare := name.removeprefix("model.")).startswith(prefixes):
+                        tensors[bare] = opened.get_tensor(name)
+        return tensors
 
     def lm_head(self) -> Tensor:
         """Return the output embedding, which every rank has whole."""

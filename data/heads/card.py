@@ -23,7 +23,7 @@ from draftsmith.data.store.manifest import file_sha256
 from draftsmith.data.store.reading import read_object
 from draftsmith.modules.drafters import head_class, learned
 from draftsmith.modules.drafters.base import DraftHead, HeadCard
-from draftsmith.modules.formats import formats_of, hf_assisted
+from draftsmith.modules.formats import formats_of, hf_assisted, llamacpp
 from draftsmith.modules.targets.base import CausalLM
 
 MEASURED, CARD, WEIGHTS = "measured.json", "README.md", "model.safetensors"
@@ -31,6 +31,7 @@ ACCEPTANCE_HEAD = (
     "Predicts from a drafter's last hidden state whether the target will keep a drafted token (SpecDec++, Huang et al. "
     "2024). It stops drafts that are likely to fail."
 )
+MODEL_FORMATS = (llamacpp.NAME, hf_assisted.NAME)
 DRAFT_MODEL = HeadCard(
     "Draft model",
     "A draft model for transformers' assisted generation, with the settings that were measured to suit it.",
@@ -98,18 +99,23 @@ def model_card(
         facts += [f"- {note}" for note in export.get("notes", ())]
 
     model = "target" if drafts else head_class(drafter).card({}).title if drafter else "draft"
-    models = {f"{model}, whose hidden states it reads": reads}
+    is_model = drafts and head_class(kind).is_model
+    read = "whose distributions it learned" if is_model else "whose hidden states it reads"
+    models = {f"{model}, {read}": reads}
     if not drafts:
         models["target, whose verdicts it predicts"] = target
     bound = "Its identity is recorded: `draftsmith` refuses other models."
-    if not identity:
+    if is_model:
+        bound = "It drafts for any model of that tokenizer, best for this one."
+    elif not identity:
         bound = "No identity is recorded: `draftsmith` takes any model of its width and vocabulary."
     options = {name: value for name, value in (manifest.get("options") or {}).items() if value not in (None, "")}
     training = _fenced(yaml.safe_dump(options, sort_keys=False).strip(), language="yaml")
     # Options that name the models in a command; what is not known is left to the reader in capitals.
     named = f"--target {shlex.quote(target or 'TARGET')} --draft "
     named += "DIR" if drafts else f"{shlex.quote(reads or 'DRAFT')} --acceptance DIR"
-    bench = f"draftsmith eval bench {named} --methods {about.method} --prompts FILE --output runs/bench --card"
+    bench = f"draftsmith eval bench {named} --methods {about.method} --prompts FILE --output runs/bench"
+    bench += "" if is_model else " --card"
     sections = {
         "Target": f"{_bullets(models)}\n\n{bound}",
         "Data": _data_section(manifest) or unknown,
@@ -129,16 +135,20 @@ def model_card(
         if settings is not None and format.holds(settings):
             line = f"draftsmith export --head DIR --format {format.name} --output DIR-{format.name}"
             commands.append(line + (f" --target {shlex.quote(target or 'TARGET')}" if drafts else ""))
-    usage = f"DIR is this directory.\n\n{_fenced(*commands)}"
+    if is_model:
+        commands += [f"draftsmith export {named} --format {name} --output DIR-{name}" for name in MODEL_FORMATS]
+    loads = " transformers, vLLM and SGLang load it as it is, as a draft model." if is_model else ""
+    usage = f"DIR is this directory.{loads}\n\n{_fenced(*commands)}"
     return _page(
         about,
         base_model=target if drafter else reads,
         facts=facts,
         sections={**sections, "How to use it": usage if export is None else _export_section(export)},
         licence=manifest.get("license") or config.get("license"),
-        sources=f"{_code(reads) or f'the {model}'}, whose hidden states it was made from, and to the data",
+        sources=f"{_code(reads) or f'the {model}'}, from which it was made, and to the data",
         manifest=manifest,
         format=export["format"] if export else "",
+        is_model=is_model,
     )
 
 
@@ -170,12 +180,13 @@ def _page(
     sources: str,
     manifest: Mapping[str, Any],
     format: str,
+    is_model: bool = False,
 ) -> str:
     """Join the parts of a card under the front matter by which the model hub lists a model."""
     # The hub takes `other` with a name for a licence that it does not list, and hub ids only as base models.
     matter: dict[str, Any] = {
         **({"license": licence} if licence else {"license": "other", "license_name": "not-stated"}),
-        "library_name": "transformers" if format == hf_assisted.NAME else format or "draftsmith",
+        "library_name": "transformers" if is_model or format == hf_assisted.NAME else format or "draftsmith",
         "pipeline_tag": "text-generation",
         "tags": ["speculative-decoding", "draftsmith", *about.tags],
     }

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 import torch
 
-from draftsmith.data.store.files import whole_directory, write_json, write_tensors, write_text
+from draftsmith.data.store.files import copy_file, whole_directory, write_json, write_tensors, write_text
 from draftsmith.data.store.manifest import compare_identity, file_sha256, git_commit, package_versions
 from draftsmith.data.store.reading import read_object, read_tensors
 from draftsmith.modules import drafters
@@ -28,13 +28,27 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 REMEDY = "Copy or train the head again."
+MODEL = "draft"  # name of a draft model where heads are named by their kinds
+# Files of a model beside config.json and weights that a draft model made from it needs too.
+COMPANIONS = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece*",
+    "*.tiktoken",
+    "chat_template*",
+    "generation_config.json",
+)
 # What an acceptance head records of its labels: mix or rollout, sampling or greedy, kind of the drafter.
 LABELS = ("labels", "mode", "drafter")
 
 
 def head_kinds() -> list[str]:
-    """Return the kinds of heads: acceptance heads and all trained drafters."""
-    return sorted([AcceptanceHead.kind, *drafters.learned()])
+    """Return the kinds of head directories: acceptance heads and all trained drafters but draft models."""
+    return sorted({AcceptanceHead.kind, *drafters.learned()} - {MODEL})
 
 
 def class_of(kind: str) -> Any:
@@ -100,14 +114,35 @@ def save_head(directory: str | Path, head: Any, manifest: Mapping[str, Any], car
     }
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in stored_tensors(head).items()}
     with whole_directory(directory) as partial:
+        is_model = isinstance(head, DraftHead) and head.is_model
+        if is_model:
+            config, state = transformers_model(head, state)
+            for file in {file for pattern in COMPANIONS for file in Path(head.config.source).glob(pattern)}:
+                copy_file(file, partial / file.name)
         write_json(partial / "config.json", config, indent=2)
-        write_tensors(partial / "model.safetensors", state)
+        write_tensors(partial / "model.safetensors", state, {"format": "pt"} if is_model else None)
+        if is_model:
+            # safetensors keeps others from reading it; a server often runs as somebody else.
+            (partial / "model.safetensors").chmod((partial / "config.json").stat().st_mode)
         write_text(partial / "README.md", card)
         # The manifest is written last: a directory without it is unfinished.
         # The card has no hash: it may be edited, and is written anew by `eval bench --card`.
         sha256 = {file.name: file_sha256(file) for file in sorted(partial.iterdir()) if file.name != "README.md"}
         write_json(partial / "manifest.json", {"kind": "head", **manifest, "sha256": sha256}, indent=2)
     return directory
+
+
+def transformers_model(head: Any, state: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return config.json and tensors of a draft model as transformers has them; the weights' type stays float32.
+
+    `dtype` in config.json stays that of the model it was made from: the type to run in.
+    """
+    config = read_object(Path(head.config.source) / "config.json", {})
+    # Its entries count the layers of the model it was made from; transformers makes it anew.
+    config.pop("layer_types", None)
+    config["num_hidden_layers"] = head.config.llama.num_layers
+    names = {"model.lm_head.weight": "lm_head.weight"}
+    return config, {names.get(name, name): tensor for name, tensor in state.items()}
 
 
 def head_config(directory: str | Path, kind: str | None = None) -> dict[str, Any]:

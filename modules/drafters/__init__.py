@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 
 # Kind of each trained drafter -> module of this package, and its line of help.
 HEADS = {
+    "draft": (
+        "draft",
+        "Draft model: some of the target's layers, distilled on its answers (DistillSpec, Zhou et al. 2023).",
+    ),
     "eagle": ("eagle.head", "EAGLE head: drafts from the target's own features (Li et al. 2024, both papers)."),
     "eagle3": (
         "eagle3.head",

@@ -54,7 +54,15 @@ class TrainStep:
 
 
 class TargetWeights(Protocol):
-    """Weights and statistics of the target that a head may start from, on the CPU."""
+    """Weights and statistics of the target that a head may start from, on the CPU.
+
+    path: the target's directory.
+    """
+
+    path: str
+
+    def tensors(self, prefixes: tuple[str, ...]) -> dict[str, Tensor]:
+        """Read its tensors whose names, as in its files but without `model.`, begin with one of these."""
 
     def lm_head(self) -> Tensor:
         """Return its output embedding [V, H]."""
@@ -99,6 +107,7 @@ class DraftHead(nn.Module, ABC):
     lookahead: rows fewer than tokens that the alignment leaves of a sequence; pieces of a long one overlap by so many.
     whole_weights: the loss reads weights outside of their modules, so that ZeRO-3 cannot split them.
     passes: option with the number of its own draft tokens that it is trained on, if there is one.
+    is_model: it is a language model, saved as transformers loads it; commands take its directory as any draft model's.
     monitor: validation metric that picks best/, its largest value.
     precision, output: type of the weights that it drafts with, and its copy of the target's lm_head in that type.
     of_target: names of weights that are the target's and never trained; the manifest records them.
@@ -111,6 +120,7 @@ class DraftHead(nn.Module, ABC):
     lookahead: ClassVar[int] = 1
     whole_weights: ClassVar[bool] = False
     passes: ClassVar[str] = ""
+    is_model: ClassVar[bool] = False
     monitor: ClassVar[str] = "top1"
 
     config: Any

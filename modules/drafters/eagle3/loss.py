@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,11 +12,15 @@ from torch.autograd.function import once_differentiable
 
 from draftsmith.modules import losses
 
+# Distances from the target's p of DistillSpec (Zhou et al. 2023, table 1): KL(p|q) up to p's entropy, KL(q|p), the
+# Jensen-Shannon divergence, and total variation, 1 - sum_v min(p_v, q_v).
+Divergence = Literal["forward", "reverse", "jsd", "tvd"]
+
 
 class Distances(NamedTuple):
     """Comparison of P predictions of N tokens each with the target.
 
-    totals: [P] weighted sums of the cross-entropy of q with p renormalised over the draft vocabulary, with a gradient.
+    totals: [P] weighted sums of the divergence of q from p renormalised over the draft vocabulary, with a gradient.
     accepted: [P, N] sum_v min(p_v, q_v) of the whole p, the probability that a drawn token is accepted at temperature
     1. right: [P, N] bool, q's first choice is p's. known: [N] bool, p's first choice can be drafted. `accepted` and
     `right` are zeros if they are not measured.
@@ -37,6 +41,7 @@ def distances(
     weights: Tensor,
     drop_unknown: bool = True,
     measured: bool = True,
+    divergence: Divergence = "forward",
 ) -> Distances:
     """Compare P predictions of N tokens with the target, chunk by chunk (`losses.row_chunks`).
 
@@ -44,9 +49,27 @@ def distances(
     [draft vocabulary, H], with a gradient if it requires one. d2t: [draft vocabulary], the target's ids; None if the
     vocabulary is whole. hidden: [N, H] of each prediction, normed. weights: [P, N]. drop_unknown: ignore tokens where
     the target's first choice cannot be drafted: greedily none is accepted there. measured: compute `accepted` and
-    `right`, which takes as long as half of the rest beside the products.
+    `right`, which takes as long as half of the rest beside the products. divergence: `forward` is the cross-entropy.
     """
-    return Distances(*_Distances.apply(target_lm_head, wanted, d2t, weights, drop_unknown, measured, lm_head, *hidden))
+    options = d2t, weights, drop_unknown, measured, divergence
+    return Distances(*_Distances.apply(target_lm_head, wanted, *options, lm_head, *hidden))
+
+
+def slope(divergence: Divergence, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a divergence [N] of q from p, both [N, V], and its derivative by q [N, V], up to a constant in a row."""
+    if divergence == "tvd":
+        distance = q - p
+        return distance.abs().sum(-1) / 2, distance.sign_() / 2
+    # Tokens that underflow to 0 in either weigh nothing.
+    tiny = torch.finfo(p.dtype).tiny
+    log_p, log_q = p.clamp_min(tiny).log_(), q.clamp_min(tiny).log_()
+    if divergence == "reverse":
+        ratio = log_q.sub_(log_p)
+        return torch.linalg.vecdot(q, ratio), ratio
+    log_mean = ((p + q) / 2).clamp_min_(tiny).log_()
+    ratio = log_q.sub_(log_mean)
+    value = torch.linalg.vecdot(p, log_p.sub_(log_mean)) + torch.linalg.vecdot(q, ratio)
+    return value / 2, ratio / 2
 
 
 class _Distances(torch.autograd.Function):
@@ -61,11 +84,12 @@ class _Distances(torch.autograd.Function):
         weights: Tensor,
         drop_unknown: bool,
         measured: bool,
+        divergence: Divergence,
         lm_head: Tensor,
         *hidden: Tensor,
     ) -> tuple[Tensor, ...]:
         passes, count = weights.shape
-        needs_head, *needs = ctx.needs_input_grad[6:]
+        needs_head, *needs = ctx.needs_input_grad[7:]
         wide = torch.promote_types(lm_head.dtype, torch.float32)
         totals, accepted = weights.new_zeros(passes, dtype=wide), weights.new_zeros(passes, count, dtype=wide)
         right, known = weights.new_zeros(passes, count, dtype=torch.bool), weights.new_ones(count, dtype=torch.bool)
@@ -96,8 +120,12 @@ class _Distances(torch.autograd.Function):
                 q, entropy = logits.div_(norm), norm[:, 0].log() - expected
                 if measured:
                     accepted[i, part] = torch.minimum(p if share is None else p * share, q).sum(-1)
-                grad = q.sub_(p)  # [C, draft vocabulary], of the logits
-                totals[i] += (entropy * counted[i]).sum()
+                if divergence == "forward":
+                    distance, grad = entropy, q.sub_(p)  # [C, draft vocabulary], of the logits
+                else:
+                    distance, by_q = slope(divergence, p, q)
+                    grad = q.mul_(by_q.sub_(torch.linalg.vecdot(q, by_q)[:, None]))
+                totals[i] += (distance * counted[i]).sum()
                 # The tokens' weights are multiplied into the smaller factors, [C, H] each.
                 if to_head:
                     left, weighted = grad.to(states.dtype).T, states[part] * counted[i][:, None].to(states.dtype)
@@ -119,4 +147,4 @@ class _Distances(torch.autograd.Function):
         if ctx.to_head:
             head = sum(outer[i] * grad for i, grad in enumerate(ctx.to_head)).to(ctx.head_dtype)
         hidden = [None if grad is None else grad * outer[i].to(grad.dtype) for i, grad in enumerate(ctx.to_hidden)]
-        return None, None, None, None, None, None, head, *hidden
+        return None, None, None, None, None, None, None, head, *hidden

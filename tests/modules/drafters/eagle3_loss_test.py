@@ -97,3 +97,32 @@ def test_a_frozen_lm_head_and_no_tokens() -> None:
     assert lm_head.grad is None and all(h.grad is not None for h in hidden)
     nothing = distances(same, target, frozen, D2T, [h[:0] for h in hidden], weights[:, :0])
     assert nothing.totals.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("divergence", ["forward", "reverse", "jsd", "tvd"])
+def test_distillations_divergences_and_their_gradients_are_their_formulas(divergence):
+    """DistillSpec (Zhou et al. 2023, table 1) in float64; KL(p|q) is counted up to p's entropy."""
+    generator = torch.Generator().manual_seed(0)
+    wanted, hidden, teacher, lm_head = (
+        torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((7, 5), (7, 5), (11, 5), (11, 5))
+    )
+    weights = torch.rand(1, 7, generator=generator, dtype=torch.float64)
+    leaves = [lm_head.clone().requires_grad_(), hidden.clone().requires_grad_()]
+    found = distances(
+        lambda states: states @ teacher.T, wanted, leaves[0], None, leaves[1:], weights, divergence=divergence
+    )
+    found.totals[0].backward()
+
+    plain = [lm_head.clone().requires_grad_(), hidden.clone().requires_grad_()]
+    p, q = (wanted @ teacher.T).softmax(-1), (plain[1] @ plain[0].T).softmax(-1)
+    mean = (p + q) / 2
+    value = {
+        "forward": -(p * q.log()).sum(-1),
+        "reverse": (q * (q / p).log()).sum(-1),
+        "jsd": ((p * (p / mean).log()).sum(-1) + (q * (q / mean).log()).sum(-1)) / 2,
+        "tvd": (p - q).abs().sum(-1) / 2,
+    }[divergence]
+    (value * weights[0]).sum().backward()
+    assert torch.allclose(found.totals[0], (value * weights[0]).sum(), rtol=1e-12, atol=0)
+    for ours, theirs in zip(leaves, plain, strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-12)

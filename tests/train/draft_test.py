@@ -1,0 +1,122 @@
+"""`train draft`: what it begins as, what its directory is to transformers, and that it resumes exactly."""
+
+from __future__ import annotations
+
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from eagle_trainings import QUICK
+from tiny_models import tiny_llama_dir
+from trained_runs import newest_state, weights
+
+import draftsmith
+from draftsmith.data import prompts, responses
+from draftsmith.data.models.loading import load_lm
+from draftsmith.modules.drafters.draft import default_layers
+from draftsmith.modules.types import InputError
+from draftsmith.train.checkpoints import FOLDER, all_in
+from draftsmith.train.command import run
+from draftsmith.train.config import drafter_config
+from draftsmith.train.prepare import make_head
+from draftsmith.train.tau import TauProbe
+
+SHORT = {name: value for name, value in QUICK.items() if name != "token_weight"}
+SHORT |= {"max_steps": 6, "save_every": 3, "keep": 9, "tau_prompts": 1}
+FAMILIES = {
+    "llama": {"tie_word_embeddings": True},
+    "mistral": {"sliding_window": 16},
+    "qwen2": {"tie_word_embeddings": False},
+    "qwen3": {"tie_word_embeddings": True},
+}
+
+
+def settings(artefacts, output, **changes):
+    values = {"data": artefacts.responses, "target": str(artefacts.target), "output": output, **SHORT, **changes}
+    return drafter_config("draft")(**values)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_loads_what_was_trained(artefacts, tmp_path, family):
+    target = tiny_llama_dir(tmp_path / "target", seed=3, layers=5, family=family, **FAMILIES[family])
+    texts = prompts.PromptsConfig(
+        str(artefacts.responses.with_name("prompts.jsonl")), str(target), tmp_path / "prompts", limit=12
+    )
+    prompts.run(texts)
+    made = responses.ResponsesConfig(
+        tmp_path / "prompts", str(target), tmp_path / "responses", max_new_tokens=24, num_threads=1
+    )
+    data = SimpleNamespace(target=target, responses=responses.run(made))
+    tied = FAMILIES[family].get("tie_word_embeddings", False)
+    run(settings(data, tmp_path / "run", keep_layers=(0, 2, 4), train_embeddings=tied, tokens_per_batch=256))
+
+    trained = make_head(settings(data, tmp_path, keep_layers=(0, 2, 4)), load_lm(str(target)))
+    begun = {name: weight.clone() for name, weight in trained.state_dict().items()}
+    state = newest_state(tmp_path / "run")["state_dict"]
+    trained.load_state_dict({name.removeprefix("head."): weight for name, weight in state.items()})
+    ids = torch.arange(40)[None] % trained.config.vocab_size
+    for name in ("best", "last"):
+        theirs, loading = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "run" / name, dtype=torch.float32, output_loading_info=True
+        )
+        assert not loading["missing_keys"] and not loading["unexpected_keys"]
+    torch.testing.assert_close(theirs(ids).logits, trained.model(ids), rtol=0, atol=2e-4)
+    moved = [name for name, weight in trained.state_dict().items() if not torch.equal(weight, begun[name])]
+    assert ("model.embed_tokens.weight" in moved) == tied and any("layers.1" in name for name in moved)
+
+    # Tokenizer and end tokens are the target's, and greedy answers with it are the target's own.
+    tokenizers = [transformers.AutoTokenizer.from_pretrained(path) for path in (target, tmp_path / "run" / "best")]
+    assert tokenizers[0].get_vocab() == tokenizers[1].get_vocab()
+    large = draftsmith.load_target(str(target))
+    plain, drafted = (
+        draftsmith.generate(large, [5, 6, 7], drafter, max_new_tokens=24).tokens
+        for drafter in (None, draftsmith.load_drafter(str(tmp_path / "run" / "best"), large, "spec:k=3"))
+    )
+    assert plain == drafted
+
+
+def test_with_all_layers_it_is_the_target(artefacts, tmp_path):
+    config = settings(artefacts, tmp_path, keep_layers=(0, 1), tau_k=3, tau_max_new_tokens=21)
+    target = load_lm(str(artefacts.target))
+    head = make_head(config, target)
+    ids = torch.arange(30)[None]
+    assert torch.equal(head.model(ids), target.model(ids))
+    probe = TauProbe(SimpleNamespace(head=head, device="cpu"), target, [[3, 4, 5], [7, 8]], config, 1)
+    # The prefill gives a token, and five rounds give four each.
+    assert probe()["tau"] == pytest.approx(21 / 6)
+
+
+def test_a_resumed_run_is_the_straight_one(artefacts, tmp_path):
+    straight = tmp_path / "straight"
+    run(settings(artefacts, straight))
+    shutil.copytree(straight, tmp_path / "killed")
+    shutil.rmtree(all_in(tmp_path / "killed" / FOLDER)[-1])
+    (tmp_path / "killed" / "training.json").unlink()
+    run(settings(artefacts, tmp_path / "killed", resume=True))
+    ours, theirs = weights(tmp_path / "killed"), weights(straight)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_any_model_of_the_tokenizer_can_be_distilled(artefacts, tmp_path):
+    """Of another width, as DistillSpec's drafts are; what was trained can be trained on."""
+    small = tiny_llama_dir(tmp_path / "small", seed=5, layers=1, hidden=16)
+    best = run(settings(artefacts, tmp_path / "first", init=str(small)))
+    again = make_head(settings(artefacts, tmp_path, init=str(best)), load_lm(str(artefacts.target)))
+    stored = weights(tmp_path / "first", "best")
+    assert again.config.hidden_size == 16 and again.config.kept == (0,)
+    assert torch.equal(again.model.lm_head.weight, stored["lm_head.weight"])
+    assert not torch.equal(
+        again.model.layers[0].mlp.up_proj.weight, load_lm(str(small)).model.layers[0].mlp.up_proj.weight
+    )
+
+
+def test_by_default_one_of_six_layers_is_kept():
+    layers = {count: default_layers(count) for count in (1, 2, 5, 16, 30)}
+    assert layers == {1: (0,), 2: (0, 1), 5: (0, 4), 16: (0, 8, 15), 30: (0, 7, 14, 22, 29)}
+
+
+def test_layers_that_the_target_does_not_have_are_refused(artefacts, tmp_path):
+    with pytest.raises(InputError, match="keep_layers: found 0 5, expected ascending numbers from 0 to 1"):
+        run(settings(artefacts, tmp_path / "run", keep_layers=(0, 5)))
