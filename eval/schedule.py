@@ -1,7 +1,7 @@
 """`draftsmith eval schedule RUN`: choose how many tokens a server drafts, by the number of concurrent requests.
 
 Tokens per round at every K come from rounds that `eval bench` recorded with one larger K; the seconds of a round come
-from a file of measurements of the server (`--costs`).
+from a file of measurements of the server (`--costs`), or are measured here (`--engine llamacpp`).
 """
 
 from __future__ import annotations
@@ -12,19 +12,24 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from draftsmith.data.console import Column, Table, format_interval, json_values, log_note, print_table
+from draftsmith.data.console import Column, Table, format_interval, json_values, log_note, print_table, print_text
+from draftsmith.data.engines.llamacpp import server_binary
+from draftsmith.data.export.directory import gguf_file
+from draftsmith.data.settings import check_positive
 from draftsmith.data.store.files import make_directory, write_json
 from draftsmith.data.store.manifest import command_line, resolved
-from draftsmith.data.store.reading import read_object
+from draftsmith.data.store.reading import read_lines, read_object
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.compare import Bench, open_bench
 from draftsmith.eval.bench.results import RESULTS, SCHEMA_VERSION
+from draftsmith.eval.bench.trace import TRACE
 from draftsmith.eval.bootstrap import Floats, Resamples
 from draftsmith.eval.costs import interpolate
+from draftsmith.eval.engines.llama_bench import chain_rows, measure_costs
 from draftsmith.eval.report.tables import to_json
 from draftsmith.modules.drafters.chains import FixedK
 from draftsmith.modules.drafters.methods import known_methods, parse_method
@@ -41,20 +46,36 @@ KRange = tuple[int, int, int]  # first and last number of requests, and K
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """Choose how many tokens to draft at every number of concurrent requests, as files that vLLM and SGLang read.
+    """Choose how many tokens to draft at every number of concurrent requests, as files that vLLM and SGLang read; or
+    for one request, as llama.cpp's --spec-draft-n-max and --spec-draft-p-min on this machine.
 
     Attributes:
         run: directory of a finished `draftsmith eval bench` run with a chain of a fixed length, as long as may pay.
+            llama.cpp's p-min needs its --traces. Without a run: the acceptance from which llama.cpp's drafts pay.
         method: that chain, as the run names it (spec:k=8); required if the run has several.
         costs: JSON file with the seconds of a round by requests and drafted tokens:
             {"seconds": {"1": {"0": 0.011, "4": 0.013}, "64": {...}}}.
+        engine: llamacpp measures the costs here, with llama-bench, in place of a file.
+        target: llama.cpp's target, a GGUF file as it will be served.
+        draft: llama.cpp's drafter, as for `eval served`; without it drafts cost nothing, the least that they can.
+        threads: llama.cpp's threads.
+        engine_path: llama-server, with llama-bench beside it. Default: that of `make engines` in this directory, or one
+            on the PATH.
         output: directory that receives results.json and, for each temperature T, vllm-T.json and sglang-T.json.
     """
 
-    run: Path
+    run: Path | None = None
     method: str | None = None
-    costs: Path = field(kw_only=True)
+    costs: Path | None = field(default=None, kw_only=True)
+    engine: Literal["none", "llamacpp"] = field(default="none", kw_only=True)
+    target: Path | None = field(default=None, kw_only=True)
+    draft: Path | None = field(default=None, kw_only=True)
+    threads: int = field(default=1, kw_only=True)
+    engine_path: Path | None = field(default=None, kw_only=True)
     output: Path = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_positive(self, "threads")
 
 
 @dataclass(frozen=True)
@@ -114,6 +135,11 @@ def run(config: ScheduleConfig) -> None:
     Raises:
         InputError: the run or the costs cannot be used.
     """
+    if config.engine == "llamacpp":
+        return schedule_llamacpp(config)
+    if config.run is None or config.costs is None:
+        found, expected = f"run {config.run}, costs {config.costs}", "a run and --costs, or --engine llamacpp"
+        raise InputError("costs", found, expected, f"Measure the server: {COSTS_EXAMPLE}.")
     bench = open_bench(str(config.run))
     label, method = recorded_chain(bench, config.method)
     times = read_times(config.costs)
@@ -153,6 +179,70 @@ def run(config: ScheduleConfig) -> None:
     for table in tables:
         print_table(table)
     log_note(f"Written to {config.output}: {', '.join(written)}")
+
+
+LONGEST = 8  # draft of llama.cpp, without a run
+CHAIN_COLUMNS = [
+    Column("n_max", "n-max", "d"),
+    Column("p_min", "p-min", "g"),
+    Column("tau", "tokens/round", ".2f"),
+    Column("round_ms", "ms/round", ".1f"),
+    Column("speedup", "speed-up", ".2fx"),
+    Column("speedup_ci", "95 % CI"),
+    Column("pays", "pays above"),
+]
+
+
+def schedule_llamacpp(config: ScheduleConfig) -> None:
+    """Measure llama.cpp's costs here, print which drafts of one request pay, and write results.json."""
+    target, drafter = config.target, config.draft and gguf_file(config.draft)
+    if target is None or target.suffix != ".gguf" or not target.is_file() or (config.draft and drafter is None):
+        found = f"{target} and {config.draft}"
+        raise InputError("target", found, "GGUF files", "Pass --target MODEL.gguf, and --draft as for `eval served`.")
+    if drafter is not None and config.run is None:
+        raise InputError("run", "none", "a run of the drafter", "Record one: `eval bench --methods eagle3:k=8`.")
+    longest, prompts, source = LONGEST, list[list[int]](), "none recorded"
+    known: dict[str, Any] = {}
+    if config.run is not None:
+        bench = open_bench(str(config.run))
+        source, method = recorded_chain(bench, config.method)
+        if not any(row["rounds"] for row in bench.methods.get(0.0, {}).get(source, [])):
+            raise InputError("run", f"no greedy rounds of {source}", "--temperatures 0", "Measure it again.")
+        rows, longest = bench.methods[0.0][source], method.k
+        counts = count_rounds(rows, longest)
+        prompts = [row["prompt_ids"] for row in bench.rows if row["prompt_ids"]]
+        shape = {"method": str, "temperature": (int, float)}
+        lines = read_lines(config.run / TRACE, shape) if (config.run / TRACE).is_file() else iter(())
+        traced = [line for line in lines if line["method"] == source and not line["temperature"] and "q_top10" in line]
+        whole = [line for line in traced if line["num_drafted"] == longest]
+        known = {"owners": counts.owners, "tokens": counts.tokens, "rounds": counts.rounds, "traced": whole}
+    costs = measure_costs(server_binary(config.engine_path), target, drafter, prompts, longest, config.threads)
+    chains = chain_rows(costs, longest, **known)
+    for row in chains:
+        row["pays"] = f"{row['pays_above']:.2f}" if row["pays_above"] < row["n_max"] + 1 else "never"
+        row["speedup_ci"] = format_interval(row.get("speedup_ci95"))
+
+    plain_s = costs.at(0, 0)
+    reads = ", ".join(f"{size}: {seconds / costs.verify[1]:.2f}" for size, seconds in costs.verify.items())
+    text = (
+        f"Pays above: tokens a round from which it is faster than plain decoding ({1e3 * plain_s:.1f} ms a token). "
+        f"A call that reads several tokens, in calls of one: {reads}. "
+    )
+    text += f"Drafting a token takes {1e3 * costs.step_s:.1f} ms." if drafter else "Drafts as if they cost nothing."
+    title = f"{target.name} in llama.cpp, threads: {config.threads}; rounds: {source}"
+    columns = [column for column in CHAIN_COLUMNS if known or column.key in ("n_max", "round_ms", "pays")]
+    table = Table("schedule-llamacpp", title, columns, chains, text)
+    meta = {"schema_version": SCHEMA_VERSION, "kind": "schedule", "settings": resolved(config), "method": source}
+    meta |= {"command": command_line("eval schedule", config), "costs": vars(costs)}
+    make_directory(config.output)
+    write_json(config.output / RESULTS, json_values({"meta": meta, "tables": to_json([table]), "rows": chains}))
+    print_table(table)
+    if known:
+        best = max(chains, key=lambda row: row["speedup"])
+        options = f"--spec-draft-n-max {best['n_max']} --spec-draft-p-min {best['p_min']:g}"
+        pays = best["speedup"] > 1
+        advice = f"Serve with {options}" if pays else f"Do not speculate here: the best, {options}, gives"
+        print_text(f"{advice}: {best['speedup']:.2f}x expected." if pays else f"{advice} {best['speedup']:.2f}x.")
 
 
 def recorded_chain(bench: Bench, label: str | None) -> tuple[str, FixedK]:

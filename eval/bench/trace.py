@@ -75,6 +75,11 @@ class TracedRound:
             line["entropy"] = [entropy(distribution) for distribution in distributions]
             if tree.draft_prob is None:
                 line["q"] = [float(own[view.token]) for own, view in zip(distributions, self.views, strict=True)]
+                # As llama.cpp's --spec-draft-p-min reads them: the greedy token's share of the ten most probable.
+                line["q_top10"] = [
+                    q / float(own.topk(min(10, len(own))).values.sum())
+                    for q, own in zip(line["q"], distributions, strict=True)
+                ]
         if self.predicted:
             line["head"] = list(self.predicted)
         return line

@@ -29,6 +29,7 @@ ROWS = [
     Row("no such method", SCHEDULE + "--costs {costs} --method spec:k=3", ("method", "spec:k=3", "spec:k=2"), GIVEN),
     Row("a method that drafts nothing", SCHEDULE + "--costs {costs} --method ar", ("method", "ar", "spec:k=2"), GIVEN),
     Row("no costs", SCHEDULE, ("--costs",)),
+    Row("llama.cpp without a GGUF file", SCHEDULE + "--engine llamacpp --target {target}", ("target", "GGUF")),
     *(
         Row(f"costs: {name}", SCHEDULE + "--costs {costs}", ("costs.json", *says), costs(content))
         for name, content, says in [
