@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-import shlex
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import yaml
-from rich.text import Text
-
-from draftsmith.launch.cli import dispatch
+from draftsmith.launch.pipeline import PipelineStep, execute, plan_steps, read_plan
 
 
 @dataclass(frozen=True)
@@ -35,30 +30,6 @@ class DemoConfig:
     def directory(self) -> Path:
         """Directory of the runs of this size."""
         return self.output / ("full" if self.full else "quick")
-
-
-@dataclass(frozen=True)
-class PipelineStep:
-    """One command of a pipeline; it is finished when `done` exists, which the command writes last."""
-
-    title: str
-    argv: tuple[str, ...]
-    done: Path
-
-
-def execute(step: PipelineStep) -> None:
-    """Run a step through the command line's own parser, unless it is finished."""
-    from draftsmith.data.console import log_note
-
-    log_note(Text.assemble("\n", (step.title, "bold"), (" (done before)" if step.done.exists() else "", "dim")))
-    log_note(Text(f"  draftsmith {shlex.join(step.argv)}", "cyan"))
-    if step.done.exists():
-        return
-    started = time.monotonic()
-    code = dispatch(list(step.argv))
-    if code:  # the command has printed why
-        raise SystemExit(code)
-    log_note(Text(f"  {time.monotonic() - started:.0f} s", "dim"))
 
 
 def run(config: DemoConfig) -> Path:
@@ -88,14 +59,10 @@ def run(config: DemoConfig) -> Path:
 
 def demo_steps(config: DemoConfig, chosen: Iterable[str] = ("ar",)) -> list[PipelineStep]:
     """Return the steps of configs/demo.yaml, with the methods to measure in the test."""
-    plan = yaml.safe_load((files("draftsmith.configs") / "demo.yaml").read_text())
+    plan = read_plan("demo")
     settings = {**plan["quick"], **(plan["full"] if config.full else {}), **vars(config)}
     settings |= {"output": config.directory, "chosen": ",".join(chosen)}
-    steps = []
-    for step in plan["steps"]:
-        words = tuple(word.format(**settings) for word in shlex.split(step["run"]))
-        steps.append(PipelineStep(step["title"], words, config.directory / step["done"]))
-    return steps
+    return plan_steps(plan, settings, config.directory)
 
 
 def read_results(directory: Path) -> dict[str, Any]:

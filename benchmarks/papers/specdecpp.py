@@ -32,7 +32,7 @@ from draftsmith.data.store.writer import writing_alone
 from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.eval.report.tables import drawn_data
 from draftsmith.launch.cli import main_of
-from draftsmith.launch.demo import PipelineStep, execute
+from draftsmith.launch.pipeline import PipelineStep, execute
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.decoding.trace import Totals, pool
 from draftsmith.modules.metrics import binary_kl, soft_label_auc

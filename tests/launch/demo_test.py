@@ -7,7 +7,7 @@ import pytest
 from draftsmith.benchmarks.embedded.tasks import HEADLINE_TASKS
 from draftsmith.launch import demo
 from draftsmith.launch.commands import command_name, configure
-from draftsmith.launch.demo import PipelineStep, execute
+from draftsmith.launch.pipeline import PipelineStep, execute
 
 
 @pytest.mark.parametrize("full", [False, True])
