@@ -123,7 +123,7 @@ SECTIONS: dict[str, dict[str, Command]] = {
             "eval.bench.command:BenchConfig", "Compare methods: speed, tau, equality with the target"
         ),
         "eval served": Command(
-            "eval.engines.served:ServedConfig", "A head in llama.cpp's server, against the plain server"
+            "eval.engines.served:ServedConfig", "A head in llama.cpp's or vLLM's server, against the plain server"
         ),
         "eval schedule": Command(
             "eval.schedule:ScheduleConfig", "How many tokens servers should draft, by load", ("run",)

@@ -39,10 +39,11 @@ def tokens_per_round(counts: Counts) -> float:
 
 @dataclass(frozen=True)
 class EngineAnswer:
-    """A greedy answer and the counts of its rounds."""
+    """A greedy answer and the counts of its rounds. generation_s: from its first token to its last; 0 if unknown."""
 
     tokens: tuple[int, ...]
     counts: Counts
+    generation_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -1,29 +1,41 @@
-"""`draftsmith eval served`: speed and acceptance length of a drafter in llama.cpp's server, beside plain decoding."""
+"""`draftsmith eval served`: speed and acceptance length of a drafter in llama.cpp or vLLM, beside plain decoding."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+import torch
 
 from draftsmith.data.console import Column, Table, format_interval, log_note, print_table, print_text
 from draftsmith.data.engines.llamacpp import server_binary
 from draftsmith.data.engines.process import running
-from draftsmith.data.export.directory import gguf_file
+from draftsmith.data.export.check import foreign_package
+from draftsmith.data.export.directory import gguf_file, package_directory
 from draftsmith.data.export.gguf import is_gguf_model
 from draftsmith.data.models.gguf import open_gguf
+from draftsmith.data.models.hub import model_directory
 from draftsmith.data.settings import check_not_negative, check_positive, comma_numbers
 from draftsmith.data.store.files import write_json
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.prompts import BenchPrompt, read_questions, task_sources
 from draftsmith.eval.bootstrap import Resamples
-from draftsmith.eval.engines.llamacpp import LlamaCppClient, ServedModels, ServerAnswer, server_words
+from draftsmith.eval.engines.chain import EngineAnswer
+from draftsmith.eval.engines.gate import SYSTEMS
+from draftsmith.eval.engines.llamacpp import LlamaCppClient, Round, ServedModels, ServerAnswer, server_words
+from draftsmith.eval.engines.vllm import ENVIRONMENT, VllmClient, engine_python
+from draftsmith.eval.engines.vllm import server_words as server_words_vllm
 from draftsmith.eval.settings import PromptChoice
+from draftsmith.modules.formats import formats
+from draftsmith.modules.formats.base import ForeignHead, Served
+from draftsmith.modules.formats.detect import causal_lm, detect
+from draftsmith.modules.formats.vllm import command
 from draftsmith.modules.types import InputError
 
 PLAIN = "plain"
@@ -40,27 +52,33 @@ COLUMNS = [
 
 @dataclass(frozen=True, kw_only=True)
 class ServedConfig(PromptChoice):
-    """Measure a drafter in llama.cpp's server, over draft lengths and thresholds, against the same server without it.
+    """Measure a drafter in a server, over draft lengths and thresholds, against the same server without it.
 
-    All servers run at the same time and answer each prompt in turn, so that a busy machine slows them alike. Only
-    generation counts, not the reading of the prompt.
+    llama.cpp's servers run at the same time and answer each prompt in turn, so that a busy machine slows them alike;
+    vLLM's, which take the whole memory of a GPU, one after another. Only generation counts, not the reading of the
+    prompt.
 
     Attributes:
-        target: The target's GGUF file, as it is served.
-        draft: What `export --format llamacpp` wrote: a head's GGUF file or its directory, or a draft model's.
+        engine: The server, which is started here.
+        target: The target as it is served: for llama.cpp its GGUF file, for vLLM a directory or hub id.
+        draft: What `export --format llamacpp` (a GGUF file or its directory) or `--format vllm` wrote, or a draft
+            model.
         prompts: As for `eval bench`. This or tasks.
         tasks: Directory of such files, each a task.
         limit: The first so many prompts of each file; 0 takes all.
         num_drafted: Draft lengths to measure (--spec-draft-n-max), separated by commas.
-        p_min: Thresholds to measure with each (--spec-draft-p-min): a draft ends before a token of less probability.
+        p_min: llama.cpp's thresholds to measure with each (--spec-draft-p-min): a draft ends before a token of less
+            probability.
         max_new_tokens: Longest answer.
         temperature: 0 is greedy, where answers are compared with the plain server's.
         threads: Threads of every server.
-        engine_path: llama-server. Default: that of `make engines` in this directory, or one on the PATH.
+        engine_path: llama-server, or the Python of an environment with vLLM. Default: that of `make engines` in this
+            directory, or llama-server on the PATH, or this Python.
         output: Directory that receives served.json.
     """
 
-    target: Path
+    engine: Literal["llamacpp", "vllm"] = "llamacpp"
+    target: str
     draft: Path
     prompts: str | None = None
     tasks: str | None = None
@@ -79,6 +97,8 @@ class ServedConfig(PromptChoice):
         for length in self.lengths:
             if length < 1:
                 raise InputError("num_drafted", length, "draft lengths of 1 or more", "Correct it.")
+        if self.engine == "vllm" and any(self.thresholds):
+            raise InputError("p_min", self.p_min, "none: vLLM ends no draft early", "Leave it out.")
 
     @property
     def lengths(self) -> list[int]:
@@ -96,20 +116,51 @@ def run(config: ServedConfig) -> int:
     Raises:
         InputError: no GGUF files, no prompts, or a server that does not start or answer.
     """
-    drafter = gguf_file(config.draft)
-    if drafter is None or config.target.suffix != ".gguf" or not config.target.is_file():
-        found = f"{config.target} and {config.draft}"
-        raise InputError("draft", found, "two GGUF files", "Export the head with --format llamacpp.")
-    kind = "draft-simple" if is_gguf_model(drafter) else "draft-eagle3"
     sources = task_sources(config.prompts, config.tasks)
     files = read_questions(sources, str(config.target), config.split, config.keep_tasks, config.limit, "first")
     prompts = [prompt for file in files for prompt in file]
+    answers = (ask_vllm if config.engine == "vllm" else ask_llamacpp)(config, prompts)
+    if not any(answer.rounds for label in answers if label != PLAIN for answer in answers[label]):
+        found = f"{config.draft}, of which nothing was drafted"
+        raise InputError("draft", found, "a drafter", "Read the server's log.")
+    rows = [summary(label, given, answers[PLAIN], prompts, config.temperature) for label, given in answers.items()]
+    best = max(rows[1:], key=lambda row: row["speedup"])
+    results: dict[str, Any] = {"target": str(config.target), "draft": str(config.draft), "rows": rows}
+    if config.engine == "llamacpp":
+        results["types"] = tensor_types(Path(config.target))
+    write_json(config.output / "served.json", results | {"config": _json(config)})
+    title = f"{Path(config.target).name} in {SYSTEMS[config.engine]}, {len(prompts)} prompts, threads: {config.threads}"
+    cells = [{**row, "speedup_ci": format_interval(row["speedup_ci95"])} for row in rows]
+    print_table(Table("served", title, COLUMNS, cells))
+    if len(rows[0]["tau_by_task"]) > 1:
+        tasks = list(rows[0]["tau_by_task"])
+        columns = [Column("setting", "setting"), *(Column(task, task, ".2f") for task in tasks)]
+        print_table(
+            Table("tasks", "Acceptance length by task", columns, [{**row, **row["tau_by_task"]} for row in rows])
+        )
+    low = (best["speedup_ci95"] or [0.0])[0]
+    if low > 1:
+        print_text(f"Serve with {best['setting']}: {best['speedup']:.2f}x.")
+    else:
+        print_text(
+            f"Do not speculate here: the best setting, {best['setting']}, is {best['speedup']:.2f}x plain decoding."
+        )
+    return 0
+
+
+def ask_llamacpp(config: ServedConfig, prompts: Sequence[BenchPrompt]) -> dict[str, list[ServerAnswer]]:
+    """Answer all prompts with servers of every setting, in turn."""
+    drafter, target = gguf_file(config.draft), Path(config.target)
+    if drafter is None or target.suffix != ".gguf" or not target.is_file():
+        found = f"{target} and {config.draft}"
+        raise InputError("draft", found, "two GGUF files", "Export the head with --format llamacpp.")
+    kind = "draft-simple" if is_gguf_model(drafter) else "draft-eagle3"
     context = max(len(prompt.prompt_ids) for prompt in prompts) + config.max_new_tokens + max(config.lengths) + 2
     binary = server_binary(config.engine_path)
     settings: dict[str, list[str]] = {
-        PLAIN: server_words(binary, ServedModels(config.target), context, threads=config.threads)
+        PLAIN: server_words(binary, ServedModels(target), context, threads=config.threads)
     }
-    models = ServedModels(config.target, drafter, kind)
+    models = ServedModels(target, drafter, kind)
     for length in config.lengths:
         for p_min in config.thresholds:
             label = f"n-max={length}" + (f", p-min={p_min:g}" if p_min else "")
@@ -127,30 +178,45 @@ def run(config: ServedConfig) -> int:
             for label in labels[number % len(labels) :] + labels[: number % len(labels)]:
                 answers[label].append(clients[label].complete(prompt.prompt_ids))
             log_note(f"answered {number + 1} of {len(prompts)} prompts")
+    return answers
 
-    if not any(answer.rounds for label in labels[1:] for answer in answers[label]):
-        raise InputError("draft", f"{drafter}, of which nothing was drafted", "a drafter", "Read the server's log.")
-    rows = [summary(label, given, answers[PLAIN], prompts, config.temperature) for label, given in answers.items()]
-    best = max(rows[1:], key=lambda row: row["speedup"])
-    results = {"target": str(config.target), "types": tensor_types(config.target), "draft": str(drafter), "rows": rows}
-    write_json(config.output / "served.json", results | {"config": _json(config)})
-    title = f"{config.target.name} in llama.cpp, {len(prompts)} prompts, threads: {config.threads}"
-    cells = [{**row, "speedup_ci": format_interval(row["speedup_ci95"])} for row in rows]
-    print_table(Table("served", title, COLUMNS, cells))
-    if len(rows[0]["tau_by_task"]) > 1:
-        tasks = list(rows[0]["tau_by_task"])
-        columns = [Column("setting", "setting"), *(Column(task, task, ".2f") for task in tasks)]
-        print_table(
-            Table("tasks", "Acceptance length by task", columns, [{**row, **row["tau_by_task"]} for row in rows])
-        )
-    low = (best["speedup_ci95"] or [0.0])[0]
-    if low > 1:
-        print_text(f"Serve with {best['setting']}: {best['speedup']:.2f}x.")
-    else:
-        print_text(
-            f"Do not speculate here: the best setting, {best['setting']}, is {best['speedup']:.2f}x plain decoding."
-        )
-    return 0
+
+def ask_vllm(config: ServedConfig, prompts: Sequence[BenchPrompt]) -> dict[str, list[ServerAnswer]]:
+    """Answer all prompts with the server of one setting after another."""
+    python = engine_python(config.engine_path)
+    package = foreign_package(config.draft)
+    foreign = ForeignHead.of(package)
+    kind = "" if causal_lm(foreign) else detect(foreign).kind
+    if kind and ("vllm", kind) not in formats():
+        raise InputError("draft", f"a head of kind {kind}", "one that vLLM serves", "Export it with --format vllm.")
+    target = str(model_directory(config.target).absolute())
+    directory = str(package_directory(str(config.draft)).absolute())
+    context = max(len(prompt.prompt_ids) for prompt in prompts) + config.max_new_tokens + 2 * max(config.lengths) + 2
+    # On a CPU vLLM compiles for minutes.
+    eager = not torch.cuda.is_available()
+    answers: dict[str, list[ServerAnswer]] = {}
+    for length in (0, *config.lengths):
+        served = Served(target, directory, length)
+        printed = formats()["vllm", kind].serve(served) if kind else command(served, "draft_model")
+        printed = printed if length else f"vllm serve {shlex.quote(target)}"
+        words = server_words_vllm(python, printed, "auto", context, eager)
+        label = f"num_speculative_tokens={length}" if length else PLAIN
+        with running(words, {**ENVIRONMENT, "OMP_NUM_THREADS": str(config.threads)}) as url:
+            client = VllmClient(url, config.target, config.max_new_tokens, config.temperature)
+            client.answer(0, prompts[0].prompt_ids)  # a first answer pays for what is made once
+            replies = [client.answer(number, prompt.prompt_ids) for number, prompt in enumerate(prompts)]
+        log_note(f"answered {len(prompts)} prompts: {label}")
+        answers[label] = [as_rounds(reply, length) for reply in replies]
+    return answers
+
+
+def as_rounds(reply: EngineAnswer, length: int) -> ServerAnswer:
+    """Return a reply with as many rounds of each number of accepted tokens as its counts by place say."""
+    reached = (*reply.counts, 0)
+    rounds = [
+        Round(length, place) for place in range(len(reached) - 1) for _ in range(reached[place] - reached[place + 1])
+    ]
+    return ServerAnswer(reply.tokens, tuple(rounds), 0.0, reply.generation_s)
 
 
 def summary(

@@ -9,6 +9,7 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,10 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise its threads wait for cores that others use
 }
-COUNTER = re.compile(r"^vllm:(spec_decode_num_(?:drafts|accepted_tokens_per_pos)|request_success)_total\{(.*)\} (\S+)$")
+COUNTER = re.compile(
+    r"^vllm:(spec_decode_num_drafts_total|spec_decode_num_accepted_tokens_per_pos_total|request_success_total"
+    r"|request_decode_time_seconds_sum)\{(.*)\} (\S+)$"
+)
 POSITION = re.compile(r'position="(\d+)"')
 COUNTED_S = 10.0  # a request's counts appear shortly after its answer
 ANSWER_S, INFO_S = 600.0, 30.0  # longest wait for an answer, and for the server's description
@@ -47,15 +51,25 @@ def engine_python(path: Path | None) -> Path:
     return python.absolute()  # not resolved: an environment's python is a link
 
 
-def server_words(python: Path, printed: str, dtype: str, length: int) -> list[str]:
-    """Turn the printed `vllm serve` command into one whose answers can be compared with ours.
+def server_words(python: Path, printed: str, dtype: str, length: int, eager: bool = True) -> list[str]:
+    """Turn the printed `vllm serve` command into one whose answers can be compared with others.
 
-    One request at a time, in `dtype`, nothing compiled, no prefix cache, sequences of at most `length` tokens.
+    One request at a time, in `dtype`, no prefix cache, sequences of at most `length` tokens. eager: nothing compiled.
     """
     _, _, target, *options = shlex.split(printed)  # vllm serve TARGET ...
-    options += ["--dtype", dtype, "--max-model-len", str(length), "--max-num-seqs", "1", "--enforce-eager"]
+    options += ["--dtype", dtype, "--max-model-len", str(length), "--max-num-seqs", "1"]
+    options += ["--enforce-eager"] if eager else []
     module = "vllm.entrypoints.openai.api_server"  # `vllm serve` without its command line
     return [str(python), "-m", module, "--model", target, *options, "--no-enable-prefix-caching"]
+
+
+@dataclass(frozen=True)
+class ServerCounts:
+    """What a server counted so far. drafts: empty if it has no drafter. decode_s: of finished requests."""
+
+    drafts: Counts
+    finished: int
+    decode_s: float
 
 
 class VllmClient:
@@ -67,7 +81,7 @@ class VllmClient:
         length: the longest sequence; 0 if unknown.
     """
 
-    def __init__(self, url: str, target: str, max_new_tokens: int):
+    def __init__(self, url: str, target: str, max_new_tokens: int, temperature: float = 0.0):
         need_extra()
         self.url = url.rstrip("/").removesuffix("/v1")
         self._headers = ServerConfig(url=f"{self.url}/v1").headers()  # raises for what is no address
@@ -77,46 +91,51 @@ class VllmClient:
         self._model, self.length = models[0]["id"], models[0].get("max_model_len") or 0
         self.version = self._json("version", {"version?": str}).get("version", "?")[:SHOWN_CHARS]
         server = ServerConfig(url=f"{self.url}/v1", model=self._model)
-        self._engine = ServerEngine(server, AnswerSettings(target, SamplingParams(), max_new_tokens, False, 0), "")
+        params = SamplingParams(temperature)
+        self._engine = ServerEngine(server, AnswerSettings(target, params, max_new_tokens, False, 0), "")
 
     @property
     def num_drafted(self) -> int:
-        """Drafted tokens per round, by the places that the server counts."""
-        return len(self.counts()[0]) - 1
-
-    def counts(self) -> tuple[Counts, int]:
-        """Return the counts of drafts so far, and the number of finished requests.
+        """Drafted tokens per round, by the places that the server counts.
 
         Raises:
             InputError: the server counts no drafts, as without a drafter.
         """
-        drafts, finished, places = 0, 0, dict[int, int]()
+        drafts = self.counts().drafts
+        if not drafts:
+            found = f"{self.url}/metrics without vllm:spec_decode_num_accepted_tokens_per_pos"
+            remedy = "Start it with --speculative-config, and without --disable-log-stats."
+            raise InputError("server", found, "a vLLM server that drafts", remedy)
+        return len(drafts) - 1
+
+    def counts(self) -> ServerCounts:
+        """Return the counts of the server so far."""
+        drafts, finished, decode_s, places = 0, 0, 0.0, dict[int, int]()
         for line in self._fetch("metrics").decode("utf-8", "replace").splitlines():
             match = COUNTER.match(line)
             if match is None:
                 continue
-            name, labels, value = match[1], match[2], int(float(match[3]))
+            name, labels, value = match[1], match[2], float(match[3])
             position = POSITION.search(labels)
-            if name == "request_success":
-                finished += value
+            if name == "request_success_total":
+                finished += int(value)
+            elif name == "request_decode_time_seconds_sum":
+                decode_s += value
             elif position is not None:
-                places[int(position[1])] = places.get(int(position[1]), 0) + value
+                places[int(position[1])] = places.get(int(position[1]), 0) + int(value)
             else:
-                drafts += value
-        if not places:
-            found = f"{self.url}/metrics without vllm:spec_decode_num_accepted_tokens_per_pos"
-            remedy = "Start it with --speculative-config, and without --disable-log-stats."
-            raise InputError("server", found, "a vLLM server that drafts", remedy)
-        return (drafts, *(count for _, count in sorted(places.items()))), finished
+                drafts += int(value)
+        by_place = (count for _, count in sorted(places.items()))
+        return ServerCounts((drafts, *by_place) if places else (), finished, decode_s)
 
     def answer(self, number: int, prompt: Sequence[int]) -> EngineAnswer:
-        """Ask for the greedy answer to a prompt, and count its drafts.
+        """Ask for the answer to a prompt, and count its drafts.
 
         Raises:
             InputError: no usable answer, or somebody else uses this server too.
         """
         row = {"prompt_ids": list(prompt)}
-        before, finished = self.counts()
+        before = self.counts()
         endpoint, body = self._engine.request(number, row)
         try:
             turn = self._engine.read(number, row, self._json(f"v1/{endpoint}", {}, body))
@@ -126,14 +145,15 @@ class VllmClient:
             raise InputError("server", "text without token ids", "return_token_ids to be obeyed", "Use a newer vLLM.")
 
         until = time.monotonic() + COUNTED_S
-        after, finished_after = self.counts()
-        while finished_after <= finished and time.monotonic() < until:
+        after = self.counts()
+        while after.finished <= before.finished and time.monotonic() < until:
             time.sleep(0.02)
-            after, finished_after = self.counts()
-        if finished_after != finished + 1:
-            found = f"{finished_after - finished} requests counted where one was sent"
+            after = self.counts()
+        if after.finished != before.finished + 1:
+            found = f"{after.finished - before.finished} requests counted where one was sent"
             raise InputError("server", found, "a server that nobody else asks", "Ask again when it is idle.")
-        return EngineAnswer(tuple(turn.tokens), tuple(b - a for a, b in zip(before, after, strict=True)))
+        counts = tuple(b - a for a, b in zip(before.drafts, after.drafts, strict=True))
+        return EngineAnswer(tuple(turn.tokens), counts, after.decode_s - before.decode_s)
 
     def templated(self, text: str) -> list[int]:
         """Return the token ids of a question by the server's own chat template."""

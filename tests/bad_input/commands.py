@@ -134,6 +134,8 @@ ROWS = [
         ("draft", "two GGUF files", "--format llamacpp")),
     Row("served: no drafts", "eval served --target a --draft b --prompts {chats} --output {out} --num-drafted 0",
         ("num_drafted", "0", "1 or more")),
+    Row("served: p-min in vLLM", "eval served --engine vllm --target a --draft b --output {out} --p-min 0.5",
+        ("p_min", "0.5", "vLLM")),
     Row("check: an engine that is not there", f"check {{exported}} {SERVE}--engine-path ./nosuch",
         ("engine_path", "nosuch", "make engines")),
     Row("check: an engine that is no python", f"check {{exported}} {SERVE}--engine-path /bin/false",

@@ -19,6 +19,8 @@ from safetensors.torch import load_file, save_file
 from draftsmith.data.export.directory import read_package
 from draftsmith.data.heads.directory import load_head, stored_tensors
 from draftsmith.eval.engines.gate import EngineCheckConfig, run
+from draftsmith.eval.engines.served import ServedConfig
+from draftsmith.eval.engines.served import run as serve
 from draftsmith.modules.formats import formats
 
 torch.set_num_threads(1)
@@ -67,6 +69,17 @@ def test_a_draft_model_is_served_as_it_drafts_here(gate):
     code, shown = gate("embedded:draft", num_drafted=3)
     assert code == 0 and "beside our chain of 3" in shown
     assert shares(shown)[2][0] > 20
+
+
+def test_a_head_is_measured_beside_the_plain_server(tmp_path: Path):
+    config = ServedConfig(
+        engine="vllm", target=TARGET, draft=SERVED / "taught/vllm", prompts="embedded:prompts", split="test",
+        limit=PROMPTS, num_drafted="3", max_new_tokens=48, engine_path=PYTHON, output=tmp_path / "served",
+    )  # fmt: skip
+    assert serve(config) == 0
+    plain, drafted = json.loads((tmp_path / "served/served.json").read_text())["rows"]
+    assert plain["tau"] == 1 and drafted["tau"] > 1.5 and drafted["equal"] == "yes"
+    assert plain["tokens_per_s"] > 1 and 0.1 < drafted["speedup"] < 10
 
 
 def assert_falls(shown: str, length: float) -> None:

@@ -80,7 +80,7 @@ def test_a_draft_model_is_served_as_it_drafts_here(gate, tmp_path: Path):
 def test_a_head_is_measured_beside_the_plain_server(tmp_path: Path):
     write_gguf_model(tmp_path / "target.gguf", TARGET)
     config = ServedConfig(
-        target=tmp_path / "target.gguf", draft=SERVED / "three/llamacpp", prompts="embedded:prompts", split="test",
+        target=str(tmp_path / "target.gguf"), draft=SERVED / "three/llamacpp", prompts="embedded:prompts", split="test",
         limit=PROMPTS, num_drafted="3", max_new_tokens=48, engine_path=SERVER, output=tmp_path / "served",
     )  # fmt: skip
     assert serve(config) == 0

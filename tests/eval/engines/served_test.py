@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from draftsmith.eval.bench.prompts import BenchPrompt
+from draftsmith.eval.engines.chain import EngineAnswer
 from draftsmith.eval.engines.llamacpp import Round, ServerAnswer
-from draftsmith.eval.engines.served import PLAIN, summary
+from draftsmith.eval.engines.served import PLAIN, as_rounds, summary
 
 
 def prompt(number: int, task: str) -> BenchPrompt:
@@ -35,3 +36,12 @@ def test_a_last_draft_that_ends_the_answer_is_a_call():
     # The drafted end token is accepted, and the target's own token behind it is not emitted.
     row = summary("n-max=2", [answer(6, 1.0, (2, 1), (2, 2))], [answer(6, 1.0)], [prompt(0, "")], 1.0)
     assert row["tau"] == pytest.approx(5 / 2) and row["equal"] == "-"
+
+
+def test_vllms_counts_by_place_are_rounds():
+    # Of 5 rounds of 3 tokens, 4 accepted one or more, 2 two or more, 1 all three.
+    reply = as_rounds(EngineAnswer(tuple(range(13)), (5, 4, 2, 1), 2.0), 3)
+    assert sorted(one.accepted for one in reply.rounds) == [0, 1, 1, 2, 3] and reply.generation_s == 2.0
+    row = summary("num_speculative_tokens=3", [reply], [answer(13, 4.0)], [prompt(0, "")], 0.0)
+    assert (row["tau"], row["first"], row["speedup"]) == pytest.approx((12 / 5, 4 / 5, 2.0))
+    assert as_rounds(EngineAnswer((1, 2), (), 1.0), 0).rounds == ()

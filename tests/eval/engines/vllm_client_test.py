@@ -17,7 +17,8 @@ PLACES = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 GOOD: dict[str, Any] = {
     "/v1/models": {"data": [{"id": "served", "max_model_len": 64}]},
     "/version": {"version": "1.0"},
-    "/metrics": f'vllm:spec_decode_num_drafts_total{{engine="0"}} 3.0\n{PLACES}{{position="0"}} 2.0\n',
+    "/metrics": f'vllm:spec_decode_num_drafts_total{{engine="0"}} 3.0\n{PLACES}{{position="0"}} 2.0\n'
+    'vllm:request_decode_time_seconds_sum{engine="0"} 1.5\nvllm:request_decode_time_seconds_count{engine="0"} 7.0\n',
     "/tokenize": {"tokens": [1, 2]},
 }
 
@@ -63,11 +64,12 @@ def client() -> Iterator[Callable[[dict[str, Any]], VllmClient]]:
 
 
 def ask(client: VllmClient) -> tuple[Any, ...]:
-    return client.version, client.length, client.counts(), client.templated("Hi")
+    counts = client.counts()
+    return client.version, client.length, client.num_drafted, counts.drafts, counts.decode_s, client.templated("Hi")
 
 
 def test_a_good_server_is_read(client):
-    assert ask(client({})) == ("1.0", 64, ((3, 2), 0), [1, 2])
+    assert ask(client({})) == ("1.0", 64, 1, (3, 2), 1.5, [1, 2])
 
 
 @pytest.mark.parametrize(
@@ -76,6 +78,7 @@ def test_a_good_server_is_read(client):
         ("/v1/models", {"data": [{"id": "m", "max_model_len": "long"}]}, "max_model_len: \"long\""),
         ("/v1/models", {"data": []}, "without a model"),
         ("/v1/models", "[" * 100_000, "v1/models: "),
+        ("/metrics", "vllm:request_success_total{} 1.0", "without vllm:spec_decode"),
         ("/tokenize", {"tokens": ["a"]}, r"tokens\[0\]"),
         ("/tokenize", None, "RemoteProtocolError"),
     ],
