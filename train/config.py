@@ -167,7 +167,7 @@ class TrainDrafterConfig(TrainConfig):
             at validations, so it counts in multiples of val_every.
         tau_prompts: Prompts to decode for it; 0 switches it off.
         tau_data: Output of `data prompts`, of prompts like those that will be served. Default: held-out samples, each
-            up to one of its answers.
+            up to one of its answers; beside it, as tau_general, general prompts that ship.
         tau_k: Drafted tokens a round for it.
         tau_max_new_tokens: Tokens of each answer for it. It goes past end tokens, as short answers say little.
     """

@@ -60,7 +60,7 @@ def prepare(config: TrainedConfig, module_class: type[LitDrafter] | None = None)
     from draftsmith.train.data_module import HeadDataModule, train_and_val
     from draftsmith.train.fit import PreparedTraining, Provenance
     from draftsmith.train.lit_drafter import FeatureSource, LitDrafter
-    from draftsmith.train.tau import TauProbe, probe_prompts
+    from draftsmith.train.tau import TauProbe, general_prompts, probe_prompts
 
     # The target, and the config of the head.
     drafter, dtype, device = config.drafter, model_dtype(config), local_device(config)
@@ -97,7 +97,7 @@ def prepare(config: TrainedConfig, module_class: type[LitDrafter] | None = None)
     module = module_class(head, target, config, total_steps=data.total_steps, feature_std=std, source=source)
     prompts = probe_prompts(config, val_samples, context)
     every = config.tau_every or config.val_every or data.order.steps_per_epoch
-    probe = TauProbe(module, target, prompts, config, every) if prompts else None
+    probe = TauProbe(module, target, prompts, config, every, general_prompts(config, context)) if prompts else None
     inputs = {name: part.manifest.digest for name, part in (("data", train), ("val", val)) if part is not None}
     if config.init != "random":
         is_model = config.drafter.is_model

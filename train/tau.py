@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from draftsmith.data.models.loading import text_identity, vocabulary_size
+from draftsmith.data.models.hub import EMBEDDED, resolve_model
+from draftsmith.data.models.loading import load_tokenizer, text_identity, vocabulary_size
 from draftsmith.data.store.manifest import open_artefact
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.text.answers import spans
+from draftsmith.data.text.template import prompt_ids
 from draftsmith.modules.decoding.loop import DecodeOptions, generate_one
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.base import DraftHead
@@ -22,11 +26,16 @@ from draftsmith.modules.types import SamplingParams
 from draftsmith.train.config import TrainDrafterConfig
 from draftsmith.train.data_module import Samples
 from draftsmith.train.lit_head import LitHead
-from draftsmith.train.metrics import num_ranks, rank, sum_over_ranks
+from draftsmith.train.metrics import num_ranks, rank, say_on_rank_zero, sum_over_ranks
+
+GENERAL = f"{EMBEDDED}general-prompts"
 
 
 class TauProbe:
     """Measures tau by greedy chain decoding of prompts, on all ranks, at validations; tau then picks best/.
+
+    Beside it stands `tau_general`, on general prompts that ship: held-out rows of the training data say how a head
+    drafts text of that kind, and no other.
 
     measured: description of the measurement, for the log.
     """
@@ -40,26 +49,37 @@ class TauProbe:
         prompts: Sequence[Sequence[int]],
         config: TrainDrafterConfig,
         every: int,
+        general: Sequence[Sequence[int]] = (),
     ):
-        """module: whose head is measured. prompts: the same on every rank; each rank decodes its share, or all if the
-        target is split over the ranks. every: steps between measurements."""
-        self.module, self.target, self.prompts, self.every = module, target, prompts, every
+        """module: whose head is measured. prompts, general: the same on every rank; each rank decodes its share, or all
+        if the target is split over the ranks. every: steps between measurements."""
+        self.module, self.target, self.prompts, self.every, self.general = module, target, prompts, every, general
         self.shared = config.target_parallel == "tensor"
         self.k, self.max_new_tokens = config.tau_k, config.tau_max_new_tokens
         lengths = sorted(map(len, prompts))
         sizes = f"{lengths[0]:,}" if lengths[0] == lengths[-1] else f"{lengths[0]:,} to {lengths[-1]:,}"
         answers = f"{self.max_new_tokens} each, end tokens ignored, chains of {self.k}"
-        self.measured = f"tau on {len(prompts)} prompt(s) of {sizes} tokens, {answers}"
+        shipped = f", tau_general on {len(general)} that ship" if general else ""
+        self.measured = f"tau on {len(prompts)} prompt(s) of {sizes} tokens{shipped}, {answers}"
 
     def __call__(self) -> dict[str, float]:
-        """Return tau over all prompts of all ranks, and the share of the emitted tokens behind an end token."""
+        """Return tau over all prompts of all ranks, tau_general, and the share of tau's tokens behind an end token."""
+        tau, behind = self._decode(self.prompts)
+        general, _ = self._decode(self.general)
+        measured = {"tau": tau, "tau_general": general, "tau_behind_end": behind}
+        return {name: value for name, value in measured.items() if value is not None}
+
+    def _decode(self, prompts: Sequence[Sequence[int]]) -> tuple[float | None, float | None]:
+        """Decode these prompts: return tau, and the share of the tokens behind an end token; None without prompts."""
+        if not prompts:
+            return None, None
         target, head = self.target, self.module.head
         assert isinstance(head, DraftHead)
         # Decode in the target's dtype with a copy; training continues in the head's own.
         if next(head.parameters()).dtype != target.dtype:
             head = copy.deepcopy(head).to(target.dtype)
         counts = torch.zeros(3, dtype=torch.float64)
-        own = self.prompts if self.shared else self.prompts[rank() :: num_ranks()]
+        own = prompts if self.shared else prompts[rank() :: num_ranks()]
         with torch.autocast(target.device.type, enabled=False):
             # One drafter and session for all prompts: capturing their CUDA graphs takes longer than an answer.
             capacity = max(map(len, own), default=0) + self.max_new_tokens + self.k + 2
@@ -74,9 +94,7 @@ class TauProbe:
                 behind = len(tokens) - 1 - first_end
                 counts += torch.tensor([trace.num_tokens, trace.num_target_calls, behind], dtype=torch.float64)
         emitted, calls, behind = sum_over_ranks(counts.to(self.module.device)).tolist()
-        if not calls:
-            return {}
-        return {"tau": emitted / calls, "tau_behind_end": behind / emitted}
+        return emitted / calls, behind / emitted
 
 
 def probe_prompts(config: TrainDrafterConfig, val: Samples, context: int) -> list[list[int]]:
@@ -104,6 +122,23 @@ def probe_prompts(config: TrainDrafterConfig, val: Samples, context: int) -> lis
         if len(chosen) == count:
             break
     return chosen or tight
+
+
+def general_prompts(config: TrainDrafterConfig, context: int) -> list[list[int]]:
+    """Return the general prompts that ship (chat, code, maths, summaries, ...), as the target's template has them.
+
+    Empty where they say nothing: prompts to be served are given by `tau_data`, the target has no chat template, which
+    is said, or it is one of the models that ship, which edit code.
+    """
+    if not config.tau_prompts or config.tau_data is not None or config.target.startswith(EMBEDDED):
+        return []
+    tokenizer = load_tokenizer(config.target)
+    if not tokenizer.chat_template:
+        say_on_rank_zero("note: no tau_general: the target has no chat template")
+        return []
+    rows = (json.loads(line) for line in Path(resolve_model(GENERAL)).read_text("utf-8").splitlines())
+    prompts = [list(prompt_ids(tokenizer, [{"role": "user", "content": row["prompt"]}])) for row in rows]
+    return [prompt for prompt in prompts if len(prompt) <= context - config.tau_max_new_tokens][: config.tau_prompts]
 
 
 def held_out_prompts(samples: Samples) -> Iterator[list[int]]:

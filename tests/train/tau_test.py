@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from eagle_trainings import a_module, config
 
+from draftsmith.data.models.loading import load_tokenizer
 from draftsmith.data.store.datasets import open_dataset
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
@@ -17,7 +21,7 @@ from draftsmith.modules.drafters.feature_heads import FeatureDrafter
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import InputError, SamplingParams
 from draftsmith.train.data_module import Samples
-from draftsmith.train.tau import TauProbe, held_out_prompts, probe_prompts
+from draftsmith.train.tau import TauProbe, general_prompts, held_out_prompts, probe_prompts
 
 
 def test_tau_is_emitted_tokens_by_target_calls_of_real_decoding(artefacts, tmp_path):
@@ -71,3 +75,27 @@ def test_tau_is_measured_on_prompts_as_long_as_conversations_get(artefacts, tmp_
     assert probe_prompts(dataclasses.replace(settings, tau_data=served), samples, 256) == ids
     with pytest.raises(InputError, match="an artefact of kind features, expected kind prompts"):
         probe_prompts(dataclasses.replace(settings, tau_data=artefacts.features), samples, 256)
+
+
+def test_tau_of_general_prompts_stands_beside_that_of_held_out_ones(artefacts, tmp_path, capsys):
+    settings = config(artefacts, tmp_path, tau_k=2, tau_max_new_tokens=10)
+    shipped = dataclasses.replace(settings, target="embedded:target")
+    assert general_prompts(shipped, 1024) == []  # it edits code
+    copy = Path(shutil.copytree(settings.target, tmp_path / "copy"))
+    other = dataclasses.replace(settings, target=str(copy), tau_prompts=16)
+    general = general_prompts(other, 1024)
+    tokenizer = load_tokenizer(str(copy))
+    assert len(general) == 12 and "Moon" in tokenizer.decode(general[4])
+    assert general_prompts(dataclasses.replace(other, tau_data=tmp_path), 1024) == []
+    # Each group is measured as it is alone.
+    module = a_module(artefacts, tmp_path)
+    prompts = list(held_out_prompts(Samples(open_dataset(artefacts.features), range(3))))
+    held_out, alone = (TauProbe(module, module.target, part, settings, 1)() for part in (prompts, general[:2]))
+    both = TauProbe(module, module.target, prompts, settings, 1, general[:2])
+    assert both() == held_out | {"tau_general": alone["tau"]} and "tau_general on 2 that ship" in both.measured
+    # A target without a template has none, which is said.
+    (copy / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer_config = json.loads((copy / "tokenizer_config.json").read_text())
+    tokenizer_config.pop("chat_template", None)
+    (copy / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+    assert general_prompts(other, 1024) == [] and "no tau_general" in capsys.readouterr().err
