@@ -84,7 +84,7 @@ class DraftModelHead(DraftHead):
 
     kind = "draft"
     Config, Settings = DraftConfig, DraftSettings
-    defaults: ClassVar[dict[str, Any]] = {"lr": 3e-4}
+    defaults: ClassVar[dict[str, Any]] = {"lr": 1e-3}
     whole_weights = True  # of its lm_head
     is_model = True
 
