@@ -134,8 +134,6 @@ def laptop_steps(config: LaptopConfig, target: str) -> list[PipelineStep]:
         "own": own,
         "served": served,
         "split": "test" if config.bench == SHIPPED_PROMPTS else "none",
-        # Prompts of one's own are held out by the training itself.
-        "tau": "null" if own else config.output / "tau-prompts",
         "dtype": "bfloat16" if fast else "float32",
         "precision": "bf16" if fast else "32",
     }

@@ -28,7 +28,7 @@ from draftsmith.train.data_module import Samples
 from draftsmith.train.lit_head import LitHead
 from draftsmith.train.metrics import num_ranks, rank, say_on_rank_zero, sum_over_ranks
 
-GENERAL = f"{EMBEDDED}general-prompts"
+GENERAL = f"{EMBEDDED}chat-prompts"
 
 
 class TauProbe:
@@ -125,7 +125,7 @@ def probe_prompts(config: TrainDrafterConfig, val: Samples, context: int) -> lis
 
 
 def general_prompts(config: TrainDrafterConfig, context: int) -> list[list[int]]:
-    """Return the general prompts that ship (chat, code, maths, summaries, ...), as the target's template has them.
+    """Return the general prompts that ship (chat, code, maths; those not for tests), as the target's template has them.
 
     Empty where they say nothing: prompts to be served are given by `tau_data`, the target has no chat template, which
     is said, or it is one of the models that ship, which edit code.
@@ -137,7 +137,8 @@ def general_prompts(config: TrainDrafterConfig, context: int) -> list[list[int]]
         say_on_rank_zero("note: no tau_general: the target has no chat template")
         return []
     rows = (json.loads(line) for line in Path(resolve_model(GENERAL)).read_text("utf-8").splitlines())
-    prompts = [list(prompt_ids(tokenizer, [{"role": "user", "content": row["prompt"]}])) for row in rows]
+    asked = [[{"role": "user", "content": row["prompt"]}] for row in rows if row["split"] == "dev"]
+    prompts = [list(prompt_ids(tokenizer, messages)) for messages in asked]
     return [prompt for prompt in prompts if len(prompt) <= context - config.tau_max_new_tokens][: config.tau_prompts]
 
 
