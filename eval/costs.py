@@ -44,7 +44,7 @@ TREE_PROMPT, SEED = 128, 0
 TARGET_CURVE = "target, by rows"  # key of the target's seconds among those of drafters
 
 
-def interpolate(curve: Mapping[int, float], rows: int) -> float:
+def interpolate(curve: Mapping[int, float], rows: float) -> float:
     """Return seconds for any number of rows, on straight lines between the measured numbers.
 
     Beyond them the last line goes on, but never down: noise may have timed more rows as faster. A single measured
