@@ -18,6 +18,8 @@ from torch import Tensor
 
 # Folding gains nothing on a CPU for more queries than this, and their mask becomes large.
 FOLDED = 64
+# Rows that are attended together on a CPU: fewer cost more calls, and all read as many slots as the longest.
+ROWS_TOGETHER = 12
 # The memory-efficient kernel wants strides and start of a mask in multiples of this.
 ALIGNMENT = 8
 
@@ -68,12 +70,27 @@ def prepared(mask: Tensor, groups: int) -> Tensor:
 
 
 def attend(
-    queries: Tensor, keys: Tensor, values: Tensor, groups: int, mask: Tensor | None = None, causal: bool = False
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    groups: int,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    spans: Sequence[int] = (),
 ) -> Tensor:
     """Attend with queries [B, T, kv_heads * groups, D] to keys and values [B, kv_heads, S, D]: [B, T, heads, D].
 
     mask: a `prepared` bias. Without one a single query sees all keys, and `causal` queries (T == S) those up to theirs.
+    spans: slots that any of each ROWS_TOGETHER rows sees; the others are not read. Empty: S.
     """
+    if len(spans) > 1 and mask is not None:
+        firsts = range(0, len(queries), ROWS_TOGETHER)
+        return torch.cat(
+            [
+                attend(queries[own], keys[own, :, :span], values[own, :, :span], groups, mask[own, ..., :span])
+                for own, span in zip((slice(first, first + ROWS_TOGETHER) for first in firsts), spans, strict=True)
+            ]
+        )
     if groups > 1 and (queries.shape[1] == 1 if mask is None else mask.shape[-2] > queries.shape[1]):
         folded = queries.unflatten(2, (-1, groups)).transpose(1, 2).flatten(2, 3)  # [B, kv_heads, T * groups, D]
         attended = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask)
@@ -92,6 +109,7 @@ class NoCache:
     """Teacher forcing: a call sees its own keys and values only, and nothing is kept."""
 
     length = 0
+    spans: Sequence[int] = ()
 
     def write(self, layer: int, keys_values: Tensor) -> tuple[Tensor, Tensor]:
         batch, length, _, head_dim = keys_values.shape
@@ -103,7 +121,10 @@ class KVCache:
     """Keys and values [layers, 2, B, kv_heads, capacity, D] in one tensor; the first `length` slots are kept tokens.
 
     One tensor, so that keeping an accepted path is one copy over all layers.
+    spans: see `attend`.
     """
+
+    spans: Sequence[int] = ()
 
     def __init__(self, data: Tensor, written: int | None = None):
         """data: finite numbers everywhere, or 0 * nan spoils the attention to slots that a mask hides. written: slots
@@ -172,6 +193,8 @@ class RowsCache(KVCache):
         """Write the next forward's inputs to slots [B, T], and read the first `span` slots of the first B rows."""
         self._index = self._first[: len(slots)] + slots[..., None]  # [B, T, 2 * kv_heads]
         self._batch, self._span = len(slots), span
+        if not slots.is_cuda:
+            self.spans = [int(own.max()) + 1 for own in slots.split(ROWS_TOGETHER)]
 
     def write(self, layer: int, keys_values: Tensor) -> tuple[Tensor, Tensor]:
         """Store keys_values where `place` said and return keys and values [B, kv_heads, span, D]."""

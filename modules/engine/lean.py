@@ -220,7 +220,7 @@ class LeanLayer:
         rotated.mul_(cos).addcmul_(rolled, sin)
         queries, keys_values = qkv[:, :, : self.num_heads], qkv[:, :, self.num_heads :]
         keys, values = cache.write(index, keys_values)  # [B, kv_heads, S, D]
-        attended = attend(queries, keys, values, self.groups, mask, causal)  # [B, T, heads, D]
+        attended = attend(queries, keys, values, self.groups, mask, causal, cache.spans)  # [B, T, heads, D]
         rows = self.o.add_to(rows, attended.reshape(len(rows), -1))
         gate, up = self.gate_up(self.post_norm(rows)).chunk(2, -1)
         rows = self.down.add_to(rows, F.silu(gate).mul_(up))

@@ -7,7 +7,7 @@ import torch
 from cuda_kernels import CudaKernels
 from torch import Tensor
 
-from draftsmith.modules.engine.cache import FOLDED, attend, prepared
+from draftsmith.modules.engine.cache import FOLDED, ROWS_TOGETHER, RowsCache, as_bias, attend, prepared
 
 
 def explicit(queries: Tensor, keys: Tensor, values: Tensor, groups: int, bias: Tensor) -> Tensor:
@@ -50,6 +50,22 @@ def test_the_mask_of_one_query_is_a_view_and_that_of_a_slice_begins_where_kernel
     strip = torch.randn(6, 80)[:, 3:67]
     assert torch.equal(prepared(strip, 1), strip) and prepared(strip, 1).storage_offset() == 0
     assert torch.equal(prepared(strip, 2), strip.repeat_interleave(2, 0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_rows_of_different_lengths_read_their_own_slots(dtype):
+    rng = torch.Generator().manual_seed(0)
+    rows, slots = ROWS_TOGETHER + 3, 40
+    cache = RowsCache(torch.randn(1, 2, rows, 2, slots, 16, generator=rng, dtype=dtype))
+    last = torch.randint(0, slots - 1, (rows, 1), generator=rng)
+    cache.place(last, slots)
+    keys, values = cache.write(0, torch.randn(rows, 1, 4, 16, generator=rng, dtype=dtype))
+    bias = as_bias(torch.arange(slots) <= last[..., None], dtype)[:, None]
+    queries = torch.randn(rows, 1, 8, 16, generator=rng, dtype=dtype)
+    wanted = explicit(*(part.double() for part in (queries, keys, values)), 4, bias.double())
+    found = attend(queries, keys, values, 4, prepared(bias, 4), spans=cache.spans)
+    assert cache.spans == [int(own.max()) + 1 for own in (last[:ROWS_TOGETHER], last[ROWS_TOGETHER:])]
+    assert (found - wanted).abs().max() < (1e-12 if dtype == torch.float64 else 0.02)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
