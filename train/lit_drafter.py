@@ -218,7 +218,17 @@ class FeatureSource:
             assert features is not None
         else:
             ids = input_ids.to(self._target.device)
-            features = self._target.features(ids, capture=self._capture).to(input_ids.device)
+            if lengths and ids.device.type == "cpu":
+                # Row by row, without padding: a few hundred tokens fill a CPU's kernels already.
+                own = [
+                    self._target.features(ids[None, row, :n], capture=self._capture)[0] for row, n in enumerate(lengths)
+                ]
+                features = own[0].new_zeros(*ids.shape, own[0].shape[-1])
+                for whole, part in zip(features, own, strict=True):
+                    whole[: len(part)] = part
+            else:
+                features = self._target.features(ids, capture=self._capture)
+            features = features.to(input_ids.device)
         if self.cache is None:
             return features
         stored = torch.zeros_like(features, dtype=torch.bfloat16)

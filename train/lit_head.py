@@ -210,7 +210,10 @@ class LitHead(pl.LightningModule):
         vectors = [p for p in self.head.parameters() if p.requires_grad and p.ndim < 2]
         optimizer: torch.optim.Optimizer
         if config.optimizer == "muon":
-            optimizer = MuonAdamW(matrices, vectors, config.lr, config.betas, weight_decay=config.weight_decay)
+            optimizer = MuonAdamW(
+                matrices, vectors, config.lr, config.betas, weight_decay=config.weight_decay,
+                iterate_in=torch.bfloat16 if config.precision == "bf16" else None,
+            )  # fmt: skip
         else:
             groups = [(matrices, config.weight_decay), (vectors, 0.0)]
             optimizer = torch.optim.AdamW(

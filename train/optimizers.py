@@ -37,13 +37,16 @@ def lr_schedule(name: str, total_steps: int, warmup_share: float, min_lr_share: 
     return share
 
 
-def orthogonalise(batch: Tensor, steps: int = 5) -> Tensor:
-    """Return the nearest semi-orthogonal matrices of [N, rows, columns], by a quintic Newton-Schulz iteration."""
+def orthogonalise(batch: Tensor, steps: int = 5, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the nearest semi-orthogonal matrices of [N, rows, columns], by a quintic Newton-Schulz iteration.
+
+    dtype: of the iteration; None: the batch's.
+    """
     a, b, c = NEWTON_SCHULZ
     # The iteration multiplies by the smaller Gram matrix.
     wide = batch.shape[1] <= batch.shape[2]
     x = batch if wide else batch.mT
-    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    x = (x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)).to(dtype or x.dtype)
     for _ in range(steps):
         # [N, r, r], r the smaller side.
         gram = x @ x.mT
@@ -57,7 +60,8 @@ class MuonAdamW(torch.optim.Optimizer):
     Matrices move by orthogonalised momentum times 0.2 sqrt(max(rows, columns)), the size of AdamW's updates, so both
     share a learning rate (Jordan 2024, "Muon"; the scale is of Liu et al. 2025, section 2.2). weight_decay is decoupled
     and acts on matrices only. `torch.optim.Muon` runs Newton-Schulz in bf16, one matrix at a time; on a CPU without
-    bf16 instructions that costs more than the model's own step. Here equal shapes are orthogonalised together.
+    bf16 instructions that costs more than the model's own step. Here equal shapes are orthogonalised together, in
+    `iterate_in`: bf16 where the training computes in it, else the weights' own type.
     """
 
     def __init__(
@@ -68,7 +72,9 @@ class MuonAdamW(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.98),
         momentum: float = 0.95,
         weight_decay: float = 0.0,
+        iterate_in: torch.dtype | None = None,
     ):
+        self._iterate_in = iterate_in
         groups = [
             {"params": list(matrices), "orthogonal": True, "weight_decay": weight_decay},
             {"params": list(others), "orthogonal": False, "weight_decay": 0.0},
@@ -110,7 +116,7 @@ class MuonAdamW(torch.optim.Optimizer):
             directions.append(torch.lerp(param.grad, state["momentum"], group["momentum"]))
         rows, columns = params[0].shape
         scale = group["lr"] * 0.2 * max(rows, columns) ** 0.5
-        for param, update in zip(params, orthogonalise(torch.stack(directions)), strict=True):
+        for param, update in zip(params, orthogonalise(torch.stack(directions), dtype=self._iterate_in), strict=True):
             param.mul_(1 - group["lr"] * group["weight_decay"])
             param.add_(update, alpha=-scale)
 

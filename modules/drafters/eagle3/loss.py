@@ -105,8 +105,9 @@ class _Distances(torch.autograd.Function):
             first, drafted, share = target_logits.argmax(-1), target_logits, None
             if d2t is not None:
                 drafted = target_logits[:, d2t]  # [C, draft vocabulary]
-                # Of the target's probability, what lies on tokens that can be drafted, [C, 1].
-                share = (drafted.logsumexp(-1, keepdim=True) - target_logits.logsumexp(-1, keepdim=True)).exp()
+                if measured:
+                    # Of the target's probability, what lies on tokens that can be drafted, [C, 1].
+                    share = (drafted.logsumexp(-1, keepdim=True) - target_logits.logsumexp(-1, keepdim=True)).exp()
                 # A look-up, because `isin` waits for the device.
                 known[part] = known.new_zeros(target_logits.shape[-1]).index_fill_(0, d2t, True)[first]
             p = drafted.softmax(-1)
