@@ -91,7 +91,12 @@ def attend(
                 for own, span in zip((slice(first, first + ROWS_TOGETHER) for first in firsts), spans, strict=True)
             ]
         )
-    if groups > 1 and (queries.shape[1] == 1 if mask is None else mask.shape[-2] > queries.shape[1]):
+    if groups > 1 and queries.shape[1] == 1:
+        # A view, which is also the mask's order.
+        folded = queries.view(len(queries), -1, groups, queries.shape[-1])  # [B, kv_heads, groups, D]
+        attended = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask)
+        return attended.flatten(1, 2).unsqueeze(1)
+    if groups > 1 and mask is not None and mask.shape[-2] > queries.shape[1]:
         folded = queries.unflatten(2, (-1, groups)).transpose(1, 2).flatten(2, 3)  # [B, kv_heads, T * groups, D]
         attended = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask)
         return attended.unflatten(2, (-1, groups)).transpose(1, 2).flatten(2, 3)

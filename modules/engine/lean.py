@@ -7,7 +7,7 @@ Weights lie in the layout that the CPU's matrix kernels read fastest. A decoder 
 with large weights, over and over: oneDNN lays a weight out for that once, where `F.linear` reads the plain layout,
 which is slower for a few rows (docs/performance.md). Its operators are private to torch, so they are compared with
 `F.linear` before use, and `F.linear` is used where they fail. For small weights oneDNN's call overhead costs more than
-it gains; they lie [in, out] in memory, which BLAS reads faster.
+it gains; in float32 they lie [in, out] in memory, which BLAS reads faster.
 
 B rows, T new tokens of each, N = B * T, H hidden size, D head_dim.
 """
@@ -15,6 +15,7 @@ B rows, T new tokens of each, N = B * T, H hidden size, D head_dim.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -27,7 +28,8 @@ from draftsmith.modules.layers import DecoderLayer, LlamaConfig, RMSNorm, rope_t
 
 # States by layer: the caller gives the numbers, the forward fills in the states.
 Taps = dict[int, Tensor]
-# Smaller weights stay in the processor's caches, where the layout matters less than the cost of oneDNN's call.
+# Smaller weights stay in the processor's caches, where the layout matters less than the cost of oneDNN's call. Products
+# in bf16 pay that call in any layout.
 MIN_WEIGHTS = 2**19
 # Rows that a weight is laid out for; the layout for 8 is good at 1 and at 60.
 PACKED_ROWS = 8
@@ -91,7 +93,8 @@ class LeanLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None = None, pack: bool = False):
         """pack: lay the weight out for the CPU's kernels where that pays and works. The caller may then free it, or, if
         `packed` stays false, use `weight`, the same numbers, in its place."""
-        pack, small = pack and weight.device.type == "cpu", weight.numel() < MIN_WEIGHTS
+        pack = pack and weight.device.type == "cpu"
+        small = weight.numel() < MIN_WEIGHTS and weight.dtype != torch.bfloat16
         self.packed = pack and not small and can_pack(weight.dtype)
         self.weight = weight = weight.detach()
         self._transposed = None if self.packed else weight.t()  # [in, out], a view made once
@@ -130,8 +133,13 @@ class LeanNorm:
         if x.is_cuda:
             # One fused kernel instead of seven.
             return F.rms_norm(x, (self._size,), None, self._eps) * self.weight
-        norm = torch.linalg.vector_norm(x if self._wide else x.float(), dim=-1, keepdim=True)
-        scaled = x * torch.addcmul(self._eps_tensor, norm, norm, value=1 / self._size).rsqrt_()
+        if x.numel() == self._size:
+            # One row is scaled by a number, in half of the calls.
+            norm = torch.linalg.vector_norm(x, dtype=self._eps_tensor.dtype).item()
+            return x.mul(1 / math.sqrt(norm * norm / self._size + self._eps)).mul_(self.weight)
+        wide = x if self._wide else x.float()
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        scaled = wide * torch.addcmul(self._eps_tensor, norm, norm, value=1 / self._size).rsqrt_()
         return (scaled if self._wide else scaled.to(x.dtype)).mul_(self.weight)
 
 
@@ -221,7 +229,7 @@ class LeanLayer:
         queries, keys_values = qkv[:, :, : self.num_heads], qkv[:, :, self.num_heads :]
         keys, values = cache.write(index, keys_values)  # [B, kv_heads, S, D]
         attended = attend(queries, keys, values, self.groups, mask, causal, cache.spans)  # [B, T, heads, D]
-        rows = self.o.add_to(rows, attended.reshape(len(rows), -1))
+        rows = self.o.add_to(rows, attended.reshape(rows.shape[0], -1))
         gate, up = self.gate_up(self.post_norm(rows)).chunk(2, -1)
         rows = self.down.add_to(rows, F.silu(gate).mul_(up))
         return rows if self.output_norm is None else self.output_norm(rows)

@@ -74,14 +74,13 @@ def round_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
     groups = weight.unflatten(1, (-1, GROUP))
     low, high = groups.amin(-1), groups.amax(-1)
     step = (high - low) / 15
-    candidates = []
+    errors, codes, numbers = list[Tensor](), list[Tensor](), list[Tensor]()
     for scale, zero in ((step, low + 8 * step), (torch.where(high > -low, high, low) / -8, torch.zeros_like(low))):
-        numbers = torch.stack([torch.where(scale == 0, 1, scale), zero], -1).bfloat16()
-        scale, zero = numbers.float()[..., None].unbind(-2)
-        codes = ((groups - zero) / scale).round_().clamp_(-8, 7)
-        error = (codes * scale).add_(zero).sub_(groups).square_().sum(-1, keepdim=True)
-        candidates.append((error, codes.add_(8), numbers))
-    errors, codes, numbers = zip(*candidates, strict=True)
+        numbers.append(torch.stack([torch.where(scale == 0, 1, scale), zero], -1).bfloat16())
+        scale, zero = numbers[-1].float()[..., None].unbind(-2)
+        code = ((groups - zero) / scale).round_().clamp_(-8, 7)
+        errors.append((code * scale).add_(zero).sub_(groups).square_().sum(-1, keepdim=True))
+        codes.append(code.add_(8))
     nearer = errors[0] <= errors[1]
     return torch.where(nearer, *codes), torch.where(nearer, *numbers)
 
@@ -107,12 +106,13 @@ class Int4Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).bfloat16()  # [N, in]
-        if len(rows) > FEW_ROWS:
+        if rows.shape[0] > FEW_ROWS:
             product = self._many(rows)
         else:
             product = torch.ops.aten._weight_int4pack_mm_for_cpu.default(rows, self._weight, GROUP, self._scales)
-            product = product[:, : self._size]
-        product = product.to(x.dtype).reshape(*x.shape[:-1], -1)
+            if product.shape[1] != self._size:
+                product = product[:, : self._size].contiguous()
+        product = product.to(x.dtype).view(*x.shape[:-1], -1)
         return product if self._bias is None else product.add_(self._bias)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:

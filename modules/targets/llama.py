@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.modules.engine.cache import NoCache
-from draftsmith.modules.engine.lean import MIN_WEIGHTS, LeanNorm, LeanStack, Taps
+from draftsmith.modules.engine.lean import LeanNorm, LeanStack, Taps
 from draftsmith.modules.engine.low_precision import Precision, linear_of
 from draftsmith.modules.engine.rows import OneRow, RunLayers, cached_rows, picked_of
 from draftsmith.modules.layers import LlamaConfig, LlamaModel, rope_settings, rope_table
@@ -104,12 +104,10 @@ class LlamaLM:
         self.stack = LeanStack(layers, model.config, self.dtype, self.device, make_linear, share=True)
         self.embeddings = weight.detach()  # [V, H]
         self.norm = LeanNorm(model.norm.weight, model.norm.eps)
-        # A tied embedding is needed in the plain layout anyway, so a packed lm_head would be a second copy of it; only
-        # a small one is worth that.
-        single = not model.config.tie_embeddings or weight.numel() < MIN_WEIGHTS
         # As in GGUF files of 4 bits, lm_head keeps more: in int4 it alone changed 7 % of SmolLM2's first choices.
         bits: Precision = "dtype" if precision == "int4" else precision
-        self._head = linear_of(model.lm_head.weight, None, packed and single, bits)
+        # A tied embedding is held twice: products from the plain layout, which lookups need, take 2 to 4 times as long.
+        self._head = linear_of(model.lm_head.weight, None, packed, bits)
         if self._head.packed and not model.config.tie_embeddings:
             model.lm_head.weight.data = weight.new_empty(0)
 
