@@ -83,6 +83,16 @@ def _linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
 
 
+def _one_row(x: Tensor, weight: Tensor) -> Tensor:
+    # With oneDNN, torch reads bf16 weights for one row at half of the memory's speed, from any layout.
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        return F.linear(x, weight)
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
 def _linear_add(residual: Tensor, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise.binary(x, residual, packed, bias, "add")
 
@@ -90,13 +100,15 @@ def _linear_add(residual: Tensor, x: Tensor, packed: Tensor, bias: Tensor | None
 class LeanLinear:
     """x @ weight.T + bias in the weights' own type: weight [out, in], bias [out] or None."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, pack: bool = False):
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, pack: bool = False, one_row: bool = True):
         """pack: lay the weight out for the CPU's kernels where that pays and works. The caller may then free it, or, if
-        `packed` stays false, use `weight`, the same numbers, in its place."""
+        `packed` stays false, use `weight`, the same numbers, in its place. one_row: keep bf16 weights in the plain
+        layout too, which is faster for a single row."""
         pack = pack and weight.device.type == "cpu"
         small = weight.numel() < MIN_WEIGHTS and weight.dtype != torch.bfloat16
         self.packed = pack and not small and can_pack(weight.dtype)
         self.weight = weight = weight.detach()
+        self._plain = weight if self.packed and one_row and weight.dtype == torch.bfloat16 else None
         self._transposed = None if self.packed else weight.t()  # [in, out], a view made once
         self._turned: Tensor | None = None  # [in, out] contiguous in memory
         if self.packed:
@@ -107,6 +119,9 @@ class LeanLinear:
         self._bias = None if bias is None else bias.detach()
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self._plain is not None and x.numel() == self._plain.shape[1]:
+            product = _one_row(x, self._plain)
+            return product if self._bias is None else product.add_(self._bias)
         if self.packed:
             return _linear(x, self.weight, self._bias)
         if self._turned is not None and x.dim() == 2:
@@ -114,6 +129,8 @@ class LeanLinear:
         return F.linear(x, self.weight, self._bias)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        if self._plain is not None and x.numel() == self._plain.shape[1]:
+            return self(x).add_(residual)
         # One call for product and sum.
         if self._transposed is None:
             return _linear_add(residual, x, self.weight, self._bias)

@@ -97,7 +97,7 @@ class Int4Linear:
         self._size = len(weight)
         codes, scales = round_int4(weight.detach().float())
         values = (codes - 8).mul_(scales[..., :1]).add_(scales[..., 1:]).flatten(1)
-        self._many = LeanLinear(values.bfloat16(), None, pack=True)
+        self._many = LeanLinear(values.bfloat16(), None, pack=True, one_row=False)
         missing = -self._size % TILE
         packed = F.pad(codes.flatten(1), (0, 0, 0, missing)).int()
         self._weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(packed, 1)
