@@ -89,7 +89,13 @@ def prepare(config: TrainedConfig, module_class: type[LitDrafter] | None = None)
         config,
         functools.partial(drafter.logit_rows, settings=config),
     )
-    std = feature_std(train_samples, target, layers, config.feature_dtype if cache is not None else None)
+    # Reading samples for it takes seconds, and noise is EAGLE-1's alone.
+    noisy = getattr(config, "noise", 0.0) > 0
+    std = (
+        feature_std(train_samples, target, layers, config.feature_dtype if cache is not None else None)
+        if noisy
+        else 1.0
+    )
 
     # The module, and what measures it.
     module_class = module_class or LitDrafter
