@@ -30,7 +30,7 @@ from draftsmith.modules.types import at_least
 
 # Our precision of bf16 models, by llama.cpp's type.
 PRECISIONS: dict[str, Precision] = {"BF16": "dtype", "Q4_0": "int4"}
-SECONDS = 1.0  # that the calls of one turn should take
+SECONDS = 0.5  # that the calls of one turn should take
 
 
 @dataclass(frozen=True)
