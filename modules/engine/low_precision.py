@@ -82,7 +82,7 @@ def round_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
         errors.append((code * scale).add_(zero).sub_(groups).square_().sum(-1, keepdim=True))
         codes.append(code.add_(8))
     nearer = errors[0] <= errors[1]
-    return torch.where(nearer, *codes), torch.where(nearer, *numbers)
+    return torch.where(nearer, codes[0], codes[1]), torch.where(nearer, numbers[0], numbers[1])
 
 
 class Int4Linear:
