@@ -22,6 +22,7 @@ ROWS = [
     Row("no such config", "train eagle --config nosuch", ("nosuch", "eagle-small")),
     # The demo.
     Row("demo: output is a file", "demo --output {chats}", ("prompts.jsonl", "File exists")),
+    Row("laptop: output is a file", "laptop --output {chats}", ("prompts.jsonl", "File exists")),
     Row("doctor: a flag that is none", "doctor --json maybe", ("maybe",)),
     # decode.
     Row("decode: no such method", f"decode Hi {TARGET}--method nosuch", ("nosuch",)),
@@ -92,6 +93,9 @@ ROWS = [
         f"data features --responses {{responses}} {TARGET}{OUT}--drafter eagle --layers 0 1 2", ("layers",)),
     Row("train medusa: no heads", f"train medusa --data {{features}} {TARGET}{OUT}--num-heads 0", ("num_heads",)),
     Row("train hydra: no such loss", f"train hydra --data {{features}} {TARGET}{OUT}--loss mean", ("loss", "mean")),
+    Row("train draft: a layer that is not there", f"train draft --data {{features}} {TARGET}{OUT}--keep-layers 0,99",
+        ("keep_layers", "0 99", "from 0 to")),
+    Row("plan draft: no such target", "plan draft --target ./nosuch", ("./nosuch",)),
     Row("plan eagle3: no such target", "plan eagle3 --target ./nosuch", ("./nosuch",)),
     Row("plan medusa: no such target", "plan medusa --target ./nosuch", ("./nosuch",)),
     Row("plan hydra: no such target", "plan hydra --target ./nosuch", ("./nosuch",)),

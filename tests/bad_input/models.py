@@ -84,7 +84,7 @@ MODELS: list[tuple[str, Callable[[Path], object], tuple[str, ...]]] = [
 ROWS += [Row(id, DECODE, says, spoiled(spoil)) for id, spoil, says in MODELS]
 ROWS += [
     Row("int8 on the hf engine", DEVICES["decode"] + "--target-precision int8 --engine hf", ("precision", "hf engine")),
-    Row("bits that are not offered", DEVICES["decode"] + "--target-precision int4", ("target-precision", "int4")),
+    Row("bits that are not offered", DEVICES["decode"] + "--target-precision int3", ("target-precision", "int3")),
     Row("a text eos id in data", "data responses --prompts {prompts} --target {model} --output {out}",
         ("eos_token_id",), spoiled(setting("generation_config.json", eos_token_id="</s>"))),
     Row("a text context in data", "data prompts --source {chats} --target {model} --output {out}",
