@@ -150,7 +150,7 @@ class LeanNorm:
         if x.is_cuda:
             # One fused kernel instead of seven.
             return F.rms_norm(x, (self._size,), None, self._eps) * self.weight
-        if x.numel() == self._size:
+        if x.is_cpu and x.numel() == self._size:
             # One row is scaled by a number, in half of the calls.
             norm = torch.linalg.vector_norm(x, dtype=self._eps_tensor.dtype).item()
             return x.mul(1 / math.sqrt(norm * norm / self._size + self._eps)).mul_(self.weight)

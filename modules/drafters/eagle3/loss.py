@@ -51,9 +51,10 @@ def distances(
     the target's first choice cannot be drafted: greedily none is accepted there. measured: compute `accepted` and
     `right`, which takes as long as half of the rest beside the products. divergence: `forward` is the cross-entropy.
     """
-    if not lm_head.requires_grad and torch.is_autocast_enabled(lm_head.device.type):
+    kind = lm_head.device.type
+    if not lm_head.requires_grad and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         # Once, where autocast would do it for every chunk.
-        lm_head = lm_head.to(torch.get_autocast_dtype(lm_head.device.type))
+        lm_head = lm_head.to(torch.get_autocast_dtype(kind))
     options = d2t, weights, drop_unknown, measured, divergence
     return Distances(*_Distances.apply(target_lm_head, wanted, *options, lm_head, *hidden))
 
