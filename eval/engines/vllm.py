@@ -65,7 +65,10 @@ def server_words(python: Path, printed: str, dtype: str, length: int, eager: boo
 
 @dataclass(frozen=True)
 class ServerCounts:
-    """What a server counted so far. drafts: empty if it has no drafter. decode_s: of finished requests."""
+    """Counts of a server since its start.
+
+    drafts: empty without a drafter. decode_s: seconds of decoding of finished requests.
+    """
 
     drafts: Counts
     finished: int

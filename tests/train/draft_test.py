@@ -1,4 +1,4 @@
-"""`train draft`: what it begins as, what its directory is to transformers, and that it resumes exactly."""
+"""Draft models: their first weights, their directory read by transformers, and exact resumption."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_resumed_run_is_the_straight_one(artefacts, tmp_path):
 
 
 def test_any_model_of_the_tokenizer_can_be_distilled(artefacts, tmp_path):
-    """Of another width, as DistillSpec's drafts are; what was trained can be trained on."""
+    """The model may have another width than the target, and a trained draft can be trained further."""
     small = tiny_llama_dir(tmp_path / "small", seed=5, layers=1, hidden=16)
     best = run(settings(artefacts, tmp_path / "first", init=str(small)))
     again = make_head(settings(artefacts, tmp_path, init=str(best)), load_lm(str(artefacts.target)))

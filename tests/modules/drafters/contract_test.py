@@ -135,9 +135,9 @@ def test_the_loss_is_finite_and_every_trainable_weight_gets_a_gradient(head):
         assert weight.grad.any(), name
 
 
+# A draft model is saved as a transformers directory: tests/train/draft_test.py.
+@pytest.mark.parametrize("head", head_kinds(), indirect=True)
 def test_saving_and_loading_is_exact(head, tmp_path):
-    if getattr(head, "is_model", False):
-        pytest.skip("its directory is a transformers model, tests/train/draft_test.py")
     directory = save_head(tmp_path / "head", head, {}, "# A head\n")
     loaded = load_head(directory)
     assert loaded.config == head.config and kind_at(directory) == head.kind
@@ -147,10 +147,10 @@ def test_saving_and_loading_is_exact(head, tmp_path):
     assert torch.equal(*losses)
 
 
+# The methods of a draft model take any language model: tests/modules/decoding/exactness_test.py.
+@pytest.mark.parametrize("drafter", [kind for kind in learned() if not head_class(kind).is_model], indirect=True)
 def test_each_of_its_methods_is_lossless(drafter):
     """With the settings that a user leaves out; dynamic trees have more than this vocabulary (`table_methods`)."""
-    if drafter.is_model:
-        pytest.skip("methods take it as any draft model, tests/modules/decoding/exactness_test.py")
     target, shape = TableLM(1), StaticTree.from_paths([[0], [1], [0, 0], [0, 1], [0, 0, 0]])
     models = Models(target, heads={drafter.kind: drafter.double()}, capacity=CAPACITY, trees={"eagle-1": shape})
     methods = [m for m in known_methods().values() if m.uses == (drafter.kind,) and not issubclass(m, DynamicTrees)]
