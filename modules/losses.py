@@ -82,7 +82,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
             target_prob = target_logits.sub_(target_logits.amax(-1, keepdim=True)).exp_()
             target_prob /= target_prob.sum(-1, keepdim=True)
             for i, (states, keep, grad) in enumerate(zip(hidden, kept, grads, strict=True)):
-                logits, pull = _logits(lm_head, states[part], grad is not None)
+                logits, pull = with_pull(lm_head, states[part], grad is not None)
                 if i == 0 and choice is not None:
                     is_choice = logits.topk(min(3, logits.shape[-1]), dim=-1).indices == choice  # [C, 3]
                     hits += torch.stack([is_choice[:, 0].sum(), is_choice.sum()])
@@ -114,15 +114,12 @@ def token_loss(
     are computed a chunk at a time, and again for the gradient.
     """
 
-    def wide(logits: Tensor) -> Tensor:
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
     def chunk(states: Tensor, label: Tensor, teacher_states: Tensor | None) -> tuple[Tensor, Tensor]:
-        logits = wide(lm_head(states))  # [C, V]
+        logits = _wide(lm_head(states))  # [C, V]
         wanted = label
         if teacher is not None and teacher_states is not None:
             with torch.no_grad():
-                wanted = wide(teacher[1](teacher_states)).softmax(-1)  # [C, V]
+                wanted = _wide(teacher[1](teacher_states)).softmax(-1)  # [C, V]
         return F.cross_entropy(logits, wanted, reduction="sum"), (logits.argmax(-1) == label).sum()
 
     rows = max(1, CHUNK_ELEMENTS // vocab_size)
@@ -144,13 +141,13 @@ def row_chunks(count: int, vocabulary: int, device: torch.device) -> Iterator[sl
         yield slice(start, start + rows)
 
 
-def _logits(lm_head: LmHead, hidden: Tensor, needs_grad: bool) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Return float32 logits [C, V] of hidden [C, H], and the map of their gradient [C, V] to hidden's [C, H].
+def with_pull(lm_head: LmHead, hidden: Tensor, needs_grad: bool) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Return logits [C, V] of hidden [C, H] in float32 or wider, and the map of their gradient to hidden's [C, H].
 
     The logits may be overwritten.
     """
     if not needs_grad:
-        return lm_head(hidden).float(), lambda grad: grad
+        return _wide(lm_head(hidden)), lambda grad: grad
     with torch.enable_grad():
         leaf = hidden.detach().requires_grad_()
         logits = lm_head(leaf)
@@ -159,4 +156,8 @@ def _logits(lm_head: LmHead, hidden: Tensor, needs_grad: bool) -> tuple[Tensor, 
         return torch.autograd.grad(logits, leaf, grad.to(logits.dtype))[0]
 
     # A linear map's backward needs its weight only, so its output may be overwritten.
-    return logits.detach().float(), pull
+    return _wide(logits.detach()), pull
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -17,9 +17,14 @@ if TYPE_CHECKING:
 
 # Kind of each trained drafter -> module of this package, and its line of help.
 HEADS = {
+    "dflash": ("block.head", "DFlash: drafts a whole block in one pass, each token from its slot (Chen et al. 2026)."),
     "draft": (
         "draft",
         "Draft model: some of the target's layers, distilled on its answers (DistillSpec, Zhou et al. 2023).",
+    ),
+    "dspark": (
+        "block.head",
+        "DSpark: drafts a block in one pass, its tokens in order, with a confidence head (deepseek-ai/DeepSpec 2026).",
     ),
     "eagle": ("eagle.head", "EAGLE head: drafts from the target's own features (Li et al. 2024, both papers)."),
     "eagle3": (

@@ -24,6 +24,7 @@ from draftsmith.modules.types import InputError
 
 # Modules of this package with a METHODS table: name -> class of the method.
 METHOD_MODULES = (
+    "block.methods",
     "chains",
     "eagle.head",
     "eagle3.head",

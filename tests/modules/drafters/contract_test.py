@@ -21,6 +21,7 @@ from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadCon
 from draftsmith.modules.decoding.tree import StaticTree
 from draftsmith.modules.drafters import head_class, learned
 from draftsmith.modules.drafters.base import DraftHead, TrainStep
+from draftsmith.modules.drafters.block.net import BlockConfig, layers_like
 from draftsmith.modules.drafters.eagle.head import EagleConfig
 from draftsmith.modules.drafters.eagle3.head import Eagle3Head
 from draftsmith.modules.drafters.eagle3.net import Eagle3Config, layer_like
@@ -41,6 +42,10 @@ LLAMA = LlamaConfig(
     rope_scaling=RopeScaling("llama3", 4.0, original_max_position=16),
 )  # fmt: skip
 SHAPES: dict[str, Any] = {
+    "dflash": BlockConfig(layers_like(LLAMA, 2), (1, 3), 8, V - 1, "fill-in"),
+    "dspark": BlockConfig(
+        layers_like(LLAMA, 2), (1, 2, 3), 7, V - 1, markov_rank=2, markov_type="rnn", confidence=True
+    ),
     "eagle": EagleConfig(LLAMA, fc_bias=True),
     "medusa": MedusaConfig(H, V, CAPACITY, own_lm_head=True),
     "hydra": HydraConfig(LLAMA, num_layers=3, own_lm_head=True),

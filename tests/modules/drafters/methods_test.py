@@ -38,7 +38,7 @@ def test_a_cost_is_a_number_or_measured():
         ("spec,spec", ["spec twice"]),
         ("specdec++:h=0", ["h: found 0.0", "between 0 and 1"]),
         ("hf-assisted:t=1", ["t: found 1.0", "0 (off) or a probability below 1"]),
-        ("confidence:drafter=lookup", ["'lookup'", "one of draft, eagle"]),
+        ("confidence:drafter=lookup", ["'lookup'", "one of draft, dflash"]),
         ("medusa:accept=often", ["medusa, accept", "'often'", "exact or typical"]),
         ("medusa:accept=typical:eps=2", ["eps: found 2.0"]),
         ("eagle2:nodes=200", ["nodes: found 200", "128 or less"]),

@@ -1,0 +1,1 @@
+"""Drafters of whole blocks: DFlash and DSpark."""

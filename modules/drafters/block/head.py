@@ -1,0 +1,394 @@
+"""Block drafters: DFlash, and DSpark with its Markov and confidence heads (deepseek-ai/DeepSpec): alignment, loss."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from draftsmith.modules import flops
+from draftsmith.modules.acceptance.tree_rule import TreeRule
+from draftsmith.modules.decoding.branches import BranchDrafter
+from draftsmith.modules.decoding.protocols import StopPolicy
+from draftsmith.modules.decoding.stop import FixedLength
+from draftsmith.modules.decoding.tree import StaticTree
+from draftsmith.modules.drafters.base import HeadCard, TrainStep, layer_shape
+from draftsmith.modules.drafters.block.drafter import BlockBranches, BlockDrafter
+from draftsmith.modules.drafters.block.loss import Predictions, compare
+from draftsmith.modules.drafters.block.net import (
+    BlockConfig,
+    BlockNet,
+    DocumentBlocks,
+    Layout,
+    MarkovType,
+    default_layers,
+    layers_like,
+)
+from draftsmith.modules.drafters.eagle3.head import layers_of
+from draftsmith.modules.drafters.growth import DynamicTree
+from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.types import FeatureBatch, InputError, LossOutput, at_least
+
+# Layers of the target that are read by default, as in every published head; fewer of a target of fewer than eight.
+NUM_STATES = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockSettings:
+    """Train a block drafter.
+
+    Attributes:
+        layers: Layers of the target whose inputs it reads, distinct ones, ascending. Default: five, evenly spaced, or
+            those of the head it starts from.
+        num_layers: Decoder layers of the head. Default: 2, or those of the head it starts from.
+        block: Tokens that it drafts in a block.
+        vary_block: Train on blocks of 2 to `block` tokens, a length drawn for every step. Servers lay a block of as
+            many slots as they draft tokens, and a head draws other tokens in a block of another length.
+        layout: What a slot predicts: the token behind it, so that the anchor's slot drafts too (anchor-first, DSpark);
+            or its own (fill-in, DFlash).
+        mask_token: Token that stands in the slots to fill, one that texts do not have. Default: the target's last one.
+        markov_rank: Width of the Markov head, which adds to a token's logits what the token before it says; 0 for none.
+        markov_type: What the Markov head computes from: the token before (vanilla, all that vLLM and llama.cpp serve),
+            the slot's state too (gated), or all tokens of the block before it (rnn).
+        confidence: Train a confidence head, by which servers cut drafts short.
+        confidence_label: What it learns: the probability that a drawn token is accepted (overlap, as published), or
+            whether the draft's first choice is the target's, which greedy servers such as llama.cpp accept (match).
+        anchors: Most blocks of a text in a step, at places drawn anew in every epoch.
+        ce_weight: Loss weight of the cross-entropy with the text's tokens.
+        l1_weight: Loss weight of the distance between the distributions, twice their total variation.
+        confidence_weight: Loss weight of the confidence head's cross-entropy.
+        decay: A token that stands s places behind a block's first counts exp(-s / decay).
+    """
+
+    layers: tuple[int, ...] = ()
+    num_layers: int | None = None
+    block: int = 7
+    vary_block: bool = False
+    layout: Layout = "anchor-first"
+    mask_token: int | None = None
+    markov_rank: int = 64
+    markov_type: MarkovType = "vanilla"
+    confidence: bool = True
+    confidence_label: Literal["overlap", "match"] = "overlap"
+    anchors: int = 512
+    ce_weight: float = 0.1
+    l1_weight: float = 0.9
+    confidence_weight: float = 1.0
+    decay: float = 4.0
+
+    def __post_init__(self) -> None:
+        at_least("block", self.block, 1 + self.vary_block)
+        at_least("anchors", self.anchors, 1)
+        at_least("markov_rank", self.markov_rank, 0)
+        if self.num_layers is not None:
+            at_least("num_layers", self.num_layers, 1)
+        if not (self.ce_weight >= 0 and self.l1_weight >= 0 and self.ce_weight + self.l1_weight > 0):
+            weights = f"{self.ce_weight}, {self.l1_weight}"
+            raise InputError("ce_weight, l1_weight", weights, "not negative, not both 0", "Change them.")
+        if not self.confidence_weight >= 0:
+            raise InputError("confidence_weight", self.confidence_weight, "0 or more", "Change it.")
+        if not self.decay > 0:
+            raise InputError("decay", self.decay, "a number above 0", "Change it.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSparkSettings(BlockSettings):
+    """Train a DSpark head: a block drafter with a Markov head and a confidence head."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlashSettings(BlockSettings):
+    """Train a DFlash head: a block drafter that fills in its slots, without further heads, on the text's tokens."""
+
+    layout: Layout = "fill-in"
+    markov_rank: int = 0
+    confidence: bool = False
+    ce_weight: float = 1.0
+    l1_weight: float = 0.0
+
+
+# Alignment. The block of anchor a drafts tokens j = 1 .. n, each from its slot: j - 1 (anchor-first) or j (fill-in).
+#
+#   token j                  1          2          3        ...
+#   text's token, label      x_{a+1}    x_{a+2}    x_{a+3}
+#   previous token           x_a        x_{a+1}    x_{a+2}        read by the Markov and confidence heads
+#   final state of target    a          a+1        a+2            gives the target's distribution of the token
+#   context                  the states before a, never that of a itself, in all of them
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks of a `FeatureBatch` whose tokens and features are laid out flat, [N].
+
+    documents: blocks of each document that has any. anchors: [M], their flat places. counted: [M, n] bool, token j of
+    the block lies in the answer, and so do all before it.
+    """
+
+    documents: tuple[DocumentBlocks, ...]
+    anchors: Tensor
+    counted: Tensor
+
+    @classmethod
+    def of(cls, batch: FeatureBatch, settings: BlockSettings, config: BlockConfig, step: TrainStep | None) -> Blocks:
+        """Draw blocks of the batch; without a step the same ones for the same batch."""
+        drafts, documents, anchors, counted = drafts_of(settings, config, step), [], [], []
+        loss_mask = batch.loss_mask.flatten().cpu()
+        for number, (start, length) in enumerate(spans(batch)):
+            places = candidates(loss_mask[start : start + length])
+            if not len(places):
+                continue
+            if len(places) > settings.anchors and step is None:
+                places = places[torch.linspace(0, len(places) - 1, settings.anchors).round().long()]
+            elif step is not None and len(places) > settings.anchors:
+                rng = torch.Generator().manual_seed(step.seeds[number])
+                places = places[torch.randperm(len(places), generator=rng)[: settings.anchors]].sort().values
+            window = F.pad(loss_mask[start : start + length], (0, drafts)).unfold(0, drafts, 1)  # [T + 1, n]
+            counted.append(window[places + 1].long().cumprod(1).bool())
+            anchors.append(places + start)
+            own = places.to(batch.input_ids.device)
+            documents.append(DocumentBlocks.of(start, own, config.slots(drafts), config.llama.sliding_window))
+        if not documents:
+            none = torch.zeros(0, dtype=torch.int64)
+            return cls((), none, none.bool()[:, None].expand(0, drafts))
+        device = batch.input_ids.device
+        return cls(tuple(documents), torch.cat(anchors).to(device), torch.cat(counted).to(device))
+
+
+def drafts_of(settings: BlockSettings, config: BlockConfig, step: TrainStep | None) -> int:
+    """Return the tokens of this step's blocks."""
+    if step is None or not settings.vary_block:
+        return config.drafts
+    return random.Random(step.seeds[0]).randint(2, config.drafts)
+
+
+def spans(batch: FeatureBatch) -> list[tuple[int, int]]:
+    """Return start and length of each text in the flattened batch."""
+    rows, width = batch.input_ids.shape
+    if batch.lengths is not None:
+        starts = [0, *torch.tensor(batch.lengths).cumsum(0).tolist()]
+        return list(zip(starts, batch.lengths, strict=False))
+    lengths = [width] * rows if batch.attention_mask is None else batch.attention_mask.sum(-1).tolist()
+    return [(row * width, length) for row, length in enumerate(lengths)]
+
+
+def candidates(loss_mask: Tensor) -> Tensor:
+    """Return the places of a text [T] where a block may begin: an answer's token behind which the answer goes on."""
+    place = (loss_mask[:-1] & loss_mask[1:]).nonzero()[:, 0]
+    # The first token has nothing before it to read.
+    return place[place > 0]
+
+
+class BlockHead(BlockNet):
+    """Drafts a block of tokens in one pass over the target's states."""
+
+    Config: ClassVar[type] = BlockConfig
+    Settings: ClassVar[type] = BlockSettings
+    # deepseek-ai/DeepSpec config/dspark.
+    defaults: ClassVar[dict[str, Any]] = {"epochs": 10, "lr": 6e-4, "warmup_share": 0.04}
+    passes = "block"
+    monitor = "chain_length"
+    whole_weights = True  # of the Markov head's tables
+
+    def __init__(self, config: BlockConfig):
+        super().__init__(config)
+        for module in self.modules():
+            if isinstance(module, torch.nn.Linear | torch.nn.Embedding):
+                torch.nn.init.normal_(module.weight, std=0.02)
+            if isinstance(module, torch.nn.Linear) and module.bias is not None:
+                torch.nn.init.zeros_(module.bias)
+        if self.markov_head is not None:
+            # It begins as a head without one.
+            torch.nn.init.zeros_(self.markov_head.markov_w2.weight)
+
+    @property
+    def capture(self) -> tuple[int, ...]:
+        return self.config.capture
+
+    # -- a new head
+
+    @classmethod
+    def new_config(cls, settings: Any, target: LlamaConfig) -> BlockConfig:
+        count = min(NUM_STATES, max(1, target.num_layers - 3))
+        capture = layers_of(settings.layers or default_layers(target.num_layers, count), target.num_layers)
+        mask = target.vocab_size - 1 if settings.mask_token is None else settings.mask_token
+        layers = layers_like(target, settings.num_layers or 2)
+        block = settings.block + (settings.layout == "fill-in")
+        markov = settings.markov_rank, settings.markov_type
+        return BlockConfig(layers, capture, block, mask, settings.layout, *markov, settings.confidence)
+
+    @classmethod
+    def check_init(cls, settings: Any, config: BlockConfig) -> None:
+        cls.check_kept("layers", settings.layers or None, config.capture)
+        cls.check_kept("num_layers", settings.num_layers, config.llama.num_layers)
+        cls.check_kept("mask_token", settings.mask_token, config.mask_token)
+
+    # -- loss
+
+    @classmethod
+    def learns_from(cls, config: BlockConfig, num_layers: int) -> tuple[int, ...]:
+        """Return its layers and, last, the final state, which gives the target's distributions."""
+        return (*config.capture, num_layers)
+
+    @classmethod
+    def loss_count(cls, batch: FeatureBatch, settings: Any) -> float:
+        """Count the blocks."""
+        mask = batch.loss_mask.flatten().cpu()
+        blocks = (len(candidates(mask[start : start + length])) for start, length in spans(batch))
+        return sum(min(count, settings.anchors) for count in blocks)
+
+    @classmethod
+    def logit_rows(cls, batch: FeatureBatch, settings: Any) -> int:
+        return int(cls.loss_count(batch, settings)) * settings.block
+
+    def loss(self, batch: FeatureBatch, target: CausalLM, settings: Any, step: TrainStep | None) -> LossOutput:
+        """Return the mean over blocks of their tokens' losses, a block's weights adding up to 1.
+
+        A block that the end of the answer cuts short counts for what is left of it.
+        """
+        assert batch.features is not None, "the target reads the batch first"
+        config, dtype = self.config, self.fc.weight.dtype
+        blocks = Blocks.of(batch, settings, config, step)
+        count = self.loss_count(batch, settings) if step is None or step.loss_count is None else step.loss_count
+        if not blocks.documents:
+            nothing = sum(parameter.sum() for parameter in self.parameters()) * 0.0
+            zero = torch.zeros((), device=batch.input_ids.device)
+            return LossOutput(nothing, {"loss": zero}, {"loss": zero})
+        ids, features = batch.input_ids.flatten(), batch.features.flatten(0, 1)
+        drafts, size, device = blocks.counted.shape[1], config.hidden_size, ids.device
+        behind = blocks.anchors[:, None] + torch.arange(drafts, device=device)  # [M, n], flat place of token j - 1
+        behind = behind.clamp_max(len(ids) - 1)  # those do not count
+
+        # One pass over all blocks.
+        slots = ids.new_full((len(blocks.anchors), config.slots(drafts)), config.mask_token)
+        slots[:, 0] = ids[blocks.anchors]
+        hidden = self(target.embed(slots).to(dtype), features[:, :-size].to(dtype), blocks.documents)
+        hidden = hidden[:, config.first_slot :]  # [M, n, H]
+        biases = None if self.markov_head is None else self.markov_head(hidden, ids[behind])  # [M, n, r]
+
+        # Predictions in the order of the text, because blocks overlap.
+        block, token = blocks.counted.nonzero().unbind(1)  # [N]
+        places = behind[block, token]
+        order = places.argsort(stable=True)
+        block, token, places = block[order], token[order], places[order]
+        positions, position = places.unique_consecutive(return_inverse=True)
+        wide = torch.promote_types(dtype, torch.float32)
+        decay = torch.exp(-torch.arange(drafts, device=device, dtype=wide) / settings.decay)
+        weights = (decay / decay.sum())[token]
+        rows = hidden[block, token]
+        predictions = Predictions(
+            rows, None if biases is None else biases[block, token], position, ids[places + 1], weights
+        )
+        w2 = None if self.markov_head is None else self.markov_head.markov_w2.weight
+        wanted = features[positions, -size:].to(target.dtype)
+        compared = compare(target.lm_head, wanted, predictions, w2, settings.ce_weight, settings.l1_weight)
+        total = compared.total
+        sums, counts = dict[str, Tensor](), dict[str, Tensor]()
+        if self.confidence_head is not None:
+            logit = self.confidence(rows, ids[places]).to(wide)
+            label = compared.accepted if settings.confidence_label == "overlap" else compared.right.to(wide)
+            entropy = (weights * F.binary_cross_entropy_with_logits(logit, label, reduction="none")).sum()
+            total = total + settings.confidence_weight * entropy
+            # How far the probability that a whole draft is accepted is off.
+            sums["confidence_loss"] = entropy.detach()
+
+        first = token == 0
+        sums |= {
+            "loss": total.detach(),
+            "top1": compared.right[first].sum(),
+            "accepted": compared.accepted[first].sum(),
+        }
+        counts |= dict.fromkeys(sums, torch.full((), float(count), device=device))
+        counts |= dict.fromkeys(("top1", "accepted"), first.sum())
+        if step is None:
+            values = {"accept": compared.accepted, "agreement": compared.right.to(wide)}
+            for name, chances in values.items():
+                along = torch.zeros(blocks.counted.shape, dtype=wide, device=device)
+                along[block, token] = chances
+                reached = along.cumprod(1)
+                before = F.pad(reached[:, :-1], (1, 0), value=1.0) * blocks.counted
+                names = [f"{name}_{j + 1}" for j in range(drafts)]
+                sums |= dict(zip(names, (reached * blocks.counted).sum(0).unbind(), strict=True))
+                counts |= dict(zip(names, before.sum(0).unbind(), strict=True))
+                whole = blocks.counted.all(1)
+                length = "chain_length" if name == "accept" else "chain_length_greedy"
+                sums[length], counts[length] = (1 + reached.sum(1))[whole].sum(), whole.sum()
+        return LossOutput(total / max(count, 1), sums, counts)
+
+    def confidence(self, hidden: Tensor, previous: Tensor) -> Tensor:
+        """Return the confidence head's log-odds [..] for slots of states [.., H] behind these tokens [..]."""
+        assert self.confidence_head is not None
+        parts = [hidden] if self.markov_head is None else [hidden, self.markov_head.markov_w1(previous)]
+        return self.confidence_head.proj(torch.cat(parts, -1))[..., 0]
+
+    @classmethod
+    def flops(cls, config: BlockConfig, settings: Any, step: TrainStep, logit_rows: int) -> float:
+        """Count as many positions as predictions; those that share a position share the target's logits."""
+        llama, size, rows = config.llama, config.hidden_size, sum(step.lengths)
+        slots = config.slots(config.drafts) * logit_rows // max(1, config.drafts)
+        mean = sum(length * length for length in step.lengths) / (2 * max(1, rows))
+        layer = flops.layer_matrices(llama, slots) + flops.attention(llama, round(slots * mean))
+        layer += flops.linear(size, 2 * llama.num_kv_heads * llama.head_dim, rows)
+        read = flops.TRAINED_FIRST * flops.linear(len(config.capture) * size, size, rows)
+        markov = flops.TRAINED * flops.linear(config.markov_rank, llama.vocab_size, logit_rows)
+        logits = flops.FROZEN_PASSING * flops.linear(size, llama.vocab_size, logit_rows)
+        target = flops.lm_head_forward(llama, min(rows, logit_rows))
+        return flops.TRAINED * llama.num_layers * layer + read + markov + logits + target
+
+    # -- drafter
+
+    def drafter(self, target: CausalLM, stops: Sequence[StopPolicy], capacity: int) -> BlockDrafter:
+        return BlockDrafter(self, target, stops, capacity)
+
+    def tree_drafter(
+        self,
+        target: CausalLM,
+        shape: StaticTree | DynamicTree,
+        capacity: int,
+        rows: int = 1,
+        rules: Sequence[TreeRule] | None = None,
+    ) -> BlockDrafter:
+        return BlockDrafter(self, target, [FixedLength(1)] * rows, capacity, shape, rules)
+
+    def branches(self, target: CausalLM, depth: int) -> BranchDrafter:
+        return BlockBranches(self, target, depth)
+
+    @classmethod
+    def card(cls, head: Mapping[str, Any]) -> HeadCard:
+        card, shape = super().card(head), list[str]()
+        if llama := head.get("llama"):
+            layers = ", ".join(map(str, head["capture"]))
+            markov = f"a {head['markov_type']} Markov head of rank {head['markov_rank']}"
+            shape = [
+                f"- {llama['num_layers']} layers over blocks of {head['block_size']} slots, {head['layout']}",
+                f"- {markov if head['markov_rank'] else 'no Markov head'}, "
+                f"{'a' if head['confidence'] else 'no'} confidence head; mask token {head['mask_token']}",
+                f"- reads the inputs of layers {layers}; {layer_shape(llama)}",
+            ]
+        metrics = {
+            "top1": "how often its first choice of the first token is the target's",
+            "accepted": "probability that its first drawn token is accepted, at temperature 1",
+            "chain_length": "tokens a round that its blocks would emit at temperature 1",
+            "chain_length_greedy": "the same of greedy decoding",
+        }
+        return dataclasses.replace(card, shape=tuple(shape), metrics=metrics)
+
+
+class DFlashHead(BlockHead):
+    """DFlash: drafts a block in one pass, each token from its slot alone; the target's embedding and lm_head are not in
+    this directory."""
+
+    kind = "dflash"
+    Settings: ClassVar[type] = DFlashSettings
+
+
+class DSparkHead(BlockHead):
+    """DSpark: drafts a block in one pass; a Markov head then lets each token depend on the one before it, and a
+    confidence head says how likely each is accepted. The target's embedding and lm_head are not in this directory."""
+
+    kind = "dspark"
+    Settings: ClassVar[type] = DSparkSettings

@@ -1,0 +1,117 @@
+"""Loss of a block drafter against the target's distributions, chunk by chunk."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from draftsmith.modules.losses import LmHead, row_chunks, with_pull
+
+
+class Predictions(NamedTuple):
+    """N predictions of a block drafter, each of the token at one of P positions of the text.
+
+    hidden: [N, H], normed. biases: [N, r], the Markov head's z; None without one. position: [N] int64, ascending
+    numbers of the positions. labels: [N], the text's tokens there. weights: [N].
+    """
+
+    hidden: Tensor
+    biases: Tensor | None
+    position: Tensor
+    labels: Tensor
+    weights: Tensor
+
+
+class Comparison(NamedTuple):
+    """Comparison of N predictions q with the target's distributions p.
+
+    total: sum of w (ce * -log q(label) + l1 * sum_v |p_v - q_v|), with a gradient. accepted: [N], sum_v min(p_v, q_v),
+    the probability that a drawn token is accepted at temperature 1. right: [N] bool, q's first choice is p's.
+    """
+
+    total: Tensor
+    accepted: Tensor
+    right: Tensor
+
+
+def compare(
+    lm_head: LmHead, wanted: Tensor, predictions: Predictions, markov_w2: Tensor | None, ce: float, l1: float
+) -> Comparison:
+    """Compare predictions with the target.
+
+    lm_head: the target's, frozen; of the states `wanted` [P, H] it gives the target's logits, of `hidden` the draft's.
+    markov_w2: [V, r], added to the draft's logits as markov_w2 @ z. ce, l1: weights of the two terms.
+    """
+    hidden, biases, *rest = predictions
+    return Comparison(*_Compare.apply(lm_head, wanted, rest, ce, l1, hidden, biases, markov_w2))
+
+
+class _Compare(torch.autograd.Function):
+    """`compare` with its gradient computed beside it: of a chunk [C, V] no more is kept than [C, H] and [C, r].
+
+    Blocks overlap, so that several predictions share a position: p is computed once for each.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        lm_head: LmHead,
+        wanted: Tensor,
+        rest: tuple[Tensor, Tensor, Tensor],
+        ce: float,
+        l1: float,
+        hidden: Tensor,
+        biases: Tensor | None,
+        markov_w2: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        position, labels, weights = rest
+        count, trained = len(hidden), ctx.needs_input_grad[5]
+        total = weights.new_zeros(())
+        accepted, right = torch.zeros_like(weights), weights.new_zeros(count, dtype=torch.bool)
+        to_hidden = torch.zeros_like(hidden) if trained else None
+        to_biases = torch.zeros_like(biases) if trained and biases is not None else None
+        to_w2 = torch.zeros_like(markov_w2, dtype=weights.dtype) if trained and markov_w2 is not None else None
+        vocabulary = lm_head(wanted[:1]).shape[-1] if count else 1
+        for part in row_chunks(count, vocabulary, hidden.device):
+            places, own = position[part].unique_consecutive(return_inverse=True)
+            target_logits = lm_head(wanted[places]).to(weights.dtype)
+            first = target_logits.argmax(-1)[own]
+            p = target_logits.softmax(-1)[own]  # [C, V]
+            logits, pull = with_pull(lm_head, hidden[part].to(wanted.dtype), trained)
+            logits = logits.to(weights.dtype)
+            if biases is not None and markov_w2 is not None:
+                logits += (biases[part].to(markov_w2.dtype) @ markov_w2.T).to(weights.dtype)
+            right[part] = logits.argmax(-1) == first
+            logits -= logits.amax(-1, keepdim=True)
+            at_label = labels[part][:, None]
+            label_logits = logits.gather(1, at_label)[:, 0]
+            norm = logits.exp_().sum(-1, keepdim=True)
+            q = logits.div_(norm)  # in place of the logits
+            distance = q - p
+            apart = distance.abs().sum(-1)
+            accepted[part] = 1 - apart / 2
+            total += (weights[part] * (ce * (norm[:, 0].log() - label_logits) + l1 * apart)).sum()
+            if to_hidden is None:
+                continue
+            # d L1 / d logits = q (s - <q, s>) with s = sign(q - p); d CE / d logits = q - label.
+            sign = distance.sign_()
+            grad = sign.sub_(torch.linalg.vecdot(q, sign)[:, None]).mul_(l1).add_(ce).mul_(q)
+            grad.scatter_add_(1, at_label, grad.new_full((1, 1), -ce).expand(len(grad), 1))
+            grad *= weights[part][:, None]
+            to_hidden[part] = pull(grad).to(hidden.dtype)
+            if to_biases is not None and to_w2 is not None and biases is not None and markov_w2 is not None:
+                narrow = grad.to(markov_w2.dtype)
+                to_biases[part] = (narrow @ markov_w2).to(biases.dtype)
+                to_w2 += narrow.T @ biases[part].to(markov_w2.dtype)
+        ctx.grads = to_hidden, to_biases, to_w2 if to_w2 is None or markov_w2 is None else to_w2.to(markov_w2.dtype)
+        ctx.mark_non_differentiable(accepted, right)
+        return total, accepted, right
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, outer: Tensor, *_: Tensor) -> Any:
+        grads = [None if grad is None else grad * outer.to(grad.dtype) for grad in ctx.grads]
+        return None, None, None, None, None, *grads

@@ -1,0 +1,284 @@
+"""Network of a block drafter: DFlash, and DSpark's Markov and confidence heads (deepseek-ai/DeepSpec, modeling/dspark).
+
+One pass drafts a whole block: a few decoder layers read the last token, the anchor, and mask tokens behind it. Their
+queries come from the block, their keys and values from the block and from the target's states of everything before the
+anchor:
+
+    context t < a      c_t = norm(fc([states of the target's layers at t])), the same in every layer
+    block of anchor a  slots a, a+1, ..: the embeddings of [x_a, MASK, MASK, ..], which all see each other
+    logits of a slot   lm_head(norm(h)), of the target, plus W2 z(previous token) of the Markov head
+
+Modules are named as in DeepSpec's files, which vLLM, SGLang and llama.cpp read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from draftsmith.modules.drafters.base import DraftHead
+from draftsmith.modules.drafters.eagle.net import OfLlama
+from draftsmith.modules.layers import MOST_LAYERS, MOST_SIZE, DecoderLayer, LlamaConfig, RMSNorm, rope_table, rotate
+from draftsmith.modules.types import InputError, check_config, whole_number
+
+Layout = Literal["anchor-first", "fill-in"]
+MarkovType = Literal["vanilla", "gated", "rnn"]
+# Published blocks have 5 to 16 slots.
+MOST_SLOTS = 256
+
+
+@dataclass(frozen=True)
+class BlockConfig(OfLlama):
+    """Config of a block drafter. llama: its layers, with q/k norms, as in Qwen3.
+
+    capture: layers of the target whose inputs it reads, ascending; number k is the residual state after k layers.
+    block_size: slots of the blocks that it was trained on, the anchor's among them. mask_token: fills the others.
+    layout: `anchor-first`, slot s predicts token s + 1 behind the anchor (DSpark); `fill-in`, slot s predicts token s,
+        and the anchor's nothing (DFlash).
+    markov_rank: width of the Markov head, 0 without one. markov_type: what it computes from (`MarkovHead`).
+    confidence: it has a confidence head.
+    """
+
+    capture: tuple[int, ...]
+    block_size: int
+    mask_token: int
+    layout: Layout = "anchor-first"
+    markov_rank: int = 0
+    markov_type: MarkovType = "vanilla"
+    confidence: bool = False
+
+    def __post_init__(self) -> None:
+        # A list comes from JSON.
+        if isinstance(self.capture, list):
+            object.__setattr__(self, "capture", tuple(self.capture))
+        super().__post_init__()
+        check_config(
+            self,
+            capture=(0, MOST_LAYERS),
+            block_size=(1 + self.first_slot, MOST_SLOTS),
+            mask_token=(0, self.vocab_size - 1),
+            markov_rank=(0, MOST_SIZE),
+        )
+        whole_number("num_layers", self.llama.num_layers, 1, MOST_LAYERS)
+        if not self.capture or list(self.capture) != sorted(set(self.capture)):
+            expected = "some layers of the target, each once, ascending"
+            raise InputError("capture", list(self.capture), expected, "Correct it.")
+
+    @property
+    def first_slot(self) -> int:
+        """The slot that predicts the token behind the anchor."""
+        return int(self.layout == "fill-in")
+
+    @property
+    def drafts(self) -> int:
+        """Most tokens of a draft."""
+        return self.block_size - self.first_slot
+
+    def slots(self, drafts: int) -> int:
+        """Return the slots of a block that drafts so many tokens."""
+        return drafts + self.first_slot
+
+
+class MarkovHead(nn.Module):
+    """Adds W2 z to a token's logits, where z depends on the token before it, e = W1[previous] (DSpark, section 3).
+
+    vanilla: z = e. gated: z = sigmoid(gate([h; e])) * e, h the slot's state. rnn: [g, c, o] = joint([s; e; h]), the
+    memory s becomes sigmoid(g) * s + (1 - sigmoid(g)) * tanh(c), and z = tanh(o).
+    """
+
+    def __init__(self, config: BlockConfig):
+        super().__init__()
+        size, rank, self.type = config.hidden_size, config.markov_rank, config.markov_type
+        self.markov_w1 = nn.Embedding(config.vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, config.vocab_size, bias=False)
+        if self.type == "gated":
+            self.gate_proj = nn.Linear(size + rank, rank)
+        elif self.type == "rnn":
+            self.joint_proj = nn.Linear(2 * rank + size, 3 * rank)
+
+    def step(self, hidden: Tensor, previous: Tensor, memory: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Return z [.., r] of one slot, and the memory [.., r] for the next one, if it keeps one.
+
+        hidden: [.., H] of the slot. previous: the tokens before the predicted ones, [..]. memory: None at the anchor.
+        """
+        e = self.markov_w1(previous)
+        if self.type == "vanilla":
+            return e, None
+        if self.type == "gated":
+            return torch.sigmoid(self.gate_proj(torch.cat([hidden, e], -1))) * e, None
+        memory = torch.zeros_like(e) if memory is None else memory
+        gate, candidate, output = self.joint_proj(torch.cat([memory, e, hidden], -1)).chunk(3, -1)
+        kept = torch.sigmoid(gate)
+        return torch.tanh(output), kept * memory + (1 - kept) * torch.tanh(candidate)
+
+    def forward(self, hidden: Tensor, previous: Tensor) -> Tensor:
+        """Return z [A, n, r] of all slots of A blocks. hidden: [A, n, H]. previous: [A, n]."""
+        if self.type != "rnn":
+            return self.step(hidden, previous)[0]
+        memory, outputs = None, []
+        for h, token in zip(hidden.unbind(1), previous.unbind(1), strict=True):
+            z, memory = self.step(h, token, memory)
+            outputs.append(z)
+        return torch.stack(outputs, 1)
+
+
+class ConfidenceHead(nn.Module):
+    """Log-odds that a slot's token is accepted, from the slot's state and W1[previous token]; it never sees the token.
+
+    That keeps a draft cut by it unbiased (DSpark, appendix A).
+    """
+
+    def __init__(self, config: BlockConfig):
+        super().__init__()
+        self.proj = nn.Linear(config.hidden_size + config.markov_rank, 1)
+
+
+@dataclass(frozen=True)
+class DocumentBlocks:
+    """M blocks of one document of a flat row: where they stand, and what their slots see.
+
+    rows: the document's tokens that they see. anchors: [M], places in the document. visible: [M * S, T + M * S] bool,
+    which of these T tokens and of all the slots each slot sees.
+    """
+
+    rows: slice
+    anchors: Tensor
+    visible: Tensor
+
+    @classmethod
+    def of(cls, start: int, anchors: Tensor, slots: int, window: int | None = None) -> DocumentBlocks:
+        """Lay blocks of S slots at these anchors of the document that begins at `start`.
+
+        window: most positions that a slot sees, itself included; with one, a block is causal (vLLM qwen3_dflash.py).
+        """
+        # The state of the anchor itself is not there yet when drafting.
+        length, device = int(anchors.max()), anchors.device
+        block = torch.arange(len(anchors), device=device).repeat_interleave(slots)  # [M * S]
+        slot = torch.arange(slots, device=device).repeat(len(anchors))
+        context = torch.arange(length, device=device) < anchors[block][:, None]
+        own = block[:, None] == block
+        if window is not None:
+            context &= torch.arange(length, device=device) > (anchors[block] + slot)[:, None] - window
+            own &= (slot <= slot[:, None]) & (slot > slot[:, None] - window)
+        return cls(slice(start, start + length), anchors, torch.cat([context, own], 1))
+
+
+class BlockNet(DraftHead):
+    """Layers over blocks and the target's states, the norm behind them, and the Markov and confidence heads."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: BlockConfig):
+        super().__init__()
+        self.config = config
+        size, eps = config.hidden_size, config.llama.rms_eps
+        self.fc = nn.Linear(len(config.capture) * size, size, bias=False)
+        self.hidden_norm = RMSNorm(size, eps)
+        self.layers = nn.ModuleList(DecoderLayer(config.llama) for _ in range(config.llama.num_layers))
+        self.norm = RMSNorm(size, eps)
+        self.markov_head = MarkovHead(config) if config.markov_rank else None
+        self.confidence_head = ConfidenceHead(config) if config.confidence else None
+        # The slots of a block may stand behind the context's end.
+        cos, sin = rope_table(config.llama, config.max_position + config.block_size)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def read(self, states: Tensor) -> Tensor:
+        """Join the states [.., n H] of the target's n layers to context states [.., H]."""
+        return self.hidden_norm(self.fc(states))
+
+    def forward(self, embeds: Tensor, states: Tensor, documents: Sequence[DocumentBlocks]) -> Tensor:
+        """Return the states [M, S, H] after the final norm of all slots of M blocks, document by document.
+
+        embeds: [M, S, H], of the anchors and the mask token. states: [N, n H] of the target, of a flat row.
+        """
+        blocks, slots, size = embeds.shape
+        parts = [states[own.rows] for own in documents]
+        context = self.read(torch.cat(parts))  # [C, H], documents end to end
+        counts = [(len(part), len(own.anchors) * slots) for part, own in zip(parts, documents, strict=True)]
+        before = torch.cat([torch.arange(length, device=embeds.device) for length, _ in counts])  # [C]
+        anchors = torch.cat([own.anchors for own in documents])
+        at = (anchors[:, None] + torch.arange(slots, device=embeds.device)).flatten()  # [Q]
+        x = embeds.flatten(0, 1)  # [Q, H]
+        places = torch.cat([before, at]).clamp_max(len(self.cos) - 1)
+        cos, sin = self.cos[places][:, None].to(x.dtype), self.sin[places][:, None].to(x.dtype)  # [C + Q, 1, D]
+        for layer in self.layers:
+            x = self._layer(layer, x, context, cos, sin, documents, counts)
+        return self.norm(x).view(blocks, slots, size)
+
+    def _layer(
+        self,
+        layer: DecoderLayer,
+        x: Tensor,
+        context: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        documents: Sequence[DocumentBlocks],
+        counts: Sequence[tuple[int, int]],
+    ) -> Tensor:
+        """Run one layer on all slots x [Q, H]. counts: context rows and slots of each document."""
+        attention, seen = layer.self_attn, len(context)
+        normed = layer.input_layernorm(x)
+        both = torch.cat([context, normed])  # [C + Q, H]
+        query = attention.q_proj(normed).view(len(x), -1, attention.head_dim)
+        key, value = (
+            project(both).view(len(both), -1, attention.head_dim) for project in (attention.k_proj, attention.v_proj)
+        )
+        if attention.qk_norm:
+            query, key = attention.q_norm(query), attention.k_norm(key)
+        # Under autocast rotated queries and keys are wider than values.
+        query = rotate(query, cos[seen:], sin[seen:]).to(value.dtype)
+        key = rotate(key, cos, sin).to(value.dtype)
+        lengths, sizes = zip(*counts, strict=True)
+        mixed = []
+        # Documents differ in length, so each is attended to alone.
+        for own, q, *kv in zip(
+            documents,
+            query.split(sizes),
+            *(half.split(lengths) for half in (key[:seen], value[:seen])),
+            *(half.split(sizes) for half in (key[seen:], value[seen:])),
+            strict=True,
+        ):
+            keys, values = torch.cat([kv[0], kv[2]]), torch.cat([kv[1], kv[3]])  # [T + q, kv_heads, D]
+            heads_first = (part.transpose(0, 1)[None] for part in (q, keys, values))
+            shared = attention.num_heads != attention.num_kv_heads
+            attended = F.scaled_dot_product_attention(*heads_first, attn_mask=own.visible, enable_gqa=shared)
+            mixed.append(attended[0].transpose(0, 1).flatten(1))
+        x = x + attention.o_proj(torch.cat(mixed))
+        return x + layer.mlp(layer.post_attention_layernorm(x))
+
+
+def default_layers(num_layers: int, count: int) -> tuple[int, ...]:
+    """Return the `count` layers of a target whose outputs are read, evenly spaced from the second to the last but two.
+
+    They are numbered as in `BlockConfig.capture`, one above DeepSpec's `target_layer_ids` (z-lab/dflash,
+    build_target_layer_ids).
+    """
+    if count == 1:
+        return (num_layers // 2 + 1,)
+    last = num_layers - 3
+    return tuple(1 + round(1 + i * (last - 1) / (count - 1)) for i in range(count))
+
+
+def layers_like(target: LlamaConfig, num_layers: int) -> LlamaConfig:
+    """Return layers as block drafters have them in every server: like the target's, of Qwen3's form.
+
+    They have norms of queries and keys, no biases, and attention to everything before them.
+    """
+    return dataclasses.replace(
+        target,
+        num_layers=num_layers,
+        sliding_window=None,
+        qk_norm=True,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        tie_embeddings=False,
+    )

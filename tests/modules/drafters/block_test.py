@@ -1,0 +1,228 @@
+"""Block drafters: their passes against plain torch, their loss against its formula, and what cuts their drafts."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from plain_block import PlainBlock
+from tiny_models import tiny_llama_dir
+
+from draftsmith.data.models.loading import load_lm
+from draftsmith.modules.decoding.loop import DecodeOptions, Round, generate
+from draftsmith.modules.decoding.stop import FixedLength
+from draftsmith.modules.drafters import head_class
+from draftsmith.modules.drafters.base import TrainStep
+from draftsmith.modules.drafters.block.drafter import ConfidenceCut
+from draftsmith.modules.drafters.block.head import Blocks
+from draftsmith.modules.drafters.block.net import BlockConfig, default_layers, layers_like
+from draftsmith.modules.sampling import TorchSource
+from draftsmith.modules.targets.llama import LlamaLM
+from draftsmith.modules.types import FeatureBatch, SamplingParams
+
+HEADS = {
+    "dflash": {"layout": "fill-in"},
+    "vanilla": {"markov_rank": 5, "confidence": True},
+    "gated": {"markov_rank": 5, "markov_type": "gated", "confidence": True, "layout": "fill-in"},
+    "rnn": {"markov_rank": 5, "markov_type": "rnn", "confidence": True},
+}
+LAYERS, SLOTS, MASK = 4, 6, 7
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> LlamaLM:
+    lm: Any = load_lm(str(tiny_llama_dir(tmp_path_factory.mktemp("target"), layers=LAYERS, vocab=300)))
+    return LlamaLM(lm.model.double(), lm.info)
+
+
+@pytest.fixture(params=HEADS)
+def head(request, target) -> Any:
+    """Random everywhere: what a new one has of zeros would hide mistakes."""
+    shape = HEADS[request.param]
+    config = BlockConfig(layers_like(target.config, 2), (1, 3), SLOTS, MASK, **shape)
+    torch.manual_seed(3)
+    head = head_class("dspark" if config.markov_rank else "dflash")(config).double()
+    for weight in head.parameters():
+        weight.data.normal_(std=0.4)
+    return head
+
+
+def plain(head: Any, target: Any) -> PlainBlock:
+    return PlainBlock(head.state_dict(), head.config, target.model.embed_tokens.weight, target.model.lm_head.weight)
+
+
+def batch_of(head: Any, target: Any, packed: bool = False) -> FeatureBatch:
+    """Two texts of 11 and 8 tokens, the ends of which are answers with a gap."""
+    torch.manual_seed(5)
+    lengths, width = (11, 8), 11
+    ids, real = torch.randint(300, (2, width)), torch.arange(width) < torch.tensor([[11], [8]])
+    features = target.features(ids, capture=head.learns_from(head.config, LAYERS))
+    mask = real & (torch.arange(width) > 2) & (torch.arange(width) != 9)
+    fields = (ids, features, mask, torch.arange(width).expand(2, width))
+    if packed:
+        return FeatureBatch(*(field[real][None] for field in fields), lengths=lengths)
+    return FeatureBatch(*fields, attention_mask=real)
+
+
+def test_a_training_pass_computes_each_block_as_if_it_were_alone(head, target):
+    settings, config = head.Settings(anchors=100), head.config
+    for packed in (False, True):
+        batch = batch_of(head, target, packed)
+        blocks = Blocks.of(batch, settings, config, None)
+        ids, features = batch.input_ids.flatten(), batch.features.flatten(0, 1)
+        slots = torch.full((len(blocks.anchors), SLOTS), MASK)
+        slots[:, 0] = ids[blocks.anchors]
+        width = config.hidden_size
+        found = head(target.embed(slots), features[:, :-width], blocks.documents)
+        number = 0
+        for own in blocks.documents:
+            for anchor in own.anchors.tolist():
+                start = own.rows.start
+                states = features[start : start + anchor, :-width]
+                wanted = plain(head, target).slots(int(ids[start + anchor]), states, SLOTS)
+                assert torch.allclose(found[number], wanted, atol=1e-9)
+                number += 1
+        # Answers are at 3..8 and 10 of the first text, at 3..7 of the second.
+        assert number == len(found) == 5 + 4
+
+
+def test_the_loss_is_its_formula_and_so_is_its_gradient(head, target, monkeypatch):
+    """Token by token over plain logits in float64, and numerically: every weight's gradient along a direction."""
+    monkeypatch.setattr("draftsmith.modules.losses.CHUNK_ELEMENTS", 3 * 300)  # several chunks
+    batch, config = batch_of(head, target), head.config
+    settings = head.Settings(ce_weight=0.3, l1_weight=0.6, confidence_weight=0.5, decay=3.0)
+    output = head.loss(batch, target, settings, TrainStep(0, 1, (11, 8), (1, 2)))
+    oracle, total, blocks = plain(head, target), 0.0, 0
+    decay = torch.exp(-torch.arange(config.drafts).double() / 3.0)
+    for ids, features, mask, length in zip(batch.input_ids, batch.features, batch.loss_mask, (11, 8), strict=True):
+        for anchor in range(1, length - 1):
+            if not (mask[anchor] and mask[anchor + 1]):
+                continue
+            blocks += 1
+            states = features[:anchor, : -config.hidden_size]
+            for j in range(config.drafts):
+                label = anchor + 1 + j
+                if label >= length or not mask[label]:
+                    break
+                # Teacher forcing: the plain draft's tokens are replaced by the text's.
+                logits, odds = forced(oracle, ids[anchor : label + 1].tolist(), states, j)
+                q = logits.softmax(0)
+                p = (features[label - 1, -config.hidden_size :] @ oracle.output.T).softmax(0)
+                apart = (p - q).abs().sum()
+                own = 0.3 * -q[ids[label]].log() + 0.6 * apart
+                if odds is not None:
+                    sure = torch.sigmoid(odds)
+                    accept = (1 - apart / 2).detach()
+                    own = own - 0.5 * (accept * sure.log() + (1 - accept) * (1 - sure).log())
+                total = total + decay[j] / decay.sum() * own
+    assert blocks == int(output.counts["loss"]) == 9
+    assert output.loss.item() == pytest.approx(float(total) / blocks, rel=1e-9)
+    # Labels are constants for the gradient, as those of first choices are.
+    settings = dataclasses.replace(settings, confidence_label="match")
+    head.loss(batch, target, settings, TrainStep(0, 1, (11, 8), (1, 2))).loss.backward()
+    for name, weight in head.named_parameters():
+        torch.manual_seed(1)
+        direction, step = torch.randn_like(weight), 1e-6
+        values = []
+        for sign in (1, -1):
+            weight.data += sign * step * direction
+            values.append(head.loss(batch, target, settings, TrainStep(0, 1, (11, 8), (1, 2))).loss.item())
+            weight.data -= sign * step * direction
+        along = float((weight.grad * direction).sum())
+        assert (values[0] - values[1]) / (2 * step) == pytest.approx(along, rel=1e-4, abs=1e-4), name
+
+
+def forced(oracle: PlainBlock, tokens: list[int], states: torch.Tensor, place: int) -> tuple[torch.Tensor, Any]:
+    """Logits and confidence of draft token `place` behind tokens[0], where the draft before it were the text's."""
+    first = int(oracle.config.layout == "fill-in")
+    hidden = oracle.slots(tokens[0], states, SLOTS)[first:]
+    memory = torch.zeros(oracle.config.markov_rank).double()
+    for j in range(place + 1):
+        logits, odds, memory = oracle.token(hidden[j], tokens[j], memory)
+    return logits, odds
+
+
+@pytest.mark.parametrize("drafts", [2, 5])
+def test_chains_of_any_number_of_rows_are_the_plain_ones(head, target, drafts):
+    """Greedy rounds of rows of different lengths, by their own counts of slots, and the target's states between."""
+    drafts = min(drafts, head.config.drafts)
+    prompts = [[5, 9, 30, 4, 77], [8, 2, 250], [1, 2, 3, 4, 5, 6, 7, 8, 9]]
+    oracle, capture = plain(head, target), head.config.capture
+    for rows in ([0], [0, 1, 2]):
+        seen: dict[int, list[Round]] = {}
+        chosen = [prompts[row] for row in rows]
+        drafter = head.drafter(target, [FixedLength(drafts) for _ in rows], 64)
+        options = DecodeOptions(on_round=lambda done, seen=seen: seen.setdefault(done.row, []).append(done))
+        sources = [TorchSource(0) for _ in rows]
+        done = generate(target, drafter, chosen, SamplingParams(), 12, sources, (), options)
+        for number, (prompt, answer) in enumerate(zip(chosen, done, strict=True)):
+            whole = [*prompt, *answer.tokens]
+            states = target.features(torch.tensor([whole]), capture=capture)[0]
+            at = len(prompt)
+            for own in seen[number]:
+                if own.tree is not None and own.tree.tokens:
+                    *_, tokens = oracle.draft(whole[at - 1], states[: at - 1], drafts)
+                    assert own.tree.tokens == tuple(tokens[: len(own.tree.tokens)])
+                at += len(own.tokens)
+            assert at == len(whole)
+
+
+def test_a_confidence_cuts_before_the_first_token_below_the_threshold(target):
+    config = BlockConfig(layers_like(target.config, 1), (1, 3), SLOTS, MASK, markov_rank=5, confidence=True)
+    torch.manual_seed(3)
+    head = head_class("dspark")(config).double().requires_grad_(False)
+    for weight in head.parameters():
+        weight.normal_(std=0.4)
+    prompt = [5, 9, 30, 4, 77]
+    states = target.features(torch.tensor([prompt]), capture=config.capture)[0]
+    first = int(target.lm_head(target.features(torch.tensor([prompt])))[0, -1].argmax())
+    _, odds, tokens = plain(head, target).draft(first, states, SLOTS)
+    sure = torch.sigmoid(odds)
+    lengths = set()
+    for threshold in (0.01, *(sure + 1e-6).tolist(), 0.999):
+        for product in (False, True):
+            values = sure.cumprod(0) if product else sure
+            below = [i for i, value in enumerate(values.tolist()) if value < threshold]
+            wanted = tokens[: below[0]] if below else tokens
+            drafter = head.drafter(target, [ConfidenceCut(threshold, product, SLOTS)], 64)
+            drafter.begin(0, prompt, states, first)
+            (tree,) = drafter.propose([SLOTS], SamplingParams(), [TorchSource(0)])
+            assert list(tree.tokens) == wanted
+            lengths.add(len(wanted))
+    assert {0, SLOTS} < lengths
+
+
+def test_blocks_are_drawn_by_the_seeds_and_lengths_vary_if_asked(target):
+    drafter = head_class("dspark")
+    settings = drafter.Settings(anchors=3, vary_block=True, layers=(1, 3), mask_token=MASK)
+    head = drafter(drafter.new_config(settings, target.config)).double()
+    batch = batch_of(head, target)
+
+    def drawn(seed: int) -> tuple[Any, ...]:
+        blocks = Blocks.of(batch, settings, head.config, TrainStep(0, 1, (11, 8), (seed, seed)))
+        return *blocks.anchors.tolist(), blocks.counted.shape[1]
+
+    assert drawn(1) == drawn(1)
+    assert {len(drawn(seed)) for seed in range(8)} == {3 + 3 + 1}
+    assert len({drawn(seed)[:-1] for seed in range(8)}) > 3
+    assert {drawn(seed)[-1] for seed in range(40)} == set(range(2, 8))
+    # What is drawn for one text does not depend on the one beside it.
+    alone = dataclasses.replace(
+        batch, **{f.name: getattr(batch, f.name)[:1] for f in dataclasses.fields(batch) if f.name not in UNSPLIT}
+    )
+    of_first = Blocks.of(alone, settings, head.config, TrainStep(0, 1, (11,), (4,))).anchors.tolist()
+    assert drawn(4)[:3] == tuple(of_first)
+
+
+UNSPLIT = ("lengths", "scale")
+
+
+@pytest.mark.parametrize(
+    ("layers", "wanted"),
+    [(36, (1, 9, 17, 25, 33)), (28, (1, 7, 13, 19, 25)), (30, (1, 8, 14, 20, 27))],
+)
+def test_the_layers_read_by_default_are_everybodys(layers, wanted):
+    """z-lab's rule for Qwen3-8B, Qwen3-0.6B and SmolLM2-135M, which numbers outputs."""
+    assert default_layers(layers, 5) == tuple(number + 1 for number in wanted)
