@@ -62,12 +62,15 @@ PHASES = {"early": 0, "late": 1}  # before and after a training adds its further
 TOTAL = 1000  # steps that a measured training is configured for
 SeedRows = Sequence[Sequence[Row]]  # a row per test prompt for every seed, in one order
 BASE = "base"
-# Of a kind of head: the settings that a recipe changes, and the method that drafts chains.
-CONFIGS = {kind: f"{kind}-small" for kind in ("eagle", "eagle3", "medusa", "hydra")}
-CHAINS = {"eagle": f"eagle:k={K}", "eagle3": f"eagle3:k={K}", "medusa": "medusa-chain", "hydra": "hydra-chain"}
+# The settings that a recipe changes, by the size of the target.
+CONFIGS = {"small": "{}-small", "smollm2-135m": "smollm2-135m-{}"}
+# Of a kind of head, the method that drafts chains.
+CHAINS = {kind: f"{kind}:k={K}" for kind in ("eagle", "eagle3", "dflash", "dspark")}
+CHAINS |= {"medusa": "medusa-chain", "hydra": "hydra-chain"}
 EDITS = "add_docstring,add_type_hints,remove_docstring,remove_type_hints,rename,sort_imports,wrap_in_try"
 
-KINDS = {"eagle": "EAGLE-1, unroll 2", "medusa": "Medusa-1", "hydra": "Hydra"}  # beside EAGLE-3
+# Beside EAGLE-3.
+KINDS = {"eagle": "EAGLE-1", "medusa": "Medusa-1", "hydra": "Hydra", "dflash": "DFlash", "dspark": "DSpark"}
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ DOMAINS = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """Changes to configs/train/KIND-small.yaml. other_data: train on `other_answers`. late: read `late_layers`."""
+    """Changes to a kind's config (CONFIGS). other_data: train on `other_answers`. late: read `late_layers`."""
 
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     kind: str = "eagle3"
@@ -114,6 +117,8 @@ RECIPES = {
     "eagle1": Recipe(kind="eagle"),
     "medusa": Recipe({"lm_head": "own"}, kind="medusa"),  # as published, Hydra's too
     "hydra": Recipe({"lm_head": "own"}, kind="hydra"),
+    "medusa-shared": Recipe(kind="medusa"),
+    "hydra-shared": Recipe(kind="hydra"),
     "hydra++": Recipe({"lm_head": "own", "prefix_attention": True, "num_layers": 4}, kind="hydra"),
     "passes-1": Recipe({"passes": 1}),
     "passes-7": Recipe({"passes": 7}),
@@ -125,9 +130,14 @@ RECIPES = {
     "decay-0.9": Recipe({"pass_decay": 0.9}),
     "decay-1.0": Recipe({"pass_decay": 1.0}),
     "adamw": Recipe({"optimizer": "adamw", "lr": 2e-3}),
-    "version-3": Recipe({"version": "3"}),
+    "version-3": Recipe({"version": "3", "norm_before_fc": False}),
+    "version-3.1": Recipe({"version": "3.1", "norm_before_fc": False}),
+    "norm-before-fc": Recipe({"version": "3", "norm_before_fc": True}),
     "late-layers": Recipe(late=True),
     "other-data": Recipe(other_data=True),
+    **{f"dflash-{n}": Recipe({"num_layers": n, "block": K}, kind="dflash") for n in (1, 2, 5)},
+    **{f"dspark-{n}": Recipe({"num_layers": n, "block": K}, kind="dspark") for n in (1, 2, 5)},
+    "dspark-2-no-markov": Recipe({"num_layers": 2, "block": K, "markov_rank": 0}, kind="dspark"),
     "eagle1-other-data": Recipe(kind="eagle", other_data=True),
 }
 # Settings that change nothing of what a step computes; `unknown` only which tokens count.
@@ -154,6 +164,9 @@ class RecipesConfig:
         target: Another target than the domain's.
         prompts: Other prompts, with splits train and test. All of their tasks are taken unless --tasks is given.
         tasks: Only these tasks, separated by commas.
+        responses: Answers of the target to train on, that `data responses` wrote; made from the prompts otherwise.
+        configs: What the recipes change: configs/train/KIND-small.yaml or configs/recipes/smollm2-135m-KIND.yaml.
+        dtype: Of the target, when it reads answers and when it decodes.
         cpu_seconds: That a head is trained for: its steps alone, from stored features; not start and validation.
         recipes: Which ones, separated by commas; all of EAGLE-3 and EAGLE-1 where it is not given.
         seeds: Trainings of each: 0, 1, ...
@@ -175,6 +188,9 @@ class RecipesConfig:
     target: str | None = None
     prompts: str | None = None
     tasks: str | None = None
+    responses: Path | None = None
+    configs: Literal["small", "smollm2-135m"] = "small"
+    dtype: Literal["float32", "bfloat16"] = "float32"
     cpu_seconds: float = 80.0
     recipes: str = ",".join(name for name, recipe in RECIPES.items() if recipe.kind in ("eagle", "eagle3"))
     seeds: int = 3
@@ -232,7 +248,8 @@ class RecipesConfig:
         recipe = RECIPES[name]
         data = ["--data", str(self.features(recipe)), "--target", self.source.target]
         rest = ["--val-share", "0.02", "--tau-prompts", "0", "--track", "csv", "--num-threads", "1"]
-        return ["--config", CONFIGS[recipe.kind], *data, *self.layers(recipe), *rest, *recipe.words]
+        config = CONFIGS[self.configs].format(recipe.kind)
+        return ["--config", config, *data, *self.layers(recipe), *rest, *recipe.words]
 
 
 @dataclass(frozen=True)
@@ -352,14 +369,15 @@ def make_data(config: RecipesConfig) -> None:
     most = max(map(config.answers_of, learned))
     rows = ["--split", "train", "--limit", str(most), *(["--task", own.tasks] if own.tasks else [])]
     answering = ["--temperature", str(config.answer_temperature), "--max-new-tokens", str(config.max_new_tokens)]
-    prompts, responses = root / "prompts", root / "responses"
-    stages = {
-        prompts: ["prompts", "--source", own.prompts, *rows],
-        responses: ["responses", "--prompts", str(prompts), "--batch-size", "128", *answering],
-    }
+    prompts, responses = root / "prompts", config.responses or root / "responses"
+    stages = {}
+    if config.responses is None:
+        stages[prompts] = ["prompts", "--source", own.prompts, *rows]
+        stages[responses] = ["responses", "--prompts", str(prompts), "--batch-size", "128", *answering]
     for recipe in learned:
         limit, layers = ["--limit", str(config.answers_of(recipe))], config.layers(recipe)
         words = ["features", "--responses", str(responses), *limit, "--drafter", recipe.kind, *layers]
+        words += ["--dtype", config.dtype, "--num-threads", "1"]
         stages[config.features(recipe)] = words
     for directory, words in stages.items():
         python("-m", "draftsmith", "data", *words, "--target", own.target, "--output", str(directory))
@@ -422,7 +440,8 @@ def trained(config: RecipesConfig, name: str, seed: int, steps: int) -> str:
         words = ["train", kind, *config.training(name), *rhythm, "--output", str(directory)]
         cpu_s = python("-m", "draftsmith", *words)
         own = dataclasses.asdict(config.source)
-        python(__file__, "--decode", json.dumps([own, config.limit, config.max_new_tokens, kind, str(directory)]))
+        options = [own, config.limit, config.max_new_tokens, kind, config.dtype, str(directory)]
+        python(__file__, "--decode", json.dumps(options))
         for path in directory.iterdir():
             if path.is_dir() and path.name != "last":
                 shutil.rmtree(path)
@@ -431,13 +450,13 @@ def trained(config: RecipesConfig, name: str, seed: int, steps: int) -> str:
     return f"{name}, seed {seed}: {steps} steps, tau {', '.join(taus)}"
 
 
-def decode(own: Domain, limit: int, max_new_tokens: int, kind: str, directory: Path) -> None:
+def decode(own: Domain, limit: int, max_new_tokens: int, kind: str, dtype: str, directory: Path) -> None:
     """Decode the test prompts with the head and write the rows."""
     torch.set_num_threads(1)
     named = parse_methods(CHAINS[kind])
     (prompts,) = read_questions([("", own.prompts)], own.target, "test", own.tasks, limit, "last")
     modes = [SamplingParams(temperature) for temperature in TEMPERATURES.values()]
-    target = load_lm(own.target, packed=True)
+    target = load_lm(own.target, dtype=dtype, packed=True)
     longest = longest_sequence(prompts, max_new_tokens, target.info.max_position)
     models = load_models(named, {kind: str(directory / "last")}, longest, modes[0], target)
     rows = []
@@ -546,7 +565,7 @@ def write_report(config: RecipesConfig, steps: Mapping[str, int]) -> Path:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--decode"]:
-        own, limit, max_new_tokens, kind, directory = json.loads(sys.argv[2])
-        decode(Domain(**own), limit, max_new_tokens, kind, Path(directory))
+        own, limit, max_new_tokens, kind, dtype, directory = json.loads(sys.argv[2])
+        decode(Domain(**own), limit, max_new_tokens, kind, dtype, Path(directory))
     else:
         sys.exit(main_of(RecipesConfig, run))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from plain_block import PlainBlock
+from table_models import H, TableLM, V, decoded_distribution, target_distribution, total_variation
 from tiny_models import tiny_llama_dir
 
 from draftsmith.data.models.loading import load_lm
@@ -15,9 +16,11 @@ from draftsmith.modules.decoding.loop import DecodeOptions, Round, generate
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters import head_class
 from draftsmith.modules.drafters.base import TrainStep
-from draftsmith.modules.drafters.block.drafter import ConfidenceCut
+from draftsmith.modules.drafters.block.drafter import BlockDrafter, ConfidenceCut
 from draftsmith.modules.drafters.block.head import Blocks
 from draftsmith.modules.drafters.block.net import BlockConfig, default_layers, layers_like
+from draftsmith.modules.drafters.growth import DynamicTree
+from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import FeatureBatch, SamplingParams
@@ -192,6 +195,53 @@ def test_a_confidence_cuts_before_the_first_token_below_the_threshold(target):
             assert list(tree.tokens) == wanted
             lengths.add(len(wanted))
     assert {0, SLOTS} < lengths
+
+
+TABLE_LAYERS = LlamaConfig(V, H, 8, num_layers=2, num_heads=1, num_kv_heads=1, head_dim=H, max_position=32)
+SAMPLING = SamplingParams(temperature=0.9, top_k=3)
+
+
+def table_head(shape: str) -> Any:
+    config = BlockConfig(layers_like(TABLE_LAYERS, 2), (1, 2), 3, V - 1, **HEADS[shape])
+    torch.manual_seed(2)
+    head = head_class("dspark" if config.markov_rank else "dflash")(config).double().requires_grad_(False)
+    for weight in head.parameters():
+        weight.normal_()
+    return head
+
+
+@pytest.mark.parametrize("shape", HEADS)
+def test_dynamic_trees_of_one_pass_are_lossless(shape):
+    target, head = TableLM(1), table_head(shape)
+    tree = DynamicTree(nodes=6, depth=2, topk=2)
+    found = decoded_distribution(target, lambda: head.tree_drafter(target, tree, 32), SAMPLING, 3, 5)
+    assert total_variation(found, target_distribution(target, SAMPLING, 3)) < 1e-10
+
+
+def test_dropping_a_token_for_the_confidence_behind_it_is_not_lossless(monkeypatch):
+    """DSpark's appendix A: that confidence has seen the token. Enumeration finds what `ConfidenceCut` avoids."""
+    target, head, threshold = TableLM(1), table_head("vanilla"), 0.2
+
+    def difference() -> float:
+        found = decoded_distribution(
+            target, lambda: head.drafter(target, [ConfidenceCut(threshold, False, 3)], 32), SAMPLING, 3, 5
+        )
+        return total_variation(found, target_distribution(target, SAMPLING, 3))
+
+    assert difference() < 1e-10
+    real = BlockDrafter._draft
+
+    def leaking(self, limits, params, sources):
+        (tree,), (row,) = real(self, limits, params, sources), self._rows
+        count = len(tree.tokens)
+        behind = row.stop.chances[count:]
+        if count < 2 or not behind or row.stop.chance(behind[0], tree.tokens[-1]) >= threshold:
+            return [tree]
+        kept = tree.draft_prob[: count - 1]
+        return [dataclasses.replace(tree, tokens=tree.tokens[:-1], parents=tree.parents[:-1], draft_prob=kept)]
+
+    monkeypatch.setattr(BlockDrafter, "_draft", leaking)
+    assert difference() > 1e-5
 
 
 def test_blocks_are_drawn_by_the_seeds_and_lengths_vary_if_asked(target):
