@@ -154,8 +154,9 @@ class RolloutReader:
             # The last token need only be read for a head that reads states after the tokens.
             read = self.branches.states(starts, drafted if late or depth == 1 else drafted[:, :-1])
             states.append(read[:, 1:] if late else read[:, :depth])  # [S, K, H]
-        # A copy: tensors of inference mode cannot be inputs of a graph.
-        return torch.cat(states).to(data.draft_ids.device).clone()
+        # Behind a block drafter's state stands its Markov head's. A copy: tensors of inference mode cannot be inputs of
+        # a graph.
+        return torch.cat(states)[..., : self.head.hidden_size].to(data.draft_ids.device).clone()
 
     def store(self, samples: Samples, title: str) -> StoredTokens:
         """Read the tokens of labelled answers, answer after answer. title: of the progress bar.

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from draftsmith.modules.acceptance.policies import CostRule
 from draftsmith.modules.acceptance.tree_rule import TreeRule
 from draftsmith.modules.decoding.branches import BranchDrafter, as_decoding
 from draftsmith.modules.decoding.confidence import sigmoid
@@ -107,14 +108,16 @@ class ConfidenceCut(StopPolicy):
     """Ends a draft before the first token that the drafter's confidence head thinks too little of.
 
     The head does not see that token, which is never drawn, so that nothing is biased. llama.cpp cuts where a token's
-    own probability falls below `--spec-draft-p-min` (src/models/dflash.cpp); the product over the draft is the
-    probability that all of it is accepted, as SpecDec++ stops.
+    own probability falls below `--spec-draft-p-min` (src/models/dflash.cpp). The product over the draft is the
+    probability that all of it is accepted; with a cost it is what one more token adds, and has to be worth its time.
 
     chances: of this round's slots, set by the drafter. chance: of a slot behind a token.
     """
 
-    def __init__(self, threshold: float, product: bool, max_drafted: int):
+    def __init__(self, threshold: float | CostRule, product: bool, max_drafted: int):
+        """threshold: least probability; or a rule with the cost of a token, which wants `product`."""
         self.threshold, self.product, self.max_drafted = threshold, product, max_drafted
+        self.learners = threshold.learners if isinstance(threshold, CostRule) else ()
         self.chances: Sequence[float] = ()
         self.chance: Callable[[float, int], float] = lambda of_state, previous: 1.0
         self._survival = 1.0
@@ -127,13 +130,19 @@ class ConfidenceCut(StopPolicy):
     def should_stop(self, view: DraftView) -> bool:
         return view.num_drafted >= self.max_drafted or not self._goes_on(view.num_drafted, view.token)
 
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
+        if isinstance(self.threshold, CostRule):
+            self.threshold.observe(num_drafted, num_accepted)
+
     def _goes_on(self, slot: int, previous: int) -> bool:
         if slot >= len(self.chances):
             return False
         prob = self.chance(self.chances[slot], previous)
         self._survival *= prob
+        rule = self.threshold
+        least = rule.c * rule.pace if isinstance(rule, CostRule) else rule
         # NaN stops.
-        return (self._survival if self.product else prob) >= self.threshold
+        return (self._survival if self.product else prob) >= least
 
 
 class BlockDrafter(RowDrafter):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from draftsmith.modules.acceptance.policies import CostRule
 from draftsmith.modules.decoding.protocols import StopPolicy
 from draftsmith.modules.drafters.block.drafter import ConfidenceCut
 from draftsmith.modules.drafters.chains import Chain, FixedK
@@ -58,10 +59,38 @@ class DSparkConfidence(Chain):
         between("t", self.t, 0, 1)
 
     def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
-        at_most("k", self.k, models.heads["dspark"].config.drafts)
-        if not models.heads["dspark"].config.confidence:
-            raise InputError("methods", "a head without confidences", "one of them", "Train it with --confidence.")
+        check_confident(models, self.k)
         return [ConfidenceCut(self.t, self.rule == "draft", self.k) for _ in range(rows)]
+
+
+@dataclass(frozen=True)
+class DSparkCost(Chain):
+    """A DSpark head's chain of at most k tokens, cut where one more is worth less than its time, by its confidences.
+
+    c: as of `cost`; auto measures it on this machine, once a run.
+    """
+
+    k: int = 7
+    c: float | Literal["auto"] = "auto"
+    uses = ("dspark",)
+
+    def __post_init__(self) -> None:
+        at_least("k", self.k, 1)
+        if not isinstance(self.c, str) and not self.c > 0:
+            raise InputError("c", self.c, "a number above 0, or auto", "Correct it.")
+
+    def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
+        check_confident(models, self.k)
+        c = models.times.step_cost(models, "dspark", rows) if isinstance(self.c, str) else self.c
+        return [ConfidenceCut(CostRule(c), True, self.k) for _ in range(rows)]
+
+
+def check_confident(models: Models, k: int) -> None:
+    """Raise InputError if the DSpark head has no confidence head, or drafts fewer than k tokens."""
+    config = models.heads["dspark"].config
+    at_most("k", k, config.drafts)
+    if not config.confidence:
+        raise InputError("methods", "a DSpark head without confidences", "one with", "Train it with --confidence.")
 
 
 @dataclass(frozen=True)
@@ -96,6 +125,7 @@ METHODS = {
     "dflash": DFlashChain,
     "dspark": DSparkChain,
     "dspark-confidence": DSparkConfidence,
+    "dspark-cost": DSparkCost,
     "dflash-tree": DFlashTree,
     "dspark-tree": DSparkTree,
     "dflash-static": DFlashStaticTree,

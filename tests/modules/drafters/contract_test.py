@@ -27,7 +27,7 @@ from draftsmith.modules.drafters.eagle3.head import Eagle3Head
 from draftsmith.modules.drafters.eagle3.net import Eagle3Config, layer_like
 from draftsmith.modules.drafters.hydra import HydraConfig
 from draftsmith.modules.drafters.medusa import MedusaConfig
-from draftsmith.modules.drafters.methods import Models, known_methods
+from draftsmith.modules.drafters.methods import MachineTimes, Models, known_methods
 from draftsmith.modules.drafters.trees import DynamicTrees
 from draftsmith.modules.layers import LlamaConfig, RopeScaling
 from draftsmith.modules.losses import acceptance_loss
@@ -157,7 +157,9 @@ def test_saving_and_loading_is_exact(head, tmp_path):
 def test_each_of_its_methods_is_lossless(drafter):
     """With the settings that a user leaves out; dynamic trees have more than this vocabulary (`table_methods`)."""
     target, shape = TableLM(1), StaticTree.from_paths([[0], [1], [0, 0], [0, 1], [0, 0, 0]])
-    models = Models(target, heads={drafter.kind: drafter.double()}, capacity=CAPACITY, trees={"eagle-1": shape})
+    heads, times = {drafter.kind: drafter.double()}, MachineTimes()
+    times.step_cost = lambda *_: 0.1
+    models = Models(target, heads=heads, capacity=CAPACITY, trees={"eagle-1": shape}, times=times)
     methods = [m for m in known_methods().values() if m.uses == (drafter.kind,) and not issubclass(m, DynamicTrees)]
     for method in methods:
         found = decoded_distribution(
