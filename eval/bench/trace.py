@@ -24,6 +24,7 @@ from draftsmith.modules.decoding.confidence import draft_distribution
 from draftsmith.modules.decoding.loop import Round
 from draftsmith.modules.decoding.protocols import DraftTree, DraftView, StopPolicy, Verdict
 from draftsmith.modules.decoding.stop import Around, entropy
+from draftsmith.modules.drafters.block.drafter import ConfidenceCut
 from draftsmith.modules.drafters.methods import Models, Named
 from draftsmith.modules.drafters.row_drafter import RowDrafter
 from draftsmith.modules.sampling import probabilities
@@ -100,6 +101,8 @@ class WatchedStop(Around):
         """Return the views of this round, and its predictor's probabilities of the first tokens."""
         views, self._views = self._views, []
         policy = self.innermost
+        if isinstance(policy, ConfidenceCut):
+            return views, policy.probs[: len(views)]
         if not views or not isinstance(policy, PredictorStop):
             return views, []
         # A late predictor speaks of the token before: its first word is of none.

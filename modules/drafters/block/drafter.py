@@ -111,7 +111,8 @@ class ConfidenceCut(StopPolicy):
     own probability falls below `--spec-draft-p-min` (src/models/dflash.cpp). The product over the draft is the
     probability that all of it is accepted; with a cost it is what one more token adds, and has to be worth its time.
 
-    chances: of this round's slots, set by the drafter. chance: of a slot behind a token.
+    chances: of this round's slots, set by the drafter. chance: of a slot behind a token. probs: this round's
+    probabilities, of the first token on.
     """
 
     def __init__(self, threshold: float | CostRule, product: bool, max_drafted: int):
@@ -120,11 +121,12 @@ class ConfidenceCut(StopPolicy):
         self.learners = threshold.learners if isinstance(threshold, CostRule) else ()
         self.chances: Sequence[float] = ()
         self.chance: Callable[[float, int], float] = lambda of_state, previous: 1.0
+        self.probs: list[float] = []
         self._survival = 1.0
 
     def opens(self, anchor: int) -> bool:
         """Return whether the round's first token is worth drafting."""
-        self._survival = 1.0
+        self._survival, self.probs = 1.0, []
         return self._goes_on(0, anchor)
 
     def should_stop(self, view: DraftView) -> bool:
@@ -138,6 +140,7 @@ class ConfidenceCut(StopPolicy):
         if slot >= len(self.chances):
             return False
         prob = self.chance(self.chances[slot], previous)
+        self.probs.append(prob)
         self._survival *= prob
         rule = self.threshold
         least = rule.c * rule.pace if isinstance(rule, CostRule) else rule
