@@ -76,7 +76,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
         hits = torch.zeros(2, dtype=torch.int64, device=wanted.device)
         vocabulary = lm_head(wanted[:1].to(hidden[0].dtype)).shape[-1] if len(wanted) else 1
         for part in row_chunks(len(wanted), vocabulary, wanted.device):
-            target_logits = lm_head(wanted[part].to(hidden[0].dtype)).float()  # [C, V]
+            target_logits = _wide(lm_head(wanted[part].to(hidden[0].dtype)))  # [C, V]
             choice = target_logits.argmax(-1, keepdim=True) if ranked else None
             # The softmax, in place of the logits.
             target_prob = target_logits.sub_(target_logits.amax(-1, keepdim=True)).exp_()

@@ -14,6 +14,8 @@ from tiny_models import tiny_llama_dir, tiny_tokenizer
 from draftsmith.data.heads.directory import save_head
 from draftsmith.data.models.loading import load_lm
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
+from draftsmith.modules.drafters.block.head import DFlashHead, DSparkHead
+from draftsmith.modules.drafters.block.net import BlockConfig, layers_like
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.drafters.eagle3.head import Eagle3Head
 from draftsmith.modules.drafters.eagle3.net import Eagle3Config, layer_like
@@ -65,6 +67,11 @@ def make_tiny_world(root: Path) -> dict[str, str]:
     save_head(root / "medusa", medusa, {"target": target_lm.info.identity}, "card")
     hydra = HydraHead(HydraHead.new_config(HydraSettings(num_heads=3, prefix_attention=True), llama_config(raw)))
     save_head(root / "hydra", hydra, {"target": target_lm.info.identity}, "card")
+    layers = layers_like(llama_config(raw), 1)
+    dflash = DFlashHead(BlockConfig(layers, (1, 2), 5, 7, "fill-in"))
+    save_head(root / "dflash", dflash, {"target": target_lm.info.identity}, "card")
+    dspark = DSparkHead(BlockConfig(layers, (1, 2), 4, 7, markov_rank=8, confidence=True))
+    save_head(root / "dspark", dspark, {"target": target_lm.info.identity}, "card")
     rows = [
         {"id": f"row-{i}", "task": "ab"[i % 2], "split": "test" if i < NUM_PROMPTS else "train",
          "messages": [{"role": "user", "content": f"What does function number {i} do?" + " Rename a to b:" * i}]}

@@ -57,7 +57,7 @@ def logged(output: Path, name: str) -> list[float]:
         return [float(row[name]) for row in csv.DictReader(file) if row.get(name)]
 
 
-@pytest.mark.parametrize("kind", ["draft", "eagle", "eagle3", "medusa", "hydra"])
+@pytest.mark.parametrize("kind", ["dflash", "draft", "dspark", "eagle", "eagle3", "medusa", "hydra"])
 def test_it_learns_logs_and_validates(kind, target, rows, tmp_path):
     module = module_of(target, kind)
     before = {name: own.clone() for name, own in module.head.named_parameters()}

@@ -27,7 +27,7 @@ ZERO = ["deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"]
 OFFLOAD = "deepspeed_stage_3_offload"
 HEADS = ["acceptance", "eagle"]
 # An EAGLE-3 head takes no strategy that leaves a rank parts of its weights.
-STRATEGIES = {"acceptance": ["ddp", ZERO[2]], "eagle": [ZERO[0], ZERO[1]], "eagle3": ["ddp"]}
+STRATEGIES = {"acceptance": ["ddp", ZERO[2]], "eagle": [ZERO[0], ZERO[1]], "eagle3": ["ddp"], "dspark": [ZERO[1]]}
 PAIRS = [(head, name) for head in HEADS for name in STRATEGIES[head]]
 POISONS = [("gradient", "ddp"), ("gradient", ZERO[1]), ("loss", ZERO[2])]
 POISONED_ROW = 5
@@ -62,6 +62,10 @@ class Runs:
         elif head == "eagle3":  # the target is in the training; some choices of it cannot be drafted
             config |= {"data": str(made.responses), "target": str(made.target), "layers": (0, 1), "draft_vocab": 40}
             config |= {"passes": 3, "train_lm_head": True, "accumulate": 2, "tau_prompts": 0, "max_steps": 8}
+        elif head == "dspark":  # blocks are drawn, of a length drawn for the step
+            config |= {"data": str(made.responses), "target": str(made.target), "layers": (0, 1), "num_layers": 1}
+            config |= {"block": 3, "vary_block": True, "anchors": 5, "markov_rank": 4, "accumulate": 2}
+            config |= {"tau_prompts": 0, "max_steps": 8}
         else:
             config |= {"data": str(made.features), "target": str(made.target), "tau_prompts": 3}
             config |= {"tau_max_new_tokens": 8, "tau_every": STEPS, "accumulate": 2}
@@ -83,7 +87,7 @@ class Runs:
 def runs(artefacts, rollouts, tmp_path_factory) -> Runs:
     runs = Runs(artefacts, rollouts, tmp_path_factory.mktemp("ranks"))
     torch.set_num_threads(1)
-    for head in (*HEADS, "eagle3", "rollouts"):
+    for head in (*HEADS, "eagle3", "dspark", "rollouts"):
         run_job(runs.job(f"{head}-one", head))
     runs.said = run_on_ranks(two_rank_jobs(runs), 2, runs.root)[0]
     for head, begun, accumulate in RESUMED_ON_ONE:
@@ -123,7 +127,7 @@ def furthest(ours: Path, theirs: Path) -> float:
     return max(float((left[name] - right[name]).abs().max()) for name in left)
 
 
-@pytest.mark.parametrize(("head", "strategy"), [*PAIRS, *(("eagle3", name) for name in STRATEGIES["eagle3"])])
+@pytest.mark.parametrize(("head", "strategy"), [(head, name) for head, names in STRATEGIES.items() for name in names])
 def test_two_ranks_train_as_one_does(runs, head, strategy):
     ours, one = runs[f"{head}-{strategy}"], runs[f"{head}-one"]
     assert len(losses(ours)) >= 8 and losses(ours) == pytest.approx(losses(one), abs=1e-5, rel=0)

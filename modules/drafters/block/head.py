@@ -160,10 +160,10 @@ class Blocks:
 
 
 def drafts_of(settings: BlockSettings, config: BlockConfig, step: TrainStep | None) -> int:
-    """Return the tokens of this step's blocks."""
+    """Return the tokens of this step's blocks, the same on every rank and in every part of the step."""
     if step is None or not settings.vary_block:
         return config.drafts
-    return random.Random(step.seeds[0]).randint(2, config.drafts)
+    return random.Random(step.number).randint(2, config.drafts)
 
 
 def spans(batch: FeatureBatch) -> list[tuple[int, int]]:

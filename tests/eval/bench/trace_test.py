@@ -19,6 +19,8 @@ METHODS = (
     "online:c=0.2:max=5,online:c=0.1:drafter=eagle,"
     "confidence:t=0.5:drafter=eagle,self-verify:k=4,self-verify:k=4:drafter=eagle,eagle:k=2,eagle-tree,"
     "eagle2:nodes=6:depth=2:topk=3,pre-verify:k=2,pre+self-verify:k=2,hsddw:k=2:max=5,medusa,medusa-chain:k=2,hydra,hydra-chain:k=2,"
+    "dflash:k=3,dflash-tree:nodes=6:depth=2:topk=3,dflash-static,dspark:k=3,dspark-tree:nodes=6:depth=2:topk=3,"
+    "dspark-static,dspark-confidence:k=4:t=0.2,dspark-cost:k=4:c=0.1,"
     "eagle3:k=2,eagle3-tree:nodes=6:depth=2:topk=3,eagle3-static,"
     "pld:k=4,lookahead:w=4:n=3:g=4,pearl:k=2,hf"
 )
@@ -32,7 +34,10 @@ def test_every_own_method_is_traced_below():
 @pytest.fixture(scope="module")
 def traced(models, tmp_path_factory):
     output = tmp_path_factory.mktemp("trace")
-    heads = (str(Path(models["eagle"]).with_name(kind)) for kind in ("eagle", "eagle3", "medusa", "hydra"))
+    heads = (
+        str(Path(models["eagle"]).with_name(kind))
+        for kind in ("eagle", "eagle3", "dflash", "dspark", "medusa", "hydra")
+    )
     given = {**draft_options(models), "draft": (models["draft"], *heads)}
     config = BenchConfig(
         **given, mid=models["target"], methods=METHODS, split="test", limit=2, max_new_tokens=16, ignore_eos=True,

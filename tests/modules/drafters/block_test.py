@@ -251,7 +251,7 @@ def test_blocks_are_drawn_by_the_seeds_and_lengths_vary_if_asked(target):
     batch = batch_of(head, target)
 
     def drawn(seed: int) -> tuple[Any, ...]:
-        blocks = Blocks.of(batch, settings, head.config, TrainStep(0, 1, (11, 8), (seed, seed)))
+        blocks = Blocks.of(batch, settings, head.config, TrainStep(seed, 99, (11, 8), (seed, seed)))
         return *blocks.anchors.tolist(), blocks.counted.shape[1]
 
     assert drawn(1) == drawn(1)
