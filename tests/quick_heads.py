@@ -15,6 +15,7 @@ from torch import Tensor
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.acceptance.policies import PredictorStop, ThresholdRule
 from draftsmith.modules.acceptance.predictor import HeadPredictor
+from draftsmith.modules.drafters import head_class
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead, EagleInputs, eagle_loss, shift
 from draftsmith.modules.drafters.eagle3.head import Eagle3Head, Eagle3Settings, draft_vocabulary
 from draftsmith.modules.drafters.eagle3.net import Eagle3Config, layer_like
@@ -73,6 +74,31 @@ def quick_eagle3_head(
     trained = [weight for weight in head.parameters() if weight.requires_grad]
     matrices = [weight for weight in trained if weight.ndim == 2]
     optimizer = MuonAdamW(matrices, [weight for weight in trained if weight.ndim != 2], 5e-3, weight_decay=0.0)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        head.loss(batch, target, settings, None).loss.backward()
+        optimizer.step()
+    return head.eval().requires_grad_(False)
+
+
+def quick_block_head(
+    target: Any, rows: Sequence[Sequence[int]], steps: int, kind: str = "dspark", rate: float = 5e-3, **options: Any
+) -> Any:
+    """The same of a DFlash or DSpark head of one layer, by its own loss. options: of its training."""
+    torch.manual_seed(0)
+    head_type = head_class(kind)
+    settings = head_type.Settings(**{"num_layers": 1, "markov_rank": 16 * (kind == "dspark"), **options})
+    head: Any = head_type(head_type.new_config(settings, target.config))
+    width = min(map(len, rows))
+    ids = torch.tensor([row[-width:] for row in rows])
+    features = target.features(ids, capture=head_type.learns_from(head.config, target.info.num_layers))
+    positions = torch.arange(width).expand_as(ids)
+    batch = FeatureBatch(ids, features, torch.ones_like(ids, dtype=torch.bool), positions)
+    # The Markov head's tables are not orthogonalised: most of their rows have no gradient.
+    tables = {id(weight) for name, weight in head.named_parameters() if "markov_w" in name or weight.ndim != 2}
+    matrices = [weight for weight in head.parameters() if id(weight) not in tables]
+    others = [weight for weight in head.parameters() if id(weight) in tables]
+    optimizer = MuonAdamW(matrices, others, rate, weight_decay=0.0)
     for _ in range(steps):
         optimizer.zero_grad()
         head.loss(batch, target, settings, None).loss.backward()

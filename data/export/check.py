@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,7 +20,8 @@ from draftsmith.data.export.assistant import check_assistant
 from draftsmith.data.export.directory import read_package
 from draftsmith.data.export.report import CheckReport, Measure, print_report
 from draftsmith.data.export.states import StateSource, acceptance_inputs, make_probes, state_source
-from draftsmith.data.heads.directory import build_head, kind_at, load_head
+from draftsmith.data.heads.diagnosis import CHANCE, sign_test
+from draftsmith.data.heads.directory import build_head, kind_at, load_head, stored_tensors
 from draftsmith.data.settings import Dtype, Loading
 from draftsmith.data.store.manifest import compare_identity
 from draftsmith.data.store.reading import read_object
@@ -158,8 +159,10 @@ def measure(format: HeadFormat, theirs: Any, ours: Any | None, source: StateSour
     heads = [head.float() for head in (theirs, ours) if head is not None]
     longest = min([source.drafter.max_position, *(getattr(h.config, "max_position", 2**62) for h in heads)])
     # EAGLE-3 heads may read different layers of the target: the probes hold the states of all.
-    layers = sorted({number for head in heads for number in getattr(head.config, "capture", ())})
-    probes = make_probes(source.path, source.drafter.lm, longest, tuple(layers))
+    layers = {number for head in heads for number in getattr(head.config, "capture", ())}
+    others = {} if ours is not None else dict(format.readings(theirs.config, source.facts.num_layers or 0))
+    layers |= {number for config in others.values() for number in getattr(config, "capture", ())}
+    probes = make_probes(source.path, source.drafter.lm, longest, tuple(sorted(layers)))
     trial = HeadTrial(source.facts, probes, acceptance_inputs(probes, source) if format.predicts else {})
     outputs = [format.forward(head, trial) for head in heads]
     measures = []
@@ -169,14 +172,16 @@ def measure(format: HeadFormat, theirs: Any, ours: Any | None, source: StateSour
         text = f"P(accept) from {low:.3f} to {high:.3f}"
         measures.append(Measure(f"{prob.numel()} states", text, "not all the same", low < high))
     else:
-        hits = []
-        for probe, (first, *_) in zip(trial.probes, outputs[0], strict=True):
-            # Row t is compared with the target's choice of token t + 2, of the answer.
-            choices, answer = probe.choices[1:], torch.arange(2, len(probe.ids) + 1) >= probe.start
-            hits.append((first.nan_to_num().argmax(-1)[: len(choices)] == choices[: len(first)])[answer[: len(first)]])
-        right, finite = torch.cat(hits).float(), all(not first.isnan().any() for first, *_ in outputs[0])
+        right, finite = first_hits(trial, outputs[0]), all(not first.isnan().any() for first, *_ in outputs[0])
         text = f"{right.mean():.1%} of {len(right)} as the target's"
         measures.append(Measure("first tokens", text, "all are numbers", finite))
+        for name, config in others.items():
+            head = build_head(format.kind, config, stored_tensors(theirs)).float()
+            other = first_hits(trial, format.forward(head, trial))
+            wins, losses = int((other > right).sum()), int((other < right).sum())
+            if sign_test(wins, losses) < CHANCE / len(others):
+                text = f"{other.mean():.1%} of {len(right)} as the target's"
+                measures.append(Measure(f"read with {name}", text, "no better than as it says", False))
     if len(heads) == 2:
         worst = size = rows = 0.0
         for probe_outputs in zip(*outputs, strict=True):
@@ -192,6 +197,16 @@ def measure(format: HeadFormat, theirs: Any, ours: Any | None, source: StateSour
             Measure(f"logits of {rows:g} rows", f"differ by {worst:.1e}", f"at most {bar:.2g}", worst <= bar)
         )
     return measures
+
+
+def first_hits(trial: HeadTrial, outputs: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Return 1 where the first drafted token is the target's choice, of the tokens of the answers; else 0."""
+    hits = []
+    for probe, (first, *_) in zip(trial.probes, outputs, strict=True):
+        # Row t is compared with the target's choice of token t + 2, of the answer.
+        choices, answer = probe.choices[1:], torch.arange(2, len(probe.ids) + 1) >= probe.start
+        hits.append((first.nan_to_num().argmax(-1)[: len(choices)] == choices[: len(first)])[answer[: len(first)]])
+    return torch.cat(hits).float()
 
 
 def hashes_of(state: Mapping[str, Tensor]) -> dict[str, str]:

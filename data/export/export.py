@@ -16,6 +16,7 @@ from draftsmith.data.export.assistant import check_assistant, write_assistant
 from draftsmith.data.export.check import RECORD, check_head, hashes_of, original
 from draftsmith.data.export.directory import read_package
 from draftsmith.data.export.gguf import (
+    HEADS,
     copied_tokenizer,
     rounded_to_q8,
     tokenizer_metadata,
@@ -66,10 +67,10 @@ class ExportConfig(Loading):
     """Write a head as another system loads it, check what was written, and print the command that serves it.
 
     Attributes:
-        format: eagle (SafeAILab/EAGLE), vllm and sglang take EAGLE-1 and EAGLE-3 heads, speculators EAGLE-3; specdec_pp
-            an acceptance head with tied blocks; acceptance any acceptance head, with a statement of what a server must
-            feed it; llamacpp an EAGLE-3 head of version 3, or a draft model, as one GGUF file; hf-assisted a draft
-            model, for transformers' assisted generation.
+        format: eagle (SafeAILab/EAGLE) takes EAGLE-1 and EAGLE-3 heads, vllm and sglang DFlash and DSpark heads too,
+            speculators all but EAGLE-1; specdec_pp an acceptance head with tied blocks; acceptance any acceptance head,
+            with a statement of what a server must feed it; llamacpp an EAGLE-3 head of version 3, a DFlash or DSpark
+            head, or a draft model, as one GGUF file; hf-assisted a draft model, for transformers' assisted generation.
         output: The directory to write; new or empty.
         head: The head's directory, such as runs/eagle-head/best.
         target: The target model. Default: the one named in the head's manifest.
@@ -156,12 +157,15 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[CheckReport, str
     package = format.write(head.config, state, dtype, source.facts)
     model, written = loadable(source.path), str(config.output)
     if format.name == llamacpp.NAME:
-        metadata, tensors = llamacpp.to_gguf(package)
-        metadata |= {"general.name": f"EAGLE-3 head of {Path(model).stem}", **target_tokenizer(config, source.path)}
-        write_gguf(directory / GGUF_HEAD, llamacpp.ARCHITECTURE, metadata, tensors, weights)
+        kind = package.config["gguf"]
+        metadata, tensors = HEADS[kind].to_gguf(package)
+        named = {"general.name": f"{format.kind} head of {Path(model).stem}", **target_tokenizer(config, source.path)}
+        write_gguf(directory / GGUF_HEAD, kind, {**named, **metadata}, tensors, weights)
         model, written = str(target_file(config, source.path) or "TARGET.gguf"), str(config.output / GGUF_HEAD)
     else:
-        fields = {**package.config, **format.extra_fields(source.facts.raw, model)}
+        fields = dict(package.config)
+        for name, value in format.extra_fields(source.facts.raw, model).items():
+            fields[name] = {**fields.get(name, {}), **value} if isinstance(value, dict) else value
         write_package(directory, Package(fields, package.tensors, package.metadata), format.weights_files)
 
     # Read back and compare with the head in the type of the export: rounding to that type is no difference.
@@ -174,7 +178,11 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[CheckReport, str
     # Command and card.
     measured = measured_of(path)
     verifier = loadable(config.target) if format.predicts and source.head_path is None and config.target else None
-    count = config.num_drafted or num_drafted(measured, format)
+    drafts = getattr(head.config, "drafts", None)
+    if drafts is not None and config.num_drafted > drafts:
+        expected = f"at most {drafts}, as the head's blocks have"
+        raise InputError("num_drafted", config.num_drafted, expected, "Lower it.")
+    count = config.num_drafted or num_drafted(measured, format, drafts)
     command = format.serve(Served(model, written, count, verifier))
     notes = list(format.notes)
     if format.target_index and (note := index_for_target(source.path, directory)):
@@ -286,12 +294,12 @@ def index_for_target(target: str, directory: Path) -> str:
     return f"{source} has no {INDEX}, which this code needs beside the target: copy {TARGET_INDEX} there by that name."
 
 
-def num_drafted(measured: Mapping[str, Any] | None, format: HeadFormat) -> int:
-    """Return the drafted tokens a round of the fastest measured chain, or the format's default."""
+def num_drafted(measured: Mapping[str, Any] | None, format: HeadFormat, drafts: int | None = None) -> int:
+    """Return the drafted tokens a round of the fastest measured chain, else a whole block's or the format's default."""
     rows = [] if measured is None else measured["methods"]
     chains = ((re.fullmatch(rf"{format.kind}:k=(\d+)", row["method"]), row["speedup"]) for row in rows)
     speeds = {int(chain[1]): speedup for chain, speedup in chains if chain}
-    return max(speeds, key=speeds.__getitem__, default=format.num_drafted)
+    return max(speeds, key=speeds.__getitem__, default=drafts or format.num_drafted)
 
 
 def export_assistant(config: ExportConfig, directory: Path) -> tuple[CheckReport, str]:

@@ -16,12 +16,14 @@ from draftsmith.data.models.hub import model_directory
 from draftsmith.data.models.loading import load_tokenizer, read_config
 from draftsmith.data.store.files import whole
 from draftsmith.data.store.reading import read_tensors
+from draftsmith.modules.formats import llamacpp, llamacpp_block
 from draftsmith.modules.formats.base import Package
 from draftsmith.modules.formats.gguf import ADJACENT_ROPE, llama_metadata, rope_divisors, to_adjacent, to_gguf_name
-from draftsmith.modules.formats.llamacpp import from_gguf
 from draftsmith.modules.targets.llama import llama_config
 from draftsmith.modules.types import InputError
 
+# GGUF's architecture -> its names and settings.
+HEADS = {module.ARCHITECTURE: module for module in (llamacpp, llamacpp_block)}
 # Type of weights -> GGUF's, and its number in general.file_type.
 TYPES = {"float32": ("F32", 0), "float16": ("F16", 1), "bfloat16": ("BF16", 32), "q8_0": ("Q8_0", 7)}
 # Patterns by which tokenizers split text, and llama.cpp's names for them. Splitting of digits, then GPT-2's: smollm.
@@ -98,7 +100,10 @@ def read_gguf_head(file: Path) -> Package:
         kind = tensor.tensor_type.name
         values = read_tensor(gguf, tensor)
         tensors[name] = values if kind in INTEGERS else values.to(STORED.get(kind, torch.float32))
-    return from_gguf(metadata, tensors)
+    kind = metadata.get("general.architecture")
+    if kind not in HEADS:
+        raise InputError(str(file), f"GGUF of {kind}", f"a head's: {' or '.join(HEADS)}", "Check the path.")
+    return HEADS[kind].from_gguf(metadata, tensors)
 
 
 def is_gguf_model(file: Path) -> bool:

@@ -40,11 +40,11 @@ class ImportConfig:
     Attributes:
         directory: The head: a local directory or a hub id, with config.json and model.safetensors or pytorch_model.bin.
         output: The head directory to write; new or empty.
-        target: The model that an EAGLE head, or Medusa's, drafts for. It is recorded, and the head is
+        target: The model that a drafting head drafts for. It is recorded, and the head is
             refused on other models.
         draft: The draft model that an acceptance head was trained for; recorded in the same way.
-        format: Whose head it is: eagle (SafeAILab), vllm, sglang, speculators, llamacpp, medusa (FasterDecoding,
-            ModelOpt) or specdec_pp; auto detects it.
+        format: Whose head it is: eagle (SafeAILab), vllm, sglang, speculators, llamacpp, deepspec, specforge, modelopt
+            (DSpark), medusa (FasterDecoding, ModelOpt) or specdec_pp; auto detects it.
         w_rej: Loss weight of rejected tokens that an acceptance head was trained with (SpecDec_pp's
             --weight_mismatch), which no file has; it corrects the calibrated output.
         engine: How the target or draft is read; lean for Llama-family weights, hf for any transformers model.

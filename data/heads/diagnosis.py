@@ -26,7 +26,9 @@ from draftsmith.data.store.reading import read_object
 from draftsmith.data.text.answers import Supervision, spans
 from draftsmith.data.text.template import load_chat_tokenizer, prompt_ids
 from draftsmith.modules.drafters.base import DraftHead
+from draftsmith.modules.drafters.block.net import BlockConfig
 from draftsmith.modules.drafters.eagle3.net import default_layers
+from draftsmith.modules.formats.block import other_readings
 from draftsmith.modules.formats.rope import BASE, KNOWN, RotarySettings, frequencies
 from draftsmith.modules.layers import LlamaConfig, RopeScaling
 from draftsmith.modules.targets.base import CausalLM
@@ -57,6 +59,7 @@ CHANCE = 0.01
 # of the embedded pair, docs/guides/low-acceptance.md); at 0.40 a wrong rotary base did not.
 STRONG = 0.5
 COMPARED = 2  # tokens of a variant's draft: the second shows what a head learned on its own states
+LONGEST = ("num_heads", "drafts")  # fields of a config that limit its drafts
 SWITCHES = ("norm_output", "norm_before_residual")  # of EAGLE-3 heads; no tensor shows them
 JOINT = ("fc.weight", *(f"layer.self_attn.{name}_proj.weight" for name in "qkv"))  # weights of [embedding; state]
 ROTATED = ("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")
@@ -139,7 +142,8 @@ def diagnose(directory: Path, target: CausalLM, name: str, rows: Rows, data: Man
     except InputError:  # of a family whose rotary settings are unknown
         shape = None
     variants = head_variants(head, shape, target.info.num_layers)
-    depth = min(TOKENS, getattr(head.config, "num_heads", TOKENS))  # Medusa has a head for each token
+    # Medusa has a head for each token, a block a slot.
+    depth = min(TOKENS, *(getattr(variant.head.config, name, TOKENS) for variant in variants for name in LONGEST))
     measures = measure(target, rows, variants, depth)
     passes = (manifest.get("config") or {}).get(head.passes)
     # Later tokens of a head that was trained on true states alone say nothing.
@@ -179,7 +183,7 @@ def head_variants(head: DraftHead, target: LlamaConfig | None, num_layers: int) 
     """Return the head as it is, then with one factor changed each. target: its sizes, if they are known."""
     layers = head.capture or (num_layers,)
     shifted = [tuple(layer + by for layer in layers) for by in (-1, 1)]
-    shifted += [default_layers(num_layers)] * (len(head.capture) == 3)
+    shifted += [default_layers(num_layers)] * (head.kind == "eagle3" and len(head.capture) == 3)
     others = [one for one in shifted if one[0] >= 0 and one[-1] < num_layers and list(one) == sorted({*one})]
     others += [layers[::-1]] * (len(layers) > 1)
     variants = [HeadVariant("", "as it is", head, layers)]
@@ -203,8 +207,13 @@ def head_variants(head: DraftHead, target: LlamaConfig | None, num_layers: int) 
             if not any(torch.equal(tables[-1], table) for table in tables[:-1]):
                 turned = dataclasses.replace(llama, rope_theta=rope.theta, rope_scaling=rope.scaling)
                 add("rotary", f"rotary {rope}", llama=turned)
-    for label, state in other_weights(weights, llama.head_dim):
+    joint = () if isinstance(head.config, BlockConfig) else JOINT
+    for label, state in other_weights(weights, llama.head_dim, joint):
         add("weights", label, state)
+    if isinstance(head.config, BlockConfig):
+        for label, other in other_readings(head.config, num_layers):
+            if other.layout != head.config.layout:
+                add("layout", label, layout=other.layout)
     for name in SWITCHES:
         if hasattr(head.config, name):
             on = getattr(head.config, name)
@@ -213,9 +222,14 @@ def head_variants(head: DraftHead, target: LlamaConfig | None, num_layers: int) 
     return variants
 
 
-def other_weights(weights: Mapping[str, Tensor], head_dim: int) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Yield the weights of a Llama-like head as another convention stores them, by the convention's name."""
-    joint = [name for name in JOINT if name in weights]
+def other_weights(
+    weights: Mapping[str, Tensor], head_dim: int, joint_names: Sequence[str] = JOINT
+) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Yield the weights of a Llama-like head as another convention stores them, by the convention's name.
+
+    joint_names: of weights that read an embedding and a state side by side.
+    """
+    joint = [name for name in joint_names if name in weights]
     if joint[1:]:  # EAGLE-3, whose fc reads states alone
         joint = joint[1:]
     exchanged = {name: torch.cat(weights[name].chunk(2, 1)[::-1], 1) for name in joint}
@@ -424,4 +438,6 @@ def head_findings(head: DraftHead, manifest: Mapping[str, Any], measures: TextMe
     lost = agreement[0] - min(agreement) if head.passes and agreement and agreement[0] >= FIRST_SOUND else 0.0
     value = "" if passes is None else f" ({head.passes} was {passes})"
     advice = f"it has not learned to read its own states{value}. Train on more, --{head.passes} 3 or 7, or longer."
+    if isinstance(head.config, BlockConfig):
+        advice = "later slots do not see the tokens before them. Train longer, or with a Markov head (train dspark)."
     yield Finding("depth", text, lost if unsound(agreement) else 0.0, advice, generic=True)

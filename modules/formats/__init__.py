@@ -18,7 +18,9 @@ def formats() -> dict[tuple[str, str], HeadFormat]:
 
     Imported here: the command line asks for names only. The order is that in which `detect` asks them.
     """
+    from draftsmith.modules.formats import block
     from draftsmith.modules.formats.llamacpp import LlamaCppEagle3
+    from draftsmith.modules.formats.llamacpp_block import LlamaCppBlock
     from draftsmith.modules.formats.medusa import Medusa
     from draftsmith.modules.formats.safeailab import SafeAILabEagle, SafeAILabEagle3
     from draftsmith.modules.formats.sglang import SGLangEagle, SGLangEagle3
@@ -37,6 +39,7 @@ def formats() -> dict[tuple[str, str], HeadFormat]:
         SGLangEagle3(),
         SpeculatorsEagle3(),
         Medusa(),
+        *(form.of(kind) for form in (LlamaCppBlock, *block.FORMATS) for kind in block.KINDS),
     )
     return {(format.name, format.kind): format for format in known}
 

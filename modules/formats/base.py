@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -17,7 +17,7 @@ from draftsmith.modules.types import InputError
 # Types of weights that layers compute with; integers and float8 are quantised weights, whose scales are elsewhere.
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-CAN_READ = "an EAGLE-1, EAGLE-3 or Medusa head, or an acceptance head of SpecDec_pp"
+CAN_READ = "an EAGLE-1, EAGLE-3, DFlash, DSpark or Medusa head, or an acceptance head of SpecDec_pp"
 NOT_YET = "Importing it is not supported yet."
 
 
@@ -165,8 +165,27 @@ class ForeignHead:
         return width is not None and self.size("fc.weight", 1) == 2 * width
 
     @property
+    def block(self) -> str:
+        """The kind of a block drafter, `dflash` or `dspark`; empty for any other head.
+
+        One norm of all features stands beside the layers; EAGLE-3 has it inside its first layer.
+        """
+        name = self.architecture.lower()
+        named = name.startswith(("dflash", "qwen3dflash", "dspark", "qwen3dspark"))
+        others = not named and any(word in name for word in ("dflash", "dspark", "peagle"))
+        if others or ("hidden_norm.weight" not in self.bare and not named):
+            return ""
+        inner = self.config.get("dflash_config")
+        inner = inner if isinstance(inner, Mapping) else {}
+        ranked = self.config.get("markov_rank") or inner.get("markov_rank")
+        parts = self.has(r"markov_(head\.|w1\.)|confidence_(head|proj)\.")
+        return "dspark" if ranked or parts else "dflash"
+
+    @property
     def eagle3(self) -> bool:
         """True if the tensors or the config have a mark of EAGLE-3."""
+        if self.block:
+            return False
         if self.has(r"midlayer\.|layers\.\d+\.hidden_norm\.|fc_norm\.|aux_norm_|d2t$|t2d$"):
             return True
         # Attention that reads embedding and state side by side.
@@ -229,6 +248,13 @@ class HeadFormat(ABC):
         Returns: for every probe the logits [T-1, V] of the first and of further drafted tokens; row t of the first
             predicts token t + 2. Of an acceptance head, P(accept) [N].
         """
+
+    def readings(self, config: Any, num_layers: int) -> Iterator[tuple[str, Any]]:
+        """Yield what the config of a head may wrongly say in silence: a name, and the config as it was meant.
+
+        num_layers: of the model whose hidden states it reads.
+        """
+        return iter(())
 
     def check(self, config: Any) -> None:  # noqa: B027 (a format may hold every head)
         """Raise InputError if the format cannot hold a head of these settings."""

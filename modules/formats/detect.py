@@ -33,7 +33,7 @@ def detect(foreign: ForeignHead) -> HeadFormat:
 def named_format(name: str, foreign: ForeignHead) -> HeadFormat:
     """Return the format of this name for the kind of head in a directory, however badly it is written."""
     candidates = [format for (known, _), format in formats().items() if known == name]
-    kind = "eagle3" if foreign.eagle3 else "eagle"
+    kind = foreign.block or ("eagle3" if foreign.eagle3 else "eagle")
     return next((format for format in candidates if format.kind == kind), candidates[0])
 
 
@@ -54,13 +54,15 @@ def unsupported(foreign: ForeignHead) -> Iterator[tuple[str, bool, str]]:
     remedy = "It needs no import: pass it with --draft or --acceptance, or write it for others with draftsmith export."
     yield "one of draftsmith's own heads", own, remedy
     speculators = config.get("speculators_model_type", "eagle3" if "speculators_config" not in config else None)
-    yield "a head of speculators that is no EAGLE-3 head", speculators != "eagle3", NOT_YET
+    unread = speculators not in ("eagle3", "dflash", "dspark")
+    yield "a head of speculators of a kind that is not read", unread, NOT_YET
     yield "Medusa heads with the whole model around them", foreign.has(r"medusa_head\."), NOT_YET
     hydra = "hydra_head_arch" in config or foreign.has(r"hydra_mlp\.|input_embed_fn\.")
     yield "Hydra heads", hydra, "Train one for this target: draftsmith train hydra."
-    # One norm of all features, beside the layers; EAGLE-3 has it inside its first layer.
-    parallel = "hidden_norm.weight" in foreign.bare or any(word in name for word in ("dflash", "dspark", "peagle"))
-    yield "a head that drafts several tokens at once (DFlash, P-EAGLE)", parallel, NOT_YET
+    yield "a head that drafts several tokens at once (P-EAGLE)", "peagle" in name, NOT_YET
+    conv = foreign.has(r"candidate_selector\.|selector_hidden\.|.*conv_(base|proj)")
+    other = any(word in name for word in ("dflash", "dspark")) and not foreign.block
+    yield "a block drafter whose layers are not Qwen3's", other or (conv and bool(foreign.block)), NOT_YET
     yield "a causal language model", causal_lm(foreign), "A whole model drafts as it is: pass it with --draft."
     quantised = foreign.has(r".*\.(qweight|qzeros|weight_scale|weight_packed|SCB)$")
     yield "quantised weights", quantised, "Import the directory that they were made from."

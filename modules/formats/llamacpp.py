@@ -80,13 +80,18 @@ class LlamaCppEagle3(Eagle3Format):
             raise InputError("layers", list(config.capture), f"{NUM_STATES} layers, as llama.cpp reads", RETRAIN)
 
     def problems(self, raw: Mapping[str, Any], target: TargetFacts | None) -> list[Problem]:
-        kind = None if target is None else target.raw.get("model_type")
-        if kind is None or kind in TARGETS:
-            return []
-        return [Problem("target", f"llama.cpp aborts: its {kind} graphs do not give the states of their layers")]
+        return target_problems(target)
 
     def serve(self, served: Served) -> str:
         return command(served, "draft-eagle3")
+
+
+def target_problems(target: TargetFacts | None) -> list[Problem]:
+    """Return the problem of a target whose states llama.cpp does not give to a head."""
+    kind = None if target is None else target.raw.get("model_type")
+    if kind is None or kind in TARGETS:
+        return []
+    return [Problem("target", f"llama.cpp aborts: its {kind} graphs do not give the states of their layers")]
 
 
 def command(served: Served, kind: str) -> str:
@@ -126,12 +131,8 @@ def from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Pac
         InputError: metadata are missing.
     """
 
-    def setting(name: str) -> Any:
-        if (value := metadata.get(f"{ARCHITECTURE}.{name}")) is None:
-            raise InputError("directory", f"a GGUF file without {ARCHITECTURE}.{name}", "it", "Export the head again.")
-        return value
-
-    heads = {"q_proj": setting("attention.head_count"), "k_proj": setting("attention.head_count_kv")}
+    config = read_fields(ARCHITECTURE, metadata, tensors)
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     ours = {theirs: name for name, theirs in NAMES.items()}
     package: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -141,24 +142,50 @@ def from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Pac
             known = ours.get(name, name)
             part = known.split(".")[-2] if "." in known else ""
             package[known] = to_halves(tensor, heads[part]) if part in heads else tensor
-    config: dict[str, Any] = {
-        "gguf": ARCHITECTURE,
-        "vocab_size": metadata.get(f"{ARCHITECTURE}.vocab_size") or len(metadata["tokenizer.ggml.tokens"]),
-        "draft_vocab_size": len(tensors["output.weight"]) if "output.weight" in tensors else None,
-        "hidden_size": setting("embedding_length"),
-        "intermediate_size": setting("feed_forward_length"),
-        "num_hidden_layers": setting("block_count"),
-        "num_attention_heads": setting("attention.head_count"),
-        "num_key_value_heads": setting("attention.head_count_kv"),
-        "head_dim": setting("attention.key_length"),
-        "max_position_embeddings": setting("context_length"),
-        "rms_norm_eps": shortest(setting("attention.layer_norm_rms_epsilon")),
-        "rope_parameters": {"rope_type": "default", "rope_theta": shortest(setting("rope.freq_base"))},
-        IDS: [int(number) for number in setting("target_layers")],
+    config |= {
+        IDS: [int(number) for number in required(ARCHITECTURE, metadata, "target_layers")],
         "norm_before_residual": bool(metadata.get(f"{ARCHITECTURE}.norm_before_residual")),
         "norm_before_fc": bool(metadata.get(f"{ARCHITECTURE}.norm_before_fc")),
     }
-    config = {name: value for name, value in config.items() if value is not None}
-    plain = llama_config(config, transformers_rope(config))
-    config["rope_parameters"] = read_rope(plain, metadata, ARCHITECTURE, tensors.get("rope_freqs.weight"))
     return Package(config, package)
+
+
+def required(architecture: str, metadata: Mapping[str, Any], name: str) -> Any:
+    """Return a setting of a head's GGUF file.
+
+    Raises:
+        InputError: it is missing.
+    """
+    if (value := metadata.get(f"{architecture}.{name}")) is None:
+        raise InputError("directory", f"a GGUF file without {architecture}.{name}", "it", "Export the head again.")
+    return value
+
+
+def read_fields(architecture: str, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the sizes and rotary settings of a head's GGUF file as fields of `config.json`.
+
+    Raises:
+        InputError: metadata are missing.
+    """
+    names = {
+        "hidden_size": "embedding_length",
+        "intermediate_size": "feed_forward_length",
+        "num_hidden_layers": "block_count",
+        "num_attention_heads": "attention.head_count",
+        "num_key_value_heads": "attention.head_count_kv",
+        "head_dim": "attention.key_length",
+        "max_position_embeddings": "context_length",
+    }
+    base = shortest(required(architecture, metadata, "rope.freq_base"))
+    config: dict[str, Any] = {
+        "gguf": architecture,
+        "vocab_size": metadata.get(f"{architecture}.vocab_size") or len(metadata["tokenizer.ggml.tokens"]),
+        **{field: required(architecture, metadata, name) for field, name in names.items()},
+        "rms_norm_eps": shortest(required(architecture, metadata, "attention.layer_norm_rms_epsilon")),
+        "rope_parameters": {"rope_type": "default", "rope_theta": base},
+    }
+    if "output.weight" in tensors:
+        config["draft_vocab_size"] = len(tensors["output.weight"])
+    plain = llama_config(config, transformers_rope(config))
+    config["rope_parameters"] = read_rope(plain, metadata, architecture, tensors.get("rope_freqs.weight"))
+    return config

@@ -113,7 +113,9 @@ REFUSED = [
     ("a head of speculators", speculators("peagle"), AS_LAYERS),
     ("a head of speculators", {"speculators_config": {}}, AS_LAYERS),
     ("a head that drafts several tokens at once", of("PEagleDraftModel"), AS_LAYERS),
-    ("a head that drafts several tokens at once", {}, DFLASH),
+    ("a block drafter whose layers are not Qwen3's",
+        of("DFlash2DraftModel"), DFLASH | {"candidate_selector.hidden.weight": (H, H)},
+    ),
     ("Medusa heads with the whole model",
         of("MistralForCausalLM") | MEDUSA, LM | {f"medusa_head.{name}": shape for name, shape in MEDUSA_1.items()},
     ),
@@ -142,6 +144,22 @@ EAGLE_3_READ = [
     ("vllm", of("LlamaEagle3DraftModel"), {f"model.{n}": s for n, s in AS_LAYERS.items()}),
     ("speculators", speculators("eagle3"), AS_LAYERS | {"embed_tokens.weight": (V, H)}),
 ]
+
+BLOCKS_READ = [
+    ("vllm", "dflash", {}, DFLASH),
+    ("vllm", "dflash", of("DFlashDraftModel"), DFLASH),
+    ("vllm", "dflash", of("Qwen3DFlashDraftModel"), {f"model.{n}": s for n, s in DFLASH.items()}),
+    ("vllm", "dspark", of("Qwen3DSparkModel"), DFLASH | {"markov_head.markov_w1.weight": (V, 4)}),
+    ("vllm", "dspark", of("Qwen3DSparkModel") | {"markov_rank": 4}, DFLASH),  # that lost its Markov head
+    ("speculators", "dflash", speculators("dflash"), DFLASH),
+    ("modelopt", "dspark", of("DFlashDraftModel"), DFLASH | {"markov_w1.weight": (V, 4)}),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "config", "shapes"), BLOCKS_READ)
+def test_the_producer_of_a_block_drafter_is_recognised(name, kind, config, shapes):
+    format = detect(ForeignHead(config, shapes))
+    assert (format.name, format.kind) == (name, kind)
 
 
 @pytest.mark.parametrize("case", READ)

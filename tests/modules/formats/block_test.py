@@ -1,0 +1,302 @@
+"""DFlash and DSpark heads in other systems' directories: round trips, trainers' spellings, and planted defects."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import Any
+
+import pytest
+import torch
+from foreign_heads import CONTEXT, LLAMA3, TARGET, H, V, changed, facts, llama
+from plain_block import PlainBlock
+
+from draftsmith.data.heads.directory import build_head, stored_tensors
+from draftsmith.modules.drafters import head_class
+from draftsmith.modules.drafters.block.net import BlockConfig, layers_like
+from draftsmith.modules.formats import formats, llamacpp_block
+from draftsmith.modules.formats.base import ForeignHead, HeadTrial, ImportedHead, Package, Probe, Served
+from draftsmith.modules.formats.block import KINDS
+from draftsmith.modules.formats.detect import detect, named_format
+from draftsmith.modules.types import InputError
+
+SERVERS = ("vllm", "sglang", "speculators")
+CAPTURE, OUTPUTS, SLOTS, MASK = (2, 5, 9), [1, 4, 8], 4, 17
+# Kind and shape -> the systems that hold it.
+HELD: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "dflash": ("dflash", {"layout": "fill-in"}, (*SERVERS, "llamacpp")),
+    "windowed": ("dflash", {"layout": "fill-in", "window": 6}, (*SERVERS, "llamacpp")),
+    "dspark": ("dspark", {"markov_rank": 3, "confidence": True}, (*SERVERS, "llamacpp")),
+    "unsure": ("dspark", {"markov_rank": 3, "rope": LLAMA3}, SERVERS),
+    "filling": ("dspark", {"markov_rank": 3, "confidence": True, "layout": "fill-in"}, (*SERVERS, "llamacpp")),
+    "gated": ("dspark", {"markov_rank": 3, "confidence": True, "markov_type": "gated"}, ("sglang", "speculators")),
+    "rnn": ("dspark", {"markov_rank": 3, "markov_type": "rnn"}, ("sglang", "speculators")),
+}
+CASES = [(case, name) for case, (_, _, names) in HELD.items() for name in names]
+
+
+def random_block(case: str = "dspark", **changes: Any) -> Any:
+    """Return a head whose parameters are all random."""
+    kind, shape, _ = HELD[case]
+    shape = {**shape, **changes}
+    window, rope = shape.pop("window", None), shape.pop("rope", None)
+    layers = layers_like(llama(**({} if rope is None else {"rope_scaling": rope})), 2)
+    torch.manual_seed(4)
+    fields = {**vars(layers), "sliding_window": window}
+    head = head_class(kind)(BlockConfig(type(layers)(**fields), CAPTURE, SLOTS, MASK, **shape)).requires_grad_(False)
+    for weight in head.parameters():
+        weight.normal_(std=0.4)
+    return head
+
+
+def written(name: str, case: str = "dspark", dtype: torch.dtype = torch.float32, **changes: Any) -> Package:
+    head = random_block(case, **changes).to(dtype)
+    return formats()[name, head.kind].write(head.config, stored_tensors(head), dtype, TARGET)
+
+
+def where(imported: ImportedHead) -> list[str]:
+    return [problem.where for problem in imported.problems]
+
+
+def assert_same(imported: ImportedHead, head: Any) -> None:
+    assert imported.config == head.config and imported.problems == ()
+    again = stored_tensors(build_head(head.kind, imported.config, imported.state))
+    assert again.keys() == stored_tensors(head).keys()
+    for key, tensor in stored_tensors(head).items():
+        assert again[key].dtype == tensor.dtype and torch.equal(again[key], tensor), key
+
+
+@pytest.mark.parametrize(("case", "name"), CASES)
+def test_a_head_comes_back_bit_by_bit(case, name):
+    for dtype in (torch.float32, torch.bfloat16):
+        head, package = random_block(case).to(dtype), written(name, case, dtype)
+        if name == "llamacpp":
+            package = llamacpp_block.from_gguf(*llamacpp_block.to_gguf(package))
+        assert_same(formats()[name, head.kind].read(package, TARGET), head)
+        found = detect(ForeignHead.of(package))
+        assert (found.name, found.kind) == ("vllm" if name == "sglang" else name, head.kind)
+
+
+@pytest.mark.parametrize("case", HELD)
+def test_a_block_of_a_text_is_that_of_a_plain_implementation(case):
+    head = random_block(case)
+    torch.manual_seed(7)
+    ids, states = torch.randint(V, (7,)), torch.randn(7, len(CAPTURE), H)
+    probe = Probe(ids, 2, ids, torch.zeros(7, H), dict(zip(CAPTURE, states.unbind(1), strict=True)))
+    first, *_, odds = formats()["sglang", head.kind].forward(head, HeadTrial(TARGET, [probe]))[0]
+    assert len(first) == len(ids) - 1
+    if head.config.llama.sliding_window is not None:
+        return  # which the plain one does not have
+    plain = PlainBlock(head.state_dict(), head.config, TARGET.embed_tokens, TARGET.lm_head)
+    for anchor in (1, 4, 6):
+        expected, sure, _ = plain.draft(int(ids[anchor]), states[:anchor].flatten(1), head.config.drafts)
+        torch.testing.assert_close(first[anchor - 1].double(), expected[0], rtol=0, atol=2e-4)
+        if head.config.confidence:
+            torch.testing.assert_close(odds[anchor - 1, 0].double(), sure[0], rtol=0, atol=2e-4)
+
+
+def test_config_json_is_what_servers_read():
+    """Names of DeepSpec and z-lab: layers are numbered by their outputs, and no switch is left to a default."""
+    config = written("vllm").config
+    wanted = {
+        "architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", "block_size": SLOTS, "mask_token_id": MASK,
+        "target_layer_ids": OUTPUTS, "num_target_layers": 12, "sample_from_anchor": True, "markov_rank": 3,
+        "markov_head_type": "vanilla", "enable_confidence_head": True, "confidence_head_with_markov": True,
+        "layer_types": ["full_attention"] * 2, "attention_bias": False, "tie_word_embeddings": False,
+    }  # fmt: skip
+    assert {name: config[name] for name in wanted} == wanted
+    assert written("sglang").config == config
+    config = written("vllm", "dflash").config
+    assert config["architectures"] == ["DFlashDraftModel"] and config["sample_from_anchor"] is False
+    assert config["dflash_config"] == {"mask_token_id": MASK, "target_layer_ids": OUTPUTS}
+    assert not {"markov_rank", "enable_confidence_head", "mask_token_id"} & config.keys()
+    config = written("vllm", "unsure").config
+    assert config["enable_confidence_head"] is False and config["confidence_head_with_markov"] is False
+    config = written("speculators").config
+    assert config["aux_hidden_state_layer_ids"] == list(CAPTURE) and config["sample_from_anchor"] is True
+    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == SLOTS
+    assert not {"embed_tokens.weight", "lm_head.weight"} & written("speculators").tensors.keys()
+
+
+REFUSED = [
+    ("gated", {}, "markov_type: found gated, expected vanilla: vLLM computes no other.*--markov-type", ("vllm",)),
+    ("rnn", {}, "markov_type: found rnn", ("vllm", "llamacpp")),
+    ("dspark", {"markov_rank": 0, "confidence": False}, "markov_rank: found 0.*refuses DSpark without", SERVERS),
+    ("dflash", {"layout": "anchor-first"}, "layout: found anchor-first, expected fill-in", (*SERVERS, "llamacpp")),
+    ("dflash", {"markov_rank": 2}, "markov_rank, confidence: found 2.*train dspark", SERVERS),
+]
+
+
+@pytest.mark.parametrize(("case", "changes", "reason", "names"), REFUSED)
+def test_a_head_that_a_system_does_not_serve_is_refused_in_one_line(case, changes, reason, names):
+    for name in names:
+        with pytest.raises(InputError, match=reason) as error:
+            written(name, case, **changes)
+        assert "\n" not in str(error.value)
+
+
+def deepspec(case: str, tensors: dict[str, Any] | None = None, **config: Any) -> Package:
+    """As DeepSpec saves: the target's config with more fields and without a layout, and the target's tables."""
+    head = random_block(case)
+    fields = {
+        **written("sglang", "dspark").config, "num_anchors": 512, "sample_from_anchor": ...,
+        "markov_rank": head.config.markov_rank, "enable_confidence_head": head.config.confidence,
+        "rope_theta": 5000.0, **config,
+    }  # fmt: skip
+    tables = {"embed_tokens.weight": TARGET.embed_tokens, "lm_head.weight": TARGET.lm_head}
+    return changed(Package({}, stored_tensors(head)), fields, tables | (tensors or {}))
+
+
+def test_every_trainers_spelling_is_the_same_head():
+    head, plain = random_block(), written("vllm")
+    inner = ("mask_token_id", "target_layer_ids", "markov_rank", "markov_head_type", "enable_confidence_head",
+             "confidence_head_with_markov")  # fmt: skip
+    nested = {name: plain.config[name] for name in inner}
+    removed = dict.fromkeys((*inner, "sample_from_anchor"), ...)
+    flat = {name.replace("markov_head.", "").replace("confidence_head.proj", "confidence_proj"): tensor
+            for name, tensor in plain.tensors.items()}  # fmt: skip
+    modelopt = {"shift_label": True, "projector_type": "dspark", "use_confidence_head": True, **nested}
+    del modelopt["enable_confidence_head"], modelopt["confidence_head_with_markov"]
+    packages = {
+        "deepspec": deepspec("dspark"),
+        "specforge": changed(plain, {**removed, "architectures": ["DSparkDraftModel"], "dflash_config": nested}),
+        "modelopt": Package(
+            changed(plain, {**removed, "architectures": ["DFlashDraftModel"], "dflash_config": modelopt}).config, flat
+        ),
+    }  # fmt: skip
+    for name, package in packages.items():
+        format = detect(ForeignHead.of(package))
+        assert (format.name, format.kind) == (name, "dspark")
+        assert_same(format.read(package, TARGET), head)
+    # No server knows ModelOpt's names.
+    assert "markov_w1.weight" in where(formats()["vllm", "dspark"].read(packages["modelopt"], TARGET))
+
+
+def test_deepspecs_dflash_is_anchor_first_and_no_server_takes_it():
+    package = deepspec("dflash")
+    format = detect(ForeignHead.of(package))
+    assert (format.name, format.kind) == ("deepspec", "dflash")
+    assert format.read(package, TARGET).config == random_block("dflash", layout="anchor-first").config
+    assert where(formats()["vllm", "dflash"].read(package, TARGET)) == ["architectures"]
+    with pytest.raises(InputError, match="layout: found anchor-first"):
+        formats()["vllm", "dflash"].check(format.read(package, TARGET).config)
+
+
+def test_a_confidence_head_that_reads_the_state_alone_is_given_zeros():
+    weight = written("sglang").tensors["confidence_head.proj.weight"]
+    package = changed(
+        written("sglang"), {"confidence_head_with_markov": False}, {"confidence_head.proj.weight": weight[:, :H]}
+    )
+    imported = formats()["sglang", "dspark"].read(package, TARGET)
+    got = imported.state["confidence_head.proj.weight"]
+    assert torch.equal(got[:, :H], weight[:, :H]) and not got[:, H:].any() and imported.notes
+
+
+# Case, edit of config and tensors, problem of each system.
+DEFECTS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, list[str]]]] = {
+    "confidence unsaid": ("dspark", {"enable_confidence_head": ...}, {},
+                          {"vllm": ["enable_confidence_head"], "sglang": []}),
+    "no Markov type": ("dspark", {"markov_head_type": ...}, {}, {"vllm": [], "sglang": ["markov_head_type"]}),
+    "another class": ("dflash", {"architectures": ["Qwen3DFlashDraftModel"]}, {},
+                      {"vllm": ["architectures"], "sglang": ["architectures"]}),
+    "llama": ("dflash", {"model_type": "llama"}, {}, {"vllm": ["model_type"], "sglang": ["model_type"]}),
+    "sampled from the anchor": ("dflash", {"sample_from_anchor": True}, {}, {"vllm": ["layout"], "sglang": ["layout"]}),
+    "gated": ("gated", {}, {}, {"vllm": ["markov_type"], "sglang": []}),
+    "prefix": ("dflash", {}, {"model.fc.weight": "fc.weight"}, {"vllm": ["model."], "sglang": ["model."]}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_a_directory_that_a_system_reads_in_another_way_has_a_problem(name):
+    case, config, tensors, expected = DEFECTS[name]
+    plain = written("sglang", case)
+    moved = {new: plain.tensors[old] for new, old in tensors.items()} | dict.fromkeys(tensors.values())
+    for system, problems in expected.items():
+        package = changed(plain, config, moved)
+        assert where(formats()[system, HELD[case][0]].read(package, TARGET)) == problems, system
+
+
+def test_silent_traps_are_other_heads():
+    """Nothing in such a directory says that it is wrong: the record of an export, or its head, does."""
+    read = {name: formats()[name, "dspark"].read for name in SERVERS}
+    assert read["vllm"](changed(written("vllm"), {"sample_from_anchor": False}), TARGET).config.layout == "fill-in"
+    late = changed(written("vllm"), {"target_layer_ids": [2, 5, 9]})
+    assert read["vllm"](late, TARGET).config.capture == (3, 6, 10)
+    assert read["vllm"](changed(written("vllm"), {"mask_token_id": 0}), TARGET).config.mask_token == 0
+    # Without the flag a directory of speculators is two heads.
+    unsaid = changed(written("speculators"), {"sample_from_anchor": ...})
+    assert read["speculators"](unsaid, TARGET).config.layout == "anchor-first"
+    assert read["vllm"](unsaid, TARGET).config.layout == "fill-in"
+
+
+TABLE = torch.zeros(V, H)
+UNREADABLE = [
+    ("dspark", {}, {"layers.1.self_attn.q_norm.weight": None}, "layers.1.self_attn.q_norm.weight is missing"),
+    ("dspark", {}, {"hidden_norm.weight": None}, "hidden_norm.weight is missing"),
+    ("dspark", {}, {"markov_head.markov_w2.weight": None}, "markov_head.markov_w2.weight is missing"),
+    ("dspark", {}, {"confidence_head.proj.weight": None, "confidence_head.proj.bias": None}, "proj.bias is missing"),
+    ("dspark", {"target_layer_ids": [1, 4]}, {}, r"target_layer_ids: found \[1, 4\], expected 3 distinct"),
+    ("dspark", {"target_layer_ids": [1, 4, 11]}, {}, r"outputs of layers below 11"),
+    ("dspark", {"mask_token_id": V}, {}, "mask_token_id: found 20, expected a token of the target's 20"),
+    ("dspark", {"draft_vocab_size": 8}, {}, "draft_vocab_size: found 8.*truncated vocabulary"),
+    ("dspark", {"markov_head_type": "cond"}, {}, "markov_type: found 'cond'"),
+    ("dspark", {"layer_types": ["full_attention", "sliding_attention"]}, {}, "layer_types.*layers of one kind"),
+    ("dspark", {"is_causal": True}, {}, "is_causal: found True, expected false, as in layers without a window"),
+    ("windowed", {"is_causal": False}, {}, "is_causal: found False, expected true"),
+    ("dspark", {"is_neox_style": False}, {}, "is_neox_style"),
+    ("dspark", {}, {"lm_head.weight": TABLE}, "lm_head.weight: found one that differs from the target's"),
+    ("dspark", {}, {"embed_tokens.weight": TABLE}, "an embedding that differs from the target's"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "config", "tensors", "words"), UNREADABLE)
+def test_a_head_that_ours_cannot_be_is_refused_in_one_line(case, config, tensors, words):
+    with pytest.raises(InputError, match=words) as error:
+        formats()["sglang", HELD[case][0]].read(changed(written("sglang", case), config, tensors), TARGET)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["Gemma4DSparkModel", "DeepseekV4DSparkModel"])
+def test_layers_of_other_families_are_named(name):
+    with pytest.raises(InputError, match="a block drafter whose layers are not Qwen3's"):
+        detect(ForeignHead.of(changed(written("vllm"), {"architectures": [name]})))
+
+
+def test_a_format_is_named_for_the_kind_of_head():
+    for case in ("dflash", "dspark"):
+        foreign = ForeignHead.of(written("vllm", case))
+        assert all(named_format(name, foreign).kind == case for name in (*SERVERS, "deepspec"))
+
+
+def test_what_llamacpp_reads():
+    """src/models/dflash.cpp: layers by the states before them, rotary halves as they are, the mask token's own key."""
+    package = written("llamacpp", "windowed")
+    metadata, tensors = llamacpp_block.to_gguf(package)
+    assert metadata["dflash.target_layers"] == list(CAPTURE) and metadata["dflash.block_size"] == SLOTS
+    assert metadata["tokenizer.ggml.mask_token_id"] == MASK and metadata["dflash.attention.causal"] is True
+    assert metadata["dflash.context_length"] == CONTEXT
+    assert torch.equal(tensors["blk.1.attn_q.weight"], package.tensors["layers.1.self_attn.q_proj.weight"])
+    metadata, tensors = llamacpp_block.to_gguf(written("llamacpp"))
+    assert metadata["dflash.sample_from_anchor"] is True and metadata["dflash.has_confidence_head"] is True
+    assert {"markov_w1.weight", "markov_w2.weight", "conf_proj.weight", "conf_proj.bias", "enc.output_norm.weight"} < {
+        *tensors
+    }
+    assert not {"token_embd.weight", "output.weight"} & tensors.keys()
+    unheard = {**metadata, "dflash.has_confidence_head": False}
+    read = formats()["llamacpp", "dspark"].read
+    assert where(read(llamacpp_block.from_gguf(unheard, tensors), TARGET)) == ["enable_confidence_head"]
+    package = llamacpp_block.from_gguf(metadata, tensors)
+    assert where(read(package, facts(model_type="qwen2", num_hidden_layers=12))) == ["target"]
+
+
+def test_the_serving_commands():
+    served = Served("org/target", "my heads/one", 4)
+    for kind in KINDS:
+        for name in ("vllm", "speculators"):
+            words = shlex.split(formats()[name, kind].serve(served))
+            assert json.loads(words[-1]) == {"method": kind, "model": "my heads/one", "num_speculative_tokens": 4}
+        words = shlex.split(formats()["sglang", kind].serve(served))
+        assert words[words.index("--speculative-algorithm") + 1] == kind.upper()
+        assert words[-2:] == ["--speculative-num-draft-tokens", "5"] and "--speculative-eagle-topk" not in words
+        words = shlex.split(formats()["llamacpp", kind].serve(served))
+        assert words[words.index("--spec-type") + 1] == f"draft-{kind}"
