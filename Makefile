@@ -25,7 +25,7 @@ ENGINE_ENVS := .engines
 
 help:
 	@echo "make demo     set up .venv and run the whole pipeline on the embedded models"
-	@echo "make laptop   a head for SmolLM2-135M from nothing, measured and checked in llama.cpp: 45 minutes (LAPTOP_ARGS='--target MODEL.gguf')"
+	@echo "make laptop   a head for SmolLM2-135M from nothing, measured and checked in llama.cpp: 37 minutes (LAPTOP_ARGS='--target MODEL.gguf')"
 	@echo "make test     set up .venv with the dev extra and run the tests (PYTEST_ARGS='-m \"not slow\"')"
 	@echo "make test-cluster  the launchers on a real SLURM of two nodes, here (installs Debian's slurm-wlm and munge)"
 	@echo "make test-gpu, make gpu-report  on a machine with a GPU, without setup and network (GPU_PYTHON=python3 GPU_WHEELS=DIR)"
