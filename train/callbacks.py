@@ -138,7 +138,7 @@ class BetweenSteps(pl.Callback):
         monitor, sign = module.monitor, 1 if module.larger_is_better else -1
         if self.probe is not None:
             monitor, sign = self.probe.monitor, 1
-        if monitor in metrics and (not self.best or sign * metrics[monitor] > sign * self.best[monitor]):
+        if monitor in metrics and (not self.best or sign * metrics[monitor] >= sign * self.best[monitor]):
             best = {**metrics, "step": float(step)}
             if not self._save_head(trainer, head, "best", step, metrics):
                 self.best = best

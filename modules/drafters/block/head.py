@@ -60,6 +60,8 @@ class BlockSettings:
         confidence: Train a confidence head, by which servers cut drafts short.
         confidence_label: What it learns: the probability that a drawn token is accepted (overlap, as published), or
             whether the draft's first choice is the target's, which greedy servers such as llama.cpp accept (match).
+        only_confidence: Train nothing but the confidence head, of a head given as --init: for another kind of text, or
+            another server's rule. What the head drafts stays the same.
         anchors: Most blocks of a text in a step, at places drawn anew in every epoch.
         ce_weight: Loss weight of the cross-entropy with the text's tokens.
         l1_weight: Loss weight of the distance between the distributions, twice their total variation.
@@ -77,6 +79,7 @@ class BlockSettings:
     markov_type: MarkovType = "vanilla"
     confidence: bool = True
     confidence_label: Literal["overlap", "match"] = "overlap"
+    only_confidence: bool = False
     anchors: int = 512
     ce_weight: float = 0.1
     l1_weight: float = 0.9
@@ -96,6 +99,8 @@ class BlockSettings:
             raise InputError("confidence_weight", self.confidence_weight, "0 or more", "Change it.")
         if not self.decay > 0:
             raise InputError("decay", self.decay, "a number above 0", "Change it.")
+        if self.only_confidence and getattr(self, "init", "") == "random":
+            raise InputError("only_confidence", "true of a new head", "a head given as --init", "Pass --init.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,6 +231,13 @@ class BlockHead(BlockNet):
         cls.check_kept("layers", settings.layers or None, config.capture)
         cls.check_kept("num_layers", settings.num_layers, config.llama.num_layers)
         cls.check_kept("mask_token", settings.mask_token, config.mask_token)
+
+    def freeze(self, settings: Any) -> None:
+        if settings.only_confidence:
+            if self.confidence_head is None:
+                raise InputError("only_confidence", "a head without one", "a confidence head", "Leave it out.")
+            self.requires_grad_(False)
+            self.confidence_head.requires_grad_(True)
 
     # -- loss
 

@@ -276,3 +276,22 @@ UNSPLIT = ("lengths", "scale")
 def test_the_layers_read_by_default_are_everybodys(layers, wanted):
     """z-lab's rule for Qwen3-8B, Qwen3-0.6B and SmolLM2-135M, which numbers outputs."""
     assert default_layers(layers, 5) == tuple(number + 1 for number in wanted)
+
+
+def test_a_confidence_head_is_trained_alone(target):
+    drafter = head_class("dspark")
+    settings = drafter.Settings(layers=(1, 3), mask_token=MASK, only_confidence=True, confidence_label="match")
+    head = drafter(drafter.new_config(settings, target.config)).double()
+    head.freeze(settings)
+    before = {name: tensor.clone() for name, tensor in head.state_dict().items()}
+    optimizer = torch.optim.AdamW([weight for weight in head.parameters() if weight.requires_grad], 1e-2)
+    step, losses = TrainStep(0, 1, (11, 8), (1, 2)), []
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss = head.loss(batch_of(head, target), target, settings, step)
+        loss.loss.backward()
+        optimizer.step()
+        losses.append(float(loss.sums["confidence_loss"] / loss.counts["confidence_loss"]))
+    assert losses[-1] < 0.9 * losses[0]
+    changed = {name for name, tensor in head.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed == {"confidence_head.proj.weight", "confidence_head.proj.bias"}
