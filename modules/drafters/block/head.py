@@ -34,6 +34,7 @@ from draftsmith.modules.drafters.eagle3.head import layers_of
 from draftsmith.modules.drafters.growth import DynamicTree
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.transfer import to_device
 from draftsmith.modules.types import FeatureBatch, InputError, LossOutput, at_least
 
 # Layers of the target that are read by default, as in every published head; fewer of a target of fewer than eight.
@@ -130,8 +131,8 @@ class DFlashSettings(BlockSettings):
 class Blocks:
     """Blocks of a `FeatureBatch` whose tokens and features are laid out flat, [N].
 
-    documents: blocks of each document that has any. anchors: [M], their flat places. counted: [M, n] bool, token j of
-    the block lies in the answer, and so do all before it.
+    documents: blocks of each document that has any. On the host, so that no device is waited for: anchors [M], their
+    flat places; counted [M, n] bool, token j of the block lies in the answer, and so do all before it.
     """
 
     documents: tuple[DocumentBlocks, ...]
@@ -155,13 +156,12 @@ class Blocks:
             window = F.pad(loss_mask[start : start + length], (0, drafts)).unfold(0, drafts, 1)  # [T + 1, n]
             counted.append(window[places + 1].long().cumprod(1).bool())
             anchors.append(places + start)
-            own = places.to(batch.input_ids.device)
-            documents.append(DocumentBlocks.of(start, own, config.slots(drafts), config.llama.sliding_window))
+            own, last = to_device(places, batch.input_ids.device), int(places[-1])
+            documents.append(DocumentBlocks.of(start, own, config.slots(drafts), config.llama.sliding_window, last))
         if not documents:
             none = torch.zeros(0, dtype=torch.int64)
             return cls((), none, none.bool()[:, None].expand(0, drafts))
-        device = batch.input_ids.device
-        return cls(tuple(documents), torch.cat(anchors).to(device), torch.cat(counted).to(device))
+        return cls(tuple(documents), torch.cat(anchors), torch.cat(counted))
 
 
 def drafts_of(settings: BlockSettings, config: BlockConfig, step: TrainStep | None) -> int:
@@ -272,22 +272,26 @@ class BlockHead(BlockNet):
             return LossOutput(nothing, {"loss": zero}, {"loss": zero})
         ids, features = batch.input_ids.flatten(), batch.features.flatten(0, 1)
         drafts, size, device = blocks.counted.shape[1], config.hidden_size, ids.device
-        behind = blocks.anchors[:, None] + torch.arange(drafts, device=device)  # [M, n], flat place of token j - 1
-        behind = behind.clamp_max(len(ids) - 1)  # those do not count
+
+        # Predictions in the order of the text, because blocks overlap. `behind` is the flat place of token j - 1; those
+        # that leave the batch do not count.
+        behind = (blocks.anchors[:, None] + torch.arange(drafts)).clamp_max(len(ids) - 1)  # [M, n]
+        block, token = blocks.counted.nonzero().unbind(1)  # [N]
+        order = behind[block, token].argsort(stable=True)
+        block, token = block[order], token[order]
+        positions, position = behind[block, token].unique_consecutive(return_inverse=True)
+        anchors, behind, block, token, positions, counted = (
+            to_device(part, device) for part in (blocks.anchors, behind, block, token, positions, blocks.counted)
+        )
 
         # One pass over all blocks.
-        slots = ids.new_full((len(blocks.anchors), config.slots(drafts)), config.mask_token)
-        slots[:, 0] = ids[blocks.anchors]
+        slots = ids.new_full((len(anchors), config.slots(drafts)), config.mask_token)
+        slots[:, 0] = ids[anchors]
         hidden = self(target.embed(slots).to(dtype), features[:, :-size].to(dtype), blocks.documents)
         hidden = hidden[:, config.first_slot :]  # [M, n, H]
         biases = None if self.markov_head is None else self.markov_head(hidden, ids[behind])  # [M, n, r]
 
-        # Predictions in the order of the text, because blocks overlap.
-        block, token = blocks.counted.nonzero().unbind(1)  # [N]
         places = behind[block, token]
-        order = places.argsort(stable=True)
-        block, token, places = block[order], token[order], places[order]
-        positions, position = places.unique_consecutive(return_inverse=True)
         wide = torch.promote_types(dtype, torch.float32)
         decay = torch.exp(-torch.arange(drafts, device=device, dtype=wide) / settings.decay)
         weights = (decay / decay.sum())[token]
@@ -305,30 +309,29 @@ class BlockHead(BlockNet):
             label = compared.accepted if settings.confidence_label == "overlap" else compared.right.to(wide)
             entropy = (weights * F.binary_cross_entropy_with_logits(logit, label, reduction="none")).sum()
             total = total + settings.confidence_weight * entropy
-            # How far the probability that a whole draft is accepted is off.
             sums["confidence_loss"] = entropy.detach()
 
         first = token == 0
         sums |= {
             "loss": total.detach(),
-            "top1": compared.right[first].sum(),
-            "accepted": compared.accepted[first].sum(),
+            "top1": (compared.right & first).sum(),
+            "accepted": (compared.accepted * first).sum(),
         }
         counts |= dict.fromkeys(sums, torch.full((), float(count), device=device))
         counts |= dict.fromkeys(("top1", "accepted"), first.sum())
         if step is None:
             values = {"accept": compared.accepted, "agreement": compared.right.to(wide)}
             for name, chances in values.items():
-                along = torch.zeros(blocks.counted.shape, dtype=wide, device=device)
+                along = torch.zeros(counted.shape, dtype=wide, device=device)
                 along[block, token] = chances
                 reached = along.cumprod(1)
-                before = F.pad(reached[:, :-1], (1, 0), value=1.0) * blocks.counted
+                before = F.pad(reached[:, :-1], (1, 0), value=1.0) * counted
                 names = [f"{name}_{j + 1}" for j in range(drafts)]
-                sums |= dict(zip(names, (reached * blocks.counted).sum(0).unbind(), strict=True))
+                sums |= dict(zip(names, (reached * counted).sum(0).unbind(), strict=True))
                 counts |= dict(zip(names, before.sum(0).unbind(), strict=True))
-                whole = blocks.counted.all(1)
+                whole = counted.all(1)
                 length = "chain_length" if name == "accept" else "chain_length_greedy"
-                sums[length], counts[length] = (1 + reached.sum(1))[whole].sum(), whole.sum()
+                sums[length], counts[length] = ((1 + reached.sum(1)) * whole).sum(), whole.sum()
         return LossOutput(total / max(count, 1), sums, counts)
 
     def confidence(self, hidden: Tensor, previous: Tensor) -> Tensor:

@@ -9,13 +9,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from draftsmith.modules.losses import LmHead, row_chunks, with_pull
+from draftsmith.modules.transfer import to_device
 
 
 class Predictions(NamedTuple):
     """N predictions of a block drafter, each of the token at one of P positions of the text.
 
-    hidden: [N, H], normed. biases: [N, r], the Markov head's z; None without one. position: [N] int64, ascending
-    numbers of the positions. labels: [N], the text's tokens there. weights: [N].
+    hidden: [N, H], normed. biases: [N, r], the Markov head's z; None without one. position: [N] int64 on the host, the
+    number of each one's position, ascending from 0 without gaps. labels: [N], the text's tokens there. weights: [N].
     """
 
     hidden: Tensor
@@ -76,8 +77,10 @@ class _Compare(torch.autograd.Function):
         to_w2 = torch.zeros_like(markov_w2, dtype=weights.dtype) if trained and markov_w2 is not None else None
         vocabulary = lm_head(wanted[:1]).shape[-1] if count else 1
         for part in row_chunks(count, vocabulary, hidden.device):
-            places, own = position[part].unique_consecutive(return_inverse=True)
-            target_logits = lm_head(wanted[places]).to(weights.dtype)
+            own = position[part]
+            begin, end = int(own[0]), int(own[-1]) + 1
+            own = to_device(own - begin, hidden.device)
+            target_logits = lm_head(wanted[begin:end]).to(weights.dtype)
             first = target_logits.argmax(-1)[own]
             p = target_logits.softmax(-1)[own]  # [C, V]
             logits, pull = with_pull(lm_head, hidden[part].to(wanted.dtype), trained)

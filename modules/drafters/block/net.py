@@ -152,13 +152,16 @@ class DocumentBlocks:
     visible: Tensor
 
     @classmethod
-    def of(cls, start: int, anchors: Tensor, slots: int, window: int | None = None) -> DocumentBlocks:
+    def of(
+        cls, start: int, anchors: Tensor, slots: int, window: int | None = None, length: int | None = None
+    ) -> DocumentBlocks:
         """Lay blocks of S slots at these anchors of the document that begins at `start`.
 
         window: most positions that a slot sees, itself included; with one, a block is causal (vLLM qwen3_dflash.py).
+        length: the last anchor, if the host knows it.
         """
         # The state of the anchor itself is not there yet when drafting.
-        length, device = int(anchors.max()), anchors.device
+        length, device = int(anchors.max()) if length is None else length, anchors.device
         block = torch.arange(len(anchors), device=device).repeat_interleave(slots)  # [M * S]
         slot = torch.arange(slots, device=device).repeat(len(anchors))
         context = torch.arange(length, device=device) < anchors[block][:, None]
