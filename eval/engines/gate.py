@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -67,7 +68,9 @@ class EngineCheckConfig(CheckConfig):
         split: Keep prompts of this split.
         limit: Number of prompts, from the start.
         max_new_tokens: Longest answer.
-        num_drafted: Drafted tokens per round; 0 means 5, or what a vLLM server drafts.
+        num_drafted: Drafted tokens per round; 0 means 5, of a block drafter all of a block, or what a vLLM server
+            drafts.
+        p_min: Confidence below which llama.cpp ends a draft of a DSpark head (--spec-draft-p-min).
     """
 
     engine: Literal["auto", "lean", "hf", "vllm", "llamacpp"] = "auto"  # type: ignore[assignment]  # more than Loading
@@ -78,10 +81,13 @@ class EngineCheckConfig(CheckConfig):
     limit: int = 12
     max_new_tokens: int = 96
     num_drafted: int = 0
+    p_min: float = 0.0
 
     def __post_init__(self) -> None:
         check_positive(self, "limit", "max_new_tokens")
-        check_not_negative(self, "num_drafted")
+        check_not_negative(self, "num_drafted", "p_min")
+        if self.p_min and self.engine != "llamacpp":
+            raise InputError("p_min", self.p_min, "--engine llamacpp, which cuts drafts by it", "Leave it out.")
 
     @property
     def loading(self) -> dict[str, Any]:
@@ -113,7 +119,8 @@ class ComparedPrompt:
 
     @property
     def same_counts(self) -> bool:
-        return self.theirs.counts == self.ours.counts
+        same_drafted = self.theirs.drafted in (None, self.ours.drafted)
+        return same_drafted and self.theirs.counts == self.ours.counts
 
 
 def run(config: EngineCheckConfig) -> int:
@@ -140,11 +147,12 @@ def run(config: EngineCheckConfig) -> int:
     target = load_lm(config.target, **config.loading)
     facts = facts_of(config.target, target)
     ours = our_drafter(config, target, facts)
+    check_served(config, ours)
 
     # The engine first: our chain has the length that the server drafts.
     connect = vllm_client if config.engine == "vllm" else llamacpp_client
     with connect(config, target, ours, prompts) as client:
-        chain = our_chain(config, target, client.num_drafted)
+        chain = our_chain(config, target, ours, client.num_drafted)
         check_room(config, chain, prompts, min(target.info.max_position, client.length or 2**62))
         log_note(f"{client.url}: asking {len(prompts)} prompts, each for at most {ANSWER_S:g} s")
         theirs = [client.answer(number, prompt.prompt_ids) for number, prompt in enumerate(prompts)]
@@ -233,7 +241,7 @@ def vllm_client(
             raise InputError("num_drafted", found, f"{client.num_drafted}, as the server drafts", "Leave it out.")
         yield client
         return
-    chain = our_chain(config, target)
+    chain = our_chain(config, target, ours)
     check_room(config, chain, prompts, target.info.max_position)
     directory = package_directory(str(config.directory)).absolute()
     served = Served(str(model_directory(config.target).absolute()), str(directory), chain.length)
@@ -253,7 +261,7 @@ def llamacpp_client(
     The server that is started reads copies of target and drafter in float32, in which both sides compute the same.
     """
     assert config.target is not None
-    chain = our_chain(config, target)
+    chain = our_chain(config, target, ours)
     if config.server is not None:
         yield GateClient(config.server, config.max_new_tokens, chain.length)
         return
@@ -269,10 +277,11 @@ def llamacpp_client(
         else:
             write_gguf_model(target_file, config.target)
         widen_gguf(drafter, drafter_file)
-        kind = "draft-simple" if ours.kind == MODEL else "draft-eagle3"
+        kind = "draft-simple" if ours.kind == MODEL else f"draft-{ours.kind}"
         models = ServedModels(target_file, drafter_file, kind)
         longest = max(chain.room(prompt.prompt_ids) for prompt in prompts) + chain.length
-        words = llamacpp_words(server_binary(config.engine_path), models, longest, chain.length, exact=True)
+        binary = server_binary(config.engine_path)
+        words = llamacpp_words(binary, models, longest, chain.length, config.p_min, exact=True)
         with running(words, {}) as url:
             yield GateClient(url, config.max_new_tokens, chain.length)
 
@@ -291,17 +300,34 @@ class GateClient(LlamaCppClient):
         reply = self.complete(prompt)
         accepted = [one.accepted for one in reply.rounds]
         by_place = (sum(count > place for count in accepted) for place in range(self.num_drafted))
-        return EngineAnswer(reply.tokens, (len(accepted), *by_place))
+        return EngineAnswer(reply.tokens, (len(accepted), *by_place), drafted=sum(one.drafted for one in reply.rounds))
 
     def templated(self, question: str) -> list[int]:
         """Return the token ids of a question by the server's own chat template and tokenizer."""
         return self.tokenize(self.apply_template(question))
 
 
-def our_chain(config: EngineCheckConfig, target: CausalLM, num_drafted: int = 0) -> OurChain:
+def our_chain(config: EngineCheckConfig, target: CausalLM, ours: OurDrafter, num_drafted: int = 0) -> OurChain:
     """Return our chain of the length that the engine drafts, with the engine's last draft."""
-    length = num_drafted or config.num_drafted or NUM_DRAFTED
-    return OurChain(target, length, config.max_new_tokens, whole=config.engine == "vllm")
+    length = num_drafted or config.num_drafted or getattr(ours.drafter.config, "drafts", NUM_DRAFTED)
+    return OurChain(target, length, config.max_new_tokens, config.engine == "vllm", config.p_min)
+
+
+def check_served(config: EngineCheckConfig, ours: OurDrafter) -> None:
+    """Raise InputError for a block drafter or a threshold that the engine does not serve."""
+    drafts = getattr(ours.drafter.config, "drafts", config.num_drafted)
+    if config.num_drafted > drafts:
+        found = f"{config.num_drafted} tokens a round"
+        raise InputError("num_drafted", found, f"at most {drafts}, as the head's blocks have", "Lower it.")
+    if config.p_min and not getattr(ours.drafter.config, "confidence", False):
+        found = f"{config.p_min:g} for a {ours.kind} drafter without confidences"
+        raise InputError("p_min", found, "a DSpark head with a confidence head", "Leave it out.")
+    if (config.engine, ours.kind, config.server) == ("vllm", "dspark", None):
+        words = [str(engine_python(config.engine_path)), "-c", "import triton"]
+        if subprocess.run(words, capture_output=True, check=False).returncode:
+            expected = "Triton, with which alone vLLM drafts as DSpark"
+            remedy = "Pass --server of a vLLM on a GPU, or check the head with --engine llamacpp."
+            raise InputError("engine", "a vLLM without Triton", expected, remedy)
 
 
 def check_room(config: EngineCheckConfig, chain: OurChain, prompts: Sequence[BenchPrompt], context: int) -> None:
@@ -382,6 +408,14 @@ def directory_differences(engine: str, ours: OurDrafter, facts: TargetFacts) -> 
     return "; ".join(f"{problem.where}: {problem.text}" for problem in problems[:4])
 
 
+def drafted_tokens(rows: Sequence[ComparedPrompt]) -> list[tuple[str, str, str]]:
+    """Return the line of drafted tokens, if the engine counts them."""
+    theirs, ours = ([row.theirs.drafted for row in rows], [row.ours.drafted for row in rows])
+    if None in theirs:
+        return []
+    return [("drafted tokens", f"{sum(map(int, theirs)):,}", f"{sum(map(int, ours)):,}")]
+
+
 def print_comparison(
     directory: str, engine: str, dtype: str, rows: Sequence[ComparedPrompt], located: Sequence[Located]
 ) -> None:
@@ -395,6 +429,7 @@ def print_comparison(
         ("prompts, greedy", str(len(rows)), f"{len(rows)}, {dtype}"),
         ("tokens", *(f"{count:,}" for count in num_tokens)),
         ("drafts", f"{theirs[0]:,}", f"{ours[0]:,}"),
+        *drafted_tokens(rows),
         ("accepted tokens", f"{sum(theirs[1:]):,}", f"{sum(ours[1:]):,}"),
     ]
     for place in range(1, len(ours)):

@@ -22,11 +22,14 @@ import numpy as np
 
 from draftsmith.data.console import log_note
 from draftsmith.data.engines.process import running
+from draftsmith.data.export.directory import read_package
 from draftsmith.data.export.gguf import is_gguf_model
 from draftsmith.data.store.reading import misfits
 from draftsmith.eval.bootstrap import Floats, Resamples
 from draftsmith.eval.costs import interpolate
 from draftsmith.eval.engines.llamacpp import LlamaCppClient, ServedModels, server_words
+from draftsmith.modules.formats.base import ForeignHead
+from draftsmith.modules.formats.detect import detect
 from draftsmith.modules.types import InputError
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16)  # tokens read in one call
@@ -101,7 +104,8 @@ def measure_costs(
         if drafter is not None:
             whole = is_gguf_model(drafter)
             files |= {"drafter": drafter} if whole else {}
-            models = ServedModels(target, drafter, "draft-simple" if whole else "draft-eagle3")
+            kind = "simple" if whole else detect(ForeignHead.of(read_package(str(drafter)))).kind
+            models = ServedModels(target, drafter, f"draft-{kind}")
             # The server counts its drafter's seconds, and says them at this level.
             log_options = ["--log-verbosity", "4", "--log-file", str(log)]
             servers = {"plain": (ServedModels(target), []), "drafting": (models, log_options)}

@@ -154,13 +154,13 @@ def ask_llamacpp(config: ServedConfig, prompts: Sequence[BenchPrompt]) -> dict[s
     if drafter is None or target.suffix != ".gguf" or not target.is_file():
         found = f"{target} and {config.draft}"
         raise InputError("draft", found, "two GGUF files", "Export the head with --format llamacpp.")
-    kind = "draft-simple" if is_gguf_model(drafter) else "draft-eagle3"
+    kind = "simple" if is_gguf_model(drafter) else detect(ForeignHead.of(foreign_package(drafter))).kind
     context = max(len(prompt.prompt_ids) for prompt in prompts) + config.max_new_tokens + max(config.lengths) + 2
     binary = server_binary(config.engine_path)
     settings: dict[str, list[str]] = {
         PLAIN: server_words(binary, ServedModels(target), context, threads=config.threads)
     }
-    models = ServedModels(target, drafter, kind)
+    models = ServedModels(target, drafter, f"draft-{kind}")
     for length in config.lengths:
         for p_min in config.thresholds:
             label = f"n-max={length}" + (f", p-min={p_min:g}" if p_min else "")

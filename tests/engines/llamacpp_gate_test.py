@@ -27,7 +27,9 @@ from draftsmith.eval.engines.served import ServedConfig
 from draftsmith.eval.engines.served import run as serve
 from draftsmith.eval.schedule import ScheduleConfig
 from draftsmith.eval.schedule import run as schedule
-from draftsmith.modules.formats.gguf import to_halves
+from draftsmith.modules.drafters.block.net import default_layers
+from draftsmith.modules.formats.gguf import to_adjacent, to_halves
+from draftsmith.modules.types import InputError
 
 torch.set_num_threads(1)
 SERVED = Path(os.environ["DRAFTSMITH_ENGINES"]) / "served"
@@ -50,9 +52,9 @@ def gate(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
     return call
 
 
-def edited(to: Path, edit: Edit) -> Path:
-    """A copy of the export of `three` whose metadata and tensors `edit` changed."""
-    shutil.copytree(SERVED / "three/llamacpp", to)
+def edited(to: Path, edit: Edit, case: str = "three") -> Path:
+    """A copy of an export whose metadata and tensors `edit` changed."""
+    shutil.copytree(SERVED / case / "llamacpp", to)
     (to / "draftsmith.json").unlink()
     metadata = {name: value for name, value in copied_metadata(to / "head.gguf").items() if not name.startswith("GGUF")}
     kind = metadata.pop("general.architecture")[0]
@@ -63,10 +65,27 @@ def edited(to: Path, edit: Edit) -> Path:
     return to
 
 
-@pytest.mark.parametrize("case", ["three", "whole"])
+@pytest.mark.parametrize("case", ["three", "whole", "dflash", "dspark", "filling"])
 def test_an_export_is_served_as_it_drafts_here(gate, case: str):
     code, shown = gate(SERVED / case / "llamacpp", head=SERVED / case / "head")
     assert code == 0 and f"equal: text, drafts and accepted tokens of all {PROMPTS} prompts" in shown
+
+
+@pytest.mark.parametrize("case", ["dspark", "filling"])
+def test_a_draft_is_cut_by_the_confidence_head(gate, case: str):
+    """As many drafted tokens, fewer than whole blocks have, from the same slots."""
+    code, shown = gate(SERVED / case / "llamacpp", head=SERVED / case / "head", p_min=0.7)
+    assert code == 0 and "equal: text, drafts and accepted tokens" in shown
+    drafts, tokens = (
+        int(re.findall(rf"{what} ([\d,]+)", shown)[0].replace(",", "")) for what in ("drafts", "drafted tokens")
+    )
+    assert drafts < tokens < 5 * drafts
+
+
+def test_a_threshold_needs_a_confidence_head():
+    given = {"target": TARGET, "engine": "llamacpp", "engine_path": SERVER, "limit": 1, "p_min": 0.3}
+    with pytest.raises(InputError, match=r"p_min: found 0\.3 for a dflash drafter without confidences"):
+        run(EngineCheckConfig(directory=SERVED / "dflash/llamacpp", **given))
 
 
 def test_a_draft_model_is_served_as_it_drafts_here(gate, tmp_path: Path):
@@ -138,6 +157,37 @@ def another_rope(metadata: dict[str, Any], tensors: dict[str, Tensor]) -> None:
 
 def offsets(metadata: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     tensors["d2t"] = torch.arange(len(tensors["d2t"]))
+
+
+def setting(**values: Any) -> Edit:
+    def edit(metadata: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        metadata.update({name.replace("__", "."): value for name, value in values.items()})
+
+    return edit
+
+
+def adjacent(metadata: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    for name, heads in (("attn_q", 4), ("attn_k", metadata["dflash.attention.head_count_kv"][0])):
+        tensors[f"blk.0.{name}.weight"] = to_adjacent(tensors[f"blk.0.{name}.weight"], heads)
+
+
+LAYERS = [k + 1 for k in default_layers(12, 5)]
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (setting(dflash__target_layers=LAYERS), f"layers {', '.join(map(str, LAYERS))} in place of"),
+        (setting(dflash__sample_from_anchor=False), "layout fill-in in place of anchor-first"),
+        (setting(dflash__attention__causal=True), "slots that see no later ones"),
+        (setting(tokenizer__ggml__mask_token_id=0), "the mask token 0"),
+        (adjacent, "the head of the directory by llama.cpp's rules"),
+    ],
+    ids=["layers one off", "layout", "causal", "mask", "rotary neighbours"],
+)
+def test_a_defect_of_a_block_drafter_is_named(gate, tmp_path: Path, edit: Edit, words: str):
+    code, shown = gate(edited(tmp_path / "edited", edit, "dspark"), head=SERVED / "dspark/head")
+    assert code == 1 and re.search(f"exactly what our chain gives with[^.]*{words}", shown)
 
 
 @pytest.mark.parametrize(

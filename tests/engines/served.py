@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the other tests' helpers
-from quick_heads import quick_eagle3_head, quick_eagle_head
+from quick_heads import quick_block_head, quick_eagle3_head, quick_eagle_head
 from run_models import run_models
 
 from draftsmith.data.export.export import ExportConfig
@@ -43,14 +43,15 @@ from draftsmith.modules.types import SamplingParams
 TARGET, GREEDY = "embedded:target", SamplingParams()
 NUM_PROMPTS, NEW_TOKENS, LENGTHS = 4, 96, (3, 5)
 # Of training, and the prompts whose answers a head learns by heart: long drafts there, short ones elsewhere.
-STEPS, PASSES, TAUGHT = 250, 4, 1
+STEPS, PASSES, TAUGHT, BLOCK_STEPS = 250, 4, 1, 80
 
 
 @dataclass(frozen=True)
 class Case:
     """shape: fields of `Eagle3Config` that are not the default; None is an EAGLE-1 head. rope_theta: of the head.
     fc_bias: as of `quick_eagle_head`; no export holds such a head: `gate_test.py` writes its directory.
-    first: learns the answers to the first so many held-out prompts, which `gate_test.py` asks, in place of TAUGHT."""
+    first: learns the answers to the first so many held-out prompts, which `gate_test.py` asks, in place of TAUGHT.
+    block: kind of a block drafter, whose training takes `shape` as options."""
 
     formats: tuple[str, ...]
     shape: dict[str, Any] | None = field(default_factory=dict)
@@ -58,6 +59,11 @@ class Case:
     rope_theta: float | None = None
     fc_bias: float = 0.0
     first: int = 0
+    block: str = ""
+
+    @property
+    def kind(self) -> str:
+        return self.block or ("eagle" if self.shape is None else "eagle3")
 
 
 OTHER = {"capture": (1, 4, 11), "fc_norm": True, "norm_output": True}
@@ -71,6 +77,9 @@ CASES = {
     # As llama.cpp serves them: three layers, version 3.
     "three": Case(("llamacpp",), {"capture": (1, 4, 11), "norm_before_fc": True}, 512, rope_theta=300.0, first=4),
     "residual": Case(("speculators",), {"norm_before_residual": True}),
+    "dflash": Case(("llamacpp", "vllm", "speculators"), first=4, block="dflash"),
+    "dspark": Case(("llamacpp", "vllm"), first=4, block="dspark"),
+    "filling": Case(("llamacpp",), {"layout": "fill-in"}, first=4, block="dspark"),
 }
 
 
@@ -82,6 +91,8 @@ def answers(target: Any, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def trained(target: Any, case: Case, rows: Sequence[Sequence[int]]) -> Any:
+    if case.block:
+        return quick_block_head(target, rows, BLOCK_STEPS, case.block, block=5, anchors=256, **(case.shape or {}))
     if case.shape is None:
         return quick_eagle_head(target, rows, STEPS, fc_bias=case.fc_bias)
     llama = layer_like(target.config, case.rope_theta)
@@ -109,7 +120,7 @@ def main(output: Path) -> None:
     prompts = [prompt for prompt in held_out if len(prompt) > 64][:: len(held_out) // (2 * NUM_PROMPTS)][:NUM_PROMPTS]
     rows = {0: answers(target, prompts[:TAUGHT])}
     for name, case in CASES.items():
-        kind = "eagle" if case.shape is None else "eagle3"
+        kind = case.kind
         if case.first not in rows:
             rows[case.first] = answers(target, held_out[: case.first])
         head = trained(target, case, rows[case.first])
