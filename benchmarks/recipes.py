@@ -247,7 +247,9 @@ class RecipesConfig:
         """Return the options of `draftsmith train KIND` without steps, seed and output."""
         recipe = RECIPES[name]
         data = ["--data", str(self.features(recipe)), "--target", self.source.target]
-        rest = ["--val-share", "0.02", "--tau-prompts", "0", "--track", "csv", "--num-threads", "1"]
+        # The features are stored already.
+        rest = ["--features", "online", "--val-share", "0.02", "--tau-prompts", "0", "--track", "csv"]
+        rest += ["--num-threads", "1"]
         config = CONFIGS[self.configs].format(recipe.kind)
         return ["--config", config, *data, *self.layers(recipe), *rest, *recipe.words]
 
