@@ -132,4 +132,4 @@ EAGLE3 = {
     "norm_output": Defect({"norm_output": True}, case="reduced"),
     "rope-of-the-target": Defect({"rope_theta": 10000.0, "rope_parameters": ..., "rope_scaling": ...}, case="theta"),
 }
-DEFECTS = {"eagle": EAGLE, "eagle3": EAGLE3}
+DEFECTS: dict[str, dict[str, Defect]] = {"eagle": EAGLE, "eagle3": EAGLE3, "dflash": {}, "dspark": {}}

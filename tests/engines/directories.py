@@ -8,7 +8,8 @@ OUT/KIND/CASE/ours.safetensors:
 ids [T + 1]; features [T, H] of EAGLE-1, states [T, n H] of EAGLE-3
     Row t has ids[t + 1] and the target's states of ids[t], sits at position t and scores ids[t + 2]; float32.
 logits.J [T, V], of EAGLE-3 [T, draft vocabulary]
-    Of the J-th token of a draft from every row; beyond the text it is fed token 0. EAGLE-1 has J = 0 alone.
+    Of the J-th token of a draft from every row; beyond the text it is fed token 0. EAGLE-1 has J = 0 alone. Of a block
+    drafter, J = 0 and 1: of the blocks at positions 1, 2, .. of a text whose last token has states too.
 embed_tokens, lm_head [V, H], state.NAME; d2t of EAGLE-3
     Of the target, and the head's parameters.
 
@@ -43,11 +44,13 @@ from draftsmith.data.export.export import run as export
 from draftsmith.data.export.states import facts_of
 from draftsmith.data.heads.directory import load_head, save_head, stored_tensors
 from draftsmith.data.models.loading import load_lm
+from draftsmith.modules.drafters import head_class
+from draftsmith.modules.drafters.block.net import BlockConfig, layers_like
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.drafters.eagle3.head import Eagle3Head
 from draftsmith.modules.drafters.eagle3.net import Eagle3Config, layer_like
 from draftsmith.modules.formats import formats
-from draftsmith.modules.formats.base import Package
+from draftsmith.modules.formats.base import HeadTrial, Package, Probe
 from draftsmith.modules.types import InputError
 
 LENGTH, PASSES = 48, 3
@@ -59,7 +62,8 @@ class Case:
     """A head and the formats that hold it.
 
     target: arguments of `tiny_llama_dir`. num_layers: of an EAGLE-1 head. shape: fields of `Eagle3Config`, of a target
-    of eight layers, whose default is 2, 4 and 5. rope_theta: of an EAGLE-3 head; the target has 10000.
+    of eight layers, whose default is 2, 4 and 5, or of `BlockConfig`. rope_theta: of an EAGLE-3 head; the target has
+    10000.
     """
 
     formats: tuple[str, ...]
@@ -91,6 +95,13 @@ CASES = {
         "residual": Case(("vllm", "speculators"), shape={"norm_before_residual": True}),
         "theta": Case(ALL, rope_theta=100.0),
     },
+    "dflash": {"block": Case(ALL[1:], shape={"layout": "fill-in"})},
+    "dspark": {
+        "vanilla": Case(ALL[1:], shape={"markov_rank": 6, "confidence": True}),
+        "filling": Case(ALL[1:], shape={"markov_rank": 6, "confidence": True, "layout": "fill-in"}),
+        "gated": Case(ALL[2:], shape={"markov_rank": 6, "markov_type": "gated"}),
+        "rnn": Case(ALL[2:], shape={"markov_rank": 6, "markov_type": "rnn", "confidence": True}),
+    },
 }
 
 
@@ -102,6 +113,12 @@ def random_head(kind: str, case: Case, lm: Any) -> Any:
         for name, parameter in head.named_parameters():
             spread = 4 * SPREAD if "q_proj" in name or "k_proj" in name else SPREAD
             parameter.normal_(1.0 if "layernorm" in name else 0.0, spread)
+        return head
+    if kind != "eagle3":
+        shape = BlockConfig(layers_like(lm.config, 2), (1, 3, 5), 4, lm.info.vocab_size - 1, **case.shape)
+        head = head_class(kind)(shape).requires_grad_(False)
+        for weight in head.parameters():
+            weight.add_(2 * SPREAD * torch.randn_like(weight))
         return head
     plain = Eagle3Config(layer_like(lm.config, case.rope_theta), (2, 4, 5), lm.info.vocab_size)
     head = Eagle3Head(dataclasses.replace(plain, **case.shape)).requires_grad_(False)
@@ -129,6 +146,12 @@ def write(kind: str, case: Case, directory: Path) -> None:
         features = lm.features(ids)[:, :-1]
         hidden = head(lm.embed(ids[:, 1:]), features)[0]
         ours |= {"features": features[0].contiguous(), "hidden": hidden, "logits.0": lm.lm_head(hidden)}
+    elif kind != "eagle3":
+        states = lm.features(ids, capture=head.config.capture)[0]
+        parts = dict(zip(head.config.capture, states.chunk(len(head.config.capture), -1), strict=True))
+        trial = HeadTrial(facts_of(str(target), lm), [Probe(ids[0], 1, ids[0], states, parts)])
+        first, second, *_ = formats()[case.formats[0], kind].forward(head, trial)[0]
+        ours |= {"states": states.contiguous(), "logits.0": first, "logits.1": second}
     else:
         states = lm.features(ids, capture=head.config.capture)[:, :-1].contiguous()
         passes = head.unroll(lm.embed(F.pad(ids[:, 1:], (0, PASSES - 1))), states, PASSES)

@@ -1,5 +1,5 @@
-"""Exported EAGLE-3 heads in speculators' own model, float32, on a CPU: loaded by its `from_pretrained`, drafting in its
-`forward`. Run by `make test-engines`."""
+"""Exported EAGLE-3, DFlash and DSpark heads in speculators' own models, float32, on a CPU: loaded by `from_pretrained`,
+drafting in their forward. Run by `make test-engines`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import torch
 from exported import assert_close
 from safetensors.torch import load_file
 from speculators.models.attention import create_float_mask
+from speculators.models.dflash.core import DFlashDraftModel
+from speculators.models.dspark.core import DSparkDraftModel
 from speculators.models.eagle3 import Eagle3DraftModel
 from torch import Tensor
 
@@ -53,3 +55,48 @@ def test_every_tensor_of_the_file_is_in_its_place(case):
     config = json.loads((directory / "config.json").read_text())
     layers = config["eagle_aux_hidden_state_layer_ids"] or [2, 4, 5]
     assert model.config.eagle_aux_hidden_state_layer_ids == layers
+
+
+BLOCKS = {"dflash": DFlashDraftModel, "dspark": DSparkDraftModel}
+
+
+@pytest.mark.parametrize(
+    ("kind", "case"), [(kind, path.name) for kind in BLOCKS for path in sorted((HEADS.parent / kind).iterdir())]
+)
+def test_an_exported_block_drafter_computes_in_speculators_what_it_does_here(kind, case):
+    directory, ours = (
+        HEADS.parent / kind / case / "speculators",
+        load_file(HEADS.parent / kind / case / "ours.safetensors"),
+    )
+    model = BLOCKS[kind].from_pretrained(str(directory), dtype=torch.float32).eval()
+    model._attn_impl, model._create_mask_fn = "eager", create_float_mask
+    for layer in model.layers:
+        layer.self_attn.config._attn_implementation = "eager"
+    held = model.state_dict()
+    assert all(torch.equal(held[name], tensor) for name, tensor in load_file(directory / "model.safetensors").items())
+    # The embedding and lm_head are in no file: it takes those of the target that config.json names.
+    assert torch.equal(model.embed_tokens.weight, ours["embed_tokens"])
+    assert torch.equal(model.lm_head.weight, ours["lm_head"])
+    ids, block, first = ours["ids"][None], model.block_size, int(not model.config.sample_from_anchor)
+    mask = torch.ones_like(ids)
+    mask[:, 0] = 0
+    count = ids.shape[1] - 1 - block
+    with torch.no_grad():
+        hidden, logits, *_, places = model._backbone_forward(
+            ours["states"][None], ids, mask, torch.zeros(1, ids.shape[1], hidden_size(model)), torch.zeros_like(ids),
+            max_anchors=count,
+        )  # fmt: skip
+        logits, places = logits.view(count, block, -1), places.view(count, block)
+        if getattr(model, "markov_head", None) is not None:
+            tokens = ids[0, places]
+            before = torch.cat([tokens[:, :1], tokens[:, :-1]], 1) if first else tokens
+            logits = logits + model.markov_head.block_bias(
+                prev_token_ids=before, hidden_states=hidden.view(count, block, -1),
+                prev_emb=model.markov_head.prev_embeddings(before),
+            )  # fmt: skip
+    wanted = {name: ours[name][places[:, 0] - 1] for name in ("logits.0", "logits.1")}
+    assert_close(f"speculators {kind} {case}", wanted, **{f"logits.{j}": logits[:, first + j] for j in (0, 1)})
+
+
+def hidden_size(model: DFlashDraftModel) -> int:
+    return model.config.transformer_layer_config.hidden_size
