@@ -439,5 +439,6 @@ def head_findings(head: DraftHead, manifest: Mapping[str, Any], measures: TextMe
     value = "" if passes is None else f" ({head.passes} was {passes})"
     advice = f"it has not learned to read its own states{value}. Train on more, --{head.passes} 3 or 7, or longer."
     if isinstance(head.config, BlockConfig):
-        advice = "later slots do not see the tokens before them. Train longer, or with a Markov head (train dspark)."
+        more = "" if head.config.markov_rank else ", or a head that sees the tokens before a slot (train dspark)"
+        advice = f"slots far from the anchor know less of what precedes them. Train longer{more}."
     yield Finding("depth", text, lost if unsound(agreement) else 0.0, advice, generic=True)

@@ -209,6 +209,10 @@ class BlockFormat(LlamaFormat):
         """Return whether the system builds a confidence head. present: its tensors are in the file."""
         return bool(raw.get("enable_confidence_head", raw.get("use_confidence_head", present)))
 
+    def with_token(self, raw: Mapping[str, Any]) -> bool:
+        """Return whether the system's confidence head reads the token before."""
+        return bool(raw.get("confidence_head_with_markov", True))
+
     def _confidence(
         self,
         raw: Mapping[str, Any],
@@ -227,8 +231,14 @@ class BlockFormat(LlamaFormat):
                 for part in ("weight", "bias"):
                     tensors.pop(f"confidence_head.proj.{part}", None)
             return False
-        reads_token = raw.get("confidence_head_with_markov", weight is not None and weight.shape[-1] > _width(raw))
-        if rank and not reads_token and weight is not None:
+        if (
+            weight is not None
+            and self.classes_of
+            and bool(rank and self.with_token(raw)) != (weight.numel() > _width(raw))
+        ):
+            wrong = f"raises: it wants another width than {weight.numel()}"
+            problems += self.listed({"confidence_head_with_markov": (True, wrong)})
+        if rank and weight is not None and weight.shape == (1, _width(raw)):
             tensors["confidence_head.proj.weight"] = torch.cat([weight, weight.new_zeros(1, rank)], -1)
             notes.append("confidence_head: zeros are added for the token before, which it does not read")
         return True
@@ -272,7 +282,7 @@ class BlockFormat(LlamaFormat):
                 raise InputError(f"config.json, {OUTPUTS}", "none", "the target's layers", "Pass --target.")
             layers = default_layers(count, fc.shape[1] // size)
             notes.append(f"{OUTPUTS} is absent: layers {', '.join(str(k - 1) for k in layers)}, as by default")
-        elif isinstance(numbers, list) and all(type(number) is int for number in numbers):
+        elif isinstance(numbers, list) and numbers and all(type(number) is int for number in numbers):
             layers = tuple(number + (field == OUTPUTS) for number in numbers)
         else:
             raise InputError(f"config.json, {field}", repr(numbers), "a list of integers", "Correct config.json.")
@@ -317,7 +327,7 @@ class BlockFormat(LlamaFormat):
         names = self.classes_of.get(self.kind)
         if not names:
             return []
-        name, kind = next(iter(raw.get("architectures") or []), None), raw.get("model_type")
+        name, kind = ForeignHead(raw, {}).architecture or None, raw.get("model_type")
         wrong = {
             "architectures": (name not in names, f"does not build this head for {name}: write {names[0]}"),
             "model_type": (kind != "qwen3", f"builds another model for {kind!r}: write qwen3"),
@@ -337,6 +347,9 @@ class VLLMBlock(BlockFormat, VLLM):
 
     def confident(self, raw: Mapping[str, Any], present: bool) -> bool:
         return super().confident(raw, present and TYPE in raw)
+
+    def with_token(self, raw: Mapping[str, Any]) -> bool:
+        return super().with_token({"confidence_head_with_markov": TYPE in raw, **raw})
 
 
 class SGLangBlock(BlockFormat, SGLang):
@@ -475,7 +488,10 @@ def window(raw: Mapping[str, Any], num_layers: int) -> int | None:
     Raises:
         InputError: layers differ, or a block's causality is another than that.
     """
-    kinds = {*(raw.get("layer_types") or ["full_attention"])[:num_layers]}
+    types = raw.get("layer_types") or ["full_attention"]
+    if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types):
+        raise InputError("config.json, layer_types", repr(types)[:80], "a list of names", "Correct config.json.")
+    kinds = set(types[:num_layers])
     if len(kinds) > 1 or raw.get("use_swa"):
         raise InputError("config.json, layer_types", ", ".join(sorted(kinds)), "layers of one kind", UNSUPPORTED)
     slides = kinds == {"sliding_attention"}

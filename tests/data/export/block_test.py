@@ -19,6 +19,7 @@ from draftsmith.data.export.export import run as export
 from draftsmith.data.export.import_head import ImportConfig
 from draftsmith.data.export.import_head import run as import_head
 from draftsmith.data.export.states import make_probes
+from draftsmith.data.heads.diagnosis import head_variants
 from draftsmith.data.heads.directory import load_head, save_head, stored_tensors
 from draftsmith.data.models.loading import load_lm
 from draftsmith.modules.formats.gguf import to_adjacent
@@ -127,6 +128,19 @@ def test_a_silent_trap_is_named(exported, heads, checked, tmp_path, name):
     if alone is not None:
         code, shown = checked(directory, "vllm")
         assert code == 1 and alone in shown, shown
+
+
+def test_a_diagnosis_tries_what_a_block_drafter_may_be_instead(heads):
+    variants = head_variants(load_head(heads["dspark"]), None, 8)
+    assert [(one.factor, one.label) for one in variants if one.factor != "rotary"] == [
+        ("", "as it is"),
+        ("layers", "layers 0 2 4"),
+        ("layers", "layers 2 4 6"),
+        ("layers", "layers 5 3 1"),
+        ("weights", "the rotary pairs of q and k as if not converted from interleaved"),
+        ("weights", "the rotary pairs of q and k as if converted twice from interleaved"),
+        ("layout", "layout fill-in in place of anchor-first"),
+    ]
 
 
 def test_a_directory_gets_a_verdict_of_every_server(exported, checked, tmp_path):

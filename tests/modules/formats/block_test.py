@@ -196,6 +196,8 @@ def test_a_confidence_head_that_reads_the_state_alone_is_given_zeros():
 DEFECTS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, list[str]]]] = {
     "confidence unsaid": ("dspark", {"enable_confidence_head": ...}, {},
                           {"vllm": ["enable_confidence_head"], "sglang": []}),
+    "token unsaid": ("dspark", {"confidence_head_with_markov": ...}, {},
+                     {"vllm": ["confidence_head_with_markov"], "sglang": []}),
     "no Markov type": ("dspark", {"markov_head_type": ...}, {}, {"vllm": [], "sglang": ["markov_head_type"]}),
     "another class": ("dflash", {"architectures": ["Qwen3DFlashDraftModel"]}, {},
                       {"vllm": ["architectures"], "sglang": ["architectures"]}),
@@ -244,6 +246,9 @@ UNREADABLE = [
     ("dspark", {"is_causal": True}, {}, "is_causal: found True, expected false, as in layers without a window"),
     ("windowed", {"is_causal": False}, {}, "is_causal: found False, expected true"),
     ("dspark", {"is_neox_style": False}, {}, "is_neox_style"),
+    ("dspark", {"layer_types": 3}, {}, "layer_types: found 3, expected a list of names"),
+    ("dspark", {"target_layer_ids": []}, {}, r"target_layer_ids: found \[\], expected a list of integers"),
+    ("dspark", {"architectures": 7}, {"confidence_head.proj.weight": torch.zeros(3)}, r"proj.weight is \[3\]"),
     ("dspark", {}, {"lm_head.weight": TABLE}, "lm_head.weight: found one that differs from the target's"),
     ("dspark", {}, {"embed_tokens.weight": TABLE}, "an embedding that differs from the target's"),
 ]  # fmt: skip
