@@ -31,6 +31,7 @@ from draftsmith.eval.bootstrap import Floats, Resamples
 from draftsmith.eval.costs import interpolate
 from draftsmith.eval.engines.llama_bench import chain_rows, measure_costs
 from draftsmith.eval.report.tables import to_json
+from draftsmith.modules.drafters.block.methods import BlockChain
 from draftsmith.modules.drafters.chains import FixedK
 from draftsmith.modules.drafters.methods import known_methods, parse_method
 from draftsmith.modules.types import InputError
@@ -249,7 +250,7 @@ def recorded_chain(bench: Bench, label: str | None) -> tuple[str, FixedK]:
     """Return the run's only chain of a fixed length, or the one with this label.
 
     Raises:
-        InputError: there is none, or there are several.
+        InputError: there is none, or there are several, or it is a block drafter's.
     """
     labels = sorted({each for rows in bench.methods.values() for each in rows})
     parsed = {each: parse_method(each) for each in labels if each.partition(":")[0] in known_methods()}
@@ -260,6 +261,9 @@ def recorded_chain(bench: Bench, label: str | None) -> tuple[str, FixedK]:
         expected = f"one of {', '.join(chains)}" if chains else "a chain of a fixed length, such as spec:k=8"
         remedy = "Name it with --method." if chains else "Measure one with `draftsmith eval bench`."
         raise InputError("method", label or f"{len(chains)} such methods in {bench.name}", expected, remedy)
+    if isinstance(chains[label], BlockChain):
+        expected = "a drafter that draws a token after the other: a shorter block is another one, with other tokens"
+        raise InputError("method", label, expected, "Measure each length, in a server with `eval served`.")
     return label, chains[label]
 
 

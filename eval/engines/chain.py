@@ -155,7 +155,8 @@ def eagle3_misreadings(
         yield "drafted ids as the target's own (no d2t)", config, tensors | {"d2t": d2t}
     for switch, words in SWITCHES.items():
         on = getattr(config, switch)
-        yield words.format("before" if on else "behind"), dataclasses.replace(config, **{switch: not on}), tensors
+        switched: dict[str, Any] = {switch: not on}
+        yield words.format("before" if on else "behind"), dataclasses.replace(config, **switched), tensors
     if config.norm_before_fc:
         bare = {name: tensor for name, tensor in tensors.items() if name != "input_norm.weight"}
         yield "the target's states without their norm", dataclasses.replace(config, norm_before_fc=False), bare

@@ -410,10 +410,10 @@ def directory_differences(engine: str, ours: OurDrafter, facts: TargetFacts) -> 
 
 def drafted_tokens(rows: Sequence[ComparedPrompt]) -> list[tuple[str, str, str]]:
     """Return the line of drafted tokens, if the engine counts them."""
-    theirs, ours = ([row.theirs.drafted for row in rows], [row.ours.drafted for row in rows])
-    if None in theirs:
+    if any(row.theirs.drafted is None for row in rows):
         return []
-    return [("drafted tokens", f"{sum(map(int, theirs)):,}", f"{sum(map(int, ours)):,}")]
+    theirs, ours = sum(row.theirs.drafted or 0 for row in rows), sum(row.ours.drafted or 0 for row in rows)
+    return [("drafted tokens", f"{theirs:,}", f"{ours:,}")]
 
 
 def print_comparison(

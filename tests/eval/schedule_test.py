@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,12 +21,13 @@ from draftsmith.eval.schedule import (
     expected_rounds,
     ranges,
     read_times,
+    recorded_chain,
 )
 from draftsmith.launch.cli import main
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.drafters.methods import Models, parse_method
 from draftsmith.modules.sampling import TorchSource
-from draftsmith.modules.types import SamplingParams
+from draftsmith.modules.types import InputError, SamplingParams
 
 SECONDS = {"1": {"0": 0.010, "3": 0.011}, "4": {"0": 0.012, "3": 0.020}, "16": {"0": 0.016, "3": 0.056}}
 
@@ -220,6 +222,12 @@ def test_no_server_files_where_drafting_never_pays(bench, tmp_path, capsys):
 def test_one_of_several_chains_has_to_be_named(bench, costs, tmp_path, capsys):
     assert main(["eval", "schedule", str(bench), "--costs", str(costs), "--output", str(tmp_path / "out")]) == 2
     assert "expected one of spec:k=2, spec:k=3. Name it with --method." in capsys.readouterr().err
+
+
+def test_rounds_of_a_block_say_nothing_of_a_shorter_one():
+    run = SimpleNamespace(methods={0.0: {"dspark:k=7": []}}, name="run")
+    with pytest.raises(InputError, match="method: found dspark:k=7, expected a drafter that draws a token after the"):
+        recorded_chain(run, None)
 
 
 def test_times_are_interpolated_linearly(tmp_path):
