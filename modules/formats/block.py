@@ -357,6 +357,10 @@ class SGLangBlock(BlockFormat, SGLang):
 
     classes_of = CLASSES
 
+    def confident(self, raw: Mapping[str, Any], present: bool) -> bool:
+        # It asks its own verification mode, and not config.json.
+        return present
+
     def problems(self, raw: Mapping[str, Any], target: TargetFacts | None) -> list[Problem]:
         own = settings(raw)
         lost = own.get("markov_rank") and own.get("markov_head_type") is None

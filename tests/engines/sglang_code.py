@@ -59,7 +59,7 @@ def load(
             model = _initialize_model(config, loader.load_config, None)
         started = emptied(model)
         loader.load_weights_and_postprocess(model, loader._get_all_weights(config, model), torch.device("cpu"))
-    for layer in model.model.layers:
+    for layer in getattr(model, "model", model).layers:
         attention = layer.self_attn
         attention.attn = CausalAttention(attention.num_heads, attention.num_kv_heads, attention.scaling)
     for module in model.modules():
