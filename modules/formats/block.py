@@ -63,6 +63,7 @@ FLAT = {
     **{name: f"markov_head.{name}" for name in ("markov_w1", "markov_w2", "gate_proj", "joint_proj")},
     "confidence_proj": "confidence_head.proj",
 }
+NON_CAUSAL = "sliding_window_non_causal"  # of speculators
 # Copies of the target's weights that speculators' files may have.
 OF_TARGET = ("verifier_norm.weight", "verifier_lm_head.weight")
 RETRAIN = "Train the head with other options."
@@ -345,6 +346,14 @@ class VLLMBlock(BlockFormat, VLLM):
         # Absent, it is false in directories of speculators, which themselves have it true.
         return super().layout({"sample_from_anchor": False, **raw} if TYPE in raw else raw)
 
+    def problems(self, raw: Mapping[str, Any], target: TargetFacts | None) -> list[Problem]:
+        own = settings(raw)
+        slides = "sliding_attention" in (own.get("layer_types") or [])
+        # transformers_utils/configs/speculators/algos.py, update_dflash.
+        other = TYPE in raw and self.kind == "dflash" and bool(raw.get(NON_CAUSAL, True)) == slides
+        text = f"lays {'bidirectional' if slides else 'causal'} blocks: write {str(not slides).lower()}"
+        return super().problems(raw, target) + self.listed({NON_CAUSAL: (other, text)})
+
     def confident(self, raw: Mapping[str, Any], present: bool) -> bool:
         return super().confident(raw, present and TYPE in raw)
 
@@ -396,7 +405,8 @@ class SpeculatorsBlock(BlockFormat):
             "target_hidden_size": None,
             STATES: list(config.capture),
             "mask_token_id": config.mask_token,
-            "sliding_window_non_causal": False,
+            # Of windowed layers alone, but vLLM takes it for all.
+            NON_CAUSAL: config.llama.sliding_window is None,
             "tie_word_embeddings": False,
             **self.flags(config),
         }
@@ -500,7 +510,7 @@ def window(raw: Mapping[str, Any], num_layers: int) -> int | None:
         raise InputError("config.json, layer_types", ", ".join(sorted(kinds)), "layers of one kind", UNSUPPORTED)
     slides = kinds == {"sliding_attention"}
     causal = raw.get("is_causal", raw.get("causal"))
-    if raw.get("sliding_window_non_causal") and slides:
+    if raw.get(NON_CAUSAL) and slides:
         causal = False
     if causal is not None and bool(causal) != slides:
         expected = f"{str(slides).lower()}, as in layers {'with' if slides else 'without'} a window"

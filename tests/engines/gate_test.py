@@ -59,7 +59,9 @@ def edited(export: str, to: Path, config: dict[str, Any]) -> Path:
     return to
 
 
-@pytest.mark.parametrize("export", ["eagle/vllm", "taught/vllm", "reduced/speculators", "dflash/vllm"])
+@pytest.mark.parametrize(
+    "export", ["eagle/vllm", "taught/vllm", "reduced/speculators", "dflash/vllm", "dflash/speculators"]
+)
 def test_an_export_is_served_as_it_drafts_here(gate, export: str):
     code, shown = gate(SERVED / export, head=SERVED / export / "../head")
     assert code == 0 and f"equal: text, drafts and accepted tokens of all {PROMPTS} prompts" in shown

@@ -28,8 +28,12 @@ from vllm.distributed import cleanup_dist_env_and_memory
 
 torch.set_num_threads(1)  # more wait for one another on a machine that does other things
 SERVED = WORLD / "served"
+# It drafts with DSpark heads on a GPU only.
 DIRECTORIES = sorted(
-    f"{path.parent.name}/{path.name}" for kind in ("vllm", "speculators") for path in SERVED.glob(f"*/{kind}")
+    f"{path.parent.name}/{path.name}"
+    for kind in ("vllm", "speculators")
+    for path in SERVED.glob(f"*/{kind}")
+    if path.parent.name != "dspark"
 )
 NEW_TOKENS = 96
 COUNTERS = ("num_drafts", "num_accepted_tokens", "num_accepted_tokens_per_pos")
@@ -38,7 +42,7 @@ COUNTERS = ("num_drafts", "num_accepted_tokens", "num_accepted_tokens_per_pos")
 @contextmanager
 def served(directory: Path, length: int, rows: int = 1, **more: Any) -> Iterator[LLM]:
     """The engine with that head, `rows` requests at a time. more: of its speculative config."""
-    method = "eagle" if directory.parent.name == "eagle" else "eagle3"
+    method = {"eagle": "eagle", "dflash": "dflash"}.get(directory.parent.name, "eagle3")
     llm = LLM(
         model=str(SERVED / "target"),
         dtype="float32",

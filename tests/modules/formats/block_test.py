@@ -231,6 +231,20 @@ def test_silent_traps_are_other_heads():
     assert read["vllm"](unsaid, TARGET).config.layout == "fill-in"
 
 
+def test_vllm_takes_the_causality_of_windows_for_that_of_all_layers():
+    """Met in its engine: one accepted token in eighty, and nothing says why."""
+    for case, wrong in (("dflash", False), ("windowed", True)):
+        package, read = written("speculators", case), formats()["vllm", "dflash"].read
+        assert package.config["sliding_window_non_causal"] is not wrong and read(package, TARGET).problems == ()
+        copy = changed(package, {"sliding_window_non_causal": wrong})
+        if case == "dflash":
+            assert where(read(copy, TARGET)) == ["sliding_window_non_causal"]
+            assert formats()["speculators", "dflash"].read(copy, TARGET).problems == ()
+        else:  # which our head cannot be
+            with pytest.raises(InputError, match="is_causal"):
+                read(copy, TARGET)
+
+
 TABLE = torch.zeros(V, H)
 UNREADABLE = [
     ("dspark", {}, {"layers.1.self_attn.q_norm.weight": None}, "layers.1.self_attn.q_norm.weight is missing"),
