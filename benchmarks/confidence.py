@@ -88,8 +88,8 @@ def read_traces(path: Path) -> dict[tuple[str, float], Predictions]:
         raise InputError("run", f"{path} without predictions", "methods that predict acceptance", "Choose others.")
     found = {}
     for key, rows in columns.items():
-        prob, label, verified, place, prompt = torch.tensor(rows, dtype=torch.float64).unbind(1)
-        found[key] = Predictions(prob, label, verified.bool(), place, prompt)
+        columns_of = torch.tensor(rows, dtype=torch.float64).unbind(1)
+        found[key] = Predictions(columns_of[0], columns_of[1], columns_of[2].bool(), columns_of[3], columns_of[4])
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,12 +39,13 @@ class LeanBlock:
         self.lm_head: Callable[[Tensor], Tensor] = head.output or target.lm_head
         # The slots of a block may stand behind the context's end.
         reach = replace(llama, max_position=llama.max_position + config.block_size)
-        self.stack = LeanStack(list(head.layers), reach, target.dtype, target.device, make_linear)
+        layers: Any = list(head.layers)
+        self.stack = LeanStack(layers, reach, target.dtype, target.device, make_linear)
         self._fc = make_linear(head.fc.weight, None)
         self._hidden_norm = LeanNorm(head.hidden_norm.weight, head.hidden_norm.eps)
         self._norm = LeanNorm(head.norm.weight, head.norm.eps)
         # Context states are the same in every layer: one product makes the keys and values of all.
-        attentions = [layer.self_attn for layer in head.layers]
+        attentions = [layer.self_attn for layer in layers]
         projections = [own.weight for a in attentions for own in (a.k_proj, a.v_proj)]
         biases = [own.bias for a in attentions for own in (a.k_proj, a.v_proj)]
         bias = None if biases[0] is None else torch.cat([own.detach() for own in biases])
@@ -51,7 +53,7 @@ class LeanBlock:
         norms = [a.k_norm.weight.expand(llama.num_kv_heads, -1) for a in attentions if a.qk_norm]
         self._key_norm = LeanNorm(torch.stack(norms), llama.rms_eps) if norms else None  # [layers, kv_heads, D]
         markov = head.markov_head
-        self._markov_w2 = None if markov is None else make_linear(markov.markov_w2.weight, None)
+        self.markov_w2 = None if markov is None else make_linear(markov.markov_w2.weight, None)
         if head.confidence_head is not None:
             # Of the previous token: one number each, looked up.
             weight, size = head.confidence_head.proj.weight.detach()[0].float(), config.hidden_size
@@ -90,10 +92,10 @@ class LeanBlock:
 
         hidden: [.., H]. previous: the tokens [..] before the predicted ones.
         """
-        if self._head.markov_head is None or self._markov_w2 is None:
+        if self._head.markov_head is None or self.markov_w2 is None:
             return logits, None
         z, memory = self._head.markov_head.step(hidden, previous, memory)
-        return logits + self._markov_w2(z), memory
+        return logits + self.markov_w2(z), memory
 
     def chances(self, hidden: Tensor) -> list[list[float]]:
         """Return the confidence head's log-odds for states [B, n, H], without the previous token's part."""
@@ -369,5 +371,5 @@ class BlockBranches(BranchDrafter):
 
     def lm_head(self, hidden: Tensor, level: int | Tensor = 0) -> Tensor:
         size = self._net.config.hidden_size
-        logits = self._net.lm_head(hidden[..., :size])
-        return logits if self._head.markov_head is None else logits + self._net._markov_w2(hidden[..., size:])
+        logits, markov_w2 = self._net.lm_head(hidden[..., :size]), self._net.markov_w2
+        return logits if markov_w2 is None else logits + markov_w2(hidden[..., size:])

@@ -267,7 +267,7 @@ class BlockHead(BlockNet):
         blocks = Blocks.of(batch, settings, config, step)
         count = self.loss_count(batch, settings) if step is None or step.loss_count is None else step.loss_count
         if not blocks.documents:
-            nothing = sum(parameter.sum() for parameter in self.parameters()) * 0.0
+            nothing = torch.stack([parameter.sum() for parameter in self.parameters()]).sum() * 0.0
             zero = torch.zeros((), device=batch.input_ids.device)
             return LossOutput(nothing, {"loss": zero}, {"loss": zero})
         ids, features = batch.input_ids.flatten(), batch.features.flatten(0, 1)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -94,12 +94,12 @@ class MarkovHead(nn.Module):
 
     def __init__(self, config: BlockConfig):
         super().__init__()
-        size, rank, self.type = config.hidden_size, config.markov_rank, config.markov_type
+        size, rank, self.markov_type = config.hidden_size, config.markov_rank, config.markov_type
         self.markov_w1 = nn.Embedding(config.vocab_size, rank)
         self.markov_w2 = nn.Linear(rank, config.vocab_size, bias=False)
-        if self.type == "gated":
+        if self.markov_type == "gated":
             self.gate_proj = nn.Linear(size + rank, rank)
-        elif self.type == "rnn":
+        elif self.markov_type == "rnn":
             self.joint_proj = nn.Linear(2 * rank + size, 3 * rank)
 
     def step(self, hidden: Tensor, previous: Tensor, memory: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -108,9 +108,9 @@ class MarkovHead(nn.Module):
         hidden: [.., H] of the slot. previous: the tokens before the predicted ones, [..]. memory: None at the anchor.
         """
         e = self.markov_w1(previous)
-        if self.type == "vanilla":
+        if self.markov_type == "vanilla":
             return e, None
-        if self.type == "gated":
+        if self.markov_type == "gated":
             return torch.sigmoid(self.gate_proj(torch.cat([hidden, e], -1))) * e, None
         memory = torch.zeros_like(e) if memory is None else memory
         gate, candidate, output = self.joint_proj(torch.cat([memory, e, hidden], -1)).chunk(3, -1)
@@ -119,7 +119,7 @@ class MarkovHead(nn.Module):
 
     def forward(self, hidden: Tensor, previous: Tensor) -> Tensor:
         """Return z [A, n, r] of all slots of A blocks. hidden: [A, n, H]. previous: [A, n]."""
-        if self.type != "rnn":
+        if self.markov_type != "rnn":
             return self.step(hidden, previous)[0]
         memory, outputs = None, []
         for h, token in zip(hidden.unbind(1), previous.unbind(1), strict=True):
@@ -212,7 +212,8 @@ class BlockNet(DraftHead):
         x = embeds.flatten(0, 1)  # [Q, H]
         places = torch.cat([before, at]).clamp_max(len(self.cos) - 1)
         cos, sin = self.cos[places][:, None].to(x.dtype), self.sin[places][:, None].to(x.dtype)  # [C + Q, 1, D]
-        for layer in self.layers:
+        layers: Any = self.layers
+        for layer in layers:
             x = self._layer(layer, x, context, cos, sin, documents, counts)
         return self.norm(x).view(blocks, slots, size)
 
@@ -250,9 +251,9 @@ class BlockNet(DraftHead):
             strict=True,
         ):
             keys, values = torch.cat([kv[0], kv[2]]), torch.cat([kv[1], kv[3]])  # [T + q, kv_heads, D]
-            heads_first = (part.transpose(0, 1)[None] for part in (q, keys, values))
+            q, keys, values = (part.transpose(0, 1)[None] for part in (q, keys, values))
             shared = attention.num_heads != attention.num_kv_heads
-            attended = F.scaled_dot_product_attention(*heads_first, attn_mask=own.visible, enable_gqa=shared)
+            attended = F.scaled_dot_product_attention(q, keys, values, attn_mask=own.visible, enable_gqa=shared)
             mixed.append(attended[0].transpose(0, 1).flatten(1))
         x = x + attention.o_proj(torch.cat(mixed))
         return x + layer.mlp(layer.post_attention_layernorm(x))
