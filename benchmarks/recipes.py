@@ -555,7 +555,8 @@ def tables(found: Sequence[Mapping[str, Any]], title: str) -> list[Table]:
 def write_report(config: RecipesConfig, steps: Mapping[str, int]) -> Path:
     found, path = results(config, steps), config.output / "recipes.json"
     drafts = f"{config.limit} test prompts, answers of up to {config.max_new_tokens} tokens, chains of {K}"
-    shown = tables(found, f"{config.domain}, {config.cpu_seconds:g} CPU seconds, {config.seeds} seeds, {drafts}")
+    what = config.domain if config.target is None else Path(config.target).stem
+    shown = tables(found, f"{what}, {config.cpu_seconds:g} CPU seconds, {config.seeds} seeds, {drafts}")
     text = "\n".join(markdown(table) for table in shown)
     write_text(path.with_suffix(".md"), text)
     meta: dict[str, Any] = {"settings": resolved(config), "hardware": hardware("cpu"), "packages": package_versions()}
