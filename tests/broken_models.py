@@ -10,6 +10,8 @@ from run_models import run_models
 
 from draftsmith.eval.costs import MeasuredTimes
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
+from draftsmith.modules.drafters.block.head import DFlashHead, DSparkHead
+from draftsmith.modules.drafters.block.net import BlockConfig, layers_like
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.drafters.eagle3.head import Eagle3Head
 from draftsmith.modules.drafters.eagle3.net import Eagle3Config, layer_like
@@ -56,11 +58,17 @@ def models(broken: str | None = None) -> Models:
     eagle3 = Eagle3Head(Eagle3Config(layer_like(CONFIG), (0, 1), V)).requires_grad_(False)
     medusa = MedusaHead(MedusaConfig(H, V, CONTEXT, num_heads=3)).requires_grad_(False)
     hydra = HydraHead(HydraConfig(CONFIG, num_heads=3)).requires_grad_(False)
+    layers = layers_like(CONFIG, 1)
+    dflash = DFlashHead(BlockConfig(layers, (0, 1), 4, 7, "fill-in")).requires_grad_(False)
+    dspark = DSparkHead(BlockConfig(layers, (0, 1), 3, 7, markov_rank=4, confidence=True)).requires_grad_(False)
     acceptance = AcceptanceHead(AcceptanceHeadConfig(H, num_blocks=1)).requires_grad_(False)
     if broken == "eagle":
         spoil(eagle, *inner)
     if broken == "eagle3":
         spoil(eagle3, "layer.mlp.down_proj.weight", (0, 0))
+    for kind, head in (("dflash", dflash), ("dspark", dspark)):
+        if broken == kind:
+            spoil(head, *inner)
     if broken == "medusa":
         spoil(medusa, "heads.0.0.linear.weight", (0, 0))
     if broken == "hydra":
@@ -68,6 +76,6 @@ def models(broken: str | None = None) -> Models:
     if broken == "acceptance":
         spoil(acceptance, "out.weight", (0, 0))
     return run_models(
-        *lms.values(), eagle=eagle, eagle3=eagle3, medusa=medusa, hydra=hydra, acceptance=acceptance, capacity=CONTEXT,
-        times=MeasuredTimes(),
+        *lms.values(), eagle=eagle, eagle3=eagle3, dflash=dflash, dspark=dspark, medusa=medusa, hydra=hydra,
+        acceptance=acceptance, capacity=CONTEXT, times=MeasuredTimes(),
     )  # fmt: skip

@@ -24,8 +24,8 @@ from draftsmith.modules.types import InputError
 
 # Modules of this package with a METHODS table: name -> class of the method.
 METHOD_MODULES = (
-    "block.methods",
     "chains",
+    "block.methods",
     "eagle.head",
     "eagle3.head",
     "hierarchical",

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from quick_heads import quick_eagle3_head, quick_eagle_head, varied_acceptance_head
+from quick_heads import quick_block_head, quick_eagle3_head, quick_eagle_head, varied_acceptance_head
 from run_models import run_models
 
 from draftsmith.data.models.loading import load_lm
@@ -29,7 +29,15 @@ from draftsmith.modules.types import SamplingParams
 NUM_PROMPTS, NEW_TOKENS, CAPACITY, PROCESSES = 32, 96, 1024, min(2, os.cpu_count() or 1)
 GREEDY = SamplingParams()
 EVERY = 4  # a method takes one prompt in so many
-TREES = ("eagle-tree", "eagle3-static", "medusa", "hydra")  # of 25 nodes: one in twice as many
+KINDS = ("eagle", "eagle3", "dflash", "dspark", "medusa", "hydra")
+TREES = (
+    "eagle-tree",
+    "eagle3-static",
+    "dflash-static",
+    "dspark-static",
+    "medusa",
+    "hydra",
+)  # of 25 nodes: one in twice as many
 # Settings that cost little: a tree of 9 nodes is verified by the code that verifies one of 60.
 CHEAP = {
     "spec": "spec:k=4",
@@ -41,6 +49,10 @@ CHEAP = {
     "eagle": "eagle:k=3",
     "eagle2": "eagle2:nodes=9:depth=2:topk=3",
     "eagle3-tree": "eagle3-tree:nodes=9:depth=2:topk=3",
+    "dflash-tree": "dflash-tree:nodes=9:depth=2:topk=3",
+    "dspark-tree": "dspark-tree:nodes=9:depth=2:topk=3",
+    "dspark-confidence": "dspark-confidence:t=0.1",
+    "dspark-cost": "dspark-cost:c=0.02",
     "pre-verify": "pre-verify:k=4",
     "pre+self-verify": "pre+self-verify:k=5",
     "hsddw": "hsddw:k=5:max=12",
@@ -70,6 +82,8 @@ class World:
     answers: list[list[int]] = field(default_factory=list)
     eagle: Any = None
     eagle3: Any = None
+    dflash: Any = None
+    dspark: Any = None
     medusa: Any = None
     hydra: Any = None
 
@@ -79,7 +93,7 @@ class World:
         if "mid" in method.needs:
             models = run_models(self.target, self.small, self.draft, capacity=CAPACITY)
         else:
-            heads = {kind: getattr(self, kind) for kind in ("eagle", "eagle3", "medusa", "hydra")}
+            heads = {kind: getattr(self, kind) for kind in KINDS}
             models = run_models(self.target, self.draft, **heads, acceptance=acceptance, capacity=CAPACITY)
         return method.build(models)
 
@@ -127,6 +141,9 @@ def world():
     rows = [[*prompt, *answer][-160:] for prompt, answer in zip(prompts, WORLD.answers, strict=True)]
     WORLD.eagle = quick_eagle_head(WORLD.target, rows, steps=240, batch_size=7)
     WORLD.eagle3 = quick_eagle3_head(WORLD.target, rows[::8], steps=60)
+    WORLD.dflash, WORLD.dspark = (
+        quick_block_head(WORLD.target, rows[::8], steps=40, kind=kind) for kind in ("dflash", "dspark")
+    )
     info = WORLD.target.info
     # Untrained: every head's state is the target's own, which is right where the text repeats itself.
     WORLD.medusa = MedusaHead(MedusaConfig(info.hidden_size, info.vocab_size, info.max_position)).requires_grad_(False)

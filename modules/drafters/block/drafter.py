@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,6 +24,7 @@ from draftsmith.modules.drafters.row_drafter import RowDrafter
 from draftsmith.modules.engine.cache import KVCache, RowsCache, as_bias
 from draftsmith.modules.engine.lean import LeanNorm, LeanStack
 from draftsmith.modules.engine.low_precision import Precision, linear_of
+from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.sampling import Source
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams, at_most
@@ -142,11 +144,12 @@ class ConfidenceCut(StopPolicy):
         if slot >= len(self.chances):
             return False
         prob = self.chance(self.chances[slot], previous)
+        if math.isnan(prob):
+            raise NonFinite("confidences")
         self.probs.append(prob)
         self._survival *= prob
         rule = self.threshold
         least = rule.c * rule.pace if isinstance(rule, CostRule) else rule
-        # NaN stops.
         return (self._survival if self.product else prob) >= least
 
 
@@ -235,7 +238,13 @@ class BlockDrafter(RowDrafter):
         for place, (row, cut, chances) in enumerate(zip(self._rows, cuts, self.net.chances(hidden), strict=True)):
             if isinstance(cut, ConfidenceCut):
                 cut.chances, cut.chance = chances, self.net.chance
-                opened[place] = limits[place] if cut.opens(row.tokens[-1]) else 0
+                # Rows without a limit have read nothing new.
+                if limits[place] > 0:
+                    try:
+                        opened[place] = limits[place] if cut.opens(row.tokens[-1]) else 0
+                    except NonFinite as error:
+                        error.row, error.position = place, 0
+                        raise
         return opened
 
     def _read_context(self, limits: Sequence[int]) -> None:

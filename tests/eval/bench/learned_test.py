@@ -18,6 +18,8 @@ from draftsmith.modules.acceptance.online_logistic import OnlineLogistic
 from draftsmith.modules.acceptance.policies import RecentRatio
 from draftsmith.modules.acceptance.tree_rule import TreeRule, TreeTimes
 from draftsmith.modules.decoding.learner import learned_state, learners_of, load_learned_state, snapshot_learned_state
+from draftsmith.modules.drafters.block.head import DFlashHead, DSparkHead
+from draftsmith.modules.drafters.block.net import BlockConfig, layers_like
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.drafters.eagle3.head import Eagle3Head
 from draftsmith.modules.drafters.eagle3.net import Eagle3Config, layer_like
@@ -31,11 +33,13 @@ MODES = [SamplingParams(), PARAMS]
 GROUPS = [[BenchPrompt(str(n), [7 + n, 30, 9 * n + 1])] for n in range(3)]
 # Every method of this engine, those with more ways to go by several.
 LEARNING = ["online:c=0.1:max=5", "online:head=on:c=0.05:max=5",
-            "cost:c=0.02:max=5",
+            "cost:c=0.02:max=5", "dspark-cost:k=4:c=0.02",
             "eagle2:nodes=auto:topk=2", "eagle2:nodes=auto:depth=auto:topk=2"]  # fmt: skip
 OTHERS = ["ar", "spec:k=3", "specdec++:h=0.4:min=1:max=5", "confidence:t=0.3:max=5", "self-verify:k=4", "eagle:k=3",
           "eagle-tree", "eagle2:nodes=5:depth=2:topk=2", "pre-verify:k=3", "pre+self-verify:k=3", "hsddw:k=3:max=6",
           "eagle3:k=3", "eagle3-tree:nodes=5:depth=2:topk=2", "eagle3-static",
+          "dflash:k=3", "dflash-tree:nodes=5:depth=2:topk=2", "dflash-static", "dspark:k=3",
+          "dspark-tree:nodes=5:depth=2:topk=2", "dspark-static", "dspark-confidence:k=4:t=0.3",
           "medusa", "medusa-chain:k=3", "hydra", "hydra-chain:k=3",
           "pld:k=4:ngram=2", "lookahead:w=3:n=3:g=3", "pearl:k=2"]  # fmt: skip
 
@@ -50,7 +54,11 @@ def lms(models) -> Models:
     eagle3 = Eagle3Head(shape).eval().requires_grad_(False)
     medusa = MedusaHead(MedusaHead.new_config(MedusaSettings(), target.config)).eval().requires_grad_(False)
     hydra = HydraHead(HydraHead.new_config(HydraSettings(), target.config)).eval().requires_grad_(False)
-    heads = {"eagle": eagle, "eagle3": eagle3, "medusa": medusa, "hydra": hydra}
+    layers = layers_like(target.config, 1)
+    dflash = DFlashHead(BlockConfig(layers, (0, 1), 5, 7, "fill-in")).eval().requires_grad_(False)
+    shape = BlockConfig(layers, (0, 1), 4, 7, markov_rank=4, confidence=True)
+    heads = {"dflash": dflash, "dspark": DSparkHead(shape).eval().requires_grad_(False)}
+    heads |= {"eagle": eagle, "eagle3": eagle3, "medusa": medusa, "hydra": hydra}
     return run_models(target, draft, draft, **heads, acceptance=head, capacity=300)
 
 
