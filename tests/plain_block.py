@@ -1,4 +1,4 @@
-"""What DeepSpec's, z-lab's and vLLM's code computes with a block drafter, in plain torch: the oracle for ours.
+"""Block drafters in plain torch, as DeepSpec's, z-lab's and vLLM's code computes them: the oracle for ours.
 
 Written from deepseek-ai/DeepSpec's modeling/dspark and vLLM's qwen3_dflash.py and qwen3_dspark.py, on a file's own
 tensors and names. Slow, without a cache, one block at a time.

@@ -17,8 +17,10 @@ from draftsmith.modules.types import InputError, at_least, at_most, between
 
 @dataclass(frozen=True)
 class BlockChain(FixedK):
-    """A block drafter drafts a chain of k tokens a round, from a block of as many slots; at most what it was trained
-    on."""
+    """A block drafter drafts a chain of k tokens a round, from a block of as many slots as that takes.
+
+    k is at most the length of the blocks that it was trained on.
+    """
 
     k: int = 7
 

@@ -41,7 +41,7 @@ class BlockConfig(OfLlama):
     block_size: slots of the blocks that it was trained on, the anchor's among them. mask_token: fills the others.
     layout: `anchor-first`, slot s predicts token s + 1 behind the anchor (DSpark); `fill-in`, slot s predicts token s,
         and the anchor's nothing (DFlash).
-    markov_rank: width of the Markov head, 0 without one. markov_type: what it computes from (`MarkovHead`).
+    markov_rank: width of the Markov head, 0 without one. markov_type: its inputs (`MarkovHead`).
     confidence: it has a confidence head.
     """
 

@@ -25,7 +25,7 @@ NEW_TOKENS = 48
 
 
 class Assistant(PreTrainedModel):
-    """What `generate` asks for: the states of a block's slots, of an exported directory, in plain torch.
+    """Exported block drafter in plain torch, as `generate` calls it. Returns the states of the slots.
 
     calls: context rows of each call, one more than the tokens that the call before had accepted.
     """
