@@ -45,12 +45,18 @@ class EngineAnswer:
     """A greedy answer and the counts of its rounds.
 
     generation_s: from its first token to its last; 0 if unknown. drafted: tokens of all drafts; None if unknown.
+    by_place: false if only sums are known: `counts` is then (0, accepted tokens).
     """
 
     tokens: tuple[int, ...]
     counts: Counts
     generation_s: float = 0.0
     drafted: int | None = None
+    by_place: bool = True
+
+    @property
+    def accepted(self) -> int:
+        return sum(self.counts[1:])
 
 
 @dataclass(frozen=True)

@@ -114,13 +114,20 @@ class ComparedPrompt:
     ours: EngineAnswer
 
     @property
+    def accepted(self) -> tuple[int, int]:
+        return self.theirs.accepted, self.ours.accepted
+
+    @property
     def same_text(self) -> bool:
         return self.theirs.tokens == self.ours.tokens
 
     @property
     def same_counts(self) -> bool:
-        same_drafted = self.theirs.drafted in (None, self.ours.drafted)
-        return same_drafted and self.theirs.counts == self.ours.counts
+        if self.theirs.drafted not in (None, self.ours.drafted):
+            return False
+        if not self.theirs.by_place:
+            return self.theirs.accepted == self.ours.accepted
+        return self.theirs.counts == self.ours.counts
 
 
 def run(config: EngineCheckConfig) -> int:
@@ -296,11 +303,13 @@ class GateClient(LlamaCppClient):
         self.num_drafted, self.version = num_drafted, self.build()
 
     def answer(self, number: int, prompt: Sequence[int]) -> EngineAnswer:
-        """Ask for the greedy answer to a prompt; its rounds are counted by place."""
+        """Ask for the greedy answer to a prompt; its rounds are counted by place where all tokens are streamed."""
         reply = self.complete(prompt)
-        accepted = [one.accepted for one in reply.rounds]
+        accepted, drafted = [one.accepted for one in reply.rounds], sum(one.drafted for one in reply.rounds)
+        if reply.unsent:
+            return EngineAnswer(self.tokens_of(prompt), (0, sum(accepted)), drafted=drafted, by_place=False)
         by_place = (sum(count > place for count in accepted) for place in range(self.num_drafted))
-        return EngineAnswer(reply.tokens, (len(accepted), *by_place), drafted=sum(one.drafted for one in reply.rounds))
+        return EngineAnswer(reply.tokens, (len(accepted), *by_place), drafted=drafted)
 
     def templated(self, question: str) -> list[int]:
         """Return the token ids of a question by the server's own chat template and tokenizer."""
@@ -369,7 +378,7 @@ def locate_drafts(
     if ours.kind == MODEL:
         return "those of another draft model, type or kernel: a whole model has no layout to misread"
     # Prompts whose text differs say nothing about drafts.
-    used = [pair for pair in zip(prompts, rows, strict=True) if pair[1].same_text]
+    used = [pair for pair in zip(prompts, rows, strict=True) if pair[1].same_text and pair[1].theirs.by_place]
     used = sorted(used, key=lambda pair: pair[1].same_counts)[:MISREAD_PROMPTS]
     target, head = chain.target, ours.drafter
     state = stored_tensors(head)
@@ -420,30 +429,35 @@ def print_comparison(
     directory: str, engine: str, dtype: str, rows: Sequence[ComparedPrompt], located: Sequence[Located]
 ) -> None:
     """Print the sums, the prompts that differ, what was located, and one line of conclusion."""
-    theirs = tuple(map(sum, zip(*(row.theirs.counts for row in rows), strict=True)))
-    ours = tuple(map(sum, zip(*(row.ours.counts for row in rows), strict=True)))
+    by_place = [row for row in rows if row.theirs.by_place]
+    none = (0,) * len(rows[0].ours.counts)
+    theirs = tuple(map(sum, zip(none, *(row.theirs.counts for row in by_place), strict=True)))
+    ours = tuple(map(sum, zip(none, *(row.ours.counts for row in by_place), strict=True)))
     lengths = f"{tokens_per_round(theirs):.3f}", f"{tokens_per_round(ours):.3f}"
     num_tokens = [sum(len(row.theirs.tokens) for row in rows), sum(len(row.ours.tokens) for row in rows)]
     print_text(Text(f"{directory} in {engine}, beside our chain of {len(ours) - 1}", "bold"))
     sums = [
         ("prompts, greedy", str(len(rows)), f"{len(rows)}, {dtype}"),
         ("tokens", *(f"{count:,}" for count in num_tokens)),
-        ("drafts", f"{theirs[0]:,}", f"{ours[0]:,}"),
         *drafted_tokens(rows),
-        ("accepted tokens", f"{sum(theirs[1:]):,}", f"{sum(ours[1:]):,}"),
+        ("accepted tokens", *(f"{sum(side):,}" for side in zip(*(row.accepted for row in rows), strict=True))),
+        ("drafts", f"{theirs[0]:,}", f"{ours[0]:,}"),
     ]
     for place in range(1, len(ours)):
         shares = (f"{counts[place] / max(counts[0], 1):.1%}" for counts in (theirs, ours))
         sums.append((f"  drafts kept up to place {place}", *shares))
     sums.append(("tokens a round", *lengths))
     print_table(table_from_cells("sums", ("count", engine, "here"), sums, (engine, "here")))
+    if others := [row.id for row in rows if not row.theirs.by_place]:
+        why = "llama.cpp streams no ids of tokens that end inside of a character"
+        print_text(f"From drafts on, the counts are without {', '.join(others)}: {why}.")
 
     differing = [row for row in rows if not (row.same_text and row.same_counts)]
     if differing:
         cells = []
         for row in differing:
-            (drafts, *accepted), (our_drafts, *our_accepted) = row.theirs.counts, row.ours.counts
-            numbers = (drafts, our_drafts, sum(accepted), sum(our_accepted))
+            drafts = row.theirs.counts[0] if row.theirs.by_place else "-"
+            numbers = (drafts, row.ours.counts[0], *row.accepted)
             cells.append((row.id, "same" if row.same_text else "DIFFERS", *numbers))
         right = ("drafts", "here", "accepted", "accepted here")
         print_table(table_from_cells("differing", ("prompt", "text", *right), cells, right))

@@ -127,7 +127,7 @@ def measure_costs(
             answers = {name: client.complete(prompts[number % len(prompts)]) for name, client in clients.items()}
             if servers:
                 # The first token comes from reading the prompt.
-                plain.append(answers["plain"].generation_s / max(len(answers["plain"].tokens) - 1, 1))
+                plain.append(answers["plain"].generation_s / max(answers["plain"].num_tokens - 1, 1))
             log_note(f"timed llama.cpp, {number + 1} of {PASSES}")
         told = DRAFTED.findall(log.read_text(errors="replace")) if log.is_file() else []
     curves = {

@@ -32,12 +32,21 @@ class Round:
 
 @dataclass(frozen=True)
 class ServerAnswer:
-    """Answer to one prompt: its tokens, its rounds, and the seconds of reading the prompt and of generating."""
+    """Answer to one prompt: its tokens, its rounds, and the seconds of reading the prompt and of generating.
+
+    unsent: tokens that end inside of a character, as those of an emoji do. llama.cpp streams no event for them: their
+    ids are not among `tokens`, and rounds that emitted only such tokens are counted as part of the next one.
+    """
 
     tokens: tuple[int, ...]
     rounds: tuple[Round, ...]
     prompt_s: float
     generation_s: float
+    unsent: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) + self.unsent
 
 
 def server_words(
@@ -81,23 +90,11 @@ class LlamaCppClient:
         Raises:
             InputError: no whole answer, or counts that fit no rounds.
         """
-        body = {
-            "prompt": list(prompt),
-            "n_predict": self.max_new_tokens,
-            "temperature": self.temperature,
-            # Without this list: top-k, top-p and min-p too.
-            "samplers": ["temperature"],
-            "seed": seed,
-            "cache_prompt": False,
-            "return_tokens": True,
-            "stream": True,
-            "timings_per_token": True,
-        }
         tokens: list[int] = []
         rounds: list[Round] = []
         drafted = accepted = 0
         timings: dict[str, Any] = {}
-        for event in self._events(body):
+        for event in self._events(self._request(prompt, seed) | {"stream": True, "timings_per_token": True}):
             tokens += event.get("tokens") or []
             timings = event.get("timings") or timings
             # The counts of a round are raised before its first token is sent.
@@ -107,9 +104,12 @@ class LlamaCppClient:
                 drafted, accepted = drafted + step.drafted, accepted + step.accepted
         if not timings or not all(0 <= one.accepted <= one.drafted for one in rounds):
             raise InputError("server", f"{self.url}: counts {timings}", "those of a whole answer", "Read its log.")
-        return ServerAnswer(
-            tuple(tokens), tuple(rounds), timings["prompt_ms"] / 1e3, timings.get("predicted_ms", 0.0) / 1e3
-        )
+        seconds = timings["prompt_ms"] / 1e3, timings.get("predicted_ms", 0.0) / 1e3
+        return ServerAnswer(tuple(tokens), tuple(rounds), *seconds, timings.get("predicted_n", 0) - len(tokens))
+
+    def tokens_of(self, prompt: Sequence[int], seed: int = 0) -> tuple[int, ...]:
+        """Return all tokens of the answer to a prompt, also those that are not streamed."""
+        return tuple(self._post("completion", self._request(prompt, seed))["tokens"])
 
     def tokenize(self, text: str) -> list[int]:
         """Return the server's token ids of a text, special tokens in it included."""
@@ -123,6 +123,19 @@ class LlamaCppClient:
     def apply_template(self, text: str) -> str:
         """Return a question as the server's chat template writes it."""
         return str(self._post("apply-template", {"messages": [{"role": "user", "content": text}]})["prompt"])
+
+    def _request(self, prompt: Sequence[int], seed: int) -> dict[str, Any]:
+        """Return the body of a request for an answer."""
+        return {
+            "prompt": list(prompt),
+            "n_predict": self.max_new_tokens,
+            "temperature": self.temperature,
+            # Without this list: top-k, top-p and min-p too.
+            "samplers": ["temperature"],
+            "seed": seed,
+            "cache_prompt": False,
+            "return_tokens": True,
+        }
 
     def _events(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield the events of a streamed answer."""

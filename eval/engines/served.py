@@ -229,7 +229,7 @@ def summary(
     """Return the row of one setting. Speed-up is the ratio of tokens per second of generation, paired by prompt."""
     resamples = Resamples(range(len(prompts)), seed=0)
     # The first token of an answer comes from reading the prompt.
-    ours, theirs = ([len(answer.tokens) - 1 for answer in given] for given in (answers, plain))
+    ours, theirs = ([answer.num_tokens - 1 for answer in given] for given in (answers, plain))
     seconds, base = ([answer.generation_s for answer in given] for given in (answers, plain))
     ratio = (sum(ours) / sum(seconds)) / (sum(theirs) / sum(base))
     interval = resamples.interval(
