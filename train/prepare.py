@@ -27,7 +27,6 @@ from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.finite import NonFinite, first_broken
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.targets.base import CausalLM
-from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import InputError
 from draftsmith.train import acceptance
 from draftsmith.train.acceptance import TrainAcceptanceConfig
@@ -242,9 +241,7 @@ class FrozenWeights:
 
     def lm_head(self) -> Tensor:
         """Return the output embedding, which every rank has whole."""
-        target: Any = self._target
-        layer = target.model.lm_head if isinstance(target, LlamaLM) else target.model.get_output_embeddings()
-        return layer.weight.detach().cpu()
+        return self._target.lm_head_weight().cpu()
 
     def token_counts(self) -> Tensor:
         assert self._counts is not None

@@ -91,13 +91,9 @@ def facts_of(path: str, lm: CausalLM) -> TargetFacts:
     The tables are the model's own weights in the type it was loaded in, on the CPU, as other systems read them from its
     files; `lm.embed` may scale them.
     """
-    assert not lm.packed, "packed models have no tables"
     model = cast(Any, lm).model  # a LlamaModel, or one of transformers
-    if hasattr(model, "get_output_embeddings"):
-        embed, head = model.get_input_embeddings(), model.get_output_embeddings()
-    else:
-        embed, head = model.embed_tokens, model.lm_head
-    return TargetFacts(read_config(path), embed.weight.detach().cpu(), head.weight.detach().cpu())
+    embed = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else model.embed_tokens
+    return TargetFacts(read_config(path), embed.weight.detach().cpu(), lm.lm_head_weight().cpu())
 
 
 def acceptance_inputs(probes: Sequence[Probe], source: StateSource) -> dict[str, Tensor]:

@@ -150,3 +150,6 @@ class CausalLM(Protocol):
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         """Compute logits [..., V] of hidden states after the final norm."""
+
+    def lm_head_weight(self) -> Tensor:
+        """Return the output embedding [V, H], of a model that is not packed."""

@@ -84,6 +84,9 @@ class HFLM:
         head = self.model.get_output_embeddings()
         return head(hidden.to(head.weight.device)).to(self.device)
 
+    def lm_head_weight(self) -> Tensor:
+        return self.model.get_output_embeddings().weight.detach().to(self.device)
+
 
 class HFSession:
     """A `Session` over an `HFLM`. Layers without plain key/value caches cannot drop tokens: transformers refuses them.

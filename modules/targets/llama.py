@@ -134,6 +134,10 @@ class LlamaLM:
     def lm_head(self, hidden: Tensor) -> Tensor:
         return self._head(hidden)
 
+    def lm_head_weight(self) -> Tensor:
+        assert not self.packed, "packed models have no tables"
+        return self.model.lm_head.weight.detach()
+
 
 class LlamaSession:
     """A `Session` over a `LlamaLM`, for a single row or for several."""

@@ -6,6 +6,7 @@ import dataclasses
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -20,7 +21,7 @@ from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.tree import StaticTree
 from draftsmith.modules.drafters.base import HeadCard, TrainStep, layer_shape
 from draftsmith.modules.drafters.block.drafter import BlockBranches, BlockDrafter
-from draftsmith.modules.drafters.block.loss import Predictions, compare
+from draftsmith.modules.drafters.block.loss import Predictions, compare, sampled_columns
 from draftsmith.modules.drafters.block.net import (
     BlockConfig,
     BlockNet,
@@ -64,6 +65,8 @@ class BlockSettings:
         only_confidence: Train nothing but the confidence head, of a head given as --init: for another kind of text, or
             another server's rule. What the head drafts stays the same.
         anchors: Most blocks of a text in a step, at places drawn anew in every epoch.
+        loss_vocab: Tokens over which a step computes its loss: half of them the likeliest by the target, half drawn
+            from the others, which they stand for. 0: the whole vocabulary, as published; validation always takes that.
         ce_weight: Loss weight of the cross-entropy with the text's tokens.
         l1_weight: Loss weight of the distance between the distributions, twice their total variation.
         confidence_weight: Loss weight of the confidence head's cross-entropy.
@@ -82,6 +85,7 @@ class BlockSettings:
     confidence_label: Literal["overlap", "match"] = "overlap"
     only_confidence: bool = False
     anchors: int = 512
+    loss_vocab: int = 0
     ce_weight: float = 0.1
     l1_weight: float = 0.9
     confidence_weight: float = 1.0
@@ -91,6 +95,7 @@ class BlockSettings:
         at_least("block", self.block, 1 + self.vary_block)
         at_least("anchors", self.anchors, 1)
         at_least("markov_rank", self.markov_rank, 0)
+        at_least("loss_vocab", self.loss_vocab, 0)
         if self.num_layers is not None:
             at_least("num_layers", self.num_layers, 1)
         if not (self.ce_weight >= 0 and self.l1_weight >= 0 and self.ce_weight + self.l1_weight > 0):
@@ -295,13 +300,18 @@ class BlockHead(BlockNet):
         wide = torch.promote_types(dtype, torch.float32)
         decay = torch.exp(-torch.arange(drafts, device=device, dtype=wide) / settings.decay)
         weights = (decay / decay.sum())[token]
-        rows = hidden[block, token]
-        predictions = Predictions(
-            rows, None if biases is None else biases[block, token], position, ids[places + 1], weights
-        )
+        rows, labels, lm_head, log_counts = hidden[block, token], ids[places + 1], target.lm_head, None
         w2 = None if self.markov_head is None else self.markov_head.markov_w2.weight
         wanted = features[positions, -size:].to(target.dtype)
-        compared = compare(target.lm_head, wanted, predictions, w2, settings.ce_weight, settings.l1_weight)
+        if step is not None and 0 < settings.loss_vocab < target.info.vocab_size:
+            rng = torch.Generator().manual_seed(step.seeds[0])
+            columns = sampled_columns(lm_head, wanted, labels, settings.loss_vocab, rng)
+            lm_head = partial(F.linear, weight=target.lm_head_weight()[columns.tokens])
+            labels, log_counts = columns.places(labels), columns.log_counts
+            w2 = None if w2 is None else w2[columns.tokens]
+        predictions = Predictions(rows, None if biases is None else biases[block, token], position, labels, weights)
+        weighted = settings.ce_weight, settings.l1_weight
+        compared = compare(lm_head, wanted, predictions, w2, *weighted, log_counts)
         total = compared.total
         sums, counts = dict[str, Tensor](), dict[str, Tensor]()
         if self.confidence_head is not None:

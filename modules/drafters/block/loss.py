@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,40 @@ class Predictions(NamedTuple):
     weights: Tensor
 
 
+class Columns(NamedTuple):
+    """Tokens [S] of the vocabulary over which a loss is computed, and the logarithm of how many each stands for, [S].
+
+    Adding that to the logits makes sums over the columns unbiased estimates of those over the vocabulary (sampled
+    softmax: Jean et al. 2015).
+    """
+
+    tokens: Tensor
+    log_counts: Tensor
+
+    def places(self, tokens: Tensor) -> Tensor:
+        """Return the columns of tokens that are among them."""
+        return torch.searchsorted(self.tokens, tokens)
+
+
+def sampled_columns(lm_head: LmHead, wanted: Tensor, labels: Tensor, size: int, rng: torch.Generator) -> Columns:
+    """Return the labels and the tokens that the target finds likeliest, up to half of `size`, and random others.
+
+    lm_head, wanted [P, H]: give the target's logits at P positions. size: columns, more if half of them are too few
+    for the labels. A token is likely by the sum of its probabilities over the positions.
+    """
+    mass = torch.zeros(lm_head(wanted[:1]).shape[-1], device=wanted.device)
+    for part in row_chunks(len(wanted), len(mass), wanted.device):
+        mass += lm_head(wanted[part]).float().softmax(-1).sum(0)
+    mass[labels] = torch.inf
+    kept = mass.topk(max(size // 2, int(mass.isinf().sum()))).indices
+    order = to_device(torch.rand(len(mass), generator=rng), wanted.device).index_fill_(0, kept, -1.0)
+    others = len(mass) - len(kept)
+    drawn = order.topk(min(size // 2, others)).indices
+    tokens, places = torch.cat([kept, drawn]).sort()
+    log_count = math.log(others / len(drawn)) if others else 0.0
+    return Columns(tokens, torch.where(places < len(kept), 0.0, log_count))
+
+
 class Comparison(NamedTuple):
     """Comparison of N predictions q with the target's distributions p.
 
@@ -39,15 +74,22 @@ class Comparison(NamedTuple):
 
 
 def compare(
-    lm_head: LmHead, wanted: Tensor, predictions: Predictions, markov_w2: Tensor | None, ce: float, l1: float
+    lm_head: LmHead,
+    wanted: Tensor,
+    predictions: Predictions,
+    markov_w2: Tensor | None,
+    ce: float,
+    l1: float,
+    log_counts: Tensor | None = None,
 ) -> Comparison:
     """Compare predictions with the target.
 
     lm_head: the target's, frozen; of the states `wanted` [P, H] it gives the target's logits, of `hidden` the draft's.
-    markov_w2: [V, r], added to the draft's logits as markov_w2 @ z. ce, l1: weights of the two terms.
+    markov_w2: [V, r], added to the draft's logits as markov_w2 @ z. ce, l1: weights of the two terms. log_counts: of
+    `Columns`, if lm_head, markov_w2 and labels are of these only; None for the whole vocabulary.
     """
     hidden, biases, *rest = predictions
-    return Comparison(*_Compare.apply(lm_head, wanted, rest, ce, l1, hidden, biases, markov_w2))
+    return Comparison(*_Compare.apply(lm_head, wanted, rest, ce, l1, log_counts, hidden, biases, markov_w2))
 
 
 class _Compare(torch.autograd.Function):
@@ -64,12 +106,13 @@ class _Compare(torch.autograd.Function):
         rest: tuple[Tensor, Tensor, Tensor],
         ce: float,
         l1: float,
+        log_counts: Tensor | None,
         hidden: Tensor,
         biases: Tensor | None,
         markov_w2: Tensor | None,
     ) -> tuple[Tensor, ...]:
         position, labels, weights = rest
-        count, trained = len(hidden), ctx.needs_input_grad[5]
+        count, trained = len(hidden), ctx.needs_input_grad[6]
         total = weights.new_zeros(())
         accepted, right = torch.zeros_like(weights), weights.new_zeros(count, dtype=torch.bool)
         to_hidden = torch.zeros_like(hidden) if trained else None
@@ -82,12 +125,16 @@ class _Compare(torch.autograd.Function):
             own = to_device(own - begin, hidden.device)
             target_logits = lm_head(wanted[begin:end]).to(weights.dtype)
             first = target_logits.argmax(-1)[own]
+            if log_counts is not None:
+                target_logits += log_counts
             p = target_logits.softmax(-1)[own]  # [C, V]
             logits, pull = with_pull(lm_head, hidden[part].to(wanted.dtype), trained)
             logits = logits.to(weights.dtype)
             if biases is not None and markov_w2 is not None:
                 logits += (biases[part].to(markov_w2.dtype) @ markov_w2.T).to(weights.dtype)
             right[part] = logits.argmax(-1) == first
+            if log_counts is not None:
+                logits += log_counts
             logits -= logits.amax(-1, keepdim=True)
             at_label = labels[part][:, None]
             label_logits = logits.gather(1, at_label)[:, 0]
@@ -117,4 +164,4 @@ class _Compare(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, outer: Tensor, *_: Tensor) -> Any:
         grads = [None if grad is None else grad * outer.to(grad.dtype) for grad in ctx.grads]
-        return None, None, None, None, None, *grads
+        return None, None, None, None, None, None, *grads

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from plain_block import PlainBlock
@@ -18,6 +19,7 @@ from draftsmith.modules.drafters import head_class
 from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.drafters.block.drafter import BlockDrafter, ConfidenceCut
 from draftsmith.modules.drafters.block.head import Blocks
+from draftsmith.modules.drafters.block.loss import sampled_columns
 from draftsmith.modules.drafters.block.net import BlockConfig, default_layers, layers_like
 from draftsmith.modules.drafters.growth import DynamicTree
 from draftsmith.modules.layers import LlamaConfig
@@ -32,6 +34,7 @@ HEADS = {
     "rnn": {"markov_rank": 5, "markov_type": "rnn", "confidence": True},
 }
 LAYERS, SLOTS, MASK = 4, 6, 7
+FIRST = TrainStep(0, 1, (11, 8), (1, 2))
 
 
 @pytest.fixture(scope="module")
@@ -91,12 +94,20 @@ def test_a_training_pass_computes_each_block_as_if_it_were_alone(head, target):
         assert number == len(found) == 5 + 4
 
 
-def test_the_loss_is_its_formula_and_so_is_its_gradient(head, target, monkeypatch):
+@pytest.mark.parametrize("size", [0, 80])
+def test_the_loss_is_its_formula_and_so_is_its_gradient(head, target, size, monkeypatch):
     """Token by token over plain logits in float64, and numerically: every weight's gradient along a direction."""
-    monkeypatch.setattr("draftsmith.modules.losses.CHUNK_ELEMENTS", 3 * 300)  # several chunks
-    batch, config = batch_of(head, target), head.config
-    settings = head.Settings(ce_weight=0.3, l1_weight=0.6, confidence_weight=0.5, decay=3.0)
-    output = head.loss(batch, target, settings, TrainStep(0, 1, (11, 8), (1, 2)))
+    monkeypatch.setattr("draftsmith.modules.losses.CHUNK_ELEMENTS", 3 * (size or 300))  # several chunks
+    batch, config, width = batch_of(head, target), head.config, head.config.hidden_size
+    settings = head.Settings(ce_weight=0.3, l1_weight=0.6, confidence_weight=0.5, decay=3.0, loss_vocab=size)
+    output = head.loss(batch, target, settings, FIRST)
+    tokens, log_counts = torch.arange(300), torch.zeros(300)
+    if size:
+        # Answers are at 3..8 and 10 of the first text, at 3..7 of the second.
+        known = torch.cat([batch.input_ids[0, 4:9], batch.input_ids[1, 4:8]])
+        states = torch.cat([batch.features[0, 3:8, -width:], batch.features[1, 3:7, -width:]])
+        tokens, log_counts = sampled_columns(target.lm_head, states, known, size, torch.Generator().manual_seed(1))
+
     oracle, total, blocks = plain(head, target), 0.0, 0
     decay = torch.exp(-torch.arange(config.drafts).double() / 3.0)
     for ids, features, mask, length in zip(batch.input_ids, batch.features, batch.loss_mask, (11, 8), strict=True):
@@ -104,17 +115,17 @@ def test_the_loss_is_its_formula_and_so_is_its_gradient(head, target, monkeypatc
             if not (mask[anchor] and mask[anchor + 1]):
                 continue
             blocks += 1
-            states = features[:anchor, : -config.hidden_size]
+            states = features[:anchor, :-width]
             for j in range(config.drafts):
                 label = anchor + 1 + j
                 if label >= length or not mask[label]:
                     break
                 # Teacher forcing: the plain draft's tokens are replaced by the text's.
                 logits, odds = forced(oracle, ids[anchor : label + 1].tolist(), states, j)
-                q = logits.softmax(0)
-                p = (features[label - 1, -config.hidden_size :] @ oracle.output.T).softmax(0)
+                q = (logits[tokens] + log_counts).softmax(0)
+                p = (features[label - 1, -width:] @ oracle.output.T[:, tokens] + log_counts).softmax(0)
                 apart = (p - q).abs().sum()
-                own = 0.3 * -q[ids[label]].log() + 0.6 * apart
+                own = 0.3 * -q[tokens == ids[label]].log().sum() + 0.6 * apart
                 if odds is not None:
                     sure = torch.sigmoid(odds)
                     accept = (1 - apart / 2).detach()
@@ -124,17 +135,31 @@ def test_the_loss_is_its_formula_and_so_is_its_gradient(head, target, monkeypatc
     assert output.loss.item() == pytest.approx(float(total) / blocks, rel=1e-9)
     # Labels are constants for the gradient, as those of first choices are.
     settings = dataclasses.replace(settings, confidence_label="match")
-    head.loss(batch, target, settings, TrainStep(0, 1, (11, 8), (1, 2))).loss.backward()
+    head.loss(batch, target, settings, FIRST).loss.backward()
     for name, weight in head.named_parameters():
         torch.manual_seed(1)
         direction, step = torch.randn_like(weight), 1e-6
         values = []
         for sign in (1, -1):
             weight.data += sign * step * direction
-            values.append(head.loss(batch, target, settings, TrainStep(0, 1, (11, 8), (1, 2))).loss.item())
+            values.append(head.loss(batch, target, settings, FIRST).loss.item())
             weight.data -= sign * step * direction
         along = float((weight.grad * direction).sum())
         assert (values[0] - values[1]) / (2 * step) == pytest.approx(along, rel=1e-4, abs=1e-4), name
+
+
+def test_columns_of_a_sampled_loss_stand_for_the_whole_vocabulary(target):
+    """They have the labels and what the target finds likeliest; sums over them are right in the mean of many draws."""
+    torch.manual_seed(0)
+    wanted, labels, values = torch.randn(7, target.config.hidden_size).double(), torch.arange(20, 27), torch.rand(300)
+    likely = target.lm_head(wanted).softmax(-1).sum(0).topk(20).indices
+    rng, sums = torch.Generator().manual_seed(1), []
+    for _ in range(400):
+        tokens, log_counts = columns = sampled_columns(target.lm_head, wanted, labels, 60, rng)
+        assert len(tokens.unique()) == 60 and torch.equal(tokens[columns.places(labels)], labels)
+        assert torch.isin(likely, tokens[log_counts == 0]).all() and log_counts.exp().sum() == pytest.approx(300)
+        sums.append(float((values[tokens] * log_counts.exp()).sum()))
+    assert np.mean(sums) == pytest.approx(float(values.sum()), abs=4 * np.std(sums) / 20)
 
 
 def forced(oracle: PlainBlock, tokens: list[int], states: torch.Tensor, place: int) -> tuple[torch.Tensor, Any]:
@@ -285,7 +310,7 @@ def test_a_confidence_head_is_trained_alone(target):
     head.freeze(settings)
     before = {name: tensor.clone() for name, tensor in head.state_dict().items()}
     optimizer = torch.optim.AdamW([weight for weight in head.parameters() if weight.requires_grad], 1e-2)
-    step, losses = TrainStep(0, 1, (11, 8), (1, 2)), []
+    step, losses = FIRST, []
     for _ in range(30):
         optimizer.zero_grad()
         loss = head.loss(batch_of(head, target), target, settings, step)
