@@ -21,7 +21,7 @@ from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.tree import StaticTree
 from draftsmith.modules.drafters.base import HeadCard, TrainStep, layer_shape
 from draftsmith.modules.drafters.block.drafter import BlockBranches, BlockDrafter
-from draftsmith.modules.drafters.block.loss import Predictions, compare, sampled_columns
+from draftsmith.modules.drafters.block.loss import Predictions, compare, reach_weights, sampled_columns
 from draftsmith.modules.drafters.block.net import (
     BlockConfig,
     BlockNet,
@@ -70,6 +70,8 @@ class BlockSettings:
         ce_weight: Loss weight of the cross-entropy with the text's tokens.
         l1_weight: Loss weight of the distance between the distributions, twice their total variation.
         confidence_weight: Loss weight of the confidence head's cross-entropy.
+        token_weights: How the tokens of a block count: by their place (decay), or by how much each one adds to the
+            length that the draft would have accepted by now (reach; D-PACE).
         decay: A token that stands s places behind a block's first counts exp(-s / decay).
     """
 
@@ -89,6 +91,7 @@ class BlockSettings:
     ce_weight: float = 0.1
     l1_weight: float = 0.9
     confidence_weight: float = 1.0
+    token_weights: Literal["decay", "reach"] = "decay"
     decay: float = 4.0
 
     def __post_init__(self) -> None:
@@ -265,7 +268,7 @@ class BlockHead(BlockNet):
     def loss(self, batch: FeatureBatch, target: CausalLM, settings: Any, step: TrainStep | None) -> LossOutput:
         """Return the mean over blocks of their tokens' losses, a block's weights adding up to 1.
 
-        A block that the end of the answer cuts short counts for what is left of it.
+        By `decay`, a block that the end of the answer cuts short counts for what is left of it.
         """
         assert batch.features is not None, "the target reads the batch first"
         config, dtype = self.config, self.fc.weight.dtype
@@ -309,9 +312,15 @@ class BlockHead(BlockNet):
             lm_head = partial(F.linear, weight=target.lm_head_weight()[columns.tokens])
             labels, log_counts = columns.places(labels), columns.log_counts
             w2 = None if w2 is None else w2[columns.tokens]
-        predictions = Predictions(rows, None if biases is None else biases[block, token], position, labels, weights)
-        weighted = settings.ce_weight, settings.l1_weight
-        compared = compare(lm_head, wanted, predictions, w2, *weighted, log_counts)
+        biases = None if biases is None else biases[block, token]
+        predictions = Predictions(rows, biases, position, labels, weights)
+        against = partial(compare, lm_head, wanted, ce=settings.ce_weight, l1=settings.l1_weight, log_counts=log_counts)
+        if settings.token_weights == "reach":
+            with torch.no_grad():
+                label_prob = against(predictions._replace(hidden=rows.detach()), w2).label_prob
+            weights = reach_weights(label_prob, block, token, counted)
+            predictions = predictions._replace(weights=weights)
+        compared = against(predictions, w2)
         total = compared.total
         sums, counts = dict[str, Tensor](), dict[str, Tensor]()
         if self.confidence_head is not None:

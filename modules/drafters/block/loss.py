@@ -66,11 +66,13 @@ class Comparison(NamedTuple):
 
     total: sum of w (ce * -log q(label) + l1 * sum_v |p_v - q_v|), with a gradient. accepted: [N], sum_v min(p_v, q_v),
     the probability that a drawn token is accepted at temperature 1. right: [N] bool, q's first choice is p's.
+    label_prob: [N], q(label).
     """
 
     total: Tensor
     accepted: Tensor
     right: Tensor
+    label_prob: Tensor
 
 
 def compare(
@@ -90,6 +92,20 @@ def compare(
     """
     hidden, biases, *rest = predictions
     return Comparison(*_Compare.apply(lm_head, wanted, rest, ce, l1, log_counts, hidden, biases, markov_w2))
+
+
+def reach_weights(label_prob: Tensor, block: Tensor, token: Tensor, counted: Tensor) -> Tensor:
+    """Return weights [N] of predictions by how much each one adds to its block's accepted length (D-PACE).
+
+    With q' = (1 + q(label)) / 2, so that an unlearned token does not hide those behind it, a token's weight is the sum
+    over its own and all later places of the products of q' up to there; a block's weights add up to 1.
+
+    label_prob: [N]. block, token: [N], where each prediction stands in counted [M, n].
+    """
+    chance = torch.zeros(counted.shape, dtype=label_prob.dtype, device=counted.device)
+    chance[block, token] = (1 + label_prob) / 2
+    gained = chance.cumprod(1).flip(1).cumsum(1).flip(1)
+    return (gained / gained.sum(1, keepdim=True))[block, token]
 
 
 class _Compare(torch.autograd.Function):
@@ -115,6 +131,7 @@ class _Compare(torch.autograd.Function):
         count, trained = len(hidden), ctx.needs_input_grad[6]
         total = weights.new_zeros(())
         accepted, right = torch.zeros_like(weights), weights.new_zeros(count, dtype=torch.bool)
+        label_prob = torch.zeros_like(weights)
         to_hidden = torch.zeros_like(hidden) if trained else None
         to_biases = torch.zeros_like(biases) if trained and biases is not None else None
         to_w2 = torch.zeros_like(markov_w2, dtype=weights.dtype) if trained and markov_w2 is not None else None
@@ -140,6 +157,7 @@ class _Compare(torch.autograd.Function):
             label_logits = logits.gather(1, at_label)[:, 0]
             norm = logits.exp_().sum(-1, keepdim=True)
             q = logits.div_(norm)  # in place of the logits
+            label_prob[part] = q.gather(1, at_label)[:, 0]
             distance = q - p
             apart = distance.abs().sum(-1)
             accepted[part] = 1 - apart / 2
@@ -157,8 +175,8 @@ class _Compare(torch.autograd.Function):
                 to_biases[part] = (narrow @ markov_w2).to(biases.dtype)
                 to_w2 += narrow.T @ biases[part].to(markov_w2.dtype)
         ctx.grads = to_hidden, to_biases, to_w2 if to_w2 is None or markov_w2 is None else to_w2.to(markov_w2.dtype)
-        ctx.mark_non_differentiable(accepted, right)
-        return total, accepted, right
+        ctx.mark_non_differentiable(accepted, right, label_prob)
+        return total, accepted, right, label_prob
 
     @staticmethod
     @once_differentiable

@@ -94,12 +94,13 @@ def test_a_training_pass_computes_each_block_as_if_it_were_alone(head, target):
         assert number == len(found) == 5 + 4
 
 
-@pytest.mark.parametrize("size", [0, 80])
-def test_the_loss_is_its_formula_and_so_is_its_gradient(head, target, size, monkeypatch):
+@pytest.mark.parametrize(("size", "by"), [(0, "decay"), (80, "decay"), (0, "reach")])
+def test_the_loss_is_its_formula_and_so_is_its_gradient(head, target, size, by, monkeypatch):
     """Token by token over plain logits in float64, and numerically: every weight's gradient along a direction."""
     monkeypatch.setattr("draftsmith.modules.losses.CHUNK_ELEMENTS", 3 * (size or 300))  # several chunks
     batch, config, width = batch_of(head, target), head.config, head.config.hidden_size
-    settings = head.Settings(ce_weight=0.3, l1_weight=0.6, confidence_weight=0.5, decay=3.0, loss_vocab=size)
+    weighting = {"ce_weight": 0.3, "l1_weight": 0.6, "confidence_weight": 0.5, "decay": 3.0, "token_weights": by}
+    settings = head.Settings(**weighting, loss_vocab=size)
     output = head.loss(batch, target, settings, FIRST)
     tokens, log_counts = torch.arange(300), torch.zeros(300)
     if size:
@@ -115,7 +116,7 @@ def test_the_loss_is_its_formula_and_so_is_its_gradient(head, target, size, monk
             if not (mask[anchor] and mask[anchor + 1]):
                 continue
             blocks += 1
-            states = features[:anchor, :-width]
+            states, losses, chances = features[:anchor, :-width], [], []
             for j in range(config.drafts):
                 label = anchor + 1 + j
                 if label >= length or not mask[label]:
@@ -125,15 +126,26 @@ def test_the_loss_is_its_formula_and_so_is_its_gradient(head, target, size, monk
                 q = (logits[tokens] + log_counts).softmax(0)
                 p = (features[label - 1, -width:] @ oracle.output.T[:, tokens] + log_counts).softmax(0)
                 apart = (p - q).abs().sum()
+                chances.append(float(q[tokens == ids[label]].sum()))
                 own = 0.3 * -q[tokens == ids[label]].log().sum() + 0.6 * apart
                 if odds is not None:
                     sure = torch.sigmoid(odds)
                     accept = (1 - apart / 2).detach()
                     own = own - 0.5 * (accept * sure.log() + (1 - accept) * (1 - sure).log())
-                total = total + decay[j] / decay.sum() * own
+                losses.append(own)
+            if by == "decay":
+                weights = [float(one / decay.sum()) for one in decay]
+            else:
+                reached = np.cumprod([(1 + chance) / 2 for chance in chances])
+                weights = [
+                    reached[j:].sum() / sum(reached[i:].sum() for i in range(len(reached))) for j in range(len(reached))
+                ]
+            total = total + sum(weight * own for weight, own in zip(weights, losses, strict=False))
     assert blocks == int(output.counts["loss"]) == 9
     assert output.loss.item() == pytest.approx(float(total) / blocks, rel=1e-9)
     # Labels are constants for the gradient, as those of first choices are.
+    if by == "reach":
+        return
     settings = dataclasses.replace(settings, confidence_label="match")
     head.loss(batch, target, settings, FIRST).loss.backward()
     for name, weight in head.named_parameters():
