@@ -448,9 +448,9 @@ def print_comparison(
         sums.append((f"  drafts kept up to place {place}", *shares))
     sums.append(("tokens a round", *lengths))
     print_table(table_from_cells("sums", ("count", engine, "here"), sums, (engine, "here")))
-    if others := [row.id for row in rows if not row.theirs.by_place]:
+    if summed := [row.id for row in rows if not row.theirs.by_place]:
         why = "llama.cpp streams no ids of tokens that end inside of a character"
-        print_text(f"From drafts on, the counts are without {', '.join(others)}: {why}.")
+        print_text(f"From drafts on, the counts are without {', '.join(summed)}: {why}.")
 
     differing = [row for row in rows if not (row.same_text and row.same_counts)]
     if differing:
