@@ -125,6 +125,7 @@ RECIPES = {
     "mask-previous": Recipe({"token_mask": "previous"}),
     "vocab512-drop": Recipe({"draft_vocab": 512, "unknown": "drop"}),
     "vocab512-keep": Recipe({"draft_vocab": 512, "unknown": "keep"}),
+    "keep": Recipe({"unknown": "keep"}),
     "normalizer-sequence": Recipe({"normalizer": "sequence"}),
     "train-lm-head": Recipe({"train_lm_head": True}),
     "decay-0.9": Recipe({"pass_decay": 0.9}),
@@ -146,8 +147,8 @@ RECIPES = {
     "dspark-2-reach": Recipe({"num_layers": 2, "block": K, "token_weights": "reach"}, kind="dspark"),
     "eagle1-other-data": Recipe(kind="eagle", other_data=True),
 }
-# Settings that change nothing of what a step computes; `unknown` only which tokens count.
-FREE = {"token_mask", "unknown", "normalizer", "pass_decay"}
+# Settings that change nothing of what a step computes.
+FREE = {"token_mask", "normalizer", "pass_decay"}
 
 
 def costs_like(name: str) -> str:

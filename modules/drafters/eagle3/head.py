@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -56,7 +57,8 @@ class Eagle3Settings:
             the mask one token earlier (SafeAILab, SpecForge).
         normalizer: The loss is a mean over sequences, each of its own tokens' mean; over tokens; or over all tokens,
             those that do not count and padding too.
-        unknown: Tokens where the target's first choice cannot be drafted: drop them from the loss, or keep them.
+        unknown: Tokens where the target's first choice cannot be drafted: drop them from the loss, or keep them, for
+            which a step needs the target's logits of the draft vocabulary only.
     """
 
     layers: tuple[int, ...] = ()
@@ -250,11 +252,15 @@ class Eagle3Head(Eagle3Net, FeatureHead):
             # `bincount` would wait for the device.
             sizes = weights.new_zeros(len(batch.input_ids if batch.lengths is None else batch.lengths))
             weights = weights / sizes.index_add_(0, pairs.owner, torch.ones_like(weights[0]))[pairs.owner]
+        lm_head, d2t = target.lm_head, self.d2t if self.config.reduced else None
+        if d2t is not None and settings.unknown == "keep" and not measured:
+            # The loss alone compares distributions over the draft vocabulary.
+            lm_head, d2t = partial(F.linear, weight=target.lm_head_weight()[d2t]), None
         compared = distances(
-            target.lm_head,
+            lm_head,
             pairs.wanted.to(target.dtype),
             self.lm_head.weight,
-            self.d2t if self.config.reduced else None,
+            d2t,
             predictions,
             weights,
             settings.unknown == "drop",
