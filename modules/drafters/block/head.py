@@ -368,8 +368,9 @@ class BlockHead(BlockNet):
         layer = flops.layer_matrices(llama, slots) + flops.attention(llama, round(slots * mean))
         layer += flops.linear(size, 2 * llama.num_kv_heads * llama.head_dim, rows)
         read = flops.TRAINED_FIRST * flops.linear(len(config.capture) * size, size, rows)
-        markov = flops.TRAINED * flops.linear(config.markov_rank, llama.vocab_size, logit_rows)
-        logits = flops.FROZEN_PASSING * flops.linear(size, llama.vocab_size, logit_rows)
+        columns = min(settings.loss_vocab or llama.vocab_size, llama.vocab_size)
+        markov = flops.TRAINED * flops.linear(config.markov_rank, columns, logit_rows)
+        logits = flops.FROZEN_PASSING * flops.linear(size, columns, logit_rows)
         target = flops.lm_head_forward(llama, min(rows, logit_rows))
         return flops.TRAINED * llama.num_layers * layer + read + markov + logits + target
 

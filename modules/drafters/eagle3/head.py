@@ -302,7 +302,9 @@ class Eagle3Head(Eagle3Net, FeatureHead):
         fused = flops.TRAINED_FIRST * flops.linear(len(config.capture) * size, size, rows)
         logits = flops.linear(size, config.draft_vocab_size, logit_rows)
         head = passes * logits * (flops.TRAINED if settings.train_lm_head else flops.FROZEN_PASSING)
-        return passes * flops.TRAINED * layer + fused + head + flops.lm_head_forward(llama, logit_rows)
+        whole = settings.unknown == "drop" or step.logged
+        target = flops.linear(size, llama.vocab_size if whole else config.draft_vocab_size, logit_rows)
+        return passes * flops.TRAINED * layer + fused + head + target
 
     # -- drafter
 
