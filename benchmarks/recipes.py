@@ -125,7 +125,8 @@ RECIPES = {
     "mask-previous": Recipe({"token_mask": "previous"}),
     "vocab512-drop": Recipe({"draft_vocab": 512, "unknown": "drop"}),
     "vocab512-keep": Recipe({"draft_vocab": 512, "unknown": "keep"}),
-    "keep": Recipe({"unknown": "keep"}),
+    "unknown-drop": Recipe({"unknown": "drop"}),
+    "unknown-keep": Recipe({"unknown": "keep"}),
     "normalizer-sequence": Recipe({"normalizer": "sequence"}),
     "train-lm-head": Recipe({"train_lm_head": True}),
     "decay-0.9": Recipe({"pass_decay": 0.9}),
@@ -139,11 +140,7 @@ RECIPES = {
     **{f"dflash-{n}": Recipe({"num_layers": n, "block": K}, kind="dflash") for n in (1, 2, 5)},
     **{f"dspark-{n}": Recipe({"num_layers": n, "block": K}, kind="dspark") for n in (1, 2, 5)},
     "dspark-2-no-markov": Recipe({"num_layers": 2, "block": K, "markov_rank": 0}, kind="dspark"),
-    **{
-        f"dspark-2-vocab{n}": Recipe({"num_layers": 2, "block": K, "loss_vocab": n}, kind="dspark")
-        for n in (0, 2048, 4096)
-    },
-    "dspark-2-anchors128": Recipe({"num_layers": 2, "block": K, "loss_vocab": 4096, "anchors": 128}, kind="dspark"),
+    "dspark-2-whole": Recipe({"num_layers": 2, "block": K, "loss_vocab": 0}, kind="dspark"),
     "dspark-2-reach": Recipe({"num_layers": 2, "block": K, "token_weights": "reach"}, kind="dspark"),
     "eagle1-other-data": Recipe(kind="eagle", other_data=True),
 }
