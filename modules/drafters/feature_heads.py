@@ -16,12 +16,11 @@ from torch import Tensor
 
 from draftsmith.modules.acceptance.tree_rule import TreeRule
 from draftsmith.modules.decoding.branches import BranchDrafter, as_decoding, branch_mask
-from draftsmith.modules.decoding.learner import Learner
-from draftsmith.modules.decoding.protocols import DraftTree, Outcome, StopPolicy
+from draftsmith.modules.decoding.protocols import DraftTree, StopPolicy
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.tree import StaticTree
 from draftsmith.modules.drafters.base import DraftHead
-from draftsmith.modules.drafters.growth import DynamicTree, Level, grow_dynamic, grow_static
+from draftsmith.modules.drafters.growth import DynamicTree, Level
 from draftsmith.modules.drafters.row_drafter import RowDrafter
 from draftsmith.modules.engine.cache import KVCache, as_bias
 from draftsmith.modules.engine.lean import LeanStack
@@ -170,7 +169,6 @@ class FeatureTreeDrafter(FeatureDrafter):
         static: bool | None = None,
         rules: Sequence[TreeRule] | None = None,
     ):
-        """rules: for each row, how far its dynamic tree grows and how many of its nodes are verified."""
         self.shape, self.rules = shape, rules
         if isinstance(shape, DynamicTree):
             self._beside, width = shape.depth * shape.topk, shape.topk
@@ -179,10 +177,6 @@ class FeatureTreeDrafter(FeatureDrafter):
         super().__init__(head, target, [FixedLength(1)] * rows, capacity, static)
         # Nodes of a level see themselves and not each other.
         self._own = as_bias(torch.eye(width, dtype=torch.bool, device=target.device), target.dtype)
-
-    @property
-    def learners(self) -> Sequence[Learner]:
-        return [learner for rule in self.rules or () for learner in rule.learners]
 
     def _grow(
         self,
@@ -206,18 +200,7 @@ class FeatureTreeDrafter(FeatureDrafter):
             level = Level(hidden, logits)
             return level
 
-        if isinstance(self.shape, StaticTree):
-            return grow_static(self.shape, level, expand, limits)
-        rules = None if self.rules is None else [self.rules[row.number] for row in self._rows]
-        return grow_dynamic(self.shape, level, expand, limits, rules)
-
-    def advance(self, outcomes: Sequence[Outcome | None]) -> None:
-        for row, outcome in zip(self._rows, outcomes, strict=True):
-            # At the context's end a round may have no draft, which the rule learns nothing from.
-            if self.rules is not None and outcome is not None and row.tree.tokens:
-                rule, tree = self.rules[row.number], row.tree
-                rule.observe(len(tree.tokens), tree.draft_calls, outcome.num_accepted)
-        super().advance(outcomes)
+        return self._trees(level, expand, limits)
 
 
 class FeatureBranches(BranchDrafter):

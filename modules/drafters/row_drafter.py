@@ -10,9 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.modules.acceptance.tree_rule import TreeRule
 from draftsmith.modules.decoding.chain import Step, draft_chains
 from draftsmith.modules.decoding.learner import Learner
 from draftsmith.modules.decoding.protocols import NO_DRAFT, DraftTree, Outcome, StopPolicy
+from draftsmith.modules.decoding.tree import StaticTree
+from draftsmith.modules.drafters.growth import DynamicTree, Expand, Level, grow_dynamic, grow_static
 from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.layers import MOST_POSITIONS
 from draftsmith.modules.sampling import Source
@@ -39,9 +42,12 @@ class RowDrafter(ABC):
     """A `Drafter` apart from its model.
 
     needs_features: it reads features of the model it drafts for. model: its name in errors. end_ids: tokens that end a
-    chain.
+    chain. shape: of its trees, if it drafts any. rules: for each row, how far its dynamic tree grows and how many of
+    its nodes are verified.
     """
 
+    shape: StaticTree | DynamicTree | None = None
+    rules: Sequence[TreeRule] | None = None
     capture: tuple[int, ...] = ()
     needs_features = True
     end_ids: Collection[int] = ()
@@ -58,7 +64,7 @@ class RowDrafter(ABC):
 
     @property
     def learners(self) -> Sequence[Learner]:
-        return [learner for stop in self.stops for learner in stop.learners]
+        return [learner for source in (*self.stops, *(self.rules or ())) for learner in source.learners]
 
     @abstractmethod
     def _draft(self, limits: Sequence[int], params: SamplingParams, sources: Sequence[Source]) -> Sequence[DraftTree]:
@@ -76,6 +82,14 @@ class RowDrafter(ABC):
         """Draft chains by the rows' policies (`draft_chains`)."""
         stops, contexts = [row.stop for row in self._rows], [row.tokens for row in self._rows]
         return draft_chains(logits, states, step, stops, limits, params, sources, contexts, self.end_ids)
+
+    def _trees(self, root: Level, expand: Expand, limits: Sequence[int]) -> list[DraftTree]:
+        """Grow trees of the drafter's shape."""
+        if isinstance(self.shape, StaticTree):
+            return grow_static(self.shape, root, expand, limits)
+        assert self.shape is not None
+        rules = None if self.rules is None else [self.rules[row.number] for row in self._rows]
+        return grow_dynamic(self.shape, root, expand, limits, rules)
 
     def wrap_stops(self, wrap: Callable[[Any], Any]) -> Sequence[Any]:
         """Replace each policy by wrap(policy) from its row's next `begin` on, and return these, for watchers."""
@@ -108,6 +122,10 @@ class RowDrafter(ABC):
     def advance(self, outcomes: Sequence[Outcome | None]) -> None:
         for number, (row, outcome) in enumerate(zip(self._rows, outcomes, strict=True)):
             if outcome is not None:
+                # At the context's end a round may have no draft, which the rule learns nothing from.
+                if self.rules is not None and row.tree.tokens:
+                    rule = self.rules[row.number]
+                    rule.observe(len(row.tree.tokens), row.tree.draft_calls, outcome.num_accepted)
                 self.commit(number, outcome.emitted, outcome.features)
                 row.stop.observe(len(row.tree.tokens), outcome.num_accepted)
             row.tree = NO_DRAFT

@@ -15,11 +15,10 @@ from draftsmith.modules.acceptance.policies import CostRule
 from draftsmith.modules.acceptance.tree_rule import TreeRule
 from draftsmith.modules.decoding.branches import BranchDrafter, as_decoding
 from draftsmith.modules.decoding.confidence import sigmoid
-from draftsmith.modules.decoding.learner import Learner
-from draftsmith.modules.decoding.protocols import DraftTree, DraftView, Outcome, StopPolicy
+from draftsmith.modules.decoding.protocols import DraftTree, DraftView, StopPolicy
 from draftsmith.modules.decoding.tree import StaticTree
 from draftsmith.modules.drafters.block.net import BlockNet, DocumentBlocks
-from draftsmith.modules.drafters.growth import DynamicTree, Level, grow_dynamic, grow_static
+from draftsmith.modules.drafters.growth import DynamicTree, Level
 from draftsmith.modules.drafters.row_drafter import RowDrafter
 from draftsmith.modules.engine.cache import KVCache, RowsCache, as_bias
 from draftsmith.modules.engine.lean import LeanNorm, LeanStack
@@ -169,9 +168,8 @@ class BlockDrafter(RowDrafter):
         shape: StaticTree | DynamicTree | None = None,
         rules: Sequence[TreeRule] | None = None,
     ):
-        """stops: a policy for each row, for chains. capacity: most tokens of a row, drafts included. rules: size of
-        dynamic trees, for each row."""
-        config, self._shape, self.rules = head.config, shape, rules
+        """stops: a policy for each row, for chains. capacity: most tokens of a row, drafts included."""
+        config, self.shape, self.rules = head.config, shape, rules
         slots = min(capacity, config.max_position)
         super().__init__(stops, longest_text=slots, longest_draft=config.drafts)
         self.model, self.capture = head.kind, head.capture
@@ -187,10 +185,6 @@ class BlockDrafter(RowDrafter):
         # A row alone lies in one piece and needs no indices.
         self._cache = KVCache(data) if len(stops) == 1 else RowsCache(data)
         self._read = list[int]()  # tokens of each row whose states are in the cache
-
-    @property
-    def learners(self) -> Sequence[Learner]:
-        return [*super().learners, *(learner for rule in self.rules or () for learner in rule.learners)]
 
     def begin(self, row: int, prompt: Sequence[int], features: Tensor, first_token: int) -> None:
         super().begin(row, prompt, features, first_token)
@@ -211,8 +205,8 @@ class BlockDrafter(RowDrafter):
         hidden = self._run_block()  # [B, n, H]
         base = self.net.lm_head(hidden)  # [B, n, V]
         anchors = torch.tensor([row.tokens[-1] for row in self._rows], device=hidden.device)
-        if self._shape is not None:
-            trees = self._trees(self._shape, hidden, base, anchors, limits)
+        if self.shape is not None:
+            trees = self._grow(hidden, base, anchors, limits)
         else:
             limits = self._opened(hidden, limits)
             slot, (first, memory) = 0, self.net.after(hidden[:, 0], base[:, 0], anchors, None)
@@ -283,14 +277,7 @@ class BlockDrafter(RowDrafter):
         states = stack.run(x, cos, sin, self._cache, bias[:, None], False)
         return self.net.finish(states)
 
-    def _trees(
-        self,
-        shape: StaticTree | DynamicTree,
-        hidden: Tensor,
-        base: Tensor,
-        anchors: Tensor,
-        limits: Sequence[int],
-    ) -> list[DraftTree]:
+    def _grow(self, hidden: Tensor, base: Tensor, anchors: Tensor, limits: Sequence[int]) -> list[DraftTree]:
         """Grow trees: the Markov head gives every node's children a distribution of their own without another pass."""
         first, memory = self.net.after(hidden[:, :1], base[:, :1], anchors[:, None], None)
 
@@ -304,19 +291,7 @@ class BlockDrafter(RowDrafter):
             logits, memory = self.net.after(states, logits, tokens, memory)
             return Level(states, logits)
 
-        root = Level(hidden[:, :1], first)
-        if isinstance(shape, StaticTree):
-            return grow_static(shape, root, expand, limits)
-        rules = None if self.rules is None else [self.rules[row.number] for row in self._rows]
-        return grow_dynamic(shape, root, expand, limits, rules)
-
-    def advance(self, outcomes: Sequence[Outcome | None]) -> None:
-        for row, outcome in zip(self._rows, outcomes, strict=True):
-            # At the context's end a round may have no draft, which the rule learns nothing from.
-            if self.rules is not None and outcome is not None and row.tree.tokens:
-                rule, tree = self.rules[row.number], row.tree
-                rule.observe(len(tree.tokens), tree.draft_calls, outcome.num_accepted)
-        super().advance(outcomes)
+        return self._trees(Level(hidden[:, :1], first), expand, limits)
 
 
 class BlockBranches(BranchDrafter):
