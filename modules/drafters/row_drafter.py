@@ -64,7 +64,8 @@ class RowDrafter(ABC):
 
     @property
     def learners(self) -> Sequence[Learner]:
-        return [learner for source in (*self.stops, *(self.rules or ())) for learner in source.learners]
+        of_stops = (learner for stop in self.stops for learner in stop.learners)
+        return [*of_stops, *(learner for rule in self.rules or () for learner in rule.learners)]
 
     @abstractmethod
     def _draft(self, limits: Sequence[int], params: SamplingParams, sources: Sequence[Source]) -> Sequence[DraftTree]:
@@ -83,7 +84,7 @@ class RowDrafter(ABC):
         stops, contexts = [row.stop for row in self._rows], [row.tokens for row in self._rows]
         return draft_chains(logits, states, step, stops, limits, params, sources, contexts, self.end_ids)
 
-    def _trees(self, root: Level, expand: Expand, limits: Sequence[int]) -> list[DraftTree]:
+    def _grown(self, root: Level, expand: Expand, limits: Sequence[int]) -> list[DraftTree]:
         """Grow trees of the drafter's shape."""
         if isinstance(self.shape, StaticTree):
             return grow_static(self.shape, root, expand, limits)

@@ -291,7 +291,7 @@ class BlockDrafter(RowDrafter):
             logits, memory = self.net.after(states, logits, tokens, memory)
             return Level(states, logits)
 
-        return self._trees(Level(hidden[:, :1], first), expand, limits)
+        return self._grown(Level(hidden[:, :1], first), expand, limits)
 
 
 class BlockBranches(BranchDrafter):
