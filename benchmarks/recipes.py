@@ -291,7 +291,9 @@ class MeasuredTraining:
         batch = self.data.train[tuple(SampleKey(epoch, i) for i in chosen)]
         inputs, _ = module.read(batch)
         std = 1.0 if module.feature_std is None else module.feature_std
-        now = TrainStep(PHASES[phase] * (TOTAL - 1), TOTAL, batch.lengths, list(range(len(chosen))), std)
+        # As most steps, without what only the log reads.
+        seeds = list(range(len(chosen)))
+        now = TrainStep(PHASES[phase] * (TOTAL - 1), TOTAL, batch.lengths, seeds, std, logged=False)
         module.loss(inputs, now).loss.backward()
         params = [p for p in module.head.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
