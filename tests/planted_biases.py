@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+import torch
+
 from draftsmith.modules.decoding import chain, loop, verify
 from draftsmith.modules.decoding.protocols import DraftTree
 from draftsmith.modules.drafters import row_drafter
@@ -41,6 +43,20 @@ def wrong_q(patch) -> None:
         return [DraftTree(tree.tokens, tree.parents, flattened(tree.draft_prob, 0.8)) for tree in made]
 
     patch.setattr(row_drafter, "draft_chains", drafted)
+
+
+def unlikely_drafts_dropped(patch) -> None:
+    """A draft is cut before a token of little q, which the decision has seen: as if by the confidence behind it."""
+    real = chain.draft_chains
+
+    def cut(tree):
+        if tree.draft_prob is None or not tree.tokens:
+            return tree
+        likely = tree.draft_prob.gather(1, torch.tensor(tree.tokens)[:, None])[:, 0] >= 0.5
+        count = int(likely.cumprod(0).sum())
+        return DraftTree(tree.tokens[:count], tree.parents[:count], tree.draft_prob[:count])
+
+    patch.setattr(row_drafter, "draft_chains", lambda *args: [cut(tree) for tree in real(*args)])
 
 
 def accepts_too_often(patch) -> None:
@@ -133,6 +149,7 @@ class Planted:
 PLANTED = {
     "replaced from p": Planted(no_residual),
     "q at 0.8 of its temperature, batched": Planted(wrong_q, loop="batched"),
+    "drops drafts by the drawn token": Planted(unlikely_drafts_dropped),
     "accepts with 1.25 p/q": Planted(accepts_too_often),
     "accept draw is the draft's, batched": Planted(reused_accept_draws, loop="batched"),
     "own token from the accept draw, batched": Planted(own_draw_reused, loop="batched"),

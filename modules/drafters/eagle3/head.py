@@ -42,10 +42,9 @@ class Eagle3Settings:
             that end them. 0, or no less than the target has: all.
         rope: Rotary positions of the head: the target's, or plain, without the target's scaling.
         rope_theta: Rotary base of the head. Default: the target's.
-        version: 3.1: every state is normed before they are joined, and so is what the head reads of itself; or 3, as in
-            the paper. vLLM, SGLang and speculators serve both, SafeAILab's code and llama.cpp 3 only.
-        norm_before_fc: With version 3, norm the states side by side before they are joined. vLLM, SGLang, speculators
-            and llama.cpp serve such heads, SafeAILab's code does not.
+        version: 3, as in the paper; 3-norm, with a norm of the states side by side before they are joined (servers'
+            norm_before_fc); or 3.1: every state is normed by itself, and so is what the head reads of itself. vLLM,
+            SGLang and speculators serve all, llama.cpp 3 and 3-norm, SafeAILab's code only 3.
         train_lm_head: Train the lm_head too, which begins as the target's. That of a head to fine-tune is the new
             target's where it was never trained, and else the head's own.
         passes: Tokens of the drafts that it is trained on, each read behind its own states (training-time test).
@@ -65,8 +64,7 @@ class Eagle3Settings:
     draft_vocab: int = 32_000
     rope: Rope = "target"
     rope_theta: float | None = None
-    version: Literal["3", "3.1"] = "3.1"
-    norm_before_fc: bool = False
+    version: Literal["3", "3-norm", "3.1"] = "3-norm"
     train_lm_head: bool = False
     passes: int = 7
     passes_after: float = 0.0
@@ -79,9 +77,6 @@ class Eagle3Settings:
     def __post_init__(self) -> None:
         at_least("passes", self.passes, 1)
         at_least("draft_vocab", self.draft_vocab, 0)
-        if self.norm_before_fc and self.version != "3":
-            found = f"true with --version {self.version}, which norms each state"
-            raise InputError("norm_before_fc", found, "--version 3", "Pass it, or leave this out.")
         if not 0 <= self.passes_after < 1:
             raise InputError("passes_after", self.passes_after, "a share in [0, 1)", "Change it.")
         if not 0 < self.pass_decay <= 1:
@@ -185,7 +180,7 @@ class Eagle3Head(Eagle3Net, FeatureHead):
         vocabulary = min(settings.draft_vocab or target.vocab_size, target.vocab_size)
         layer = layer_like(target, settings.rope_theta, settings.rope == "plain")
         capture, late = layers_of(settings.layers, target.num_layers), settings.version == "3.1"
-        norms = {"fc_norm": late, "norm_before_fc": settings.norm_before_fc, "norm_output": late}
+        norms = {"fc_norm": late, "norm_before_fc": settings.version == "3-norm", "norm_output": late}
         return Eagle3Config(layer, capture, vocabulary, **norms)
 
     @classmethod

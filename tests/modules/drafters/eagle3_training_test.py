@@ -213,9 +213,10 @@ def test_a_draft_vocabulary_of_the_targets_size_is_whole() -> None:
     assert not Eagle3Head.new_config(Eagle3Settings(), LLAMA).reduced
     assert Eagle3Head.new_config(Eagle3Settings(draft_vocab=5), LLAMA).reduced
     config = Eagle3Head.new_config(Eagle3Settings(rope_theta=7.0), LLAMA)
-    assert config.fc_norm and config.norm_output and config.llama.rope_theta == 7.0
-    config = Eagle3Head.new_config(Eagle3Settings(version="3"), LLAMA)
-    assert not config.fc_norm and not config.norm_output
+    assert config.norm_before_fc and not config.norm_output and config.llama.rope_theta == 7.0
+    for version, norms in {"3": (False,) * 3, "3-norm": (False, True, False), "3.1": (True, False, True)}.items():
+        config = Eagle3Head.new_config(Eagle3Settings(version=version), LLAMA)
+        assert (config.fc_norm, config.norm_before_fc, config.norm_output) == norms
     assert config.capture == (2, 4, 5)
 
 
