@@ -43,22 +43,24 @@ class Columns(NamedTuple):
 
 
 def sampled_columns(lm_head: LmHead, wanted: Tensor, labels: Tensor, size: int, rng: torch.Generator) -> Columns:
-    """Return the labels and the tokens that the target finds likeliest, up to half of `size`, and random others.
+    """Return the labels and the tokens that the target finds likeliest, half of `size`, and as many random others.
 
-    lm_head, wanted [P, H]: give the target's logits at P positions. size: columns, more if half of them are too few
-    for the labels. A token is likely by the sum of its probabilities over the positions.
+    A token is likely by the sum of its probabilities over the P positions. Of more positions than half of `size`, whose
+    labels might not fit, as many tokens are kept as there are positions.
+
+    lm_head, wanted [P, H]: give the target's logits. labels: one for each position, repeated or not.
     """
     mass = torch.zeros(lm_head(wanted[:1]).shape[-1], device=wanted.device)
     for part in row_chunks(len(wanted), len(mass), wanted.device):
         mass += lm_head(wanted[part]).float().softmax(-1).sum(0)
     mass[labels] = torch.inf
-    kept = mass.topk(max(size // 2, int(mass.isinf().sum()))).indices
+    num_kept = min(max(size // 2, len(wanted)), len(mass))
+    num_drawn = min(size // 2, len(mass) - num_kept)
+    kept = mass.topk(num_kept).indices
     order = to_device(torch.rand(len(mass), generator=rng), wanted.device).index_fill_(0, kept, -1.0)
-    others = len(mass) - len(kept)
-    drawn = order.topk(min(size // 2, others)).indices
-    tokens, places = torch.cat([kept, drawn]).sort()
-    log_count = math.log(others / len(drawn)) if others else 0.0
-    return Columns(tokens, torch.where(places < len(kept), 0.0, log_count))
+    tokens, places = torch.cat([kept, order.topk(num_drawn).indices]).sort()
+    log_count = math.log((len(mass) - num_kept) / num_drawn) if num_drawn else 0.0
+    return Columns(tokens, torch.where(places < num_kept, 0.0, log_count))
 
 
 class Comparison(NamedTuple):
