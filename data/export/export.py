@@ -26,7 +26,15 @@ from draftsmith.data.export.gguf import (
 from draftsmith.data.export.report import CheckReport, Measure, print_report
 from draftsmith.data.export.states import state_source
 from draftsmith.data.heads.card import draft_model_card, measured_of, model_card
-from draftsmith.data.heads.directory import build_head, head_config, head_fields, made_with, named_kind, stored_tensors
+from draftsmith.data.heads.directory import (
+    build_head,
+    head_config,
+    head_fields,
+    kind_at,
+    made_with,
+    named_kind,
+    stored_tensors,
+)
 from draftsmith.data.models.checkpoint import INDEX
 from draftsmith.data.models.hub import loadable, model_directory
 from draftsmith.data.models.loading import (
@@ -220,6 +228,8 @@ def target_tokenizer(config: ExportConfig, target: str) -> dict[str, Any]:
 def export_gguf_draft(config: ExportConfig, directory: Path) -> tuple[CheckReport, str]:
     """Write a draft model for llama.cpp and compare its logits with the model's. Returns the report and the command."""
     draft, target = _given(config, "draft", "the draft model, or --head"), _given(config, "target", "its target")
+    if (kind := kind_at(draft)) is not None:
+        raise InputError("draft", f"{draft}, {named_kind(kind)} head", "a draft model", f"Pass --head {draft}.")
     check_same_tokenizer(target, draft)
     weights = "float32" if config.weights == "auto" else config.weights
     write_gguf_model(directory / GGUF_DRAFT, draft, weights, target_tokenizer(config, target))

@@ -35,6 +35,8 @@ ROWS = [
     Row("decode: a draft that is not there", f"decode Hi {TARGET}--draft ./nosuch", ("./nosuch",)),
     Row("decode: a training", f"decode Hi {TARGET}--draft {{eagle_run}}", ("eagle-run", "Pass", "/best")),
     Row("export: a training", f"export --format vllm --head {{eagle_run}} {OUT}", ("eagle-run", "Pass", "/best")),
+    Row("export: a head as a draft model", f"export --format llamacpp --draft {{eagle}} {TARGET}{OUT}",
+        ("an eagle head", "--head")),
     Row("tree: a head that is not there", f"eval tree {TARGET}--prompts x {OUT}--draft ./nosuch", ("./nosuch",)),
     Row("decode: a draft that is a head", f"decode Hi {TARGET}--draft {{eagle}} --method spec", ("a draft model",)),
     Row("decode: no tree there", f"decode Hi {TARGET}--draft {{eagle}} --method eagle-tree:tree=x.yaml", ("x.yaml",)),
