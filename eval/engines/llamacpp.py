@@ -105,7 +105,9 @@ class LlamaCppClient:
         if not timings or not all(0 <= one.accepted <= one.drafted for one in rounds):
             raise InputError("server", f"{self.url}: counts {timings}", "those of a whole answer", "Read its log.")
         seconds = timings["prompt_ms"] / 1e3, timings.get("predicted_ms", 0.0) / 1e3
-        return ServerAnswer(tuple(tokens), tuple(rounds), *seconds, timings.get("predicted_n", 0) - len(tokens))
+        return ServerAnswer(
+            tuple(tokens), tuple(rounds), *seconds, timings.get("predicted_n", len(tokens)) - len(tokens)
+        )
 
     def tokens_of(self, prompt: Sequence[int], seed: int = 0) -> tuple[int, ...]:
         """Return all tokens of the answer to a prompt, also those that are not streamed."""

@@ -66,7 +66,8 @@ class BlockSettings:
             another server's rule. What the head drafts stays the same.
         anchors: Most blocks of a text in a step, at places drawn anew in every epoch.
         loss_vocab: Tokens over which a step computes its loss: half of them the likeliest by the target, half drawn
-            from the others, which they stand for. 0: the whole vocabulary, as published; validation always takes that.
+            from the others, which they stand for. 0: the whole vocabulary, as published; validation and only_confidence
+            always take that.
         ce_weight: Loss weight of the cross-entropy with the text's tokens.
         l1_weight: Loss weight of the distance between the distributions, twice their total variation.
         confidence_weight: Loss weight of the confidence head's cross-entropy.
@@ -306,7 +307,8 @@ class BlockHead(BlockNet):
         rows, labels, lm_head, log_counts = hidden[block, token], ids[places + 1], target.lm_head, None
         w2 = None if self.markov_head is None else self.markov_head.markov_w2.weight
         wanted = features[positions, -size:].to(target.dtype)
-        if step is not None and 0 < settings.loss_vocab < target.info.vocab_size:
+        sampled = 0 < settings.loss_vocab < target.info.vocab_size and not settings.only_confidence
+        if sampled and step is not None:
             rng = torch.Generator().manual_seed(step.seeds[0])
             columns = sampled_columns(lm_head, wanted, labels, settings.loss_vocab, rng)
             lm_head = partial(F.linear, weight=target.lm_head_weight()[columns.tokens])
