@@ -1,4 +1,4 @@
-"""What the client of a llama.cpp server makes of its streamed answers."""
+"""Streamed answers of a llama.cpp server, as the client reads and `check` compares them."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ DIALECTS = {
 
 @pytest.mark.parametrize("dialect", DIALECTS.values(), ids=list(DIALECTS))
 def test_the_loss_is_that_of_every_draft_alone(dialect: dict[str, Any]) -> None:
-    """In validation, and in a step whose metrics nobody reads."""
+    """In validation, and in a step whose metrics are not logged."""
     head, settings = head_of(), Eagle3Settings(passes=PASSES, **dialect)
     wanted = pytest.approx(by_hand(head, batch_of(), settings), rel=1e-9)
     for step in (None, TrainStep(0, 1, LENGTHS, (0, 0, 0), logged=False)):
