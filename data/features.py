@@ -8,8 +8,8 @@ states of some layers side by side (`DraftHead.capture`), unshifted. Features ar
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,21 +17,31 @@ import torch
 
 from draftsmith.data.console import Advance, log_note
 from draftsmith.data.engines.own import check_lengths, length_batches, pad_right, set_threads
+from draftsmith.data.engines.vllm_states import ServedStates, VllmStates, check_numbering
 from draftsmith.data.models.identity import captured
-from draftsmith.data.models.loading import llama_shape, load_lm, name_nonfinite, text_identity, vocabulary_size
+from draftsmith.data.models.loading import (
+    llama_shape,
+    load_info,
+    load_lm,
+    name_nonfinite,
+    target_shape,
+    text_identity,
+    vocabulary_size,
+)
 from draftsmith.data.models.parallel import DONE, broadcast_number, received_numbers
 from draftsmith.data.ranks import place
 from draftsmith.data.settings import StageLoading, check_not_negative, check_positive
 from draftsmith.data.store import feature_codec
 from draftsmith.data.store.datasets import ArtefactDataset, feature_key, open_dataset
 from draftsmith.data.store.files import check_disk
-from draftsmith.data.store.manifest import Field, Manifest, open_artefact, volatile
+from draftsmith.data.store.manifest import MANIFEST, Field, Manifest, open_artefact, volatile
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import Shard, ShardContent, StagePlan, read_done, run_stage
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.modules import drafters
 from draftsmith.modules.finite import NonFinite, first_broken
-from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.targets.base import CausalLM, ModelInfo
 from draftsmith.modules.types import InputError
 
 FIELDS = (
@@ -62,8 +72,12 @@ class FeaturesConfig(StageLoading):
         batch_size: Rows read together.
         rows_per_shard: Rows per shard; the features of two shards are in memory at once.
         feature_dtype: Stored type: bf16, or fp8 with a scale per token, half the bytes.
+        engine: lean for Llama-family weights, hf for any transformers model, auto for lean where it applies; vllm for
+            targets of any size: in processes that vLLM starts, or at --server.
         target_parallel: For a target larger than a device. device_map: spread its layers over the GPUs of this process.
             tensor: split each layer over the processes of this machine, under torchrun. Both run it by transformers.
+        vllm_args: JSON file of further arguments of vllm.LLM, for engine vllm: {"tensor_parallel_size": 8, ...}.
+        server: Address of a vLLM server that `draftsmith launch vllm` has started, for engine vllm.
     """
 
     responses: Path = volatile()
@@ -75,7 +89,10 @@ class FeaturesConfig(StageLoading):
     batch_size: int = 8
     rows_per_shard: int = 128
     feature_dtype: feature_codec.FeatureDtype = "bf16"
+    engine: Literal["auto", "lean", "hf", "vllm"] = field(default="auto", kw_only=True)  # type: ignore[assignment]
     target_parallel: Literal["none", "device_map", "tensor"] = volatile("none")
+    vllm_args: Path | None = volatile(None)
+    server: str | None = volatile(None)
 
     def __post_init__(self) -> None:
         check_positive(self, "batch_size", "rows_per_shard")
@@ -83,29 +100,27 @@ class FeaturesConfig(StageLoading):
         if self.drafter is not None and self.drafter not in drafters.learned():
             known = " or ".join(drafters.learned())
             raise InputError("drafter", self.drafter, known, "Correct it, or leave it out.")
+        for name in ("vllm_args", "server"):
+            if self.engine != "vllm" and getattr(self, name) is not None:
+                raise InputError(name, f"with --engine {self.engine}", "--engine vllm", "Leave it out.")
+        if self.engine == "vllm" and self.target_parallel != "none":
+            remedy = 'Pass --vllm-args with {"tensor_parallel_size": 8}.'
+            raise InputError("target_parallel", f"{self.target_parallel} with --engine vllm", "none", remedy)
 
 
 @sole_writer(shared=True)
 def run(config: FeaturesConfig) -> Path:
     """Write the artefact `features` and return its directory."""
     set_threads(config.num_threads)
+    if config.engine == "vllm":
+        return run_vllm(config)
     lm = load_lm(config.target, **config.loading, parallel=config.target_parallel)
-    manifest = open_texts(config.responses, config.target, lm.info.identity)
-    rows = Rows(config.responses, manifest, limit=config.limit, vocab_size=lm.info.vocab_size)
-    capture = captured_layers(config, lm)
+    # Final states are there in any family.
+    needs_shape = config.drafter is not None or config.layers
+    rows, plan, capture = open_rows(config, lm.info, llama_shape(lm, config.target) if needs_shape else None)
     # All processes hold parts of one target; the first one writes.
     is_split = config.target_parallel == "tensor"
-    plan = StagePlan(
-        kind="features",
-        stage="data features",
-        config=config,
-        num_rows=len(rows),
-        fields=FIELDS + feature_codec.fields(config.feature_dtype),
-        inputs={manifest.kind: manifest.digest},
-        identity={**manifest.identity, "target": captured(lm.info.identity, capture)},
-        sampling=manifest.sampling,
-        alone=is_split,
-    )
+    plan = replace(plan, alone=is_split)
 
     def make_shard(shard: Shard, advance: Advance) -> ShardContent:
         if is_split:
@@ -118,27 +133,89 @@ def run(config: FeaturesConfig) -> Path:
             read_shard(lm, rows, plan.shards[number], config, lambda count: None, capture)
         return config.output
 
-    # Captured layers lie side by side.
-    width = lm.info.hidden_size * max(1, len(capture))
-    check_room(plan, rows, feature_codec.token_bytes(width, config.feature_dtype))
     run_stage(plan, make_shard)
     if is_split:
         broadcast_number(DONE, lm.device)
     return config.output
 
 
-def captured_layers(config: FeaturesConfig, lm: CausalLM) -> tuple[int, ...]:
-    """Return the layers that the drafter learns from (`DraftHead.learns_from`); empty for the final norm's state."""
-    head = None if config.drafter is None else drafters.head_class(config.drafter)
+def run_vllm(config: FeaturesConfig) -> Path:
+    """Write the artefact with states that vLLM computes, here or at a server."""
+    info = load_info(config.target)
+    rows, plan, capture = open_rows(config, info, target_shape(config.target))
+    if (config.output / MANIFEST).exists() and all(read_done(config.output, shard) for shard in plan.shards):
+        # Nothing is left to read: no engine is started.
+        read_by = Manifest.read(config.output).identity.get("read_by")
+        run_stage(
+            replace(plan, identity={**plan.identity, "read_by": read_by}), lambda shard, advance: ShardContent([])
+        )
+        return config.output
+    layers = capture or (info.num_layers,)
+    source: VllmStates | ServedStates
+    if config.server is not None:
+        source = ServedStates(config.server, config.output)
+    else:
+        how = (config.dtype, config.feature_dtype, config.output, config.vllm_args, config.trust_remote_code)
+        source = VllmStates(config.target, layers, *how)
+    with source:
+        examples = [row["input_ids"] for row in rows.read(0, min(4, len(rows)))]
+        log_note(check_numbering(source, config.target, layers, examples, config.feature_dtype))
+        plan = replace(plan, identity={**plan.identity, "read_by": source.about})
+
+        def make_shard(shard: Shard, advance: Advance) -> ShardContent:
+            texts = rows.read(shard.start, shard.stop)
+            check_lengths(texts, shard.start, info.max_position)
+            tensors: dict[str, torch.Tensor] = {}
+            for number, stored in enumerate(source.read([row["input_ids"] for row in texts]), shard.start):
+                tensors |= {feature_key(number) + suffix: tensor.clone() for suffix, tensor in stored.items()}
+                advance(1)
+            return shard_of(shard, texts, tensors)
+
+        run_stage(plan, make_shard)
+    return config.output
+
+
+def open_rows(
+    config: FeaturesConfig, info: ModelInfo, shape: LlamaConfig | None
+) -> tuple[Rows, StagePlan, tuple[int, ...]]:
+    """Open the texts, and plan the stage; return them with the layers that are captured.
+
+    info, shape: of the target; the shape is needed for a drafter's layers only.
+    """
+    manifest = open_texts(config.responses, config.target, info.identity)
+    rows = Rows(config.responses, manifest, limit=config.limit, vocab_size=info.vocab_size)
+    capture = () if shape is None else captured_layers(config.drafter, config.layers, shape)
+    plan = StagePlan(
+        kind="features",
+        stage="data features",
+        config=config,
+        num_rows=len(rows),
+        fields=FIELDS + feature_codec.fields(config.feature_dtype),
+        inputs={manifest.kind: manifest.digest},
+        identity={**manifest.identity, "target": captured(info.identity, capture)},
+        sampling=manifest.sampling,
+    )
+    # Captured layers lie side by side.
+    width = info.hidden_size * max(1, len(capture))
+    check_room(plan, rows, feature_codec.token_bytes(width, config.feature_dtype))
+    return rows, plan, capture
+
+
+def captured_layers(drafter: str | None, layers: tuple[int, ...], shape: LlamaConfig) -> tuple[int, ...]:
+    """Return the layers that a drafter learns from (`DraftHead.learns_from`); empty for the final norm's state.
+
+    layers: those that the drafter reads, if not its own choice.
+    """
+    head = None if drafter is None else drafters.head_class(drafter)
     has_layers = head is not None and "layers" in {field.name for field in dataclasses.fields(head.Settings)}
-    if config.layers and not has_layers:
+    if layers and not has_layers:
         remedy = "Leave --layers out, or name another --drafter."
-        raise InputError("layers", " ".join(map(str, config.layers)), "none: it reads the final state", remedy)
+        raise InputError("layers", " ".join(map(str, layers)), "none: it reads the final state", remedy)
     if head is None:
         return ()
-    # The head's defaults, with --layers if they are given.
-    settings = head.Settings(**({"layers": config.layers} if config.layers else {}))
-    return head.learns_from(head.new_config(settings, llama_shape(lm, config.target)), lm.info.num_layers)
+    # The head's defaults, with the layers if they are given.
+    settings = head.Settings(**({"layers": layers} if layers else {}))
+    return head.learns_from(head.new_config(settings, shape), shape.num_layers)
 
 
 def open_texts(directory: Path, target: str, identity: Mapping[str, str], field: str = "responses") -> Manifest:
@@ -204,7 +281,11 @@ def read_shard(
                 tensors[feature_key(shard.start + i) + suffix] = tensor.cpu().clone()
         advance(len(batch))
 
-    # The index has the rows in their own order.
+    return shard_of(shard, rows, tensors)
+
+
+def shard_of(shard: Shard, rows: Sequence[dict[str, Any]], tensors: dict[str, torch.Tensor]) -> ShardContent:
+    """Return the content of a shard: its index, with the rows in their own order, and their encoded features."""
     index = [
         {
             "id": row["id"],

@@ -109,6 +109,9 @@ SECTIONS: dict[str, dict[str, Command]] = {
             ("command",),
             "launch.launchers:run_deepspeed",
         ),
+        "launch vllm": Command(
+            "launch.vllm:VllmConfig", "A vLLM server that hands out a target's hidden states", ("command",)
+        ),
     },
     "Use heads elsewhere, and others' here": {
         "export": Command("data.export.export:ExportConfig", "A head as another system loads it, checked"),

@@ -7,7 +7,6 @@ features are rounded as stored ones are, so that training sees the same.
 
 from __future__ import annotations
 
-import hashlib
 import time
 import uuid
 from collections.abc import Mapping
@@ -15,7 +14,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from draftsmith.data.console import log_note
@@ -24,6 +22,7 @@ from draftsmith.data.store.feature_codec import FeatureDtype, FeatureFiles
 from draftsmith.data.store.files import CannotWrite, make_directory, write_json, write_tensors
 from draftsmith.data.store.manifest import changes
 from draftsmith.data.store.reading import read_object
+from draftsmith.data.store.spool import row_name
 from draftsmith.modules.finite import first_broken
 from draftsmith.modules.types import InputError
 
@@ -33,11 +32,6 @@ SHARD_BYTES = 256 * 2**20
 # Seconds between two listings of the directory for rows that other ranks have written.
 LOOK_EVERY_S = 1.0
 LEFTOVER_S = 3600.0
-
-
-def row_name(input_ids: Tensor) -> str:
-    """Return the name of the row with these token ids [T]."""
-    return hashlib.blake2b(input_ids.to(torch.int32).numpy().tobytes(), digest_size=16).hexdigest()
 
 
 class FeatureCache:

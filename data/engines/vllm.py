@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 from draftsmith.data.models.checkpoint import end_tokens
 from draftsmith.data.models.hub import model_directory
@@ -15,6 +16,46 @@ from draftsmith.data.ranks import place
 from draftsmith.data.store.reading import read_object
 from draftsmith.data.text.turns import AnswerSettings, PendingTurn, TargetTurn
 from draftsmith.modules.types import InputError
+
+
+def open_llm(
+    target: str, dtype: str, args: Path | None, trust_remote_code: bool, options: Mapping[str, Any] | None = None
+) -> tuple[Any, dict[str, Any]]:
+    """Start vLLM's engine on a target; return it with the arguments of the JSON file `args`.
+
+    options: arguments that a user may not change.
+
+    Raises:
+        InputError: vLLM is missing, refuses the arguments, or there are several ranks.
+    """
+    if place().world > 1:
+        remedy = 'Give it the GPUs in --vllm-args, {"tensor_parallel_size": 8}, or ask a server.'
+        raise InputError("engine", f"vllm in {place().world} ranks", "one process, which starts its own", remedy)
+    # vLLM reports its use to its makers unless told otherwise.
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    try:
+        from vllm import LLM
+    except ImportError as error:
+        found = f"vllm, which cannot be imported: {error}"
+        remedy = "pip install 'draftsmith[vllm]', or choose another engine."
+        raise InputError("engine", found, "vLLM in this environment", remedy) from error
+    arguments = {} if args is None else read_object(args, {}, "Correct it.")
+    if taken := sorted(set(options or {}) & set(arguments)):
+        raise InputError("vllm_args", ", ".join(taken), "arguments that this stage leaves free", "Leave them out.")
+    # Without its tokenizer and generation config vLLM samples exactly what the request says.
+    fixed = {"tokenizer": None, "skip_tokenizer_init": True, "generation_config": "vllm", **(options or {})}
+    path = str(model_directory(target))
+    try:
+        llm = LLM(
+            model=path,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            **{"disable_log_stats": True, **arguments, **fixed},
+        )
+    except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
+        found = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}"
+        raise InputError("vllm_args", found, "what vllm.LLM takes", "Correct them, or choose an engine.") from error
+    return llm, arguments
 
 
 class VllmEngine(AbstractContextManager["VllmEngine"]):
@@ -28,29 +69,12 @@ class VllmEngine(AbstractContextManager["VllmEngine"]):
     """
 
     def __init__(self, settings: AnswerSettings, dtype: str, args: Path | None, trust_remote_code: bool):
-        if place().world > 1:
-            remedy = 'Give it the GPUs in --vllm-args, {"tensor_parallel_size": 8}, or pass --engine openai.'
-            raise InputError("engine", f"vllm in {place().world} ranks", "one process, which starts its own", remedy)
-        # vLLM reports its use to its makers unless told otherwise.
-        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        try:
-            from vllm import LLM, SamplingParams
-        except ImportError as error:
-            found = f"vllm, which cannot be imported: {error}"
-            remedy = "pip install vllm, or pass --engine transformers, or openai and a server's address."
-            raise InputError("engine", found, "vLLM in this environment", remedy) from error
-        arguments = {} if args is None else read_object(args, {}, "Correct it.")
         directory = model_directory(settings.target)
+        self._llm, arguments = open_llm(settings.target, dtype, args, trust_remote_code)
+        from vllm import SamplingParams
+
         self.identity = saved_identity(settings.target)
         self.answered_by = {"vllm": importlib.metadata.version("vllm"), **arguments}
-        # Without its tokenizer and generation config vLLM samples exactly what the request says.
-        fixed = {"tokenizer": None, "skip_tokenizer_init": True, "generation_config": "vllm"}
-        options = {"disable_log_stats": True, **arguments, **fixed}
-        try:
-            self._llm = LLM(model=str(directory), dtype=dtype, trust_remote_code=trust_remote_code, **options)
-        except (TypeError, ValueError, RuntimeError) as error:
-            found = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}"
-            raise InputError("vllm_args", found, "what vllm.LLM takes", "Correct them, or choose an engine.") from error
         self._eos_ids = () if settings.ignore_eos else end_tokens(directory, read_config(settings.target))
         self.settings, self._params = settings, SamplingParams
         self.context = int(self._llm.llm_engine.model_config.max_model_len)

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.store.reading import read_object
+from torch import Tensor
+
+from draftsmith.data.store.reading import open_tensors, read_object
 from draftsmith.modules.types import InputError
 
 INDEX = "model.safetensors.index.json"
@@ -51,6 +53,17 @@ def checkpoint_files(directory: Path) -> list[Path]:
         remedy = "Save it as safetensors first."
         raise InputError("model", f"{directory} without safetensors", "model*.safetensors", remedy)
     return files
+
+
+def checkpoint_tensors(directory: Path, prefixes: tuple[str, ...]) -> dict[str, Tensor]:
+    """Read the tensors whose names, without the base model's prefix `model.`, begin with one of these."""
+    tensors = {}
+    for file in checkpoint_files(directory):
+        with open_tensors(file, REMEDY) as opened:
+            for name in opened.keys():  # noqa: SIM118 (it is no mapping)
+                if (bare := name.removeprefix("model.")).startswith(prefixes):
+                    tensors[bare] = opened.get_tensor(name)
+    return tensors
 
 
 def end_tokens(directory: Path, config: Mapping[str, Any]) -> tuple[int, ...]:

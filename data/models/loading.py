@@ -17,6 +17,7 @@ from draftsmith.data.models.checkpoint import (
     CONFIG,
     REMEDY,
     checkpoint_files,
+    checkpoint_tensors,
     end_tokens,
     read_model_json,
 )
@@ -36,12 +37,15 @@ from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.targets.base import CausalLM, ModelInfo
 from draftsmith.modules.targets.llama import SUPPORTED, LlamaLM, llama_config, model_from_state
+from draftsmith.modules.targets.outer import OuterLM
 from draftsmith.modules.targets.self_test import self_test
 from draftsmith.modules.types import InputError
 
 # Settings of a transformers model that change the logits behind the output embedding, where `CausalLM.lm_head` ends.
 LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+# Mixtures of experts, and the family whose attention they have.
+DENSE = {"qwen3_moe": "qwen3", "mixtral": "mistral"}
 # Names of a Llama's output embedding in its files; if tied, that of its embedding.
 OUTPUTS = ("lm_head.weight", "embed_tokens.weight")
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
@@ -120,24 +124,54 @@ def load_lm(
     return _load_hf(directory, config, DTYPES[dtype], device, trust_remote_code)
 
 
-def _load_lean(
-    directory: Path, config: dict[str, Any], dtype: torch.dtype, device: str, packed: bool, precision: Precision
-) -> CausalLM:
-    shape = llama_config(config)
-    eos_ids = end_tokens(directory, config)
-    state: dict[str, torch.Tensor] = {}
-    for file in checkpoint_files(directory):
-        state |= read_tensors(file, REMEDY)
-    model = model_from_state(shape, state, dtype)
-    info = ModelInfo(
+def load_outer(path: str, dtype: str = "float32", device: str = "cpu") -> OuterLM:
+    """Load only the embeddings of a target, for heads that learn from states of another process.
+
+    Raises:
+        InputError: unknown path or dtype, or another family than those that heads are made for.
+    """
+    check_device(device)
+    directory, shape, config = model_directory(path), target_shape(path), read_config(path)
+    if dtype == "auto":
+        dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    tensors = checkpoint_tensors(directory, OUTPUTS)
+    embeddings = tensors.get("embed_tokens.weight")
+    output = tensors.get("lm_head.weight", embeddings if shape.tie_embeddings else None)
+    sizes = [None if tensor is None else tuple(tensor.shape) for tensor in (embeddings, output)]
+    if embeddings is None or output is None or sizes != [(shape.vocab_size, shape.hidden_size)] * 2:
+        found = f"{directory} without embeddings of {shape.vocab_size} x {shape.hidden_size}"
+        raise InputError("model", found, "a whole checkpoint", REMEDY)
+    embeddings = embeddings.to(device, DTYPES[dtype])
+    output = embeddings if shape.tie_embeddings else output.to(device, DTYPES[dtype])
+    return OuterLM(embeddings, output, _lean_info(directory, config, shape))
+
+
+def load_info(path: str) -> ModelInfo:
+    """Read the sizes and the identity of a target from its files, without loading it; raises as `target_shape`."""
+    return _lean_info(model_directory(path), read_config(path), target_shape(path))
+
+
+def _lean_info(directory: Path, config: dict[str, Any], shape: LlamaConfig) -> ModelInfo:
+    return ModelInfo(
         hidden_size=shape.hidden_size,
         vocab_size=shape.vocab_size,
         num_layers=shape.num_layers,
         max_position=shape.max_position,
-        eos_ids=eos_ids,
+        eos_ids=end_tokens(directory, config),
         identity=_identity(directory, config, OUTPUTS),
         path=str(directory),
     )
+
+
+def _load_lean(
+    directory: Path, config: dict[str, Any], dtype: torch.dtype, device: str, packed: bool, precision: Precision
+) -> CausalLM:
+    shape = llama_config(config)
+    state: dict[str, torch.Tensor] = {}
+    for file in checkpoint_files(directory):
+        state |= read_tensors(file, REMEDY)
+    model = model_from_state(shape, state, dtype)
+    info = _lean_info(directory, config, shape)
     return LlamaLM(model.to(device), info, packed, precision)
 
 
@@ -249,8 +283,13 @@ def llama_shape(lm: CausalLM, path: str) -> LlamaConfig:
 
 
 def target_shape(path: str) -> LlamaConfig:
-    """Return the sizes of a Llama-family target that runs with transformers."""
+    """Return the sizes of a target, whose layers a head's are like.
+
+    Of a mixture of experts they are those of its dense relative: a head has one MLP, of config.json's
+    intermediate_size.
+    """
     config = read_config(path)
+    config = {**config, "model_type": DENSE.get(config.get("model_type", ""), config.get("model_type"))}
     try:
         return llama_config(config)
     except InputError as error:

@@ -106,6 +106,10 @@ class FeatureFiles:
             raise InputError(str(self._directory / name), found, "finite features", remedy)
         return stored
 
+    def close(self, name: str) -> None:
+        """Forget a file of this process, which is about to be deleted."""
+        self._files.pop((os.getpid(), name), None)
+
     def _open(self, name: str) -> Any:
         # Per process: a forked reader must not share its parent's file, and a spawned one gets none.
         process_file = (os.getpid(), name)

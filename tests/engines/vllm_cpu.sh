@@ -4,3 +4,5 @@ set -eu
 site=$("$1/bin/python" -c "import sysconfig; print(sysconfig.get_path('purelib'))")
 mkdir -p "$site/vllm-0.32.0+cpu.dist-info"
 printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > "$site/vllm-0.32.0+cpu.dist-info/METADATA"
+# vLLM's processes load our connector from this checkout.
+ln -sfn "$PWD" "$site/draftsmith"

@@ -1,0 +1,384 @@
+"""Hidden states of a target that vLLM runs: in a process that is started here, or in a server that others started.
+
+vLLM reads every row as a prompt and writes its states to a spool (data/engines/vllm_connector.py). Reading finished
+rows a second time is faster than keeping the states while they are generated, where vLLM verifies a dummy draft token
+beside every token: 43 in place of 52 CPU seconds for 64 answers of SmolLM2-135M (docs/performance.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import importlib.metadata
+import itertools
+import json
+import random
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.data.console import log_note
+from draftsmith.data.engines.openai import SHOWN_CHARS, ServerConfig, need_extra
+from draftsmith.data.engines.vllm import open_llm
+from draftsmith.data.models.layerwise import layer_states
+from draftsmith.data.models.loading import target_shape
+from draftsmith.data.ranks import place
+from draftsmith.data.store.feature_codec import FeatureDtype, decode
+from draftsmith.data.store.files import make_directory
+from draftsmith.data.store.reading import misfits
+from draftsmith.data.store.spool import SpoolReader, row_name
+from draftsmith.modules.types import InputError
+
+if TYPE_CHECKING:
+    pass
+
+# Begin of the name of a spool in a stage's output.
+SPOOL = ".states.tmp-"
+# Releases that have the states' cache and were read; 0.32 was run.
+RELEASES = ((0, 32), (0, 34))
+# How long a row may take after vLLM has read it, and how often it is asked for.
+LATE_S, ATTEMPTS = 30.0, 3
+# How long a server may be away, and seconds between notes about it.
+AWAY_S, NOTE_EVERY_S = 3600.0, 30.0
+# Rows that are compared with our own states before any are used, and their tokens.
+COMPARED_ROWS, COMPARED_TOKENS = 4, 32
+# Largest distance of a state, as a share of its length. bf16 is off by 0.01, weights in 4 bits by 0.1.
+FAR = 0.3
+
+Stored = dict[str, Tensor]
+
+
+def check_release(version: str) -> None:
+    """Raise InputError unless this version of vLLM is one whose states are read here."""
+    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
+    if not RELEASES[0] <= numbers < RELEASES[1]:
+        expected = " to ".join(".".join(map(str, release)) for release in RELEASES)
+        remedy = "Install one of these, or pass --engine auto."
+        raise InputError("engine", f"vLLM {version}", f"a version from {expected}", remedy)
+
+
+def connector_options(layers: Sequence[int], directory: Path, dtype: FeatureDtype) -> dict[str, dict[str, Any]]:
+    """Return the arguments by which vLLM hands out the states of these layers, as JSON values.
+
+    layers: ascending; the number of all layers stands for the state behind the final norm.
+    """
+    shape = {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layers)}}
+    return {
+        "speculative_config": {
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": shape,
+        },
+        "kv_transfer_config": {
+            "kv_connector": "HiddenStatesConnector",
+            "kv_connector_module_path": "draftsmith.data.engines.vllm_connector",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {"directory": str(directory.absolute()), "feature_dtype": dtype},
+        },
+    }
+
+
+class VllmStates:
+    """vLLM in processes that end with the context. args: JSON file with further arguments of `vllm.LLM`.
+
+    Attributes:
+        about: vLLM's version and `args`, for the manifest.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        layers: Sequence[int],
+        dtype: str,
+        feature_dtype: FeatureDtype,
+        output: Path,
+        args: Path | None = None,
+        trust_remote_code: bool = False,
+    ):
+        """output: directory whose disk the states pass through."""
+        self._stack = ExitStack()
+        # Left by a killed run.
+        for leftover in make_directory(output).glob(f"{SPOOL}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        spool = tempfile.TemporaryDirectory(prefix=SPOOL, dir=output)
+        directory = Path(self._stack.enter_context(spool))
+        options = connector_options(layers, directory, feature_dtype)
+        self._llm, arguments = open_llm(target, dtype, args, trust_remote_code, options)
+        self._stack.callback(self._llm.llm_engine.engine_core.shutdown)
+        version = importlib.metadata.version("vllm")
+        check_release(version)
+        self.about = {"vllm": version, **arguments}
+        self._reader = SpoolReader(directory, "rows")
+
+    def __enter__(self) -> VllmStates:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def read(self, rows: Sequence[Sequence[int]]) -> Iterator[Stored]:
+        """Yield the encoded states of rows [T], in their order."""
+        from vllm import SamplingParams
+
+        names = [row_name(row) for row in rows]
+        waiting = {name: row for name, row in zip(names, rows, strict=True) if self._reader.expect(name)}
+        extra = {"kv_transfer_params": {"spool": "rows"}}
+        params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, extra_args=extra)
+        self._llm.generate([{"prompt_token_ids": list(row)} for row in waiting.values()], params, use_tqdm=False)
+        late = time.monotonic() + LATE_S
+        for name in names:
+            while not self._reader.arrived(name):
+                if time.monotonic() > late:
+                    found = f"{len(waiting)} rows read, and no states of one after {LATE_S:.0f} s"
+                    raise InputError("engine", found, "their states", "Read what vLLM has printed above.")
+                time.sleep(0.005)
+            yield self._reader.take(name)
+
+
+class ServedStates:
+    """Client of a running vLLM server that has our connector. Rows are asked for ahead of time and taken later.
+
+    The server may go away and come back: rows without an answer are asked for again.
+
+    Attributes:
+        about: vLLM's version, for the manifest.
+        asked: requests without a reply.
+    """
+
+    def __init__(self, url: str, owner: Path, directory: Path | None = None, concurrency: int = 256):
+        """owner: output directory of the command. It names, with the rank, the folder of this reader, so that a command
+        that was killed and is given again empties what it has left. directory: the server's spool, if this machine
+        sees it under another path."""
+        need_extra()
+        import httpx
+
+        server, name = ServerConfig(url=url), f"{owner.absolute()}/{place().rank}"
+        folder = hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
+        self._url, self._folder, self._directory = url.rstrip("/").removesuffix("/v1"), folder, directory
+        self._headers = server.headers()
+        self._reader: SpoolReader | None = None
+        self._error: Exception | None = None
+        self.asked, self._idle_s, self._idle_since = 0, 0.0, time.monotonic()
+        self._replied: dict[str, float] = {}
+        self._attempts: dict[str, int] = {}
+        self._last_note = time.monotonic()
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="draftsmith-states", daemon=True).start()
+        self._slots = asyncio.Semaphore(concurrency)
+        limits = httpx.Limits(max_connections=concurrency)
+        self._client = httpx.AsyncClient(headers=self._headers, timeout=None, limits=limits)
+        version = self._get("version", {"version": str})["version"]
+        check_release(version)
+        self.about = {"vllm": version}
+        self._model = self._get("v1/models", {"data": [{"id": str}]})["data"][0]["id"]
+
+    def __enter__(self) -> ServedStates:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds without a request so far: the server waited for this reader."""
+        return self._idle_s if self.asked else self._idle_s + time.monotonic() - self._idle_since
+
+    def close(self) -> None:
+        """End all requests and delete this reader's folder."""
+
+        async def end() -> None:
+            tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._client.aclose()
+
+        asyncio.run_coroutine_threadsafe(end(), self._loop).result(30)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        if self._reader is not None:
+            self._reader.close()
+
+    def read(self, rows: Sequence[Sequence[int]]) -> Iterator[Stored]:
+        """Yield the encoded states of rows [T], in their order. All of them are asked for at once."""
+        for row in rows:
+            self.ask(row)
+        for row in rows:
+            yield self.take(row)
+
+    def ask(self, row: Sequence[int]) -> None:
+        """Ask for the states of a row [T], without waiting."""
+        if self._reader is None:
+            self._open(row)
+        name = row_name(row)
+        assert self._reader is not None
+        if self._reader.expect(name):
+            self._attempts[name] = 0
+            self._submit(name, row)
+
+    def take(self, row: Sequence[int]) -> Stored:
+        """Wait for a row that was asked for, and return its encoded states.
+
+        Raises:
+            InputError: the server refuses the row, stays away, or writes no states.
+        """
+        name, reader = row_name(row), self._reader
+        assert reader is not None, "ask first"
+        while not reader.arrived(name):
+            if self._error is not None:
+                raise self._error
+            replied = self._replied.get(name)
+            if replied is not None and time.monotonic() > replied + LATE_S:
+                # The server was killed between its reply and the file, or its disk is full.
+                if self._attempts[name] >= ATTEMPTS:
+                    found = f"no states of a row in {ATTEMPTS} attempts (folder {self._folder})"
+                    remedy = "Read the server's log, and see that this machine sees its directory."
+                    raise InputError("server", found, "a file in the server's spool", remedy)
+                self._submit(name, row)
+            time.sleep(0.002)
+        self._replied.pop(name, None)
+        self._attempts.pop(name, None)
+        return reader.take(name)
+
+    def _open(self, row: Sequence[int]) -> None:
+        """Learn the spool's directory from the first reply."""
+        reply = asyncio.run_coroutine_threadsafe(self._request(list(row[:1])), self._loop).result()
+        directory = self._directory or Path(reply["directory"])
+        if not directory.is_dir():
+            found = f"{directory}, the server's spool, which this machine does not have"
+            remedy = "Put it on a shared file system, and pass its path here with --feature-cache if it is another."
+            raise InputError("server", found, "a directory that both see", remedy)
+        self._reader = SpoolReader(directory, self._folder)
+
+    def _submit(self, name: str, row: Sequence[int]) -> None:
+        self._replied.pop(name, None)
+        self._attempts[name] += 1
+        self._loop.call_soon_threadsafe(self._begin, name, list(row))
+
+    def _begin(self, name: str, row: list[int]) -> None:
+        """Start a request, in the thread of the requests."""
+        if not self.asked:
+            self._idle_s += time.monotonic() - self._idle_since
+        self.asked += 1
+
+        async def ask() -> None:
+            try:
+                async with self._slots:
+                    await self._request(row)
+                self._replied[name] = time.monotonic()
+            except Exception as error:
+                # Raised where a row is waited for.
+                self._error = error
+            finally:
+                self.asked -= 1
+                if not self.asked:
+                    self._idle_since = time.monotonic()
+
+        self._loop.create_task(ask())
+
+    async def _request(self, row: list[int]) -> dict[str, Any]:
+        """Let the server read a row, and return what the connector says of it.
+
+        Raises:
+            InputError: the server refuses it, has no connector, or is away for too long.
+        """
+        import httpx
+
+        body = {"model": self._model, "prompt": row, "max_tokens": 1, "temperature": 0.0}
+        body["kv_transfer_params"] = {"spool": self._folder}
+        away_since, url = None, f"{self._url}/v1/completions"
+        for attempt in itertools.count():
+            try:
+                response = await self._client.post(url, json=body)
+            except httpx.TransportError as error:
+                problem = f"{type(error).__name__} {str(error)[:SHOWN_CHARS]}".strip()
+            else:
+                if response.is_success:
+                    said = response.json().get("kv_transfer_params") or {}
+                    if "row" not in said:
+                        remedy = "Start it with: draftsmith launch vllm."
+                        raise InputError("server", f"{url} without our connector", "one that hands out states", remedy)
+                    return said
+                if response.status_code < 500:
+                    found = f"status {response.status_code} to a row of {len(row):,} tokens: {response.text[:300]}"
+                    remedy = "Serve with a --max-model-len above the longest row, or pass --max-length."
+                    raise InputError("server", found, "a reply", remedy)
+                problem = f"status {response.status_code}"
+            now = time.monotonic()
+            away_since = away_since or now
+            if now - away_since > AWAY_S:
+                found = f"{url}: {problem} for {AWAY_S / 60:.0f} minutes"
+                raise InputError("server", found, "a server that answers", "Start it, then give this command again.")
+            if now - self._last_note > NOTE_EVERY_S:
+                self._last_note = now
+                log_note(f"{url}: {problem}; waiting for the server to come back")
+            await asyncio.sleep(random.uniform(0.2, min(10.0, 0.5 * 2**attempt)))
+        raise AssertionError("unreachable")
+
+    def _get(self, path: str, shape: dict[str, Any]) -> dict[str, Any]:
+        """Return a JSON page of the server."""
+        import httpx
+
+        url = f"{self._url}/{path}"
+        try:
+            reply = httpx.get(url, headers=self._headers, timeout=30.0).raise_for_status().json()
+        except (httpx.HTTPError, httpx.InvalidURL, json.JSONDecodeError, UnicodeError) as error:
+            found = f"{url}: {type(error).__name__} {str(error)[:SHOWN_CHARS]}".strip()
+            remedy = "Start it with `draftsmith launch vllm`, or check the address."
+            raise InputError("server", found, "a vLLM server", remedy) from error
+        for wrong, expected in misfits(reply, shape):
+            raise InputError("server", f"{url}: {wrong}", f"{expected}, of a vLLM server", "Check the address.")
+        return reply
+
+
+def check_numbering(
+    source: VllmStates | ServedStates, target: str, layers: Sequence[int], rows: Sequence[Sequence[int]], dtype: str
+) -> str:
+    """Compare vLLM's states of a few rows with our own, computed layer by layer, and return what came of it.
+
+    layers: as of `connector_options`. dtype: in which the states are stored.
+
+    Raises:
+        InputError: states of other layers, of another model, or stored in another type.
+    """
+    rows = [list(row[:COMPARED_TOKENS]) for row in rows[:COMPARED_ROWS]]
+    stored = list(source.read(rows))
+    kind = "fp8" if len(stored[0]) > 1 else "bf16"
+    if kind != dtype:
+        remedy = "Start the server with the same --feature-dtype, or pass its type here."
+        raise InputError("feature_dtype", f"states in {kind} from the server", dtype, remedy)
+    width, hidden_size = stored[0][""].shape[-1], target_shape(target).hidden_size
+    if width != len(layers) * hidden_size:
+        found, expected = f"states of width {width}", f"{len(layers)} layers of {hidden_size}"
+        raise InputError("server", found, expected, "Start it for this target and head: draftsmith launch vllm.")
+    states = [decode(row).float().unflatten(-1, (len(layers), -1)) for row in stored]  # [T, L, H]
+    distances: list[list[float]] = []
+    try:
+        for own in layer_states(target, rows):
+            pairs = zip(states, own, strict=True)
+            away = [(row - mine[:, None]).norm(dim=-1) / mine.norm(dim=-1)[:, None] for row, mine in pairs]
+            # The median: a few tokens have states a hundred times as large.
+            distances.append(torch.cat(away).median(0).values.tolist())
+    except InputError as error:
+        return f"the layers of vLLM's states are not compared with our own ({error})"
+    # Behind the last layer the state is normed: the last entry. The one before it is not handed out.
+    last = len(distances) - 2
+    places = [*range(last), len(distances) - 1]
+    for column, layer in enumerate(layers):
+        by_place = {min(place, last): distances[place][column] for place in places}
+        nearest = min(by_place, key=by_place.__getitem__)
+        if nearest != layer or by_place[layer] > FAR:
+            found = f"vLLM's states of layer {layer} off by {by_place[layer]:.0%}, nearest to layer {nearest}"
+            remedy = "Serve the weights of --target, and the layers of this head: draftsmith launch vllm --drafter."
+            raise InputError("server", found, f"those of layer {layer} of {target}", remedy)
+    off = max(distances[-1 if layer == last else layer][column] for column, layer in enumerate(layers))
+    return (
+        f"vLLM's states of layers {', '.join(map(str, layers))} are those of our own engine, off by {off:.1%} at most"
+    )

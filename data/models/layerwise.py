@@ -1,0 +1,56 @@
+"""Hidden states of a few short rows, computed layer by layer: a target of any size in the memory of one layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from draftsmith.data.models.checkpoint import REMEDY, checkpoint_files
+from draftsmith.data.models.hub import model_directory
+from draftsmith.data.models.loading import read_config
+from draftsmith.data.store.reading import open_tensors
+from draftsmith.modules.layers import DecoderLayer, RMSNorm, rope_table
+from draftsmith.modules.targets.llama import llama_config
+from draftsmith.modules.types import InputError
+
+
+@torch.no_grad()
+def layer_states(path: str, rows: Sequence[Sequence[int]]) -> Iterator[list[Tensor]]:
+    """Yield the states [T, H] of each row in float32: embeddings, then after each layer, then after the final norm.
+
+    rows: shorter than a sliding window, if the target has one.
+
+    Raises:
+        InputError: a family other than those of the lean engine, or weights that are stored in another form.
+    """
+    config, directory = llama_config(read_config(path)), model_directory(path)
+    place: dict[str, Path] = {}
+    for file in checkpoint_files(directory):
+        with open_tensors(file, REMEDY) as opened:
+            place |= dict.fromkeys(opened.keys(), file)
+    names = {name.removeprefix("model."): name for name in place}
+
+    def read(name: str) -> Tensor:
+        if name not in names:
+            raise InputError(str(directory), f"no tensor {name}", "weights as transformers stores them", REMEDY)
+        with open_tensors(place[names[name]], REMEDY) as opened:
+            return opened.get_tensor(names[name]).float()
+
+    embeddings = read("embed_tokens.weight")
+    states = [F.embedding(torch.tensor(row), embeddings) for row in rows]
+    del embeddings
+    yield states
+    tables = rope_table(config, max(map(len, rows)))
+    with torch.device("meta"):
+        layer, norm = DecoderLayer(config), RMSNorm(config.hidden_size, config.rms_eps)
+    for number in range(config.num_layers):
+        weights = {name: read(f"layers.{number}.{name}") for name, _ in layer.named_parameters()}
+        layer.load_state_dict(weights, assign=True)
+        states = [layer(x[None], *(table[: len(x)] for table in tables))[0] for x in states]
+        yield states
+    norm.load_state_dict({"weight": read("norm.weight")}, assign=True)
+    yield [norm(x) for x in states]

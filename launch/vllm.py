@@ -1,0 +1,77 @@
+"""`draftsmith launch vllm`: a vLLM server that hands out hidden states of its target, for training elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class VllmConfig:
+    """Start a vLLM server that hands out hidden states: draftsmith launch vllm --target BIG --drafter eagle3 -- ...
+
+    Any number of `train` and `data features` commands may read from it.
+
+    Attributes:
+        command: Further options of `vllm serve`, after a lone --.
+        target: Directory or hub id of the target model.
+        drafter: Kind of the drafter to train, as `train` names it, if it reads other states than those after the final
+            norm.
+        layers: Layers that the drafter reads. Default: its own choice for this target.
+        states: Directory that the states pass through, on a file system that the readers share; what is in it is
+            bounded by them.
+        feature_dtype: Type of the states: bf16, or fp8 with a scale per token, half the bytes.
+        dtype: Type of the weights; auto is the checkpoint's own.
+        engine_path: The python of an environment with vLLM. Default: that of `make engines`, or this one.
+        dry_run: Print the command instead of running it.
+    """
+
+    command: tuple[str, ...] = ()
+    target: str = ""
+    drafter: str | None = None
+    layers: tuple[int, ...] = ()
+    states: Path = Path("/dev/shm/draftsmith-states")
+    feature_dtype: Literal["bf16", "fp8"] = "bf16"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    engine_path: Path | None = None
+    dry_run: bool = False
+
+
+def run(config: VllmConfig) -> int:
+    """Replace this process by the server.
+
+    Raises:
+        InputError: no target, no vLLM, or a drafter that has no layers of this target.
+    """
+    from draftsmith.data.console import log_note, print_text
+    from draftsmith.data.engines.vllm_states import connector_options
+    from draftsmith.data.features import captured_layers
+    from draftsmith.data.models.hub import loadable
+    from draftsmith.data.models.loading import target_shape
+    from draftsmith.data.store.files import make_directory
+    from draftsmith.eval.engines.vllm import engine_python
+    from draftsmith.modules.types import InputError
+
+    if not config.target:
+        raise InputError("target", "nothing", "a model", "Pass --target.")
+    shape = target_shape(config.target)
+    layers = captured_layers(config.drafter, config.layers, shape) or (shape.num_layers,)
+    options = connector_options(layers, config.states, config.feature_dtype)
+    words = ["--model", loadable(config.target), "--served-model-name", config.target, "--dtype", config.dtype]
+    for name, value in options.items():
+        words += [f"--{name.replace('_', '-')}", json.dumps(value)]
+    words += config.command
+    python = engine_python(config.engine_path)
+    # `vllm serve` without its command line, which some builds lack.
+    argv = [str(python), "-m", "vllm.entrypoints.openai.api_server", *words]
+    if config.dry_run:
+        print_text(shlex.join(argv))
+        return 0
+    make_directory(config.states)
+    log_note(f"states of layers {', '.join(map(str, layers))} pass through {config.states}")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.execv(python, argv)

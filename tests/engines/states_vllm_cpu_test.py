@@ -1,0 +1,210 @@
+"""Hidden states from the whole vLLM engine on a CPU, as `data features` stores them and as a training drains them: they
+are those of our own engine, whatever is killed on the way. Run by `make test-engines`."""
+
+from __future__ import annotations
+
+import os
+
+os.environ |= {
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "HF_HUB_OFFLINE": "1",
+}
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from exported import FIGURES
+from safetensors.torch import load_file
+
+from draftsmith.data.features import FeaturesConfig
+from draftsmith.data.features import run as make_features
+from draftsmith.data.prompts import PromptsConfig
+from draftsmith.data.prompts import run as make_prompts
+from draftsmith.data.responses import ResponsesConfig
+from draftsmith.data.responses import run as make_responses
+from draftsmith.data.store.datasets import open_dataset
+from draftsmith.modules.types import InputError
+
+torch.set_num_threads(1)
+TARGET, ROWS = "embedded:target", 120
+ARGS = {"enforce_eager": True, "max_num_seqs": 8, "max_model_len": 1024}
+SERVE = ["--enforce-eager", "--max-num-seqs", "8", "--max-model-len", "1024"]
+TRAIN = ["--config", "eagle3-small", "--target", TARGET, "--tau-prompts", "0", "--wandb", "off", "--num-threads", "1"]
+TRAIN += ["--max-steps", "60", "--save-every", "10", "--val-every", "30", "--log-every", "10"]
+
+
+@pytest.fixture(scope="module")
+def responses(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("texts")
+    prompts = make_prompts(PromptsConfig("embedded:prompts", TARGET, root / "prompts"))
+    more: dict[str, Any] = {"limit": ROWS, "max_new_tokens": 96, "num_threads": 1}
+    return make_responses(ResponsesConfig(prompts, TARGET, root / "responses", **more))
+
+
+@pytest.fixture(scope="module")
+def own(responses: Path) -> Path:
+    """Features by our own engine, in float32 before they are stored."""
+    return make_features(config(responses, responses.parent / "own"))
+
+
+def config(responses: Path, output: Path, **changes: Any) -> FeaturesConfig:
+    return FeaturesConfig(responses, TARGET, output, "eagle3", num_threads=1, **changes)
+
+
+def compare(made: Path, own: Path, tolerance: float) -> float:
+    """Return the share of stored numbers that differ, and check that none is off by more than tolerance of itself.
+
+    bf16 keeps 8 bits: where two float32 numbers lie on different sides of an edge, they are stored 2^-8 apart.
+    """
+    differing = total = 0
+    theirs, ours = open_dataset(made), open_dataset(own)
+    assert len(theirs) == len(ours) == ROWS
+    for one, other in zip(theirs, ours, strict=True):
+        assert torch.equal(one["input_ids"], other["input_ids"]) and torch.equal(one["loss_mask"], other["loss_mask"])
+        left, right = one["features"].float(), other["features"].float()
+        # 1e-4 of the row's scale beside it, for numbers near zero.
+        torch.testing.assert_close(left, right, rtol=tolerance, atol=1e-4 * float(right.abs().max()))
+        differing, total = differing + int((left != right).sum()), total + left.numel()
+    return differing / total
+
+
+def test_states_are_those_of_our_own_engine(responses: Path, own: Path, tmp_path: Path):
+    args = tmp_path / "args.json"
+    args.write_text(json.dumps(ARGS))
+    made = make_features(config(responses, tmp_path / "made", engine="vllm", vllm_args=args))
+    share = compare(made, own, 2**-7)
+    FIGURES.append(f"vLLM's states in float32: {share:.2%} of the numbers are rounded to another bf16 number than ours")
+    assert share < 0.01
+    assert open_dataset(made).manifest.identity["read_by"]["enforce_eager"] is True
+    assert not [path.name for path in made.iterdir() if "tmp" in path.name]
+
+    bf16 = make_features(config(responses, tmp_path / "bf16", engine="vllm", vllm_args=args, dtype="bfloat16"))
+    here = make_features(config(responses, tmp_path / "here", dtype="bfloat16"))
+    errors = [distance(directory, own) for directory in (bf16, here)]
+    FIGURES.append("states in bf16, median distance to float32's: vLLM {:.2%}, our own engine {:.2%}".format(*errors))
+    assert errors[0] < 2 * errors[1]
+
+
+def distance(made: Path, own: Path) -> float:
+    """Median over tokens of the distance between states, as a share of their length."""
+    away = []
+    for one, other in zip(open_dataset(made), open_dataset(own), strict=True):
+        left, right = one["features"].float(), other["features"].float()
+        away.append((left - right).norm(dim=-1) / right.norm(dim=-1))
+    return float(torch.cat(away).median())
+
+
+def test_two_workers_with_a_prefix_cache_and_fp8(responses: Path, own: Path, tmp_path: Path):
+    """A cached prefix keeps its states, because they lie in blocks of the same cache."""
+    args = tmp_path / "args.json"
+    args.write_text(json.dumps({**ARGS, "tensor_parallel_size": 2, "enable_prefix_caching": True}))
+    settings: dict[str, Any] = {"feature_dtype": "fp8", "rows_per_shard": 50}
+    made = make_features(config(responses, tmp_path / "made", engine="vllm", vllm_args=args, **settings))
+    here = make_features(config(responses, tmp_path / "here", **settings))
+    # fp8 keeps 4 bits.
+    assert compare(made, here, 2**-3) < 0.01
+
+
+def test_arguments_that_the_stage_needs_are_one_line(responses: Path, tmp_path: Path):
+    args = tmp_path / "args.json"
+    args.write_text('{"speculative_config": {"method": "ngram"}}')
+    with pytest.raises(InputError, match="vllm_args: found speculative_config"):
+        make_features(config(responses, tmp_path / "made", engine="vllm", vllm_args=args))
+
+
+class Server:
+    """`draftsmith launch vllm` in a process group of its own."""
+
+    def __init__(self, directory: Path):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.url, self.directory = f"http://127.0.0.1:{self.port}", directory
+
+    def start(self) -> None:
+        words = [sys.executable, "-m", "draftsmith", "launch", "vllm", "--target", TARGET, "--drafter", "eagle3"]
+        words += ["--dtype", "float32", "--states", str(self.directory), "--engine-path", sys.executable]
+        words += ["--", *SERVE, "--port", str(self.port)]
+        log = self.directory.with_suffix(".log").open("ab")
+        self.process = subprocess.Popen(words, stdout=log, stderr=log, start_new_session=True)
+        until = time.monotonic() + 180
+        while time.monotonic() < until and self.process.poll() is None:
+            with suppress(httpx.HTTPError):
+                if httpx.get(f"{self.url}/health").is_success:
+                    return
+            time.sleep(0.5)
+        raise AssertionError(self.directory.with_suffix(".log").read_text()[-3000:])
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@contextmanager
+def serving(directory: Path) -> Iterator[Server]:
+    server = Server(directory)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+def steps(output: Path) -> int:
+    return max((int(path.name[5:]) for path in output.glob("checkpoints/step-*") if path.suffix == ""), default=0)
+
+
+def wait_for(output: Path, step: int, process: subprocess.Popen[bytes]) -> None:
+    until = time.monotonic() + 300
+    while steps(output) < step and time.monotonic() < until:
+        assert process.poll() is None, "the training ended"
+        time.sleep(0.02)
+
+
+def test_a_training_that_drains_a_server_gives_the_head_of_stored_features_whoever_is_killed(
+    responses: Path, own: Path, tmp_path: Path
+):
+    expected = tmp_path / "stored"
+    base = [sys.executable, "-m", "draftsmith", "train", "eagle3", *TRAIN]
+    subprocess.run([*base, "--data", str(own), "--output", str(expected)], check=True)
+    output = tmp_path / "streamed"
+    with serving(tmp_path / "states") as server:
+        # The layers of this server are not those of another drafter, or of other options.
+        for wrong in ({"layers": (3, 6, 9)}, {"layers": (2, 6)}, {"layers": (1, 6, 9)}):
+            with pytest.raises(InputError, match="server: found"):
+                make_features(config(responses, tmp_path / "wrong", engine="vllm", server=server.url, **wrong))
+        made = make_features(config(responses, tmp_path / "made", engine="vllm", server=server.url))
+        assert compare(made, own, 2**-7) < 0.01
+
+        words = [*base, "--data", str(responses), "--features", "vllm", "--feature-server", server.url]
+        words += ["--feature-window", "0.002", "--output", str(output), "--resume"]
+        training = subprocess.Popen(words)
+        wait_for(output, 10, training)
+        server.kill()
+        time.sleep(2)
+        server.start()
+        wait_for(output, 30, training)
+        training.kill()
+        training.wait()
+        left = sum(path.stat().st_size for path in (tmp_path / "states").rglob("*.safetensors"))
+        assert left < 3e6, "more than the window"
+        assert subprocess.run(words).returncode == 0
+        assert not list((tmp_path / "states").rglob("*.safetensors"))
+    heads = [load_file(directory / "last" / "model.safetensors") for directory in (expected, output)]
+    away = max(float((heads[1][name] - value).norm() / value.norm()) for name, value in heads[0].items())
+    FIGURES.append(f"a head from a server, both sides killed: weights within {away:.1e} of those from stored features")
+    assert away < 1e-3

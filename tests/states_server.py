@@ -1,0 +1,104 @@
+"""A server that speaks what a vLLM server with our connector speaks, with our own engine behind it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftsmith.data.store import feature_codec
+from draftsmith.data.store.spool import SpoolWriter, row_name
+
+
+class StatesServer:
+    """Serves states of rows until it is stopped; may be started again on its port.
+
+    stored: row name -> states [T, F] to serve as they are. on_row: called with each row before its reply; what it
+    raises breaks the connection.
+    """
+
+    def __init__(
+        self,
+        lm: Any,
+        layers: tuple[int, ...],
+        directory: Path,
+        stored: Mapping[str, torch.Tensor] | None = None,
+        on_row: Callable[[list[int]], None] = lambda row: None,
+        connector: bool = True,
+    ):
+        self.lm, self.layers, self.stored, self.on_row, self.connector = lm, layers, stored or {}, on_row, connector
+        self.directory, self.writer = directory, SpoolWriter(directory, print)
+        self.lock, self.rows, self.port = threading.Lock(), list[str](), 0
+
+    def __enter__(self) -> StatesServer:
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        self.server = ThreadingHTTPServer(("127.0.0.1", self.port), self.handler())
+        self.server.daemon_threads = True
+        self.port = self.server.server_address[1]
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def stop(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+    def states(self, row: list[int]) -> torch.Tensor:
+        known = self.stored.get(row_name(row))
+        return self.lm.features(torch.tensor([row]), capture=self.layers)[0] if known is None else known
+
+    def reply(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        if path == "/version":
+            return {"version": "0.32.0"}
+        if path == "/v1/models":
+            return {"data": [{"id": "served"}]}
+        row = body["prompt"]
+        self.on_row(row)
+        if not self.connector:
+            return {"choices": []}
+        with self.lock:
+            self.rows.append(row_name(row))
+            encoded = feature_codec.encode(self.states(row), "bf16")
+        self.writer.put(body["kv_transfer_params"]["spool"], row_name(row), encoded, lambda: None)
+        return {"kv_transfer_params": {"row": row_name(row), "directory": str(self.directory)}}
+
+    def handler(self) -> type[BaseHTTPRequestHandler]:
+        owner = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                self.answer({})
+
+            def do_POST(self) -> None:
+                self.answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+            def answer(self, body: dict[str, Any]) -> None:
+                with suppress(ConnectionError):
+                    text = json.dumps(owner.reply(self.path, body)).encode()
+                    self.send_response(200)
+                    self.send_header("Content-Length", str(len(text)))
+                    self.end_headers()
+                    self.wfile.write(text)
+                    return
+                self.close_connection = True
+
+            def log_message(self, *words: object) -> None:
+                pass
+
+        return Handler
