@@ -96,7 +96,8 @@ class BetweenSteps(pl.Callback):
             metrics["bad_steps"] = pl_module.bad_steps.count
             metrics["lr"] = trainer.optimizers[0].param_groups[0]["lr"]
             metrics["grad_norm"] = pl_module.grad_norm
-            metrics |= {f"cost/{name}": value for name, value in self.telemetry.take(pl_module.device).items()}
+            costs = self.telemetry.take(pl_module.device) | pl_module.costs()
+            metrics |= {f"cost/{name}": value for name, value in costs.items()}
             log_metrics(trainer, metrics, step)
 
         # Validation decides which head is best/. A signal leaves no time for it.

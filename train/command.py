@@ -10,6 +10,7 @@ from draftsmith.data.engines.own import set_threads
 from draftsmith.data.heads.diagnosis import bad_numbers, diagnose
 from draftsmith.data.store.reading import read_object
 from draftsmith.data.store.writer import sole_writer
+from draftsmith.modules.targets.outer import OuterLM
 from draftsmith.train import acceptance
 from draftsmith.train.acceptance import TrainAcceptanceConfig
 from draftsmith.train.config import TrainDrafterConfig
@@ -59,17 +60,18 @@ def run(config: TrainedConfig, module_class: type[LitDrafter] | None = None) -> 
 
 def explain(best: Path, config: TrainDrafterConfig, training: PreparedTraining) -> None:
     """Warn if the trained head's metrics are bad, with a diagnosis on some validation samples."""
+    from draftsmith.train.lit_drafter import LitDrafter
+
+    module = training.module
+    assert isinstance(module, LitDrafter)
     warning = bad_numbers(read_object(best / "manifest.json", {"metrics": dict})["metrics"])
     if not warning:
         return
-    # Of a target in parts all processes would have to read together.
-    if config.target_parallel == "tensor":
+    # Of a target in parts all processes would have to read together; of one elsewhere there is nothing to read with.
+    if config.target_parallel == "tensor" or isinstance(module.target, OuterLM):
         warning += f". See why: draftsmith diagnose {best} --data {config.data} --target {config.target}"
     else:
-        from draftsmith.train.lit_drafter import LitDrafter
-
-        val, module = training.data.val, training.module
-        assert isinstance(module, LitDrafter)
+        val = training.data.val
         items = [val.item(number, 0) for number in range(min(DIAGNOSED, len(val)))]
         rows = [{name: item[name].tolist() for name in ("input_ids", "loss_mask")} for item in items]
         warning += f"\n{diagnose(best, module.target, config.target, rows, val.dataset.manifest)}"

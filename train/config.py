@@ -156,9 +156,13 @@ class TrainDrafterConfig(TrainConfig):
 
     Attributes:
         target: The target model, frozen: the one the data was made with. The head uses its embedding and lm_head.
-        features: Features of responses are computed in every epoch (online), or in the first one and stored (cache).
+        features: Features of responses are computed in every epoch (online), or in the first one and stored (cache); or
+            they come from a server (vllm), and only the target's embeddings are loaded here.
         feature_cache: Directory of the cache; several runs with one target may share it. Default: output/feature-cache.
-        feature_dtype: What the cache stores: bf16, or fp8 with a scale for each token, half the bytes.
+            For vllm: the server's directory, if this machine sees it under another path.
+        feature_dtype: What the cache or the server stores: bf16, or fp8 with a scale for each token, half the bytes.
+        feature_server: Address of the server, which `draftsmith launch vllm` starts.
+        feature_window: GB of features that are asked for ahead of their steps, on each rank.
         target_parallel: A target larger than a device: device_map spreads its layers over the GPUs of this one process;
             tensor splits each layer over the processes of this machine, under torchrun. Both run it by transformers.
         init: random, or the directory of a head to fine-tune, ours or an imported one, whose shape it keeps. Only its
@@ -175,9 +179,11 @@ class TrainDrafterConfig(TrainConfig):
     kind: ClassVar[str]
 
     target: str
-    features: Literal["online", "cache"] = "online"
+    features: Literal["online", "cache", "vllm"] = "online"
     feature_cache: Path | None = volatile(None)
     feature_dtype: FeatureDtype = "bf16"
+    feature_server: str = volatile("http://127.0.0.1:8000")
+    feature_window: float = volatile(2.0)
     target_parallel: Literal["none", "device_map", "tensor"] = volatile("none")
     init: str = "random"
     tau_every: int = volatile(0)
@@ -191,6 +197,12 @@ class TrainDrafterConfig(TrainConfig):
         if self.target_parallel != "none" and self.devices > 1:
             remedy = "Launch with torchrun --nproc-per-node N for tensor; one process has all GPUs for device_map."
             raise InputError("devices", self.devices, f"1 with --target-parallel {self.target_parallel}", remedy)
+        if self.features == "vllm" and (self.target_parallel != "none" or self.num_workers):
+            expected = "none and 0: this process reads no target, and its features itself"
+            found = f"target_parallel {self.target_parallel}, num_workers {self.num_workers}"
+            raise InputError("features", f"vllm with {found}", expected, "Leave them out.")
+        if not 0 < self.feature_window < math.inf:
+            raise InputError("feature_window", self.feature_window, "a positive number of GB", "Change it.")
         self.check_least(0, "tau_every", "tau_prompts")
         self.check_least(1, "tau_k", "tau_max_new_tokens")
 

@@ -12,9 +12,9 @@ import hashlib
 import itertools
 import random
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import lightning.pytorch as pl
 import numpy as np
@@ -162,6 +162,13 @@ def rank_keys(
             yield tuple(SampleKey(epoch, i) for i in own) or (SampleKey(epoch, batch[0], filler=True),)
 
 
+class SampleStream(Protocol):
+    """Source of features that has to know the coming samples (train/feature_stream.py)."""
+
+    def ahead(self, samples: Samples, keys: Iterable[tuple[SampleKey, ...]]) -> Iterator[tuple[SampleKey, ...]]:
+        """Yield the keys of micro-batches; their features, and those of later ones, are on their way."""
+
+
 class Samples(Dataset):
     """Some rows of a dataset, numbered 0, 1, ..., as training reads them.
 
@@ -173,6 +180,7 @@ class Samples(Dataset):
         self.dataset, self.indices = dataset, np.asarray(indices, dtype=np.int64)
         self.collate: Callable[[list[Any]], Any] | None = None
         self.cached: Callable[[Tensor], dict[str, Tensor]] | None = None
+        self.stream: SampleStream | None = None
         self.lengths = np.asarray(dataset.lengths, dtype=np.int64)[self.indices]
 
     def __len__(self) -> int:
@@ -190,6 +198,10 @@ class Samples(Dataset):
     def item(self, index: int, epoch: int) -> dict[str, Tensor]:
         item = self.dataset.item(int(self.indices[index]), epoch)
         return item if self.cached is None else {**item, **self.cached(item["input_ids"])}
+
+    def text(self, index: int) -> Tensor:
+        """Return the token ids [T] of a sample of texts."""
+        return self.dataset.item(int(self.indices[index]), 0)["input_ids"]
 
     def name(self, index: int) -> str:
         """Return the id that users know a sample by."""
@@ -338,6 +350,8 @@ class HeadDataModule(pl.LightningDataModule):
 
     def batches(self, samples: Samples, keys: Any) -> DataLoader:
         """Return a loader of one micro-batch for each tuple of keys; for a GPU they are in pinned memory."""
+        if samples.stream is not None:
+            keys = samples.stream.ahead(samples, keys)
         return DataLoader(
             samples,
             batch_size=None,

@@ -20,6 +20,7 @@ from draftsmith.train.callbacks import log_metrics
 from draftsmith.train.config import TrainDrafterConfig, drafter_config
 from draftsmith.train.data_module import HeadDataModule, MicroBatch, SampleKey
 from draftsmith.train.feature_cache import FeatureCache
+from draftsmith.train.feature_stream import FeatureStream
 from draftsmith.train.lit_head import LitHead
 from draftsmith.train.metrics import Means, num_ranks, rank, sum_over_ranks
 from draftsmith.train.telemetry import features_flops
@@ -126,6 +127,9 @@ class LitDrafter(LitHead):
         own = head.flops(head.config, self.settings, step, rows)
         return own and target_flops + own
 
+    def costs(self) -> dict[str, float]:
+        return {} if self.source.stream is None else self.source.stream.costs(self.device)
+
     def setup(self, stage: str) -> None:
         """Check the Trainer and take the number of steps from it."""
         trainer = self.trainer
@@ -201,10 +205,16 @@ class FeatureSource:
     """
 
     def __init__(
-        self, target: CausalLM, capture: tuple[int, ...] = (), cache: FeatureCache | None = None, shared: bool = False
+        self,
+        target: CausalLM,
+        capture: tuple[int, ...] = (),
+        cache: FeatureCache | None = None,
+        shared: bool = False,
+        stream: FeatureStream | None = None,
     ):
-        """capture: the states to read (`DraftHead.capture`)."""
+        """capture: the states to read (`DraftHead.capture`). stream: where batches come from that have theirs."""
         self._target, self._capture, self.cache, self.shared = target, capture, cache, shared
+        self.stream = stream
 
     @torch.no_grad()
     def __call__(self, input_ids: Tensor, lengths: Sequence[int]) -> Tensor:

@@ -86,6 +86,10 @@ class LitHead(pl.LightningModule):
         shapes, without waiting for a device.
         """
 
+    def costs(self) -> dict[str, float]:
+        """Return further costs of the steps since the last call; every rank calls it."""
+        return {}
+
     def training_step(self, batch: MicroBatch, batch_idx: int) -> Tensor:
         """Compute the loss of a micro-batch, scaled so that the step's gradient is that of the mean over its tokens."""
         ranks = self.trainer.world_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -12,17 +13,25 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.console import log_note
+from draftsmith.data.engines.vllm_states import ServedStates, check_numbering
 from draftsmith.data.features import text_dataset
 from draftsmith.data.heads.directory import starting_head, starting_settings, starting_weights
-from draftsmith.data.models.checkpoint import checkpoint_files
+from draftsmith.data.models.checkpoint import checkpoint_tensors
 from draftsmith.data.models.hub import model_directory
 from draftsmith.data.models.identity import captured
-from draftsmith.data.models.loading import check_same_tokenizer, llama_shape, load_lm, saved_identity, target_shape
+from draftsmith.data.models.loading import (
+    check_same_tokenizer,
+    llama_shape,
+    load_lm,
+    load_outer,
+    saved_identity,
+    target_shape,
+)
+from draftsmith.data.ranks import place
 from draftsmith.data.store.datasets import ArtefactDataset, collate_features, open_dataset, pack_features
 from draftsmith.data.store.feature_codec import FeatureDtype, decoded, rounded, token_bytes
 from draftsmith.data.store.files import check_disk
 from draftsmith.data.store.manifest import Manifest, open_artefact
-from draftsmith.data.store.reading import open_tensors
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.finite import NonFinite, first_broken
 from draftsmith.modules.layers import LlamaConfig
@@ -36,6 +45,7 @@ from draftsmith.train.strategies import local_device, model_dtype
 
 if TYPE_CHECKING:
     from draftsmith.train.data_module import Samples
+    from draftsmith.train.feature_stream import FeatureStream
     from draftsmith.train.fit import PreparedTraining
     from draftsmith.train.lit_drafter import LitDrafter
 
@@ -63,9 +73,13 @@ def prepare(config: TrainedConfig, module_class: type[LitDrafter] | None = None)
 
     # The target, and the config of the head.
     drafter, dtype, device = config.drafter, model_dtype(config), local_device(config)
-    target = load_lm(
-        config.target, dtype, device, config.engine, config.trust_remote_code, parallel=config.target_parallel
-    )
+    config = without_layers(config)
+    target: CausalLM
+    if reads_no_text(config):
+        target = load_outer(config.target, dtype, device)
+    else:
+        parallel = config.target_parallel
+        target = load_lm(config.target, dtype, device, config.engine, config.trust_remote_code, parallel=parallel)
     head_shape = head_config(config, llama_shape(target, target.info.path or config.target))
     layers = drafter.learns_from(head_shape, target.info.num_layers)
 
@@ -80,6 +94,7 @@ def prepare(config: TrainedConfig, module_class: type[LitDrafter] | None = None)
 
     head = make_head(config, target, token_counts)
     cache = open_cache(config, target, layers, (train_samples, val_samples))
+    stream = open_stream(config, target, layers, (train_samples, val_samples))
     data = HeadDataModule(
         train_samples,
         val_samples,
@@ -98,7 +113,7 @@ def prepare(config: TrainedConfig, module_class: type[LitDrafter] | None = None)
 
     # The module, and what measures it.
     module_class = module_class or LitDrafter
-    source = FeatureSource(target, layers, cache, shared=config.target_parallel == "tensor")
+    source = FeatureSource(target, layers, cache, shared=config.target_parallel == "tensor", stream=stream)
     module = module_class(head, target, config, total_steps=data.total_steps, feature_std=std, source=source)
     prompts = probe_prompts(config, val_samples, context)
     every = config.tau_every or config.val_every or data.order.steps_per_epoch
@@ -124,9 +139,9 @@ def open_data(directory: Path, config: TrainDrafterConfig, target: CausalLM, lay
     """
     manifest = Manifest.read(directory)
     if manifest.kind == "features":
-        if config.features == "cache":
-            remedy = "Leave --features at online: these are read, not computed."
-            raise InputError("features", f"cache, and features in {directory}", "responses to compute them of", remedy)
+        if config.features != "online":
+            found, remedy = f"{config.features}, and features in {directory}", "Leave it out: these are read as stored."
+            raise InputError("features", found, "responses to compute them of", remedy)
         size = sum(entry.bytes for entry in manifest.files)
         identity = captured(target.info.identity, layers)
         stored = manifest.identity.get("target", {}).get("layers", "final-norm")
@@ -139,6 +154,46 @@ def open_data(directory: Path, config: TrainDrafterConfig, target: CausalLM, lay
         return open_dataset(directory, "features", {"target": identity}, check, target.info.vocab_size)
     open_artefact(directory, ("responses", "prompts", "features"), check="size")
     return text_dataset(directory, config.target, target.info.identity)
+
+
+def reads_no_text(config: TrainDrafterConfig) -> bool:
+    """Check whether a training needs the target's embeddings only: its features come from elsewhere, and tau is not
+    measured."""
+    stored = all(Manifest.read(path).kind == "features" for path in (config.data, config.val) if path is not None)
+    return (stored or config.features == "vllm") and not config.tau_prompts and config.target_parallel == "none"
+
+
+def without_layers(config: TrainDrafterConfig) -> TrainDrafterConfig:
+    """Switch off what needs the whole target, if its features come from a server."""
+    if config.features != "vllm" or not config.tau_prompts:
+        return config
+    log_note("tau is not measured while training: the target is at the server (eval bench measures it)")
+    return dataclasses.replace(config, tau_prompts=0)
+
+
+def open_stream(
+    config: TrainDrafterConfig, target: CausalLM, layers: Sequence[int], samples: Sequence[Samples]
+) -> FeatureStream | None:
+    """Connect to the server of `--features vllm`, if it is asked for, and let the samples read from it.
+
+    Raises:
+        InputError: no server, another target or other layers there, or a directory that is not here.
+    """
+    if config.features != "vllm":
+        return None
+    from draftsmith.train.feature_stream import FeatureStream
+
+    source = ServedStates(config.feature_server, config.output, config.feature_cache)
+    atexit.register(source.close)
+    captured_states = tuple(layers) or (target.info.num_layers,)
+    if place().rank == 0:
+        rows = [samples[0].text(i).tolist() for i in range(min(4, len(samples[0])))]
+        log_note(check_numbering(source, config.target, captured_states, rows, config.feature_dtype))
+    width = target.info.hidden_size * len(captured_states)
+    stream = FeatureStream(source, config.feature_window * 1e9, token_bytes(width, config.feature_dtype))
+    for part in samples:
+        part.stream, part.cached = stream, stream.item
+    return stream
 
 
 def open_cache(
@@ -231,13 +286,7 @@ class FrozenWeights:
 
     def tensors(self, prefixes: tuple[str, ...]) -> dict[str, Tensor]:
         """Read tensors from the files: a loaded model may be rounded, packed, or split over ranks."""
-        tensors = {}
-        for file in checkpoint_files(model_directory(self.path)):
-            with open_tensors(file) as opened:
-                for name in opened.keys():  # noqa: SIM118 (it is no mapping)
-                    if (bare := name.removeprefix("model.")).startswith(prefixes):
-                        tensors[bare] = opened.get_tensor(name)
-        return tensors
+        return checkpoint_tensors(model_directory(self.path), prefixes)
 
     def lm_head(self) -> Tensor:
         """Return the output embedding, which every rank has whole."""
@@ -259,8 +308,12 @@ def feature_std(
 
     stored: type in which a cache keeps them. What it already holds is not read, so that nothing depends on it.
     """
+    from draftsmith.train.data_module import SampleKey
+
     count, first, second = 0, 0.0, 0.0
-    for i in range(min(STD_SAMPLES, len(samples))):
+    keys = [(SampleKey(0, i),) for i in range(min(STD_SAMPLES, len(samples)))]
+    for (key,) in keys if samples.stream is None else samples.stream.ahead(samples, keys):
+        i = key.index
         item: Mapping[str, Tensor] = samples.item(i, 0)
         features = None if stored or "features" not in item else decoded(item["features"], item.get("scale"))
         if features is None:

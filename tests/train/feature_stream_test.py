@@ -1,0 +1,179 @@
+"""`--features vllm`: heads are those of stored features, whatever happens to the server on the way."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from eagle_trainings import config
+from safetensors.torch import load_file
+from states_server import StatesServer
+
+from draftsmith.data.engines import vllm_states
+from draftsmith.data.features import FeaturesConfig
+from draftsmith.data.features import run as make_features
+from draftsmith.data.models.loading import load_lm
+from draftsmith.data.store.datasets import open_dataset
+from draftsmith.data.store.spool import row_name
+from draftsmith.modules.types import InputError
+from draftsmith.train.command import run
+
+FINAL = (2,)  # the target has two layers
+
+
+@pytest.fixture
+def stored(artefacts):
+    """Row name -> the states that `data features` has stored."""
+    return {row_name(item["input_ids"]): item["features"] for item in open_dataset(artefacts.features)}
+
+
+@pytest.fixture
+def target(artefacts):
+    return load_lm(str(artefacts.target))
+
+
+def streamed(artefacts, server, output, **changes):
+    more = {"features": "vllm", "feature_server": server.url, "tau_prompts": 0, "feature_window": 2e-5, **changes}
+    return run(config(artefacts, output, data=artefacts.responses, **more))
+
+
+def weights(best):
+    return load_file(best / "model.safetensors")
+
+
+@pytest.fixture
+def expected(artefacts, tmp_path):
+    return weights(run(config(artefacts, tmp_path / "stored", tau_prompts=0)))
+
+
+def test_a_head_is_that_of_stored_features_and_the_target_is_not_loaded(
+    artefacts, target, stored, expected, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr("draftsmith.train.prepare.load_lm", None)
+    most = 0
+
+    def watch(row):
+        nonlocal most
+        most = max(most, sum(path.stat().st_size for path in (tmp_path / "spool").rglob("*.safetensors")))
+
+    with StatesServer(target, FINAL, tmp_path / "spool", stored, watch) as server:
+        trained = weights(streamed(artefacts, server, tmp_path / "run"))
+    assert all(torch.equal(trained[name], value) for name, value in expected.items())
+    assert "those of our own engine, off by" in capsys.readouterr().err
+    # A window of 20 kB, and the headers of its files.
+    assert 0 < most < 40_000
+    header = (tmp_path / "run" / "metrics.csv").read_text().splitlines()[0]
+    assert {"cost/features_mb_s", "cost/features_mb_s_needed", "cost/server_idle"} <= set(header.split(","))
+    assert not [path for path in (tmp_path / "spool").rglob("*") if path.is_file()]
+
+
+def test_a_server_that_is_killed_and_comes_back_changes_nothing(artefacts, target, stored, expected, tmp_path):
+    seen = 0
+
+    def break_down(row):
+        nonlocal seen
+        seen += 1
+        if seen == 40:
+            threading.Thread(target=restart).start()
+            time.sleep(0.1)
+            raise ConnectionError
+
+    def restart():
+        server.stop()
+        time.sleep(0.5)
+        server.start()
+
+    with StatesServer(target, FINAL, tmp_path / "spool", stored, break_down) as server:
+        trained = weights(streamed(artefacts, server, tmp_path / "run"))
+    assert seen > 40 and all(torch.equal(trained[name], value) for name, value in expected.items())
+
+
+def test_a_row_whose_file_never_comes_is_asked_for_again_and_then_given_up(
+    artefacts, target, stored, expected, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(vllm_states, "LATE_S", 0.2)
+    with StatesServer(target, FINAL, tmp_path / "spool", stored) as server:
+        put, lost = server.writer.put, []
+
+        def lose_one(folder, name, *rest):
+            # Of a training row, not of those that are compared first.
+            if name in stored and not lost:
+                lost.append(name)
+            else:
+                put(folder, name, *rest)
+
+        server.writer.put = lose_one
+        trained = weights(streamed(artefacts, server, tmp_path / "run"))
+        assert lost and all(torch.equal(trained[name], value) for name, value in expected.items())
+        server.writer.put = lambda folder, name, *rest: None if name in stored else put(folder, name, *rest)
+        with pytest.raises(InputError, match="no states of a row in 3 attempts"):
+            streamed(artefacts, server, tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    "served, message",
+    [
+        ({"layers": (1,)}, "states of layer 2 off by .* nearest to layer 1"),
+        ({"layers": (1, 2)}, "states of width 64, expected 1 layers of 32"),
+        ({"layers": FINAL, "connector": False}, "without our connector"),
+    ],
+)
+def test_states_of_another_numbering_are_refused_before_the_first_step(artefacts, target, tmp_path, served, message):
+    with StatesServer(target, directory=tmp_path / "spool", **served) as server:
+        with pytest.raises(InputError, match=message):
+            streamed(artefacts, server, tmp_path / "run")
+        with pytest.raises(InputError, match=message):
+            make_features(features_config(artefacts, server, tmp_path / "features"))
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert not list((tmp_path / "features").glob("shard*"))
+
+
+def test_another_model_at_the_server_is_refused(artefacts, tmp_path):
+    other = load_lm(str(artefacts.draft))
+    with StatesServer(other, (1,), tmp_path / "spool") as server, pytest.raises(InputError, match="off by"):
+        streamed(artefacts, server, tmp_path / "run")
+
+
+def test_no_server_is_one_line(artefacts, tmp_path):
+    with pytest.raises(InputError, match=r"server: found http://127.0.0.1:9/version: ConnectError"):
+        run(config(artefacts, tmp_path, data=artefacts.responses, features="vllm", feature_server="http://127.0.0.1:9"))
+
+
+def features_config(artefacts, server, output):
+    return FeaturesConfig(
+        responses=artefacts.responses,
+        target=str(artefacts.target),
+        output=output,
+        engine="vllm",
+        server=server.url,
+        rows_per_shard=20,
+        num_threads=1,
+    )
+
+
+def test_stored_features_of_a_server_are_our_own_and_resume(artefacts, target, stored, tmp_path, capsys):
+    seen = 0
+
+    def fail(row):
+        nonlocal seen
+        seen += 1
+        if seen > 30:
+            raise KeyboardInterrupt
+
+    with StatesServer(target, FINAL, tmp_path / "spool", stored) as server:
+        settings = features_config(artefacts, server, tmp_path / "features")
+        make_features(settings)
+        made = open_dataset(settings.output, "features", {"target": target.info.identity})
+        assert made.manifest.identity["read_by"] == {"vllm": "0.32.0"}
+        for item, own in zip(made, open_dataset(artefacts.features), strict=True):
+            assert all(torch.equal(item[name], own[name]) for name in own)
+        # One shard is made again, and nothing if nothing is missing.
+        (settings.output / "shard-00001.done.json").unlink()
+        server.rows.clear()
+        make_features(settings)
+        assert len(set(server.rows) & set(stored)) == len({row_name(made[i]["input_ids"]) for i in range(20, 40)})
+        server.rows.clear()
+    make_features(settings)  # the server is gone
+    assert not server.rows and "already complete" in capsys.readouterr().err
