@@ -9,7 +9,7 @@ Labels hold only for the sampling settings that they were made with, which the m
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,9 +20,16 @@ from torch import Tensor
 from draftsmith.data.console import Advance
 from draftsmith.data.engines.own import check_lengths, length_batches, pad_right, set_threads
 from draftsmith.data.heads.directory import FrozenDrafter, kind_at, load_drafter
-from draftsmith.data.models.loading import check_same_tokenizer, load_lm, name_nonfinite, text_identity
+from draftsmith.data.models.loading import (
+    check_same_tokenizer,
+    load_lm,
+    name_nonfinite,
+    pick_device,
+    text_identity,
+)
+from draftsmith.data.models.stored import StoredLM, load_stored
 from draftsmith.data.responses import TEXT_FIELDS
-from draftsmith.data.rollouts import ROLLOUT_FIELDS, Rollouts, text_columns
+from draftsmith.data.rollouts import ROLLOUT_FIELDS, Rollouts, StoredRollouts, text_columns
 from draftsmith.data.settings import StageLoading, check_not_negative, check_positive
 from draftsmith.data.store.manifest import Field, open_artefact, volatile
 from draftsmith.data.store.rows import Rows
@@ -52,6 +59,9 @@ class AcceptanceConfig(StageLoading):
         output: Directory to write.
         draft: Directory or hub id of the draft model, or embedded:draft; or, for rollout labels, directory of a trained
             drafter's head.
+        target_features: Directory that `data features` wrote of the same responses: the target's distributions come
+            from its stored states, and only its embeddings are loaded. Its last layer must be among them, and those of
+            a head's choice. Labels then have the sampling of the responses.
         labels: mix: SpecDec++'s, one drafted token at every position of the answer. rollout: whole drafts, as the
             decoder makes them, from some of the positions.
         temperature: Temperature of target and draft; 0 is greedy, where P is agreement. Default: that of the responses.
@@ -72,6 +82,7 @@ class AcceptanceConfig(StageLoading):
     target: str = volatile()
     output: Path = volatile()
     draft: str = volatile()
+    target_features: Path | None = volatile(None)
     labels: Literal["mix", "rollout"] = "mix"
     temperature: tuple[float, ...] = ()
     top_k: int | None = None
@@ -111,7 +122,11 @@ def run(config: AcceptanceConfig) -> Path:
 
     if kind_at(config.draft) is None:
         check_same_tokenizer(config.target, config.draft)
-    target = load(config.target)
+    target: CausalLM
+    if config.target_features is None:
+        target = load(config.target)
+    else:
+        target = load_stored(config.target, config.target_features, config.dtype, pick_device(config.device))
     drafter = load_drafter(config.draft, lambda: target, load)
     identity = {**text_identity(config.target), "target": target.info.identity}
     manifest = open_artefact(config.responses, "responses", identity)
@@ -120,6 +135,10 @@ def run(config: AcceptanceConfig) -> Path:
     # Label with the settings of the responses, unless others are given.
     sampling = config.sampling(manifest.sampling or {})
     temperatures = [params.temperature for params in sampling]
+    own = replace(config, temperature=(), top_k=None, top_p=None).sampling(manifest.sampling or {})
+    if config.target_features is not None and sampling != own:
+        remedy = "Leave --temperature, --top-k and --top-p out, or --target-features."
+        raise InputError("target_features", "another sampling than that of the responses", "the same", remedy)
     labels = labels_of(config, sampling, target, drafter)
     plan = StagePlan(
         kind="rollouts" if config.labels == "rollout" else "acceptance",
@@ -161,7 +180,8 @@ def labels_of(
     context = min(target.info.max_position, drafter.max_position)
     if config.depth >= context:
         raise InputError("depth", config.depth, f"less than the context, {context}", "Draft fewer tokens.")
-    return Rollouts(target, drafter, config.depth, config.stride, sampling, config.chunk, config.seed, context)
+    kind = Rollouts if config.target_features is None else StoredRollouts
+    return kind(target, drafter, config.depth, config.stride, sampling, config.chunk, config.seed, context)
 
 
 @dataclass(frozen=True)
@@ -218,7 +238,12 @@ class MixedTextLabels:
         places = [torch.tensor(mask).nonzero()[:, 0] - 1 for mask in masks]
         positions = torch.cat(places).to(target.device)  # [N]
         owners = torch.cat([torch.full_like(place, i) for i, place in enumerate(places)]).to(target.device)  # [N]
-        target_hidden = target.features(padded)[owners, positions]  # [N, H]
+        if isinstance(target, StoredLM):
+            # Whole rows, by which their states are found.
+            read = [target.features(torch.tensor([row], device=target.device))[0] for row in input_ids]
+            target_hidden = torch.cat([row[place] for row, place in zip(read, places, strict=True)])  # [N, H]
+        else:
+            target_hidden = target.features(padded)[owners, positions]  # [N, H]
         draft_hidden = draft.features(padded.to(draft.device))[owners.to(draft.device), positions.to(draft.device)]
         # Distributions [chunk, V] exist for a chunk of positions at a time.
         parts = []

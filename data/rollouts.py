@@ -28,7 +28,7 @@ from draftsmith.modules.acceptance.repeats import followers, repeat_scores
 from draftsmith.modules.decoding.branches import BranchDrafter, BranchedText, pieces, target_states
 from draftsmith.modules.decoding.confidence import confidences_of
 from draftsmith.modules.finite import NonFinite, first_broken
-from draftsmith.modules.sampling import row_probabilities
+from draftsmith.modules.sampling import draw_coupled, draw_rows, row_probabilities
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams
 
@@ -73,9 +73,13 @@ class Rollouts:
 
     def label_shard(self, source: Rows, shard: Shard, advance: Advance) -> ShardContent:
         """Label drafts of every response of a shard that has room for one."""
+        return self.label_rows(BranchedText(self.target, self.depth), source, shard, advance)
+
+    def label_rows(self, text: BranchedText | None, source: Rows, shard: Shard, advance: Advance) -> ShardContent:
+        """Label a shard. text: where the target reads, if it does."""
         rows, labelled = source.read(shard.start, shard.stop), []
         check_lengths(rows, shard.start, self.context)
-        text, branches = BranchedText(self.target, self.depth), self.drafter.branches(self.depth)
+        branches = self.drafter.branches(self.depth)
         for offset, row in enumerate(rows):
             with name_nonfinite([row["id"]]):
                 labels = self.label_response(text, branches, row, shard.start + offset)
@@ -89,7 +93,7 @@ class Rollouts:
 
     @torch.inference_mode()
     def label_response(
-        self, text: BranchedText, branches: BranchDrafter, row: dict[str, Any], number: int
+        self, text: BranchedText | None, branches: BranchDrafter, row: dict[str, Any], number: int
     ) -> dict[str, Any] | None:
         """Return the labelled row of the `number`-th response; None if no draft has room.
 
@@ -98,6 +102,7 @@ class Rollouts:
         Raises:
             NonFinite: a model's logits.
         """
+        assert text is not None
         ids, depth, target = row["input_ids"], self.depth, self.target
         # The first uniform places the drafts, the others draw their tokens.
         most = -(-len(ids) // self.stride)
@@ -114,7 +119,7 @@ class Rollouts:
         draws = None if greedy else uniforms[1 : 1 + count * depth].view(count, depth)
         opening = ids[: starts[-1]]
         text.open(opening)
-        features = self.drafter.features(opening) if self.drafter.capture else text.features
+        features = self.drafter.features(ids, len(opening)) if self.drafter.capture else text.features
         branches.open(opening, features)
         try:
             drafted = branches.draft(starts, depth, params, draws)
@@ -170,6 +175,73 @@ class Rollouts:
         labels = {"log_q": confidences.log_q, "log_max_q": confidences.log_max_q, "entropy": confidences.entropy}
         labels |= {"log_p": p_drafted.log(), "accept_prob": accept_prob}
         return {name: values.float() for name, values in labels.items()}
+
+
+@dataclass(frozen=True)
+class StoredRollouts(Rollouts):
+    """Labeller of whole drafts from the target's stored states along its own texts, without the target.
+
+    Such states give p only where a draft agrees with the text so far. So the drafted token y is drawn together with the
+    text's token x ~ p, by the maximal coupling of p and q: y = x with probability min(1, q(x) / p(x)), else
+    y ~ norm((q - p)+). Then y ~ q, and a draft agrees with the text exactly as often as the target would accept it.
+    A token counts, `reached` being 1, if all tokens before it agree: the labels of `Rollouts`, whose `reached` is the
+    probability of that, are the mean of these. Texts and labels have one sampling.
+    """
+
+    def label_shard(self, source: Rows, shard: Shard, advance: Advance) -> ShardContent:
+        return self.label_rows(None, source, shard, advance)
+
+    @torch.inference_mode()
+    def label_response(
+        self, text: BranchedText | None, branches: BranchDrafter, row: dict[str, Any], number: int
+    ) -> dict[str, Any] | None:
+        ids, depth, target = row["input_ids"], self.depth, self.target
+        most = -(-len(ids) // self.stride)
+        numbers = torch.from_numpy(row_uniforms("rollouts/stored", self.seed, number, 1 + 2 * most * depth))
+        starts = self.starts(row["loss_mask"], branches.min_start, float(numbers[0]))
+        if not starts:
+            return None
+        count, device = len(starts), target.device
+        uniforms = numbers[1 : 1 + 2 * count * depth].view(count, depth, 2).to(device)
+        # The text was sampled up to the end of the answer that a draft begins in.
+        ends = torch.tensor([next(end for first, end in spans(row["loss_mask"]) if start < end) for start in starts])
+        first, ends = torch.tensor(starts, device=device), ends.to(device)
+        text_ids, eos_ids = torch.tensor(ids, device=device), torch.tensor(target.info.eos_ids, device=device)
+        states = target.features(text_ids[None])[0]  # [T, H]
+        features = self.drafter.features(ids, starts[-1]) if self.drafter.capture else states[: starts[-1]]
+        branches.open(ids[: starts[-1]], features)
+
+        agrees = torch.ones(count, dtype=torch.bool, device=device)
+        labels: dict[str, Tensor] = {}
+
+        def draw(piece: slice, level: int, logits: Tensor) -> Tensor:
+            """Draw y of these drafts together with the text's token, and label it."""
+            places = first[piece] + level  # of x
+            known = places < ends[piece]
+            places = places.clamp(max=len(ids) - 1)
+            params, logits = [self.sampling[0]] * len(places), logits.to(device)
+            p_logits = target.lm_head(states[places - 1])  # [s, V]
+            p, q = (row_probabilities(values, params) for values in (p_logits, logits))
+            x, chance = text_ids[places], uniforms[piece, level]
+            # Without a token of the text y is an ordinary draw.
+            y = torch.where(known, draw_coupled(p, q, x, chance), draw_rows(q, chance[:, 1]))
+            numbers = self.label_drafts(p_logits, logits, y.clamp_min(0), params)
+            numbers["reached"] = (agrees[piece] & known).float()
+            for name, values in numbers.items():
+                labels.setdefault(name, torch.zeros(count, depth, device=device))[piece, level] = values
+            agrees[piece] &= known & (y == x) & ~torch.isin(y, eos_ids)
+            return y.to(branches.device)
+
+        drafted = branches.grow(starts, depth, draw)
+        if labels["log_p"].isnan().any():
+            raise NonFinite(model="target", position=starts[int(labels["log_p"].isnan().any(1).nonzero()[0])])
+        labels = {name: values.cpu() for name, values in labels.items()}
+        tokens = drafted.tokens.cpu()
+        halves, expected = followers(ids, starts, tokens)
+        labels["repeat"] = repeat_scores(halves, expected, tokens)
+        labels["draft_ids"] = tokens
+        drafts = {"starts": starts, "temperature": [self.sampling[0].temperature] * count}
+        return text_columns(row) | drafts | {name: values.flatten().numpy() for name, values in labels.items()}
 
 
 def text_columns(row: dict[str, Any]) -> dict[str, Any]:

@@ -177,7 +177,7 @@ def drafted_rounds(rollouts: Rollouts, rows: Sequence[Mapping[str, Any]]) -> Rou
             )
             if labels is not None:
                 ids, starts = labels["input_ids"][: labels["starts"][-1]], labels["starts"]
-                branches.open(ids, drafter.features(ids))
+                branches.open(ids, drafter.features(ids, len(ids)))
                 drafts = torch.from_numpy(labels["draft_ids"]).view(-1, depth)
                 hidden.append(branches.states(starts, drafts[:, :-1])[:, :depth].flatten(0, 1).cpu().clone())
                 labelled.append(labels)

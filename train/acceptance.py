@@ -18,12 +18,14 @@ from draftsmith.data.heads.directory import (
     starting_weights,
 )
 from draftsmith.data.models.loading import load_lm
+from draftsmith.data.models.stored import load_stored
 from draftsmith.data.store.datasets import collate_acceptance, open_dataset
 from draftsmith.data.store.files import make_directory, write_json
 from draftsmith.data.store.manifest import Manifest, volatile
 from draftsmith.data.store.reading import read_object
 from draftsmith.modules.acceptance.fitting import begin
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, Feature, State
+from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.strategies import local_device, model_dtype, world_size
@@ -68,6 +70,8 @@ class TrainAcceptanceConfig(TrainConfig):
     Attributes:
         draft: The draft model, or the trained drafter's head, whose drafts were labelled; frozen.
         target: The target model, if the draft is a head: it makes what the head reads.
+        target_features: Directory that `data features` wrote of the labelled responses, if the draft is a head: then
+            only the target's embeddings are loaded.
         init: Directory of an acceptance head to fine-tune, in place of random weights. It keeps its blocks and inputs;
             the loss weights are those given here.
         num_blocks: Residual blocks of the head. Default: 3, for rollouts 0, or those of init.
@@ -86,6 +90,7 @@ class TrainAcceptanceConfig(TrainConfig):
 
     draft: str
     target: str | None = None
+    target_features: Path | None = volatile(None)
     init: Path | None = volatile(None)
     num_blocks: int | None = None
     tied: bool | None = None
@@ -176,7 +181,13 @@ def prepare(config: TrainAcceptanceConfig) -> PreparedTraining:
         engine=config.engine,
         trust_remote_code=config.trust_remote_code,
     )
-    drafter = load_drafter(config.draft, lambda: load(config.read_model), load)
+
+    def target() -> CausalLM:
+        if config.target_features is None:
+            return load(config.read_model)
+        return load_stored(config.read_model, config.target_features, model_dtype(config), local_device(config))
+
+    drafter = load_drafter(config.draft, target, load)
 
     def open_labels(path: Path) -> Any:
         identity, vocab_size = {"draft": drafter.identity}, drafter.lm.info.vocab_size

@@ -150,7 +150,7 @@ class RolloutReader:
         for text, starts in zip(data.texts, data.starts, strict=True):
             drafted = data.draft_ids[first : first + len(starts)]  # [S, K]
             first += len(starts)
-            self.branches.open(text[: starts[-1]], self.drafter.features(text[: starts[-1]]))
+            self.branches.open(text[: starts[-1]], self.drafter.features(text, starts[-1]))
             # The last token need only be read for a head that reads states after the tokens.
             read = self.branches.states(starts, drafted if late or depth == 1 else drafted[:, :-1])
             states.append(read[:, 1:] if late else read[:, :depth])  # [S, K, H]

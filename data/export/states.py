@@ -105,7 +105,7 @@ def acceptance_inputs(probes: Sequence[Probe], source: StateSource) -> dict[str,
     for probe in probes:
         ids = probe.ids.to(lm.device)
         starts = list(range(max(probe.start, branches.min_start), len(ids)))
-        branches.open(ids.tolist(), source.drafter.features(ids.tolist()))
+        branches.open(ids.tolist(), source.drafter.features(ids.tolist(), len(ids)))
         states.append(branches.states(starts, ids[starts, None])[:, 1])
     return {"state_after": torch.cat(states).float().cpu()}
 

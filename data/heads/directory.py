@@ -374,11 +374,15 @@ class FrozenDrafter:
         return DraftModelBranches(self.lm, depth) if self.head is None else self.head.branches(self.lm, depth)
 
     @torch.no_grad()
-    def features(self, text: Sequence[int]) -> Tensor | None:
-        """Return the target's states [T, L*H] that the head reads along a text; None for a language model."""
+    def features(self, text: Sequence[int], length: int) -> Tensor | None:
+        """Return the target's states [length, L*H] that the head reads along the beginning of a text.
+
+        None for a language model, which reads none.
+        """
         if self.head is None:
             return None
-        return self.lm.features(torch.tensor([text], device=self.lm.device), capture=self.capture)[0]
+        # The whole text, by which stored states are found.
+        return self.lm.features(torch.tensor([text], device=self.lm.device), capture=self.capture)[0, :length]
 
 
 def load_drafter(draft: str | Path, target: Callable[[], CausalLM], load: Callable[[str], CausalLM]) -> FrozenDrafter:
