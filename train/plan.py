@@ -22,6 +22,7 @@ from torch import nn
 from draftsmith.data.console import Column, Table, add_result, print_facts, print_table
 from draftsmith.data.engines.own import set_threads
 from draftsmith.data.features import INDEX_BYTES_PER_TOKEN
+from draftsmith.data.models.hub import model_directory
 from draftsmith.data.models.loading import DTYPES, read_config, target_shape
 from draftsmith.data.store import feature_codec
 from draftsmith.data.store.datasets import cut_lengths, open_dataset
@@ -32,6 +33,7 @@ from draftsmith.modules import flops
 from draftsmith.modules.drafters.base import DraftHead, TrainStep
 from draftsmith.modules.layers import LlamaConfig, LlamaModel
 from draftsmith.modules.losses import CHUNK_ELEMENTS
+from draftsmith.modules.types import InputError
 from draftsmith.train.config import MOST, TrainConfig, TrainDrafterConfig, drafter_config
 from draftsmith.train.prepare import head_config
 from draftsmith.train.strategies import device_kind, model_dtype, settled, world_size
@@ -49,6 +51,8 @@ CHUNK_TENSORS = 4
 FROZEN_WIDTHS = 8
 # Ids, places, masks of a token.
 BATCH_BYTES = 32
+# Share of the peak FLOP/s that server and head reach, and of a GPU's memory that weights may take, cache beside them.
+ASSUMED_MFU, USED_MEMORY = 0.4, 0.8
 # Layouts that the table compares: strategy -> column title.
 LAYOUTS = {
     "one process": "alone",
@@ -71,6 +75,8 @@ class PlanOptions:
         world: Ranks to plan for, on all machines together; 0 takes what a launcher has set, or --devices.
         assume_samples: Samples, if the artefact does not exist yet.
         assume_length: Tokens of each of these samples.
+        gpu: GPU of the server and of the head, for --features vllm: a name in modules/flops.py.
+        gpu_gb: Its memory, in GB.
     """
 
     data: Path = volatile(Path("runs/data"))
@@ -78,6 +84,8 @@ class PlanOptions:
     world: int = volatile(0)
     assume_samples: int = volatile(60_000)
     assume_length: int = volatile(512)
+    gpu: str = volatile("H100")
+    gpu_gb: float = volatile(80.0)
 
     def __post_init__(self) -> None:
         super().__post_init__()  # type: ignore[misc]  # of the training that it is mixed into
@@ -85,6 +93,10 @@ class PlanOptions:
         config.check_least(0, "world")
         config.check_least(2, "assume_samples")
         config.check_least(4, "assume_length")
+        if not self.gpu_gb > 0:
+            raise InputError("gpu_gb", self.gpu_gb, "a positive number", "Change it.")
+        if self.gpu not in flops.PEAK_TFLOPS:
+            raise InputError("gpu", self.gpu, ", ".join(flops.PEAK_TFLOPS), "Name one of these.")
 
 
 @functools.cache
@@ -175,16 +187,19 @@ def plan_of(config: TrainDrafterConfig, world: int = 0, samples: int = 60_000, l
     from draftsmith.train.data_module import order_of
 
     drafter, world = config.drafter, world or world_size(config)
-    # Target and head, without weights.
+    # Target and head, without weights. Of a target elsewhere only the embeddings are here.
     shape = target_shape(config.target)
     head_shape = head_config(config, shape)
+    stored = (config.data / MANIFEST).exists() and Manifest.read(config.data).kind == "features"
+    served = config.features == "vllm"
+    is_outer = served or (stored and not config.tau_prompts and config.target_parallel == "none")
     with torch.device("meta"):
-        target, head = LlamaModel(shape), drafter(head_shape)
+        target = LlamaModel(dataclasses.replace(shape, num_layers=0) if is_outer else shape)
+        head = drafter(head_shape)
     head.freeze(config)
     # Layers whose states are the features.
     captured = drafter.learns_from(head_shape, shape.num_layers)
     feature_size = shape.hidden_size * max(1, len(captured))
-    stored = (config.data / MANIFEST).exists() and Manifest.read(config.data).kind == "features"
 
     # Steps, as the training's own order makes them. A head to fine-tune may reach less far than its target.
     context = min(shape.max_position, head_shape.max_position)
@@ -202,7 +217,7 @@ def plan_of(config: TrainDrafterConfig, world: int = 0, samples: int = 60_000, l
             part_tokens = max(part_tokens, sum(part) if config.tokens_per_batch else max(part) * len(part))
 
     # Memory of a rank under each strategy.
-    read_in_step = feature_size > 0 and not stored
+    read_in_step = feature_size > 0 and not stored and not served
     process = process_bytes(config, target, head, documents, part_tokens, feature_size, read_in_step)
     strategy = str(config.strategy)
     if strategy == "auto":
@@ -356,6 +371,8 @@ def run(config: Any) -> None:
     if plan.feature_bytes:
         there = "on disk" if plan.features_stored else "if stored"
         facts[f"features {there}"] = ", ".join(f"{short(v)}B in {k}" for k, v in plan.feature_bytes.items())
+    if config.features == "vllm":
+        facts |= served_facts(config, plan)
     print_facts(facts, f"{config.kind} head for {config.target}, planned from its config.json")
 
     unit, divisor, digits = ("GB", 1e9, 2) if plan.peak >= 1e10 else ("MB", 1e6, 0)
@@ -376,6 +393,48 @@ def run(config: Any) -> None:
             "memories": {LAYOUTS[key]: memory for key, memory in plan.memories.items()},
         }
     )
+
+
+def served_facts(config: Any, plan: TrainingPlan) -> dict[str, str]:
+    """Return what a server of the target takes, and what passes from it to the head, for `print_facts`."""
+    total, active = target_parameters(config.target)
+    weights = 2 * total
+    needed = -(-weights // int(USED_MEMORY * config.gpu_gb * 1e9))
+    # Tensor parallelism divides attention heads, so it takes powers of two.
+    gpus = 1 << (needed - 1).bit_length()
+    assert plan.feature_bytes is not None
+    tokens = sum(plan.documents.lengths)
+    token_bytes = plan.feature_bytes[config.feature_dtype] / tokens - INDEX_BYTES_PER_TOKEN
+    flops_s = ASSUMED_MFU * flops.PEAK_TFLOPS[config.gpu][0] * 1e12
+    head_rate = plan.world * flops_s * tokens / (plan.step_flops * plan.steps_per_epoch)
+    server_rate = gpus * flops_s / (2 * active)
+    rate = min(head_rate, server_rate)
+    waits = "the server waits" if server_rate > head_rate else "the head waits"
+    of_it = "" if active == total else f", {short(active).strip()} of them for a token"
+    used = f"{gpus} x {config.gpu} of {config.gpu_gb:g} GB (tensor_parallel_size {gpus})"
+    epoch, ahead = short(tokens * token_bytes), config.feature_window
+    speeds = f"{plan.world} x {config.gpu} for the head: {head_rate:,.0f} tokens/s, the server's: {server_rate:,.0f}"
+    return {
+        "target at a server": f"{short(total).strip()} parameters{of_it}; {weights / 1e9:,.1f} GB in bf16, {used}",
+        "states": f"{token_bytes:,.0f} bytes a token in {config.feature_dtype}, {epoch}B an epoch, {ahead:g} GB ahead",
+        "balance": f"at {ASSUMED_MFU:.0%} of the peak {speeds}; {waits}; {rate * token_bytes / 1e6:,.0f} MB/s pass",
+    }
+
+
+def target_parameters(path: str) -> tuple[int, int]:
+    """Return a target's parameters, and those that a token uses, from config.json: a token uses some of the experts."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(model_directory(path))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    text = config.get_text_config()
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    count = next((value for name in names if (value := getattr(text, name, None))), 1)
+    used = getattr(text, "num_experts_per_tok", None) or count
+    return sum(sizes.values()), sum(sizes.values()) - experts + experts * used // count
 
 
 def announce(config: TrainDrafterConfig) -> None:
