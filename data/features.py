@@ -97,9 +97,7 @@ class FeaturesConfig(StageLoading):
     def __post_init__(self) -> None:
         check_positive(self, "batch_size", "rows_per_shard")
         check_not_negative(self, "limit", "num_threads")
-        if self.drafter is not None and self.drafter not in drafters.learned():
-            known = " or ".join(drafters.learned())
-            raise InputError("drafter", self.drafter, known, "Correct it, or leave it out.")
+        check_drafter(self.drafter)
         for name in ("vllm_args", "server"):
             if self.engine != "vllm" and getattr(self, name) is not None:
                 raise InputError(name, f"with --engine {self.engine}", "--engine vllm", "Leave it out.")
@@ -201,11 +199,18 @@ def open_rows(
     return rows, plan, capture
 
 
+def check_drafter(kind: str | None) -> None:
+    """Raise InputError for a kind of drafter that is not trained here."""
+    if kind is not None and kind not in drafters.learned():
+        raise InputError("drafter", kind, " or ".join(drafters.learned()), "Correct it, or leave it out.")
+
+
 def captured_layers(drafter: str | None, layers: tuple[int, ...], shape: LlamaConfig) -> tuple[int, ...]:
     """Return the layers that a drafter learns from (`DraftHead.learns_from`); empty for the final norm's state.
 
     layers: those that the drafter reads, if not its own choice.
     """
+    check_drafter(drafter)
     head = None if drafter is None else drafters.head_class(drafter)
     has_layers = head is not None and "layers" in {field.name for field in dataclasses.fields(head.Settings)}
     if layers and not has_layers:

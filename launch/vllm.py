@@ -50,7 +50,7 @@ def run(config: VllmConfig) -> int:
     from draftsmith.data.console import log_note, print_text
     from draftsmith.data.engines.vllm_states import connector_options
     from draftsmith.data.features import captured_layers
-    from draftsmith.data.models.hub import loadable
+    from draftsmith.data.models.hub import loadable, model_directory
     from draftsmith.data.models.loading import target_shape
     from draftsmith.data.store.files import make_directory
     from draftsmith.eval.engines.vllm import engine_python
@@ -61,7 +61,10 @@ def run(config: VllmConfig) -> int:
     shape = target_shape(config.target)
     layers = captured_layers(config.drafter, config.layers, shape) or (shape.num_layers,)
     options = connector_options(layers, config.states, config.feature_dtype)
-    words = ["--model", loadable(config.target), "--served-model-name", config.target, "--dtype", config.dtype]
+    # vLLM is given the weights that everything else here reads of a GGUF file.
+    is_gguf = config.target.endswith(".gguf")
+    model = str(model_directory(config.target)) if is_gguf else loadable(config.target)
+    words = ["--model", model, "--served-model-name", config.target, "--dtype", config.dtype]
     for name, value in options.items():
         words += [f"--{name.replace('_', '-')}", json.dumps(value)]
     words += config.command

@@ -16,6 +16,7 @@ FAMILIES = {
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
 }
 CONTEXT = 256
 
@@ -55,7 +56,7 @@ def tiny_llama_dir(
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": None,
     }
-    if family == "qwen3":
+    if family.startswith("qwen3"):
         settings["head_dim"] = hidden // 4
     torch.manual_seed(seed)
     model = model_class(config_class(**{**settings, **extra}))

@@ -162,7 +162,7 @@ class TrainDrafterConfig(TrainConfig):
             For vllm: the server's directory, if this machine sees it under another path.
         feature_dtype: What the cache or the server stores: bf16, or fp8 with a scale for each token, half the bytes.
         feature_server: Address of the server, which `draftsmith launch vllm` starts.
-        feature_window: GB of features that are asked for ahead of their steps, on each rank.
+        feature_window: GB of features that are asked for ahead of their steps, on each rank; 0 takes two steps'.
         target_parallel: A target larger than a device: device_map spreads its layers over the GPUs of this one process;
             tensor splits each layer over the processes of this machine, under torchrun. Both run it by transformers.
         init: random, or the directory of a head to fine-tune, ours or an imported one, whose shape it keeps. Only its
@@ -183,7 +183,7 @@ class TrainDrafterConfig(TrainConfig):
     feature_cache: Path | None = volatile(None)
     feature_dtype: FeatureDtype = "bf16"
     feature_server: str = volatile("http://127.0.0.1:8000")
-    feature_window: float = volatile(2.0)
+    feature_window: float = volatile(0.0)
     target_parallel: Literal["none", "device_map", "tensor"] = volatile("none")
     init: str = "random"
     tau_every: int = volatile(0)
@@ -201,8 +201,8 @@ class TrainDrafterConfig(TrainConfig):
             expected = "none and 0: this process reads no target, and its features itself"
             found = f"target_parallel {self.target_parallel}, num_workers {self.num_workers}"
             raise InputError("features", f"vllm with {found}", expected, "Leave them out.")
-        if not 0 < self.feature_window < math.inf:
-            raise InputError("feature_window", self.feature_window, "a positive number of GB", "Change it.")
+        if not 0 <= self.feature_window < math.inf:
+            raise InputError("feature_window", self.feature_window, "0 or a positive number of GB", "Change it.")
         self.check_least(0, "tau_every", "tau_prompts")
         self.check_least(1, "tau_k", "tau_max_new_tokens")
 

@@ -17,7 +17,10 @@ from torch import Tensor
 from draftsmith.data.engines.vllm_states import ServedStates
 from draftsmith.data.store import feature_codec
 from draftsmith.train.data_module import SampleKey, Samples
-from draftsmith.train.metrics import gather_rows
+from draftsmith.train.metrics import gather_rows, say_on_rank_zero
+
+# Seconds between lines on what passes and who waits.
+NOTE_EVERY_S = 30.0
 
 
 class FeatureStream:
@@ -29,6 +32,7 @@ class FeatureStream:
         self._open_bytes = 0
         # Since the last log: bytes used, seconds without a row to read, and the server's idle time before.
         self._used, self._waited, self._since, self._idle = 0, 0.0, time.monotonic(), source.idle_s
+        self._noted = -NOTE_EVERY_S
 
     def ahead(self, samples: Samples, keys: Iterable[tuple[SampleKey, ...]]) -> Iterator[tuple[SampleKey, ...]]:
         """Yield the keys of micro-batches, each after its rows and as many later ones as fit are asked for."""
@@ -63,13 +67,19 @@ class FeatureStream:
         passed = max(now - self._since, 1e-9)
         worked = max(passed - self._waited, 1e-9)
         numbers = [self._used / passed, self._used / worked, self._open_bytes, (idle - self._idle) / passed]
+        numbers.append(self._waited / passed)
         self._used, self._waited, self._since, self._idle = 0, 0.0, now, idle
-        rows = gather_rows(torch.tensor([numbers], dtype=torch.float64, device=device))  # [ranks, 4]
-        rate, needed, ahead, _ = rows.sum(0).tolist()
+        rows = gather_rows(torch.tensor([numbers], dtype=torch.float64, device=device))  # [ranks, 5]
+        rate, needed, ahead = (rows[:, :3].sum(0) / 1e6).tolist()
+        # The server has work as long as one rank waits for it.
+        server_idle, waited = float(rows[:, 3].min()), float(rows[:, 4].mean())
+        if now - self._noted > NOTE_EVERY_S:
+            self._noted = now
+            waits = f"the head waits {waited:.0%} of the time, the server {server_idle:.0%}"
+            say_on_rank_zero(f"features: {rate:,.1f} MB/s, {needed:,.1f} needed; {waits}")
         return {
-            "features_mb_s": rate / 1e6,
-            "features_mb_s_needed": needed / 1e6,
-            "features_ahead_mb": ahead / 1e6,
-            # It has work as long as one rank waits for it.
-            "server_idle": float(rows[:, 3].min()),
+            "features_mb_s": rate,
+            "features_mb_s_needed": needed,
+            "features_ahead_mb": ahead,
+            "server_idle": server_idle,
         }

@@ -77,6 +77,7 @@ class PlanOptions:
         assume_length: Tokens of each of these samples.
         gpu: GPU of the server and of the head, for --features vllm: a name in modules/flops.py.
         gpu_gb: Its memory, in GB.
+        server_gpus: GPUs of the server; 0 takes the fewest whose memory holds the target.
     """
 
     data: Path = volatile(Path("runs/data"))
@@ -86,11 +87,12 @@ class PlanOptions:
     assume_length: int = volatile(512)
     gpu: str = volatile("H100")
     gpu_gb: float = volatile(80.0)
+    server_gpus: int = volatile(0)
 
     def __post_init__(self) -> None:
         super().__post_init__()  # type: ignore[misc]  # of the training that it is mixed into
         config: Any = self
-        config.check_least(0, "world")
+        config.check_least(0, "world", "server_gpus")
         config.check_least(2, "assume_samples")
         config.check_least(4, "assume_length")
         if not self.gpu_gb > 0:
@@ -401,7 +403,9 @@ def served_facts(config: Any, plan: TrainingPlan) -> dict[str, str]:
     weights = 2 * total
     needed = -(-weights // int(USED_MEMORY * config.gpu_gb * 1e9))
     # Tensor parallelism divides attention heads, so it takes powers of two.
-    gpus = 1 << (needed - 1).bit_length()
+    gpus = config.server_gpus or 1 << (needed - 1).bit_length()
+    if gpus < needed:
+        raise InputError("server_gpus", gpus, f"{needed} or more, for {weights / 1e9:,.0f} GB of weights", "Raise it.")
     assert plan.feature_bytes is not None
     tokens = sum(plan.documents.lengths)
     token_bytes = plan.feature_bytes[config.feature_dtype] / tokens - INDEX_BYTES_PER_TOKEN
@@ -412,11 +416,13 @@ def served_facts(config: Any, plan: TrainingPlan) -> dict[str, str]:
     waits = "the server waits" if server_rate > head_rate else "the head waits"
     of_it = "" if active == total else f", {short(active).strip()} of them for a token"
     used = f"{gpus} x {config.gpu} of {config.gpu_gb:g} GB (tensor_parallel_size {gpus})"
-    epoch, ahead = short(tokens * token_bytes), config.feature_window
+    epoch = short(tokens * token_bytes)
+    ahead = config.feature_window or 2e-9 * token_bytes * tokens / plan.steps_per_epoch / plan.world
     speeds = f"{plan.world} x {config.gpu} for the head: {head_rate:,.0f} tokens/s, the server's: {server_rate:,.0f}"
     return {
         "target at a server": f"{short(total).strip()} parameters{of_it}; {weights / 1e9:,.1f} GB in bf16, {used}",
-        "states": f"{token_bytes:,.0f} bytes a token in {config.feature_dtype}, {epoch}B an epoch, {ahead:g} GB ahead",
+        "states": f"{token_bytes:,.0f} bytes a token in {config.feature_dtype}, {epoch}B an epoch; "
+        f"{ahead:.3g} GB ahead on a rank",
         "balance": f"at {ASSUMED_MFU:.0%} of the peak {speeds}; {waits}; {rate * token_bytes / 1e6:,.0f} MB/s pass",
     }
 

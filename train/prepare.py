@@ -41,7 +41,7 @@ from draftsmith.train import acceptance
 from draftsmith.train.acceptance import TrainAcceptanceConfig
 from draftsmith.train.config import TrainDrafterConfig
 from draftsmith.train.feature_cache import FeatureCache, row_name
-from draftsmith.train.strategies import local_device, model_dtype
+from draftsmith.train.strategies import local_device, model_dtype, world_size
 
 if TYPE_CHECKING:
     from draftsmith.train.data_module import Samples
@@ -140,7 +140,10 @@ def open_data(directory: Path, config: TrainDrafterConfig, target: CausalLM, lay
     manifest = Manifest.read(directory)
     if manifest.kind == "features":
         if config.features != "online":
-            found, remedy = f"{config.features}, and features in {directory}", "Leave it out: these are read as stored."
+            found, remedy = (
+                f"{config.features}, and features in {directory}",
+                "Pass --features online: these are stored.",
+            )
             raise InputError("features", found, "responses to compute them of", remedy)
         size = sum(entry.bytes for entry in manifest.files)
         identity = captured(target.info.identity, layers)
@@ -189,8 +192,10 @@ def open_stream(
     if place().rank == 0:
         rows = [samples[0].text(i).tolist() for i in range(min(4, len(samples[0])))]
         log_note(check_numbering(source, config.target, captured_states, rows, config.feature_dtype))
-    width = target.info.hidden_size * len(captured_states)
-    stream = FeatureStream(source, config.feature_window * 1e9, token_bytes(width, config.feature_dtype))
+    size = token_bytes(target.info.hidden_size * len(captured_states), config.feature_dtype)
+    step_tokens = config.tokens_per_batch or config.batch_size * float(samples[0].lengths.mean())
+    window = config.feature_window * 1e9 or 2 * size * step_tokens / world_size(config)
+    stream = FeatureStream(source, window, size)
     for part in samples:
         part.stream, part.cached = stream, stream.item
     return stream

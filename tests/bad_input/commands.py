@@ -47,7 +47,7 @@ ROWS = [
     Row("responses: a drafter beside vLLM's own", f"data responses --prompts {{prompts}} {TARGET}{OUT}--engine vllm "
         "--method pld", ("draft", "speculative_config")),
     Row("responses: vLLM is not installed", f"data responses --prompts {{prompts}} {TARGET}{OUT}--engine vllm",
-        ("engine", "pip install vllm")),
+        ("engine", "draftsmith[vllm]")),
     Row("responses: vLLM's arguments for another engine",
         f"data responses --prompts {{prompts}} {TARGET}{OUT}--vllm-args x.json", ("vllm_args", "--engine vllm")),
     Row("responses: no draft", f"data responses --prompts {{prompts}} {TARGET}{OUT}--method spec:k=2",
@@ -68,6 +68,19 @@ ROWS = [
         ("features",)),
     Row("acceptance: a head for labels of mixed text",
         f"data acceptance --responses {{responses}} {TARGET}--draft {{eagle}} {OUT}", ("draft", "--labels rollout")),
+    Row("features: arguments of another engine",
+        f"data features --responses {{responses}} {TARGET}{OUT}--vllm-args x.json", ("vllm_args", "--engine vllm")),
+    Row("features: no server", f"data features --responses {{responses}} {TARGET}{OUT}--engine vllm --server "
+        "http://127.0.0.1:9", ("127.0.0.1:9", "ConnectError", "launch vllm")),
+    Row("acceptance: features that are none", f"data acceptance --responses {{responses}} {TARGET}--draft {{draft}} "
+        f"{OUT}--target-features {{responses}}", ("responses", "features")),
+    Row("acceptance: features and another sampling", f"data acceptance --responses {{responses}} {TARGET}"
+        f"--draft {{draft}} {OUT}--target-features {{features}} --temperature 0.5", ("target_features", "sampling")),
+    Row("train: a server and readers", f"{TRAIN} --features vllm --num-workers 2", ("features", "num_workers 2")),
+    Row("train: a server for stored features", f"train eagle --data {{features}} {TARGET}{OUT}--features vllm",
+        ("features", "--features online")),
+    Row("launch vllm: no target", "launch vllm", ("target", "--target")),
+    Row("launch vllm: no such drafter", f"launch vllm {TARGET}--drafter nosuch", ("nosuch", "eagle3")),
     Row("features: no such drafter", f"data features --responses {{responses}} {TARGET}{OUT}--drafter nosuch",
         ("drafter", "nosuch", "eagle")),
     Row("diagnose: nothing there", f"diagnose x/y --data {{responses}} {TARGET}", ("x/y",)),

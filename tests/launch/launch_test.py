@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -326,3 +327,20 @@ def test_without_slurm_or_when_it_refuses_there_is_one_line(stubs, monkeypatch, 
     monkeypatch.setattr(slurm.shutil, "which", lambda name: None)
     assert cli.main(words) == 2
     assert "--dry-run" in capsys.readouterr().err
+
+
+def test_a_server_of_states_is_started_with_the_layers_of_the_drafter_and_what_follows_the_dashes(tmp_path, capsys):
+    words = ["launch", "vllm", "--target", "embedded:target", "--drafter", "eagle3", "--engine-path", sys.executable]
+    words += ["--states", str(tmp_path), "--feature-dtype", "fp8", "--dry-run", "--", "--port", "8001", "--x", "a b"]
+    assert cli.main(words) == 0
+    python, *rest = shlex.split(capsys.readouterr().out)
+    assert python == sys.executable and rest[:2] == ["-m", "vllm.entrypoints.openai.api_server"]
+    assert rest[-4:] == ["--port", "8001", "--x", "a b"]
+    options = dict(zip(rest[2:-4:2], rest[3:-4:2], strict=True))
+    assert Path(options["--model"], "config.json").is_file() and options["--served-model-name"] == "embedded:target"
+    draft = json.loads(options["--speculative-config"])["draft_model_config"]
+    assert draft["hf_config"]["eagle_aux_hidden_state_layer_ids"] == [2, 6, 9, 12]
+    connector = json.loads(options["--kv-transfer-config"])
+    assert connector["kv_connector_extra_config"] == {"directory": str(tmp_path), "feature_dtype": "fp8"}
+    module, name = connector["kv_connector_module_path"], connector["kv_connector"]
+    assert f"class {name}(" in Path(*module.split(".")[1:]).with_suffix(".py").read_text()

@@ -23,6 +23,7 @@ class Artefacts:
 
     target: Path
     draft: Path
+    prompts: Path
     responses: Path
     acceptance: Path
     features: Path
@@ -46,7 +47,7 @@ def artefacts(tmp_path_factory: pytest.TempPathFactory) -> Artefacts:
     source.write_text(
         "".join(json.dumps({"prompt": f"def add{i}(a, b): " + "a + " * (i % 7)}) + "\n" for i in range(NUM_PROMPTS))
     )
-    made = Artefacts(target, draft, root / "responses", root / "acceptance", root / "features")
+    made = Artefacts(target, draft, root / "prompts", root / "responses", root / "acceptance", root / "features")
     prompts.run(prompts.PromptsConfig(source=str(source), target=str(target), output=root / "prompts"))
     responses.run(
         responses.ResponsesConfig(

@@ -10,11 +10,14 @@ import torch
 from eagle_trainings import config
 from safetensors.torch import load_file
 from states_server import StatesServer
+from tiny_models import tiny_llama_dir
 
 from draftsmith.data.engines import vllm_states
 from draftsmith.data.features import FeaturesConfig
 from draftsmith.data.features import run as make_features
 from draftsmith.data.models.loading import load_lm
+from draftsmith.data.responses import ResponsesConfig
+from draftsmith.data.responses import run as make_responses
 from draftsmith.data.store.datasets import open_dataset
 from draftsmith.data.store.spool import row_name
 from draftsmith.modules.types import InputError
@@ -177,3 +180,19 @@ def test_stored_features_of_a_server_are_our_own_and_resume(artefacts, target, s
         server.rows.clear()
     make_features(settings)  # the server is gone
     assert not server.rows and "already complete" in capsys.readouterr().err
+
+
+def test_a_mixture_of_experts_gives_its_states_to_a_dense_head(artefacts, tmp_path, capsys):
+    """Its layers are not ours, so that the numbering is not compared; the target runs by transformers at the server."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    path = str(tiny_llama_dir(tmp_path / "experts", family="qwen3_moe", **experts))
+    responses = make_responses(ResponsesConfig(artefacts.prompts, path, tmp_path / "responses", max_new_tokens=12))
+    target = load_lm(path)
+    with StatesServer(target, FINAL, tmp_path / "spool") as server:
+        more = {"data": responses, "target": path, "features": "vllm", "feature_server": server.url}
+        served = run(config(artefacts, tmp_path / "served", **more))
+    assert "are not compared with our own" in capsys.readouterr().err
+    here = run(config(artefacts, tmp_path / "here", data=responses, target=path, features="cache", tau_prompts=0))
+    for name, value in weights(here).items():
+        # States of a row alone and of padded batches differ in the last bit of bf16 now and then.
+        torch.testing.assert_close(weights(served)[name], value, rtol=0, atol=1e-3)

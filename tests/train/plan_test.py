@@ -19,7 +19,7 @@ from draftsmith.train import prepare
 from draftsmith.train.command import run
 from draftsmith.train.config import TrainDrafterConfig, drafter_config
 from draftsmith.train.data_module import held_out
-from draftsmith.train.plan import FLOAT32, LAYOUTS, plan_of, rank_memory, short
+from draftsmith.train.plan import FLOAT32, LAYOUTS, plan_of, rank_memory, short, target_parameters
 
 
 def eagle_config(artefacts, output: Path, **changes) -> TrainDrafterConfig:
@@ -145,3 +145,41 @@ def test_fine_tuning_is_planned_with_the_heads_own_shape(artefacts, tmp_path):
     module, data = training.module, training.data
     assert plan.trained == sum(p.numel() for p in module.head.parameters())
     assert sorted(plan.documents.lengths) == sorted(data.train.lengths) and max(plan.documents.lengths) <= 40
+
+
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+
+
+def test_a_served_target_is_counted_with_its_experts_and_only_its_embeddings_here(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
+    words = ["plan", "eagle", "--target", str(tmp_path), "--data", str(tmp_path / "none"), "--features", "vllm"]
+    words += ["--accelerator", "gpu", "--world", "2", "--assume-samples", "100", "--assume-length", "50"]
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    embeddings = 512 * 64
+    assert found["frozen"] == 2 * embeddings + 64
+    # Attention with its two norms of a head, router, experts, two norms; embeddings and the final norm.
+    layer = 64 * 64 * 2 + 64 * 32 * 2 + 2 * 16 + 8 * 64 + 8 * 3 * 64 * 32 + 2 * 64
+    total = 4 * layer + 2 * embeddings + 64
+    assert target_parameters(str(tmp_path)) == (total, total - 4 * 6 * 3 * 64 * 32)
+    assert main(words) == 0
+    facts = " ".join(capsys.readouterr().out.split())
+    assert f"{short(total).strip()} parameters" in facts and "1 x H100 of 80 GB (tensor_parallel_size 1)" in facts
+    assert "128 bytes a token in bf16" in facts
+    # 4.5 KB of memory hold the target in 178 parts of 80 %.
+    assert main([*words, "--gpu-gb", "4.5e-6", "--server-gpus", "100"]) == 2
+    assert "server_gpus: found 100" in capsys.readouterr().err
