@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.console import log_note
-from draftsmith.data.engines.openai import SHOWN_CHARS, ServerConfig, need_extra
+from draftsmith.data.engines.openai import RETRIED_STATUS, SHOWN_CHARS, ServerConfig, need_extra
 from draftsmith.data.engines.vllm import open_llm
 from draftsmith.data.models.layerwise import layer_states
 from draftsmith.data.models.loading import target_shape
@@ -310,7 +310,7 @@ class ServedStates:
                         remedy = "Start it with: draftsmith launch vllm."
                         raise InputError("server", f"{url} without our connector", "one that hands out states", remedy)
                     return said
-                if response.status_code < 500:
+                if response.status_code < 500 and response.status_code not in RETRIED_STATUS:
                     found = f"status {response.status_code} to a row of {len(row):,} tokens: {response.text[:300]}"
                     remedy = "Serve with a --max-model-len above the longest row, or pass --max-length."
                     raise InputError("server", found, "a reply", remedy)
@@ -323,7 +323,7 @@ class ServedStates:
             if now - self._last_note > NOTE_EVERY_S:
                 self._last_note = now
                 log_note(f"{url}: {problem}; waiting for the server to come back")
-            await asyncio.sleep(random.uniform(0.2, min(10.0, 0.5 * 2**attempt)))
+            await asyncio.sleep(random.uniform(0.2, min(10.0, 0.5 * 2 ** min(attempt, 8))))
         raise AssertionError("unreachable")
 
     def _get(self, path: str, shape: dict[str, Any]) -> dict[str, Any]:
