@@ -28,7 +28,6 @@ from draftsmith.data.models.loading import (
     text_identity,
     vocabulary_size,
 )
-from draftsmith.data.models.parallel import DONE, broadcast_number, received_numbers
 from draftsmith.data.ranks import place
 from draftsmith.data.settings import StageLoading, check_not_negative, check_positive
 from draftsmith.data.store import feature_codec
@@ -74,8 +73,7 @@ class FeaturesConfig(StageLoading):
         feature_dtype: Stored type: bf16, or fp8 with a scale per token, half the bytes.
         engine: lean for Llama-family weights, hf for any transformers model, auto for lean where it applies; vllm for
             targets of any size: in processes that vLLM starts, or at --server.
-        target_parallel: For a target larger than a device. device_map: spread its layers over the GPUs of this process.
-            tensor: split each layer over the processes of this machine, under torchrun. Both run it by transformers.
+        device_map: Spread the layers of a target larger than a GPU over those of this process, by transformers.
         vllm_args: JSON file of further arguments of vllm.LLM, for engine vllm: {"tensor_parallel_size": 8, ...}.
         server: Address of a vLLM server that `draftsmith launch vllm` has started, for engine vllm.
     """
@@ -90,7 +88,7 @@ class FeaturesConfig(StageLoading):
     rows_per_shard: int = 128
     feature_dtype: feature_codec.FeatureDtype = "bf16"
     engine: Literal["auto", "lean", "hf", "vllm"] = field(default="auto", kw_only=True)  # type: ignore[assignment]
-    target_parallel: Literal["none", "device_map", "tensor"] = volatile("none")
+    device_map: bool = volatile(False)
     vllm_args: Path | None = volatile(None)
     server: str | None = volatile(None)
 
@@ -101,9 +99,9 @@ class FeaturesConfig(StageLoading):
         for name in ("vllm_args", "server"):
             if self.engine != "vllm" and getattr(self, name) is not None:
                 raise InputError(name, f"with --engine {self.engine}", "--engine vllm", "Leave it out.")
-        if self.engine == "vllm" and self.target_parallel != "none":
+        if self.engine == "vllm" and self.device_map:
             remedy = 'Pass --vllm-args with {"tensor_parallel_size": 8}.'
-            raise InputError("target_parallel", f"{self.target_parallel} with --engine vllm", "none", remedy)
+            raise InputError("device_map", "on, with --engine vllm", "off", remedy)
 
 
 @sole_writer(shared=True)
@@ -112,28 +110,11 @@ def run(config: FeaturesConfig) -> Path:
     set_threads(config.num_threads)
     if config.engine == "vllm":
         return run_vllm(config)
-    lm = load_lm(config.target, **config.loading, parallel=config.target_parallel)
+    lm = load_lm(config.target, **config.loading, device_map=config.device_map)
     # Final states are there in any family.
     needs_shape = config.drafter is not None or config.layers
     rows, plan, capture = open_rows(config, lm.info, llama_shape(lm, config.target) if needs_shape else None)
-    # All processes hold parts of one target; the first one writes.
-    is_split = config.target_parallel == "tensor"
-    plan = replace(plan, alone=is_split)
-
-    def make_shard(shard: Shard, advance: Advance) -> ShardContent:
-        if is_split:
-            broadcast_number(shard.index, lm.device)
-        return read_shard(lm, rows, shard, config, advance, capture)
-
-    # The other parts of the target compute what the first one asks for.
-    if is_split and place().rank:
-        for number in received_numbers(lm.device):
-            read_shard(lm, rows, plan.shards[number], config, lambda count: None, capture)
-        return config.output
-
-    run_stage(plan, make_shard)
-    if is_split:
-        broadcast_number(DONE, lm.device)
+    run_stage(plan, lambda shard, advance: read_shard(lm, rows, shard, config, advance, capture))
     return config.output
 
 

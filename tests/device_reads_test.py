@@ -40,7 +40,6 @@ ALLOWED = {
     "train/lit_head.py:training_step": (1, "between ranks only, at the step's begin: what they count together"),
     "train/lit_drafter.py:read": (2, "of a feature cache, and of the first batch in a plain Trainer, only"),
     "train/lit_drafter.py:transfer_batch_to_device": (1, "in a plain Trainer only, before the batch is moved"),
-    "train/lit_drafter.py:_read_together": (1, "between ranks of one target: the shapes of their batches"),
     "train/lit_drafter.py:__call__": (1, "of a feature cache only: to a file"),
     "train/metrics.py:gather_rows": (1, "where losses are logged"),
     "train/metrics.py:state": (1, "where losses are logged"),

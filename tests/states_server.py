@@ -70,11 +70,14 @@ class StatesServer:
         self.on_row(row)
         if not self.connector:
             return {"choices": []}
+        said = {"kv_transfer_params": {"row": row_name(row), "directory": str(self.directory)}}
+        if body["kv_transfer_params"]["only_ask"]:
+            return said
         with self.lock:
             self.rows.append(row_name(row))
             encoded = feature_codec.encode(self.states(row), "bf16")
         self.writer.put(body["kv_transfer_params"]["spool"], row_name(row), encoded, lambda: None)
-        return {"kv_transfer_params": {"row": row_name(row), "directory": str(self.directory)}}
+        return said
 
     def handler(self) -> type[BaseHTTPRequestHandler]:
         owner = self

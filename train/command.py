@@ -67,8 +67,8 @@ def explain(best: Path, config: TrainDrafterConfig, training: PreparedTraining) 
     warning = bad_numbers(read_object(best / "manifest.json", {"metrics": dict})["metrics"])
     if not warning:
         return
-    # Of a target in parts all processes would have to read together; of one elsewhere there is nothing to read with.
-    if config.target_parallel == "tensor" or isinstance(module.target, OuterLM):
+    # Of a target elsewhere there is nothing to read with.
+    if isinstance(module.target, OuterLM):
         warning += f". See why: draftsmith diagnose {best} --data {config.data} --target {config.target}"
     else:
         val = training.data.val

@@ -163,8 +163,7 @@ class TrainDrafterConfig(TrainConfig):
         feature_dtype: What the cache or the server stores: bf16, or fp8 with a scale for each token, half the bytes.
         feature_server: Address of the server, which `draftsmith launch vllm` starts.
         feature_window: GB of features that are asked for ahead of their steps, on each rank; 0 takes two steps'.
-        target_parallel: A target larger than a device: device_map spreads its layers over the GPUs of this one process;
-            tensor splits each layer over the processes of this machine, under torchrun. Both run it by transformers.
+        device_map: Spread the layers of a target larger than a GPU over those of this one process, by transformers.
         init: random, or the directory of a head to fine-tune, ours or an imported one, whose shape it keeps. Only its
             width and vocabulary have to be this target's. For a draft model: any model of the target's tokenizer.
         tau_every: Steps between measurements of tau by real decoding; 0 measures with every validation. It is measured
@@ -184,7 +183,7 @@ class TrainDrafterConfig(TrainConfig):
     feature_dtype: FeatureDtype = "bf16"
     feature_server: str = volatile("http://127.0.0.1:8000")
     feature_window: float = volatile(0.0)
-    target_parallel: Literal["none", "device_map", "tensor"] = volatile("none")
+    device_map: bool = volatile(False)
     init: str = "random"
     tau_every: int = volatile(0)
     tau_prompts: int = volatile(16)
@@ -194,13 +193,12 @@ class TrainDrafterConfig(TrainConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.target_parallel != "none" and self.devices > 1:
-            remedy = "Launch with torchrun --nproc-per-node N for tensor; one process has all GPUs for device_map."
-            raise InputError("devices", self.devices, f"1 with --target-parallel {self.target_parallel}", remedy)
-        if self.features == "vllm" and (self.target_parallel != "none" or self.num_workers):
-            expected = "none and 0: this process reads no target, and its features itself"
-            found = f"target_parallel {self.target_parallel}, num_workers {self.num_workers}"
-            raise InputError("features", f"vllm with {found}", expected, "Leave them out.")
+        if self.device_map and self.devices > 1:
+            remedy = "One process has all GPUs; or let vLLM run the target (docs/guides/large-targets.md)."
+            raise InputError("devices", self.devices, "1 with --device-map", remedy)
+        if self.features == "vllm" and (self.device_map or self.num_workers):
+            found = f"vllm with device_map {self.device_map}, num_workers {self.num_workers}"
+            raise InputError("features", found, "neither: no target is here, and one process reads", "Leave them out.")
         if not 0 <= self.feature_window < math.inf:
             raise InputError("feature_window", self.feature_window, "0 or a positive number of GB", "Change it.")
         self.check_least(0, "tau_every", "tau_prompts")

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from draftsmith.data.store.feature_codec import decoded
@@ -22,7 +21,7 @@ from draftsmith.train.data_module import HeadDataModule, MicroBatch, SampleKey
 from draftsmith.train.feature_cache import FeatureCache
 from draftsmith.train.feature_stream import FeatureStream
 from draftsmith.train.lit_head import LitHead
-from draftsmith.train.metrics import Means, num_ranks, rank, sum_over_ranks
+from draftsmith.train.metrics import Means, sum_over_ranks
 from draftsmith.train.telemetry import features_flops
 
 # Value of path options that a script gives as Python objects instead.
@@ -85,7 +84,6 @@ class LitDrafter(LitHead):
         data: FeatureBatch = batch.data
         if data.features is not None:
             # Stored features were checked when they were written.
-            self.source.join()
             if data.scale is not None:
                 data = dataclasses.replace(data, features=decoded(data.features, data.scale), scale=None)
             states = None
@@ -116,7 +114,8 @@ class LitDrafter(LitHead):
         means = Means()
         for _, inputs in self.validated(batches):
             means.add(self.validation(inputs))
-        self.source.finish()
+        if self.source.cache is not None:
+            self.source.cache.flush()
         return _metrics_of(means)
 
     def flops(self, batch: MicroBatch) -> float:
@@ -198,23 +197,17 @@ def _metrics_of(means: Means) -> dict[str, float]:
 
 
 class FeatureSource:
-    """Computes the target's features of batches, in its own dtype or as a cache stores them.
-
-    With `shared`, the target's layers are spread over all ranks (`--target-parallel tensor`), so these read together:
-    every rank calls this, or `join`, for each of its batches, and `finish` where ranks may have unequally many.
-    """
+    """Computes the target's features of batches, in its own dtype or as a cache stores them."""
 
     def __init__(
         self,
         target: CausalLM,
         capture: tuple[int, ...] = (),
         cache: FeatureCache | None = None,
-        shared: bool = False,
         stream: FeatureStream | None = None,
     ):
         """capture: the states to read (`DraftHead.capture`). stream: where batches come from that have theirs."""
-        self._target, self._capture, self.cache, self.shared = target, capture, cache, shared
-        self.stream = stream
+        self._target, self._capture, self.cache, self.stream = target, capture, cache, stream
 
     @torch.no_grad()
     def __call__(self, input_ids: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -223,59 +216,19 @@ class FeatureSource:
         lengths: tokens of each row, which a cache needs. With a cache the states are written to it, and rounded as it
         stores them.
         """
-        if self.shared:
-            features = self._read_together(input_ids)
-            assert features is not None
+        target, capture, ids = self._target, self._capture, input_ids.to(self._target.device)
+        if lengths and ids.device.type == "cpu":
+            # Row by row, without padding: a few hundred tokens fill a CPU's kernels already.
+            own = [target.features(ids[None, row, :n], capture=capture)[0] for row, n in enumerate(lengths)]
+            features = own[0].new_zeros(*ids.shape, own[0].shape[-1])
+            for whole, part in zip(features, own, strict=True):
+                whole[: len(part)] = part
         else:
-            ids = input_ids.to(self._target.device)
-            if lengths and ids.device.type == "cpu":
-                # Row by row, without padding: a few hundred tokens fill a CPU's kernels already.
-                own = [
-                    self._target.features(ids[None, row, :n], capture=self._capture)[0] for row, n in enumerate(lengths)
-                ]
-                features = own[0].new_zeros(*ids.shape, own[0].shape[-1])
-                for whole, part in zip(features, own, strict=True):
-                    whole[: len(part)] = part
-            else:
-                features = self._target.features(ids, capture=self._capture)
-            features = features.to(input_ids.device)
+            features = target.features(ids, capture=capture)
+        features = features.to(input_ids.device)
         if self.cache is None:
             return features
         stored = torch.zeros_like(features, dtype=torch.bfloat16)
         for ids, length, row, rounded in zip(input_ids.cpu(), lengths, features, stored, strict=True):
             rounded[:length] = self.cache.put(ids[:length], row[:length])
         return stored
-
-    def join(self) -> None:
-        """Help the other ranks with their batches; this rank's batch has its features already."""
-        if self.shared:
-            self._read_together(None)
-
-    def finish(self) -> None:
-        """Help the other ranks until none has a batch, and write what is to be cached."""
-        while self.shared and self._read_together(None, done=True) is not None:
-            pass
-        if self.cache is not None:
-            self.cache.flush()
-
-    def _read_together(self, input_ids: Tensor | None, done: bool = False) -> Tensor | None:
-        """Read all ranks' batches in one call of the target; return this rank's features, None if all are done."""
-        ids = torch.zeros(0, 0, dtype=torch.int64, device=self._target.device) if input_ids is None else input_ids
-        own = torch.tensor([*ids.shape, done], device=ids.device)
-        shapes = [torch.zeros_like(own) for _ in range(num_ranks())]
-        dist.all_gather(shapes, own)
-        rows, widths, finished = torch.stack(shapes).T.tolist()
-        if all(finished):
-            return None
-        if not any(rows):
-            return ids
-
-        # Gathered tensors have one shape, so every rank pads to the largest.
-        padded = ids.new_zeros(max(rows), max(widths))
-        padded[: ids.shape[0], : ids.shape[1]] = ids
-        parts = [torch.empty_like(padded) for _ in range(num_ranks())]
-        dist.all_gather(parts, padded)
-        everything = torch.cat([part[:count] for part, count in zip(parts, rows, strict=True)])
-        features = self._target.features(everything.to(self._target.device), capture=self._capture).to(ids.device)
-        start = sum(rows[: rank()])
-        return features[start : start + ids.shape[0], : ids.shape[1]]

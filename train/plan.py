@@ -194,7 +194,7 @@ def plan_of(config: TrainDrafterConfig, world: int = 0, samples: int = 60_000, l
     head_shape = head_config(config, shape)
     stored = (config.data / MANIFEST).exists() and Manifest.read(config.data).kind == "features"
     served = config.features == "vllm"
-    is_outer = served or (stored and not config.tau_prompts and config.target_parallel == "none")
+    is_outer = served or (stored and not config.tau_prompts and not config.device_map)
     with torch.device("meta"):
         target = LlamaModel(dataclasses.replace(shape, num_layers=0) if is_outer else shape)
         head = drafter(head_shape)
@@ -224,8 +224,6 @@ def plan_of(config: TrainDrafterConfig, world: int = 0, samples: int = 60_000, l
     strategy = str(config.strategy)
     if strategy == "auto":
         strategy = "ddp" if world > 1 else "one process"
-    if config.target_parallel == "tensor":
-        process["frozen"] //= world
     shown = {key for key in LAYOUTS if key != "one process" or world == 1} | {strategy}
 
     # Bytes on disk.

@@ -78,8 +78,8 @@ def prepare(config: TrainedConfig, module_class: type[LitDrafter] | None = None)
     if reads_no_text(config):
         target = load_outer(config.target, dtype, device)
     else:
-        parallel = config.target_parallel
-        target = load_lm(config.target, dtype, device, config.engine, config.trust_remote_code, parallel=parallel)
+        how = (dtype, device, config.engine, config.trust_remote_code)
+        target = load_lm(config.target, *how, device_map=config.device_map)
     head_shape = head_config(config, llama_shape(target, target.info.path or config.target))
     layers = drafter.learns_from(head_shape, target.info.num_layers)
 
@@ -113,7 +113,7 @@ def prepare(config: TrainedConfig, module_class: type[LitDrafter] | None = None)
 
     # The module, and what measures it.
     module_class = module_class or LitDrafter
-    source = FeatureSource(target, layers, cache, shared=config.target_parallel == "tensor", stream=stream)
+    source = FeatureSource(target, layers, cache, stream)
     module = module_class(head, target, config, total_steps=data.total_steps, feature_std=std, source=source)
     prompts = probe_prompts(config, val_samples, context)
     every = config.tau_every or config.val_every or data.order.steps_per_epoch
@@ -163,7 +163,7 @@ def reads_no_text(config: TrainDrafterConfig) -> bool:
     """Check whether a training needs the target's embeddings only: its features come from elsewhere, and tau is not
     measured."""
     stored = all(Manifest.read(path).kind == "features" for path in (config.data, config.val) if path is not None)
-    return (stored or config.features == "vllm") and not config.tau_prompts and config.target_parallel == "none"
+    return (stored or config.features == "vllm") and not config.tau_prompts and not config.device_map
 
 
 def without_layers(config: TrainDrafterConfig) -> TrainDrafterConfig:

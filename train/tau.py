@@ -51,10 +51,9 @@ class TauProbe:
         every: int,
         general: Sequence[Sequence[int]] = (),
     ):
-        """module: whose head is measured. prompts, general: the same on every rank; each rank decodes its share, or all
-        if the target is split over the ranks. every: steps between measurements."""
+        """module: whose head is measured. prompts, general: the same on every rank; each rank decodes its share. every:
+        steps between measurements."""
         self.module, self.target, self.prompts, self.every, self.general = module, target, prompts, every, general
-        self.shared = config.target_parallel == "tensor"
         self.k, self.max_new_tokens = config.tau_k, config.tau_max_new_tokens
         lengths = sorted(map(len, prompts))
         sizes = f"{lengths[0]:,}" if lengths[0] == lengths[-1] else f"{lengths[0]:,} to {lengths[-1]:,}"
@@ -79,7 +78,7 @@ class TauProbe:
         if next(head.parameters()).dtype != target.dtype:
             head = copy.deepcopy(head).to(target.dtype)
         counts = torch.zeros(3, dtype=torch.float64)
-        own = prompts if self.shared else prompts[rank() :: num_ranks()]
+        own = prompts[rank() :: num_ranks()]
         with torch.autocast(target.device.type, enabled=False):
             # One drafter and session for all prompts: capturing their CUDA graphs takes longer than an answer.
             capacity = max(map(len, own), default=0) + self.max_new_tokens + self.k + 2

@@ -4,6 +4,7 @@ vLLM's method `extract_hidden_states` (0.32) keeps the inputs of chosen layers o
 beside keys and values. When a request ends, this connector copies them out of the cache, encodes them as features are
 stored, and writes them to a spool (data/store/spool.py), many requests a file, on CPUs and GPUs. Requests name the
 folder that their rows go to: {"kv_transfer_params": {"spool": FOLDER}}; those that name none are served as usual.
+With "only_ask": true they are told the spool's directory, and nothing is written.
 
 States are numbered as here: k is the state after the first k layers, and that after the last layer is taken behind the
 final norm. Nothing of vLLM is patched.
@@ -34,7 +35,7 @@ from vllm.v1.kv_cache_interface import HiddenStateCacheSpec
 from draftsmith.data.models.checkpoint import checkpoint_tensors
 from draftsmith.data.models.hub import model_directory
 from draftsmith.data.store import feature_codec
-from draftsmith.data.store.spool import SpoolWriter, check_folder, row_name
+from draftsmith.data.store.spool import SpoolWriter, is_folder, row_name
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -105,13 +106,15 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Return whether the request's blocks are kept until its states are copied, and what its reply says."""
         params, tokens = request.kv_transfer_params or {}, list(request.prompt_token_ids or ())
-        # An aborted request has not read its whole prompt.
-        if "spool" not in params or not tokens or request.num_computed_tokens < len(tokens):
+        # An aborted request has not read its whole prompt. An error here would end the server for all.
+        name, folder = row_name(tokens), params.get("spool")
+        if not is_folder(folder) or not tokens or request.num_computed_tokens < len(tokens):
             return False, None
-        name = row_name(tokens)
-        row = FinishedRow(request.request_id, check_folder(params["spool"]), name, len(tokens), list(block_ids))
-        self.finished.append(row)
-        return True, {"row": name, "directory": str(self.directory)}
+        said = {"row": name, "directory": str(self.directory)}
+        if params.get("only_ask"):
+            return False, said
+        self.finished.append(FinishedRow(request.request_id, folder, name, len(tokens), list(block_ids)))
+        return True, said
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]

@@ -252,8 +252,8 @@ class ServedStates:
         return reader.take(name)
 
     def _open(self, row: Sequence[int]) -> None:
-        """Learn the spool's directory from the first reply."""
-        reply = asyncio.run_coroutine_threadsafe(self._request(list(row[:1])), self._loop).result()
+        """Ask for the spool's directory."""
+        reply = asyncio.run_coroutine_threadsafe(self._request(list(row[:1]), only_ask=True), self._loop).result()
         directory = self._directory or Path(reply["directory"])
         if not directory.is_dir():
             found = f"{directory}, the server's spool, which this machine does not have"
@@ -287,8 +287,8 @@ class ServedStates:
 
         self._loop.create_task(ask())
 
-    async def _request(self, row: list[int]) -> dict[str, Any]:
-        """Let the server read a row, and return what the connector says of it.
+    async def _request(self, row: list[int], only_ask: bool = False) -> dict[str, Any]:
+        """Let the server read a row, and return what the connector says of it. only_ask: no states are written.
 
         Raises:
             InputError: the server refuses it, has no connector, or is away for too long.
@@ -296,7 +296,7 @@ class ServedStates:
         import httpx
 
         body = {"model": self._model, "prompt": row, "max_tokens": 1, "temperature": 0.0}
-        body["kv_transfer_params"] = {"spool": self._folder}
+        body["kv_transfer_params"] = {"spool": self._folder, "only_ask": only_ask}
         away_since, url = None, f"{self._url}/v1/completions"
         for attempt in itertools.count():
             try:

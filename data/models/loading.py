@@ -21,6 +21,7 @@ from draftsmith.data.models.checkpoint import (
     end_tokens,
     read_model_json,
 )
+from draftsmith.data.models.device_map import check_placed, placement
 from draftsmith.data.models.gguf import quantisation
 from draftsmith.data.models.hub import model_directory
 from draftsmith.data.models.identity import (
@@ -29,7 +30,6 @@ from draftsmith.data.models.identity import (
     template_hash,
     tensor_hash,
 )
-from draftsmith.data.models.parallel import check_placed, placement
 from draftsmith.data.ranks import place
 from draftsmith.data.store.reading import read_tensors
 from draftsmith.modules.engine.low_precision import Precision, check_precision
@@ -76,7 +76,7 @@ def load_lm(
     engine: str = "auto",
     trust_remote_code: bool = False,
     packed: bool = False,
-    parallel: str = "none",
+    device_map: bool = False,
     precision: Precision = "dtype",
 ) -> CausalLM:
     """Load a frozen language model for decoding and teacher forcing.
@@ -85,8 +85,7 @@ def load_lm(
     engine: lean (Llama family), hf (any transformers causal model), or auto: lean where it applies.
     packed: for decoding on a CPU with the lean engine: keep the weights only in the layout of the CPU's kernels. Such
         a model cannot be differentiated through.
-    parallel: for a model larger than one device, on the hf engine: device_map spreads its layers over the devices of
-        this process; tensor splits every layer over all processes, which then call it together with the same input.
+    device_map: spread the layers over the devices of this process, on the hf engine.
     precision: of the multiplied weights, on the lean engine (`modules.engine.low_precision`).
 
     Raises:
@@ -104,15 +103,14 @@ def load_lm(
         raise InputError("dtype", dtype, f"auto, {', '.join(DTYPES)}", "Choose one of these.")
     # Low precision exists on the lean engine only, spreading over devices on the hf engine only.
     if precision != "dtype":
-        engine = "lean" if engine == "auto" and parallel == "none" else engine
+        engine = "lean" if engine == "auto" and not device_map else engine
         if engine != "lean":
             found, remedy = f"{precision} on the hf engine", "Leave the precision out, or pass --engine lean."
             raise InputError("precision", found, "the lean engine", remedy)
-    if parallel != "none":
+    if device_map:
         if engine == "lean":
-            found = f"{parallel} on the lean engine"
-            raise InputError("target_parallel", found, "the hf engine", "Pass --engine hf or auto.")
-        return _load_hf(directory, config, DTYPES[dtype], device, trust_remote_code, parallel)
+            raise InputError("device_map", "the lean engine", "the hf engine", "Pass --engine hf or auto.")
+        return _load_hf(directory, config, DTYPES[dtype], device, trust_remote_code, device_map)
     # The lean engine is preferred: it runs trees and rows without transformers' overhead.
     if engine == "lean" or (engine == "auto" and config.get("model_type") in SUPPORTED):
         try:
@@ -181,17 +179,17 @@ def _load_hf(
     dtype: torch.dtype,
     device: str,
     trust_remote_code: bool,
-    parallel: str = "none",
+    device_map: bool = False,
 ) -> CausalLM:
     from draftsmith.modules.targets.hf import HFLM
 
     nested = {key: value for key, value in (config.get("text_config") or {}).items() if value is not None}
     eos_ids = end_tokens(directory, {**config, **nested})
-    model = load_transformers(directory, dtype, trust_remote_code, **placement(parallel, config))
-    if parallel == "none":
-        model = model.to(device)
+    model = load_transformers(directory, dtype, trust_remote_code, **(placement() if device_map else {}))
+    if device_map:
+        check_placed(model)
     else:
-        check_placed(model, parallel)
+        model = model.to(device)
     # transformers maps each architecture's own names (GPT-2's n_embd) to common ones.
     text = model.config.get_text_config()
     for field in LOGIT_CHANGES:

@@ -87,8 +87,7 @@ class StagePlan:
     """Everything about a run of a stage except how one shard is made.
 
     stage: the command, `data responses`. config: its configuration, which has `output` and `rows_per_shard`.
-    fields: of the table; those whose dtype is not in ARROW describe tensors. alone: this process makes all shards,
-    whatever its rank.
+    fields: of the table; those whose dtype is not in ARROW describe tensors.
     """
 
     kind: str
@@ -100,7 +99,6 @@ class StagePlan:
     identity: dict[str, Any]
     sampling: dict[str, Any] | None = None
     seed: int | None = None
-    alone: bool = False
 
     @property
     def directory(self) -> Path:
@@ -125,7 +123,7 @@ def run_stage(plan: StagePlan, make_shard: Callable[[Shard, Advance], ShardConte
         InputError: no rows, an output that another configuration began, or ranks that never delivered.
     """
     here, directory = place(), plan.directory
-    rank, world = (0, 1) if plan.alone else (here.rank, here.world)
+    rank, world = here.rank, here.world
     if plan.num_rows == 0:
         raise InputError(f"{plan.stage}: input", "no rows", "at least one", "Check the input and its filters.")
     begin(plan)

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from draftsmith.data.store.feature_codec import FeatureFiles
 from draftsmith.data.store.files import make_directory, write_tensors
-from draftsmith.modules.types import InputError
 
 # Most bytes of a file, and of the rows that wait for one.
 FILE_BYTES, WAITING_BYTES = 256 * 2**20, 1024 * 2**20
@@ -54,7 +53,7 @@ class SpoolWriter:
 
     def put(self, folder: str, name: str, stored: Mapping[str, Tensor], ready: Callable[[], None]) -> None:
         """Add a row, as `feature_codec.encode` returns it. ready: waits until its tensors hold their values."""
-        assert FOLDER.fullmatch(folder), folder
+        assert is_folder(folder), folder
         with self._changed:
             self._waiting.append((folder, name, stored, ready))
             self._waiting_bytes += sum(tensor.nbytes for tensor in stored.values())
@@ -153,8 +152,6 @@ class SpoolReader:
             # Kept as an empty entry: on a network file system a deleted file may still be listed for a while.
 
 
-def check_folder(name: object) -> str:
-    """Return the name of a reader's folder; raise InputError for anything that could be another path."""
-    if not isinstance(name, str) or not FOLDER.fullmatch(name):
-        raise InputError("spool", repr(name)[:80], "letters, digits and dashes", "Name a folder of the spool.")
-    return name
+def is_folder(name: object) -> bool:
+    """Check that a request's word can name a reader's folder, and no other path."""
+    return isinstance(name, str) and FOLDER.fullmatch(name) is not None
