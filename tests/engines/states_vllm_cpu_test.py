@@ -193,13 +193,15 @@ def test_a_training_that_drains_a_server_gives_the_head_of_stored_features_whoev
         words = [*base, "--data", str(responses), "--features", "vllm", "--feature-server", server.url]
         words += ["--feature-window", "0.002", "--output", str(output), "--resume"]
         training = subprocess.Popen(words)
-        wait_for(output, 10, training)
-        server.kill()
-        time.sleep(2)
-        server.start()
-        wait_for(output, 30, training)
-        training.kill()
-        training.wait()
+        try:
+            wait_for(output, 10, training)
+            server.kill()
+            time.sleep(2)
+            server.start()
+            wait_for(output, 30, training)
+        finally:
+            training.kill()
+            training.wait()
         left = sum(path.stat().st_size for path in (tmp_path / "states").rglob("*.safetensors"))
         assert left < 3e6, "more than the window"
         assert subprocess.run(words).returncode == 0
