@@ -1,8 +1,8 @@
 """`train NAME --features vllm`: features come from a vLLM server while the head is trained, and are dropped after use.
 
-The samples of the coming steps are known, so their rows are asked for ahead of time: as many as fit a window of bytes.
-A slow trainer asks for less, so that the server waits; a slow server lets the trainer wait. Nothing else is stored. A
-trainer that is killed asks again for what it needs; a server that comes back is asked again for what it owes.
+The samples of the coming steps are known, so their rows are requested ahead of time: as many as fit a window of bytes.
+A slow trainer requests less, so that the server waits; a slow server lets the trainer wait. Nothing else is stored. A
+resumed trainer requests its rows again, and missing rows are requested again from a server that has restarted.
 """
 
 from __future__ import annotations

@@ -145,9 +145,9 @@ class VllmStates:
 
 
 class ServedStates:
-    """Client of a running vLLM server that has our connector. Rows are asked for ahead of time and taken later.
+    """Client of a running vLLM server that has our connector. Rows are requested ahead of time and taken later.
 
-    The server may go away and come back: rows without an answer are asked for again.
+    If the server restarts, requests without an answer are repeated.
 
     Attributes:
         about: vLLM's version, for the manifest.
@@ -155,9 +155,9 @@ class ServedStates:
     """
 
     def __init__(self, url: str, owner: Path, directory: Path | None = None, concurrency: int = 256):
-        """owner: output directory of the command. It names, with the rank, the folder of this reader, so that a command
-        that was killed and is given again empties what it has left. directory: the server's spool, if this machine
-        sees it under another path."""
+        """owner: output directory of the command. With the rank it names the folder of this reader, so that a resumed
+        command deletes the files of the killed one. directory: the server's spool, if this machine sees it under
+        another path."""
         need_extra()
         import httpx
 

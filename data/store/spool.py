@@ -83,7 +83,7 @@ class SpoolWriter:
                     wait()
                 write_tensors(make_directory(self._directory / folder) / f"{uuid.uuid4().hex}.safetensors", tensors)
             except Exception as error:
-                # The reader asks for these rows again, or gives up with an error of its own.
+                # The reader requests these rows again, or raises an error of its own.
                 self._log_error(f"{len(waits)} rows for {folder} were not written: {error}")
             with self._changed:
                 self._waiting_bytes -= size
@@ -104,7 +104,7 @@ class SpoolReader:
         make_directory(self._path)
 
     def expect(self, name: str) -> bool:
-        """Wait for a row once more; return whether it is still to be asked for."""
+        """Expect a row once more; return whether it has to be requested."""
         self._expected[name] += 1
         return self._expected[name] == 1
 
@@ -138,7 +138,7 @@ class SpoolReader:
         for path in self._path.glob("*.safetensors"):
             if path.name not in self._rows_of:
                 rows = self._files.keys(path.name)
-                # A row that was asked for twice is used once.
+                # A row that was requested twice has one file; the other copy is unexpected.
                 wanted = {name for name in rows if name in self._expected and name not in self._file_of}
                 self._rows_of[path.name] = wanted
                 self._file_of |= dict.fromkeys(wanted, path.name)

@@ -175,9 +175,7 @@ def wait_for(output: Path, step: int, process: subprocess.Popen[bytes]) -> None:
         time.sleep(0.02)
 
 
-def test_a_training_that_drains_a_server_gives_the_head_of_stored_features_whoever_is_killed(
-    responses: Path, own: Path, tmp_path: Path
-):
+def test_a_training_drains_a_server_and_survives_kills_of_both(responses: Path, own: Path, tmp_path: Path):
     expected = tmp_path / "stored"
     base = [sys.executable, "-m", "draftsmith", "train", "eagle3", *TRAIN]
     subprocess.run([*base, "--data", str(own), "--output", str(expected)], check=True)

@@ -48,7 +48,7 @@ def test_the_writer_is_bounded_in_bytes_and_a_file_too(tmp_path, monkeypatch):
     assert writer.has_room() and len(list(tmp_path.glob("a/*"))) >= 2
 
 
-def test_what_nobody_waits_for_is_dropped_and_a_row_that_is_used_twice_is_kept_for_it(tmp_path):
+def test_unexpected_rows_are_deleted_and_a_row_expected_twice_is_kept_until_taken_twice(tmp_path):
     left = SpoolWriter(tmp_path, print)
     left.put("a", *a_row(7), lambda: None)
     left.flush()
