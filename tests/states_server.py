@@ -48,12 +48,15 @@ class StatesServer:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
+        self.running = True
         self.server = ThreadingHTTPServer(("127.0.0.1", self.port), self.handler())
         self.server.daemon_threads = True
         self.port = self.server.server_address[1]
         threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
 
     def stop(self) -> None:
+        # Connections that are open would be served on.
+        self.running = False
         self.server.shutdown()
         self.server.server_close()
 
@@ -62,6 +65,8 @@ class StatesServer:
         return self.lm.features(torch.tensor([row]), capture=self.layers)[0] if known is None else known
 
     def reply(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        if not self.running:
+            raise ConnectionError
         if path == "/version":
             return {"version": "0.32.0"}
         if path == "/v1/models":

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
 
+from draftsmith.data.console import log_note
 from draftsmith.data.engines.vllm_states import ServedStates
 from draftsmith.data.store import feature_codec
 from draftsmith.train.data_module import SampleKey, Samples
@@ -21,6 +22,8 @@ from draftsmith.train.metrics import gather_rows, say_on_rank_zero
 
 # Seconds between lines on what passes and who waits.
 NOTE_EVERY_S = 30.0
+# Seconds that a step may wait for the server after a signal that is to end the run.
+GRACE_S = 10.0
 
 
 class FeatureStream:
@@ -33,6 +36,9 @@ class FeatureStream:
         # Since the last log: bytes used, seconds without a row to read, and the server's idle time before.
         self._used, self._waited, self._since, self._idle = 0, 0.0, time.monotonic(), source.idle_s
         self._noted = -NOTE_EVERY_S
+        # The number of a signal that is to end the run, 0 before.
+        self.signal_received: Callable[[], int] = lambda: 0
+        self._signal_since = 0.0
 
     def ahead(self, samples: Samples, keys: Iterable[tuple[SampleKey, ...]]) -> Iterator[tuple[SampleKey, ...]]:
         """Yield the keys of micro-batches, each after its rows and as many later ones as fit are asked for."""
@@ -50,12 +56,26 @@ class FeatureStream:
     def item(self, input_ids: Tensor) -> dict[str, Tensor]:
         """Return the features (`feature_codec.as_item`) of a row with token ids [T], once they are here."""
         began = time.monotonic()
-        stored = self._source.take(input_ids.tolist())
+        stored = self._source.take(input_ids.tolist(), self._check_signal)
         self._waited += time.monotonic() - began
         size = len(input_ids) * self._token_bytes
         self._open_bytes -= size
         self._used += size
         return feature_codec.as_item(stored)
+
+    def _check_signal(self) -> None:
+        """End the run after a signal, if the server lets the running step wait: the last checkpoint is what is left.
+
+        Raises:
+            SystemExit: as after a signal.
+        """
+        number = self.signal_received()
+        if not number:
+            return
+        self._signal_since = self._signal_since or time.monotonic()
+        if time.monotonic() - self._signal_since > GRACE_S:
+            log_note("the server sends no states for the running step: it is given up. Continue with --resume")
+            raise SystemExit(128 + number)
 
     def costs(self, device: torch.device) -> dict[str, float]:
         """Return the stream's numbers since the last call, of all ranks; every rank must call it.

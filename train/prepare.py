@@ -115,6 +115,8 @@ def prepare(config: TrainedConfig, module_class: type[LitDrafter] | None = None)
     module_class = module_class or LitDrafter
     source = FeatureSource(target, layers, cache, stream)
     module = module_class(head, target, config, total_steps=data.total_steps, feature_std=std, source=source)
+    if stream is not None:
+        stream.signal_received = lambda: module.signal_received
     prompts = probe_prompts(config, val_samples, context)
     every = config.tau_every or config.val_every or data.order.steps_per_epoch
     probe = TauProbe(module, target, prompts, config, every, general_prompts(config, context)) if prompts else None

@@ -18,7 +18,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -224,8 +224,8 @@ class ServedStates:
             self._attempts[name] = 0
             self._submit(name, row)
 
-    def take(self, row: Sequence[int]) -> Stored:
-        """Wait for a row that was asked for, and return its encoded states.
+    def take(self, row: Sequence[int], while_waiting: Callable[[], None] = lambda: None) -> Stored:
+        """Wait for a row that was asked for, and return its encoded states. while_waiting: called often; may raise.
 
         Raises:
             InputError: the server refuses the row, stays away, or writes no states.
@@ -244,6 +244,7 @@ class ServedStates:
                     remedy = "Read the server's log, and see that this machine sees its directory."
                     raise InputError("server", found, "a file in the server's spool", remedy)
                 self._submit(name, row)
+            while_waiting()
             # A look lists the directory, which may be on a network.
             time.sleep(pause)
             pause = min(2 * pause, 0.05)

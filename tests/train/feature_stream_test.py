@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 
@@ -21,6 +23,7 @@ from draftsmith.data.responses import run as make_responses
 from draftsmith.data.store.datasets import open_dataset
 from draftsmith.data.store.spool import row_name
 from draftsmith.modules.types import InputError
+from draftsmith.train import feature_stream
 from draftsmith.train.command import run
 
 FINAL = (2,)  # the target has two layers
@@ -91,6 +94,29 @@ def test_a_server_that_is_killed_and_comes_back_changes_nothing(artefacts, targe
     with StatesServer(target, FINAL, tmp_path / "spool", stored, break_down) as server:
         trained = weights(streamed(artefacts, server, tmp_path / "run"))
     assert seen > 40 and all(torch.equal(trained[name], value) for name, value in expected.items())
+
+
+def test_a_signal_ends_a_run_whose_server_is_gone(artefacts, target, stored, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(feature_stream, "GRACE_S", 0.2)
+    seen = 0
+
+    def die(row):
+        nonlocal seen
+        seen += 1
+        if seen == 40:
+            threading.Thread(target=end).start()
+            raise ConnectionError
+
+    def end():
+        server.stop()
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    server = StatesServer(target, FINAL, tmp_path / "spool", stored, die)
+    server.start()
+    with pytest.raises(SystemExit) as ended:
+        streamed(artefacts, server, tmp_path / "run")
+    assert ended.value.code == 143 and "Continue with --resume" in capsys.readouterr().err
 
 
 def test_a_row_whose_file_never_comes_is_asked_for_again_and_then_given_up(
