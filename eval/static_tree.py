@@ -1,8 +1,9 @@
 """`draftsmith eval tree`: the best static draft tree for a head, by its accuracies on prompts (Medusa, section 2.3.3).
 
-The target answers the prompts greedily. At every position of these answers, and at every depth behind it, the rank of
-the target's token among the head's is counted. The tree with the most expected accepted tokens is grown from these
-shares and written as YAML.
+The target answers the prompts. At every position of its greedy answers, and at every depth behind it, the rank of the
+target's token among the head's is counted; of sampled answers, how often the verification accepts the first, second,
+... child that is drawn without replacement. The tree with the most expected accepted tokens is grown from these shares
+and written as YAML.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from draftsmith.modules.decoding.tree import MAX_NODES, expected_accepted, likel
 from draftsmith.modules.drafters.methods import Models, Named, known_methods, parse_method
 from draftsmith.modules.drafters.trees import StaticTrees
 from draftsmith.modules.finite import NO_TOKEN
-from draftsmith.modules.sampling import TorchSource
+from draftsmith.modules.sampling import TorchSource, draw_rows, residual, row_probabilities
 from draftsmith.modules.types import InputError, SamplingParams, at_most
 
 TREE = "tree.yaml"
@@ -41,7 +42,7 @@ GREEDY = SamplingParams()
 
 @dataclass(frozen=True)
 class TreeConfig(DraftSettings, PromptChoice, AnswerLength, Running):
-    """Chooses a static draft tree for a head by its accuracies on prompts, greedily.
+    """Chooses a static draft tree for a head by its accuracies on prompts.
 
     Attributes:
         target: Model directory, hub id or embedded:target.
@@ -50,6 +51,7 @@ class TreeConfig(DraftSettings, PromptChoice, AnswerLength, Running):
         limit: Use the first so many prompts; 0 takes all.
         nodes: Drafted tokens of the tree.
         depth: Most levels of the tree; heads that draft fewer tokens have fewer.
+        temperature: Above 0: a tree whose nodes are drawn (drawn=on), for answers at this temperature.
         output: Directory that receives tree.yaml and results.json.
     """
 
@@ -58,6 +60,7 @@ class TreeConfig(DraftSettings, PromptChoice, AnswerLength, Running):
     limit: int = 40
     nodes: int = 63
     depth: int = 6
+    temperature: float = 0.0
     output: Path = dataclasses.field(kw_only=True)
 
 
@@ -81,22 +84,24 @@ def run(config: TreeConfig) -> Path:
     ((kind, head_path),) = heads
     method = methods[kind]
     prompts = read_prompts(config.prompts, config.target, config.split, config.keep_tasks, config.limit)
-    models = load_run(config, [Named(method, parse_method(method))], prompts, config.max_new_tokens, GREEDY)
+    params = SamplingParams(config.temperature)
+    models = load_run(config, [Named(method, parse_method(method))], prompts, config.max_new_tokens, params)
 
     # Grow the tree with the most expected tokens.
     depth = min(config.depth, getattr(models.heads[kind].config, "num_heads", config.depth))
     ranks = min(RANKS, models.target.info.vocab_size)
-    accuracies = rank_accuracies(models, kind, prompts, config.max_new_tokens, depth, ranks)
+    accuracies = rank_accuracies(models, kind, prompts, config.max_new_tokens, depth, ranks, params)
     paths = likeliest_paths(accuracies, config.nodes)
     if not paths:
         found = f"a head that is never right by its {ranks} first tokens"
         raise InputError("draft", found, "one that is, on these prompts", "Train it.")
     expected_tau = 1 + expected_accepted(accuracies, paths)
+    drawn = "" if params.greedy else ":drawn=on"
     make_directory(config.output)
     file = config.output / TREE
     about = (
         f"# Chosen by `draftsmith eval tree` for {head_path}: {len(paths)} nodes, {expected_tau:.3f} tokens a round "
-        f"expected.\n# draftsmith eval bench --methods {method}:tree=THIS ...\n"
+        f"expected.\n# draftsmith eval bench --methods {method}:tree=THIS{drawn} ...\n"
     )
     write_text(file, about + "".join(f"- {list(path)}\n" for path in paths))
 
@@ -114,38 +119,54 @@ def run(config: TreeConfig) -> Path:
         for depth, level in enumerate(accuracies, 1)
     ]
     about = "Shares of places where those before were right; the target's greedy answers."
-    table = Table("accuracies", "How often the token of a rank is the target's", columns, rows, about)
+    title = "How often the token of a rank is the target's"
+    if drawn:
+        title = "How often the child drawn first, second, ... is accepted"
+        about = f"Shares of all places; the target's answers at temperature {config.temperature:g}."
+    table = Table("accuracies", title, columns, rows, about)
     print_table(table)
     meta = describe("tree", config, models.target, prompts, config.prompts, {})
     summary = {"nodes": len(paths), "depths": depths, "expected_tau": expected_tau, "paths": paths}
     results = {"meta": meta, "tables": to_json([table]), "summary": json_values(summary), "accuracies": accuracies}
     write_json(config.output / RESULTS, results)
     print_text(f"{len(paths)} nodes, by depth {depths}: {expected_tau:.3f} tokens a round expected")
-    print_text(f"Use it: --methods {method}:tree={file}")
+    print_text(f"Use it: --methods {method}:tree={file}{drawn}")
     return config.output
 
 
 def rank_accuracies(
-    models: Models, kind: str, prompts: Sequence[BenchPrompt], max_new_tokens: int, depth: int, ranks: int
+    models: Models,
+    kind: str,
+    prompts: Sequence[BenchPrompt],
+    max_new_tokens: int,
+    depth: int,
+    ranks: int,
+    params: SamplingParams = GREEDY,
 ) -> list[list[float]]:
-    """Return [depth][rank]: how often the head's token of this rank is the target's greedy one.
+    """Return [depth][rank]: how often the head's token of this rank is the target's.
 
-    Counted are the positions of the target's answers at which all tokens before it were among the first `ranks`.
+    Greedily they are counted at the positions of the target's answers at which all tokens before were among the first
+    `ranks`. Sampling, the expected share of draws without replacement that are accepted, at all positions.
     """
     target, head = models.target, models.heads[kind]
     branches = head.branches(target, depth)
-    right, reached = torch.zeros(depth, ranks, dtype=torch.int64), torch.zeros(depth)
-    for prompt in prompts:
+    right, reached = torch.zeros(depth, ranks), torch.zeros(depth)
+    for number, prompt in enumerate(prompts):
         ids = prompt.prompt_ids
-        answer = generate_one(target, None, ids, GREEDY, max_new_tokens, TorchSource(0), models.ends)
+        answer = generate_one(target, None, ids, params, max_new_tokens, TorchSource(number), models.ends)
         text = [*ids, *answer.tokens]
         # The decoder's first draft follows an answer's first token, which the reading of the prompt gives.
         starts = list(range(max(len(ids) + 1, branches.min_start), len(text)))
         if starts:
             # No state is needed behind the last token.
             session = target.session(1, len(text), head.capture, static=False)
-            branches.open(text[:-1], session.extend([text[:-1]], num_logits=1).features[0])
-            text_right, text_reached = count_ranks(branches, starts, text, depth, ranks)
+            scores = session.extend([text[:-1]], num_logits=1 if params.greedy else len(starts))
+            branches.open(text[:-1], scores.features[0])
+            if params.greedy:
+                text_right, text_reached = count_ranks(branches, starts, text, depth, ranks)
+            else:
+                logits = scores.logits[0]  # [S, V], of what follows the text up to each start
+                text_right, text_reached = count_draws(branches, starts, text, depth, ranks, params, logits, number)
             right += text_right
             reached += text_reached
     return (right / reached[:, None].clamp_min(1)).tolist()
@@ -179,3 +200,50 @@ def count_ranks(
 
     branches.grow(starts, depth, draw)
     return right, reached
+
+
+def count_draws(
+    branches: BranchDrafter,
+    starts: Sequence[int],
+    text: Sequence[int],
+    depth: int,
+    ranks: int,
+    params: SamplingParams,
+    target_logits: Tensor,
+    seed: int,
+) -> tuple[Tensor, Tensor]:
+    """Draft along the text from every start, and add up how likely each of `ranks` draws is accepted.
+
+    At every place children are drawn without replacement from the head's distribution, and verified one after the other
+    as by `verify._descend_drawn`. target_logits: [S, V], behind the text up to each of the S starts, which are
+    consecutive.
+
+    Returns [depth, ranks], the sums over places, and [depth], the places.
+    """
+    accepted, reached = torch.zeros(depth, ranks), torch.zeros(depth)
+    padded, first = torch.tensor([*text, *[0] * depth]), torch.tensor(starts)
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(piece: slice, level: int, logits: Tensor) -> Tensor:
+        places = first[piece] + level
+        known = (places < len(text)).nonzero()[:, 0]
+        count, rows = len(known), [params] * len(known)
+        reached[level] += count
+        target_prob = row_probabilities(target_logits[places[known] - starts[0]], rows)  # [s, V]
+        draft_prob, rejected = row_probabilities(logits[known], rows), torch.ones(count, device=logits.device)
+        for rank in range(ranks if count else 0):
+            uniforms = torch.rand(count, generator=generator, dtype=torch.float64).to(logits.device)
+            # Where nothing is left to draw there is no child, and nothing accepted.
+            drawn = draw_rows(draft_prob, uniforms).clamp_min(0)[:, None]
+            p, q = target_prob.gather(1, drawn)[:, 0], draft_prob.gather(1, drawn)[:, 0]
+            chance = torch.where(q > 0, (p / q).clamp(max=1.0), 0.0)
+            accepted[level, rank] += float((rejected * chance).sum())
+            rejected *= 1 - chance
+            target_prob = residual(target_prob, draft_prob)
+            left = draft_prob.scatter(1, drawn, 0.0)
+            draft_prob = left / left.sum(1, keepdim=True)
+        tokens = padded[places].to(logits.device)
+        return torch.where(logits.isnan().any(1), NO_TOKEN, tokens)
+
+    branches.grow(starts, depth, draw)
+    return accepted, reached

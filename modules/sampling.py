@@ -112,6 +112,13 @@ def residual(target_prob: Tensor, draft_prob: Tensor) -> Tensor:
     return torch.where(total == 0, target_prob, excess / total)
 
 
+def without(prob: Tensor, token: int) -> Tensor:
+    """Return a distribution [V] without one token, renormalised: that of the next draw without replacement."""
+    left = prob.clone()
+    left[token] = 0
+    return left / left.sum()
+
+
 def pick(probs: Tensor, uniform: float) -> int:
     """Draw an index of probs [V] by inverse cdf from a uniform in [0, 1); never one of probability zero.
 

@@ -124,11 +124,11 @@ def method(name: str, target: TableLM, seed: int = 7, rows: int = 1):
             return lambda: FeatureDrafter(head, target, policies(name, seed, target, rows), CAPACITY)
         return lambda: DraftModelDrafter(draft, policies(name, seed, draft, rows), CAPACITY)
     if name.startswith("medusa"):
-        shape = None if "k=" in name else EAGLE_TREES["eagle-tree"]
+        shape = None if "k=" in name else EAGLE_TREES["drawn" if "drawn" in name else "eagle-tree"]
         heads = random_medusa_heads(seed, "own" in name)
         return lambda: MedusaDrafter(heads, target, [FixedLength(2) for _ in range(rows)], shape)
     if name.startswith("hydra"):
-        shape = None if "k=" in name else EAGLE_TREES["eagle-tree"]
+        shape = None if "k=" in name else EAGLE_TREES["drawn" if "drawn" in name else "eagle-tree"]
         hydra, stops = random_hydra_heads(seed, "++" in name), [FixedLength(2) for _ in range(rows)]
         return lambda: HydraDrafter(hydra, target, stops, CAPACITY, shape=shape)
     if name in EAGLE_TREES:
@@ -165,6 +165,8 @@ def sequence_drafter(name: str, target: TableLM, draft: TableLM, seed: int):
 
 EAGLE_TREES = {
     "eagle-tree": StaticTree.from_paths([[0], [1], [0, 0], [0, 2], [1, 0], [0, 0, 1]]),
+    # Drawn without replacement; with top_k=2 the third child of the root does not exist.
+    "drawn": dataclasses.replace(StaticTree.from_paths([[0], [1], [2], [0, 0], [0, 1], [1, 0]]), drawn=True),
     "eagle2": DynamicTree(nodes=6, depth=2, topk=3),
     "eagle2:nodes=auto": DynamicTree(nodes=9, depth=2, topk=2),
     "eagle2:nodes=auto:depth=auto": DynamicTree(nodes=9, depth=2, topk=2),
@@ -177,6 +179,6 @@ METHODS = ["ar", "spec:k=1", "spec:k=2", "spec:k=3", "specdec++", "specdec++cali
            "specdec++early", "cost", "online", "online:head",
            "cost:eagle", "online:eagle", "eagle:k=2", "specdec++:eagle", "confidence:eagle", "tree",
            *EAGLE_TREES, "pre-verify", "pre+self-verify", "hsddw", "medusa",
-           "medusa-chain:k=2", "medusa:own",
-           "hydra", "hydra-chain:k=2", "hydra++",
+           "medusa-chain:k=2", "medusa:own", "medusa:drawn",
+           "hydra", "hydra-chain:k=2", "hydra++", "hydra:drawn",
            "pld", "lookahead", "pearl:k=1", "pearl:k=2"]  # fmt: skip

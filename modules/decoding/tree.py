@@ -15,12 +15,14 @@ MAX_NODES = 128
 class StaticTree:
     """A tree of ranks (EAGLE, section 4.1): node i is the `ranks[i]`-th most probable child of node `parents[i]`.
 
-    Nodes are in level order, so parents come first; parent -1 is the root.
+    Nodes are in level order, so parents come first; parent -1 is the root. drawn: when sampling, node i is instead the
+    `ranks[i]`-th child drawn from the drafter's distribution behind its parent, without replacement.
     """
 
     parents: tuple[int, ...]
     ranks: tuple[int, ...]
     depths: tuple[int, ...]
+    drawn: bool = False
 
     @classmethod
     def from_paths(cls, paths: Sequence[Sequence[int]]) -> StaticTree:

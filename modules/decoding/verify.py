@@ -25,6 +25,7 @@ from draftsmith.modules.sampling import (
     draw_rows,
     probabilities,
     residual,
+    without,
 )
 from draftsmith.modules.transfer import to_device
 from draftsmith.modules.types import SamplingParams
@@ -45,8 +46,9 @@ def verify(
 
     Greedy: walk while the target's argmax is a child. Sampling, nodes chosen deterministically: draw x ~ p and go to
     child x if there is one (the distribution of accepting with p(x) and renormalising). Sampling, a chain drawn from q:
-    accept with min(1, p/q), else draw from norm((p - q)+) (Leviathan et al. 2023, algorithm 1). A tree that asks for
-    typical acceptance gets it, and then does not follow the target; greedily there is no difference.
+    accept with min(1, p/q), else draw from norm((p - q)+) (Leviathan et al. 2023, algorithm 1). Sampling, a tree drawn
+    without replacement: the same for one child after the other (`_descend_drawn`). A tree that asks for typical
+    acceptance gets it, and then does not follow the target; greedily there is no difference.
 
     Raises:
         NonFinite: the target's numbers at a node that the walk visits; the position is the node's depth.
@@ -54,8 +56,8 @@ def verify(
     ahead = logits.is_cuda if ahead is None else ahead
     numbers = _AheadNumbers(trees, logits, params, sources) if ahead else _LazyNumbers(logits, params, sources)
     verdicts: list[Verdict | None] = [None] * len(trees)
-    # (row, accepted tokens, distribution of the target's own token).
-    corrections: list[tuple[int, int, Tensor]] = []
+    # (row, accepted nodes, distribution of the target's own token).
+    corrections: list[tuple[int, tuple[int, ...], Tensor]] = []
     for row, tree in enumerate(trees):
         if tree is None:
             continue
@@ -67,24 +69,26 @@ def verify(
                 if token == NO_TOKEN:
                     raise NonFinite("probabilities", position=len(path))
                 verdicts[row] = Verdict(path, token)
-            elif params.greedy or tree.draft_prob is None:
+            elif params.greedy or (tree.draft_prob is None and tree.drawn is None):
                 verdicts[row] = _walk(tree, numbers, row)
+            elif tree.drawn is not None:
+                corrections.append((row, *_descend_drawn(tree, numbers, row, sources[row])))
             else:
                 accepted, distribution = _accept_drawn(tree, numbers, row, sources[row])
                 if distribution is None:
                     verdicts[row] = Verdict(tuple(range(accepted)), None)
                 else:
-                    corrections.append((row, accepted, distribution))
+                    corrections.append((row, tuple(range(accepted)), distribution))
         except NonFinite as error:
             error.row = row
             raise
     if corrections:
-        rows, counts, distributions = zip(*corrections, strict=True)
+        rows, paths, distributions = zip(*corrections, strict=True)
         drawn = draw_each(distributions, [sources[row] for row in rows])
-        for row, accepted, token in zip(rows, counts, drawn, strict=True):
+        for row, path, token in zip(rows, paths, drawn, strict=True):
             if token == NO_TOKEN:
-                raise NonFinite("probabilities", position=accepted, row=row)
-            verdicts[row] = Verdict(tuple(range(accepted)), token)
+                raise NonFinite("probabilities", position=len(path), row=row)
+            verdicts[row] = Verdict(path, token)
     return verdicts
 
 
@@ -124,6 +128,42 @@ def _accept_drawn(tree: DraftTree, numbers: _LazyNumbers, row: int, source: Sour
             return place, residual(target_prob, draft_prob)
     accepted = len(tree.tokens)
     return accepted, None if tree.last_unread else numbers.distribution(row, accepted)
+
+
+def _descend_drawn(tree: DraftTree, numbers: _LazyNumbers, row: int, source: Source) -> tuple[tuple[int, ...], Tensor]:
+    """Descend a tree that was drawn without replacement; return the path, and the target's own distribution behind it.
+
+    Recursive rejection (SpecInfer, Miao et al. 2024; Sequoia, Chen et al. 2024): child y_i, drawn from q_i, is accepted
+    with min(1, p_i(y_i) / q_i(y_i)). If it is rejected, p_{i+1} = norm((p_i - q_i)+), and q_{i+1} is q_i without y_i,
+    renormalised. So the token that is emitted at a node has the distribution p_1 of the target for any number of
+    children.
+    """
+    assert tree.drawn is not None
+    children: dict[int, list[int]] = {}
+    for node, parent in enumerate(tree.parents):
+        children.setdefault(parent, []).append(node)
+    path: list[int] = []
+    while True:
+        parent = path[-1] if path else -1
+        target_prob, draft_prob = numbers.distribution(row, parent + 1), tree.drawn.get(parent)  # [V]
+        token = NO_TOKEN
+        for child in children.get(parent, ()):
+            assert draft_prob is not None
+            if token != NO_TOKEN:
+                target_prob = residual(target_prob, draft_prob)
+                draft_prob = without(draft_prob, token)
+            token = tree.tokens[child]
+            ratio = target_prob[token].item() / draft_prob[token].item()
+            # Checked first, because min(1, NaN) is 1.
+            if ratio != ratio:
+                raise NonFinite("probabilities", position=len(path))
+            if source.accept(min(1.0, ratio)):
+                path.append(child)
+                break
+        else:
+            # All children are rejected, or there are none.
+            last = target_prob if token == NO_TOKEN or draft_prob is None else residual(target_prob, draft_prob)
+            return tuple(path), last
 
 
 class _LazyNumbers:
@@ -167,7 +207,7 @@ class _AheadNumbers(_LazyNumbers):
         drawn = {row: tree for row, tree in enumerate(trees) if tree is not None and tree.draft_prob is not None}
         if drawn:
             self._odds = dict(zip(drawn, self._chain_odds(drawn), strict=True))
-        if len(drawn) < sum(tree is not None for tree in trees):
+        if any(tree is not None and tree.draft_prob is None and tree.drawn is None for tree in trees):
             self._choices = self._draws(trees)
 
     def _chain_odds(self, chains: dict[int, DraftTree]) -> list[list[float]]:
@@ -187,7 +227,8 @@ class _AheadNumbers(_LazyNumbers):
         rows = []
         for tree, source in zip(trees, self._sources, strict=True):
             depths = [0]
-            for parent in () if tree is None or tree.draft_prob is not None else tree.parents[: tree.num_read]:
+            is_drawn = tree is not None and (tree.draft_prob is not None or tree.drawn is not None)
+            for parent in () if tree is None or is_drawn else tree.parents[: tree.num_read]:
                 depths.append(depths[parent + 1] + 1)
             coming = source.peek(max(depths) + 1) if isinstance(source, TorchSource) else [0.0] * len(depths)
             rows.append(torch.tensor([coming[depth] for depth in depths], dtype=torch.float64))

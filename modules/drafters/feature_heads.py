@@ -200,7 +200,7 @@ class FeatureTreeDrafter(FeatureDrafter):
             level = Level(hidden, logits)
             return level
 
-        return self._grown(level, expand, limits)
+        return self._grown(level, expand, limits, params, sources)
 
 
 class FeatureBranches(BranchDrafter):

@@ -1,8 +1,8 @@
 """Grow draft trees for rows of sequences: EAGLE-1's static trees and EAGLE-2's dynamic ones (Li et al. 2024, both
 papers).
 
-Both work over a callable that expands nodes, for any drafter that drafts level by level. Nodes are chosen, not drawn. A
-row's tree is what it would be alone: levels of rows that have stopped are padding.
+Both work over a callable that expands nodes, for any drafter that drafts level by level. Nodes are chosen; those of a
+static tree may be drawn. A row's tree is what it would be alone: levels of rows that have stopped are padding.
 
 B rows, n nodes of a level, k children of each.
 """
@@ -21,8 +21,9 @@ from draftsmith.modules.acceptance.tree_rule import TreeRule
 from draftsmith.modules.decoding.protocols import NO_DRAFT, DraftTree
 from draftsmith.modules.decoding.tree import StaticTree
 from draftsmith.modules.finite import NO_TOKEN, NonFinite
-from draftsmith.modules.sampling import top_values
+from draftsmith.modules.sampling import Source, probabilities, top_values, without
 from draftsmith.modules.transfer import to_device_together
+from draftsmith.modules.types import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -82,12 +83,21 @@ def _static_levels(shape: StaticTree, device: torch.device) -> tuple[_StaticLeve
     return tuple(levels)
 
 
-def grow_static(shape: StaticTree, root: Level, expand: Expand, depths: Sequence[int]) -> list[DraftTree]:
+def grow_static(
+    shape: StaticTree,
+    root: Level,
+    expand: Expand,
+    depths: Sequence[int],
+    params: SamplingParams,
+    sources: Sequence[Source],
+) -> list[DraftTree]:
     """Grow a tree of ranks for each row, at most depths[b] deep (some 1 or more). One transfer brings all tokens.
 
     Raises:
         NonFinite: logits of an expanded node.
     """
+    if shape.drawn and not params.greedy:
+        return _draw_static(shape, root, expand, depths, params, sources)
     level, reached, chosen = root, 0, list[Tensor]()
     for depth, nodes in enumerate(_static_levels(shape, root.logits.device)[: max(depths)], 1):
         reached = depth
@@ -106,6 +116,61 @@ def grow_static(shape: StaticTree, root: Level, expand: Expand, depths: Sequence
             raise NonFinite(position=shape.depths[tokens.index(NO_TOKEN)] - 1, row=row)
         calls = min(reached, most)
         trees.append(DraftTree(tuple(tokens[:count]), shape.parents[:count], draft_calls=calls) if count else NO_DRAFT)
+    return trees
+
+
+def _draw_static(
+    shape: StaticTree,
+    root: Level,
+    expand: Expand,
+    depths: Sequence[int],
+    params: SamplingParams,
+    sources: Sequence[Source],
+) -> list[DraftTree]:
+    """Grow `grow_static`'s trees with children that are drawn one after the other, without replacement.
+
+    Where a distribution has fewer tokens than a node is to have children, the others and their descendants are left
+    out.
+    """
+    rows, device = range(len(depths)), root.logits.device
+    tokens = [[NO_TOKEN] * len(shape.parents) for _ in rows]
+    drawn: list[dict[int, Tensor]] = [{} for _ in rows]
+    # Row of the level that was read last -> node.
+    level, above, reached = root, [-1], 0
+    for depth, indices in enumerate(_static_levels(shape, device)[: max(depths)], 1):
+        reached = depth
+        distributions = probabilities(level.logits, params)  # [B, n, V]
+        support = (distributions > 0).sum(-1).tolist()
+        nodes = shape.level(depth)
+        for row in rows:
+            for place, parent in enumerate(above):
+                children = [node for node in nodes if shape.parents[node] == parent]
+                if depth > depths[row] or not children or (parent >= 0 and tokens[row][parent] == NO_TOKEN):
+                    continue
+                drawn[row][parent] = left = distributions[row, place]
+                token = NO_TOKEN
+                for node in children[: max(1, support[row][place])]:
+                    left = left if token == NO_TOKEN else without(left, token)
+                    tokens[row][node] = token = sources[row].draw(left)
+                    if token == NO_TOKEN:
+                        raise NonFinite(position=depth - 1, row=row)
+        above = [node for node in nodes if node in shape.parents]
+        if not above or depth == max(depths):
+            break
+        # NO_TOKEN has no embedding.
+        read = torch.tensor([[max(0, tokens[row][node]) for node in above] for row in rows], device=device)
+        level = expand(read, indices.inner_above.expand(len(depths), -1), depth)
+    trees = []
+    for row, most in enumerate(depths):
+        kept = [node for node, token in enumerate(tokens[row]) if token != NO_TOKEN]
+        places = {-1: -1} | {node: place for place, node in enumerate(kept)}
+        if not kept:
+            trees.append(NO_DRAFT)
+            continue
+        parents = tuple([places[shape.parents[node]] for node in kept])
+        own = {places[parent]: prob for parent, prob in drawn[row].items()}
+        calls = min(reached, most)
+        trees.append(DraftTree(tuple([tokens[row][node] for node in kept]), parents, drawn=own, draft_calls=calls))
     return trees
 
 

@@ -298,7 +298,7 @@ class HydraDrafter(FeatureDrafter):
             return net.level(read, depth)
 
         if self._shape is not None:
-            return grow_static(self._shape, level, expand, limits)
+            return grow_static(self._shape, level, expand, limits, params, sources)
 
         def step(tokens: list[list[int]] | Tensor) -> tuple[Tensor, Tensor]:
             nonlocal number

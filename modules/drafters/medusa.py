@@ -272,7 +272,7 @@ class MedusaDrafter(RowDrafter):
     def _draft(self, limits: Sequence[int], params: SamplingParams, sources: Sequence[Source]) -> list[DraftTree]:
         states = self._head(torch.stack([row.features[-1] for row in self._rows]))  # [B, H] of each head
         if self._shape is not None:
-            trees = self._trees(self._shape, states, limits)
+            trees = self._trees(self._shape, states, limits, params, sources)
             return [replace(tree, draft_calls=1, typical=self.typical) if tree.tokens else tree for tree in trees]
 
         levels = iter(zip(self._lm_heads, states, strict=True))
@@ -285,7 +285,14 @@ class MedusaDrafter(RowDrafter):
         chains = self._chains(*step(), step, limits, params, sources)
         return [replace(chain, draft_calls=1) if chain.tokens else chain for chain in chains]
 
-    def _trees(self, shape: StaticTree, states: list[Tensor], limits: Sequence[int]) -> list[DraftTree]:
+    def _trees(
+        self,
+        shape: StaticTree,
+        states: list[Tensor],
+        limits: Sequence[int],
+        params: SamplingParams,
+        sources: Sequence[Source],
+    ) -> list[DraftTree]:
         def level(depth: int, count: int) -> Level:
             hidden = states[depth][:, None]  # [B, 1, H]
             logits = self._lm_heads[depth](hidden)  # [B, 1, V]
@@ -294,7 +301,7 @@ class MedusaDrafter(RowDrafter):
         def expand(tokens: Tensor, above: Tensor, depth: int) -> Level:
             return level(depth, tokens.shape[1])
 
-        return grow_static(shape, level(0, 1), expand, limits)
+        return grow_static(shape, level(0, 1), expand, limits, params, sources)
 
     def commit(self, row: int, tokens: Sequence[int], features: Tensor | None) -> None:
         # Only the last state is read.
@@ -390,6 +397,8 @@ class MedusaTree(StaticTrees):
     def __post_init__(self) -> None:
         # Typical checks both numbers.
         assert self.rule.eps
+        if self.drawn and not self.lossless:
+            raise InputError("drawn", "on with accept=typical", "off: it accepts chosen tokens", "Leave one out.")
 
     @property
     def rule(self) -> Typical:

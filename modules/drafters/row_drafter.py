@@ -84,10 +84,17 @@ class RowDrafter(ABC):
         stops, contexts = [row.stop for row in self._rows], [row.tokens for row in self._rows]
         return draft_chains(logits, states, step, stops, limits, params, sources, contexts, self.end_ids)
 
-    def _grown(self, root: Level, expand: Expand, limits: Sequence[int]) -> list[DraftTree]:
+    def _grown(
+        self,
+        root: Level,
+        expand: Expand,
+        limits: Sequence[int],
+        params: SamplingParams,
+        sources: Sequence[Source],
+    ) -> list[DraftTree]:
         """Grow trees of the drafter's shape."""
         if isinstance(self.shape, StaticTree):
-            return grow_static(self.shape, root, expand, limits)
+            return grow_static(self.shape, root, expand, limits, params, sources)
         assert self.shape is not None
         rules = None if self.rules is None else [self.rules[row.number] for row in self._rows]
         return grow_dynamic(self.shape, root, expand, limits, rules)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from draftsmith.modules.acceptance.tree_rule import TreeRule
@@ -20,9 +20,13 @@ MOST_LEVELS = 8
 
 @dataclass(frozen=True)
 class StaticTrees(Method, ABC):
-    """The same tree of ranks in every round: 25 nodes of EAGLE-1, or any tree from a YAML list of paths of ranks."""
+    """The same tree of ranks in every round: 25 nodes of EAGLE-1, or any tree from a YAML list of paths of ranks.
+
+    drawn: when sampling, draw a node's children without replacement, in place of the likeliest ones.
+    """
 
     tree: str = "eagle-1"
+    drawn: bool = False
 
     @property
     def trees(self) -> tuple[str, ...]:
@@ -31,6 +35,7 @@ class StaticTrees(Method, ABC):
     def build(self, models: Models, rows: int = 1) -> Drafter:
         shape, (kind,) = models.trees[self.tree], self.uses
         at_most(f"tree {self.tree}, ranks", max(shape.ranks) + 1, models.target.info.vocab_size)
+        shape = replace(shape, drawn=self.drawn)
         return models.heads[kind].tree_drafter(models.target, shape, models.capacity, rows)
 
 

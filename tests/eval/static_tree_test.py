@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.runner import read_tree
 from draftsmith.eval.static_tree import rank_accuracies
 from draftsmith.launch.cli import main
-from draftsmith.modules.decoding.loop import generate_one
+from draftsmith.modules.decoding.loop import DecodeOptions, generate_one
 from draftsmith.modules.decoding.tree import StaticTree, expected_accepted
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
@@ -71,3 +72,23 @@ def test_the_tree_is_written_and_decoded_with(models, tmp_path, capsys, monkeypa
     )  # five digits are written
     assert results["meta"]["kind"] == "tree"
     assert f"tree={tmp_path / 'tree.yaml'}" in "".join(capsys.readouterr().out.split())
+
+
+def test_the_shares_of_drawn_children_are_those_that_the_decoder_accepts():
+    """The oracle counts, over many rounds of the decoder from fresh prompts, which of the root's children it took."""
+    target, head, params = TableLM(1), random_eagle_head(7), SamplingParams(1.0)
+    models = SimpleNamespace(target=target, heads={"eagle": head}, ends=())
+    prompts = [BenchPrompt(str(n), [*PROMPT, n % 4]) for n in range(400)]
+    ((first, second, third),) = rank_accuracies(models, "eagle", prompts, 2, 1, 3, params)
+    shape = StaticTree.from_paths([[0], [1], [2]])
+    taken = torch.zeros(3)
+    for number, prompt in enumerate(prompts):
+        drafter, rounds = head.tree_drafter(target, replace(shape, drawn=True), 64), []
+        options = DecodeOptions(rounds.append)
+        # The first token comes with the prompt; the second from the first round.
+        generate_one(target, drafter, prompt.prompt_ids, params, 3, TorchSource(1000 + number), (), options)
+        path = rounds[1].verdict.path
+        taken[list(path)[:1]] += 1
+    # Four standard errors of a share over 400 rounds.
+    assert (taken / len(prompts)).tolist() == pytest.approx([first, second, third], abs=0.1)
+    assert min(first, second, third) > 0

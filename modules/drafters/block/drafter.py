@@ -206,7 +206,7 @@ class BlockDrafter(RowDrafter):
         base = self.net.lm_head(hidden)  # [B, n, V]
         anchors = torch.tensor([row.tokens[-1] for row in self._rows], device=hidden.device)
         if self.shape is not None:
-            trees = self._grow(hidden, base, anchors, limits)
+            trees = self._grow(hidden, base, anchors, limits, params, sources)
         else:
             limits = self._opened(hidden, limits)
             slot, (first, memory) = 0, self.net.after(hidden[:, 0], base[:, 0], anchors, None)
@@ -277,7 +277,15 @@ class BlockDrafter(RowDrafter):
         states = stack.run(x, cos, sin, self._cache, bias[:, None], False)
         return self.net.finish(states)
 
-    def _grow(self, hidden: Tensor, base: Tensor, anchors: Tensor, limits: Sequence[int]) -> list[DraftTree]:
+    def _grow(
+        self,
+        hidden: Tensor,
+        base: Tensor,
+        anchors: Tensor,
+        limits: Sequence[int],
+        params: SamplingParams,
+        sources: Sequence[Source],
+    ) -> list[DraftTree]:
         """Grow trees: the Markov head gives every node's children a distribution of their own without another pass."""
         first, memory = self.net.after(hidden[:, :1], base[:, :1], anchors[:, None], None)
 
@@ -291,7 +299,7 @@ class BlockDrafter(RowDrafter):
             logits, memory = self.net.after(states, logits, tokens, memory)
             return Level(states, logits)
 
-        return self._grown(Level(hidden[:, :1], first), expand, limits)
+        return self._grown(Level(hidden[:, :1], first), expand, limits, params, sources)
 
 
 class BlockBranches(BranchDrafter):

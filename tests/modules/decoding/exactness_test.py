@@ -43,11 +43,17 @@ def params(request):
 
 
 # An untruncated EAGLE head gives every token some mass: too many branches for three tokens.
-FULL_SUPPORT = {"eagle:k=2", *(name for name in METHODS if name.endswith(":eagle"))}
+FULL_SUPPORT = {
+    "eagle:k=2",
+    "drawn",
+    "medusa:drawn",
+    "hydra:drawn",
+    *(name for name in METHODS if name.endswith(":eagle")),
+}
 
 
 # Truncated distributions meet every kind of verification once.
-TRUNCATED = ["spec:k=2", "specdec++", "eagle:k=2", "tree", "eagle2", "pre-verify", "hsddw", "medusa", "hydra",
+TRUNCATED = ["spec:k=2", "specdec++", "eagle:k=2", "tree", "drawn", "eagle2", "pre-verify", "hsddw", "medusa", "hydra",
              "lookahead", "pld", "pearl:k=2"]  # fmt: skip
 
 
