@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeGuard
 
 import numpy as np
 from torch import Tensor
@@ -152,6 +153,6 @@ class SpoolReader:
             # Kept as an empty entry: on a network file system a deleted file may still be listed for a while.
 
 
-def is_folder(name: object) -> bool:
+def is_folder(name: object) -> TypeGuard[str]:
     """Check that a request's word can name a reader's folder, and no other path."""
     return isinstance(name, str) and FOLDER.fullmatch(name) is not None
