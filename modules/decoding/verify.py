@@ -153,11 +153,11 @@ def _descend_drawn(tree: DraftTree, numbers: _LazyNumbers, row: int, source: Sou
                 target_prob = residual(target_prob, draft_prob)
                 draft_prob = without(draft_prob, token)
             token = tree.tokens[child]
-            ratio = target_prob[token].item() / draft_prob[token].item()
+            chance = (target_prob[token] / draft_prob[token]).item()
             # Checked first, because min(1, NaN) is 1.
-            if ratio != ratio:
+            if chance != chance:
                 raise NonFinite("probabilities", position=len(path))
-            if source.accept(min(1.0, ratio)):
+            if source.accept(min(1.0, chance)):
                 path.append(child)
                 break
         else:
