@@ -142,10 +142,8 @@ def open_data(directory: Path, config: TrainDrafterConfig, target: CausalLM, lay
     manifest = Manifest.read(directory)
     if manifest.kind == "features":
         if config.features != "online":
-            found, remedy = (
-                f"{config.features}, and features in {directory}",
-                "Pass --features online: these are stored.",
-            )
+            found = f"{config.features}, and features in {directory}"
+            remedy = "Pass --features online: these are stored."
             raise InputError("features", found, "responses to compute them of", remedy)
         size = sum(entry.bytes for entry in manifest.files)
         identity = captured(target.info.identity, layers)
