@@ -67,6 +67,8 @@ def exit_code(number: int, resumes: bool) -> int:
     if not is_first_process():
         return 0
     command = ["scontrol", "requeue", job]
+    # Said before: SLURM may end this process while scontrol has not returned yet.
+    log_note(f"asking SLURM to requeue job {job}, which resumes from there")
     try:
         result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=REQUEUE_S)
         problem = result.stderr.strip() or "no reason given" if result.returncode else ""
@@ -75,5 +77,4 @@ def exit_code(number: int, resumes: bool) -> int:
     if problem:
         log_note(f"job {job} cannot be requeued: {problem}")
         return 128 + number
-    log_note(f"job {job} is requeued and resumes from there")
     return 0

@@ -9,6 +9,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from draftsmith.data.models.checkpoint import end_tokens
 from draftsmith.data.models.hub import model_directory
 from draftsmith.data.models.loading import read_config, saved_identity
@@ -42,6 +44,8 @@ def open_llm(
     arguments = {} if args is None else read_object(args, {}, "Correct it.")
     if taken := sorted(set(options or {}) & set(arguments)):
         raise InputError("vllm_args", ", ".join(taken), "arguments that this stage leaves free", "Leave them out.")
+    # On a CPU vLLM 0.32 fails where it cuts the prompt of a request with a seed ("CPU Generator does not use offset").
+    defaults = {"disable_log_stats": True} | ({} if torch.cuda.device_count() else {"enable_chunked_prefill": False})
     # Without its tokenizer and generation config vLLM samples exactly what the request says.
     fixed = {"tokenizer": None, "skip_tokenizer_init": True, "generation_config": "vllm", **(options or {})}
     path = str(model_directory(target))
@@ -50,7 +54,7 @@ def open_llm(
             model=path,
             dtype=dtype,
             trust_remote_code=trust_remote_code,
-            **{"disable_log_stats": True, **arguments, **fixed},
+            **{**defaults, **arguments, **fixed},
         )
     except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
         found = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}"

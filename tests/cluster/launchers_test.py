@@ -213,7 +213,7 @@ def test_a_training_survives_the_time_limit_and_a_killed_rank(job, artefact, inp
     job.wait_for_steps(LOG_EVERY)
     job.slurm("scancel", "--signal=USR1", job.number)  # what SLURM sends to the job's steps before the time limit
     job.wait_for_text(r"SIGUSR1: saved step \d+\.")
-    job.wait_for_text(r"is requeued and resumes from there")
+    job.wait_for_text(r"asking SLURM to requeue job \d+, which resumes from there")
     job.start_now()
     job.wait_for_text(r"resuming at step \d+ of")
     job.wait_for_steps(2 * LOG_EVERY)

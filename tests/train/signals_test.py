@@ -26,7 +26,7 @@ def scontrol(tmp_path, monkeypatch):
 
 def test_sigusr1_requeues_the_job_once(scontrol, monkeypatch, capsys):
     assert exit_code(signal.SIGUSR1, resumes=True) == 0
-    assert scontrol() == ["requeue 42"] and "job 42 is requeued" in capsys.readouterr().err
+    assert scontrol() == ["requeue 42"] and "to requeue job 42" in capsys.readouterr().err
     monkeypatch.setattr(rank_zero_only, "rank", 1)
     assert exit_code(signal.SIGUSR1, resumes=True) == 0
     assert len(scontrol()) == 1
