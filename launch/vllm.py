@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+# States that pass through at a time may take as much.
+LEAST_BYTES = 2 * 2**30
+
 
 @dataclass(frozen=True)
 class VllmConfig:
@@ -22,8 +25,8 @@ class VllmConfig:
         drafter: Kind of the drafter to train, as `train` names it, if it reads other states than those after the final
             norm.
         layers: Layers that the drafter reads. Default: its own choice for this target.
-        states: Directory that the states pass through, on a file system that the readers share; what is in it is
-            bounded by them.
+        states: Directory that the states pass through, on a file system that the readers share. They bound what is in
+            it: by default, the states of two steps for each rank that trains.
         feature_dtype: Type of the states: bf16, or fp8 with a scale per token, half the bytes.
         dtype: Type of the weights; auto is the checkpoint's own.
         engine_path: The python of an environment with vLLM. Default: that of `make engines`, or this one.
@@ -34,7 +37,7 @@ class VllmConfig:
     target: str = ""
     drafter: str | None = None
     layers: tuple[int, ...] = ()
-    states: Path = Path("/dev/shm/draftsmith-states")
+    states: Path = Path("runs/states")
     feature_dtype: Literal["bf16", "fp8"] = "bf16"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     engine_path: Path | None = None
@@ -52,7 +55,7 @@ def run(config: VllmConfig) -> int:
     from draftsmith.data.features import captured_layers
     from draftsmith.data.models.hub import loadable, model_directory
     from draftsmith.data.models.loading import target_shape
-    from draftsmith.data.store.files import make_directory
+    from draftsmith.data.store.files import check_disk, make_directory
     from draftsmith.eval.engines.vllm import engine_python
     from draftsmith.modules.types import InputError
 
@@ -74,6 +77,8 @@ def run(config: VllmConfig) -> int:
     if config.dry_run:
         print_text(shlex.join(argv))
         return 0
+    # A full /dev/shm, of 64 MB in many containers, would end vLLM itself, whose processes talk through it.
+    check_disk(config.states, LEAST_BYTES, "states", "Choose a directory with more room, or enlarge /dev/shm.")
     make_directory(config.states)
     log_note(f"states of layers {', '.join(map(str, layers))} pass through {config.states}")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
