@@ -87,6 +87,7 @@ class FeaturesConfig(StageLoading):
     batch_size: int = 8
     rows_per_shard: int = 128
     feature_dtype: feature_codec.FeatureDtype = "bf16"
+    # Wider than where our own engines are chosen: this stage alone may read states from vLLM.
     engine: Literal["auto", "lean", "hf", "vllm"] = field(default="auto", kw_only=True)  # type: ignore[assignment]
     device_map: bool = volatile(False)
     vllm_args: Path | None = volatile(None)

@@ -56,7 +56,7 @@ def open_llm(
             trust_remote_code=trust_remote_code,
             **{**defaults, **arguments, **fixed},
         )
-    except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         found = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}"
         raise InputError("vllm_args", found, "what vllm.LLM takes", "Correct them, or choose an engine.") from error
     return llm, arguments
