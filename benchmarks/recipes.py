@@ -170,6 +170,8 @@ class RecipesConfig:
         configs: What the recipes change: configs/train/KIND-small.yaml or configs/recipes/smollm2-135m-KIND.yaml.
         dtype: Of the target, when it reads answers and when it decodes.
         cpu_seconds: That a head is trained for: its steps alone, from stored features; not start and validation.
+        rungs: Of successive halving: the better half of the recipes by greedy tau, and base, train anew for twice as
+            long in the next one, below output/rung-N. Choose on other prompts than are reported.
         recipes: Which ones, separated by commas; all of EAGLE-3 and EAGLE-1 where it is not given.
         seeds: Trainings of each: 0, 1, ...
         jobs: Trainings at a time, each on one thread.
@@ -194,6 +196,7 @@ class RecipesConfig:
     configs: Literal["small", "smollm2-135m"] = "small"
     dtype: Literal["float32", "bfloat16"] = "float32"
     cpu_seconds: float = 80.0
+    rungs: int = 1
     recipes: str = ",".join(name for name, recipe in RECIPES.items() if recipe.kind in ("eagle", "eagle3"))
     seeds: int = 3
     jobs: int = 1
@@ -209,7 +212,17 @@ class RecipesConfig:
     report: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("seeds", "jobs", "answers", "other_answers", "limit", "max_new_tokens", "batches", "rounds"):
+        for name in (
+            "seeds",
+            "jobs",
+            "rungs",
+            "answers",
+            "other_answers",
+            "limit",
+            "max_new_tokens",
+            "batches",
+            "rounds",
+        ):
             at_least(name, getattr(self, name), 1)
         if not 0 < self.cpu_seconds < float("inf"):
             raise InputError("cpu_seconds", self.cpu_seconds, "a positive number", "Change it.")
@@ -287,12 +300,14 @@ class MeasuredTraining:
         order, module = self.data.order, self.module
         epoch, chosen = order.step(int(share * order.steps_per_epoch))
         batch = self.data.train[tuple(SampleKey(epoch, i) for i in chosen)]
-        inputs, _ = module.read(batch)
-        std = 1.0 if module.feature_std is None else module.feature_std
         # As most steps, without what only the log reads.
         seeds = list(range(len(chosen)))
-        now = TrainStep(PHASES[phase] * (TOTAL - 1), TOTAL, batch.lengths, seeds, std, logged=False)
-        module.loss(inputs, now).loss.backward()
+        with module.autocast():
+            inputs, _ = module.read(batch)
+            std = 1.0 if module.feature_std is None else module.feature_std
+            now = TrainStep(PHASES[phase] * (TOTAL - 1), TOTAL, batch.lengths, seeds, std, logged=False)
+            loss = module.loss(inputs, now).loss
+        loss.backward()
         params = [p for p in module.head.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
         torch.nn.utils.clip_grads_with_norm_(params, self.config.clip, norm)
@@ -342,6 +357,22 @@ def read_costs(path: Path, names: Sequence[str]) -> dict[str, StepCost]:
 
 @sole_writer()
 def run(config: RecipesConfig) -> Path:
+    """Compare the recipes, on every rung of a search those that are left; return the last recipes.json."""
+    if config.rungs == 1:
+        return compare(config)
+    names, path = config.names, config.output
+    for rung in range(config.rungs):
+        own = {"output": config.output / f"rung-{rung}", "data": config.data_directory, "recipes": ",".join(names)}
+        steps_of = config.output / "rung-0" / STEPS if rung else config.steps_of
+        path = compare(dataclasses.replace(config, **own, cpu_seconds=config.cpu_seconds * 2**rung, steps_of=steps_of))
+        found = read_object(path, {"recipes": list}, "Delete it, and it is written again.")["recipes"]
+        ranked = sorted(found, key=lambda row: -row["greedy"]["tau"])
+        kept = {row["recipe"] for row in ranked[: -(-len(names) // 2)]} | {BASE}
+        names = [name for name in names if name in kept]
+    return path
+
+
+def compare(config: RecipesConfig) -> Path:
     """Make the data, measure the steps, train and decode what is missing, write the tables; return recipes.json."""
     if not config.report:
         make_data(config)

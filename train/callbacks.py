@@ -24,6 +24,7 @@ from draftsmith.train.loggers import TrackedRun
 from draftsmith.train.metrics import rank, say_on_rank_zero
 from draftsmith.train.tau import TauProbe
 from draftsmith.train.telemetry import Telemetry
+from draftsmith.train.verdict import FEWEST, verdict
 
 # Saves a head under a name (best, last) with its step and metrics; called on rank 0.
 SaveHead = Callable[[nn.Module, str, int, dict[str, float]], None]
@@ -32,9 +33,9 @@ SaveHead = Callable[[nn.Module, str, int, dict[str, float]], None]
 class BetweenSteps(pl.Callback):
     """Callback that logs every `log_every` steps, validates, and writes best/, last/ and checkpoints/.
 
-    A full disk does not end the run: earlier saves stay, and the error is logged. saved_step: of the newest checkpoint.
-    unsaved: best and last -> error of their last save, if it failed. telemetry: callback that counts the steps' cost;
-    it stands before this one.
+    A full disk does not end the run: earlier saves stay, and the error is logged. curve: step and metrics of each
+    validation. saved_step: of the newest checkpoint. unsaved: best and last -> error of their last save, if it failed.
+    telemetry: callback that counts the steps' cost; it stands before this one.
     """
 
     def __init__(
@@ -51,16 +52,17 @@ class BetweenSteps(pl.Callback):
         self.telemetry = Telemetry()
         self.best: dict[str, float] = {}
         self.latest: dict[str, float] = {}
+        self.curve: list[tuple[int, dict[str, float]]] = []
         self.saved_step = 0
         self.unsaved: dict[str, str] = {}
         self._bar = ExitStack()
         self._advance: Callable[[float], None] = lambda amount: None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self.best, "latest": self.latest}
+        return {"best": self.best, "latest": self.latest, "curve": self.curve}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.best, self.latest = state_dict["best"], state_dict["latest"]
+        self.best, self.latest, self.curve = (state_dict[name] for name in ("best", "latest", "curve"))
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         self.saved_step = trainer.global_step
@@ -72,6 +74,14 @@ class BetweenSteps(pl.Callback):
         if pl_module.validates_first and trainer.global_step == 0:
             with whole_head(trainer, pl_module) as head:
                 self._validate(trainer, pl_module, head, 0, final=False)
+
+    def verdict(self, module: LitHead) -> str:
+        """Judge a finished training: by tau, if it was measured often enough, else by the validation's own metric."""
+        judged = (module.monitor, module.larger_is_better)
+        if self.probe is not None and sum(self.probe.monitor in metrics for _, metrics in self.curve) >= FEWEST:
+            judged = (self.probe.monitor, True)
+        name, larger = judged
+        return verdict(name, [(step, metrics[name]) for step, metrics in self.curve if name in metrics], larger)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Log the best head, if the training is complete: one version per run, not one per save."""
@@ -130,6 +140,7 @@ class BetweenSteps(pl.Callback):
         metrics |= {} if probed is None else probed()
         head.train()
         self.latest = metrics
+        self.curve.append((step, metrics))
         log_metrics(trainer, {f"val/{name}": value for name, value in metrics.items()}, step)
         # One line per validation.
         shown = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())

@@ -50,8 +50,8 @@ class Provenance:
     """Models and data that a head is made from.
 
     job: kind of the head. inputs: name -> digest of each artefact. read_model: identity of the model whose hidden
-    states the head reads. models: identities of all models concerned. sampling: sampling that labels hold for, if any;
-    labels: their kind, as in the head's config.json. of_target: see `DraftHead`.
+    states the head reads. models: identities of all models concerned. sampling: of the answers, or that labels hold
+    for, if it is known; labels: their kind, as in the head's config.json. of_target: see `DraftHead`.
     """
 
     job: str
@@ -164,11 +164,13 @@ def fit(training: PreparedTraining) -> Path:
 
     # The run is complete.
     if is_first_process():
-        result = {"steps": module.total_steps, "best": between.best, "last": between.latest}
+        said = between.verdict(module)
+        result = {"steps": module.total_steps, "best": between.best, "last": between.latest, "verdict": said}
         write_json(config.output / FINISHED, result)
     trainer.strategy.barrier("finished")
     if is_first_process():
         print_text(f"{provenance.job} head: {config.output / 'best'} (step {between.best.get('step', 0):.0f})")
+        print_text(said)
     # A signal in the last step: the training is complete, but nothing more was wanted.
     if interrupted in {signal.SIGINT, signal.SIGTERM}:
         raise SystemExit(128 + interrupted)

@@ -127,7 +127,9 @@ def prepare(config: TrainedConfig, module_class: type[LitDrafter] | None = None)
     if module_class is not LitDrafter:
         inputs["loss"] = f"{module_class.__module__}.{module_class.__qualname__}"
     identity = target.info.identity
-    provenance = Provenance(config.kind, inputs, identity, train.manifest.identity, of_target=head.of_target)
+    provenance = Provenance(
+        config.kind, inputs, identity, train.manifest.identity, train.manifest.sampling, of_target=head.of_target
+    )
     return PreparedTraining(module, data, config, provenance, probe)
 
 

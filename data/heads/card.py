@@ -226,6 +226,9 @@ def _data_section(manifest: Mapping[str, Any]) -> str:
             median = f"median {part['tokens_p50']:,.0f} tokens"
             line += f"; {part['answers']:,} responses of {part['answer_tokens']:,} tokens, {median}"
         lines.append(line)
+    sampling = manifest.get("sampling")
+    if lines and sampling and "labels" not in manifest:
+        lines.append(f"- the target's answers at temperature {sampling['temperature']:g}")
     return "\n".join(lines)
 
 

@@ -153,6 +153,7 @@ def diagnose(directory: Path, target: CausalLM, name: str, rows: Rows, data: Man
     findings = [
         off_policy(target, rows, data, measures),
         template(name, rows, data, (manifest.get("models") or {}).get("chat_template")),
+        *temperature(manifest.get("sampling"), data.sampling),
         *head_findings(head, manifest, measures),
         *misread(variants, lengths, better),
     ]
@@ -411,6 +412,16 @@ def template(name: str, rows: Rows, data: Manifest, trained: str | None = None) 
         return Finding("template", text, UNMEASURED, f"the data has another template than the target. {advice}.")
     other = f"the head was trained on another template than the target's. {advice}, and train on that."
     return Finding("template", text, UNMEASURED * (trained not in (None, ours)), other)
+
+
+def temperature(trained: Mapping[str, Any] | None, data: Mapping[str, Any] | None) -> Iterator[Finding]:
+    """Compare the temperatures of the answers that the head was trained on and of these, where both are recorded."""
+    if not (trained and data):
+        return
+    was, now = trained["temperature"], data["temperature"]
+    text = f"the head was trained on answers at temperature {was:g}, these are at {now:g}"
+    advice = f"{text}. Train on answers at the temperature that is served (data responses --temperature)."
+    yield Finding("temperature", text, UNMEASURED * (was != now), advice)
 
 
 def head_findings(head: DraftHead, manifest: Mapping[str, Any], measures: TextMeasures) -> Iterator[Finding]:

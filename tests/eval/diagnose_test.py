@@ -112,7 +112,7 @@ def changed(world, sound: Path, output: Path, state: Mapping[str, torch.Tensor],
 def test_a_sound_head_has_a_clean_bill(diagnosed, sound):
     found = diagnosed(sound)
     assert found.pop("verdict") == "Nothing is wrong."
-    names = ["answers", "template", "amount", "vocabulary", "depth", "layers", "weights", "switches"]
+    names = ["answers", "template", "temperature", "amount", "vocabulary", "depth", "layers", "weights", "switches"]
     assert list(found) == names
     assert "100.0% of the answers begin where a served prompt ends" in found["template"]
     assert "100.0% of the answers' tokens are the target's first choice" in found["answers"]
@@ -125,7 +125,11 @@ def test_answers_of_another_model(world, diagnosed, sound, tmp_path):
 
 def test_its_own_answers_at_temperature_1_are_no_defect(world, diagnosed, sound, tmp_path):
     own = answered_by(world.target, world.prompts, tmp_path / "responses", temperature=1.0)
-    assert diagnosed(sound, own)["answers"].startswith("ok ")
+    found = diagnosed(sound, own)
+    assert found["answers"].startswith("ok ")
+    # But not what this head was trained on.
+    assert found["temperature"].endswith("trained on answers at temperature 0, these are at 1")
+    assert "Likeliest cause (temperature): " in found["verdict"]
 
 
 PLANTED = {

@@ -1,0 +1,27 @@
+"""The sentence at the end of a training says what its validations show, and no more."""
+
+from __future__ import annotations
+
+import pytest
+
+from draftsmith.train.verdict import verdict
+
+
+@pytest.mark.parametrize(
+    ("values", "larger", "begins"),
+    [
+        ([1.4, 1.7, 1.8, 1.94, 1.98], True, "still learning: tau 1.75 after half of the steps, 1.98 at the end"),
+        ([1.4, 1.95, 1.97, 1.98, 1.98], True, "settled: tau 1.96 after half of the steps, 1.98 at the end"),
+        ([1.4, 1.7, 1.98, 1.9, 1.8], True, "overfits: tau went from 1.98 at step 300 to 1.8, and best/ is of step 300"),
+        # A dip within the noise of a few prompts is no overfitting.
+        ([1.4, 1.7, 1.9, 1.98, 1.96], True, "still learning"),
+        ([0.9, 0.5, 0.4, 0.5, 0.6], False, "overfits: tau went from 0.4 at step 300 to 0.6"),
+        ([0.9, 0.5, 0.45, 0.4, 0.3], False, "still learning"),
+        ([1.4, float("nan"), 1.5], True, "no verdict: 2 validations"),
+    ],
+)
+def test_verdict(values, larger, begins):
+    curve = [(100 * (i + 1), value) for i, value in enumerate(values)]
+    assert verdict("tau", curve, larger).startswith(begins)
+    # The validation before the first step is no part of the trend.
+    assert verdict("tau", [(0, 1.0), *curve], larger) == verdict("tau", curve, larger)

@@ -1,0 +1,36 @@
+"""Verdict on a finished training, in one sentence: would more steps have helped?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+# Fewer validations do not show a trend.
+FEWEST = 3
+# Relative changes below this one are noise: the next 16 held-out prompts move tau by about as much.
+NOISE = 0.02
+
+
+def verdict(metric: str, curve: Sequence[tuple[int, float]], larger_is_better: bool = True) -> str:
+    """Judge a training by what its last half of the steps brought.
+
+    curve: (step, value of the metric) of each validation, in order.
+    """
+    curve = [(step, value) for step, value in curve if step > 0 and np.isfinite(value)]
+    if len(curve) < FEWEST:
+        return f"no verdict: {len(curve)} validations show no trend (--val-every)"
+    sign = 1 if larger_is_better else -1
+    last_step, last = curve[-1]
+    best_step, best = max(curve, key=lambda point: sign * point[1])
+    noise = NOISE * abs(last)
+    if sign * (best - last) > noise:
+        lost = f"{metric} went from {best:.3g} at step {best_step} to {last:.3g}"
+        return f"overfits: {lost}, and best/ is of step {best_step}; more answers would help, more steps would not"
+    steps, values = zip(*curve, strict=True)
+    half = float(np.interp(last_step / 2, steps, values))
+    if sign * (last - half) <= noise:
+        change = f"{metric} {half:.3g} after half of the steps, {last:.3g} at the end"
+        return f"settled: {change}; more steps on these answers would bring little"
+    change = f"{metric} {half:.3g} after half of the steps, {last:.3g} at the end"
+    return f"still learning: {change}; more steps would bring more, on new answers best"
