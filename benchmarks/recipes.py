@@ -362,9 +362,15 @@ def run(config: RecipesConfig) -> Path:
         return compare(config)
     names, path = config.names, config.output
     for rung in range(config.rungs):
-        own = {"output": config.output / f"rung-{rung}", "data": config.data_directory, "recipes": ",".join(names)}
-        steps_of = config.output / "rung-0" / STEPS if rung else config.steps_of
-        path = compare(dataclasses.replace(config, **own, cpu_seconds=config.cpu_seconds * 2**rung, steps_of=steps_of))
+        own = dataclasses.replace(
+            config,
+            output=config.output / f"rung-{rung}",
+            data=config.data_directory,
+            recipes=",".join(names),
+            cpu_seconds=config.cpu_seconds * 2**rung,
+            steps_of=config.output / "rung-0" / STEPS if rung else config.steps_of,
+        )
+        path = compare(own)
         found = read_object(path, {"recipes": list}, "Delete it, and it is written again.")["recipes"]
         ranked = sorted(found, key=lambda row: -row["greedy"]["tau"])
         kept = {row["recipe"] for row in ranked[: -(-len(names) // 2)]} | {BASE}

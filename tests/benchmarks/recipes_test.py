@@ -101,3 +101,25 @@ def test_half_a_run_is_none_and_a_whole_one_is_kept(tmp_path, monkeypatch):
     assert len(calls) == 2
     with pytest.raises(InputError, match="output"):
         trained(config, "base", 0, 31)
+
+
+def test_halving_keeps_the_better_half_and_the_base(tmp_path, monkeypatch):
+    taus = {"base": 1.0, "passes-1": 1.1, "passes-7": 1.3, "adamw": 1.2, "late-layers": 0.9}
+    asked = []
+
+    def compare(config: RecipesConfig) -> Path:
+        asked.append((config.names, config.cpu_seconds, config.steps_of, config.data))
+        rows = [{"recipe": name, "greedy": {"tau": taus[name]}} for name in config.names]
+        config.output.mkdir(parents=True)
+        write_json(config.output / "recipes.json", {"recipes": rows})
+        return config.output / "recipes.json"
+
+    monkeypatch.setattr(recipes, "compare", compare)
+    path = recipes.run(RecipesConfig(tmp_path, recipes=",".join(taus), cpu_seconds=10.0, rungs=3))
+    steps, data = tmp_path / "rung-0" / "steps.json", tmp_path / "data"
+    assert asked == [
+        (list(taus), 10.0, None, data),
+        (["base", "passes-1", "passes-7", "adamw"], 20.0, steps, data),
+        (["base", "passes-7", "adamw"], 40.0, steps, data),
+    ]
+    assert path.parent.name == "rung-2"
