@@ -41,6 +41,7 @@ from draftsmith.train.signals import StopOnSignal, exit_code
 from draftsmith.train.strategies import tensor_cores, trainer_arguments, world_size
 from draftsmith.train.tau import TauProbe
 from draftsmith.train.telemetry import Telemetry
+from draftsmith.train.verdict import mismatch
 
 STARTED, FINISHED, RESOLVED = "started.json", "training.json", "config.yaml"
 
@@ -171,6 +172,8 @@ def fit(training: PreparedTraining) -> Path:
     if is_first_process():
         print_text(f"{provenance.job} head: {config.output / 'best'} (step {between.best.get('step', 0):.0f})")
         print_text(said)
+        if warning := mismatch(between.latest):
+            print_text(warning)
     # A signal in the last step: the training is complete, but nothing more was wanted.
     if interrupted in {signal.SIGINT, signal.SIGTERM}:
         raise SystemExit(128 + interrupted)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -10,6 +10,8 @@ import numpy as np
 FEWEST = 3
 # Relative changes below this one are noise: the next 16 held-out prompts move tau by about as much.
 NOISE = 0.02
+# Below this share of tau on held-out text of the training's own kind, other text is another matter.
+ALIKE = 0.9
 
 
 def verdict(metric: str, curve: Sequence[tuple[int, float]], larger_is_better: bool = True) -> str:
@@ -34,3 +36,14 @@ def verdict(metric: str, curve: Sequence[tuple[int, float]], larger_is_better: b
         return f"settled: {change}; more steps on these answers would bring little"
     change = f"{metric} {half:.3g} after half of the steps, {last:.3g} at the end"
     return f"still learning: {change}; more steps would bring more, on new answers best"
+
+
+def mismatch(metrics: Mapping[str, float]) -> str:
+    """Warn if the head drafts general prompts much worse than held-out text of its training; else an empty string."""
+    own, general = metrics.get("tau"), metrics.get("tau_general")
+    if own is None or general is None or general >= ALIKE * own:
+        return ""
+    return (
+        f"warning: tau is {own:.2f} on held-out text of the training's own kind and {general:.2f} on general prompts: "
+        "what is served decides. Train on prompts like those (--tau-data measures on them)"
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from draftsmith.train.verdict import verdict
+from draftsmith.train.verdict import mismatch, verdict
 
 
 @pytest.mark.parametrize(
@@ -25,3 +25,18 @@ def test_verdict(values, larger, begins):
     assert verdict("tau", curve, larger).startswith(begins)
     # The validation before the first step is no part of the trend.
     assert verdict("tau", [(0, 1.0), *curve], larger) == verdict("tau", curve, larger)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "warns"),
+    [
+        ({"tau": 2.0, "tau_general": 1.6}, True),
+        ({"tau": 2.0, "tau_general": 1.9}, False),
+        ({"tau": 1.6, "tau_general": 2.0}, False),
+        # Not measured: prompts to be served are given, or the models are those that ship.
+        ({"tau": 2.0}, False),
+        ({}, False),
+    ],
+)
+def test_text_unlike_the_training_is_named(metrics, warns):
+    assert mismatch(metrics)[:22] == ("warning: tau is 2.00 o" if warns else "")
