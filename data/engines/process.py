@@ -26,6 +26,11 @@ LOG_LINES = 12  # of a server that did not start
 PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
+def leave(number: int, frame: FrameType | None) -> NoReturn:
+    """Handle a signal by leaving all contexts, so that the processes that they started end too."""
+    raise SystemExit(128 + number)
+
+
 @contextmanager
 def running(words: Sequence[str], settings: Mapping[str, str]) -> Iterator[str]:
     """Start a server, yield its address once it answers /health, and end it with the context.
@@ -37,10 +42,6 @@ def running(words: Sequence[str], settings: Mapping[str, str]) -> Iterator[str]:
     Raises:
         InputError: it ends before it answers; its last lines go to stderr, and the log file is named.
     """
-
-    def leave(number: int, frame: FrameType | None) -> NoReturn:
-        raise SystemExit(128 + number)
-
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

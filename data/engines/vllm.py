@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from draftsmith.data.engines.process import leave
 from draftsmith.data.models.checkpoint import end_tokens
 from draftsmith.data.models.hub import model_directory
 from draftsmith.data.models.loading import read_config, saved_identity
@@ -49,6 +51,8 @@ def open_llm(
     # Without its tokenizer and generation config vLLM samples exactly what the request says.
     fixed = {"tokenizer": None, "skip_tokenizer_init": True, "generation_config": "vllm", **(options or {})}
     path = str(model_directory(target))
+    # Killed without it, this process would leave vLLM's behind.
+    signal.signal(signal.SIGTERM, leave)
     try:
         llm = LLM(
             model=path,

@@ -13,11 +13,16 @@ os.environ |= {
 }
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import own_code  # noqa: F401
+import psutil
 import pytest
 import torch
 
@@ -74,3 +79,22 @@ def test_arguments_that_vllm_does_not_know_are_one_line(prompts: Path, tmp_path:
     args.write_text('{"nonsense": 8}')
     with pytest.raises(InputError, match=r"vllm_args: found TypeError.*nonsense"):
         responses(prompts, tmp_path / "refused", engine="vllm", vllm_args=args)
+
+
+def test_its_processes_end_with_a_killed_command(prompts: Path, tmp_path: Path):
+    """Of `kill PID`. vLLM's processes rename themselves, so that they are followed by their numbers."""
+    words = ["data", "responses", "--engine", "vllm", "--prompts", str(prompts), "--target", "embedded:target"]
+    words += ["--max-new-tokens", "900", "--ignore-eos", "--output", str(tmp_path / "killed")]
+    run = f"import own_code, runpy, sys; sys.argv[1:] = {words!r}; runpy.run_module('draftsmith', None, '__main__')"
+    env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    with subprocess.Popen([sys.executable, "-c", run], env=env, stderr=subprocess.PIPE, text=True) as process:
+        command, until = psutil.Process(process.pid), time.monotonic() + 240
+        while not (own := [child for child in command.children(True) if child.name().startswith("VLLM::")]):
+            assert process.poll() is None, process.stderr and process.stderr.read()
+            assert time.monotonic() < until
+            time.sleep(0.2)
+        own = command.children(True)
+        process.terminate()
+        assert process.wait(60) == 128 + signal.SIGTERM
+    _, alive = psutil.wait_procs(own, 30)
+    assert not alive
