@@ -62,7 +62,7 @@ class DraftSettings:
     Attributes:
         keep_layers: Layers of the target that it begins as, from 0, ascending. Default: one of six, evenly spaced, with
             the first and the last. With --init: layers of that model, by default all.
-        loss: Distance between the distributions of target p and draft q: forward KL(p|q), reverse KL(q|p), jsd, or tvd,
+        loss: Distance between the distributions of target p and draft q: forward KL(p|q), or tvd, total variation,
             whose complement is the probability that a drawn token is accepted.
         train_embeddings: Train embedding and lm_head too, which begin as the target's.
     """

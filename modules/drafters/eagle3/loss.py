@@ -12,9 +12,9 @@ from torch.autograd.function import once_differentiable
 
 from draftsmith.modules import losses
 
-# Distances from the target's p of DistillSpec (Zhou et al. 2023, table 1): KL(p|q) up to p's entropy, KL(q|p), the
-# Jensen-Shannon divergence, and total variation, 1 - sum_v min(p_v, q_v).
-Divergence = Literal["forward", "reverse", "jsd", "tvd"]
+# Distances from the target's p (DistillSpec, Zhou et al. 2023, table 1): KL(p|q) up to p's entropy, and total
+# variation, 1 - sum_v min(p_v, q_v).
+Divergence = Literal["forward", "tvd"]
 
 
 class Distances(NamedTuple):
@@ -57,23 +57,6 @@ def distances(
         lm_head = lm_head.to(torch.get_autocast_dtype(kind))
     options = d2t, weights, drop_unknown, measured, divergence
     return Distances(*_Distances.apply(target_lm_head, wanted, *options, lm_head, *hidden))
-
-
-def slope(divergence: Divergence, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a divergence [N] of q from p, both [N, V], and its derivative by q [N, V], up to a constant in a row."""
-    if divergence == "tvd":
-        distance = q - p
-        return distance.abs().sum(-1) / 2, distance.sign_() / 2
-    # Tokens that underflow to 0 in either weigh nothing.
-    tiny = torch.finfo(p.dtype).tiny
-    log_p, log_q = p.clamp_min(tiny).log_(), q.clamp_min(tiny).log_()
-    if divergence == "reverse":
-        ratio = log_q.sub_(log_p)
-        return torch.linalg.vecdot(q, ratio), ratio
-    log_mean = ((p + q) / 2).clamp_min_(tiny).log_()
-    ratio = log_q.sub_(log_mean)
-    value = torch.linalg.vecdot(p, log_p.sub_(log_mean)) + torch.linalg.vecdot(q, ratio)
-    return value / 2, ratio / 2
 
 
 class _Distances(torch.autograd.Function):
@@ -128,7 +111,8 @@ class _Distances(torch.autograd.Function):
                 if divergence == "forward":
                     distance, grad = entropy, q.sub_(p)  # [C, draft vocabulary], of the logits
                 else:
-                    distance, by_q = slope(divergence, p, q)
+                    excess = q - p
+                    distance, by_q = excess.abs().sum(-1) / 2, excess.sign_() / 2
                     grad = q.mul_(by_q.sub_(torch.linalg.vecdot(q, by_q)[:, None]))
                 totals[i] += (distance * counted[i]).sum()
                 # The tokens' weights are multiplied into the smaller factors, [C, H] each.
