@@ -28,7 +28,7 @@ import torch
 
 from draftsmith.data.console import Column, Table, format_interval, print_text
 from draftsmith.data.models.loading import load_lm
-from draftsmith.data.store.files import write_json, write_text
+from draftsmith.data.store.files import make_directory, write_json, write_text
 from draftsmith.data.store.manifest import git_commit, package_versions, resolved
 from draftsmith.data.store.reading import read_object
 from draftsmith.data.store.writer import sole_writer
@@ -367,7 +367,7 @@ def run(config: RecipesConfig) -> Path:
     for rung in range(config.rungs):
         own = dataclasses.replace(
             config,
-            output=config.output / f"rung-{rung}",
+            output=make_directory(config.output / f"rung-{rung}"),
             data=config.data_directory,
             recipes=",".join(names),
             cpu_seconds=config.cpu_seconds * 2**rung,

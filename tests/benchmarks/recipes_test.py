@@ -110,7 +110,6 @@ def test_halving_keeps_the_better_half_and_the_base(tmp_path, monkeypatch):
     def compare(config: RecipesConfig) -> Path:
         asked.append((config.names, config.cpu_seconds, config.steps_of, config.data))
         rows = [{"recipe": name, "greedy": {"tau": taus[name]}} for name in config.names]
-        config.output.mkdir(parents=True)
         write_json(config.output / "recipes.json", {"recipes": rows})
         return config.output / "recipes.json"
 
