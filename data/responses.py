@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import functools
 import json
+import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -132,6 +134,8 @@ class ResponsesConfig(Sampling, RemoteCode):
         _ = self.sampling
 
 
+# Between two reports of progress.
+ADVANCE_EVERY_S = 1.0
 # Turns -> (number in them, answer) of each, in the order of completion.
 GenerateTurns = Callable[[Sequence[PendingTurn]], Iterable[tuple[int, TargetTurn]]]
 MakeShard = Callable[[Shard, Advance], ShardContent]
@@ -258,9 +262,15 @@ def answer_shard(
         for number, conversation in waiting:
             row = conversation.to_prompt_row()
             turns.append(PendingTurn(number, conversation.turn, row["id"], row["prompt_ids"]))
-        # Answers come in the order of completion.
+        # Answers come in the order of completion; vLLM's come all at once, and a rate in their midst would mislead.
+        done, since = 0.0, math.inf
         for i, answer in generate(turns):
             number, conversation = waiting[i]
             conversation.add_answer(answer)
-            advance(shares[number])
+            done, now = done + shares[number], time.monotonic()
+            since = min(since, now)
+            if now - since > ADVANCE_EVERY_S:
+                advance(done)
+                done, since = 0.0, now
+        advance(done)
     return shard_content([conversation.to_json() for _, conversation in conversations])

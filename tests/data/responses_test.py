@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,11 +13,12 @@ import torch
 from tiny_models import CONTEXT
 from transformers import AutoModelForCausalLM
 
+from draftsmith.data import responses
 from draftsmith.data.engines.own import RowUniforms, generate_all
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
-from draftsmith.data.store.shards import row_uniforms
+from draftsmith.data.store.shards import Shard, row_uniforms
 from draftsmith.modules.types import InputError, SamplingParams
 
 PROMPTS = [[1, 40 + i, *range(60, 60 + 3 * i), 4, 2] for i in range(7)]
@@ -152,3 +155,39 @@ def test_a_prompt_that_fills_the_context_is_an_input_error(chain, remake, tmp_pa
     prompts = remake("prompts", source=str(tmp_path / "long.jsonl"), max_length=4 * CONTEXT)
     with pytest.raises(InputError, match=rf"prompt 0: found \d+ tokens, expected fewer than .* {CONTEXT}"):
         remake("responses", prompts=prompts)
+
+
+class OneTurn:
+    """A conversation of one turn."""
+
+    prompt: list[int] | None = [1]
+    turn = 1
+
+    def to_prompt_row(self) -> dict:
+        return {"id": "0", "prompt_ids": [1]}
+
+    def add_answer(self, answer) -> None:
+        self.prompt = None
+
+    def to_json(self) -> dict:
+        return {"rows": [], "counts": {}}
+
+
+def test_answers_that_come_together_are_reported_together(monkeypatch):
+    """As vLLM's do: after the first of them the rate would be that of one row, and the time left two days."""
+    rows = [{"id": str(i), "prompt_ids": [1], "later": "[]"} for i in range(5)]
+    prompts = SimpleNamespace(read=lambda start, stop: rows)
+    monkeypatch.setattr(responses, "shard_content", lambda conversations: conversations)
+    now, reported = [0.0], []
+
+    def answers(turns, apart: float):
+        now[0] += 100.0
+        for i in range(len(turns)):
+            now[0] += apart
+            yield i, None
+
+    monkeypatch.setattr(responses.time, "monotonic", lambda: now[0])
+    for apart in (0.001, 0.9):
+        generate = functools.partial(answers, apart=apart)
+        responses.answer_shard(generate, prompts, lambda row: OneTurn(), 9, Shard(0, 0, 5), reported.append)
+    assert reported == [5, 3, 2, 0]
