@@ -33,7 +33,6 @@ from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence, read_pr
 from draftsmith.eval.bench.results import RESULTS, describe, read_rows
 from draftsmith.eval.bench.runner import EngineRunner, check_methods, load_models
 from draftsmith.eval.bootstrap import Resamples
-from draftsmith.eval.report.command import missing_packages
 from draftsmith.eval.report.tables import to_json
 from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
 from draftsmith.modules.acceptance.head import AcceptanceHead
@@ -230,7 +229,7 @@ def write_results(
     tables: Sequence[Table],
     summary: Mapping[str, Any],
 ) -> Path:
-    """Write results.json last, print the tables, and draw report.html if the packages of reports are installed."""
+    """Write results.json last, and print the tables."""
     models = loaded.models
     smaller = {"draft": models.draft, "mid": models.mid}
     meta = describe(kind, config, models.target, loaded.prompts, config.prompts, smaller)
@@ -241,10 +240,6 @@ def write_results(
         if table.columns:
             print_table(table)
     log_note(f"Written to {config.output / RESULTS}")
-    if not missing_packages():
-        from draftsmith.benchmarks.papers.charts import draw_report
-
-        draw_report(config.output)
     return Path(config.output)
 
 
