@@ -43,7 +43,6 @@ def close(self):
     self.path = None""",
 )
 MAX_NEW_TOKENS = 80
-DEPTHS = 8
 
 
 @dataclass(frozen=True)
