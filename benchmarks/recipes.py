@@ -133,7 +133,7 @@ RECIPES = {
     "decay-1.0": Recipe({"pass_decay": 1.0}),
     "adamw": Recipe({"optimizer": "adamw", "lr": 2e-3}),
     **{f"lr-{lr:g}": Recipe({"lr": lr}) for lr in (0.0015, 0.006)},
-    **{f"tokens-{n}": Recipe({"tokens_per_batch": n}) for n in (512, 1024)},
+    **{f"tokens-{n}": Recipe({"tokens_per_batch": n}) for n in (512, 2048)},
     "vocab-16384": Recipe({"draft_vocab": 16384}),
     **{f"version-{version}": Recipe({"version": version}) for version in ("3", "3-norm", "3.1")},
     "late-layers": Recipe(late=True),

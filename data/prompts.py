@@ -26,7 +26,7 @@ from draftsmith.data.text.conversations import (
     up_to_last,
 )
 from draftsmith.data.text.self_prompts import SELF, open_prompt, opening_rows, written_turns
-from draftsmith.data.text.sources import Row, RowSource, named_split, open_source
+from draftsmith.data.text.sources import JoinedSource, Row, RowSource, named_split, open_source
 from draftsmith.data.text.template import RowError, context_length, load_chat_tokenizer, prompt_ids, supervised_ids
 from draftsmith.modules.types import InputError
 
@@ -45,10 +45,10 @@ class PromptsConfig(RemoteCode):
     """Options of `data prompts`: which prompts, for which target.
 
     Attributes:
-        source: A .jsonl, .json or .parquet file, a directory or hub id of `datasets`, or embedded:prompts. Rows are
-            ShareGPT conversations, OpenAI messages, FastChat turns, Alpaca columns, or prompt (and answer). Without
-            prompts: self gives beginnings of user turns, for `data responses` to finish, and the output of that gives
-            the prompts.
+        source: A .jsonl, .json or .parquet file, a directory or hub id of `datasets`, or embedded:prompts; several are
+            separated by commas. Rows are ShareGPT conversations, OpenAI messages, FastChat turns, Alpaca columns, or
+            prompt (and answer). Without prompts: self gives beginnings of user turns, for `data responses` to finish,
+            and the output of that gives the prompts.
         target: Directory or hub id of the target model, or embedded:target; its tokenizer and context length are used.
         output: Directory to write.
         columns: Names of the source's columns if they are not the usual ones: prompt=question,answer=reply,id=key.
@@ -102,12 +102,9 @@ def run(config: PromptsConfig) -> Path:
     """Write the artefact `prompts` and return its directory."""
     tokenizer = load_chat_tokenizer(config.target, config.chat_template)
     # Open the source, and select rows by split, task and limit.
-    if config.source == SELF:
-        source = opening_rows(config.limit)
-    elif (Path(config.source) / MANIFEST).exists():
-        source = written_turns(Path(config.source), config.target, tokenizer)
-    else:
-        source = open_source(config.source, config.split, config.subset, config.revision)
+    names = [config.source] if Path(config.source).exists() else config.source.split(",")
+    parts = [one_source(name.strip(), config, tokenizer) for name in names]
+    source = parts[0] if len(parts) == 1 else JoinedSource(parts)
     mapping = parse_columns(config.columns)
     selected = select_rows(source, mapping, config)
     # Tokenize the selected rows, a shard at a time.
@@ -140,6 +137,18 @@ def run(config: PromptsConfig) -> Path:
 
     run_stage(plan, make_shard)
     return config.output
+
+
+def one_source(name: str, config: PromptsConfig, tokenizer: Any) -> RowSource:
+    """Open one of the sources that `--source` names."""
+    if name == SELF:
+        if config.source != SELF:
+            remedy = "Let data responses finish its turns, and name the output of that."
+            raise InputError("source", f"{SELF} among {config.source}", f"{SELF} alone", remedy)
+        return opening_rows(config.limit)
+    if (Path(name) / MANIFEST).exists():
+        return written_turns(Path(name), config.target, tokenizer)
+    return open_source(name, config.split, config.subset, config.revision)
 
 
 def select_rows(

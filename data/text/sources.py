@@ -55,6 +55,31 @@ class RowSource:
         return f"{self.name}, {place}"
 
 
+class JoinedSource(RowSource):
+    """Rows of several sources, one source after the other."""
+
+    def __init__(self, parts: Sequence[RowSource]):
+        digest = hashlib.sha256("".join(part.digest for part in parts).encode()).hexdigest()
+        name, taken = ", ".join(str(part.name) for part in parts), all(part.split_taken for part in parts)
+        super().__init__(name, digest, sum(map(len, parts)), self._read, split_taken=taken)
+        self._parts = parts
+
+    def where(self, index: int) -> str:
+        part, own = self._place(index)
+        return part.where(own)
+
+    def _read(self, index: int) -> Any:
+        part, own = self._place(index)
+        return part.read(own)
+
+    def _place(self, index: int) -> tuple[RowSource, int]:
+        for part in self._parts:
+            if index < len(part):
+                return part, index
+            index -= len(part)
+        raise IndexError(index)
+
+
 def open_source(
     path: str, split: str | None = None, subset: str | None = None, revision: str | None = None
 ) -> RowSource:

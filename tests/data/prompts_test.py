@@ -118,6 +118,29 @@ def test_a_missing_source_is_an_input_error(tmp_path):
         open_source(str(tmp_path / "x.csv"))
 
 
+def test_several_sources_are_read_one_after_the_other(pair, tmp_path):
+    rows = [{"id": f"r{i}", "prompt": f"Hi {i}"} for i in range(5)]
+    names = [
+        str(write_source(tmp_path / name, part)) for name, part in (("a.jsonl", rows[:3]), ("b.parquet", rows[3:]))
+    ]
+
+    def made(source: str, output: str, **settings) -> tuple[list[str], Manifest]:
+        directory = run(PromptsConfig(source, str(pair[0]), tmp_path / output, rows_per_shard=2, **settings))
+        manifest = Manifest.read(directory)
+        return [row["id"] for row in Rows(directory, manifest).read(0, 9)], manifest
+
+    ids, manifest = made(", ".join(names), "both")
+    assert ids == ["r0", "r1", "r2", "r3", "r4"]
+    assert manifest.inputs != made(f"{names[1]},{names[0]}", "turned")[1].inputs
+    assert made(",".join(names), "four", limit=4)[0] == ids[:4]
+    # An error names the file and its own line; so does an id that two of them have.
+    write_source(tmp_path / "c.jsonl", [{"id": "r9", "prompt": "Hi"}, {"id": "r1", "prompt": "Hi"}])
+    with pytest.raises(InputError, match=r"c\.jsonl, line 3: found the id 'r1', which .*a\.jsonl, line 3 has too"):
+        made(f"{names[0]},{tmp_path / 'c.jsonl'}", "twice")
+    with pytest.raises(InputError, match="found self among self,.*expected self alone"):
+        made(f"self,{names[0]}", "self")
+
+
 @pytest.fixture
 def make(pair, tmp_path):
     def make(rows: list[dict], **settings) -> list[dict]:
