@@ -137,7 +137,7 @@ def test_several_sources_are_read_one_after_the_other(pair, tmp_path):
     write_source(tmp_path / "c.jsonl", [{"id": "r9", "prompt": "Hi"}, {"id": "r1", "prompt": "Hi"}])
     with pytest.raises(InputError, match=r"c\.jsonl, line 3: found the id 'r1', which .*a\.jsonl, line 3 has too"):
         made(f"{names[0]},{tmp_path / 'c.jsonl'}", "twice")
-    with pytest.raises(InputError, match="found self among self,.*expected self alone"):
+    with pytest.raises(InputError, match=r"found self among self,.*expected self alone"):
         made(f"self,{names[0]}", "self")
 
 
