@@ -171,9 +171,8 @@ def fit(training: PreparedTraining) -> Path:
     trainer.strategy.barrier("finished")
     if is_first_process():
         print_text(f"{provenance.job} head: {config.output / 'best'} (step {between.best.get('step', 0):.0f})")
-        print_text(said)
-        if warning := mismatch(between.latest):
-            print_text(warning)
+        for line in filter(None, (said, mismatch(between.latest))):
+            print_text(line)
     # A signal in the last step: the training is complete, but nothing more was wanted.
     if interrupted in {signal.SIGINT, signal.SIGTERM}:
         raise SystemExit(128 + interrupted)

@@ -15,13 +15,13 @@ ALIKE = 0.9
 
 
 def verdict(metric: str, curve: Sequence[tuple[int, float]], larger_is_better: bool = True) -> str:
-    """Judge a training by what its last half of the steps brought.
+    """Judge a training by what the second half of its steps brought; an empty string if too few validations tell.
 
     curve: (step, value of the metric) of each validation, in order.
     """
     curve = [(step, value) for step, value in curve if step > 0 and np.isfinite(value)]
     if len(curve) < FEWEST:
-        return f"no verdict: {len(curve)} validations show no trend (--val-every)"
+        return ""
     sign = 1 if larger_is_better else -1
     last_step, last = curve[-1]
     best_step, best = max(curve, key=lambda point: sign * point[1])
