@@ -74,6 +74,15 @@ def can_pack(dtype: torch.dtype) -> bool:
     return all(torch.allclose(ours, plain, rtol=tolerance, atol=tolerance) for ours, plain in pairs)
 
 
+@functools.cache
+def plain_row_is_faster() -> bool:
+    """Return whether one bf16 row is multiplied faster by weights in the plain layout than by packed ones.
+
+    So it is on an EPYC with AVX-512; on a Xeon with AMX packed weights take a quarter to two thirds of the time.
+    """
+    return not torch.cpu.get_capabilities().get("amx_tile", False)
+
+
 def _pack(weight: Tensor) -> Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_ROWS)
 
@@ -103,12 +112,13 @@ class LeanLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None = None, pack: bool = False, one_row: bool = True):
         """pack: lay the weight out for the CPU's kernels where that pays and works. The caller may then free it, or, if
         `packed` stays false, use `weight`, the same numbers, in its place. one_row: keep bf16 weights in the plain
-        layout too, which is faster for a single row."""
+        layout too, where that is faster for a single row."""
         pack = pack and weight.device.type == "cpu"
         small = weight.numel() < MIN_WEIGHTS and weight.dtype != torch.bfloat16
         self.packed = pack and not small and can_pack(weight.dtype)
         self.weight = weight = weight.detach()
-        self._plain = weight if self.packed and one_row and weight.dtype == torch.bfloat16 else None
+        plain = one_row and weight.dtype == torch.bfloat16 and plain_row_is_faster()
+        self._plain = weight if self.packed and plain else None
         self._transposed = None if self.packed else weight.t()  # [in, out], a view made once
         self._turned: Tensor | None = None  # [in, out] contiguous in memory
         if self.packed:
