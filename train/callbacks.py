@@ -77,10 +77,9 @@ class BetweenSteps(pl.Callback):
 
     def verdict(self, module: LitHead) -> str:
         """Judge a finished training: by tau, if it was measured often enough, else by the validation's own metric."""
-        judged = (module.monitor, module.larger_is_better)
+        name, larger = module.monitor, module.larger_is_better
         if self.probe is not None and sum(self.probe.monitor in metrics for _, metrics in self.curve) >= FEWEST:
-            judged = (self.probe.monitor, True)
-        name, larger = judged
+            name, larger = self.probe.monitor, True
         return verdict(name, [(step, metrics[name]) for step, metrics in self.curve if name in metrics], larger)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:

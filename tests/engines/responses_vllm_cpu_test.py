@@ -82,7 +82,7 @@ def test_arguments_that_vllm_does_not_know_are_one_line(prompts: Path, tmp_path:
 
 
 def test_its_processes_end_with_a_killed_command(prompts: Path, tmp_path: Path):
-    """Of `kill PID`. vLLM's processes rename themselves, so that they are followed by their numbers."""
+    """`kill PID` ends vLLM's processes too. They rename themselves, so the test follows them by their numbers."""
     words = ["data", "responses", "--engine", "vllm", "--prompts", str(prompts), "--target", "embedded:target"]
     words += ["--max-new-tokens", "900", "--ignore-eos", "--output", str(tmp_path / "killed")]
     run = f"import own_code, runpy, sys; sys.argv[1:] = {words!r}; runpy.run_module('draftsmith', None, '__main__')"
