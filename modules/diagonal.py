@@ -12,21 +12,20 @@ T x T is stored.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from draftsmith.modules.layers import Attention
 from draftsmith.modules.packing import Documents
 
+aten = torch.ops.aten
 # Keys and values of a pass, [B, kv_heads, T, D] each.
 Entry = tuple[Tensor, Tensor]
-Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def attend_pass(
@@ -56,38 +55,20 @@ def diagonal_attention(query: Tensor, first: Entry, own: Sequence[Entry] = ()) -
     # Under autocast rotated queries and keys are wider than values.
     query, key = query.to(value.dtype), key.to(value.dtype)
     own_keys, own_values = [key.to(value.dtype) for key, _ in own], [value for _, value in own]
-    if query.device.type == "cpu":
-        return _DiagonalOnCPU.apply(query, key, value, *own_keys, *own_values)
-    return merged(causal_flex(), query, (key, value), own_keys, own_values)
+    return _Diagonal.apply(query, key, value, *own_keys, *own_values)
 
 
-def merged(
-    attend: Attend, query: Tensor, first: Entry, own_keys: Sequence[Tensor], own_values: Sequence[Tensor]
-) -> Tensor:
-    """Compute `diagonal_attention` with `attend` for the causal part, differentiable if that is.
+class _Diagonal(torch.autograd.Function):
+    """`diagonal_attention` with one of torch's fused kernels for the causal part.
 
-    attend: returns the attended values [B, heads, T, D] and the log-sum-exp [B, heads, T] of the scores.
-    """
-    attended, norm = attend(query, *first)
-    if not own_keys:
-        return attended
-    scores = _own_scores(query, own_keys)  # [B, heads, T, passes]
-    total = torch.logaddexp(norm, scores.logsumexp(-1))  # [B, heads, T]
-    weights = (scores - total[..., None]).exp().to(query.dtype)
-    return _add_own(attended * (norm - total).exp()[..., None].to(query.dtype), weights, own_values)
-
-
-class _DiagonalOnCPU(torch.autograd.Function):
-    """`diagonal_attention` with torch's flash kernel for the causal part.
-
-    The kernel's backward rebuilds probabilities as exp(score - norm) and subtracts the common grad . out. Given the
-    TOTAL output and log-sum-exp in place of its own, its gradient is the exact one of its part of the common softmax.
+    Their backward rebuilds probabilities as exp(score - norm) and subtracts the common grad . out. Given the TOTAL
+    output and log-sum-exp in place of its own, its gradient is the exact one of its part of the common softmax.
     """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *own: Tensor) -> Tensor:
         keys, values = own[: len(own) // 2], own[len(own) // 2 :]
-        attended, norm = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, True)
+        attended, norm, state = _causal(query, key, value)
         weights = query.new_empty(0)
         if keys:
             scores = _own_scores(query, keys)
@@ -95,18 +76,18 @@ class _DiagonalOnCPU(torch.autograd.Function):
             weights = (scores - total[..., None]).exp()
             attended = _add_own(attended * (norm - total).exp()[..., None].to(query.dtype), weights, values)
             norm = total
-        ctx.save_for_backward(query, key, value, attended, norm, weights, *own)
+        ctx.save_for_backward(query, key, value, attended, norm, *state, weights, *own)
+        ctx.num_state = len(state)
         return attended
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        query, key, value, attended, norm, weights, *own = ctx.saved_tensors
+        query, key, value, attended, norm, *rest = ctx.saved_tensors
+        state, (weights, *own) = rest[: ctx.num_state], rest[ctx.num_state :]
         keys, values = own[: len(own) // 2], own[len(own) // 2 :]
         grad = grad.contiguous()
-        to_query, to_key, to_value = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, query, key, value, attended, norm, 0.0, True
-        )
+        to_query, to_key, to_value = _causal_backward(grad, query, key, value, attended, norm, state)
         scale, common = query.shape[-1] ** -0.5, (grad * attended).sum(-1)
         to_keys, to_values = [], []
         for i, (own_key, own_value) in enumerate(zip(keys, values, strict=True)):
@@ -116,6 +97,51 @@ class _DiagonalOnCPU(torch.autograd.Function):
             to_keys.append(_gather(to_score * query, own_key))
             to_values.append(_gather(weight[..., None] * grad, own_value))
         return to_query, to_key, to_value, *to_keys, *to_values
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Attend causally: values [B, heads, T, D], log-sum-exp [B, heads, T] of the scores, the kernel's random state.
+
+    The kernels are called by name, not through `scaled_dot_product_attention`, which hides the log-sum-exp. A compiled
+    flex_attention has one, and compiles anew for every length: no batch of texts is shaped like the one before.
+    """
+    if query.device.type == "cpu":
+        return *aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, True), []
+    if _takes_flash(query):
+        attended, norm, *_, seed, offset, _ = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)
+        return attended, norm, [seed, offset]
+    attended, norm, *state = aten._scaled_dot_product_efficient_attention(
+        query, _spread(key, query), _spread(value, query), None, True, 0.0, True
+    )
+    return attended, norm[..., : query.shape[2]], state  # the kernel pads rows to a multiple of 32
+
+
+def _causal_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Tensor, norm: Tensor, state: Sequence[Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value; `attended` and `norm` may be those of a larger softmax."""
+    if query.device.type == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, query, key, value, attended, norm, 0.0, True
+        )
+    length = query.shape[2]
+    if _takes_flash(query):
+        return aten._scaled_dot_product_flash_attention_backward(
+            grad, query, key, value, attended, norm, None, None, length, length, 0.0, True, *state
+        )
+    norm = F.pad(norm, (0, -length % 32), value=torch.inf)
+    to_query, to_key, to_value, _ = aten._scaled_dot_product_efficient_attention_backward(
+        grad, query, _spread(key, query), _spread(value, query), None, attended, norm, *state, 0.0,
+        [True, True, True, False], True,
+    )  # fmt: skip
+    return to_query, _gather(to_key, key), _gather(to_value, value)
+
+
+def _takes_flash(query: Tensor) -> bool:
+    """Whether FlashAttention computes this: half precision, from Ampere on, heads of a multiple of 8."""
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    modern = query.device.type != "cuda" or torch.cuda.get_device_capability(query.device) >= (8, 0)
+    return half and modern and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
 
 
 def _own_scores(query: Tensor, keys: Sequence[Tensor]) -> Tensor:
@@ -141,23 +167,3 @@ def _gather(grad: Tensor, shared: Tensor) -> Tensor:
     """Sum the gradients [B, heads, T, D] of the heads that share keys or values: the backward of `_spread`."""
     groups = grad.shape[1] // shared.shape[1]
     return grad if groups == 1 else grad.unflatten(1, (-1, groups)).sum(2)
-
-
-@functools.cache
-def causal_flex(compiled: bool = True) -> Attend:
-    """Return causal attention with its log-sum-exp, for a GPU. Not compiled, it stores [T, T] and runs on a CPU too."""
-    flex: Any = torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
-
-    @functools.lru_cache(maxsize=8)
-    def mask(length: int, device: torch.device) -> Any:
-        def causal(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
-            return row >= column
-
-        return create_block_mask(causal, None, None, length, length, device=device)
-
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        gqa = query.shape[1] != key.shape[1]
-        block_mask = mask(query.shape[2], query.device)
-        return flex(query, key, value, block_mask=block_mask, enable_gqa=gqa, return_lse=True)
-
-    return attend

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.datasets import collate_features, pack_features
-from draftsmith.modules import diagonal, transfer
+from draftsmith.modules import transfer
 from draftsmith.modules.drafters import head_class
 from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.targets.llama import LlamaLM
@@ -38,14 +38,6 @@ def moved(batch: Any) -> Any:
     )
 
 
-def causal(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Stands for the compiled kernel of a GPU, by its formulas."""
-    groups, length = query.shape[1] // key.shape[1], query.shape[2]
-    scores = query @ key.repeat_interleave(groups, 1).mT
-    scores = scores.masked_fill(torch.ones(length, length, device=query.device).triu(1) > 0, -torch.inf)
-    return scores.softmax(-1) @ value.repeat_interleave(groups, 1), scores.logsumexp(-1)
-
-
 @pytest.mark.parametrize("collate", [collate_features, pack_features])
 @pytest.mark.parametrize(
     ("kind", "changes"),
@@ -56,9 +48,8 @@ def causal(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         ("eagle3", {"normalizer": "tokens", "draft_vocab": 64}),
     ],
 )
-def test_a_step_of_training_asks_the_device_for_nothing(tmp_path, monkeypatch, kind, changes, collate):
+def test_a_step_of_training_asks_the_device_for_nothing(tmp_path, kind, changes, collate):
     """Forward and backward; what the host has to know it counted while it had the batch."""
-    monkeypatch.setattr(diagonal, "causal_flex", lambda: causal)
     lm = load_lm(str(tiny_llama_dir(tmp_path, layers=8)))
     target = LlamaLM(lm.model.to(META), lm.info)
     drafter = head_class(kind)
