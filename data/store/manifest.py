@@ -6,6 +6,7 @@ an unfinished one names the command that continues it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
@@ -225,8 +226,15 @@ def file_sha256(path: Path) -> str:
 
 
 def package_versions() -> dict[str, str]:
-    """Return the versions of the packages that an artefact's content may depend on."""
-    return {name: importlib.metadata.version(name) for name in PACKAGES}
+    """Return the versions of the installed packages that an artefact's content may depend on.
+
+    A borrowed machine may lack `datasets`, and run a checkout that nobody installed.
+    """
+    versions = {}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 def git_commit() -> str | None:
