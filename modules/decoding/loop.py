@@ -308,13 +308,16 @@ class RowPool:
             step = DecodeStep(num_drafted, num_accepted, len(appended), tree.draft_calls if tree.tokens else 0)
             row.trace.steps.append(step)
 
+            if row.done:
+                finished.append(row)
+            if self._on_round is None and (drafter is None or row.done):
+                continue  # nobody reads the rest
             # Of the root and the nodes; what lies behind them is undefined.
             logits, features = scores.logits[place, : tree.num_read + 1], scores.features[place]
             if self._on_round is not None:
                 accepted = min(num_accepted, len(appended))
                 self._on_round(Round(appended, accepted, tree, verdict, step, logits, row.number))
-            if row.done:
-                finished.append(row)
+            if row.done or drafter is None:
                 continue
             count = len(read_path) + 1
             if read_path and read_path[-1] != count - 2:
