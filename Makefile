@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest --numprocesses logical --dist loadfile
 TYPES := .typecheck
 # A machine with a GPU may have no network: its own python, with torch, transformers, lightning and pytest, and wheels of
-# what it lacks in a folder (cyclopts and docstring-parser, for the report).
+# what it lacks in a folder (cyclopts, docstring-parser, rich-rst and docutils, for the report).
 GPU_PYTHON ?= python3
 GPU_WHEELS ?=
 GPU_SITE := .gpu
