@@ -319,12 +319,7 @@ class RowPool:
                 self._on_round(Round(appended, accepted, tree, verdict, step, logits, row.number))
             if row.done or drafter is None:
                 continue
-            count = len(read_path) + 1
-            if read_path and read_path[-1] != count - 2:
-                features = features[[0, *(node + 1 for node in read_path)]]
-            else:  # a contiguous path is a slice, which costs nothing
-                features = features[:count]
-            outcomes[place] = Outcome(tuple(emitted), num_accepted, features, logits)
+            outcomes[place] = Outcome(tuple(emitted), num_accepted, _of_path(features, read_path), logits)
         session.keep(lengths, slots)
         if drafter is not None and any(outcomes):
             drafter.advance(outcomes)
@@ -345,6 +340,14 @@ class RowPool:
         self._session.select(places)
         if self._drafter is not None:
             self._drafter.select(places)
+
+
+def _of_path(features: Tensor, path: Sequence[int]) -> Tensor:
+    """Select the states of the root and of an accepted path from those of the root and all nodes."""
+    count = len(path) + 1
+    if path and path[-1] != count - 2:
+        return features[[0, *(node + 1 for node in path)]]
+    return features[:count]  # a contiguous path is a slice, which costs nothing
 
 
 def _located(error: NonFinite, rows: Sequence[RowAnswer]) -> NonFinite:

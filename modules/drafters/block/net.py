@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.drafters.eagle.net import OfLlama
+from draftsmith.modules.engine.cache import takes_shared
 from draftsmith.modules.layers import MOST_LAYERS, MOST_SIZE, DecoderLayer, LlamaConfig, RMSNorm, rope_table, rotate
 from draftsmith.modules.types import InputError, check_config, whole_number
 
@@ -253,6 +254,9 @@ class BlockNet(DraftHead):
             keys, values = torch.cat([kv[0], kv[2]]), torch.cat([kv[1], kv[3]])  # [T + q, kv_heads, D]
             q, keys, values = (part.transpose(0, 1)[None] for part in (q, keys, values))
             shared = attention.num_heads != attention.num_kv_heads
+            if shared and not takes_shared(keys):  # asked for both, CUDA stores all scores
+                groups = attention.num_heads // attention.num_kv_heads
+                keys, values, shared = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1), False
             attended = F.scaled_dot_product_attention(q, keys, values, attn_mask=own.visible, enable_gqa=shared)
             mixed.append(attended[0].transpose(0, 1).flatten(1))
         x = x + attention.o_proj(torch.cat(mixed))

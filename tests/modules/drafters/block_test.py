@@ -17,6 +17,7 @@ from draftsmith.modules.decoding.loop import DecodeOptions, Round, generate
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters import head_class
 from draftsmith.modules.drafters.base import TrainStep
+from draftsmith.modules.drafters.block import net
 from draftsmith.modules.drafters.block.drafter import BlockDrafter, ConfidenceCut
 from draftsmith.modules.drafters.block.head import Blocks
 from draftsmith.modules.drafters.block.loss import sampled_columns
@@ -72,7 +73,10 @@ def batch_of(head: Any, target: Any, packed: bool = False) -> FeatureBatch:
     return FeatureBatch(*fields, attention_mask=real)
 
 
-def test_a_training_pass_computes_each_block_as_if_it_were_alone(head, target):
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_training_pass_computes_each_block_as_if_it_were_alone(head, target, shared, monkeypatch):
+    """shared: heads share keys in the kernel, as on a CPU, or each gets a copy, as on a GPU."""
+    monkeypatch.setattr(net, "takes_shared", lambda tensor: shared)
     settings, config = head.Settings(anchors=100), head.config
     for packed in (False, True):
         batch = batch_of(head, target, packed)
