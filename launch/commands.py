@@ -140,6 +140,9 @@ SECTIONS: dict[str, dict[str, Command]] = {
         "eval lossless": Command(
             "eval.lossless.command:LosslessConfig", "Certify that methods leave the output as it is"
         ),
+        "eval certify": Command(
+            "eval.lossless.answers:CertifyConfig", "Certify that a server's answers follow the target"
+        ),
     },
     "Your machine": {
         "doctor": Command("launch.doctor:DoctorConfig", "What is installed here and what of it can be used"),

@@ -26,7 +26,7 @@ from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
 from draftsmith.eval.bench.results import hardware
 from draftsmith.eval.bench.runner import load_run
-from draftsmith.eval.lossless.sampling import Evidence, RecordingRunner, decided_tokens, ends_as_asked
+from draftsmith.eval.lossless.sampling import MAX_GAP, Evidence, RecordingRunner, decided_tokens, ends_as_asked
 from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
 from draftsmith.modules.decoding.loop import room_for
 from draftsmith.modules.drafters.methods import Models, Named, parse_methods
@@ -36,8 +36,6 @@ from draftsmith.modules.types import InputError, SamplingParams, at_least, betwe
 
 RESULTS = "lossless.json"
 SAMPLED_PROMPTS = 4  # fewer than a batch, so that rows which share their random numbers repeat an answer
-MAX_GAP = 0.5  # of an answer's logits to the best ones, in bfloat16 and float16
-CELLS = 2**21  # entries of [N, V] that are tested at once
 
 
 @dataclass(frozen=True)
@@ -227,9 +225,8 @@ def sampling_test(
                 runner.target, prompt, tokens, places, previous.get(each, []), config.sampling, MAX_GAP
             )
             evidence.impossible += impossible
-            rows = max(1, CELLS // decided.target.shape[1])
-            for start in range(0, len(decided.token), rows):
-                evidence.add(decided.take(slice(start, start + rows)))
+            for part in decided.parts():
+                evidence.add(part)
             previous[each] = tokens
             tested += len(tokens)
         failed = wrong_ends > 0 or not evidence.p_value > level  # also for NaN

@@ -10,7 +10,7 @@ direction grow exponentially; having many bets costs the logarithm of their numb
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,12 +31,17 @@ COPY_STRENGTHS = (0.05, 0.5)
 LOWEST = 8.0  # nats below the best token at which the score of probable tokens reaches 0
 SCORES = (
     "what was drafted",
+    "tokens drafted more often than they are the target's",
     "probable tokens",
     "high token ids, first of a round",
     "high token ids, drafted later",
     "high token ids, the target's own",
 )
+SHIFTS = SCORES[:3]  # whose smallest detectable shift is told
+POWER_SIGMAS = 1.28  # of a normal variable, exceeded with probability 0.9 from below
 TOKENS, COPIES = "single tokens", "the answer before"
+CELLS = 2**21  # entries of [N, V] that are tested at once
+MAX_GAP = 0.5  # of an answer's logits to the best ones, in bfloat16 and float16
 # A token of probability 0 may still be possible: a logit, or the mass kept by top-p, that differs by rounding would
 # keep it.
 TIED_LOGIT = {torch.float32: 1e-3, torch.float64: 1e-6}
@@ -134,6 +139,12 @@ class DecidedTokens:
         """Return some of the tokens, by index or mask."""
         return DecidedTokens(*(column[rows] for column in vars(self).values()))
 
+    def parts(self) -> Iterator[DecidedTokens]:
+        """Yield the tokens in parts of at most CELLS entries of [N, V]."""
+        rows = max(1, CELLS // self.target.shape[1])
+        for start in range(0, len(self.token), rows):
+            yield self.take(slice(start, start + rows))
+
 
 @torch.inference_mode()
 def decided_tokens(
@@ -173,33 +184,27 @@ def decided_tokens(
 
 
 class Evidence:
-    """Logarithms of all stakes, by family of bets."""
+    """Logarithms of all stakes, by family of bets.
 
-    def __init__(self) -> None:
+    drift: by score, how far below and above 0 its mean may lie without paying.
+    """
+
+    def __init__(self, drift: Mapping[str, tuple[float, float]] | None = None) -> None:
+        self.drift = drift or {}
         self.stakes: dict[str, Tensor] = {}
         self.impossible = 0  # tokens that the target cannot emit
 
     def add(self, tokens: DecidedTokens) -> None:
-        """Bet on more tokens; at most a few million entries of [N, V] at a time."""
+        """Bet on more tokens."""
         p, emitted = tokens.target, tokens.token[:, None]
 
         def add_logs(name: str, logs: Tensor) -> None:
             self.stakes[name] = self.stakes[name] + logs.cpu() if name in self.stakes else logs.cpu()
 
-        # Bets on scores in [0, 1] minus their means; a score is 0 where it says nothing about a token.
-        sampled = tokens.draft.sum(-1, keepdim=True) > 0  # [N, 1]: a sampled draft was verified here
-        verified = sampled | tokens.children.any(-1, keepdim=True)
-        first, order = tokens.first[:, None] & verified, p.cumsum(-1) - p / 2
-        scores = (
-            torch.where(sampled, torch.where(p > 0, tokens.draft / p, 0).clamp_max(1), tokens.children.to(p.dtype)),
-            (1 + (p / p.amax(-1, keepdim=True)).log() / LOWEST).clamp_min(0),
-            torch.where(first, order, 0),
-            torch.where(verified & ~first, order, 0),
-            torch.where(verified, 0, order),
-        )
-        for name, score in zip(SCORES, scores, strict=True):
-            x = score - (p * score).sum(-1, keepdim=True)  # [N, V]
-            add_logs(name, log_factors(both_signs(STRENGTHS), x.gather(1, emitted)[:, 0]))
+        for name, x in score_gains(tokens).items():
+            low, high = self.drift.get(name, (0.0, 0.0))
+            up, down = log_factors(STRENGTHS, x - high), log_factors([-strength for strength in STRENGTHS], x - low)
+            add_logs(name, torch.cat([up, down]))
 
         # Bets on each token of the vocabulary: x is 1 at the token minus its probability.
         p_emitted = p.gather(1, emitted)[:, 0]  # [N]
@@ -240,11 +245,79 @@ class Evidence:
         return f"{'towards' if int(stakes.argmax()) < len(STRENGTHS) else 'away from'} {name}"
 
 
+def score_gains(tokens: DecidedTokens) -> dict[str, Tensor]:
+    """Return by score what it gains at each token, [N]: a score in [0, 1] minus its mean under the target.
+
+    A score is 0 where it says nothing about a token.
+    """
+    p, emitted = tokens.target, tokens.token[:, None]
+    sampled = tokens.draft.sum(-1, keepdim=True) > 0  # [N, 1]: a sampled draft was verified here
+    verified = sampled | tokens.children.any(-1, keepdim=True)
+    first, order = tokens.first[:, None] & verified, p.cumsum(-1) - p / 2
+    scores = (
+        torch.where(sampled, torch.where(p > 0, tokens.draft / p, 0).clamp_max(1), tokens.children.to(p.dtype)),
+        (sampled & (tokens.draft > p)).to(p.dtype),
+        (1 + (p / p.amax(-1, keepdim=True)).log() / LOWEST).clamp_min(0),
+        torch.where(first, order, 0),
+        torch.where(verified & ~first, order, 0),
+        torch.where(verified, 0, order),
+    )
+    return {
+        name: score.gather(1, emitted)[:, 0] - (p * score).sum(-1) for name, score in zip(SCORES, scores, strict=True)
+    }
+
+
+class Drift:
+    """Moments of what each score gains on a server's tokens: how far its mean lies from the target's.
+
+    count: tokens. sums, squares: by score.
+    """
+
+    def __init__(self) -> None:
+        self.count, self.sums, self.squares = 0, dict.fromkeys(SCORES, 0.0), dict.fromkeys(SCORES, 0.0)
+
+    def add(self, tokens: DecidedTokens) -> None:
+        self.count += len(tokens.token)
+        for name, x in score_gains(tokens).items():
+            self.sums[name] += float(x.sum())
+            self.squares[name] += float(x.square().sum())
+
+    def bounds(self, level: float) -> dict[str, tuple[float, float]]:
+        """Return for each score how far its mean may lie below and above 0: a confidence interval, and 0.
+
+        Empirical Bernstein (Maurer & Pontil 2009, theorem 4), of gains between -1 and 1; all intervals hold with
+        probability 1 - level.
+        """
+        count, found = self.count, {}
+        log = math.log(4 * len(SCORES) / level)
+        for name in SCORES:
+            mean = self.sums[name] / count
+            variance = max(0.0, self.squares[name] / count - mean**2) * count / max(1, count - 1)
+            # A score that never says anything has no drift.
+            width = math.sqrt(2 * variance * log / count) + 14 * log / (3 * max(1, count - 1)) if variance else 0.0
+            found[name] = min(0.0, mean - width), max(0.0, mean + width)
+        return found
+
+    def detectable(self, evidence: Evidence, level: float) -> dict[str, float]:
+        """Return by score the shift of its mean that bets on so many tokens find with probability 0.9.
+
+        The logarithm of a stake on a shift d of gains with variance v grows by d^2 / 2v a token, give or take d /
+        sqrt(v) times the root of their number; it must exceed that of the number of bets over the level.
+        """
+        log = math.log(2 * len(STRENGTHS) * (len(SCORES) + 2) / level)
+        sigmas = POWER_SIGMAS + math.sqrt(POWER_SIGMAS**2 + 2 * log)
+        return {
+            name: sigmas * math.sqrt(square / self.count / self.count) + evidence.drift.get(name, (0.0, 0.0))[1]
+            for name, square in self.squares.items()
+            if square and name in SHIFTS
+        }
+
+
 def both_signs(strengths: tuple[float, ...]) -> tuple[float, ...]:
     return (*strengths, *(-strength for strength in strengths))
 
 
-def log_factors(strengths: tuple[float, ...], x: Tensor) -> Tensor:
+def log_factors(strengths: Sequence[float], x: Tensor) -> Tensor:
     """Return the sum of log(1 + l x) over tokens for every strength l: x [N] -> [L]."""
     strength = torch.tensor(strengths, dtype=x.dtype, device=x.device)
     return torch.log1p(strength[:, None] * x).sum(1)

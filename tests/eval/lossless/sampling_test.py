@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import torch
 
-from draftsmith.eval.lossless.sampling import DecidedTokens, Evidence
+from draftsmith.eval.lossless.sampling import DecidedTokens, Drift, Evidence
 from draftsmith.modules.sampling import draw_rows
 
 V = 6
@@ -57,7 +58,7 @@ def test_every_bet_is_fair_whatever_was_drafted():
                     mean[name] = mean.get(name, 0) + weight * stakes.exp()
         for stakes in mean.values():
             assert torch.allclose(stakes, torch.ones_like(stakes), atol=1e-12)
-    assert len(mean) == 7
+    assert len(mean) == 8
 
 
 def p_value(found: DecidedTokens, distribution: torch.Tensor, generator: torch.Generator) -> float:
@@ -110,3 +111,45 @@ def test_evidence_does_not_depend_on_how_tokens_are_grouped():
     for start, end in itertools.pairwise((0, 7, 30, 60)):
         parts.add(tokens.take(slice(start, end)))
     assert all(torch.allclose(parts.stakes[name], logs) for name, logs in whole.stakes.items())
+
+
+def test_a_drift_that_the_control_has_too_pays_nothing_and_a_larger_one_does():
+    """A server that computes a slightly flatter target: alone its tokens fail, beside its own control they pass, and
+    with acceptance at 1.4 times p / q they fail again."""
+    generator, level, alarms, found_drift, found_mistake = torch.Generator().manual_seed(21), 1e-3, 0, 0, 0
+    for seed in range(10):
+        asked = [places(20_000, seed=100 * seed + number) for number in range(2)]
+        asked = [replace(own, draft=distributions(20_000, generator), first=own.first & False) for own in asked]
+        served = [(own.target.clamp_min(1e-9).log() / 1.15).softmax(-1) * (own.target > 0) for own in asked]
+        served = [p / p.sum(-1, keepdim=True) for p in served]
+        drift = Drift()
+        drift.add(with_tokens(asked[0], draw(served[0], generator)))
+        bounds = drift.bounds(level)
+        q = asked[1].draft
+        accepted = torch.minimum(q, 1.4 * served[1])
+        rest = (served[1] - q).clamp_min(0)
+        mistaken = accepted + (1 - accepted.sum(-1, keepdim=True)) * rest / rest.sum(-1, keepdim=True)
+        found = []
+        for law, allowed in ((served[1], bounds), (served[1], {}), (mistaken, bounds)):
+            evidence = Evidence(allowed)
+            evidence.add(with_tokens(asked[1], draw(law, generator)))
+            found.append(evidence.p_value <= level)
+        alarms, found_drift, found_mistake = alarms + found[0], found_drift + found[1], found_mistake + found[2]
+    assert (alarms, found_drift) == (0, 10) and found_mistake >= 9
+
+
+def test_the_shift_that_is_told_is_found_nine_times_in_ten():
+    generator, level, shift, runs = torch.Generator().manual_seed(22), 1e-3, 0.0, 60
+    count, found = 3000, 0
+    p = torch.full((count, 2), 0.5, dtype=torch.float64)
+    q = torch.tensor([0.9, 0.1], dtype=torch.float64).expand(count, 2)
+    nothing = torch.zeros(count, 2, dtype=torch.bool)
+    whole = DecidedTokens(torch.zeros(count, dtype=torch.int64), p, q, nothing, nothing[:, 0], torch.full((count,), -1))
+    for _ in range(runs):
+        tokens, moments, evidence = with_tokens(whole, draw(p, generator)), Drift(), Evidence()
+        moments.add(tokens)
+        name = "tokens drafted more often than they are the target's"
+        shift = moments.detectable(evidence, level)[name]  # of the probability of token 0
+        evidence.add(with_tokens(whole, draw(p + torch.tensor([shift, -shift]), generator)))
+        found += evidence.p_value <= level
+    assert 0.03 < shift < 0.06 and found >= 0.8 * runs

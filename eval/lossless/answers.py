@@ -1,0 +1,273 @@
+"""`draftsmith eval certify`: whether the answers that a server sampled follow the target, from the answers alone.
+
+The answers come from `data responses`, asked of a server that speculates. Every token is scored under the target here,
+and bets at the target's odds decide (`sampling.py`). A server computes in another type and with other kernels, so its
+tokens do not quite follow the target that runs here even without a drafter. How far they drift is measured first, on
+answers of the same server without its drafter, the control; the bets then pay only beyond that.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.text import Text
+from torch import Tensor
+
+from draftsmith.data.console import Table, log_note, print_table, print_text, table_from_cells
+from draftsmith.data.models.loading import check_device, load_lm, text_identity
+from draftsmith.data.settings import DraftSettings, check_not_negative
+from draftsmith.data.store.files import make_directory, write_json
+from draftsmith.data.store.manifest import Manifest, open_artefact, package_versions, resolved
+from draftsmith.data.store.rows import Rows
+from draftsmith.data.store.writer import sole_writer
+from draftsmith.eval.bench.runner import load_models
+from draftsmith.eval.lossless.sampling import (
+    MAX_GAP,
+    DecidedTokens,
+    DraftedPlace,
+    Drift,
+    Evidence,
+    decided_tokens,
+    ends_as_asked,
+)
+from draftsmith.eval.settings import Running
+from draftsmith.modules.decoding.protocols import Drafter, Outcome
+from draftsmith.modules.drafters.chains import chain_methods
+from draftsmith.modules.drafters.methods import Models, parse_methods
+from draftsmith.modules.sampling import TorchSource
+from draftsmith.modules.types import InputError, SamplingParams, between
+
+RESULTS = "certificate.json"
+CONTROL, SERVER = "control", "server"
+MOST_DRIFT = 0.05  # the strongest bet stakes 0.95 on a score's gain, which a drift may raise by this
+# Greedy: a token may lie this many times as far below the target's best one as any of the control.
+GAP_FACTOR = 1.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class CertifyConfig(DraftSettings, Running):
+    """Certify that a server's answers follow the target, at any temperature. The exit code is 1 if they do not.
+
+    Attributes:
+        target: The model that is served, in the weights that are served: a directory, hub id or GGUF file.
+        answers: Output of `data responses`, asked of the server that speculates.
+        control: The same of the server without its drafter, with as many answers or more.
+        output: Directory that receives certificate.json.
+        draft: What the server drafts with, if it is a model or head that runs here: bets on what it would draft find
+            several times smaller mistakes.
+        limit: Only the first so many answers; 0 takes all.
+        alpha: Highest probability that a server which follows the target fails.
+    """
+
+    target: str
+    answers: Path
+    control: Path | None = None
+    output: Path
+    limit: int = 0
+    alpha: float = 1e-3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_not_negative(self, "limit")
+        between("alpha", self.alpha, 0, 1)
+
+
+@dataclass(frozen=True)
+class ServerAnswers:
+    """Answers of a server, and how they were asked for."""
+
+    directory: Path
+    manifest: Manifest
+    rows: Rows
+
+    @classmethod
+    def open(cls, directory: Path, config: CertifyConfig) -> ServerAnswers:
+        manifest = open_artefact(directory, "responses", text_identity(config.target))
+        return cls(directory, manifest, Rows(directory, manifest, ["id", "input_ids", "loss_mask"], config.limit))
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(**(self.manifest.sampling or {}))
+
+    def __iter__(self) -> Iterator[tuple[str, list[int], list[int]]]:
+        """Yield the id, the tokens before each answer, and the answer's."""
+        for row in self.rows.iterate():
+            place = 0
+            for is_answer, run in itertools.groupby(row["loss_mask"]):
+                end = place + len(list(run))
+                if is_answer:
+                    yield row["id"], row["input_ids"][:place], row["input_ids"][place:end]
+                place = end
+
+    def ends_well(self, prompt: list[int], answer: list[int], models: Models) -> bool:
+        """Whether the answer ends with its first end token, or where it was cut."""
+        asked = self.manifest.config
+        room = min(asked["max_new_tokens"], models.target.info.max_position - len(prompt))
+        return ends_as_asked(answer, () if asked["ignore_eos"] else models.ends, room)
+
+
+@sole_writer()
+def run(config: CertifyConfig) -> int:
+    """Print and write the certificate; return 0 if the server follows the target, else 1.
+
+    Raises:
+        InputError: answers of another target, control answers that were asked for otherwise, or that drift too far.
+    """
+    check_device(config.device)
+    torch.set_num_threads(config.num_threads)
+    answers = {SERVER: ServerAnswers.open(config.answers, config)}
+    if config.control is not None:
+        answers = {CONTROL: ServerAnswers.open(config.control, config), **answers}
+        asked = [own.sampling for own in answers.values()]
+        if asked[0] != asked[1]:
+            raise InputError("control", f"answers with {asked[0]}", str(asked[1]), "Ask both servers alike.")
+    else:
+        log_note("No control: what the server's type and kernels change counts as a mistake of its speculation.")
+
+    params = answers[SERVER].sampling
+    models, drafter = load(config, params)
+    certify = certify_greedy if params.greedy else certify_sampled
+    rows = certify(config, models, drafter, answers)
+    result = {
+        "meta": {
+            "settings": resolved(config),
+            "sampling": answers[SERVER].manifest.sampling,
+            "target": models.target.info.identity,
+            "versions": package_versions(),
+        },
+        "passed": rows[-1]["passed"],
+        "answers": rows,
+    }
+    make_directory(config.output)
+    write_json(config.output / RESULTS, result)
+    print_table(certificate(rows))
+    if not params.greedy:
+        shifts = [f"a shift of {value:.3f} towards {name}" for name, value in rows[-1]["detectable"].items()]
+        print_text(
+            f"Temperature {params.temperature:g}. False alarms: {config.alpha:g} at most. In nine of ten runs of this"
+            f" length it finds {', or '.join(shifts)}."
+        )
+    log_note(f"Written to {config.output / RESULTS}")
+    return 0 if result["passed"] else 1
+
+
+def load(config: CertifyConfig, params: SamplingParams) -> tuple[Models, Drafter | None]:
+    """Load the target, and what drafts for it one token at a time."""
+    kinds = list(config.drafters)
+    if len(kinds) > 1:
+        raise InputError("draft", ", ".join(config.draft or ()), "one", "Pass what the server drafts with.")
+    named = [parse_methods(f"{chain_methods()[kind]}:k=1")[0] for kind in kinds]
+    target = load_lm(config.target, **config.loading)
+    longest = target.info.max_position
+    models = load_models(named, config.paths, longest, params, target, config.draft_precision, **config.loading)
+    return models, named[0].method.build(models, 1) if named else None
+
+
+def certify_sampled(
+    config: CertifyConfig, models: Models, drafter: Drafter | None, answers: dict[str, ServerAnswers]
+) -> list[dict[str, Any]]:
+    """Bet on the server's tokens, beyond what the control's drift. Returns a row for each set of answers.
+
+    Each is judged at half of alpha: the control's drift is known but for that, and the server fails with that.
+    """
+    drift, rows = Drift(), []
+    level = config.alpha / 2
+    for name, own in answers.items():
+        bounds = {} if name == CONTROL or not drift.count else drift.bounds(level)
+        if bounds and (most := max(abs(value) for pair in bounds.values() for value in pair)) > MOST_DRIFT:
+            remedy = "Make more control answers, or pass the --dtype and weights that are served."
+            raise InputError("control", f"a drift of up to {most:.3f}", f"at most {MOST_DRIFT}", remedy)
+        evidence, wrong_ends, count, moments = Evidence(bounds), 0, 0, Drift()
+        for _, prompt, answer in own:
+            wrong_ends += not own.ends_well(prompt, answer, models)
+            decided, impossible = decide(models, drafter, prompt, answer, own.sampling, config.seed)
+            evidence.impossible += impossible
+            evidence.add(decided)
+            (drift if name == CONTROL else moments).add(decided)
+            count += len(answer)
+        passed = not wrong_ends and evidence.p_value > level
+        row = {
+            "of": name,
+            "tokens": count,
+            "p_value": evidence.p_value,
+            "level": level,
+            "impossible": evidence.impossible,
+        }
+        row |= {"wrong_ends": wrong_ends, "strongest_bet": evidence.strongest, "passed": passed}
+        if name == SERVER:
+            row |= {"drift": bounds, "detectable": moments.detectable(evidence, level)}
+        rows.append(row)
+    return rows
+
+
+@torch.inference_mode()
+def decide(
+    models: Models, drafter: Drafter | None, prompt: list[int], answer: list[int], params: SamplingParams, seed: int
+) -> tuple[DecidedTokens, int]:
+    """Return what was known when each token of an answer was decided, and the number of impossible tokens.
+
+    With a drafter each token but the first is compared with what it would have drafted there, as the first of a round.
+    """
+    places = [DraftedPlace()] * len(answer)
+    if drafter is not None and len(answer) > 1:
+        ids = torch.tensor([[*prompt, *answer]], device=models.target.device)
+        features = models.target.features(ids, capture=drafter.capture)[0]
+        drafter.select([])
+        drafter.begin(0, prompt, features[: len(prompt)], answer[0])
+        source = TorchSource(seed)
+        for number, token in enumerate(answer[1:], len(prompt)):
+            (tree,) = drafter.propose([1], params, [source])
+            if tree.draft_prob is not None and len(tree.draft_prob):
+                places[number - len(prompt) + 1] = DraftedPlace(False, tree.draft_prob[0].clone())
+            state: Tensor = features[number : number + 1]  # of the last token before this one
+            drafter.advance([Outcome((token,), 0, state, models.target.lm_head(state))])
+    return decided_tokens(models.target, prompt, answer, places, (), params, MAX_GAP)
+
+
+@torch.inference_mode()
+def certify_greedy(
+    config: CertifyConfig, models: Models, drafter: Drafter | None, answers: dict[str, ServerAnswers]
+) -> list[dict[str, Any]]:
+    """Compare each token with the target's first choice: how often it differs, and by how much at most."""
+    rows: list[dict[str, Any]] = []
+    for name, own in answers.items():
+        largest, differing, count, wrong_ends, first = 0.0, 0, 0, 0, None
+        for number, prompt, answer in own:
+            wrong_ends += not own.ends_well(prompt, answer, models)
+            ids = torch.tensor([[*prompt, *answer]], device=models.target.device)
+            logits = models.target.lm_head(models.target.features(ids)[0, len(prompt) - 1 : -1]).double()
+            gap = logits.max(-1).values - logits.gather(-1, ids[0, len(prompt) :, None])[:, 0]  # [T]
+            places = gap.nonzero()[:, 0].tolist()
+            if places and first is None:
+                first = {"id": number, "token": places[0], "gap": float(gap[places[0]])}
+            largest = max(largest, float(gap.max()), key=lambda value: (value != value, value))
+            differing, count = differing + len(places), count + len(answer)
+        allowed = max([MAX_GAP, *(GAP_FACTOR * row["largest_gap"] for row in rows)])
+        row = {"of": name, "tokens": count, "differing": differing, "first_difference": first, "largest_gap": largest}
+        rows.append(
+            row | {"allowed": allowed, "wrong_ends": wrong_ends, "passed": not wrong_ends and largest <= allowed}
+        )
+    return rows
+
+
+def certificate(rows: list[dict[str, Any]]) -> Table:
+    """Return a table with a row for the control and for the server."""
+    cells = []
+    for row in rows:
+        finds = f"{row['wrong_ends']} answers end wrong" if row["wrong_ends"] else ""
+        verdict = Text("follows the target", "green") if row["passed"] else Text("does NOT follow it", "red")
+        if "p_value" in row:
+            if row["impossible"]:
+                finds = finds or f"{row['impossible']} impossible tokens"
+            found = f"{row['p_value']:.2g}"
+            finds = finds or ("" if row["passed"] else row["strongest_bet"])
+        else:
+            found = f"{row['differing']} differ, by {row['largest_gap']:.3f} at most"
+        cells.append((row["of"], f"{row['tokens']:,}", found, finds, verdict))
+    heading = "p" if "p_value" in rows[-1] else "from its first choice"
+    return table_from_cells("certificate", ("answers of", "tokens", heading, "finds", "verdict"), cells)
