@@ -119,6 +119,9 @@ SECTIONS: dict[str, dict[str, Command]] = {
             "eval.engines.gate:EngineCheckConfig", "What another system makes of a directory", ("directory",)
         ),
         "import": Command("data.export.import_head:ImportConfig", "A public head as one of ours", ("directory",)),
+        "repair": Command(
+            "data.heads.repair:RepairConfig", "What is wrong in a head's files, by how it drafts", ("directory",)
+        ),
     },
     "Measure": {
         "diagnose": Command("eval.diagnose:DiagnoseConfig", "Why a drafter drafts badly, and the remedy", ("draft",)),

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,12 @@ import transformers
 from tiny_models import tiny_llama_dir
 
 from draftsmith.data import prompts, responses
+from draftsmith.data.export.export import ExportConfig
+from draftsmith.data.export.export import run as export
 from draftsmith.data.heads.diagnosis import agreed, other_weights, template
 from draftsmith.data.heads.directory import build_head, load_draft_head, save_head, stored_tensors
+from draftsmith.data.heads.repair import RepairConfig, in_order
+from draftsmith.data.heads.repair import run as repair
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
@@ -150,6 +155,59 @@ def test_a_head_that_is_not_read_as_it_was_trained(world, diagnosed, sound, tmp_
         state = list(other_weights(state, trained.config.llama.head_dim))[planted][1]
     verdict = diagnosed(changed(world, sound, tmp_path / "head", state, **changes))["verdict"]
     assert verdict.startswith(f"Likeliest cause ({name}): ") and f"better with {reading}" in verdict
+
+
+def repaired(world, head: Path, output: Path) -> tuple[int, Any]:
+    code = repair(
+        RepairConfig(
+            directory=str(head), target=str(world.target), data=world.responses, output=output, limit=NUM_PROMPTS
+        )
+    )
+    written = output / "repaired"
+    return code, load_draft_head(written, load_lm(str(world.target))) if written.exists() else None
+
+
+@pytest.mark.parametrize("mistake", ["none", "layers", "order of layers", "switch", "pairs of q and k", "two at once"])
+def test_repair_finds_what_is_wrong_and_nothing_else(world, sound, tmp_path, capsys, mistake):
+    right = load_draft_head(sound, load_lm(str(world.target)))
+    state, layers = stored_tensors(right), tuple(layer + 1 for layer in LAYERS)
+    turned = next(other for label, other in other_weights(state, right.config.llama.head_dim) if "twice" in label)
+    reversed_layers = {name: in_order(name, tensor, (2, 1, 0)) for name, tensor in state.items()}
+    planted: dict[str, tuple[Any, dict[str, Any]]] = {
+        "none": (state, {}),
+        "layers": (state, {"capture": layers}),
+        "order of layers": (reversed_layers, {}),
+        "switch": (state, {"norm_output": not right.config.norm_output}),
+        "pairs of q and k": (turned, {}),
+        "two at once": (turned, {"capture": layers}),
+    }
+    weights, changes = planted[mistake]
+    code, found = repaired(world, changed(world, sound, tmp_path / "head", weights, **changes), tmp_path / "out")
+    out = capsys.readouterr().out
+    assert code == 0 and out.count("WRONG") == {"none": 0, "two at once": 2}.get(mistake, 1)
+    assert ("Nothing to repair." in out) == (found is None) == (mistake == "none")
+    if found is not None:
+        assert found.config == right.config
+        assert all(torch.equal(tensor, state[name]) for name, tensor in stored_tensors(found).items())
+
+
+def test_repair_of_another_systems_directory_says_what_its_files_should_hold(world, sound, tmp_path, capsys):
+    files, ids = tmp_path / "vllm", "eagle_aux_hidden_state_layer_ids"
+    assert export(ExportConfig(format="vllm", output=files, head=sound, target=str(world.target))) == 0
+    right = json.loads((files / "config.json").read_text())
+    wrong = {**right, ids: [number + 1 for number in right[ids]]}
+    (files / "config.json").write_text(json.dumps(wrong))
+    (files / "draftsmith.json").unlink()  # the record of what was exported, which a stranger's directory has not
+    capsys.readouterr()
+    code, found = repaired(world, files, tmp_path / "out")
+    assert code == 0 and found.config.capture == LAYERS
+    assert f"config.json {ids}: {wrong[ids]}, should be {right[ids]}" in " ".join(capsys.readouterr().out.split())
+    assert json.loads((tmp_path / "out" / "files" / "config.json").read_text())[ids] == right[ids]
+
+
+def test_repair_of_a_weak_head_says_that_it_is_weak(world, tmp_path, capsys):
+    code, found = repaired(world, trained_head(world, tmp_path / "run", passes=2, steps=8), tmp_path / "out")
+    assert (code, found) == (1, None) and "a weak head" in capsys.readouterr().out
 
 
 def test_a_draft_vocabulary_without_frequent_tokens(world, diagnosed, sound, tmp_path):

@@ -1,0 +1,248 @@
+"""`draftsmith repair`: find the reading of a head's files under which it drafts best, and write the head as that.
+
+Heads fail in servers without a word: layers counted from another one, another rotary base, rows of q and k in the order
+of another convention, a switch that no tensor shows. A reading changes one of these (`diagnosis.head_variants`). Each
+drafts from every position of the target's answers, whose states are computed once for all of them; a paired sign test
+says which drafts better than the files' own reading. What it finds is corrected, and the search goes on from there, so
+that several mistakes are found one after the other; where no single change helps, pairs are tried.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftsmith.data.console import log_note, print_facts, print_text
+from draftsmith.data.engines.own import generate_all
+from draftsmith.data.export.directory import read_package
+from draftsmith.data.export.export import ExportConfig
+from draftsmith.data.export.export import run as export
+from draftsmith.data.export.import_head import ImportConfig
+from draftsmith.data.export.import_head import run as import_head
+from draftsmith.data.heads.card import model_card
+from draftsmith.data.heads.diagnosis import (
+    STRONG,
+    HeadVariant,
+    better_variants,
+    head_variants,
+    measure,
+    right,
+)
+from draftsmith.data.heads.directory import build_head, head_fields, kind_at, load_draft_head, save_head, stored_tensors
+from draftsmith.data.models.loading import llama_shape, load_lm, text_identity, vocabulary_size
+from draftsmith.data.settings import Loading, check_positive
+from draftsmith.data.store.manifest import open_artefact
+from draftsmith.data.store.reading import read_object
+from draftsmith.data.store.rows import Rows
+from draftsmith.data.store.writer import occupied, sole_writer
+from draftsmith.modules.drafters.base import DraftHead
+from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.types import InputError, SamplingParams
+
+MOST_MISTAKES = 3
+ANSWERS_TOGETHER = 16
+DECLARED, REPAIRED, FILES = "as-declared", "repaired", "files"
+
+
+@dataclass(frozen=True)
+class RepairConfig(Loading):
+    """Find what is wrong in a head's files, by how it drafts under every plausible reading, and write it corrected.
+
+    Attributes:
+        directory: The head: one of ours, or of another system as for `import`.
+        target: The model that it drafts for: a directory, hub id or GGUF file.
+        data: Output of `data responses`, or of `data prompts`, which the target then answers here, greedily.
+        output: Directory that receives the head as declared (where it is another system's), repaired, and, as `files`,
+            in the format that it came in.
+        limit: Answers to draft on.
+        max_new_tokens: Length of the answers that are made here.
+    """
+
+    directory: str
+    target: str
+    data: Path
+    output: Path
+    limit: int = 24
+    max_new_tokens: int = 96
+
+    def __post_init__(self) -> None:
+        check_positive(self, "limit", "max_new_tokens")
+
+
+@dataclass(frozen=True)
+class Correction:
+    """A change of the reading. before, after: shares of first tokens that are right; positions: of so many drafts."""
+
+    factor: str
+    label: str
+    before: float
+    after: float
+    positions: int
+
+    @property
+    def text(self) -> str:
+        def share(value: float) -> str:
+            half = 1.96 * math.sqrt(value * (1 - value) / self.positions)
+            return f"{value:.1%} ({max(0.0, value - half):.1%} to {min(1.0, value + half):.1%})"
+
+        return f"{self.factor}: {self.label}; first tokens right {share(self.before)} before, {share(self.after)} so"
+
+
+@sole_writer()
+def run(config: RepairConfig) -> int:
+    """Print what is wrong and write the corrected head; return 0 if nothing is, or all was corrected, else 1.
+
+    Raises:
+        InputError: no head that is read, or another target's; an output that exists.
+    """
+    if occupied(config.output):
+        raise InputError("output", f"{config.output}, which exists", "a new directory", "Choose another, or remove it.")
+    directory, ours = Path(config.directory), kind_at(config.directory) is not None
+    if not ours:
+        directory = import_head(
+            ImportConfig(config.directory, config.output / DECLARED, config.target, engine=config.engine)
+        )
+    target = load_lm(config.target, **config.loading)
+    head, manifest = load_draft_head(directory, target), read_object(directory / "manifest.json", {})
+    try:
+        shape = llama_shape(target, config.target)
+    except InputError:  # of a family whose rotary settings are unknown
+        shape = None
+    repaired, corrections, first = search(head, shape, target, answers(config, target))
+
+    for correction in corrections:
+        print_text(f"WRONG {correction.text}")
+    if not corrections:
+        weak = f"a weak head, or another target's: train it on, or check --target (below {STRONG:.0%} nothing is sure)"
+        print_text(f"No reading drafts better than the files': first tokens right {first:.1%}.")
+        print_text("Nothing to repair." if first >= STRONG else f"Nothing to repair: {weak}.")
+        return 0 if first >= STRONG else 1
+    made = {**manifest, "repaired": [dataclasses.asdict(correction) for correction in corrections]}
+    card = model_card(repaired.kind, {**made, "head": head_fields(repaired)})
+    saved = save_head(config.output / REPAIRED, repaired, made, card)
+    log_note(f"The repaired head: {saved}")
+    if not ours:
+        producer, out = manifest["imported"]["producer"], config.output / FILES
+        export(ExportConfig(format=producer, output=out, head=saved, target=config.target, dtype=config.dtype))
+        print_facts({"changed": "; ".join(differences(config.directory, str(out))) or "nothing"})
+    return 0
+
+
+def answers(config: RepairConfig, target: CausalLM) -> list[dict[str, Any]]:
+    """Read answers of the target, or make them: rows with input_ids and loss_mask."""
+    manifest = open_artefact(config.data, ("responses", "prompts"), text_identity(config.target))
+    rows = list(Rows(config.data, manifest, None, config.limit, vocabulary_size(config.target)).iterate())
+    if "input_ids" in {spec.name for spec in manifest.fields}:
+        return rows
+    prompts = [row["prompt_ids"] for row in rows]
+    made = generate_all(target, prompts, SamplingParams(), config.max_new_tokens, ANSWERS_TOGETHER)
+    return [
+        {"input_ids": [*prompt, *answer], "loss_mask": [False] * len(prompt) + [True] * len(answer)}
+        for prompt, answer in zip(prompts, made, strict=True)
+    ]
+
+
+def search(
+    head: DraftHead, shape: LlamaConfig | None, target: CausalLM, rows: Sequence[Mapping[str, Any]]
+) -> tuple[DraftHead, list[Correction], float]:
+    """Return the head under its best reading, what that changes, and the share of right first tokens as it was read."""
+    corrections: list[Correction] = []
+    found, first = head, 0.0
+    for _ in range(MOST_MISTAKES):
+        variants = list(readings(found, shape, target.info.num_layers))
+        best, lengths = best_of(variants, target, rows)
+        if not corrections:
+            first = right(lengths[0])
+        if best is None and not corrections and first < STRONG:
+            pairs = [variants[0], *pairs_of(variants[1:], shape, target.info.num_layers)]
+            variants, (best, lengths) = pairs, best_of(pairs, target, rows)
+        if best is None:
+            break
+        chosen = variants[best]
+        corrections.append(
+            Correction(chosen.factor, chosen.label, right(lengths[0]), right(lengths[best]), len(lengths[0]))
+        )
+        found = settled(chosen)
+    return found, corrections, first
+
+
+def best_of(
+    variants: Sequence[HeadVariant], target: CausalLM, rows: Sequence[Mapping[str, Any]]
+) -> tuple[int | None, list[torch.Tensor]]:
+    """Return the number of the variant that drafts best, if it is better than the first, and all accepted lengths."""
+    lengths = measure(target, rows, variants, 2).lengths
+    better = better_variants(lengths[0], {str(number): own for number, own in enumerate(lengths) if number})
+    return (int(better[0]) if better else None), lengths
+
+
+def readings(head: DraftHead, shape: LlamaConfig | None, num_layers: int) -> Iterator[HeadVariant]:
+    """Yield the readings that a head's directory can hold: of EAGLE-1's layer none says where it lies."""
+    for variant in head_variants(head, shape, num_layers):
+        if variant.factor != "layers" or hasattr(head.config, "capture"):
+            yield variant
+
+
+def pairs_of(singles: Sequence[HeadVariant], shape: LlamaConfig | None, num_layers: int) -> Iterator[HeadVariant]:
+    """Yield readings with two changes of different kinds."""
+    kinds = list(dict.fromkeys(single.factor for single in singles))
+    for single in singles:
+        for second in readings(settled(single), shape, num_layers):
+            if second.factor in kinds[kinds.index(single.factor) + 1 :]:
+                label, factor = f"{single.label}, {second.label}", f"{single.factor}, {second.factor}"
+                yield dataclasses.replace(second, label=label, factor=factor)
+
+
+def settled(variant: HeadVariant) -> DraftHead:
+    """Return the variant's head with its layers in its config, which has them in ascending order."""
+    head, layers = variant.head, variant.layers
+    if layers == head.capture or not hasattr(head.config, "capture"):
+        return head
+    order = sorted(range(len(layers)), key=layers.__getitem__)
+    state = {name: in_order(name, tensor, order) for name, tensor in stored_tensors(head).items()}
+    norms = [state.get(f"fc_norm.{place}.weight") for place in order]  # EAGLE-3.1 has one for each layer
+    state |= {f"fc_norm.{place}.weight": norm for place, norm in enumerate(norms) if norm is not None}
+    other = build_head(head.kind, dataclasses.replace(head.config, capture=tuple(sorted(layers))), state)
+    return other.eval().to(next(head.parameters()).device)
+
+
+def in_order(name: str, tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """Return a tensor of a head with the parts that read the target's states in another order of their layers."""
+    dimension = {"fc.weight": 1, "input_norm.weight": 0}.get(name)
+    if dimension is None:
+        return tensor
+    parts = tensor.chunk(len(order), dimension)
+    return torch.cat([parts[place] for place in order], dimension)
+
+
+def differences(declared: str, corrected: str) -> list[str]:
+    """Say what differs between two directories of one format: fields of config.json, and tensors by name."""
+    was, now = read_package(declared), read_package(corrected)
+    flat = [dict(leaves(package.config)) for package in (was, now)]
+    changed = [
+        f"config.json {name}: {flat[0][name]!r}, should be {flat[1][name]!r}"
+        for name in flat[0]
+        if name in flat[1] and flat[0][name] != flat[1][name]
+    ]
+    both = was.all_tensors(), now.all_tensors()
+    tensors = [
+        name
+        for name in sorted(both[0].keys() & both[1].keys())
+        if not torch.equal(both[0][name].to(both[1][name].dtype), both[1][name])
+    ]
+    return changed + [f"weights {', '.join(tensors)}"] * bool(tensors)
+
+
+def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the settings of nested objects by their dotted names."""
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
