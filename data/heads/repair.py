@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 
-from draftsmith.data.console import log_note, print_facts, print_text
+from draftsmith.data.console import log_note, print_text
 from draftsmith.data.engines.own import generate_all
-from draftsmith.data.export.directory import read_package
 from draftsmith.data.export.export import ExportConfig
 from draftsmith.data.export.export import run as export
 from draftsmith.data.export.import_head import ImportConfig
@@ -42,6 +41,8 @@ from draftsmith.data.store.reading import read_object
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.writer import occupied, sole_writer
 from draftsmith.modules.drafters.base import DraftHead
+from draftsmith.modules.formats import formats
+from draftsmith.modules.formats.base import HeadFormat
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
@@ -131,7 +132,8 @@ def run(config: RepairConfig) -> int:
     if not ours:
         producer, out = manifest["imported"]["producer"], config.output / FILES
         export(ExportConfig(format=producer, output=out, head=saved, target=config.target, dtype=config.dtype))
-        print_facts({"changed": "; ".join(differences(config.directory, str(out))) or "nothing"})
+        changed = differences(formats()[producer, head.kind], head, repaired)
+        print_text("\n".join(f"CHANGED {one}" for one in changed))
     return 0
 
 
@@ -221,21 +223,17 @@ def in_order(name: str, tensor: torch.Tensor, order: Sequence[int]) -> torch.Ten
     return torch.cat([parts[place] for place in order], dimension)
 
 
-def differences(declared: str, corrected: str) -> list[str]:
-    """Say what differs between two directories of one format: fields of config.json, and tensors by name."""
-    was, now = read_package(declared), read_package(corrected)
-    flat = [dict(leaves(package.config)) for package in (was, now)]
+def differences(format: HeadFormat, declared: DraftHead, corrected: DraftHead) -> list[str]:
+    """Say what differs between two heads in the files of a format: settings of config.json, and tensors by name."""
+    # Without the target's facts, which would leave out what servers take as given.
+    was, now = (format.write(head.config, stored_tensors(head), torch.float32) for head in (declared, corrected))
+    settings = [dict(leaves(package.config)) for package in (was, now)]
     changed = [
-        f"config.json {name}: {flat[0][name]!r}, should be {flat[1][name]!r}"
-        for name in flat[0]
-        if name in flat[1] and flat[0][name] != flat[1][name]
+        f"config.json {name}: {settings[0].get(name)!r}, should be {settings[1].get(name)!r}"
+        for name in settings[0] | settings[1]
+        if settings[0].get(name) != settings[1].get(name)
     ]
-    both = was.all_tensors(), now.all_tensors()
-    tensors = [
-        name
-        for name in sorted(both[0].keys() & both[1].keys())
-        if not torch.equal(both[0][name].to(both[1][name].dtype), both[1][name])
-    ]
+    tensors = [name for name, tensor in was.tensors.items() if not torch.equal(tensor, now.tensors[name])]
     return changed + [f"weights {', '.join(tensors)}"] * bool(tensors)
 
 
