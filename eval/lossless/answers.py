@@ -59,7 +59,7 @@ class CertifyConfig(DraftSettings, Running):
         control: The same of the server without its drafter, with as many answers or more.
         output: Directory that receives certificate.json.
         draft: What the server drafts with, if it is a model or head that runs here: bets on what it would draft find
-            several times smaller mistakes.
+            smaller mistakes.
         limit: Only the first so many answers; 0 takes all.
         alpha: Highest probability that a server which follows the target fails.
     """
@@ -130,7 +130,8 @@ def run(config: CertifyConfig) -> int:
         log_note("No control: what the server's type and kernels change counts as a mistake of its speculation.")
 
     params = answers[SERVER].sampling
-    models, drafter = load(config, params)
+    longest = max(len(row["input_ids"]) for own in answers.values() for row in own.rows.iterate())
+    models, drafter = load(config, params, longest)
     certify = certify_greedy if params.greedy else certify_sampled
     rows = certify(config, models, drafter, answers)
     result = {
@@ -156,14 +157,13 @@ def run(config: CertifyConfig) -> int:
     return 0 if result["passed"] else 1
 
 
-def load(config: CertifyConfig, params: SamplingParams) -> tuple[Models, Drafter | None]:
-    """Load the target, and what drafts for it one token at a time."""
+def load(config: CertifyConfig, params: SamplingParams, longest: int) -> tuple[Models, Drafter | None]:
+    """Load the target, and what drafts for it one token at a time. longest: tokens of a prompt with its answer."""
     kinds = list(config.drafters)
     if len(kinds) > 1:
         raise InputError("draft", ", ".join(config.draft or ()), "one", "Pass what the server drafts with.")
     named = [parse_methods(f"{chain_methods()[kind]}:k=1")[0] for kind in kinds]
     target = load_lm(config.target, **config.loading)
-    longest = target.info.max_position
     models = load_models(named, config.paths, longest, params, target, config.draft_precision, **config.loading)
     return models, named[0].method.build(models, 1) if named else None
 
@@ -180,25 +180,28 @@ def certify_sampled(
     for name, own in answers.items():
         bounds = {} if name == CONTROL or not drift.count else drift.bounds(level)
         if bounds and (most := max(abs(value) for pair in bounds.values() for value in pair)) > MOST_DRIFT:
+            found = f"a drift of up to {most:.3f} by {drift.count:,} tokens"
             remedy = "Make more control answers, or pass the --dtype and weights that are served."
-            raise InputError("control", f"a drift of up to {most:.3f}", f"at most {MOST_DRIFT}", remedy)
+            raise InputError("control", found, f"one below {MOST_DRIFT}", remedy)
         evidence, wrong_ends, count, moments = Evidence(bounds), 0, 0, Drift()
         for _, prompt, answer in own:
             wrong_ends += not own.ends_well(prompt, answer, models)
             decided, impossible = decide(models, drafter, prompt, answer, own.sampling, config.seed)
             evidence.impossible += impossible
-            evidence.add(decided)
-            (drift if name == CONTROL else moments).add(decided)
+            for part in decided.parts():
+                evidence.add(part)
+                (drift if name == CONTROL else moments).add(part)
             count += len(answer)
-        passed = not wrong_ends and evidence.p_value > level
         row = {
             "of": name,
             "tokens": count,
             "p_value": evidence.p_value,
             "level": level,
             "impossible": evidence.impossible,
+            "wrong_ends": wrong_ends,
+            "strongest_bet": evidence.strongest,
+            "passed": not wrong_ends and evidence.p_value > level,
         }
-        row |= {"wrong_ends": wrong_ends, "strongest_bet": evidence.strongest, "passed": passed}
         if name == SERVER:
             row |= {"drift": bounds, "detectable": moments.detectable(evidence, level)}
         rows.append(row)
@@ -264,7 +267,7 @@ def certificate(rows: list[dict[str, Any]]) -> Table:
         if "p_value" in row:
             if row["impossible"]:
                 finds = finds or f"{row['impossible']} impossible tokens"
-            found = f"{row['p_value']:.2g}"
+            found = f"{row['p_value']:.2g}" if row["p_value"] or row["impossible"] else "below 1e-300"
             finds = finds or ("" if row["passed"] else row["strongest_bet"])
         else:
             found = f"{row['differing']} differ, by {row['largest_gap']:.3f} at most"
