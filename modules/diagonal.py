@@ -138,7 +138,7 @@ def _causal_backward(
 
 
 def _takes_flash(query: Tensor) -> bool:
-    """Whether FlashAttention computes this: half precision, from Ampere on, heads of a multiple of 8."""
+    """Return whether FlashAttention supports it: half precision, Ampere or later, a head size of 8 n up to 256."""
     half = query.dtype in (torch.float16, torch.bfloat16)
     modern = query.device.type != "cuda" or torch.cuda.get_device_capability(query.device) >= (8, 0)
     return half and modern and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256

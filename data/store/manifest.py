@@ -228,7 +228,7 @@ def file_sha256(path: Path) -> str:
 def package_versions() -> dict[str, str]:
     """Return the versions of the installed packages that an artefact's content may depend on.
 
-    A borrowed machine may lack `datasets`, and run a checkout that nobody installed.
+    A machine may lack `datasets`, or run a checkout that is not installed.
     """
     versions = {}
     for name in PACKAGES:

@@ -58,8 +58,8 @@ class CertifyConfig(DraftSettings, Running):
         answers: Output of `data responses`, asked of the server that speculates.
         control: The same of the server without its drafter, with as many answers or more.
         output: Directory that receives certificate.json.
-        draft: What the server drafts with, if it is a model or head that runs here: bets on what it would draft find
-            smaller mistakes.
+        draft: The model or head that the server drafts with, if it runs here. Its distribution at every token makes
+            smaller mistakes visible.
         limit: Only the first so many answers; 0 takes all.
         alpha: Highest probability that a server which follows the target fails.
     """
@@ -105,7 +105,7 @@ class ServerAnswers:
                 place = end
 
     def ends_well(self, prompt: list[int], answer: list[int], models: Models) -> bool:
-        """Whether the answer ends with its first end token, or where it was cut."""
+        """Return whether the answer ends with its first end token, or at its length limit."""
         asked = self.manifest.config
         room = min(asked["max_new_tokens"], models.target.info.max_position - len(prompt))
         return ends_as_asked(answer, () if asked["ignore_eos"] else models.ends, room)
@@ -173,7 +173,7 @@ def certify_sampled(
 ) -> list[dict[str, Any]]:
     """Bet on the server's tokens, beyond what the control's drift. Returns a row for each set of answers.
 
-    Each is judged at half of alpha: the control's drift is known but for that, and the server fails with that.
+    The control's bounds and the bets on the server each fail with at most half of alpha.
     """
     drift, rows = Drift(), []
     level = config.alpha / 2
@@ -214,7 +214,7 @@ def decide(
 ) -> tuple[DecidedTokens, int]:
     """Return what was known when each token of an answer was decided, and the number of impossible tokens.
 
-    With a drafter each token but the first is compared with what it would have drafted there, as the first of a round.
+    With a drafter, every token but the first is compared with the distribution of a draft that begins there.
     """
     places = [DraftedPlace()] * len(answer)
     if drafter is not None and len(answer) > 1:

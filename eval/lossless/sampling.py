@@ -37,7 +37,7 @@ SCORES = (
     "high token ids, drafted later",
     "high token ids, the target's own",
 )
-SHIFTS = SCORES[:3]  # whose smallest detectable shift is told
+SHIFTS = SCORES[:3]  # whose smallest detectable shift is reported
 POWER_SIGMAS = 1.28  # of a normal variable, exceeded with probability 0.9 from below
 TOKENS, COPIES = "single tokens", "the answer before"
 CELLS = 2**21  # entries of [N, V] that are tested at once
@@ -246,7 +246,7 @@ class Evidence:
 
 
 def score_gains(tokens: DecidedTokens) -> dict[str, Tensor]:
-    """Return by score what it gains at each token, [N]: a score in [0, 1] minus its mean under the target.
+    """Return what each score gains at each token, [N]: a score in [0, 1] minus its mean under the target.
 
     A score is 0 where it says nothing about a token.
     """

@@ -311,7 +311,7 @@ class RowPool:
             if row.done:
                 finished.append(row)
             if self._on_round is None and (drafter is None or row.done):
-                continue  # nobody reads the rest
+                continue  # what follows is for the drafter and on_round
             # Of the root and the nodes; what lies behind them is undefined.
             logits, features = scores.logits[place, : tree.num_read + 1], scores.features[place]
             if self._on_round is not None:

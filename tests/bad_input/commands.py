@@ -87,6 +87,10 @@ ROWS = [
     Row("diagnose: few answers", f"diagnose {{draft}} --data {{responses}} --limit 3 {TARGET}", ("3 answers", "8 or")),
     Row("diagnose: no drafter", f"diagnose {{acceptance}} --data {{responses}} {TARGET}", ("acceptance", "a drafter")),
     Row("diagnose: no answers", f"diagnose {{eagle}} --data {{prompts}} {TARGET}", ("prompts without answers",)),
+    Row("repair: nothing there", f"repair x/y --data {{responses}} {TARGET}{OUT}", ("x/y",)),
+    Row("repair: no drafter", f"repair {{acceptance}} --data {{responses}} {TARGET}{OUT}", ("acceptance", "a drafter")),
+    Row("repair: no answers", f"repair {{eagle}} --data {{responses}} --limit 0 {TARGET}{OUT}", ("limit", "0")),
+    Row("repair: features", f"repair {{eagle}} --data {{features}} {TARGET}{OUT}", ("features", "responses")),
     Row("inspect: a model", "data inspect {target}", ("manifest.json",)),
     Row("inspect: a row past the last", "data inspect {prompts} --row 999", ("row", "999")),
     # Training and its plan.

@@ -184,7 +184,7 @@ MUTANTS = [
     # -- what is kept, and what is counted
     Mutant("loop-keeps-the-wrong-slots", LOOP, "[first + node for node in read_path]",
            "[first - 1 + node for node in read_path]", (f"{EXACT}::test_at_temperature_zero_the_distribution_is_one_answer_the_argmax_of_every_row[tree]",)),
-    Mutant("loop-features-of-a-tree-as-of-a-chain", LOOP, "if read_path and read_path[-1] != count - 2:", "if False:",
+    Mutant("loop-features-of-a-tree-as-of-a-chain", LOOP, "if path and path[-1] != count - 2:", "if False:",
            (f"{LIMITS}::test_drafters_hear_of_every_token_and_of_the_features_of_those_read[tree]",)),
     Mutant("loop-watchers-hear-of-cut-tokens", LOOP, "accepted = min(num_accepted, len(appended))", "accepted = num_accepted",
            (f"{LIMITS}::test_watchers_hear_of_what_was_emitted",)),
