@@ -122,6 +122,7 @@ def run(config: ImportConfig) -> Path:
             "sha256": {file.name: file_sha256(file) for file in weight_files(package_directory(config.directory))},
             format.reads: getattr(config, format.reads),
             "notes": list(imported.notes),
+            "problems": [f"{problem.where}: {problem.text}" for problem in imported.problems],
         },
         **made_with(),
     }

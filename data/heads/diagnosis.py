@@ -20,7 +20,7 @@ from torch import Tensor
 
 from draftsmith.data.engines.own import RowUniforms, generate_all
 from draftsmith.data.heads.directory import build_head, load_draft_head, stored_tensors
-from draftsmith.data.models.loading import llama_shape, tokenizer_identity
+from draftsmith.data.models.loading import llama_shape, load_tokenizer, tokenizer_identity
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.reading import read_object
 from draftsmith.data.text.answers import Supervision, spans
@@ -62,6 +62,7 @@ COMPARED = 2  # tokens of a variant's draft: the second shows what a head learne
 LONGEST = ("num_heads", "drafts")  # fields of a config that limit its drafts
 SWITCHES = ("norm_output", "norm_before_residual")  # of EAGLE-3 heads; no tensor shows them
 JOINT = ("fc.weight", *(f"layer.self_attn.{name}_proj.weight" for name in "qkv"))  # weights of [embedding; state]
+MOST_MASKS = 32  # Llama 3 has 256 special tokens
 ROTATED = ("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")
 
 
@@ -103,6 +104,7 @@ class TextMeasures:
             were right and equal to the text; of the first variant.
         lengths: per variant, how many tokens of the draft from each position [N] the target would accept, at most
             COMPARED.
+        per_text: number of those positions in each text.
         unknown: shares of the answers' tokens and of the target's first choices that the first variant cannot draft.
     """
 
@@ -110,6 +112,7 @@ class TextMeasures:
     perplexity: float
     agreement: list[float]
     lengths: list[Tensor]
+    per_text: list[int]
     unknown: tuple[float, float]
 
 
@@ -141,7 +144,7 @@ def diagnose(directory: Path, target: CausalLM, name: str, rows: Rows, data: Man
         shape = llama_shape(target, name)
     except InputError:  # of a family whose rotary settings are unknown
         shape = None
-    variants = head_variants(head, shape, target.info.num_layers)
+    variants = head_variants(head, shape, target.info.num_layers, mask_tokens(name, target.info.vocab_size))
     # Medusa has a head for each token, a block a slot.
     depth = min(TOKENS, *(getattr(variant.head.config, name, TOKENS) for variant in variants for name in LONGEST))
     measures = measure(target, rows, variants, depth)
@@ -180,8 +183,13 @@ def diagnose(directory: Path, target: CausalLM, name: str, rows: Rows, data: Man
     return "\n".join(lines)
 
 
-def head_variants(head: DraftHead, target: LlamaConfig | None, num_layers: int) -> list[HeadVariant]:
-    """Return the head as it is, then with one factor changed each. target: its sizes, if they are known."""
+def head_variants(
+    head: DraftHead, target: LlamaConfig | None, num_layers: int, masks: Sequence[int] = ()
+) -> list[HeadVariant]:
+    """Return the head as it is, then with one factor changed each.
+
+    target: its sizes, if they are known. masks: tokens that may fill a block drafter's slots (`mask_tokens`).
+    """
     layers = head.capture or (num_layers,)
     shifted = [tuple(layer + by for layer in layers) for by in (-1, 1)]
     shifted += [default_layers(num_layers)] * (head.kind == "eagle3" and len(head.capture) == 3)
@@ -211,16 +219,36 @@ def head_variants(head: DraftHead, target: LlamaConfig | None, num_layers: int) 
     joint = () if isinstance(head.config, BlockConfig) else JOINT
     for label, state in other_weights(weights, llama.head_dim, joint):
         add("weights", label, state)
-    if isinstance(head.config, BlockConfig):
-        for label, other in other_readings(head.config, num_layers):
-            if other.layout != head.config.layout:
-                add("layout", label, layout=other.layout)
-    for name in SWITCHES:
-        if hasattr(head.config, name):
-            on = getattr(head.config, name)
-            switched: dict[str, Any] = {name: not on}
-            add("switches", f"{name} {'off' if on else 'on'}", **switched)
+    for factor, label, changes in other_settings(head.config, num_layers, masks):
+        add(factor, label, **changes)
     return variants
+
+
+def other_settings(config: Any, num_layers: int, masks: Sequence[int]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield other settings of a head that its tensors would fit as well: factor, label, changes of its config."""
+    if isinstance(config, BlockConfig):
+        for label, other in other_readings(config, num_layers):
+            if other.layout != config.layout:
+                yield "layout", label, {"layout": other.layout}
+        for token in masks:
+            if token != config.mask_token:
+                yield "mask token", f"mask token {token}", {"mask_token": token}
+    for name in SWITCHES:
+        if hasattr(config, name):
+            on = getattr(config, name)
+            yield "switches", f"{name} {'off' if on else 'on'}", {name: not on}
+
+
+def mask_tokens(name: str, vocab_size: int) -> list[int]:
+    """Return the tokens of a target that block drafters take for their mask.
+
+    These are its special tokens, the first id that is no token, and the last one (the published heads' mask tokens are
+    of these). name: of the target, for its tokenizer.
+    """
+    tokenizer = load_tokenizer(name)
+    special = [token for token, added in sorted(tokenizer.added_tokens_decoder.items()) if added.special]
+    ids = dict.fromkeys([*special[:MOST_MASKS], len(tokenizer), vocab_size - 1])
+    return [token for token in ids if token < vocab_size]
 
 
 def other_weights(
@@ -258,6 +286,7 @@ def measure(target: CausalLM, rows: Rows, variants: Sequence[HeadVariant] = (), 
     depths = [depth, *[min(depth, COMPARED)] * len(variants)][: len(variants)]
     drafting = [variant.head.branches(target, own) for variant, own in zip(variants, depths, strict=True)]
     tally, lengths = torch.zeros(2, depth), [[torch.zeros(0, dtype=torch.long)] for _ in variants]
+    per_text: list[int] = []
     sums = torch.zeros(5, dtype=torch.float64)  # tokens, chosen, -log p, unknown tokens, unknown choices
     for row in rows:
         ids, mask = torch.tensor(row["input_ids"][:context]), torch.tensor(row["loss_mask"][:context], dtype=torch.bool)
@@ -279,13 +308,15 @@ def measure(target: CausalLM, rows: Rows, variants: Sequence[HeadVariant] = (), 
             hit, compared = agreed(drafted.tokens.cpu(), starts, ids, choices)  # [S, K] each
             lengths[number].append(hit.sum(1).clamp_max(COMPARED))
             if number == 0:
+                per_text.append(len(starts))
                 tally += torch.stack([hit.sum(0), compared.sum(0)])
                 known = branches.lm_head(drafted.hidden[:1, 0])[0].isfinite().cpu()  # [V]
                 sums[3:] += torch.stack([(~known[tokens]).sum() for tokens in (ids[places + 1], choices[places])])
     _, chosen, surprise, *unknown = (sums / sums[0].clamp_min(1)).tolist()
     agreement = [hits / count for hits, count in tally.T.tolist() if count]
     joined = [torch.cat(own) for own in lengths]
-    return TextMeasures(chosen, math.exp(min(surprise, 100.0)), agreement, joined, (unknown[0], unknown[1]))
+    perplexity = math.exp(min(surprise, 100.0))
+    return TextMeasures(chosen, perplexity, agreement, joined, per_text, (unknown[0], unknown[1]))
 
 
 def agreed(drafted: Tensor, starts: Tensor, ids: Tensor, choices: Tensor) -> Tensor:

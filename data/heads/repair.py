@@ -10,13 +10,13 @@ that several mistakes are found one after the other; where no single change help
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from draftsmith.data.console import log_note, print_text
 from draftsmith.data.engines.own import generate_all
@@ -28,8 +28,10 @@ from draftsmith.data.heads.card import model_card
 from draftsmith.data.heads.diagnosis import (
     STRONG,
     HeadVariant,
+    TextMeasures,
     better_variants,
     head_variants,
+    mask_tokens,
     measure,
     right,
 )
@@ -78,22 +80,35 @@ class RepairConfig(Loading):
 
 
 @dataclass(frozen=True)
+class Share:
+    """Share of drafts whose first token is right. half: of its 95 % interval, by texts."""
+
+    value: float
+    half: float
+
+    @classmethod
+    def of(cls, lengths: Tensor, per_text: Sequence[int]) -> Share:
+        """Measure the accepted lengths [N] of drafts, so many in each text; those of a text are not independent."""
+        hits, value = (lengths > 0).double(), right(lengths)
+        off = torch.stack([(part - value).sum() for part in hits.split(list(per_text))])
+        return cls(value, 1.96 * float(off.square().sum().sqrt()) / len(hits))
+
+    def __str__(self) -> str:
+        return f"{self.value:.1%} ({max(0.0, self.value - self.half):.1%} to {min(1.0, self.value + self.half):.1%})"
+
+
+@dataclass(frozen=True)
 class Correction:
-    """A change of the reading. before, after: shares of first tokens that are right; positions: of so many drafts."""
+    """A change of the reading, and how the head drafts before and after it."""
 
     factor: str
     label: str
-    before: float
-    after: float
-    positions: int
+    before: Share
+    after: Share
 
     @property
     def text(self) -> str:
-        def share(value: float) -> str:
-            half = 1.96 * math.sqrt(value * (1 - value) / self.positions)
-            return f"{value:.1%} ({max(0.0, value - half):.1%} to {min(1.0, value + half):.1%})"
-
-        return f"{self.factor}: {self.label}; first tokens right {share(self.before)} before, {share(self.after)} so"
+        return f"{self.factor}: {self.label}; first tokens right {self.before} before, {self.after} so"
 
 
 @sole_writer()
@@ -116,15 +131,18 @@ def run(config: RepairConfig) -> int:
         shape = llama_shape(target, config.target)
     except InputError:  # of a family whose rotary settings are unknown
         shape = None
-    repaired, corrections, first = search(head, shape, target, answers(config, target))
+    masks = mask_tokens(config.target, target.info.vocab_size)
+    repaired, corrections, first = search(head, shape, target, answers(config, target), masks)
 
-    for correction in corrections:
-        print_text(f"WRONG {correction.text}")
-    if not corrections:
+    # What `import` corrected, since the head's own system would read it otherwise.
+    misread = [] if ours else manifest["imported"]["problems"]
+    for wrong in (*misread, *(correction.text for correction in corrections)):
+        print_text(f"WRONG {wrong}")
+    if not corrections and not misread:
         weak = f"a weak head, or another target's: train it on, or check --target (below {STRONG:.0%} nothing is sure)"
-        print_text(f"No reading drafts better than the files': first tokens right {first:.1%}.")
-        print_text("Nothing to repair." if first >= STRONG else f"Nothing to repair: {weak}.")
-        return 0 if first >= STRONG else 1
+        print_text(f"No reading drafts better than the files': first tokens right {first}.")
+        print_text("Nothing to repair." if first.value >= STRONG else f"Nothing to repair: {weak}.")
+        return 0 if first.value >= STRONG else 1
     made = {**manifest, "repaired": [dataclasses.asdict(correction) for correction in corrections]}
     card = model_card(repaired.kind, {**made, "head": head_fields(repaired)})
     saved = save_head(config.output / REPAIRED, repaired, made, card)
@@ -152,50 +170,56 @@ def answers(config: RepairConfig, target: CausalLM) -> list[dict[str, Any]]:
 
 
 def search(
-    head: DraftHead, shape: LlamaConfig | None, target: CausalLM, rows: Sequence[Mapping[str, Any]]
-) -> tuple[DraftHead, list[Correction], float]:
+    head: DraftHead,
+    shape: LlamaConfig | None,
+    target: CausalLM,
+    rows: Sequence[Mapping[str, Any]],
+    masks: Sequence[int] = (),
+) -> tuple[DraftHead, list[Correction], Share]:
     """Return the head under its best reading, what that changes, and the share of right first tokens as it was read."""
     corrections: list[Correction] = []
-    found, first = head, 0.0
+    found, first = head, Share(0.0, 0.0)
+
+    def readings(head: DraftHead) -> Iterator[HeadVariant]:
+        """Yield the readings that a head's directory can hold: of EAGLE-1's layer none says where it lies."""
+        for variant in head_variants(head, shape, target.info.num_layers, masks):
+            if variant.factor != "layers" or hasattr(head.config, "capture"):
+                yield variant
+
     for _ in range(MOST_MISTAKES):
-        variants = list(readings(found, shape, target.info.num_layers))
-        best, lengths = best_of(variants, target, rows)
+        variants = list(readings(found))
+        best, measured = best_of(variants, target, rows)
         if not corrections:
-            first = right(lengths[0])
-        if best is None and not corrections and first < STRONG:
-            pairs = [variants[0], *pairs_of(variants[1:], shape, target.info.num_layers)]
-            variants, (best, lengths) = pairs, best_of(pairs, target, rows)
+            first = Share.of(measured.lengths[0], measured.per_text)
+        if best is None and not corrections and first.value < STRONG:
+            variants = [variants[0], *pairs_of(variants[1:], readings)]
+            best, measured = best_of(variants, target, rows)
         if best is None:
             break
         chosen = variants[best]
-        corrections.append(
-            Correction(chosen.factor, chosen.label, right(lengths[0]), right(lengths[best]), len(lengths[0]))
-        )
+        before, after = (Share.of(measured.lengths[number], measured.per_text) for number in (0, best))
+        corrections.append(Correction(chosen.factor, chosen.label, before, after))
         found = settled(chosen)
     return found, corrections, first
 
 
 def best_of(
     variants: Sequence[HeadVariant], target: CausalLM, rows: Sequence[Mapping[str, Any]]
-) -> tuple[int | None, list[torch.Tensor]]:
-    """Return the number of the variant that drafts best, if it is better than the first, and all accepted lengths."""
-    lengths = measure(target, rows, variants, 2).lengths
-    better = better_variants(lengths[0], {str(number): own for number, own in enumerate(lengths) if number})
-    return (int(better[0]) if better else None), lengths
+) -> tuple[int | None, TextMeasures]:
+    """Return the number of the variant that drafts best, if it is better than the first, and what was measured."""
+    measured = measure(target, rows, variants, 2)
+    others = {str(number): own for number, own in enumerate(measured.lengths) if number}
+    better = better_variants(measured.lengths[0], others)
+    return (int(better[0]) if better else None), measured
 
 
-def readings(head: DraftHead, shape: LlamaConfig | None, num_layers: int) -> Iterator[HeadVariant]:
-    """Yield the readings that a head's directory can hold: of EAGLE-1's layer none says where it lies."""
-    for variant in head_variants(head, shape, num_layers):
-        if variant.factor != "layers" or hasattr(head.config, "capture"):
-            yield variant
-
-
-def pairs_of(singles: Sequence[HeadVariant], shape: LlamaConfig | None, num_layers: int) -> Iterator[HeadVariant]:
+def pairs_of(
+    singles: Sequence[HeadVariant], readings: Callable[[DraftHead], Iterator[HeadVariant]]
+) -> Iterator[HeadVariant]:
     """Yield readings with two changes of different kinds."""
     kinds = list(dict.fromkeys(single.factor for single in singles))
     for single in singles:
-        for second in readings(settled(single), shape, num_layers):
+        for second in readings(settled(single)):
             if second.factor in kinds[kinds.index(single.factor) + 1 :]:
                 label, factor = f"{single.label}, {second.label}", f"{single.factor}, {second.factor}"
                 yield dataclasses.replace(second, label=label, factor=factor)
@@ -214,7 +238,7 @@ def settled(variant: HeadVariant) -> DraftHead:
     return other.eval().to(next(head.parameters()).device)
 
 
-def in_order(name: str, tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+def in_order(name: str, tensor: Tensor, order: Sequence[int]) -> Tensor:
     """Return a tensor of a head with the parts that read the target's states in another order of their layers."""
     dimension = {"fc.weight": 1, "input_norm.weight": 0}.get(name)
     if dimension is None:

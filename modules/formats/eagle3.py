@@ -298,10 +298,14 @@ def drafted_ids(
     """Return the target's ids of the drafted tokens, by d2t or, without it, by t2d."""
     if offsets is not None and offsets.numel():
         ids = offsets.long() + torch.arange(len(offsets))  # [draft_vocab_size]
-        # Some trainers store ids where all servers add the entry to the place.
-        if not valid_table(ids, marks, vocab) and valid_table(offsets.long(), marks, vocab):
-            problems.append(Problem("d2t", "has ids where every server wants offsets (d2t[i] = id - i)"))
-            return offsets.long()
+        # Some trainers store ids where all servers add the entry to the place; of a GGUF file it was subtracted.
+        for other, text in (
+            (offsets.long(), "has ids where every server wants offsets (d2t[i] = id - i)"),
+            (offsets.long() + 2 * torch.arange(len(offsets)), "has offsets where llama.cpp wants ids"),
+        ):
+            if not valid_table(ids, marks, vocab) and valid_table(other, marks, vocab):
+                problems.append(Problem("d2t", text))
+                return other
         return ids
     if drafted != vocab and marks is not None:
         problems.append(Problem("d2t", "is missing: servers take drafted ids for the target's. t2d tells them here"))

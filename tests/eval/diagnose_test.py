@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tiny_models import tiny_llama_dir
 
 from draftsmith.data import prompts, responses
@@ -28,6 +30,7 @@ from draftsmith.train.command import run as train
 from draftsmith.train.config import drafter_config
 
 NUM_PROMPTS, LAYERS = 24, (2, 4, 6)
+WHOLE = {"draft_vocab": 0, "normalizer": "tokens"}
 pytestmark = pytest.mark.slow  # a head that knows its answers takes some seconds
 
 
@@ -49,13 +52,12 @@ def answered_by(target: Path, prompts_dir: Path, output: Path, temperature: floa
     )  # fmt: skip
 
 
-def trained_head(world, output: Path, passes: int, steps: int) -> Path:
+def trained_head(world, output: Path, steps: int, kind: str = "eagle3", **own: Any) -> Path:
     """Validated on what it learned. Its manifest says that this was a lot: nobody waits for as much in a test."""
-    settings = drafter_config("eagle3")(
+    settings = drafter_config(kind)(
         data=world.responses, val=world.responses, target=str(world.target), output=output, layers=LAYERS,
-        draft_vocab=0, passes=passes, optimizer="muon", lr=0.02, schedule="hold", normalizer="tokens", epochs=1000,
-        max_steps=steps, batch_size=NUM_PROMPTS, val_every=steps, log_every=5, tau_prompts=0, wandb="off",
-        num_threads=1,
+        optimizer="muon", lr=0.02, schedule="hold", epochs=1000, max_steps=steps, batch_size=NUM_PROMPTS,
+        val_every=steps, log_every=5, tau_prompts=0, wandb="off", num_threads=1, **own,
     )  # fmt: skip
     best = train(settings)
     manifest = json.loads((best / "manifest.json").read_text())
@@ -86,7 +88,12 @@ def world(tmp_path_factory) -> World:
 
 @pytest.fixture(scope="module")
 def sound(world, tmp_path_factory) -> Path:
-    return trained_head(world, tmp_path_factory.mktemp("sound") / "run", passes=4, steps=90)
+    return trained_head(world, tmp_path_factory.mktemp("sound") / "run", 90, passes=4, **WHOLE)
+
+
+@pytest.fixture(scope="module")
+def block_head(world, tmp_path_factory) -> Path:
+    return trained_head(world, tmp_path_factory.mktemp("block") / "run", 90, "dspark", block=4, markov_rank=16)
 
 
 @pytest.fixture
@@ -205,8 +212,54 @@ def test_repair_of_another_systems_directory_says_what_its_files_should_hold(wor
     assert json.loads((tmp_path / "out" / "files" / "config.json").read_text())[ids] == right[ids]
 
 
+@pytest.mark.parametrize("format", ["vllm", "llamacpp"])
+def test_repair_of_a_draft_vocabulary_in_the_other_convention(world, sound, tmp_path, capsys, format):
+    """vLLM wants what is added to a drafted id, llama.cpp the id: servers draft other tokens, or refuse the file."""
+    target, files = load_lm(str(world.target)), tmp_path / format
+    whole = load_draft_head(sound, target)
+    said = [row["input_ids"] for row in Rows(world.responses, Manifest.read(world.responses)).iterate()]
+    kept = torch.tensor(sorted({token for ids in said for token in ids}))
+    state = {**stored_tensors(whole), "d2t": kept, "lm_head.weight": whole.lm_head.weight[kept]}
+    head = changed(world, sound, tmp_path / "head", state, draft_vocab_size=len(kept))
+    assert export(ExportConfig(format=format, output=files, head=head, target=str(world.target))) == 0
+    (files / "draftsmith.json").unlink()
+    offsets = kept - torch.arange(len(kept))
+
+    def stored(directory: Path) -> torch.Tensor:
+        if format == "vllm":
+            return load_file(directory / "model.safetensors")["d2t"]
+        (tensor,) = (one for one in gguf.GGUFReader(directory / "head.gguf").tensors if one.name == "d2t")
+        return torch.from_numpy(tensor.data.copy())
+
+    right, wrong = (offsets, kept) if format == "vllm" else (kept, offsets)
+    assert torch.equal(stored(files), right)
+    if format == "vllm":
+        save_file({**load_file(files / "model.safetensors"), "d2t": wrong}, files / "model.safetensors")
+    else:
+        (tensor,) = (one for one in gguf.GGUFReader(files / "head.gguf", "r+").tensors if one.name == "d2t")
+        tensor.data[:] = wrong.numpy()
+        tensor.data.base.flush()
+    capsys.readouterr()
+    code, found = repaired(world, files, tmp_path / "out")
+    out = capsys.readouterr().out
+    assert code == 0 and torch.equal(found.d2t, kept)
+    assert "WRONG d2t: has" in out and out.count("WRONG") == 1
+    assert torch.equal(stored(tmp_path / "out/files"), right)
+
+
+@pytest.mark.parametrize("mistake", ["none", "mask token", "layout", "mask token and layout"])
+def test_repair_of_a_block_drafter(world, block_head, tmp_path, capsys, mistake):
+    right = load_draft_head(block_head, load_lm(str(world.target)))
+    changes = {"mask_token": 3} if "mask" in mistake else {}
+    changes |= {"layout": "fill-in"} if "layout" in mistake else {}
+    head = changed(world, block_head, tmp_path / "head", stored_tensors(right), **changes)
+    code, found = repaired(world, head, tmp_path / "out")
+    assert code == 0 and capsys.readouterr().out.count("WRONG") == {"none": 0}.get(mistake, mistake.count("and") + 1)
+    assert mistake == "none" or found.config == right.config
+
+
 def test_repair_of_a_weak_head_says_that_it_is_weak(world, tmp_path, capsys):
-    code, found = repaired(world, trained_head(world, tmp_path / "run", passes=2, steps=8), tmp_path / "out")
+    code, found = repaired(world, trained_head(world, tmp_path / "run", 8, passes=2, **WHOLE), tmp_path / "out")
     assert (code, found) == (1, None) and "a weak head" in capsys.readouterr().out
 
 
@@ -225,7 +278,7 @@ def test_a_draft_vocabulary_without_frequent_tokens(world, diagnosed, sound, tmp
 
 
 def test_a_head_trained_on_one_pass(world, diagnosed, tmp_path):
-    verdict = diagnosed(trained_head(world, tmp_path / "run", passes=1, steps=70))["verdict"]
+    verdict = diagnosed(trained_head(world, tmp_path / "run", 70, passes=1, **WHOLE))["verdict"]
     assert verdict.startswith("Likeliest cause (depth): ") and "(passes was 1)" in verdict
 
 
