@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from draftsmith.data.console import Advance, log_note, print_text
-from draftsmith.data.engines.llamacpp import llamacpp_server
+from draftsmith.data.engines.llamacpp import LlamaCppEngine, llamacpp_server
 from draftsmith.data.engines.openai import ServerConfig, ServerEngine, ServerShards
 from draftsmith.data.engines.own import ResponseDrafter, RowUniforms, generate_rows, set_threads
 from draftsmith.data.engines.vllm import VllmEngine
@@ -69,7 +69,7 @@ class ResponsesConfig(Sampling, RemoteCode):
         output: Directory to write.
         engine: transformers: in process, with our own batching. vllm: in process, with vLLM's. llamacpp: by
             llama.cpp's server, which is started with the target's GGUF file and answers `batch_size` prompts at a time.
-            openai: through an OpenAI-compatible server.
+            openai: through a running server, OpenAI-compatible or llama.cpp's.
         max_new_tokens: Longest answer, in tokens. A cut answer is the last of its conversation.
         ignore_eos: Continue behind end tokens up to max_new_tokens, for prompts whose answers are too short to learn
             from. Then only the first turn of a conversation is answered.
@@ -193,7 +193,10 @@ def open_engine(
 
     settings = AnswerSettings(config.target, config.sampling, config.max_new_tokens, config.ignore_eos, config.seed)
     if config.engine == "openai":
-        server = ServerEngine(config.server, settings, manifest.identity["chat_template"])
+        if config.server.dialect == "llamacpp":
+            server: ServerEngine = LlamaCppEngine(config.server, settings)
+        else:
+            server = ServerEngine(config.server, settings, manifest.identity["chat_template"])
         begin = conversations(server.context)
         with ServerShards(server, prompts, begin, config.output, config.rows_per_shard) as shards:
             yield shards.make, {"target": server.identity}

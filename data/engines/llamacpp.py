@@ -1,14 +1,15 @@
-"""Responses from a llama.cpp server that is started with the target's GGUF file, many prompts at a time."""
+"""Responses from a llama.cpp server: one that is running, or one that is started with the target's GGUF file."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.engines.openai import ServerConfig, ServerEngine, check_sampled
+from draftsmith.data.engines.openai import SHOWN_CHARS, ServerConfig, ServerEngine, check_sampled
 from draftsmith.data.engines.process import running
 from draftsmith.data.models.loading import saved_identity
 from draftsmith.data.store.reading import misfits
@@ -35,18 +36,31 @@ def server_binary(path: Path | None = None) -> Path:
 
 
 class LlamaCppEngine(ServerEngine):
-    """Requests to llama.cpp's own endpoint, which takes and returns token ids."""
+    """Requests to llama.cpp's own endpoint, which takes and returns token ids.
+
+    Raises:
+        InputError: no llama.cpp server is at the address.
+    """
 
     def __init__(self, server: ServerConfig, settings: AnswerSettings):
-        super().__init__(server, settings, "")
+        # Its own endpoint lies beside /v1.
+        super().__init__(replace(server, url=server.url.rstrip("/").removesuffix("/v1")), settings, "")
         self.identity = saved_identity(settings.target)
-        self.build = self._build()
+        self.build, served = self._facts()
+        self.context = min(served, self.context or served)
 
-    def _build(self) -> str:
-        """Return the server's version."""
+    def _facts(self) -> tuple[str, int]:
+        """Return the server's version, and the context of one of its slots."""
         import httpx
 
-        return str(httpx.get(f"{self.server.url}/props", timeout=30.0).raise_for_status().json()["build_info"])[:80]
+        url = f"{self.server.url}/props"
+        try:
+            facts = httpx.get(url, timeout=30.0).raise_for_status().json()
+            return str(facts["build_info"])[:80], int(facts["default_generation_settings"]["n_ctx"])
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
+            found = f"{url}: {type(error).__name__} {str(error)[:SHOWN_CHARS]}"
+            remedy = "Start llama-server, or correct --server.url and --server.dialect."
+            raise InputError("server", found, "llama.cpp's /props", remedy) from error
 
     def request(self, number: int, row: dict[str, Any], turn: int = 1) -> tuple[str, dict[str, Any]]:
         params = self.params

@@ -1,4 +1,4 @@
-"""Responses from an OpenAI-compatible server: vLLM, SGLang or any other.
+"""Responses from a running server: vLLM, SGLang or any other OpenAI-compatible one. llama.cpp's: `llamacpp.py`.
 
 A server samples with its own random numbers, so a rebuilt shard can hold other tokens, with seeds or without. Returned
 token ids are stored; if only text comes back, it is tokenized again and the row is marked.
@@ -57,12 +57,13 @@ REPLY = {
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """An OpenAI-compatible server.
+    """A running server.
 
     Attributes:
         url: Base address with its version, such as http://127.0.0.1:8000/v1.
         model: Name of the model at the server; default: the value of `target`.
-        dialect: vllm sends and receives token ids; openai sends chat messages, receives text, and has no top_k.
+        dialect: vllm sends and receives token ids, and so does llamacpp, at llama-server's own endpoint; openai sends
+            chat messages, receives text, and has no top_k.
         concurrency: Requests in flight at once.
         timeout_s: Longest wait for one whole reply, in seconds.
         retries: Further attempts after a failure, with waits that double from half a second or follow Retry-After, at
@@ -74,7 +75,7 @@ class ServerConfig:
 
     url: str = volatile("http://127.0.0.1:8000/v1")
     model: str | None = volatile(None)
-    dialect: Literal["vllm", "openai"] = "vllm"
+    dialect: Literal["vllm", "llamacpp", "openai"] = "vllm"
     concurrency: int = volatile(32)
     timeout_s: float = volatile(600.0)
     retries: int = volatile(6)

@@ -146,13 +146,13 @@ def run(config: CertifyConfig) -> int:
     }
     make_directory(config.output)
     write_json(config.output / RESULTS, result)
+    dtype, top = str(models.target.dtype).removeprefix("torch."), f", top-k {params.top_k}" if params.top_k else ""
+    top += f", top-p {params.top_p:g}" if params.top_p < 1 else ""
+    print_text(f"Answers at temperature {params.temperature:g}{top}, scored under {config.target} in {dtype}.")
     print_table(certificate(rows))
     if not params.greedy:
-        shifts = [f"a shift of {value:.3f} towards {name}" for name, value in rows[-1]["detectable"].items()]
-        print_text(
-            f"Temperature {params.temperature:g}. False alarms: {config.alpha:g} at most. In nine of ten runs of this"
-            f" length it finds {', or '.join(shifts)}."
-        )
+        print_table(shifts(rows))
+        print_text(f"A server that follows the target fails with a probability of {config.alpha:g} at most.")
     log_note(f"Written to {config.output / RESULTS}")
     return 0 if result["passed"] else 1
 
@@ -200,6 +200,7 @@ def certify_sampled(
             "impossible": evidence.impossible,
             "wrong_ends": wrong_ends,
             "strongest_bet": evidence.strongest,
+            "shift": (drift if name == CONTROL else moments).means,
             "passed": not wrong_ends and evidence.p_value > level,
         }
         if name == SERVER:
@@ -226,7 +227,9 @@ def decide(
         for number, token in enumerate(answer[1:], len(prompt)):
             (tree,) = drafter.propose([1], params, [source])
             if tree.draft_prob is not None and len(tree.draft_prob):
-                places[number - len(prompt) + 1] = DraftedPlace(False, tree.draft_prob[0].clone())
+                # Which of the two a server does is not known: most draft the likeliest token at any temperature.
+                likeliest = (int(tree.draft_prob[0].argmax()),)
+                places[number - len(prompt) + 1] = DraftedPlace(False, tree.draft_prob[0].clone(), likeliest)
             state: Tensor = features[number : number + 1]  # of the last token before this one
             drafter.advance([Outcome((token,), 0, state, models.target.lm_head(state))])
     return decided_tokens(models.target, prompt, answer, places, (), params, MAX_GAP)
@@ -256,6 +259,16 @@ def certify_greedy(
             row | {"allowed": allowed, "wrong_ends": wrong_ends, "passed": not wrong_ends and largest <= allowed}
         )
     return rows
+
+
+def shifts(rows: list[dict[str, Any]]) -> Table:
+    """Return a table of how much more often than under the target each kind of token comes."""
+    cells = [
+        (name, *(f"{row['shift'][name]:+.4f}" for row in rows), f"{found:.4f}")
+        for name, found in rows[-1]["detectable"].items()
+    ]
+    headings = ("mean shift towards", *(row["of"] for row in rows), "found in 9 of 10 runs")
+    return table_from_cells("shifts", headings, cells)
 
 
 def certificate(rows: list[dict[str, Any]]) -> Table:

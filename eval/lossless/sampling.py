@@ -31,13 +31,14 @@ COPY_STRENGTHS = (0.05, 0.5)
 LOWEST = 8.0  # nats below the best token at which the score of probable tokens reaches 0
 SCORES = (
     "what was drafted",
+    "the draft's first choice",
     "tokens drafted more often than they are the target's",
     "probable tokens",
     "high token ids, first of a round",
     "high token ids, drafted later",
     "high token ids, the target's own",
 )
-SHIFTS = SCORES[:3]  # whose smallest detectable shift is reported
+SHIFTS = SCORES[:4]  # whose smallest detectable shift is reported
 POWER_SIGMAS = 1.28  # of a normal variable, exceeded with probability 0.9 from below
 TOKENS, COPIES = "single tokens", "the answer before"
 CELLS = 2**21  # entries of [N, V] that are tested at once
@@ -58,7 +59,8 @@ class DraftedPlace:
     Attributes:
         first: the token is the first of its round.
         distribution: [V], the distribution that a draft was sampled from, if one was.
-        children: tokens drafted as children of a tree node, without sampling.
+        children: tokens drafted as children of a tree node, without sampling; beside a distribution, its likeliest
+            token, which may have been drafted in place of a drawn one.
     """
 
     first: bool = False
@@ -123,7 +125,7 @@ class DecidedTokens:
         token: [N] int64.
         target: [N, V] float64, the target's distribution.
         draft: [N, V], the distribution a draft was sampled from; 0 where none was.
-        children: [N, V] bool, tokens drafted as tree nodes without sampling.
+        children: [N, V] bool, tokens drafted without sampling.
         first: [N] bool, the first token of a round.
         copied: [N] int64, the token of the prompt's previous answer if that answer is equal up to here, else -1.
     """
@@ -256,6 +258,7 @@ def score_gains(tokens: DecidedTokens) -> dict[str, Tensor]:
     first, order = tokens.first[:, None] & verified, p.cumsum(-1) - p / 2
     scores = (
         torch.where(sampled, torch.where(p > 0, tokens.draft / p, 0).clamp_max(1), tokens.children.to(p.dtype)),
+        (sampled & tokens.children).to(p.dtype),
         (sampled & (tokens.draft > p)).to(p.dtype),
         (1 + (p / p.amax(-1, keepdim=True)).log() / LOWEST).clamp_min(0),
         torch.where(first, order, 0),
@@ -282,6 +285,11 @@ class Drift:
             self.sums[name] += float(x.sum())
             self.squares[name] += float(x.square().sum())
 
+    @property
+    def means(self) -> dict[str, float]:
+        """Return the mean gain of each score."""
+        return {name: total / max(1, self.count) for name, total in self.sums.items()}
+
     def bounds(self, level: float) -> dict[str, tuple[float, float]]:
         """Return for each score how far its mean may lie below and above 0: a confidence interval, and 0.
 
@@ -291,7 +299,7 @@ class Drift:
         count, found = self.count, {}
         log = math.log(4 * len(SCORES) / level)
         for name in SCORES:
-            mean = self.sums[name] / count
+            mean = self.means[name]
             variance = max(0.0, self.squares[name] / count - mean**2) * count / max(1, count - 1)
             # A score that never says anything has no drift.
             width = math.sqrt(2 * variance * log / count) + 14 * log / (3 * max(1, count - 1)) if variance else 0.0

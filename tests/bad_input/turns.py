@@ -45,6 +45,9 @@ ROWS = [
     Row("end tokens that a server cannot ignore",
         "data responses --prompts {prompts} --target {target} --output {out} --engine openai --server.dialect openai "
         "--ignore-eos", ("ignore_eos",)),
+    Row("no llama.cpp at the address",
+        "data responses --prompts {prompts} --target {target} --output {out} --engine openai --server.dialect llamacpp "
+        "--server.url http://127.0.0.1:1/v1", ("server", "127.0.0.1:1/props", "--server.url")),
     Row("tau on features", TRAIN + " --tau-data {features}", ("features", "prompts")),
     Row("tau on nothing", TRAIN + " --tau-data ./nosuch", ("nosuch",)),
 ]  # fmt: skip

@@ -1,0 +1,82 @@
+"""`eval certify` on answers of vLLM with a draft model, at temperature 1. Run by `make test-engines`.
+
+vLLM 0.32 for a CPU does not follow its target there: `_expand_kernel_impl` fills a copy of the tensor that it is given,
+so drafted tokens are judged at a temperature that nobody wrote. With that function mended it does.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ |= {
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "HF_HUB_OFFLINE": "1",
+}
+
+import json
+from pathlib import Path
+
+import own_code  # noqa: F401
+import pytest
+import torch
+from vllm.utils import cpu_triton_utils
+
+from draftsmith.data.models.hub import resolve_model
+from draftsmith.data.prompts import PromptsConfig
+from draftsmith.data.prompts import run as make_prompts
+from draftsmith.data.responses import ResponsesConfig
+from draftsmith.data.responses import run as make_responses
+from draftsmith.eval.lossless.answers import CertifyConfig
+from draftsmith.eval.lossless.answers import run as certify
+
+torch.set_num_threads(1)
+TARGET, DRAFT = "embedded:prose/target", "embedded:prose/draft"
+ARGS = {"enforce_eager": True, "max_num_seqs": 16, "max_model_len": 512}
+released = cpu_triton_utils._expand_kernel_impl
+
+
+def mended(output, values, ends, replaced, by, MAX_NUM_TOKENS=None) -> None:
+    for value, start, end in zip(values, [0, *ends.tolist()], ends.tolist(), strict=False):
+        output[start:end] = by if value == replaced else value
+
+
+# vLLM keeps the function that it finds first.
+expand = {"now": released}
+cpu_triton_utils._expand_kernel_impl = lambda *args, **kwargs: expand["now"](*args, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("prompts") / "made"
+    return make_prompts(PromptsConfig("embedded:prose/prompts", TARGET, output, limit=120))
+
+
+def answers(prompts: Path, output: Path, draft: bool) -> Path:
+    args = output.with_suffix(".json")
+    drafting = {"method": "draft_model", "model": resolve_model(DRAFT), "num_speculative_tokens": 4}
+    args.write_text(json.dumps(ARGS | ({"speculative_config": drafting} if draft else {})))
+    config = ResponsesConfig(
+        prompts, TARGET, output, engine="vllm", max_new_tokens=64, ignore_eos=True, num_threads=1, vllm_args=args
+    )
+    return make_responses(config)
+
+
+@pytest.fixture(scope="module")
+def control(prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return answers(prompts, tmp_path_factory.mktemp("control") / "plain", draft=False)
+
+
+@pytest.mark.parametrize(("kernel", "code"), [(released, 1), (mended, 0)])
+def test_a_server_that_does_not_follow_its_target_is_found(prompts, control, tmp_path, kernel, code):
+    expand["now"] = kernel
+    served = answers(prompts, tmp_path / "served", draft=True)
+    config = CertifyConfig(
+        target=TARGET, answers=served, control=control, draft=[DRAFT], output=tmp_path / "certificate", num_threads=1
+    )
+    assert certify(config) == code
+    plain, server = json.loads((tmp_path / "certificate/certificate.json").read_text())["answers"]
+    assert plain["tokens"] == server["tokens"] == 120 * 64 and plain["p_value"] > 0.01
+    assert (server["p_value"] < 1e-20) == bool(code)
