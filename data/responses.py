@@ -199,7 +199,7 @@ def open_engine(
             server = ServerEngine(config.server, settings, manifest.identity["chat_template"])
         begin = conversations(server.context)
         with ServerShards(server, prompts, begin, config.output, config.rows_per_shard) as shards:
-            yield shards.make, {"target": server.identity}
+            yield shards.make, {"target": server.identity, **server.answered_by}
     elif config.engine == "llamacpp":
         # Every slot has room for the longest conversation.
         room = max(len(row["prompt_ids"]) for row in prompts.iterate()) + config.max_new_tokens + 1
@@ -210,7 +210,7 @@ def open_engine(
             llamacpp_server(settings, config.engine_path, slots, room, config.num_threads) as llamacpp,
             ServerShards(llamacpp, prompts, begin, config.output, config.rows_per_shard) as shards,
         ):
-            yield shards.make, {"target": llamacpp.identity, "answered_by": {"llamacpp": llamacpp.build}}
+            yield shards.make, {"target": llamacpp.identity, **llamacpp.answered_by}
     elif config.engine == "vllm":
         with VllmEngine(settings, config.dtype, config.vllm_args, config.trust_remote_code) as vllm:
             identity = {"target": vllm.identity, "answered_by": vllm.answered_by}

@@ -46,7 +46,8 @@ class LlamaCppEngine(ServerEngine):
         # Its own endpoint lies beside /v1.
         super().__init__(replace(server, url=server.url.rstrip("/").removesuffix("/v1")), settings, "")
         self.identity = saved_identity(settings.target)
-        self.build, served = self._facts()
+        build, served = self._facts()
+        self.answered_by = {"answered_by": {"llamacpp": build}}
         self.context = min(served, self.context or served)
 
     def _facts(self) -> tuple[str, int]:

@@ -119,6 +119,7 @@ class ServerEngine:
         self._last_note = time.monotonic()
         # The weights are at the server: only their configuration is known here.
         self.identity = {"config": config_hash(config)}
+        self.answered_by: dict[str, dict[str, str]] = {}  # the server's version, where it tells
         if server.dialect == "openai":
             remedy = "Pass --server.dialect vllm, or generate in process."
             if settings.ignore_eos:

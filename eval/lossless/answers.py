@@ -88,6 +88,9 @@ class ServerAnswers:
     @classmethod
     def open(cls, directory: Path, config: CertifyConfig) -> ServerAnswers:
         manifest = open_artefact(directory, "responses", text_identity(config.target))
+        if manifest.config["ignore_eos"] and "llamacpp" in manifest.identity.get("answered_by", {}):
+            found = "answers of llama.cpp with --ignore-eos, which bars end tokens from being sampled"
+            raise InputError(str(directory), found, "answers that may end", "Ask again without it.")
         return cls(directory, manifest, Rows(directory, manifest, ["id", "input_ids", "loss_mask"], config.limit))
 
     @property

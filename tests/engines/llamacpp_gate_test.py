@@ -12,19 +12,28 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import httpx
 import pytest
 import torch
 from torch import Tensor
 
+from draftsmith.data.engines.openai import ServerConfig
+from draftsmith.data.engines.process import running
 from draftsmith.data.export.export import ExportConfig
 from draftsmith.data.export.export import run as export
 from draftsmith.data.export.gguf import copied_metadata, read_tensor, write_gguf, write_gguf_model
 from draftsmith.data.models.gguf import open_gguf
+from draftsmith.data.prompts import PromptsConfig
+from draftsmith.data.prompts import run as make_prompts
+from draftsmith.data.responses import ResponsesConfig
+from draftsmith.data.responses import run as make_responses
 from draftsmith.eval.bench.command import BenchConfig
 from draftsmith.eval.bench.command import run as bench
 from draftsmith.eval.engines.gate import EngineCheckConfig, run
 from draftsmith.eval.engines.served import ServedConfig
 from draftsmith.eval.engines.served import run as serve
+from draftsmith.eval.lossless.answers import CertifyConfig
+from draftsmith.eval.lossless.answers import run as certify
 from draftsmith.eval.schedule import ScheduleConfig
 from draftsmith.eval.schedule import run as schedule
 from draftsmith.modules.drafters.block.net import default_layers
@@ -94,6 +103,29 @@ def test_a_draft_model_is_served_as_it_drafts_here(gate, tmp_path: Path):
     code, shown = gate(tmp_path / "draft", num_drafted=3)
     assert code == 0 and "beside our chain of 3" in shown
     assert float(re.findall(r"up to place 3 ([\d.]+)%", shown)[0]) > 20
+
+
+def test_a_running_server_that_drafts_follows_its_target(tmp_path: Path):
+    target, draft, counts = "embedded:prose/target", "embedded:prose/draft", []
+    write_gguf_model(tmp_path / "target.gguf", target)
+    exported = ExportConfig(format="llamacpp", draft=draft, target=target, output=tmp_path / "draft")
+    assert export(exported) == 0
+    prompts = make_prompts(PromptsConfig("embedded:prose/prompts", target, tmp_path / "prompts", limit=200))
+    words = [str(SERVER), "-m", str(tmp_path / "target.gguf"), "-c", "2048", "-np", "4", "-t", "1", "--fit", "off"]
+    drafting = ["-md", str(tmp_path / "draft/draft.gguf"), "--spec-type", "draft-simple", "--spec-draft-n-max", "3"]
+    for name, more in (("plain", []), ("drafted", drafting)):
+        with running([*words, *more, "--no-cache-prompt", "--metrics"], {}) as url:
+            server = ServerConfig(url=f"{url}/v1", dialect="llamacpp", concurrency=4)
+            make_responses(
+                ResponsesConfig(prompts, target, tmp_path / name, engine="openai", max_new_tokens=48, server=server)
+            )
+            metrics = httpx.get(f"{url}/metrics").text
+            counts.append(int(re.findall(r"^llamacpp:n_decode_total (\d+)", metrics, re.MULTILINE)[0]))
+    assert counts[1] < counts[0], "nothing was drafted"
+    config = CertifyConfig(
+        target=target, answers=tmp_path / "drafted", control=tmp_path / "plain", draft=[draft], output=tmp_path / "page"
+    )
+    assert certify(config) == 0
 
 
 def test_a_head_is_measured_beside_the_plain_server(tmp_path: Path):
