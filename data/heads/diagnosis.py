@@ -63,6 +63,7 @@ LONGEST = ("num_heads", "drafts")  # fields of a config that limit its drafts
 SWITCHES = ("norm_output", "norm_before_residual")  # of EAGLE-3 heads; no tensor shows them
 JOINT = ("fc.weight", *(f"layer.self_attn.{name}_proj.weight" for name in "qkv"))  # weights of [embedding; state]
 MOST_MASKS = 32  # Llama 3 has 256 special tokens
+SHOWN = 4  # variants of a factor, the best ones
 ROTATED = ("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")
 
 
@@ -152,7 +153,8 @@ def diagnose(directory: Path, target: CausalLM, name: str, rows: Rows, data: Man
     # Later tokens of a head that was trained on true states alone say nothing.
     lengths = {v.label: n.clamp_max(passes or COMPARED) for v, n in zip(variants, measures.lengths, strict=True)}
     as_it_is = lengths[variants[0].label]
-    better = better_variants(as_it_is, {v.label: lengths[v.label] for v in variants[1:]})
+    whole = isinstance(head.config, BlockConfig)
+    better = better_variants(as_it_is, {v.label: lengths[v.label] for v in variants[1:]}, whole)
     findings = [
         off_policy(target, rows, data, measures),
         template(name, rows, data, (manifest.get("models") or {}).get("chat_template")),
@@ -240,15 +242,16 @@ def other_settings(config: Any, num_layers: int, masks: Sequence[int]) -> Iterat
 
 
 def mask_tokens(name: str, vocab_size: int) -> list[int]:
-    """Return the tokens of a target that block drafters take for their mask.
+    """Return the tokens of a target that block drafters take for their mask, the likeliest first.
 
-    These are its special tokens, the first id that is no token, and the last one (the published heads' mask tokens are
-    of these). name: of the target, for its tokenizer.
+    These are the last id, the first one that is no token, and the special tokens. name: of the target, for its
+    tokenizer.
     """
     tokenizer = load_tokenizer(name)
     special = [token for token, added in sorted(tokenizer.added_tokens_decoder.items()) if added.special]
-    ids = dict.fromkeys([*special[:MOST_MASKS], len(tokenizer), vocab_size - 1])
-    return [token for token in ids if token < vocab_size]
+    named = [tokenizer.mask_token_id, tokenizer.pad_token_id]
+    ids = dict.fromkeys([vocab_size - 1, len(tokenizer), *named, *special[:MOST_MASKS]])
+    return [token for token in ids if token is not None and token < vocab_size]
 
 
 def other_weights(
@@ -334,16 +337,18 @@ def agreed(drafted: Tensor, starts: Tensor, ids: Tensor, choices: Tensor) -> Ten
     return torch.stack([compared & hit, compared])
 
 
-def better_variants(as_it_is: Tensor, others: Mapping[str, Tensor]) -> list[str]:
+def better_variants(as_it_is: Tensor, others: Mapping[str, Tensor], whole: bool = False) -> list[str]:
     """Return the variants that draft better, the best first, by a paired sign test over positions.
 
     First tokens are compared; later ones where a variant changes no first token, since those also depend on how far the
-    head was trained on its own states. as_it_is, others [N]: accepted tokens of the draft from each position.
+    head was trained on its own states. as_it_is, others [N]: accepted tokens of the draft from each position. whole:
+    compare whole drafts, of a block drafter, which never reads its own states.
     """
     better = []
     for label, lengths in others.items():
         first, own_first = lengths > 0, as_it_is > 0
-        pair = (lengths, as_it_is) if torch.equal(first, own_first) else (first.int(), own_first.int())
+        equal = whole or torch.equal(first, own_first)
+        pair = (lengths, as_it_is) if equal else (first.int(), own_first.int())
         wins, losses = int((pair[0] > pair[1]).sum()), int((pair[0] < pair[1]).sum())
         if sign_test(wins, losses) < CHANCE / len(others):
             better.append(label)
@@ -370,7 +375,8 @@ def misread(variants: Sequence[HeadVariant], lengths: Mapping[str, Tensor], bett
     as_it_is = lengths[variants[0].label]
     for factor in dict.fromkeys(variant.factor for variant in variants[1:]):
         labels = [variant.label for variant in variants if variant.factor == factor]
-        text = "; ".join(f"{label} {shown[label]}" for label in labels)
+        best_ones = sorted(labels, key=lambda label: -float(lengths[label].float().mean()))[:SHOWN]
+        text = "; ".join(f"{label} {shown[label]}" for label in best_ones)
         text = f"first token / first two right {shown[variants[0].label]} as it is; {text}"
         best = next((label for label in better if label in labels), "")
         lost = max(right(lengths[best], depth) - right(as_it_is, depth) for depth in (1, 2)) if best else 0.0

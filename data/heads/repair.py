@@ -10,7 +10,8 @@ that several mistakes are found one after the other; where no single change help
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from draftsmith.data.export.import_head import ImportConfig
 from draftsmith.data.export.import_head import run as import_head
 from draftsmith.data.heads.card import model_card
 from draftsmith.data.heads.diagnosis import (
+    COMPARED,
     STRONG,
     HeadVariant,
     TextMeasures,
@@ -43,6 +45,7 @@ from draftsmith.data.store.reading import read_object
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.writer import occupied, sole_writer
 from draftsmith.modules.drafters.base import DraftHead
+from draftsmith.modules.drafters.block.net import BlockConfig
 from draftsmith.modules.formats import formats
 from draftsmith.modules.formats.base import HeadFormat
 from draftsmith.modules.layers import LlamaConfig
@@ -50,6 +53,7 @@ from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
 
 MOST_MISTAKES = 3
+PAIRED = 4  # readings of a factor that are paired with others: each costs a draft of all answers
 ANSWERS_TOGETHER = 16
 DECLARED, REPAIRED, FILES = "as-declared", "repaired", "files"
 
@@ -81,16 +85,17 @@ class RepairConfig(Loading):
 
 @dataclass(frozen=True)
 class Share:
-    """Share of drafts whose first token is right. half: of its 95 % interval, by texts."""
+    """Share of drafts whose first tokens are right. half: of its 95 % interval, by texts."""
 
     value: float
     half: float
 
     @classmethod
-    def of(cls, lengths: Tensor, per_text: Sequence[int]) -> Share:
-        """Measure the accepted lengths [N] of drafts, so many in each text; those of a text are not independent."""
-        hits, value = (lengths > 0).double(), right(lengths)
-        off = torch.stack([(part - value).sum() for part in hits.split(list(per_text))])
+    def of(cls, measured: TextMeasures, number: int, depth: int) -> Share:
+        """Measure the drafts of a reading over their first `depth` tokens; those of a text are not independent."""
+        lengths, per_text = measured.lengths[number], measured.per_text
+        hits, value = (lengths >= depth).double(), right(lengths, depth)
+        off = torch.stack([(part - value).sum() for part in hits.split(per_text)])
         return cls(value, 1.96 * float(off.square().sum().sqrt()) / len(hits))
 
     def __str__(self) -> str:
@@ -99,16 +104,18 @@ class Share:
 
 @dataclass(frozen=True)
 class Correction:
-    """A change of the reading, and how the head drafts before and after it."""
+    """A change of the reading, and how the head drafts before and after it, by the first `depth` tokens."""
 
     factor: str
     label: str
+    depth: int
     before: Share
     after: Share
 
     @property
     def text(self) -> str:
-        return f"{self.factor}: {self.label}; first tokens right {self.before} before, {self.after} so"
+        tokens = "first tokens" if self.depth == 1 else f"first {self.depth} tokens"
+        return f"{self.factor}: {self.label}; {tokens} right {self.before} before, {self.after} so"
 
 
 @sole_writer()
@@ -190,15 +197,16 @@ def search(
         variants = list(readings(found))
         best, measured = best_of(variants, target, rows)
         if not corrections:
-            first = Share.of(measured.lengths[0], measured.per_text)
+            first = Share.of(measured, 0, 1)
         if best is None and not corrections and first.value < STRONG:
             variants = [variants[0], *pairs_of(variants[1:], readings)]
             best, measured = best_of(variants, target, rows)
         if best is None:
             break
         chosen = variants[best]
-        before, after = (Share.of(measured.lengths[number], measured.per_text) for number in (0, best))
-        corrections.append(Correction(chosen.factor, chosen.label, before, after))
+        depth = COMPARED if isinstance(found.config, BlockConfig) else 1
+        before, after = (Share.of(measured, number, depth) for number in (0, best))
+        corrections.append(Correction(chosen.factor, chosen.label, depth, before, after))
         found = settled(chosen)
     return found, corrections, first
 
@@ -207,22 +215,31 @@ def best_of(
     variants: Sequence[HeadVariant], target: CausalLM, rows: Sequence[Mapping[str, Any]]
 ) -> tuple[int | None, TextMeasures]:
     """Return the number of the variant that drafts best, if it is better than the first, and what was measured."""
-    measured = measure(target, rows, variants, 2)
+    measured = measure(target, rows, variants, COMPARED)
     others = {str(number): own for number, own in enumerate(measured.lengths) if number}
-    better = better_variants(measured.lengths[0], others)
+    better = better_variants(measured.lengths[0], others, isinstance(variants[0].head.config, BlockConfig))
     return (int(better[0]) if better else None), measured
 
 
 def pairs_of(
     singles: Sequence[HeadVariant], readings: Callable[[DraftHead], Iterator[HeadVariant]]
 ) -> Iterator[HeadVariant]:
-    """Yield readings with two changes of different kinds."""
+    """Yield readings with two changes of different kinds, of the first few of each kind."""
     kinds = list(dict.fromkeys(single.factor for single in singles))
-    for single in singles:
-        for second in readings(settled(single)):
+    for single in first_of_each(singles):
+        for second in first_of_each(readings(settled(single))):
             if second.factor in kinds[kinds.index(single.factor) + 1 :]:
                 label, factor = f"{single.label}, {second.label}", f"{single.factor}, {second.factor}"
                 yield dataclasses.replace(second, label=label, factor=factor)
+
+
+def first_of_each(variants: Iterable[HeadVariant]) -> Iterator[HeadVariant]:
+    """Yield the first few variants of each factor."""
+    seen: Counter[str] = Counter()
+    for variant in variants:
+        seen[variant.factor] += 1
+        if seen[variant.factor] <= PAIRED:
+            yield variant
 
 
 def settled(variant: HeadVariant) -> DraftHead:
