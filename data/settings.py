@@ -39,18 +39,22 @@ class Loading(RemoteCode):
     Attributes:
         dtype: Type of the weights: float32, bfloat16, float16, or auto for the checkpoint's own.
         engine: lean for Llama-family weights, hf for any transformers model, auto for lean where it applies.
-        device: cpu, cuda, cuda:1, ...
+        device: cpu, cuda, cuda:1, ... ; auto takes this rank's GPU, or the CPU without one.
     """
 
     dtype: Dtype = "float32"
     engine: Engine = "auto"
-    device: str = "cpu"
+    device: str = "auto"
+
+    @property
+    def chosen_device(self) -> str:
+        return pick_device(self.device)
 
     @property
     def loading(self) -> dict[str, Any]:
         """Arguments of `load_lm`."""
-        names = ("dtype", "engine", "device", "trust_remote_code")
-        return {name: getattr(self, name) for name in names}
+        names = ("dtype", "engine", "trust_remote_code")
+        return {name: getattr(self, name) for name in names} | {"device": self.chosen_device}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,17 +62,12 @@ class StageLoading(Loading):
     """Options for loading models in a stage, which may be one of many processes.
 
     Attributes:
-        device: cpu, cuda:0, ... ; auto takes this rank's GPU, or the CPU without one.
         num_threads: CPU threads; 0 is torch's own choice.
     """
 
     device: str = volatile("auto")
     num_threads: int = volatile(0)
     trust_remote_code: bool = volatile(False)
-
-    @property
-    def loading(self) -> dict[str, Any]:
-        return super().loading | {"device": pick_device(self.device)}
 
 
 @dataclass(frozen=True, kw_only=True)

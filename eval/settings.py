@@ -35,7 +35,7 @@ class Running(Loading):
 
     @property
     def clock(self) -> ClockName:
-        return clock_name(self.device, self.num_threads)
+        return clock_name(self.chosen_device, self.num_threads)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from draftsmith.benchmarks.papers.rollouts import (
 )
 from draftsmith.data.console import Table, format_interval, json_values, log_note, print_table, progress_bar
 from draftsmith.data.heads.directory import load_head
-from draftsmith.data.models.loading import check_device, load_lm
+from draftsmith.data.models.loading import load_lm
 from draftsmith.data.settings import DraftSettings, comma_numbers
 from draftsmith.data.store.files import make_directory, write_json
 from draftsmith.data.store.manifest import resolved
@@ -81,8 +81,7 @@ class PaperConfig(DraftSettings, PromptChoice, AnswerLength, Running):
         for name in ("repeats", "num_threads", "max_new_tokens"):
             at_least(name, getattr(self, name), 1)
         at_least("limit", self.limit, 0)
-        check_device(self.device)
-        _ = self.sampling
+        _ = self.chosen_device, self.sampling
 
     @property
     def sampling(self) -> list[SamplingParams]:

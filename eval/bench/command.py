@@ -13,7 +13,7 @@ import torch
 
 from draftsmith.data.console import log_note, print_table
 from draftsmith.data.heads.card import CARD, WEIGHTS, write_measured
-from draftsmith.data.models.loading import check_device, load_lm
+from draftsmith.data.models.loading import load_lm
 from draftsmith.data.settings import MODEL, DraftSettings, Sampling, check_not_negative, check_positive, comma_numbers
 from draftsmith.data.store.files import write_json
 from draftsmith.data.store.manifest import file_sha256
@@ -219,8 +219,7 @@ def check(config: BenchConfig, named: Sequence[Named]) -> dict[str, str]:
     if config.card and not heads:
         remedy = "Pass --draft HEAD or --acceptance HEAD with a method that uses it, or leave --card out."
         raise InputError("card", "no method that uses a head", "a head to write the card of", remedy)
-    check_device(config.device)
-    _ = config.modes  # checks the temperatures
+    _ = config.chosen_device, config.modes  # checks the device and the temperatures
     return heads
 
 

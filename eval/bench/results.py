@@ -187,7 +187,7 @@ def describe(
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": command_line(f"eval {kind}", config),
         "seed": config.seed,
-        "settings": resolved(config),
+        "settings": resolved(config) | {"device": config.chosen_device},
         "target": {**identity, **tokenizer_identity(config.target)},
         "models": {role: lm.info.identity for role, lm in models.items() if lm is not None},
         "prompts": {
@@ -197,7 +197,7 @@ def describe(
         },
         "versions": {**package_versions(), "python": platform.python_version()},
         "git_commit": git_commit(),
-        "hardware": hardware(config.device),
+        "hardware": hardware(config.chosen_device),
         **more,
     }
 

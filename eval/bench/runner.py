@@ -20,7 +20,6 @@ from draftsmith.data.heads.directory import another_mode, drafter_identity, head
 from draftsmith.data.models.hub import model_directory
 from draftsmith.data.models.loading import (
     DTYPES,
-    check_device,
     check_same_tokenizer,
     load_lm,
     load_transformers,
@@ -263,7 +262,6 @@ def load_run(
         InputError: as `load_models`; no such device; a prompt that leaves no room in the context.
     """
     check_methods(named, config.paths)
-    check_device(config.device)
     torch.set_num_threads(config.num_threads)
     target = load_lm(config.target, **config.loading)
     longest = longest_sequence(prompts, max_new_tokens, target.info.max_position)

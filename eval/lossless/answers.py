@@ -19,7 +19,7 @@ from rich.text import Text
 from torch import Tensor
 
 from draftsmith.data.console import Table, log_note, print_table, print_text, table_from_cells
-from draftsmith.data.models.loading import check_device, load_lm, text_identity
+from draftsmith.data.models.loading import load_lm, text_identity
 from draftsmith.data.settings import DraftSettings, check_not_negative
 from draftsmith.data.store.files import make_directory, write_json
 from draftsmith.data.store.manifest import Manifest, open_artefact, package_versions, resolved
@@ -121,7 +121,6 @@ def run(config: CertifyConfig) -> int:
     Raises:
         InputError: answers of another target, control answers that were asked for otherwise, or that drift too far.
     """
-    check_device(config.device)
     torch.set_num_threads(config.num_threads)
     answers = {SERVER: ServerAnswers.open(config.answers, config)}
     if config.control is not None:

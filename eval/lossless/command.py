@@ -97,7 +97,7 @@ def run(config: LosslessConfig) -> int:
         "methods": {item.label: dataclasses.asdict(item.method) for item in methods},
         "target": models.target.info.identity,
         "versions": package_versions(),
-        "hardware": hardware(config.device),
+        "hardware": hardware(config.chosen_device),
     }
     make_directory(config.output)
     write_json(config.output / RESULTS, {"meta": meta, "methods": verdicts})
