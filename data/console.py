@@ -282,11 +282,18 @@ def _as_text(value: Any, form: str = "") -> Text:
 
 @contextmanager
 def progress_bar(
-    description: str, total: int, unit: str, done: int = 0, enabled: bool = True, moving: bool = True
+    description: str,
+    total: int,
+    unit: str,
+    done: int = 0,
+    enabled: bool = True,
+    moving: bool = True,
+    state: Callable[[], str] = str,
 ) -> Iterator[Advance]:
     """Show progress on stderr, as a bar or as lines of a log; yields a function that advances it.
 
-    done: units finished before. moving: also redraw between advances, which takes time from what is measured.
+    done: units finished before. moving: also redraw between advances, which takes time from what is measured. state:
+    returns what a line of a log ends with.
     """
     console, visible = Console(stderr=True), enabled and not _output.quiet
     if console.is_terminal or not visible:
@@ -314,6 +321,6 @@ def progress_bar(
             last_line = now
             rate = (finished - done) / (now - start)
             left = f", about {(total - finished) / rate:,.0f} s left" if rate else ""
-            log_note(f"{description}: {finished:,.0f}/{total:,.0f} {unit}, {rate:.3g} {unit}/s{left}")
+            log_note(f"{description}: {finished:,.0f}/{total:,.0f} {unit}, {rate:.3g} {unit}/s{left}{state()}")
 
     yield log_progress

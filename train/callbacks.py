@@ -6,7 +6,7 @@ when a step and everything that belongs to it is done, so that a resumed run rep
 
 from __future__ import annotations
 
-import sys
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -55,6 +55,9 @@ class BetweenSteps(pl.Callback):
         self.curve: list[tuple[int, dict[str, float]]] = []
         self.saved_step = 0
         self.unsaved: dict[str, str] = {}
+        # The newest logged metrics; the first step of this process, and when it began.
+        self._logged: dict[str, float] = {}
+        self._began, self._began_at = 0, 0.0
         self._bar = ExitStack()
         self._advance: Callable[[float], None] = lambda amount: None
 
@@ -66,11 +69,12 @@ class BetweenSteps(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         self.saved_step = trainer.global_step
-        # A bar in a log file would be noise.
-        shown = sys.stderr.isatty() and rank() == 0
-        name = f"train {pl_module.head.kind}"
-        drawn = progress_bar(name, pl_module.total_steps, "steps", trainer.global_step, enabled=shown)
+        name, total = f"train {pl_module.head.kind}", pl_module.total_steps
+        drawn = progress_bar(
+            name, total, "steps", trainer.global_step, enabled=rank() == 0, state=lambda: self._training_loss(", ")
+        )
         self._advance = self._bar.enter_context(drawn)
+        self._began, self._began_at = trainer.global_step, time.monotonic()
         if pl_module.validates_first and trainer.global_step == 0:
             with whole_head(trainer, pl_module) as head:
                 self._validate(trainer, pl_module, head, 0, final=False)
@@ -107,6 +111,7 @@ class BetweenSteps(pl.Callback):
             metrics["grad_norm"] = pl_module.grad_norm
             costs = self.telemetry.take(pl_module.device) | pl_module.costs()
             metrics |= {f"cost/{name}": value for name, value in costs.items()}
+            self._logged = metrics
             log_metrics(trainer, metrics, step)
 
         # Validation decides which head is best/. A signal leaves no time for it.
@@ -141,10 +146,9 @@ class BetweenSteps(pl.Callback):
         self.latest = metrics
         self.curve.append((step, metrics))
         log_metrics(trainer, {f"val/{name}": value for name, value in metrics.items()}, step)
-        # One line per validation.
-        shown = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-        measured = f" ({probed.measured})" if probed is not None and probed.monitor in metrics else ""
-        say_on_rank_zero(f"step {step}/{module.total_steps}: {shown}{measured}")
+        if probed is not None and not any(probed.monitor in earlier for _, earlier in self.curve[:-1]):
+            say_on_rank_zero(probed.measured)
+        say_on_rank_zero(f"step {step}/{module.total_steps}: {shown(metrics)}{self._pace(step, module.total_steps)}")
         # If tau is measured it picks best/: a head can lose teacher-forced accuracy and gain tau.
         monitor, sign = module.monitor, 1 if module.larger_is_better else -1
         if self.probe is not None:
@@ -153,6 +157,20 @@ class BetweenSteps(pl.Callback):
             best = {**metrics, "step": float(step)}
             if not self._save_head(trainer, head, "best", step, metrics):
                 self.best = best
+
+    def _training_loss(self, before: str) -> str:
+        """Return the newest logged training loss behind `before`; empty before the first one."""
+        loss = self._logged.get("train/loss")
+        return "" if loss is None else f"{before}training loss {loss:.4g}"
+
+    def _pace(self, step: int, total: int) -> str:
+        """Return the training loss, its speed and the time left."""
+        text, rate = self._training_loss("; "), self._logged.get("cost/tokens_per_s")
+        text += "" if rate is None else f", {rate:,.0f} tokens/s"
+        if self._began < step < total:
+            left = (time.monotonic() - self._began_at) / (step - self._began) * (total - step)
+            text += f", {left:.0f} s left" if left < 120 else f", {left / 60:.0f} min left"
+        return text
 
     def _save_head(self, trainer: pl.Trainer, head: nn.Module, name: str, step: int, metrics: dict[str, float]) -> str:
         """Save the head from rank 0; return the error or an empty string, the same on every rank."""
@@ -175,6 +193,19 @@ class BetweenSteps(pl.Callback):
             kept = f"step {self.saved_step} is saved" if self.saved_step else "nothing is saved yet"
             say_on_rank_zero(f"warning: could not save {name} ({failure}); {kept}")
         return failure
+
+
+def shown(metrics: dict[str, float]) -> str:
+    """Format a validation for one line of a log; all metrics are in metrics.csv.
+
+    Of a drafter: its loss, the acceptance rate by place, and the acceptance length. Of another head: all.
+    """
+    places = [value for name, value in metrics.items() if name.startswith("accept_")]
+    if not places:
+        return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+    parts = [f"loss {metrics['loss']:.4g}", "accepted by place " + " ".join(f"{value:.2f}" for value in places)]
+    names = ("tau", "tau_general")
+    return ", ".join([*parts, *(f"{name} {metrics[name]:.2f}" for name in names if name in metrics)])
 
 
 def log_metrics(trainer: pl.Trainer, metrics: dict[str, float], step: int) -> None:
