@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from draftsmith.data.heads.directory import MODEL, kind_at
 from draftsmith.data.models.loading import pick_device
@@ -29,6 +29,9 @@ class RemoteCode:
         trust_remote_code: Run code that comes with a model or its tokenizer.
     """
 
+    help_group: ClassVar[str] = "Models"
+    help_rarely: ClassVar[tuple[str, ...]] = ("trust_remote_code",)
+
     trust_remote_code: bool = False
 
 
@@ -41,6 +44,9 @@ class Loading(RemoteCode):
         engine: lean for Llama-family weights, hf for any transformers model, auto for lean where it applies.
         device: cpu, cuda, cuda:1, ... ; auto takes this rank's GPU, or the CPU without one.
     """
+
+    help_group: ClassVar[str] = "Models"
+    help_rarely: ClassVar[tuple[str, ...]] = ("engine",)
 
     dtype: Dtype = "float32"
     engine: Engine = "auto"
@@ -79,6 +85,8 @@ class Sampling:
         top_k: Sample among the k most probable tokens; 0 is all.
         top_p: Sample among the most probable tokens that hold this much probability; 1 is all.
     """
+
+    help_group: ClassVar[str] = "Sampling"
 
     temperature: float = 0.0
     top_k: int = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from draftsmith.data.settings import Loading
 from draftsmith.eval.clock import ClockName, clock_name
@@ -21,6 +21,9 @@ class Running(Loading):
         num_threads: CPU threads. With one, speed is measured in CPU time, which does not see other programs.
         seed: Seed of sampling, and of the bootstrap.
     """
+
+    help_group: ClassVar[str] = "Models"
+    help_rarely: ClassVar[tuple[str, ...]] = ("packed", "draft_precision", "target_precision")
 
     packed: bool = True
     draft_precision: Literal["dtype", "int8", "int4"] = "dtype"

@@ -20,7 +20,7 @@ import docstring_parser
 import yaml
 from cyclopts import App, ArgumentCollection, CoercionError, CycloptsError, Group, Parameter, Token, convert
 from cyclopts.config import Dict
-from cyclopts.exceptions import UnknownOptionError, UnusedCliTokensError
+from cyclopts.exceptions import MissingArgumentError, UnknownOptionError, UnusedCliTokensError
 from cyclopts.help import ColumnSpec, DefaultFormatter, DescriptionRenderer, NameRenderer
 
 from draftsmith.launch import MAX_WIDTH, OUTPUT_OPTIONS
@@ -30,7 +30,28 @@ TRUTH = {"true", "false", "yes", "no", "on", "off"}
 MAX_INTEGER = 2**63 - 1  # the largest that torch, Arrow and NumPy hold
 MAX_THREADS = 1024  # with more, the threads' library ends the process without a message
 NAME_WIDTH = 30  # of an option's name in help; longer ones are folded
-REQUIRED, SETTINGS, ALWAYS = (Group.create_ordered(name) for name in ("Required", "Settings", "Always"))
+REQUIRED, SETTINGS, ALWAYS = "Required", "Settings", "Always"
+HELP_ALL = "help_all"
+# Names in transformers, SpecForge, speculators and vLLM -> ours.
+ELSEWHERE = {
+    **dict.fromkeys(("learning_rate",), "lr"),
+    **dict.fromkeys(("num_epochs", "num_train_epochs"), "epochs"),
+    **dict.fromkeys(("per_device_train_batch_size", "train_batch_size"), "batch-size"),
+    **dict.fromkeys(("gradient_accumulation_steps", "accumulation_steps"), "accumulate"),
+    **dict.fromkeys(("max_grad_norm", "grad_clip"), "clip"),
+    **dict.fromkeys(("max_seq_len", "max_seq_length", "seq_length", "max_model_len"), "max-length"),
+    **dict.fromkeys(("warmup_ratio",), "warmup-share"),
+    **dict.fromkeys(("output_dir", "save_path", "out"), "output"),
+    **dict.fromkeys(("model", "model_name_or_path", "target_model", "target_model_path", "verifier"), "target"),
+    **dict.fromkeys(("draft_model", "speculative_model", "draft_model_path"), "draft"),
+    **dict.fromkeys(("data_path", "train_data_path", "dataset"), "data"),
+    **dict.fromkeys(("ttt_length", "ttt_steps"), "passes"),
+    **dict.fromkeys(("draft_vocab_size",), "draft-vocab"),
+    **dict.fromkeys(("num_speculative_tokens", "speculative_num_steps"), "num-drafted"),
+    **dict.fromkeys(("max_tokens", "n_predict"), "max-new-tokens"),
+    **dict.fromkeys(("report_to",), "track"),
+    **dict.fromkeys(("resume_from_checkpoint",), "resume"),
+}
 
 
 def parse(prog: str, config_class: type, args: Sequence[str], positional: tuple[str, ...] = ()) -> Any | None:
@@ -39,9 +60,10 @@ def parse(prog: str, config_class: type, args: Sequence[str], positional: tuple[
     Raises:
         UsageError: the words are wrong.
     """
-    before = args[: args.index("--")] if "--" in args else args
-    app = application(prog, config_class, positional, printing="--print-config" in map(dashed, before))
-    if not {"-h", "--help"}.isdisjoint(before):
+    before = set(map(dashed, args[: args.index("--")] if "--" in args else args))
+    everything = f"--{dashed(HELP_ALL)}" in before
+    app = application(prog, config_class, positional, "--print-config" in before, everything=everything)
+    if everything or not {"-h", "--help"}.isdisjoint(before):
         from rich.console import Console
 
         app.help_print([], console=Console(width=min(Console().width, MAX_WIDTH)))
@@ -73,6 +95,7 @@ def application(
     positional: tuple[str, ...] = (),
     printing: bool = False,
     values: Mapping[str, Any] | None = None,
+    everything: bool = False,
 ) -> App:
     """Build the cyclopts app of a command; called with words, it returns the config.
 
@@ -80,9 +103,12 @@ def application(
         positional: options that may also be given without their names, in this order.
         printing: print the options as YAML instead; required ones may be missing.
         values: options set beside the words; words have precedence.
+        everything: list rarely needed options in the help too.
     """
-    common = common_parameters()
     settings = setting_parameters(config_class, positional, printing)
+    rarely = [] if everything else [parameter for parameter in settings if is_rare(config_class, parameter.name)]
+    settings = [parameter if parameter not in rarely else hidden(parameter) for parameter in settings]
+    common = common_parameters(len(rarely))
 
     def command(*unnamed: Any, **named: Any) -> Any | None:
         options = dict(zip(positional, unnamed, strict=False)) | named
@@ -129,8 +155,10 @@ def application(
 def setting_parameters(config_class: type, positional: tuple[str, ...], printing: bool) -> list[inspect.Parameter]:
     """Describe the fields of a dataclass as function parameters, positional ones first.
 
-    The command's own fields come before those it inherits.
+    The command's own fields come before those it inherits, which stand in groups of their own.
     """
+    titles = dict.fromkeys(vars(base).get("help_group", SETTINGS) for base in config_class.__mro__)
+    groups = {title: Group(title, sort_key=number) for number, title in enumerate([REQUIRED, SETTINGS, *titles])}
     hints, meanings, defaults = get_type_hints(config_class), field_meanings(config_class), defaults_of(config_class)
     parameters = {}
     for name in field_names(config_class):
@@ -147,21 +175,40 @@ def setting_parameters(config_class: type, positional: tuple[str, ...], printing
         if required and printing:
             kind, defaults[name] = kind | None, None
         default = defaults.get(name, inspect.Parameter.empty)
-        parameters[name] = keyword(name, kind, default, REQUIRED if required else SETTINGS, **options)
+        title = REQUIRED if required else help_group(config_class, name)
+        parameters[name] = keyword(name, kind, default, groups[title], **options)
     first = [parameters.pop(name) for name in positional]
     return [*(p.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) for p in first), *parameters.values()]
 
 
-def common_parameters() -> list[inspect.Parameter]:
-    """Describe the options of every command.
+def help_group(config_class: type, name: str) -> str:
+    """Return the title under which a field is listed: `help_group` of the class that introduces it."""
+    bases = (base for base in reversed(config_class.__mro__) if name in inspect.get_annotations(base))
+    return vars(next(bases)).get("help_group", SETTINGS)
 
-    --help and OUTPUT_OPTIONS are handled before cyclopts is called; it only lists them.
+
+def is_rare(config_class: type, name: str) -> bool:
+    """Return whether --help leaves a field out: one of `help_rarely` of a class."""
+    return any(name in vars(base).get("help_rarely", ()) for base in config_class.__mro__)
+
+
+def hidden(parameter: inspect.Parameter) -> inspect.Parameter:
+    """Return a parameter that help does not list."""
+    return parameter.replace(annotation=Annotated[parameter.annotation, Parameter(show=False)])
+
+
+def common_parameters(hidden: int = 0) -> list[inspect.Parameter]:
+    """Describe the options of every command. hidden: number of options that help does not list.
+
+    --help, --help-all and OUTPUT_OPTIONS are handled before cyclopts is called; it only lists them.
     """
-    flags = {"print_config": "print the settings as YAML and stop", "help": "print this and stop", **OUTPUT_OPTIONS}
-    meaning = "settings: a YAML file, or the name of a shipped one"
-    files = keyword("config", list[Path] | None, None, ALWAYS, metavar="FILE", help=meaning)
+    flags = {"print_config": "print the settings as YAML and stop", "help": "print this and stop"}
+    flags[HELP_ALL] = f"list {hidden} rarely needed options too" if hidden else "the same"
+    group, meaning = Group(ALWAYS, sort_key=99), "settings: a YAML file, or the name of a shipped one"
+    files = keyword("config", list[Path] | None, None, group, metavar="FILE", help=meaning)
     plain: dict[str, Any] = {"negative": (), "show_default": False}
-    return [files, *(keyword(name, bool, False, ALWAYS, help=text, **plain) for name, text in flags.items())]
+    rest = (flags | OUTPUT_OPTIONS).items()
+    return [files, *(keyword(name, bool, False, group, help=text, **plain) for name, text in rest)]
 
 
 def keyword(name: str, kind: Any, default: Any, group: Group, **options: Any) -> inspect.Parameter:
@@ -331,6 +378,15 @@ def explain_error(error: CycloptsError) -> str:
         key = str(error.token.keyword).strip("[]").replace("][", ".")
         names = [argument.name.removeprefix("--").replace("-", "_") for argument in error.argument_collection]
         return f"{error.token.source}: unknown key {key}.{did_you_mean(key, names)}"
+    if isinstance(error, UnknownOptionError):
+        unknown = (error.token.keyword or error.token.value).lstrip("-").partition("=")[0]
+        here, known = ELSEWHERE.get(unknown.replace("-", "_")), {one.name for one in error.argument_collection}
+        if here == "num-drafted" and "--methods" in known:
+            return f"found --{unknown}, expected it in a method: --methods eagle3:k=5."
+        if f"--{here}" in known:
+            return f"found --{unknown}, expected --{here}, as it is called here."
+    if isinstance(error, MissingArgumentError) and error.argument is not None:
+        return f"found no {error.argument.name}, expected it with a value."
     name = error.argument.name if error.argument is not None else ""
     return text if name.removeprefix("--").replace("-", "_") in text.replace("-", "_") else f"{name}: {text}"
 

@@ -33,21 +33,15 @@ Strategy = Literal[
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(RemoteCode):
-    """Options shared by all heads.
+class Optimisation:
+    """Options of the optimiser and its batches.
 
     Attributes:
-        data: The artefact to train on, a directory.
-        output: Directory that receives best/, last/, checkpoints/, metrics.csv and config.yaml.
-        val: Another artefact to validate on; without it a share of `data` is held out.
-        val_share: Share of the samples of `data` that is held out, chosen by a hash of the sample's number.
-        resume: Resume from the newest intact checkpoint, if there is one; a finished training is returned as it is.
         epochs: Passes over the data; not used when max_steps is given.
         max_steps: Optimiser steps in all; 0 leaves it to epochs.
         batch_size: Sequences in one optimiser step, over all devices and accumulated parts together.
         tokens_per_batch: Tokens in one optimizer step, over all devices and accumulated parts, instead of batch_size;
             steps hold whole sequences. A drafter's are packed end to end, without padding. 0 counts sequences.
-        max_length: Longer sequences are split into pieces of so many tokens; 0 splits at the frozen model's context.
         accumulate: Parts that a step's batch is computed in, one after the other, to save memory.
         optimizer: adamw, or muon for matrices and AdamW for vectors.
         lr: Peak learning rate.
@@ -59,37 +53,23 @@ class TrainConfig(RemoteCode):
         clip: Largest gradient norm; 0 switches clipping off.
         precision: float32 throughout, or bf16 autocast over float32 weights; auto takes bf16 on a GPU that has it.
             float32 products are TF32 on a GPU.
-        model_dtype: Type of the frozen model's weights; auto takes float32 on a CPU, else what the checkpoint holds.
-        engine: How the frozen model runs; lean for Llama-family weights, hf for any transformers model.
-        seed: Of initial weights, order of samples and noise.
-        devices: Devices of this machine to use; under torchrun it is what torchrun started.
-        accelerator: Kind of device.
-        strategy: How several devices work together; auto takes ddp when there are several. The DeepSpeed stages
-            partition the optimizer state, then the gradients, then the weights; offload keeps the parts in host memory.
-        num_threads: CPU threads; 0 is torch's own choice.
-        num_workers: Processes that read data; 0 reads in the training process.
-        val_every: Optimiser steps between validations; 0 validates at the end of each epoch. The last step always does.
-        log_every: Optimiser steps between logged losses.
-        save_every: Optimiser steps between checkpoints for --resume; 0 saves with each validation.
-        keep: Checkpoints to keep, the newest ones.
         max_bad_steps: Steps with a non-finite loss or gradient that are skipped before the run ends.
-        track: Loggers: csv, wandb (Weights & Biases), tensorboard. The CSV file is always written.
-        wandb: Weights & Biases; auto goes online when a key is found, and is off without one or WANDB_MODE.
-        project: Weights & Biases project.
-        group: Weights & Biases group: the study or sweep that the run belongs to.
-        license: The head's licence for its model card (apache-2.0, cc-by-nc-4.0, ...); not stated without it.
     """
 
-    data: Path = volatile()
-    output: Path = volatile()
-    val: Path | None = volatile(None)
-    val_share: float = 0.05
-    resume: bool = volatile(False)
+    help_group: ClassVar[str] = "Optimisation"
+    help_rarely: ClassVar[tuple[str, ...]] = (
+        "warmup_share",
+        "min_lr_share",
+        "weight_decay",
+        "betas",
+        "clip",
+        "max_bad_steps",
+    )
+
     epochs: int = 3
     max_steps: int = 0
     batch_size: int = 32
     tokens_per_batch: int = 0
-    max_length: int = 0
     accumulate: int = volatile(1)
     optimizer: Literal["adamw", "muon"] = "adamw"
     lr: float = 5e-5
@@ -100,24 +80,99 @@ class TrainConfig(RemoteCode):
     betas: tuple[float, float] = (0.9, 0.999)
     clip: float = 1.0
     precision: Literal["auto", "32", "bf16"] = "auto"
+    max_bad_steps: int = volatile(10)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """Options of where and how a training runs.
+
+    Attributes:
+        model_dtype: Type of the frozen model's weights; auto takes float32 on a CPU, else what the checkpoint holds.
+        engine: How the frozen model runs; lean for Llama-family weights, hf for any transformers model.
+        devices: Devices of this machine to use; under torchrun it is what torchrun started.
+        accelerator: Kind of device.
+        strategy: How several devices work together; auto takes ddp when there are several. The DeepSpeed stages
+            partition the optimizer state, then the gradients, then the weights; offload keeps the parts in host memory.
+        num_threads: CPU threads; 0 is torch's own choice.
+        num_workers: Processes that read data; 0 reads in the training process.
+    """
+
+    help_group: ClassVar[str] = "Hardware"
+    help_rarely: ClassVar[tuple[str, ...]] = (
+        "engine",
+        "accelerator",
+        "num_workers",
+    )
+
     model_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     engine: Literal["auto", "lean", "hf"] = volatile("auto")
-    seed: int = 0
     devices: int = volatile(1)
     accelerator: Literal["auto", "cpu", "gpu"] = volatile("auto")
     strategy: Strategy = volatile("auto")
     num_threads: int = volatile(0)
     num_workers: int = volatile(0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tracking:
+    """Options of what is measured, logged and saved.
+
+    Attributes:
+        val_every: Optimiser steps between validations; 0 validates at the end of each epoch. The last step always does.
+        log_every: Optimiser steps between logged losses.
+        save_every: Optimiser steps between checkpoints for --resume; 0 saves with each validation.
+        keep: Checkpoints to keep, the newest ones.
+        track: Loggers: csv, wandb (Weights & Biases), tensorboard. The CSV file is always written.
+        wandb: Weights & Biases; auto goes online when a key is found, and is off without one or WANDB_MODE.
+        project: Weights & Biases project.
+        group: Weights & Biases group: the study or sweep that the run belongs to.
+        license: The head's licence for its model card (apache-2.0, cc-by-nc-4.0, ...); not stated without it.
+    """
+
+    help_group: ClassVar[str] = "Validation and tracking"
+    help_rarely: ClassVar[tuple[str, ...]] = (
+        "save_every",
+        "keep",
+        "project",
+        "group",
+        "license",
+    )
+
     val_every: int = volatile(0)
     log_every: int = volatile(20)
     save_every: int = volatile(0)
     keep: int = volatile(2)
-    max_bad_steps: int = volatile(10)
     track: tuple[Tracker, ...] = volatile(("csv", "wandb"))
     wandb: Literal["auto", "online", "offline", "off"] = volatile("auto")
     project: str = volatile("draftsmith")
     group: str | None = volatile(None)
     license: str = volatile("")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(Optimisation, Hardware, Tracking, RemoteCode):
+    """Options shared by all heads.
+
+    Attributes:
+        data: The artefact to train on, a directory.
+        output: Directory that receives best/, last/, checkpoints/, metrics.csv and config.yaml.
+        val: Another artefact to validate on; without it a share of `data` is held out.
+        val_share: Share of the samples of `data` that is held out, chosen by a hash of the sample's number.
+        resume: Resume from the newest intact checkpoint, if there is one; a finished training is returned as it is.
+        max_length: Longer sequences are split into pieces of so many tokens; 0 splits at the frozen model's context.
+        seed: Of initial weights, order of samples and noise.
+    """
+
+    help_group: ClassVar[str] = "Data"
+
+    data: Path = volatile()
+    output: Path = volatile()
+    val: Path | None = volatile(None)
+    val_share: float = 0.05
+    resume: bool = volatile(False)
+    max_length: int = 0
+    seed: int = 0
     trust_remote_code: bool = volatile(False)
 
     def __post_init__(self) -> None:
@@ -150,7 +205,31 @@ class TrainConfig(RemoteCode):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainDrafterConfig(TrainConfig):
+class Decoding:
+    """Options of the acceptance length (tau) that a training measures by decoding.
+
+    Attributes:
+        tau_every: Steps between measurements of tau by real decoding; 0 measures with every validation. It is measured
+            at validations, so it counts in multiples of val_every.
+        tau_prompts: Prompts to decode for it; 0 switches it off.
+        tau_data: Output of `data prompts`, of prompts like those that will be served. Default: held-out samples, each
+            up to one of its answers; beside it, as tau_general, general prompts that ship.
+        tau_k: Drafted tokens a round for it.
+        tau_max_new_tokens: Tokens of each answer for it. It goes past end tokens, as short answers say little.
+    """
+
+    help_group: ClassVar[str] = "Acceptance length while training"
+    help_rarely: ClassVar[tuple[str, ...]] = ("tau_every", "tau_k", "tau_max_new_tokens")
+
+    tau_every: int = volatile(0)
+    tau_prompts: int = volatile(16)
+    tau_data: Path | None = volatile(None)
+    tau_k: int = volatile(5)
+    tau_max_new_tokens: int = volatile(64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainDrafterConfig(Decoding, TrainConfig):
     """`data` is the output of `data responses` or `data prompts --supervised`, which the target reads in the training
     process; or of `data features`, with its states.
 
@@ -166,16 +245,17 @@ class TrainDrafterConfig(TrainConfig):
         device_map: Spread the layers of a target larger than a GPU over those of this one process, by transformers.
         init: random, or the directory of a head to fine-tune, ours or an imported one, whose shape it keeps. Only its
             width and vocabulary have to be this target's. For a draft model: any model of the target's tokenizer.
-        tau_every: Steps between measurements of tau by real decoding; 0 measures with every validation. It is measured
-            at validations, so it counts in multiples of val_every.
-        tau_prompts: Prompts to decode for it; 0 switches it off.
-        tau_data: Output of `data prompts`, of prompts like those that will be served. Default: held-out samples, each
-            up to one of its answers; beside it, as tau_general, general prompts that ship.
-        tau_k: Drafted tokens a round for it.
-        tau_max_new_tokens: Tokens of each answer for it. It goes past end tokens, as short answers say little.
     """
 
     kind: ClassVar[str]
+    help_group: ClassVar[str] = "Data"
+    help_rarely: ClassVar[tuple[str, ...]] = (
+        "feature_cache",
+        "feature_dtype",
+        "feature_server",
+        "feature_window",
+        "device_map",
+    )
 
     target: str
     features: Literal["online", "cache", "vllm"] = "online"
@@ -185,11 +265,6 @@ class TrainDrafterConfig(TrainConfig):
     feature_window: float = volatile(0.0)
     device_map: bool = volatile(False)
     init: str = "random"
-    tau_every: int = volatile(0)
-    tau_prompts: int = volatile(16)
-    tau_data: Path | None = volatile(None)
-    tau_k: int = volatile(5)
-    tau_max_new_tokens: int = volatile(64)
 
     def __post_init__(self) -> None:
         super().__post_init__()

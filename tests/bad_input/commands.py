@@ -17,7 +17,7 @@ ROWS = [
     Row("a misspelt command", "eval bnech", ("eval bnech", "eval bench")),
     Row("a group with a setting", "data --target x", ("data",)),
     Row("words without a name", "data prompts x y --source s --target t --output {out}", ("x", "--name value")),
-    Row("no value", "decode Hi --target", ("--target", "requires an argument")),
+    Row("no value", "decode Hi --target", ("--target", "found no --target")),
     Row("a fraction of a step", f"{TRAIN} --max-steps 1.5", ("--max-steps", "1.5", "int")),
     Row("no such config", "train eagle --config nosuch", ("nosuch", "eagle-small")),
     # The demo.

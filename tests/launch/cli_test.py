@@ -236,7 +236,7 @@ def test_every_setting_of_every_command_is_explained(name, capsys):
     meanings = field_meanings(config_class)
     fields = [field for field in dataclasses.fields(config_class) if field.init]
     assert [field.name for field in fields if not meanings.get(field.name)] == []
-    assert cli.main([*name.split(), "--help"]) == 0
+    assert cli.main([*name.split(), "--help-all"]) == 0
     shown = capsys.readouterr().out
     said = "".join(shown.replace("│", " ").split())
     nested = {field.name for field in fields if dataclasses.is_dataclass(field.default_factory)}
@@ -244,6 +244,32 @@ def test_every_setting_of_every_command_is_explained(name, capsys):
         if field.name not in nested:
             assert f"--{field.name.replace('_', '-')}" in shown
             assert [word for word in meanings[field.name].replace("`", "").split() if word not in said] == []
+
+
+def test_help_leaves_rarely_needed_settings_to_help_all(capsys):
+    def shown(option: str) -> str:
+        assert cli.main(["train", "eagle3", option]) == 0
+        return capsys.readouterr().out
+
+    short, whole = shown("--help"), shown("--help-all")
+    rare = [f"--{name}" for name in ("pass-decay", "betas", "feature-window", "trust-remote-code")]
+    assert [name in short for name in rare] == [False] * 4 and [name in whole for name in rare] == [True] * 4
+    titles = ["Required", "Settings", "Data", "Acceptance length", "Optimisation", "Hardware", "Validation", "Always"]
+    assert sorted(titles, key=short.index) == titles
+    assert "rarely needed options too" in short
+
+
+@pytest.mark.parametrize(
+    ("words", "ours"),
+    [
+        ("train eagle3 --data d --learning-rate 1e-4", "--lr"),
+        ("train eagle3 --data d --ttt_length 7", "--passes"),
+        ("eval bench --prompts p --num-speculative-tokens 3", "--methods eagle3:k=5"),
+    ],
+)
+def test_names_of_other_projects_lead_to_ours(capsys, words, ours):
+    assert cli.main([*words.split(), "--target", "t", "--output", "o"]) == 2
+    assert ours in error_line(capsys)
 
 
 def test_a_reader_that_goes_away_ends_the_output_quietly():

@@ -76,6 +76,19 @@ class BlockSettings:
         decay: A token that stands s places behind a block's first counts exp(-s / decay).
     """
 
+    help_rarely: ClassVar[tuple[str, ...]] = (
+        "vary_block",
+        "mask_token",
+        "markov_type",
+        "confidence_label",
+        "only_confidence",
+        "ce_weight",
+        "l1_weight",
+        "confidence_weight",
+        "token_weights",
+        "decay",
+    )
+
     layers: tuple[int, ...] = ()
     num_layers: int | None = None
     block: int = 7

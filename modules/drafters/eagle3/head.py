@@ -60,6 +60,16 @@ class Eagle3Settings:
             which a step needs the target's logits of the draft vocabulary only.
     """
 
+    help_rarely: ClassVar[tuple[str, ...]] = (
+        "rope_theta",
+        "passes_after",
+        "pass_decay",
+        "pass_weights",
+        "token_mask",
+        "normalizer",
+        "unknown",
+    )
+
     layers: tuple[int, ...] = ()
     draft_vocab: int = 32_000
     rope: Rope = "target"
