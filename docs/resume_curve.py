@@ -63,7 +63,7 @@ def main(data: Path, picture: Path) -> None:
         two = ("--devices", "2", "--strategy", "deepspeed_stage_2", "--accumulate", "2")
         kill_after(KILLED_AFTER, broken, command(data, broken, *two))
         before, saved = losses(broken), newest_checkpoint(broken)
-        subprocess.run(command(data, broken, "--resume"), check=True)
+        subprocess.run(command(data, broken), check=True)
         whole, after = losses(unbroken), losses(broken)
     resumed = {step: loss for step, loss in after.items() if step > saved}
     difference = max(abs(after[step] - whole[step]) for step in whole)

@@ -50,7 +50,6 @@ ELSEWHERE = {
     **dict.fromkeys(("num_speculative_tokens", "speculative_num_steps"), "num-drafted"),
     **dict.fromkeys(("max_tokens", "n_predict"), "max-new-tokens"),
     **dict.fromkeys(("report_to",), "track"),
-    **dict.fromkeys(("resume_from_checkpoint",), "resume"),
 }
 
 

@@ -33,8 +33,8 @@ class LaunchConfig:
     """Options of every launcher.
 
     Attributes:
-        command: The command that every process runs, after a lone --. A training that may be restarted gets --resume
-            added, so that it continues from its checkpoint.
+        command: The command that every process runs, after a lone --. A restarted training continues from its
+            checkpoint.
     """
 
     command: tuple[str, ...] = ()
@@ -64,15 +64,6 @@ def check_command(launcher: str, command: Sequence[str], num_processes: int | No
         raise UsageError(f"command: found {name!r} for several processes, expected {expected}. {remedy}")
     words = [word for word in command[len(name.split()) :] if word != "--debug"]
     return configure(name, words)[1] is not None
-
-
-def with_resume(command: Sequence[str]) -> list[str]:
-    """Add --resume to a training that may be restarted, unless the user decided otherwise.
-
-    With --resume a training continues from its checkpoint, or starts if there is none. Data stages always resume.
-    """
-    decided = any(word.partition("=")[0] in {"--resume", "--no-resume", "--no_resume"} for word in command)
-    return [*command, "--resume"] if command[0] == "train" and not decided else [*command]
 
 
 @dataclass(frozen=True)
@@ -122,8 +113,7 @@ def run_torchrun(config: TorchrunConfig) -> int:
         argv += [f"--nnodes={config.nnodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={config.rdzv_endpoint}"]
         argv += ["--rdzv-id=draftsmith"]
     # Restarted processes find the checkpoint of the previous ones.
-    command = with_resume(config.command) if config.max_restarts else list(config.command)
-    argv += ["--module", "draftsmith", *command]
+    argv += ["--module", "draftsmith", *config.command]
     sys.stdout.flush()
     os.execv(argv[0], argv)
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from draftsmith.launch.launchers import LaunchConfig, check_command, with_resume
+from draftsmith.launch.launchers import LaunchConfig, check_command
 from draftsmith.modules.types import InputError, at_least
 
 POLL_S = 2.0
@@ -152,7 +152,7 @@ def job_script(config: SlurmConfig) -> str:
 
     srun = ["srun", "--kill-on-bad-exit=1"]
     srun += [f"--cpus-per-task={config.cpus_per_task}"] if config.cpus_per_task else []
-    command = shlex.join([*srun, sys.executable, "-m", "draftsmith", *with_resume(config.command)])
+    command = shlex.join([*srun, sys.executable, "-m", "draftsmith", *config.command])
     body = [
         "# Written by draftsmith launch slurm. One start of the job; it may be requeued and then runs this again.",
         'echo "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), nodes $SLURM_JOB_NODELIST, $(date)"',

@@ -60,7 +60,7 @@ def test_a_changed_loss_trains_and_says_so(target, responses, tmp_path):
     assert manifest["inputs"]["loss"] == "change_the_loss.Focal"
     with pytest.raises(draftsmith.InputError, match="loss"):  # not to be gone on with by another loss
         (tmp_path / "run" / "training.json").unlink()
-        draftsmith.fit("eagle3", config="eagle3-small", **settings, **quick, resume=True)
+        draftsmith.fit("eagle3", config="eagle3-small", **settings, **quick)
 
 
 def test_a_script_with_its_own_trainer_trains_saves_and_measures(target, tmp_path, monkeypatch):

@@ -42,9 +42,7 @@ def run(config: TrainedConfig, module_class: type[LitDrafter] | None = None) -> 
 
     set_threads(config.num_threads)
     if isinstance(config, TrainAcceptanceConfig):
-        config = acceptance.with_defaults(config)
-        if config.resume:
-            config = acceptance.with_size(config)
+        config = acceptance.with_size(acceptance.with_defaults(config))
     config = settled(config)
     done = finished(config)
     if done is not None:

@@ -121,7 +121,7 @@ class Tracking:
     Attributes:
         val_every: Optimiser steps between validations; 0 validates at the end of each epoch. The last step always does.
         log_every: Optimiser steps between logged losses.
-        save_every: Optimiser steps between checkpoints for --resume; 0 saves with each validation.
+        save_every: Optimiser steps between checkpoints, from which the same command continues; 0 saves at validations.
         keep: Checkpoints to keep, the newest ones.
         track: Loggers: csv, wandb (Weights & Biases), tensorboard. The CSV file is always written.
         wandb: Weights & Biases; auto goes online when a key is found, and is off without one or WANDB_MODE.
@@ -156,10 +156,10 @@ class TrainConfig(Optimisation, Hardware, Tracking, RemoteCode):
 
     Attributes:
         data: The artefact to train on, a directory.
-        output: Directory that receives best/, last/, checkpoints/, metrics.csv and config.yaml.
+        output: Directory that receives best/, last/, checkpoints/, metrics.csv and config.yaml. If it holds a training
+            with the same settings, that continues from its newest intact checkpoint.
         val: Another artefact to validate on; without it a share of `data` is held out.
         val_share: Share of the samples of `data` that is held out, chosen by a hash of the sample's number.
-        resume: Resume from the newest intact checkpoint, if there is one; a finished training is returned as it is.
         max_length: Longer sequences are split into pieces of so many tokens; 0 splits at the frozen model's context.
         seed: Of initial weights, order of samples and noise.
     """
@@ -170,7 +170,6 @@ class TrainConfig(Optimisation, Hardware, Tracking, RemoteCode):
     output: Path = volatile()
     val: Path | None = volatile(None)
     val_share: float = 0.05
-    resume: bool = volatile(False)
     max_length: int = 0
     seed: int = 0
     trust_remote_code: bool = volatile(False)

@@ -74,7 +74,7 @@ class FeatureStream:
             return
         self._signal_since = self._signal_since or time.monotonic()
         if time.monotonic() - self._signal_since > GRACE_S:
-            log_note("the server sends no states for the running step: it is given up. Continue with --resume")
+            log_note("the server sends no states for the running step: it is given up. Continue by the same command")
             raise SystemExit(128 + number)
 
     def costs(self, device: torch.device) -> dict[str, float]:

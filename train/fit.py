@@ -31,7 +31,7 @@ from draftsmith.data.store.reading import read_object
 from draftsmith.data.text.answers import Supervision
 from draftsmith.modules.types import InputError
 from draftsmith.train.callbacks import BetweenSteps, SaveHead
-from draftsmith.train.checkpoints import FOLDER, Checkpoints, all_in, newest_intact, step_of
+from draftsmith.train.checkpoints import FOLDER, Checkpoints, newest_intact, step_of
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.data_module import HeadDataModule
 from draftsmith.train.lit_head import LitHead
@@ -76,21 +76,17 @@ class PreparedTraining:
 
 
 def finished(config: TrainConfig) -> Path | None:
-    """Return best/ of a finished run that is to be resumed, which changes nothing.
+    """Return best/ of a run that is finished; None if there is something to train.
 
     Raises:
-        InputError: the output directory holds a run that is not to be resumed, or one with other settings.
+        InputError: the output directory holds a run with other settings.
     """
-    done = config.output / FINISHED
-    if config.resume and done.exists():
+    if (config.output / STARTED).exists():
         _check_begun(config, {"config": decisive(config)})
-        say_on_rank_zero(f"{config.output} holds a finished training: nothing is left to do, and nothing is changed")
-    if config.resume:
-        return config.output / "best" if done.exists() else None
-    if done.exists() or all_in(config.output / FOLDER):
-        found = f"{config.output}, which holds {'a finished' if done.exists() else 'an interrupted'} training"
-        raise InputError("output", found, "a new directory", "Pass --resume to go on, or choose another.")
-    return None
+    if not (config.output / FINISHED).exists():
+        return None
+    say_on_rank_zero(f"{config.output} holds a finished training: nothing is left to do, and nothing is changed")
+    return config.output / "best"
 
 
 def fit(training: PreparedTraining) -> Path:
@@ -108,19 +104,18 @@ def fit(training: PreparedTraining) -> Path:
         "models": provenance.models,
         "read_model": provenance.read_model,
     }
-    checkpoint = None
-    if config.resume:
-        if (config.output / STARTED).exists():
-            _check_begun(config, state)
-        checkpoint = newest_intact(config.output / FOLDER, say_on_rank_zero)
+    begun = (config.output / STARTED).exists()
+    if begun:
+        _check_begun(config, state)
+    checkpoint = newest_intact(config.output / FOLDER, say_on_rank_zero)
     step = step_of(checkpoint)
     supervision = Supervision.of(data.train.dataset.answer_lengths(data.train.indices))
     say_on_rank_zero(f"data: {supervision.text()}")
     if warning := supervision.warning():
         say_on_rank_zero(warning)
     make_directory(config.output)
-    if is_first_process() and not (config.resume and (config.output / STARTED).exists()):
-        text = yaml.safe_dump(resolved(dataclasses.replace(config, resume=False)), sort_keys=False)
+    if is_first_process() and not begun:
+        text = yaml.safe_dump(resolved(config), sort_keys=False)
         write_text(config.output / RESOLVED, f"# draftsmith train {provenance.job} --config THIS_FILE\n{text}")
         write_json(config.output / STARTED, flatten(state))
 
@@ -154,13 +149,13 @@ def fit(training: PreparedTraining) -> Path:
     interrupted = module.signal_agreed or module.signal_received
     if trainer.global_step < module.total_steps:
         assert interrupted, f"stopped at step {trainer.global_step} of {module.total_steps} without a signal"
-        command = ["draftsmith", "train", provenance.job, "--config", str(config.output / RESOLVED), "--resume"]
+        command = ["draftsmith", "train", provenance.job, "--config", str(config.output / RESOLVED)]
         saved = f"saved step {between.saved_step}" if between.saved_step else "nothing was saved"
         say_on_rank_zero(f"{signal.Signals(interrupted).name}: {saved}. Resume with: {shlex.join(command)}")
-        raise SystemExit(exit_code(interrupted, config.resume))
+        raise SystemExit(exit_code(interrupted))
     if between.unsaved:
         found = f"no room for the trained head ({between.unsaved})"
-        remedy = f"Free some space, then pass --resume: step {between.saved_step} is saved."
+        remedy = f"Free some space, then run the same command: step {between.saved_step} is saved."
         raise InputError("output", found, "room for best/, last/ and a checkpoint", remedy)
 
     # The run is complete.
@@ -202,7 +197,7 @@ def _check_begun(config: TrainConfig, state: Mapping[str, Any]) -> None:
     if differing := differences(flat, {key: value for key, value in begun.items() if key.split(".")[0] in state}):
         found = "another " + "; ".join(f"{key}: {now}, begun with {was}" for key, now, was in differing)
         remedy = f"Restore it (see {config.output / RESOLVED}), or choose another output."
-        raise InputError("resume", found, "the settings and data that the run was begun with", remedy)
+        raise InputError("output", found, "the settings and data that the run was begun with", remedy)
 
 
 def _head_saver(

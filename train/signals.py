@@ -53,16 +53,16 @@ class StopOnSignal(pl.Callback):
         self.on_train_end(trainer, pl_module)
 
 
-def exit_code(number: int, resumes: bool) -> int:
+def exit_code(number: int) -> int:
     """Return the exit code of this process after a signal, when everything is saved: 128 + number, as in a shell.
 
-    After SIGUSR1 in a SLURM job whose command resumes, put the job back into the queue and return 0. Once `scontrol
+    After SIGUSR1 in a SLURM job put the job back into the queue and return 0. Once `scontrol
     requeue` returns, the job is pending again whatever its processes do; before that, a rank that exits with another
     code would end the step, and the job as failed. If the job cannot be requeued, the first process logs why and fails,
     and with it the job.
     """
     job = os.environ.get("SLURM_JOB_ID")
-    if number != signal.SIGUSR1 or job is None or not resumes:
+    if number != signal.SIGUSR1 or job is None:
         return 128 + number
     if not is_first_process():
         return 0

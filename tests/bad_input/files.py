@@ -135,9 +135,7 @@ FEATURES = "data features --responses {responses} --target {target} --output {d}
 REPORT = "eval report {d} --output {out}/report.html"
 COMPARE = "eval compare {d} {bench}"
 DECODE = "decode Hi --target {target} --draft {d} --method eagle:k=2 --max-new-tokens 4"
-RESUME = (
-    "train eagle --data {features} --target {target} --max-steps 2 --batch-size 2 --resume --output {d} --track csv"
-)
+RESUME = "train eagle --data {features} --target {target} --max-steps 2 --batch-size 2 --output {d} --track csv"
 SHARD = "shard-00000"
 DEEP = "[" * 100_000
 
@@ -213,7 +211,7 @@ ROWS = [
     # A training that is to go on.
     Row("training: started.json cut", RESUME, ("started.json", "damaged"), spoilt("interrupted", "started.json", cut)),
     Row("training: finished, with another rate", RESUME + " --val-share 0.3 --tau-prompts 0 --lr 0.1",
-        ("resume", "config.lr: 0.1, begun with"), spoilt("eagle_run", "best/README.md", text("card"))),
+        ("output", "config.lr: 0.1, begun with"), spoilt("eagle_run", "best/README.md", text("card"))),
     *(
         Row(f"training: {words}", f"train eagle --data {{features}} --target {{target}} --output {{out}} --{words}",
             says)

@@ -22,7 +22,6 @@ from torch.distributed.run import get_args_parser
 
 from draftsmith.launch import cli, launchers, slurm
 from draftsmith.launch.commands import configure
-from draftsmith.launch.launchers import with_resume
 from draftsmith.modules.types import InputError
 
 # What a shell, sbatch or an argument parser would take for something else.
@@ -102,17 +101,7 @@ def test_torchrun_on_several_machines_that_may_restart(started):
     read = get_args_parser().parse_args(started[0][3:])
     assert (read.standalone, read.nnodes, read.rdzv_backend, read.rdzv_endpoint) == (False, "2", "c10d", "first:29400")
     assert (read.rdzv_id, read.max_restarts) == ("draftsmith", 3)
-    assert read.training_script_args == [
-        *TRAIN,
-        "--resume",
-    ]  # else the second start would refuse the first one's output
-
-
-@pytest.mark.parametrize("written", ["--resume", "--no-resume", "--resume=false"])
-def test_resume_is_added_to_trainings_only_and_never_twice(written):
-    assert with_resume(TRAIN) == [*TRAIN, "--resume"]
-    assert with_resume([*TRAIN, written]) == [*TRAIN, written]
-    assert with_resume(["data", "features"]) == ["data", "features"]
+    assert read.training_script_args == TRAIN
 
 
 # --- DeepSpeed
@@ -184,7 +173,7 @@ def test_a_job_script_starts_the_words_and_runs_nothing_else(stubs):
     result = bash(stubs, script)
     assert (result.returncode, result.stderr) == (0, "")
     options = ["--kill-on-bad-exit=1", "--cpus-per-task=3"]
-    assert calls(stubs, "srun") == [[*options, sys.executable, "-m", "draftsmith", *words, "--resume"]]
+    assert calls(stubs, "srun") == [[*options, sys.executable, "-m", "draftsmith", *words]]
     assert not (stubs / "injected").exists()
     # sbatch reads options up to the first line that is no comment.
     head = script[: script.index("\necho")].replace(str(stubs), "")
@@ -212,7 +201,7 @@ def test_a_failed_job_is_requeued_as_often_as_allowed(stubs, monkeypatch, code, 
 def test_a_data_stage_is_requeued_before_the_time_limit(stubs, monkeypatch):
     monkeypatch.setenv("STUB_WAITS", "3")
     script = slurm.job_script(slurm.SlurmConfig(("data", "features"), log_dir=stubs))
-    assert "#SBATCH --signal=B:USR1@120" in script and "--resume" not in script
+    assert "#SBATCH --signal=B:USR1@120" in script
     process = subprocess.Popen(["bash", "-c", script], cwd=stubs, stdout=subprocess.PIPE, text=True)
     while not calls(stubs, "srun"):
         assert process.poll() is None
@@ -225,7 +214,7 @@ def test_a_data_stage_is_requeued_before_the_time_limit(stubs, monkeypatch):
 def test_only_what_goes_on_is_requeued():
     train, bench = (slurm.job_script(slurm.SlurmConfig(words)) for words in (("train", "eagle"), ("eval", "bench")))
     assert "#SBATCH --requeue\n#SBATCH --signal=USR1@120\n" in train
-    assert "#SBATCH --no-requeue" in bench and "--signal" not in bench and "--resume" not in bench
+    assert "#SBATCH --no-requeue" in bench and "--signal" not in bench
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -129,8 +128,8 @@ def test_the_size_with_the_lowest_held_out_kl_is_taken(artefacts, rollouts, tmp_
     assert (written["width"], written["epochs"]) == (tried[0].width, tried[0].epochs)
     assert "sizes: held-out KL" in capsys.readouterr().err
     # The same command again, and the one that the run itself names, both find it finished.
-    again = dataclasses.replace(a_config(artefacts, rollouts, output), resume=True)
-    assert run(again) == best == run(dataclasses.replace(with_size(again), resume=True))
+    again = a_config(artefacts, rollouts, output)
+    assert run(again) == best == run(with_size(again))
 
 
 def test_no_size_is_tried_if_one_is_given(artefacts, rollouts, tmp_path):

@@ -109,7 +109,7 @@ def test_a_run_with_other_settings_is_not_resumed(artefacts, trained, tmp_path):
     shutil.copy(trained / "started.json", tmp_path / "run")
     shutil.copytree(trained / FOLDER, tmp_path / "run" / FOLDER)
     with pytest.raises(InputError, match=r"config.lr: 0.1, begun with 0.005.*config.seed: 7, begun with 0"):
-        run(config(artefacts, tmp_path / "run", resume=True, lr=0.1, seed=7))
+        run(config(artefacts, tmp_path / "run", lr=0.1, seed=7))
 
 
 def test_separate_validation_labels_must_share_the_sampling(artefacts, tmp_path):

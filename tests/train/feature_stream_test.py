@@ -116,7 +116,7 @@ def test_a_signal_ends_a_run_whose_server_is_gone(artefacts, target, stored, tmp
     server.start()
     with pytest.raises(SystemExit) as ended:
         streamed(artefacts, server, tmp_path / "run")
-    assert ended.value.code == 143 and "Continue with --resume" in capsys.readouterr().err
+    assert ended.value.code == 143 and "Continue by the same command" in capsys.readouterr().err
 
 
 def test_a_row_whose_file_never_comes_is_asked_for_again_and_then_given_up(

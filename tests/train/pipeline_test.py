@@ -42,7 +42,7 @@ def in_process(options: dict[str, str]) -> Path:
     numbers = {name: int(options[name]) for name in ("batch_size", "val_every", "save_every", "log_every", "max_steps")}
     shares = {name: float(options[name]) for name in ("lr", "val_share")}
     words = {name: options[name] for name in ("draft", "wandb", "accelerator")}
-    return run(TrainAcceptanceConfig(**paths, **numbers, **shares, **words, num_threads=1, resume=True))
+    return run(TrainAcceptanceConfig(**paths, **numbers, **shares, **words, num_threads=1))
 
 
 def state(output: Path) -> dict[str, torch.Tensor]:
@@ -110,7 +110,7 @@ def test_a_signal_saves_and_says_how_to_go_on(artefacts, tmp_path, unbroken):
     said = log.read_text()
     assert process.exitcode == 128 + number, said
     assert f"{number.name}: saved step" in said and "Traceback" not in said
-    assert f"draftsmith train acceptance --config {tmp_path}/run/config.yaml --resume" in said
+    assert f"draftsmith train acceptance --config {tmp_path}/run/config.yaml" in said
     # Any step, not only one that a checkpoint was due at.
     step = int(said.split("saved step ")[1].split(".")[0])
     assert step_of(all_in(tmp_path / "run" / FOLDER)[-1]) == step < STEPS

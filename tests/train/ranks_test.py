@@ -74,7 +74,7 @@ class Runs:
 
     def resuming(self, name: str, begun: str, head: str, strategy: str, accumulate: int) -> dict[str, Any]:
         source = {"output": str(self[begun]), "step": KILLED_AT}
-        return self.job(name, head, strategy, accumulate=accumulate, resume=True, resumes=source)
+        return self.job(name, head, strategy, accumulate=accumulate, resumes=source)
 
     def facts(self, name: str, rank: int = 0) -> dict[str, Any]:
         return json.loads((self[name] / f"facts-{rank}.json").read_text())
@@ -114,7 +114,7 @@ def two_rank_jobs(runs: Runs) -> list[dict[str, Any]]:
     poison = {"row": POISONED_ROW, "how": "gradient"}
     jobs.append(job("too-many", "eagle", "deepspeed_stage_2", poison=poison, max_bad_steps=1, **few))
     jobs.append(job("stopped", "acceptance", "deepspeed_stage_3", signal={"step": 6, "rank": 1}))
-    jobs.append(job("stopped", "acceptance", "deepspeed_stage_1", resume=True))
+    jobs.append(job("stopped", "acceptance", "deepspeed_stage_1"))
     few = {"max_steps": 10, "save_every": 2, "val_every": 5, "keep": 2}
     jobs.append(job("full", "acceptance", "deepspeed_stage_2", full={"from": 5, "to": 8}, **few))
     jobs.append(job("full-at-the-end", "acceptance", "ddp", full={"from": 9, "to": 10}, **few))
@@ -246,6 +246,6 @@ def test_a_full_disk_keeps_the_checkpoint_before_and_the_run_goes_on(runs):
 
 def test_a_head_that_could_not_be_saved_is_no_finished_run(runs):
     message = runs.stopped("full-at-the-end")
-    assert "no room for the trained head" in message and "step 8 is saved" in message and "--resume" in message
+    assert "no room for the trained head" in message and "step 8 is saved" in message
     assert not (runs["full-at-the-end"] / "training.json").exists()
     assert [path.name for path in all_in(runs["full-at-the-end"] / FOLDER)] == ["step-00000006", "step-00000008"]

@@ -25,25 +25,23 @@ def scontrol(tmp_path, monkeypatch):
 
 
 def test_sigusr1_requeues_the_job_once(scontrol, monkeypatch, capsys):
-    assert exit_code(signal.SIGUSR1, resumes=True) == 0
+    assert exit_code(signal.SIGUSR1) == 0
     assert scontrol() == ["requeue 42"] and "to requeue job 42" in capsys.readouterr().err
     monkeypatch.setattr(rank_zero_only, "rank", 1)
-    assert exit_code(signal.SIGUSR1, resumes=True) == 0
+    assert exit_code(signal.SIGUSR1) == 0
     assert len(scontrol()) == 1
 
 
 def test_a_job_that_cannot_be_requeued_fails_with_the_reason(scontrol, monkeypatch, capsys):
     monkeypatch.setenv("STUB_CODE", "1")
-    assert exit_code(signal.SIGUSR1, resumes=True) == 128 + signal.SIGUSR1
+    assert exit_code(signal.SIGUSR1) == 128 + signal.SIGUSR1
     assert "job 42 cannot be requeued: scontrol: not allowed" in capsys.readouterr().err
     monkeypatch.setenv("PATH", "/nonexistent")
-    assert exit_code(signal.SIGUSR1, resumes=True) == 128 + signal.SIGUSR1
+    assert exit_code(signal.SIGUSR1) == 128 + signal.SIGUSR1
     assert "scontrol" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("number", "resumes"), [(signal.SIGTERM, True), (signal.SIGINT, True), (signal.SIGUSR1, False)]
-)
-def test_other_signals_and_runs_without_resume_are_not_requeued(scontrol, number, resumes):
-    assert exit_code(number, resumes) == 128 + number
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_after_other_signals_the_job_is_not_requeued(scontrol, number):
+    assert exit_code(number) == 128 + number
     assert scontrol() == []

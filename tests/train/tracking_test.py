@@ -61,7 +61,7 @@ def tracked(artefacts, tmp_path_factory) -> Tracked:
             stopping.setattr(LitHead, "training_step", interrupted)
             with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
                 run(drafter_config("eagle")(**shared))
-        config = drafter_config("eagle")(**shared, resume=True)
+        config = drafter_config("eagle")(**shared)
         run(config)
     return Tracked(output, config, offline_runs(output), table(output))
 
@@ -92,7 +92,7 @@ def test_all_documented_metrics_are_logged(tracked):
 
 def test_config_and_inputs_are_logged(tracked, artefacts):
     for session in tracked.sessions:
-        logged = {**session.config, "resume": True}
+        logged = session.config
         assert resolved(settled(tracked.config)).items() <= logged.items()
         made_from = logged["made_from"]
         assert made_from["inputs"] == {"data": Manifest.read(artefacts.features).digest}
