@@ -21,8 +21,9 @@ from torch import Tensor
 
 from draftsmith.data.console import log_note, print_text
 from draftsmith.data.engines.own import generate_all
-from draftsmith.data.export.export import ExportConfig
+from draftsmith.data.export.export import GGUF_HEAD, ExportConfig
 from draftsmith.data.export.export import run as export
+from draftsmith.data.export.gguf import HEADS
 from draftsmith.data.export.import_head import ImportConfig
 from draftsmith.data.export.import_head import run as import_head
 from draftsmith.data.heads.card import model_card
@@ -265,14 +266,17 @@ def in_order(name: str, tensor: Tensor, order: Sequence[int]) -> Tensor:
 
 
 def differences(format: HeadFormat, declared: DraftHead, corrected: DraftHead) -> list[str]:
-    """Say what differs between two heads in the files of a format: settings of config.json, and tensors by name."""
+    """Say what differs between two heads in the files of a format: settings, and tensors by name."""
     # Without the target's facts, which would leave out what servers take as given.
     was, now = (format.write(head.config, stored_tensors(head), torch.float32) for head in (declared, corrected))
-    settings = [dict(leaves(package.config)) for package in (was, now)]
+    if (kind := was.config.get("gguf")) is not None:
+        file, (before, after) = GGUF_HEAD, (HEADS[kind].to_gguf(package)[0] for package in (was, now))
+    else:
+        file, (before, after) = "config.json", (dict(leaves(package.config)) for package in (was, now))
     changed = [
-        f"config.json {name}: {settings[0].get(name)!r}, should be {settings[1].get(name)!r}"
-        for name in settings[0] | settings[1]
-        if settings[0].get(name) != settings[1].get(name)
+        f"{file} {name}: {before.get(name)!r}, should be {after.get(name)!r}"
+        for name in before | after
+        if before.get(name) != after.get(name)
     ]
     tensors = [name for name, tensor in was.tensors.items() if not torch.equal(tensor, now.tensors[name])]
     return changed + [f"weights {', '.join(tensors)}"] * bool(tensors)

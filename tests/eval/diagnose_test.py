@@ -212,6 +212,21 @@ def test_repair_of_another_systems_directory_says_what_its_files_should_hold(wor
     assert json.loads((tmp_path / "out" / "files" / "config.json").read_text())[ids] == right[ids]
 
 
+def test_repair_of_a_gguf_file_names_its_settings(world, sound, tmp_path, capsys):
+    files = tmp_path / "gguf"
+    assert export(ExportConfig(format="llamacpp", output=files, head=sound, target=str(world.target))) == 0
+    (files / "draftsmith.json").unlink()
+    field = gguf.GGUFReader(files / "head.gguf", "r+").fields["eagle3.target_layers"]
+    for place in field.data:
+        field.parts[place][0] += 1
+    capsys.readouterr()
+    code, found = repaired(world, files, tmp_path / "out")
+    assert code == 0 and found.config.capture == LAYERS
+    wrong = [layer + 1 for layer in LAYERS]
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"CHANGED head.gguf eagle3.target_layers: {wrong}, should be {list(LAYERS)}" in shown
+
+
 @pytest.mark.parametrize("format", ["vllm", "llamacpp"])
 def test_repair_of_a_draft_vocabulary_in_the_other_convention(world, sound, tmp_path, capsys, format):
     """vLLM wants what is added to a drafted id, llama.cpp the id: servers draft other tokens, or refuse the file."""
