@@ -45,10 +45,11 @@ class PromptsConfig(RemoteCode):
     """Options of `data prompts`: which prompts, for which target.
 
     Attributes:
-        source: A .jsonl, .json or .parquet file, a directory or hub id of `datasets`, or embedded:prompts; several are
-            separated by commas. Rows are ShareGPT conversations, OpenAI messages, FastChat turns, Alpaca columns, or
-            prompt (and answer). Without prompts: self gives beginnings of user turns, for `data responses` to finish,
-            and the output of that gives the prompts.
+        source: A .jsonl, .json or .parquet file, a directory or hub id of `datasets`, embedded:prompts, or one of
+            sharegpt, ultrachat, perfectblend, magpie, gsm8k (from the hub); several are separated by commas. Rows are
+            ShareGPT conversations, OpenAI messages, FastChat turns, Alpaca columns, or prompt (and answer). Without
+            prompts: self gives beginnings of user turns, for `data responses` to finish, and the output of that gives
+            the prompts.
         target: Directory or hub id of the target model, or embedded:target; its tokenizer and context length are used.
         output: Directory to write.
         columns: Names of the source's columns if they are not the usual ones: prompt=question,answer=reply,id=key.

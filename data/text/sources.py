@@ -8,10 +8,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from draftsmith.data.console import log_note
 from draftsmith.data.models.hub import EMBEDDED, resolve_model
 from draftsmith.data.store.manifest import MANIFEST, file_sha256
 from draftsmith.data.text.template import RowError
@@ -55,6 +56,28 @@ class RowSource:
         return f"{self.name}, {place}"
 
 
+@dataclass(frozen=True)
+class Preset:
+    """A data set of the hub under a short name. renamed: its columns, where their names are not usual ones."""
+
+    hub: str
+    split: str
+    licence: str
+    subset: str | None = None
+    renamed: Mapping[str, str] = field(default_factory=dict)
+
+
+# Chats that published heads are trained on (SpecForge, speculators, EAGLE); prompts alone are taken of them, since the
+# answers should be the target's. Licences as on their cards.
+PRESETS = {
+    "sharegpt": Preset("Aeala/ShareGPT_Vicuna_unfiltered", "train", "apache-2.0"),
+    "ultrachat": Preset("HuggingFaceH4/ultrachat_200k", "train_sft", "mit"),
+    "perfectblend": Preset("mlabonne/open-perfectblend", "train", "apache-2.0"),
+    "magpie": Preset("Magpie-Align/Magpie-Pro-300K-Filtered", "train", "llama3"),
+    "gsm8k": Preset("openai/gsm8k", "train", "mit", "main", {"question": "prompt"}),
+}
+
+
 class JoinedSource(RowSource):
     """Rows of several sources, one source after the other."""
 
@@ -92,7 +115,9 @@ def open_source(
     """
     resolved = resolve_model(path) if path.startswith(EMBEDDED) else path
     file = Path(resolved)
-    if file.is_file():
+    if path in PRESETS and not file.exists():
+        source = _open_preset(path, named_split(split), subset, revision)
+    elif file.is_file():
         opener = OPENERS.get(file.suffix.lower())
         if opener is None:
             raise InputError("source", path, A_SOURCE, "Convert or unpack it.")
@@ -111,6 +136,20 @@ def open_source(
     if not len(source):
         raise InputError("source", f"{path}, which is empty", "at least one row", "Check the data.")
     return source
+
+
+def _open_preset(name: str, split: str | None, subset: str | None, revision: str | None) -> RowSource:
+    """Open a data set of the hub by its short name."""
+    preset = PRESETS[name]
+    source = _open_datasets(preset.hub, Path(preset.hub), split or preset.split, subset or preset.subset, revision)
+    log_note(f"{name}: {preset.hub}, licence {preset.licence}")
+    if not preset.renamed:
+        return source
+
+    def read(index: int) -> Row:
+        return {preset.renamed.get(column, column): value for column, value in source.row(index).items()}
+
+    return RowSource(source.name, source.digest, len(source), read, split_taken=True)
 
 
 def named_split(split: str | None) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from draftsmith.data.prompts import PromptsConfig, run
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.text.conversations import parse_columns, read_chat, row_label
-from draftsmith.data.text.sources import open_source
+from draftsmith.data.text.sources import PRESETS, open_source
 from draftsmith.data.text.template import RowError, load_chat_tokenizer, supervised_ids
 from draftsmith.modules.types import InputError
 
@@ -233,3 +234,28 @@ def test_a_prompt_longer_than_the_context_is_an_error_or_dropped_and_counted(mak
         "0000002",
     ]
     assert Manifest.read(tmp_path / "out").counts["overlong_dropped"] == 1
+
+
+PRESET_ROWS = {
+    "sharegpt": {"id": "x", "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]},
+    "ultrachat": {"prompt": "Hi", "prompt_id": "x", "messages": HI},
+    "perfectblend": {
+        "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}],
+        "source": "y",
+    },
+    "magpie": {"uuid": "x", "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]},
+    "gsm8k": {"question": "Hi", "answer": "Ho"},
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_data_set_by_its_short_name(monkeypatch, tmp_path, name):
+    """A local directory has the split, the subset and the columns of the hub's."""
+    import datasets
+
+    preset = PRESETS[name]
+    rows = datasets.Dataset.from_list([PRESET_ROWS[name]])
+    datasets.DatasetDict({preset.split: rows, "other": rows}).save_to_disk(str(tmp_path / "set"))
+    monkeypatch.setitem(PRESETS, name, dataclasses.replace(preset, hub=str(tmp_path / "set")))
+    source = open_source(name)
+    assert len(source) == 1 and read_chat(source.row(0), {}).messages == HI
