@@ -122,7 +122,8 @@ class DraftSettings:
                 raise InputError("draft", f"{path}, an acceptance head", "a model or head that drafts", remedy)
             if kind in paths:
                 found = f"{paths[kind]} and {path}, two {'draft models' if kind == MODEL else f'{kind} heads'}"
-                raise InputError("draft", found, "one of a kind", "Leave one of them out.")
+                remedy = "Measure each in a bench of its own, then compare: draftsmith eval compare RUN RUN."
+                raise InputError("draft", found, "one of a kind", remedy)
             paths[kind] = path
         return paths
 

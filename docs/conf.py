@@ -58,7 +58,18 @@ html_theme_options = (
 # What stands first, and what last; every other page is found by itself, and stands between.
 FIRST = {
     "Start": ["docs/getting-started", "docs/tutorial", "docs/python"],
-    "Guides": ["docs/guides/"],
+    "Guides": [
+        "docs/guides/which-drafter",
+        "docs/guides/llamacpp",
+        "docs/guides/train-eagle3-8b",
+        "docs/guides/serve",
+        "docs/guides/low-acceptance",
+        "docs/guides/choose-k",
+        "docs/guides/prove-your-server",
+        "docs/guides/refresh",
+        "docs/guides/large-targets",
+        "docs/guides/",
+    ],
 }
 LAST = {
     "Reference": ["docs/reference", "docs/command-line", "docs/formats", "docs/models"],
@@ -71,7 +82,10 @@ def navigation(pages: set[str]) -> str:
 
     def those(wanted: list[str]) -> list[str]:
         """Pages of these names, and of the folders that end in a slash."""
-        return [p for name in wanted for p in sorted(pages) if p == name or (name.endswith("/") and p.startswith(name))]
+        found = [
+            p for name in wanted for p in sorted(pages) if p == name or (name.endswith("/") and p.startswith(name))
+        ]
+        return list(dict.fromkeys(found))
 
     first, last = ({caption: those(names) for caption, names in part.items()} for part in (FIRST, LAST))
     rest = sorted(pages - {page for part in (first, last) for chosen in part.values() for page in chosen} - {root_doc})

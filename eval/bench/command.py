@@ -60,7 +60,7 @@ class BenchConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running):
             cost:c=auto:min=1:max=16, online:c=auto:by=q:max=16, confidence:t=0.4:min=1:max=20, self-verify:k=10,
             pearl:k=5, hf-assisted:k=5:t=0; these five policies also with drafter=KIND, by a trained head of that kind.
             Three models: pre-verify:k=10, pre+self-verify:k=10, hsddw:k=10:max=20. A head's own methods begin with its
-            kind; README.md lists them all.
+            kind; docs/decoding.md lists them all.
         method: one more method, as the decode.yaml of `draftsmith eval tune` names it.
         turns: which user turns of a conversation are asked. all: one after the other; every method is asked a later
             turn after the answers that ar gave to the earlier ones. first: the first. last: the last, after recorded
