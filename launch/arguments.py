@@ -34,22 +34,26 @@ REQUIRED, SETTINGS, ALWAYS = "Required", "Settings", "Always"
 HELP_ALL = "help_all"
 # Names in transformers, SpecForge, speculators and vLLM -> ours.
 ELSEWHERE = {
-    **dict.fromkeys(("learning_rate",), "lr"),
-    **dict.fromkeys(("num_epochs", "num_train_epochs"), "epochs"),
-    **dict.fromkeys(("per_device_train_batch_size", "train_batch_size"), "batch-size"),
-    **dict.fromkeys(("gradient_accumulation_steps", "accumulation_steps"), "accumulate"),
-    **dict.fromkeys(("max_grad_norm", "grad_clip"), "clip"),
-    **dict.fromkeys(("max_seq_len", "max_seq_length", "seq_length", "max_model_len"), "max-length"),
-    **dict.fromkeys(("warmup_ratio",), "warmup-share"),
-    **dict.fromkeys(("output_dir", "save_path", "out"), "output"),
-    **dict.fromkeys(("model", "model_name_or_path", "target_model", "target_model_path", "verifier"), "target"),
-    **dict.fromkeys(("draft_model", "speculative_model", "draft_model_path"), "draft"),
-    **dict.fromkeys(("data_path", "train_data_path", "dataset"), "data"),
-    **dict.fromkeys(("ttt_length", "ttt_steps"), "passes"),
-    **dict.fromkeys(("draft_vocab_size",), "draft-vocab"),
-    **dict.fromkeys(("num_speculative_tokens", "speculative_num_steps"), "num-drafted"),
-    **dict.fromkeys(("max_tokens", "n_predict"), "max-new-tokens"),
-    **dict.fromkeys(("report_to",), "track"),
+    theirs: ours
+    for ours, names in {
+        "lr": "learning_rate",
+        "epochs": "num_epochs num_train_epochs",
+        "batch-size": "per_device_train_batch_size train_batch_size",
+        "accumulate": "gradient_accumulation_steps accumulation_steps",
+        "clip": "max_grad_norm grad_clip",
+        "max-length": "max_seq_len max_seq_length seq_length max_model_len",
+        "warmup-share": "warmup_ratio",
+        "output": "output_dir save_path out",
+        "target": "model model_name_or_path target_model target_model_path verifier",
+        "draft": "draft_model draft_model_path speculative_model",
+        "data": "data_path train_data_path dataset",
+        "passes": "ttt_length ttt_steps",
+        "draft-vocab": "draft_vocab_size",
+        "num-drafted": "num_speculative_tokens speculative_num_steps",
+        "max-new-tokens": "max_tokens n_predict",
+        "track": "report_to",
+    }.items()
+    for theirs in names.split()
 }
 
 
@@ -106,7 +110,7 @@ def application(
     """
     settings = setting_parameters(config_class, positional, printing)
     rarely = [] if everything else [parameter for parameter in settings if is_rare(config_class, parameter.name)]
-    settings = [parameter if parameter not in rarely else hidden(parameter) for parameter in settings]
+    settings = [hidden(parameter) if parameter in rarely else parameter for parameter in settings]
     common = common_parameters(len(rarely))
 
     def command(*unnamed: Any, **named: Any) -> Any | None:
@@ -196,13 +200,13 @@ def hidden(parameter: inspect.Parameter) -> inspect.Parameter:
     return parameter.replace(annotation=Annotated[parameter.annotation, Parameter(show=False)])
 
 
-def common_parameters(hidden: int = 0) -> list[inspect.Parameter]:
-    """Describe the options of every command. hidden: number of options that help does not list.
+def common_parameters(num_hidden: int = 0) -> list[inspect.Parameter]:
+    """Describe the options of every command. num_hidden: number of options that help does not list.
 
     --help, --help-all and OUTPUT_OPTIONS are handled before cyclopts is called; it only lists them.
     """
     flags = {"print_config": "print the settings as YAML and stop", "help": "print this and stop"}
-    flags[HELP_ALL] = f"list {hidden} rarely needed options too" if hidden else "the same"
+    flags[HELP_ALL] = f"list {num_hidden} rarely needed options too" if num_hidden else "the same"
     group, meaning = Group(ALWAYS, sort_key=99), "settings: a YAML file, or the name of a shipped one"
     files = keyword("config", list[Path] | None, None, group, metavar="FILE", help=meaning)
     plain: dict[str, Any] = {"negative": (), "show_default": False}

@@ -145,7 +145,7 @@ def diagnose(directory: Path, target: CausalLM, name: str, rows: Rows, data: Man
         shape = llama_shape(target, name)
     except InputError:  # of a family whose rotary settings are unknown
         shape = None
-    variants = head_variants(head, shape, target.info.num_layers, mask_tokens(name, target.info.vocab_size))
+    variants = head_variants(head, shape, target.info.num_layers, mask_tokens(head, name))
     # Medusa has a head for each token, a block a slot.
     depth = min(TOKENS, *(getattr(variant.head.config, name, TOKENS) for variant in variants for name in LONGEST))
     measures = measure(target, rows, variants, depth)
@@ -241,13 +241,15 @@ def other_settings(config: Any, num_layers: int, masks: Sequence[int]) -> Iterat
             yield "switches", f"{name} {'off' if on else 'on'}", {name: not on}
 
 
-def mask_tokens(name: str, vocab_size: int) -> list[int]:
-    """Return the tokens of a target that block drafters take for their mask, the likeliest first.
+def mask_tokens(head: DraftHead, name: str) -> list[int]:
+    """Return the tokens of a target that a block drafter may take for its mask, the likeliest first.
 
     These are the last id, the first one that is no token, and the special tokens. name: of the target, for its
-    tokenizer.
+    tokenizer. Other heads have none.
     """
-    tokenizer = load_tokenizer(name)
+    if not isinstance(head.config, BlockConfig):
+        return []
+    tokenizer, vocab_size = load_tokenizer(name), head.config.vocab_size
     special = [token for token, added in sorted(tokenizer.added_tokens_decoder.items()) if added.special]
     named = [tokenizer.mask_token_id, tokenizer.pad_token_id]
     ids = dict.fromkeys([vocab_size - 1, len(tokenizer), *named, *special[:MOST_MASKS]])

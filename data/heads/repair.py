@@ -139,8 +139,8 @@ def run(config: RepairConfig) -> int:
         shape = llama_shape(target, config.target)
     except InputError:  # of a family whose rotary settings are unknown
         shape = None
-    masks = mask_tokens(config.target, target.info.vocab_size)
-    repaired, corrections, first = search(head, shape, target, answers(config, target), masks)
+    rows, masks = answers(config, target), mask_tokens(head, config.target)
+    repaired, corrections, first = search(head, shape, target, rows, masks)
 
     # What `import` corrected, since the head's own system would read it otherwise.
     misread = [] if ours else manifest["imported"]["problems"]

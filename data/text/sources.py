@@ -67,8 +67,7 @@ class Preset:
     renamed: Mapping[str, str] = field(default_factory=dict)
 
 
-# Chats that published heads are trained on (SpecForge, speculators, EAGLE); prompts alone are taken of them, since the
-# answers should be the target's. Licences as on their cards.
+# Chats that published heads are trained on (SpecForge, speculators, EAGLE). Licences as their cards state them.
 PRESETS = {
     "sharegpt": Preset("Aeala/ShareGPT_Vicuna_unfiltered", "train", "apache-2.0"),
     "ultrachat": Preset("HuggingFaceH4/ultrachat_200k", "train_sft", "mit"),
