@@ -223,6 +223,7 @@ def decide(
     if drafter is not None and len(answer) > 1:
         ids = torch.tensor([[*prompt, *answer]], device=models.target.device)
         features = models.target.features(ids, capture=drafter.capture)[0]
+        last = models.target.features(ids)[0] if drafter.capture else features
         drafter.select([])
         drafter.begin(0, prompt, features[: len(prompt)], answer[0])
         source = TorchSource(seed)
@@ -233,7 +234,7 @@ def decide(
                 likeliest = (int(tree.draft_prob[0].argmax()),)
                 places[number - len(prompt) + 1] = DraftedPlace(False, tree.draft_prob[0].clone(), likeliest)
             state: Tensor = features[number : number + 1]  # of the last token before this one
-            drafter.advance([Outcome((token,), 0, state, models.target.lm_head(state))])
+            drafter.advance([Outcome((token,), 0, state, models.target.lm_head(last[number : number + 1]))])
     return decided_tokens(models.target, prompt, answer, places, (), params, MAX_GAP)
 
 

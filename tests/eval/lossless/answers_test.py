@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 from planted_biases import accepts_too_often
+from quick_heads import captured_head
 
+from draftsmith.data.heads.directory import save_head
+from draftsmith.data.models.loading import load_lm
 from draftsmith.data.prompts import PromptsConfig
 from draftsmith.data.prompts import run as make_prompts
 from draftsmith.data.responses import ResponsesConfig
@@ -56,6 +59,13 @@ def test_an_honest_server_passes_and_one_that_accepts_too_often_fails(models, pr
         assert (code, server["passed"]) == (1 - passes, passes)
     assert server["strongest_bet"].startswith("towards")
     assert 0 < server["detectable"]["what was drafted"] < 0.1
+
+
+def test_the_drafter_may_read_states_of_inner_layers(models, control, tmp_path):
+    target = load_lm(models["target"])
+    path = save_head(tmp_path / "head", captured_head(target).float(), {"target": target.info.identity}, "card")
+    code, (server,) = certified(models, tmp_path, control, None, draft=(str(path),), limit=16)
+    assert code == 0 and server["detectable"]["the draft's first choice"] > 0
 
 
 def test_greedy_answers_are_the_targets_first_choices(models, prompts, tmp_path, monkeypatch):
