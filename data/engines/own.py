@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.heads.directory import load_drafter
-from draftsmith.data.models.loading import check_same_tokenizer
+from draftsmith.data.models.loading import check_comparable
 from draftsmith.data.store.shards import row_generator
 from draftsmith.modules.decoding.loop import DEFAULTS, DecodeOptions, RowAnswer, RowPool
 from draftsmith.modules.decoding.protocols import Drafter
@@ -133,12 +133,7 @@ class ResponseDrafter:
         identity = {"drafted_by": drafter.identity}
         if drafter.head is not None:
             return cls(target, method, heads={drafter.name: drafter.head}, identity=identity)
-        # Equal tokenizers can still have embeddings of different sizes, which the verification cannot compare.
-        check_same_tokenizer(target_path, draft_path)
-        draft_size, target_size = drafter.lm.info.vocab_size, target.info.vocab_size
-        if draft_size != target_size:
-            found = f"{draft_path} of vocabulary {draft_size}"
-            raise InputError("draft", found, f"{target_size}, the target's", "Use a draft of the same family.")
+        check_comparable(target, target_path, drafter.lm, draft_path)
         return cls(target, method, drafter.lm, identity=identity)
 
     def build(self, capacity: int, ends: tuple[int, ...], num_rows: int) -> Drafter | None:

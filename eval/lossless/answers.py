@@ -19,27 +19,23 @@ from rich.text import Text
 from torch import Tensor
 
 from draftsmith.data.console import Table, log_note, print_table, print_text, table_from_cells
-from draftsmith.data.models.loading import load_lm, text_identity
-from draftsmith.data.settings import DraftSettings, check_not_negative
+from draftsmith.data.heads.directory import FrozenDrafter, load_drafter
+from draftsmith.data.models.loading import check_comparable, load_lm, text_identity
+from draftsmith.data.settings import Loading, check_not_negative
 from draftsmith.data.store.files import make_directory, write_json
 from draftsmith.data.store.manifest import Manifest, open_artefact, package_versions, resolved
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.eval.bench.runner import load_models
 from draftsmith.eval.lossless.sampling import (
     MAX_GAP,
-    DecidedTokens,
     DraftedPlace,
     Drift,
     Evidence,
     decided_tokens,
     ends_as_asked,
 )
-from draftsmith.eval.settings import Running
-from draftsmith.modules.decoding.protocols import Drafter, Outcome
-from draftsmith.modules.drafters.chains import chain_methods
-from draftsmith.modules.drafters.methods import Models, parse_methods
-from draftsmith.modules.sampling import TorchSource
+from draftsmith.modules.sampling import best_tokens, probabilities
+from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams, between
 
 RESULTS = "certificate.json"
@@ -50,7 +46,7 @@ GAP_FACTOR = 1.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class CertifyConfig(DraftSettings, Running):
+class CertifyConfig(Loading):
     """Certify that a server's answers follow the target, at any temperature. The exit code is 1 if they do not.
 
     Attributes:
@@ -62,17 +58,19 @@ class CertifyConfig(DraftSettings, Running):
             smaller mistakes visible.
         limit: Only the first so many answers; 0 takes all.
         alpha: Highest probability that a server which follows the target fails.
+        num_threads: CPU threads.
     """
 
     target: str
     answers: Path
     control: Path | None = None
     output: Path
+    draft: str | None = None
     limit: int = 0
     alpha: float = 1e-3
+    num_threads: int = 1
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         check_not_negative(self, "limit")
         between("alpha", self.alpha, 0, 1)
 
@@ -107,11 +105,11 @@ class ServerAnswers:
                     yield row["id"], row["input_ids"][:place], row["input_ids"][place:end]
                 place = end
 
-    def ends_well(self, prompt: list[int], answer: list[int], models: Models) -> bool:
+    def ends_well(self, prompt: list[int], answer: list[int], target: CausalLM) -> bool:
         """Return whether the answer ends with its first end token, or at its length limit."""
         asked = self.manifest.config
-        room = min(asked["max_new_tokens"], models.target.info.max_position - len(prompt))
-        return ends_as_asked(answer, () if asked["ignore_eos"] else models.ends, room)
+        room = min(asked["max_new_tokens"], target.info.max_position - len(prompt))
+        return ends_as_asked(answer, () if asked["ignore_eos"] else target.info.eos_ids, room)
 
 
 @sole_writer()
@@ -132,15 +130,19 @@ def run(config: CertifyConfig) -> int:
         log_note("No control: what the server's type and kernels change counts as a mistake of its speculation.")
 
     params = answers[SERVER].sampling
-    longest = max(len(row["input_ids"]) for own in answers.values() for row in own.rows.iterate())
-    models, drafter = load(config, params, longest)
+    target = load_lm(config.target, **config.loading)
+    drafter = None
+    if config.draft is not None:
+        drafter = load_drafter(config.draft, lambda: target, lambda path: load_lm(path, **config.loading))
+        if drafter.head is None:
+            check_comparable(target, config.target, drafter.lm, config.draft)
     certify = certify_greedy if params.greedy else certify_sampled
-    rows = certify(config, models, drafter, answers)
+    rows = certify(config, target, drafter, answers)
     result = {
         "meta": {
             "settings": resolved(config),
             "sampling": answers[SERVER].manifest.sampling,
-            "target": models.target.info.identity,
+            "target": target.info.identity,
             "versions": package_versions(),
         },
         "passed": rows[-1]["passed"],
@@ -148,7 +150,7 @@ def run(config: CertifyConfig) -> int:
     }
     make_directory(config.output)
     write_json(config.output / RESULTS, result)
-    dtype, top = str(models.target.dtype).removeprefix("torch."), f", top-k {params.top_k}" if params.top_k else ""
+    dtype, top = str(target.dtype).removeprefix("torch."), f", top-k {params.top_k}" if params.top_k else ""
     top += f", top-p {params.top_p:g}" if params.top_p < 1 else ""
     print_text(f"Answers at temperature {params.temperature:g}{top}, scored under {config.target} in {dtype}.")
     print_table(certificate(rows))
@@ -159,40 +161,29 @@ def run(config: CertifyConfig) -> int:
     return 0 if result["passed"] else 1
 
 
-def load(config: CertifyConfig, params: SamplingParams, longest: int) -> tuple[Models, Drafter | None]:
-    """Load the target, and what drafts for it one token at a time. longest: tokens of a prompt with its answer."""
-    kinds = list(config.drafters)
-    if len(kinds) > 1:
-        raise InputError("draft", ", ".join(config.draft or ()), "one", "Pass what the server drafts with.")
-    named = [parse_methods(f"{chain_methods()[kind]}:k=1")[0] for kind in kinds]
-    target = load_lm(config.target, **config.loading)
-    models = load_models(named, config.paths, longest, params, target, config.draft_precision, **config.loading)
-    return models, named[0].method.build(models, 1) if named else None
-
-
 def certify_sampled(
-    config: CertifyConfig, models: Models, drafter: Drafter | None, answers: dict[str, ServerAnswers]
+    config: CertifyConfig, target: CausalLM, drafter: FrozenDrafter | None, answers: dict[str, ServerAnswers]
 ) -> list[dict[str, Any]]:
     """Bet on the server's tokens, beyond what the control's drift. Returns a row for each set of answers.
 
     The control's bounds and the bets on the server each fail with at most half of alpha.
     """
-    drift, rows = Drift(), []
+    drift, rows, drafts = Drift(), list[dict[str, Any]](), FirstDrafts(drafter) if drafter else None
     level = config.alpha / 2
     for name, own in answers.items():
-        bounds = {} if name == CONTROL or not drift.count else drift.bounds(level)
+        bounds = drift.bounds(level) if name == SERVER and drift.count else {}
         if bounds and (most := max(abs(value) for pair in bounds.values() for value in pair)) > MOST_DRIFT:
             found = f"a drift of up to {most:.3f} by {drift.count:,} tokens"
             remedy = "Make more control answers, or pass the --dtype and weights that are served."
             raise InputError("control", found, f"one below {MOST_DRIFT}", remedy)
-        evidence, wrong_ends, count, moments = Evidence(bounds), 0, 0, Drift()
+        evidence, wrong_ends, count = Evidence(bounds), 0, 0
         for _, prompt, answer in own:
-            wrong_ends += not own.ends_well(prompt, answer, models)
-            decided, impossible = decide(models, drafter, prompt, answer, own.sampling, config.seed)
+            wrong_ends += not own.ends_well(prompt, answer, target)
+            places = drafts.places(prompt, answer, own.sampling) if drafts else [DraftedPlace()] * len(answer)
+            decided, impossible = decided_tokens(target, prompt, answer, places, (), own.sampling, MAX_GAP)
             evidence.impossible += impossible
             for part in decided.parts():
                 evidence.add(part)
-                (drift if name == CONTROL else moments).add(part)
             count += len(answer)
         row = {
             "of": name,
@@ -202,54 +193,53 @@ def certify_sampled(
             "impossible": evidence.impossible,
             "wrong_ends": wrong_ends,
             "strongest_bet": evidence.strongest,
-            "shift": (drift if name == CONTROL else moments).means,
+            "shift": evidence.moments.means,
             "passed": not wrong_ends and evidence.p_value > level,
         }
         if name == SERVER:
-            row |= {"drift": bounds, "detectable": moments.detectable(evidence, level)}
+            row |= {"drift": bounds, "detectable": evidence.detectable(level)}
+        drift = evidence.moments
         rows.append(row)
     return rows
 
 
-@torch.inference_mode()
-def decide(
-    models: Models, drafter: Drafter | None, prompt: list[int], answer: list[int], params: SamplingParams, seed: int
-) -> tuple[DecidedTokens, int]:
-    """Return what was known when each token of an answer was decided, and the number of impossible tokens.
+class FirstDrafts:
+    """What a drafter drafts first, at every place of a text."""
 
-    With a drafter, every token but the first is compared with the distribution of a draft that begins there.
-    """
-    places = [DraftedPlace()] * len(answer)
-    if drafter is not None and len(answer) > 1:
-        ids = torch.tensor([[*prompt, *answer]], device=models.target.device)
-        features = models.target.features(ids, capture=drafter.capture)[0]
-        last = models.target.features(ids)[0] if drafter.capture else features
-        drafter.select([])
-        drafter.begin(0, prompt, features[: len(prompt)], answer[0])
-        source = TorchSource(seed)
-        for number, token in enumerate(answer[1:], len(prompt)):
-            (tree,) = drafter.propose([1], params, [source])
-            if tree.draft_prob is not None and len(tree.draft_prob):
+    def __init__(self, drafter: FrozenDrafter):
+        self.drafter, self.branches = drafter, drafter.branches(1)
+
+    def places(self, prompt: list[int], answer: list[int], params: SamplingParams) -> list[DraftedPlace]:
+        """Return the place of each token of an answer. Its first token comes from reading the prompt."""
+        ids, places = [*prompt, *answer], [DraftedPlace()] * len(answer)
+        starts = range(max(len(prompt) + 1, self.branches.min_start), len(ids))
+        if not starts:
+            return places
+        self.branches.open(ids, self.drafter.features(ids, len(ids)))
+
+        def record(piece: slice, _: int, logits: Tensor) -> Tensor:
+            likeliest = best_tokens(logits)
+            for start, q, token in zip(starts[piece], probabilities(logits, params), likeliest.tolist(), strict=True):
                 # Which of the two a server does is not known: most draft the likeliest token at any temperature.
-                likeliest = (int(tree.draft_prob[0].argmax()),)
-                places[number - len(prompt) + 1] = DraftedPlace(False, tree.draft_prob[0].clone(), likeliest)
-            state: Tensor = features[number : number + 1]  # of the last token before this one
-            drafter.advance([Outcome((token,), 0, state, models.target.lm_head(last[number : number + 1]))])
-    return decided_tokens(models.target, prompt, answer, places, (), params, MAX_GAP)
+                places[start - len(prompt)] = DraftedPlace(False, q, (token,))
+            return likeliest
+
+        self.branches.grow(starts, 1, record)
+        return places
 
 
 @torch.inference_mode()
 def certify_greedy(
-    config: CertifyConfig, models: Models, drafter: Drafter | None, answers: dict[str, ServerAnswers]
+    config: CertifyConfig, target: CausalLM, drafter: FrozenDrafter | None, answers: dict[str, ServerAnswers]
 ) -> list[dict[str, Any]]:
     """Compare each token with the target's first choice: how often it differs, and by how much at most."""
     rows: list[dict[str, Any]] = []
     for name, own in answers.items():
         largest, differing, count, wrong_ends, first = 0.0, 0, 0, 0, None
         for number, prompt, answer in own:
-            wrong_ends += not own.ends_well(prompt, answer, models)
-            ids = torch.tensor([[*prompt, *answer]], device=models.target.device)
-            logits = models.target.lm_head(models.target.features(ids)[0, len(prompt) - 1 : -1]).double()
+            wrong_ends += not own.ends_well(prompt, answer, target)
+            ids = torch.tensor([[*prompt, *answer]], device=target.device)
+            logits = target.lm_head(target.features(ids)[0, len(prompt) - 1 : -1]).double()
             gap = logits.max(-1).values - logits.gather(-1, ids[0, len(prompt) :, None])[:, 0]  # [T]
             places = gap.nonzero()[:, 0].tolist()
             if places and first is None:

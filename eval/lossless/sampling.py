@@ -42,6 +42,8 @@ SHIFTS = SCORES[:4]  # whose smallest detectable shift is reported
 POWER_SIGMAS = 1.28  # of a normal variable, exceeded with probability 0.9 from below
 TOKENS, COPIES = "single tokens", "the answer before"
 CELLS = 2**21  # entries of [N, V] that are tested at once
+# A probability whose square, what log(1 - l p) differs by from -l p, does not count in a sum over all tokens.
+NEGLIGIBLE = 1e-7
 MAX_GAP = 0.5  # of an answer's logits to the best ones, in bfloat16 and float16
 # A token of probability 0 may still be possible: a logit, or the mass kept by top-p, that differs by rounding would
 # keep it.
@@ -194,6 +196,7 @@ class Evidence:
     def __init__(self, drift: Mapping[str, tuple[float, float]] | None = None) -> None:
         self.drift = drift or {}
         self.stakes: dict[str, Tensor] = {}
+        self.moments = Drift()
         self.impossible = 0  # tokens that the target cannot emit
 
     def add(self, tokens: DecidedTokens) -> None:
@@ -203,17 +206,22 @@ class Evidence:
         def add_logs(name: str, logs: Tensor) -> None:
             self.stakes[name] = self.stakes[name] + logs.cpu() if name in self.stakes else logs.cpu()
 
-        for name, x in score_gains(tokens).items():
+        gains = score_gains(tokens)
+        self.moments.add(gains)
+        for name, x in gains.items():
             low, high = self.drift.get(name, (0.0, 0.0))
             up, down = log_factors(STRENGTHS, x - high), log_factors([-strength for strength in STRENGTHS], x - low)
             add_logs(name, torch.cat([up, down]))
 
         # Bets on each token of the vocabulary: x is 1 at the token minus its probability.
         p_emitted = p.gather(1, emitted)[:, 0]  # [N]
-        token_logs = []
+        mass, likely = p.sum(0), (p > NEGLIGIBLE).nonzero(as_tuple=True)  # [V]; rows and ids of E entries
+        p_likely, token_logs = p[likely], []
         for strength in both_signs(TOKEN_STRENGTHS):
             hits = torch.log1p(strength * (1 - p_emitted)) - torch.log1p(-strength * p_emitted)
-            token_logs.append(torch.log1p(-strength * p).sum(0).index_add(0, tokens.token, hits))
+            # The sum of log(1 - l p) over tokens: -l p, and what the curve adds where p is not negligible.
+            curve = torch.log1p(-strength * p_likely) + strength * p_likely
+            token_logs.append((-strength * mass).index_add(0, likely[1], curve).index_add(0, tokens.token, hits))
         add_logs(TOKENS, torch.stack(token_logs))
 
         # Bets that the prompt's previous answer is repeated, as with a seed that is used twice.
@@ -232,6 +240,20 @@ class Evidence:
             return 0.0 if self.impossible else 1.0
         means = [stakes.flatten().logsumexp(0) - math.log(stakes.numel()) for stakes in self.stakes.values()]
         return math.exp(min(0.0, math.log(len(means)) - float(torch.stack(means).logsumexp(0))))
+
+    def detectable(self, level: float) -> dict[str, float]:
+        """Return by score the shift of its mean that bets on so many tokens find with probability 0.9.
+
+        The logarithm of a stake on a shift d of gains with variance v grows by d^2 / 2v a token, give or take d /
+        sqrt(v) times the root of their number; it must exceed that of the number of bets over the level.
+        """
+        log = math.log(2 * len(STRENGTHS) * (len(SCORES) + 2) / level)
+        sigmas, count = POWER_SIGMAS + math.sqrt(POWER_SIGMAS**2 + 2 * log), self.moments.count
+        return {
+            name: sigmas * math.sqrt(square / count / count) + self.drift.get(name, (0.0, 0.0))[1]
+            for name, square in self.moments.squares.items()
+            if square and name in SHIFTS
+        }
 
     @property
     def strongest(self) -> str:
@@ -252,22 +274,27 @@ def score_gains(tokens: DecidedTokens) -> dict[str, Tensor]:
 
     A score is 0 where it says nothing about a token.
     """
-    p, emitted = tokens.target, tokens.token[:, None]
-    sampled = tokens.draft.sum(-1, keepdim=True) > 0  # [N, 1]: a sampled draft was verified here
-    verified = sampled | tokens.children.any(-1, keepdim=True)
-    first, order = tokens.first[:, None] & verified, p.cumsum(-1) - p / 2
-    scores = (
-        torch.where(sampled, torch.where(p > 0, tokens.draft / p, 0).clamp_max(1), tokens.children.to(p.dtype)),
-        (sampled & tokens.children).to(p.dtype),
-        (sampled & (tokens.draft > p)).to(p.dtype),
-        (1 + (p / p.amax(-1, keepdim=True)).log() / LOWEST).clamp_min(0),
-        torch.where(first, order, 0),
-        torch.where(verified & ~first, order, 0),
-        torch.where(verified, 0, order),
+    p, q, children = tokens.target, tokens.draft, tokens.children
+    p_emitted, q_emitted, chosen = (values.gather(1, tokens.token[:, None])[:, 0] for values in (p, q, children))
+    sampled = q.sum(-1) > 0  # [N]: a sampled draft was verified here
+    verified = sampled | children.any(-1)
+    of_children = chosen.to(p.dtype) - (p * children).sum(-1)
+    ratio = torch.where(p_emitted > 0, q_emitted / p_emitted, 0).clamp_max(1)
+    more_often = (q_emitted > p_emitted).to(p.dtype) - (p * (q > p)).sum(-1)
+    best = p.amax(-1, keepdim=True)
+    probable = (1 + (p / best).log() / LOWEST).clamp_min(0)
+    # The probability of smaller ids and half that of its own, whose mean is half of everything.
+    order = (p.cumsum(-1) - p / 2).gather(1, tokens.token[:, None])[:, 0] - p.sum(-1).square() / 2
+    gains = (
+        torch.where(sampled, ratio - torch.minimum(p, q).sum(-1), of_children),
+        of_children * sampled,
+        more_often * sampled,
+        probable.gather(1, tokens.token[:, None])[:, 0] - (p * probable).sum(-1),
+        order * (verified & tokens.first),
+        order * (verified & ~tokens.first),
+        order * ~verified,
     )
-    return {
-        name: score.gather(1, emitted)[:, 0] - (p * score).sum(-1) for name, score in zip(SCORES, scores, strict=True)
-    }
+    return dict(zip(SCORES, gains, strict=True))
 
 
 class Drift:
@@ -279,9 +306,10 @@ class Drift:
     def __init__(self) -> None:
         self.count, self.sums, self.squares = 0, dict.fromkeys(SCORES, 0.0), dict.fromkeys(SCORES, 0.0)
 
-    def add(self, tokens: DecidedTokens) -> None:
-        self.count += len(tokens.token)
-        for name, x in score_gains(tokens).items():
+    def add(self, gains: Mapping[str, Tensor]) -> None:
+        """Take in what each score gained at more tokens."""
+        self.count += len(gains[SCORES[0]])
+        for name, x in gains.items():
             self.sums[name] += float(x.sum())
             self.squares[name] += float(x.square().sum())
 
@@ -305,20 +333,6 @@ class Drift:
             width = math.sqrt(2 * variance * log / count) + 14 * log / (3 * max(1, count - 1)) if variance else 0.0
             found[name] = min(0.0, mean - width), max(0.0, mean + width)
         return found
-
-    def detectable(self, evidence: Evidence, level: float) -> dict[str, float]:
-        """Return by score the shift of its mean that bets on so many tokens find with probability 0.9.
-
-        The logarithm of a stake on a shift d of gains with variance v grows by d^2 / 2v a token, give or take d /
-        sqrt(v) times the root of their number; it must exceed that of the number of bets over the level.
-        """
-        log = math.log(2 * len(STRENGTHS) * (len(SCORES) + 2) / level)
-        sigmas = POWER_SIGMAS + math.sqrt(POWER_SIGMAS**2 + 2 * log)
-        return {
-            name: sigmas * math.sqrt(square / self.count / self.count) + evidence.drift.get(name, (0.0, 0.0))[1]
-            for name, square in self.squares.items()
-            if square and name in SHIFTS
-        }
 
 
 def both_signs(strengths: tuple[float, ...]) -> tuple[float, ...]:

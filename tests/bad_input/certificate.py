@@ -22,5 +22,4 @@ CERTIFY = "eval certify --target {target} --output {out} --answers "
 ROWS += [
     Row("certify: alpha 2", CERTIFY + "{responses} --alpha 2", ("alpha", "2")),
     Row("certify: no answers", CERTIFY + "{prompts}", ("prompts", "responses")),
-    Row("certify: two drafters", CERTIFY + "{responses} --draft {draft} --draft {eagle}", ("draft", "expected one")),
 ]

@@ -54,7 +54,7 @@ def test_an_honest_server_passes_and_one_that_accepts_too_often_fails(models, pr
     accepts_too_often(monkeypatch)
     mistaken = answers(models, prompts, tmp_path / "mistaken")
     for served, passes in ((honest, True), (mistaken, False)):
-        code, (plain, server) = certified(models, tmp_path, served, control, draft=(models["draft"],))
+        code, (plain, server) = certified(models, tmp_path, served, control, draft=models["draft"])
         assert plain["passed"] and plain["tokens"] == server["tokens"] == 160 * 64
         assert (code, server["passed"]) == (1 - passes, passes)
     assert server["strongest_bet"].startswith("towards")
@@ -64,7 +64,7 @@ def test_an_honest_server_passes_and_one_that_accepts_too_often_fails(models, pr
 def test_the_drafter_may_read_states_of_inner_layers(models, control, tmp_path):
     target = load_lm(models["target"])
     path = save_head(tmp_path / "head", captured_head(target).float(), {"target": target.info.identity}, "card")
-    code, (server,) = certified(models, tmp_path, control, None, draft=(str(path),), limit=16)
+    code, (server,) = certified(models, tmp_path, control, None, draft=str(path), limit=16)
     assert code == 0 and server["detectable"]["the draft's first choice"] > 0
 
 

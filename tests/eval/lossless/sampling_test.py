@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from draftsmith.eval.lossless.sampling import DecidedTokens, Drift, Evidence
+from draftsmith.eval.lossless.sampling import DecidedTokens, Drift, Evidence, score_gains
 from draftsmith.modules.sampling import draw_rows
 
 V = 6
@@ -123,7 +123,7 @@ def test_a_drift_that_the_control_has_too_pays_nothing_and_a_larger_one_does():
         served = [(own.target.clamp_min(1e-9).log() / 1.15).softmax(-1) * (own.target > 0) for own in asked]
         served = [p / p.sum(-1, keepdim=True) for p in served]
         drift = Drift()
-        drift.add(with_tokens(asked[0], draw(served[0], generator)))
+        drift.add(score_gains(with_tokens(asked[0], draw(served[0], generator))))
         bounds = drift.bounds(level)
         q = asked[1].draft
         accepted = torch.minimum(q, 1.4 * served[1])
@@ -146,10 +146,10 @@ def test_the_shift_that_is_told_is_found_nine_times_in_ten():
     nothing = torch.zeros(count, 2, dtype=torch.bool)
     whole = DecidedTokens(torch.zeros(count, dtype=torch.int64), p, q, nothing, nothing[:, 0], torch.full((count,), -1))
     for _ in range(runs):
-        tokens, moments, evidence = with_tokens(whole, draw(p, generator)), Drift(), Evidence()
-        moments.add(tokens)
+        moments, evidence = Evidence(), Evidence()
+        moments.add(with_tokens(whole, draw(p, generator)))
         name = "tokens drafted more often than they are the target's"
-        shift = moments.detectable(evidence, level)[name]  # of the probability of token 0
+        shift = moments.detectable(level)[name]  # of the probability of token 0
         evidence.add(with_tokens(whole, draw(p + torch.tensor([shift, -shift]), generator)))
         found += evidence.p_value <= level
     assert 0.03 < shift < 0.06 and found >= 0.8 * runs
