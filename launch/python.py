@@ -12,7 +12,6 @@ from draftsmith.modules.types import InputError
 
 if TYPE_CHECKING:
     from draftsmith.train.config import TrainDrafterConfig
-    from draftsmith.train.lit_drafter import LitDrafter
 
 
 def run(command: str, **values: Any) -> Any:
@@ -52,16 +51,14 @@ def settings(kind: str, **values: Any) -> TrainDrafterConfig:
     return training_config(kind, {"data": IN_PYTHON, "output": IN_PYTHON, "target": IN_PYTHON} | values)
 
 
-def fit(kind: str, module_class: type[LitDrafter] | None = None, **values: Any) -> Path:
+def fit(kind: str, **values: Any) -> Path:
     """Train a head as `draftsmith train KIND` does and return the directory of the best one.
 
-    Args:
-        module_class: a subclass of `LitDrafter` with a loss of its own.
-        values: options of the command, including `data`, `target` and `output`.
+    values: options of the command, including `data`, `target` and `output`.
     """
     from draftsmith.train.command import run as train
 
-    return train(training_config(kind, values), module_class)
+    return train(training_config(kind, values))
 
 
 def export(head: str | Path, format: str, output: str | Path, **values: Any) -> Path:

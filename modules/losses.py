@@ -5,7 +5,10 @@ Each returns its mean, and sums and counts that make a mean over ranks or batche
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from draftsmith.modules.transfer import true_places
-from draftsmith.modules.types import AcceptanceBatch, LossOutput
+from draftsmith.modules.types import AcceptanceBatch, InputError, LossOutput
 
 # Logits that exist at once: 128 MiB in float32, which is small beside a model. At a vocabulary of 128k these are 256
 # rows, enough that reading lm_head's weight does not dominate.
@@ -25,6 +28,8 @@ CHUNK_ELEMENTS = 2**25
 CPU_ROWS = 256
 
 LmHead = Callable[[Tensor], Tensor]
+# Draft logits [N, V] and the target's probabilities [N, V] -> the loss of each token, [N].
+TokenLoss = Callable[[Tensor, Tensor], Tensor]
 
 
 def acceptance_loss(logit: Tensor, batch: AcceptanceBatch, w_acc: float = 1.0, w_rej: float = 6.0) -> LossOutput:
@@ -45,8 +50,52 @@ def acceptance_loss(logit: Tensor, batch: AcceptanceBatch, w_acc: float = 1.0, w
     return LossOutput(total / count.clamp_min(1e-6), sums, dict.fromkeys(sums, count))
 
 
+@functools.cache
+def load_loss(name: str) -> TokenLoss:
+    """Load a loss of the user's own. name: FILE.py:FUNCTION.
+
+    Raises:
+        InputError: no such file or function, or a file that fails.
+    """
+    path, _, function = name.rpartition(":")
+    expected = "FILE.py:FUNCTION, of draft logits [N, V] and target probabilities [N, V]"
+    spec = importlib.util.spec_from_file_location(f"loss_{Path(path).stem}", path) if Path(path).is_file() else None
+    if spec is None or spec.loader is None:
+        raise InputError("loss", repr(name), expected, "Name a Python file that exists.")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise InputError("loss", f"{path}: {error!r}", "a Python file that runs", "Mend the file.") from error
+    if not callable(loss := getattr(module, function, None)):
+        raise InputError("loss", f"{path} without a function {function!r}", expected, "Check the name.")
+    return loss
+
+
+def with_gradient(loss: TokenLoss, logits: Tensor, target_prob: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a loss of tokens [N] and the gradient of its sum with respect to the logits [N, V].
+
+    Raises:
+        InputError: the loss is not one number for each token.
+    """
+    with torch.enable_grad():
+        leaf = logits.detach().clone().requires_grad_()
+        values = loss(leaf, target_prob)
+        if not isinstance(values, Tensor) or values.shape != logits.shape[:1]:
+            found = f"{tuple(values.shape)} numbers" if isinstance(values, Tensor) else repr(values)
+            remedy = "Return the loss of each token, without a mean."
+            raise InputError("loss", f"{found} of {len(logits)} tokens", f"a tensor [{len(logits)}]", remedy)
+        (grad,) = torch.autograd.grad(values.sum(), leaf)
+    return values.detach(), grad
+
+
 def soft_cross_entropy(
-    lm_head: LmHead, wanted: Tensor, kept: Sequence[Tensor], hidden: Sequence[Tensor], ranked: bool = True
+    lm_head: LmHead,
+    wanted: Tensor,
+    kept: Sequence[Tensor],
+    hidden: Sequence[Tensor],
+    ranked: bool = True,
+    loss: TokenLoss | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sum -sum_v p_v log q_v over N tokens, for each of P predictions h of them: totals [P], hits [2].
 
@@ -55,8 +104,9 @@ def soft_cross_entropy(
 
     wanted: [N, H]. kept: [N] weights for each prediction. hidden: [N, H] each; only they get a gradient, because
     lm_head is frozen. ranked: count the hits, which takes as long as half of the rest beside the products; else 0.
+    loss: takes the cross-entropy's place.
     """
-    return _SoftCrossEntropy.apply(lm_head, wanted, kept, ranked, *hidden)
+    return _SoftCrossEntropy.apply(lm_head, wanted, kept, ranked, loss, *hidden)
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
@@ -69,9 +119,15 @@ class _SoftCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, lm_head: LmHead, wanted: Tensor, kept: Sequence[Tensor], ranked: bool, *hidden: Tensor
+        ctx: Any,
+        lm_head: LmHead,
+        wanted: Tensor,
+        kept: Sequence[Tensor],
+        ranked: bool,
+        loss: TokenLoss | None,
+        *hidden: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        grads = [torch.empty_like(h) if ctx.needs_input_grad[4 + i] else None for i, h in enumerate(hidden)]
+        grads = [torch.empty_like(h) if ctx.needs_input_grad[5 + i] else None for i, h in enumerate(hidden)]
         totals = torch.zeros(len(hidden), device=wanted.device)
         hits = torch.zeros(2, dtype=torch.int64, device=wanted.device)
         vocabulary = lm_head(wanted[:1].to(hidden[0].dtype)).shape[-1] if len(wanted) else 1
@@ -86,14 +142,17 @@ class _SoftCrossEntropy(torch.autograd.Function):
                 if i == 0 and choice is not None:
                     is_choice = logits.topk(min(3, logits.shape[-1]), dim=-1).indices == choice  # [C, 3]
                     hits += torch.stack([is_choice[:, 0].sum(), is_choice.sum()])
-                logits -= logits.amax(-1, keepdim=True)
-                expected = torch.linalg.vecdot(target_prob, logits)
-                norm = logits.exp_().sum(-1, keepdim=True)
-                totals[i] += ((norm[:, 0].log() - expected) * keep[part]).sum()
+                if loss is not None:
+                    distance, by_logits = with_gradient(loss, logits, target_prob)
+                else:
+                    logits -= logits.amax(-1, keepdim=True)
+                    expected = torch.linalg.vecdot(target_prob, logits)
+                    norm = logits.exp_().sum(-1, keepdim=True)
+                    # The gradient is q - p, in place of the logits.
+                    distance, by_logits = norm[:, 0].log() - expected, logits.div_(norm).sub_(target_prob)
+                totals[i] += (distance * keep[part]).sum()
                 if grad is not None:
-                    # d/d(logits) = q - p, in place of the logits.
-                    logits.div_(norm).sub_(target_prob)
-                    grad[part] = pull(logits) * keep[part, None].to(states.dtype)
+                    grad[part] = pull(by_logits) * keep[part, None].to(states.dtype)
         ctx.grads = grads
         ctx.mark_non_differentiable(hits)
         return totals, hits
@@ -102,7 +161,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, outer: Tensor, _: Tensor) -> Any:
         grads = [None if grad is None else grad * outer[i].to(grad.dtype) for i, grad in enumerate(ctx.grads)]
-        return None, None, None, None, *grads
+        return None, None, None, None, None, *grads
 
 
 def token_loss(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 from pathlib import Path
 from types import ModuleType
 
@@ -51,16 +52,16 @@ def responses(target, tmp_path_factory) -> Path:
     return draftsmith.run("data responses", **settings, max_new_tokens=20, ignore_eos=True, num_threads=1)
 
 
-def test_a_changed_loss_trains_and_says_so(target, responses, tmp_path):
-    focal = example("change_the_loss").Focal
+def test_a_loss_of_ones_own_trains_and_resumes_with_itself_only(target, responses, tmp_path):
+    focal = Path(shutil.copy(EXAMPLES / "focal.py", tmp_path))
     settings = {"data": responses, "target": target, "output": tmp_path / "run", "max_steps": 3, "batch_size": 8}
     quick = {"wandb": "off", "tau_prompts": 0, "val_share": 0.2, "accelerator": "cpu", "num_threads": 1}
-    best = draftsmith.fit("eagle3", focal, config="eagle3-small", **settings, **quick)
-    manifest = json.loads((best / "manifest.json").read_text())
-    assert manifest["inputs"]["loss"] == "change_the_loss.Focal"
-    with pytest.raises(draftsmith.InputError, match="loss"):  # not to be gone on with by another loss
+    best = draftsmith.fit("eagle3", loss=f"{focal}:focal", config="eagle3-small", **settings, **quick)
+    assert len(json.loads((best / "manifest.json").read_text())["inputs"]["loss"]) == 16
+    focal.write_text(focal.read_text().replace("gamma=2.0", "gamma=1.0"))
+    with pytest.raises(draftsmith.InputError, match="loss"):
         (tmp_path / "run" / "training.json").unlink()
-        draftsmith.fit("eagle3", config="eagle3-small", **settings, **quick)
+        draftsmith.fit("eagle3", loss=f"{focal}:focal", config="eagle3-small", **settings, **quick)
 
 
 def test_a_script_with_its_own_trainer_trains_saves_and_measures(target, tmp_path, monkeypatch):

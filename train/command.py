@@ -20,17 +20,14 @@ from draftsmith.train.strategies import settled
 
 if TYPE_CHECKING:
     from draftsmith.train.fit import PreparedTraining
-    from draftsmith.train.lit_drafter import LitDrafter
 
 # Validation samples that a diagnosis reads, which takes seconds.
 DIAGNOSED = 64
 
 
 @sole_writer(shared=True)
-def run(config: TrainedConfig, module_class: type[LitDrafter] | None = None) -> Path:
+def run(config: TrainedConfig) -> Path:
     """Train a head and return its directory, output/best.
-
-    module_class: of a drafter, a `LitDrafter` with a loss of its own.
 
     Raises:
         InputError: the data does not fit the models, is damaged or empty, the output is taken, or the disk cannot hold
@@ -49,7 +46,7 @@ def run(config: TrainedConfig, module_class: type[LitDrafter] | None = None) -> 
         return done
     if isinstance(config, TrainDrafterConfig):
         announce(config)
-    training = prepare(config, module_class)
+    training = prepare(config)
     best = fit(training)
     if isinstance(config, TrainDrafterConfig) and not config.drafter.is_model and is_first_process():
         explain(best, config, training)

@@ -31,10 +31,11 @@ from draftsmith.data.ranks import place
 from draftsmith.data.store.datasets import ArtefactDataset, collate_features, open_dataset, pack_features
 from draftsmith.data.store.feature_codec import FeatureDtype, decoded, rounded, token_bytes
 from draftsmith.data.store.files import check_disk
-from draftsmith.data.store.manifest import Manifest, open_artefact
+from draftsmith.data.store.manifest import Manifest, file_sha256, open_artefact
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.finite import NonFinite, first_broken
 from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.losses import load_loss
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
 from draftsmith.train import acceptance
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from draftsmith.train.data_module import Samples
     from draftsmith.train.feature_stream import FeatureStream
     from draftsmith.train.fit import PreparedTraining
-    from draftsmith.train.lit_drafter import LitDrafter
 
 TrainedConfig = TrainAcceptanceConfig | TrainDrafterConfig
 
@@ -57,7 +57,7 @@ STD_SAMPLES = 32
 HASHED_BYTES = 32 * 2**30
 
 
-def prepare(config: TrainedConfig, module_class: type[LitDrafter] | None = None) -> PreparedTraining:
+def prepare(config: TrainedConfig) -> PreparedTraining:
     """Load the models and data of a training that has not begun.
 
     Raises:
@@ -70,6 +70,11 @@ def prepare(config: TrainedConfig, module_class: type[LitDrafter] | None = None)
     from draftsmith.train.fit import PreparedTraining, Provenance
     from draftsmith.train.lit_drafter import FeatureSource, LitDrafter
     from draftsmith.train.tau import TauProbe, general_prompts, probe_prompts
+
+    own_loss = getattr(config, "loss", None) or ""
+    own_loss = own_loss if ":" in own_loss else ""
+    if own_loss:
+        load_loss(own_loss)  # before anything that takes long
 
     # The target, and the config of the head.
     drafter, dtype, device = config.drafter, model_dtype(config), local_device(config)
@@ -112,9 +117,8 @@ def prepare(config: TrainedConfig, module_class: type[LitDrafter] | None = None)
     )
 
     # The module, and what measures it.
-    module_class = module_class or LitDrafter
     source = FeatureSource(target, layers, cache, stream)
-    module = module_class(head, target, config, total_steps=data.total_steps, feature_std=std, source=source)
+    module = LitDrafter(head, target, config, total_steps=data.total_steps, feature_std=std, source=source)
     if stream is not None:
         stream.signal_received = lambda: module.signal_received
     prompts = probe_prompts(config, val_samples, context)
@@ -124,8 +128,8 @@ def prepare(config: TrainedConfig, module_class: type[LitDrafter] | None = None)
     if config.init != "random":
         is_model = config.drafter.is_model
         inputs |= {"init": saved_identity(config.init)["weights"]} if is_model else starting_weights(config.init)
-    if module_class is not LitDrafter:
-        inputs["loss"] = f"{module_class.__module__}.{module_class.__qualname__}"
+    if own_loss:
+        inputs["loss"] = file_sha256(Path(own_loss.rpartition(":")[0]))[:16]
     identity = target.info.identity
     provenance = Provenance(
         config.kind, inputs, identity, train.manifest.identity, train.manifest.sampling, of_target=head.of_target

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from draftsmith.modules.drafters.base import DraftHead, HeadCard, TargetWeights,
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.drafters.eagle3.loss import Divergence, distances
 from draftsmith.modules.layers import LlamaConfig, LlamaModel
+from draftsmith.modules.losses import load_loss
 from draftsmith.modules.packing import Documents
 from draftsmith.modules.targets.base import CausalLM, ModelInfo
 from draftsmith.modules.targets.llama import LlamaLM
@@ -63,13 +64,18 @@ class DraftSettings:
         keep_layers: Layers of the target that it begins as, from 0, ascending. Default: one of six, evenly spaced, with
             the first and the last. With --init: layers of that model, by default all.
         loss: Distance between the distributions of target p and draft q: forward KL(p|q), or tvd, total variation,
-            whose complement is the probability that a drawn token is accepted.
+            whose complement is the probability that a drawn token is accepted; or FILE.py:FUNCTION, of (draft logits
+            [N, V], target probabilities [N, V]).
         train_embeddings: Train embedding and lm_head too, which begin as the target's.
     """
 
     keep_layers: tuple[int, ...] = ()
-    loss: Divergence = "forward"
+    loss: str = "forward"
     train_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        if ":" not in self.loss and self.loss not in ("forward", "tvd"):
+            raise InputError("loss", repr(self.loss), "forward, tvd or FILE.py:FUNCTION", "Change it.")
 
 
 def default_layers(num_layers: int) -> tuple[int, ...]:
@@ -146,9 +152,10 @@ class DraftModelHead(DraftHead):
         measured = step is None or step.logged
         own, wanted = (each.flatten(0, 1).index_select(0, rows) for each in (hidden, states))  # [N, H] each
         weights = torch.ones(1, len(rows), dtype=torch.promote_types(own.dtype, torch.float32), device=own.device)
+        distance = load_loss(settings.loss) if ":" in settings.loss else cast(Divergence, settings.loss)
         compared = distances(
             target.lm_head, wanted.to(target.dtype), self.model.lm_head.weight, None, [own], weights,
-            measured=measured, divergence=settings.loss,
+            measured=measured, divergence=distance,
         )  # fmt: skip
         total, sums = compared.totals[0], {"loss": compared.totals[0].detach()}
         if measured:

@@ -34,6 +34,7 @@ from draftsmith.modules.drafters.block.net import (
 from draftsmith.modules.drafters.eagle3.head import layers_of
 from draftsmith.modules.drafters.growth import DynamicTree
 from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.losses import load_loss
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.transfer import to_device
 from draftsmith.modules.types import FeatureBatch, InputError, LossOutput, at_least
@@ -74,6 +75,8 @@ class BlockSettings:
         token_weights: How the tokens of a block count: by their place (decay), or by how much each one adds to the
             length that the draft would have accepted by now (reach; D-PACE).
         decay: A token that stands s places behind a block's first counts exp(-s / decay).
+        loss: FILE.py:FUNCTION takes the place of both distances: (draft logits [N, V], target
+            probabilities [N, V]) -> losses of N tokens.
     """
 
     help_rarely: ClassVar[tuple[str, ...]] = (
@@ -107,6 +110,7 @@ class BlockSettings:
     confidence_weight: float = 1.0
     token_weights: Literal["decay", "reach"] = "decay"
     decay: float = 4.0
+    loss: str | None = None
 
     def __post_init__(self) -> None:
         at_least("block", self.block, 1 + self.vary_block)
@@ -329,7 +333,15 @@ class BlockHead(BlockNet):
             w2 = None if w2 is None else w2[columns.tokens]
         biases = None if biases is None else biases[block, token]
         predictions = Predictions(rows, biases, position, labels, weights)
-        against = partial(compare, lm_head, wanted, ce=settings.ce_weight, l1=settings.l1_weight, log_counts=log_counts)
+        against = partial(
+            compare,
+            lm_head,
+            wanted,
+            ce=settings.ce_weight,
+            l1=settings.l1_weight,
+            log_counts=log_counts,
+            own_loss=load_loss(settings.loss) if settings.loss else None,
+        )
         if settings.token_weights == "reach":
             with torch.no_grad():
                 label_prob = against(predictions._replace(hidden=rows.detach()), w2).label_prob

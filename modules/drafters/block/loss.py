@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from draftsmith.modules.losses import LmHead, row_chunks, with_pull
+from draftsmith.modules.losses import LmHead, TokenLoss, row_chunks, with_gradient, with_pull
 from draftsmith.modules.transfer import to_device
 
 
@@ -85,15 +85,17 @@ def compare(
     ce: float,
     l1: float,
     log_counts: Tensor | None = None,
+    own_loss: TokenLoss | None = None,
 ) -> Comparison:
     """Compare predictions with the target.
 
     lm_head: the target's, frozen; of the states `wanted` [P, H] it gives the target's logits, of `hidden` the draft's.
     markov_w2: [V, r], added to the draft's logits as markov_w2 @ z. ce, l1: weights of the two terms. log_counts: of
-    `Columns`, if lm_head, markov_w2 and labels are of these only; None for the whole vocabulary.
+    `Columns`, if lm_head, markov_w2 and labels are of these only; None for the whole vocabulary. own_loss: takes the
+    two terms' place.
     """
     hidden, biases, *rest = predictions
-    return Comparison(*_Compare.apply(lm_head, wanted, rest, ce, l1, log_counts, hidden, biases, markov_w2))
+    return Comparison(*_Compare.apply(lm_head, wanted, rest, ce, l1, log_counts, own_loss, hidden, biases, markov_w2))
 
 
 def reach_weights(label_prob: Tensor, block: Tensor, token: Tensor, counted: Tensor) -> Tensor:
@@ -125,12 +127,13 @@ class _Compare(torch.autograd.Function):
         ce: float,
         l1: float,
         log_counts: Tensor | None,
+        own_loss: TokenLoss | None,
         hidden: Tensor,
         biases: Tensor | None,
         markov_w2: Tensor | None,
     ) -> tuple[Tensor, ...]:
         position, labels, weights = rest
-        count, trained = len(hidden), ctx.needs_input_grad[6]
+        count, trained = len(hidden), ctx.needs_input_grad[7]
         total = weights.new_zeros(())
         accepted, right = torch.zeros_like(weights), weights.new_zeros(count, dtype=torch.bool)
         label_prob = torch.zeros_like(weights)
@@ -154,6 +157,7 @@ class _Compare(torch.autograd.Function):
             right[part] = logits.argmax(-1) == first
             if log_counts is not None:
                 logits += log_counts
+            own_values = None if own_loss is None else with_gradient(own_loss, logits, p)
             logits -= logits.amax(-1, keepdim=True)
             at_label = labels[part][:, None]
             label_logits = logits.gather(1, at_label)[:, 0]
@@ -163,13 +167,17 @@ class _Compare(torch.autograd.Function):
             distance = q - p
             apart = distance.abs().sum(-1)
             accepted[part] = 1 - apart / 2
-            total += (weights[part] * (ce * (norm[:, 0].log() - label_logits) + l1 * apart)).sum()
+            values = own_values[0] if own_values else ce * (norm[:, 0].log() - label_logits) + l1 * apart
+            total += (weights[part] * values).sum()
             if to_hidden is None:
                 continue
-            # d L1 / d logits = q (s - <q, s>) with s = sign(q - p); d CE / d logits = q - label.
-            sign = distance.sign_()
-            grad = sign.sub_(torch.linalg.vecdot(q, sign)[:, None]).mul_(l1).add_(ce).mul_(q)
-            grad.scatter_add_(1, at_label, grad.new_full((1, 1), -ce).expand(len(grad), 1))
+            if own_values:
+                grad = own_values[1]
+            else:
+                # d L1 / d logits = q (s - <q, s>) with s = sign(q - p); d CE / d logits = q - label.
+                sign = distance.sign_()
+                grad = sign.sub_(torch.linalg.vecdot(q, sign)[:, None]).mul_(l1).add_(ce).mul_(q)
+                grad.scatter_add_(1, at_label, grad.new_full((1, 1), -ce).expand(len(grad), 1))
             grad *= weights[part][:, None]
             to_hidden[part] = pull(grad).to(hidden.dtype)
             if to_biases is not None and to_w2 is not None and biases is not None and markov_w2 is not None:
@@ -184,4 +192,4 @@ class _Compare(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, outer: Tensor, *_: Tensor) -> Any:
         grads = [None if grad is None else grad * outer.to(grad.dtype) for grad in ctx.grads]
-        return None, None, None, None, None, None, *grads
+        return None, None, None, None, None, None, None, *grads

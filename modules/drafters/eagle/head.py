@@ -18,7 +18,7 @@ from draftsmith.modules.drafters.eagle.net import EagleConfig, EagleNet, LeanEag
 from draftsmith.modules.drafters.feature_heads import FeatureHead
 from draftsmith.modules.drafters.trees import DynamicTrees, StaticTrees
 from draftsmith.modules.layers import LlamaConfig
-from draftsmith.modules.losses import LmHead, soft_cross_entropy
+from draftsmith.modules.losses import LmHead, TokenLoss, load_loss, soft_cross_entropy
 from draftsmith.modules.packing import Documents
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.transfer import to_device, true_places
@@ -45,6 +45,8 @@ class EagleSettings:
             later tokens of a chain good.
         unroll_after: Share of the steps after which this begins.
         unroll_decay: Loss weight of a draft step, relative to the one before.
+        loss: FILE.py:FUNCTION takes the cross-entropy's place: (draft logits [N, V], target probabilities [N, V]) ->
+            losses of N tokens.
     """
 
     num_layers: int | None = None
@@ -55,6 +57,7 @@ class EagleSettings:
     unroll: int = 1
     unroll_after: float = 0.0
     unroll_decay: float = 1.0
+    loss: str | None = None
 
     def __post_init__(self) -> None:
         if self.feature_weight < 0 or self.token_weight < 0 or self.feature_weight + self.token_weight == 0:
@@ -137,6 +140,7 @@ def eagle_loss(
     token_weight: float = 0.1,
     decay: float = 1.0,
     step: TrainStep | None = None,
+    own_loss: TokenLoss | None = None,
 ) -> LossOutput:
     """Return EAGLE's loss (section 4.2): feature_weight * smooth-L1(h, f) + token_weight * soft cross-entropy.
 
@@ -147,7 +151,7 @@ def eagle_loss(
 
     passes: hidden states [B, T, H] of each draft step, aligned with target_features [B, T, H].
     masks: [B, T] bool, the tokens that count in each draft step; those of later ones are among those of the first.
-    lm_head: frozen. decay: weight of a draft step relative to the one before.
+    lm_head: frozen. decay: weight of a draft step relative to the one before. own_loss: in place of the cross-entropy.
     """
     ranked = step is None or step.logged
     chosen = true_places(masks[0], None if step is None else step.logit_rows)  # [N]
@@ -155,7 +159,7 @@ def eagle_loss(
     kept = [mask.flatten().index_select(0, chosen).float() for mask in masks]  # [N] each
     distance = [F.smooth_l1_loss(h.float(), wanted.float(), reduction="none").mean(-1) for h in predicted]
     feature_totals = torch.stack([(d * keep).sum() for d, keep in zip(distance, kept, strict=True)])
-    token_totals, hits = soft_cross_entropy(lm_head, wanted, kept, predicted, ranked)
+    token_totals, hits = soft_cross_entropy(lm_head, wanted, kept, predicted, ranked, own_loss)
     weights = to_device(torch.tensor([decay**i for i in range(len(passes))]), wanted.device)
     totals = feature_weight * feature_totals + token_weight * token_totals
     # Every draft step's sum is divided by the tokens of the first, so that micro-batches add up exactly.
@@ -228,6 +232,7 @@ class EagleHead(EagleNet, FeatureHead):
             settings.token_weight,
             settings.unroll_decay,
             step,
+            load_loss(settings.loss) if settings.loss else None,
         )
 
     @classmethod

@@ -21,6 +21,7 @@ from draftsmith.modules.drafters.eagle3.net import Eagle3Config, Eagle3Net, Lean
 from draftsmith.modules.drafters.feature_heads import FeatureHead
 from draftsmith.modules.drafters.trees import DynamicTrees, StaticTrees
 from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.losses import load_loss
 from draftsmith.modules.packing import Documents
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.transfer import to_device, true_places
@@ -58,6 +59,8 @@ class Eagle3Settings:
             those that do not count and padding too.
         unknown: Tokens where the target's first choice cannot be drafted: drop them from the loss, or keep them, for
             which a step needs the target's logits of the draft vocabulary only.
+        loss: FILE.py:FUNCTION takes the place of the cross-entropy: (draft logits [N, V], target
+            probabilities [N, V]) -> losses of N tokens.
     """
 
     help_rarely: ClassVar[tuple[str, ...]] = (
@@ -83,6 +86,7 @@ class Eagle3Settings:
     token_mask: Mask = "input"
     normalizer: Normalizer = "sequence"
     unknown: Literal["drop", "keep"] = "drop"
+    loss: str | None = None
 
     def __post_init__(self) -> None:
         at_least("passes", self.passes, 1)
@@ -270,6 +274,7 @@ class Eagle3Head(Eagle3Net, FeatureHead):
             weights,
             settings.unknown == "drop",
             measured,
+            load_loss(settings.loss) if settings.loss else "forward",
         )
 
         totals = compared.totals

@@ -12,9 +12,9 @@ from torch.autograd.function import once_differentiable
 
 from draftsmith.modules import losses
 
-# Distances from the target's p (DistillSpec, Zhou et al. 2023, table 1): KL(p|q) up to p's entropy, and total
-# variation, 1 - sum_v min(p_v, q_v).
-Divergence = Literal["forward", "tvd"]
+# Distances from the target's p (DistillSpec, Zhou et al. 2023, table 1): KL(p|q) up to p's entropy; total variation,
+# 1 - sum_v min(p_v, q_v); or one of the user's own.
+Divergence = Literal["forward", "tvd"] | losses.TokenLoss
 
 
 class Distances(NamedTuple):
@@ -101,6 +101,7 @@ class _Distances(torch.autograd.Function):
                 if measured:
                     chosen = logits.argmax(-1)
                     right[i, part] = known[part] & ((chosen if d2t is None else d2t[chosen]) == first)
+                own_loss = losses.with_gradient(divergence, logits, p) if callable(divergence) else None
                 # Logits are overwritten; each is exponentiated once.
                 logits -= logits.amax(-1, keepdim=True)
                 expected = torch.linalg.vecdot(p, logits)
@@ -108,7 +109,9 @@ class _Distances(torch.autograd.Function):
                 q, entropy = logits.div_(norm), norm[:, 0].log() - expected
                 if measured:
                     accepted[i, part] = torch.minimum(p if share is None else p * share, q).sum(-1)
-                if divergence == "forward":
+                if own_loss is not None:
+                    distance, grad = own_loss
+                elif divergence == "forward":
                     distance, grad = entropy, q.sub_(p)  # [C, draft vocabulary], of the logits
                 else:
                     excess = q - p

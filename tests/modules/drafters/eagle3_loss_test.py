@@ -99,7 +99,13 @@ def test_a_frozen_lm_head_and_no_tokens() -> None:
     assert nothing.totals.tolist() == [0, 0, 0]
 
 
-@pytest.mark.parametrize("divergence", ["forward", "tvd"])
+def reverse(logits, p):
+    """A loss of the user's own: KL(q|p)."""
+    q = logits.softmax(-1)
+    return (q * (q.log() - p.log())).sum(-1)
+
+
+@pytest.mark.parametrize("divergence", ["forward", "tvd", reverse])
 def test_distillations_divergences_and_their_gradients_are_their_formulas(divergence):
     """DistillSpec (Zhou et al. 2023, table 1) in float64; KL(p|q) is counted up to p's entropy."""
     generator = torch.Generator().manual_seed(0)
@@ -115,7 +121,8 @@ def test_distillations_divergences_and_their_gradients_are_their_formulas(diverg
 
     plain = [lm_head.clone().requires_grad_(), hidden.clone().requires_grad_()]
     p, q = (wanted @ teacher.T).softmax(-1), (plain[1] @ plain[0].T).softmax(-1)
-    value = -(p * q.log()).sum(-1) if divergence == "forward" else (p - q).abs().sum(-1) / 2
+    formulas = {"forward": -(p * q.log()).sum(-1), "tvd": (p - q).abs().sum(-1) / 2}
+    value = (q * (q / p).log()).sum(-1) if divergence is reverse else formulas[divergence]
     (value * weights[0]).sum().backward()
     assert torch.allclose(found.totals[0], (value * weights[0]).sum(), rtol=1e-12, atol=0)
     for ours, theirs in zip(leaves, plain, strict=True):
