@@ -7,8 +7,10 @@ written (`volatile`), the field is declared again and keeps this help.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from draftsmith.data.heads.directory import MODEL, kind_at
@@ -106,6 +108,7 @@ class DraftSettings:
     """
 
     draft: tuple[str, ...] | str | None = volatile(())
+    several: ClassVar[bool] = False  # whether it takes several drafters of one kind
 
     def __post_init__(self) -> None:
         value: Any = self.draft
@@ -113,18 +116,23 @@ class DraftSettings:
 
     @property
     def drafters(self) -> dict[str, str]:
-        """Paths by `draft` (a language model) or the kind of the head."""
+        """Paths by `draft` (a language model) or the kind of the head; `kind@name` for each of several of a kind."""
         paths: dict[str, str] = {}
+        by_kind: dict[str, list[str]] = {}
         for path in self.draft or ():
             kind = kind_at(path) or MODEL
             if kind == "acceptance":
                 remedy = "Pass it with --acceptance."
                 raise InputError("draft", f"{path}, an acceptance head", "a model or head that drafts", remedy)
-            if kind in paths:
+            by_kind.setdefault(kind, []).append(path)
+            if kind in paths and not self.several:
                 found = f"{paths[kind]} and {path}, two {'draft models' if kind == MODEL else f'{kind} heads'}"
                 remedy = "Measure each in a bench of its own, then compare: draftsmith eval compare RUN RUN."
                 raise InputError("draft", found, "one of a kind", remedy)
-            paths[kind] = path
+            paths.setdefault(kind, path)
+        for kind, own in by_kind.items():
+            if len(own) > 1:
+                paths |= {f"{kind}@{name}": path for name, path in zip(short_names(own), own, strict=True)}
         return paths
 
     @property
@@ -133,6 +141,16 @@ class DraftSettings:
         names = {field.name for field in dataclasses.fields(self)} & set(ROLES)
         others = {role: getattr(self, role) for role in ROLES if role in names}
         return {role: str(path) for role, path in others.items() if path} | self.drafters
+
+
+def short_names(paths: Sequence[str]) -> list[str]:
+    """Return the last part in which all paths differ, for each: a and b of runs/a/best and runs/b/best."""
+    parts = [Path(path).parts for path in paths]
+    for depth in range(1, min(map(len, parts)) + 1):
+        names = [re.sub(r"[^\w.+-]", "_", own[-depth]) for own in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [str(number) for number in range(1, len(paths) + 1)]
 
 
 def comma_numbers(field: str, text: str, kind: Callable[[str], Any]) -> list[Any]:

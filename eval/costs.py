@@ -80,7 +80,7 @@ class MeasuredTimes(MachineTimes):
 
         drafter: `draft` or the kind of the head that drafts chains. rows: prompts decoded together.
         """
-        key = drafter if rows == 1 else f"{drafter}, batches of {rows}"
+        key = f"{drafter}{models.variant}" + (f", batches of {rows}" if rows > 1 else "")
         if key not in self.step_costs:
             self.step_costs[key] = measure_step_cost(models, drafter, rows, clock_of(models.target.device))
             about = f"a drafted token's time in rounds without a draft, measured here ({key})"
@@ -92,6 +92,7 @@ class MeasuredTimes(MachineTimes):
 
         trees: name of these trees. probe: builds their drafter for a number of levels.
         """
+        trees += models.variant
         if TARGET_CURVE not in self.tree_seconds or trees not in self.tree_seconds:
             target = models.target
             clock = clock_of(target.device)

@@ -5,10 +5,7 @@ Each returns its mean, and sums and counts that make a mean over ranks or batche
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,28 +45,6 @@ def acceptance_loss(logit: Tensor, batch: AcceptanceBatch, w_acc: float = 1.0, w
     count = weight.sum()
     sums = {"loss": total.detach(), "kl": kl.detach()}
     return LossOutput(total / count.clamp_min(1e-6), sums, dict.fromkeys(sums, count))
-
-
-@functools.cache
-def load_loss(name: str) -> TokenLoss:
-    """Load a loss of the user's own. name: FILE.py:FUNCTION.
-
-    Raises:
-        InputError: no such file or function, or a file that fails.
-    """
-    path, _, function = name.rpartition(":")
-    expected = "FILE.py:FUNCTION, of draft logits [N, V] and target probabilities [N, V]"
-    spec = importlib.util.spec_from_file_location(f"loss_{Path(path).stem}", path) if Path(path).is_file() else None
-    if spec is None or spec.loader is None:
-        raise InputError("loss", repr(name), expected, "Name a Python file that exists.")
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise InputError("loss", f"{path}: {error!r}", "a Python file that runs", "Mend the file.") from error
-    if not callable(loss := getattr(module, function, None)):
-        raise InputError("loss", f"{path} without a function {function!r}", expected, "Check the name.")
-    return loss
 
 
 def with_gradient(loss: TokenLoss, logits: Tensor, target_prob: Tensor) -> tuple[Tensor, Tensor]:

@@ -58,6 +58,10 @@ def test_a_loss_of_ones_own_trains_and_resumes_with_itself_only(target, response
     quick = {"wandb": "off", "tau_prompts": 0, "val_share": 0.2, "accelerator": "cpu", "num_threads": 1}
     best = draftsmith.fit("eagle3", loss=f"{focal}:focal", config="eagle3-small", **settings, **quick)
     assert len(json.loads((best / "manifest.json").read_text())["inputs"]["loss"]) == 16
+    with pytest.raises(draftsmith.InputError, match="without a function 'other'"):
+        draftsmith.fit(
+            "eagle3", loss=f"{focal}:other", config="eagle3-small", **settings | {"output": tmp_path}, **quick
+        )
     focal.write_text(focal.read_text().replace("gamma=2.0", "gamma=1.0"))
     with pytest.raises(draftsmith.InputError, match="loss"):
         (tmp_path / "run" / "training.json").unlink()

@@ -22,6 +22,7 @@ from draftsmith.train.feature_cache import FeatureCache
 from draftsmith.train.feature_stream import FeatureStream
 from draftsmith.train.lit_head import LitHead
 from draftsmith.train.metrics import Means, sum_over_ranks
+from draftsmith.train.own_loss import with_loss
 from draftsmith.train.telemetry import features_flops
 
 # Value of path options that a script gives as Python objects instead.
@@ -67,7 +68,7 @@ class LitDrafter(LitHead):
             place = Path(IN_PYTHON)
             config = drafter_config(head.kind)(data=place, output=place, target=target.info.path or IN_PYTHON)
         super().__init__(head, config, total_steps, frozen="target")
-        self.target, self.settings, self.feature_std = target, config, feature_std
+        self.target, self.settings, self.feature_std = target, with_loss(config), feature_std
         self.source = source or FeatureSource(target, head.learns_from(head.config, target.info.num_layers))
         self.monitor, self.larger_is_better = head.monitor, True
 

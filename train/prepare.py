@@ -31,17 +31,17 @@ from draftsmith.data.ranks import place
 from draftsmith.data.store.datasets import ArtefactDataset, collate_features, open_dataset, pack_features
 from draftsmith.data.store.feature_codec import FeatureDtype, decoded, rounded, token_bytes
 from draftsmith.data.store.files import check_disk
-from draftsmith.data.store.manifest import Manifest, file_sha256, open_artefact
+from draftsmith.data.store.manifest import Manifest, open_artefact
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.finite import NonFinite, first_broken
 from draftsmith.modules.layers import LlamaConfig
-from draftsmith.modules.losses import load_loss
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
 from draftsmith.train import acceptance
 from draftsmith.train.acceptance import TrainAcceptanceConfig
 from draftsmith.train.config import TrainDrafterConfig
 from draftsmith.train.feature_cache import FeatureCache, row_name
+from draftsmith.train.own_loss import loss_digest
 from draftsmith.train.strategies import local_device, model_dtype, world_size
 
 if TYPE_CHECKING:
@@ -71,10 +71,7 @@ def prepare(config: TrainedConfig) -> PreparedTraining:
     from draftsmith.train.lit_drafter import FeatureSource, LitDrafter
     from draftsmith.train.tau import TauProbe, general_prompts, probe_prompts
 
-    own_loss = getattr(config, "loss", None) or ""
-    own_loss = own_loss if ":" in own_loss else ""
-    if own_loss:
-        load_loss(own_loss)  # before anything that takes long
+    own_loss = loss_digest(config)
 
     # The target, and the config of the head.
     drafter, dtype, device = config.drafter, model_dtype(config), local_device(config)
@@ -125,11 +122,10 @@ def prepare(config: TrainedConfig) -> PreparedTraining:
     every = config.tau_every or config.val_every or data.order.steps_per_epoch
     probe = TauProbe(module, target, prompts, config, every, general_prompts(config, context)) if prompts else None
     inputs = {name: part.manifest.digest for name, part in (("data", train), ("val", val)) if part is not None}
+    inputs |= own_loss
     if config.init != "random":
         is_model = config.drafter.is_model
         inputs |= {"init": saved_identity(config.init)["weights"]} if is_model else starting_weights(config.init)
-    if own_loss:
-        inputs["loss"] = file_sha256(Path(own_loss.rpartition(":")[0]))[:16]
     identity = target.info.identity
     provenance = Provenance(
         config.kind, inputs, identity, train.manifest.identity, train.manifest.sampling, of_target=head.of_target

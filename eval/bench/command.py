@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -60,7 +60,8 @@ class BenchConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running):
             cost:c=auto:min=1:max=16, online:c=auto:by=q:max=16, confidence:t=0.4:min=1:max=20, self-verify:k=10,
             pearl:k=5, hf-assisted:k=5:t=0; these five policies also with drafter=KIND, by a trained head of that kind.
             Three models: pre-verify:k=10, pre+self-verify:k=10, hsddw:k=10:max=20. A head's own methods begin with its
-            kind; docs/decoding.md lists them all.
+            kind; docs/decoding.md lists them all. Of several --draft of one kind each is measured, named by what its
+            path differs in: eagle3@a:k=5 and eagle3@b:k=5 of runs/a/best and runs/b/best.
         method: one more method, as the decode.yaml of `draftsmith eval tune` names it.
         turns: which user turns of a conversation are asked. all: one after the other; every method is asked a later
             turn after the answers that ar gave to the earlier ones. first: the first. last: the last, after recorded
@@ -95,6 +96,7 @@ class BenchConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running):
     traces: int = 0
     card: bool = False
     output: Path = dataclasses.field(kw_only=True)
+    several: ClassVar[bool] = True
 
     @property
     def modes(self) -> list[SamplingParams]:
@@ -130,7 +132,7 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     texts = [text for text in (config.methods, config.method) if text is not None]
     requested = {item.label: item for text in texts for item in parse_methods(text, BASELINES)}
     # Every speed-up is over ar, so that it is always measured, first.
-    named = list(({BASELINE: parse_methods(BASELINE)[0]} | requested).values())
+    named = by_each({BASELINE: parse_methods(BASELINE)[0]} | requested, config.paths)
     heads = check(config, named)
     torch.set_num_threads(config.num_threads)
     journal = Journal(config.output)
@@ -151,13 +153,14 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     models.times.load_state_dict(journal.times)
     # Building runners measures costs, which meta holds.
     runners = make_runners(named, models, config.modes, config.batch_size, **config.loading)
+    drafts = {key: model for key, model in models.others.items() if key.startswith(f"{MODEL}@")}
     meta = describe(
         "bench",
         config,
         models.target,
         prompts,
         str(config.prompts or config.tasks),
-        {"draft": models.draft, "mid": models.mid},
+        {MODEL: models.draft, "mid": models.mid, **drafts},
         clock=config.clock,
         methods={item.label: dataclasses.asdict(item.method) for item in named},
         heads={kind: {"path": path, "sha256": file_sha256(Path(path) / WEIGHTS)} for kind, path in heads.items()},
@@ -193,7 +196,7 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     write_json(config.output / RESULTS, results)
     journal.path.unlink()
     if config.card:
-        write_cards(results, named, heads)
+        write_cards(results, named, heads, config.paths)
     return results
 
 
@@ -214,8 +217,8 @@ def check(config: BenchConfig, named: Sequence[Named]) -> dict[str, str]:
                 remedy = "Measure it with --batch-size 1."
                 raise InputError("methods", f"{item.label} {batch}", f"some of {able}", remedy)
     check_methods(named, config.paths)
-    used = {need for item in named for need in item.method.needs} - {MODEL, "mid"}
-    heads = {kind: path for kind, path in config.paths.items() if kind in used}
+    used = {need for item in named for need in item.keys(config.paths) if need.partition("@")[0] not in (MODEL, "mid")}
+    heads = {need: path for need, path in config.paths.items() if need in used}
     if config.card and not heads:
         remedy = "Pass --draft HEAD or --acceptance HEAD with a method that uses it, or leave --card out."
         raise InputError("card", "no method that uses a head", "a head to write the card of", remedy)
@@ -223,13 +226,25 @@ def check(config: BenchConfig, named: Sequence[Named]) -> dict[str, str]:
     return heads
 
 
-def write_cards(results: Mapping[str, Any], named: Sequence[Named], heads: Mapping[str, str]) -> None:
+def by_each(requested: Mapping[str, Named], paths: Mapping[str, str]) -> list[Named]:
+    """Return the methods, each once for every drafter of its kind where several were passed."""
+    named: list[Named] = []
+    for item in requested.values():
+        needs = tuple(f"{need}@" for need in item.method.needs)
+        variants = [f"@{key.partition('@')[2]}" for key in paths if needs and key.startswith(needs)]
+        named += [item] if item.variant or not variants else [item.by(variant) for variant in variants]
+    return named
+
+
+def write_cards(
+    results: Mapping[str, Any], named: Sequence[Named], heads: Mapping[str, str], paths: Mapping[str, str]
+) -> None:
     """Write the rows of the methods that used each head into its measured.json and model card."""
     names = ("tau", "tau_ci95", "prompts", "tokens", "speedup", "speedup_ci95", "matches_ar")
     about = ("date", "git_commit", "clock", "hardware", "versions", "prompts", "target", "settings")
     meta = {name: results["meta"][name] for name in about}
     for kind, directory in heads.items():
-        labels = {item.label for item in named if kind in item.method.needs}
+        labels = {item.label for item in named if kind in item.keys(paths)}
         rows = []
         for row in (row for row in results["methods"] if row["method"] in labels):
             by_task = {task: {key: part[key] for key in names} for task, part in row.get("by_task", {}).items()}

@@ -225,26 +225,28 @@ def make_runners(
 
     # A model of transformers serves all methods and temperatures.
     @functools.cache
-    def hf_model(role: str) -> Any:
-        return load_hf_model(models.paths[role], loading["dtype"], loading["device"], loading["trust_remote_code"])
+    def hf_model(path: str) -> Any:
+        return load_hf_model(path, loading["dtype"], loading["device"], loading["trust_remote_code"])
 
     # By captured layers; a GPU's graphs are worth keeping.
     sessions: dict[tuple[int, ...], Session] = {}
     runners: dict[float, dict[str, Runner]] = {params.temperature: {} for params in modes}
-    for label, method in ((item.label, item.method) for item in named):
+    for item in named:
+        label, method, own = item.label, item.method, models.of(item.variant)
         if isinstance(method, HFAssisted | HFGenerate):
-            assistant = (hf_model("draft"), method.k, method.t) if isinstance(method, HFAssisted) else ()
+            assistant = (hf_model(own.paths["draft"]), method.k, method.t) if isinstance(method, HFAssisted) else ()
+            target = hf_model(own.paths["target"])
             for params in modes:
-                runners[params.temperature][label] = HFRunner(hf_model("target"), params, models.ends, *assistant)
+                runners[params.temperature][label] = HFRunner(target, params, models.ends, *assistant)
             continue
-        drafter = method.build(models, rows)
+        drafter = method.build(own, rows)
         capture = () if drafter is None else drafter.capture
         if capture not in sessions:
             sessions[capture] = models.target.session(rows, models.capacity, capture)
         for number, params in enumerate(modes):
             # Every temperature learns for itself.
             if number and learners_of(drafter):
-                drafter = method.build(models, rows)
+                drafter = method.build(own, rows)
             runners[params.temperature][label] = EngineRunner(
                 models.target, drafter, params, models.ends, session=sessions[capture]
             )
@@ -291,33 +293,31 @@ def load_models(
     """
     # Language models.
     trees = check_methods(named, paths)
-    needs = dict.fromkeys(need for item in named for need in item.method.needs)
+    needs = dict.fromkeys(need for item in named for need in item.keys(paths))
     longest = min(sequence_length, target.info.max_position)
-    lms: dict[str, CausalLM] = {}
-    for role, changes in ((MODEL, {"precision": draft_precision}), ("mid", {})):
-        if role in needs:
-            lms[role] = load_smaller_lm(role, paths, target, longest, **loading | changes)
-    draft, mid = lms.get(MODEL), lms.get("mid")
+    loaded: dict[str, Any] = {}
+    for need in (need for need in needs if need.partition("@")[0] in (MODEL, "mid")):
+        changes = {} if need == "mid" else {"precision": draft_precision}
+        loaded[need] = load_smaller_lm(need, paths, target, longest, **loading | changes)
 
     # Heads, which read the target's features.
-    heads: dict[str, Any] = {}
-    for kind in (need for need in needs if need not in (MODEL, *ROLES)):
+    for need in (need for need in needs if need not in (*loaded, *ROLES)):
         check_precision("draft_precision", draft_precision, str(target.device))
-        heads[kind] = load_head(paths[kind], target, kind=kind)
-        heads[kind].draft_in(draft_precision, target)
+        loaded[need] = load_head(paths[need], target, kind=need.partition("@")[0])
+        loaded[need].draft_in(draft_precision, target)
 
     # The acceptance head.
     acceptance: AcceptanceHead | None = None
     if "acceptance" in needs:
         # It reads the hidden states of one drafter: a draft model, or a head.
-        by_head = [item.method for item in named if "acceptance" in item.method.needs]
-        readers = {next(need for need in method.needs if need not in ROLES) for method in by_head}
+        by_head = [item for item in named if "acceptance" in item.method.needs]
+        readers = {next(need for need in item.keys(paths) if need not in ROLES) for item in by_head}
         if len(readers) > 1:
             found = f"methods whose acceptance head reads what {' and what '.join(sorted(readers))} drafts"
             raise InputError("methods", found, "one drafter for --acceptance", "Run them one after the other.")
         (reader,) = readers
-        if reader == MODEL:
-            head = load_head(paths["acceptance"], draft, kind="acceptance")
+        if reader.partition("@")[0] == MODEL:
+            head = load_head(paths["acceptance"], loaded[reader], kind="acceptance")
         else:
             identity = drafter_identity(paths[reader], target)
             head = load_head(paths["acceptance"], target, kind="acceptance", identity=identity)
@@ -325,7 +325,21 @@ def load_models(
         acceptance = head
         warn_about_sampling(paths["acceptance"], params)
     capacity, ends = longest + DRAFT_ROOM, tuple(target.info.eos_ids)
-    return Models(target, draft, mid, heads, acceptance, dict(paths), capacity, ends, trees, MeasuredTimes())
+    others = {key: model for key, model in loaded.items() if "@" in key}
+    heads = {key: model for key, model in loaded.items() if key not in (*others, MODEL, "mid")}
+    return Models(
+        target,
+        loaded.get(MODEL),
+        loaded.get("mid"),
+        heads,
+        acceptance,
+        dict(paths),
+        others,
+        capacity=capacity,
+        ends=ends,
+        trees=trees,
+        times=MeasuredTimes(),
+    )
 
 
 def load_smaller_lm(role: str, paths: Mapping[str, str], target: CausalLM, longest: int, **loading: Any) -> CausalLM:

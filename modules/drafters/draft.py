@@ -19,7 +19,6 @@ from draftsmith.modules.drafters.base import DraftHead, HeadCard, TargetWeights,
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.drafters.eagle3.loss import Divergence, distances
 from draftsmith.modules.layers import LlamaConfig, LlamaModel
-from draftsmith.modules.losses import load_loss
 from draftsmith.modules.packing import Documents
 from draftsmith.modules.targets.base import CausalLM, ModelInfo
 from draftsmith.modules.targets.llama import LlamaLM
@@ -70,11 +69,11 @@ class DraftSettings:
     """
 
     keep_layers: tuple[int, ...] = ()
-    loss: str = "forward"
+    loss: str = "forward"  # in training also a function (train/own_loss.py)
     train_embeddings: bool = False
 
     def __post_init__(self) -> None:
-        if ":" not in self.loss and self.loss not in ("forward", "tvd"):
+        if isinstance(self.loss, str) and ":" not in self.loss and self.loss not in ("forward", "tvd"):
             raise InputError("loss", repr(self.loss), "forward, tvd or FILE.py:FUNCTION", "Change it.")
 
 
@@ -152,10 +151,9 @@ class DraftModelHead(DraftHead):
         measured = step is None or step.logged
         own, wanted = (each.flatten(0, 1).index_select(0, rows) for each in (hidden, states))  # [N, H] each
         weights = torch.ones(1, len(rows), dtype=torch.promote_types(own.dtype, torch.float32), device=own.device)
-        distance = load_loss(settings.loss) if ":" in settings.loss else cast(Divergence, settings.loss)
         compared = distances(
             target.lm_head, wanted.to(target.dtype), self.model.lm_head.weight, None, [own], weights,
-            measured=measured, divergence=distance,
+            measured=measured, divergence=cast(Divergence, settings.loss),
         )  # fmt: skip
         total, sums = compared.totals[0], {"loss": compared.totals[0].detach()}
         if measured:

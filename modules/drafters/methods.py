@@ -69,6 +69,8 @@ class Models:
 
     heads: trained drafters by kind.
     paths: role or kind (`target`, `draft`, ...) -> what the user passed, for methods that load models themselves.
+    others: where several drafters of one kind were passed, each by `kind@name`.
+    variant: `@name` of the ones that are in `draft` and `heads`, or nothing.
     capacity: most tokens of a sequence, drafts included.
     ends: tokens that end an answer, and drafts of chains.
     trees: the draft trees that the methods name.
@@ -80,10 +82,21 @@ class Models:
     heads: Mapping[str, Any] = field(default_factory=dict)
     acceptance: AcceptanceHead | None = None
     paths: Mapping[str, str] = field(default_factory=dict)
+    others: Mapping[str, Any] = field(default_factory=dict)
+    variant: str = ""
     capacity: int = 0
     ends: tuple[int, ...] = ()
     trees: Mapping[str, StaticTree] = field(default_factory=dict)
     times: MachineTimes = field(default_factory=MachineTimes)
+
+    def of(self, variant: str) -> Models:
+        """Return these models with the drafters of a name (`Named.variant`) in place of others of their kind."""
+        own = {key.removesuffix(variant): model for key, model in self.others.items() if key.endswith(variant)}
+        if not variant or not own:
+            return self
+        paths = {**self.paths, **{kind: self.paths[f"{kind}{variant}"] for kind in own}}
+        draft = own.pop("draft", self.draft)
+        return dataclasses.replace(self, draft=draft, heads={**self.heads, **own}, paths=paths, variant=variant)
 
     def embedder(self, drafter: str) -> CausalLM:
         """Return the model whose token embeddings a drafter of chains reads."""
@@ -138,10 +151,27 @@ class Autoregressive(Method):
 
 @dataclass(frozen=True)
 class Named:
-    """A method with its name in tables: as the user wrote it, with LOSSY behind it if it is lossy."""
+    """A method with its name in tables: as the user wrote it, with LOSSY behind it if it is lossy.
+
+    `eagle3@a:k=5` is that of the drafter a, of several that were passed (`variant` is `@a`).
+    """
 
     label: str
     method: Method
+
+    @property
+    def variant(self) -> str:
+        at, name = self.label.removesuffix(LOSSY).partition(":")[0].partition("@")[1:]
+        return at + name
+
+    def by(self, variant: str) -> Named:
+        """Return the same method of a drafter's name."""
+        name, *settings = self.label.split(":")
+        return Named(":".join([f"{name.partition('@')[0]}{variant}", *settings]), self.method)
+
+    def keys(self, given: Mapping[str, str]) -> list[str]:
+        """Return what it needs as it stands in `given`: with its variant, where several of the kind were passed."""
+        return [own if (own := f"{need}{self.variant}") in given else need for need in self.method.needs]
 
     def __post_init__(self) -> None:
         if not self.method.lossless:
@@ -177,6 +207,7 @@ def parse_method(label: str, more: Mapping[str, type[Method]] | None = None) -> 
     """Parse one method with its settings."""
     known = {**known_methods(), **(more or {})}
     name, *parts = (part.strip() for part in label.removesuffix(LOSSY).split(":"))
+    name = name.partition("@")[0]
     if name not in known:
         raise InputError("methods", repr(name), f"one of {', '.join(known)}", "Correct the name.")
     method_class: Any = known[name]
@@ -222,7 +253,11 @@ def check_needs(named: Named, given: Mapping[str, str]) -> None:
         "mid": ("a model between draft and target", "--mid DIR"),
         "acceptance": ("an acceptance head", "--acceptance HEAD"),
     }
-    drafters = [f"{path} ({kind})" for kind, path in given.items() if kind not in ("target", "mid", "acceptance")]
+    others = ("target", "mid", "acceptance")
+    drafters = [f"{path} ({kind})" for kind, path in given.items() if kind not in others and "@" not in kind]
+    if named.variant and not any(key.endswith(named.variant) for key in named.keys(given)):
+        names = [f"@{key.partition('@')[2]}" for key in given if "@" in key] or ["no name: one drafter of a kind"]
+        raise InputError("methods", named.label, ", ".join(names), "Correct the name, or leave it out.")
     for need in named.method.needs:
         if need not in given:
             what, option = known.get(need, (f"a head of kind {need}", "--draft HEAD"))

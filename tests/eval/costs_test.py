@@ -62,7 +62,7 @@ def test_the_rows_of_a_call_are_the_nodes_and_the_root_and_no_more_rows_take_les
     times = MeasuredTimes()
     curve = {"1": 4.0, "3": 8.0, "4": 7.0, "6": 13.0}
     times.load_state_dict({"tree_times": {"target, by rows": curve, "trees": {"first": 2.0, "step": 0.5}}})
-    found = times.tree_times(None, "trees", None)
+    found = times.tree_times(Models(None), "trees", None)
     assert found.verify[:8] == (4, 6, 8, 8, 10, 13, 16, 19)
     assert [found.draft(calls) for calls in (1, 4)] == [2.0, 3.5]
 

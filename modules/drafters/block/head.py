@@ -7,7 +7,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +34,7 @@ from draftsmith.modules.drafters.block.net import (
 from draftsmith.modules.drafters.eagle3.head import layers_of
 from draftsmith.modules.drafters.growth import DynamicTree
 from draftsmith.modules.layers import LlamaConfig
-from draftsmith.modules.losses import load_loss
+from draftsmith.modules.losses import TokenLoss
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.transfer import to_device
 from draftsmith.modules.types import FeatureBatch, InputError, LossOutput, at_least
@@ -110,7 +110,7 @@ class BlockSettings:
     confidence_weight: float = 1.0
     token_weights: Literal["decay", "reach"] = "decay"
     decay: float = 4.0
-    loss: str | None = None
+    loss: str | None = None  # in training the function itself (train/own_loss.py)
 
     def __post_init__(self) -> None:
         at_least("block", self.block, 1 + self.vary_block)
@@ -340,7 +340,7 @@ class BlockHead(BlockNet):
             ce=settings.ce_weight,
             l1=settings.l1_weight,
             log_counts=log_counts,
-            own_loss=load_loss(settings.loss) if settings.loss else None,
+            own_loss=cast("TokenLoss | None", settings.loss),
         )
         if settings.token_weights == "reach":
             with torch.no_grad():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from draftsmith.modules.drafters.eagle.net import EagleConfig, EagleNet, LeanEag
 from draftsmith.modules.drafters.feature_heads import FeatureHead
 from draftsmith.modules.drafters.trees import DynamicTrees, StaticTrees
 from draftsmith.modules.layers import LlamaConfig
-from draftsmith.modules.losses import LmHead, TokenLoss, load_loss, soft_cross_entropy
+from draftsmith.modules.losses import LmHead, TokenLoss, soft_cross_entropy
 from draftsmith.modules.packing import Documents
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.transfer import to_device, true_places
@@ -57,7 +57,7 @@ class EagleSettings:
     unroll: int = 1
     unroll_after: float = 0.0
     unroll_decay: float = 1.0
-    loss: str | None = None
+    loss: str | None = None  # in training the function itself (train/own_loss.py)
 
     def __post_init__(self) -> None:
         if self.feature_weight < 0 or self.token_weight < 0 or self.feature_weight + self.token_weight == 0:
@@ -232,7 +232,7 @@ class EagleHead(EagleNet, FeatureHead):
             settings.token_weight,
             settings.unroll_decay,
             step,
-            load_loss(settings.loss) if settings.loss else None,
+            cast("TokenLoss | None", settings.loss),
         )
 
     @classmethod

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,12 +16,11 @@ from draftsmith.modules import flops
 from draftsmith.modules.drafters.base import HeadCard, TargetWeights, TrainStep, layer_shape
 from draftsmith.modules.drafters.chains import FixedK
 from draftsmith.modules.drafters.eagle.net import Rope
-from draftsmith.modules.drafters.eagle3.loss import distances
+from draftsmith.modules.drafters.eagle3.loss import Divergence, distances
 from draftsmith.modules.drafters.eagle3.net import Eagle3Config, Eagle3Net, LeanEagle3, default_layers, layer_like
 from draftsmith.modules.drafters.feature_heads import FeatureHead
 from draftsmith.modules.drafters.trees import DynamicTrees, StaticTrees
 from draftsmith.modules.layers import LlamaConfig
-from draftsmith.modules.losses import load_loss
 from draftsmith.modules.packing import Documents
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.transfer import to_device, true_places
@@ -86,7 +85,7 @@ class Eagle3Settings:
     token_mask: Mask = "input"
     normalizer: Normalizer = "sequence"
     unknown: Literal["drop", "keep"] = "drop"
-    loss: str | None = None
+    loss: str | None = None  # in training the function itself (train/own_loss.py)
 
     def __post_init__(self) -> None:
         at_least("passes", self.passes, 1)
@@ -274,7 +273,7 @@ class Eagle3Head(Eagle3Net, FeatureHead):
             weights,
             settings.unknown == "drop",
             measured,
-            load_loss(settings.loss) if settings.loss else "forward",
+            cast(Divergence, settings.loss or "forward"),
         )
 
         totals = compared.totals

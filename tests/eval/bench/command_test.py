@@ -13,7 +13,7 @@ import transformers
 from tiny_world import draft_options
 
 from draftsmith.data.heads.card import measured_of
-from draftsmith.data.heads.directory import load_head
+from draftsmith.data.heads.directory import load_head, save_head
 from draftsmith.data.text.template import load_chat_tokenizer, prompt_ids
 from draftsmith.eval.bench import command as bench
 from draftsmith.eval.bench.command import BenchConfig
@@ -165,6 +165,45 @@ def test_batches_of_prompts_have_the_same_answers_and_counts(config, results, pe
     assert spec[0]["cpu_s"] == spec[1]["cpu_s"] and spec[2]["cpu_s"] == spec[3]["cpu_s"]
     assert all("by_task" not in row for row in found["methods"])
     assert "2 prompts at a time" in caption(found) and "at a time" not in caption(results)
+
+
+def test_several_drafters_of_a_kind_are_measured_beside_each_other(config, models, tmp_path):
+    """Each has the counts of a bench of its own, and its own identity in the results."""
+    head = load_head(models["eagle"])
+    with torch.no_grad():
+        head.fc.weight.mul_(0.5)
+    manifest = json.loads((Path(models["eagle"]) / "manifest.json").read_text())
+    other = save_head(tmp_path / "b" / "best", head, {"target": manifest["target"]}, "card")
+    heads = {"a": str(shutil.copytree(models["eagle"], tmp_path / "a" / "best")), "b": str(other)}
+    drafts = {name: str(shutil.copytree(models["draft"], tmp_path / name / "draft")) for name in ("c", "d")}
+    shared = dataclasses.replace(config, acceptance=None, repeats=1, limit=2, traces=1)
+    both = dataclasses.replace(
+        shared,
+        draft=(*heads.values(), *drafts.values()),
+        methods="eagle:k=2,eagle@b:k=3,spec:k=2",
+        output=tmp_path / "both",
+        card=True,
+    )
+    results = bench.bench(both)
+    named = [f"eagle@{name}:k=2" for name in heads] + ["eagle@b:k=3"] + [f"spec@{name}:k=2" for name in drafts]
+    assert [row["method"] for row in results["methods"]] == ["ar", *named]
+    assert set(results["meta"]["heads"]) == {"eagle@a", "eagle@b"}
+
+    def drafted(output: Path) -> dict[str, list]:
+        by_method: dict[str, list] = {}
+        for line in map(json.loads, (output / "trace.jsonl").read_text().splitlines()):
+            by_method.setdefault(line["method"], []).append(line.get("drafted"))
+        return by_method
+
+    together = drafted(tmp_path / "both")
+    for name, path in {**heads, **drafts}.items():
+        method, output = "eagle" if name in heads else "spec", tmp_path / f"{name}-alone"
+        bench.bench(dataclasses.replace(shared, draft=(path,), methods=f"{method}:k=2", output=output))
+        assert drafted(output)[f"{method}:k=2"] == together[f"{method}@{name}:k=2"]
+    assert together["eagle@a:k=2"] != together["eagle@b:k=2"]
+    assert [row["method"] for row in measured_of(heads["b"])["methods"]] == ["eagle@b:k=2", "eagle@b:k=3"]
+    with pytest.raises(InputError, match=r"eagle@x.*@a, @b"):
+        bench.bench(dataclasses.replace(both, methods="eagle@x:k=2", output=tmp_path / "no"))
 
 
 def test_a_card_shows_what_results_json_says_and_the_heads_still_load(config, models, tmp_path):

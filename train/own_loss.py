@@ -1,0 +1,62 @@
+"""A loss of the user's own, `--loss FILE.py:FUNCTION`: draft logits and target probabilities [N, V] -> losses [N]."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+from pathlib import Path
+from typing import TypeVar
+
+from draftsmith.data.store.manifest import file_sha256
+from draftsmith.modules.losses import TokenLoss
+from draftsmith.modules.types import InputError
+from draftsmith.train.config import TrainDrafterConfig
+
+Config = TypeVar("Config", bound=TrainDrafterConfig)
+
+
+def loss_name(config: TrainDrafterConfig) -> str:
+    """Return FILE.py:FUNCTION of a config, or nothing if its loss is a built-in one."""
+    name = getattr(config, "loss", None)
+    return name if isinstance(name, str) and (":" in name or name.endswith(".py")) else ""
+
+
+def loss_digest(config: TrainDrafterConfig) -> dict[str, str]:
+    """Return what a run with a loss of the user's own depends on: `loss`, the beginning of the file's SHA-256.
+
+    Raises:
+        InputError: a loss that cannot be loaded.
+    """
+    if not (name := loss_name(config)):
+        return {}
+    load_loss(name)
+    return {"loss": file_sha256(Path(name.rpartition(":")[0]))[:16]}
+
+
+def with_loss(config: Config) -> Config:
+    """Return the config with the function in place of its name."""
+    name = loss_name(config)
+    return dataclasses.replace(config, loss=load_loss(name)) if name else config  # type: ignore[call-arg]
+
+
+@functools.cache
+def load_loss(name: str) -> TokenLoss:
+    """Load FILE.py:FUNCTION.
+
+    Raises:
+        InputError: no such file or function, or a file that fails.
+    """
+    path, _, function = name.rpartition(":")
+    expected = "FILE.py:FUNCTION, of draft logits [N, V] and target probabilities [N, V]"
+    spec = importlib.util.spec_from_file_location(f"loss_{Path(path).stem}", path) if Path(path).is_file() else None
+    if spec is None or spec.loader is None:
+        raise InputError("loss", repr(name), expected, "Name a Python file that exists.")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise InputError("loss", f"{path}: {error!r}", "a Python file that runs", "Mend the file.") from error
+    if not callable(loss := getattr(module, function, None)):
+        raise InputError("loss", f"{path} without a function {function!r}", expected, "Check the name.")
+    return loss
