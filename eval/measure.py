@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # (token ids of the prompt, most new tokens, seed) -> the answer's token ids, or the answer with its counts.
 Decode = Callable[[list[int], int, int], "Sequence[int] | Generation | Answer"]
-NUMBERS = ("prompts", "tokens", "tokens_per_s", "speedup", "tau", "discard_rate", "matches_ar", "cpu_s", "wall_s")
+NUMBERS = ("prompts", "tokens", "tokens_per_s", "speedup", "tau", "acceptance_rate", "matches_ar", "cpu_s", "wall_s")
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,9 @@ def measure(
     prompts: as of `generate`.
 
     Returns a row a method: tokens per second of the clock (this process's CPU time with one thread on a CPU, else the
-    wall's), speed-up and tau with 95 % bootstrap intervals over prompts, share of discarded tokens, and whether greedy
-    float32 answers are those of `ar`. tau and what follows from it are empty where a callable returns only tokens.
+    wall's), speed-up and tau with 95 % bootstrap intervals over prompts, the share of drafted tokens that were
+    accepted, and whether greedy float32 answers are those of `ar`. tau and what follows from it are empty where a
+    callable returns only tokens.
 
     Raises:
         InputError: no prompts, or one that some method does not answer; no methods, or one called `ar`.
@@ -118,6 +119,6 @@ def measure(
             numbers[f"{name}_low"], numbers[f"{name}_high"] = summary[f"{name}_ci95"] or (None, None)
         # Of a callable that returns only tokens, no rounds were counted.
         if summary["num_target_calls"] <= summary["prompts"]:
-            numbers |= dict.fromkeys(("tau", "tau_low", "tau_high", "discard_rate"))
+            numbers |= dict.fromkeys(("tau", "tau_low", "tau_high", "acceptance_rate"))
         table.append(numbers)
     return pandas.DataFrame(table).set_index("method")

@@ -24,6 +24,7 @@ from draftsmith.eval.bench.measuring import Journal, PromptRunner
 from draftsmith.eval.bench.prompts import longest_conversation, read_questions, task_sources
 from draftsmith.eval.bench.results import (
     BASELINE,
+    NUMBERS,
     PER_PROMPT,
     RESULTS,
     describe,
@@ -31,6 +32,7 @@ from draftsmith.eval.bench.results import (
     of_methods,
     results_tables,
     summarise,
+    write_numbers,
     write_rows,
 )
 from draftsmith.eval.bench.runner import BASELINES, check_methods, load_models, make_runners, warn_about_sampling
@@ -76,9 +78,9 @@ class BenchConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running):
             and write their rounds to trace.jsonl in output. There methods that learn begin anew, with these prompts
             only.
         card: write what was measured into the directories of the heads that were used, and into their model cards.
-        output: directory that receives results.json and prompts.parquet (a row for every method, prompt and turn). An
-            interrupted run is resumed by the same command. A finished one is measured again, and replaced once the new
-            one is complete.
+        output: directory that receives results.json, results.csv (for a data frame) and prompts.parquet (a row for
+            every method, prompt and turn). An interrupted run is resumed by the same command. A finished one is
+            measured again, and replaced once the new one is complete.
     """
 
     target: str
@@ -193,6 +195,7 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     # A results.json always belongs to the rows beside it.
     (config.output / RESULTS).unlink(missing_ok=True)
     write_rows(config.output / PER_PROMPT, rows)
+    write_numbers(config.output / NUMBERS, methods)
     write_json(config.output / RESULTS, results)
     journal.path.unlink()
     if config.card:

@@ -1,6 +1,7 @@
 """Files that a run of `eval bench` leaves, the numbers that follow from them, and their tables.
 
-results.json holds `meta`, which says what the numbers hold for, and a row a method (`summarise`). prompts.parquet holds
+results.json holds `meta`, which says what the numbers hold for, and a row a method (`summarise`); results.csv has those
+rows for a data frame, intervals as two numbers. prompts.parquet holds
 what was measured of every prompt, one row for each method, temperature, prompt and turn:
 
     method, temperature   what answered, and how it sampled
@@ -18,9 +19,11 @@ what was measured of every prompt, one row for each method, temperature, prompt 
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import datetime
 import hashlib
+import io
 import json
 import os
 import platform
@@ -36,9 +39,10 @@ import torch
 
 from draftsmith.data.console import Column, Table, format_interval
 from draftsmith.data.models.loading import tokenizer_identity
-from draftsmith.data.store.files import write_table
+from draftsmith.data.store.files import write_table, write_text
 from draftsmith.data.store.manifest import command_line, git_commit, package_versions, resolved
 from draftsmith.data.text.repetition import Repetition, distinct_4grams
+from draftsmith.eval.bench.acceptance import acceptance, acceptance_tables, numbers_of
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bootstrap import Floats, Resamples
 from draftsmith.eval.clock import ClockName
@@ -48,7 +52,8 @@ from draftsmith.modules.drafters.methods import LOSSY
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
 
-RESULTS, PER_PROMPT = "results.json", "prompts.parquet"  # results.json is written last
+# results.json is written last.
+RESULTS, PER_PROMPT, NUMBERS = "results.json", "prompts.parquet", "results.csv"
 SCHEMA_VERSION = 3
 BASELINE = "ar"
 COUNTS = ("num_target_calls", "num_draft_tokens", "num_accepted", "num_discarded", "draft_calls")
@@ -81,7 +86,7 @@ METHOD_COLUMNS = (
     Column("speedup_ci", "95 % CI", below=True),
     Column("tau", "tau", ".2f"),
     Column("tau_ci", "95 % CI", below=True),
-    Column("discarded", "discarded", ".0%"),
+    Column("accepted", "accepted", ".0%"),
     Column("equal", "= ar"),
 )
 POOLED, MACRO = "all, pooled", "mean of tasks"
@@ -151,6 +156,16 @@ def failures_of(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write prompts.parquet, whole or not at all."""
     write_table(path, pa.Table.from_pylist(list(rows), SCHEMA), compression="zstd")
+
+
+def write_numbers(path: Path, methods: Sequence[Row]) -> None:
+    """Write results.csv (`acceptance.numbers_of`)."""
+    lines = [line for row in methods for line in numbers_of(row)]
+    text = io.StringIO()
+    table = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
+    table.writeheader()
+    table.writerows(lines)
+    write_text(path, text.getvalue())
 
 
 def read_rows(directory: Path) -> list[Row]:
@@ -320,7 +335,9 @@ def summary_row(
         "tau": totals.tau,
         "tau_ci95": resamples.interval(lambda: resamples.tau(rows)),
         **{name: getattr(totals, name) for name in COUNTS},
+        "acceptance_rate": totals.acceptance_rate if totals.num_draft_tokens else None,
         "discard_rate": totals.discard_rate,
+        **acceptance(rows, resamples),
         "verification_rate": totals.verification_rate,
         "matches_ar": differing == 0 if compare else None,
         "num_differing": differing if compare else None,
@@ -333,9 +350,10 @@ def summary_row(
 
 
 def results_tables(results: Mapping[str, Any]) -> list[Table]:
-    """Build the tables of a run: the methods at each temperature, then, where prompts have several tasks, by task."""
+    """Build the tables of a run: methods at each temperature; by task, where there are several; where drafts hold."""
     temperatures = list(dict.fromkeys(row["temperature"] for row in results["methods"]))
     methods: list[Table] = []
+    drafts: list[Table] = []
     tasks: list[Table] = []
     for temperature in temperatures:
         rows = [row for row in results["methods"] if row["temperature"] == temperature]
@@ -349,15 +367,16 @@ def results_tables(results: Mapping[str, Any]) -> list[Table]:
                 **row,
                 "speedup_ci": format_interval(row["speedup_ci95"]),
                 "tau_ci": format_interval(row["tau_ci95"]),
-                "discarded": row["discard_rate"] if row["num_draft_tokens"] else None,
+                "accepted": row["acceptance_rate"],
                 "equal": "-" if matches is None else "yes" if matches else f"no ({row['num_differing']})",
                 "fastest": row["speedup"] == fastest,
             })  # fmt: skip
         note = caption(results) if temperature == temperatures[-1] else ""
         methods.append(Table("methods", mode(temperature).capitalize(), METHOD_COLUMNS, cells, note))
+        drafts += acceptance_tables(rows, f"-t{temperature:g}")
         if len(rows) > 1 and len(rows[0].get("by_task", ())) > 1:
             tasks.append(task_table(rows, temperature))
-    return [*methods, *tasks]
+    return [*methods, *tasks, *drafts]
 
 
 def mode(temperature: float) -> str:

@@ -1,4 +1,4 @@
-"""Tables and charts of benchmarks: speed-up and tau by task (as EAGLE-2, table 1), counts, and two charts."""
+"""What the page says of benchmarks: verdicts, speed-up and tau, by task, where drafts hold, counts, and two charts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 import altair as alt
 
 from draftsmith.data.console import Column, Table, format_interval, json_values
+from draftsmith.eval.bench.acceptance import acceptance_tables
+from draftsmith.eval.bench.results import BASELINE
 from draftsmith.eval.report.drawing import (
     BAR_HEIGHT,
     Chart,
@@ -27,16 +29,43 @@ from draftsmith.modules.drafters.methods import LOSSY
 
 Row = dict[str, Any]
 RATES = ("speedup", "tau")
+MEAN = "mean of tasks"
 
 
 def bench_figures(runs: Sequence[Run]) -> list[Table | Chart]:
     """Return tables and charts of comparable runs at the same temperatures."""
     rows = labelled(runs)
-    tables: list[Table | Chart] = [
-        headline([row for row in rows if row["T"] == temperature], temperature, len(runs) > 1)
-        for temperature in temperatures(runs[0])
-    ]
-    return [*tables, *charts(rows), counts(rows)]
+    figures: list[Table | Chart] = []
+    for temperature in temperatures(runs[0]):
+        own = [row for row in rows if row["T"] == temperature]
+        figures += [headline(own, temperature), *by_task(own, temperature)]
+        figures += acceptance_tables([{**row, "method": row["label"]} for row in own], f"-t{temperature:g}")
+    return [*figures, *charts(rows), counts(rows)]
+
+
+def verdicts(runs: Sequence[Run]) -> list[str]:
+    """Return a sentence for each temperature: the fastest lossless method, and whether answers are the target's."""
+    rows, found = labelled(runs), list[str]()
+    for temperature in temperatures(runs[0]):
+        own = [row for row in rows if row["T"] == temperature and not row["method"].endswith(LOSSY)]
+        best = max(own, key=lambda row: row["speedup"])
+        mode = "Greedy" if temperature == 0 else f"At temperature {temperature:g}"
+        if best["method"] == BASELINE:
+            text = f"{mode}, no method is faster than the target alone ({best['tokens_per_s']:,.1f} tokens/s)"
+        else:
+            interval = format_interval(best.get("speedup_ci95"), between=" to ")
+            text = (
+                f"{mode}, {best['label']} is the fastest: {best['speedup']:.2f} times the target alone"
+                f"{f' ({interval})' if interval else ''}, {best['tokens_per_s']:,.1f} tokens/s, "
+                f"acceptance length {best['tau']:.2f}"
+            )
+        unequal = [row["label"] for row in own if row.get("matches_ar") is False]
+        if unequal:
+            text += f". Answers of {', '.join(unequal)} differ from the target's"
+        elif best.get("matches_ar"):
+            text += "; every answer of every method is the target's own"
+        found.append(f"{text}.")
+    return found
 
 
 def labelled(runs: Sequence[Run]) -> list[Row]:
@@ -52,58 +81,89 @@ def temperature_text(temperature: float) -> str:
     return "T = 0 (greedy)" if temperature == 0 else f"T = {temperature:g}"
 
 
-def headline(rows: Sequence[Row], temperature: float, several: bool) -> Table:
-    """Return the table of lossless methods by tasks, with intervals of the rates over all prompts."""
-    has_lossy = any(row["method"].endswith(LOSSY) for row in rows)
+def equal_text(row: Row) -> str:
+    """Say whether greedy float32 answers are the target's own."""
+    if row.get("matches_ar") is None:
+        return "–"
+    return "yes" if row["matches_ar"] else f"no ({row.get('num_differing', '?')})"
+
+
+def headline(rows: Sequence[Row], temperature: float) -> Table:
+    """Return the table of lossless methods over all prompts, with intervals."""
+    lossy = len(rows)
     rows = [row for row in rows if not row["method"].endswith(LOSSY)]
-    columns = [Column("method", "method"), *([Column("run", "run")] if several else [])]
-    for key, title, form in (("speedup", "speed-up", ".2fx"), ("tau", "τ", ".2f")):
-        columns += [Column(key, title, form, "all prompts"), Column(f"{key}_ci", "95 % CI", "", "all prompts")]
-    tasks = dict.fromkeys(task for row in rows for task in row.get("by_task") or {})
-    groups = [(task, f"speedup {task}", f"tau {task}") for task in tasks]
+    lossy -= len(rows)
+    columns = [
+        Column("label", "method"),
+        Column("tokens_per_s", "tokens/s", ",.1f"),
+        Column("speedup", "speed-up", ".2fx"),
+        Column("speedup_ci", "95 % CI"),
+        Column("tau", "τ", ".2f"),
+        Column("tau_ci", "95 % CI"),
+        Column("acceptance_rate", "accepted", ".0%"),
+        Column("equal", "= target"),
+    ]
+    cells = [
+        {
+            **{column.key: row.get(column.key) for column in columns},
+            **{f"{name}_ci": format_interval(row.get(f"{name}_ci95")) for name in RATES},
+            "equal": equal_text(row),
+        }
+        for row in rows
+    ]
     note = (
-        "Speed-up over this engine's own autoregressive decoding in the same run; τ: emitted tokens per target call, "
-        "the bonus token included. Over all prompts: ratios of sums, with bootstrap intervals over prompts."
+        "Speed-up over this engine's own autoregressive decoding in the same run; τ: acceptance length, emitted tokens "
+        "per target call, the bonus token included. Ratios of sums over all prompts, with bootstrap intervals over "
+        "prompts. accepted: of the drafted tokens. = target: whether every greedy float32 answer is the target's own."
     )
-    if any(row.get("macro_speedup") is not None for row in rows):
-        groups = [("mean of tasks", "macro_speedup", "macro_tau"), *groups]
-        note += " Mean of tasks, as in papers: each task counts alike, however long its answers."
-    if has_lossy:
+    if lossy:
         note += f" Methods that are{LOSSY} are in the table of counts only."
-    for group, speedup, tau in groups:
-        columns += [Column(speedup, "speed-up", ".2fx", group), Column(tau, "τ", ".2f", group)]
-    table_rows = []
-    for row in rows:
-        cells = {key: row.get(key) for key in ("method", "run", *RATES, "macro_speedup", "macro_tau")}
-        cells |= {f"{name}_ci": format_interval(row.get(f"{name}_ci95")) for name in RATES}
-        for task, part in (row.get("by_task") or {}).items():
-            cells |= {f"{name} {task}": part.get(name) for name in RATES}
-        table_rows.append(cells)
     title = f"Speed-up and τ at {temperature_text(temperature)}"
-    return Table(f"headline-t{temperature:g}", title, columns, table_rows, note)
+    return Table(f"headline-t{temperature:g}", title, columns, cells, note)
+
+
+def by_task(rows: Sequence[Row], temperature: float) -> list[Table]:
+    """Return the table of lossless methods by task, if there are several tasks."""
+    rows = [row for row in rows if not row["method"].endswith(LOSSY) and row["method"] != BASELINE]
+    tasks = list(dict.fromkeys(task for row in rows for task in row.get("by_task") or {}))
+    if len(tasks) < 2:
+        return []
+
+    def parts(row: Row) -> Row:
+        return {**(row.get("by_task") or {}), MEAN: {name: row.get(f"macro_{name}") for name in RATES}}
+
+    # Columns are what there is less of, so that they fit the page.
+    numbers = {row["label"]: parts(row) for row in rows}
+    names, groups, first = list(numbers), [*tasks, MEAN], "method"
+    if len(groups) > len(names):
+        numbers = {task: {name: numbers[name].get(task, {}) for name in names} for task in groups}
+        groups, first = names, "task"
+    columns = [Column("name", first)]
+    for group in groups:
+        columns += [Column(f"speedup {group}", "×", ".2f", group), Column(f"tau {group}", "τ", ".2f", group)]
+    cells = [
+        {
+            "name": name,
+            **{f"{rate} {group}": own[group].get(rate) for group in groups for rate in RATES if group in own},
+        }
+        for name, own in numbers.items()
+    ]
+    note = f"×: speed-up. {MEAN.capitalize()}, as in papers: each task counts alike, however long its answers."
+    return [Table(f"tasks-t{temperature:g}", f"By task at {temperature_text(temperature)}", columns, cells, note)]
 
 
 def counts(rows: Sequence[Row]) -> Table:
-    """Return the table of counts, which says whether greedy answers equal the target's own."""
+    """Return the table of what was counted."""
     columns = [Column("T", "T", "g"), Column("label", "method"), Column("prompts", "prompts", ",")]
-    columns += [Column("tokens", "tokens", ","), Column("tokens_per_s", "tokens/s", ",.1f")]
-    columns += [Column("num_target_calls", "target calls", ","), Column("num_draft_tokens", "drafted", ",")]
-    columns += [Column("num_accepted", "accepted", ","), Column("discard_rate", "discarded", ".0%")]
-    columns += [Column("verification_rate", "verified", ".2f"), Column("equal", "= ar")]
+    columns += [Column("tokens", "tokens", ","), Column("num_target_calls", "target calls", ",")]
+    columns += [Column("num_draft_tokens", "drafted", ","), Column("num_accepted", "accepted", ",")]
     columns += [Column("copied_prompt", "of the prompt", ".0%", "copied")]
     columns += [Column("copied_answer", "of an answer", ".0%", "copied")]
-    table_rows = []
-    for row in rows:
-        equal = "–"
-        if row.get("matches_ar") is not None:
-            equal = "yes" if row["matches_ar"] else f"no ({row.get('num_differing', '?')})"
-        table_rows.append({**row, "equal": equal})
     note = (
-        "discarded: drafted tokens that were not emitted, per emitted token. verified: target calls per emitted token. "
-        "= ar: in greedy float32 decoding, whether every answer equals the autoregressive one. copied: tokens that "
-        "continue a repetition (they and the three before them occurred earlier in the prompt or the answer)."
+        "copied: tokens that continue a repetition (they and the three before them occurred earlier in the prompt or "
+        "the answer); such text is easier to draft."
     )
-    return Table("counts", "Counts", columns, table_rows, note)
+    return Table("counts", "Counts", columns, rows, note)
 
 
 def charts(rows: Sequence[Row]) -> list[Chart]:

@@ -36,6 +36,7 @@ class Section:
     Attributes:
         name: for anchors and files.
         about: one sentence on what was measured.
+        verdicts: what came out, a sentence each.
         facts: details as (heading, [(key, value)]).
         commands: they measure it again.
         viewer: result of `viewer_data`.
@@ -49,6 +50,7 @@ class Section:
     commands: Sequence[str] = ()
     viewer: Mapping[str, Any] | None = None
     warnings: Sequence[str] = ()
+    verdicts: Sequence[str] = ()
 
 
 def render(title: str, date: str, sections: Sequence[Section]) -> str:

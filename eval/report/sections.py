@@ -11,7 +11,7 @@ from typing import Any
 from draftsmith.data.console import Column, Table
 from draftsmith.data.store.manifest import flatten
 from draftsmith.eval.bench.trace import TRACE
-from draftsmith.eval.report.benchmark import bench_figures, temperature_text
+from draftsmith.eval.report.benchmark import bench_figures, temperature_text, verdicts
 from draftsmith.eval.report.drawing import Chart, Drawing, chart
 from draftsmith.eval.report.page import Section
 from draftsmith.eval.report.runs import Run, temperatures
@@ -38,8 +38,8 @@ def make_sections(groups: Sequence[Sequence[Run]], trace_bytes: int) -> list[Sec
         if runs[0].kind == "bench":
             traces = [viewer_data(run.path, max_bytes) for run in runs]
             viewer = next((trace for trace in traces if trace is not None), None)
-            figures = bench_figures(runs)
-            section = make_section("Benchmark", runs, figures, viewer=viewer, warnings=failures(runs))
+            details = {"viewer": viewer, "warnings": failures(runs), "verdicts": verdicts(runs)}
+            section = make_section("Benchmark", runs, bench_figures(runs), **details)
         else:
             title, drawings = TABLE_RUNS.get(runs[0].kind, (runs[0].kind, {}))
             section = table_section(title, runs[0], drawings)

@@ -14,6 +14,7 @@ import yaml
 
 from draftsmith.data.console import Column, Table
 from draftsmith.data.store.reading import REMEDY, check_shape, metric_rows, read_text
+from draftsmith.data.store.writer import is_written
 from draftsmith.eval.bench.results import Row
 from draftsmith.eval.report.drawing import Drawing, Rows, colour, drawn, tips, x_number, y_number
 from draftsmith.eval.report.tables import drawn_data, to_json
@@ -72,8 +73,12 @@ def read_training(directory: Path) -> dict[str, Any]:
     kind = re.match(r"# draftsmith (\S+ \S+)", text)
     command = f"draftsmith {kind[1]} --config {shlex.quote(str(directory / SETTINGS))}" if kind else None
     step = max((row["step"] for row in rows), default=0)
-    finished = (directory / FINISHED).exists()
-    status = f"Finished after {step:,.0f} steps." if finished else f"Running: step {step:,.0f} is the last one logged."
+    if (directory / FINISHED).exists():
+        status = f"Finished after {step:,.0f} steps."
+    elif is_written(directory):
+        status = f"Running: step {step:,.0f} is the last one logged."
+    else:
+        status = f"Interrupted: step {step:,.0f} is the last one logged. The same command continues."
     drawn = {name: list(series(rows, name)) for name in DRAWINGS}
     tables = [*(drawn_data(name, found) for name, found in drawn.items() if found), latest(rows)]
     changed = datetime.datetime.fromtimestamp((directory / METRICS).stat().st_mtime, datetime.UTC)

@@ -82,6 +82,11 @@ class Totals:
         return self.num_tokens / max(self.num_target_calls, 1)
 
     @property
+    def acceptance_rate(self) -> float:
+        """Accepted by drafted tokens."""
+        return self.num_accepted / max(self.num_draft_tokens, 1)
+
+    @property
     def discard_rate(self) -> float:
         """N_discarded / N."""
         return self.num_discarded / max(self.num_tokens, 1)

@@ -187,6 +187,9 @@ class Viewer {
     answer.rounds.forEach((round, number) => this.addRound(text, round, number));
     this.tokens[0]?.setAttribute("tabindex", "0");
     this.showDiscarded();
+    // The first round with a draft is open from the start.
+    const first = this.tokens.find((token) => answer.rounds[Number(token.dataset.round)].drafted?.length);
+    if (first) this.openRound(Number(first.dataset.round), first);
     const sum = (key) => answer.rounds.reduce((total, round) => total + (round[key] ?? 0), 0);
     const tokens = answer.rounds.reduce((total, round) => total + round.emitted.length, 0);
     this.part("tally").textContent =

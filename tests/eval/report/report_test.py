@@ -87,7 +87,7 @@ def test_another_target_or_other_prompts_are_another_section(tmp_path, key, valu
 def test_runs_that_share_a_table_keep_their_rows_apart(tmp_path):
     (section,) = make_sections(comparable(read_runs([bench_run(tmp_path / "a"), bench_run(tmp_path / "b")])), 10**6)
     headline = next(figure for figure in section.figures if figure.name == "headline-t0")
-    assert [(row["method"], row["run"]) for row in headline.rows] == [(m, r) for r in "ab" for m in METHODS]
+    assert [row["label"] for row in headline.rows] == [f"{method} ({run})" for run in "ab" for method in METHODS]
     bars = next(figure for figure in section.figures if figure.name == "speedup")
     assert {row["method"] for row in bars.specification["data"]["values"]} == {
         f"{method} ({run})" for method in METHODS for run in "ab"
@@ -98,24 +98,33 @@ def test_the_headline_says_what_the_results_say(tmp_path):
     path = bench_run(tmp_path / "run")
     rows = json.loads((path / "results.json").read_text())["methods"]
     (section,) = make_sections(comparable(read_runs([path])), 0)
-    for temperature in (0, 1):
-        table = next(figure for figure in section.figures if figure.name == f"headline-t{temperature}")
-        shown = tables.text_cells(table)
-        for cells, row in zip(shown, [row for row in rows if row["temperature"] == temperature], strict=True):
+    for temperature, verdict in zip((0, 1), section.verdicts, strict=True):
+        own = [row for row in rows if row["temperature"] == temperature]
+        headline, by_task = (
+            tables.text_cells(next(figure for figure in section.figures if figure.name == f"{name}-t{temperature}"))
+            for name in ("headline", "tasks")
+        )
+        for cells, row in zip(headline, own, strict=True):
             low, high = row["speedup_ci95"]
-            expected = [row["method"], f"{row['speedup']:.2f}x", f"{low:.2f}-{high:.2f}", f"{row['tau']:.2f}"]
-            assert cells[:4] == expected
-            by_task = [
-                cell for part in row["by_task"].values() for cell in (f"{part['speedup']:.2f}x", f"{part['tau']:.2f}")
-            ]
-            assert cells[5:] == by_task
+            speeds = [f"{row['tokens_per_s']:,.1f}", f"{row['speedup']:.2f}x", f"{low:.2f}-{high:.2f}"]
+            assert cells[:5] == [row["method"], *speeds, f"{row['tau']:.2f}"]
+            assert cells[-1] == ("–" if temperature else "yes")
+        for cells, task in zip(by_task, TASKS, strict=False):  # behind them the mean of tasks
+            parts = [row["by_task"][task] for row in own if row["method"] != "ar"]
+            assert cells == [task, *(f"{part[rate]:.2f}" for part in parts for rate in ("speedup", "tau"))]
+        assert by_task[-1][0] == "mean of tasks"
+        best = max(own, key=lambda row: row["speedup"])
+        assert f"{best['method']} is the fastest: {best['speedup']:.2f} times" in verdict
+        assert f"acceptance length {best['tau']:.2f}" in verdict and ("the target's own" in verdict) == (
+            temperature == 0
+        )
 
 
 def test_what_changes_the_output_is_in_no_headline(tmp_path):
     rows = [row for row in labelled(read_runs([bench_run(tmp_path / "run")])) if row["T"] == 1]
     last = rows[-1]["label"] = rows[-1]["method"] = rows[-1]["method"] + LOSSY
-    first = headline(rows, 1, several=False)
-    assert last not in {row["method"] for row in first.rows} and len(first.rows) == len(rows) - 1
+    first = headline(rows, 1)
+    assert last not in {row["label"] for row in first.rows} and len(first.rows) == len(rows) - 1
     assert "(not lossless) are in the table of counts" in first.note
     assert last in {row["label"] for row in counts(rows).rows}
 
