@@ -58,13 +58,17 @@ class RowSource:
 
 @dataclass(frozen=True)
 class Preset:
-    """A data set of the hub under a short name. renamed: its columns, where their names are not usual ones."""
+    """A data set of the hub under a short name.
+
+    renamed: its columns, where their names are not usual ones. file: the address of a JSONL file that stands elsewhere.
+    """
 
     hub: str
     split: str
     licence: str
     subset: str | None = None
     renamed: Mapping[str, str] = field(default_factory=dict)
+    file: str | None = None
 
 
 # Chats that published heads are trained on (SpecForge, speculators, EAGLE). Licences as their cards state them.
@@ -75,6 +79,46 @@ PRESETS = {
     "magpie": Preset("Magpie-Align/Magpie-Pro-300K-Filtered", "train", "llama3"),
     "gsm8k": Preset("openai/gsm8k", "train", "mit", "main", {"question": "prompt"}),
 }
+
+
+EAGLE_DATA = "https://raw.githubusercontent.com/SafeAILab/EAGLE/main/eagle/data"
+SPEC_BENCH = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl"
+SIX_TASKS = {
+    "mt_bench": "Apache-2.0",
+    "humaneval": "MIT",
+    "gsm8k": "MIT",
+    "alpaca": "CC BY-NC 4.0",
+    "sum": "CNN/DailyMail's",
+    "qa": "CC BY-SA 3.0",
+}
+# What drafters are measured on: benchmark -> its tasks; a name of nothing leaves rows their own.
+BENCHMARKS: dict[str, dict[str, Preset]] = {
+    "six-tasks": {
+        task: Preset("json", "train", licence, file=f"{EAGLE_DATA}/{task}/question.jsonl")
+        for task, licence in SIX_TASKS.items()
+    },
+    "spec-bench": {"": Preset("json", "train", "Apache-2.0, and its sources'", file=SPEC_BENCH)},
+    "speed-bench": {"": Preset("nvidia/SPEED-Bench", "test", "NVIDIA Evaluation Dataset License", "qualitative")},
+    # Of DeepSpec's tables (DSpark, 2026), what is on the hub with plain columns.
+    "deepspec": {
+        "gsm8k": Preset("openai/gsm8k", "test", "MIT", "main", {"question": "prompt"}),
+        "math500": Preset("HuggingFaceH4/MATH-500", "test", "MIT", renamed={"problem": "prompt"}),
+        "aime25": Preset("math-ai/aime25", "test", "Apache-2.0", renamed={"problem": "prompt"}),
+        "humaneval": Preset("openai/openai_humaneval", "test", "MIT"),
+        "mbpp": Preset("google-research-datasets/mbpp", "test", "CC BY 4.0", "sanitized"),
+        "mt_bench": Preset("HuggingFaceH4/mt_bench_prompts", "train", "Apache-2.0", renamed={"prompt": "turns"}),
+    },
+}
+
+
+def named_presets() -> dict[str, Preset]:
+    """Return every data set that has a short name; tasks of benchmarks by `benchmark/task`."""
+    tasks = {
+        "/".join(filter(None, (name, task))): preset
+        for name, benchmark in BENCHMARKS.items()
+        for task, preset in benchmark.items()
+    }
+    return PRESETS | tasks
 
 
 class JoinedSource(RowSource):
@@ -114,8 +158,9 @@ def open_source(
     """
     resolved = resolve_model(path) if path.startswith(EMBEDDED) else path
     file = Path(resolved)
-    if path in PRESETS and not file.exists():
-        source = _open_preset(path, named_split(split), subset, revision)
+    preset = named_presets().get(path)
+    if preset is not None and not file.exists():
+        source = _open_preset(path, preset, named_split(split), subset, revision)
     elif file.is_file():
         opener = OPENERS.get(file.suffix.lower())
         if opener is None:
@@ -137,11 +182,11 @@ def open_source(
     return source
 
 
-def _open_preset(name: str, split: str | None, subset: str | None, revision: str | None) -> RowSource:
-    """Open a data set of the hub by its short name."""
-    preset = PRESETS[name]
-    source = _open_datasets(preset.hub, Path(preset.hub), split or preset.split, subset or preset.subset, revision)
-    log_note(f"{name}: {preset.hub}, licence {preset.licence}")
+def _open_preset(name: str, preset: Preset, split: str | None, subset: str | None, revision: str | None) -> RowSource:
+    """Open a data set by its short name."""
+    split, subset = split or preset.split, subset or preset.subset
+    source = _open_datasets(preset.hub, Path(preset.hub), split, subset, revision, preset.file)
+    log_note(f"{name}: {preset.file or preset.hub}, licence {preset.licence}")
     if not preset.renamed:
         return source
 
@@ -239,15 +284,17 @@ OPENERS: dict[str, Callable[[Path], RowSource]] = {
 }
 
 
-def _open_datasets(name: str, path: Path, split: str | None, subset: str | None, revision: str | None) -> RowSource:
-    """Open a `datasets` directory or hub id."""
+def _open_datasets(
+    name: str, path: Path, split: str | None, subset: str | None, revision: str | None, file: str | None = None
+) -> RowSource:
+    """Open a `datasets` directory or hub id. file: the data, where the id names a kind of files, such as json."""
     import datasets
 
     try:
         if path.is_dir() and ((path / "state.json").exists() or (path / "dataset_dict.json").exists()):
             loaded = datasets.load_from_disk(str(path))
         else:
-            loaded = datasets.load_dataset(str(path), subset, revision=revision)
+            loaded = datasets.load_dataset(str(path), subset, data_files=file, revision=revision)
     except Exception as error:
         # Datasets and the hub client raise many kinds: no such id, no network, no access.
         cause = error.__cause__ or error

@@ -55,6 +55,7 @@ class BenchConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running):
             tasks.
         tasks: directory of such files, or several separated by commas: each file is a task, named by its stem. They may
             be FastChat's and Spec-Bench's JSONL (`turns`), ShareGPT, messages or plain prompts, and embedded:prompts.
+            Or benchmarks by name, fetched from the hub: six-tasks (EAGLE's), spec-bench, speed-bench, deepspec.
         mid: model between draft and target, M2 of pre-verify, pre+self-verify and hsddw.
         acceptance: acceptance head directory, for specdec++ and cost; trained for what drafts.
         methods: name:setting=value, separated by commas; ar is always measured. One model: ar, pld:k=10:ngram=3,

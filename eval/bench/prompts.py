@@ -24,7 +24,7 @@ from draftsmith.data.text.conversations import (
     read_chat,
     row_label,
 )
-from draftsmith.data.text.sources import OPENERS, named_split, open_source
+from draftsmith.data.text.sources import BENCHMARKS, OPENERS, named_split, open_source
 from draftsmith.data.text.template import Messages, RowError, load_chat_tokenizer, prompt_ids
 from draftsmith.modules.types import InputError
 
@@ -187,7 +187,7 @@ def row_errors(where: str) -> Iterator[None]:
 
 
 def task_sources(prompts: str | None, tasks: str | None) -> list[tuple[str, str]]:
-    """Return (name, source) pairs: `prompts` without a name, or each file of `tasks` with its name.
+    """Return (name, source) pairs: `prompts` without a name, or each file or benchmark's task of `tasks` with its name.
 
     A file is named by its stem, or by its folder in FastChat's layout, where all files have one name.
 
@@ -206,8 +206,12 @@ def task_sources(prompts: str | None, tasks: str | None) -> list[tuple[str, str]
         if part.startswith(EMBEDDED):
             sources.append((part.removeprefix(EMBEDDED), part))
             continue
+        if not path.exists() and part in BENCHMARKS:
+            sources += [(task, "/".join(filter(None, (part, task)))) for task in BENCHMARKS[part]]
+            continue
         if not path.exists():
-            raise InputError("tasks", f"{part}, which does not exist", "files or a directory", "Check the path.")
+            expected = f"files, a directory, or {', '.join(BENCHMARKS)}"
+            raise InputError("tasks", f"{part}, which does not exist", expected, "Check the path.")
         files = [path]
         if path.is_dir():
             files = sorted(file for file in path.iterdir() if file.suffix.lower() in OPENERS and file.is_file())

@@ -15,8 +15,9 @@ from draftsmith.data.prompts import PromptsConfig, run
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.text.conversations import parse_columns, read_chat, row_label
-from draftsmith.data.text.sources import PRESETS, open_source
+from draftsmith.data.text.sources import BENCHMARKS, PRESETS, named_presets, open_source
 from draftsmith.data.text.template import RowError, load_chat_tokenizer, supervised_ids
+from draftsmith.eval.bench.prompts import task_sources
 from draftsmith.modules.types import InputError
 
 USER, ASSISTANT, SYSTEM = "user", "assistant", "system"
@@ -246,6 +247,40 @@ PRESET_ROWS = {
     "magpie": {"uuid": "x", "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]},
     "gsm8k": {"question": "Hi", "answer": "Ho"},
 }
+TASK_ROWS = {
+    "deepspec/gsm8k": {"question": "Hi", "answer": "Ho"},
+    "deepspec/math500": {"problem": "Hi", "solution": "So", "answer": "Ho", "unique_id": "x"},
+    "deepspec/aime25": {"problem": "Hi", "answer": "Ho", "id": "0"},
+    "deepspec/humaneval": {"task_id": "x/0", "prompt": "Hi", "canonical_solution": "Ho", "entry_point": "f"},
+    "deepspec/mbpp": {"task_id": 1, "prompt": "Hi", "code": "Ho", "test_list": ["assert f()"]},
+    "deepspec/mt_bench": {"prompt": ["Hi", "And?"], "category": "writing", "prompt_id": 1, "reference": []},
+    "speed-bench": {"question_id": "x", "category": "qa", "turns": ["Hi"], "source": "y", "multiturn": False},
+}
+
+
+def test_a_benchmarks_task_by_its_name(monkeypatch, tmp_path):
+    """Local directories and files have the columns of the published ones; tasks of files elsewhere are JSONL."""
+    import datasets
+
+    for name, preset in named_presets().items():
+        if name in PRESETS:
+            continue
+        benchmark, _, task = name.partition("/")
+        if preset.file is None:
+            rows = datasets.Dataset.from_list([TASK_ROWS[name]])
+            datasets.DatasetDict({preset.split: rows, "other": rows}).save_to_disk(str(tmp_path / name))
+            changed = dataclasses.replace(preset, hub=str(tmp_path / name))
+        else:
+            file = tmp_path / f"{benchmark}-{task}.jsonl"
+            file.write_text(json.dumps({"question_id": 81, "category": "qa", "turns": ["Hi", "And?"]}) + "\n")
+            changed = dataclasses.replace(preset, file=str(file))
+        monkeypatch.setitem(BENCHMARKS[benchmark], task, changed)
+        source = open_source(name)
+        chat = read_chat(source.row(0), {})
+        assert len(source) == 1 and chat.messages[0] == {"role": "user", "content": "Hi"}
+    six = ["mt_bench", "humaneval", "gsm8k", "alpaca", "sum", "qa"]
+    assert [name for name, _ in task_sources(None, "six-tasks")] == six
+    assert task_sources(None, "spec-bench,deepspec")[:2] == [("", "spec-bench"), ("gsm8k", "deepspec/gsm8k")]
 
 
 @pytest.mark.parametrize("name", PRESETS)
