@@ -31,7 +31,7 @@ root_doc = "README"
 source_suffix = {".md": "markdown", ".ipynb": "markdown"}
 include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**", "data/**/MODEL_CARD.md"]
 exclude_patterns = [".*", "**/.*", "site", "build", "runs", "**/__pycache__"]  # not even looked into
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 if REPOSITORY:
     extensions.append("sphinx.ext.linkcode")
 
@@ -44,6 +44,8 @@ autoclass_content = "both"
 autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
 python_maximum_signature_line_length = 80
+
+copybutton_selector = "div.highlight-sh pre, div.highlight-python pre"  # not of what a command printed
 
 html_theme = "furo"
 html_title = "Draftsmith"
