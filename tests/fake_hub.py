@@ -1,7 +1,8 @@
-"""A model hub on this machine that speaks the part of the protocol that downloads need."""
+"""A model hub on this machine that speaks the parts of the protocol that downloads and small uploads need."""
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import threading
@@ -21,7 +22,33 @@ class Hub:
         self.tokens: dict[str, str] = {}
         self.gated: set[str] = set()
         self.fetched: list[str] = []
+        self.created: dict[str, dict[str, bytes]] = {}  # id -> files that were uploaded
         self.url = ""
+
+    def take(self, path: str, token: str, body: bytes) -> tuple[int, bytes]:
+        """(status, body) for an upload: a repository that is created, a list of files, or a commit of them."""
+        if not token:
+            return 401, b"{}"
+        if path == "/api/repos/create":
+            asked = json.loads(body)
+            name = f"{asked['organization']}/{asked['name']}" if asked.get("organization") else asked["name"]
+            assert asked["visibility"] == "private" if "visibility" in asked else asked["private"]
+            self.created.setdefault(name, {})
+            return 200, json.dumps({"url": f"{self.url}/{name}"}).encode()
+        if path == "/api/validate-yaml":  # of the card
+            return 200, json.dumps({"errors": [], "warnings": []}).encode()
+        name, _, action = path.removeprefix("/api/models/").rpartition("/main")[0].rpartition("/")
+        if action == "preupload":
+            files = [
+                {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
+                for file in json.loads(body)["files"]
+            ]
+            return 200, json.dumps({"files": files}).encode()
+        for line in map(json.loads, body.splitlines()):
+            if line["key"] == "file":
+                self.created[name][line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+        found = {"commitOid": "0" * 40, "commitUrl": f"{self.url}/{name}/commit/{'0' * 40}", "pullRequestUrl": None}
+        return 200, json.dumps(found).encode()
 
     def commit(self, name: str, revision: str) -> str:
         return hashlib.sha1(f"{name}@{self.repositories[name][revision]}".encode()).hexdigest()
@@ -78,6 +105,23 @@ def fake_hub() -> Iterator[Hub]:
                 self.wfile.write(body)
 
         do_HEAD = do_GET
+
+        def do_POST(self) -> None:
+            token = self.headers.get("Authorization", "").removeprefix("Bearer ")
+            if self.headers.get("Transfer-Encoding") == "chunked":
+                body = b""
+                while size := int(self.rfile.readline(), 16):
+                    body += self.rfile.read(size)
+                    self.rfile.readline()
+                self.rfile.readline()
+            else:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+            status, answer = hub.take(urlsplit(self.path).path, token, body)
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
 
         def log_message(self, *_: object) -> None:
             pass

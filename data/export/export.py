@@ -36,7 +36,7 @@ from draftsmith.data.heads.directory import (
     stored_tensors,
 )
 from draftsmith.data.models.checkpoint import INDEX
-from draftsmith.data.models.hub import loadable, model_directory
+from draftsmith.data.models.hub import check_push, loadable, model_directory, upload
 from draftsmith.data.models.loading import (
     DTYPES,
     check_same_tokenizer,
@@ -92,6 +92,7 @@ class ExportConfig(Loading):
         weights: Type of the exported weights; auto keeps the head's. q8_0 is llama.cpp's.
         license: Licence of the head, for the card.
         dtype: Type of the model that gives hidden states for the check; auto takes what its checkpoint holds.
+        push: Hub id: upload the directory there, with its model card. A new repository is private.
     """
 
     format: FormatName
@@ -105,6 +106,7 @@ class ExportConfig(Loading):
     weights: Literal["auto", "float32", "bfloat16", "float16", "q8_0"] = "auto"
     license: str = ""
     dtype: Dtype = "auto"
+    push: str | None = None
 
     def __post_init__(self) -> None:
         whole_number("num_drafted", self.num_drafted, 0, MAX_NODES)
@@ -126,6 +128,8 @@ def run(config: ExportConfig) -> int:
     """
     if occupied(config.output):
         raise InputError("output", f"{config.output}, which exists", "a new directory", "Choose another.")
+    if config.push is not None:
+        check_push(config.push)
     write = export_assistant if config.format == hf_assisted.NAME else export_head
     if config.format == llamacpp.NAME and config.head is None:
         write = export_gguf_draft
@@ -138,6 +142,8 @@ def run(config: ExportConfig) -> int:
     except ExportDiffers:
         return 1
     print_text(f"\nWritten to {config.output}. Use it with:\n\n{command}")
+    if config.push is not None:
+        print_text(f"\nUploaded to {upload(config.output, config.push)}")
     return 0
 
 

@@ -90,6 +90,7 @@ ROWS = [
     Row("repair: nothing there", f"repair x/y --data {{responses}} {TARGET}{OUT}", ("x/y",)),
     Row("repair: no drafter", f"repair {{acceptance}} --data {{responses}} {TARGET}{OUT}", ("acceptance", "a drafter")),
     Row("repair: no answers", f"repair {{eagle}} --data {{responses}} --limit 0 {TARGET}{OUT}", ("limit", "0")),
+    Row("export: no hub id", f"export --format vllm --head {{eagle}} {OUT}--push nosuch", ("push", "nosuch", "hub id")),
     Row("repair: features", f"repair {{eagle}} --data {{features}} {TARGET}{OUT}", ("features", "responses")),
     Row("inspect: a model", "data inspect {target}", ("manifest.json",)),
     Row("inspect: a row past the last", "data inspect {prompts} --row 999", ("row", "999")),

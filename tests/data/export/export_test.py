@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fake_hub import fake_hub
 from safetensors.torch import load_file
 from slow_eagle import Counts, SlowEagle
 
@@ -22,6 +23,7 @@ from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.bench.command import BenchConfig, bench
 from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.eval.bench.results import read_rows
+from draftsmith.launch.cli import main
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.types import InputError
 
@@ -110,6 +112,26 @@ def test_what_safeailabs_code_needs_is_said_and_written(exported, tiny_target, e
     assert index["weight_map"]["model.embed_tokens.weight"] == "model.safetensors"
     assert sorted(path.name for path in Path(tiny_target).iterdir()) == before
     assert not (exported("vllm") / "target-index.json").exists()
+
+
+def test_an_export_is_uploaded_with_its_card(eagle_dir, tmp_path, monkeypatch, capsys):
+    """To a hub on this machine: a private repository with every file of the directory; without a login at once no."""
+    from huggingface_hub import constants
+
+    words = ["export", "--format", "vllm", "--head", str(eagle_dir), "--push", "me/head", "--output"]
+    with fake_hub() as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        monkeypatch.setenv("HF_TOKEN", "hf_secret")
+        assert main([*words, str(tmp_path / "out")]) == 0
+        assert f"Uploaded to {hub.url}/me/head" in capsys.readouterr().out
+        here = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
+        assert hub.created == {"me/head": here} and {"README.md", "config.json", "model.safetensors"} <= set(here)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    assert main([*words, str(tmp_path / "gone")]) == 2  # the hub is gone, the directory is complete
+    assert "hf upload me/head" in capsys.readouterr().err and (tmp_path / "gone" / "README.md").exists()
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
+    assert main([*words, str(tmp_path / "never")]) == 2 and not (tmp_path / "never").exists()
 
 
 def test_a_head_with_a_bias_of_fc_is_refused_with_the_reason(tiny_target, tmp_path):
