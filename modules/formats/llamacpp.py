@@ -54,6 +54,10 @@ class LlamaCppEagle3(Eagle3Format):
 
     name = NAME
     system = "llama.cpp"
+    notes = (
+        "For several requests at once serve another kind of head: llama.cpp then accepts a third of an EAGLE-3 head's "
+        "drafts (docs/guides/llamacpp.md).",
+    )
 
     def recognises(self, foreign: ForeignHead) -> bool:
         return foreign.config.get("gguf") == ARCHITECTURE
