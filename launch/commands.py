@@ -138,7 +138,6 @@ SECTIONS: dict[str, dict[str, Command]] = {
             "eval.bench.compare:CompareConfig", "Two runs of the bench, prompt by prompt", ("runs",)
         ),
         "eval tune": Command("eval.tune:TuneConfig", "The fastest method and settings here, as decode.yaml"),
-        "eval tree": Command("eval.static_tree:TreeConfig", "The static draft tree that suits a head, as YAML"),
         "eval report": Command("eval.report.command:ReportConfig", "Finished runs as one HTML page", ("runs",)),
         "eval lossless": Command(
             "eval.lossless.command:LosslessConfig", "Certify that methods leave the output as it is"

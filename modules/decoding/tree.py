@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -51,37 +49,3 @@ class StaticTree:
 def num_candidates(topk: int, levels: int) -> int:
     """Count the candidates of EAGLE-2's tree: `topk` children of the root, and of `topk` nodes in every level."""
     return topk * (1 + (levels - 1) * topk) if levels else 0
-
-
-def likeliest_paths(accuracies: Sequence[Sequence[float]], count: int) -> list[tuple[int, ...]]:
-    """Return the tree of `count` nodes with the most expected accepted tokens, as paths of ranks (Medusa, section
-    2.3.3).
-
-    Paths come best first and parents before children, so that the first n are the tree of n nodes; fewer than `count`
-    if no other node has an accuracy above 0. accuracies[d][r]: how often the token of rank r at depth d + 1 is the
-    target's, given that all before it were. A node is worth the product along its path, a tree the sum over its nodes
-    (`expected_accepted`); since no child is worth more than its parent, best first is optimal.
-    """
-    open_paths: list[tuple[float, tuple[int, ...]]] = []
-
-    def offer(path: tuple[int, ...], value: float) -> None:
-        if len(path) < len(accuracies):
-            for rank, accuracy in enumerate(accuracies[len(path)]):
-                if accuracy > 0:
-                    heapq.heappush(open_paths, (-value * accuracy, (*path, rank)))
-
-    offer((), 1.0)
-    taken: list[tuple[int, ...]] = []
-    while open_paths and len(taken) < count:
-        value, path = heapq.heappop(open_paths)
-        taken.append(path)
-        offer(path, -value)
-    return taken
-
-
-def expected_accepted(accuracies: Sequence[Sequence[float]], paths: Sequence[Sequence[int]]) -> float:
-    """Return the expected accepted tokens of a tree: the sum over nodes of the product of accuracies along the path.
-
-    The bonus token is not counted.
-    """
-    return math.fsum(math.prod(accuracies[d][rank] for d, rank in enumerate(path)) for path in paths)

@@ -37,7 +37,6 @@ ROWS = [
     Row("export: a training", f"export --format vllm --head {{eagle_run}} {OUT}", ("eagle-run", "Pass", "/best")),
     Row("export: a head as a draft model", f"export --format llamacpp --draft {{eagle}} {TARGET}{OUT}",
         ("an eagle head", "--head")),
-    Row("tree: a head that is not there", f"eval tree {TARGET}--prompts x {OUT}--draft ./nosuch", ("./nosuch",)),
     Row("decode: a draft that is a head", f"decode Hi {TARGET}--draft {{eagle}} --method spec", ("a draft model",)),
     Row("decode: no tree there", f"decode Hi {TARGET}--draft {{eagle}} --method eagle-tree:tree=x.yaml", ("x.yaml",)),
     # Stages on what is no artefact, or another one.
@@ -150,8 +149,6 @@ ROWS = [
     Row("report: nothing", "eval report --output {out}/r.html", ("runs",)),
     Row("tune: no such head", f"eval tune {STUDY}--draft ./nosuch", ("nosuch",)),
     Row("tune: prompts too long", f"eval tune {TARGET}--draft {{eagle}} {OUT}", ("prompt", "context")),
-    Row("tree: a draft model", f"eval tree {STUDY}--draft {{draft}}", ("draft", "static trees")),
-    Row("tree: more nodes than a call", f"eval tree {STUDY}--draft {{eagle}} --nodes 129", ("nodes", "129")),
     # Heads elsewhere.
     Row("export: a model", f"export --format vllm --head {{draft}} {OUT}", ("draft",)),
     Row("export: no such format", f"export --format gguf --head {{eagle}} {OUT}", ("gguf",)),

@@ -11,20 +11,8 @@ NET = "modules/drafters/eagle/net.py"
 EAGLE_TREES, EAGLE_TEST = "tests/modules/drafters/eagle_tree_test.py", "tests/modules/drafters/eagle_test.py"
 CONTEXTS = f"{LIMITS}::test_a_tree_is_drafted_to_the_end_of_the_heads_context_as_a_chain_is"
 CACHE_TEST = "tests/modules/engine/cache_test.py"
-CHOSEN, CHOSEN_TEST = "eval/static_tree.py", "tests/eval/static_tree_test.py"
 
 MUTANTS = [
-    Mutant("chosen-paths-by-their-own-accuracy", TREE_PY, "(-value * accuracy, (*path, rank))",
-           "(-accuracy, (*path, rank))", (TREE,)),
-    Mutant("chosen-paths-one-too-few", TREE_PY, "while open_paths and len(taken) < count:",
-           "while open_paths and len(taken) < count - 1:", (TREE,)),
-    Mutant("tree-accuracies-behind-the-end", CHOSEN, "inside = active[piece] & (places < len(text))",
-           "inside = active[piece] & (places < len(text) + 1)", (CHOSEN_TEST,)),
-    Mutant("tree-accuracies-behind-wrong-tokens", CHOSEN, "reached[level] += inside.sum()",
-           "reached[level] += len(inside)", (CHOSEN_TEST,)),
-    Mutant("tree-accuracies-one-place-late", CHOSEN, "max(len(ids) + 1,",
-           "max(len(ids) + 2,", (CHOSEN_TEST,)),
-    Mutant("tree-ranks-count-equal-logits", CHOSEN, "(logits > own).sum(1)", "(logits >= own).sum(1)", (CHOSEN_TEST,)),
     Mutant("candidates-of-one-level-more", TREE_PY, "topk * (1 + (levels - 1) * topk)", "topk * (1 + levels * topk)",
            (REPLAY_TEST,)),
     Mutant("paths-in-another-order", TREE_PY, "key=lambda path: (len(path), path)", "key=lambda path: path", (TREE,)),

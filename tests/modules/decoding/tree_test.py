@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import combinations, product
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 
 from draftsmith.eval.bench.runner import read_tree
 from draftsmith.modules.decoding.protocols import DraftTree
-from draftsmith.modules.decoding.tree import StaticTree, expected_accepted, likeliest_paths
+from draftsmith.modules.decoding.tree import StaticTree
 from draftsmith.modules.decoding.verify import verify
 from draftsmith.modules.types import SamplingParams
 
@@ -87,34 +86,3 @@ def test_the_walk_follows_the_targets_choices_to_where_no_node_has_them(case, te
         node = equal[0]
         path.append(node)
     assert verdict.path == tuple(path) and verdict.next_token == choices[node + 1]
-
-
-def accepted_in_all_outcomes(accuracies, paths):
-    """Expected accepted tokens by enumeration: the target's token has one rank at each depth, or none of them (-1)."""
-    total, taken = 0.0, {tuple(path) for path in paths}
-    for outcome in product(*([*range(len(level)), -1] for level in accuracies)):
-        probability = 1.0
-        for level, rank in zip(accuracies, outcome, strict=True):
-            probability *= level[rank] if rank >= 0 else 1 - sum(level)
-        depth = 0
-        while depth < len(outcome) and outcome[: depth + 1] in taken:
-            depth += 1
-        total += probability * depth
-    return total
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6])
-@pytest.mark.parametrize(
-    "accuracies",
-    [[[0.5, 0.3], [0.6, 0.1], [0.7, 0.2]], [[0.9, 0.05], [0.2, 0.2], [0.9, 0.1]], [[0.4, 0.4], [0.5, 0.5]]],
-)
-def test_no_tree_of_as_many_nodes_is_expected_to_have_more_accepted(accuracies, count):
-    depths = range(1, len(accuracies) + 1)
-    every = [path for depth in depths for path in product(*(range(len(level)) for level in accuracies[:depth]))]
-    trees = [tree for tree in combinations(every, count) if all(len(p) == 1 or p[:-1] in tree for p in tree)]
-    chosen = likeliest_paths(accuracies, count)
-    assert len(StaticTree.from_paths(chosen).parents) == count
-    assert expected_accepted(accuracies, chosen) == pytest.approx(accepted_in_all_outcomes(accuracies, chosen))
-    assert expected_accepted(accuracies, chosen) == pytest.approx(
-        max(accepted_in_all_outcomes(accuracies, tree) for tree in trees)
-    )
