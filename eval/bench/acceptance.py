@@ -66,23 +66,23 @@ def acceptance(rows: Sequence[Row], resamples: Resamples) -> dict[str, Any]:
     }
 
 
-def acceptance_tables(rows: Sequence[Row], about: str) -> list[Table]:
+def acceptance_tables(rows: Sequence[Row], about: str, mode: str) -> list[Table]:
     """Return the tables of the methods at one temperature: by place, and by context and turn where they vary.
 
-    about: end of the tables' names.
+    about, mode: ends of the tables' names and titles.
     """
     rows = [row for row in rows if row.get("accepted_by_place")]
     if not rows:
         return []
-    tables = [places_table(rows, f"places{about}")]
+    tables = [places_table(rows, f"places{about}", f"Accepted by place in the draft, {mode}")]
     for key, value, title in (("by_context", "from", "tokens before the round"), ("by_turn", "turn", "turn")):
         parts = [{part[value]: part for part in row[key] if part["rounds"] >= FEWEST_ROUNDS} for row in rows]
         if len(classes := sorted(set().union(*parts))) > 1:
-            tables.append(lengths_table(rows, parts, classes, f"{key}{about}", title))
+            tables.append(lengths_table(rows, parts, classes, f"{key}{about}", f"Acceptance length by {title}, {mode}"))
     return tables
 
 
-def places_table(rows: Sequence[Row], name: str) -> Table:
+def places_table(rows: Sequence[Row], name: str, title: str) -> Table:
     places = min(SHOWN_PLACES, max(len(row["accepted_by_place"]) for row in rows))
     columns = [Column("method", "method"), *(Column(str(n), str(n), ".2f") for n in range(1, places + 1))]
     cells = []
@@ -90,7 +90,7 @@ def places_table(rows: Sequence[Row], name: str) -> Table:
         shares = {str(n): share for n, share in enumerate(row["accepted_by_place"], 1)}
         cells.append({"method": row["method"], **shares})
     note = "Of the drafts of n tokens or more, the share whose first n were accepted (acceptance rate per position)."
-    return Table(name, "Accepted by place in the draft", columns, cells, note)
+    return Table(name, title, columns, cells, note)
 
 
 def lengths_table(
@@ -99,7 +99,7 @@ def lengths_table(
     """Return a table of acceptance lengths. parts: of each method, by class: a first number of tokens, or a turn."""
     columns = [Column("method", "method")]
     for begin in classes:
-        heading = f"{begin:,}" if title == "turn" else f"{begin:,}+" if begin else f"below {SHORTEST}"
+        heading = f"{begin:,}" if name.startswith("by_turn") else f"{begin:,}+" if begin else f"below {SHORTEST}"
         columns += [Column(str(begin), heading, ".2f"), Column(f"{begin}_ci", "", below=True)]
     cells = []
     for row, own in zip(rows, parts, strict=True):
@@ -107,7 +107,7 @@ def lengths_table(
         intervals = {f"{begin}_ci": format_interval(part["tau_ci95"]) for begin, part in own.items()}
         cells.append({"method": row["method"], **numbers, **intervals})
     note = "Of rounds, without the prefill; 95 % bootstrap intervals over prompts."
-    return Table(name, f"Acceptance length by {title}", columns, cells, note)
+    return Table(name, title, columns, cells, note)
 
 
 def numbers_of(row: Row) -> Iterator[dict[str, Any]]:

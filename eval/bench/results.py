@@ -373,7 +373,7 @@ def results_tables(results: Mapping[str, Any]) -> list[Table]:
             })  # fmt: skip
         note = caption(results) if temperature == temperatures[-1] else ""
         methods.append(Table("methods", mode(temperature).capitalize(), METHOD_COLUMNS, cells, note))
-        drafts += acceptance_tables(rows, f"-t{temperature:g}")
+        drafts += acceptance_tables(rows, f"-t{temperature:g}", mode(temperature))
         if len(rows) > 1 and len(rows[0].get("by_task", ())) > 1:
             tasks.append(task_table(rows, temperature))
     return [*methods, *tasks, *drafts]

@@ -39,7 +39,8 @@ def bench_figures(runs: Sequence[Run]) -> list[Table | Chart]:
     for temperature in temperatures(runs[0]):
         own = [row for row in rows if row["T"] == temperature]
         figures += [headline(own, temperature), *by_task(own, temperature)]
-        figures += acceptance_tables([{**row, "method": row["label"]} for row in own], f"-t{temperature:g}")
+        shown = [{**row, "method": row["label"]} for row in own]
+        figures += acceptance_tables(shown, f"-t{temperature:g}", temperature_text(temperature))
     return [*figures, *charts(rows), counts(rows)]
 
 

@@ -42,7 +42,7 @@ def test_tables_show_classes_with_enough_rounds_and_csv_has_all(tmp_path):
     rows.append(row(3000, 1, [(2, 2)], 20))
     baseline = [row(10, 1, [(0, 0)], number, "ar") for number in range(21)]
     methods = summarise({"ar": baseline, "spec": rows}, "cpu", 0, False)
-    places, lengths = acceptance_tables(methods, "")
+    places, lengths = acceptance_tables(methods, "", "greedy")
     assert [column.title for column in places.columns] == ["method", "1", "2"]
     assert [column.title for column in lengths.columns if column.title] == ["method", "below 256", "256+"]
     write_numbers(tmp_path / "results.csv", methods)
