@@ -74,7 +74,7 @@ def test_a_server_that_does_not_follow_its_target_is_found(prompts, control, tmp
     expand["now"] = kernel
     served = answers(prompts, tmp_path / "served", draft=True)
     config = CertifyConfig(
-        target=TARGET, answers=served, control=control, draft=[DRAFT], output=tmp_path / "certificate", num_threads=1
+        target=TARGET, answers=served, control=control, draft=DRAFT, output=tmp_path / "certificate", num_threads=1
     )
     assert certify(config) == code
     plain, server = json.loads((tmp_path / "certificate/certificate.json").read_text())["answers"]

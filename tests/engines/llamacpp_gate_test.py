@@ -123,7 +123,7 @@ def test_a_running_server_that_drafts_follows_its_target(tmp_path: Path):
             counts.append(int(re.findall(r"^llamacpp:n_decode_total (\d+)", metrics, re.MULTILINE)[0]))
     assert counts[1] < counts[0], "nothing was drafted"
     config = CertifyConfig(
-        target=target, answers=tmp_path / "drafted", control=tmp_path / "plain", draft=[draft], output=tmp_path / "page"
+        target=target, answers=tmp_path / "drafted", control=tmp_path / "plain", draft=draft, output=tmp_path / "page"
     )
     assert certify(config) == 0
 
