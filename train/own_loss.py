@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import importlib.util
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from draftsmith.data.store.manifest import file_sha256
 from draftsmith.modules.losses import TokenLoss
@@ -36,8 +36,8 @@ def loss_digest(config: TrainDrafterConfig) -> dict[str, str]:
 
 def with_loss(config: Config) -> Config:
     """Return the config with the function in place of its name."""
-    name = loss_name(config)
-    return dataclasses.replace(config, loss=load_loss(name)) if name else config  # type: ignore[call-arg]
+    changes: dict[str, Any] = {"loss": load_loss(name)} if (name := loss_name(config)) else {}
+    return dataclasses.replace(config, **changes)
 
 
 @functools.cache

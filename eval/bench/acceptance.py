@@ -1,4 +1,4 @@
-"""Where drafts are accepted: by place in the draft, by length of the context, and by turn of the conversation.
+"""Acceptance of drafted tokens by their place in the draft, the length of the context and the turn.
 
 A round's counts are those of `DecodeStep`. The prefill drafts nothing and is left out here, so that the acceptance
 length of rounds is what servers report: 1 + accepted tokens by drafts.

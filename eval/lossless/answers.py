@@ -204,7 +204,7 @@ def certify_sampled(
 
 
 class FirstDrafts:
-    """What a drafter drafts first, at every place of a text."""
+    """Distributions of the first drafted token at every place of a text."""
 
     def __init__(self, drafter: FrozenDrafter):
         self.drafter, self.branches = drafter, drafter.branches(1)

@@ -1,4 +1,4 @@
-"""What the page says of benchmarks: verdicts, speed-up and tau, by task, where drafts hold, counts, and two charts."""
+"""Verdicts, tables and charts of benchmarks."""
 
 from __future__ import annotations
 

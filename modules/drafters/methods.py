@@ -170,7 +170,7 @@ class Named:
         return Named(":".join([f"{name.partition('@')[0]}{variant}", *settings]), self.method)
 
     def keys(self, given: Mapping[str, str]) -> list[str]:
-        """Return what it needs as it stands in `given`: with its variant, where several of the kind were passed."""
+        """Return the keys in `given` of the models that it needs: `kind@name` where several of a kind were passed."""
         return [own if (own := f"{need}{self.variant}") in given else need for need in self.method.needs]
 
     def __post_init__(self) -> None:
