@@ -145,7 +145,7 @@ MUTANTS = [
            (LOSS_TEST,)),
     Mutant("loss-gradient-without-the-target", LOSSES, "logits.div_(norm).sub_(target_prob)",
            "logits.div_(norm)", (LOSS_TEST,)),
-    Mutant("loss-gradient-of-masked-tokens", LOSSES, "pull(logits) * keep[part, None].to(states.dtype)", "pull(logits)",
+    Mutant("loss-gradient-of-masked-tokens", LOSSES, "pull(by_logits) * keep[part, None].to(states.dtype)", "pull(by_logits)",
            (LOSS_TEST, "tests/train/eagle_test.py")),
     Mutant("loss-ranked-in-every-step", "train/lit_head.py", "logged=self.logs(done + 1)",
            "logged=True", ("tests/train/eagle_test.py",)),
