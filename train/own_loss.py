@@ -19,7 +19,11 @@ Config = TypeVar("Config", bound=TrainDrafterConfig)
 def loss_name(config: TrainDrafterConfig) -> str:
     """Return FILE.py:FUNCTION of a config, or nothing if its loss is a built-in one."""
     name = getattr(config, "loss", None)
-    return name if isinstance(name, str) and (":" in name or name.endswith(".py")) else ""
+    if not isinstance(name, str):
+        return ""
+    # Where the default is none, there are no built-in losses to name.
+    has_built_in = any(field.name == "loss" and field.default is not None for field in dataclasses.fields(config))
+    return "" if has_built_in and ":" not in name else name
 
 
 def loss_digest(config: TrainDrafterConfig) -> dict[str, str]:

@@ -113,6 +113,8 @@ ROWS = [
     Row("train medusa: no heads", f"train medusa --data {{features}} {TARGET}{OUT}--num-heads 0", ("num_heads",)),
     Row("train eagle: no such file of a loss", f"train eagle --data {{features}} {TARGET}{OUT}--loss mine.py:focal",
         ("loss", "mine.py:focal", "FILE.py:FUNCTION")),
+    Row("train eagle: a loss without a file", f"train eagle --data {{features}} {TARGET}{OUT}--loss tvd",
+        ("loss", "tvd", "FILE.py:FUNCTION")),
     Row("train draft: no such loss", f"train draft --data {{features}} {TARGET}{OUT}--loss mean", ("loss", "mean")),
     Row("train hydra: no such loss", f"train hydra --data {{features}} {TARGET}{OUT}--loss mean", ("loss", "mean")),
     Row("train draft: a layer that is not there", f"train draft --data {{features}} {TARGET}{OUT}--keep-layers 0,99",
