@@ -6,7 +6,7 @@ A row without a usable distribution gives NO_TOKEN in place of a token (modules/
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +23,10 @@ COLDEST, HOTTEST = 1e-30, 1e30
 COLD = 1e-3
 # Vocabularies from this size on are searched in blocks of (at most) this size.
 TOP_MIN_SIZE, TOP_BLOCK = 8192, 128
+# Fewer rows are drawn from faster one by one on a CPU.
+FEW_ROWS = 16
+# Probabilities that stay in a CPU's cache; of more, the time goes into fetching memory.
+CACHED = 2**20
 
 
 def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
@@ -71,17 +75,35 @@ def best_token(logits: Tensor) -> int:
     NumPy's argmax is vectorised on a CPU and torch's is not, which matters in a draft step over a large vocabulary.
     Both return the place of a NaN.
     """
-    if logits.is_cuda:
+    if not logits.is_cpu:
         return int(best_tokens(logits))
-    wide = (logits if logits.dtype in (torch.float32, torch.float64) else logits.float()).numpy()
+    wide = _as_numpy(logits)
     token = int(wide.argmax())
     return token if math.isfinite(wide.item(token)) else NO_TOKEN
 
 
 def best_tokens(logits: Tensor) -> Tensor:
     """Apply `best_token` to rows: logits [..., V] -> int64 [...], without waiting for a device."""
-    best, index = logits.max(-1)
+    if logits.is_cpu:
+        wide = _as_numpy(logits)
+        # Row by row if they do not lie side by side: NumPy would copy them.
+        index = torch.as_tensor(wide.argmax(-1) if logits.is_contiguous() else [row.argmax(-1) for row in wide])
+        best = logits.gather(-1, index[..., None])[..., 0]
+    else:
+        best, index = logits.max(-1)
     return torch.where(best.isfinite(), index, NO_TOKEN)
+
+
+def best_each(logits: Tensor, rows: Sequence[int]) -> list[int]:
+    """Apply `best_token` to these rows of logits [B, V], on a GPU with one transfer."""
+    whole = len(rows) == len(logits)
+    if logits.is_cpu and (len(rows) < FEW_ROWS or not whole):
+        return [best_token(logits[row]) for row in rows]
+    return best_tokens(logits if whole else logits[rows]).tolist()
+
+
+def _as_numpy(values: Tensor) -> Any:
+    return (values if values.dtype in (torch.float32, torch.float64) else values.float()).numpy()
 
 
 def top_values(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -138,7 +160,10 @@ def pick(probs: Tensor, uniform: float) -> int:
         block = int(ends.searchsorted(wanted, "right"))
         own = array[block * TOP_BLOCK : (block + 1) * TOP_BLOCK]
         place = int(own.cumsum(dtype="float64").searchsorted(wanted - (ends[block - 1] if block else 0.0), "right"))
-        return block * TOP_BLOCK + place if place < len(own) else _last(own, total, block * TOP_BLOCK)
+        if place < len(own):
+            return block * TOP_BLOCK + place
+        # Where the product was rounded up to the total, there may be no mass left from this block on.
+        return _last(own, total, block * TOP_BLOCK) if own.any() else _last(array, total, 0)
     # Scaling by the sum as computed keeps the index in range; "right" steps over entries of probability zero. NumPy
     # looks up with fewer calls than torch.
     cumulative = probs.cumsum(-1, dtype=torch.float64).numpy()
@@ -199,11 +224,36 @@ class TorchSource:
 
 def draw_rows(probs: Tensor, uniforms: Tensor) -> Tensor:
     """Apply `pick` to rows: probs [B, V], uniforms [B] in [0, 1) -> int64 [B], without waiting for a device."""
+    if probs.is_cpu and probs.shape[-1] >= TOP_MIN_SIZE:
+        return _pick_rows(probs, uniforms.double())
     cumulative = probs.cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1]
     index = torch.searchsorted(cumulative, (total * uniforms.double())[:, None], right=True)[:, 0]
     last = probs.shape[-1] - 1 - (probs.flip(-1) > 0).to(torch.int8).argmax(-1)
     return torch.where((total > 0) & total.isfinite(), torch.minimum(index, last), NO_TOKEN)
+
+
+def _pick_rows(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """Apply `pick` to rows of a large vocabulary on a CPU, with the same sums."""
+    size = probs.shape[-1]
+    whole = size - size % TOP_BLOCK
+    blocks = probs[:, :whole].unflatten(-1, (-1, TOP_BLOCK)).numpy()
+    ends = torch.from_numpy(blocks.sum(-1, dtype="float64")).cumsum(-1)  # [B, blocks]
+    total = ends[:, -1] + probs[:, whole:].sum(-1, dtype=torch.float64)
+    usable = (total > 0) & total.isfinite()
+    wanted = torch.where(usable, total, 0.0) * uniforms
+    block = torch.searchsorted(ends, wanted[:, None], right=True)  # [B, 1]
+    before = torch.where(block > 0, ends.gather(1, (block - 1).clamp_min(0)), 0.0)
+
+    # The chosen block of each row, with nothing behind the vocabulary's end.
+    places = block * TOP_BLOCK + torch.arange(TOP_BLOCK)
+    own = probs.gather(1, places.clamp_max(size - 1)).masked_fill(places >= size, 0)
+    inside = torch.searchsorted(own.cumsum(-1, dtype=torch.float64), wanted[:, None] - before, right=True)
+    tokens = torch.where(usable, (block * TOP_BLOCK + inside)[:, 0], NO_TOKEN)
+    # The rounding of sums has put the place behind its block.
+    for row in (usable & (inside[:, 0] == TOP_BLOCK)).nonzero()[:, 0].tolist():
+        tokens[row] = pick(probs[row], uniforms[row].item())
+    return tokens
 
 
 def draw_coupled(target_prob: Tensor, draft_prob: Tensor, target_ids: Tensor, uniforms: Tensor) -> Tensor:
@@ -224,10 +274,50 @@ def draw_each(probs: Sequence[Tensor] | Tensor, sources: Sequence[Source]) -> li
 
     On a GPU all rows come in one transfer.
     """
-    if len(probs) and probs[0].is_cuda and all(isinstance(source, TorchSource) for source in sources):
-        stacked = probs if isinstance(probs, Tensor) else torch.stack(list(probs))
-        return draw_rows(stacked, next_uniforms(sources, [1] * len(sources), stacked.device)[:, 0]).tolist()
-    return [source.draw(distribution) for distribution, source in zip(probs, sources, strict=True)]
+    alone = len(probs) < FEW_ROWS or not isinstance(probs, Tensor)
+    if not len(probs) or (alone and probs[0].is_cpu) or not all(isinstance(source, TorchSource) for source in sources):
+        return [source.draw(distribution) for distribution, source in zip(probs, sources, strict=True)]
+    stacked = probs if isinstance(probs, Tensor) else torch.stack(list(probs))
+    return draw_rows(stacked, next_uniforms(sources, [1] * len(sources), stacked.device)[:, 0]).tolist()
+
+
+def choose_each(logits: Tensor, params: SamplingParams, sources: Sequence[Source]) -> list[int]:
+    """Choose each row's token, its argmax or a draw from its own source: logits [B, V]. On a GPU with one transfer."""
+    if params.greedy:
+        return best_each(logits, range(len(logits)))
+    together = max(1, CACHED // logits.shape[-1]) if logits.is_cpu else len(logits)
+    chosen: list[int] = []
+    for first in range(0, len(logits), together):
+        own = slice(first, first + together)
+        chosen += draw_each(probabilities(logits[own], params), sources[own])
+    return chosen
+
+
+def choose_ahead(
+    logits: Tensor,
+    step: Callable[[Tensor], Tensor],
+    counts: Sequence[int],
+    params: SamplingParams,
+    sources: Sequence[Source],
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Choose counts[b] tokens of each row, one behind the other, without waiting for the device.
+
+    logits: [B, V] for the first ones. step: reads tokens [B, 1] and returns the next logits. sources: `TorchSource`s,
+    which give up counts[b] uniforms; rows with fewer than others are chosen for all the same.
+
+    Yields tokens, int64 [B], and the distributions [B, V] that they were drawn from, None if greedy.
+    """
+    uniforms = None if params.greedy else next_uniforms(sources, counts, logits.device)  # [B, K]
+    for place in range(longest := max(counts)):
+        distributions = None if uniforms is None else probabilities(logits, params)
+        if distributions is None or uniforms is None:
+            tokens = best_tokens(logits)
+        else:
+            tokens = draw_rows(distributions, uniforms[:, place])
+        yield tokens, distributions
+        if place + 1 < longest:
+            # NO_TOKEN has no embedding.
+            logits = step(tokens.clamp_min(0)[:, None])
 
 
 def next_uniforms(sources: Sequence[Any], counts: Sequence[int], device: torch.device) -> Tensor:

@@ -40,7 +40,8 @@ def wrong_q(patch) -> None:
 
     def drafted(logits, states, step, stops, limits, params, *others):
         made = real(logits, states, step, stops, limits, at(params, 0.8), *others)
-        return [DraftTree(tree.tokens, tree.parents, flattened(tree.draft_prob, 0.8)) for tree in made]
+        stated = [flattened(torch.stack(list(tree.draft_prob)), 0.8) for tree in made]
+        return [DraftTree(tree.tokens, tree.parents, q) for tree, q in zip(made, stated, strict=True)]
 
     patch.setattr(row_drafter, "draft_chains", drafted)
 
@@ -53,7 +54,7 @@ def unlikely_drafts_dropped(patch) -> None:
     def cut(tree):
         if tree.draft_prob is None or not tree.tokens:
             return tree
-        likely = tree.draft_prob.gather(1, torch.tensor(tree.tokens)[:, None])[:, 0] >= 0.03
+        likely = torch.stack(list(tree.draft_prob)).gather(1, torch.tensor(tree.tokens)[:, None])[:, 0] >= 0.03
         count = int(likely.cumprod(0).sum())
         return DraftTree(tree.tokens[:count], tree.parents[:count], tree.draft_prob[:count])
 

@@ -158,7 +158,7 @@ def node_accept_probs(
             probs.append(None)
             continue
         p = float(distributions[tree.parents[node] + 1][token])
-        q = 1.0 if tree.draft_prob is None else float(tree.draft_prob[node, token])
+        q = 1.0 if tree.draft_prob is None else float(tree.draft_prob[node][token])
         probs.append(min(1.0, p / q))
     return probs
 

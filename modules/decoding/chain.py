@@ -20,11 +20,9 @@ from draftsmith.modules.finite import NO_TOKEN, NonFinite
 from draftsmith.modules.sampling import (
     Source,
     TorchSource,
-    best_token,
-    best_tokens,
+    best_each,
+    choose_ahead,
     draw_each,
-    draw_rows,
-    next_uniforms,
     probabilities,
 )
 from draftsmith.modules.types import SamplingParams
@@ -74,10 +72,9 @@ def draft_chains(
         if not params.greedy:
             q = probabilities(logits if len(rows) == len(lengths) else logits[rows], params)  # [R, V]
             q_rows = q.unbind()
-            drawn = draw_each(q if q.is_cuda else q_rows, [sources[row] for row in rows])
-        else:  # on a GPU one transfer for all rows
-            on_gpu = logits.is_cuda
-            drawn = best_tokens(logits[rows]).tolist() if on_gpu else [best_token(row_logits[row]) for row in rows]
+            drawn = draw_each(q, [sources[row] for row in rows])
+        else:
+            drawn = best_each(logits, rows)
         if NO_TOKEN in drawn:
             what = "logits" if q is None else "probabilities"
             raise NonFinite(what, position=count, row=rows[drawn.index(NO_TOKEN)])
@@ -106,9 +103,7 @@ def draft_chains(
         if rows:
             logits, states = step([own[-1:] if row in rows else [] for row, own in enumerate(tokens)])
     return [
-        DraftTree(tuple(own), chain_parents(len(own)), torch.stack(q) if q else None, draft_calls=len(own))
-        if own
-        else NO_DRAFT
+        DraftTree(tuple(own), chain_parents(len(own)), q or None, draft_calls=len(own)) if own else NO_DRAFT
         for own, q in zip(tokens, drawn_from, strict=True)
     ]
 
@@ -127,21 +122,10 @@ def draft_fixed_length(
     longest = max(lengths, default=0)
     if longest < 1:
         return [NO_DRAFT] * len(lengths)
-    uniforms = None if params.greedy else next_uniforms(sources, lengths, logits.device)  # [B, K]
-    drawn: list[Tensor] = []
-    drawn_from: list[Tensor] = []
-    while True:
-        if uniforms is None:
-            drawn.append(best_tokens(logits))
-        else:
-            drawn_from.append(probabilities(logits, params))
-            drawn.append(draw_rows(drawn_from[-1], uniforms[:, len(drawn)]))
-        if len(drawn) == longest:
-            break
-        # NO_TOKEN has no embedding.
-        logits, _ = step(drawn[-1].clamp_min(0)[:, None])
+    ahead = choose_ahead(logits, lambda ids: step(ids)[0], lengths, params, sources)
+    drawn, drawn_from = zip(*ahead, strict=True)
     tokens = torch.stack(drawn, 1).tolist()  # [B, K]
-    q = torch.stack(drawn_from, 1) if drawn_from else None  # [B, K, V]
+    q = None if params.greedy else torch.stack(drawn_from, 1)  # [B, K, V]
     for row, length in enumerate(lengths):
         if NO_TOKEN in tokens[row][:length]:
             what = "logits" if q is None else "probabilities"

@@ -18,8 +18,8 @@ from draftsmith.modules.decoding.protocols import NO_DRAFT, Drafter, DraftTree, 
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
 from draftsmith.modules.decoding.tree import MAX_NODES
 from draftsmith.modules.decoding.verify import verify
-from draftsmith.modules.finite import NonFinite
-from draftsmith.modules.sampling import Source
+from draftsmith.modules.finite import NO_TOKEN, NonFinite
+from draftsmith.modules.sampling import Source, TorchSource, choose_ahead, choose_each
 from draftsmith.modules.targets.base import CausalLM, ModelInfo, Session, check_ids
 from draftsmith.modules.types import InputError, SamplingParams, whole_number
 
@@ -67,6 +67,13 @@ class DecodeOptions:
 
 
 DEFAULTS = DecodeOptions()
+# A round without a draft.
+ALONE = DecodeStep(0, 0, 1, 0)
+# Without a drafter a GPU runs so many rounds before the host looks at their tokens. A row that ends among them idles
+# through the rest.
+ROUNDS_TOGETHER = 8
+# While prompts wait, one in so many rows stays free until all of these are: their prompts are then read together.
+GROUP_SHARE = 16
 
 
 def generate(
@@ -205,9 +212,9 @@ class RowPool:
 
     def run(self, waiting: Iterable[RowAnswer]) -> Iterator[RowAnswer]:
         """Answer all rows, admitting each when there is room for it, and yield them as they finish."""
-        coming = iter(waiting)
+        coming, group = iter(waiting), max(1, self._size // GROUP_SHARE)
         while True:
-            while fresh := list(islice(coming, self.num_free)):
+            while (free := self.num_free) >= group and (fresh := list(islice(coming, free))):
                 yield from self.admit(fresh)
             if not self.num_active:
                 return
@@ -237,15 +244,13 @@ class RowPool:
         free = [place for place, row in enumerate(self._rows) if row.done]
         places = [*free, *range(len(self._rows), len(self._rows) + len(fresh))][: len(fresh)]
         scores = self._session.prefill(places, [row.prompt for row in fresh])
-        try:
-            verdicts = verify([NO_DRAFT] * len(fresh), scores.logits, self._params, [row.source for row in fresh])
-        except NonFinite as error:
-            raise _located(error, fresh) from None
-        for place, row, verdict in zip(places, fresh, verdicts, strict=True):
-            assert verdict is not None and verdict.next_token is not None
+        chosen = choose_each(scores.logits[:, 0], self._params, [row.source for row in fresh])
+        if NO_TOKEN in chosen:
+            raise self._no_token(fresh, chosen.index(NO_TOKEN))
+        for place, row, token in zip(places, fresh, chosen, strict=True):
             self._rows[place : place + 1] = [row]
             row.trace.prefill_emitted = 1
-            appended = row.emit([verdict.next_token])
+            appended = row.emit([token])
             if self._on_round is not None:
                 self._on_round(Round(appended, 0, row=row.number))
 
@@ -261,9 +266,17 @@ class RowPool:
 
     @torch.inference_mode()
     def round(self) -> list[RowAnswer]:
-        """Run one round for all active rows (at least one) and return the rows that finished."""
+        """Run one round for all active rows (at least one) and return the rows that finished.
+
+        A GPU runs several at once if neither a drafter nor `on_round` looks at each.
+        """
         if self._finished:
             self._drop_finished()
+        if self._drafter is None and self._on_round is None:
+            return self._rounds_alone()
+        return self._one_round()
+
+    def _one_round(self) -> list[RowAnswer]:
         rows, session, drafter, params = self._rows, self._session, self._drafter, self._params
         sources = [row.source for row in rows]
 
@@ -325,6 +338,38 @@ class RowPool:
             drafter.advance(outcomes)
         self._finished = self._finished or bool(finished)
         return finished
+
+    def _rounds_alone(self) -> list[RowAnswer]:
+        """Let the target choose the next token of every row, on a GPU the next few."""
+        rows, session, params = self._rows, self._session, self._params
+        sources, lengths = [row.source for row in rows], session.lengths
+        logits = session.extend([[] if row.done else row.tokens[-1:] for row in rows]).logits[:, 0]  # [B, V]
+        if session.static and (params.greedy or all(isinstance(source, TorchSource) for source in sources)):
+            count = min(ROUNDS_TOGETHER, max(row.room - len(row.tokens) for row in rows))
+            counts = [count] * len(rows)
+            ahead = choose_ahead(logits, lambda ids: session.extend(ids).logits[:, 0], counts, params, sources)
+            chosen = torch.stack([tokens for tokens, _ in ahead], 1).tolist()  # [B, count]
+            # Finished rows have read along.
+            session.keep([0 if row.done else length + count for row, length in zip(rows, lengths, strict=True)])
+        else:
+            chosen = [[token] for token in choose_each(logits, params, sources)]
+
+        finished = []
+        for place, (row, tokens) in enumerate(zip(rows, chosen, strict=True)):
+            if row.done:
+                continue
+            is_broken = NO_TOKEN in tokens
+            row.trace.steps += [ALONE] * len(row.emit(tokens[: tokens.index(NO_TOKEN)] if is_broken else tokens))
+            if row.done:
+                finished.append(row)
+            elif is_broken:
+                raise self._no_token(rows, place)
+        self._finished = self._finished or bool(finished)
+        return finished
+
+    def _no_token(self, rows: Sequence[RowAnswer], place: int) -> NonFinite:
+        """Return the error of a row for which the target's numbers choose no next token."""
+        return _located(NonFinite("logits" if self._params.greedy else "probabilities", row=place), rows)
 
     def _drop_finished(self) -> None:
         """Drop finished rows. With static shapes they idle along until half of the rows are finished."""

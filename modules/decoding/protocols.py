@@ -22,8 +22,9 @@ class DraftTree:
     """N drafted tokens. A chain is the tree with parents -1, 0, 1, ...
 
     parents: parents[i] < i; -1 is the root, the last emitted token, which the target has not read yet.
-    draft_prob: of a drawn chain: [N, V], the distribution each token was drawn from (after temperature, top-k and
-        top-p); None if nodes were chosen deterministically (greedy, top-k children, lookups).
+    draft_prob: of a drawn chain: the distribution [V] that each of the N tokens was drawn from (after temperature,
+        top-k and top-p), also as one tensor [N, V]; None if nodes were chosen deterministically (greedy, top-k
+        children, lookups).
     drawn: of a drawn tree: node -> [V], the distribution from which its children were drawn one after the other,
         without replacement.
     last_unread: the target does not read the last token of a chain. That token is verified by the row before it, and a
@@ -37,7 +38,7 @@ class DraftTree:
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
-    draft_prob: Tensor | None = None
+    draft_prob: Tensor | Sequence[Tensor] | None = None
     drawn: Mapping[int, Tensor] | None = None
     last_unread: bool = False
     values: tuple[float, ...] | None = None

@@ -207,6 +207,10 @@ class RowsCache(KVCache):
         keys, values = self._layers[layer].narrow(1, 0, self._batch).narrow(3, 0, self._span).unbind(0)
         return keys, values
 
+    def prompts(self, rows: Sequence[int]) -> PromptCache:
+        """Return these rows, which are empty, as a cache for prompts that are read side by side."""
+        return PromptCache(self._flat, self._first[list(rows)])
+
     def row(self, index: int) -> KVCache:
         """Return one row as a cache of its own with no kept tokens, over the same memory."""
         return KVCache(self.data[:, :, index : index + 1])
@@ -227,6 +231,22 @@ class RowsCache(KVCache):
         for new, old in enumerate(rows.tolist()):
             if new != old:
                 self.data[:, :, new].copy_(self.data[:, :, old])
+
+
+class PromptCache(NoCache):
+    """Rows of a `RowsCache` for prompts: an input sees the inputs before it only, all of which are stored."""
+
+    def __init__(self, layers: Sequence[Tensor], first: Tensor):
+        """layers: slots of every head, [slots, D] each. first: [R, 1, 2 * kv_heads], the rows' first ones."""
+        self._layers, self._first = layers, first
+        self._index: Tensor | None = None
+
+    def write(self, layer: int, keys_values: Tensor) -> tuple[Tensor, Tensor]:
+        if self._index is None:
+            slots = torch.arange(keys_values.shape[1], device=self._first.device)
+            self._index = self._first + slots[:, None]  # [R, T, 2 * kv_heads]
+        self._layers[layer].index_put_((self._index,), keys_values)
+        return super().write(layer, keys_values)
 
 
 LayerCache = KVCache | NoCache

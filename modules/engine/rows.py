@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import itemgetter
+from operator import add, itemgetter
 from typing import Any
 
 import torch
@@ -28,6 +28,9 @@ SPAN_BUCKET = 256
 SEEN_BUCKET = 64
 # Longer inputs are prompts, and are read without padding.
 MAX_WIDTH = 256
+# Prompts that are read side by side: most tokens, padding included, and how much of a row may be padding. A small call
+# costs a GPU as much as a large one; a CPU pays for every token.
+GROUPS = {"cpu": (1024, 0.1), "cuda": (16384, 0.5)}
 # run(x, taps=None): all layers over inputs x, as `LeanStack.run`.
 RunLayers = Callable[..., Tensor]
 Parents = Sequence[Sequence[int]]
@@ -143,19 +146,19 @@ class ManyRows:
         self._cache.wipe(row, row + 1)
 
     def prefill(self, rows: Sequence[int], inputs: Sequence[Any]) -> tuple[Tensor, ...]:
-        outputs = []
-        for place, row in enumerate(rows):
+        for row in rows:
             self.begin(row)
-            outputs.append(self._alone(row, [part[place] for part in inputs], 0, None, 1))
-            self.lengths[row] = len(inputs[0][place])
-        return _side_by_side(outputs)
+        for row, own in zip(rows, inputs[0], strict=True):
+            self.lengths[row] = len(own)
+        return _side_by_side(self._prompts(rows, inputs))
 
     def extend(self, inputs: Sequence[Any], parents: Parents | None = None, num_logits: int = 1) -> tuple[Tensor, ...]:
-        counts, lengths = [len(row) for row in inputs[0]], self.lengths
-        self.lengths = [length + count for length, count in zip(lengths, counts, strict=True)]
+        lengths, tokens = self.lengths, inputs[0]
+        counts = [tokens.shape[1]] * len(tokens) if isinstance(tokens, Tensor) else list(map(len, tokens))
+        self.lengths = list(map(add, lengths, counts))
         # Prompts are read alone: they would pad the other rows far too much.
         long = [count > MAX_WIDTH or (count > 0 and not length) for length, count in zip(lengths, counts, strict=True)]
-        if not any(long):
+        if isinstance(tokens, Tensor) or not any(long):
             return self._together(inputs, lengths, parents, num_logits)
         outputs: list[Any] = [None] * len(counts)
         if any(count and not alone for count, alone in zip(counts, long, strict=True)):
@@ -163,8 +166,12 @@ class ManyRows:
             above = parents and [[] if alone else own for own, alone in zip(parents, long, strict=True)]
             # Before the prompts, which overwrite the padding of their rows.
             outputs = list(zip(*self._together(short, lengths, above, num_logits), strict=True))
+        prompts = [row for row, alone in enumerate(long) if alone and not lengths[row] and num_logits == 1]
+        read = self._prompts(prompts, [[part[row] for row in prompts] for part in inputs])
+        for row, output in zip(prompts, read, strict=True):
+            outputs[row] = output
         for row, alone in enumerate(long):
-            if alone:
+            if alone and outputs[row] is None:
                 above = parents and parents[row : row + 1]
                 outputs[row] = self._alone(row, [part[row] for part in inputs], lengths[row], above, num_logits)
         some = next(output for output in outputs if output is not None)
@@ -201,6 +208,24 @@ class ManyRows:
     def select(self, rows: Sequence[int]) -> None:
         self._cache.select_rows(torch.tensor(rows))
         self.lengths = [self.lengths[row] for row in rows]
+
+    def _prompts(self, rows: Sequence[int], inputs: Sequence[Any]) -> list[tuple[Tensor, Tensor]]:
+        """Read the prompts of empty rows, in groups of like lengths. Returns the last logits [1, V] and the states of
+        each."""
+        counts, device = [len(own) for own in inputs[0]], self._stack.device
+        outputs: dict[int, tuple[Tensor, Tensor]] = {}
+        for group in prompt_groups(counts, device.type):
+            own = [[part[i] for i in group] for part in inputs]
+            if len(group) == 1:
+                outputs[group[0]] = self._alone(rows[group[0]], [part[0] for part in own], 0, None, 1)
+                continue
+            # Padding stands behind its prompt, where neither the prompt nor what follows it looks.
+            fed = [to_device(_padded(part, counts[group[0]]), device) for part in own]
+            last = to_device([[counts[i] - 1] for i in group], device)
+            cache = self._cache.prompts([rows[i] for i in group])
+            read = self._forward(partial(self._stack.chain, cache=cache), last, *fed)
+            outputs |= {i: (logits, states[: counts[i]]) for i, logits, states in zip(group, *read, strict=True)}
+        return [outputs[i] for i in range(len(rows))]
 
     def _alone(
         self, row: int, inputs: Sequence[Any], length: int, parents: Parents | None, num_logits: int
@@ -317,6 +342,18 @@ def _side_by_side(outputs: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
 def bucket(count: int) -> int:
     """Return the power of two that inputs are padded to."""
     return 1 << (count - 1).bit_length()
+
+
+def prompt_groups(lengths: Sequence[int], device: str) -> list[list[int]]:
+    """Group prompts of like lengths to be read side by side. Returns their numbers, the longest ones first."""
+    most_tokens, most_padding = GROUPS.get(device, GROUPS["cuda"])
+    groups: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        widest = lengths[groups[-1][0]] if groups else 0
+        if not groups or (len(groups[-1]) + 1) * widest > most_tokens or lengths[i] < (1 - most_padding) * widest:
+            groups.append([])
+        groups[-1].append(i)
+    return groups
 
 
 CachedRows = OneRow | ManyRows
