@@ -7,8 +7,12 @@ states of some layers side by side (`DraftHead.capture`), unshifted. Features ar
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
-from collections.abc import Mapping, Sequence
+import itertools
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +20,7 @@ from typing import Any, Literal
 import torch
 
 from draftsmith.data.console import Advance, log_note
-from draftsmith.data.engines.own import check_lengths, length_batches, pad_right, set_threads
+from draftsmith.data.engines.own import check_lengths, pad_right, set_threads
 from draftsmith.data.engines.vllm_states import ServedStates, VllmStates, check_numbering
 from draftsmith.data.models.identity import captured
 from draftsmith.data.models.loading import (
@@ -38,9 +42,11 @@ from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import Shard, ShardContent, StagePlan, read_done, run_stage
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.modules import drafters
-from draftsmith.modules.finite import NonFinite, first_broken
+from draftsmith.modules.finite import NonFinite, broken_row
 from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.packing import Documents, group_by_length
 from draftsmith.modules.targets.base import CausalLM, ModelInfo
+from draftsmith.modules.transfer import to_host_together
 from draftsmith.modules.types import InputError
 
 FIELDS = (
@@ -54,6 +60,8 @@ FIELDS = (
 )
 # A token's id and mask bit in the index, beside its states.
 INDEX_BYTES_PER_TOKEN = 5
+# Batches that are read before the first of them has to be on the host.
+BATCHES_AHEAD = 2
 
 
 @dataclass(frozen=True)
@@ -68,8 +76,8 @@ class FeaturesConfig(StageLoading):
             norm.
         layers: Layers that the drafter reads. Default: its own choice for this target.
         limit: Only the first so many rows; 0 takes all.
-        batch_size: Rows read together.
-        rows_per_shard: Rows per shard; the features of two shards are in memory at once.
+        tokens_per_batch: Tokens read together, padding included; a longer row is read alone.
+        rows_per_shard: Rows per shard; the features of four shards are in memory at once.
         feature_dtype: Stored type: bf16, or fp8 with a scale per token, half the bytes.
         engine: lean for Llama-family weights, hf for any transformers model, auto for lean where it applies; vllm for
             targets of any size: in processes that vLLM starts, or at --server.
@@ -84,7 +92,7 @@ class FeaturesConfig(StageLoading):
     drafter: str | None = volatile(None)
     layers: tuple[int, ...] = volatile(())
     limit: int = 0
-    batch_size: int = 8
+    tokens_per_batch: int = 8192
     rows_per_shard: int = 128
     feature_dtype: feature_codec.FeatureDtype = "bf16"
     # Wider than where our own engines are chosen: this stage alone may read states from vLLM.
@@ -94,7 +102,7 @@ class FeaturesConfig(StageLoading):
     server: str | None = volatile(None)
 
     def __post_init__(self) -> None:
-        check_positive(self, "batch_size", "rows_per_shard")
+        check_positive(self, "tokens_per_batch", "rows_per_shard")
         check_not_negative(self, "limit", "num_threads")
         check_drafter(self.drafter)
         for name in ("vllm_args", "server"):
@@ -251,24 +259,57 @@ def read_shard(
     advance: Advance,
     capture: tuple[int, ...] = (),
 ) -> ShardContent:
-    """Compute the features of every row of a shard, in batches of similar length."""
+    """Compute the features of every row of a shard, in batches of similar length.
+
+    A batch is encoded and checked on the model's device and comes to the host in one transfer, while the next batches
+    are read.
+    """
     rows = source.read(shard.start, shard.stop)
     check_lengths(rows, shard.start, lm.info.max_position)
+    lengths = [len(row["input_ids"]) for row in rows]
     tensors: dict[str, torch.Tensor] = {}
-    for batch in length_batches([len(row["input_ids"]) for row in rows], config.batch_size):
-        padded = lm.features(pad_right([rows[i]["input_ids"] for i in batch], lm), capture=capture)  # [B, T, L*H]
-        for i, row_features in zip(batch, padded, strict=True):
-            features = row_features[: len(rows[i]["input_ids"])]  # [T, L*H]
-            position = first_broken(features)
-            if position is not None:
-                with name_nonfinite([rows[i]["id"]]):
-                    raise NonFinite("hidden states", "target", position)
-            for suffix, tensor in feature_codec.encode(features, config.feature_dtype).items():
-                # A copy: a view would keep, and safetensors would refuse, the padded batch behind it.
-                tensors[feature_key(shard.start + i) + suffix] = tensor.cpu().clone()
+    reading: deque[tuple[list[int], Future[list[dict[str, torch.Tensor]]]]] = deque()
+
+    def take() -> None:
+        batch, received = reading.popleft()
+        with name_nonfinite([rows[i]["id"] for i in batch]):
+            for i, stored in zip(batch, received.result(), strict=True):
+                tensors.update({feature_key(shard.start + i) + suffix: own for suffix, own in stored.items()})
         advance(len(batch))
 
+    with ThreadPoolExecutor(1, "features") as receiver:
+        for batch in group_by_length(lengths, config.tokens_per_batch):
+            own = [lengths[i] for i in batch]
+            padded = lm.features(pad_right([rows[i]["input_ids"] for i in batch], lm), capture=capture)  # [B, T, L*H]
+            features = Documents.of(own, lm.device).end_to_end(padded)[0]  # [N, L*H]
+            stored = feature_codec.encode(features, config.feature_dtype)
+            sent = to_host_together([broken_row(features), *stored.values()])
+            reading.append((batch, receiver.submit(split_rows, sent, list(stored), own)))
+            if len(reading) > BATCHES_AHEAD:
+                take()
+        while reading:
+            take()
     return shard_of(shard, rows, tensors)
+
+
+def split_rows(
+    sent: Callable[[], list[torch.Tensor]], suffixes: Sequence[str], lengths: Sequence[int]
+) -> list[dict[str, torch.Tensor]]:
+    """Wait for a batch and return each row's encoded features, by suffix.
+
+    sent: returns the first broken token of the batch, or -1, and its encoded features, row behind row.
+
+    Raises:
+        NonFinite: names the row in the batch and the position in it.
+    """
+    broken, *parts = sent()
+    ends = list(itertools.accumulate(lengths))
+    if (place := int(broken)) >= 0:
+        row = bisect.bisect_right(ends, place)
+        raise NonFinite("hidden states", "target", place - ends[row] + lengths[row], row)
+    # Copies: views would keep, and safetensors would refuse, the batch behind them.
+    split = [[own.clone() for own in part.split(list(lengths))] for part in parts]
+    return [dict(zip(suffixes, own, strict=True)) for own in zip(*split, strict=True)]
 
 
 def shard_of(shard: Shard, rows: Sequence[dict[str, Any]], tensors: dict[str, torch.Tensor]) -> ShardContent:

@@ -59,7 +59,13 @@ def checked(tokens: Tensor, what: str = "logits", model: str | None = None) -> T
     return tokens
 
 
-def first_broken(rows: Tensor) -> int | None:
-    """Return the first of rows [T, H] with NaN or infinity, by its sum, or None. Waits for the rows' device."""
+def broken_row(rows: Tensor) -> Tensor:
+    """Return the first of rows [T, H] with NaN or infinity, by its sum, else -1: int64 [1], on the rows' device."""
     broken = ~rows.float().sum(-1).isfinite()
-    return int(broken.to(torch.int8).argmax()) if bool(broken.any()) else None
+    return torch.where(broken.any(), broken.to(torch.int8).argmax(), -1)[None]
+
+
+def first_broken(rows: Tensor) -> int | None:
+    """Return `broken_row`, or None if there is none. Waits for the rows' device."""
+    place = int(broken_row(rows))
+    return None if place < 0 else place

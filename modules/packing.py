@@ -44,3 +44,18 @@ class Documents:
     def end_to_end(self, padded: Tensor) -> Tensor:
         """Lay [D, L, ...] out as [1, N, ...]."""
         return padded.flatten(0, 1).index_select(0, self.flat)[None]
+
+
+def group_by_length(lengths: Sequence[int], most_tokens: int, most_padding: float = 1.0) -> list[list[int]]:
+    """Group sequences of like lengths to be read side by side. Returns their numbers, the longest sequences first.
+
+    most_tokens: of a group of several, padding included. most_padding: share of a sequence's place that may be padding.
+    """
+    groups: list[list[int]] = []
+    # Sequences of equal length keep their order, so that every run makes the same groups.
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        widest = lengths[groups[-1][0]] if groups else 0
+        if not groups or (len(groups[-1]) + 1) * widest > most_tokens or lengths[i] < (1 - most_padding) * widest:
+            groups.append([])
+        groups[-1].append(i)
+    return groups

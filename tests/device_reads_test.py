@@ -23,7 +23,7 @@ ALLOWED = {
     "modules/engine/rows.py:_together": (1, HOST),
     "modules/engine/cache.py:select_rows": (1, HOST),
     "modules/sampling.py:best_each": (1, "tokens of all rows, one transfer a draft step"),
-    "modules/sampling.py:_pick_rows": (2, CPU),
+    "modules/sampling.py:_pick_rows": (3, CPU),
     "modules/sampling.py:best_token": (1, CPU),
     "modules/sampling.py:_last": (1, CPU),
     "modules/sampling.py:_fill": (1, HOST),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -51,6 +51,8 @@ SPLIT = "rows_split"
 DONE = {"files": [FILE_SHAPE], "counts": {"rows": int, "*": int}}
 # How long rank 0 waits for other ranks without any progress.
 WAIT_S = 3600.0
+# Shards that are written at a time, beside the one that is made.
+WRITERS = 3
 # Between two looks, and 5 ms per shard more: a look costs one stat for each.
 POLL_S = 0.1
 
@@ -143,16 +145,15 @@ def run_stage(plan: StagePlan, make_shard: Callable[[Shard, Advance], ShardConte
     if rank == 0 and world > 1:
         log_note(f"{plan.kind}: {total:,} of {plan.num_rows:,} rows here, the others by {world - 1} more")
     progress = progress_bar(plan.kind, total, "rows", total - left, enabled=rank == 0)
-    with progress as advance, ThreadPoolExecutor(1, "shards") as writer:
-        # A thread writes a shard while the next one is made: two are in memory at a time, and a failed
-        # write is raised after the next shard.
-        write: Future[None] | None = None
+    with progress as advance, ThreadPoolExecutor(WRITERS, "shards") as writers:
+        # Threads write and hash shards while the next one is made. A failed write is raised after a later shard.
+        writing: deque[Future[None]] = deque()
         for shard in missing:
             content = make_shard(shard, advance)
-            if write is not None:
-                write.result()
-            write = writer.submit(write_shard, plan, shard, content)
-        if write is not None:
+            while writing and (writing[0].done() or len(writing) == WRITERS):
+                writing.popleft().result()
+            writing.append(writers.submit(write_shard, plan, shard, content))
+        for write in writing:
             write.result()
 
     # The manifest comes last: with it the artefact is complete. Rank 0 writes it when all shards are there.

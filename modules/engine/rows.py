@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from draftsmith.modules.engine.cache import ALIGNMENT, KVCache, RowsCache, as_bias, tree_mask
 from draftsmith.modules.engine.graphs import Graphed
 from draftsmith.modules.engine.lean import LeanStack, Taps
+from draftsmith.modules.packing import group_by_length
 from draftsmith.modules.transfer import to_device, to_device_together
 
 # With static shapes the slots that are read are this many times a power of two.
@@ -214,7 +215,7 @@ class ManyRows:
         each."""
         counts, device = [len(own) for own in inputs[0]], self._stack.device
         outputs: dict[int, tuple[Tensor, Tensor]] = {}
-        for group in prompt_groups(counts, device.type):
+        for group in group_by_length(counts, *GROUPS.get(device.type, GROUPS["cuda"])):
             own = [[part[i] for i in group] for part in inputs]
             if len(group) == 1:
                 outputs[group[0]] = self._alone(rows[group[0]], [part[0] for part in own], 0, None, 1)
@@ -342,18 +343,6 @@ def _side_by_side(outputs: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
 def bucket(count: int) -> int:
     """Return the power of two that inputs are padded to."""
     return 1 << (count - 1).bit_length()
-
-
-def prompt_groups(lengths: Sequence[int], device: str) -> list[list[int]]:
-    """Group prompts of like lengths to be read side by side. Returns their numbers, the longest ones first."""
-    most_tokens, most_padding = GROUPS.get(device, GROUPS["cuda"])
-    groups: list[list[int]] = []
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        widest = lengths[groups[-1][0]] if groups else 0
-        if not groups or (len(groups[-1]) + 1) * widest > most_tokens or lengths[i] < (1 - most_padding) * widest:
-            groups.append([])
-        groups[-1].append(i)
-    return groups
 
 
 CachedRows = OneRow | ManyRows

@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -30,6 +31,11 @@ def die_at(file_name: str, moment: str) -> None:
 
     def deadly(temporary: Path, path: Path) -> None:
         if path.name == file_name and moment == "before":
+            # Shards are written side by side: the one before has to be whole.
+            number = int(name[6:11]) if (name := path.name).startswith("shard-") else 0
+            before = path.with_name(f"shard-{number - int(os.environ['WORLD_SIZE']):05d}.done.json")
+            while number >= int(os.environ["WORLD_SIZE"]) and not before.exists():
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
         publish(temporary, path)
         if path.name == file_name:

@@ -75,7 +75,8 @@ def chain(pair, source, tmp_path_factory) -> Chain:
     target, draft = pair
     out = tmp_path_factory.mktemp("chain")
     common: dict[str, Any] = {"rows_per_shard": 3}
-    own = {**common, "batch_size": 2, "num_threads": 1, "device": "cpu"}
+    read = {**common, "num_threads": 1, "device": "cpu"}
+    own = {**read, "batch_size": 2}
     configs: dict[str, Any] = {
         "prompts": prompts.PromptsConfig(str(source), str(target), out / "prompts", **common),
         "responses": responses.ResponsesConfig(
@@ -84,7 +85,7 @@ def chain(pair, source, tmp_path_factory) -> Chain:
         "acceptance": acceptance.AcceptanceConfig(
             out / "responses", str(target), out / "acceptance", str(draft), **own
         ),
-        "features": features.FeaturesConfig(out / "responses", str(target), out / "features", **own),
+        "features": features.FeaturesConfig(out / "responses", str(target), out / "features", tokens_per_batch=64, **read),
     }
     for stage, config in configs.items():
         run_stage(stage, config)
