@@ -11,9 +11,12 @@ from torch import Tensor
 
 
 def to_device(values: Any, device: torch.device) -> Tensor:
-    """Send a tensor of the host, or integers as int64, without waiting for the device's work."""
+    """Send a tensor, or integers as int64, from the host without waiting for the device's work.
+
+    A tensor that is on a device already is returned as it is.
+    """
     tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.int64)
-    if device.type == "cpu":
+    if device.type == "cpu" or not tensor.is_cpu:
         return tensor
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 

@@ -11,10 +11,12 @@ B rows, T new tokens of each, S slots, D head_dim.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 # Folding gains nothing on a CPU for more queries than this, and their mask becomes large.
 FOLDED = 64
@@ -108,6 +110,13 @@ def attend(
         queries.transpose(1, 2), keys, values, attn_mask=mask, is_causal=causal, enable_gqa=shared
     )
     return attended.transpose(1, 2)
+
+
+def any_shape(device: torch.device) -> AbstractContextManager[None]:
+    """Attend inside the block without cuDNN, whose plan of each new shape takes some 60 ms: for texts of any length."""
+    if device.type != "cuda":
+        return nullcontext()
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 class NoCache:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from draftsmith.modules.engine.cache import ALIGNMENT, KVCache, RowsCache, as_bias, tree_mask
+from draftsmith.modules.engine.cache import ALIGNMENT, KVCache, RowsCache, any_shape, as_bias, tree_mask
 from draftsmith.modules.engine.graphs import Graphed
 from draftsmith.modules.engine.lean import LeanStack, Taps
 from draftsmith.modules.packing import group_by_length
@@ -224,7 +224,8 @@ class ManyRows:
             fed = [to_device(_padded(part, counts[group[0]]), device) for part in own]
             last = to_device([[counts[i] - 1] for i in group], device)
             cache = self._cache.prompts([rows[i] for i in group])
-            read = self._forward(partial(self._stack.chain, cache=cache), last, *fed)
+            with any_shape(device):
+                read = self._forward(partial(self._stack.chain, cache=cache), last, *fed)
             outputs |= {i: (logits, states[: counts[i]]) for i, logits, states in zip(group, *read, strict=True)}
         return [outputs[i] for i in range(len(rows))]
 
@@ -234,7 +235,8 @@ class ManyRows:
         """Read one row without padding, behind its first `length` slots. inputs, parents: of this row."""
         alone = OneRow(self._stack, self._forward, self._cache.row(row))
         alone.cache.length = length
-        logits, states = alone.extend([[part] for part in inputs], parents, num_logits)
+        with any_shape(self._stack.device):
+            logits, states = alone.extend([[part] for part in inputs], parents, num_logits)
         return logits[0], states[0]
 
     def _together(

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.modules.engine.cache import NoCache
+from draftsmith.modules.engine.cache import NoCache, any_shape
 from draftsmith.modules.engine.lean import LeanNorm, LeanStack, Taps
 from draftsmith.modules.engine.low_precision import Precision, linear_of
 from draftsmith.modules.engine.rows import OneRow, RunLayers, cached_rows, picked_of
@@ -123,7 +123,7 @@ class LlamaLM:
         ):
             raise ValueError("position_ids: the lean Llama counts from 0 in every row")
         # Computed as decoding does, whatever precision a surrounding training uses for its own weights.
-        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+        with torch.no_grad(), torch.autocast(self.device.type, enabled=False), any_shape(self.device):
             taps: Taps = dict.fromkeys(capture, self.embeddings)
             final = self.norm(self.stack.chain(self.embed(input_ids), NoCache(), taps))
             return _captured(taps, final, self.info.num_layers) if capture else final
