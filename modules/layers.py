@@ -21,6 +21,10 @@ from draftsmith.modules.types import InputError, check_config
 MOST_SIZE, MOST_LAYERS, MOST_HEADS, MOST_POSITIONS = 2**24, 1024, 2**16, 2**24
 # Scalings that `rope_frequencies` computes.
 ROPE_KINDS = ("default", "linear", "llama3")
+# Keys that a kind of scaling needs.
+REQUIRED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
+BASE = 10000.0  # the default of all systems
+PARTIAL = "partial_rotary_factor"
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ class LlamaConfig:
     head_dim: int
     max_position: int
     rms_eps: float = 1e-6
-    rope_theta: float = 10000.0
+    rope_theta: float = BASE
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     qkv_bias: bool = False
     o_bias: bool = False
@@ -89,6 +93,26 @@ class LlamaConfig:
             raise InputError("head_dim", self.head_dim, "an even number: rotary positions turn pairs", "Correct it.")
 
 
+@dataclass(frozen=True)
+class RotarySettings:
+    """Rotary base and scaling. The kind may be one that `rope_frequencies` does not compute."""
+
+    theta: float
+    scaling: RopeScaling
+
+    @staticmethod
+    def of(llama: LlamaConfig) -> RotarySettings:
+        return RotarySettings(llama.rope_theta, llama.rope_scaling)
+
+    @property
+    def kind(self) -> str:
+        return self.scaling.kind
+
+    def __str__(self) -> str:
+        scaled = "" if self.kind == "default" else f", {self.kind} scaling by {self.scaling.factor:g}"
+        return f"base {self.theta:g}{scaled}"
+
+
 class RMSNorm(nn.Module):
     """x / rms(x) * weight; the mean is taken in float32 or wider, as in transformers."""
 
@@ -105,22 +129,51 @@ class RMSNorm(nn.Module):
         return self.weight * wide.to(x.dtype)
 
 
-def rope_settings(raw: Mapping[str, Any], remedy: str) -> tuple[float, RopeScaling]:
-    """Read rotary base and scaling from a transformers `config.json`, with the old or the new spelling.
+def rope_settings(raw: Mapping[str, Any]) -> RotarySettings:
+    """Read rotary settings of a `config.json` as transformers 5, vLLM 0.33.0 and SGLang 0.5.23 do.
+
+    `rope_scaling` counts before `rope_parameters`, a base inside them before the one outside (modeling_rope_utils.py).
 
     Raises:
-        InputError: a scaling that is not implemented here; `remedy` ends the message.
+        InputError: a setting of another type, or one that its kind of scaling needs is missing.
     """
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    rope = rope_block(raw, "rope_scaling") or rope_block(raw, "rope_parameters")
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind not in ROPE_KINDS:
-        raise InputError("rope_type", kind, "default, linear or llama3", remedy)
-    if kind != "default" and rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise InputError("partial_rotary_factor", rope["partial_rotary_factor"], "1.0", remedy)
-    theta = next((base for base in (rope.get("rope_theta"), raw.get("rope_theta")) if base is not None), 10000.0)
-    original = rope.get("original_max_position_embeddings") or raw.get("max_position_embeddings", 2048)
-    low, high = rope.get("low_freq_factor", 1.0), rope.get("high_freq_factor", 4.0)
-    return theta, RopeScaling(kind, rope.get("factor", 1.0), low, high, original)
+    if not isinstance(kind, str):
+        raise InputError("config.json, rope_type", repr(kind)[:80], "a name", "Correct config.json.")
+    if missing := [key for key in REQUIRED.get(kind, ()) if rope.get(key) is None]:
+        raise InputError("rope_scaling", f"no {', '.join(missing)}", "all that its kind needs", "Complete config.json.")
+    if nested := [key for key, value in rope.items() if isinstance(value, Mapping)]:
+        kind = f"one for each of {', '.join(nested)}"
+    if (partial := rope_number(PARTIAL, rope.get(PARTIAL) or raw.get(PARTIAL), 1.0)) != 1.0:
+        kind = f"{PARTIAL} {partial:g}"
+    inside, outside = rope.get("rope_theta"), raw.get("rope_theta")
+    original = raw.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+    scaling = RopeScaling(
+        kind=kind,
+        factor=rope_number("factor", rope.get("factor"), 1.0),
+        low_freq_factor=rope_number("low_freq_factor", rope.get("low_freq_factor"), 1.0),
+        high_freq_factor=rope_number("high_freq_factor", rope.get("high_freq_factor"), 4.0),
+        original_max_position=original or raw.get("max_position_embeddings", 2048),
+    )
+    return RotarySettings(rope_number("rope_theta", outside if inside is None else inside, BASE), scaling)
+
+
+def rope_block(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Return an object of a `config.json`, {} for none."""
+    block = raw.get(key) or {}
+    if not isinstance(block, Mapping):
+        raise InputError(key, repr(block), "an object or null", "Correct config.json.")
+    return block
+
+
+def rope_number(name: str, value: Any, default: float) -> float:
+    """Return a number of the rotary settings, or the default if there is none."""
+    if value is None:
+        return default
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise InputError(f"config.json, {name}", repr(value)[:80], "a number", "Correct config.json.")
+    return float(value)
 
 
 def rope_frequencies(config: LlamaConfig) -> Tensor:

@@ -29,8 +29,8 @@ from draftsmith.modules.drafters import learned
 from draftsmith.modules.formats import format_names, formats, hf_assisted
 from draftsmith.modules.formats.base import ForeignHead, HeadFormat, HeadTrial, ImportedHead, Package, Problem, largest
 from draftsmith.modules.formats.detect import detect, named_format
-from draftsmith.modules.formats.rope import RotarySettings, frequencies
-from draftsmith.modules.layers import RopeScaling
+from draftsmith.modules.formats.rope import frequencies
+from draftsmith.modules.layers import RopeScaling, RotarySettings
 from draftsmith.modules.types import InputError
 
 if TYPE_CHECKING:

@@ -29,8 +29,8 @@ from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.drafters.block.net import BlockConfig
 from draftsmith.modules.drafters.eagle3.net import default_layers
 from draftsmith.modules.formats.block import other_readings
-from draftsmith.modules.formats.rope import BASE, KNOWN, RotarySettings, frequencies
-from draftsmith.modules.layers import LlamaConfig, RopeScaling
+from draftsmith.modules.formats.rope import frequencies
+from draftsmith.modules.layers import BASE, ROPE_KINDS, LlamaConfig, RopeScaling, RotarySettings
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
 
@@ -213,7 +213,7 @@ def head_variants(
     tables = [frequencies(llama)]
     ropes = [RotarySettings(target.rope_theta, target.rope_scaling)] if target else []
     for rope in (*ropes, RotarySettings(BASE, RopeScaling())):
-        if rope.kind in KNOWN:
+        if rope.kind in ROPE_KINDS:
             tables.append(frequencies(llama, rope))
             if not any(torch.equal(tables[-1], table) for table in tables[:-1]):
                 turned = dataclasses.replace(llama, rope_theta=rope.theta, rope_scaling=rope.scaling)

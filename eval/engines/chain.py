@@ -18,8 +18,8 @@ from draftsmith.modules.drafters.eagle3.net import Eagle3Config, default_layers
 from draftsmith.modules.drafters.methods import Models, parse_method
 from draftsmith.modules.formats.block import other_readings
 from draftsmith.modules.formats.gguf import to_halves
-from draftsmith.modules.formats.rope import BASE, KNOWN, RotarySettings, frequencies, transformers_rope
-from draftsmith.modules.layers import RopeScaling
+from draftsmith.modules.formats.rope import frequencies
+from draftsmith.modules.layers import BASE, ROPE_KINDS, RopeScaling, RotarySettings, rope_settings
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams
@@ -125,11 +125,11 @@ def misreadings(
     llama = config.llama
     tried = [frequencies(llama)]
     for whose, rope in {
-        "the target's": transformers_rope(target),
+        "the target's": rope_settings(target),
         "the default": RotarySettings(BASE, RopeScaling()),
     }.items():
         turns = frequencies(llama, rope)
-        if rope.kind in KNOWN and not any(torch.equal(turns, other) for other in tried):
+        if rope.kind in ROPE_KINDS and not any(torch.equal(turns, other) for other in tried):
             tried.append(turns)
             other = dataclasses.replace(llama, rope_theta=rope.theta, rope_scaling=rope.scaling)
             name = f"rope of {rope} ({whose}) in place of {RotarySettings.of(llama)}"

@@ -38,10 +38,10 @@ from draftsmith.modules.formats.llama import (
     llama_fields,
     longest_text,
 )
-from draftsmith.modules.formats.rope import transformers_rope
 from draftsmith.modules.formats.sglang import SGLang
 from draftsmith.modules.formats.speculators import TYPE, VERSION, speculators_config
 from draftsmith.modules.formats.vllm import VLLM
+from draftsmith.modules.layers import rope_settings
 from draftsmith.modules.types import InputError
 
 # Tensors of a file; the embedding and lm_head are the target's, and servers share them.
@@ -161,7 +161,7 @@ class BlockFormat(LlamaFormat):
 
     def read(self, package: Package, target: TargetFacts | None = None) -> ImportedHead:
         raw, notes = settings(package.config), list[str]()
-        llama = llama_config(raw, transformers_rope(raw))
+        llama = llama_config(raw, rope_settings(raw))
         plain = {name: value for name, value in raw.items() if name not in ("layer_types", "is_causal")}
         check_options(plain, llama, target, ("vocab_size", "draft_vocab_size"))
         if raw.get("is_neox_style", raw.get("rope_is_neox_style", True)) is not True:

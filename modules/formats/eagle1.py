@@ -35,7 +35,7 @@ from draftsmith.modules.formats.llama import (
     llama_fields,
     longest_text,
 )
-from draftsmith.modules.formats.rope import transformers_rope
+from draftsmith.modules.layers import rope_settings
 from draftsmith.modules.types import InputError
 
 SGLANG_CLASS = "LlamaForCausalLMEagle"  # no other system has it
@@ -73,7 +73,7 @@ class Eagle1Format(LlamaFormat):
 
     def read(self, package: Package, target: TargetFacts | None = None) -> ImportedHead:
         raw, notes = package.config, list[str]()
-        llama = llama_config(raw, transformers_rope(raw))
+        llama = llama_config(raw, rope_settings(raw))
         check_options(raw, llama, target, ("vocab_size", "draft_vocab_size", "hot_vocab_size"))
         problems = self.problems(raw, target)
         tensors = self.own_tensors(package, target, str, notes, problems)

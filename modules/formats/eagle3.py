@@ -37,8 +37,7 @@ from draftsmith.modules.formats.llama import (
     llama_fields,
     longest_text,
 )
-from draftsmith.modules.formats.rope import transformers_rope
-from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.layers import LlamaConfig, rope_settings
 from draftsmith.modules.types import InputError
 
 # Tensors of a file; some systems say `layers.0` for `midlayer`. d2t and t2d are there only if the draft vocabulary is
@@ -131,7 +130,7 @@ class Eagle3Format(LlamaFormat):
     def read(self, package: Package, target: TargetFacts | None = None) -> ImportedHead:
         """Read settings by this system's fields, and tensors by any system's names."""
         raw, notes = flat(package.config), list[str]()
-        llama = llama_config(raw, transformers_rope(raw))
+        llama = llama_config(raw, rope_settings(raw))
         check_options(raw, llama, target, ("vocab_size",))
         inner = raw.get("eagle_config")
         inner = inner if isinstance(inner, Mapping) else {}

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.modules.formats.base import HeadFormat, Package, Problem, TargetFacts, positive, same_values
-from draftsmith.modules.formats.rope import KNOWN, RotarySettings, missing_keys
-from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.layers import ROPE_KINDS, LlamaConfig, RotarySettings
 from draftsmith.modules.types import InputError
 
 ROTARY_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
@@ -248,10 +247,8 @@ def check_options(
 
     vocabularies: fields that must be the target's whole vocabulary.
     """
-    if llama.rope_scaling.kind not in KNOWN:
-        raise InputError("rope_type", llama.rope_scaling.kind, " or ".join(KNOWN), UNSUPPORTED)
-    if lacking := missing_keys(raw):
-        raise InputError("rope_scaling", f"no {', '.join(lacking)}", "all that its kind needs", "Complete config.json.")
+    if llama.rope_scaling.kind not in ROPE_KINDS:
+        raise InputError("rope_type", llama.rope_scaling.kind, " or ".join(ROPE_KINDS), UNSUPPORTED)
     for field, plain in PLAIN_VALUES.items():
         if raw.get(field) not in (None, plain):
             expected = "nothing" if plain is None else f"{plain} or nothing"

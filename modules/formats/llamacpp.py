@@ -26,7 +26,7 @@ from draftsmith.modules.formats.gguf import (
     to_halves,
 )
 from draftsmith.modules.formats.llama import Biases, llama_config
-from draftsmith.modules.formats.rope import transformers_rope
+from draftsmith.modules.layers import rope_settings
 from draftsmith.modules.types import InputError
 
 NAME = "llamacpp"
@@ -107,7 +107,7 @@ def command(served: Served, kind: str) -> str:
 def to_gguf(package: Package) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return metadata and tensors of a head's GGUF file; the tokenizer's fields are the caller's."""
     raw = package.config
-    llama = llama_config(raw, transformers_rope(raw))
+    llama = llama_config(raw, rope_settings(raw))
     heads = {"q_proj": llama.num_heads, "k_proj": llama.num_kv_heads}
     tensors = rope_divisors(llama)
     for name, tensor in package.tensors.items():
@@ -190,6 +190,6 @@ def read_fields(architecture: str, metadata: Mapping[str, Any], tensors: Mapping
     }
     if "output.weight" in tensors:
         config["draft_vocab_size"] = len(tensors["output.weight"])
-    plain = llama_config(config, transformers_rope(config))
+    plain = llama_config(config, rope_settings(config))
     config["rope_parameters"] = read_rope(plain, metadata, architecture, tensors.get("rope_freqs.weight"))
     return config

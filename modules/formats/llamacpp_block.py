@@ -18,7 +18,7 @@ from draftsmith.modules.formats.block import OUTPUTS, BlockFormat, settings, win
 from draftsmith.modules.formats.gguf import LAYER_NAMES, llama_metadata, rope_divisors
 from draftsmith.modules.formats.llama import llama_config
 from draftsmith.modules.formats.llamacpp import NAME, command, read_fields, required, target_problems
-from draftsmith.modules.formats.rope import transformers_rope
+from draftsmith.modules.layers import rope_settings
 
 ARCHITECTURE = "dflash"  # of GGUF, for both
 # Our directory's names -> GGUF's, each with .weight or .bias; those of a layer are LAYER_NAMES.
@@ -51,7 +51,7 @@ class LlamaCppBlock(BlockFormat):
 def to_gguf(package: Package) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return metadata and tensors of a head's GGUF file; the tokenizer's other fields are the caller's."""
     raw = settings(package.config)
-    llama = llama_config(raw, transformers_rope(raw))
+    llama = llama_config(raw, rope_settings(raw))
     tensors = rope_divisors(llama) | {gguf_name(name): tensor for name, tensor in package.tensors.items()}
     span = window(raw, llama.num_layers)
     own: dict[str, Any] = {

@@ -18,7 +18,8 @@ from draftsmith.modules.formats.base import Package, Problem, Served, TargetFact
 from draftsmith.modules.formats.eagle1 import Eagle1Format
 from draftsmith.modules.formats.eagle3 import Eagle3Format, Flags, default_layers, layer_ids
 from draftsmith.modules.formats.llama import Biases, LlamaFormat
-from draftsmith.modules.formats.rope import safeailab_rope, transformers_rope
+from draftsmith.modules.formats.rope import safeailab_rope
+from draftsmith.modules.layers import rope_settings
 from draftsmith.modules.types import InputError
 
 SYSTEM = "SafeAILab/EAGLE"
@@ -47,7 +48,7 @@ class SafeAILab(LlamaFormat):
 
     def problems(self, raw: Mapping[str, Any], target: TargetFacts | None) -> list[Problem]:
         # vLLM and SGLang read rotary settings in another way.
-        meant, read = transformers_rope(raw), safeailab_rope(raw)
+        meant, read = rope_settings(raw), safeailab_rope(raw)
         differ = (meant.theta, meant.kind) != (read.theta, read.kind)
         return self.listed({"rope_theta": (differ, f"computes with {read}, not with {meant}")})
 

@@ -18,7 +18,7 @@ from draftsmith.modules.formats.base import Package, Problem, Served, TargetFact
 from draftsmith.modules.formats.eagle1 import SGLANG_CLASS, Eagle1Format
 from draftsmith.modules.formats.eagle3 import CLASS, IDS, Eagle3Format, Flags, layer_ids
 from draftsmith.modules.formats.llama import Biases, LlamaFormat, max_positions
-from draftsmith.modules.formats.rope import transformers_rope
+from draftsmith.modules.layers import rope_settings
 from draftsmith.modules.types import InputError
 
 
@@ -29,7 +29,7 @@ class SGLang(LlamaFormat):
 
     def problems(self, raw: Mapping[str, Any], target: TargetFacts | None) -> list[Problem]:
         # Linear scaling multiplies the positions (configs/model_config.py, _derive_context_length).
-        rope = transformers_rope(raw)
+        rope = rope_settings(raw)
         stretched = rope.scaling.factor if rope.kind == "linear" else 1.0
         own, theirs = int(stretched * int(raw.get("max_position_embeddings") or 2048)), max_positions(target)
         longer = f"raises: the target's context of {theirs} is longer than the draft's {own}. Write a longer one, or "

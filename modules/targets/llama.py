@@ -14,7 +14,7 @@ from draftsmith.modules.engine.cache import NoCache, any_shape
 from draftsmith.modules.engine.lean import LeanNorm, LeanStack, Taps
 from draftsmith.modules.engine.low_precision import Precision, linear_of
 from draftsmith.modules.engine.rows import OneRow, RunLayers, cached_rows, picked_of
-from draftsmith.modules.layers import LlamaConfig, LlamaModel, rope_settings, rope_table
+from draftsmith.modules.layers import ROPE_KINDS, LlamaConfig, LlamaModel, rope_settings, rope_table
 from draftsmith.modules.targets.base import ModelInfo, Rows, Scores, check_capture
 from draftsmith.modules.types import InputError
 
@@ -22,7 +22,7 @@ SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def llama_config(raw: Mapping[str, Any]) -> LlamaConfig:
-    """Read the config from a transformers `config.json`, with the old or the new spelling of rope settings.
+    """Read the config from a transformers `config.json`.
 
     Raises:
         InputError: a switch that this path does not implement; the transformers path does.
@@ -36,7 +36,9 @@ def llama_config(raw: Mapping[str, Any]) -> LlamaConfig:
         if not isinstance(raw.get(name), int):
             raise InputError(name, raw.get(name, "nothing"), "an integer in config.json", "Fetch or build it again.")
     heads = raw["num_attention_heads"]
-    rope_theta, rope_scaling = rope_settings(raw, "Load it with --engine hf.")
+    rope = rope_settings(raw)
+    if rope.kind not in ROPE_KINDS:
+        raise InputError("rope_type", rope.kind, " or ".join(ROPE_KINDS), "Load it with --engine hf.")
     windowed = raw.get("sliding_window") is not None and (kind == "mistral" or raw.get("use_sliding_window", False))
     if windowed and kind != "mistral":
         # Qwen windows only the layers from max_window_layers on; one window for all would be silently wrong.
@@ -51,8 +53,8 @@ def llama_config(raw: Mapping[str, Any]) -> LlamaConfig:
         head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
         max_position=raw.get("max_position_embeddings", 2048),
         rms_eps=raw.get("rms_norm_eps", 1e-6),
-        rope_theta=rope_theta,
-        rope_scaling=rope_scaling,
+        rope_theta=rope.theta,
+        rope_scaling=rope.scaling,
         # Qwen2 has q/k/v biases without saying so; Mistral has none whatever it says.
         qkv_bias=kind == "qwen2" or (kind != "mistral" and bool(raw.get("attention_bias"))),
         o_bias=kind in ("llama", "qwen3") and bool(raw.get("attention_bias")),

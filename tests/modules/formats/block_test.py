@@ -249,6 +249,7 @@ TABLE = torch.zeros(V, H)
 UNREADABLE = [
     ("dspark", {}, {"layers.1.self_attn.q_norm.weight": None}, "layers.1.self_attn.q_norm.weight is missing"),
     ("dspark", {}, {"hidden_norm.weight": None}, "hidden_norm.weight is missing"),
+    ("dspark", {"rope_scaling": ..., "rope_parameters": {"full_attention": {}}}, {}, "found one for each of full_att"),
     ("dspark", {}, {"markov_head.markov_w2.weight": None}, "markov_head.markov_w2.weight is missing"),
     ("dspark", {}, {"confidence_head.proj.bias": None}, "proj.bias is missing"),
     ("dspark", {"target_layer_ids": [1, 4]}, {}, r"target_layer_ids: found \[1, 4\], expected 3 distinct"),

@@ -177,6 +177,8 @@ REFUSED = [
     ({"rope_parameters": ..., "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, {}, "found yarn"),
     ({"rope_parameters": ..., "rope_scaling": {"rope_type": "linear"}}, {}, "rope_scaling: found no factor"),
     ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, {}, "partial_rotary_factor"),
+    ({"rope_scaling": ..., "rope_parameters": {"full_attention": {}, "sliding_attention": {}}}, {},
+     "rope_type: found one for each of full_attention, sliding_attention"),
     ({"rms_norm_eps": "tiny"}, {}, "rms_norm_eps: found 'tiny', expected a number"),
     ({"vocab_size": V - 1}, {}, "vocab_size: found 19, expected the target's whole vocabulary .20."),
     ({"draft_vocab_size": 8}, {}, "draft_vocab_size: found 8"),

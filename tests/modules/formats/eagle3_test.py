@@ -267,6 +267,8 @@ UNREADABLE = [
     ({"vocab_size": 30}, {}, "vocab_size: found 30, expected the target's whole vocabulary"),
     ({IDS: [2, 6, 14]}, {}, r"layers: found \[2, 6, 14\], expected 3 distinct ones.*below 12"),
     ({IDS: "2,6,9"}, {}, "expected a list of integers"),
+    ({"rope_scaling": ..., "rope_parameters": {"full_attention": {}, "sliding_attention": {}}}, {},
+     "rope_type: found one for each of full_attention, sliding_attention"),
     ({"fc_norm": True}, {}, "fc_norm: found no norm of the target's states in the file"),
     ({"norm_before_fc": True}, {}, "input_norm.weight is missing"),
     ({"target_hidden_size": 99}, {}, "target_hidden_size: found 99"),
