@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from filelock import FileLock
 from torch import Tensor
 
 from draftsmith.data.console import log_note
-from draftsmith.data.store.files import make_directory, whole_directory, write_json, write_tensors
+from draftsmith.data.store.files import cache_folder, make_directory, whole_directory, write_json, write_tensors
 from draftsmith.data.store.reading import read_object
 from draftsmith.modules.formats.gguf import ADJACENT_ROPE, from_gguf_name, read_rope, shortest, to_halves
 from draftsmith.modules.targets.llama import llama_config
@@ -64,8 +63,7 @@ def dequantised_directory(file: Path) -> Path:
         lock = FileLock(f"{directory}.lock")
         lock.acquire()
     except OSError:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "draftsmith", "gguf")
-        directory = make_directory(cache) / hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:32]
+        directory = make_directory(cache_folder("gguf")) / hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:32]
         lock = FileLock(f"{directory}.lock")
         lock.acquire()
     # All ranks of a job arrive here: one writes, the others wait for it.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,7 @@ import torch
 
 from draftsmith.data.console import log_note
 from draftsmith.data.models.checkpoint import REMEDY, checkpoint_files, read_model_json
-from draftsmith.data.store.files import CannotWrite, make_directory, write_json
+from draftsmith.data.store.files import CannotWrite, cache_folder, make_directory, write_json
 from draftsmith.data.store.reading import open_tensors
 
 VERSION = 1  # of a cached file's content
@@ -140,7 +139,7 @@ def file_digests(file: Path) -> dict[str, TensorDigest]:
     stat = file.stat()
     times = {"mtime_ns": stat.st_mtime_ns, "ctime_ns": stat.st_ctime_ns}
     stamp = {"version": VERSION, "size": stat.st_size, **times, "inode": stat.st_ino}
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "draftsmith", "digests")
+    folder = cache_folder("digests")
     # The hub's cache links one content from several places: the file behind the links is the key.
     entry = folder / f"{hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:32]}.json"
     # An absent or damaged entry is made again.

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from draftsmith.data.console import log_note
 from draftsmith.data.models.checkpoint import (
     CONFIG,
     REMEDY,
@@ -24,12 +25,8 @@ from draftsmith.data.models.checkpoint import (
 from draftsmith.data.models.device_map import check_placed, placement
 from draftsmith.data.models.gguf import quantisation
 from draftsmith.data.models.hub import model_directory
-from draftsmith.data.models.identity import (
-    encoding_hash,
-    model_identity,
-    template_hash,
-    tensor_hash,
-)
+from draftsmith.data.models.identity import encoding_hash, model_identity, template_hash, tensor_hash
+from draftsmith.data.models.parity import check_lean
 from draftsmith.data.ranks import place
 from draftsmith.data.store.reading import read_tensors
 from draftsmith.modules.engine.low_precision import Precision, check_precision
@@ -119,6 +116,7 @@ def load_lm(
             # `auto` falls back to transformers only for what the lean engine does not support, not for damage.
             if engine == "lean" or "--engine hf" not in str(error):
                 raise
+            log_note(f"draftsmith: {directory} runs on transformers ({error.field}: {error.found})")
     return _load_hf(directory, config, DTYPES[dtype], device, trust_remote_code)
 
 
@@ -165,6 +163,7 @@ def _load_lean(
     directory: Path, config: dict[str, Any], dtype: torch.dtype, device: str, packed: bool, precision: Precision
 ) -> CausalLM:
     shape = llama_config(config)
+    check_lean(config)
     state: dict[str, torch.Tensor] = {}
     for file in checkpoint_files(directory):
         state |= read_tensors(file, REMEDY)
@@ -291,8 +290,8 @@ def target_shape(path: str) -> LlamaConfig:
     try:
         return llama_config(config)
     except InputError as error:
-        found = f"{path} ({error.field}: {config.get(error.field)})"
-        expected = f"a target whose layers are those of {', '.join(SUPPORTED)}: the head is one of them"
+        expected = f"a target whose layers a head can have ({error.field}: {error.expected})"
+        found = f"{path} ({error.field}: {error.found})"
         raise InputError("target", found, expected, "Train a head for another target.") from error
 
 

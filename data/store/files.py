@@ -115,6 +115,11 @@ def make_directory(path: Path) -> Path:
     return Path(path)
 
 
+def cache_folder(name: str) -> Path:
+    """Return the folder of this name in the user's cache. It is relative, and not to be used, without a home."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "draftsmith", name)
+
+
 def write_bytes(path: Path, content: bytes) -> None:
     """Write a file; its directory must exist."""
     with whole(path) as temporary, temporary.open("wb") as file:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -14,11 +15,12 @@ from safetensors.torch import load_file, save_file
 from tiny_models import tiny_llama_dir
 
 from draftsmith.data.engines.own import generate_all, pad_right
+from draftsmith.data.models import parity
 from draftsmith.data.models.hub import resolve_model
 from draftsmith.data.models.loading import check_same_tokenizer, load_lm, load_tokenizer, tokenizer_identity
 from draftsmith.launch.cli import main
 from draftsmith.modules.targets.hf import HFLM
-from draftsmith.modules.targets.llama import LlamaLM
+from draftsmith.modules.targets.llama import LlamaLM, llama_config
 from draftsmith.modules.types import InputError, SamplingParams
 
 
@@ -73,6 +75,44 @@ def test_a_rope_type_that_only_transformers_knows_falls_back_to_it(directory):
     change_config(directory, rope_parameters=yarn)
     assert isinstance(load_lm(str(directory)), HFLM)
     with pytest.raises(InputError, match="rope_type: found yarn"):
+        load_lm(str(directory), engine="lean")
+
+
+@pytest.mark.parametrize(
+    ("fields", "engine"),
+    [
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, LlamaLM),  # as model cards say, beside rope_parameters
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                           "original_max_position_embeddings": 32}}, LlamaLM),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}}, HFLM),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0, "rope_theta": 777.0}, "rope_theta": 555.0}, LlamaLM),
+        ({"rope_scaling": {"type": "default"}, "rope_theta": 555.0}, LlamaLM),
+        ({"rope_parameters": None, "rope_theta": 555.0}, LlamaLM),
+        ({"rope_parameters": {"rope_type": "default"}, "rope_theta": 555.0}, LlamaLM),
+        ({"partial_rotary_factor": 0.5}, HFLM),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 555.0}}}, HFLM),
+    ],
+)  # fmt: skip
+def test_rotary_settings_in_every_spelling_are_those_of_transformers(directory, fields, engine):
+    change_config(directory, **fields)
+    lm, ids = load_lm(str(directory)), torch.arange(5, 101)[None]
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    assert isinstance(lm, engine)
+    with torch.no_grad():
+        # Logits of order 10 through two float32 layers; without the scaling they are off by 1 and more.
+        torch.testing.assert_close(lm.lm_head(lm.features(ids)), oracle(ids).logits, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("changes", [{"rms_eps": 1e-2}, {"rope_theta": 9000.0}, {"qkv_bias": True}])
+def test_a_lean_engine_that_computes_something_else_is_not_used(directory, tmp_path, monkeypatch, capsys, changes):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert isinstance(load_lm(str(directory)), LlamaLM)
+    misread = lambda raw: dataclasses.replace(llama_config(raw), **changes)  # noqa: E731
+    monkeypatch.setattr(parity, "llama_config", misread)
+    assert isinstance(load_lm(str(directory)), LlamaLM), "this config.json was compared before"
+    change_config(directory, use_cache=False, rms_norm_eps=2e-6)
+    assert isinstance(load_lm(str(directory)), HFLM) and "engine: lean, whose" in capsys.readouterr().err
+    with pytest.raises(InputError, match=r"engine: found lean, whose .*Load it with --engine hf"):
         load_lm(str(directory), engine="lean")
 
 
