@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.data.models.checkpoint import checkpoint_files, end_tokens
+from draftsmith.data.models.checkpoint import checkpoint_files, end_tokens, model_shape
 from draftsmith.data.models.gguf import CLASSES, gguf_package, open_gguf
 from draftsmith.data.models.hub import model_directory
 from draftsmith.data.models.loading import load_tokenizer, read_config
@@ -19,7 +19,6 @@ from draftsmith.data.store.reading import read_tensors
 from draftsmith.modules.formats import llamacpp, llamacpp_block
 from draftsmith.modules.formats.base import Package
 from draftsmith.modules.formats.gguf import ADJACENT_ROPE, llama_metadata, rope_divisors, to_adjacent, to_gguf_name
-from draftsmith.modules.targets.llama import llama_config
 from draftsmith.modules.types import InputError
 
 # GGUF's architecture -> its names and settings.
@@ -117,7 +116,7 @@ def write_gguf_model(
     """Write a Llama-family model as a GGUF file. tokenizer: metadata of its target's file; default: its own."""
     directory = model_directory(model)
     raw = read_config(model)
-    llama = llama_config(raw)
+    llama = model_shape(directory, raw)
     kind = "llama" if raw["model_type"] == "mistral" else raw["model_type"]
     if llama.sliding_window is not None:
         raise InputError(

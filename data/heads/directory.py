@@ -140,7 +140,8 @@ def transformers_model(head: Any, state: Mapping[str, Tensor]) -> tuple[dict[str
     config = read_object(Path(head.config.source) / "config.json", {})
     # Its entries count the layers of the model it was made from; transformers makes it anew.
     config.pop("layer_types", None)
-    config["num_hidden_layers"] = head.config.llama.num_layers
+    llama = head.config.llama
+    config |= {"num_hidden_layers": llama.num_layers, "tie_word_embeddings": llama.tie_embeddings}
     names = {"model.lm_head.weight": "lm_head.weight"}
     return config, {names.get(name, name): tensor for name, tensor in state.items()}
 

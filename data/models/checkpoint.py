@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from draftsmith.data.store.reading import open_tensors, read_object
+from draftsmith.modules.formats.base import same_values
+from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.targets.llama import llama_config
 from draftsmith.modules.types import InputError
 
 INDEX = "model.safetensors.index.json"
@@ -64,6 +68,18 @@ def checkpoint_tensors(directory: Path, prefixes: tuple[str, ...]) -> dict[str, 
                 if (bare := name.removeprefix("model.")).startswith(prefixes):
                     tensors[bare] = opened.get_tensor(name)
     return tensors
+
+
+def model_shape(directory: Path, config: Mapping[str, Any]) -> LlamaConfig:
+    """Return a model's sizes: `llama_config`, but its embeddings are tied only if the files hold no other lm_head.
+
+    transformers and vLLM keep an lm_head of its own, whatever `tie_word_embeddings` says.
+    """
+    shape = llama_config(config)
+    own = checkpoint_tensors(directory, ("lm_head.weight",)) if shape.tie_embeddings else {}
+    tied = checkpoint_tensors(directory, ("embed_tokens.weight",)) if own else {}
+    differs = any(not same_values(*pair) for pair in zip(own.values(), tied.values(), strict=False))
+    return dataclasses.replace(shape, tie_embeddings=False) if differs else shape
 
 
 def end_tokens(directory: Path, config: Mapping[str, Any]) -> tuple[int, ...]:

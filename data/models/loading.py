@@ -20,6 +20,7 @@ from draftsmith.data.models.checkpoint import (
     checkpoint_files,
     checkpoint_tensors,
     end_tokens,
+    model_shape,
     read_model_json,
 )
 from draftsmith.data.models.device_map import check_placed, placement
@@ -33,7 +34,7 @@ from draftsmith.modules.engine.low_precision import Precision, check_precision
 from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.targets.base import CausalLM, ModelInfo
-from draftsmith.modules.targets.llama import SUPPORTED, LlamaLM, llama_config, model_from_state
+from draftsmith.modules.targets.llama import SUPPORTED, LlamaLM, model_from_state
 from draftsmith.modules.targets.outer import OuterLM
 from draftsmith.modules.targets.self_test import self_test
 from draftsmith.modules.types import InputError
@@ -132,7 +133,7 @@ def load_outer(path: str, dtype: str = "float32", device: str = "cpu") -> OuterL
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     tensors = checkpoint_tensors(directory, OUTPUTS)
     embeddings = tensors.get("embed_tokens.weight")
-    output = tensors.get("lm_head.weight", embeddings if shape.tie_embeddings else None)
+    output = embeddings if shape.tie_embeddings else tensors.get("lm_head.weight")
     sizes = [None if tensor is None else tuple(tensor.shape) for tensor in (embeddings, output)]
     if embeddings is None or output is None or sizes != [(shape.vocab_size, shape.hidden_size)] * 2:
         found = f"{directory} without embeddings of {shape.vocab_size} x {shape.hidden_size}"
@@ -162,7 +163,7 @@ def _lean_info(directory: Path, config: dict[str, Any], shape: LlamaConfig) -> M
 def _load_lean(
     directory: Path, config: dict[str, Any], dtype: torch.dtype, device: str, packed: bool, precision: Precision
 ) -> CausalLM:
-    shape = llama_config(config)
+    shape = model_shape(directory, config)
     check_lean(config)
     state: dict[str, torch.Tensor] = {}
     for file in checkpoint_files(directory):
@@ -288,7 +289,7 @@ def target_shape(path: str) -> LlamaConfig:
     config = read_config(path)
     config = {**config, "model_type": DENSE.get(config.get("model_type", ""), config.get("model_type"))}
     try:
-        return llama_config(config)
+        return model_shape(model_directory(path), config)
     except InputError as error:
         expected = f"a target whose layers a head can have ({error.field}: {error.expected})"
         found = f"{path} ({error.field}: {error.found})"

@@ -9,11 +9,13 @@ import pytest
 import torch
 import transformers
 from eagle_trainings import QUICK
+from safetensors.torch import load_file, save_file
 from tiny_models import tiny_llama_dir
 from trained_runs import newest_state, weights
 
 import draftsmith
 from draftsmith.data import prompts, responses
+from draftsmith.data.heads.directory import save_head
 from draftsmith.data.models.loading import load_lm
 from draftsmith.modules.drafters.draft import default_layers
 from draftsmith.modules.types import InputError
@@ -110,6 +112,22 @@ def test_any_model_of_the_tokenizer_can_be_distilled(artefacts, tmp_path):
     assert not torch.equal(
         again.model.layers[0].mlp.up_proj.weight, load_lm(str(small)).model.layers[0].mlp.up_proj.weight
     )
+
+
+def test_a_draft_model_keeps_an_output_embedding_of_its_own_beside_a_tied_config(artefacts, tmp_path):
+    small = tiny_llama_dir(tmp_path / "small", seed=5, layers=1, tie_word_embeddings=True)
+    state = load_file(small / "model.safetensors")
+    state["lm_head.weight"] = torch.randn(state["model.embed_tokens.weight"].shape)
+    save_file(state, small / "model.safetensors", {"format": "pt"})
+    begun = make_head(settings(artefacts, tmp_path, init=str(small)), load_lm(str(artefacts.target)))
+    saved = save_head(tmp_path / "saved", begun, {}, "")
+    ids = torch.arange(5, 30)[None]
+    with torch.no_grad():
+        expected = transformers.AutoModelForCausalLM.from_pretrained(small, dtype=torch.float32)(ids).logits
+        again = transformers.AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)(ids).logits
+    # Logits of order 10 through one float32 layer; with the embedding they are off by 10.
+    torch.testing.assert_close(begun.model(ids), expected, atol=1e-4, rtol=0)
+    assert torch.equal(again, expected)
 
 
 def test_by_default_one_of_six_layers_is_kept():

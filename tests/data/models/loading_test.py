@@ -15,9 +15,10 @@ from safetensors.torch import load_file, save_file
 from tiny_models import tiny_llama_dir
 
 from draftsmith.data.engines.own import generate_all, pad_right
+from draftsmith.data.export.gguf import write_gguf_model
 from draftsmith.data.models import parity
 from draftsmith.data.models.hub import resolve_model
-from draftsmith.data.models.loading import check_same_tokenizer, load_lm, load_tokenizer, tokenizer_identity
+from draftsmith.data.models.loading import check_same_tokenizer, load_lm, load_outer, load_tokenizer, tokenizer_identity
 from draftsmith.launch.cli import main
 from draftsmith.modules.targets.hf import HFLM
 from draftsmith.modules.targets.llama import LlamaLM, llama_config
@@ -165,6 +166,26 @@ def test_tensors_that_do_not_fit_the_config_are_named(directory, change, named):
     if change != "extra":  # transformers would fill it with random numbers
         with pytest.raises(InputError, match="model"):
             load_lm(str(directory), engine="hf")
+
+
+def test_an_output_embedding_of_its_own_counts_in_a_model_that_says_it_is_tied(tmp_path):
+    directory = tiny_llama_dir(tmp_path / "model", tie_word_embeddings=True)
+    change_state(
+        directory, lambda state: state.update({"lm_head.weight": torch.randn(state["model.embed_tokens.weight"].shape)})
+    )
+    oracle, ids = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32), torch.arange(5, 30)
+    with torch.no_grad():
+        expected = oracle(ids[None]).logits[0]
+    lm, outer = load_lm(str(directory)), load_outer(str(directory))
+    write_gguf_model(tmp_path / "model.gguf", str(directory))
+    gguf, hidden = load_lm(str(tmp_path / "model.gguf")), lm.features(ids[None])[0]
+    for name, logits in {
+        "lean": lm.lm_head(hidden),
+        "outer": outer.lm_head(hidden),
+        "gguf": gguf.lm_head(gguf.features(ids[None])[0]),
+    }.items():
+        # Logits of order 10 through two float32 layers; with the embedding they are off by 10.
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0, msg=name)
 
 
 @pytest.mark.parametrize("engine", ["lean", "hf"])
