@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,7 +22,7 @@ from draftsmith.data.console import log_note
 from draftsmith.data.store.files import cache_folder, make_directory, whole_directory, write_json, write_tensors
 from draftsmith.data.store.reading import read_object
 from draftsmith.modules.formats.gguf import ADJACENT_ROPE, from_gguf_name, read_rope, shortest, to_halves
-from draftsmith.modules.targets.llama import llama_config
+from draftsmith.modules.targets.llama import empty_model, llama_config
 from draftsmith.modules.types import InputError
 
 RECORD = "gguf.json"  # in the directory: the file's hash and how many of its tensors have each type
@@ -32,6 +33,22 @@ END_TEXTS = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "<|end_of_text|>",
     "<end_of_turn>", "<end_of_utterance>", "<eos>",
 )  # fmt: skip
+# Settings of an architecture that are read here or by `read_rope`, those that llama.cpp does not compute with either,
+# and those under which its layers are ours.
+READ = (
+    "context_length", "embedding_length", "feed_forward_length", "block_count", "attention.head_count",
+    "attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.layer_norm_rms_epsilon",
+    "rope.freq_base",
+    "rope.dimension_count", "rope.scaling.type", "rope.scaling.factor", "rope.scaling.attn_factor", "rope.scale_linear",
+)  # fmt: skip
+UNREAD = (
+    "vocab_size", "tensor_data_layout", "attention.layer_norm_epsilon", "attention.sliding_window",
+    "rope.scaling.original_context_length", "rope.scaling.finetuned",
+)  # fmt: skip
+PLAIN_VALUES = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True}
+# Rules of llama.cpp by which text is split as GPT-2 does, or as GPT-2 does with each digit alone, which is the same for
+# a vocabulary that was learned so.
+GPT2_SPLITS = ("gpt-2", "mpt", "olmo", "jais", "phi-2", "smollm", "starcoder", "refact", "command-r", "codeshell")
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 REMEDY = "Use a GGUF file of Llama, Mistral, Qwen2 or Qwen3, or the model's transformers directory."
 
@@ -108,17 +125,26 @@ def open_gguf(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
         reader = gguf.GGUFReader(file)
         fields = {name: field.contents() for name, field in reader.fields.items()}
-        return fields, {tensor.name: tensor for tensor in reader.tensors}
     except Exception as error:
         # The reader trusts the file's numbers: damage shows as an index, a value or a type.
         found = f"{file} ({type(error).__name__}: {' '.join(str(error).split())[:160]})"
         raise InputError("model", found, "a whole GGUF file", "Fetch it again.") from error
+    if (parts := fields.get("split.count", 1)) > 1:
+        found = f"{file}, part {fields.get('split.no', 0) + 1} of {parts} of a split file"
+        raise InputError("model", found, "a whole GGUF file", "Join the parts: llama-gguf-split --merge.")
+    tensors = sorted(reader.tensors, key=lambda tensor: tensor.data_offset)
+    for first, second in itertools.pairwise(tensors):
+        if first.data_offset + first.n_bytes > second.data_offset:
+            found = f"{file} with {first.name} and {second.name} at one place"
+            raise InputError("model", found, "a whole GGUF file", "Fetch it again.")
+    return fields, {tensor.name: tensor for tensor in reader.tensors}
 
 
 def _write_model(file: Path, directory: Path) -> dict[str, int]:
     """Write config, weights and tokenizer of a GGUF file; return how many of its tensors have each type."""
     fields, tensors = open_gguf(file)
     config = _read_config(file, fields, tensors)
+    _write_tokenizer(file, directory, fields)
     weight_map: dict[str, str] = {}
     shard: dict[str, Tensor] = {}
     for name, weight in _read_weights(file, config, tensors):
@@ -131,7 +157,6 @@ def _write_model(file: Path, directory: Path) -> dict[str, int]:
     write_json(directory / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
     write_json(directory / "config.json", config)
     write_json(directory / "generation_config.json", {"eos_token_id": _end_tokens(fields)})
-    _write_tokenizer(file, directory, fields)
     return dict(collections.Counter(tensor.tensor_type.name for tensor in tensors.values()))
 
 
@@ -149,25 +174,38 @@ def _read_config(file: Path, fields: Mapping[str, Any], tensors: Mapping[str, An
 
     def setting(name: str, default: Any = None) -> Any:
         value = fields.get(f"{kind}.{name}", default)
-        if value is None:
-            raise InputError("model", f"{file} without {kind}.{name}", "it in the metadata", REMEDY)
+        if not isinstance(value, int | float) or value <= 0:
+            found = f"{file} with {kind}.{name} {'missing' if value is None else value}"
+            raise InputError("model", found, "one number above 0, for all layers", REMEDY)
         return value
 
-    if unknown := sorted(name for name in tensors if name != "rope_freqs.weight" and from_gguf_name(name) is None):
+    names = {name: from_gguf_name(name) for name in tensors if name != "rope_freqs.weight"}
+    if unknown := sorted(name for name, ours in names.items() if ours is None):
         found = f"{file} with {len(unknown)} tensors of another design ({', '.join(unknown[:3])})"
         raise InputError("model", found, "the tensors of a Llama-family model", REMEDY)
+    _check_metadata(file, kind, fields)
+    shapes = {
+        str(ours).removeprefix("model."): tuple(map(int, reversed(tensors[name].shape))) for name, ours in names.items()
+    }
+    vocab_size = shapes.get("embed_tokens.weight", (0,))[0]
+    if (num_tokens := len(fields.get("tokenizer.ggml.tokens") or [])) > vocab_size:
+        found = f"{file} with {num_tokens:,} tokens and {vocab_size:,} rows of token_embd.weight"
+        raise InputError("model", found, "a row for each token", REMEDY)
     hidden, heads = setting("embedding_length"), setting("attention.head_count")
+    head_dim = setting("attention.key_length", hidden // heads)
+    if (values := setting("attention.value_length", head_dim)) != head_dim:
+        raise InputError("model", f"{file} with values of {values} numbers", f"{head_dim}, as keys have", REMEDY)
     config = {
         "architectures": [CLASSES[kind]],
         "model_type": kind,
         "hidden_act": "silu",
-        "vocab_size": int(tensors["token_embd.weight"].shape[1]),
+        "vocab_size": vocab_size,
         "hidden_size": hidden,
         "intermediate_size": setting("feed_forward_length"),
         "num_hidden_layers": setting("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": setting("attention.head_count_kv", heads),
-        "head_dim": setting("attention.key_length", hidden // heads),
+        "head_dim": head_dim,
         "max_position_embeddings": setting("context_length"),
         "rms_norm_eps": shortest(setting("attention.layer_norm_rms_epsilon")),
         "rope_parameters": {"rope_type": "default", "rope_theta": shortest(setting("rope.freq_base", 10000.0))},
@@ -181,7 +219,19 @@ def _read_config(file: Path, fields: Mapping[str, Any], tensors: Mapping[str, An
     divisors = tensors.get("rope_freqs.weight")
     stored = None if divisors is None else torch.from_numpy(divisors.data.copy())
     config["rope_parameters"] = read_rope(llama_config(config), fields, kind, stored)
+    if config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = shapes["embed_tokens.weight"]
+    empty_model(llama_config(config), shapes, str(file))
     return config
+
+
+def _check_metadata(file: Path, kind: str, fields: Mapping[str, Any]) -> None:
+    """Raise InputError for a setting of the architecture that we do not compute with."""
+    for name, value in fields.items():
+        setting = name.removeprefix(f"{kind}.")
+        if setting == name or setting in READ or setting in UNREAD or value == PLAIN_VALUES.get(setting):
+            continue
+        raise InputError("model", f"{file} with {name} {str(value)[:80]}", "settings of plain Llama layers", REMEDY)
 
 
 def _read_weights(file: Path, config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
@@ -233,5 +283,10 @@ def _write_tokenizer(file: Path, directory: Path, fields: Mapping[str, Any]) -> 
     kept = {name: value for name, value in kept.items() if not (name.endswith("_token") and value not in known)}
     write_json(settings, kept | {"tokenizer_class": "PreTrainedTokenizerFast"})
     fast = read_object(content, {"added_tokens": [{"id": int}]})
+    splits = fields.get("tokenizer.ggml.pre")
+    # transformers falls back to GPT-2's rule. llama.cpp has a rule of its own where none is named.
+    if (fast.get("pre_tokenizer") or {}).get("type") == "ByteLevel" and splits not in GPT2_SPLITS:
+        found = f"{file} with tokenizer.ggml.pre {splits or 'missing'}"
+        raise InputError("tokenizer", found, "a rule of splitting text that transformers has", REMEDY)
     fast["added_tokens"] = [token for token in fast["added_tokens"] if token["id"] < len(tokens)]
     write_json(content, fast)

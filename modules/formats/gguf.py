@@ -70,26 +70,42 @@ def rope_divisors(llama: LlamaConfig) -> dict[str, Tensor]:
 
 
 def read_rope(plain: LlamaConfig, metadata: Mapping[str, Any], kind: str, divisors: Tensor | None) -> dict[str, Any]:
-    """Return transformers' `rope_parameters` of a GGUF file.
+    """Return transformers' `rope_parameters` of a GGUF file, as llama.cpp reads it (src/llama-model.cpp, load_hparams).
 
     plain: sizes and rotary base. divisors: the file's `rope_freqs.weight` [head_dim / 2], of Llama 3's scaling.
 
     Raises:
         InputError: a scaling that our layers do not compute.
     """
+
+    def read(name: str, default: Any) -> Any:
+        return metadata.get(f"{kind}.rope.{name}", default)
+
+    remedy = "Use another model."
+    # Without a type the scaling is linear, and a factor of 0 is none. scale_linear is the name in files of 2023.
+    scaling, factor = read("scaling.type", "linear"), read("scaling.factor", read("scale_linear", 0))
+    for name, value, allowed in (
+        ("dimension_count", read("dimension_count", plain.head_dim), (plain.head_dim,)),
+        ("scaling.attn_factor", read("scaling.attn_factor", 1.0), (1.0,)),
+        ("scaling.type", scaling, ("none", "linear")),
+    ):
+        if value not in allowed:
+            raise InputError(f"{kind}.rope.{name}", value, " or ".join(map(str, allowed)), remedy)
+    if not isinstance(factor, int | float):
+        raise InputError(f"{kind}.rope.scaling.factor", factor, "a number", remedy)
+    is_linear = scaling == "linear" and factor not in (0, 1)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": plain.rope_theta}
-    scaling = metadata.get(f"{kind}.rope.scaling.type", "none")
-    if scaling == "linear":
-        return rope | {"rope_type": "linear", "factor": shortest(metadata[f"{kind}.rope.scaling.factor"])}
-    if scaling != "none":
-        raise InputError(f"{kind}.rope.scaling.type", scaling, "none or linear", "Use another model.")
     if divisors is None:
-        return rope
+        return rope | ({"rope_type": "linear", "factor": shortest(factor)} if is_linear else {})
+    if is_linear or divisors.shape != (plain.head_dim // 2,):
+        found = f"{list(divisors.shape)}{', beside linear scaling' if is_linear else ''}"
+        expected = f"[{plain.head_dim // 2}], without another scaling"
+        raise InputError("rope_freqs.weight", found, expected, remedy)
     # Only the effect on each frequency is stored. All published models have Llama 3's own numbers but for the factor.
     llama3 = RopeScaling("llama3", shortest(float(divisors.max())))
     scaled = rope_frequencies(dataclasses.replace(plain, rope_scaling=llama3))
     if not torch.allclose(rope_frequencies(plain) / divisors.float(), scaled, rtol=1e-4, atol=0):
-        raise InputError("rope_freqs.weight", "another scaling", "Llama 3's of 8,192 positions", "Use another model.")
+        raise InputError("rope_freqs.weight", "another scaling", "Llama 3's of 8,192 positions", remedy)
     return rope | {
         "rope_type": "llama3",
         "factor": llama3.factor,

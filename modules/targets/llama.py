@@ -71,22 +71,29 @@ def model_from_state(config: LlamaConfig, state: Mapping[str, Tensor], dtype: to
     Raises:
         InputError: a tensor is missing, unknown or of another shape.
     """
-    with torch.device("meta"):
-        model = LlamaModel(config)
-    names = dict(model.named_parameters(remove_duplicate=False))
     renamed = {name.removeprefix("model."): tensor.to(dtype) for name, tensor in state.items()}
     renamed = {name: tensor for name, tensor in renamed.items() if not name.endswith("rotary_emb.inv_freq")}
     if config.tie_embeddings and "embed_tokens.weight" in renamed:
         renamed.setdefault("lm_head.weight", renamed["embed_tokens.weight"])
-    wrong = sorted(set(names) ^ set(renamed))
-    wrong += [n for n in set(names) & set(renamed) if names[n].shape != renamed[n].shape]
-    if wrong:
-        found = f"{len(wrong)} tensors missing, unknown or of another shape ({', '.join(wrong[:4])})"
-        expected = "exactly the tensors config.json asks for"
-        raise InputError("model.safetensors", found, expected, "Check the checkpoint.")
+    model = empty_model(config, {name: tuple(tensor.shape) for name, tensor in renamed.items()}, "model.safetensors")
     model.load_state_dict(renamed, assign=True, strict=False)
     model.cos, model.sin = rope_table(config, config.max_position)
     return model.eval().requires_grad_(False)
+
+
+def empty_model(config: LlamaConfig, shapes: Mapping[str, tuple[int, ...]], file: str) -> LlamaModel:
+    """Build a model without weights, for a file whose tensors have these shapes.
+
+    Raises:
+        InputError: a tensor is missing, unknown or of another shape.
+    """
+    with torch.device("meta"):
+        model = LlamaModel(config)
+    names = {name: tuple(weight.shape) for name, weight in model.named_parameters(remove_duplicate=False)}
+    if wrong := sorted(name for name in {*names, *shapes} if names.get(name) != shapes.get(name)):
+        found = f"{len(wrong)} tensors missing, unknown or of another shape ({', '.join(wrong[:4])})"
+        raise InputError(file, found, "exactly the tensors its settings ask for", "Check the checkpoint.")
+    return model
 
 
 class LlamaLM:

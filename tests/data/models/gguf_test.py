@@ -8,13 +8,14 @@ import shutil
 import sys
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 import transformers
 from tiny_models import tiny_llama_dir
 
-from draftsmith.data.export.gguf import write_gguf, write_gguf_model
-from draftsmith.data.models.gguf import dequantised_directory
+from draftsmith.data.export.gguf import copied_metadata, read_tensor, write_gguf, write_gguf_model
+from draftsmith.data.models.gguf import dequantised_directory, open_gguf
 from draftsmith.data.models.loading import load_lm, load_tokenizer
 from draftsmith.modules.types import InputError
 
@@ -97,6 +98,111 @@ def test_other_files_are_refused_in_one_line_and_leave_nothing(tmp_path, monkeyp
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(InputError, match=r"draftsmith\[llamacpp\]"):
         load_lm(str(file))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A tiny Llama, and the metadata and tensors of its GGUF file."""
+    directory = tiny_llama_dir(tmp_path_factory.mktemp("plain") / "model")
+    file = directory.with_name("model.gguf")
+    write_gguf_model(file, str(directory))
+    skipped = ("GGUF.", "general.architecture", "general.file_type", "general.quantization")
+    metadata = {name: value for name, value in copied_metadata(file).items() if not name.startswith(skipped)}
+    return directory, metadata, {name: read_tensor(gguf, tensor) for name, tensor in open_gguf(file)[1].items()}
+
+
+def changed(values, changes):
+    """Return values with changes; ... removes one."""
+    return {name: value for name, value in {**values, **changes}.items() if value is not ...}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "factor"),
+    [
+        # llama.cpp, src/llama-model.cpp, load_hparams: the type is linear by default, and scale_linear is the old name.
+        ({"rope.scaling.factor": 4.0}, 4.0),
+        ({"rope.scale_linear": 4.0}, 4.0),
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 4.0, "rope.scale_linear": 2.0}, 4.0),
+        ({"rope.scaling.type": "linear"}, 1.0),
+        ({"rope.scaling.factor": 0.0, "rope.scale_linear": 4.0}, 1.0),
+        ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, 1.0),
+    ],
+)
+def test_rotary_settings_are_read_as_llama_cpp_reads_them(plain, tmp_path, metadata, factor):
+    directory, fields, tensors = plain
+    file = tmp_path / "model.gguf"
+    write_gguf(file, "llama", fields | {f"llama.{name}": value for name, value in metadata.items()}, tensors)
+    ours, ids = load_lm(str(file)), torch.arange(5, 105)[None]
+    config = transformers.AutoConfig.from_pretrained(directory)
+    config.rope_parameters = {"rope_type": "linear", "rope_theta": 10000.0, "factor": factor}
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(directory, config=config, dtype=torch.float32)
+    with torch.no_grad():
+        # Logits of order 10 through two float32 layers; with another factor they are off by 1 and more.
+        torch.testing.assert_close(logits(ours, ids), theirs(ids).logits, atol=1e-4, rtol=0)
+
+
+REFUSED = [
+    ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}, {}, "rope.scaling.type: found yarn"),
+    ({"llama.rope.scaling.factor": "four"}, {}, "rope.scaling.factor: found four"),
+    ({"llama.rope.scaling.attn_factor": 1.5}, {}, "rope.scaling.attn_factor: found 1.5"),
+    ({"llama.rope.dimension_count": 4}, {}, "rope.dimension_count: found 4, expected 8"),
+    ({"llama.rope.scaling.factor": 4.0}, {"rope_freqs.weight": torch.ones(4)}, "rope_freqs.weight.*linear"),
+    ({}, {"rope_freqs.weight": torch.ones(8)}, r"rope_freqs.weight: found \[8\], expected \[4\]"),
+    ({"llama.attention.head_count": [4, 4]}, {}, r"head_count \[4, 4\], expected one number"),
+    ({"llama.attention.head_count_kv": 0}, {}, "head_count_kv 0"),
+    ({"llama.attention.value_length": 4}, {}, "values of 4"),
+    ({"llama.expert_count": 8, "llama.expert_used_count": 2}, {}, "llama.expert_count 8"),
+    ({"llama.logit_scale": 8.0}, {}, "llama.logit_scale 8"),
+    ({"llama.context_length": ...}, {}, "context_length missing"),
+    ({}, {"token_embd.weight": ...}, "0 rows of token_embd.weight"),
+    ({}, {"blk.1.ffn_up.weight": ...}, "1 tensors missing.*layers.1.mlp.up_proj.weight"),
+    ({"llama.block_count": 3}, {}, "9 tensors missing.*layers.2"),
+    ({"split.count": 2, "split.no": 0}, {"blk.1.ffn_up.weight": ...}, "part 1 of 2 of a split file.*--merge"),
+    ({"tokenizer.ggml.pre": ...}, {}, "tokenizer.ggml.pre missing"),
+    ({"tokenizer.ggml.pre": "default"}, {}, "tokenizer.ggml.pre default"),
+    ({"tokenizer.ggml.pre": "seed-coder"}, {}, "tokenizer.ggml.pre seed-coder"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("metadata", "tensors", "words"), REFUSED)
+def test_what_llama_cpp_computes_in_another_way_is_refused_by_name(
+    plain, tmp_path, monkeypatch, metadata, tensors, words
+):
+    _, fields, weights = plain
+    file = tmp_path / "model.gguf"
+    write_gguf(file, "llama", changed(fields, metadata), changed(weights, tensors))
+    monkeypatch.setattr("draftsmith.data.models.gguf.write_tensors", None)  # refused before anything big is read
+    with pytest.raises(InputError, match=words) as error:
+        load_lm(str(file))
+    assert "\n" not in str(error.value)
+
+
+def test_more_tokens_than_rows_and_two_tensors_at_one_place_are_refused(plain, tmp_path):
+    _, fields, weights = plain
+    file = tmp_path / "model.gguf"
+    write_gguf(
+        file,
+        "llama",
+        fields,
+        {name: each[:-4] if "emb" in name or name == "output.weight" else each for name, each in weights.items()},
+    )
+    with pytest.raises(InputError, match="with 313 tokens and 309 rows"):
+        load_lm(str(file))
+    write_gguf(file, "llama", fields, weights)
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(file, "r+").tensors}
+    # The last part of a tensor's entry is its place.
+    tensors["blk.1.ffn_up.weight"].field.parts[-1][0] = tensors["blk.0.ffn_up.weight"].field.parts[-1][0]
+    del tensors
+    with pytest.raises(InputError, match=r"blk.0.ffn_up.weight and blk.1.ffn_up.weight at one place"):
+        load_lm(str(file))
+
+
+def test_answers_end_where_they_end_in_llama_cpp(plain, tmp_path):
+    """llama.cpp adds tokens of known texts to the metadata's (src/llama-vocab.cpp, special_eog_ids)."""
+    _, fields, weights = plain
+    file = tmp_path / "model.gguf"
+    write_gguf(file, "llama", fields | {"tokenizer.ggml.eos_token_id": 7, "tokenizer.ggml.eot_token_id": 9}, weights)
+    assert load_lm(str(file)).info.eos_ids == (7, 9, fields["tokenizer.ggml.tokens"][0].index("<|end|>"))
 
 
 def test_a_place_that_cannot_be_written_uses_the_cache(tmp_path, monkeypatch):
