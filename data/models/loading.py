@@ -92,7 +92,6 @@ def load_lm(
     if engine not in ("auto", "lean", "hf"):
         raise InputError("engine", engine, "auto, lean or hf", "Choose one of these.")
     check_device(device)
-    check_precision("precision", precision, device)
     directory = model_directory(path)
     config = read_model_json(directory / "config.json", CONFIG)
     if dtype == "auto":
@@ -105,6 +104,8 @@ def load_lm(
         if engine != "lean":
             found, remedy = f"{precision} on the hf engine", "Leave the precision out, or pass --engine lean."
             raise InputError("precision", found, "the lean engine", remedy)
+    # Behind options that contradict each other: those a user can change, the CPU not.
+    check_precision("precision", precision, device)
     if device_map:
         if engine == "lean":
             raise InputError("device_map", "the lean engine", "the hf engine", "Pass --engine hf or auto.")
