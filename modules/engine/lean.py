@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -92,14 +93,35 @@ def _linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
 
 
+class _WithoutOneDNN:
+    """Context in which torch multiplies without oneDNN, whose switch belongs to the whole process: the last thread that
+    leaves puts it back."""
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._before = threading.Lock(), 0, True
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._inside == 0:
+                self._before = torch._C._get_mkldnn_enabled()
+                torch._C._set_mkldnn_enabled(False)
+            self._inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                torch._C._set_mkldnn_enabled(self._before)
+
+
+_without_onednn = _WithoutOneDNN()
+
+
 def _one_row(x: Tensor, weight: Tensor) -> Tensor:
-    # With oneDNN, torch reads bf16 weights for one row at half of the memory's speed, from any layout.
-    before = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    try:
+    # With oneDNN, torch reads bf16 weights for one row at half of the memory's speed, from any layout. Every product of
+    # torch 2.13 that could take its place asks the same switch.
+    with _without_onednn:
         return F.linear(x, weight)
-    finally:
-        torch._C._set_mkldnn_enabled(before)
 
 
 def _linear_add(residual: Tensor, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:

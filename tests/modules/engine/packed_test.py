@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -85,6 +87,35 @@ def test_ops_that_compute_something_else_are_not_used(monkeypatch):
         assert not can_pack(torch.float32)
     finally:
         can_pack.cache_clear()
+
+
+@pytest.mark.parametrize("first_out", [0, 1])
+def test_two_threads_that_multiply_at_once_leave_onednn_as_it_was(monkeypatch, first_out):
+    """oneDNN's switch is the whole process's. Both threads are inside, then they leave in either order."""
+    before, multiply = torch._C._get_mkldnn_enabled(), F.linear
+    inside, leave, seen = [threading.Event() for _ in range(2)], [threading.Event() for _ in range(2)], []
+
+    def held(x, weight):
+        number = int(x[0, 0])
+        inside[number].set()
+        assert leave[number].wait(60)
+        seen.append(torch._C._get_mkldnn_enabled())
+        return multiply(x, weight)
+
+    monkeypatch.setattr(lean.F, "linear", held)
+    weight = torch.ones(4, 4, dtype=torch.bfloat16)
+    rows = [torch.full((1, 4), number, dtype=torch.bfloat16) for number in range(2)]
+    threads = [threading.Thread(target=lean._one_row, args=(row, weight)) for row in rows]
+    try:
+        for number in range(2):
+            threads[number].start()
+            assert inside[number].wait(60)
+        for number in (first_out, 1 - first_out):
+            leave[number].set()
+            threads[number].join(60)
+        assert torch._C._get_mkldnn_enabled() == before and seen == [False, False]
+    finally:
+        torch._C._set_mkldnn_enabled(before)
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
