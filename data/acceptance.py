@@ -167,10 +167,9 @@ def labels_of(
     Raises:
         InputError: target and drafter do not fit each other, or the settings do not fit them.
     """
-    vocab_size, draft_size = target.info.vocab_size, drafter.lm.info.vocab_size
-    if draft_size != vocab_size:
+    if drafter.head is None:
         # Labels compare p and q, which must be distributions over the same tokens.
-        raise InputError("draft: vocabulary", draft_size, f"{vocab_size}, the target's", "Use a draft of its family.")
+        drafter.lm.fit_vocabulary(target.info.vocab_size)
     if config.labels == "mix":
         if drafter.head is not None:
             # It has no states along a text that the target alone wrote.

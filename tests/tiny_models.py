@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from draftsmith.benchmarks.embedded.tokenizer import train_tokenizer
 
@@ -19,6 +22,20 @@ FAMILIES = {
     "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
 }
 CONTEXT = 256
+
+
+def padded(directory: Path, path: Path, rows: int) -> Path:
+    """A copy of a model with more rows of embeddings, or fewer: no token has them."""
+    shutil.copytree(directory, path)
+    config, state = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
+    config["vocab_size"] += rows
+    generator = torch.Generator().manual_seed(rows % 9)
+    for name in {"model.embed_tokens.weight", "lm_head.weight"} & state.keys():
+        more = torch.randn(max(rows, 0), state[name].shape[1], generator=generator)
+        state[name] = torch.cat([state[name], more])[: config["vocab_size"]]
+    save_file(state, path / "model.safetensors", {"format": "pt"})
+    (path / "config.json").write_text(json.dumps(config))
+    return path
 
 
 @functools.cache

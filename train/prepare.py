@@ -273,11 +273,9 @@ def head_config(config: TrainDrafterConfig, target: LlamaConfig) -> Any:
     if config.drafter.is_model:
         shape = target_shape(config.init)
         check_same_tokenizer(config.target, config.init, "init")
-        if shape.vocab_size != target.vocab_size:
-            found = f"{config.init} of vocabulary {shape.vocab_size}"
-            raise InputError("init", found, f"the target's {target.vocab_size}", "Start from another model.")
         options: Any = config
         kept = options.keep_layers or tuple(range(shape.num_layers))
+        shape = dataclasses.replace(shape, vocab_size=target.vocab_size)
         return config.drafter.new_config(dataclasses.replace(options, keep_layers=kept), shape)
     found = starting_settings(config.init, config.kind, target.hidden_size, target.vocab_size)
     config.drafter.check_init(config, found)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.heads.directory import load_drafter
-from draftsmith.data.models.loading import check_comparable
+from draftsmith.data.models.loading import check_same_tokenizer
 from draftsmith.data.store.shards import row_generator
 from draftsmith.modules.decoding.loop import DEFAULTS, DecodeOptions, RowAnswer, RowPool
 from draftsmith.modules.decoding.protocols import Drafter
@@ -133,7 +133,8 @@ class ResponseDrafter:
         identity = {"drafted_by": drafter.identity}
         if drafter.head is not None:
             return cls(target, method, heads={drafter.name: drafter.head}, identity=identity)
-        check_comparable(target, target_path, drafter.lm, draft_path)
+        check_same_tokenizer(target_path, draft_path)
+        drafter.lm.fit_vocabulary(target.info.vocab_size)
         return cls(target, method, drafter.lm, identity=identity)
 
     def build(self, capacity: int, ends: tuple[int, ...], num_rows: int) -> Drafter | None:

@@ -142,6 +142,7 @@ def transformers_model(head: Any, state: Mapping[str, Tensor]) -> tuple[dict[str
     config.pop("layer_types", None)
     llama = head.config.llama
     config |= {"num_hidden_layers": llama.num_layers, "tie_word_embeddings": llama.tie_embeddings}
+    config["vocab_size"] = llama.vocab_size
     names = {"model.lm_head.weight": "lm_head.weight"}
     return config, {names.get(name, name): tensor for name, tensor in state.items()}
 

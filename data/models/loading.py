@@ -383,18 +383,6 @@ def check_same_tokenizer(target: str, draft: str, flag: str = "draft") -> None:
         raise InputError(flag, found, expected, "Use a draft of the same family.")
 
 
-def check_comparable(target: CausalLM, target_path: str, draft: CausalLM, draft_path: str) -> None:
-    """Check that distributions of a draft model can be compared with the target's; else InputError."""
-    check_same_tokenizer(target_path, draft_path)
-    # Equal tokenizers can still have embeddings of different sizes.
-    if draft.info.vocab_size != target.info.vocab_size:
-        found, expected = (
-            f"{draft_path} of vocabulary {draft.info.vocab_size}",
-            f"{target.info.vocab_size}, the target's",
-        )
-        raise InputError("draft", found, expected, "Use a draft of the same family.")
-
-
 @contextlib.contextmanager
 def name_nonfinite(prompts: Sequence[str]) -> Iterator[None]:
     """Add the prompt's id to a NonFinite that leaves the block. prompts: ids by their place in the batch."""

@@ -347,12 +347,9 @@ def load_smaller_lm(role: str, paths: Mapping[str, str], target: CausalLM, longe
     path = paths[role]
     check_same_tokenizer(paths["target"], path, role)
     lm = load_lm(path, **loading)
-    ours, theirs = target.info, lm.info
-    if theirs.vocab_size != ours.vocab_size:
-        found = f"{path} of vocabulary {theirs.vocab_size}"
-        raise InputError(role, found, f"{ours.vocab_size}, the target's", "Use a draft of the same family.")
-    if theirs.max_position < longest:
-        found = f"{path} with a context of {theirs.max_position}"
+    lm.fit_vocabulary(target.info.vocab_size)
+    if lm.info.max_position < longest:
+        found = f"{path} with a context of {lm.info.max_position}"
         raise InputError(role, found, f"{longest} or more", "Lower --max-new-tokens, or use another draft.")
     return lm
 

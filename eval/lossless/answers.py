@@ -20,7 +20,7 @@ from torch import Tensor
 
 from draftsmith.data.console import Table, log_note, print_table, print_text, table_from_cells
 from draftsmith.data.heads.directory import FrozenDrafter, load_drafter
-from draftsmith.data.models.loading import check_comparable, load_lm, text_identity
+from draftsmith.data.models.loading import check_same_tokenizer, load_lm, text_identity
 from draftsmith.data.settings import Loading, check_not_negative
 from draftsmith.data.store.files import make_directory, write_json
 from draftsmith.data.store.manifest import Manifest, open_artefact, package_versions, resolved
@@ -135,7 +135,8 @@ def run(config: CertifyConfig) -> int:
     if config.draft is not None:
         drafter = load_drafter(config.draft, lambda: target, lambda path: load_lm(path, **config.loading))
         if drafter.head is None:
-            check_comparable(target, config.target, drafter.lm, config.draft)
+            check_same_tokenizer(config.target, config.draft)
+            drafter.lm.fit_vocabulary(target.info.vocab_size)
     certify = certify_greedy if params.greedy else certify_sampled
     rows = certify(config, target, drafter, answers)
     result = {

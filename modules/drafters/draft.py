@@ -117,7 +117,10 @@ class DraftModelHead(DraftHead):
             ours = theirs[prefix] + name.removeprefix(prefix)
             # A tied lm_head is the embedding, whether the files hold it or not.
             if ours in own:
-                own.pop(ours).data.copy_(tensor)
+                weight = own.pop(ours).data
+                # Models of one tokenizer may pad their embeddings to other sizes than the target.
+                weight[: len(tensor)] = tensor[: len(weight)]
+                weight[len(tensor) :] = 0
         if own:
             found = f"{weights.path} without {', '.join(sorted(own)[:4])}"
             raise InputError("target", found, "all tensors config.json asks for", "Check the checkpoint.")

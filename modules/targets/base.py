@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.modules.types import InputError
@@ -153,3 +154,13 @@ class CausalLM(Protocol):
 
     def lm_head_weight(self) -> Tensor:
         """Return the output embedding [V, H], of a model that is not packed."""
+
+    def fit_vocabulary(self, vocab_size: int) -> None:
+        """Cut or pad a draft's logits to the target's vocabulary: models of one tokenizer pad their embeddings alike or
+        not. Added tokens are read as a row of zeros and never drawn."""
+
+
+def fit_logits(logits: Tensor, missing: int) -> Tensor:
+    """Pad logits [..., V] with `missing` tokens that are never drawn, or cut them by as many if it is negative."""
+    # Finite, so that no entropy is NaN; its exponential is 0 in every type.
+    return F.pad(logits, (0, missing), value=-1e4) if missing else logits

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache
 
 from draftsmith.modules.engine.cache import tree_mask
-from draftsmith.modules.targets.base import ModelInfo, Rows, Scores, check_capture
+from draftsmith.modules.targets.base import ModelInfo, Rows, Scores, check_capture, fit_logits
 from draftsmith.modules.targets.self_test import Refusals
 from draftsmith.modules.types import InputError
 
@@ -30,6 +32,7 @@ class HFLM:
         weight = model.get_input_embeddings().weight
         self.device, self.dtype = weight.device, weight.dtype
         self.refusals = Refusals()
+        self._missing = 0  # tokens of the target's vocabulary
 
     def session(self, rows: int, capacity: int, capture: tuple[int, ...] = (), static: bool | None = None) -> HFSession:
         if rows > 1 and self.refusals.rows:
@@ -82,7 +85,14 @@ class HFLM:
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         head = self.model.get_output_embeddings()
-        return head(hidden.to(head.weight.device)).to(self.device)
+        return fit_logits(head(hidden.to(head.weight.device)).to(self.device), self._missing)
+
+    def fit_vocabulary(self, vocab_size: int) -> None:
+        self._missing += vocab_size - self.info.vocab_size
+        embedding = self.model.get_input_embeddings()
+        rows = F.pad(embedding.weight, (0, 0, 0, max(0, vocab_size - len(embedding.weight))))
+        embedding.weight = torch.nn.Parameter(rows, requires_grad=False)
+        self.info = dataclasses.replace(self.info, vocab_size=vocab_size)
 
     def lm_head_weight(self) -> Tensor:
         return self.model.get_output_embeddings().weight.detach().to(self.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ from draftsmith.modules.engine.lean import LeanNorm, LeanStack, Taps
 from draftsmith.modules.engine.low_precision import Precision, linear_of
 from draftsmith.modules.engine.rows import OneRow, RunLayers, cached_rows, picked_of
 from draftsmith.modules.layers import ROPE_KINDS, LlamaConfig, LlamaModel, rope_settings, rope_table
-from draftsmith.modules.targets.base import ModelInfo, Rows, Scores, check_capture
+from draftsmith.modules.targets.base import ModelInfo, Rows, Scores, check_capture, fit_logits
 from draftsmith.modules.types import InputError
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
@@ -117,6 +118,7 @@ class LlamaLM:
         bits: Precision = "dtype" if precision == "int4" else precision
         # A tied embedding is held twice: products from the plain layout, which lookups need, take 2 to 4 times as long.
         self._head = linear_of(model.lm_head.weight, None, packed, bits)
+        self._missing = 0  # tokens of the target's vocabulary
         if self._head.packed and not model.config.tie_embeddings:
             model.lm_head.weight.data = weight.new_empty(0)
 
@@ -141,7 +143,12 @@ class LlamaLM:
         return F.embedding(input_ids, self.embeddings)
 
     def lm_head(self, hidden: Tensor) -> Tensor:
-        return self._head(hidden)
+        return fit_logits(self._head(hidden), self._missing)
+
+    def fit_vocabulary(self, vocab_size: int) -> None:
+        self._missing += vocab_size - self.info.vocab_size
+        self.embeddings = F.pad(self.embeddings, (0, 0, 0, max(0, vocab_size - len(self.embeddings))))
+        self.info = dataclasses.replace(self.info, vocab_size=vocab_size)
 
     def lm_head_weight(self) -> Tensor:
         assert not self.packed, "packed models have no tables"

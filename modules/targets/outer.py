@@ -38,6 +38,9 @@ class OuterLM:
     def features(self, input_ids: Tensor, position_ids: Tensor | None = None, capture: tuple[int, ...] = ()) -> Tensor:
         self._refuse()
 
+    def fit_vocabulary(self, vocab_size: int) -> None:
+        self._refuse()
+
     def _refuse(self) -> NoReturn:
         found = "a target of which only the embeddings are loaded"
         raise InputError("target", found, "the whole model", "Leave --tau-prompts at its value.")

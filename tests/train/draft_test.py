@@ -10,7 +10,7 @@ import torch
 import transformers
 from eagle_trainings import QUICK
 from safetensors.torch import load_file, save_file
-from tiny_models import tiny_llama_dir
+from tiny_models import padded, tiny_llama_dir
 from trained_runs import newest_state, weights
 
 import draftsmith
@@ -128,6 +128,23 @@ def test_a_draft_model_keeps_an_output_embedding_of_its_own_beside_a_tied_config
     # Logits of order 10 through one float32 layer; with the embedding they are off by 10.
     torch.testing.assert_close(begun.model(ids), expected, atol=1e-4, rtol=0)
     assert torch.equal(again, expected)
+
+
+def test_a_draft_model_padded_to_another_size_is_distilled_in_the_targets(artefacts, tmp_path):
+    target, small = load_lm(str(artefacts.target)), tiny_llama_dir(tmp_path / "small", seed=5, layers=1)
+    ids = torch.arange(5, 30)[None]
+    for rows in (8, -8):
+        wide = padded(small, tmp_path / f"wide{rows}", rows)
+        begun = make_head(settings(artefacts, tmp_path, init=str(wide)), target)
+        saved, oracle = (
+            transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+            for path in (save_head(tmp_path / f"saved{rows}", begun, {}, ""), wide)
+        )
+        with torch.no_grad():
+            logits, expected = saved(ids).logits, oracle(ids).logits
+        common = min(expected.shape[-1], target.info.vocab_size)
+        assert logits.shape[-1] == begun.config.llama.vocab_size == target.info.vocab_size
+        assert torch.equal(logits[..., :common], expected[..., :common])
 
 
 def test_by_default_one_of_six_layers_is_kept():
