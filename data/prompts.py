@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any, Literal
 
 from draftsmith.data.console import Advance
 from draftsmith.data.models.identity import template_hash
-from draftsmith.data.models.loading import text_identity
+from draftsmith.data.models.loading import text_identity, vocabulary_size
 from draftsmith.data.settings import RemoteCode, check_not_negative, check_positive
 from draftsmith.data.store.manifest import MANIFEST, Field, volatile
 from draftsmith.data.store.shards import Shard, ShardContent, StagePlan, run_stage
@@ -28,6 +29,7 @@ from draftsmith.data.text.conversations import (
 from draftsmith.data.text.self_prompts import SELF, open_prompt, opening_rows, written_turns
 from draftsmith.data.text.sources import JoinedSource, Row, RowSource, named_split, open_source
 from draftsmith.data.text.template import RowError, context_length, load_chat_tokenizer, prompt_ids, supervised_ids
+from draftsmith.modules.targets.base import check_ids
 from draftsmith.modules.types import InputError
 
 FIELDS = (
@@ -109,7 +111,7 @@ def run(config: PromptsConfig) -> Path:
     mapping = parse_columns(config.columns)
     selected = select_rows(source, mapping, config)
     # Tokenize the selected rows, a shard at a time.
-    context = config.max_length or context_length(config.target)
+    context, vocab_size = config.max_length or context_length(config.target), vocabulary_size(config.target)
     plan = StagePlan(
         kind="prompts",
         stage="data prompts",
@@ -130,6 +132,7 @@ def run(config: PromptsConfig) -> Path:
             except RowError as error:
                 drop_row(source.where(index), error, config, counts)
             else:
+                check_ids(row.get("input_ids", row["prompt_ids"]), vocab_size or sys.maxsize)
                 rows.append(row)
                 counts["prompt_tokens"] += len(row["prompt_ids"])
                 counts["tokens"] += len(row.get("input_ids", ()))
