@@ -137,7 +137,7 @@ def rope_settings(raw: Mapping[str, Any]) -> RotarySettings:
     Raises:
         InputError: a setting of another type, or one that its kind of scaling needs is missing.
     """
-    rope = rope_block(raw, "rope_scaling") or rope_block(raw, "rope_parameters")
+    rope = config_object(raw, "rope_scaling") or config_object(raw, "rope_parameters")
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if not isinstance(kind, str):
         raise InputError("config.json, rope_type", repr(kind)[:80], "a name", "Correct config.json.")
@@ -159,7 +159,7 @@ def rope_settings(raw: Mapping[str, Any]) -> RotarySettings:
     return RotarySettings(rope_number("rope_theta", outside if inside is None else inside, BASE), scaling)
 
 
-def rope_block(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+def config_object(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """Return an object of a `config.json`, {} for none."""
     block = raw.get(key) or {}
     if not isinstance(block, Mapping):

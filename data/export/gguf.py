@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.data.models.checkpoint import checkpoint_files, end_tokens, model_shape
+from draftsmith.data.models.checkpoint import check_unquantised, checkpoint_files, end_tokens, model_shape
 from draftsmith.data.models.gguf import CLASSES, gguf_package, open_gguf
 from draftsmith.data.models.hub import model_directory
 from draftsmith.data.models.loading import load_tokenizer, read_config
@@ -116,6 +116,7 @@ def write_gguf_model(
     """Write a Llama-family model as a GGUF file. tokenizer: metadata of its target's file; default: its own."""
     directory = model_directory(model)
     raw = read_config(model)
+    check_unquantised(directory, raw)
     llama = model_shape(directory, raw)
     kind = "llama" if raw["model_type"] == "mistral" else raw["model_type"]
     if llama.sliding_window is not None:

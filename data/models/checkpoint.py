@@ -7,16 +7,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from draftsmith.data.store.reading import open_tensors, read_object
 from draftsmith.modules.formats.base import same_values
-from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.layers import LlamaConfig, config_object
 from draftsmith.modules.targets.llama import llama_config
 from draftsmith.modules.types import InputError
 
 INDEX = "model.safetensors.index.json"
 REMEDY = "Fetch or build it again."
+UNQUANTISED = "Use the model that it was made from, or pass --engine hf if transformers can load it here."
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # What is read of config.json before a model is built, which checks the rest.
 SIZES = {f"{name}?": (int, None) for name in ("vocab_size", "hidden_size", "max_position_embeddings")}
 CONFIG = {**SIZES, "model_type?": (str, None), "text_config?": (SIZES, None)}
@@ -59,14 +62,33 @@ def checkpoint_files(directory: Path) -> list[Path]:
     return files
 
 
+def check_unquantised(directory: Path, config: Mapping[str, Any]) -> None:
+    """Raise InputError for a checkpoint whose weights are stored with scales (FP8, GPTQ, AWQ, NVFP4)."""
+    # ModelOpt writes a file of its own.
+    other = directory / "hf_quant_config.json"
+    settings = config_object(config, "quantization_config")
+    settings = settings or config_object(read_model_json(other) if other.exists() else {}, "quantization")
+    if settings:
+        names = [settings.get(name) for name in ("quant_method", "quant_algo", "format", "bits")]
+        found = f"{directory}, which is quantised ({' '.join(str(name) for name in names if name)})"
+        raise InputError("model", found, "weights in bfloat16, float16 or float32", UNQUANTISED)
+
+
 def checkpoint_tensors(directory: Path, prefixes: tuple[str, ...]) -> dict[str, Tensor]:
-    """Read the tensors whose names, without the base model's prefix `model.`, begin with one of these."""
+    """Read the tensors whose names, without the base model's prefix `model.`, begin with one of these.
+
+    Raises:
+        InputError: one of them is quantised.
+    """
     tensors = {}
     for file in checkpoint_files(directory):
         with open_tensors(file, REMEDY) as opened:
             for name in opened.keys():  # noqa: SIM118 (it is no mapping)
                 if (bare := name.removeprefix("model.")).startswith(prefixes):
                     tensors[bare] = opened.get_tensor(name)
+                    if tensors[bare].dtype not in FLOATS:
+                        found = f"{directory} with {name} in {tensors[bare].dtype}"
+                        raise InputError("model", found, "weights in bfloat16, float16 or float32", UNQUANTISED)
     return tensors
 
 

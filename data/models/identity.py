@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from draftsmith.data.console import log_note
-from draftsmith.data.models.checkpoint import REMEDY, checkpoint_files, read_model_json
+from draftsmith.data.models.checkpoint import FLOATS, REMEDY, checkpoint_files, read_model_json
 from draftsmith.data.store.files import CannotWrite, cache_folder, make_directory, write_json
 from draftsmith.data.store.reading import open_tensors
 
@@ -28,7 +28,6 @@ THREADS = 4  # each reads and hashes one tensor at a time, about 1 GB/s
 NOTE_FROM_BYTES = 4e9  # hashing that takes long enough to be logged
 # A file written less than this before it was read may be written again without a change of its time.
 SETTLED_NS = 2_000_000_000
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Ends of the names of output embeddings.
 OUTPUT_NAMES = ("lm_head.weight", "embed_out.weight")
 # Files that decide how text becomes ids where there is no tokenizer.json, and settings that change it.

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.data.models.checkpoint import REMEDY, checkpoint_files
+from draftsmith.data.models.checkpoint import REMEDY, check_unquantised, checkpoint_files
 from draftsmith.data.models.hub import model_directory
 from draftsmith.data.models.loading import read_config
 from draftsmith.data.store.reading import open_tensors
@@ -27,7 +27,9 @@ def layer_states(path: str, rows: Sequence[Sequence[int]]) -> Iterator[list[Tens
     Raises:
         InputError: a family other than those of the lean engine, or weights that are stored in another form.
     """
-    config, directory = llama_config(read_config(path)), model_directory(path)
+    raw, directory = read_config(path), model_directory(path)
+    check_unquantised(directory, raw)
+    config = llama_config(raw)
     place: dict[str, Path] = {}
     for file in checkpoint_files(directory):
         with open_tensors(file, REMEDY) as opened:

@@ -17,6 +17,7 @@ from draftsmith.data.console import log_note
 from draftsmith.data.models.checkpoint import (
     CONFIG,
     REMEDY,
+    check_unquantised,
     checkpoint_files,
     checkpoint_tensors,
     end_tokens,
@@ -34,7 +35,7 @@ from draftsmith.modules.engine.low_precision import Precision, check_precision
 from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.targets.base import CausalLM, ModelInfo
-from draftsmith.modules.targets.llama import SUPPORTED, LlamaLM, model_from_state
+from draftsmith.modules.targets.llama import ON_HF, SUPPORTED, LlamaLM, model_from_state
 from draftsmith.modules.targets.outer import OuterLM
 from draftsmith.modules.targets.self_test import self_test
 from draftsmith.modules.types import InputError
@@ -116,7 +117,7 @@ def load_lm(
             return _load_lean(directory, config, DTYPES[dtype], device, packed, precision)
         except InputError as error:
             # `auto` falls back to transformers only for what the lean engine does not support, not for damage.
-            if engine == "lean" or "--engine hf" not in str(error):
+            if engine == "lean" or error.remedy != ON_HF:
                 raise
             log_note(f"draftsmith: {directory} runs on transformers ({error.field}: {error.found})")
     return _load_hf(directory, config, DTYPES[dtype], device, trust_remote_code)
@@ -164,6 +165,7 @@ def _lean_info(directory: Path, config: dict[str, Any], shape: LlamaConfig) -> M
 def _load_lean(
     directory: Path, config: dict[str, Any], dtype: torch.dtype, device: str, packed: bool, precision: Precision
 ) -> CausalLM:
+    check_unquantised(directory, config)
     shape = model_shape(directory, config)
     check_lean(config)
     state: dict[str, torch.Tensor] = {}

@@ -22,7 +22,7 @@ from draftsmith.data.store.files import CannotWrite, cache_folder, make_director
 from draftsmith.modules import layers
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.targets.base import ModelInfo
-from draftsmith.modules.targets.llama import LlamaLM, llama_config, model_from_state
+from draftsmith.modules.targets.llama import ON_HF, LlamaLM, llama_config, model_from_state
 from draftsmith.modules.types import InputError
 
 NUM_TOKENS, VOCAB = 192, 64
@@ -53,7 +53,7 @@ def check_lean(config: Mapping[str, Any]) -> None:
                 make_directory(entry.parent)
                 write_json(entry, {"problem": problem})
     if problem:
-        raise InputError("engine", f"lean, {problem}", "what transformers computes", "Load it with --engine hf.")
+        raise InputError("engine", f"lean, {problem}", "what transformers computes", ON_HF)
 
 
 def _cut(config: Mapping[str, Any]) -> tuple[LlamaConfig, dict[str, Any]]:

@@ -16,7 +16,7 @@ from draftsmith.modules.layers import (
     LlamaConfig,
     RopeScaling,
     RotarySettings,
-    rope_block,
+    config_object,
     rope_frequencies,
     rope_number,
 )
@@ -27,7 +27,7 @@ def safeailab_rope(raw: Mapping[str, Any]) -> RotarySettings:
 
     It knows `rope_theta` and `rope_scaling` only, and its base is 10000 under any scaling.
     """
-    if scaling := rope_block(raw, "rope_scaling"):
+    if scaling := config_object(raw, "rope_scaling"):
         factor = rope_number("factor", scaling.get("factor"), 1.0)
         return RotarySettings(BASE, RopeScaling(str(scaling.get("type")), factor))
     return RotarySettings(rope_number("rope_theta", raw.get("rope_theta"), BASE), RopeScaling())

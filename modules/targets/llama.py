@@ -20,6 +20,7 @@ from draftsmith.modules.targets.base import ModelInfo, Rows, Scores, check_captu
 from draftsmith.modules.types import InputError
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
+ON_HF = "Load it with --engine hf."
 
 
 def llama_config(raw: Mapping[str, Any]) -> LlamaConfig:
@@ -30,20 +31,20 @@ def llama_config(raw: Mapping[str, Any]) -> LlamaConfig:
     """
     kind = raw.get("model_type")
     if kind not in SUPPORTED:
-        raise InputError("model_type", kind, " or ".join(SUPPORTED), "Load it with --engine hf.")
+        raise InputError("model_type", kind, " or ".join(SUPPORTED), ON_HF)
     if raw.get("hidden_act", "silu") != "silu":
-        raise InputError("hidden_act", raw["hidden_act"], "silu", "Load it with --engine hf.")
+        raise InputError("hidden_act", raw["hidden_act"], "silu", ON_HF)
     for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
         if not isinstance(raw.get(name), int):
             raise InputError(name, raw.get(name, "nothing"), "an integer in config.json", "Fetch or build it again.")
     heads = raw["num_attention_heads"]
     rope = rope_settings(raw)
     if rope.kind not in ROPE_KINDS:
-        raise InputError("rope_type", rope.kind, " or ".join(ROPE_KINDS), "Load it with --engine hf.")
+        raise InputError("rope_type", rope.kind, " or ".join(ROPE_KINDS), ON_HF)
     windowed = raw.get("sliding_window") is not None and (kind == "mistral" or raw.get("use_sliding_window", False))
     if windowed and kind != "mistral":
         # Qwen windows only the layers from max_window_layers on; one window for all would be silently wrong.
-        raise InputError("use_sliding_window", True, "false for a Qwen model", "Load it with --engine hf.")
+        raise InputError("use_sliding_window", True, "false for a Qwen model", ON_HF)
     return LlamaConfig(
         vocab_size=raw["vocab_size"],
         hidden_size=raw["hidden_size"],

@@ -13,8 +13,8 @@ NAMED = f"{GGUF_TEST}::test_what_llama_cpp_computes_in_another_way_is_refused_by
 
 MUTANTS = [
     Mutant("rope-parameters-before-rope-scaling", LAYERS,
-           'rope_block(raw, "rope_scaling") or rope_block(raw, "rope_parameters")',
-           'rope_block(raw, "rope_parameters") or rope_block(raw, "rope_scaling")', (SPELLINGS,)),
+           'config_object(raw, "rope_scaling") or config_object(raw, "rope_parameters")',
+           'config_object(raw, "rope_parameters") or config_object(raw, "rope_scaling")', (SPELLINGS,)),
     Mutant("rope-base-outside-first", LAYERS, "outside if inside is None else inside",
            "inside if outside is None else outside", (SPELLINGS,)),
     Mutant("lean-engine-of-any-logits", PARITY, "if error <= TOLERANCE:", "if True:",

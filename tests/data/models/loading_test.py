@@ -16,8 +16,10 @@ from tiny_models import tiny_llama_dir
 
 from draftsmith.data.engines.own import generate_all, pad_right
 from draftsmith.data.export.gguf import write_gguf_model
-from draftsmith.data.models import parity
+from draftsmith.data.models import loading, parity
+from draftsmith.data.models.checkpoint import checkpoint_tensors
 from draftsmith.data.models.hub import resolve_model
+from draftsmith.data.models.layerwise import layer_states
 from draftsmith.data.models.loading import check_same_tokenizer, load_lm, load_outer, load_tokenizer, tokenizer_identity
 from draftsmith.launch.cli import main
 from draftsmith.modules.targets.hf import HFLM
@@ -168,6 +170,37 @@ def test_tensors_that_do_not_fit_the_config_are_named(directory, change, named):
             load_lm(str(directory), engine="hf")
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, r"quantised \(fp8\)"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"quantised \(gptq 4\)"),
+        ({}, r"quantised \(NVFP4\)"),  # ModelOpt's file
+    ],
+)
+def test_a_quantised_checkpoint_is_named_before_its_weights_are_read(directory, monkeypatch, settings, words):
+    def quantise(state):
+        state[f"{DOWN}_scale_inv"] = torch.ones(1)
+        state[DOWN] = state[DOWN].to(torch.float8_e4m3fn)
+
+    change_config(directory, **settings)
+    change_state(directory, quantise)
+    if not settings:
+        (directory / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
+    assert load_outer(str(directory)).info.vocab_size  # vLLM's states of such a target are learned from
+    monkeypatch.setattr(loading, "read_tensors", None)
+    for read in (
+        load_lm,
+        lambda path: list(layer_states(path, [[1, 2]])),
+        lambda path: write_gguf_model(Path("x"), path),
+    ):
+        with pytest.raises(InputError, match=f"{words}, expected weights in bfloat16.*--engine hf") as error:
+            read(str(directory))
+        assert "\n" not in str(error.value)
+    with pytest.raises(InputError, match=r"down_proj.weight in torch.float8_e4m3fn"):
+        checkpoint_tensors(directory, ("layers.1.",))
+
+
 def test_an_output_embedding_of_its_own_counts_in_a_model_that_says_it_is_tied(tmp_path):
     directory = tiny_llama_dir(tmp_path / "model", tie_word_embeddings=True)
     change_state(
@@ -219,6 +252,10 @@ def test_a_token_that_the_model_does_not_have_is_one_error(directory, capsys):
         words = ["decode", "say <|new|>", "--target", str(directory), "--method", "ar", "--engine", engine]
         assert main(words) == 2
         assert "tokens: found id " in capsys.readouterr().err.splitlines()[-1]
+    (directory / "rows.jsonl").write_text(json.dumps({"prompt": "say <|new|>"}))
+    words = ["data", "prompts", "--source", str(directory / "rows.jsonl"), "--target", str(directory)]
+    assert main([*words, "--output", str(directory / "prompts")]) == 2
+    assert "tokens: found id " in capsys.readouterr().err.splitlines()[-1]
     lm = load_lm(str(directory))
     with pytest.raises(InputError, match="ids below"):
         generate_all(lm, [[1, 2], [lm.info.vocab_size]], SamplingParams(), 4, 32)
