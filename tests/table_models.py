@@ -54,7 +54,7 @@ def enumerate_branches(run: Callable[[Branches], Any]) -> Iterator[tuple[Any, fl
 
 
 class TableLM:
-    """A `CausalLM` whose logits and features are arbitrary functions of the whole prefix, in float64.
+    """A `CausalLM` whose logits and features are arbitrary functions of the whole prefix, made in float64.
 
     A distribution depends on every token and on their order, so a decoder that keeps, feeds or scores a wrong token is
     found. Two or three tokens of the V have mass, others than the next model's: p and q have zeros in different places.
@@ -62,13 +62,19 @@ class TableLM:
 
     packed = False
 
-    def __init__(self, seed: int, support: tuple[int, ...] = (2, 2, 2, 3), max_position: int = 64):
+    def __init__(
+        self,
+        seed: int,
+        support: tuple[int, ...] = (2, 2, 2, 3),
+        max_position: int = 64,
+        dtype: torch.dtype = torch.float64,
+    ):
         self.seed, self.support = seed, support
-        self.device, self.dtype = torch.device("cpu"), torch.float64
+        self.device, self.dtype = torch.device("cpu"), dtype
         self.info = ModelInfo(H, V, 1, max_position, (), {"config": f"table-{seed}"})
         rng = torch.Generator().manual_seed(seed)
-        self._embedding = torch.randn(V, H, generator=rng, dtype=torch.float64)
-        self._lm_head = torch.randn(V, H, generator=rng, dtype=torch.float64)
+        self._embedding = torch.randn(V, H, generator=rng, dtype=torch.float64).to(dtype)
+        self._lm_head = torch.randn(V, H, generator=rng, dtype=torch.float64).to(dtype)
         self._rows: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
 
     def row(self, prefix: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -81,7 +87,8 @@ class TableLM:
             logits = 1.5 * torch.randn(V, generator=rng, dtype=torch.float64)
             size = self.support[int(torch.randint(len(self.support), (1,), generator=rng))]
             logits[torch.randperm(V, generator=rng)[size:]] = -torch.inf
-            self._rows[prefix] = (logits, torch.randn(H, generator=rng, dtype=torch.float64))
+            feature = torch.randn(H, generator=rng, dtype=torch.float64)
+            self._rows[prefix] = (logits.to(self.dtype), feature.to(self.dtype))
         return self._rows[prefix]
 
     def session(
@@ -142,7 +149,7 @@ class TableSession:
         # What is padding is to be looked at by nobody.
         logits = [torch.stack([row[0] for row in own[-num_logits:]]) if own else torch.empty(0, V) for own in read]
         features = [torch.stack([row[1] for row in own]) if own else torch.empty(0, H) for own in read]
-        scores, states = (pad_sequence(part, True, torch.nan).double() for part in (logits, features))
+        scores, states = (pad_sequence(part, True, torch.nan).to(self._lm.dtype) for part in (logits, features))
         return Scores(scores, captured(states, self.capture))
 
     def step(self, tokens: Any) -> tuple[Tensor, Tensor]:

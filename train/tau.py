@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 from collections.abc import Iterator, Sequence
@@ -74,9 +73,6 @@ class TauProbe:
             return None, None
         target, head = self.target, self.module.head
         assert isinstance(head, DraftHead)
-        # Decode in the target's dtype with a copy; training continues in the head's own.
-        if next(head.parameters()).dtype != target.dtype:
-            head = copy.deepcopy(head).to(target.dtype)
         counts = torch.zeros(3, dtype=torch.float64)
         own = prompts[rank() :: num_ranks()]
         with torch.autocast(target.device.type, enabled=False):

@@ -11,10 +11,11 @@ drawn at its loss.
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -198,6 +199,17 @@ class DraftHead(nn.Module, ABC):
         side by side [.., 2*H].
         """
         return ()
+
+    def like(self, target: CausalLM) -> Self:
+        """Return this head in the target's type and on its device, a copy if it must be converted.
+
+        `drafter`, `tree_drafter` and `branches` draft with it: a head may have another type than the target.
+        """
+        weight = next(self.parameters())
+        if (weight.dtype, weight.device) == (target.dtype, target.device):
+            return self
+        # Its copy of the target's lm_head has the type to draft in, and cannot be copied where it is packed.
+        return copy.deepcopy(self, {id(self.output): self.output}).to(target.device, target.dtype)
 
     @abstractmethod
     def drafter(self, target: CausalLM, stops: Sequence[StopPolicy], capacity: int) -> RowDrafter:

@@ -56,7 +56,7 @@ class FeatureHead(DraftHead):
         """Build its network for inference, in the target's type and on its device."""
 
     def drafter(self, target: CausalLM, stops: Sequence[StopPolicy], capacity: int) -> FeatureDrafter:
-        return FeatureDrafter(self, target, stops, capacity)
+        return FeatureDrafter(self.like(target), target, stops, capacity)
 
     def tree_drafter(
         self,
@@ -66,10 +66,10 @@ class FeatureHead(DraftHead):
         rows: int = 1,
         rules: Sequence[TreeRule] | None = None,
     ) -> FeatureDrafter:
-        return FeatureTreeDrafter(self, target, shape, capacity, rows, rules=rules)
+        return FeatureTreeDrafter(self.like(target), target, shape, capacity, rows, rules=rules)
 
     def branches(self, target: CausalLM, depth: int) -> BranchDrafter:
-        return FeatureBranches(self, target, depth)
+        return FeatureBranches(self.like(target), target, depth)
 
 
 def forward(

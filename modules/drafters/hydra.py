@@ -28,7 +28,6 @@ from draftsmith.modules.drafters.medusa import (
     MedusaChain,
     MedusaHead,
     MedusaSettings,
-    in_type_of,
     lm_head_passes,
     lm_heads_of,
 )
@@ -178,17 +177,17 @@ class HydraHead(MedusaHead, FeatureHead):
     # -- drafter
 
     def drafter(self, target: CausalLM, stops: Sequence[StopPolicy], capacity: int) -> HydraDrafter:
-        return HydraDrafter(self, target, stops, capacity)
+        return HydraDrafter(self.like(target), target, stops, capacity)
 
     def tree_drafter(self, target: CausalLM, shape: Any, capacity: int, rows: int = 1, *_: Any) -> HydraDrafter:
-        return HydraDrafter(self, target, [FixedLength(1)] * rows, capacity, shape=shape)
+        return HydraDrafter(self.like(target), target, [FixedLength(1)] * rows, capacity, shape=shape)
 
     def lean(self, target: CausalLM) -> LeanHydra:
         return LeanHydra(self, target)
 
     def branches(self, target: CausalLM, depth: int) -> HydraBranches:
         at_most("depth", depth, self.config.num_heads)
-        return HydraBranches(self, target, depth)
+        return HydraBranches(self.like(target), target, depth)
 
 
 class LeanHydra:
@@ -198,7 +197,6 @@ class LeanHydra:
     """
 
     def __init__(self, head: HydraHead, target: CausalLM):
-        head = in_type_of(head, target)
         pack, precision, layers = target.packed, head.precision, list[Any](head.layers)
         self.stack = LeanStack(
             layers, head.config.llama, target.dtype, target.device, partial(linear_of, pack=pack, precision=precision)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -96,9 +95,6 @@ class MedusaSettings:
                 at_least(name, value, 1)
         if not 0 < self.head_decay <= 1:
             raise InputError("head_decay", self.head_decay, "a weight in (0, 1]", "Change it.")
-
-
-Head = TypeVar("Head", bound="MedusaHead")
 
 
 class MedusaHead(DraftHead):
@@ -212,14 +208,14 @@ class MedusaHead(DraftHead):
             super().draft_in(precision, target)
 
     def drafter(self, target: CausalLM, stops: Sequence[StopPolicy], capacity: int) -> RowDrafter:
-        return MedusaDrafter(self, target, stops)
+        return MedusaDrafter(self.like(target), target, stops)
 
     def tree_drafter(self, target: CausalLM, shape: Any, capacity: int, rows: int = 1, *_: Any) -> RowDrafter:
-        return MedusaDrafter(self, target, [FixedLength(1)] * rows, shape)
+        return MedusaDrafter(self.like(target), target, [FixedLength(1)] * rows, shape)
 
     def branches(self, target: CausalLM, depth: int) -> MedusaBranches:
         at_most("depth", depth, self.config.num_heads)
-        return MedusaBranches(self, target, depth)
+        return MedusaBranches(self.like(target), target, depth)
 
     @classmethod
     def card(cls, head: Mapping[str, Any]) -> HeadCard:
@@ -267,7 +263,7 @@ class MedusaDrafter(RowDrafter):
     ):
         """stops: a policy for each row, for chains."""
         super().__init__(stops, longest_draft=head.config.num_heads)
-        self._head, self._lm_heads, self._shape = in_type_of(head, target), lm_heads_of(head, target), shape
+        self._head, self._lm_heads, self._shape = head, lm_heads_of(head, target), shape
 
     def _draft(self, limits: Sequence[int], params: SamplingParams, sources: Sequence[Source]) -> list[DraftTree]:
         states = self._head(torch.stack([row.features[-1] for row in self._rows]))  # [B, H] of each head
@@ -317,7 +313,7 @@ class MedusaBranches(BranchDrafter):
 
     def __init__(self, head: MedusaHead, target: CausalLM, depth: int):
         super().__init__(target, depth)
-        self._head, self._lm_heads = in_type_of(head, target), lm_heads_of(head, target)
+        self._head, self._lm_heads = head, lm_heads_of(head, target)
 
     def open(self, tokens: Sequence[int], features: Tensor | None = None) -> None:
         assert features is not None and len(features) == len(tokens)
@@ -348,18 +344,11 @@ class MedusaBranches(BranchDrafter):
         return self._state(level + 1)
 
 
-def in_type_of(head: Head, target: CausalLM) -> Head:
-    """Return the head in the target's type and on its device, a copy if it must be converted."""
-    weight = next(head.parameters())
-    same = weight.dtype == target.dtype and weight.device == target.device
-    return head if same else copy.deepcopy(head).to(target.device, target.dtype)
-
-
 def lm_heads_of(head: MedusaHead, target: CausalLM) -> Sequence[LmHead]:
     """Return the lm_head that each head drafts with."""
     if not head.config.own_lm_head:
         return head.outputs(head.output or target.lm_head)
-    layers = [layer for layer in in_type_of(head, target).lm_heads if isinstance(layer, nn.Linear)]
+    layers = [layer for layer in head.lm_heads if isinstance(layer, nn.Linear)]
     return [linear_of(layer.weight, layer.bias, target.packed, head.precision) for layer in layers]
 
 

@@ -404,7 +404,7 @@ class BlockHead(BlockNet):
     # -- drafter
 
     def drafter(self, target: CausalLM, stops: Sequence[StopPolicy], capacity: int) -> BlockDrafter:
-        return BlockDrafter(self, target, stops, capacity)
+        return BlockDrafter(self.like(target), target, stops, capacity)
 
     def tree_drafter(
         self,
@@ -414,10 +414,10 @@ class BlockHead(BlockNet):
         rows: int = 1,
         rules: Sequence[TreeRule] | None = None,
     ) -> BlockDrafter:
-        return BlockDrafter(self, target, [FixedLength(1)] * rows, capacity, shape, rules)
+        return BlockDrafter(self.like(target), target, [FixedLength(1)] * rows, capacity, shape, rules)
 
     def branches(self, target: CausalLM, depth: int) -> BranchDrafter:
-        return BlockBranches(self, target, depth)
+        return BlockBranches(self.like(target), target, depth)
 
     @classmethod
     def card(cls, head: Mapping[str, Any]) -> HeadCard:

@@ -6,6 +6,7 @@ is the one that its settings give for LLAMA; one that this leaves untried in par
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 
 from draftsmith.data.heads.directory import class_of, head_kinds, kind_at, load_head, save_head
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
+from draftsmith.modules.decoding.loop import generate_one
+from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.tree import StaticTree
 from draftsmith.modules.drafters import head_class, learned
 from draftsmith.modules.drafters.base import DraftHead, TrainStep
@@ -31,6 +34,7 @@ from draftsmith.modules.drafters.methods import MachineTimes, Models, known_meth
 from draftsmith.modules.drafters.trees import DynamicTrees
 from draftsmith.modules.layers import LlamaConfig, RopeScaling
 from draftsmith.modules.losses import acceptance_loss
+from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.base import ModelInfo
 from draftsmith.modules.types import AcceptanceBatch, FeatureBatch, LossOutput, SamplingParams
 from draftsmith.train.config import TrainConfig, TrainDrafterConfig, drafter_config
@@ -221,6 +225,27 @@ def test_its_branches_draft_what_its_chains_draft(drafter):
     best = branches.lm_head(drafted.hidden, torch.arange(3)[None]).argmax(-1)
     assert torch.equal(best, drafted.tokens)
     assert torch.allclose(branches.states([len(text)], drafted.tokens)[:, :3], drafted.hidden)
+
+
+@pytest.mark.parametrize(("own", "theirs"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+def test_it_drafts_in_the_targets_type_whatever_its_own_is(drafter, own, theirs):
+    target, text, drafter = TableLM(1, dtype=theirs), [2, 0, 1, 3, 0, 1], drafter.to(own)
+    features = captured(torch.stack([target.row(tuple(text[: i + 1]))[1] for i in range(len(text))]), drafter.capture)
+    shape = StaticTree.from_paths([[0], [1], [0, 0]])
+    drafted = []
+    for head in (drafter, copy.deepcopy(drafter).to(theirs)):
+        branches = head.branches(target, 3)
+        branches.open(text, features)
+        found = [branches.draft([len(text)], 3, [SamplingParams()]).tokens.tolist()]
+        drafters = [head.drafter(target, [FixedLength(3)], CAPACITY)]
+        if type(head).tree_drafter is not DraftHead.tree_drafter:
+            drafters.append(head.tree_drafter(target, shape, CAPACITY))
+        for each in drafters:
+            done = generate_one(target, each, text, SAMPLING, 8, TorchSource(0), ())
+            found.append((done.tokens, done.trace.num_draft_tokens))
+            assert done.trace.num_draft_tokens > 0
+        drafted.append(found)
+    assert drafted[0] == drafted[1] and {weight.dtype for weight in drafter.parameters()} == {own}
 
 
 @pytest.mark.parametrize("kind", sorted(learned()))
