@@ -81,7 +81,8 @@ def state_source(format: HeadFormat, target: str | None, draft: str | Path | Non
     # A drafting head brings the target with it; a draft model is read alone.
     drafter = load_drafter(draft, load_target, lambda path: load_lm(path, **loading))
     path, head_path = (str(draft), None) if drafter.head is None else (str(target), str(draft))
-    return StateSource(path, drafter, facts_of(path, drafter.lm), head_path)
+    # An acceptance head reads states alone.
+    return StateSource(path, drafter, TargetFacts(read_config(path)), head_path)
 
 
 def facts_of(path: str, lm: CausalLM) -> TargetFacts:

@@ -95,7 +95,11 @@ class HFLM:
         self.info = dataclasses.replace(self.info, vocab_size=vocab_size)
 
     def lm_head_weight(self) -> Tensor:
-        return self.model.get_output_embeddings().weight.detach().to(self.device)
+        head = self.model.get_output_embeddings()
+        if getattr(head, "bias", None) is not None:
+            found, expected = "an output embedding with a bias", "one without: heads compute with its weights alone"
+            raise InputError("target", found, expected, "Train a head for another target.")
+        return head.weight.detach().to(self.device)
 
 
 class HFSession:

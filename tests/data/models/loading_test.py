@@ -263,6 +263,21 @@ def test_a_token_that_the_model_does_not_have_is_one_error(directory, capsys):
         pad_right([[-1]], lm)
 
 
+def test_an_output_embedding_with_a_bias_is_no_table_of_weights(tmp_path):
+    torch.manual_seed(0)
+    config = transformers.PhiConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, eos_token_id=3
+    )
+    model = transformers.PhiForCausalLM(config)
+    torch.nn.init.normal_(model.lm_head.bias)
+    model.save_pretrained(tmp_path)
+    lm, hidden = load_lm(str(tmp_path)), torch.randn(3, 16)
+    with torch.no_grad():
+        assert torch.equal(lm.lm_head(hidden), model.lm_head(hidden))
+    with pytest.raises(InputError, match="an output embedding with a bias"):
+        lm.lm_head_weight()
+
+
 def test_a_model_that_changes_its_logits_after_the_head_is_refused(tmp_path):
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
