@@ -123,6 +123,13 @@ def load_lm(
     return _load_hf(directory, config, DTYPES[dtype], device, trust_remote_code)
 
 
+def load_fitting(path: str, target: CausalLM, **loading: Any) -> CausalLM:
+    """Load a draft of the target's tokenizer, and fit its vocabulary to the target's."""
+    lm = load_lm(path, **loading)
+    lm.fit_vocabulary(target.info.vocab_size)
+    return lm
+
+
 def load_outer(path: str, dtype: str = "float32", device: str = "cpu") -> OuterLM:
     """Load only the embeddings of a target, for heads that learn from states of another process.
 

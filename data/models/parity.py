@@ -107,10 +107,10 @@ def _compare(shape: LlamaConfig, small: dict[str, Any]) -> str:
             return f"whose tensors are not transformers' ({error.found})"
         difference = lean.lm_head(lean.features(ids))[0] - theirs
     spread = theirs - theirs.mean(-1, keepdim=True)
-    error = (difference.norm() / spread.norm()).item()
-    if error <= TOLERANCE:  # NaN differs
+    share = (difference.norm() / spread.norm()).item()
+    if share <= TOLERANCE:  # NaN differs
         return ""
-    return f"whose logits differ from transformers' by {error:.2g} of their spread"
+    return f"whose logits differ from transformers' by {share:.2g} of their spread"
 
 
 def _engine_hash() -> str:

@@ -21,6 +21,7 @@ from draftsmith.data.models.hub import model_directory
 from draftsmith.data.models.loading import (
     DTYPES,
     check_same_tokenizer,
+    load_fitting,
     load_lm,
     load_transformers,
 )
@@ -346,8 +347,7 @@ def load_smaller_lm(role: str, paths: Mapping[str, str], target: CausalLM, longe
     """Load a draft or mid model, which has to share the target's tokens."""
     path = paths[role]
     check_same_tokenizer(paths["target"], path, role)
-    lm = load_lm(path, **loading)
-    lm.fit_vocabulary(target.info.vocab_size)
+    lm = load_fitting(path, target, **loading)
     if lm.info.max_position < longest:
         found = f"{path} with a context of {lm.info.max_position}"
         raise InputError(role, found, f"{longest} or more", "Lower --max-new-tokens, or use another draft.")

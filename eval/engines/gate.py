@@ -27,7 +27,7 @@ from draftsmith.data.export.gguf import is_gguf_model, widen_gguf, write_gguf_mo
 from draftsmith.data.export.states import facts_of
 from draftsmith.data.heads.directory import build_head, load_head, stored_tensors
 from draftsmith.data.models.hub import EMBEDDED, model_directory
-from draftsmith.data.models.loading import check_same_tokenizer, load_lm
+from draftsmith.data.models.loading import check_same_tokenizer, load_fitting, load_lm
 from draftsmith.data.settings import MODEL, check_not_negative, check_positive
 from draftsmith.data.text.template import load_chat_tokenizer, prompt_ids
 from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
@@ -210,12 +210,12 @@ def our_drafter(config: EngineCheckConfig, target: CausalLM, facts: TargetFacts)
     assert config.target is not None
     path = str(config.directory)
     if config.engine == "llamacpp" and (file := gguf_file(config.directory)) is not None and is_gguf_model(file):
-        return OurDrafter(MODEL, load_lm(str(file), **config.loading))
+        return OurDrafter(MODEL, load_fitting(str(file), target, **config.loading))
     package = foreign_package(config.directory)
     foreign = ForeignHead.of(package)
     if causal_lm(foreign):
         check_same_tokenizer(config.target, path, MODEL)
-        return OurDrafter(MODEL, load_lm(path, **config.loading))
+        return OurDrafter(MODEL, load_fitting(path, target, **config.loading))
     named = config.format in {name for name, _ in formats()}
     format = named_format(config.format, foreign) if named else detect(foreign)
     if (config.engine, format.kind) not in formats():

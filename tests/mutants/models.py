@@ -17,7 +17,7 @@ MUTANTS = [
            'config_object(raw, "rope_parameters") or config_object(raw, "rope_scaling")', (SPELLINGS,)),
     Mutant("rope-base-outside-first", LAYERS, "outside if inside is None else inside",
            "inside if outside is None else outside", (SPELLINGS,)),
-    Mutant("lean-engine-of-any-logits", PARITY, "if error <= TOLERANCE:", "if True:",
+    Mutant("lean-engine-of-any-logits", PARITY, "if share <= TOLERANCE:", "if True:",
            (f"{LOADING_TEST}::test_a_lean_engine_that_computes_something_else_is_not_used",)),
     Mutant("tied-whatever-the-files-hold", CHECKPOINT, "tie_embeddings=False) if differs", "tie_embeddings=True) if differs",
            (f"{LOADING_TEST}::test_an_output_embedding_of_its_own_counts_in_a_model_that_says_it_is_tied",)),
