@@ -94,9 +94,29 @@ def test_a_policy_on_the_command_line(drafters_registry, capsys):
     assert "streak:low=2: drafted and accepted" in capsys.readouterr().err
 
 
-def test_a_folder_without_files_is_refused(tmp_path):
-    with pytest.raises(draftsmith.InputError, match="a folder of Python files"):
-        draftsmith.add_drafters(str(tmp_path))
+BIGRAM = (EXAMPLES / "drafters" / "bigram.py").read_text()
+
+
+@pytest.mark.parametrize(
+    ("files", "error"),
+    [
+        ({}, "a folder of Python files"),
+        (
+            {"trees.py": "raise AssertionError('never imported')"},
+            "drafters: found trees in .*, expected names that",
+        ),
+        ({"medusa.py": "", "mine.py": ""}, "drafters: found medusa in"),
+        ({"stops.py": "METHODS = {'pld': None}"}, "METHODS: found pld in stops.py"),
+        ({"mine.py": BIGRAM}, "kind: found bigram in mine.py, expected mine"),
+        ({"fails.py": "1 / 0"}, "division by zero"),
+    ],
+)
+def test_a_folder_that_cannot_be_registered_is_refused_each_time(files, error, tmp_path, drafters_registry):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    for _ in range(2):
+        with pytest.raises((draftsmith.InputError, ZeroDivisionError), match=error):
+            draftsmith.add_drafters(str(tmp_path))
 
 
 def test_medusa2_saves_another_target_and_heads_that_decode_it(target, responses, tmp_path):

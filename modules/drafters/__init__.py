@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from draftsmith.modules.types import InputError
@@ -59,20 +60,31 @@ def add_folder(folder: str) -> None:
     """Register the drafters of another folder: heads named like their file, and methods listed in METHODS.
 
     Raises:
-        InputError: the folder holds no Python files.
+        InputError: the folder holds no Python files, or a file, head or method with a name that is taken.
     """
+    folder = str(Path(folder).resolve())
     names = [module.name for module in pkgutil.iter_modules([folder])]
     if not names:
         raise InputError("drafters", folder, "a folder of Python files", "Correct the path.")
-    if folder in __path__:
-        return
-    __path__.append(folder)
+    # Python would import the file of the first folder, without a word.
+    taken = {module.name for module in pkgutil.iter_modules(path for path in __path__ if path != folder)}
+    if clash := sorted(taken & set(names)):
+        raise InputError("drafters", f"{', '.join(clash)} in {folder}", "names that are not taken", "Rename it.")
+    if folder not in __path__:
+        __path__.append(folder)
     from draftsmith.modules.drafters.base import DraftHead
     from draftsmith.modules.drafters.methods import known_methods
 
     for name in names:
+        # A second call finds the module imported, or the file fails again.
         module = importlib.import_module(f"{__name__}.{name}")
-        known_methods().update(vars(module).get("METHODS", {}))
-        heads = [v for v in vars(module).values() if isinstance(v, type) and issubclass(v, DraftHead)]
-        if any(vars(head).get("kind") == name for head in heads):
+        methods = vars(module).get("METHODS", {})
+        if clash := sorted(key for key in methods if known_methods().get(key, methods[key]) is not methods[key]):
+            raise InputError("METHODS", f"{', '.join(clash)} in {name}.py", "names that are not taken", "Rename it.")
+        known_methods().update(methods)
+        own = [v for v in vars(module).values() if isinstance(v, type) and v.__module__.startswith(module.__name__)]
+        kinds = {vars(head)["kind"] for head in own if issubclass(head, DraftHead) and "kind" in vars(head)}
+        if kinds - {name}:
+            raise InputError("kind", f"{', '.join(kinds)} in {name}.py", f"{name}, as the file", "Rename one.")
+        if kinds:
             HEADS[name] = name, (module.__doc__ or name).splitlines()[0]
