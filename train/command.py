@@ -15,7 +15,7 @@ from draftsmith.train import acceptance
 from draftsmith.train.acceptance import TrainAcceptanceConfig
 from draftsmith.train.config import TrainDrafterConfig
 from draftsmith.train.plan import announce
-from draftsmith.train.prepare import TrainedConfig, prepare
+from draftsmith.train.prepare import TrainedConfig, prepare, with_shape
 from draftsmith.train.strategies import settled
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ def run(config: TrainedConfig) -> Path:
     set_threads(config.num_threads)
     if isinstance(config, TrainAcceptanceConfig):
         config = acceptance.with_size(acceptance.with_defaults(config))
+    else:
+        config = with_shape(config)
     config = settled(config)
     done = finished(config)
     if done is not None:

@@ -67,6 +67,7 @@ class LitDrafter(LitHead):
         if config is None:
             place = Path(IN_PYTHON)
             config = drafter_config(head.kind)(data=place, output=place, target=target.info.path or IN_PYTHON)
+        config = dataclasses.replace(config, **head.shape(head.config))
         super().__init__(head, config, total_steps, frozen="target")
         self.target, self.settings, self.feature_std = target, with_loss(config), feature_std
         self.source = source or FeatureSource(target, head.learns_from(head.config, target.info.num_layers))

@@ -35,7 +35,7 @@ from draftsmith.modules.layers import LlamaConfig, LlamaModel
 from draftsmith.modules.losses import CHUNK_ELEMENTS
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import MOST, TrainConfig, TrainDrafterConfig, drafter_config
-from draftsmith.train.prepare import head_config
+from draftsmith.train.prepare import head_config, with_shape
 from draftsmith.train.strategies import device_kind, model_dtype, settled, world_size
 
 FLOAT32 = 4
@@ -353,7 +353,7 @@ def rank_memory(process: dict[str, int], strategy: str, world: int) -> dict[str,
 def run(config: Any) -> None:
     """Print the plan: facts, and a table of a rank's memory with a row per part and a column per strategy."""
     set_threads(config.num_threads)
-    config = settled(config)
+    config = settled(with_shape(config))
     plan = plan_of(config, config.world, config.assume_samples, config.assume_length)
     documents, tokens = plan.documents, sum(plan.documents.lengths)
     per_step = tokens / plan.steps_per_epoch

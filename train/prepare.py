@@ -278,8 +278,13 @@ def head_config(config: TrainDrafterConfig, target: LlamaConfig) -> Any:
         shape = dataclasses.replace(shape, vocab_size=target.vocab_size)
         return config.drafter.new_config(dataclasses.replace(options, keep_layers=kept), shape)
     found = starting_settings(config.init, config.kind, target.hidden_size, target.vocab_size)
-    config.drafter.check_init(config, found)
+    config.drafter.check_init(config, found, target)
     return found
+
+
+def with_shape(config: TrainDrafterConfig) -> TrainDrafterConfig:
+    """Fill in the options that shape the head, so that the manifest has the values of a head to fine-tune too."""
+    return dataclasses.replace(config, **config.drafter.shape(head_config(config, target_shape(config.target))))
 
 
 class FrozenWeights:

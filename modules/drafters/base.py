@@ -12,6 +12,7 @@ drawn at its loss.
 from __future__ import annotations
 
 import copy
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -103,7 +104,8 @@ class DraftHead(nn.Module, ABC):
         max_position, the longest text that head and target can read.
     Settings: class of the options of `train KIND` beside those of every training (train/config.py): a frozen dataclass
         of keyword fields with defaults. `Attributes` of its docstring become help; `__post_init__` checks values; a
-        field with metadata {"volatile": True} has no effect on the weights.
+        field with metadata {"volatile": True} has no effect on the weights. An option that shapes the head (`shape`)
+        defaults to None.
     defaults: values of the common options in place of their own defaults.
     lookahead: rows fewer than tokens that the alignment leaves of a sequence; pieces of a long one overlap by so many.
     whole_weights: the loss reads weights outside of their modules, so that ZeRO-3 cannot split them.
@@ -137,15 +139,26 @@ class DraftHead(nn.Module, ABC):
         """Return the `Config` of a new head for this target."""
 
     @classmethod
-    def check_init(cls, settings: Any, config: Any) -> None:
-        """Raise InputError if the settings contradict the config of the head to fine-tune."""
+    def shape(cls, config: Any) -> dict[str, Any]:
+        """Return the options that shape a head, with the values that this head has: those that `Settings` and `Config`
+        have in common."""
+        names = (field.name for field in dataclasses.fields(cls.Settings))
+        return {name: getattr(config, name) for name in names if hasattr(config, name)}
 
-    @staticmethod
-    def check_kept(name: str, value: Any, kept: Any) -> None:
-        """Raise InputError if an option has a value, and the head to fine-tune another."""
-        if value not in (None, kept):
-            remedy = f"Leave --{name.replace('_', '-')} out, or start from another head."
-            raise InputError(name, value, f"{kept}, as the head of --init has", remedy)
+    @classmethod
+    def check_init(cls, settings: Any, config: Any, target: LlamaConfig) -> None:
+        """Raise InputError if an option that shapes the head is given, and the head to fine-tune has another value."""
+        own, defaults = cls.shape(config), {field.name: field.default for field in dataclasses.fields(cls.Settings)}
+        kept = dataclasses.replace(settings, **own)
+        for name, value in own.items():
+            asked = getattr(settings, name)
+            if asked in (None, defaults[name], value):
+                continue
+            # Two values may name one shape: a draft vocabulary of 0, or of all tokens.
+            alike = dataclasses.replace(kept, **{name: asked})
+            if value is None or cls.new_config(alike, target) != cls.new_config(kept, target):
+                remedy = f"Leave --{name.replace('_', '-')} out, or start from another head."
+                raise InputError(name, asked, f"{value}, as the head of --init has", remedy)
 
     def start(self, weights: TargetWeights) -> None:
         """Initialize the weights of a new head that come from the target; all are random before."""

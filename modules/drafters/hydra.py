@@ -137,11 +137,6 @@ class HydraHead(MedusaHead, FeatureHead):
         llama = dataclasses.replace(EagleConfig.for_target(target).llama, num_layers=layers)
         return HydraConfig(llama, settings.num_heads or 4, settings.num_layers or 1, settings.lm_head == "own")
 
-    @classmethod
-    def check_init(cls, settings: Any, config: Any) -> None:
-        super().check_init(settings, config)
-        cls.check_kept("prefix_attention", settings.prefix_attention, config.prefix_attention)
-
     # -- loss
 
     def read(self, batch: FeatureBatch) -> Tensor:

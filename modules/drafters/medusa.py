@@ -134,10 +134,8 @@ class MedusaHead(DraftHead):
         return MedusaConfig(*sizes, settings.num_heads or 5, settings.num_layers or 1, settings.lm_head == "own")
 
     @classmethod
-    def check_init(cls, settings: Any, config: Any) -> None:
-        cls.check_kept("num_heads", settings.num_heads, config.num_heads)
-        cls.check_kept("num_layers", settings.num_layers, config.num_layers)
-        cls.check_kept("lm_head", settings.lm_head, "own" if config.own_lm_head else "target")
+    def shape(cls, config: Any) -> dict[str, Any]:
+        return super().shape(config) | {"lm_head": "own" if config.own_lm_head else "target"}
 
     def start(self, weights: TargetWeights) -> None:
         for layer in self.lm_heads:

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import shutil
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
@@ -14,11 +15,13 @@ from safetensors.torch import load_file
 from tiny_models import tiny_llama_dir
 
 from draftsmith.data.heads.directory import load_head, save_head
-from draftsmith.data.models.loading import load_lm
+from draftsmith.data.models.loading import load_lm, target_shape
+from draftsmith.modules.drafters import head_class, learned
 from draftsmith.modules.drafters.eagle.head import EagleHead
 from draftsmith.modules.types import InputError
 from draftsmith.train.command import run
-from draftsmith.train.prepare import make_head, prepare
+from draftsmith.train.config import drafter_config
+from draftsmith.train.prepare import make_head, prepare, with_shape
 
 
 def test_initial_weights_depend_on_the_seed_alone(artefacts, tmp_path):
@@ -92,6 +95,56 @@ def test_a_start_that_does_not_fit_is_refused(artefacts, tmp_path, eagle_run, ch
         settings = dataclasses.replace(settings, target=str(tiny_llama_dir(tmp_path / "narrow", hidden=16)))
     with pytest.raises(InputError, match=expected):
         make_head(settings, load_lm(settings.target))
+
+
+# An option of a drafter -> a value that no new head has by default, if its type does not name one.
+OTHER = {"layers": (0, 1, 3), "mask_token": 5, "rope_theta": 5e5, "draft_vocab": 100, "num_layers": 3, "num_heads": 2}
+OTHER |= {"block": 4, "markov_rank": 16, "prefix_attention": True}
+
+
+def other_value(settings: type, name: str, default: Any) -> Any:
+    """Return another value of an option."""
+    kinds = get_type_hints(settings)[name]
+    choices = [value for kind in (kinds, *get_args(kinds)) if get_origin(kind) is Literal for value in get_args(kind)]
+    if name in OTHER or not choices:
+        return OTHER.get(name, default)
+    return next(value for value in reversed(choices) if value != default)
+
+
+@pytest.mark.parametrize("kind", sorted(set(learned()) - {"draft"}))
+def test_no_option_that_shapes_a_head_has_another_value_beside_a_start(kind, tmp_path):
+    """Options that shape it are those that give a new head another config; its manifest has its own values of them."""
+    scaling = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+    path = str(tiny_llama_dir(tmp_path / "target", layers=8, rope_parameters=scaling))
+    head_type, shape, target = head_class(kind), target_shape(path), load_lm(path)
+
+    def training(**changes):
+        return drafter_config(kind)(data=tmp_path, output=tmp_path, target=path, **changes)
+
+    plain = head_type.new_config(training(), shape)
+    for field in dataclasses.fields(head_type.Settings):
+        other = {field.name: other_value(head_type.Settings, field.name, field.default)}
+        if other[field.name] == field.default or head_type.new_config(training(**other), shape) == plain:
+            continue
+        made = make_head(training(**other), target, lambda: torch.arange(target.info.vocab_size))
+        start = str(save_head(tmp_path / field.name, made, {"of_target": list(made.of_target)}, "card"))
+        # With the head's own value, and with none.
+        for given in (other, {}):
+            settled = with_shape(training(init=start, **given))
+            assert getattr(settled, field.name) == other[field.name]
+            assert make_head(settled, target).config == made.config
+        new = getattr(with_shape(training()), field.name)
+        with pytest.raises(InputError, match=f"{field.name}: found .*, as the head of --init has"):
+            make_head(training(init=start, **{field.name: new}), target)
+
+
+def test_blocks_of_one_token_do_not_vary(artefacts, tmp_path):
+    settings = {"data": artefacts.responses, "target": str(artefacts.target), "output": tmp_path / "run"}
+    target = load_lm(str(artefacts.target))
+    head = make_head(drafter_config("dspark")(block=1, layers=(0, 1), **settings), target)
+    start = str(save_head(tmp_path / "head", head, {}, "card"))
+    with pytest.raises(InputError, match="block: found 1, expected 2 or more"):
+        run(drafter_config("dspark")(init=start, vary_block=True, wandb="off", **settings))
 
 
 def test_a_head_with_plain_positions_leaves_the_targets_scaling_out(artefacts, tmp_path):

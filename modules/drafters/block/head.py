@@ -51,16 +51,19 @@ class BlockSettings:
         layers: Layers of the target whose inputs it reads, distinct ones, ascending. Default: five, evenly spaced, or
             those of the head it starts from.
         num_layers: Decoder layers of the head. Default: 2, or those of the head it starts from.
-        block: Tokens that it drafts in a block.
+        block: Tokens that it drafts in a block. Default: 7, or as the head it starts from.
         vary_block: Train on blocks of 2 to `block` tokens, a length drawn for every step. Servers lay a block of as
             many slots as they draft tokens, and a head draws other tokens in a block of another length.
         layout: What a slot predicts: the token behind it, so that the anchor's slot drafts too (anchor-first, DSpark);
-            or its own (fill-in, DFlash).
+            or its own (fill-in, DFlash). Default: the kind's, or as the head it starts from.
         mask_token: Token that stands in the slots to fill, one that texts do not have. Default: the target's last one.
         markov_rank: Width of the Markov head, which adds to a token's logits what the token before it says; 0 for none.
+            Default: 64, for DFlash 0, or as the head it starts from.
         markov_type: What the Markov head computes from: the token before (vanilla, all that vLLM and llama.cpp serve),
-            the slot's state too (gated), or all tokens of the block before it (rnn).
-        confidence: Train a confidence head, by which servers cut drafts short.
+            the slot's state too (gated), or all tokens of the block before it (rnn). Default: vanilla, or as the head
+            it starts from.
+        confidence: Train a confidence head, by which servers cut drafts short. Default: on, for DFlash off, or as the
+            head it starts from.
         confidence_label: What it learns: the probability that a drawn token is accepted (overlap, as published), or
             whether the draft's first choice is the target's, which greedy servers such as llama.cpp accept (match).
         only_confidence: Train nothing but the confidence head, of a head given as --init: for another kind of text, or
@@ -92,15 +95,25 @@ class BlockSettings:
         "decay",
     )
 
+    # Shape of a new head.
+    new: ClassVar[dict[str, Any]] = {
+        "num_layers": 2,
+        "block": 7,
+        "layout": "anchor-first",
+        "markov_rank": 64,
+        "markov_type": "vanilla",
+        "confidence": True,
+    }
+
     layers: tuple[int, ...] = ()
     num_layers: int | None = None
-    block: int = 7
+    block: int | None = None
     vary_block: bool = False
-    layout: Layout = "anchor-first"
+    layout: Layout | None = None
     mask_token: int | None = None
-    markov_rank: int = 64
-    markov_type: MarkovType = "vanilla"
-    confidence: bool = True
+    markov_rank: int | None = None
+    markov_type: MarkovType | None = None
+    confidence: bool | None = None
     confidence_label: Literal["overlap", "match"] = "overlap"
     only_confidence: bool = False
     anchors: int = 512
@@ -113,12 +126,10 @@ class BlockSettings:
     loss: str | None = None  # in training the function itself (train/own_loss.py)
 
     def __post_init__(self) -> None:
-        at_least("block", self.block, 1 + self.vary_block)
-        at_least("anchors", self.anchors, 1)
-        at_least("markov_rank", self.markov_rank, 0)
-        at_least("loss_vocab", self.loss_vocab, 0)
-        if self.num_layers is not None:
-            at_least("num_layers", self.num_layers, 1)
+        least = {"block": 1 + self.vary_block, "anchors": 1, "markov_rank": 0, "loss_vocab": 0, "num_layers": 1}
+        for name, smallest in least.items():
+            if (value := getattr(self, name)) is not None:
+                at_least(name, value, smallest)
         if not (self.ce_weight >= 0 and self.l1_weight >= 0 and self.ce_weight + self.l1_weight > 0):
             weights = f"{self.ce_weight}, {self.l1_weight}"
             raise InputError("ce_weight, l1_weight", weights, "not negative, not both 0", "Change them.")
@@ -139,9 +150,7 @@ class DSparkSettings(BlockSettings):
 class DFlashSettings(BlockSettings):
     """Train a DFlash head: a block drafter that fills in its slots, without further heads, on the text's tokens."""
 
-    layout: Layout = "fill-in"
-    markov_rank: int = 0
-    confidence: bool = False
+    new: ClassVar[dict[str, Any]] = BlockSettings.new | {"layout": "fill-in", "markov_rank": 0, "confidence": False}
     ce_weight: float = 1.0
     l1_weight: float = 0.0
 
@@ -247,16 +256,15 @@ class BlockHead(BlockNet):
         count = min(NUM_STATES, max(1, target.num_layers - 3))
         capture = layers_of(settings.layers or default_layers(target.num_layers, count), target.num_layers)
         mask = target.vocab_size - 1 if settings.mask_token is None else settings.mask_token
-        layers = layers_like(target, settings.num_layers or 2)
-        block = settings.block + (settings.layout == "fill-in")
-        markov = settings.markov_rank, settings.markov_type
-        return BlockConfig(layers, capture, block, mask, settings.layout, *markov, settings.confidence)
+        shape = {name: getattr(settings, name) for name in settings.new}
+        shape = {name: settings.new[name] if value is None else value for name, value in shape.items()}
+        layers, block = layers_like(target, shape.pop("num_layers")), shape.pop("block")
+        return BlockConfig(layers, capture, block + (shape["layout"] == "fill-in"), mask, **shape)
 
     @classmethod
-    def check_init(cls, settings: Any, config: BlockConfig) -> None:
-        cls.check_kept("layers", settings.layers or None, config.capture)
-        cls.check_kept("num_layers", settings.num_layers, config.llama.num_layers)
-        cls.check_kept("mask_token", settings.mask_token, config.mask_token)
+    def shape(cls, config: BlockConfig) -> dict[str, Any]:
+        layers = {"layers": config.capture, "num_layers": config.llama.num_layers}
+        return super().shape(config) | layers | {"block": config.drafts}
 
     def freeze(self, settings: Any) -> None:
         if settings.only_confidence:
@@ -281,7 +289,7 @@ class BlockHead(BlockNet):
 
     @classmethod
     def logit_rows(cls, batch: FeatureBatch, settings: Any) -> int:
-        return int(cls.loss_count(batch, settings)) * settings.block
+        return int(cls.loss_count(batch, settings)) * (settings.block or settings.new["block"])
 
     def loss(self, batch: FeatureBatch, target: CausalLM, settings: Any, step: TrainStep | None) -> LossOutput:
         """Return the mean over blocks of their tokens' losses, a block's weights adding up to 1.

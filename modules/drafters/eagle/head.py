@@ -14,7 +14,7 @@ from torch import Tensor
 from draftsmith.modules import flops
 from draftsmith.modules.drafters.base import HeadCard, TrainStep, layer_shape
 from draftsmith.modules.drafters.chains import FixedK
-from draftsmith.modules.drafters.eagle.net import EagleConfig, EagleNet, LeanEagle, Rope
+from draftsmith.modules.drafters.eagle.net import EagleConfig, EagleNet, LeanEagle, Rope, rope_of
 from draftsmith.modules.drafters.feature_heads import FeatureHead
 from draftsmith.modules.drafters.trees import DynamicTrees, StaticTrees
 from draftsmith.modules.layers import LlamaConfig
@@ -36,7 +36,8 @@ class EagleSettings:
     Attributes:
         num_layers: Decoder layers of the head. Default: 1, or those of the head it starts from.
         rope: Rotary positions of the head: the target's, or plain, without the target's scaling: SafeAILab's code knows
-            none but linear and dynamic. vLLM and SGLang hold both.
+            none but linear and dynamic. vLLM and SGLang hold both. Default: target, or those of the head it starts
+            from.
         feature_weight: Loss weight of the smooth-L1 distance between features.
         token_weight: Loss weight of the soft cross-entropy against the target's distribution.
         noise: Uniform noise on the features that the head reads, up to this share of their standard deviation.
@@ -50,7 +51,7 @@ class EagleSettings:
     """
 
     num_layers: int | None = None
-    rope: Rope = "target"
+    rope: Rope | None = None
     feature_weight: float = 1.0
     token_weight: float = 0.1
     noise: float = 0.1
@@ -190,13 +191,11 @@ class EagleHead(EagleNet, FeatureHead):
 
     @classmethod
     def new_config(cls, settings: EagleSettings, target: LlamaConfig) -> EagleConfig:
-        return EagleConfig.for_target(target, settings.num_layers or 1, rope=settings.rope)
+        return EagleConfig.for_target(target, settings.num_layers or 1, rope=settings.rope or "target")
 
     @classmethod
-    def check_init(cls, settings: EagleSettings, config: EagleConfig) -> None:
-        cls.check_kept("num_layers", settings.num_layers, config.llama.num_layers)
-        if config.llama.rope_scaling.kind != "default":
-            cls.check_kept("rope", settings.rope, "target")
+    def shape(cls, config: EagleConfig) -> dict[str, Any]:
+        return {"num_layers": config.llama.num_layers, "rope": rope_of(config.llama)}
 
     # -- loss
 

@@ -80,6 +80,11 @@ class EagleConfig(OfLlama):
         return cls(layer if rope == "target" else dataclasses.replace(layer, rope_scaling=RopeScaling()), fc_bias)
 
 
+def rope_of(head: LlamaConfig) -> Rope:
+    """Return the option that gives a head its rotary positions."""
+    return "plain" if head.rope_scaling.kind == "default" else "target"
+
+
 class EagleNet(nn.Module):
     """Network h_t = layers(fc([embed(x_{t+1}); f_t])) ~ f_{t+1}, whose lm_head, the target's, predicts x_{t+2}.
 

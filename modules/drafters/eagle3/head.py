@@ -15,7 +15,7 @@ from torch import Tensor
 from draftsmith.modules import flops
 from draftsmith.modules.drafters.base import HeadCard, TargetWeights, TrainStep, layer_shape
 from draftsmith.modules.drafters.chains import FixedK
-from draftsmith.modules.drafters.eagle.net import Rope
+from draftsmith.modules.drafters.eagle.net import Rope, rope_of
 from draftsmith.modules.drafters.eagle3.loss import Divergence, distances
 from draftsmith.modules.drafters.eagle3.net import Eagle3Config, Eagle3Net, LeanEagle3, default_layers, layer_like
 from draftsmith.modules.drafters.feature_heads import FeatureHead
@@ -28,6 +28,9 @@ from draftsmith.modules.types import FeatureBatch, InputError, LossOutput, at_le
 
 Mask = Literal["input", "previous"]
 Normalizer = Literal["sequence", "tokens", "padded"]
+# Version -> fc_norm, norm_before_fc, norm_output of its config.
+VERSIONS = {"3": (False, False, False), "3-norm": (False, True, False), "3.1": (True, False, True)}
+DRAFT_VOCAB = 32_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +42,14 @@ class Eagle3Settings:
         layers: Layers of the target whose inputs it reads, distinct ones, ascending. Default: 2, L/2 and L-3, or those
             of the head it starts from. Of other than three, vLLM, SGLang and speculators can serve the head.
         draft_vocab: Tokens that it can draft: the most frequent ones of the answers that it is trained on, and those
-            that end them. 0, or no less than the target has: all.
-        rope: Rotary positions of the head: the target's, or plain, without the target's scaling.
-        rope_theta: Rotary base of the head. Default: the target's.
+            that end them. 0, or no less than the target has: all. Default: 32000, or those of the head it starts from.
+        rope: Rotary positions of the head: the target's, or plain, without the target's scaling. Default: target, or
+            those of the head it starts from.
+        rope_theta: Rotary base of the head. Default: the target's, or that of the head it starts from.
         version: 3, as in the paper; 3-norm, with a norm of the states side by side before they are joined (servers'
             norm_before_fc); or 3.1: every state is normed by itself, and so is what the head reads of itself. vLLM,
-            SGLang and speculators serve all, llama.cpp 3 and 3-norm, SafeAILab's code only 3.
+            SGLang and speculators serve all, llama.cpp 3 and 3-norm, SafeAILab's code only 3. Default: 3-norm, or that
+            of the head it starts from.
         train_lm_head: Train the lm_head too, which begins as the target's. That of a head to fine-tune is the new
             target's where it was never trained, and else the head's own.
         passes: Tokens of the drafts that it is trained on, each read behind its own states (training-time test).
@@ -73,10 +78,10 @@ class Eagle3Settings:
     )
 
     layers: tuple[int, ...] = ()
-    draft_vocab: int = 32_000
-    rope: Rope = "target"
+    draft_vocab: int | None = None
+    rope: Rope | None = None
     rope_theta: float | None = None
-    version: Literal["3", "3-norm", "3.1"] = "3-norm"
+    version: Literal["3", "3-norm", "3.1"] | None = None
     train_lm_head: bool = False
     passes: int = 7
     passes_after: float = 0.0
@@ -89,7 +94,7 @@ class Eagle3Settings:
 
     def __post_init__(self) -> None:
         at_least("passes", self.passes, 1)
-        at_least("draft_vocab", self.draft_vocab, 0)
+        at_least("draft_vocab", self.draft_vocab or 0, 0)
         if not 0 <= self.passes_after < 1:
             raise InputError("passes_after", self.passes_after, "a share in [0, 1)", "Change it.")
         if not 0 < self.pass_decay <= 1:
@@ -190,15 +195,23 @@ class Eagle3Head(Eagle3Net, FeatureHead):
 
     @classmethod
     def new_config(cls, settings: Eagle3Settings, target: LlamaConfig) -> Eagle3Config:
-        vocabulary = min(settings.draft_vocab or target.vocab_size, target.vocab_size)
+        asked = DRAFT_VOCAB if settings.draft_vocab is None else settings.draft_vocab
+        vocabulary = min(asked or target.vocab_size, target.vocab_size)
         layer = layer_like(target, settings.rope_theta, settings.rope == "plain")
-        capture, late = layers_of(settings.layers, target.num_layers), settings.version == "3.1"
-        norms = {"fc_norm": late, "norm_before_fc": settings.version == "3-norm", "norm_output": late}
-        return Eagle3Config(layer, capture, vocabulary, **norms)
+        capture, norms = layers_of(settings.layers, target.num_layers), VERSIONS[settings.version or "3-norm"]
+        return Eagle3Config(layer, capture, vocabulary, *norms)
 
     @classmethod
-    def check_init(cls, settings: Eagle3Settings, config: Eagle3Config) -> None:
-        cls.check_kept("layers", settings.layers or None, config.capture)
+    def shape(cls, config: Eagle3Config) -> dict[str, Any]:
+        norms = config.fc_norm, config.norm_before_fc, config.norm_output
+        return {
+            "layers": config.capture,
+            "draft_vocab": config.draft_vocab_size if config.reduced else 0,
+            "rope": rope_of(config.llama),
+            "rope_theta": config.llama.rope_theta,
+            # An imported head may have other norms than these versions.
+            "version": next((version for version, those in VERSIONS.items() if those == norms), None),
+        }
 
     def start(self, weights: TargetWeights) -> None:
         tokens = self.d2t

@@ -73,15 +73,6 @@ def test_lm_heads_of_their_own_begin_as_the_targets() -> None:
     assert len({layer.weight.data_ptr() for layer in head.lm_heads}) == 2  # each its own
 
 
-@pytest.mark.parametrize("settings", [{"lm_head": "target"}, {"num_heads": 3}])
-def test_heads_to_train_on_are_taken_as_they_are(settings: dict) -> None:
-    config = MedusaConfig(H, V, 32, num_heads=2, own_lm_head=True)
-    MedusaHead.check_init(MedusaSettings(lm_head="own", num_heads=2), config)
-    MedusaHead.check_init(MedusaSettings(), config)
-    with pytest.raises(InputError, match=next(iter(settings))):
-        MedusaHead.check_init(MedusaSettings(**settings), config)
-
-
 @OWN
 def test_states_of_drafts_are_read_by_the_lm_head_of_their_level(own: bool) -> None:
     target, head = TableLM(1), random_medusa_heads(2, own)
