@@ -143,6 +143,9 @@ class LitDrafter(LitHead):
             found = f"{type(trainer.strategy).__name__} in a Trainer of your own"
             remedy = "Train with draftsmith.fit(..., strategy=...)."
             raise InputError("strategy", found, "one without DeepSpeed", remedy)
+        if trainer.precision not in ("32-true", "16-mixed", "bf16-mixed"):
+            remedy = "Weights keep their type, as small updates vanish in bfloat16: pass bf16-mixed, or head.double()."
+            raise InputError("precision", trainer.precision, "32-true, 16-mixed or bf16-mixed", remedy)
         self.log_every = cast(Any, trainer).log_every_n_steps
         if not self.total_steps:
             steps = trainer.estimated_stepping_batches
@@ -165,6 +168,15 @@ class LitDrafter(LitHead):
             batch = MicroBatch(data, keys, lengths, tokens, None, first=self._uncounted is None)
             self._num_batches += self.trainer.training
         return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Save what the noise of a plain Trainer depends on, too."""
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["noise"] = self.feature_std, self._num_batches
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        self.feature_std, self._num_batches = checkpoint["noise"]
 
     def sample_name(self, index: int) -> str:
         if self._num_batches:

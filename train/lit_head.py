@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -140,6 +140,9 @@ class LitHead(pl.LightningModule):
         return step % self.log_every == 0 or step == self.total_steps
 
     def autocast(self) -> AbstractContextManager:
+        # `fit` has settled it; in a plain Trainer it is the Trainer's own, which is on already.
+        if self.config.precision == "auto":
+            return nullcontext()
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16")
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:

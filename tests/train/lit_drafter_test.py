@@ -113,6 +113,44 @@ def test_noise_is_scaled_by_the_features_of_the_first_batch(target, rows, tmp_pa
     assert module.feature_std == pytest.approx(float(torch.cat(read).std(correction=0)), rel=1e-6)
 
 
+def test_a_resumed_training_draws_the_same_noise(target, rows, tmp_path):
+    straight, resumed = module_of(target), module_of(target)
+    trainer_of(tmp_path / "straight", max_steps=4).fit(straight, loader(rows, 8))
+    first = trainer_of(tmp_path / "first", max_steps=2)
+    first.fit(module_of(target), loader(rows, 8))
+    first.save_checkpoint(tmp_path / "two.ckpt")
+    trainer = trainer_of(tmp_path / "resumed", max_steps=4)
+    trainer.fit(resumed, loader(rows, 8), ckpt_path=tmp_path / "two.ckpt", weights_only=True)
+    assert trainer.global_step == 4
+    for name, own in straight.head.state_dict().items():
+        assert torch.equal(own, resumed.head.state_dict()[name])
+
+
+@pytest.mark.parametrize(
+    ("trainers", "own", "expected"),
+    [
+        ("bf16-mixed", "auto", torch.bfloat16),
+        ("bf16-mixed", "32", torch.float32),
+        ("32-true", "bf16", torch.bfloat16),
+        ("32-true", "auto", torch.float32),
+    ],
+)
+def test_products_are_of_the_precision_asked_for(trainers, own, expected, target, rows, tmp_path):
+    """In training and validation; weights stay float32."""
+    plain = draftsmith.load_target(target.info.path, "float32")
+    module, types = module_of(plain, precision=own), []
+    module.head.float().fc.register_forward_hook(lambda layer, inputs, output: types.append(output.dtype))
+    trainer_of(tmp_path, max_steps=1, precision=trainers).fit(module, loader(rows, 4), loader(rows[:4], 2))
+    assert set(types) == {expected} and len(types) > 2
+    assert {weight.dtype for weight in module.head.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "64-true", "16-true"])
+def test_weights_of_another_type_are_refused_in_a_line(precision, target, rows, tmp_path):
+    with pytest.raises(InputError, match=f"precision: found {precision}, expected 32-true, 16-mixed or bf16-mixed"):
+        trainer_of(tmp_path, precision=precision).fit(module_of(target), loader(rows, 4))
+
+
 def test_another_batch_is_refused_in_a_line(target, rows, tmp_path):
     plain = [{name: own[None] for name, own in row.items()} for row in rows]
     with pytest.raises(InputError, match="collate_fn"):
