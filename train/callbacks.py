@@ -81,10 +81,19 @@ class BetweenSteps(pl.Callback):
 
     def verdict(self, module: LitHead) -> str:
         """Judge a finished training: by tau, if it was measured often enough, else by the validation's own metric."""
-        name, larger = module.monitor, module.larger_is_better
-        if self.probe is not None and sum(self.probe.monitor in metrics for _, metrics in self.curve) >= FEWEST:
-            name, larger = self.probe.monitor, True
-        return verdict(name, [(step, metrics[name]) for step, metrics in self.curve if name in metrics], larger)
+        tau = self.probe is not None and sum(self.probe.monitor in metrics for _, metrics in self.curve) >= FEWEST
+        name, sign = self._monitor(module, self.latest, tau)
+        return verdict(name, [(step, metrics[name]) for step, metrics in self.curve if name in metrics], sign > 0)
+
+    def _monitor(self, module: LitHead, metrics: dict[str, float], tau: bool) -> tuple[str, int]:
+        """Return the metric that picks best/, and 1 if its largest value does, -1 if its smallest.
+
+        If tau is measured it does: a head can lose teacher-forced accuracy and gain tau. If no answer is as long as a
+        draft, the head's own metric is missing, and the loss does.
+        """
+        if tau and self.probe is not None:
+            return self.probe.monitor, 1
+        return (module.monitor, 1 if module.larger_is_better else -1) if module.monitor in metrics else ("loss", -1)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Log the best head, if the training is complete: one version per run, not one per save."""
@@ -149,11 +158,10 @@ class BetweenSteps(pl.Callback):
         if probed is not None and not any(probed.monitor in earlier for _, earlier in self.curve[:-1]):
             say_on_rank_zero(probed.measured)
         say_on_rank_zero(f"step {step}/{module.total_steps}: {shown(metrics)}{self._pace(step, module.total_steps)}")
-        # If tau is measured it picks best/: a head can lose teacher-forced accuracy and gain tau.
-        monitor, sign = module.monitor, 1 if module.larger_is_better else -1
-        if self.probe is not None:
-            monitor, sign = self.probe.monitor, 1
-        if monitor in metrics and (not self.best or sign * metrics[monitor] >= sign * self.best[monitor]):
+        monitor, sign = self._monitor(module, metrics, self.probe is not None)
+        # The best so far may be without it: tau may be measured since a resumption only.
+        kept = self.best.get(monitor, float("nan"))
+        if monitor in metrics and (kept != kept or sign * metrics[monitor] >= sign * kept):
             best = {**metrics, "step": float(step)}
             if not self._save_head(trainer, head, "best", step, metrics):
                 self.best = best

@@ -85,6 +85,9 @@ def finished(config: TrainConfig) -> Path | None:
         _check_begun(config, {"config": decisive(config)})
     if not (config.output / FINISHED).exists():
         return None
+    if not (config.output / "best").is_dir():
+        found = f"{config.output}, a finished training whose best/ is gone"
+        raise InputError("output", found, "best/, its head", "Choose another output, or take last/.")
     say_on_rank_zero(f"{config.output} holds a finished training: nothing is left to do, and nothing is changed")
     return config.output / "best"
 

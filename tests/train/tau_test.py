@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from eagle_trainings import a_module, config
+from trained_runs import losses
 
 from draftsmith.data.models.loading import load_tokenizer
+from draftsmith.data.responses import ResponsesConfig
+from draftsmith.data.responses import run as make_responses
 from draftsmith.data.store.datasets import open_dataset
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
@@ -20,6 +23,9 @@ from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.feature_heads import FeatureDrafter
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import InputError, SamplingParams
+from draftsmith.train.checkpoints import FOLDER, all_in
+from draftsmith.train.command import run
+from draftsmith.train.config import drafter_config
 from draftsmith.train.data_module import Samples
 from draftsmith.train.tau import TauProbe, general_prompts, held_out_prompts, probe_prompts
 
@@ -99,3 +105,30 @@ def test_tau_of_general_prompts_stands_beside_that_of_held_out_ones(artefacts, t
     tokenizer_config.pop("chat_template", None)
     (copy / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     assert general_prompts(other, 1024) == [] and "no tau_general" in capsys.readouterr().err
+
+
+def test_best_is_chosen_by_the_loss_where_no_answer_is_as_long_as_a_draft(artefacts, tmp_path):
+    short = {"prompts": artefacts.prompts, "target": str(artefacts.target), "output": tmp_path / "short"}
+    data = make_responses(ResponsesConfig(**short, max_new_tokens=3, num_threads=1))
+    settings = {"data": data, "target": str(artefacts.target), "output": tmp_path / "run", "layers": (0, 1)}
+    settings |= {"max_steps": 6, "val_every": 2, "lr": 3e-3, "tau_prompts": 0, "wandb": "off"}
+    best = run(drafter_config("eagle3")(**settings))
+    validated = losses(tmp_path / "run", "val/loss")
+    step = json.loads((best / "manifest.json").read_text())["step"]
+    assert len(validated) == 3 and step == 2 * (1 + validated.index(min(validated)))
+    shutil.rmtree(best)
+    with pytest.raises(InputError, match="a finished training whose best/ is gone"):
+        run(drafter_config("eagle3")(**settings))
+
+
+@pytest.mark.parametrize("prompts", [(0, 1), (1, 0)])
+def test_a_run_goes_on_with_tau_and_without(prompts, artefacts, tmp_path):
+    settings = config(artefacts, tmp_path / "run", save_every=6, keep=9, max_steps=12, val_every=6)
+    run(dataclasses.replace(settings, tau_prompts=prompts[0]))
+    # As if it had been killed after the sixth step.
+    shutil.rmtree(all_in(tmp_path / "run" / FOLDER)[-1])
+    (tmp_path / "run" / "training.json").unlink()
+    best = run(dataclasses.replace(settings, tau_prompts=prompts[1]))
+    manifest = json.loads((best / "manifest.json").read_text())
+    assert len(losses(tmp_path / "run", "val/tau")) == 1
+    assert ("tau" in manifest["metrics"]) == (manifest["step"] == (6 if prompts[0] else 12))
