@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +35,7 @@ from draftsmith.modules.losses import CHUNK_ELEMENTS
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import MOST, TrainConfig, TrainDrafterConfig, drafter_config
 from draftsmith.train.prepare import head_config, with_shape
-from draftsmith.train.strategies import device_kind, model_dtype, settled, world_size
+from draftsmith.train.strategies import device_kind, model_dtype, process_memory, settled, world_size
 
 FLOAT32 = 4
 # The largest part is looked for in this many steps of the first epoch.
@@ -310,10 +309,9 @@ def process_bytes(
     # The target keeps nothing but its features.
     target_token = width * (FROZEN_WIDTHS * shape.hidden_size + 3 * shape.intermediate_size)
     stored = 0 if read_in_step else 2 * feature_size
-    resident = int(Path("/proc/self/statm").read_text().split()[1])
     return {
         # Interpreter and libraries, which on a CPU are most of a small training.
-        "libraries": 0 if on_gpu else resident * resource.getpagesize(),
+        "libraries": 0 if on_gpu else process_memory(),
         "frozen": width * sum(p.numel() for p in target.parameters())
         + sum(buffer.nbytes for model in (target, head) for buffer in model.buffers())
         + sum(p.nbytes for p in head.parameters() if not p.requires_grad),

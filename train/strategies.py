@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import resource
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -60,6 +62,12 @@ def world_size(config: TrainConfig) -> int:
 def local_device(config: TrainConfig) -> str:
     """Return the device of this process. Frozen models are loaded straight to it, before Lightning is set up."""
     return "cpu" if accelerator(config) == "cpu" else f"cuda:{place().local_rank}"
+
+
+def process_memory() -> int:
+    """Return the peak memory of this process so far, in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
 
 
 def model_dtype(config: TrainConfig) -> str:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import resource
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.train.data_module import MicroBatch
 from draftsmith.train.metrics import gather_rows
+from draftsmith.train.strategies import process_memory
 
 
 def features_flops(model: CausalLM, lengths: Sequence[int]) -> float:
@@ -53,8 +52,7 @@ def peak_memory_gb(device: torch.device) -> float:
     """Return the peak memory so far in 1e9 bytes: torch's on a GPU, else that of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+    return process_memory() / 1e9
 
 
 @dataclass

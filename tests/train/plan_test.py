@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import shutil
 from pathlib import Path
@@ -183,3 +184,20 @@ def test_a_served_target_is_counted_with_its_experts_and_only_its_embeddings_her
     # 4.5 KB of memory hold the target in 178 parts of 80 %.
     assert main([*words, "--gpu-gb", "4.5e-6", "--server-gpus", "100"]) == 2
     assert "server_gpus: found 100" in capsys.readouterr().err
+
+
+def test_a_training_runs_on_a_machine_without_proc(artefacts, tmp_path, monkeypatch):
+    """Such as a Mac."""
+    opened = io.open
+
+    def open_elsewhere(file, *args, **options):
+        if str(file).startswith("/proc"):
+            raise FileNotFoundError(file)
+        return opened(file, *args, **options)
+
+    monkeypatch.setattr(io, "open", open_elsewhere)
+    monkeypatch.setattr("builtins.open", open_elsewhere)
+    with pytest.raises(FileNotFoundError):
+        Path("/proc/self/statm").read_text()
+    config = eagle_config(artefacts, tmp_path / "run", max_steps=2)
+    assert (run(config) / "model.safetensors").is_file()
