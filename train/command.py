@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,8 +49,9 @@ def run(config: TrainedConfig) -> Path:
         return done
     if isinstance(config, TrainDrafterConfig):
         announce(config)
-    training = prepare(config)
-    best = fit(training)
+    with ExitStack() as clients:
+        training = prepare(config, clients)
+        best = fit(training)
     if isinstance(config, TrainDrafterConfig) and not config.drafter.is_model and is_first_process():
         explain(best, config, training)
     return best

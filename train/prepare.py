@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,8 +57,10 @@ STD_SAMPLES = 32
 HASHED_BYTES = 32 * 2**30
 
 
-def prepare(config: TrainedConfig) -> PreparedTraining:
+def prepare(config: TrainedConfig, clients: ExitStack | None = None) -> PreparedTraining:
     """Load the models and data of a training that has not begun.
+
+    clients: receives what has to be closed when the training has ended.
 
     Raises:
         InputError: the data was made with another target, is damaged or empty, or the disk cannot hold the cache.
@@ -96,7 +98,7 @@ def prepare(config: TrainedConfig) -> PreparedTraining:
 
     head = make_head(config, target, token_counts)
     cache = open_cache(config, target, layers, (train_samples, val_samples))
-    stream = open_stream(config, target, layers, (train_samples, val_samples))
+    stream = open_stream(config, target, layers, (train_samples, val_samples), clients or ExitStack())
     data = HeadDataModule(
         train_samples,
         val_samples,
@@ -177,7 +179,11 @@ def without_layers(config: TrainDrafterConfig) -> TrainDrafterConfig:
 
 
 def open_stream(
-    config: TrainDrafterConfig, target: CausalLM, layers: Sequence[int], samples: Sequence[Samples]
+    config: TrainDrafterConfig,
+    target: CausalLM,
+    layers: Sequence[int],
+    samples: Sequence[Samples],
+    clients: ExitStack,
 ) -> FeatureStream | None:
     """Connect to the server of `--features vllm`, if it is asked for, and let the samples read from it.
 
@@ -188,8 +194,7 @@ def open_stream(
         return None
     from draftsmith.train.feature_stream import FeatureStream
 
-    source = ServedStates(config.feature_server, config.output, config.feature_cache)
-    atexit.register(source.close)
+    source = clients.enter_context(ServedStates(config.feature_server, config.output, config.feature_cache))
     captured_states = tuple(layers) or (target.info.num_layers,)
     if place().rank == 0:
         rows = [samples[0].text(i).tolist() for i in range(min(4, len(samples[0])))]

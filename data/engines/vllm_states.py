@@ -171,15 +171,17 @@ class ServedStates:
         self._replied: dict[str, float] = {}
         self._attempts: dict[str, int] = {}
         self._last_note = time.monotonic()
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="draftsmith-states", daemon=True).start()
-        self._slots = asyncio.Semaphore(concurrency)
-        limits = httpx.Limits(max_connections=concurrency)
-        self._client = httpx.AsyncClient(headers=self._headers, timeout=server.timeout_s, limits=limits)
         version = self._get("version", {"version": str})["version"]
         check_release(version)
         self.about = {"vllm": version}
         self._model = self._get("v1/models", {"data": [{"id": str}]})["data"][0]["id"]
+        # Last, as nothing would close them after an error.
+        self._slots = asyncio.Semaphore(concurrency)
+        limits = httpx.Limits(max_connections=concurrency)
+        self._client = httpx.AsyncClient(headers=self._headers, timeout=server.timeout_s, limits=limits)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="draftsmith-states", daemon=True)
+        self._thread.start()
 
     def __enter__(self) -> ServedStates:
         return self
@@ -204,6 +206,8 @@ class ServedStates:
 
         asyncio.run_coroutine_threadsafe(end(), self._loop).result(30)
         self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
         if self._reader is not None:
             self._reader.close()
 

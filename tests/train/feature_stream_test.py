@@ -29,6 +29,12 @@ from draftsmith.train.command import run
 FINAL = (2,)  # the target has two layers
 
 
+@pytest.fixture(autouse=True)
+def every_client_is_closed():
+    yield
+    assert not [thread.name for thread in threading.enumerate() if thread.name == "draftsmith-states"]
+
+
 @pytest.fixture
 def stored(artefacts):
     """Row name -> the states that `data features` has stored."""
