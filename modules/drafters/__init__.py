@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from draftsmith.modules.types import InputError
@@ -62,10 +61,11 @@ def add_folder(folder: str) -> None:
     Raises:
         InputError: the folder holds no Python files, or a file, head or method with a name that is taken.
     """
-    folder = str(Path(folder).resolve())
-    names = [module.name for module in pkgutil.iter_modules([folder])]
-    if not names:
+    modules = list(pkgutil.iter_modules([folder]))
+    if not modules:
         raise InputError("drafters", folder, "a folder of Python files", "Correct the path.")
+    # Its absolute path.
+    folder, names = modules[0].module_finder.path, [module.name for module in modules]
     # Python would import the file of the first folder, without a word.
     taken = {module.name for module in pkgutil.iter_modules(path for path in __path__ if path != folder)}
     if clash := sorted(taken & set(names)):
