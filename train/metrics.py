@@ -76,18 +76,24 @@ class Means:
                 totals[name] = totals[name].to(value.device) + value if name in totals else value
 
     def take(self) -> dict[str, float]:
-        """Return the means over all ranks since the last call. All ranks must have added the same names."""
+        """Return the means over all ranks since the last call; all of them must call it."""
         state = self.state()
         self.sums, self.counts = {}, {}
         return {name: value / count for name, (value, count) in state.items() if count > 0}
 
     def state(self) -> dict[str, list[float]]:
-        """Return name -> [sum, count] over all ranks; all of them must call it."""
+        """Return name -> [sum, count] over all ranks; all of them must call it.
+
+        A rank may have nothing to add, or other names: fewer validation samples than ranks, or none that counts.
+        """
         names = sorted(self.sums)
-        if not names:
-            return {}
-        stacked = sum_over_ranks(torch.stack([torch.stack([self.sums[name], self.counts[name]]) for name in names]))
-        return dict(zip(names, stacked.tolist(), strict=True))
+        pairs = [torch.stack([self.sums[name], self.counts[name]]) for name in names]
+        own = dict(zip(names, torch.stack(pairs).tolist(), strict=True)) if pairs else {}
+        parts = gathered(own)
+        return {
+            name: [sum(values) for values in zip(*(part[name] for part in parts if name in part), strict=True)]
+            for name in sorted(set().union(*parts))
+        }
 
     def load(self, state: Mapping[str, list[float]]) -> None:
         """Add a saved state."""

@@ -36,6 +36,8 @@ RESUMED_ON_TWO = [
     ("acceptance", None, "deepspeed_stage_3", 1),
     ("eagle", "deepspeed_stage_2", "deepspeed_stage_1", 1),
 ]
+# Trained with a single validation sample.
+FEW = ["acceptance", "dspark", "eagle", "rollouts"]
 RESUMED_ON_ONE = [("acceptance", "deepspeed_stage_3", 2)]
 
 
@@ -89,6 +91,8 @@ def runs(artefacts, rollouts, tmp_path_factory) -> Runs:
     torch.set_num_threads(1)
     for head in (*HEADS, "eagle3", "dspark", "rollouts"):
         run_job(runs.job(f"{head}-one", head))
+    for head in FEW:
+        run_job(runs.job(f"few-{head}-one", head, max_steps=6, val_every=3, val_share=1e-9))
     runs.said = run_on_ranks(two_rank_jobs(runs), 2, runs.root)[0]
     for head, begun, accumulate in RESUMED_ON_ONE:
         name = f"{head}-{begun}-one"
@@ -107,6 +111,8 @@ def two_rank_jobs(runs: Runs) -> list[dict[str, Any]]:
     for head, begun, then, accumulate in RESUMED_ON_TWO:
         start = f"{head}-{begun or 'one'}"
         jobs.append(runs.resuming(f"{start}-{then}", start, head, then, accumulate))
+    for head in FEW:
+        jobs.append(job(f"few-{head}", head, "ddp", max_steps=6, val_every=3, val_share=1e-9))
     few = {"max_steps": 10, "save_every": 1}
     for how, name in POISONS:
         poison = {"row": POISONED_ROW, "how": how}
@@ -140,6 +146,13 @@ def test_weighted_tokens_and_state_in_host_memory_change_nothing(runs, name):
     ours, one = runs[name], runs[f"{name.split('-')[0]}-one"]
     assert losses(ours) == pytest.approx(losses(one), abs=1e-5, rel=0)
     assert furthest(ours, one) < 1e-6
+
+
+@pytest.mark.parametrize("head", FEW)
+def test_a_rank_without_a_validation_sample_adds_nothing(runs, head):
+    ours, one = runs[f"few-{head}"], runs[f"few-{head}-one"]
+    found, expected = (losses(output, "val/loss") for output in (ours, one))
+    assert len(expected) >= 2 and found == pytest.approx(expected, abs=1e-5, rel=0)
 
 
 def test_bf16_means_the_same_under_every_strategy(runs):
