@@ -28,29 +28,42 @@ def place(environment: Mapping[str, str] | None = None) -> ProcessPlace:
     SLURM_*. Inside an srun step torchrun's variables count: they are nearer to the process.
 
     Raises:
-        InputError: the variables are no numbers, or some are missing.
+        InputError: the variables are no numbers, some are missing, or they do not fit together, as those that another
+            program has left in a shell.
     """
     env = os.environ if environment is None else environment
+    remedy = "Launch with draftsmith launch, or torchrun; or unset what is left over of another: unset RANK LOCAL_RANK."
+    expected = "what a launcher sets, integers"
     try:
-        # torchrun and DeepSpeed, also within an srun step.
-        if "RANK" in env:
-            world = int(env.get("WORLD_SIZE", 1))
-            local_world = int(env.get("LOCAL_WORLD_SIZE", env.get("LOCAL_SIZE", world)))
-            return ProcessPlace(int(env["RANK"]), world, int(env.get("LOCAL_RANK", 0)), local_world, True)
-        # Batch scripts and interactive shells have a SLURM_PROCID too, but no step id, or one of the last sixteen of
-        # 32 bits.
-        if "SLURM_PROCID" in env and int(env.get("SLURM_STEP_ID") or 2**32) < 2**32 - 16:
-            # SLURM_NTASKS may still be the whole job's; SLURM_STEP_* belong to this step.
-            world = int(env.get("SLURM_STEP_NUM_TASKS") or env["SLURM_NTASKS"])
-            # Tasks per node, `2(x3),1` for 2, 2, 2 and 1.
-            per_node = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or str(world)
-            counts: list[int] = []
-            for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", per_node):
-                counts += [int(count)] * int(times or 1)
-            local_world = counts[int(env.get("SLURM_NODEID", 0))]
-            return ProcessPlace(int(env["SLURM_PROCID"]), world, int(env["SLURM_LOCALID"]), local_world, True)
-        # Lightning's own subprocesses have LOCAL_RANK only.
-        return ProcessPlace(local_rank=int(env.get("LOCAL_RANK", 0)))
+        here = _place(env)
     except (ValueError, KeyError, IndexError) as error:
-        expected, remedy = "what a launcher sets, integers", "Launch with draftsmith launch, or torchrun."
         raise InputError("RANK, WORLD_SIZE", repr(error), expected, remedy) from error
+    # A subprocess of Lightning's does not know the number of ranks yet, and has NODE_RANK.
+    worlds = (here.world, here.local_world) if here.launched or "NODE_RANK" not in env else (1, here.local_rank + 1)
+    for name, rank, world in zip(("RANK", "LOCAL_RANK"), (here.rank, here.local_rank), worlds, strict=True):
+        if not 0 <= rank < world:
+            raise InputError(name, f"{rank} among {world}, counted from 0", expected, remedy)
+    return here
+
+
+def _place(env: Mapping[str, str]) -> ProcessPlace:
+    """Read the variables, as `place`."""
+    # torchrun and DeepSpeed, also within an srun step.
+    if "RANK" in env:
+        world = int(env.get("WORLD_SIZE", 1))
+        local_world = int(env.get("LOCAL_WORLD_SIZE", env.get("LOCAL_SIZE", world)))
+        return ProcessPlace(int(env["RANK"]), world, int(env.get("LOCAL_RANK", 0)), local_world, True)
+    # Batch scripts and interactive shells have a SLURM_PROCID too, but no step id, or one of the last sixteen of
+    # 32 bits.
+    if "SLURM_PROCID" in env and int(env.get("SLURM_STEP_ID") or 2**32) < 2**32 - 16:
+        # SLURM_NTASKS may still be the whole job's; SLURM_STEP_* belong to this step.
+        world = int(env.get("SLURM_STEP_NUM_TASKS") or env["SLURM_NTASKS"])
+        # Tasks per node, `2(x3),1` for 2, 2, 2 and 1.
+        per_node = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or str(world)
+        counts: list[int] = []
+        for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", per_node):
+            counts += [int(count)] * int(times or 1)
+        local_world = counts[int(env.get("SLURM_NODEID", 0))]
+        return ProcessPlace(int(env["SLURM_PROCID"]), world, int(env["SLURM_LOCALID"]), local_world, True)
+    # Lightning's own subprocesses have no RANK.
+    return ProcessPlace(local_rank=int(env.get("LOCAL_RANK", 0)))

@@ -28,6 +28,7 @@ from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadCon
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
+from draftsmith.train.metrics import say_on_rank_zero
 from draftsmith.train.strategies import local_device, model_dtype, world_size
 
 if TYPE_CHECKING:
@@ -241,7 +242,6 @@ def store_rollouts(
     """
     from draftsmith.train.acceptance_data import StoredDataset, try_sizes
     from draftsmith.train.data_module import Samples
-    from draftsmith.train.metrics import say_on_rank_zero
 
     tokens = {name: reader.store(samples, name) for name, samples in (("train", train), ("val", val))}
     size = sum(tensor.nbytes for part in tokens.values() for tensor in vars(part).values())

@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from draftsmith.data.console import log_note
+from draftsmith.data.ranks import place
 from draftsmith.modules.types import LossOutput
 
 T = TypeVar("T")
@@ -26,7 +26,8 @@ def rank() -> int:
 
 def is_first_process() -> bool:
     """Check for rank 0; before the process group exists, by what the launcher has set."""
-    return not getattr(rank_zero_only, "rank", 0)
+    here = place()
+    return rank() == 0 if num_ranks() > 1 else here.rank == here.local_rank == 0
 
 
 def say_on_rank_zero(text: str) -> None:

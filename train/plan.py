@@ -34,6 +34,7 @@ from draftsmith.modules.layers import LlamaConfig, LlamaModel
 from draftsmith.modules.losses import CHUNK_ELEMENTS
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import MOST, TrainConfig, TrainDrafterConfig, drafter_config
+from draftsmith.train.metrics import say_on_rank_zero
 from draftsmith.train.prepare import head_config, with_shape
 from draftsmith.train.strategies import device_kind, model_dtype, process_memory, settled, world_size
 
@@ -447,8 +448,6 @@ def announce(config: TrainDrafterConfig) -> None:
     Raises:
         InputError: the disk cannot hold the checkpoints.
     """
-    from draftsmith.train.metrics import say_on_rank_zero
-
     if not (config.data / MANIFEST).exists():
         return
     if "input_ids" not in {field.name for field in Manifest.read(config.data).fields}:

@@ -41,6 +41,7 @@ from draftsmith.train import acceptance
 from draftsmith.train.acceptance import TrainAcceptanceConfig
 from draftsmith.train.config import TrainDrafterConfig
 from draftsmith.train.feature_cache import FeatureCache, row_name
+from draftsmith.train.metrics import is_first_process
 from draftsmith.train.own_loss import loss_digest
 from draftsmith.train.strategies import local_device, model_dtype, world_size
 
@@ -218,8 +219,6 @@ def open_cache(
     Raises:
         InputError: the disk has too little.
     """
-    from draftsmith.train.metrics import is_first_process
-
     if config.features != "cache":
         return None
     directory = config.feature_cache or config.output / "feature-cache"

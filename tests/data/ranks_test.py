@@ -47,6 +47,14 @@ def test_a_process_knows_its_place(environment, expected):
     [
         ({**TORCHRUN, "RANK": "four"}, "four"),
         ({name: value for name, value in SRUN.items() if name != "SLURM_LOCALID"}, "SLURM_LOCALID"),
+        # Left in a shell by another program.
+        ({"LOCAL_RANK": "1"}, "LOCAL_RANK: found 1 among 1"),
+        ({"RANK": "1"}, "RANK: found 1 among 1"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK: found 2 among 2"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK: found -1 among 2"),
+        ({**TORCHRUN, "LOCAL_RANK": "2"}, "LOCAL_RANK: found 2 among 2"),
+        ({**SRUN, "SLURM_PROCID": "2"}, "RANK: found 2 among 2"),
+        ({**BATCH, "LOCAL_RANK": "1"}, "LOCAL_RANK: found 1 among 1"),
     ],
 )
 def test_variables_that_do_not_fit_together_are_the_users_error(environment, named):
